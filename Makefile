@@ -1,0 +1,86 @@
+# Everything that users, contributors and CI run. `make` alone prints the list.
+#
+# Every target sets up what it needs: `make demo`, `make test`, `make check` and `make bench` work
+# on a fresh clone with nothing but Python >= 3.11 (a C compiler is used if there is one).
+
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.stamp
+
+# Installed before anything else, so that nothing pulls in another build. On Linux the plain package
+# index hands out the CUDA build, which is large and runs on CPU as well. To choose another one:
+#   make setup TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu"
+TORCH ?= torch==2.13.0
+
+# Test processes share few cores; more threads per process only make them fight.
+TEST_ENV := OMP_NUM_THREADS=1
+
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.PHONY: help setup demo test test-gpu lint types docs check format coverage mutants bench docs-serve clean
+
+help: ## Print this list
+	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: $(STAMP) ## Make .venv with everything in it (does nothing if it is up to date)
+
+$(STAMP): pyproject.toml setup.py $(wildcard rl_bridge/memory/_native.c)
+	@test -x $(BIN)/python || $(PYTHON) -c 'import sys; sys.exit("rl_bridge needs Python >= 3.11: make PYTHON=python3.x setup" if sys.version_info < (3, 11) else 0)'
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --upgrade "pip>=25.1"
+	$(BIN)/python -m pip install $(TORCH)
+	$(BIN)/python -m pip install -e ".[demo,bench]" --group dev
+	@touch $@
+
+demo: $(STAMP) ## Train a small model over the bridge (STEPS= SEED= TRANSPORT= ENGINE= OUT= ARGS=)
+	$(BIN)/python -m rl_bridge demo \
+	  $(if $(TRANSPORT),--transport $(TRANSPORT)) $(if $(ENGINE),--engine $(ENGINE)) \
+	  $(if $(STEPS),--steps $(STEPS)) $(if $(SEED),--seed $(SEED)) $(if $(OUT),--out $(OUT)) $(ARGS)
+
+test: $(STAMP) ## Run the tests (ARGS="-k name" to choose)
+	$(TEST_ENV) $(BIN)/python -m pytest $(ARGS)
+
+test-gpu: $(STAMP) ## Run only the tests that need a CUDA device
+	$(TEST_ENV) $(BIN)/python -m pytest -m "gpu or multigpu" $(ARGS)
+
+# test-engines and test-trainers (real engines and trainers, each in an environment of its own)
+# join here together with the suites that they run.
+
+lint: $(STAMP) ## Check style and format (ruff)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(STAMP) ## Check types (mypy, strict)
+	$(BIN)/mypy
+
+# Never with -q: quiet mode hides the warnings that --strict counts, and a dead link would pass.
+docs: $(STAMP) ## Build the documentation, strictly, into site/
+	$(BIN)/mkdocs build --strict
+
+check: lint types test docs ## Everything that a change must pass: lint, types, test, docs
+
+format: $(STAMP) ## Format the code and apply the safe fixes
+	$(BIN)/ruff check --fix-only .
+	$(BIN)/ruff format .
+
+coverage: $(STAMP) ## Run the tests with branch coverage and check the floors
+	$(BIN)/coverage erase
+	$(TEST_ENV) $(BIN)/python -m pytest --cov --cov-report= $(ARGS)
+	$(BIN)/coverage report --fail-under=95
+	$(BIN)/coverage report --fail-under=100 --include="rl_bridge/manifest/*,rl_bridge/lifecycle/*"
+
+mutants: $(STAMP) ## Plant one bug at a time; the suite must catch each
+	$(TEST_ENV) $(BIN)/python tests/mutants.py $(ARGS)
+
+bench: $(STAMP) ## Measure; writes benchmarks/results/core.json (QUICK=1 for under a minute)
+	$(BIN)/python benchmarks/core.py $(if $(QUICK),--quick) $(ARGS)
+
+docs-serve: $(STAMP) ## Serve the documentation while writing it
+	$(BIN)/mkdocs serve
+
+# The compiled extension goes too, hence the stamp: the next target builds it again.
+clean: ## Remove everything that was built (.venv stays)
+	rm -rf build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage .coverage.* htmlcov
+	rm -f rl_bridge/memory/_native*.so $(STAMP)
+	find rl_bridge tests benchmarks docs -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true

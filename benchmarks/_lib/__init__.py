@@ -1,0 +1,3 @@
+"""What the benchmark scripts share: payload, processes, lanes, memory and reports."""
+
+__all__: list[str] = []

@@ -1,0 +1,79 @@
+"""rl_bridge: weight updates for RL post-training as transactions.
+
+Sealed, verified, installed atomically, undone to the byte on failure, proven after install,
+acknowledged with that proof, released without a leak.
+"""
+
+from rl_bridge.bridge.bridges import (
+    CUDAIPCTensorBridge,
+    CUDAVMMTensorBridge,
+    LocalTensorCopyBridge,
+    SharedMemoryTensorBridge,
+    TensorBridge,
+    WeightBridge,
+    WeightConsumer,
+    WeightPublisher,
+    make_weight_bridge,
+)
+from rl_bridge.bridge.publisher import ConsumerReport
+from rl_bridge.bridge.rollout import Acknowledgement, RolloutExecutor
+from rl_bridge.errors import (
+    ChecksumMismatch,
+    IncompatibleUpdate,
+    ProofFailed,
+    SlotsExhausted,
+    StaleUpdate,
+    SuspiciousUpdate,
+    TornEngine,
+    TransportUnavailable,
+    WeightBridgeError,
+    WeightBridgeUnavailableError,
+    WeightManifestValidationError,
+    WeightUpdateRejectedError,
+)
+from rl_bridge.installers.base import InstallProof, TransactionalAdapter, WeightInstallAdapter
+from rl_bridge.installers.module import ModuleInstallAdapter
+from rl_bridge.lifecycle.table import State
+from rl_bridge.manifest.compare import Policy
+from rl_bridge.manifest.model import WeightUpdateManifest
+from rl_bridge.manifest.parallel import WeightLayout
+from rl_bridge.manifest.table import TensorDescriptor
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Acknowledgement",
+    "CUDAIPCTensorBridge",
+    "CUDAVMMTensorBridge",
+    "ChecksumMismatch",
+    "ConsumerReport",
+    "IncompatibleUpdate",
+    "InstallProof",
+    "LocalTensorCopyBridge",
+    "ModuleInstallAdapter",
+    "Policy",
+    "ProofFailed",
+    "RolloutExecutor",
+    "SharedMemoryTensorBridge",
+    "SlotsExhausted",
+    "StaleUpdate",
+    "State",
+    "SuspiciousUpdate",
+    "TensorBridge",
+    "TensorDescriptor",
+    "TornEngine",
+    "TransactionalAdapter",
+    "TransportUnavailable",
+    "WeightBridge",
+    "WeightBridgeError",
+    "WeightBridgeUnavailableError",
+    "WeightConsumer",
+    "WeightInstallAdapter",
+    "WeightLayout",
+    "WeightManifestValidationError",
+    "WeightPublisher",
+    "WeightUpdateManifest",
+    "WeightUpdateRejectedError",
+    "__version__",
+    "make_weight_bridge",
+]

@@ -1,0 +1,364 @@
+"""The engine's use case: import a version, verify every byte, say what became of it.
+
+A consumer orders versions within each publisher's stream: what is older than the last acknowledged
+version, or was rejected, never gets in again.
+"""
+
+import logging
+import os
+import threading
+import time
+import weakref
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from rl_bridge.errors import (
+    BridgeClosed,
+    ChecksumMismatch,
+    ForeignTransport,
+    MalformedManifest,
+    StaleUpdate,
+    UnknownUpdate,
+    WeightUpdateRejectedError,
+)
+from rl_bridge.lifecycle.machine import Lifecycle, Observer
+from rl_bridge.lifecycle.table import Event, Role, State
+from rl_bridge.manifest.canonical import JSONValue
+from rl_bridge.manifest.digest import DIGEST_NBYTES
+from rl_bridge.manifest.model import WeightUpdateManifest
+from rl_bridge.memory.control import UpdateReport
+from rl_bridge.transports.base import Attachment, ConsumerEnd, ImportedTensors, Transport
+
+__all__ = ["Consumer"]
+
+_LOG = logging.getLogger(__name__)
+_REMEMBERED = 256
+
+
+@dataclass(slots=True)
+class _Imported:
+    manifest: WeightUpdateManifest | None
+    lifecycle: Lifecycle
+    attachment: Attachment | None = None
+    proof: Mapping[str, JSONValue] | None = None
+    timings_ms: dict[str, float] = field(default_factory=dict)
+
+
+class Consumer:
+    """Imports versions over one transport. Thread-safe: concurrent calls are taken in turn."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        *,
+        source_worker: str,
+        source_rank: int,
+        observer: Observer | None = None,
+    ) -> None:
+        """Open the transport's consumer end.
+
+        Raises:
+            TransportUnavailable: the transport is blocked here.
+
+        """
+        self._transport_name = transport.name
+        self._end: ConsumerEnd = transport.consumer_end(source_worker, source_rank)
+        self._observer = observer
+        self._lock = threading.RLock()
+        self._pid = os.getpid()
+        self._updates: OrderedDict[str, _Imported] = OrderedDict()
+        # Highest acknowledged version of each publisher: nothing below it gets in.
+        self._floors: dict[str, int] = {}
+        self._is_closed = False
+        self.active_weight_version: int | None = None
+        self.active_update_id: str | None = None
+
+    def import_update(self, manifest: WeightUpdateManifest | str) -> ImportedTensors:
+        """Make an update's tensors readable here and verify every byte. See `TensorBridge`."""
+        if isinstance(manifest, str | bytes):
+            manifest = WeightUpdateManifest.from_json(manifest)
+        if not isinstance(manifest, WeightUpdateManifest):
+            msg = f"import_update got a {type(manifest).__name__}, expected a WeightUpdateManifest or its JSON."
+            raise MalformedManifest(msg)
+        with self._lock:
+            self._check_open()
+            self._check_acceptable(manifest)
+            record = self._updates.get(manifest.update_id)
+            if record is not None and record.attachment is not None:
+                if record.manifest != manifest:
+                    msg = f"update {manifest.update_id} is imported already, from another manifest."
+                    raise WeightUpdateRejectedError(msg)
+                return self._verified(manifest, record)
+            record = self._announce(manifest.update_id, manifest)
+            try:
+                start = time.perf_counter()
+                record.attachment = self._end.attach(manifest)
+                record.timings_ms["attach"] = (time.perf_counter() - start) * 1e3
+                record.lifecycle.fire(Event.IMPORT)
+                tensors = self._verified(manifest, record)
+                record.lifecycle.fire(Event.VERIFY)
+            except BaseException as error:
+                self._refuse(record, str(error) or type(error).__name__)
+                raise
+            self._report(record)
+            return tensors
+
+    def acknowledge(
+        self,
+        update_id: str,
+        *,
+        proof: Mapping[str, JSONValue] | None = None,
+        timings_ms: Mapping[str, float] | None = None,
+    ) -> None:
+        """Say that an update is installed; it becomes the active one.
+
+        Raises:
+            UnknownUpdate: it was never imported here.
+            IllegalTransition: its state does not allow it.
+
+        """
+        with self._lock:
+            self._check_open()
+            record = self._record(update_id, "acknowledge update before import_update succeeds")
+            manifest = record.manifest
+            record.proof = dict(proof or _IMPORT_PROOF)
+            record.timings_ms |= timings_ms or {}
+            record.lifecycle.fire(Event.ACKNOWLEDGE)
+            if manifest is not None:
+                self.active_weight_version = manifest.weight_version
+                self._floors[manifest.publisher_id] = manifest.weight_version
+            self.active_update_id = update_id
+            self._report(record)
+
+    def reject(self, update: str | WeightUpdateManifest, reason: str) -> None:
+        """Refuse an update, imported or not; rejecting it again changes nothing.
+
+        Raises:
+            IllegalTransition: it was acknowledged already.
+
+        """
+        with self._lock:
+            self._check_open()
+            manifest = update if isinstance(update, WeightUpdateManifest) else None
+            update_id = manifest.update_id if manifest is not None else str(update)
+            record = self._updates.get(update_id) or self._announce(update_id, manifest)
+            if record.lifecycle.state is not State.REJECTED:
+                self._refuse(record, reason)
+
+    def release(self, update_id: str) -> bool:
+        """Drop this side's hold on an update; tensors still referenced keep their bytes.
+
+        Idempotent; False if the update is unknown here.
+        """
+        with self._lock:
+            record = self._updates.get(update_id)
+            if record is None or self._is_closed or os.getpid() != self._pid:
+                return False
+            if record.lifecycle.allows(Event.RELEASE):
+                record.lifecycle.fire(Event.RELEASE)
+                self._drop(record)
+                if self.active_update_id == update_id:
+                    self.active_update_id = None
+                self._end.settle()
+            return True
+
+    def advance(self, update_id: str, event: Event, *, reason: str | None = None) -> None:
+        """Take one of the fine steps: stage, install, tear, undo (the executor's business).
+
+        Raises:
+            UnknownUpdate: it was never imported here.
+            IllegalTransition: its state does not allow it.
+
+        """
+        with self._lock:
+            record = self._record(update_id, f"{event} update")
+            record.lifecycle.fire(event, reason=reason)
+            if event is Event.UNDO:
+                self._drop(record)
+
+    def state(self, update_id: str) -> State:
+        """Fine state of an update.
+
+        Raises:
+            UnknownUpdate: nothing is known of it here.
+
+        """
+        return self._record(update_id, "tell the state of update").lifecycle.state
+
+    def reason(self, update_id: str) -> str | None:
+        """Why an update was rejected or torn.
+
+        Raises:
+            UnknownUpdate: nothing is known of it here.
+
+        """
+        return self._record(update_id, "tell the reason of update").lifecycle.reason
+
+    def timings_ms(self, update_id: str) -> dict[str, float]:
+        """Phase -> milliseconds on this side.
+
+        Raises:
+            UnknownUpdate: nothing is known of it here.
+
+        """
+        return dict(self._record(update_id, "tell the timings of update").timings_ms)
+
+    def knows(self, update_id: str) -> bool:
+        """Whether anything is known of the update here."""
+        return update_id in self._updates
+
+    def close(self) -> None:
+        """Let go of everything; tensors still referenced keep their bytes. Idempotent."""
+        with self._lock:
+            if not self._is_closed and os.getpid() == self._pid:
+                for update_id in list(self._updates):
+                    self.release(update_id)
+                self._is_closed = True
+                for record in self._updates.values():
+                    record.attachment = None
+                self._end.close()
+
+    # ---- inside ---------------------------------------------------------------------------------
+
+    def _check_acceptable(self, manifest: WeightUpdateManifest) -> None:
+        """Refuse before anything is touched; what is refused here leaves no record."""
+        if manifest.transport != self._transport_name:
+            msg = (
+                f"version {manifest.weight_version} travels by {manifest.transport!r}, this bridge by "
+                f"{self._transport_name!r}. Use the same transport on both sides."
+            )
+            raise ForeignTransport(msg)
+        manifest.weight_layout.validate_supported()
+        name = f"update {manifest.update_id} (version {manifest.weight_version})"
+        record = self._updates.get(manifest.update_id)
+        if record is not None and record.lifecycle.state is State.REJECTED:
+            msg = f"weight {name} was rejected: {record.lifecycle.reason}. Publish again under a new version."
+            raise WeightUpdateRejectedError(msg)
+        floor = self._floors.get(manifest.publisher_id)
+        if floor is None or manifest.weight_version > floor:
+            return
+        # The floor itself may come again once it was released: after a loss, into a fresh engine.
+        if record is not None and manifest.weight_version == floor:
+            return
+        msg = (
+            f"{name} is stale: version {floor} of publisher {manifest.publisher_id} was "
+            "acknowledged here already. A late or replayed manifest is never installed."
+        )
+        raise StaleUpdate(msg)
+
+    def _verified(self, manifest: WeightUpdateManifest, record: _Imported) -> ImportedTensors:
+        attachment = record.attachment
+        if attachment is None:
+            msg = f"update {manifest.update_id} has no attachment: this cannot happen."
+            raise WeightUpdateRejectedError(msg)
+        start = time.perf_counter()
+        found = attachment.digests()
+        if found != manifest.digests:
+            found = attachment.refresh(manifest.digests, found)
+        if found != manifest.digests:
+            raise ChecksumMismatch(_mismatch(manifest, found))
+        record.timings_ms["verify"] = (time.perf_counter() - start) * 1e3
+        return attachment.tensors
+
+    def _announce(self, update_id: str, manifest: WeightUpdateManifest | None) -> _Imported:
+        lifecycle = Lifecycle(
+            Role.CONSUMER,
+            update_id=update_id,
+            weight_version=-1 if manifest is None else manifest.weight_version,
+            observer=self._observer,
+        )
+        record = _Imported(manifest, lifecycle)
+        self._updates.pop(update_id, None)
+        self._updates[update_id] = record
+        surplus = len(self._updates) - _REMEMBERED
+        for old in list(self._updates) if surplus > 0 else ():
+            state = self._updates[old].lifecycle.state
+            if surplus > 0 and state in {State.RELEASED, State.REJECTED}:
+                del self._updates[old]
+                surplus -= 1
+        return record
+
+    def _refuse(self, record: _Imported, reason: str) -> None:
+        record.lifecycle.fire(Event.REJECT, reason=reason)
+        self._drop(record)
+
+    def _drop(self, record: _Imported) -> None:
+        """Let go of the bytes and tell the publisher, now and when the last tensor died."""
+        attachment, record.attachment = record.attachment, None
+        if attachment is None:
+            self._report(record)
+            return
+        buffer = attachment.tensors.pin.buffer
+        alive = weakref.ref(buffer)
+        weakref.finalize(buffer, _report_later, weakref.ref(self), weakref.ref(record.lifecycle))
+        del attachment, buffer
+        self._report(record, held=alive() is not None)
+
+    def _report(self, record: _Imported, *, held: bool = False) -> None:
+        manifest = record.manifest
+        if manifest is None:
+            return
+        lifecycle = record.lifecycle
+        self._end.report(
+            manifest,
+            UpdateReport(
+                update_id=manifest.update_id,
+                weight_version=manifest.weight_version,
+                state=str(lifecycle.state),
+                reason=lifecycle.reason,
+                proof=None if record.proof is None else dict(record.proof),
+                timings_ms=record.timings_ms,
+                tensors_held=held,
+            ),
+        )
+
+    def _record(self, update_id: str, purpose: str) -> _Imported:
+        record = self._updates.get(update_id)
+        if record is None:
+            msg = f"cannot {purpose}: unknown weight update {update_id}. Call import_update(manifest) first."
+            raise UnknownUpdate(msg)
+        return record
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            msg = "this consumer is closed. Make a new bridge."
+            raise BridgeClosed(msg)
+        if os.getpid() != self._pid:
+            msg = "this consumer belongs to the parent process. Make a bridge of its own after the fork."
+            raise BridgeClosed(msg)
+
+
+# What a caller vouches for who installs by himself: that the imported bytes were verified.
+_IMPORT_PROOF: dict[str, JSONValue] = {"method": "import"}
+
+
+def _report_later(
+    consumer: "weakref.ref[Consumer]", lifecycle: "weakref.ref[Lifecycle]"
+) -> None:
+    """Tell the publisher that the last tensor of a released update died."""
+    owner, life = consumer(), lifecycle()
+    if owner is None or life is None:
+        return
+    for record in list(owner._updates.values()):  # noqa: SLF001 - this module's own class
+        if record.lifecycle is life:
+            owner._report(record)  # noqa: SLF001
+            return
+
+
+def _mismatch(manifest: WeightUpdateManifest, found: bytes) -> str:
+    table = manifest.table
+    rows = [
+        row
+        for row in range(len(table.names))
+        if found[row * DIGEST_NBYTES : (row + 1) * DIGEST_NBYTES]
+        != manifest.digests[row * DIGEST_NBYTES : (row + 1) * DIGEST_NBYTES]
+    ]
+    row = rows[0]
+    here = slice(row * DIGEST_NBYTES, (row + 1) * DIGEST_NBYTES)
+    return (
+        f"tensor checksum mismatch for {table.names[row]!r} in version {manifest.weight_version}: "
+        f"expected {manifest.digests[here].hex()}, got {found[here].hex()} "
+        f"({len(rows)} of {len(table.names)} tensors differ). The update is corrupt or was "
+        "overwritten: it was rejected, publish again."
+    )

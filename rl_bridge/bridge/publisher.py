@@ -1,0 +1,321 @@
+"""The trainer's use case: publish a version, watch what becomes of it, release it."""
+
+import logging
+import os
+import threading
+import time
+import uuid
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from rl_bridge.errors import (
+    BridgeClosed,
+    MalformedManifest,
+    SuspiciousUpdate,
+    UnknownUpdate,
+)
+from rl_bridge.extractors.state_dict import Source, named_tensors, trainable_names
+from rl_bridge.lifecycle.journal import Journal
+from rl_bridge.lifecycle.machine import Lifecycle, Observer
+from rl_bridge.lifecycle.table import Event, Role, State
+from rl_bridge.manifest.canonical import JSONValue, freeze
+from rl_bridge.manifest.compare import Policy, compare
+from rl_bridge.manifest.model import WeightUpdateManifest
+from rl_bridge.manifest.parallel import WeightLayout
+from rl_bridge.memory.control import Record
+from rl_bridge.memory.packing import PackPlan
+from rl_bridge.transports.base import PublisherEnd, Transport
+
+__all__ = ["ConsumerReport", "Publisher"]
+
+_LOG = logging.getLogger(__name__)
+_REMEMBERED = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConsumerReport:
+    """What one consumer did with one update, as the publisher sees it.
+
+    Attributes:
+        worker: the consumer's name.
+        rank: its rank.
+        pid: its process; 0 where it is the publisher's own.
+        presence: ``alive``, ``gone`` (the kernel dropped its lock) or ``unreadable``.
+        update_id: the update; empty if it touched none yet.
+        weight_version: its version.
+        state: the consumer's fine state for it, such as ``imported`` or ``acknowledged``.
+        reason: why it was rejected.
+        proof: the proof that the acknowledgement carried.
+        timings_ms: phase -> milliseconds on the consumer's side.
+        tensors_held: tensors of the update are still referenced there.
+
+    """
+
+    worker: str
+    rank: int
+    pid: int
+    presence: str
+    update_id: str = ""
+    weight_version: int = -1
+    state: str = ""
+    reason: str | None = None
+    proof: Mapping[str, JSONValue] | None = None
+    timings_ms: Mapping[str, float] = field(default_factory=dict)
+    tensors_held: bool = False
+
+
+@dataclass(slots=True)
+class _Published:
+    manifest: WeightUpdateManifest
+    lifecycle: Lifecycle
+    timings_ms: Mapping[str, float]
+
+
+class Publisher:
+    """Publishes versions over one transport. Thread-safe: concurrent calls are taken in turn."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        *,
+        source_worker: str,
+        source_rank: int,
+        state_dir: str | os.PathLike[str] | None = None,
+        suspicious: Policy = Policy.WARN,
+        observer: Observer | None = None,
+    ) -> None:
+        """Open the transport's publisher end.
+
+        Raises:
+            WeightBridgeError: the transport is blocked, or the state directory is in use.
+
+        """
+        self._journal = Journal(state_dir)
+        self._transport_name = transport.name
+        try:
+            self._end: PublisherEnd = transport.publisher_end(self._journal.publisher_id)
+        except BaseException:
+            self._journal.close()
+            raise
+        self._source_worker = source_worker
+        self._source_rank = source_rank
+        self._suspicious = suspicious
+        self._observer = observer
+        self._lock = threading.RLock()
+        self._pid = os.getpid()
+        self._plan: PackPlan | None = None
+        self._latest: WeightUpdateManifest | None = None
+        self._updates: OrderedDict[str, _Published] = OrderedDict()
+        self._is_closed = False
+
+    @property
+    def publisher_id(self) -> str:
+        """Names this stream of versions."""
+        return self._journal.publisher_id
+
+    @property
+    def latest(self) -> WeightUpdateManifest | None:
+        """The manifest that was published last."""
+        return self._latest
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory that published updates take."""
+        return self._end.nbytes
+
+    def publish(
+        self,
+        source: Source,
+        *,
+        weight_version: int,
+        metadata: Mapping[str, JSONValue] | None = None,
+        trainable: Iterable[str] | None = None,
+    ) -> WeightUpdateManifest:
+        """Take a sealed snapshot of `source` and describe it. See `TensorBridge.publish`."""
+        if type(weight_version) is not int or weight_version < 0:
+            msg = f"weight_version {weight_version!r}: expected an int of 0 or more."
+            raise MalformedManifest(msg)
+        layout = WeightLayout.from_metadata(metadata)
+        layout.validate_supported()
+        with self._lock:
+            self._check_open()
+            start = time.perf_counter()
+            tensors = named_tensors(source)
+            plan = self._plan_for(tensors, trainable_names(source, trainable))
+            gathered = time.perf_counter()
+            # Whatever can be wrong with the input is found before memory is written.
+            checked = freeze({**(metadata or {}), "layout": layout.to_metadata()})
+            self._journal.check(weight_version)
+            update_id = uuid.uuid4().hex
+            lifecycle = Lifecycle(
+                Role.PUBLISHER,
+                update_id=update_id,
+                weight_version=weight_version,
+                observer=self._observer,
+            )
+            carried = self._end.carry(plan, tensors, update_id)
+            try:
+                sealed = time.perf_counter()
+                manifest = WeightUpdateManifest(
+                    update_id=update_id,
+                    publisher_id=self.publisher_id,
+                    source_worker=self._source_worker,
+                    source_rank=self._source_rank,
+                    weight_version=weight_version,
+                    transport=self._transport_name,
+                    metadata=checked,
+                    handle=dict(carried.handle),
+                    digests=carried.digests,
+                    table=plan.table,
+                )
+                self._look_for_suspicion(manifest)
+                # Last: a publication that failed leaves its number free, and one that is handed
+                # out has used it up for good.
+                self._journal.reserve(weight_version)
+                lifecycle.fire(Event.PUBLISH)
+            except BaseException:
+                self._end.release(update_id)
+                raise
+            timings = {
+                "gather": (gathered - start) * 1e3,
+                **carried.timings_ms,
+                "seal": (time.perf_counter() - sealed) * 1e3,
+                "publish": (time.perf_counter() - start) * 1e3,
+            }
+            self._latest = manifest
+            self._updates[update_id] = _Published(manifest, lifecycle, timings)
+            self._forget()
+        _LOG.info(
+            "published version %d: %d tensors, %d bytes, %.1f ms, update %s",
+            weight_version,
+            manifest.tensor_count,
+            manifest.total_nbytes,
+            timings["publish"],
+            update_id,
+        )
+        return manifest
+
+    def release(self, update_id: str) -> bool:
+        """Let the update's memory be reused once its readers are gone; False if unknown here."""
+        with self._lock:
+            record = self._updates.get(update_id)
+            if record is None:
+                return False
+            if record.lifecycle.allows(Event.RELEASE):
+                self._end.release(update_id)
+                record.lifecycle.fire(Event.RELEASE)
+            return True
+
+    def state(self, update_id: str) -> State:
+        """Fine state of an update of this publisher.
+
+        Raises:
+            UnknownUpdate: not one of the updates remembered here.
+
+        """
+        return self._record(update_id).lifecycle.state
+
+    def manifest(self, update_id: str) -> WeightUpdateManifest:
+        """The manifest of an update.
+
+        Raises:
+            UnknownUpdate: not one of the updates remembered here.
+
+        """
+        return self._record(update_id).manifest
+
+    def timings_ms(self, update_id: str) -> Mapping[str, float]:
+        """Phase -> milliseconds of an update's publication.
+
+        Raises:
+            UnknownUpdate: not one of the updates remembered here.
+
+        """
+        return dict(self._record(update_id).timings_ms)
+
+    def knows(self, update_id: str) -> bool:
+        """Whether the update was published here (and is remembered)."""
+        return update_id in self._updates
+
+    def reports(self, update_id: str | None = None) -> list[ConsumerReport]:
+        """Who did what: one entry per consumer and update, or only those of one update."""
+        with self._lock:
+            self._check_open()
+            records = self._end.records()
+        found = [report for record in records for report in _flatten(record)]
+        return found if update_id is None else [r for r in found if r.update_id == update_id]
+
+    def close(self) -> None:
+        """Give all memory back; consumers keep what they imported. Idempotent."""
+        with self._lock:
+            if not self._is_closed and os.getpid() == self._pid:
+                self._is_closed = True
+                self._end.close()
+                self._journal.close()
+                self._plan = None
+
+    def _plan_for(
+        self, tensors: dict[str, torch.Tensor], trainable: frozenset[str] | None
+    ) -> PackPlan:
+        if self._plan is None or not self._plan.fits(tensors, trainable):
+            self._plan = PackPlan(tensors, trainable)
+        return self._plan
+
+    def _look_for_suspicion(self, manifest: WeightUpdateManifest) -> None:
+        if self._suspicious is Policy.OFF:
+            return
+        findings = compare(self._latest, manifest)
+        for finding in findings:
+            _LOG.warning("suspicious update: %s", finding.message)
+        if findings and self._suspicious is Policy.REJECT:
+            raise SuspiciousUpdate("; ".join(finding.message for finding in findings))
+
+    def _record(self, update_id: str) -> _Published:
+        record = self._updates.get(update_id)
+        if record is None:
+            msg = f"unknown weight update {update_id}: this publisher did not publish it."
+            raise UnknownUpdate(msg)
+        return record
+
+    def _forget(self) -> None:
+        """Keep the books bounded: the oldest released updates go first."""
+        surplus = len(self._updates) - _REMEMBERED
+        for update_id in list(self._updates) if surplus > 0 else ():
+            if surplus > 0 and self._updates[update_id].lifecycle.state is State.RELEASED:
+                del self._updates[update_id]
+                surplus -= 1
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            msg = "this publisher is closed. Make a new bridge."
+            raise BridgeClosed(msg)
+        if os.getpid() != self._pid:
+            msg = "this publisher belongs to the parent process. Make a bridge of its own after the fork."
+            raise BridgeClosed(msg)
+
+
+def _flatten(record: Record) -> list[ConsumerReport]:
+    who = {
+        "worker": record.worker,
+        "rank": record.rank,
+        "pid": record.pid,
+        "presence": record.presence,
+    }
+    if not record.updates:
+        return [ConsumerReport(**who)]
+    return [
+        ConsumerReport(
+            **who,
+            update_id=report.update_id,
+            weight_version=report.weight_version,
+            state=report.state,
+            reason=report.reason,
+            proof=report.proof,
+            timings_ms=report.timings_ms,
+            tensors_held=report.tensors_held,
+        )
+        for report in record.updates
+    ]

@@ -1,0 +1,390 @@
+"""`RolloutExecutor`: one weight update as a transaction.
+
+import -> verify -> prepare -> install -> prove -> acknowledge -> release the old one; on any failure
+undo, reject with the reason, and the previous version is active and byte-identical.
+"""
+
+import logging
+import resource
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from rl_bridge.bridge.bridges import TensorBridge, WeightConsumer, make_weight_bridge
+from rl_bridge.errors import (
+    ProofFailed,
+    StaleUpdate,
+    SuspiciousUpdate,
+    TornEngine,
+    WeightBridgeUnavailableError,
+)
+from rl_bridge.installers.base import InstallProof, TransactionalAdapter, WeightInstallAdapter
+from rl_bridge.installers.wrapped import Version, as_transactional
+from rl_bridge.lifecycle.table import Event
+from rl_bridge.manifest.canonical import JSONValue
+from rl_bridge.manifest.compare import Policy, compare
+from rl_bridge.manifest.model import WeightUpdateManifest
+
+__all__ = ["Acknowledgement", "RolloutExecutor"]
+
+_LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Acknowledgement:
+    """What an acknowledged update left behind.
+
+    Attributes:
+        update_id: the update.
+        weight_version: its version.
+        root: its root; with the proof it says which bytes the engine holds.
+        proof: what was found in the engine.
+        timings_ms: phase -> milliseconds: attach, verify, prepare, install, prove, total.
+        total_nbytes: bytes of the update.
+        peak_rss_nbytes: this process's peak resident memory so far.
+
+    """
+
+    update_id: str
+    weight_version: int
+    root: str
+    proof: InstallProof
+    timings_ms: Mapping[str, float] = field(default_factory=dict)
+    total_nbytes: int = 0
+    peak_rss_nbytes: int = 0
+
+
+class RolloutExecutor:
+    """Keeps one engine at exactly one version. Thread-safe: updates are taken in turn."""
+
+    def __init__(
+        self,
+        *,
+        weight_bridge: WeightConsumer | None = None,
+        weight_transport: str = "shared-memory",
+        weight_install_adapter: WeightInstallAdapter | TransactionalAdapter | None = None,
+        initial_weights: Mapping[str, torch.Tensor] | torch.nn.Module | None = None,
+        suspicious: Policy | str = Policy.WARN,
+    ) -> None:
+        """Configure; the engine is not touched before the first update.
+
+        Args:
+            weight_bridge: the consumer's bridge; None makes one for `weight_transport`.
+            weight_transport: only read without a `weight_bridge`.
+            weight_install_adapter: how tensors get into the engine. None: the imported mapping
+                itself is what the rollout uses.
+            initial_weights: the engine's weights before the first update, for adapters whose
+                engine cannot be seen: the undo of the first update installs them.
+            suspicious: what to do about a no-op or narrowed update: off, warn or reject.
+
+        """
+        self.bridge: WeightConsumer = weight_bridge or make_weight_bridge(
+            weight_transport, source_worker="rollout"
+        )
+        self._suspicious = Policy(suspicious)
+        self._initial_bridge: TensorBridge | None = None
+        self.weight_install_adapter = weight_install_adapter
+        self._adapter: TransactionalAdapter | None = None
+        if weight_install_adapter is not None:
+            initial = None if initial_weights is None else self._seal_initial(initial_weights)
+            self._adapter = as_transactional(weight_install_adapter, initial=initial)
+        self._lock = threading.RLock()
+        self._torn: tuple[WeightUpdateManifest, str] | None = None
+        self._active: WeightUpdateManifest | None = None
+        self.shared_weights: Mapping[str, torch.Tensor] = {}
+        self.active_weight_version: int | None = None
+        self.active_weight_update_id: str | None = None
+        self.last_ack: Acknowledgement | None = None
+
+    # ---- the transaction ------------------------------------------------------------------------
+
+    def update_weights(self, manifest: WeightUpdateManifest | str) -> Mapping[str, torch.Tensor]:
+        """Install one complete version, or leave everything as it was.
+
+        Args:
+            manifest: the publisher's manifest, or its JSON text.
+
+        Returns:
+            The imported mapping, name -> tensor.
+
+        Raises:
+            WeightBridgeError: refused or undone; the subclass and the text say why. The previous
+                version is active.
+            TornEngine: install and undo both failed; the engine must not serve. See `recover`.
+            Exception: the adapter's own, unchanged, after the undo; a note tells what was done.
+
+        """
+        with self._lock:
+            if isinstance(manifest, str | bytes):
+                manifest = WeightUpdateManifest.from_json(manifest)
+            self._refuse_active(manifest)
+            start = time.perf_counter()
+            tensors = self.bridge.import_update(manifest)
+            clock = _Clock()
+            was_torn = self._torn is not None and self._torn[0].update_id == manifest.update_id
+            try:
+                self._look_for_suspicion(manifest)
+                if self._adapter is not None:
+                    clock.run("prepare", lambda: self._prepare(manifest, tensors))
+                if not was_torn:
+                    self._advance(manifest, Event.STAGE)
+            except BaseException as error:
+                self._reject(manifest, error)
+                raise
+            try:
+                if self._adapter is not None:
+                    adapter = self._adapter
+                    clock.run("install", lambda: adapter.install(manifest, tensors))
+                self._advance(manifest, Event.INSTALL)
+                proof = clock.run("prove", lambda: self._prove(manifest))
+                clock.timings_ms["total"] = (time.perf_counter() - start) * 1e3
+                self._acknowledge(manifest, proof, clock.timings_ms)
+            except BaseException as error:
+                self._undo(manifest, error)
+                raise
+            self._activate(manifest, tensors, proof, clock.timings_ms)
+            return tensors
+
+    @property
+    def is_torn(self) -> bool:
+        """Whether the engine is neither at its version nor at another: it must not serve."""
+        return self._torn is not None
+
+    def check_servable(self) -> None:
+        """Tell whether the engine may answer requests.
+
+        Raises:
+            TornEngine: it may not.
+            WeightBridgeUnavailableError: it never got a verified version.
+
+        """
+        if self._torn is not None:
+            manifest, reason = self._torn
+            msg = (
+                f"the engine is torn by version {manifest.weight_version}: {reason}. "
+                "Call recover(), or install a later version in full."
+            )
+            raise TornEngine(msg)
+        if self._active is None:
+            msg = "the engine has no verified version yet. Install one with update_weights first."
+            raise WeightBridgeUnavailableError(msg)
+
+    def recover(self) -> None:
+        """Try the undo of a torn engine once more.
+
+        Raises:
+            TornEngine: it failed again.
+
+        """
+        with self._lock:
+            if self._torn is None or self._adapter is None:
+                return
+            manifest, _ = self._torn
+            try:
+                self._adapter.undo()
+            except Exception as error:
+                msg = f"recover: the undo of version {manifest.weight_version} failed again: {error}"
+                raise TornEngine(msg) from error
+            self._heal(manifest)
+
+    def release_weights(self) -> None:
+        """Release the active update; the engine goes on with the bytes that it has."""
+        with self._lock:
+            if self.active_weight_update_id is not None:
+                self.release_weight_update(self.active_weight_update_id)
+
+    def release_weight_update(self, update_id: str) -> None:
+        """Release one update, active or superseded."""
+        with self._lock:
+            if self._adapter is not None:
+                self._adapter.release(update_id)
+            if self.active_weight_update_id == update_id:
+                self.shared_weights = {}
+                self.active_weight_update_id = None
+            self.bridge.release(update_id)
+
+    # ---- its steps ------------------------------------------------------------------------------
+
+    def _refuse_active(self, manifest: WeightUpdateManifest) -> None:
+        if manifest.update_id == self.active_weight_update_id and self._torn is None:
+            msg = f"version {manifest.weight_version} (update {manifest.update_id}) is active already."
+            raise StaleUpdate(msg)
+
+    def _look_for_suspicion(self, manifest: WeightUpdateManifest) -> None:
+        if self._suspicious is Policy.OFF:
+            return
+        findings = compare(self._active, manifest)
+        for finding in findings:
+            _LOG.warning("suspicious update: %s", finding.message)
+        if findings and self._suspicious is Policy.REJECT:
+            raise SuspiciousUpdate("; ".join(finding.message for finding in findings))
+
+    def _prepare(self, manifest: WeightUpdateManifest, tensors: Mapping[str, torch.Tensor]) -> None:
+        if self._adapter is not None:
+            self._adapter.prepare(manifest, tensors)
+
+    def _prove(self, manifest: WeightUpdateManifest) -> InstallProof:
+        if self._adapter is None:
+            return InstallProof(
+                method="import",
+                root=manifest.root,
+                digested_nbytes=manifest.total_nbytes,
+                tensors=manifest.tensor_count,
+            )
+        proof = self._adapter.prove()
+        if proof.method != "unproven" and proof.root != manifest.root:
+            msg = (
+                f"version {manifest.weight_version}: the proof is for root {proof.root}, expected "
+                f"{manifest.root}. The install was undone."
+            )
+            raise ProofFailed(msg)
+        return proof
+
+    def _acknowledge(
+        self, manifest: WeightUpdateManifest, proof: InstallProof, timings_ms: dict[str, float]
+    ) -> None:
+        if not isinstance(self.bridge, TensorBridge):
+            self.bridge.acknowledge(manifest.update_id)
+            return
+        evidence: dict[str, JSONValue] = {
+            **proof.to_dict(),
+            "total_nbytes": manifest.total_nbytes,
+            "peak_rss_nbytes": _peak_rss_nbytes(),
+        }
+        self.bridge.acknowledge(manifest.update_id, proof=evidence, timings_ms=timings_ms)
+
+    def _activate(
+        self,
+        manifest: WeightUpdateManifest,
+        tensors: Mapping[str, torch.Tensor],
+        proof: InstallProof,
+        timings_ms: dict[str, float],
+    ) -> None:
+        previous, torn = self.active_weight_update_id, self._torn
+        self._active = manifest
+        self._torn = None
+        self.shared_weights = tensors
+        self.active_weight_version = manifest.weight_version
+        self.active_weight_update_id = manifest.update_id
+        if isinstance(self.bridge, TensorBridge):
+            timings_ms = {**self.bridge.timings(manifest.update_id), **timings_ms}
+        self.last_ack = Acknowledgement(
+            update_id=manifest.update_id,
+            weight_version=manifest.weight_version,
+            root=manifest.root,
+            proof=proof,
+            timings_ms=timings_ms,
+            total_nbytes=manifest.total_nbytes,
+            peak_rss_nbytes=_peak_rss_nbytes(),
+        )
+        _LOG.info(
+            "version %d is active: %s, %.1f ms",
+            manifest.weight_version,
+            proof.method,
+            timings_ms.get("total", 0.0),
+        )
+        try:
+            if self._adapter is not None:
+                self._adapter.commit()
+            if torn is not None and torn[0].update_id != manifest.update_id:
+                self._advance(torn[0], Event.UNDO)
+            if previous is not None and previous != manifest.update_id:
+                self.release_weight_update(previous)
+        except Exception:
+            # The new version is installed, proven and acknowledged: telling the caller that the
+            # update failed would be wrong. What could not be let go is said in the log.
+            _LOG.exception("version %d is active, but the old one was not let go", manifest.weight_version)
+
+    # ---- failures -------------------------------------------------------------------------------
+
+    def _reject(self, manifest: WeightUpdateManifest, error: BaseException) -> None:
+        """Refused before a byte of the engine changed."""
+        if self._torn is None or self._torn[0].update_id != manifest.update_id:
+            self.bridge.reject(manifest.update_id, _describe(error))
+        error.add_note(
+            f"rl_bridge: version {manifest.weight_version} was refused before the engine was "
+            f"touched; {self._standing()}"
+        )
+
+    def _undo(self, manifest: WeightUpdateManifest, error: BaseException) -> None:
+        """Failed while or after the engine changed: bring it back, or declare it torn."""
+        try:
+            if self._adapter is not None:
+                self._adapter.undo()
+        except BaseException as second:
+            self._tear(manifest, f"{_describe(error)}; undo: {_describe(second)}")
+            error.add_note(f"rl_bridge: the undo failed too ({_describe(second)}); the engine is torn.")
+            if isinstance(error, Exception):
+                msg = (
+                    f"version {manifest.weight_version} failed to install ({_describe(error)}) and its "
+                    f"undo failed too ({_describe(second)}). The engine must not serve: call recover(), "
+                    "or install a later version in full."
+                )
+                raise TornEngine(msg) from error
+            return
+        if self._torn is not None and self._torn[0].update_id == manifest.update_id:
+            self._heal(manifest)
+        else:
+            self.bridge.reject(manifest.update_id, f"rollout weight install failed: {_describe(error)}")
+        error.add_note(
+            f"rl_bridge: version {manifest.weight_version} was undone; {self._standing()}"
+        )
+
+    def _tear(self, manifest: WeightUpdateManifest, reason: str) -> None:
+        if self._torn is None or self._torn[0].update_id != manifest.update_id:
+            self._advance(manifest, Event.TEAR, reason=reason)
+        self._torn = (manifest, reason)
+        self.active_weight_version = None
+
+    def _heal(self, manifest: WeightUpdateManifest) -> None:
+        self._advance(manifest, Event.UNDO)
+        self._torn = None
+        if self._active is not None:
+            self.active_weight_version = self._active.weight_version
+
+    def _standing(self) -> str:
+        if self._torn is not None:
+            return "the engine is still torn."
+        if self._active is None:
+            return "the engine holds its initial weights, version None."
+        return f"the engine holds version {self._active.weight_version}."
+
+    def _advance(
+        self, manifest: WeightUpdateManifest, event: Event, *, reason: str | None = None
+    ) -> None:
+        """Take a fine step, where the bridge keeps them (a consumer of the user's own need not)."""
+        if isinstance(self.bridge, TensorBridge):
+            self.bridge.consumer_end().advance(manifest.update_id, event, reason=reason)
+
+    def _seal_initial(self, weights: Mapping[str, torch.Tensor] | torch.nn.Module) -> Version:
+        """Keep the initial weights as a version of their own, for the undo of the first update."""
+        self._initial_bridge = make_weight_bridge("local-clone", source_worker="initial")
+        manifest = self._initial_bridge.publish(weights, weight_version=0)
+        return manifest, self._initial_bridge.import_update(manifest)
+
+
+class _Clock:
+    """Milliseconds of each phase."""
+
+    def __init__(self) -> None:
+        self.timings_ms: dict[str, float] = {}
+
+    def run(self, phase: str, action: Callable[[], Any]) -> Any:  # noqa: ANN401 - whatever it returns
+        start = time.perf_counter()
+        try:
+            return action()
+        finally:
+            self.timings_ms[phase] = (time.perf_counter() - start) * 1e3
+
+
+def _describe(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
+def _peak_rss_nbytes() -> int:
+    """Peak resident memory of this process (Linux counts it in KiB)."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,0 +1,209 @@
+"""Every exception that rl_bridge raises on its own account.
+
+The tree::
+
+    WeightBridgeError(RuntimeError)
+    ├── WeightBridgeUnavailableError      this machine, transport or engine cannot do it ("blocked")
+    │   └── TransportUnavailable          a transport is blocked, with cause and remedy
+    ├── WeightManifestValidationError     the manifest, or the bytes behind it, are not what they claim
+    │   ├── MalformedManifest             not canonical JSON of a known format, wrong field, wrong type
+    │   ├── DuplicateTensorName
+    │   ├── UnknownDtype
+    │   ├── NegativeRange                 an offset, size or dimension below zero
+    │   ├── RangeOverflow                 sizes that do not fit 63 bits
+    │   ├── ShapeMismatch                 shape, dtype and byte count disagree
+    │   ├── OverlappingRange
+    │   ├── RangeBeyondSegment
+    │   ├── BadSegmentName                path separators and the like
+    │   ├── ForeignTransport              made by another transport than the one asked to import it
+    │   ├── LayoutUnknown                 compact manifest whose layout never arrived here
+    │   ├── DigestMismatch                layout digest or root do not belong to the content
+    │   ├── ChecksumMismatch              "tensor checksum mismatch": bytes differ from the manifest
+    │   └── VersionNotMonotonic           "weight_version must increase monotonically"
+    ├── WeightUpdateRejectedError         the update may not be imported, acknowledged or installed
+    │   ├── UnknownUpdate
+    │   ├── IllegalTransition             the lifecycle table has no such move
+    │   ├── StaleUpdate                   late or replayed
+    │   ├── SuspiciousUpdate              no-op, frozen or narrowed, under policy "reject"
+    │   ├── IncompatibleUpdate            prepare: names, shapes or dtypes do not fit the engine
+    │   └── ProofFailed                   the engine does not hold what was installed
+    ├── TornEngine                        an install failed and so did its undo
+    ├── SegmentError                      shared memory that vanished, shrank or was replaced
+    ├── SlotsExhausted                    every slot is held; the message names the holders
+    ├── DeadlineExceeded(TimeoutError)
+    └── BridgeClosed
+
+Each message names the version or tensor, what was expected, what was found, and the remedy.
+An exception raised by a user's adapter or engine is never wrapped: it comes out unchanged in type
+and text, with a note added.
+"""
+
+__all__ = [
+    "BadSegmentName",
+    "BridgeClosed",
+    "ChecksumMismatch",
+    "DeadlineExceeded",
+    "DigestMismatch",
+    "DuplicateTensorName",
+    "ForeignTransport",
+    "IllegalTransition",
+    "IncompatibleUpdate",
+    "LayoutUnknown",
+    "MalformedManifest",
+    "NegativeRange",
+    "OverlappingRange",
+    "ProofFailed",
+    "RangeBeyondSegment",
+    "RangeOverflow",
+    "SegmentError",
+    "ShapeMismatch",
+    "SlotsExhausted",
+    "StaleUpdate",
+    "SuspiciousUpdate",
+    "TornEngine",
+    "TransportUnavailable",
+    "UnknownDtype",
+    "UnknownUpdate",
+    "VersionNotMonotonic",
+    "WeightBridgeError",
+    "WeightBridgeUnavailableError",
+    "WeightManifestValidationError",
+    "WeightUpdateRejectedError",
+]
+
+
+class WeightBridgeError(RuntimeError):
+    """Base of everything that rl_bridge raises."""
+
+
+class WeightBridgeUnavailableError(WeightBridgeError):
+    """A transport, engine or layout is not available here; nothing was touched."""
+
+
+class TransportUnavailable(WeightBridgeUnavailableError):
+    """A transport is blocked on this machine.
+
+    Attributes:
+        transport: the transport's name.
+        cause: what exactly is missing.
+        remedy: what the user can do about it.
+
+    """
+
+    def __init__(self, transport: str, cause: str, remedy: str) -> None:
+        """Build the message from its parts, which stay readable as attributes."""
+        super().__init__(f"transport {transport!r} is blocked: {cause}. {remedy}")
+        self.transport = transport
+        self.cause = cause
+        self.remedy = remedy
+
+
+class WeightManifestValidationError(WeightBridgeError):
+    """A manifest, or the bytes it describes, are incomplete, damaged or inconsistent."""
+
+
+class MalformedManifest(WeightManifestValidationError):
+    """The text is no manifest of a format version known here."""
+
+
+class DuplicateTensorName(WeightManifestValidationError):
+    """Two tensors of one update carry the same name."""
+
+
+class UnknownDtype(WeightManifestValidationError):
+    """A dtype outside the table in `rl_bridge.manifest.dtypes`."""
+
+
+class NegativeRange(WeightManifestValidationError):
+    """An offset, byte count or dimension is below zero."""
+
+
+class RangeOverflow(WeightManifestValidationError):
+    """An offset or size does not fit into 63 bits."""
+
+
+class ShapeMismatch(WeightManifestValidationError):
+    """Shape and dtype do not give the byte count that the manifest states."""
+
+
+class OverlappingRange(WeightManifestValidationError):
+    """Two tensors claim the same bytes of the arena, or stand out of order."""
+
+
+class RangeBeyondSegment(WeightManifestValidationError):
+    """A tensor reaches beyond the arena, or the arena beyond its segment."""
+
+
+class BadSegmentName(WeightManifestValidationError):
+    """A segment name that is not a plain file name."""
+
+
+class ForeignTransport(WeightManifestValidationError):
+    """The manifest was made by another transport."""
+
+
+class LayoutUnknown(WeightManifestValidationError):
+    """A compact manifest refers to a layout that this process has never seen."""
+
+
+class DigestMismatch(WeightManifestValidationError):
+    """The layout digest or the root does not belong to the manifest's content."""
+
+
+class ChecksumMismatch(WeightManifestValidationError):
+    """The bytes that arrived are not the bytes that were published."""
+
+
+class VersionNotMonotonic(WeightManifestValidationError):
+    """The publisher was asked to reuse or go below an earlier version."""
+
+
+class WeightUpdateRejectedError(WeightBridgeError):
+    """An update cannot be imported, acknowledged or installed."""
+
+
+class UnknownUpdate(WeightUpdateRejectedError):
+    """No update of that id is known to this bridge."""
+
+
+class IllegalTransition(WeightUpdateRejectedError):
+    """The lifecycle table has no such move; nothing changed."""
+
+
+class StaleUpdate(WeightUpdateRejectedError):
+    """The manifest is older than, or the same as, what is already active."""
+
+
+class SuspiciousUpdate(WeightUpdateRejectedError):
+    """The update changes nothing, leaves trainable tensors as they were, or narrows a dtype."""
+
+
+class IncompatibleUpdate(WeightUpdateRejectedError):
+    """Names, shapes or dtypes of the update do not fit the engine; it was not touched."""
+
+
+class ProofFailed(WeightUpdateRejectedError):
+    """The engine's memory differs from the update that was just installed."""
+
+
+class TornEngine(WeightBridgeError):
+    """An install failed and its undo failed too: the engine must not serve.
+
+    The way out is a later update that installs in full, or a completed undo.
+    """
+
+
+class SegmentError(WeightBridgeError):
+    """A shared-memory segment vanished, was truncated, replaced, or is not what it should be."""
+
+
+class SlotsExhausted(WeightBridgeError):
+    """Every slot of the publisher is still held; the message names the holders."""
+
+
+class DeadlineExceeded(WeightBridgeError, TimeoutError):
+    """A wait reached its deadline."""
+
+
+class BridgeClosed(WeightBridgeError):
+    """The bridge was closed; nothing can be published or imported through it any more."""

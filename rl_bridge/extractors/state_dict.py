@@ -1,0 +1,92 @@
+"""Named tensors from what users have: a module, a state dict, or chunks of one."""
+
+import logging
+from collections.abc import Iterable, Mapping
+
+import torch
+
+from rl_bridge.errors import DuplicateTensorName, IncompatibleUpdate
+
+__all__ = ["Source", "named_tensors", "trainable_names"]
+
+_LOG = logging.getLogger(__name__)
+
+Source = torch.nn.Module | Mapping[str, torch.Tensor] | Iterable[object]
+
+# torch's key for what a module saves beside its tensors (Module.get_extra_state).
+_EXTRA = "_extra_state"
+
+
+def named_tensors(source: Source) -> dict[str, torch.Tensor]:
+    """Name -> tensor, the live tensors themselves, in the source's order.
+
+    Args:
+        source: an ``nn.Module`` (its state dict: parameters and persistent buffers), a mapping, or an
+            iterable of ``(name, tensor)`` pairs or of chunks with ``names`` and ``tensors``.
+
+    Raises:
+        IncompatibleUpdate: something that is no tensor under a string name.
+        DuplicateTensorName: a name came twice.
+
+    """
+    if isinstance(source, torch.nn.Module):
+        # keep_vars: the parameters themselves instead of a new detached tensor for each, so that
+        # the next step's publish recognises them.
+        items: Iterable[tuple[object, object]] = source.state_dict(keep_vars=True).items()
+    elif isinstance(source, Mapping):
+        items = source.items()
+    elif isinstance(source, torch.Tensor) or not isinstance(source, Iterable):
+        msg = f"cannot publish a {type(source).__name__}, expected a module, a state dict or chunks of one."
+        raise IncompatibleUpdate(msg)
+    else:
+        items = _pairs(source)
+    found: dict[str, torch.Tensor] = {}
+    for name, tensor in items:
+        if not isinstance(name, str):
+            msg = f"tensor name {name!r} is a {type(name).__name__}, expected str."
+            raise IncompatibleUpdate(msg)
+        if not isinstance(tensor, torch.Tensor):
+            if name == _EXTRA or name.endswith("." + _EXTRA):
+                _LOG.warning("%s is not published: extra state is no tensor", name)
+                continue
+            msg = f"{name!r} is a {type(tensor).__name__}, expected a tensor. Leave it out of the state dict."
+            raise IncompatibleUpdate(msg)
+        if name in found:
+            msg = f"tensor {name!r} appears twice in what is to be published. Names must be unique."
+            raise DuplicateTensorName(msg)
+        found[name] = tensor
+    return found
+
+
+def _pairs(source: Iterable[object]) -> Iterable[tuple[object, object]]:
+    for item in source:
+        names, tensors = getattr(item, "names", None), getattr(item, "tensors", None)
+        # Tensors and namedtuples have attributes of such names as well: only lists are a chunk's.
+        if isinstance(names, list | tuple) and isinstance(tensors, list | tuple):
+            if len(names) != len(tensors):
+                msg = f"a chunk has {len(names)} names for {len(tensors)} tensors."
+                raise IncompatibleUpdate(msg)
+            yield from zip(names, tensors, strict=True)
+        elif isinstance(item, tuple) and len(item) == 2:  # noqa: PLR2004 - a pair
+            yield item
+        else:
+            msg = f"cannot publish a {type(item).__name__}, expected (name, tensor) pairs or chunks."
+            raise IncompatibleUpdate(msg)
+
+
+def trainable_names(source: Source, declared: Iterable[str] | None) -> frozenset[str] | None:
+    """Names that training is expected to change: as declared, or a module's ``requires_grad`` ones.
+
+    None where nothing is known: a plain state dict does not say.
+    """
+    if declared is not None:
+        return frozenset(declared)
+    if isinstance(source, torch.nn.Module):
+        names = (
+            name
+            for name, parameter in source.named_parameters(remove_duplicate=False)
+            if parameter.requires_grad
+        )
+        kept = source.state_dict(keep_vars=True).keys()
+        return frozenset(name for name in names if name in kept)
+    return None

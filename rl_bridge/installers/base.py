@@ -1,0 +1,98 @@
+"""The seam between an imported update and an engine.
+
+An adapter's life during one update: ``prepare`` (refuse before byte 0) -> ``install`` -> ``prove``,
+and ``undo`` after any failure. `RolloutExecutor` drives it. Adapters in the style of seed users, with
+only ``install`` and ``release``, are wrapped by `rl_bridge.installers.legacy`.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+
+from rl_bridge.manifest.model import WeightUpdateManifest
+
+__all__ = ["InstallProof", "TransactionalAdapter", "WeightInstallAdapter"]
+
+
+@runtime_checkable
+class WeightInstallAdapter(Protocol):
+    """The least that an adapter is: install a complete update, and let go of one."""
+
+    def install(
+        self, manifest: WeightUpdateManifest, tensors: Mapping[str, torch.Tensor]
+    ) -> object:
+        """Put all tensors into the engine."""
+
+    def release(self, update_id: str) -> None:
+        """Let go of what was kept for an update."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InstallProof:
+    """What was found in the engine after an install.
+
+    Attributes:
+        method: how it was found: ``digest`` (every byte read in the engine), ``identity`` (the
+            engine's tensors are views of the mapping that was verified), ``import`` (no engine: the
+            verified mapping itself), ``unproven`` (the adapter shows nothing of its engine).
+        root: the root of what the engine holds; empty only where unproven.
+        digested_nbytes: bytes read and digested in the engine.
+        identical_nbytes: bytes shown to be the verified ones, without reading them again.
+        tensors: how many tensors of the update it covers.
+
+    """
+
+    method: str
+    root: str = ""
+    digested_nbytes: int = 0
+    identical_nbytes: int = 0
+    tensors: int = 0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON form, as the acknowledgement carries it."""
+        return asdict(self)
+
+
+class TransactionalAdapter(ABC):
+    """An adapter that can be undone and proven."""
+
+    @abstractmethod
+    def prepare(self, manifest: WeightUpdateManifest, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Find every reason to refuse before a byte of the engine changes.
+
+        Raises:
+            IncompatibleUpdate: names, shapes or dtypes do not fit, or memory does not suffice.
+
+        """
+
+    @abstractmethod
+    def install(self, manifest: WeightUpdateManifest, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Put all tensors into the engine; any exception leads to `undo`."""
+
+    @abstractmethod
+    def prove(self) -> InstallProof:
+        """Read what the engine really holds.
+
+        Raises:
+            ProofFailed: it is not the update that was installed.
+
+        """
+
+    @abstractmethod
+    def undo(self) -> None:
+        """Bring the engine back to the byte to what it held before `install`.
+
+        Raises:
+            TornEngine: it could not be brought back.
+
+        """
+
+    def commit(self) -> None:  # noqa: B027 - not every adapter keeps something for undo
+        """The update is acknowledged: what `undo` would have needed may go."""
+
+    @abstractmethod
+    def release(self, update_id: str) -> None:
+        """Let go of what was kept for an update. Unknown ids are ignored."""

@@ -1,0 +1,280 @@
+"""An engine's weights as memory: where each tensor is, what it holds, and how to put it back.
+
+Works on any mapping of names to tensors, usually a module's state dict. Used by every installer
+whose engine lives in this process.
+"""
+
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from rl_bridge.errors import IncompatibleUpdate, ProofFailed, TornEngine
+from rl_bridge.installers.base import InstallProof
+from rl_bridge.manifest.digest import DIGEST_NBYTES
+from rl_bridge.manifest.model import WeightUpdateManifest
+from rl_bridge.manifest.table import TensorTable
+from rl_bridge.memory import vm
+from rl_bridge.memory.packing import dtype_name, tensor_key
+from rl_bridge.memory.passes import Addresses, BytePlan
+
+__all__ = ["Binding", "Engine", "EngineMemory", "Snapshot", "named_engine_tensors"]
+
+Engine = torch.nn.Module | Mapping[str, torch.Tensor]
+_SHOWN = 5
+
+
+def named_engine_tensors(engine: Engine) -> dict[str, torch.Tensor]:
+    """Name -> live tensor (tied names included): parameters and persistent buffers."""
+    if isinstance(engine, torch.nn.Module):
+        found = engine.state_dict(keep_vars=True)
+        return {name: item for name, item in found.items() if isinstance(item, torch.Tensor)}
+    return dict(engine)
+
+
+@dataclass(frozen=True, slots=True)
+class Binding:
+    """An update's layout matched with an engine's tensors: one target per distinct engine tensor.
+
+    Attributes:
+        table: the layout.
+        names: engine name of each target.
+        tensors: the live tensors.
+        rows: layout row that each target takes its bytes from.
+        addresses: where each target lies, uint64.
+        plan: the targets' sizes.
+        strided: targets that are not contiguous: torch copies them.
+
+    """
+
+    table: TensorTable
+    names: tuple[str, ...]
+    tensors: tuple[torch.Tensor, ...]
+    rows: np.ndarray
+    addresses: Addresses
+    plan: BytePlan
+    strided: tuple[int, ...]
+
+
+class EngineMemory:
+    """The weights of an engine in this process."""
+
+    def __init__(self, engine: Engine, *, num_threads: int | None = None) -> None:
+        """Look at an engine; its tensors are looked up anew whenever they may have moved."""
+        self.engine = engine
+        self._num_threads = num_threads
+        self._binding: Binding | None = None
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Name -> live tensor."""
+        return named_engine_tensors(self.engine)
+
+    def bind(self, table: TensorTable, *, strict: bool = True) -> Binding:
+        """Match an update's layout with the engine, or say why it does not fit.
+
+        Args:
+            table: the layout.
+            strict: False allows engine tensors that the update does not hold.
+
+        Raises:
+            IncompatibleUpdate: names, shapes or dtypes differ; tied tensors that the update unties.
+
+        """
+        tensors = self.tensors()
+        bound = self._binding
+        if bound is not None and bound.table.digest == table.digest and _unmoved(bound, tensors):
+            return bound
+        _check_fit(table, tensors, strict=strict)
+        targets: dict[object, tuple[str, int]] = {}
+        for name, row in table.rows.items():
+            tensor = tensors[name]
+            key: object = tensor_key(tensor) if tensor.numel() else name
+            earlier = targets.setdefault(key, (name, row))
+            if earlier[1] != row:
+                msg = (
+                    f"the engine ties {earlier[0]!r} and {name!r}, the update holds them apart: the "
+                    "second would overwrite the first. Tie them on the trainer's side too."
+                )
+                raise IncompatibleUpdate(msg)
+        names = tuple(name for name, _ in targets.values())
+        rows = np.array([row for _, row in targets.values()], np.int64)
+        found = tuple(tensors[name] for name in names)
+        self._binding = Binding(
+            table=table,
+            names=names,
+            tensors=found,
+            rows=rows,
+            addresses=np.array([tensor.data_ptr() for tensor in found], np.uint64),
+            plan=BytePlan(table.nbytes_column[rows]),
+            strided=tuple(i for i, tensor in enumerate(found) if not tensor.is_contiguous()),
+        )
+        return self._binding
+
+    def write(self, bound: Binding, source: Addresses) -> None:
+        """Copy into the engine from `source`: addresses of the layout's rows, row-major bytes."""
+        origins = source[bound.rows]
+        targets = bound.addresses
+        if bound.strided:
+            targets = targets.copy()
+            with torch.no_grad():
+                for index in bound.strided:
+                    tensor = bound.tensors[index]
+                    nbytes = tensor.numel() * tensor.element_size()
+                    raw = vm.tensor_at(int(origins[index]), nbytes)
+                    tensor.copy_(raw.view(tensor.dtype).view(tensor.shape))
+                    targets[index] = origins[index]  # equal addresses: nothing left to copy
+        bound.plan.copy(origins, targets, num_threads=self._num_threads)
+
+    def digests(self, bound: Binding) -> bytes:
+        """Digest what the engine holds now: 16 bytes per target, read from its own memory."""
+        sources = bound.addresses
+        keep = []
+        if bound.strided:
+            sources = sources.copy()
+            for index in bound.strided:
+                dense = bound.tensors[index].detach().contiguous()
+                keep.append(dense)
+                sources[index] = dense.data_ptr()
+        return bound.plan.digest(sources, num_threads=self._num_threads)
+
+    def prove(self, bound: Binding, manifest: WeightUpdateManifest) -> InstallProof:
+        """Compare what the engine holds, wherever its tensors are now, with a manifest.
+
+        Raises:
+            ProofFailed: a tensor differs, or is no longer where it was installed.
+
+        """
+        if not _unmoved(bound, self.tensors()):
+            msg = f"version {manifest.weight_version}: the engine's tensors moved during the install."
+            raise ProofFailed(msg)
+        found = self.digests(bound)
+        expected = _rows(manifest.digests, bound.rows)
+        if found != expected:
+            raise ProofFailed(_difference(bound, found, expected, manifest.weight_version))
+        return InstallProof(
+            method="digest",
+            root=manifest.root,
+            digested_nbytes=bound.plan.total_nbytes,
+            tensors=len(manifest.table.rows),
+        )
+
+
+def _rows(digests: bytes, rows: np.ndarray) -> bytes:
+    return np.frombuffer(digests, np.uint8).reshape(-1, DIGEST_NBYTES)[rows].tobytes()
+
+
+def _difference(bound: Binding, found: bytes, expected: bytes, version: int) -> str:
+    for index, name in enumerate(bound.names):
+        here = slice(index * DIGEST_NBYTES, (index + 1) * DIGEST_NBYTES)
+        if found[here] != expected[here]:
+            return (
+                f"the engine does not hold version {version}: tensor {name!r} is "
+                f"{found[here].hex()}, expected {expected[here].hex()}. The install was undone."
+            )
+    return f"the engine does not hold version {version}."
+
+
+def _unmoved(bound: Binding, tensors: Mapping[str, torch.Tensor]) -> bool:
+    """Whether the engine's tensors are still those objects, at those addresses."""
+    if len(bound.tensors) > len(tensors):
+        return False
+    found = [tensors.get(name) for name in bound.names]
+    same = all(now is then for now, then in zip(found, bound.tensors, strict=True))
+    if not same:
+        return False
+    pointers = np.fromiter(
+        map(torch.Tensor.data_ptr, bound.tensors), np.uint64, count=len(bound.tensors)
+    )
+    return np.array_equal(pointers, bound.addresses) and all(
+        tensor.shape == bound.table.shapes[row]
+        for tensor, row in zip(bound.tensors, bound.rows.tolist(), strict=True)
+    )
+
+
+def _check_fit(table: TensorTable, tensors: Mapping[str, torch.Tensor], *, strict: bool) -> None:
+    unknown = [name for name in table.rows if name not in tensors]
+    missing = [name for name in tensors if name not in table.rows] if strict else []
+    if unknown or missing:
+        msg = (
+            f"the update does not fit the engine: {len(unknown)} tensors that the engine does not have "
+            f"{unknown[:_SHOWN]}, {len(missing)} that the update does not have {missing[:_SHOWN]}. "
+            "Publish the model that the engine runs, or allow partial updates with strict=False."
+        )
+        raise IncompatibleUpdate(msg)
+    for name, row in table.rows.items():
+        tensor = tensors[name]
+        have = (tuple(tensor.shape), dtype_name(tensor))
+        want = (table.shapes[row], table.dtypes[row])
+        if have != want:
+            msg = (
+                f"tensor {name!r}: the engine has {have[1]}{list(have[0])}, the update "
+                f"{want[1]}{list(want[0])}. Publish in the engine's shape and dtype."
+            )
+            raise IncompatibleUpdate(msg)
+        if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
+            msg = f"tensor {name!r} of the engine is on {tensor.device}; this installer writes CPU memory."
+            raise IncompatibleUpdate(msg)
+
+
+class Snapshot:
+    """An engine's weights, byte for byte, with the tensor object and storage under each name."""
+
+    def __init__(self, engine: Engine) -> None:
+        """Copy every distinct tensor. Costs the engine's weights once more in memory."""
+        self._engine = engine
+        self._owners = named_engine_tensors(engine)
+        # Detached views keep the old storages alive, whatever the adapter assigns meanwhile.
+        self._data = {name: tensor.detach() for name, tensor in self._owners.items()}
+        self._copies: dict[object, torch.Tensor] = {}
+        for name, data in self._data.items():
+            key = _key(name, data)
+            if key not in self._copies:
+                self._copies[key] = data.clone()
+
+    def restore(self) -> None:
+        """Put objects, storages and bytes back, and check that they are.
+
+        Raises:
+            TornEngine: a byte or an object does not come back.
+
+        """
+        now = named_engine_tensors(self._engine)
+        for name, owner in self._owners.items():
+            if now.get(name) is not owner:
+                _put_back(self._engine, name, owner)
+            data = self._data[name]
+            if owner.data_ptr() != data.data_ptr() or owner.shape != data.shape:
+                owner.data = data
+        with torch.no_grad():
+            for name, data in self._data.items():
+                data.copy_(self._copies[_key(name, data)])
+        now = named_engine_tensors(self._engine)
+        for name, owner in self._owners.items():
+            if now.get(name) is not owner or not _same_bytes(
+                owner.detach(), self._copies[_key(name, self._data[name])]
+            ):
+                msg = f"undo failed: the engine's tensor {name!r} does not take back what it was."
+                raise TornEngine(msg)
+
+
+def _key(name: str, data: torch.Tensor) -> object:
+    return tensor_key(data) if data.numel() else name
+
+
+def _put_back(engine: Engine, name: str, tensor: torch.Tensor) -> None:
+    """Put a tensor object back under its name, if the engine lets us."""
+    if isinstance(engine, torch.nn.Module):
+        path, _, leaf = name.rpartition(".")
+        owner = engine.get_submodule(path)
+        slots = owner._parameters if leaf in owner._parameters else owner._buffers  # noqa: SLF001 - torch has no public way to put the same object back
+        slots[leaf] = tensor  # type: ignore[assignment]  # it came from there
+    elif isinstance(engine, MutableMapping):
+        engine[name] = tensor
+
+
+def _same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if one.numel() == 0:
+        return True
+    first = one.contiguous().view(-1).view(torch.uint8)
+    return torch.equal(first, other.contiguous().view(-1).view(torch.uint8))

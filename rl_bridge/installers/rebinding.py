@@ -1,0 +1,155 @@
+"""``alias`` and ``flip``: the engine's tensors become views of the verified pages; nothing is copied."""
+
+from rl_bridge.errors import IncompatibleUpdate, WeightBridgeError
+from rl_bridge.installers.base import InstallProof
+from rl_bridge.installers.engine_memory import EngineMemory
+from rl_bridge.installers.way import Rebinding, Way, prove_identity
+from rl_bridge.manifest.model import WeightUpdateManifest
+from rl_bridge.memory.flip import LiveRange
+from rl_bridge.memory.views import Pin, tensor_in
+from rl_bridge.transports.base import ImportedTensors
+
+__all__ = ["AliasWay", "FlipWay"]
+
+
+class AliasWay(Way):
+    """Points the engine's tensors at the imported pages; addresses change with every version."""
+
+    def __init__(self, memory: EngineMemory, *, strict: bool, num_threads: int | None) -> None:
+        """Work on an engine's memory."""
+        super().__init__(memory, strict=strict, num_threads=num_threads)
+        self._rebinding = Rebinding(memory)
+        self._pending: tuple[WeightUpdateManifest, ImportedTensors] | None = None
+
+    def is_prepared(self, manifest: WeightUpdateManifest) -> bool:
+        """Whether `prepare` was called for this update."""
+        return self._pending is not None and self._pending[0].update_id == manifest.update_id
+
+    def prepare(self, manifest: WeightUpdateManifest, tensors: ImportedTensors) -> None:
+        """Match names, shapes and dtypes."""
+        self.memory.bind(manifest.table, strict=self.strict)
+        self._pending = (manifest, tensors)
+
+    def install(self) -> None:
+        """Rebind."""
+        if self._pending is not None:
+            manifest, tensors = self._pending
+            self._rebinding.point({name: tensors[name] for name in manifest.table.rows})
+
+    def prove(self) -> InstallProof:
+        """Show that the tensors are the verified pages, and that nobody wrote there."""
+        if self._pending is None:
+            msg = "prove was called before install. Call prepare, install, then prove."
+            raise WeightBridgeError(msg)
+        manifest, tensors = self._pending
+        pin = tensors.pin
+        return prove_identity(
+            self, manifest, tensors.addresses, pin.address, is_verified=pin.view is not None
+        )
+
+    def undo(self) -> None:
+        """Bind back."""
+        self._rebinding.back()
+        self._pending = None
+
+    def commit(self) -> None:
+        """Let go of what the engine had before."""
+        self._rebinding.forget()
+        self._pending = None
+
+    def release(self, update_id: str) -> None:
+        """The engine's tensors hold the version themselves, until the next one."""
+
+
+class FlipWay(Way):
+    """Exchanges versions under one fixed range of addresses."""
+
+    def __init__(self, memory: EngineMemory, *, strict: bool, num_threads: int | None) -> None:
+        """Work on an engine's memory."""
+        super().__init__(memory, strict=strict, num_threads=num_threads)
+        self._rebinding = Rebinding(memory)
+        self._live: LiveRange | None = None
+        self._live_layout = ""
+        # While an update is under way: what was live before, to go back to.
+        self._before: tuple[LiveRange | None, str, Pin | None] | None = None
+        self._pending: tuple[WeightUpdateManifest, ImportedTensors] | None = None
+
+    def is_prepared(self, manifest: WeightUpdateManifest) -> bool:
+        """Whether `prepare` was called for this update."""
+        return self._pending is not None and self._pending[0].update_id == manifest.update_id
+
+    def prepare(self, manifest: WeightUpdateManifest, tensors: ImportedTensors) -> None:
+        """Match names, shapes and dtypes; make sure that the update lies in a mapped segment."""
+        bound = self.memory.bind(manifest.table, strict=self.strict)
+        if tensors.pin.view is None:
+            msg = (
+                "a flip needs the mapped segment of a shared-memory update, this transport copied "
+                "it in. Use mode='copy' or 'alias'."
+            )
+            raise IncompatibleUpdate(msg)
+        if self._live is not None and self._live_layout == manifest.table.digest:
+            live = self._live
+            inside = all(
+                live.address <= int(address) < live.address + live.nbytes or not tensor.numel()
+                for address, tensor in zip(bound.addresses.tolist(), bound.tensors, strict=True)
+            )
+            if not inside:
+                self._live = None  # somebody rebound the engine: bind it anew
+        self._pending = (manifest, tensors)
+
+    def install(self) -> None:
+        """Flip; the first time, and after a change of layout, bind the engine to the range."""
+        if self._pending is None:
+            return
+        manifest, tensors = self._pending
+        if self._live is not None and self._live_layout == manifest.table.digest:
+            self._before = (self._live, self._live_layout, self._live.content)
+            try:
+                self._live.flip(tensors.pin)
+            except WeightBridgeError:
+                self._before = None  # nothing changed
+                raise
+            return
+        live = LiveRange(manifest.table.arena_nbytes)
+        live.flip(tensors.pin)
+        self._before = (self._live, self._live_layout, None)
+        self._live, self._live_layout = live, manifest.table.digest
+        table = manifest.table
+        views = [
+            tensor_in(live.pin, *place)
+            for place in zip(table.offsets, table.nbytes, table.dtypes, table.shapes, strict=True)
+        ]
+        self._rebinding.point({name: views[row] for name, row in table.rows.items()})
+
+    def prove(self) -> InstallProof:
+        """Show that the range is the verified segment, that the tensors lie in it, and unwritten."""
+        if self._pending is None or self._live is None:
+            msg = "prove was called before install. Call prepare, install, then prove."
+            raise WeightBridgeError(msg)
+        manifest, tensors = self._pending
+        live = self._live
+        expected = manifest.table.offset_column + live.address
+        shown = live.content is tensors.pin and live.shows(tensors.pin)
+        return prove_identity(self, manifest, expected, live.address, is_verified=shown)
+
+    def undo(self) -> None:
+        """Flip back, or bind back."""
+        if self._before is not None:
+            live, layout, content = self._before
+            if live is self._live and live is not None and content is not None:
+                if live.content is not content:
+                    live.flip(content)
+            else:
+                self._rebinding.back()
+                if self._live is not None:
+                    self._live.empty()
+            self._live, self._live_layout = live, layout
+        self._before = self._pending = None
+
+    def commit(self) -> None:
+        """Let go of what was live before."""
+        self._rebinding.forget()
+        self._before = self._pending = None
+
+    def release(self, update_id: str) -> None:
+        """The range holds its version itself, until the next one."""

@@ -1,0 +1,154 @@
+"""A way to install into memory of this process: what the ways have in common."""
+
+from abc import ABC, abstractmethod
+
+import numpy as np
+import torch
+
+from rl_bridge.errors import IncompatibleUpdate, ProofFailed
+from rl_bridge.installers.base import InstallProof
+from rl_bridge.installers.engine_memory import EngineMemory
+from rl_bridge.manifest.model import WeightUpdateManifest
+from rl_bridge.memory import vm
+from rl_bridge.memory.passes import Addresses, BytePlan
+from rl_bridge.transports.base import ImportedTensors
+
+__all__ = ["Rebinding", "Way", "prove_identity", "require_imported"]
+
+
+class Way(ABC):
+    """One way to install. The adapter calls prepare, install, prove, then commit or undo."""
+
+    def __init__(self, memory: EngineMemory, *, strict: bool, num_threads: int | None) -> None:
+        """Work on an engine's memory."""
+        self.memory = memory
+        self.strict = strict
+        self.num_threads = num_threads
+
+    @abstractmethod
+    def is_prepared(self, manifest: WeightUpdateManifest) -> bool:
+        """Whether `prepare` was called for this update."""
+
+    @abstractmethod
+    def prepare(self, manifest: WeightUpdateManifest, tensors: ImportedTensors) -> None:
+        """Refuse, or remember what `install` shall do and what `undo` needs."""
+
+    @abstractmethod
+    def install(self) -> None:
+        """Do what was prepared."""
+
+    @abstractmethod
+    def prove(self) -> InstallProof:
+        """Read what the engine holds."""
+
+    @abstractmethod
+    def undo(self) -> None:
+        """Take back what `install` did, complete or not."""
+
+    @abstractmethod
+    def commit(self) -> None:
+        """Forget what `undo` would need."""
+
+    @abstractmethod
+    def release(self, update_id: str) -> None:
+        """Let go of what is kept for an update."""
+
+
+class Rebinding:
+    """Points an engine's tensor objects at other memory, and back."""
+
+    def __init__(self, memory: EngineMemory) -> None:
+        """Work on an engine's memory."""
+        self._memory = memory
+        self._before: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def point(self, new: dict[str, torch.Tensor]) -> None:
+        """Give each named engine tensor the storage of its counterpart; undone by `back`."""
+        engine = self._memory.tensors()
+        for name, tensor in new.items():
+            owner = engine[name]
+            # Remembered first: a failure in the middle must find everything that was changed.
+            self._before.append((owner, owner.detach()))
+            owner.data = tensor
+
+    def back(self) -> None:
+        """Point everything back, the last change first."""
+        while self._before:
+            owner, data = self._before[-1]
+            owner.data = data
+            self._before.pop()
+
+    def forget(self) -> None:
+        """Let go of the old storages."""
+        self._before.clear()
+
+
+def prove_identity(
+    way: Way, manifest: WeightUpdateManifest, expected: Addresses, base: int, *, is_verified: bool
+) -> InstallProof:
+    """Show that the engine's tensors are the pages that were verified; digest them where not.
+
+    Args:
+        way: whose engine.
+        manifest: what was installed.
+        expected: where each of the layout's rows must be, uint64.
+        base: first byte of the arena that they lie in.
+        is_verified: whether `base` shows the very mapping that import verified.
+
+    Raises:
+        ProofFailed: a tensor is elsewhere, or differs.
+
+    """
+    table = manifest.table
+    engine = way.memory.tensors()
+    for name, row in table.rows.items():
+        tensor = engine.get(name)
+        if (
+            tensor is None
+            or tuple(tensor.shape) != table.shapes[row]
+            or not tensor.is_contiguous()
+            or (tensor.numel() and tensor.data_ptr() != int(expected[row]))
+        ):
+            msg = (
+                f"the engine does not hold version {manifest.weight_version}: tensor {name!r} is no "
+                "view of the verified memory. The install was undone."
+            )
+            raise ProofFailed(msg)
+    own = vm.private_ranges(base, vm.round_up(max(table.arena_nbytes, 1))) if is_verified else None
+    if own == []:
+        return InstallProof(
+            method="identity",
+            root=manifest.root,
+            identical_nbytes=table.total_nbytes,
+            tensors=len(table.rows),
+        )
+    # Somebody wrote here (or the kernel cannot tell): what was written decides.
+    found = BytePlan(table.nbytes_column).digest(expected, num_threads=way.num_threads)
+    if found != manifest.digests:
+        have = np.frombuffer(found, np.uint8).reshape(-1, 16)
+        want = np.frombuffer(manifest.digests, np.uint8).reshape(-1, 16)
+        row = int(np.flatnonzero((have != want).any(axis=1))[0])
+        msg = (
+            f"the engine does not hold version {manifest.weight_version}: tensor {table.names[row]!r} "
+            f"is {have[row].tobytes().hex()}, expected {want[row].tobytes().hex()}. The install was undone."
+        )
+        raise ProofFailed(msg)
+    return InstallProof(
+        method="digest",
+        root=manifest.root,
+        digested_nbytes=table.total_nbytes,
+        tensors=len(table.rows),
+    )
+
+
+def require_imported(tensors: object) -> ImportedTensors:
+    """The mapping that a bridge imported, or a refusal.
+
+    Raises:
+        IncompatibleUpdate: another mapping: its memory is unknown.
+
+    """
+    if isinstance(tensors, ImportedTensors):
+        return tensors
+    msg = f"this adapter installs what bridge.import_update returned, got a {type(tensors).__name__}."
+    raise IncompatibleUpdate(msg)

@@ -1,0 +1,178 @@
+"""Adapters of the user's own, in the style of seed users: ``install`` and ``release``, no more.
+
+Such an adapter is wrapped into the transaction as far as its engine can be seen. If it holds an
+``nn.Module`` (or a dict of tensors) in an attribute, that engine is copied aside before each
+install, restored on failure, and read for the proof. If not, undo means installing the retained
+previous version through the adapter once more, and what cannot be promised is said in `limits`.
+"""
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from rl_bridge.errors import IncompatibleUpdate, TornEngine
+from rl_bridge.installers.base import InstallProof, TransactionalAdapter, WeightInstallAdapter
+from rl_bridge.installers.engine_memory import Engine, EngineMemory, Snapshot
+from rl_bridge.manifest.model import WeightUpdateManifest
+
+__all__ = ["WrappedAdapter", "as_transactional", "engine_of"]
+
+_LOG = logging.getLogger(__name__)
+
+Version = tuple[WeightUpdateManifest, Mapping[str, torch.Tensor]]
+
+
+def engine_of(adapter: object) -> Engine | None:
+    """The engine that an adapter holds in an attribute, or None if it shows none, or several."""
+    try:
+        values = list(vars(adapter).values())
+    except TypeError:
+        return None
+    modules = {id(item): item for item in values if isinstance(item, torch.nn.Module)}
+    if len(modules) == 1:
+        return next(iter(modules.values()))
+    dicts = {
+        id(item): item
+        for item in values
+        if isinstance(item, dict)
+        and item
+        and all(isinstance(tensor, torch.Tensor) for tensor in item.values())
+    }
+    if not modules and len(dicts) == 1:
+        return next(iter(dicts.values()))
+    return None
+
+
+class WrappedAdapter(TransactionalAdapter):
+    """Makes a transaction of an adapter that has only some of its verbs."""
+
+    def __init__(
+        self,
+        adapter: WeightInstallAdapter,
+        *,
+        initial: Version | None = None,
+        num_threads: int | None = None,
+    ) -> None:
+        """Wrap `adapter`; whatever it has of prepare, prove, undo and commit is used.
+
+        Args:
+            adapter: the user's.
+            initial: the engine's weights before the first update, for the undo of that one.
+            num_threads: threads that digest.
+
+        """
+        self.adapter = adapter
+        self._engine = engine_of(adapter)
+        self._memory = None
+        if self._engine is not None:
+            self._memory = EngineMemory(self._engine, num_threads=num_threads)
+        self._previous: Version | None = initial
+        self._pending: Version | None = None
+        self._snapshot: Snapshot | None = None
+        self.limits = tuple(self._find_limits())
+        for limit in self.limits:
+            _LOG.warning("adapter %s: %s", type(adapter).__name__, limit)
+
+    def _find_limits(self) -> list[str]:
+        if self._engine is not None:
+            return []
+        limits = []
+        if not self._has("prove"):
+            limits.append(
+                "its engine cannot be seen, so acknowledgements carry no proof. Keep the engine's "
+                "module in an attribute, or add prove()."
+            )
+        if not self._has("undo"):
+            limits.append(
+                "its engine cannot be seen, so undo installs the previous version through it again, "
+                "which is not checked. Keep the engine's module in an attribute, or add undo()."
+            )
+        return limits
+
+    def prepare(self, manifest: WeightUpdateManifest, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Let the adapter refuse, and copy its engine aside."""
+        self._call("prepare", manifest, tensors)
+        if self._engine is not None and not self._has("undo"):
+            self._snapshot = Snapshot(self._engine)
+        self._pending = (manifest, tensors)
+
+    def install(self, manifest: WeightUpdateManifest, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Install through the adapter."""
+        self._pending = (manifest, tensors)
+        self.adapter.install(manifest, tensors)
+
+    def prove(self) -> InstallProof:
+        """Ask the adapter, or read its engine.
+
+        Raises:
+            ProofFailed: the engine holds something else.
+
+        """
+        if self._has("prove"):
+            proof = self._call("prove")
+            if isinstance(proof, InstallProof):
+                return proof
+        if self._memory is None or self._pending is None:
+            return InstallProof(method="unproven")
+        manifest = self._pending[0]
+        try:
+            bound = self._memory.bind(manifest.table, strict=False)
+        except IncompatibleUpdate as error:
+            # The adapter renames or fuses: what it installed has no counterpart to compare with.
+            _LOG.warning("version %d is not proven: %s", manifest.weight_version, error)
+            return InstallProof(method="unproven")
+        return self._memory.prove(bound, manifest)
+
+    def undo(self) -> None:
+        """Undo through the adapter, from the copy, or by installing the previous version again.
+
+        Raises:
+            TornEngine: there is nothing to go back to.
+
+        """
+        if self._pending is None:
+            return
+        if self._has("undo"):
+            self._call("undo")
+        elif self._snapshot is not None:
+            self._snapshot.restore()
+        elif self._previous is not None:
+            self.adapter.install(*self._previous)
+        else:
+            msg = (
+                "the first install failed and cannot be undone: the adapter's engine cannot be seen. "
+                "Pass initial_weights= to RolloutExecutor, or keep the module in an attribute."
+            )
+            raise TornEngine(msg)
+        self._pending = self._snapshot = None
+
+    def commit(self) -> None:
+        """Keep the version that the next undo goes back to."""
+        self._call("commit")
+        self._previous, self._pending, self._snapshot = self._pending, None, None
+
+    def release(self, update_id: str) -> None:
+        """Let the adapter let go."""
+        if self._previous is not None and self._previous[0].update_id == update_id:
+            self._previous = None
+        self.adapter.release(update_id)
+
+    def _has(self, verb: str) -> bool:
+        return callable(getattr(self.adapter, verb, None))
+
+    def _call(self, verb: str, *arguments: object) -> Any:  # noqa: ANN401 - the user's adapter
+        return getattr(self.adapter, verb)(*arguments) if self._has(verb) else None
+
+
+def as_transactional(
+    adapter: WeightInstallAdapter | TransactionalAdapter,
+    *,
+    initial: Version | None = None,
+    num_threads: int | None = None,
+) -> TransactionalAdapter:
+    """The adapter itself where it is transactional, else wrapped."""
+    if isinstance(adapter, TransactionalAdapter):
+        return adapter
+    return WrappedAdapter(adapter, initial=initial, num_threads=num_threads)

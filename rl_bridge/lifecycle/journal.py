@@ -1,0 +1,158 @@
+"""The journal: a publisher's identity and its last version, kept across restarts.
+
+One small JSON file in a state directory, replaced atomically and synced before a version is handed
+out, so that a publisher that crashed at any point can never reuse a number (G6). A lock file keeps
+a second live publisher out. Without a state directory nothing is written, and a restarted publisher
+is another stream with an id of its own.
+"""
+
+import fcntl
+import json
+import os
+import threading
+import uuid
+import weakref
+from pathlib import Path
+from typing import Self
+
+from rl_bridge.errors import VersionNotMonotonic, WeightBridgeError, WeightBridgeUnavailableError
+
+__all__ = ["Journal"]
+
+_FILE = "publisher.json"
+_LOCK = "publisher.lock"
+_FORMAT = "rl_bridge.journal/1"
+
+
+# A forked child shares the lock's file description: unless it lets go, the directory would stay
+# locked after this publisher died.
+_OPEN: "weakref.WeakSet[Journal]" = weakref.WeakSet()
+os.register_at_fork(after_in_child=lambda: [journal.close() for journal in list(_OPEN)])
+
+
+class Journal:
+    """Hands out versions that only grow; durable where a directory is given."""
+
+    def __init__(self, state_dir: str | os.PathLike[str] | None = None) -> None:
+        """Open or start the journal.
+
+        Args:
+            state_dir: directory for the journal; made if missing. None keeps it in memory.
+
+        Raises:
+            WeightBridgeUnavailableError: another live publisher holds the directory.
+            WeightBridgeError: the journal is damaged; it is never guessed at.
+
+        """
+        self._lock = threading.Lock()
+        self._directory = None if state_dir is None else Path(state_dir)
+        self._lock_fd: int | None = None
+        self._last: int | None = None
+        self.publisher_id = uuid.uuid4().hex
+        if self._directory is not None:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            self._lock_fd = self._acquire(self._directory / _LOCK)
+            _OPEN.add(self)
+            self._load(self._directory / _FILE)
+
+    @property
+    def last_version(self) -> int | None:
+        """The highest version handed out so far."""
+        return self._last
+
+    def check(self, version: int) -> None:
+        """Tell whether `version` may be claimed, without claiming it.
+
+        Raises:
+            VersionNotMonotonic: not above every version claimed before.
+
+        """
+        if self._last is not None and version <= self._last:
+            msg = (
+                f"weight_version must increase monotonically: got {version}, the last one of "
+                f"publisher {self.publisher_id} was {self._last}. "
+                "Increment the version after every completed training step."
+            )
+            raise VersionNotMonotonic(msg)
+
+    def reserve(self, version: int) -> None:
+        """Claim `version`; on return it is durable and can never be claimed again.
+
+        Raises:
+            VersionNotMonotonic: not above every version claimed before.
+            WeightBridgeError: the journal could not be written; the version stays unclaimed.
+
+        """
+        with self._lock:
+            self.check(version)
+            if self._directory is not None:
+                self._write(self._directory, version)
+            self._last = version
+
+    def close(self) -> None:
+        """Let another publisher use the directory."""
+        with self._lock:
+            if self._lock_fd is not None:
+                os.close(self._lock_fd)
+                self._lock_fd = None
+
+    def __enter__(self) -> Self:
+        """Use as a context manager."""
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        """Close."""
+        self.close()
+
+    def _acquire(self, path: Path) -> int:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(fd)
+            msg = (
+                f"another live publisher uses the state directory {path.parent}. "
+                "Stop it first, or give this publisher a directory of its own."
+            )
+            raise WeightBridgeUnavailableError(msg) from error
+        return fd
+
+    def _load(self, path: Path) -> None:
+        if not path.exists():
+            return
+        try:
+            record = json.loads(path.read_text("ascii"))
+            if record["format"] != _FORMAT:
+                raise ValueError(record["format"])
+            last, publisher_id = record["last_version"], record["publisher_id"]
+            if type(last) is not int or last < 0 or len(bytes.fromhex(publisher_id)) != 16:  # noqa: PLR2004
+                raise ValueError(record)
+        except (ValueError, KeyError, TypeError, UnicodeError, OSError) as error:
+            self.close()
+            msg = (
+                f"the publisher's journal {path} is damaged ({error!r}). Move it away to start a "
+                "new stream of versions, or restore it to go on with the old one."
+            )
+            raise WeightBridgeError(msg) from error
+        self._last, self.publisher_id = last, publisher_id
+
+    def _write(self, directory: Path, version: int) -> None:
+        record = {"format": _FORMAT, "last_version": version, "publisher_id": self.publisher_id}
+        temporary = directory / (_FILE + ".new")
+        try:
+            with temporary.open("w", encoding="ascii") as file:
+                json.dump(record, file, sort_keys=True)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(directory / _FILE)
+            fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+        except OSError as error:
+            msg = (
+                f"version {version} was not published: the journal in {directory} cannot be "
+                f"written ({error}). Free space or fix permissions, then publish again."
+            )
+            raise WeightBridgeError(msg) from error

@@ -1,0 +1,105 @@
+"""Canonical JSON: equal content gives equal bytes, and nothing else is accepted.
+
+The rules (normative page: ``docs/explanation/manifest-format.md``): keys sorted by code point, no
+white space, ASCII only (everything else as ``\\uXXXX``), no NaN or infinity, no duplicate keys.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, NoReturn
+
+from rl_bridge.errors import MalformedManifest
+
+__all__ = ["JSONValue", "canonical_json", "decode_json", "freeze", "thaw"]
+
+# Any JSON value. Recursive aliases defeat pydantic and mypy in one place or the other, and every
+# value of this type passes `freeze`, which checks it at run time.
+JSONValue = Any
+
+_MAX_DEPTH = 32
+
+
+def canonical_json(value: JSONValue) -> str:
+    """Write `value` as canonical JSON text."""
+    return json.dumps(
+        value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False
+    )
+
+
+def _no_constant(text: str) -> NoReturn:
+    msg = f"manifest JSON holds {text}, which is no JSON number. Remove it from the metadata."
+    raise MalformedManifest(msg)
+
+
+def _unique(pairs: list[tuple[str, JSONValue]]) -> dict[str, JSONValue]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = sorted({key for key in keys if keys.count(key) > 1})
+        msg = f"manifest JSON repeats the keys {twice}: two readers could read two manifests."
+        raise MalformedManifest(msg)
+    return found
+
+
+DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_no_constant)
+
+
+def decode_json(text: str, start: int = 0) -> tuple[JSONValue, int]:
+    """Parse one JSON value at `start` and return it with the index after it.
+
+    Raises:
+        MalformedManifest: no JSON there, duplicate keys, NaN, or nesting that exhausts the stack.
+
+    """
+    try:
+        return DECODER.raw_decode(text, start)
+    except (ValueError, RecursionError) as error:
+        msg = f"manifest text is no valid JSON: {error}. Send WeightUpdateManifest.to_json() as it is."
+        raise MalformedManifest(msg) from error
+
+
+def freeze(value: JSONValue, *, where: str = "metadata", depth: int = 0) -> JSONValue:
+    """Copy a JSON value into read-only form: mappings as proxies, lists as tuples.
+
+    Raises:
+        MalformedManifest: a value that JSON cannot carry, a key that is no string, too deep.
+
+    """
+    if depth > _MAX_DEPTH:
+        msg = f"{where}: nested deeper than {_MAX_DEPTH} levels. Flatten it."
+        raise MalformedManifest(msg)
+    if value is None or isinstance(value, str | bool):
+        return value
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, float):
+        if not math.isfinite(value):
+            msg = f"{where}: {value} cannot be written as JSON. Use None or a string."
+            raise MalformedManifest(msg)
+        return float(value)
+    if isinstance(value, Mapping):
+        frozen: dict[str, JSONValue] = {}
+        for key, item in value.items():
+            if not isinstance(key, str):
+                msg = f"{where}: key {key!r} is {type(key).__name__}, expected str."
+                raise MalformedManifest(msg)
+            frozen[key] = freeze(item, where=f"{where}.{key}", depth=depth + 1)
+        return MappingProxyType(frozen)
+    if isinstance(value, list | tuple):
+        return tuple(freeze(item, where=f"{where}[]", depth=depth + 1) for item in value)
+    msg = (
+        f"{where}: {type(value).__name__} cannot travel in a manifest, "
+        "expected str, int, float, bool, None, list or dict."
+    )
+    raise MalformedManifest(msg)
+
+
+def thaw(value: JSONValue) -> JSONValue:
+    """Give plain dicts and lists for what `freeze` made."""
+    if isinstance(value, Mapping):
+        return {key: thaw(item) for key, item in value.items()}
+    if isinstance(value, tuple):
+        return [thaw(item) for item in value]
+    return value

@@ -1,0 +1,122 @@
+"""The no-op and wrong-payload detector (G11): compare an update with the one before it.
+
+A trainer that publishes the frozen base, forgets to merge an adapter, or casts to a narrower dtype
+sends a perfectly valid update. Once digests exist, seeing that costs nothing.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+import numpy as np
+
+from rl_bridge.manifest.digest import DIGEST_NBYTES
+from rl_bridge.manifest.dtypes import DTYPE_NBYTES
+from rl_bridge.manifest.model import WeightUpdateManifest
+from rl_bridge.manifest.table import TensorTable
+
+__all__ = ["Finding", "Kind", "Policy", "compare", "narrowed"]
+
+_SHOWN = 5
+
+
+class Policy(StrEnum):
+    """What to do about a finding."""
+
+    OFF = "off"
+    WARN = "warn"
+    REJECT = "reject"
+
+
+class Kind(StrEnum):
+    """What is suspicious."""
+
+    NO_CHANGE = "no-change"
+    TRAINABLE_UNCHANGED = "trainable-unchanged"
+    DTYPE_NARROWED = "dtype-narrowed"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One suspicious thing about an update.
+
+    Attributes:
+        kind: what.
+        names: the tensors concerned; empty where it is all of them.
+        message: for people: version, tensors, what to look at.
+
+    """
+
+    kind: Kind
+    names: tuple[str, ...]
+    message: str
+
+
+def _some(names: tuple[str, ...]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
+
+
+def compare(previous: WeightUpdateManifest | None, update: WeightUpdateManifest) -> list[Finding]:
+    """What is suspicious about `update` coming after `previous`."""
+    if previous is None:
+        return []
+    version = f"version {update.weight_version} (after {previous.weight_version})"
+    if update.root == previous.root:
+        message = (
+            f"{version} changes nothing: both have root {update.root}. Did the optimizer step, and "
+            "is this the model that it stepped on?"
+        )
+        return [Finding(Kind.NO_CHANGE, (), message)]
+    findings = []
+    unchanged = _unchanged_trainable(previous, update)
+    if unchanged:
+        message = (
+            f"{version}: {len(unchanged)} trainable tensors did not change: {_some(unchanged)}. "
+            "Are these the trained weights, or the frozen base?"
+        )
+        findings.append(Finding(Kind.TRAINABLE_UNCHANGED, unchanged, message))
+    names = narrowed(previous.table, update.table)
+    if names:
+        message = (
+            f"{version} narrows the dtype of {len(names)} tensors: {_some(names)}. "
+            "Publish them as they were, or start a new publisher for the new wire dtype."
+        )
+        findings.append(Finding(Kind.DTYPE_NARROWED, names, message))
+    return findings
+
+
+def _unchanged_trainable(
+    previous: WeightUpdateManifest, update: WeightUpdateManifest
+) -> tuple[str, ...]:
+    table = update.table
+    if table.trainable is None:
+        return ()
+    before, after = previous.digests, update.digests
+    if previous.table.digest == table.digest:
+        old = np.frombuffer(before, np.uint8).reshape(-1, DIGEST_NBYTES)
+        new = np.frombuffer(after, np.uint8).reshape(-1, DIGEST_NBYTES)
+        same = (old == new).all(axis=1)
+        same &= np.frombuffer(table.trainable.encode(), np.uint8) == ord("1")
+        # An empty tensor cannot change.
+        same &= table.nbytes_column > 0
+        return tuple(table.names[row] for row in np.flatnonzero(same).tolist())
+    return tuple(
+        name
+        for row, name in enumerate(table.names)
+        if table.trainable[row] == "1"
+        and table.nbytes[row]
+        and name in previous.tensors
+        and previous.tensors[name].checksum == update.tensors[name].checksum
+    )
+
+
+def narrowed(before: TensorTable, after: TensorTable) -> tuple[str, ...]:
+    """Names whose items have fewer bytes in `after` than in `before`."""
+    if before.dtypes == after.dtypes and before.names == after.names:
+        return ()
+    return tuple(
+        name
+        for name, row in after.rows.items()
+        if name in before.rows
+        and DTYPE_NBYTES[after.dtypes[row]] < DTYPE_NBYTES[before.dtypes[before.rows[name]]]
+    )

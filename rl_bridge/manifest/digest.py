@@ -1,0 +1,135 @@
+"""The digest X3T-128K: what makes two tensors, or two updates, the same.
+
+    leaf(i)   = XXH3-128(bytes[i*131072 : (i+1)*131072]), the last leaf zero-padded to a multiple of 1024
+    digest(T) = XXH3-128(leaf(0) || ... || leaf(k-1) || le64(nbytes)),   k = ceil(nbytes / 131072)
+    root      = XXH3-128(line(0) || ... || line(n-1)), one line per tensor, sorted by name
+
+over a tensor's logical, row-major bytes: never the storage behind a view. XXH3-128 is the public
+xxHash algorithm with seed 0 and its default secret, written in its canonical big-endian form. It
+detects accidents, not forgers: authenticity is a signature's job. Normative text, reasons and test
+vectors: ``docs/explanation/manifest-format.md``.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import xxhash
+
+from rl_bridge.errors import MalformedManifest
+
+__all__ = [
+    "ALGORITHM",
+    "DIGEST_NBYTES",
+    "LEAF_NBYTES",
+    "PAD_NBYTES",
+    "RootPlan",
+    "digest_bytes",
+    "leaf_digests",
+    "num_leaves",
+    "tensor_digest",
+    "text_digest",
+]
+
+ALGORITHM = "X3T-128K"
+LEAF_NBYTES = 131_072
+PAD_NBYTES = 1_024
+DIGEST_NBYTES = 16
+
+_HEX = np.frombuffer(b"".join(b"%02x" % value for value in range(256)), np.uint8).reshape(256, 2)
+
+
+def num_leaves(nbytes: int) -> int:
+    """How many leaves `nbytes` bytes have; an empty tensor has none."""
+    return -(-nbytes // LEAF_NBYTES)
+
+
+def leaf_digests(data: memoryview) -> bytes:
+    """Digest each leaf of `data` (contiguous bytes): 16 bytes a leaf, in order."""
+    digest = xxhash.xxh3_128_digest
+    nbytes = data.nbytes
+    whole = nbytes // LEAF_NBYTES * LEAF_NBYTES
+    leaves = [digest(data[i : i + LEAF_NBYTES]) for i in range(0, whole, LEAF_NBYTES)]
+    tail = nbytes - whole
+    if tail:
+        if tail % PAD_NBYTES:
+            padded = bytearray(-(-tail // PAD_NBYTES) * PAD_NBYTES)
+            padded[:tail] = data[whole:]
+            leaves.append(digest(padded))
+        else:
+            leaves.append(digest(data[whole:]))
+    return b"".join(leaves)
+
+
+def tensor_digest(leaves: bytes, nbytes: int) -> bytes:
+    """Combine a tensor's leaf digests with its byte length into its 16-byte digest."""
+    return xxhash.xxh3_128_digest(leaves + nbytes.to_bytes(8, "little"))
+
+
+def digest_bytes(data: bytes | bytearray | memoryview) -> bytes:
+    """X3T-128K digest (16 bytes) of contiguous bytes: the reference that all others must equal."""
+    view = memoryview(data).cast("B")
+    return tensor_digest(leaf_digests(view), view.nbytes)
+
+
+def text_digest(text: str) -> str:
+    """XXH3-128 of ASCII text, as 32 hexadecimal digits (layouts are named by it)."""
+    return xxhash.xxh3_128_hexdigest(text.encode("ascii"))
+
+
+class RootPlan:
+    """Everything of the canonical lines but the digests, made once per layout.
+
+    A line is the canonical JSON array ``[name, dtype, [dims...], "digest in hex"]`` and a newline.
+    With 40,000 tensors, writing the lines anew for every update costs more than hashing small
+    tensors; filling 32 digits per line into a prepared block costs a millisecond.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        dtypes: Sequence[str],
+        shapes: Sequence[Sequence[int]],
+        ties: Mapping[str, str] | None = None,
+    ) -> None:
+        """Prepare the block of lines, sorted by name (code points, which is UTF-8 order).
+
+        A name in `ties` gets a line of its own with the digest of the tensor it shares, so that a
+        root tells what the weights are, not how they were stored.
+        """
+        rows = {name: row for row, name in enumerate(names)}
+        self._num_digests = len(rows)
+        rows |= {name: rows[target] for name, target in (ties or {}).items()}
+        order = sorted(rows)
+        blank = '"' + "0" * (2 * DIGEST_NBYTES) + '"]\n'
+        lines: list[bytes] = []
+        ends = np.empty(len(order), np.int64)
+        end = 0
+        for position, name in enumerate(order):
+            row = rows[name]
+            head = json.dumps([name, dtypes[row], list(shapes[row])], separators=(",", ":"))
+            line = (head[:-1] + "," + blank).encode("ascii")
+            end += len(line)
+            lines.append(line)
+            ends[position] = end
+        self._order = np.array([rows[name] for name in order], np.int64)
+        self._block = np.frombuffer(b"".join(lines), np.uint8)
+        # Where each line's 32 digits start: the line ends with `"]\n`, three bytes after them.
+        starts = ends - 3 - 2 * DIGEST_NBYTES
+        self._places = (starts[:, None] + np.arange(2 * DIGEST_NBYTES)).reshape(-1)
+
+    def root(self, digests: bytes) -> bytes:
+        """Root (16 bytes) of the update whose tensor digests are `digests`, in layout order.
+
+        Raises:
+            MalformedManifest: the block does not hold 16 bytes per tensor.
+
+        """
+        expected = self._num_digests * DIGEST_NBYTES
+        if len(digests) != expected:
+            msg = f"digest block has {len(digests)} bytes, expected {expected} (16 per tensor)."
+            raise MalformedManifest(msg)
+        table = np.frombuffer(digests, np.uint8).reshape(-1, DIGEST_NBYTES)[self._order]
+        block = self._block.copy()
+        block[self._places] = _HEX[table].reshape(-1)
+        return xxhash.xxh3_128_digest(block)

@@ -1,0 +1,318 @@
+"""`WeightUpdateManifest`: the sealed, public record of one complete weight update.
+
+Its JSON has three parts, in this order: ``format``, ``header`` (small, new for every update) and
+``layout`` (large, the same for a whole run). Because the layout comes last and is canonical, a
+reader that knows the layout digest need not parse it again.
+"""
+
+import base64
+import binascii
+import time
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Annotated, Any, Self
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    InstanceOf,
+    StrictBytes,
+    StrictFloat,
+    StrictInt,
+    StrictStr,
+    ValidationError,
+    model_serializer,
+    model_validator,
+)
+
+from rl_bridge.errors import DigestMismatch, LayoutUnknown, MalformedManifest
+from rl_bridge.manifest.canonical import JSONValue, canonical_json, decode_json, freeze, thaw
+from rl_bridge.manifest.digest import text_digest
+from rl_bridge.manifest.parallel import WeightLayout
+from rl_bridge.manifest.table import KNOWN_LAYOUTS, DescriptorMap, TensorTable
+
+__all__ = ["FORMAT", "WeightUpdateManifest"]
+
+FORMAT = "rl_bridge.manifest/1"
+_MAX_VERSION = 2**63 - 1
+_PREFIX = f'{{"format":"{FORMAT}","header":'
+_LAYOUT_KEY = ',"layout":'
+
+Identifier = Annotated[StrictStr, Field(pattern=r"^[0-9a-f]{32}$")]
+
+
+def _frozen(where: str) -> BeforeValidator:
+    return BeforeValidator(lambda value: freeze(value, where=where))
+
+
+class WeightUpdateManifest(BaseModel):
+    """Immutable record of one published update: identity, content digests, and where the bytes are.
+
+    Users get it from ``bridge.publish`` and send `to_json` to the rollout side. It is valid from
+    birth: a manifest object that exists has passed every check that needs no weight bytes.
+
+    Attributes:
+        update_id: 32 hexadecimal digits, unique.
+        publisher_id: 32 hexadecimal digits; versions are ordered within one publisher.
+        source_worker: the publishing worker's name.
+        source_rank: its rank.
+        weight_version: grows with every update of a publisher.
+        transport: name of the transport that carries the bytes.
+        created_at: seconds since the epoch (wall clock, for people).
+        metadata: the user's own JSON values; ``metadata["layout"]`` is always filled.
+        handle: where the transport finds the bytes; only that transport reads it.
+        digests: 16 bytes per stored tensor, in layout order.
+        root: digest over all tensors, 32 hexadecimal digits: equal roots mean equal weights.
+        table: the layout part.
+
+    Raises:
+        WeightManifestValidationError: the subclass says what is wrong.
+
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", ignored_types=(cached_property,))
+
+    update_id: Identifier
+    publisher_id: Identifier
+    source_worker: StrictStr
+    source_rank: Annotated[StrictInt, Field(ge=0)]
+    weight_version: Annotated[StrictInt, Field(ge=0, le=_MAX_VERSION)]
+    transport: StrictStr
+    created_at: StrictFloat = Field(default_factory=time.time)
+    metadata: Annotated[JSONValue, _frozen("metadata")] = Field(default_factory=dict)
+    handle: Annotated[JSONValue, _frozen("handle")] = Field(default_factory=dict)
+    digests: StrictBytes
+    root: StrictStr = ""
+    table: InstanceOf[TensorTable]
+
+    def __init__(self, **fields: Any) -> None:  # noqa: ANN401 - pydantic's own signature
+        """Validate `fields`; a wrong type is a `MalformedManifest`, not pydantic's own error."""
+        try:
+            super().__init__(**fields)
+        except ValidationError as error:
+            raise _malformed(error) from error
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        for name in ("metadata", "handle"):
+            if not isinstance(getattr(self, name), Mapping):
+                msg = f"manifest {name} is no mapping. Send WeightUpdateManifest.to_json() as it is."
+                raise MalformedManifest(msg)
+        layout = WeightLayout.from_metadata(self.metadata).to_metadata()
+        # `object.__setattr__`: the model is frozen, and it is still being born.
+        object.__setattr__(self, "metadata", freeze({**self.metadata, "layout": layout}))
+        root = self.table.root_plan.root(self.digests).hex()
+        if self.root == "":
+            object.__setattr__(self, "root", root)
+        elif self.root != root:
+            msg = (
+                f"version {self.weight_version}: the manifest's root is {self.root}, its digests "
+                f"give {root}. The manifest was altered: ask the publisher for it again."
+            )
+            raise DigestMismatch(msg)
+        return self
+
+    # ---- what users read ------------------------------------------------------------------------
+
+    @cached_property
+    def tensors(self) -> Mapping[str, Any]:
+        """Name -> `TensorDescriptor`, tied names included."""
+        return DescriptorMap(self.table, self.digests)
+
+    @property
+    def tensor_count(self) -> int:
+        """How many tensors the update has, tied names included."""
+        return len(self.table.rows)
+
+    @property
+    def total_nbytes(self) -> int:
+        """Bytes that travel: tied tensors count once."""
+        return self.table.total_nbytes
+
+    @property
+    def layout_digest(self) -> str:
+        """Name of the layout part."""
+        return self.table.digest
+
+    @property
+    def weight_layout(self) -> WeightLayout:
+        """``metadata["layout"]`` as an object."""
+        return WeightLayout.from_metadata(self.metadata)
+
+    # ---- JSON -----------------------------------------------------------------------------------
+
+    def header(self) -> dict[str, JSONValue]:
+        """Plain JSON form of the update part."""
+        return {
+            "created_at": self.created_at,
+            "digests": base64.b64encode(self.digests).decode("ascii"),
+            "handle": thaw(self.handle),
+            "layout_digest": self.layout_digest,
+            "metadata": thaw(self.metadata),
+            "publisher_id": self.publisher_id,
+            "root": self.root,
+            "source_rank": self.source_rank,
+            "source_worker": self.source_worker,
+            "transport": self.transport,
+            "update_id": self.update_id,
+            "weight_version": self.weight_version,
+        }
+
+    @model_serializer(mode="plain")
+    def document(self) -> dict[str, Any]:
+        """Plain JSON form of the whole; what pydantic's own dumps give."""
+        return {"format": FORMAT, "header": self.header(), "layout": self.table.document()}
+
+    def to_json(self, *, layout: bool = True) -> str:
+        """Canonical JSON text, ASCII.
+
+        Args:
+            layout: False leaves the layout part out. The reader must then have seen the layout
+                already, through an earlier full manifest of the same run.
+
+        """
+        head = f"{_PREFIX}{canonical_json(self.header())}"
+        return f"{head}{_LAYOUT_KEY}{self.table.text}}}" if layout else f"{head}}}"
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Self:
+        """Read what `to_json` wrote, and nothing else: it must be canonical to the byte.
+
+        Raises:
+            MalformedManifest: not the canonical text of a manifest of this format.
+            LayoutUnknown: compact text whose layout this process has not seen.
+            WeightManifestValidationError: its other subclasses, one per reason.
+
+        """
+        text = _ascii(text)
+        if not text.startswith(_PREFIX):
+            msg = (
+                f"this is no manifest of format {FORMAT}: it starts with {text[:48]!r}. "
+                "Send WeightUpdateManifest.to_json() as it is, from the same rl_bridge release."
+            )
+            raise MalformedManifest(msg)
+        header, end = decode_json(text, len(_PREFIX))
+        if not isinstance(header, dict) or canonical_json(header) != text[len(_PREFIX) : end]:
+            msg = "the manifest's header is not canonical JSON: it was rewritten on the way."
+            raise MalformedManifest(msg)
+        rest = text[end:]
+        table = _read_layout(header.pop("layout_digest", None), rest)
+        return cls(**_header_fields(header), table=table)
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _from_document(cls, value: Any, handler: Any) -> Any:  # noqa: ANN401 - pydantic's own signature
+        # What `document` gives may come back through pydantic (a field of the user's own model).
+        if isinstance(value, Mapping) and "format" in value:
+            return cls.from_json(canonical_json(thaw(value)))
+        return handler(value)
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """Copy with changed fields; unlike pydantic's own, the copy is validated."""
+        del deep  # every part is immutable
+        changes = dict(update or {})
+        if changes.keys() & {"digests", "table"}:
+            changes.setdefault("root", "")
+        fields = {name: getattr(self, name) for name in type(self).model_fields}
+        return type(self)(**{**fields, **changes})
+
+    def __copy__(self) -> Self:
+        """Give the object itself: every part is immutable."""
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Self:
+        """Give the object itself: every part is immutable."""
+        return self
+
+    def __reduce__(self) -> tuple[Any, tuple[str]]:
+        """Pickle as canonical JSON: multiprocessing queues of the user's own may carry manifests."""
+        return (type(self).from_json, (self.to_json(),))
+
+    def __hash__(self) -> int:
+        """Hash by identity of the update."""
+        return hash((self.update_id, self.root))
+
+    def __repr__(self) -> str:
+        """Name the update on one line instead of printing every tensor."""
+        return (
+            f"<WeightUpdateManifest v{self.weight_version} {self.transport} {self.tensor_count} tensors "
+            f"{self.total_nbytes} bytes root={self.root[:12]} update={self.update_id[:8]}>"
+        )
+
+    __str__ = __repr__
+
+
+def _malformed(error: ValidationError) -> MalformedManifest:
+    first = error.errors(include_url=False)[0]
+    where = ".".join(str(part) for part in first["loc"]) or "manifest"
+    given = repr(first.get("input"))[:80]
+    return MalformedManifest(
+        f"manifest field {where}: {first['msg']}, got {given}. "
+        "Send WeightUpdateManifest.to_json() as it is."
+    )
+
+
+def _ascii(text: str | bytes) -> str:
+    try:
+        return text.decode("ascii") if isinstance(text, bytes) else text.encode("ascii").decode()
+    except UnicodeError as error:
+        msg = f"manifest text is not ASCII: {error}. Send WeightUpdateManifest.to_json() as it is."
+        raise MalformedManifest(msg) from error
+
+
+def _header_fields(header: dict[str, JSONValue]) -> dict[str, JSONValue]:
+    digests = header.get("digests")
+    try:
+        header["digests"] = base64.b64decode(digests, validate=True)
+    except (binascii.Error, ValueError, TypeError) as error:
+        msg = f"manifest field digests is no base64 text: {error}."
+        raise MalformedManifest(msg) from error
+    root = header.get("root")
+    if not isinstance(root, str) or not root:
+        msg = "manifest field root is missing: without it nothing ties the digests together."
+        raise MalformedManifest(msg)
+    missing = WeightUpdateManifest.model_fields.keys() - header.keys() - {"table"}
+    if missing:
+        msg = f"manifest fields {sorted(missing)} are missing."
+        raise MalformedManifest(msg)
+    return header
+
+
+def _read_layout(digest: JSONValue, rest: str) -> TensorTable:
+    """Find the layout by its digest, or parse it from the text behind the header."""
+    if not isinstance(digest, str):
+        msg = "manifest field layout_digest is missing."
+        raise MalformedManifest(msg)
+    known = KNOWN_LAYOUTS.get(digest)
+    if rest == "}":
+        if known is None:
+            msg = (
+                f"layout {digest} is unknown in this process. Send one full manifest of this run "
+                "first: WeightUpdateManifest.to_json() with layout=True."
+            )
+            raise LayoutUnknown(msg)
+        return known
+    if not rest.startswith(_LAYOUT_KEY) or not rest.endswith("}"):
+        msg = f"after the manifest's header stands {rest[:32]!r}, expected its layout or the end."
+        raise MalformedManifest(msg)
+    text = rest[len(_LAYOUT_KEY) : -1]
+    found = text_digest(text)
+    if found != digest:
+        msg = f"the layout's digest is {found}, the manifest names {digest}. It was altered."
+        raise DigestMismatch(msg)
+    if known is not None:
+        return known
+    document, end = decode_json(text)
+    if end != len(text) or not isinstance(document, dict) or canonical_json(document) != text:
+        msg = "the manifest's layout is not canonical JSON: it was rewritten on the way."
+        raise MalformedManifest(msg)
+    try:
+        table = TensorTable(**document)
+    except (ValidationError, TypeError) as error:
+        raise (_malformed(error) if isinstance(error, ValidationError) else error) from error
+    if table.text != text:
+        msg = "the manifest's layout leaves out fields. Send WeightUpdateManifest.to_json() as it is."
+        raise MalformedManifest(msg)
+    return KNOWN_LAYOUTS.add(table)

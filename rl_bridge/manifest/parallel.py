@@ -1,0 +1,109 @@
+"""`WeightLayout`: how the trainer's ranks hold the state that an update carries.
+
+It travels in ``metadata["layout"]`` and is filled with its defaults when the user leaves it out.
+(Where each tensor lies in the arena is another thing: see `rl_bridge.manifest.table`.)
+"""
+
+from collections.abc import Mapping
+from typing import Self
+
+from pydantic import BaseModel, ConfigDict, StrictBool, StrictInt, StrictStr, ValidationError
+
+from rl_bridge.errors import MalformedManifest, WeightBridgeUnavailableError
+from rl_bridge.manifest.canonical import JSONValue, thaw
+
+__all__ = ["SUPPORTED_KINDS", "WeightLayout"]
+
+SUPPORTED_KINDS = frozenset({"full-state", "replicated"})
+
+# Degrees that joined after the first users: written only where they say something, so that the
+# metadata of a plain update stays as those users know it.
+_WRITTEN_IF_SET = ("pipeline_parallel_size", "expert_parallel_size")
+
+
+class WeightLayout(BaseModel):
+    """The parallel layout of one update: kind, world size, rank and degrees (all counts)."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    kind: StrictStr = "full-state"
+    world_size: StrictInt = 1
+    rank: StrictInt = 0
+    tensor_parallel_size: StrictInt = 1
+    data_parallel_size: StrictInt = 1
+    zero_stage: StrictInt = 0
+    node_count: StrictInt = 1
+    rdma_enabled: StrictBool = False
+    pipeline_parallel_size: StrictInt = 1
+    expert_parallel_size: StrictInt = 1
+
+    @classmethod
+    def from_metadata(cls, metadata: Mapping[str, JSONValue] | None) -> Self:
+        """Read ``metadata["layout"]``; what is missing gets its default.
+
+        Raises:
+            MalformedManifest: not a mapping, an unknown key, a wrong type.
+
+        """
+        raw = (metadata or {}).get("layout")
+        if raw is None:
+            return cls()
+        if not isinstance(raw, Mapping):
+            msg = f'metadata["layout"] is {type(raw).__name__}, expected a mapping.'
+            raise MalformedManifest(msg)
+        try:
+            return cls.model_validate(thaw(raw))
+        except ValidationError as error:
+            msg = f'metadata["layout"] is not a weight layout: {error}'
+            raise MalformedManifest(msg) from error
+
+    def to_metadata(self) -> dict[str, JSONValue]:
+        """Give the form that travels in ``metadata["layout"]``."""
+        fields = self.model_dump()
+        for name in _WRITTEN_IF_SET:
+            if fields[name] == 1:
+                del fields[name]
+        return fields
+
+    def validate_supported(self) -> None:
+        """Refuse what one packed full-state update cannot carry.
+
+        Raises:
+            WeightBridgeUnavailableError: shards, tensor parallelism or several nodes.
+            MalformedManifest: counts that contradict each other.
+
+        """
+        if self.kind not in SUPPORTED_KINDS:
+            msg = (
+                f"weight layout {self.kind!r} is not supported by this bridge, expected one of "
+                f"{sorted(SUPPORTED_KINDS)}. Publish a gathered full-state update."
+            )
+            raise WeightBridgeUnavailableError(msg)
+        sharded = {
+            "tensor-parallel": self.tensor_parallel_size,
+            "pipeline-parallel": self.pipeline_parallel_size,
+            "expert-parallel": self.expert_parallel_size,
+        }
+        for name, degree in sharded.items():
+            if degree != 1:
+                msg = (
+                    f"{name} weight layouts are not supported by this bridge (degree {degree}, "
+                    "expected 1). Publish a gathered full-state update for each consumer."
+                )
+                raise WeightBridgeUnavailableError(msg)
+        if self.node_count != 1 or self.rdma_enabled:
+            msg = (
+                "multi-node/RDMA weight transport is not implemented "
+                f"(node_count={self.node_count}, rdma_enabled={self.rdma_enabled}). "
+                "Publish a gathered full-state update on one node."
+            )
+            raise WeightBridgeUnavailableError(msg)
+        if not 0 <= self.rank < self.world_size:
+            msg = f"weight layout rank {self.rank} is outside its world of {self.world_size}."
+            raise MalformedManifest(msg)
+        if self.data_parallel_size < 1 or not 0 <= self.zero_stage <= 3:  # noqa: PLR2004 - ZeRO stages
+            msg = (
+                f"weight layout has data_parallel_size={self.data_parallel_size} (expected >= 1) "
+                f"and zero_stage={self.zero_stage} (expected 0 to 3)."
+            )
+            raise MalformedManifest(msg)

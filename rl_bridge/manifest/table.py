@@ -1,0 +1,349 @@
+"""The layout part of a manifest: which tensors there are and where each lies in the packed arena.
+
+It is the same for every update of a run, so it is built once, sent once, and referred to by its own
+digest. It is kept in columns: 40,000 tensors are then six JSON arrays instead of 40,000 objects.
+"""
+
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from math import prod
+from typing import Annotated, Self
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import BaseModel, BeforeValidator, ConfigDict, StrictInt, StrictStr, model_validator
+
+from rl_bridge.errors import (
+    DuplicateTensorName,
+    MalformedManifest,
+    NegativeRange,
+    OverlappingRange,
+    RangeBeyondSegment,
+    RangeOverflow,
+    ShapeMismatch,
+)
+from rl_bridge.manifest.canonical import JSONValue, canonical_json, freeze, thaw
+from rl_bridge.manifest.digest import ALGORITHM, DIGEST_NBYTES, RootPlan, text_digest
+from rl_bridge.manifest.dtypes import dtype_nbytes
+
+__all__ = [
+    "ALIGNMENT",
+    "KNOWN_LAYOUTS",
+    "DescriptorMap",
+    "LayoutCache",
+    "TensorDescriptor",
+    "TensorTable",
+    "row_major_stride",
+]
+
+# Bytes. A GPU kernel loads 16 bytes at a time and IPC consumers want 256; on a CPU it costs nothing.
+ALIGNMENT = 256
+_MAX_INT = 2**63 - 1
+
+
+def _align(value: int) -> int:
+    return -(-value // ALIGNMENT) * ALIGNMENT
+
+
+def row_major_stride(shape: Sequence[int]) -> tuple[int, ...]:
+    """Strides (in elements) of a contiguous tensor, as torch counts them."""
+    tail = accumulate((max(dim, 1) for dim in reversed(shape[1:])), lambda a, b: a * b, initial=1)
+    return tuple(tail)[::-1] if shape else ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorDescriptor:
+    """One tensor of an update: what it is, where it lies, and what its bytes must hash to.
+
+    Attributes:
+        name: the state-dict name.
+        shape: dimensions.
+        dtype: torch's name for it, without ``torch.``.
+        stride: in elements; tensors travel row-major contiguous, whatever the source's strides were.
+        device: where the published bytes lie.
+        numel: number of elements.
+        nbytes: number of bytes.
+        offset: first byte in the arena.
+        checksum: X3T-128K digest, 32 hexadecimal digits.
+        tied_to: the name whose bytes this tensor shares, or None.
+
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    stride: tuple[int, ...]
+    device: str
+    numel: int
+    nbytes: int
+    offset: int
+    checksum: str
+    tied_to: str | None = None
+
+
+class TensorTable(BaseModel):
+    """The columns: one entry per stored tensor, sorted by name; tied names refer to stored ones.
+
+    Valid from birth: names unique and sorted, sizes exact, ranges ordered, aligned and gapless.
+
+    Raises:
+        WeightManifestValidationError: one subclass for each way to break these rules.
+
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", ignored_types=(cached_property,))
+
+    algorithm: StrictStr = ALGORITHM
+    arena_nbytes: StrictInt
+    device: StrictStr = "cpu"
+    dtypes: tuple[StrictStr, ...]
+    names: tuple[StrictStr, ...]
+    nbytes: tuple[StrictInt, ...]
+    offsets: tuple[StrictInt, ...]
+    shapes: tuple[tuple[StrictInt, ...], ...]
+    ties: Annotated[JSONValue, BeforeValidator(lambda value: freeze(value, where="ties"))] = None
+    trainable: StrictStr | None = None
+    """One character per stored tensor, 1 for those declared trainable; None where not declared."""
+
+    @classmethod
+    def pack(
+        cls,
+        tensors: Mapping[str, tuple[str, tuple[int, ...]]],
+        *,
+        ties: Mapping[str, str] | None = None,
+        trainable: frozenset[str] | None = None,
+        device: str = "cpu",
+    ) -> Self:
+        """Lay out tensors (name -> dtype, shape) in one arena, sorted by name, 256-byte aligned."""
+        names = tuple(sorted(tensors))
+        offsets: list[int] = []
+        sizes: list[int] = []
+        end = 0
+        for name in names:
+            dtype, shape = tensors[name]
+            size = prod(shape) * dtype_nbytes(dtype, tensor=name)
+            offsets.append(end)
+            sizes.append(size)
+            end = _align(end + size)
+        flags = None
+        if trainable is not None:
+            flags = "".join("1" if name in trainable else "0" for name in names)
+        return cls(
+            arena_nbytes=end,
+            device=device,
+            dtypes=tuple(tensors[name][0] for name in names),
+            names=names,
+            nbytes=tuple(sizes),
+            offsets=tuple(offsets),
+            shapes=tuple(tensors[name][1] for name in names),
+            ties=dict(ties or {}),
+            trainable=flags,
+        )
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.algorithm != ALGORITHM:
+            msg = f"digest algorithm {self.algorithm!r} is unknown here, expected {ALGORITHM!r}."
+            raise MalformedManifest(msg)
+        counts = {
+            "names": len(self.names),
+            "dtypes": len(self.dtypes),
+            "nbytes": len(self.nbytes),
+            "offsets": len(self.offsets),
+            "shapes": len(self.shapes),
+        }
+        if len(set(counts.values())) != 1:
+            msg = f"the columns of the layout differ in length: {counts}."
+            raise MalformedManifest(msg)
+        if not self.names:
+            msg = "the update holds no tensors. Publish a model or a non-empty state dict."
+            raise MalformedManifest(msg)
+        self._check_names()
+        self._check_ranges()
+        if self.trainable is not None and (
+            len(self.trainable) != len(self.names) or set(self.trainable) - {"0", "1"}
+        ):
+            msg = "the layout's trainable flags must be one 0 or 1 for each stored tensor."
+            raise MalformedManifest(msg)
+        return self
+
+    def _check_names(self) -> None:
+        for before, name in zip(self.names, self.names[1:], strict=False):
+            if name == before:
+                msg = f"tensor {name!r} appears twice in the layout. Names must be unique."
+                raise DuplicateTensorName(msg)
+            if name < before:
+                msg = f"tensor {name!r} stands after {before!r}: names must be sorted."
+                raise MalformedManifest(msg)
+        if not isinstance(self.ties, Mapping):
+            msg = f"ties is {type(self.ties).__name__}, expected a mapping of name to stored name."
+            raise MalformedManifest(msg)
+        stored = set(self.names)
+        for name, target in self.ties.items():
+            if name in stored:
+                msg = f"tensor {name!r} is stored and tied at once. Keep one of the two."
+                raise DuplicateTensorName(msg)
+            if target not in stored:
+                msg = f"tensor {name!r} is tied to {target!r}, which the layout does not store."
+                raise MalformedManifest(msg)
+
+    def _check_ranges(self) -> None:
+        end = 0
+        columns = zip(
+            self.names, self.dtypes, self.shapes, self.nbytes, self.offsets, strict=True
+        )
+        for name, dtype, shape, nbytes, offset in columns:
+            if offset < 0 or nbytes < 0 or min(shape, default=0) < 0:
+                msg = f"tensor {name!r}: offset {offset}, {nbytes} bytes, shape {list(shape)}: none may be negative."
+                raise NegativeRange(msg)
+            # The product with zeros taken as ones: torch computes strides from it, so it must fit.
+            if max(prod(dim or 1 for dim in shape) * 16, offset + nbytes) > _MAX_INT:
+                msg = f"tensor {name!r}: shape {list(shape)} at offset {offset} does not fit 63 bits."
+                raise RangeOverflow(msg)
+            expected = prod(shape) * dtype_nbytes(dtype, tensor=name)
+            if nbytes != expected:
+                msg = f"tensor {name!r}: {dtype}{list(shape)} has {expected} bytes, the manifest says {nbytes}."
+                raise ShapeMismatch(msg)
+            if offset < end:
+                msg = f"tensor {name!r} starts at byte {offset}, inside the one before it, which ends at {end}."
+                raise OverlappingRange(msg)
+            if offset != end:
+                msg = f"tensor {name!r} starts at byte {offset}, expected {end}: the arena has no gaps."
+                raise MalformedManifest(msg)
+            if offset + nbytes > self.arena_nbytes:
+                msg = f"tensor {name!r} ends at byte {offset + nbytes}, beyond the arena of {self.arena_nbytes}."
+                raise RangeBeyondSegment(msg)
+            end = _align(offset + nbytes)
+        if self.arena_nbytes != end:
+            msg = f"the arena is said to have {self.arena_nbytes} bytes, its tensors need {end}."
+            raise RangeBeyondSegment(msg) if self.arena_nbytes < end else MalformedManifest(msg)
+
+    def document(self) -> dict[str, JSONValue]:
+        """Plain JSON form; `text` is its canonical text."""
+        return {name: thaw(getattr(self, name)) for name in type(self).model_fields} | {
+            "shapes": [list(shape) for shape in self.shapes],
+        }
+
+    @cached_property
+    def text(self) -> str:
+        """Canonical JSON of the layout."""
+        return canonical_json(self.document())
+
+    @cached_property
+    def digest(self) -> str:
+        """XXH3-128 of `text`: the layout's name, 32 hexadecimal digits."""
+        return text_digest(self.text)
+
+    @cached_property
+    def root_plan(self) -> RootPlan:
+        """The prepared canonical lines of this layout."""
+        return RootPlan(self.names, self.dtypes, self.shapes, self.ties)
+
+    @cached_property
+    def rows(self) -> Mapping[str, int]:
+        """Row of each name, tied names included (they have the row of what they share)."""
+        rows = {name: row for row, name in enumerate(self.names)}
+        rows |= {name: rows[target] for name, target in self.ties.items()}
+        return rows
+
+    @cached_property
+    def offset_column(self) -> npt.NDArray[np.uint64]:
+        """Offsets in bytes, shape [tensors], uint64, read-only."""
+        return _readonly(self.offsets)
+
+    @cached_property
+    def nbytes_column(self) -> npt.NDArray[np.uint64]:
+        """Sizes in bytes, shape [tensors], uint64, read-only."""
+        return _readonly(self.nbytes)
+
+    @cached_property
+    def total_nbytes(self) -> int:
+        """Bytes of all stored tensors, without alignment."""
+        return sum(self.nbytes)
+
+    def descriptor(self, name: str, digests: bytes) -> TensorDescriptor:
+        """Describe one tensor, tied names included.
+
+        Raises:
+            KeyError: no tensor of that name.
+
+        """
+        row = self.rows[name]
+        shape = self.shapes[row]
+        return TensorDescriptor(
+            name=name,
+            shape=shape,
+            dtype=self.dtypes[row],
+            stride=row_major_stride(shape),
+            device=self.device,
+            numel=prod(shape),
+            nbytes=self.nbytes[row],
+            offset=self.offsets[row],
+            checksum=digests[row * DIGEST_NBYTES : (row + 1) * DIGEST_NBYTES].hex(),
+            tied_to=self.ties.get(name),
+        )
+
+
+def _readonly(values: Sequence[int]) -> npt.NDArray[np.uint64]:
+    column = np.array(values, np.uint64)
+    column.flags.writeable = False
+    return column
+
+
+class DescriptorMap(Mapping[str, TensorDescriptor]):
+    """Name -> `TensorDescriptor`, each made when it is asked for."""
+
+    def __init__(self, table: TensorTable, digests: bytes) -> None:
+        """Look at `table` and the digest block; nothing is copied."""
+        self._table = table
+        self._digests = digests
+
+    def __getitem__(self, name: str) -> TensorDescriptor:
+        """Describe one tensor."""
+        return self._table.descriptor(name, self._digests)
+
+    def __iter__(self) -> Iterator[str]:
+        """Go over the names, stored ones first, each part sorted."""
+        return iter(self._table.rows)
+
+    def __len__(self) -> int:
+        """Count the names, tied ones included."""
+        return len(self._table.rows)
+
+    def __repr__(self) -> str:
+        """Say how many there are rather than listing them all."""
+        return f"<{len(self)} tensor descriptors>"
+
+
+class LayoutCache:
+    """Layouts seen in this process, by digest; the oldest go when there are too many."""
+
+    def __init__(self, limit: int = 32) -> None:
+        """Keep at most `limit` layouts."""
+        self._limit = limit
+        self._tables: OrderedDict[str, TensorTable] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def add(self, table: TensorTable) -> TensorTable:
+        """Remember a layout; an equal one that is known already is returned instead."""
+        with self._lock:
+            known = self._tables.setdefault(table.digest, table)
+            self._tables.move_to_end(table.digest)
+            while len(self._tables) > self._limit:
+                self._tables.popitem(last=False)
+            return known
+
+    def get(self, digest: str) -> TensorTable | None:
+        """Find a layout, or None."""
+        with self._lock:
+            table = self._tables.get(digest)
+            if table is not None:
+                self._tables.move_to_end(digest)
+            return table
+
+
+KNOWN_LAYOUTS = LayoutCache()

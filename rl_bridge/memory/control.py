@@ -1,0 +1,200 @@
+"""The way back: one small control segment per publisher, one record per consumer.
+
+A consumer claims a record by locking it (the kernel tells when it is gone) and writes there what it
+did with each update: imported, acknowledged with which proof, rejected why, released. Consumers can
+write to the whole segment, so the publisher believes nothing in it: a record is length-checked,
+checksummed and parsed into a strict model, and what does not parse is reported as unreadable.
+"""
+
+import ctypes
+import os
+import struct
+import threading
+from pathlib import Path
+from typing import Annotated, Literal
+
+import xxhash
+from pydantic import BaseModel, ConfigDict, Field, StrictFloat, StrictInt, StrictStr, ValidationError
+
+from rl_bridge.errors import WeightBridgeUnavailableError
+from rl_bridge.manifest.canonical import canonical_json
+from rl_bridge.memory import leases, vm
+from rl_bridge.memory.segment import OwnedSegment, SegmentRef, close_fd, open_segment
+
+__all__ = ["ControlReader", "ControlWriter", "Record", "UpdateReport", "num_records"]
+
+RECORD_NBYTES = 8192
+_HEAD = struct.Struct("<IIQ")  # sequence (odd while it is written), length, XXH3-64 of the text
+_KEPT_UPDATES = 6
+_MAX_REASON = 400
+_READ_TRIES = 64
+
+Text = Annotated[StrictStr, Field(max_length=512)]
+
+
+class UpdateReport(BaseModel):
+    """What one consumer did with one update.
+
+    Attributes:
+        update_id: the update.
+        weight_version: its version.
+        state: the consumer's fine state.
+        reason: why it was rejected.
+        proof: canonical JSON of the proof, if acknowledged.
+        timings_ms: phase -> milliseconds.
+        tensors_held: tensors of it are still referenced, so its slot is leased.
+
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    update_id: Text
+    weight_version: StrictInt
+    state: Text
+    reason: Text | None = None
+    proof: dict[str, StrictStr | StrictInt | StrictFloat | None] | None = None
+    timings_ms: dict[str, StrictFloat] = Field(default_factory=dict)
+    tensors_held: bool = False
+
+
+class Record(BaseModel):
+    """One consumer: who it is, and what it did with the last few updates.
+
+    Attributes:
+        worker: its name.
+        rank: its rank.
+        pid: its process, as it says.
+        updates: oldest first.
+        presence: whether the kernel still sees it: ``alive``, ``gone``, or ``unreadable`` content.
+
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    worker: Text
+    rank: StrictInt
+    pid: StrictInt
+    updates: tuple[UpdateReport, ...] = ()
+    presence: Literal["alive", "gone", "unreadable"] = "alive"
+
+
+def num_records(nbytes: int) -> int:
+    """How many consumers a control segment of `nbytes` has room for."""
+    return nbytes // RECORD_NBYTES
+
+
+class ControlReader:
+    """The publisher's end: owns the segment, reads the records."""
+
+    def __init__(self, segment: OwnedSegment) -> None:
+        """Read from a segment that this process made with ``writers=True``."""
+        self.segment = segment
+
+    def records(self) -> list[Record]:
+        """Read everybody's record; consumers that are gone stay listed until their place is reused."""
+        found = []
+        for index in range(num_records(self.segment.nbytes)):
+            start = index * RECORD_NBYTES
+            alive = leases.is_held(self.segment.fd, start=start, length=RECORD_NBYTES)
+            record = self._read(start)
+            if record is None:
+                continue
+            if record.presence == "alive" and not alive:
+                record = record.model_copy(update={"presence": "gone"})
+            found.append(record)
+        return found
+
+    def close(self) -> None:
+        """Give the segment back."""
+        self.segment.close()
+
+    def _read(self, start: int) -> Record | None:
+        for _ in range(_READ_TRIES):
+            raw = ctypes.string_at(self.segment.address + start, RECORD_NBYTES)
+            sequence, length, checksum = _HEAD.unpack_from(raw)
+            if sequence == 0:
+                return None
+            text = raw[_HEAD.size : _HEAD.size + length]
+            if sequence % 2 or len(text) != length or xxhash.xxh3_64_intdigest(text) != checksum:
+                continue  # being written at this moment, or damaged: the tries decide
+            try:
+                return Record.model_validate_json(text)
+            except ValidationError:
+                break
+        return Record(worker="?", rank=-1, pid=-1, presence="unreadable")
+
+
+class ControlWriter:
+    """A consumer's end: one locked record."""
+
+    def __init__(self, ref: SegmentRef, *, worker: str, rank: int, directory: Path | None) -> None:
+        """Open the publisher's control segment and claim a free record.
+
+        Raises:
+            SegmentError: it is gone or not what `ref` says.
+            WeightBridgeUnavailableError: as many consumers as the publisher has room for.
+
+        """
+        self.ref = ref
+        self._fd = open_segment(ref, directory=directory, writable=True)
+        self._identity = {"worker": worker[:512], "rank": rank, "pid": os.getpid()}
+        self._updates: dict[str, UpdateReport] = {}
+        self._lock = threading.RLock()
+        self._sequence = 0
+        count = num_records(ref.nbytes)
+        for index in range(count):
+            start = index * RECORD_NBYTES
+            if leases.try_exclusive(self._fd, start=start, length=RECORD_NBYTES):
+                break
+        else:
+            close_fd(self._fd)
+            msg = (
+                f"the publisher (pid {ref.pid}) has room for {count} consumers and all are taken. "
+                "Close bridges that are not used, or raise max_consumers on the publisher."
+            )
+            raise WeightBridgeUnavailableError(msg)
+        self._base = vm.map_shared(ref.nbytes, self._fd)
+        vm.guard_from_fork(self._base, ref.nbytes)
+        self._address = self._base + start
+        self._pid = os.getpid()
+        self._is_closed = False
+        self._write()
+
+    def report(self, report: UpdateReport) -> None:
+        """Write what became of an update; the publisher sees the last few of each consumer."""
+        with self._lock:
+            if self._is_closed or os.getpid() != self._pid:
+                return
+            if report.reason is not None and len(report.reason) > _MAX_REASON:
+                report = report.model_copy(update={"reason": report.reason[:_MAX_REASON] + "..."})
+            self._updates.pop(report.update_id, None)
+            self._updates[report.update_id] = report
+            while len(self._updates) > _KEPT_UPDATES:
+                del self._updates[next(iter(self._updates))]
+            self._write()
+
+    def close(self) -> None:
+        """Let go of the record; the publisher sees this consumer as gone."""
+        with self._lock:
+            if not self._is_closed and os.getpid() == self._pid:
+                self._is_closed = True
+                vm.unmap(self._base, self.ref.nbytes)
+                close_fd(self._fd)
+
+    def _write(self) -> None:
+        text = self._text()
+        while len(text) > RECORD_NBYTES - _HEAD.size and self._updates:
+            del self._updates[next(iter(self._updates))]
+            text = self._text()
+        # A reader that meets the odd number, or a checksum of the other text, reads again.
+        self._sequence += 2
+        vm.store(self._address, _HEAD.pack(self._sequence - 1, 0, 0))
+        vm.store(self._address + _HEAD.size, text)
+        head = _HEAD.pack(self._sequence, len(text), xxhash.xxh3_64_intdigest(text))
+        vm.store(self._address, head)
+
+    def _text(self) -> bytes:
+        updates = [report.model_dump() for report in self._updates.values()]
+        return canonical_json({**self._identity, "updates": updates}).encode("ascii")
+
+

@@ -1,0 +1,115 @@
+"""Flip: exchange what lies under an engine's fixed addresses, by moving page tables.
+
+The engine's tensors are views of one reserved range, the *live* range. A new version is mapped and
+verified at its own address while the engine still runs; then two moves exchange it with the old one.
+Addresses stay, nothing is copied, and the cost does not depend on the number of bytes. Undo is the
+flip back. Between the moves the live range shows the old version: no hole ever opens.
+"""
+
+import weakref
+
+from rl_bridge.errors import SegmentError, TornEngine
+from rl_bridge.memory import vm
+from rl_bridge.memory.views import Pin, SegmentView
+
+__all__ = ["LiveRange"]
+
+
+class LiveRange:
+    """A reserved range of addresses and the version that lies there now."""
+
+    def __init__(self, arena_nbytes: int) -> None:
+        """Reserve room for an arena of `arena_nbytes`; nothing lies there yet."""
+        self.nbytes = vm.round_up(max(arena_nbytes, 1))
+        address = vm.reserve(self.nbytes)
+        self.pin = Pin(address, self.nbytes)
+        # The range stays mapped, and its content leased, until the last tensor of the engine that
+        # looks at it dies: even if this object is long gone.
+        self._held: list[Pin | None] = [None]
+        weakref.finalize(
+            self.pin.buffer, _let_go, address, self.nbytes, self._held
+        ).atexit = False
+
+    @property
+    def content(self) -> Pin | None:
+        """The version that lies there now."""
+        return self._held[0]
+
+    @property
+    def address(self) -> int:
+        """First byte; never changes."""
+        return self.pin.address
+
+    def flip(self, new: Pin) -> Pin | None:
+        """Put `new` under the live range; returns what was there before.
+
+        The engine must not run meanwhile (its caller quiesces it). To undo, flip the returned pin.
+
+        Raises:
+            SegmentError: `new` is no mapped segment, or the kernel refuses; nothing changed.
+            TornEngine: the kernel refused half-way and again on the way back.
+
+        """
+        target = self._view(new)
+        old = self.content
+        if old is not None:
+            if old.view is new.view:
+                msg = "the same slot cannot be flipped over itself: its version is live already."
+                raise SegmentError(msg)
+            # The old version's pages go back to their own address, where the next verification
+            # of that slot finds them mapped.
+            self._move(self.address, self._view(old).address)
+        try:
+            self._move(target.address, self.address)
+        except SegmentError as error:
+            if old is not None:
+                try:
+                    self._move(self._view(old).address, self.address)
+                except SegmentError as second:
+                    msg = f"the flip failed ({error}) and so did the way back ({second})."
+                    raise TornEngine(msg) from error
+            raise
+        self._held[0] = new
+        return old
+
+    def empty(self) -> None:
+        """Take the content out, so that only a reservation is left (undo of the first flip)."""
+        old, self._held[0] = self._held[0], None
+        if old is not None:
+            self._move(self.address, self._view(old).address)
+
+    def shows(self, pin: Pin) -> bool:
+        """Whether the kernel says that `pin`'s segment, from its first byte, lies here in full."""
+        view = self._view(pin)
+        done = 0
+        while done < self.nbytes:
+            found = vm.mapped_file(self.address + done)
+            if (
+                found is None
+                or (found.device, found.inode) != (view.ref.device, view.ref.inode)
+                or found.offset != done
+            ):
+                return False
+            done += found.nbytes
+        return True
+
+    def _view(self, pin: Pin) -> SegmentView:
+        if pin.view is None or pin.view.nbytes < self.nbytes:
+            msg = (
+                "a flip needs the mapped segment of a shared-memory update; this one was copied in. "
+                "Use mode='copy' or 'alias' with this transport."
+            )
+            raise SegmentError(msg)
+        return pin.view
+
+    def _move(self, source: int, target: int) -> None:
+        try:
+            vm.move(source, self.nbytes, target)
+        except OSError as error:
+            msg = f"the kernel does not move mappings ({error}); flips need Linux 5.13. Use mode='copy'."
+            raise SegmentError(msg) from error
+
+
+def _let_go(address: int, nbytes: int, held: list[Pin | None]) -> None:
+    vm.unmap(address, nbytes)
+    held.clear()

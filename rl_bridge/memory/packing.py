@@ -1,0 +1,163 @@
+"""From a state dict to a packed arena: which tensor goes where, decided once and reused every step.
+
+A `PackPlan` holds the layout and everything derived from it. Taking the same tensors again costs a
+comparison, not a plan: names, memory addresses, shapes, dtypes and strides must be as before.
+"""
+
+from collections.abc import Mapping
+from operator import attrgetter
+
+import numpy as np
+import torch
+
+from rl_bridge.errors import IncompatibleUpdate, WeightBridgeUnavailableError
+from rl_bridge.manifest.dtypes import dtype_nbytes
+from rl_bridge.manifest.table import KNOWN_LAYOUTS, TensorTable
+from rl_bridge.memory import vm
+from rl_bridge.memory.passes import Addresses, BytePlan
+
+__all__ = ["PackPlan", "dtype_name", "tensor_key"]
+
+_SHAPE = attrgetter("shape")
+_DTYPE = attrgetter("dtype")
+
+
+def dtype_name(tensor: torch.Tensor) -> str:
+    """Wire name of a tensor's dtype."""
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def tensor_key(tensor: torch.Tensor) -> tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype]:
+    """Tell whether two tensors are the same view of the same memory: equal keys, equal views."""
+    return (tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
+
+
+def _check_source(name: str, tensor: torch.Tensor) -> None:
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        msg = f"tensor {name!r} is {tensor.layout}, quantized={tensor.is_quantized}: publish dense tensors."
+        raise WeightBridgeUnavailableError(msg)
+    if tensor.device.type != "cpu":
+        msg = (
+            f"tensor {name!r} is on {tensor.device}; this transport carries CPU tensors. "
+            "Move the state dict to the CPU first, or use a CUDA transport."
+        )
+        raise WeightBridgeUnavailableError(msg)
+    if type(tensor) not in {torch.Tensor, torch.nn.Parameter}:
+        msg = (
+            f"tensor {name!r} is a {type(tensor).__name__}; publish plain tensors "
+            "(a DTensor's full_tensor() or to_local())."
+        )
+        raise WeightBridgeUnavailableError(msg)
+    if tensor.is_conj() or tensor.is_neg():
+        msg = f"tensor {name!r} is a lazy conjugate or negative: call resolve_conj().resolve_neg() first."
+        raise WeightBridgeUnavailableError(msg)
+
+
+class PackPlan:
+    """How one set of tensors is packed into an arena."""
+
+    def __init__(
+        self, tensors: Mapping[str, torch.Tensor], trainable: frozenset[str] | None = None
+    ) -> None:
+        """Lay out `tensors`.
+
+        Args:
+            tensors: what to publish: dense CPU tensors, of any strides.
+            trainable: names that a training step is expected to change; None if not declared.
+
+        Raises:
+            WeightBridgeUnavailableError: a tensor that cannot travel this way; nothing was touched.
+            UnknownDtype: a dtype outside the table.
+            IncompatibleUpdate: `trainable` names a tensor that is not there.
+
+        """
+        stored: dict[str, torch.Tensor] = {}
+        ties: dict[str, str] = {}
+        first: dict[object, str] = {}
+        for name in sorted(tensors):
+            tensor = tensors[name]
+            _check_source(name, tensor)
+            dtype_nbytes(dtype_name(tensor), tensor=name)
+            key = tensor_key(tensor)
+            if tensor.numel() and key in first:
+                ties[name] = first[key]
+            else:
+                first[key] = name
+                stored[name] = tensor
+        if trainable is not None:
+            unknown = sorted(trainable - tensors.keys())
+            if unknown:
+                msg = f"trainable names tensors that the update does not hold: {unknown[:5]}."
+                raise IncompatibleUpdate(msg)
+            trainable = frozenset(ties.get(name, name) for name in trainable)
+        self.trainable = trainable
+        table = TensorTable.pack(
+            {name: (dtype_name(tensor), tuple(tensor.shape)) for name, tensor in stored.items()},
+            ties=ties,
+            trainable=trainable,
+        )
+        self.table = KNOWN_LAYOUTS.add(table)
+        self.byte_plan = BytePlan(self.table.nbytes_column)
+        self._names = tuple(tensors)
+        position = {name: index for index, name in enumerate(self._names)}
+        self._order = [position[name] for name in self.table.names]
+        values = list(tensors.values())
+        self._facts = self._look(values)
+        # Strided tensors are gathered by torch, straight into the arena, and digested there.
+        self._gathered = [
+            (row, self._order[row])
+            for row, name in enumerate(self.table.names)
+            if not stored[name].is_contiguous()
+        ]
+        pointers = np.array([values[index].data_ptr() for index in self._order], np.uint64)
+        self._sources: Addresses = pointers
+
+    @staticmethod
+    def _look(
+        values: list[torch.Tensor],
+    ) -> tuple[list[int], list[torch.Size], list[torch.dtype], list[tuple[int, ...]]]:
+        return (
+            list(map(torch.Tensor.data_ptr, values)),
+            list(map(_SHAPE, values)),
+            list(map(_DTYPE, values)),
+            list(map(torch.Tensor.stride, values)),
+        )
+
+    def fits(self, tensors: Mapping[str, torch.Tensor], trainable: frozenset[str] | None) -> bool:
+        """Whether `tensors` are the same views of the same memory as those planned for."""
+        if trainable is not None:
+            trainable = frozenset(self.table.ties.get(name, name) for name in trainable)
+        return (
+            self.trainable == trainable
+            and tuple(tensors) == self._names
+            and self._look(list(tensors.values())) == self._facts
+        )
+
+    def pack(
+        self, tensors: Mapping[str, torch.Tensor], address: int, *, num_threads: int | None = None
+    ) -> bytes:
+        """Copy `tensors` into the arena at `address` and digest them in the same pass.
+
+        Returns:
+            16 bytes per stored tensor, in layout order.
+
+        """
+        targets = self.table.offset_column + np.uint64(address)
+        sources = self._sources
+        if self._gathered:
+            sources = sources.copy()
+            values = list(tensors.values())
+            for row, index in self._gathered:
+                target = vm.tensor_at(int(targets[row]), self.table.nbytes[row])
+                tensor = values[index].detach()
+                target.view(tensor.dtype).view(tensor.shape).copy_(tensor)
+                sources[row] = targets[row]
+        return self.byte_plan.copy_digest(sources, targets, num_threads=num_threads)
+
+    def clear_padding(self, address: int) -> None:
+        """Zero the bytes between tensors, so that an arena's content follows from its tensors."""
+        ends = [a + n for a, n in zip(self.table.offsets, self.table.nbytes, strict=True)]
+        starts = [*self.table.offsets[1:], self.table.arena_nbytes]
+        for end, start in zip(ends, starts, strict=True):
+            if start > end:
+                vm.store(address + end, bytes(start - end))

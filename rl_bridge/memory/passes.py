@@ -1,0 +1,227 @@
+"""One pass over the bytes of many tensors: copy, digest, or both at once, on several threads.
+
+The pass is the only place where weights' bytes are read or written on the CPU; publishing,
+verifying, installing and proving are all made of it. The compiled module does it without the GIL;
+without a compiler the same pass runs in Python over the same xxHash, slower and equal to the byte.
+"""
+
+import ctypes
+import logging
+import os
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import ModuleType
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from rl_bridge.manifest.digest import (
+    DIGEST_NBYTES,
+    LEAF_NBYTES,
+    digest_bytes,
+    leaf_digests,
+    tensor_digest,
+)
+
+__all__ = ["Addresses", "BytePlan", "default_threads", "native_cause"]
+
+_LOG = logging.getLogger(__name__)
+
+Addresses = npt.NDArray[np.uint64]
+
+# Leaves that a thread takes at a time: 2 MiB, so that threads end together and the shared counter
+# costs nothing.
+_BLOCK = 16
+# Below this a second thread costs more (tens of microseconds to wake it) than it saves.
+_SERIAL_NBYTES = 4 << 20
+# Above this the written bytes would only push others out of the cache.
+_STREAM_NBYTES = 8 << 20
+_MAX_THREADS = 8
+
+
+def default_threads() -> int:
+    """Threads for a pass where the caller names no number: the usable cores, at most 8."""
+    return max(1, min(_MAX_THREADS, len(os.sched_getaffinity(0))))
+
+
+def _load_native() -> tuple[ModuleType | None, int, str | None]:
+    """Find the compiled pass and xxHash's function; say why not, where one is missing."""
+    try:
+        from rl_bridge.memory import _native  # noqa: PLC0415 - optional, see the module docstring
+    except ImportError as error:
+        return None, 0, f"the compiled module is missing ({error}); no C compiler at install time?"
+    try:
+        library = ctypes.CDLL(xxhash._xxhash.__file__)  # noqa: SLF001 - see the next comment
+    except (AttributeError, OSError) as error:
+        return None, 0, f"xxhash's library cannot be opened ({error})"
+    # xxhash exports the C functions that its wheel was built from; the dispatching one picks the
+    # widest vectors of this CPU. It is no documented interface, hence the self-test below.
+    for name in ("XXH3_128bits_dispatch", "XXH3_128bits"):
+        function = getattr(library, name, None)
+        if function is not None:
+            address = ctypes.cast(function, ctypes.c_void_p).value or 0
+            return _native, address, None
+    return None, 0, "xxhash's library does not export XXH3_128bits"
+
+
+class BytePlan:
+    """Which bytes: the sizes of some tensors, cut into leaves. Made once per layout."""
+
+    def __init__(self, nbytes: npt.NDArray[np.uint64], *, native: bool = True) -> None:
+        """Cut tensors of `nbytes` (uint64, shape [tensors]) into leaves.
+
+        Args:
+            nbytes: sizes.
+            native: False keeps to the Python pass (tests, and comparison).
+
+        """
+        self._nbytes = np.ascontiguousarray(nbytes, np.uint64)
+        leaves = (self._nbytes + np.uint64(LEAF_NBYTES - 1)) // np.uint64(LEAF_NBYTES)
+        self._start = np.zeros(len(leaves) + 1, np.uint64)
+        np.cumsum(leaves, out=self._start[1:])
+        self._table_nbytes = int(self._start[-1]) * DIGEST_NBYTES + 8 * len(leaves)
+        self.total_nbytes = int(self._nbytes.sum())
+        self._native = _NATIVE if native else None
+
+    def __len__(self) -> int:
+        """Count the tensors."""
+        return len(self._nbytes)
+
+    def digest(self, src: Addresses, *, num_threads: int | None = None) -> bytes:
+        """Digest the bytes at `src` (addresses, uint64, shape [tensors]): 16 bytes per tensor."""
+        return self._run(src, None, digest=True, num_threads=num_threads)
+
+    def copy(self, src: Addresses, dst: Addresses, *, num_threads: int | None = None) -> None:
+        """Copy each tensor from `src` to `dst`; the ranges must not overlap."""
+        self._run(src, dst, digest=False, num_threads=num_threads)
+
+    def copy_digest(
+        self, src: Addresses, dst: Addresses, *, num_threads: int | None = None
+    ) -> bytes:
+        """Copy and digest in one pass; a tensor whose two addresses are equal is digested only."""
+        return self._run(src, dst, digest=True, num_threads=num_threads)
+
+    def _run(
+        self, src: Addresses, dst: Addresses | None, *, digest: bool, num_threads: int | None
+    ) -> bytes:
+        src = self._checked(src)
+        dst = None if dst is None else self._checked(dst)
+        if self._native is None:
+            return self._run_python(src, dst, digest=digest)
+        table = np.empty(self._table_nbytes, np.uint8)
+        cursor = np.zeros(1, np.uint64)
+        arguments = (
+            _HASH if digest else 0,
+            len(self),
+            src.ctypes.data,
+            0 if dst is None else dst.ctypes.data,
+            self._nbytes.ctypes.data,
+            self._start.ctypes.data,
+            table.ctypes.data,
+            cursor.ctypes.data,
+            _BLOCK,
+            int(self.total_nbytes >= _STREAM_NBYTES),
+        )
+        threads = default_threads() if num_threads is None else max(1, num_threads)
+        blocks = -(-int(self._start[-1]) // _BLOCK)
+        helpers = 0 if self.total_nbytes < _SERIAL_NBYTES else min(threads, blocks) - 1
+        jobs = _POOL.start(helpers, self._native, arguments)
+        try:
+            self._native.run(*arguments)
+        finally:
+            # The helpers use the arrays above: not even an interrupt may free them early.
+            for job in jobs:
+                job.result()
+        if not digest:
+            return b""
+        out = np.empty(len(self) * DIGEST_NBYTES, np.uint8)
+        self._native.combine(
+            _HASH,
+            len(self),
+            self._nbytes.ctypes.data,
+            self._start.ctypes.data,
+            table.ctypes.data,
+            out.ctypes.data,
+        )
+        return out.tobytes()
+
+    def _run_python(self, src: Addresses, dst: Addresses | None, *, digest: bool) -> bytes:
+        digests = []
+        for index, (address, nbytes) in enumerate(
+            zip(src.tolist(), self._nbytes.tolist(), strict=True)
+        ):
+            target = address if dst is None else int(dst[index])
+            leaves = []
+            for begin in range(0, nbytes, LEAF_NBYTES):
+                size = min(LEAF_NBYTES, nbytes - begin)
+                if digest:
+                    leaf = (ctypes.c_char * size).from_address(address + begin)
+                    leaves.append(leaf_digests(memoryview(leaf).cast("B")))
+                if target != address:
+                    ctypes.memmove(target + begin, address + begin, size)
+            if digest:
+                digests.append(tensor_digest(b"".join(leaves), nbytes))
+        return b"".join(digests)
+
+    def _checked(self, addresses: Addresses) -> Addresses:
+        addresses = np.ascontiguousarray(addresses, np.uint64)
+        if addresses.shape != self._nbytes.shape:
+            msg = f"{addresses.shape[0]} addresses for a plan of {len(self)} tensors"
+            raise ValueError(msg)
+        return addresses
+
+
+class _Pool:
+    """Helper threads, made when first needed and anew in a forked child (threads do not fork)."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._executor: ThreadPoolExecutor | None = None
+        os.register_at_fork(after_in_child=self._reset)
+
+    def start(
+        self, count: int, native: ModuleType, arguments: tuple[int, ...]
+    ) -> list[Future[None]]:
+        if count <= 0:
+            return []
+        with self._lock:
+            if self._executor is None:
+                self._executor = ThreadPoolExecutor(64, thread_name_prefix="rl_bridge-pass")
+            return [self._executor.submit(native.run, *arguments) for _ in range(count)]
+
+    def _reset(self) -> None:
+        self._lock = threading.Lock()
+        self._executor = None
+
+
+_POOL = _Pool()
+_NATIVE, _HASH, _CAUSE = _load_native()
+
+
+def native_cause() -> str | None:
+    """Why the compiled pass is not in use, or None if it is (``rl-bridge doctor`` says it)."""
+    return _CAUSE
+
+
+def _self_test() -> None:
+    """Compare the compiled pass with the reference; a wrong digest must never leave this module."""
+    global _NATIVE, _CAUSE  # noqa: PLW0603 - decided once, at import
+    if _NATIVE is None:
+        _LOG.info("digests run in Python: %s", _CAUSE)
+        return
+    sizes = np.array([0, 1, 1024, LEAF_NBYTES - 1, LEAF_NBYTES, 2 * LEAF_NBYTES + 77], np.uint64)
+    data = (np.arange(int(sizes.max()), dtype=np.uint64) * 2_654_435_761 >> 7).astype(np.uint8)
+    copy = np.zeros_like(data)
+    plan = BytePlan(sizes)
+    found = plan.copy_digest(
+        np.full(len(sizes), data.ctypes.data, np.uint64),
+        np.full(len(sizes), copy.ctypes.data, np.uint64),
+    )
+    expected = b"".join(digest_bytes(data[:size].tobytes()) for size in sizes.tolist())
+    if found != expected or not np.array_equal(copy, data):
+        _NATIVE, _CAUSE = None, "the compiled module disagrees with xxhash on this machine"
+        _LOG.warning("digests run in Python: %s", _CAUSE)
+
+
+_self_test()

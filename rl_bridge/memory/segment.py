@@ -1,0 +1,281 @@
+"""Segments: the memory that two processes share, and how a reader makes sure that it is the right one.
+
+The first way needs no names: the owner maps a `memfd`, seals it, and says where it is (its pid, the
+descriptor's number, the inode). A reader opens ``/proc/<pid>/fd/<n>`` read-only. Sealed means that
+nobody can shrink it under a reader (no SIGBUS), nobody else can map it writable, and nothing stays
+behind when processes die. The second way, for processes that cannot see each other's ``/proc``, is
+a named file in a directory that both share; it needs `sweep`, and cannot be sealed.
+"""
+
+import fcntl
+import os
+import re
+import stat
+import weakref
+from pathlib import Path
+from typing import Annotated, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr
+
+from rl_bridge.errors import BadSegmentName, SegmentError
+from rl_bridge.memory import leases, vm
+
+__all__ = [
+    "OwnedSegment",
+    "SegmentRef",
+    "close_fd",
+    "forget_fd_in_children",
+    "open_segment",
+    "process_start_time",
+    "still_there",
+    "sweep",
+]
+
+_F_SEAL_SEAL = 1
+_F_SEAL_SHRINK = 2
+_F_SEAL_GROW = 4
+_F_SEAL_FUTURE_WRITE = 16
+_SIZE_SEALS = _F_SEAL_SHRINK | _F_SEAL_GROW
+_DATA_SEALS = _SIZE_SEALS | _F_SEAL_FUTURE_WRITE
+
+_FILE_NAME = re.compile(r"rlb-[0-9a-f]{12}-(\d+\.seg|control)")
+# The byte whose lock says that a named segment's owner lives: out of the lease's way.
+_OWNER_BYTE = 1
+
+Count = Annotated[StrictInt, Field(ge=0, lt=2**63)]
+
+
+class SegmentRef(BaseModel):
+    """Where a segment is, as it travels in a manifest. What it says is checked, never believed."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    kind: Literal["memfd", "file"]
+    device: Count
+    inode: Count
+    nbytes: Count
+    pid: Count
+    start_time: Count
+    fd: Count = 0
+    name: StrictStr = ""
+
+
+def process_start_time(pid: int) -> int | None:
+    """Start time of a process in clock ticks since boot; None if there is no such process.
+
+    Together with the pid it names a process for good: pids are reused, this pair is not.
+    """
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text("utf-8", "replace")
+    except OSError:
+        return None
+    # The command name may hold spaces and brackets; field 22 counts from after the last one.
+    return int(text.rpartition(")")[2].split()[19])
+
+
+# Descriptors that a forked child must not keep: they would hold leases, locks and memory.
+_PRIVATE_FDS: set[int] = set()
+
+
+def forget_fd_in_children(fd: int) -> int:
+    """Have `fd` closed in forked children; returns it. Close it through `close_fd`."""
+    _PRIVATE_FDS.add(fd)
+    return fd
+
+
+def close_fd(fd: int) -> None:
+    """Close a descriptor that `forget_fd_in_children` took; a no-op in a forked child."""
+    if fd in _PRIVATE_FDS:
+        _PRIVATE_FDS.discard(fd)
+        os.close(fd)
+
+
+def _close_in_child() -> None:
+    for fd in _PRIVATE_FDS:
+        os.close(fd)
+    _PRIVATE_FDS.clear()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
+
+
+class OwnedSegment:
+    """A segment that this process made: mapped shared and writable, by nobody else."""
+
+    def __init__(self, fd: int, nbytes: int, *, path: Path | None, seals: int) -> None:
+        """Take over `fd`, map it and seal it. Use `make`."""
+        self.fd = forget_fd_in_children(fd)
+        self.nbytes = nbytes
+        self._path = path
+        self._pid = os.getpid()
+        self.address = vm.map_shared(nbytes, fd)
+        vm.guard_from_fork(self.address, nbytes)
+        if path is None:
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals | _F_SEAL_SEAL)
+        status = os.fstat(fd)
+        self.ref = SegmentRef(
+            kind="memfd" if path is None else "file",
+            device=status.st_dev,
+            inode=status.st_ino,
+            nbytes=nbytes,
+            pid=self._pid,
+            start_time=process_start_time(self._pid) or 0,
+            fd=fd if path is None else 0,
+            name="" if path is None else path.name,
+        )
+        self._finalizer = weakref.finalize(self, _dispose, self._pid, fd, self.address, nbytes, path)
+
+    @classmethod
+    def make(
+        cls, name: str, nbytes: int, *, directory: Path | None = None, writers: bool = False
+    ) -> Self:
+        """Make a zero-filled segment of `nbytes` (rounded up to pages).
+
+        Args:
+            name: label of a memfd, or file name in `directory`.
+            nbytes: size.
+            directory: None for a memfd, else where the file goes.
+            writers: whether readers may map it writable too (the control segment).
+
+        Raises:
+            SegmentError: the kernel refuses: no memory, no space, no permission.
+
+        """
+        nbytes = vm.round_up(max(nbytes, 1))
+        path = None if directory is None else directory / name
+        fd = -1
+        try:
+            if path is None:
+                fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            else:
+                # Without a name first: a sweep must never see the file before its owner's lock.
+                fd = os.open(path.parent, os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC, 0o600)
+                leases.try_exclusive(fd, start=_OWNER_BYTE)
+            os.ftruncate(fd, nbytes)
+            if path is not None:
+                # A full file system must say so here, and not by SIGBUS in the middle of a copy.
+                os.posix_fallocate(fd, 0, nbytes)
+                os.link(f"/proc/self/fd/{fd}", path, follow_symlinks=True)
+            return cls(fd, nbytes, path=path, seals=_SIZE_SEALS if writers else _DATA_SEALS)
+        except OSError as error:
+            if fd >= 0:
+                os.close(fd)
+                _PRIVATE_FDS.discard(fd)
+            msg = f"cannot make shared memory {name!r} of {nbytes} bytes: {error}. Free memory, or lower max_slots."
+            raise SegmentError(msg) from error
+
+    def close(self) -> None:
+        """Unmap and close; the memory goes when the last reader lets go too."""
+        self._finalizer()
+
+
+def _dispose(pid: int, fd: int, address: int, nbytes: int, path: Path | None) -> None:
+    if os.getpid() != pid:
+        return  # a forked child: the mapping never came along, the descriptor is closed
+    vm.unmap(address, nbytes)
+    if path is not None:
+        path.unlink(missing_ok=True)
+    close_fd(fd)
+
+
+def open_segment(ref: SegmentRef, *, directory: Path | None = None, writable: bool = False) -> int:
+    """Open another process's segment and make sure that it is the one that `ref` names.
+
+    Returns:
+        A descriptor, closed in forked children; close it with `close_fd`.
+
+    Raises:
+        BadSegmentName: the name is not a plain segment name.
+        SegmentError: gone, replaced, of another size, not sealed, or out of reach.
+
+    """
+    flags = (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC
+    if ref.kind == "memfd":
+        # No O_NOFOLLOW: entries of /proc/<pid>/fd are links by nature.
+        where = f"/proc/{ref.pid}/fd/{ref.fd}"
+        if process_start_time(ref.pid) != ref.start_time:
+            msg = (
+                f"the publisher (pid {ref.pid}) is gone or not visible from this process, so its "
+                "memory cannot be opened. Publish again; between containers or users, give both "
+                "sides a shared directory=."
+            )
+            raise SegmentError(msg)
+    else:
+        if not _FILE_NAME.fullmatch(ref.name):
+            msg = f"segment name {ref.name!r} is no plain segment name of this transport."
+            raise BadSegmentName(msg)
+        if directory is None:
+            msg = (
+                f"segment {ref.name!r} lies in a directory that the publisher chose. "
+                "Give this side the same directory=."
+            )
+            raise SegmentError(msg)
+        where = str(directory / ref.name)
+        flags |= os.O_NOFOLLOW
+    try:
+        fd = os.open(where, flags)
+    except OSError as error:
+        msg = f"segment {where} cannot be opened: {error}. It was released, or its publisher died: publish again."
+        raise SegmentError(msg) from error
+    try:
+        _check_identity(fd, ref, where, writable=writable)
+    except (SegmentError, OSError):
+        os.close(fd)
+        raise
+    return forget_fd_in_children(fd)
+
+
+def _check_identity(fd: int, ref: SegmentRef, where: str, *, writable: bool) -> None:
+    status = os.fstat(fd)
+    found = (status.st_dev, status.st_ino)
+    if found != (ref.device, ref.inode) or not stat.S_ISREG(status.st_mode):
+        msg = (
+            f"segment {where} was replaced: expected device and inode {(ref.device, ref.inode)}, "
+            f"found {found}. The update is gone: publish again."
+        )
+        raise SegmentError(msg)
+    if status.st_size != ref.nbytes:
+        msg = f"segment {where} has {status.st_size} bytes, the manifest says {ref.nbytes}: it was truncated or altered."
+        raise SegmentError(msg)
+    if ref.kind == "memfd":
+        needed = _SIZE_SEALS if writable else _DATA_SEALS
+        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+        if seals & needed != needed:
+            msg = f"segment {where} is not sealed (seals {seals:#x}, expected {needed:#x}): its owner could change it."
+            raise SegmentError(msg)
+
+
+def still_there(ref: SegmentRef, *, directory: Path | None = None) -> bool:
+    """Tell whether the owner still offers this segment: otherwise nobody will write to it again."""
+    where = f"/proc/{ref.pid}/fd/{ref.fd}" if ref.kind == "memfd" else directory and directory / ref.name
+    try:
+        status = os.stat(where or "")
+    except OSError:
+        return False
+    return (status.st_dev, status.st_ino) == (ref.device, ref.inode)
+
+
+def sweep(directory: Path, *, dry_run: bool = False) -> list[tuple[str, int]]:
+    """Remove the named segments whose owner is dead.
+
+    Returns:
+        Name and size in bytes of each one (to be) removed.
+
+    """
+    swept: list[tuple[str, int]] = []
+    for path in sorted(directory.glob("rlb-*")):
+        if not _FILE_NAME.fullmatch(path.name):
+            continue
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError:
+            continue  # removed meanwhile, or another user's: not ours to sweep
+        try:
+            if leases.is_held(fd, start=_OWNER_BYTE):
+                continue
+            swept.append((path.name, os.fstat(fd).st_size))
+            if not dry_run:
+                path.unlink(missing_ok=True)
+        finally:
+            os.close(fd)
+    return swept

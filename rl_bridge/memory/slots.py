@@ -1,0 +1,199 @@
+"""The publisher's ring of slots: where the next version goes without touching a new page.
+
+A slot is one segment: an arena of packed tensors and one last page with a stamp (which update the
+arena holds). A slot may be written again once its update was released here *and* the kernel says
+that no reader holds its lease. Two slots serve updates that follow each other; each reader that
+lags behind costs one more, up to a limit, and then an error that names the holder: a reader that
+hangs can pin a slot, it can never make a publisher wait.
+"""
+
+import os
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from rl_bridge.errors import SegmentError, SlotsExhausted, WeightBridgeError
+from rl_bridge.memory import leases, vm
+from rl_bridge.memory.segment import OwnedSegment, SegmentRef
+
+__all__ = ["Slot", "SlotRing", "Stamp", "read_stamp"]
+
+_STAMP = struct.Struct("<8s16sQQ")
+_MAGIC = b"rl_brdg1"
+_EMPTY = b"\0" * 16
+# Updates after which a slot that served a lagging reader, and nobody since, is given back.
+_SURPLUS_AGE = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Stamp:
+    """Which update an arena holds, and which write of the slot that was."""
+
+    update_id: str
+    generation: int
+    arena_nbytes: int
+
+
+class Slot:
+    """One segment of the ring."""
+
+    def __init__(self, segment: OwnedSegment) -> None:
+        """Use a whole segment: its last page is the stamp's."""
+        self.segment = segment
+        self.capacity = segment.nbytes - vm.PAGE
+        self.generation = 0
+        self.update_id: str | None = None
+        self.last_used = 0
+        self.layout_digest: str | None = None
+
+    @property
+    def address(self) -> int:
+        """First byte of the arena."""
+        return self.segment.address
+
+    def stamp(self, update_id: str | None, arena_nbytes: int) -> None:
+        """Say what the arena holds; None while it is being written."""
+        raw = _EMPTY if update_id is None else bytes.fromhex(update_id)
+        record = _STAMP.pack(_MAGIC, raw, self.generation, arena_nbytes)
+        # The seal forbids write(2) even to the owner; its own mapping is the only way in.
+        vm.store(self.address + self.capacity, record)
+
+
+def read_stamp(fd: int, ref: SegmentRef) -> Stamp:
+    """Read a slot's stamp through a descriptor (never through a mapping, which could be torn).
+
+    Raises:
+        SegmentError: the segment is too short or holds no stamp.
+
+    """
+    raw = os.pread(fd, _STAMP.size, ref.nbytes - vm.PAGE) if ref.nbytes > vm.PAGE else b""
+    if len(raw) != _STAMP.size or raw[:8] != _MAGIC:
+        msg = f"segment inode {ref.inode} holds no stamp of this transport: it is not a slot, or it was truncated."
+        raise SegmentError(msg)
+    _, update_id, generation, arena_nbytes = _STAMP.unpack(raw)
+    return Stamp(update_id.hex(), generation, arena_nbytes)
+
+
+class SlotRing:
+    """All slots of one publisher. The bridge calls it under its own lock."""
+
+    def __init__(
+        self,
+        make_segment: Callable[[int], OwnedSegment],
+        *,
+        limit: int,
+        name_holders: Callable[[str], list[str]],
+    ) -> None:
+        """Start empty.
+
+        Args:
+            make_segment: makes a segment of a number of bytes.
+            limit: most slots at a time.
+            name_holders: who holds an update, for the error message.
+
+        """
+        self._make_segment = make_segment
+        self._limit = limit
+        self._name_holders = name_holders
+        self._slots: list[Slot] = []
+        self._uses = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all segments."""
+        return sum(slot.segment.nbytes for slot in self._slots)
+
+    def __len__(self) -> int:
+        """Count the slots."""
+        return len(self._slots)
+
+    def acquire(self, arena_nbytes: int) -> Slot:
+        """Find or make a slot and lock it for writing; end with `publish` or `abandon`.
+
+        Raises:
+            SlotsExhausted: all slots are held.
+            SegmentError: no memory for another one.
+
+        """
+        self._uses += 1
+        # The one that was used last is the likeliest to be in the cache, and lets others age out.
+        free = sorted(
+            (slot for slot in self._slots if slot.update_id is None),
+            key=lambda slot: -slot.last_used,
+        )
+        usable: Slot | None = None
+        for slot in free:
+            if not leases.try_exclusive(slot.segment.fd):
+                continue
+            if usable is None and arena_nbytes <= slot.capacity <= max(2 * arena_nbytes, vm.PAGE):
+                usable = slot
+                continue
+            # Of the wrong size, or not needed for a long time.
+            if (
+                not arena_nbytes <= slot.capacity <= max(2 * arena_nbytes, vm.PAGE)
+                or self._uses - slot.last_used > _SURPLUS_AGE
+            ):
+                self._drop(slot)
+            else:
+                leases.unlock(slot.segment.fd)
+        if usable is None:
+            usable = self._grow(arena_nbytes)
+        usable.last_used = self._uses
+        usable.generation += 1
+        usable.stamp(None, 0)
+        return usable
+
+    def publish(self, slot: Slot, update_id: str, arena_nbytes: int) -> None:
+        """Stamp a written slot and let readers in."""
+        slot.update_id = update_id
+        slot.stamp(update_id, arena_nbytes)
+        leases.unlock(slot.segment.fd)
+
+    def abandon(self, slot: Slot) -> None:
+        """Give a slot back whose update did not come about."""
+        slot.layout_digest = None
+        leases.unlock(slot.segment.fd)
+
+    def release(self, update_id: str) -> None:
+        """Let a published update's slot be written again as soon as its readers are gone."""
+        for slot in self._slots:
+            if slot.update_id == update_id:
+                slot.update_id = None
+
+    def close(self) -> None:
+        """Give all segments back; readers keep what they mapped."""
+        for slot in self._slots:
+            slot.segment.close()
+        self._slots.clear()
+
+    def _drop(self, slot: Slot) -> None:
+        self._slots.remove(slot)
+        slot.segment.close()
+
+    def _grow(self, arena_nbytes: int) -> Slot:
+        if len(self._slots) >= self._limit:
+            raise SlotsExhausted(self._exhausted())
+        slot = Slot(self._make_segment(vm.round_up(max(arena_nbytes, 1)) + vm.PAGE))
+        if not leases.try_exclusive(slot.segment.fd):
+            slot.segment.close()
+            msg = "a new slot was locked by somebody else before its first use: this cannot happen."
+            raise WeightBridgeError(msg)
+        self._slots.append(slot)
+        return slot
+
+    def _exhausted(self) -> str:
+        reasons = []
+        for slot in self._slots:
+            if slot.update_id is not None:
+                reasons.append(
+                    f"update {slot.update_id}: the publisher has not released it (call release)"
+                    + "".join(f", {holder}" for holder in self._name_holders(slot.update_id))
+                )
+            else:
+                stamp = read_stamp(slot.segment.fd, slot.segment.ref)
+                holders = self._name_holders(stamp.update_id) or ["a reader that left no record"]
+                reasons.append(f"update {stamp.update_id}: still read by {', '.join(holders)}")
+        return (
+            f"all {self._limit} slots are held, so nothing can be published: {'; '.join(reasons)}. "
+            "Release old updates, drop tensors of old versions, stop the reader that hangs, or raise max_slots."
+        )

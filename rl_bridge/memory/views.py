@@ -1,0 +1,201 @@
+"""The consumer's side of a slot: map it once, lease it per version, hand out tensors.
+
+A mapping is private: reading shares the publisher's pages, writing makes a copy of the page that is
+this process's own, so a consumer can neither change a published version nor crash by writing to it.
+The mapping stays for as long as the publisher keeps the slot; what comes and goes per version is a
+*pin*: it holds the lease, and every tensor holds the pin. The lease ends when the last tensor dies.
+"""
+
+import ctypes
+import os
+import threading
+import weakref
+from pathlib import Path
+
+import torch
+
+from rl_bridge.errors import SegmentError, StaleUpdate
+from rl_bridge.memory import leases, vm
+from rl_bridge.memory.segment import SegmentRef, close_fd, open_segment, still_there
+from rl_bridge.memory.slots import read_stamp
+
+__all__ = ["Pin", "SegmentView", "ViewCache", "anonymous_pin", "tensor_in"]
+
+
+class Pin:
+    """Keeps an address range alive: as long as it, or a tensor made from it, lives.
+
+    Attributes:
+        address: first byte.
+        nbytes: size.
+        view: the segment behind it; None for anonymous memory.
+
+    """
+
+    def __init__(self, address: int, nbytes: int, view: "SegmentView | None" = None) -> None:
+        """Describe a range; `buffer` is what keeps it alive."""
+        # A subclass, because instances of plain ctypes arrays take no weak references' callbacks.
+        kind = type("PinnedRange", (ctypes.c_char * nbytes,), {})
+        self.buffer: ctypes.Array[ctypes.c_char] = kind.from_address(address)
+        self.address = address
+        self.nbytes = nbytes
+        self.view = view
+
+
+def tensor_in(pin: Pin, offset: int, nbytes: int, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
+    """Make a tensor that aliases `nbytes` bytes at `offset` of a pinned range, without a copy.
+
+    Each tensor has a storage of its own, which starts at its first byte and keeps the pin.
+    """
+    kind: torch.dtype = getattr(torch, dtype)
+    if nbytes == 0:
+        return torch.empty(shape, dtype=kind)
+    raw = torch.frombuffer(pin.buffer, dtype=torch.uint8, count=nbytes, offset=offset)
+    return raw.view(kind).view(shape)
+
+
+def anonymous_pin(nbytes: int) -> Pin:
+    """Fresh zero-filled memory of this process, given back when its last tensor dies."""
+    nbytes = vm.round_up(max(nbytes, 1))
+    address = vm.map_anonymous(nbytes)
+    pin = Pin(address, nbytes)
+    weakref.finalize(pin.buffer, vm.unmap, address, nbytes).atexit = False
+    return pin
+
+
+class SegmentView:
+    """A publisher's segment, mapped here; `pin` leases the version that it holds now."""
+
+    def __init__(self, ref: SegmentRef, directory: Path | None) -> None:
+        """Open, check and map the segment.
+
+        Raises:
+            SegmentError: it is gone, or not what `ref` says.
+
+        """
+        self.ref = ref
+        self.directory = directory
+        self.nbytes = ref.nbytes
+        self.fd = open_segment(ref, directory=directory)
+        self.address = vm.reserve(self.nbytes)
+        vm.map_fixed(self.address, self.nbytes, self.fd)
+        # Reentrant: a pin's finalizer may run inside any allocation, also under this lock.
+        self._lock = threading.RLock()
+        self._alive = 0
+        self._retired = False
+        self._pid = os.getpid()
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether any tensor of this segment lives."""
+        return self._alive > 0
+
+    def pin(self, update_id: str, generation: int, arena_nbytes: int) -> Pin:
+        """Lease the version that the segment holds.
+
+        Raises:
+            StaleUpdate: the slot holds another version by now, or is being written.
+            SegmentError: the segment shrank.
+
+        """
+        with self._lock:
+            if self._alive == 0 and not leases.try_shared(self.fd):
+                raise StaleUpdate(self._overwritten(update_id, "is being overwritten"))
+            self._alive += 1
+            try:
+                stamp = read_stamp(self.fd, self.ref)
+                if (stamp.update_id, stamp.generation) != (update_id, generation):
+                    raise StaleUpdate(self._overwritten(update_id, f"holds update {stamp.update_id}"))
+                if stamp.arena_nbytes != arena_nbytes or arena_nbytes > self.nbytes - vm.PAGE:
+                    msg = f"update {update_id}: its slot holds {stamp.arena_nbytes} bytes, the manifest says {arena_nbytes}."
+                    raise SegmentError(msg)
+                pin = Pin(self.address, max(arena_nbytes, 1), self)
+            except BaseException:
+                self._unpin()
+                raise
+            weakref.finalize(pin.buffer, self._unpin).atexit = False
+            return pin
+
+    def _overwritten(self, update_id: str, what: str) -> str:
+        return (
+            f"update {update_id} is gone: its slot {what}. The publisher released it before this "
+            "side imported it. Import the publisher's latest manifest."
+        )
+
+    def _unpin(self) -> None:
+        with self._lock:
+            self._alive -= 1
+            if self._alive or os.getpid() != self._pid:
+                return
+            leases.unlock(self.fd)
+            if self._retired:
+                self._close()
+
+    def retire(self) -> None:
+        """Unmap as soon as no tensor needs it any more."""
+        with self._lock:
+            if not self._retired:
+                self._retired = True
+                if not self._alive:
+                    self._close()
+
+    def _close(self) -> None:
+        vm.unmap(self.address, self.nbytes)
+        close_fd(self.fd)
+
+    def refresh(self, address: int, nbytes: int) -> bool:
+        """Drop this process's own copies of pages, which date from an earlier version.
+
+        Returns:
+            Whether there could be any: the caller then reads again.
+
+        """
+        low = address // vm.PAGE * vm.PAGE
+        high = vm.round_up(address + nbytes)
+        own = vm.private_ranges(low, high - low)
+        if own is None:
+            own = [(low, high - low)]
+        for start, size in own:
+            vm.drop_pages(start, size)
+        return bool(own)
+
+
+class ViewCache:
+    """A consumer's mapped segments: mapped once, kept while their publisher keeps them."""
+
+    def __init__(self, directory: Path | None = None) -> None:
+        """Start empty; `directory` is where named segments are looked for."""
+        self._directory = directory
+        self._views: dict[tuple[int, int], SegmentView] = {}
+
+    def get(self, ref: SegmentRef) -> SegmentView:
+        """Find or map a segment.
+
+        Raises:
+            SegmentError: it is gone, or not what `ref` says.
+
+        """
+        key = (ref.device, ref.inode)
+        view = self._views.get(key)
+        if view is None or view.ref != ref:
+            self.sweep()
+            view = SegmentView(ref, self._directory)
+            self._views[key] = view
+        return view
+
+    def sweep(self) -> None:
+        """Let go of segments that their publisher gave back: they would only hold memory."""
+        for key, view in list(self._views.items()):
+            if not view.is_pinned and not still_there(view.ref, directory=self._directory):
+                view.retire()
+                del self._views[key]
+
+    def close(self) -> None:
+        """Let go of everything that no tensor needs; the rest goes with its last tensor."""
+        for view in self._views.values():
+            view.retire()
+        self._views.clear()
+
+    def __len__(self) -> int:
+        """Count the mapped segments."""
+        return len(self._views)

@@ -1,0 +1,323 @@
+"""Virtual memory by hand: reserve, map, move, drop and inspect address ranges (Linux).
+
+Python's `mmap` module cannot map at a chosen address, move a mapping or keep it private and
+writable over a read-only descriptor. Everything else in `rl_bridge.memory` goes through here, so
+this is the only module that knows the C library's signatures. Raw addresses are integers.
+"""
+
+import ctypes
+import fcntl
+import mmap
+import os
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+__all__ = [
+    "PAGE",
+    "MappedFile",
+    "drop_pages",
+    "guard_from_fork",
+    "map_anonymous",
+    "map_fixed",
+    "map_shared",
+    "mapped_file",
+    "move",
+    "populate",
+    "private_ranges",
+    "read_into",
+    "reserve",
+    "round_up",
+    "store",
+    "tensor_at",
+    "unmap",
+]
+
+PAGE = mmap.PAGESIZE
+_GIB = 1 << 30
+_HUGE = 2 << 20
+
+_PROT_NONE = 0
+_MAP_FIXED = 0x10
+_MAP_NORESERVE = 0x4000
+_MADV_DONTNEED = 4
+_MADV_DONTFORK = 10
+_MADV_POPULATE_READ = 22
+_MREMAP_MAYMOVE = 1
+_MREMAP_FIXED = 2
+_MREMAP_DONTUNMAP = 4
+_FAILED = ctypes.c_void_p(-1).value
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_long,
+]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_libc.mremap.restype = ctypes.c_void_p
+_libc.mremap.argtypes = [
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_void_p,
+]
+
+
+def round_up(value: int, unit: int = PAGE) -> int:
+    """Next multiple of `unit`."""
+    return -(-value // unit) * unit
+
+
+def store(address: int, data: bytes) -> None:
+    """Write `data` at an address of this process's own writable mapping."""
+    ctypes.memmove(address, data, len(data))
+
+
+def tensor_at(address: int, nbytes: int) -> torch.Tensor:
+    """Make a uint8 tensor over raw memory; the caller keeps the memory mapped while it lives."""
+    return torch.frombuffer((ctypes.c_char * nbytes).from_address(address), dtype=torch.uint8)
+
+
+def read_into(fd: int, address: int, nbytes: int) -> int:
+    """Read the first `nbytes` of a file to an address; returns how many there were.
+
+    Raises:
+        OSError: the read fails.
+
+    """
+    buffer = memoryview((ctypes.c_char * max(nbytes, 1)).from_address(address)).cast("B")
+    done = 0
+    while done < nbytes:
+        got = os.preadv(fd, [buffer[done:nbytes]], done)
+        if got == 0:
+            break
+        done += got
+    return done
+
+
+def _os_error(what: str) -> OSError:
+    code = ctypes.get_errno()
+    return OSError(code, f"{what}: {os.strerror(code)}")
+
+
+def _mmap(address: int | None, nbytes: int, prot: int, flags: int, fd: int, offset: int) -> int:
+    found = _libc.mmap(address, nbytes, prot, flags, fd, offset)
+    if found is None or found == _FAILED:
+        raise _os_error(f"mmap of {nbytes} bytes")
+    return int(found)
+
+
+def reserve(nbytes: int) -> int:
+    """Reserve `nbytes` of addresses that nothing is mapped to; touching them faults.
+
+    The range is aligned to 1 GiB where it is that large, else to 2 MiB: the kernel then moves whole
+    page tables in `move` instead of single entries.
+
+    Raises:
+        OSError: no address space left.
+
+    """
+    alignment = _GIB if nbytes >= _GIB else _HUGE
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+    whole = nbytes + alignment
+    start = _mmap(None, whole, _PROT_NONE, flags, -1, 0)
+    address = round_up(start, alignment)
+    if address > start:
+        unmap(start, address - start)
+    if start + whole > address + nbytes:
+        unmap(address + nbytes, start + whole - address - nbytes)
+    return address
+
+
+def map_fixed(address: int, nbytes: int, fd: int) -> None:
+    """Map `fd` privately (reads share the file's pages, writes stay here) over a reserved range.
+
+    Raises:
+        OSError: the kernel refuses.
+
+    """
+    flags = mmap.MAP_PRIVATE | _MAP_FIXED | _MAP_NORESERVE
+    _mmap(address, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd, 0)
+
+
+def map_anonymous(nbytes: int) -> int:
+    """Map fresh zero-filled memory of this process, anywhere; returns the address.
+
+    Raises:
+        OSError: no memory.
+
+    """
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    return _mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0)
+
+
+def map_shared(nbytes: int, fd: int) -> int:
+    """Map `fd` shared and writable, anywhere; returns the address.
+
+    Raises:
+        OSError: the kernel refuses.
+
+    """
+    return _mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, fd, 0)
+
+
+def unmap(address: int, nbytes: int) -> None:
+    """Give a range back.
+
+    Raises:
+        OSError: not a mapped, page-aligned range.
+
+    """
+    if _libc.munmap(address, nbytes):
+        raise _os_error(f"munmap of {nbytes} bytes")
+
+
+def move(source: int, nbytes: int, target: int) -> None:
+    """Move a mapping to `target`, replacing what is there; `source` stays mapped, without pages.
+
+    Pages already present move with their page tables: nothing is copied and nothing faults later.
+    Leaving the source mapped means that no hole opens into which another thread's mmap could fall.
+
+    Raises:
+        OSError: the kernel refuses (before Linux 5.13 for files).
+
+    """
+    flags = _MREMAP_MAYMOVE | _MREMAP_FIXED | _MREMAP_DONTUNMAP
+    found = _libc.mremap(source, nbytes, nbytes, flags, target)
+    if found is None or found == _FAILED:
+        raise _os_error(f"mremap of {nbytes} bytes")
+
+
+def _advise(address: int, nbytes: int, advice: int, what: str) -> None:
+    if nbytes and _libc.madvise(address, nbytes, advice):
+        raise _os_error(f"madvise({what}) of {nbytes} bytes")
+
+
+def populate(address: int, nbytes: int) -> None:
+    """Fault a range in for reading.
+
+    Raises:
+        OSError: EFAULT where touching a page would have raised SIGBUS (the file is shorter).
+
+    """
+    _advise(address, nbytes, _MADV_POPULATE_READ, "POPULATE_READ")
+
+
+def drop_pages(address: int, nbytes: int) -> None:
+    """Forget a private mapping's own pages: the file's bytes show through again.
+
+    Raises:
+        OSError: not a mapped, page-aligned range.
+
+    """
+    _advise(address, nbytes, _MADV_DONTNEED, "DONTNEED")
+
+
+def guard_from_fork(address: int, nbytes: int) -> None:
+    """Keep a mapping out of forked children, who could otherwise write through it.
+
+    Raises:
+        OSError: not a mapped, page-aligned range.
+
+    """
+    _advise(address, nbytes, _MADV_DONTFORK, "DONTFORK")
+
+
+@dataclass(frozen=True, slots=True)
+class MappedFile:
+    """What the kernel says is mapped at an address.
+
+    Attributes:
+        device: the file's device number, as `os.stat` gives it.
+        inode: the file's inode.
+        offset: the file's byte that the queried address shows.
+        nbytes: mapped bytes from the queried address on.
+
+    """
+
+    device: int
+    inode: int
+    offset: int
+    nbytes: int
+
+
+def mapped_file(address: int) -> MappedFile | None:
+    """Ask the kernel (``/proc/self/maps``) which file lies at `address`; None if none does."""
+    with Path("/proc/self/maps").open("rb") as maps:
+        for line in maps:
+            span, _, offset, device, inode = line.split(maxsplit=5)[:5]
+            low, high = (int(part, 16) for part in span.split(b"-"))
+            if low <= address < high:
+                if inode == b"0":
+                    return None
+                major, minor = (int(part, 16) for part in device.split(b":"))
+                return MappedFile(
+                    device=os.makedev(major, minor),
+                    inode=int(inode),
+                    offset=int(offset, 16) + address - low,
+                    nbytes=high - address,
+                )
+            if low > address:
+                break
+    return None
+
+
+# ioctl(PAGEMAP_SCAN), Linux 6.7; see Documentation/admin-guide/mm/pagemap.rst.
+_PAGEMAP_SCAN = 0xC0606610
+_SCAN_ARGS = struct.Struct("=12Q")
+_REGION = struct.Struct("=3Q")
+_IS_FILE = 1 << 2
+_IS_PRESENT = 1 << 3
+_IS_SWAPPED = 1 << 4
+_MAX_REGIONS = 256
+
+
+def private_ranges(address: int, nbytes: int) -> list[tuple[int, int]] | None:
+    """Ranges (address, bytes) whose pages are this process's own copies: somebody wrote there.
+
+    Returns:
+        The ranges, page by page merged; None where the kernel cannot tell (before Linux 6.7).
+
+    """
+    regions = ctypes.create_string_buffer(_REGION.size * _MAX_REGIONS)
+    found: list[tuple[int, int]] = []
+    end = address + nbytes
+    try:
+        with Path("/proc/self/pagemap").open("rb") as pagemap:
+            while address < end:
+                arguments = bytearray(
+                    _SCAN_ARGS.pack(
+                        _SCAN_ARGS.size,
+                        0,
+                        address,
+                        end,
+                        0,
+                        ctypes.addressof(regions),
+                        _MAX_REGIONS,
+                        0,
+                        _IS_FILE,  # inverted: pages that are NOT the file's
+                        _IS_FILE,
+                        _IS_PRESENT | _IS_SWAPPED,
+                        _IS_FILE | _IS_PRESENT | _IS_SWAPPED,
+                    )
+                )
+                count = fcntl.ioctl(pagemap, _PAGEMAP_SCAN, arguments, True)  # noqa: FBT003
+                for index in range(count):
+                    low, high, _ = _REGION.unpack_from(regions, index * _REGION.size)
+                    found.append((low, high - low))
+                walked = _SCAN_ARGS.unpack(arguments)[4]
+                if walked <= address:
+                    break
+                address = walked
+    except OSError:
+        return None
+    return found

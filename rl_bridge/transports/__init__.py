@@ -1,0 +1,3 @@
+"""How bytes travel: the seam, the registry, one module each."""
+
+__all__: list[str] = []

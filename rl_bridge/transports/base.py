@@ -1,0 +1,238 @@
+"""The seam between a version and the way its bytes travel.
+
+A transport has two ends. The publisher's end *carries*: it takes a snapshot of the tensors, digests
+it, and says in a JSON handle where it is. The consumer's end *attaches*: from that handle alone it
+makes the bytes readable here. Verifying, ordering and acknowledging are the bridge's business and
+the same for all. To add a transport: these two ends, one line in `registry`, and the conformance
+suite of `rl_bridge.testing` (see ``docs/how-to/write-a-transport.md``).
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal, Self
+
+import numpy as np
+import torch
+
+from rl_bridge.manifest.canonical import JSONValue
+from rl_bridge.manifest.model import WeightUpdateManifest
+from rl_bridge.manifest.table import TensorTable
+from rl_bridge.memory.control import Record, UpdateReport
+from rl_bridge.memory.packing import PackPlan
+from rl_bridge.memory.passes import Addresses, BytePlan
+from rl_bridge.memory.views import Pin, tensor_in
+
+__all__ = [
+    "Attachment",
+    "Availability",
+    "Carried",
+    "ConsumerEnd",
+    "ImportedTensors",
+    "PublisherEnd",
+    "Transport",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Availability:
+    """Whether something works on this machine.
+
+    Attributes:
+        name: of the transport or engine.
+        status: ``pass`` or ``blocked``.
+        cause: what exactly is missing; empty if nothing is.
+        remedy: what the user can do about it.
+
+    """
+
+    name: str
+    status: Literal["pass", "blocked"]
+    cause: str = ""
+    remedy: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Carried:
+    """What the publisher's end made of a set of tensors.
+
+    Attributes:
+        digests: 16 bytes per stored tensor, in layout order, of the snapshot.
+        handle: JSON; where the consumer's end finds the snapshot.
+        timings_ms: phase -> milliseconds.
+
+    """
+
+    digests: bytes
+    handle: Mapping[str, JSONValue]
+    timings_ms: Mapping[str, float] = field(default_factory=dict)
+
+
+class ImportedTensors(Mapping[str, torch.Tensor]):
+    """An imported update: name -> tensor, each made when it is asked for.
+
+    Tied names give the same tensor. The mapping and every tensor from it keep the version's bytes
+    alive, also after ``release``; writing to a tensor changes this process's copy only.
+    """
+
+    def __init__(self, table: TensorTable, pin: Pin) -> None:
+        """Look at a pinned arena through its layout."""
+        self.table = table
+        self.pin = pin
+        self._made: dict[int, torch.Tensor] = {}
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        """Make, or find, one tensor."""
+        row = self.table.rows[name]
+        tensor = self._made.get(row)
+        if tensor is None:
+            table = self.table
+            tensor = tensor_in(
+                self.pin, table.offsets[row], table.nbytes[row], table.dtypes[row], table.shapes[row]
+            )
+            tensor = self._made.setdefault(row, tensor)
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        """Go over the names, stored ones first, each part sorted."""
+        return iter(self.table.rows)
+
+    def __len__(self) -> int:
+        """Count the names, tied ones included."""
+        return len(self.table.rows)
+
+    def __repr__(self) -> str:
+        """Say how many there are rather than printing weights."""
+        return f"<{len(self)} imported tensors, {self.table.total_nbytes} bytes>"
+
+    @property
+    def addresses(self) -> Addresses:
+        """Address of each stored tensor's bytes, uint64, in layout order."""
+        return self.table.offset_column + np.uint64(self.pin.address)
+
+
+class Attachment:
+    """An update's bytes, readable in this process."""
+
+    def __init__(
+        self, table: TensorTable, pin: Pin, plan: BytePlan, *, num_threads: int | None = None
+    ) -> None:
+        """Attach to a pinned arena."""
+        self.tensors = ImportedTensors(table, pin)
+        self._plan = plan
+        self._num_threads = num_threads
+
+    def digests(self) -> bytes:
+        """Digest the bytes through the very mapping that will be installed: 16 bytes per tensor."""
+        return self._plan.digest(self.tensors.addresses, num_threads=self._num_threads)
+
+    def refresh(self, expected: bytes, found: bytes) -> bytes:
+        """Read again those tensors that differ, after dropping this process's own stale pages.
+
+        Pages that a consumer wrote to while it held an earlier version of the slot still show that
+        version. Dropping them costs nothing in the common case, where nothing differs.
+
+        Returns:
+            The digests, with those of the differing tensors computed anew.
+
+        """
+        view = self.tensors.pin.view
+        if view is None:
+            return found
+        table = self.tensors.table
+        want = np.frombuffer(expected, np.uint8).reshape(-1, 16)
+        have = np.frombuffer(found, np.uint8).reshape(-1, 16).copy()
+        rows = np.flatnonzero((want != have).any(axis=1))
+        addresses = self.tensors.addresses
+        for row in rows.tolist():
+            if view.refresh(int(addresses[row]), table.nbytes[row]):
+                one = BytePlan(table.nbytes_column[row : row + 1])
+                again = one.digest(addresses[row : row + 1], num_threads=self._num_threads)
+                have[row] = np.frombuffer(again, np.uint8)
+        return have.tobytes()
+
+
+class PublisherEnd(ABC):
+    """The trainer's end of a transport. The bridge calls it under one lock."""
+
+    @abstractmethod
+    def carry(self, plan: PackPlan, tensors: Mapping[str, torch.Tensor], update_id: str) -> Carried:
+        """Take a snapshot of `tensors` that never changes again (G1), and digest it.
+
+        Raises:
+            WeightBridgeError: nothing was published and nothing is held.
+
+        """
+
+    @abstractmethod
+    def release(self, update_id: str) -> None:
+        """Let go of an update; readers that hold it keep it. Unknown ids are ignored."""
+
+    @abstractmethod
+    def records(self) -> list[Record]:
+        """What consumers reported."""
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Bytes of memory held for published updates."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of everything. Idempotent."""
+
+
+class ConsumerEnd(ABC):
+    """The engine's end of a transport. The bridge calls it under one lock."""
+
+    @abstractmethod
+    def attach(self, manifest: WeightUpdateManifest) -> Attachment:
+        """Make an update's bytes readable here, and lease them.
+
+        Raises:
+            WeightManifestValidationError: the handle is not one of this transport's.
+            SegmentError: the bytes are gone or not what the handle says.
+            StaleUpdate: another version is there by now.
+
+        """
+
+    @abstractmethod
+    def report(self, manifest: WeightUpdateManifest, report: UpdateReport) -> None:
+        """Tell the publisher; best effort where it is gone, never waits."""
+
+    @abstractmethod
+    def settle(self) -> None:
+        """Called after a release: let go of what nobody needs."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of everything that no tensor needs. Idempotent."""
+
+
+class Transport(ABC):
+    """A way for bytes to travel: a factory of its two ends.
+
+    Class attributes are its capabilities; the conformance suite tests each one that is claimed.
+    """
+
+    name: ClassVar[str]
+    crosses_processes: ClassVar[bool]
+    zero_copy_import: ClassVar[bool]
+
+    @classmethod
+    @abstractmethod
+    def probe(cls) -> Availability:
+        """Whether it works on this machine; touches nothing that stays."""
+
+    @abstractmethod
+    def publisher_end(self, publisher_id: str) -> PublisherEnd:
+        """Open the trainer's end."""
+
+    @abstractmethod
+    def consumer_end(self, worker: str, rank: int) -> ConsumerEnd:
+        """Open the engine's end."""
+
+    @classmethod
+    def create(cls, **options: object) -> Self:
+        """Make one from keyword options; an unknown option is a `TypeError` that names it."""
+        return cls(**options)

@@ -1,0 +1,151 @@
+"""``local-clone``: publisher and consumer in one process, every update copied. The safest baseline.
+
+It is the oracle of the conformance suite: nothing is shared, so nothing can be shared wrongly.
+"""
+
+import threading
+import time
+import weakref
+from collections.abc import Mapping
+from typing import ClassVar
+
+import torch
+
+from rl_bridge.errors import MalformedManifest, SegmentError
+from rl_bridge.manifest.canonical import thaw
+from rl_bridge.manifest.model import WeightUpdateManifest
+from rl_bridge.memory.control import Record, UpdateReport
+from rl_bridge.memory.packing import PackPlan
+from rl_bridge.memory.passes import BytePlan
+from rl_bridge.memory.views import Pin, anonymous_pin
+from rl_bridge.transports.base import (
+    Attachment,
+    Availability,
+    Carried,
+    ConsumerEnd,
+    PublisherEnd,
+    Transport,
+)
+
+__all__ = ["LocalClone"]
+
+_PUBLISHERS: "weakref.WeakValueDictionary[str, _LocalPublisher]" = weakref.WeakValueDictionary()
+
+
+class LocalClone(Transport):
+    """The ``local-clone`` transport."""
+
+    name: ClassVar[str] = "local-clone"
+    crosses_processes: ClassVar[bool] = False
+    zero_copy_import: ClassVar[bool] = False
+
+    def __init__(self, *, num_threads: int | None = None) -> None:
+        """Copy on `num_threads` threads; None takes the usable cores."""
+        self._num_threads = num_threads
+
+    @classmethod
+    def probe(cls) -> Availability:
+        """It works everywhere."""
+        return Availability(cls.name, "pass")
+
+    def publisher_end(self, publisher_id: str) -> PublisherEnd:
+        """Open the trainer's end."""
+        return _LocalPublisher(publisher_id, self._num_threads)
+
+    def consumer_end(self, worker: str, rank: int) -> ConsumerEnd:
+        """Open the engine's end."""
+        return _LocalConsumer(worker, rank, self._num_threads)
+
+
+class _LocalPublisher(PublisherEnd):
+    def __init__(self, publisher_id: str, num_threads: int | None) -> None:
+        self._num_threads = num_threads
+        self._snapshots: dict[str, Pin] = {}
+        # Keyed by the consumer's end: its record is gone when it is.
+        self._records: dict[int, tuple[weakref.ref[ConsumerEnd], Record]] = {}
+        self._lock = threading.RLock()
+        _PUBLISHERS[publisher_id] = self
+
+    def carry(self, plan: PackPlan, tensors: Mapping[str, torch.Tensor], update_id: str) -> Carried:
+        start = time.perf_counter()
+        pin = anonymous_pin(plan.table.arena_nbytes)
+        digests = plan.pack(tensors, pin.address, num_threads=self._num_threads)
+        self._snapshots[update_id] = pin
+        elapsed = (time.perf_counter() - start) * 1e3
+        return Carried(digests=digests, handle={}, timings_ms={"stage_digest": elapsed})
+
+    def snapshot(self, update_id: str) -> Pin:
+        pin = self._snapshots.get(update_id)
+        if pin is None:
+            msg = f"update {update_id} is gone: its publisher released it. Import the latest manifest."
+            raise SegmentError(msg)
+        return pin
+
+    def release(self, update_id: str) -> None:
+        self._snapshots.pop(update_id, None)
+
+    def note(self, end: "_LocalConsumer", report: UpdateReport) -> None:
+        with self._lock:
+            known = self._records.get(id(end))
+            updates = known[1].updates if known else ()
+            kept = [item for item in updates if item.update_id != report.update_id][-5:]
+            record = Record(worker=end.worker, rank=end.rank, pid=0, updates=(*kept, report))
+            self._records[id(end)] = (weakref.ref(end), record)
+
+    def records(self) -> list[Record]:
+        with self._lock:
+            found = []
+            for end, record in self._records.values():
+                alive = (held := end()) is not None and not getattr(held, "is_closed", False)
+                presence = "alive" if alive else "gone"
+                found.append(record.model_copy(update={"presence": presence}))
+            return found
+
+    @property
+    def nbytes(self) -> int:
+        return sum(pin.nbytes for pin in self._snapshots.values())
+
+    def close(self) -> None:
+        self._snapshots.clear()
+
+
+class _LocalConsumer(ConsumerEnd):
+    def __init__(self, worker: str, rank: int, num_threads: int | None) -> None:
+        self.worker = worker
+        self.rank = rank
+        self.is_closed = False
+        self._num_threads = num_threads
+
+    def attach(self, manifest: WeightUpdateManifest) -> Attachment:
+        if thaw(manifest.handle) != {}:
+            msg = f"update {manifest.update_id}: a local-clone handle is empty, got {manifest.handle}."
+            raise MalformedManifest(msg)
+        publisher = _PUBLISHERS.get(manifest.publisher_id)
+        if publisher is None:
+            msg = (
+                f"update {manifest.update_id}: publisher {manifest.publisher_id} is not in this "
+                "process; local-clone crosses none. Use shared-memory between processes."
+            )
+            raise SegmentError(msg)
+        source = publisher.snapshot(manifest.update_id)
+        table = manifest.table
+        if table.arena_nbytes > source.nbytes:
+            msg = f"update {manifest.update_id}: the manifest's arena is larger than what was published."
+            raise SegmentError(msg)
+        pin = anonymous_pin(table.arena_nbytes)
+        plan = BytePlan(table.nbytes_column)
+        attachment = Attachment(table, pin, plan, num_threads=self._num_threads)
+        sources = table.offset_column + source.address
+        plan.copy(sources, attachment.tensors.addresses, num_threads=self._num_threads)
+        return attachment
+
+    def report(self, manifest: WeightUpdateManifest, report: UpdateReport) -> None:
+        publisher = _PUBLISHERS.get(manifest.publisher_id)
+        if publisher is not None:
+            publisher.note(self, report)
+
+    def settle(self) -> None:
+        """Nothing is kept here."""
+
+    def close(self) -> None:
+        self.is_closed = True

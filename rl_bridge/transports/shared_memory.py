@@ -1,0 +1,302 @@
+"""``shared-memory``: CPU tensors between processes of one machine, without a copy on import.
+
+By default segments are sealed memfds, found through the owner's ``/proc``. With ``directory=`` they
+are named files in a directory that both sides share, for containers and users that cannot see each
+other's processes; an import then copies, because a file cannot be sealed against truncation.
+"""
+
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, ClassVar
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, StrictInt, ValidationError
+
+from rl_bridge.errors import (
+    MalformedManifest,
+    RangeBeyondSegment,
+    SegmentError,
+    TransportUnavailable,
+    WeightBridgeError,
+)
+from rl_bridge.manifest.canonical import thaw
+from rl_bridge.manifest.model import WeightUpdateManifest
+from rl_bridge.memory import vm
+from rl_bridge.memory.control import (
+    RECORD_NBYTES,
+    ControlReader,
+    ControlWriter,
+    Record,
+    UpdateReport,
+)
+from rl_bridge.memory.packing import PackPlan
+from rl_bridge.memory.passes import BytePlan
+from rl_bridge.memory.segment import OwnedSegment, SegmentRef, still_there, sweep
+from rl_bridge.memory.slots import SlotRing
+from rl_bridge.memory.views import Pin, ViewCache, anonymous_pin
+from rl_bridge.transports.base import (
+    Attachment,
+    Availability,
+    Carried,
+    ConsumerEnd,
+    PublisherEnd,
+    Transport,
+)
+
+__all__ = ["SharedMemory", "SharedMemoryHandle"]
+
+
+class SharedMemoryHandle(BaseModel):
+    """The JSON handle: the slot, which write of it, and the way back."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    slot: SegmentRef
+    control: SegmentRef
+    generation: Annotated[StrictInt, Field(ge=1, lt=2**63)]
+
+
+class SharedMemory(Transport):
+    """The ``shared-memory`` transport."""
+
+    name: ClassVar[str] = "shared-memory"
+    crosses_processes: ClassVar[bool] = True
+    zero_copy_import: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        *,
+        directory: str | os.PathLike[str] | None = None,
+        max_slots: int = 4,
+        max_consumers: int = 64,
+        num_threads: int | None = None,
+    ) -> None:
+        """Configure; both sides of a run take the same `directory`.
+
+        Args:
+            directory: None for sealed memfds; else where named segments go (best a tmpfs).
+            max_slots: most versions held in memory at a time: 2 for serial updates, and one for
+                each consumer that lags.
+            max_consumers: most consumers at a time.
+            num_threads: threads that copy and digest; None takes the usable cores.
+
+        """
+        if max_slots < 1 or max_consumers < 1:
+            msg = f"max_slots={max_slots} and max_consumers={max_consumers} must be at least 1"
+            raise ValueError(msg)
+        self._directory = None if directory is None else Path(directory).absolute()
+        self._max_slots = max_slots
+        self._max_consumers = max_consumers
+        self._num_threads = num_threads
+
+    @classmethod
+    def probe(cls) -> Availability:
+        """Make, seal, open and lock a segment the way publisher and consumer do."""
+        try:
+            segment = OwnedSegment.make("rl_bridge-probe", vm.PAGE)
+            try:
+                views = ViewCache()
+                views.get(segment.ref)
+                views.close()
+            finally:
+                segment.close()
+        except (WeightBridgeError, OSError) as error:
+            return Availability(
+                cls.name,
+                "blocked",
+                str(error),
+                "rl_bridge needs Linux 5.13 or later with /proc; in containers give both sides directory=.",
+            )
+        return Availability(cls.name, "pass")
+
+    def publisher_end(self, publisher_id: str) -> PublisherEnd:
+        """Open the trainer's end; named segments of dead publishers are swept first."""
+        if self._directory is not None:
+            self._directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+            sweep(self._directory)
+        return _SharedPublisher(
+            publisher_id,
+            directory=self._directory,
+            max_slots=self._max_slots,
+            max_consumers=self._max_consumers,
+            num_threads=self._num_threads,
+        )
+
+    def consumer_end(self, worker: str, rank: int) -> ConsumerEnd:
+        """Open the engine's end."""
+        return _SharedConsumer(worker, rank, self._directory, self._num_threads)
+
+
+class _SharedPublisher(PublisherEnd):
+    def __init__(
+        self,
+        publisher_id: str,
+        *,
+        directory: Path | None,
+        max_slots: int,
+        max_consumers: int,
+        num_threads: int | None,
+    ) -> None:
+        self._label = f"rlb-{publisher_id[:12]}"
+        self._directory = directory
+        self._num_threads = num_threads
+        self._made = 0
+        self._ring = SlotRing(self._make, limit=max_slots, name_holders=self._holders)
+        self._control = ControlReader(
+            OwnedSegment.make(
+                f"{self._label}-control",
+                max_consumers * RECORD_NBYTES,
+                directory=directory,
+                writers=True,
+            )
+        )
+
+    def _make(self, nbytes: int) -> OwnedSegment:
+        self._made += 1
+        return OwnedSegment.make(
+            f"{self._label}-{self._made}.seg", nbytes, directory=self._directory
+        )
+
+    def _holders(self, update_id: str) -> list[str]:
+        return [
+            f"worker {record.worker!r} rank {record.rank} (pid {record.pid}, {report.state}"
+            + (", tensors still referenced)" if report.tensors_held else ")")
+            for record in self._control.records()
+            if record.presence == "alive"
+            for report in record.updates
+            if report.update_id == update_id
+            and (report.tensors_held or report.state not in {"rejected", "released"})
+        ]
+
+    def carry(self, plan: PackPlan, tensors: Mapping[str, torch.Tensor], update_id: str) -> Carried:
+        table = plan.table
+        start = time.perf_counter()
+        slot = self._ring.acquire(table.arena_nbytes)
+        try:
+            if slot.layout_digest != table.digest:
+                plan.clear_padding(slot.address)
+                slot.layout_digest = table.digest
+            staged = time.perf_counter()
+            digests = plan.pack(tensors, slot.address, num_threads=self._num_threads)
+            self._ring.publish(slot, update_id, table.arena_nbytes)
+        except BaseException:
+            self._ring.abandon(slot)
+            raise
+        handle = SharedMemoryHandle(
+            slot=slot.segment.ref, control=self._control.segment.ref, generation=slot.generation
+        )
+        return Carried(
+            digests=digests,
+            handle=handle.model_dump(),
+            timings_ms={
+                "slot": (staged - start) * 1e3,
+                "stage_digest": (time.perf_counter() - staged) * 1e3,
+            },
+        )
+
+    def release(self, update_id: str) -> None:
+        self._ring.release(update_id)
+
+    def records(self) -> list[Record]:
+        return self._control.records()
+
+    @property
+    def nbytes(self) -> int:
+        return self._ring.nbytes + self._control.segment.nbytes
+
+    def close(self) -> None:
+        self._ring.close()
+        self._control.close()
+
+
+class _SharedConsumer(ConsumerEnd):
+    def __init__(
+        self, worker: str, rank: int, directory: Path | None, num_threads: int | None
+    ) -> None:
+        self._worker = worker
+        self._rank = rank
+        self._directory = directory
+        self._num_threads = num_threads
+        self._views = ViewCache(directory)
+        self._writers: dict[str, ControlWriter] = {}
+        self._plans: dict[str, BytePlan] = {}
+
+    def attach(self, manifest: WeightUpdateManifest) -> Attachment:
+        handle = self._handle(manifest)
+        table = manifest.table
+        self._writer(manifest.publisher_id, handle)
+        if handle.slot.kind == "memfd":
+            view = self._views.get(handle.slot)
+            pin = view.pin(manifest.update_id, handle.generation, table.arena_nbytes)
+        else:
+            pin = self._copy_in(manifest, handle)
+        plan = self._plans.get(table.digest)
+        if plan is None:
+            self._plans.clear()  # one layout at a time is the rule; keeping more would only grow
+            plan = self._plans[table.digest] = BytePlan(table.nbytes_column)
+        return Attachment(table, pin, plan, num_threads=self._num_threads)
+
+    def _copy_in(self, manifest: WeightUpdateManifest, handle: SharedMemoryHandle) -> Pin:
+        view = self._views.get(handle.slot)
+        nbytes = manifest.table.arena_nbytes
+        # The lease is held until the copy is done; a truncated file shortens a read, and nothing
+        # ever touches a page of it through a mapping.
+        lease = view.pin(manifest.update_id, handle.generation, nbytes)
+        pin = anonymous_pin(nbytes)
+        got = vm.read_into(view.fd, pin.address, nbytes)
+        del lease
+        if got != nbytes:
+            msg = f"update {manifest.update_id}: segment {handle.slot.name} ended after {got} of {nbytes} bytes: it was truncated."
+            raise SegmentError(msg)
+        return pin
+
+    def _handle(self, manifest: WeightUpdateManifest) -> SharedMemoryHandle:
+        try:
+            handle = SharedMemoryHandle.model_validate(thaw(manifest.handle))
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            where = ".".join(str(part) for part in first["loc"])
+            msg = f"update {manifest.update_id}: handle field {where}: {first['msg']}. Send the manifest as it was published."
+            raise MalformedManifest(msg) from error
+        room = handle.slot.nbytes - vm.PAGE
+        if manifest.table.arena_nbytes > room:
+            msg = f"update {manifest.update_id}: its arena of {manifest.table.arena_nbytes} bytes does not fit its segment, which has room for {room}."
+            raise RangeBeyondSegment(msg)
+        if (handle.slot.kind == "file") != (self._directory is not None):
+            raise TransportUnavailable(
+                SharedMemory.name,
+                f"the publisher uses {handle.slot.kind} segments and this side is set up for the other kind",
+                "Give both sides the same directory=, or neither.",
+            )
+        return handle
+
+    def _writer(self, publisher_id: str, handle: SharedMemoryHandle) -> ControlWriter:
+        writer = self._writers.get(publisher_id)
+        if writer is None or writer.ref != handle.control:
+            if writer is not None:
+                writer.close()
+            writer = ControlWriter(
+                handle.control, worker=self._worker, rank=self._rank, directory=self._directory
+            )
+            self._writers[publisher_id] = writer
+        return writer
+
+    def report(self, manifest: WeightUpdateManifest, report: UpdateReport) -> None:
+        writer = self._writers.get(manifest.publisher_id)
+        if writer is not None:
+            writer.report(report)
+
+    def settle(self) -> None:
+        self._views.sweep()
+        for publisher_id, writer in list(self._writers.items()):
+            if not still_there(writer.ref, directory=self._directory):
+                writer.close()
+                del self._writers[publisher_id]
+
+    def close(self) -> None:
+        self._views.close()
+        for writer in self._writers.values():
+            writer.close()
+        self._writers.clear()
