@@ -5,8 +5,8 @@ The tree::
     WeightBridgeError(RuntimeError)
     ├── WeightBridgeUnavailableError      this machine, transport or engine cannot do it ("blocked")
     │   └── TransportUnavailable          a transport is blocked, with cause and remedy
-    ├── WeightManifestValidationError     the manifest, or the bytes behind it, are not what they claim
-    │   ├── MalformedManifest             not canonical JSON of a known format, wrong field, wrong type
+    ├── WeightManifestValidationError     manifest or bytes are not what they claim
+    │   ├── MalformedManifest             no canonical JSON of a known format, wrong field
     │   ├── DuplicateTensorName
     │   ├── UnknownDtype
     │   ├── NegativeRange                 an offset, size or dimension below zero

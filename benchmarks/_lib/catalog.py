@@ -1,7 +1,5 @@
 """Every lane by name: what is compared, in words and in classes."""
 
-from __future__ import annotations
-
 from _lib.lanes import LaneSpec
 
 __all__ = ["ARENA_LANES", "PEER_LANES"]

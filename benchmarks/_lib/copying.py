@@ -1,15 +1,10 @@
 """Plain copies: the baselines that a verified update is measured against."""
 
-from __future__ import annotations
-
 import ctypes
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
 
 import torch
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 __all__ = ["CacheFlusher", "MemcpyPool", "copy_tensors", "torch_threads"]
 

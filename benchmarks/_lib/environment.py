@@ -1,7 +1,5 @@
 """What a figure was measured on: enough to compare two runs, nothing about who ran them."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import os
 import platform
@@ -23,7 +21,7 @@ def _git(*arguments: str) -> str | None:
     program = shutil.which("git")
     if program is None:
         return None
-    result = subprocess.run(  # noqa: S603 - fixed arguments
+    result = subprocess.run(
         [program, "-C", str(_ROOT), *arguments],
         capture_output=True,
         text=True,

@@ -4,20 +4,16 @@ A lane is a pair of classes, one for the trainer's process and one for the engin
 know each other only through bytes: the publisher's ``hello`` once, then one message per update.
 """
 
-from __future__ import annotations
-
 import importlib
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 
 from _lib.copying import copy_tensors
 from _lib.payload import Payload, PayloadSpec
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 __all__ = ["Consumer", "LaneContext", "LaneSpec", "Publisher", "Resident", "load_side"]
 
@@ -168,12 +164,12 @@ class LaneSpec:
     verified: bool = False
     options: dict[str, Any] = field(default_factory=dict)
     environment: dict[str, str] = field(default_factory=dict)
+    spec: PayloadSpec | None = None
     requires: str | None = None
     install_hint: str = ""
-    reps: int | None = None
 
 
-def load_side(spec: LaneSpec, side: str) -> Any:  # noqa: ANN401 - a class known only by its lane
+def load_side(spec: LaneSpec, side: str) -> Any:
     """Return the class that plays ``side`` ("publisher" or "consumer") of a lane."""
     module = importlib.import_module(spec.module)
     return getattr(module, spec.publisher if side == "publisher" else spec.consumer)

@@ -1,7 +1,5 @@
 """What memory the run uses, and the first touch that virtual machines make expensive."""
 
-from __future__ import annotations
-
 import mmap
 import multiprocessing
 import time
@@ -55,8 +53,8 @@ def available_nbytes() -> int:
     return _kib_fields("/proc/meminfo").get("MemAvailable", 0)
 
 
-def _touch(connection: Any, nbytes: int) -> None:  # noqa: ANN401 - the private pipe type of the context
-    """Write every page of ``nbytes`` fresh memory; report block by block (runs in its own process)."""
+def _touch(connection: Any, nbytes: int) -> None:
+    """Write every page of ``nbytes`` fresh memory (in its own process); report block by block."""
     held = []
     rates = []
     for _ in range(max(1, nbytes // _BLOCK)):

@@ -1,23 +1,18 @@
 """Starts the trainer and the engine, tells them what to do, and collects the samples."""
 
-from __future__ import annotations
-
 import shutil
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from types import TracebackType
+from typing import Any, Self
 
 import torch.multiprocessing
 
+from _lib.lanes import LaneSpec
+from _lib.payload import PayloadSpec
 from _lib.roles import PairConfig, run_engine, run_trainer
 from _lib.wire import BenchmarkError, recv_json, send_json
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from types import TracebackType
-
-    from _lib.lanes import LaneSpec
-    from _lib.payload import PayloadSpec
 
 __all__ = ["LaneFailedError", "Pair"]
 
@@ -39,7 +34,7 @@ class Pair:
         """Start both processes and wait until each is ready."""
         self.timeout_s = timeout_s
         self.version = 0
-        self._scratch = Path(tempfile.mkdtemp(prefix="rl-bridge-bench-", dir="/dev/shm"))  # noqa: S108
+        self._scratch = Path(tempfile.mkdtemp(prefix="rl-bridge-bench-", dir="/dev/shm"))
         context = torch.multiprocessing.get_context("spawn")
         config = PairConfig(
             spec=spec,

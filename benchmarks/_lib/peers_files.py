@@ -1,16 +1,11 @@
 """Peers that write a file on /dev/shm and read it back: safetensors and torch.save."""
 
-from __future__ import annotations
-
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
 from _lib.lanes import BaseConsumer, BasePublisher
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 __all__ = ["SafetensorsConsumer", "SafetensorsPublisher", "TorchSaveConsumer", "TorchSavePublisher"]
 

@@ -1,21 +1,16 @@
 """Peers on shared memory: torch.multiprocessing, one segment per tensor, and a bare arena."""
 
-from __future__ import annotations
-
 import json
 import mmap
 import os
+from collections.abc import Mapping
 from multiprocessing.shared_memory import SharedMemory
-from typing import TYPE_CHECKING
 
 import torch
 
 from _lib.copying import copy_tensors, torch_threads
 from _lib.lanes import BaseConsumer, BasePublisher, LaneContext
 from _lib.payload import Payload
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 __all__ = [
     "ArenaConsumer",
@@ -98,7 +93,9 @@ class SegmentPublisher(BasePublisher):
     def _make(self) -> _Segments:
         nbytes = self.context.spec.tensor_nbytes
         count = self.context.spec.num_tensors
-        return _Segments([SharedMemory(create=True, size=nbytes) for _ in range(count)], self.context)
+        return _Segments(
+            [SharedMemory(create=True, size=nbytes) for _ in range(count)], self.context
+        )
 
     def hello(self) -> bytes:
         """Name the reused segments."""

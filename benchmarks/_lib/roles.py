@@ -6,16 +6,17 @@ are usable and again when they are loaded, checks the bytes, and says that it is
 are CLOCK_MONOTONIC, which Linux keeps equal in all processes of one machine.
 """
 
-from __future__ import annotations
-
+import ctypes
 import gc
 import os
 import resource
 import time
 import traceback
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -34,10 +35,6 @@ from _lib.wire import (
     send_json,
     send_tagged,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from multiprocessing.connection import Connection
 
 __all__ = ["PairConfig", "run_engine", "run_trainer"]
 
@@ -68,21 +65,25 @@ class _Role:
         self.peer = peer
         self.specs = {lane.name: lane for lane in config.lanes}
         self.open: dict[str, Any] = {}
-        self.payload: Payload | None = None
         self.resident: Resident | None = None
 
     def context(self, lane: LaneSpec) -> LaneContext:
         """Return what this side of ``lane`` is built from."""
         os.environ.update(lane.environment)
         return LaneContext(
-            spec=self.config.spec,
-            payload=self.payload,
+            spec=lane.spec or self.config.spec,
+            payload=self.payload_for(lane),
             resident=self.resident,
             queue=self.config.queues.get(lane.name),
             scratch=Path(self.config.scratch),
             timeout_s=self.config.timeout_s,
             options=dict(lane.options),
         )
+
+    def payload_for(self, lane: LaneSpec) -> Payload | None:
+        """Return the source of a lane's weights; only the trainer has one."""
+        del lane
+        return None
 
     def serve(self) -> None:
         """Obey commands until told to stop; report failures instead of dying of them."""
@@ -112,9 +113,11 @@ class _Role:
         lane = self.open.pop(command["lane"], None)
         if lane is not None:
             lane.close()
+        del lane
         if self.resident is not None and command.get("free_resident"):
             self.resident.free()
         gc.collect()
+        _trim_heap()
         return {}
 
     def do_drain(self, command: dict[str, Any]) -> dict[str, Any]:
@@ -135,7 +138,15 @@ class _Trainer(_Role):
 
     def __init__(self, config: PairConfig, control: Connection, peer: Connection) -> None:
         super().__init__(config, control, peer)
-        self.payload = Payload.build(config.spec)
+        self.payload: Payload | None = None
+
+    def payload_for(self, lane: LaneSpec) -> Payload:
+        """Return the shared source, or one of the lane's own size."""
+        if lane.spec is not None:
+            return Payload.build(lane.spec)
+        if self.payload is None:
+            self.payload = Payload.build(self.config.spec)
+        return self.payload
 
     def do_setup(self, command: dict[str, Any]) -> dict[str, Any]:
         """Build the publisher and introduce it to the consumer."""
@@ -180,6 +191,10 @@ class _Engine(_Role):
         self.resident = Resident(config.spec)
         self.held: tuple[Mapping[str, torch.Tensor], int] | None = None
 
+    def spec_of(self, lane_name: str) -> PayloadSpec:
+        """Return what a lane's tensors look like."""
+        return self.specs[lane_name].spec or self.config.spec
+
     def do_setup(self, command: dict[str, Any]) -> dict[str, Any]:
         """Build the consumer from what the publisher says."""
         lane = self.specs[command["lane"]]
@@ -191,23 +206,23 @@ class _Engine(_Role):
         send_tagged(self.peer, DONE)
         return {}
 
-    def _held_is_intact(self) -> bool | None:
+    def _held_is_intact(self, lane_name: str) -> bool | None:
         if self.held is None:
             return None
         tensors, version = self.held
-        return find_wrong_tensor(tensors, self.config.spec, version, full=True) is None
+        return find_wrong_tensor(tensors, self.spec_of(lane_name), version, full=True) is None
 
     def do_update(self, command: dict[str, Any]) -> dict[str, Any]:
         """Receive, load and check one version."""
         consumer = self.open[command["lane"]]
         timeout_s = command["timeout_s"]
         recv_tagged(self.peer, READY, timeout_s)
-        survives_step = self._held_is_intact()
+        survives_step = self._held_is_intact(command["lane"])
         if command["probe"]:
             _reset_peak()
         send_tagged(self.peer, READY)
         message = recv_tagged(self.peer, MESSAGE, timeout_s)
-        survives_publish = self._held_is_intact()
+        survives_publish = self._held_is_intact(command["lane"])
         self.held = None
         received = time.monotonic_ns()
         tensors = consumer.receive(message)
@@ -224,7 +239,8 @@ class _Engine(_Role):
         if command["probe"]:
             answer["memory"] = {**process_nbytes(), "shared": shared_nbytes()}
         self._check(command, tensors)
-        self._check(command, loaded_tensors)
+        if loaded_tensors is not tensors:
+            self._check(command, loaded_tensors)
         if command["keep"]:
             self.held = (tensors, command["version"])
         del tensors, loaded_tensors
@@ -234,7 +250,7 @@ class _Engine(_Role):
 
     def _check(self, command: dict[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
         version, full = command["version"], command["probe"]
-        wrong = find_wrong_tensor(tensors, self.config.spec, version, full=full)
+        wrong = find_wrong_tensor(tensors, self.spec_of(command["lane"]), version, full=full)
         if wrong is not None:
             msg = f"{command['lane']} delivered wrong bytes: {wrong}"
             raise BenchmarkError(msg)
@@ -243,6 +259,11 @@ class _Engine(_Role):
         """Forget what was held, then close the lane."""
         self.held = None
         return super().do_teardown(command)
+
+
+def _trim_heap() -> None:
+    """Give freed heap back to the system, so that one lane's garbage is not the next one's peak."""
+    ctypes.CDLL(None).malloc_trim(0)
 
 
 def _reset_peak() -> None:

@@ -1,12 +1,8 @@
 """Bounded messages between the benchmark's processes: JSON for commands, tagged bytes for peers."""
 
-from __future__ import annotations
-
 import json
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection
+from typing import Any
 
 __all__ = [
     "BenchmarkError",

@@ -140,7 +140,7 @@ class TensorBridge:
 
         Raises:
             VersionNotMonotonic: the version is not above the last one.
-            WeightBridgeUnavailableError: tensors, layout or machine that this transport cannot serve.
+            WeightBridgeUnavailableError: this transport cannot serve these tensors here.
             SlotsExhausted: consumers or unreleased updates hold every slot.
             SuspiciousUpdate: only with ``suspicious="reject"``.
 
@@ -391,4 +391,4 @@ def make_weight_bridge(
 
     """
     kind = _BRIDGES[canonical_name(transport)]
-    return kind(source_worker=source_worker, source_rank=source_rank, **options)  # type: ignore[arg-type]  # passed on
+    return kind(source_worker=source_worker, source_rank=source_rank, **options)  # type: ignore[arg-type]  # the bridge checks them

@@ -78,8 +78,12 @@ class Consumer:
         """Make an update's tensors readable here and verify every byte. See `TensorBridge`."""
         if isinstance(manifest, str | bytes):
             manifest = WeightUpdateManifest.from_json(manifest)
-        if not isinstance(manifest, WeightUpdateManifest):
-            msg = f"import_update got a {type(manifest).__name__}, expected a WeightUpdateManifest or its JSON."
+        given: object = manifest
+        if not isinstance(given, WeightUpdateManifest):
+            msg = (
+                f"import_update got a {type(manifest).__name__}, expected a WeightUpdateManifest "
+                "or its JSON."
+            )
             raise MalformedManifest(msg)
         with self._lock:
             self._check_open()
@@ -225,7 +229,8 @@ class Consumer:
         """Refuse before anything is touched; what is refused here leaves no record."""
         if manifest.transport != self._transport_name:
             msg = (
-                f"version {manifest.weight_version} travels by {manifest.transport!r}, this bridge by "
+                f"version {manifest.weight_version} travels by {manifest.transport!r}, this "
+                "bridge by "
                 f"{self._transport_name!r}. Use the same transport on both sides."
             )
             raise ForeignTransport(msg)
@@ -233,7 +238,10 @@ class Consumer:
         name = f"update {manifest.update_id} (version {manifest.weight_version})"
         record = self._updates.get(manifest.update_id)
         if record is not None and record.lifecycle.state is State.REJECTED:
-            msg = f"weight {name} was rejected: {record.lifecycle.reason}. Publish again under a new version."
+            msg = (
+                f"weight {name} was rejected: {record.lifecycle.reason}. Publish again under a "
+                "new version."
+            )
             raise WeightUpdateRejectedError(msg)
         floor = self._floors.get(manifest.publisher_id)
         if floor is None or manifest.weight_version > floor:
@@ -316,7 +324,10 @@ class Consumer:
     def _record(self, update_id: str, purpose: str) -> _Imported:
         record = self._updates.get(update_id)
         if record is None:
-            msg = f"cannot {purpose}: unknown weight update {update_id}. Call import_update(manifest) first."
+            msg = (
+                f"cannot {purpose}: unknown weight update {update_id}. Call "
+                "import_update(manifest) first."
+            )
             raise UnknownUpdate(msg)
         return record
 
@@ -325,7 +336,10 @@ class Consumer:
             msg = "this consumer is closed. Make a new bridge."
             raise BridgeClosed(msg)
         if os.getpid() != self._pid:
-            msg = "this consumer belongs to the parent process. Make a bridge of its own after the fork."
+            msg = (
+                "this consumer belongs to the parent process. Make a bridge of its own after the "
+                "fork."
+            )
             raise BridgeClosed(msg)
 
 
@@ -333,9 +347,7 @@ class Consumer:
 _IMPORT_PROOF: dict[str, JSONValue] = {"method": "import"}
 
 
-def _report_later(
-    consumer: "weakref.ref[Consumer]", lifecycle: "weakref.ref[Lifecycle]"
-) -> None:
+def _report_later(consumer: "weakref.ref[Consumer]", lifecycle: "weakref.ref[Lifecycle]") -> None:
     """Tell the publisher that the last tensor of a released update died."""
     owner, life = consumer(), lifecycle()
     if owner is None or life is None:

@@ -8,6 +8,7 @@ import uuid
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -293,12 +294,15 @@ class Publisher:
             msg = "this publisher is closed. Make a new bridge."
             raise BridgeClosed(msg)
         if os.getpid() != self._pid:
-            msg = "this publisher belongs to the parent process. Make a bridge of its own after the fork."
+            msg = (
+                "this publisher belongs to the parent process. Make a bridge of its own after "
+                "the fork."
+            )
             raise BridgeClosed(msg)
 
 
 def _flatten(record: Record) -> list[ConsumerReport]:
-    who = {
+    who: dict[str, Any] = {
         "worker": record.worker,
         "rank": record.rank,
         "pid": record.pid,

@@ -1,7 +1,7 @@
 """`RolloutExecutor`: one weight update as a transaction.
 
-import -> verify -> prepare -> install -> prove -> acknowledge -> release the old one; on any failure
-undo, reject with the reason, and the previous version is active and byte-identical.
+import -> verify -> prepare -> install -> prove -> acknowledge -> release the old one; on any
+failure undo, reject with the reason, and the previous version is active and byte-identical.
 """
 
 import logging
@@ -187,7 +187,9 @@ class RolloutExecutor:
             try:
                 self._adapter.undo()
             except Exception as error:
-                msg = f"recover: the undo of version {manifest.weight_version} failed again: {error}"
+                msg = (
+                    f"recover: the undo of version {manifest.weight_version} failed again: {error}"
+                )
                 raise TornEngine(msg) from error
             self._heal(manifest)
 
@@ -211,7 +213,10 @@ class RolloutExecutor:
 
     def _refuse_active(self, manifest: WeightUpdateManifest) -> None:
         if manifest.update_id == self.active_weight_update_id and self._torn is None:
-            msg = f"version {manifest.weight_version} (update {manifest.update_id}) is active already."
+            msg = (
+                f"version {manifest.weight_version} (update {manifest.update_id}) is active "
+                "already."
+            )
             raise StaleUpdate(msg)
 
     def _look_for_suspicion(self, manifest: WeightUpdateManifest) -> None:
@@ -297,7 +302,9 @@ class RolloutExecutor:
         except Exception:
             # The new version is installed, proven and acknowledged: telling the caller that the
             # update failed would be wrong. What could not be let go is said in the log.
-            _LOG.exception("version %d is active, but the old one was not let go", manifest.weight_version)
+            _LOG.exception(
+                "version %d is active, but the old one was not let go", manifest.weight_version
+            )
 
     # ---- failures -------------------------------------------------------------------------------
 
@@ -315,13 +322,17 @@ class RolloutExecutor:
         try:
             if self._adapter is not None:
                 self._adapter.undo()
-        except BaseException as second:
+        except BaseException as second:  # noqa: BLE001 - told in every branch below
             self._tear(manifest, f"{_describe(error)}; undo: {_describe(second)}")
-            error.add_note(f"rl_bridge: the undo failed too ({_describe(second)}); the engine is torn.")
+            error.add_note(
+                f"rl_bridge: the undo failed too ({_describe(second)}); the engine is torn."
+            )
             if isinstance(error, Exception):
                 msg = (
-                    f"version {manifest.weight_version} failed to install ({_describe(error)}) and its "
-                    f"undo failed too ({_describe(second)}). The engine must not serve: call recover(), "
+                    f"version {manifest.weight_version} failed to install ({_describe(error)}) "
+                    "and its "
+                    f"undo failed too ({_describe(second)}). The engine must not serve: call "
+                    "recover(), "
                     "or install a later version in full."
                 )
                 raise TornEngine(msg) from error
@@ -329,7 +340,9 @@ class RolloutExecutor:
         if self._torn is not None and self._torn[0].update_id == manifest.update_id:
             self._heal(manifest)
         else:
-            self.bridge.reject(manifest.update_id, f"rollout weight install failed: {_describe(error)}")
+            self.bridge.reject(
+                manifest.update_id, f"rollout weight install failed: {_describe(error)}"
+            )
         error.add_note(
             f"rl_bridge: version {manifest.weight_version} was undone; {self._standing()}"
         )
@@ -373,7 +386,7 @@ class _Clock:
     def __init__(self) -> None:
         self.timings_ms: dict[str, float] = {}
 
-    def run(self, phase: str, action: Callable[[], Any]) -> Any:  # noqa: ANN401 - whatever it returns
+    def run(self, phase: str, action: Callable[[], Any]) -> Any:
         start = time.perf_counter()
         try:
             return action()

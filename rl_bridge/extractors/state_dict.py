@@ -21,8 +21,8 @@ def named_tensors(source: Source) -> dict[str, torch.Tensor]:
     """Name -> tensor, the live tensors themselves, in the source's order.
 
     Args:
-        source: an ``nn.Module`` (its state dict: parameters and persistent buffers), a mapping, or an
-            iterable of ``(name, tensor)`` pairs or of chunks with ``names`` and ``tensors``.
+        source: an ``nn.Module`` (its state dict: parameters and persistent buffers), a mapping,
+            or an iterable of ``(name, tensor)`` pairs or of chunks with ``names`` and ``tensors``.
 
     Raises:
         IncompatibleUpdate: something that is no tensor under a string name.
@@ -36,7 +36,10 @@ def named_tensors(source: Source) -> dict[str, torch.Tensor]:
     elif isinstance(source, Mapping):
         items = source.items()
     elif isinstance(source, torch.Tensor) or not isinstance(source, Iterable):
-        msg = f"cannot publish a {type(source).__name__}, expected a module, a state dict or chunks of one."
+        msg = (
+            f"cannot publish a {type(source).__name__}, expected a module, a state dict or chunks "
+            "of one."
+        )
         raise IncompatibleUpdate(msg)
     else:
         items = _pairs(source)
@@ -49,7 +52,10 @@ def named_tensors(source: Source) -> dict[str, torch.Tensor]:
             if name == _EXTRA or name.endswith("." + _EXTRA):
                 _LOG.warning("%s is not published: extra state is no tensor", name)
                 continue
-            msg = f"{name!r} is a {type(tensor).__name__}, expected a tensor. Leave it out of the state dict."
+            msg = (
+                f"{name!r} is a {type(tensor).__name__}, expected a tensor. Leave it out of the "
+                "state dict."
+            )
             raise IncompatibleUpdate(msg)
         if name in found:
             msg = f"tensor {name!r} appears twice in what is to be published. Names must be unique."
@@ -70,7 +76,9 @@ def _pairs(source: Iterable[object]) -> Iterable[tuple[object, object]]:
         elif isinstance(item, tuple) and len(item) == 2:  # noqa: PLR2004 - a pair
             yield item
         else:
-            msg = f"cannot publish a {type(item).__name__}, expected (name, tensor) pairs or chunks."
+            msg = (
+                f"cannot publish a {type(item).__name__}, expected (name, tensor) pairs or chunks."
+            )
             raise IncompatibleUpdate(msg)
 
 

@@ -1,8 +1,8 @@
 """The seam between an imported update and an engine.
 
 An adapter's life during one update: ``prepare`` (refuse before byte 0) -> ``install`` -> ``prove``,
-and ``undo`` after any failure. `RolloutExecutor` drives it. Adapters in the style of seed users, with
-only ``install`` and ``release``, are wrapped by `rl_bridge.installers.legacy`.
+and ``undo`` after any failure. `RolloutExecutor` drives it. Adapters that have
+only ``install`` and ``release`` are wrapped by `rl_bridge.installers.legacy`.
 """
 
 from abc import ABC, abstractmethod

@@ -25,7 +25,7 @@ class CopyWay(Way):
         return self._pending is not None and self._pending[0].update_id == manifest.update_id
 
     def prepare(self, manifest: WeightUpdateManifest, tensors: ImportedTensors) -> None:
-        """Match names, shapes and dtypes; copy the engine aside where no version could restore it."""
+        """Match names, shapes and dtypes; copy the engine aside if nothing else can restore it."""
         bound = self.memory.bind(manifest.table, strict=self.strict)
         covered = self._current is not None and (
             self._current[0].table.rows.keys() >= manifest.table.rows.keys()

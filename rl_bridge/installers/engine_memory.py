@@ -93,7 +93,8 @@ class EngineMemory:
             earlier = targets.setdefault(key, (name, row))
             if earlier[1] != row:
                 msg = (
-                    f"the engine ties {earlier[0]!r} and {name!r}, the update holds them apart: the "
+                    f"the engine ties {earlier[0]!r} and {name!r}, the update holds them apart: "
+                    "the "
                     "second would overwrite the first. Tie them on the trainer's side too."
                 )
                 raise IncompatibleUpdate(msg)
@@ -146,7 +147,9 @@ class EngineMemory:
 
         """
         if not _unmoved(bound, self.tensors()):
-            msg = f"version {manifest.weight_version}: the engine's tensors moved during the install."
+            msg = (
+                f"version {manifest.weight_version}: the engine's tensors moved during the install."
+            )
             raise ProofFailed(msg)
         found = self.digests(bound)
         expected = _rows(manifest.digests, bound.rows)
@@ -161,7 +164,8 @@ class EngineMemory:
 
 
 def _rows(digests: bytes, rows: np.ndarray) -> bytes:
-    return np.frombuffer(digests, np.uint8).reshape(-1, DIGEST_NBYTES)[rows].tobytes()
+    picked: np.ndarray = np.frombuffer(digests, np.uint8).reshape(-1, DIGEST_NBYTES)[rows]
+    return bytes(picked.tobytes())
 
 
 def _difference(bound: Binding, found: bytes, expected: bytes, version: int) -> str:
@@ -197,7 +201,8 @@ def _check_fit(table: TensorTable, tensors: Mapping[str, torch.Tensor], *, stric
     missing = [name for name in tensors if name not in table.rows] if strict else []
     if unknown or missing:
         msg = (
-            f"the update does not fit the engine: {len(unknown)} tensors that the engine does not have "
+            f"the update does not fit the engine: {len(unknown)} tensors that the engine does not "
+            "have "
             f"{unknown[:_SHOWN]}, {len(missing)} that the update does not have {missing[:_SHOWN]}. "
             "Publish the model that the engine runs, or allow partial updates with strict=False."
         )
@@ -213,7 +218,10 @@ def _check_fit(table: TensorTable, tensors: Mapping[str, torch.Tensor], *, stric
             )
             raise IncompatibleUpdate(msg)
         if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
-            msg = f"tensor {name!r} of the engine is on {tensor.device}; this installer writes CPU memory."
+            msg = (
+                f"tensor {name!r} of the engine is on {tensor.device}; this installer writes CPU "
+                "memory."
+            )
             raise IncompatibleUpdate(msg)
 
 

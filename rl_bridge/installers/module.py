@@ -96,7 +96,7 @@ class ModuleInstallAdapter(TransactionalAdapter):
         return self._way.prove()
 
     def undo(self) -> None:
-        """Bring the engine back to the byte to what it held before; a no-op if nothing is under way.
+        """Bring the engine back to the byte to what it held before `install`.
 
         Raises:
             TornEngine: it could not be brought back.

@@ -1,4 +1,4 @@
-"""``alias`` and ``flip``: the engine's tensors become views of the verified pages; nothing is copied."""
+"""``alias`` and ``flip``: the engine's tensors become views of the verified pages."""
 
 from rl_bridge.errors import IncompatibleUpdate, WeightBridgeError
 from rl_bridge.installers.base import InstallProof
@@ -122,7 +122,7 @@ class FlipWay(Way):
         self._rebinding.point({name: views[row] for name, row in table.rows.items()})
 
     def prove(self) -> InstallProof:
-        """Show that the range is the verified segment, that the tensors lie in it, and unwritten."""
+        """Show that the tensors lie in the range, and that it shows the verified segment."""
         if self._pending is None or self._live is None:
             msg = "prove was called before install. Call prepare, install, then prove."
             raise WeightBridgeError(msg)

@@ -110,7 +110,8 @@ def prove_identity(
             or (tensor.numel() and tensor.data_ptr() != int(expected[row]))
         ):
             msg = (
-                f"the engine does not hold version {manifest.weight_version}: tensor {name!r} is no "
+                f"the engine does not hold version {manifest.weight_version}: tensor {name!r} is "
+                "no "
                 "view of the verified memory. The install was undone."
             )
             raise ProofFailed(msg)
@@ -129,8 +130,10 @@ def prove_identity(
         want = np.frombuffer(manifest.digests, np.uint8).reshape(-1, 16)
         row = int(np.flatnonzero((have != want).any(axis=1))[0])
         msg = (
-            f"the engine does not hold version {manifest.weight_version}: tensor {table.names[row]!r} "
-            f"is {have[row].tobytes().hex()}, expected {want[row].tobytes().hex()}. The install was undone."
+            f"the engine does not hold version {manifest.weight_version}: tensor "
+            f"{table.names[row]!r} "
+            f"is {have[row].tobytes().hex()}, expected {want[row].tobytes().hex()}. The install "
+            "was undone."
         )
         raise ProofFailed(msg)
     return InstallProof(
@@ -150,5 +153,7 @@ def require_imported(tensors: object) -> ImportedTensors:
     """
     if isinstance(tensors, ImportedTensors):
         return tensors
-    msg = f"this adapter installs what bridge.import_update returned, got a {type(tensors).__name__}."
+    msg = (
+        f"this adapter installs what bridge.import_update returned, got a {type(tensors).__name__}."
+    )
     raise IncompatibleUpdate(msg)

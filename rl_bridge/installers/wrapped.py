@@ -86,7 +86,8 @@ class WrappedAdapter(TransactionalAdapter):
             )
         if not self._has("undo"):
             limits.append(
-                "its engine cannot be seen, so undo installs the previous version through it again, "
+                "its engine cannot be seen, so undo installs the previous version through it "
+                "again, "
                 "which is not checked. Keep the engine's module in an attribute, or add undo()."
             )
         return limits
@@ -142,7 +143,8 @@ class WrappedAdapter(TransactionalAdapter):
             self.adapter.install(*self._previous)
         else:
             msg = (
-                "the first install failed and cannot be undone: the adapter's engine cannot be seen. "
+                "the first install failed and cannot be undone: the adapter's engine cannot be "
+                "seen. "
                 "Pass initial_weights= to RolloutExecutor, or keep the module in an attribute."
             )
             raise TornEngine(msg)
@@ -162,7 +164,7 @@ class WrappedAdapter(TransactionalAdapter):
     def _has(self, verb: str) -> bool:
         return callable(getattr(self.adapter, verb, None))
 
-    def _call(self, verb: str, *arguments: object) -> Any:  # noqa: ANN401 - the user's adapter
+    def _call(self, verb: str, *arguments: object) -> Any:
         return getattr(self.adapter, verb)(*arguments) if self._has(verb) else None
 
 

@@ -7,13 +7,14 @@ is another stream with an id of its own.
 """
 
 import fcntl
-import json
 import os
 import threading
 import uuid
 import weakref
 from pathlib import Path
-from typing import Self
+from typing import Annotated, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr, ValidationError
 
 from rl_bridge.errors import VersionNotMonotonic, WeightBridgeError, WeightBridgeUnavailableError
 
@@ -21,13 +22,27 @@ __all__ = ["Journal"]
 
 _FILE = "publisher.json"
 _LOCK = "publisher.lock"
-_FORMAT = "rl_bridge.journal/1"
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    format: Literal["rl_bridge.journal/1"] = "rl_bridge.journal/1"
+    last_version: Annotated[StrictInt, Field(ge=0)]
+    publisher_id: Annotated[StrictStr, Field(pattern=r"^[0-9a-f]{32}$")]
 
 
 # A forked child shares the lock's file description: unless it lets go, the directory would stay
 # locked after this publisher died.
 _OPEN: "weakref.WeakSet[Journal]" = weakref.WeakSet()
-os.register_at_fork(after_in_child=lambda: [journal.close() for journal in list(_OPEN)])
+
+
+def _close_in_child() -> None:
+    for journal in list(_OPEN):
+        journal.close()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
 
 
 class Journal:
@@ -121,27 +136,22 @@ class Journal:
         if not path.exists():
             return
         try:
-            record = json.loads(path.read_text("ascii"))
-            if record["format"] != _FORMAT:
-                raise ValueError(record["format"])
-            last, publisher_id = record["last_version"], record["publisher_id"]
-            if type(last) is not int or last < 0 or len(bytes.fromhex(publisher_id)) != 16:  # noqa: PLR2004
-                raise ValueError(record)
-        except (ValueError, KeyError, TypeError, UnicodeError, OSError) as error:
+            record = _Record.model_validate_json(path.read_bytes())
+        except (ValidationError, OSError) as error:
             self.close()
             msg = (
                 f"the publisher's journal {path} is damaged ({error!r}). Move it away to start a "
                 "new stream of versions, or restore it to go on with the old one."
             )
             raise WeightBridgeError(msg) from error
-        self._last, self.publisher_id = last, publisher_id
+        self._last, self.publisher_id = record.last_version, record.publisher_id
 
     def _write(self, directory: Path, version: int) -> None:
-        record = {"format": _FORMAT, "last_version": version, "publisher_id": self.publisher_id}
+        record = _Record(last_version=version, publisher_id=self.publisher_id)
         temporary = directory / (_FILE + ".new")
         try:
             with temporary.open("w", encoding="ascii") as file:
-                json.dump(record, file, sort_keys=True)
+                file.write(record.model_dump_json())
                 file.flush()
                 os.fsync(file.fileno())
             temporary.replace(directory / _FILE)

@@ -2,8 +2,8 @@
 
 This file does not know how weights travel, nor what an engine is. Each side has its own life cycle:
 a publisher's is ``published -> released``; a consumer walks from ``announced`` (a manifest is here)
-to ``acknowledged`` and lets go in ``released``. `torn` is the state of an engine that is neither the
-old version nor the new one: its only exits are a completed undo and a full reinstall.
+to ``acknowledged`` and lets go in ``released``. `torn` is the state of an engine that is neither
+the old version nor the new one: its only exits are a completed undo and a full reinstall.
 """
 
 from enum import StrEnum
@@ -15,10 +15,10 @@ __all__ = [
     "PUBLISHER",
     "SERVING",
     "STATUS",
+    "TABLE",
     "Event",
     "Role",
     "State",
-    "TABLE",
     "reachable",
     "shortest_path",
 ]
@@ -121,9 +121,7 @@ CONSUMER: Final = MappingProxyType(
 
 TABLE: Final = MappingProxyType({Role.PUBLISHER: PUBLISHER, Role.CONSUMER: CONSUMER})
 
-INITIAL: Final = MappingProxyType(
-    {Role.PUBLISHER: State.PREPARING, Role.CONSUMER: State.ANNOUNCED}
-)
+INITIAL: Final = MappingProxyType({Role.PUBLISHER: State.PREPARING, Role.CONSUMER: State.ANNOUNCED})
 
 # The only state in which an engine may answer with an update's weights.
 SERVING: Final = frozenset({State.ACKNOWLEDGED})

@@ -1,3 +1,3 @@
-"""What a version consists of: model, canonical JSON, dtype table, digest, layout, compare. No torch."""
+"""What a version consists of: model, canonical JSON, dtypes, digest, layout. No torch here."""
 
 __all__: list[str] = []

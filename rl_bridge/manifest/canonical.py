@@ -1,7 +1,7 @@
-"""Canonical JSON: equal content gives equal bytes, and nothing else is accepted.
+r"""Canonical JSON: equal content gives equal bytes, and nothing else is accepted.
 
 The rules (normative page: ``docs/explanation/manifest-format.md``): keys sorted by code point, no
-white space, ASCII only (everything else as ``\\uXXXX``), no NaN or infinity, no duplicate keys.
+white space, ASCII only (everything else as ``\uXXXX``), no NaN or infinity, no duplicate keys.
 """
 
 import json
@@ -56,7 +56,10 @@ def decode_json(text: str, start: int = 0) -> tuple[JSONValue, int]:
     try:
         return DECODER.raw_decode(text, start)
     except (ValueError, RecursionError) as error:
-        msg = f"manifest text is no valid JSON: {error}. Send WeightUpdateManifest.to_json() as it is."
+        msg = (
+            f"manifest text is no valid JSON: {error}. Send WeightUpdateManifest.to_json() as it "
+            "is."
+        )
         raise MalformedManifest(msg) from error
 
 

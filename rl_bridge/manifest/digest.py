@@ -1,6 +1,6 @@
 """The digest X3T-128K: what makes two tensors, or two updates, the same.
 
-    leaf(i)   = XXH3-128(bytes[i*131072 : (i+1)*131072]), the last leaf zero-padded to a multiple of 1024
+    leaf(i)   = XXH3-128(bytes[i*131072 : (i+1)*131072]), the last padded to a multiple of 1024
     digest(T) = XXH3-128(leaf(0) || ... || leaf(k-1) || le64(nbytes)),   k = ceil(nbytes / 131072)
     root      = XXH3-128(line(0) || ... || line(n-1)), one line per tensor, sorted by name
 
@@ -132,4 +132,4 @@ class RootPlan:
         table = np.frombuffer(digests, np.uint8).reshape(-1, DIGEST_NBYTES)[self._order]
         block = self._block.copy()
         block[self._places] = _HEX[table].reshape(-1)
-        return xxhash.xxh3_128_digest(block)
+        return xxhash.xxh3_128_digest(block.data)

@@ -87,7 +87,7 @@ class WeightUpdateManifest(BaseModel):
     root: StrictStr = ""
     table: InstanceOf[TensorTable]
 
-    def __init__(self, **fields: Any) -> None:  # noqa: ANN401 - pydantic's own signature
+    def __init__(self, **fields: Any) -> None:
         """Validate `fields`; a wrong type is a `MalformedManifest`, not pydantic's own error."""
         try:
             super().__init__(**fields)
@@ -98,7 +98,9 @@ class WeightUpdateManifest(BaseModel):
     def _check(self) -> Self:
         for name in ("metadata", "handle"):
             if not isinstance(getattr(self, name), Mapping):
-                msg = f"manifest {name} is no mapping. Send WeightUpdateManifest.to_json() as it is."
+                msg = (
+                    f"manifest {name} is no mapping. Send WeightUpdateManifest.to_json() as it is."
+                )
                 raise MalformedManifest(msg)
         layout = WeightLayout.from_metadata(self.metadata).to_metadata()
         # `object.__setattr__`: the model is frozen, and it is still being born.
@@ -203,7 +205,7 @@ class WeightUpdateManifest(BaseModel):
 
     @model_validator(mode="wrap")
     @classmethod
-    def _from_document(cls, value: Any, handler: Any) -> Any:  # noqa: ANN401 - pydantic's own signature
+    def _from_document(cls, value: Any, handler: Any) -> Any:
         # What `document` gives may come back through pydantic (a field of the user's own model).
         if isinstance(value, Mapping) and "format" in value:
             return cls.from_json(canonical_json(thaw(value)))
@@ -227,7 +229,7 @@ class WeightUpdateManifest(BaseModel):
         return self
 
     def __reduce__(self) -> tuple[Any, tuple[str]]:
-        """Pickle as canonical JSON: multiprocessing queues of the user's own may carry manifests."""
+        """Pickle as canonical JSON: a user's own multiprocessing queues may carry manifests."""
         return (type(self).from_json, (self.to_json(),))
 
     def __hash__(self) -> int:
@@ -237,7 +239,8 @@ class WeightUpdateManifest(BaseModel):
     def __repr__(self) -> str:
         """Name the update on one line instead of printing every tensor."""
         return (
-            f"<WeightUpdateManifest v{self.weight_version} {self.transport} {self.tensor_count} tensors "
+            f"<WeightUpdateManifest v{self.weight_version} {self.transport} {self.tensor_count} "
+            "tensors "
             f"{self.total_nbytes} bytes root={self.root[:12]} update={self.update_id[:8]}>"
         )
 
@@ -263,9 +266,8 @@ def _ascii(text: str | bytes) -> str:
 
 
 def _header_fields(header: dict[str, JSONValue]) -> dict[str, JSONValue]:
-    digests = header.get("digests")
     try:
-        header["digests"] = base64.b64decode(digests, validate=True)
+        header["digests"] = base64.b64decode(header.get("digests") or "", validate=True)
     except (binascii.Error, ValueError, TypeError) as error:
         msg = f"manifest field digests is no base64 text: {error}."
         raise MalformedManifest(msg) from error
@@ -313,6 +315,8 @@ def _read_layout(digest: JSONValue, rest: str) -> TensorTable:
     except (ValidationError, TypeError) as error:
         raise (_malformed(error) if isinstance(error, ValidationError) else error) from error
     if table.text != text:
-        msg = "the manifest's layout leaves out fields. Send WeightUpdateManifest.to_json() as it is."
+        msg = (
+            "the manifest's layout leaves out fields. Send WeightUpdateManifest.to_json() as it is."
+        )
         raise MalformedManifest(msg)
     return KNOWN_LAYOUTS.add(table)

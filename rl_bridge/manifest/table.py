@@ -40,7 +40,7 @@ __all__ = [
     "row_major_stride",
 ]
 
-# Bytes. A GPU kernel loads 16 bytes at a time and IPC consumers want 256; on a CPU it costs nothing.
+# Bytes. GPU kernels load 16 at a time and IPC consumers want 256; on a CPU it costs nothing.
 ALIGNMENT = 256
 _MAX_INT = 2**63 - 1
 
@@ -63,7 +63,7 @@ class TensorDescriptor:
         name: the state-dict name.
         shape: dimensions.
         dtype: torch's name for it, without ``torch.``.
-        stride: in elements; tensors travel row-major contiguous, whatever the source's strides were.
+        stride: in elements; tensors travel row-major contiguous, whatever the source's strides.
         device: where the published bytes lie.
         numel: number of elements.
         nbytes: number of bytes.
@@ -193,29 +193,44 @@ class TensorTable(BaseModel):
 
     def _check_ranges(self) -> None:
         end = 0
-        columns = zip(
-            self.names, self.dtypes, self.shapes, self.nbytes, self.offsets, strict=True
-        )
+        columns = zip(self.names, self.dtypes, self.shapes, self.nbytes, self.offsets, strict=True)
         for name, dtype, shape, nbytes, offset in columns:
             if offset < 0 or nbytes < 0 or min(shape, default=0) < 0:
-                msg = f"tensor {name!r}: offset {offset}, {nbytes} bytes, shape {list(shape)}: none may be negative."
+                msg = (
+                    f"tensor {name!r}: offset {offset}, {nbytes} bytes, shape {list(shape)}: none "
+                    "may be negative."
+                )
                 raise NegativeRange(msg)
             # The product with zeros taken as ones: torch computes strides from it, so it must fit.
             if max(prod(dim or 1 for dim in shape) * 16, offset + nbytes) > _MAX_INT:
-                msg = f"tensor {name!r}: shape {list(shape)} at offset {offset} does not fit 63 bits."
+                msg = (
+                    f"tensor {name!r}: shape {list(shape)} at offset {offset} does not fit 63 bits."
+                )
                 raise RangeOverflow(msg)
             expected = prod(shape) * dtype_nbytes(dtype, tensor=name)
             if nbytes != expected:
-                msg = f"tensor {name!r}: {dtype}{list(shape)} has {expected} bytes, the manifest says {nbytes}."
+                msg = (
+                    f"tensor {name!r}: {dtype}{list(shape)} has {expected} bytes, the manifest "
+                    f"says {nbytes}."
+                )
                 raise ShapeMismatch(msg)
             if offset < end:
-                msg = f"tensor {name!r} starts at byte {offset}, inside the one before it, which ends at {end}."
+                msg = (
+                    f"tensor {name!r} starts at byte {offset}, inside the one before it, which "
+                    f"ends at {end}."
+                )
                 raise OverlappingRange(msg)
             if offset != end:
-                msg = f"tensor {name!r} starts at byte {offset}, expected {end}: the arena has no gaps."
+                msg = (
+                    f"tensor {name!r} starts at byte {offset}, expected {end}: the arena has no "
+                    "gaps."
+                )
                 raise MalformedManifest(msg)
             if offset + nbytes > self.arena_nbytes:
-                msg = f"tensor {name!r} ends at byte {offset + nbytes}, beyond the arena of {self.arena_nbytes}."
+                msg = (
+                    f"tensor {name!r} ends at byte {offset + nbytes}, beyond the arena of "
+                    f"{self.arena_nbytes}."
+                )
                 raise RangeBeyondSegment(msg)
             end = _align(offset + nbytes)
         if self.arena_nbytes != end:

@@ -1,3 +1,3 @@
-"""Where bytes lie: sealed segments, slots, leases, mappings, and the one pass that copies and digests."""
+"""Where bytes lie: segments, slots, leases, mappings, and the pass that copies and digests."""
 
 __all__: list[str] = []

@@ -14,7 +14,15 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import xxhash
-from pydantic import BaseModel, ConfigDict, Field, StrictFloat, StrictInt, StrictStr, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    StrictFloat,
+    StrictInt,
+    StrictStr,
+    ValidationError,
+)
 
 from rl_bridge.errors import WeightBridgeUnavailableError
 from rl_bridge.manifest.canonical import canonical_json
@@ -91,7 +99,7 @@ class ControlReader:
         self.segment = segment
 
     def records(self) -> list[Record]:
-        """Read everybody's record; consumers that are gone stay listed until their place is reused."""
+        """Read everybody's record; those that are gone stay until their place is reused."""
         found = []
         for index in range(num_records(self.segment.nbytes)):
             start = index * RECORD_NBYTES
@@ -196,5 +204,3 @@ class ControlWriter:
     def _text(self) -> bytes:
         updates = [report.model_dump() for report in self._updates.values()]
         return canonical_json({**self._identity, "updates": updates}).encode("ascii")
-
-

@@ -1,7 +1,7 @@
 """Flip: exchange what lies under an engine's fixed addresses, by moving page tables.
 
 The engine's tensors are views of one reserved range, the *live* range. A new version is mapped and
-verified at its own address while the engine still runs; then two moves exchange it with the old one.
+verified at its own address while the engine still runs; then two moves exchange it with the old.
 Addresses stay, nothing is copied, and the cost does not depend on the number of bytes. Undo is the
 flip back. Between the moves the live range shows the old version: no hole ever opens.
 """
@@ -26,9 +26,7 @@ class LiveRange:
         # The range stays mapped, and its content leased, until the last tensor of the engine that
         # looks at it dies: even if this object is long gone.
         self._held: list[Pin | None] = [None]
-        weakref.finalize(
-            self.pin.buffer, _let_go, address, self.nbytes, self._held
-        ).atexit = False
+        weakref.finalize(self.pin.buffer, _let_go, address, self.nbytes, self._held).atexit = False
 
     @property
     def content(self) -> Pin | None:
@@ -96,7 +94,8 @@ class LiveRange:
     def _view(self, pin: Pin) -> SegmentView:
         if pin.view is None or pin.view.nbytes < self.nbytes:
             msg = (
-                "a flip needs the mapped segment of a shared-memory update; this one was copied in. "
+                "a flip needs the mapped segment of a shared-memory update; this one was copied "
+                "in. "
                 "Use mode='copy' or 'alias' with this transport."
             )
             raise SegmentError(msg)
@@ -106,7 +105,10 @@ class LiveRange:
         try:
             vm.move(source, self.nbytes, target)
         except OSError as error:
-            msg = f"the kernel does not move mappings ({error}); flips need Linux 5.13. Use mode='copy'."
+            msg = (
+                f"the kernel does not move mappings ({error}); flips need Linux 5.13. Use "
+                "mode='copy'."
+            )
             raise SegmentError(msg) from error
 
 

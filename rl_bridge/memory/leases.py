@@ -48,4 +48,4 @@ def unlock(fd: int, *, start: int = 0, length: int = 1) -> None:
 def is_held(fd: int, *, start: int = 0, length: int = 1) -> bool:
     """Tell whether another open file description holds the range, in whatever way."""
     answer = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, _pack(fcntl.F_WRLCK, start, length))
-    return _FLOCK.unpack(answer[: _FLOCK.size])[0] != fcntl.F_UNLCK
+    return bool(_FLOCK.unpack(answer[: _FLOCK.size])[0] != fcntl.F_UNLCK)

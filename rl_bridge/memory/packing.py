@@ -34,7 +34,10 @@ def tensor_key(tensor: torch.Tensor) -> tuple[int, tuple[int, ...], tuple[int, .
 
 def _check_source(name: str, tensor: torch.Tensor) -> None:
     if tensor.layout is not torch.strided or tensor.is_quantized:
-        msg = f"tensor {name!r} is {tensor.layout}, quantized={tensor.is_quantized}: publish dense tensors."
+        msg = (
+            f"tensor {name!r} is {tensor.layout}, quantized={tensor.is_quantized}: publish dense "
+            "tensors."
+        )
         raise WeightBridgeUnavailableError(msg)
     if tensor.device.type != "cpu":
         msg = (
@@ -49,7 +52,10 @@ def _check_source(name: str, tensor: torch.Tensor) -> None:
         )
         raise WeightBridgeUnavailableError(msg)
     if tensor.is_conj() or tensor.is_neg():
-        msg = f"tensor {name!r} is a lazy conjugate or negative: call resolve_conj().resolve_neg() first."
+        msg = (
+            f"tensor {name!r} is a lazy conjugate or negative: call resolve_conj().resolve_neg() "
+            "first."
+        )
         raise WeightBridgeUnavailableError(msg)
 
 

@@ -6,6 +6,7 @@ without a compiler the same pass runs in Python over the same xxHash, slower and
 """
 
 import ctypes
+import importlib
 import logging
 import os
 import threading
@@ -14,7 +15,6 @@ from types import ModuleType
 
 import numpy as np
 import numpy.typing as npt
-import xxhash
 
 from rl_bridge.manifest.digest import (
     DIGEST_NBYTES,
@@ -48,12 +48,13 @@ def default_threads() -> int:
 def _load_native() -> tuple[ModuleType | None, int, str | None]:
     """Find the compiled pass and xxHash's function; say why not, where one is missing."""
     try:
-        from rl_bridge.memory import _native  # noqa: PLC0415 - optional, see the module docstring
+        # By name: a type checker cannot see a module that is built, or not, at install time.
+        native = importlib.import_module("rl_bridge.memory._native")
     except ImportError as error:
         return None, 0, f"the compiled module is missing ({error}); no C compiler at install time?"
     try:
-        library = ctypes.CDLL(xxhash._xxhash.__file__)  # noqa: SLF001 - see the next comment
-    except (AttributeError, OSError) as error:
+        library = ctypes.CDLL(str(importlib.import_module("xxhash._xxhash").__file__))
+    except (ImportError, OSError) as error:
         return None, 0, f"xxhash's library cannot be opened ({error})"
     # xxhash exports the C functions that its wheel was built from; the dispatching one picks the
     # widest vectors of this CPU. It is no documented interface, hence the self-test below.
@@ -61,7 +62,7 @@ def _load_native() -> tuple[ModuleType | None, int, str | None]:
         function = getattr(library, name, None)
         if function is not None:
             address = ctypes.cast(function, ctypes.c_void_p).value or 0
-            return _native, address, None
+            return native, address, None
     return None, 0, "xxhash's library does not export XXH3_128bits"
 
 
@@ -206,7 +207,7 @@ def native_cause() -> str | None:
 
 def _self_test() -> None:
     """Compare the compiled pass with the reference; a wrong digest must never leave this module."""
-    global _NATIVE, _CAUSE  # noqa: PLW0603 - decided once, at import
+    global _NATIVE, _CAUSE
     if _NATIVE is None:
         _LOG.info("digests run in Python: %s", _CAUSE)
         return

@@ -1,4 +1,4 @@
-"""Segments: the memory that two processes share, and how a reader makes sure that it is the right one.
+"""Segments: the memory that two processes share, and how a reader knows that it is the right one.
 
 The first way needs no names: the owner maps a `memfd`, seals it, and says where it is (its pid, the
 descriptor's number, the inode). A reader opens ``/proc/<pid>/fd/<n>`` read-only. Sealed means that
@@ -123,7 +123,9 @@ class OwnedSegment:
             fd=fd if path is None else 0,
             name="" if path is None else path.name,
         )
-        self._finalizer = weakref.finalize(self, _dispose, self._pid, fd, self.address, nbytes, path)
+        self._finalizer = weakref.finalize(
+            self, _dispose, self._pid, fd, self.address, nbytes, path
+        )
 
     @classmethod
     def make(
@@ -161,7 +163,10 @@ class OwnedSegment:
             if fd >= 0:
                 os.close(fd)
                 _PRIVATE_FDS.discard(fd)
-            msg = f"cannot make shared memory {name!r} of {nbytes} bytes: {error}. Free memory, or lower max_slots."
+            msg = (
+                f"cannot make shared memory {name!r} of {nbytes} bytes: {error}. Free memory, or "
+                "lower max_slots."
+            )
             raise SegmentError(msg) from error
 
     def close(self) -> None:
@@ -215,7 +220,10 @@ def open_segment(ref: SegmentRef, *, directory: Path | None = None, writable: bo
     try:
         fd = os.open(where, flags)
     except OSError as error:
-        msg = f"segment {where} cannot be opened: {error}. It was released, or its publisher died: publish again."
+        msg = (
+            f"segment {where} cannot be opened: {error}. It was released, or its publisher died: "
+            "publish again."
+        )
         raise SegmentError(msg) from error
     try:
         _check_identity(fd, ref, where, writable=writable)
@@ -235,21 +243,31 @@ def _check_identity(fd: int, ref: SegmentRef, where: str, *, writable: bool) -> 
         )
         raise SegmentError(msg)
     if status.st_size != ref.nbytes:
-        msg = f"segment {where} has {status.st_size} bytes, the manifest says {ref.nbytes}: it was truncated or altered."
+        msg = (
+            f"segment {where} has {status.st_size} bytes, the manifest says {ref.nbytes}: it was "
+            "truncated or altered."
+        )
         raise SegmentError(msg)
     if ref.kind == "memfd":
         needed = _SIZE_SEALS if writable else _DATA_SEALS
         seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
         if seals & needed != needed:
-            msg = f"segment {where} is not sealed (seals {seals:#x}, expected {needed:#x}): its owner could change it."
+            msg = (
+                f"segment {where} is not sealed (seals {seals:#x}, expected {needed:#x}): its "
+                "owner could change it."
+            )
             raise SegmentError(msg)
 
 
 def still_there(ref: SegmentRef, *, directory: Path | None = None) -> bool:
     """Tell whether the owner still offers this segment: otherwise nobody will write to it again."""
-    where = f"/proc/{ref.pid}/fd/{ref.fd}" if ref.kind == "memfd" else directory and directory / ref.name
+    where = (
+        f"/proc/{ref.pid}/fd/{ref.fd}"
+        if ref.kind == "memfd"
+        else directory and directory / ref.name
+    )
     try:
-        status = os.stat(where or "")
+        status = os.stat(where or "")  # noqa: PTH116 - it may be a link of /proc
     except OSError:
         return False
     return (status.st_dev, status.st_ino) == (ref.device, ref.inode)

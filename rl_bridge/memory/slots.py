@@ -68,7 +68,10 @@ def read_stamp(fd: int, ref: SegmentRef) -> Stamp:
     """
     raw = os.pread(fd, _STAMP.size, ref.nbytes - vm.PAGE) if ref.nbytes > vm.PAGE else b""
     if len(raw) != _STAMP.size or raw[:8] != _MAGIC:
-        msg = f"segment inode {ref.inode} holds no stamp of this transport: it is not a slot, or it was truncated."
+        msg = (
+            f"segment inode {ref.inode} holds no stamp of this transport: it is not a slot, or it "
+            "was truncated."
+        )
         raise SegmentError(msg)
     _, update_id, generation, arena_nbytes = _STAMP.unpack(raw)
     return Stamp(update_id.hex(), generation, arena_nbytes)
@@ -195,5 +198,6 @@ class SlotRing:
                 reasons.append(f"update {stamp.update_id}: still read by {', '.join(holders)}")
         return (
             f"all {self._limit} slots are held, so nothing can be published: {'; '.join(reasons)}. "
-            "Release old updates, drop tensors of old versions, stop the reader that hangs, or raise max_slots."
+            "Release old updates, drop tensors of old versions, stop the reader that hangs, or "
+            "raise max_slots."
         )

@@ -11,6 +11,7 @@ import os
 import threading
 import weakref
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -35,14 +36,19 @@ class Pin:
     def __init__(self, address: int, nbytes: int, view: "SegmentView | None" = None) -> None:
         """Describe a range; `buffer` is what keeps it alive."""
         # A subclass, because instances of plain ctypes arrays take no weak references' callbacks.
-        kind = type("PinnedRange", (ctypes.c_char * nbytes,), {})
+        # This one forgets its type when it dies; the cache of `c_char * n` never would.
+        kind: Any = type(
+            "PinnedRange", (ctypes.Array,), {"_type_": ctypes.c_char, "_length_": nbytes}
+        )
         self.buffer: ctypes.Array[ctypes.c_char] = kind.from_address(address)
         self.address = address
         self.nbytes = nbytes
         self.view = view
 
 
-def tensor_in(pin: Pin, offset: int, nbytes: int, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
+def tensor_in(
+    pin: Pin, offset: int, nbytes: int, dtype: str, shape: tuple[int, ...]
+) -> torch.Tensor:
     """Make a tensor that aliases `nbytes` bytes at `offset` of a pinned range, without a copy.
 
     Each tensor has a storage of its own, which starts at its first byte and keeps the pin.
@@ -103,18 +109,24 @@ class SegmentView:
                 raise StaleUpdate(self._overwritten(update_id, "is being overwritten"))
             self._alive += 1
             try:
-                stamp = read_stamp(self.fd, self.ref)
-                if (stamp.update_id, stamp.generation) != (update_id, generation):
-                    raise StaleUpdate(self._overwritten(update_id, f"holds update {stamp.update_id}"))
-                if stamp.arena_nbytes != arena_nbytes or arena_nbytes > self.nbytes - vm.PAGE:
-                    msg = f"update {update_id}: its slot holds {stamp.arena_nbytes} bytes, the manifest says {arena_nbytes}."
-                    raise SegmentError(msg)
+                self._check_stamp(update_id, generation, arena_nbytes)
                 pin = Pin(self.address, max(arena_nbytes, 1), self)
             except BaseException:
                 self._unpin()
                 raise
             weakref.finalize(pin.buffer, self._unpin).atexit = False
             return pin
+
+    def _check_stamp(self, update_id: str, generation: int, arena_nbytes: int) -> None:
+        stamp = read_stamp(self.fd, self.ref)
+        if (stamp.update_id, stamp.generation) != (update_id, generation):
+            raise StaleUpdate(self._overwritten(update_id, f"holds update {stamp.update_id}"))
+        if stamp.arena_nbytes != arena_nbytes or arena_nbytes > self.nbytes - vm.PAGE:
+            msg = (
+                f"update {update_id}: its slot holds {stamp.arena_nbytes} bytes, the "
+                f"manifest says {arena_nbytes}."
+            )
+            raise SegmentError(msg)
 
     def _overwritten(self, update_id: str, what: str) -> str:
         return (

@@ -109,8 +109,8 @@ def _os_error(what: str) -> OSError:
     return OSError(code, f"{what}: {os.strerror(code)}")
 
 
-def _mmap(address: int | None, nbytes: int, prot: int, flags: int, fd: int, offset: int) -> int:
-    found = _libc.mmap(address, nbytes, prot, flags, fd, offset)
+def _mmap(address: int | None, nbytes: int, prot: int, flags: int, fd: int = -1) -> int:
+    found = _libc.mmap(address, nbytes, prot, flags, fd, 0)
     if found is None or found == _FAILED:
         raise _os_error(f"mmap of {nbytes} bytes")
     return int(found)
@@ -129,7 +129,7 @@ def reserve(nbytes: int) -> int:
     alignment = _GIB if nbytes >= _GIB else _HUGE
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
     whole = nbytes + alignment
-    start = _mmap(None, whole, _PROT_NONE, flags, -1, 0)
+    start = _mmap(None, whole, _PROT_NONE, flags)
     address = round_up(start, alignment)
     if address > start:
         unmap(start, address - start)
@@ -146,7 +146,7 @@ def map_fixed(address: int, nbytes: int, fd: int) -> None:
 
     """
     flags = mmap.MAP_PRIVATE | _MAP_FIXED | _MAP_NORESERVE
-    _mmap(address, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd, 0)
+    _mmap(address, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd)
 
 
 def map_anonymous(nbytes: int) -> int:
@@ -157,7 +157,7 @@ def map_anonymous(nbytes: int) -> int:
 
     """
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    return _mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0)
+    return _mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags)
 
 
 def map_shared(nbytes: int, fd: int) -> int:
@@ -167,7 +167,7 @@ def map_shared(nbytes: int, fd: int) -> int:
         OSError: the kernel refuses.
 
     """
-    return _mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, fd, 0)
+    return _mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, fd)
 
 
 def unmap(address: int, nbytes: int) -> None:

@@ -88,7 +88,11 @@ class ImportedTensors(Mapping[str, torch.Tensor]):
         if tensor is None:
             table = self.table
             tensor = tensor_in(
-                self.pin, table.offsets[row], table.nbytes[row], table.dtypes[row], table.shapes[row]
+                self.pin,
+                table.offsets[row],
+                table.nbytes[row],
+                table.dtypes[row],
+                table.shapes[row],
             )
             tensor = self._made.setdefault(row, tensor)
         return tensor

@@ -23,7 +23,7 @@ def cuda_cause() -> str | None:
         ctypes.CDLL("libcuda.so.1")
     except OSError as error:
         return f"libcuda.so.1, the NVIDIA driver's library, cannot be loaded ({error})"
-    if not torch.backends.cuda.is_built():
+    if torch.version.cuda is None:
         return f"torch {torch.__version__} is built without CUDA"
     if not torch.cuda.is_available():
         return "the NVIDIA driver reports no usable device"

@@ -77,7 +77,10 @@ class _LocalPublisher(PublisherEnd):
     def snapshot(self, update_id: str) -> Pin:
         pin = self._snapshots.get(update_id)
         if pin is None:
-            msg = f"update {update_id} is gone: its publisher released it. Import the latest manifest."
+            msg = (
+                f"update {update_id} is gone: its publisher released it. Import the latest "
+                "manifest."
+            )
             raise SegmentError(msg)
         return pin
 
@@ -118,7 +121,10 @@ class _LocalConsumer(ConsumerEnd):
 
     def attach(self, manifest: WeightUpdateManifest) -> Attachment:
         if thaw(manifest.handle) != {}:
-            msg = f"update {manifest.update_id}: a local-clone handle is empty, got {manifest.handle}."
+            msg = (
+                f"update {manifest.update_id}: a local-clone handle is empty, got "
+                f"{manifest.handle}."
+            )
             raise MalformedManifest(msg)
         publisher = _PUBLISHERS.get(manifest.publisher_id)
         if publisher is None:
@@ -130,7 +136,10 @@ class _LocalConsumer(ConsumerEnd):
         source = publisher.snapshot(manifest.update_id)
         table = manifest.table
         if table.arena_nbytes > source.nbytes:
-            msg = f"update {manifest.update_id}: the manifest's arena is larger than what was published."
+            msg = (
+                f"update {manifest.update_id}: the manifest's arena is larger than what was "
+                "published."
+            )
             raise SegmentError(msg)
         pin = anonymous_pin(table.arena_nbytes)
         plan = BytePlan(table.nbytes_column)

@@ -12,7 +12,12 @@ TRANSPORTS: dict[str, type[Transport]] = {
     kind.name: kind for kind in (LocalClone, SharedMemory, CUDAVMM, CUDAIPC)
 }
 
-ALIASES = {"local": "local-clone", "shm": "shared-memory", "ipc": "cuda-ipc", "cuda-vmm-fd": "cuda-vmm"}
+ALIASES = {
+    "local": "local-clone",
+    "shm": "shared-memory",
+    "ipc": "cuda-ipc",
+    "cuda-vmm-fd": "cuda-vmm",
+}
 
 # Names that stand for what seed users know to be out of reach on one node's transports.
 _MULTI_NODE = frozenset({"multi-node", "rdma", "nccl-rdma", "nixl", "broadcast"})

@@ -107,7 +107,8 @@ class SharedMemory(Transport):
                 cls.name,
                 "blocked",
                 str(error),
-                "rl_bridge needs Linux 5.13 or later with /proc; in containers give both sides directory=.",
+                "rl_bridge needs Linux 5.13 or later with /proc; in containers give both sides "
+                "directory=.",
             )
         return Availability(cls.name, "pass")
 
@@ -248,7 +249,10 @@ class _SharedConsumer(ConsumerEnd):
         got = vm.read_into(view.fd, pin.address, nbytes)
         del lease
         if got != nbytes:
-            msg = f"update {manifest.update_id}: segment {handle.slot.name} ended after {got} of {nbytes} bytes: it was truncated."
+            msg = (
+                f"update {manifest.update_id}: segment {handle.slot.name} ended after {got} of "
+                f"{nbytes} bytes: it was truncated."
+            )
             raise SegmentError(msg)
         return pin
 
@@ -258,16 +262,23 @@ class _SharedConsumer(ConsumerEnd):
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             where = ".".join(str(part) for part in first["loc"])
-            msg = f"update {manifest.update_id}: handle field {where}: {first['msg']}. Send the manifest as it was published."
+            msg = (
+                f"update {manifest.update_id}: handle field {where}: {first['msg']}. Send the "
+                "manifest as it was published."
+            )
             raise MalformedManifest(msg) from error
         room = handle.slot.nbytes - vm.PAGE
         if manifest.table.arena_nbytes > room:
-            msg = f"update {manifest.update_id}: its arena of {manifest.table.arena_nbytes} bytes does not fit its segment, which has room for {room}."
+            msg = (
+                f"update {manifest.update_id}: its arena of {manifest.table.arena_nbytes} bytes "
+                f"does not fit its segment, which has room for {room}."
+            )
             raise RangeBeyondSegment(msg)
         if (handle.slot.kind == "file") != (self._directory is not None):
             raise TransportUnavailable(
                 SharedMemory.name,
-                f"the publisher uses {handle.slot.kind} segments and this side is set up for the other kind",
+                f"the publisher uses {handle.slot.kind} segments and this side is set up for the "
+                "other kind",
                 "Give both sides the same directory=, or neither.",
             )
         return handle
