@@ -145,7 +145,7 @@ class Publisher:
             self._check_open()
             start = time.perf_counter()
             tensors = named_tensors(source)
-            plan = self._plan_for(tensors, trainable_names(source, trainable))
+            plan = self._plan_for(tensors, trainable_names(source, tensors, trainable))
             gathered = time.perf_counter()
             # Whatever can be wrong with the input is found before memory is written.
             checked = freeze({**(metadata or {}), "layout": layout.to_metadata()})

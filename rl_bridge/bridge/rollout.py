@@ -299,7 +299,7 @@ class RolloutExecutor:
                 self._advance(torn[0], Event.UNDO)
             if previous is not None and previous != manifest.update_id:
                 self.release_weight_update(previous)
-        except Exception:
+        except Exception:  # noqa: BLE001 - logged in full
             # The new version is installed, proven and acknowledged: telling the caller that the
             # update failed would be wrong. What could not be let go is said in the log.
             _LOG.exception(

@@ -43,6 +43,8 @@ def named_tensors(source: Source) -> dict[str, torch.Tensor]:
         raise IncompatibleUpdate(msg)
     else:
         items = _pairs(source)
+    if isinstance(source, Mapping) and _is_plain(source):
+        return dict(source)
     found: dict[str, torch.Tensor] = {}
     for name, tensor in items:
         if not isinstance(name, str):
@@ -64,6 +66,12 @@ def named_tensors(source: Source) -> dict[str, torch.Tensor]:
     return found
 
 
+def _is_plain(source: Mapping[str, torch.Tensor]) -> bool:
+    """Whether there is nothing to check one by one: only strings, only tensors."""
+    kinds = set(map(type, source.values()))
+    return kinds <= {torch.Tensor, torch.nn.Parameter} and set(map(type, source)) <= {str}
+
+
 def _pairs(source: Iterable[object]) -> Iterable[tuple[object, object]]:
     for item in source:
         names, tensors = getattr(item, "names", None), getattr(item, "tensors", None)
@@ -82,7 +90,9 @@ def _pairs(source: Iterable[object]) -> Iterable[tuple[object, object]]:
             raise IncompatibleUpdate(msg)
 
 
-def trainable_names(source: Source, declared: Iterable[str] | None) -> frozenset[str] | None:
+def trainable_names(
+    source: Source, tensors: Mapping[str, torch.Tensor], declared: Iterable[str] | None
+) -> frozenset[str] | None:
     """Names that training is expected to change: as declared, or a module's ``requires_grad`` ones.
 
     None where nothing is known: a plain state dict does not say.
@@ -90,11 +100,5 @@ def trainable_names(source: Source, declared: Iterable[str] | None) -> frozenset
     if declared is not None:
         return frozenset(declared)
     if isinstance(source, torch.nn.Module):
-        names = (
-            name
-            for name, parameter in source.named_parameters(remove_duplicate=False)
-            if parameter.requires_grad
-        )
-        kept = source.state_dict(keep_vars=True).keys()
-        return frozenset(name for name in names if name in kept)
+        return frozenset(name for name, tensor in tensors.items() if tensor.requires_grad)
     return None

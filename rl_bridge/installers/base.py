@@ -2,7 +2,7 @@
 
 An adapter's life during one update: ``prepare`` (refuse before byte 0) -> ``install`` -> ``prove``,
 and ``undo`` after any failure. `RolloutExecutor` drives it. Adapters that have
-only ``install`` and ``release`` are wrapped by `rl_bridge.installers.legacy`.
+only ``install`` and ``release`` are wrapped by `rl_bridge.installers.wrapped`.
 """
 
 from abc import ABC, abstractmethod

@@ -5,9 +5,15 @@ from rl_bridge.installers.base import InstallProof
 from rl_bridge.installers.engine_memory import Binding, EngineMemory, Snapshot
 from rl_bridge.installers.way import Way
 from rl_bridge.manifest.model import WeightUpdateManifest
+from rl_bridge.manifest.table import TensorTable
 from rl_bridge.transports.base import ImportedTensors
 
 __all__ = ["CopyWay"]
+
+
+def _covers(older: TensorTable, newer: TensorTable) -> bool:
+    """Whether every tensor of `newer` is in `older` too, so that `older` can undo it."""
+    return older.digest == newer.digest or older.rows.keys() >= newer.rows.keys()
 
 
 class CopyWay(Way):
@@ -27,9 +33,7 @@ class CopyWay(Way):
     def prepare(self, manifest: WeightUpdateManifest, tensors: ImportedTensors) -> None:
         """Match names, shapes and dtypes; copy the engine aside if nothing else can restore it."""
         bound = self.memory.bind(manifest.table, strict=self.strict)
-        covered = self._current is not None and (
-            self._current[0].table.rows.keys() >= manifest.table.rows.keys()
-        )
+        covered = self._current is not None and _covers(self._current[0].table, manifest.table)
         self._snapshot = None if covered else Snapshot(self.memory.engine)
         self._pending = (manifest, tensors, bound)
 

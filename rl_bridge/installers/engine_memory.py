@@ -6,6 +6,7 @@ whose engine lives in this process.
 
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
+from operator import is_
 
 import numpy as np
 import torch
@@ -16,8 +17,9 @@ from rl_bridge.manifest.digest import DIGEST_NBYTES
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.manifest.table import TensorTable
 from rl_bridge.memory import vm
-from rl_bridge.memory.packing import dtype_name, tensor_key
+from rl_bridge.memory.packing import TensorFacts, dtype_name, tensor_key
 from rl_bridge.memory.passes import Addresses, BytePlan
+from rl_bridge.memory.views import anonymous_pin
 
 __all__ = ["Binding", "Engine", "EngineMemory", "Snapshot", "named_engine_tensors"]
 
@@ -45,6 +47,11 @@ class Binding:
         addresses: where each target lies, uint64.
         plan: the targets' sizes.
         strided: targets that are not contiguous: torch copies them.
+        facts: what the targets were when they were matched.
+        num_engine_tensors: how many names the engine had then.
+        every_name: all names of the layout, also those that share an engine tensor's memory.
+        every_tensor: the live tensor objects under these names.
+        every_row: their layout rows.
 
     """
 
@@ -55,6 +62,15 @@ class Binding:
     addresses: Addresses
     plan: BytePlan
     strided: tuple[int, ...]
+    facts: TensorFacts
+    num_engine_tensors: int
+    every_name: tuple[str, ...]
+    every_tensor: tuple[torch.Tensor, ...]
+    every_row: np.ndarray
+
+    def holds_objects(self, tensors: Mapping[str, torch.Tensor]) -> bool:
+        """Whether the engine (name -> tensor) still has these tensor objects under these names."""
+        return all(map(is_, map(tensors.get, self.every_name), self.every_tensor))
 
 
 class EngineMemory:
@@ -83,7 +99,13 @@ class EngineMemory:
         """
         tensors = self.tensors()
         bound = self._binding
-        if bound is not None and bound.table.digest == table.digest and _unmoved(bound, tensors):
+        if (
+            bound is not None
+            and bound.table.digest == table.digest
+            and len(tensors) == bound.num_engine_tensors
+            and bound.holds_objects(tensors)
+            and bound.facts.hold(bound.tensors)
+        ):
             return bound
         _check_fit(table, tensors, strict=strict)
         targets: dict[object, tuple[str, int]] = {}
@@ -109,6 +131,11 @@ class EngineMemory:
             addresses=np.array([tensor.data_ptr() for tensor in found], np.uint64),
             plan=BytePlan(table.nbytes_column[rows]),
             strided=tuple(i for i, tensor in enumerate(found) if not tensor.is_contiguous()),
+            facts=TensorFacts(found),
+            num_engine_tensors=len(tensors),
+            every_name=tuple(table.rows),
+            every_tensor=tuple(tensors[name] for name in table.rows),
+            every_row=np.fromiter(table.rows.values(), np.int64, len(table.rows)),
         )
         return self._binding
 
@@ -146,7 +173,7 @@ class EngineMemory:
             ProofFailed: a tensor differs, or is no longer where it was installed.
 
         """
-        if not _unmoved(bound, self.tensors()):
+        if not (bound.holds_objects(self.tensors()) and bound.facts.stay(bound.tensors)):
             msg = (
                 f"version {manifest.weight_version}: the engine's tensors moved during the install."
             )
@@ -177,23 +204,6 @@ def _difference(bound: Binding, found: bytes, expected: bytes, version: int) -> 
                 f"{found[here].hex()}, expected {expected[here].hex()}. The install was undone."
             )
     return f"the engine does not hold version {version}."
-
-
-def _unmoved(bound: Binding, tensors: Mapping[str, torch.Tensor]) -> bool:
-    """Whether the engine's tensors are still those objects, at those addresses."""
-    if len(bound.tensors) > len(tensors):
-        return False
-    found = [tensors.get(name) for name in bound.names]
-    same = all(now is then for now, then in zip(found, bound.tensors, strict=True))
-    if not same:
-        return False
-    pointers = np.fromiter(
-        map(torch.Tensor.data_ptr, bound.tensors), np.uint64, count=len(bound.tensors)
-    )
-    return np.array_equal(pointers, bound.addresses) and all(
-        tensor.shape == bound.table.shapes[row]
-        for tensor, row in zip(bound.tensors, bound.rows.tolist(), strict=True)
-    )
 
 
 def _check_fit(table: TensorTable, tensors: Mapping[str, torch.Tensor], *, strict: bool) -> None:
@@ -228,17 +238,25 @@ def _check_fit(table: TensorTable, tensors: Mapping[str, torch.Tensor], *, stric
 class Snapshot:
     """An engine's weights, byte for byte, with the tensor object and storage under each name."""
 
-    def __init__(self, engine: Engine) -> None:
-        """Copy every distinct tensor. Costs the engine's weights once more in memory."""
+    def __init__(self, engine: Engine, *, num_threads: int | None = None) -> None:
+        """Copy every tensor. Costs the engine's weights once more in memory."""
         self._engine = engine
+        self._num_threads = num_threads
         self._owners = named_engine_tensors(engine)
         # Detached views keep the old storages alive, whatever the adapter assigns meanwhile.
         self._data = {name: tensor.detach() for name, tensor in self._owners.items()}
-        self._copies: dict[object, torch.Tensor] = {}
-        for name, data in self._data.items():
-            key = _key(name, data)
-            if key not in self._copies:
-                self._copies[key] = data.clone()
+        # Strided tensors are copied by torch; all others in one pass over their bytes.
+        self._strided = {
+            name: data.clone() for name, data in self._data.items() if not data.is_contiguous()
+        }
+        dense = [data for name, data in self._data.items() if name not in self._strided]
+        sizes = np.array([data.numel() * data.element_size() for data in dense], np.uint64)
+        ends = np.cumsum(sizes, dtype=np.uint64)
+        self._plan = BytePlan(sizes)
+        self._homes = np.array([data.data_ptr() for data in dense], np.uint64)
+        self._pin = anonymous_pin(self._plan.total_nbytes)
+        self._copies = ends - sizes + np.uint64(self._pin.address)
+        self._plan.copy(self._homes, self._copies, num_threads=num_threads)
 
     def restore(self) -> None:
         """Put objects, storages and bytes back, and check that they are.
@@ -254,20 +272,26 @@ class Snapshot:
             data = self._data[name]
             if owner.data_ptr() != data.data_ptr() or owner.shape != data.shape:
                 owner.data = data
+        self._plan.copy(self._copies, self._homes, num_threads=self._num_threads)
         with torch.no_grad():
-            for name, data in self._data.items():
-                data.copy_(self._copies[_key(name, data)])
+            for name, copy in self._strided.items():
+                self._data[name].copy_(copy)
+        self._check()
+
+    def _check(self) -> None:
         now = named_engine_tensors(self._engine)
-        for name, owner in self._owners.items():
-            if now.get(name) is not owner or not _same_bytes(
-                owner.detach(), self._copies[_key(name, self._data[name])]
-            ):
-                msg = f"undo failed: the engine's tensor {name!r} does not take back what it was."
-                raise TornEngine(msg)
-
-
-def _key(name: str, data: torch.Tensor) -> object:
-    return tensor_key(data) if data.numel() else name
+        lost = [
+            name
+            for name, owner in self._owners.items()
+            if now.get(name) is not owner
+            or owner.data_ptr() != self._data[name].data_ptr()
+            or (name in self._strided and not _same_bytes(owner, self._strided[name]))
+        ]
+        same = self._plan.digest(self._homes) == self._plan.digest(self._copies)
+        if lost or not same:
+            what = f"tensor {lost[0]!r} does" if lost else "weights do"
+            msg = f"undo failed: the engine's {what} not take back what was there before."
+            raise TornEngine(msg)
 
 
 def _put_back(engine: Engine, name: str, tensor: torch.Tensor) -> None:
@@ -282,7 +306,5 @@ def _put_back(engine: Engine, name: str, tensor: torch.Tensor) -> None:
 
 
 def _same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
-    if one.numel() == 0:
-        return True
-    first = one.contiguous().view(-1).view(torch.uint8)
+    first = one.detach().contiguous().view(-1).view(torch.uint8)
     return torch.equal(first, other.contiguous().view(-1).view(torch.uint8))

@@ -1,8 +1,10 @@
 """``alias`` and ``flip``: the engine's tensors become views of the verified pages."""
 
+import numpy as np
+
 from rl_bridge.errors import IncompatibleUpdate, WeightBridgeError
 from rl_bridge.installers.base import InstallProof
-from rl_bridge.installers.engine_memory import EngineMemory
+from rl_bridge.installers.engine_memory import Binding, EngineMemory
 from rl_bridge.installers.way import Rebinding, Way, prove_identity
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.memory.flip import LiveRange
@@ -19,7 +21,7 @@ class AliasWay(Way):
         """Work on an engine's memory."""
         super().__init__(memory, strict=strict, num_threads=num_threads)
         self._rebinding = Rebinding(memory)
-        self._pending: tuple[WeightUpdateManifest, ImportedTensors] | None = None
+        self._pending: tuple[WeightUpdateManifest, ImportedTensors, Binding] | None = None
 
     def is_prepared(self, manifest: WeightUpdateManifest) -> bool:
         """Whether `prepare` was called for this update."""
@@ -27,13 +29,13 @@ class AliasWay(Way):
 
     def prepare(self, manifest: WeightUpdateManifest, tensors: ImportedTensors) -> None:
         """Match names, shapes and dtypes."""
-        self.memory.bind(manifest.table, strict=self.strict)
-        self._pending = (manifest, tensors)
+        bound = self.memory.bind(manifest.table, strict=self.strict)
+        self._pending = (manifest, tensors, bound)
 
     def install(self) -> None:
         """Rebind."""
         if self._pending is not None:
-            manifest, tensors = self._pending
+            manifest, tensors, _ = self._pending
             self._rebinding.point({name: tensors[name] for name in manifest.table.rows})
 
     def prove(self) -> InstallProof:
@@ -41,10 +43,15 @@ class AliasWay(Way):
         if self._pending is None:
             msg = "prove was called before install. Call prepare, install, then prove."
             raise WeightBridgeError(msg)
-        manifest, tensors = self._pending
+        manifest, tensors, bound = self._pending
         pin = tensors.pin
         return prove_identity(
-            self, manifest, tensors.addresses, pin.address, is_verified=pin.view is not None
+            self,
+            manifest,
+            bound,
+            tensors.addresses,
+            base=pin.address,
+            is_verified=pin.view is not None,
         )
 
     def undo(self) -> None:
@@ -72,7 +79,7 @@ class FlipWay(Way):
         self._live_layout = ""
         # While an update is under way: what was live before, to go back to.
         self._before: tuple[LiveRange | None, str, Pin | None] | None = None
-        self._pending: tuple[WeightUpdateManifest, ImportedTensors] | None = None
+        self._pending: tuple[WeightUpdateManifest, ImportedTensors, Binding] | None = None
 
     def is_prepared(self, manifest: WeightUpdateManifest) -> bool:
         """Whether `prepare` was called for this update."""
@@ -89,19 +96,17 @@ class FlipWay(Way):
             raise IncompatibleUpdate(msg)
         if self._live is not None and self._live_layout == manifest.table.digest:
             live = self._live
-            inside = all(
-                live.address <= int(address) < live.address + live.nbytes or not tensor.numel()
-                for address, tensor in zip(bound.addresses.tolist(), bound.tensors, strict=True)
-            )
-            if not inside:
+            offsets = bound.addresses - np.uint64(live.address)
+            sizes = manifest.table.nbytes_column[bound.rows]
+            if ((offsets >= live.nbytes) & (sizes > 0)).any():
                 self._live = None  # somebody rebound the engine: bind it anew
-        self._pending = (manifest, tensors)
+        self._pending = (manifest, tensors, bound)
 
     def install(self) -> None:
         """Flip; the first time, and after a change of layout, bind the engine to the range."""
         if self._pending is None:
             return
-        manifest, tensors = self._pending
+        manifest, tensors, _ = self._pending
         if self._live is not None and self._live_layout == manifest.table.digest:
             self._before = (self._live, self._live_layout, self._live.content)
             try:
@@ -126,11 +131,11 @@ class FlipWay(Way):
         if self._pending is None or self._live is None:
             msg = "prove was called before install. Call prepare, install, then prove."
             raise WeightBridgeError(msg)
-        manifest, tensors = self._pending
+        manifest, tensors, bound = self._pending
         live = self._live
         expected = manifest.table.offset_column + live.address
         shown = live.content is tensors.pin and live.shows(tensors.pin)
-        return prove_identity(self, manifest, expected, live.address, is_verified=shown)
+        return prove_identity(self, manifest, bound, expected, base=live.address, is_verified=shown)
 
     def undo(self) -> None:
         """Flip back, or bind back."""

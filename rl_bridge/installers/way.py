@@ -1,19 +1,23 @@
 """A way to install into memory of this process: what the ways have in common."""
 
 from abc import ABC, abstractmethod
+from operator import attrgetter, eq
 
 import numpy as np
 import torch
 
 from rl_bridge.errors import IncompatibleUpdate, ProofFailed
 from rl_bridge.installers.base import InstallProof
-from rl_bridge.installers.engine_memory import EngineMemory
+from rl_bridge.installers.engine_memory import Binding, EngineMemory
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.memory import vm
 from rl_bridge.memory.passes import Addresses, BytePlan
 from rl_bridge.transports.base import ImportedTensors
 
 __all__ = ["Rebinding", "Way", "prove_identity", "require_imported"]
+
+
+_SHAPE = attrgetter("shape")
 
 
 class Way(ABC):
@@ -84,13 +88,20 @@ class Rebinding:
 
 
 def prove_identity(
-    way: Way, manifest: WeightUpdateManifest, expected: Addresses, base: int, *, is_verified: bool
+    way: Way,
+    manifest: WeightUpdateManifest,
+    bound: Binding,
+    expected: Addresses,
+    *,
+    base: int,
+    is_verified: bool,
 ) -> InstallProof:
     """Show that the engine's tensors are the pages that were verified; digest them where not.
 
     Args:
         way: whose engine.
         manifest: what was installed.
+        bound: the engine's tensors, as they were matched with the layout.
         expected: where each of the layout's rows must be, uint64.
         base: first byte of the arena that they lie in.
         is_verified: whether `base` shows the very mapping that import verified.
@@ -100,21 +111,7 @@ def prove_identity(
 
     """
     table = manifest.table
-    engine = way.memory.tensors()
-    for name, row in table.rows.items():
-        tensor = engine.get(name)
-        if (
-            tensor is None
-            or tuple(tensor.shape) != table.shapes[row]
-            or not tensor.is_contiguous()
-            or (tensor.numel() and tensor.data_ptr() != int(expected[row]))
-        ):
-            msg = (
-                f"the engine does not hold version {manifest.weight_version}: tensor {name!r} is "
-                "no "
-                "view of the verified memory. The install was undone."
-            )
-            raise ProofFailed(msg)
+    _require_views(way, manifest, bound, expected)
     own = vm.private_ranges(base, vm.round_up(max(table.arena_nbytes, 1))) if is_verified else None
     if own == []:
         return InstallProof(
@@ -142,6 +139,29 @@ def prove_identity(
         digested_nbytes=table.total_nbytes,
         tensors=len(table.rows),
     )
+
+
+def _require_views(
+    way: Way, manifest: WeightUpdateManifest, bound: Binding, expected: Addresses
+) -> None:
+    """Every tensor of the engine lies where its row is expected, whole and contiguous."""
+    table, tensors = manifest.table, bound.every_tensor
+    found = np.fromiter(map(torch.Tensor.data_ptr, tensors), np.uint64, len(tensors))
+    rows = bound.every_row
+    elsewhere = (found != expected[rows]) & (table.nbytes_column[rows] > 0)
+    shapes = map(table.shapes.__getitem__, rows.tolist())
+    if (
+        not bound.holds_objects(way.memory.tensors())
+        or elsewhere.any()
+        or not all(map(eq, map(_SHAPE, tensors), shapes))
+        or not all(map(torch.Tensor.is_contiguous, tensors))
+    ):
+        name = bound.every_name[int(np.argmax(elsewhere))]
+        msg = (
+            f"the engine does not hold version {manifest.weight_version}: tensor {name!r}, or one "
+            "like it, is no view of the verified memory. The install was undone."
+        )
+        raise ProofFailed(msg)
 
 
 def require_imported(tensors: object) -> ImportedTensors:

@@ -33,6 +33,14 @@ def _no_constant(text: str) -> NoReturn:
     raise MalformedManifest(msg)
 
 
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):  # 1e999 reads as infinity, which could not be written again
+        msg = f"manifest JSON holds {text[:48]}, which is too large. Remove it from the metadata."
+        raise MalformedManifest(msg)
+    return value
+
+
 def _unique(pairs: list[tuple[str, JSONValue]]) -> dict[str, JSONValue]:
     found = dict(pairs)
     if len(found) != len(pairs):
@@ -43,7 +51,9 @@ def _unique(pairs: list[tuple[str, JSONValue]]) -> dict[str, JSONValue]:
     return found
 
 
-DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_no_constant)
+DECODER = json.JSONDecoder(
+    object_pairs_hook=_unique, parse_constant=_no_constant, parse_float=_finite
+)
 
 
 def decode_json(text: str, start: int = 0) -> tuple[JSONValue, int]:

@@ -36,7 +36,9 @@ LEAF_NBYTES = 131_072
 PAD_NBYTES = 1_024
 DIGEST_NBYTES = 16
 
-_HEX = np.frombuffer(b"".join(b"%02x" % value for value in range(256)), np.uint8).reshape(256, 2)
+_DIGEST = np.dtype((np.void, DIGEST_NBYTES))
+_DIGITS = np.dtype((np.void, 2 * DIGEST_NBYTES))
+_quote = json.encoder.encode_basestring_ascii
 
 
 def num_leaves(nbytes: int) -> int:
@@ -101,22 +103,17 @@ class RootPlan:
         self._num_digests = len(rows)
         rows |= {name: rows[target] for name, target in (ties or {}).items()}
         order = sorted(rows)
-        blank = '"' + "0" * (2 * DIGEST_NBYTES) + '"]\n'
-        lines: list[bytes] = []
-        ends = np.empty(len(order), np.int64)
-        end = 0
-        for position, name in enumerate(order):
+        blank = ',"' + "0" * (2 * DIGEST_NBYTES) + '"]\n'
+        lines = []
+        for name in order:
             row = rows[name]
-            head = json.dumps([name, dtypes[row], list(shapes[row])], separators=(",", ":"))
-            line = (head[:-1] + "," + blank).encode("ascii")
-            end += len(line)
-            lines.append(line)
-            ends[position] = end
+            dims = ",".join(map(str, shapes[row]))
+            lines.append(f'[{_quote(name)},"{dtypes[row]}",[{dims}]{blank}')
         self._order = np.array([rows[name] for name in order], np.int64)
-        self._block = np.frombuffer(b"".join(lines), np.uint8)
+        self._block = np.frombuffer("".join(lines).encode("ascii"), np.uint8)
         # Where each line's 32 digits start: the line ends with `"]\n`, three bytes after them.
-        starts = ends - 3 - 2 * DIGEST_NBYTES
-        self._places = (starts[:, None] + np.arange(2 * DIGEST_NBYTES)).reshape(-1)
+        ends = np.cumsum(np.fromiter(map(len, lines), np.int64, len(lines)))
+        self._starts = ends - 3 - 2 * DIGEST_NBYTES
 
     def root(self, digests: bytes) -> bytes:
         """Root (16 bytes) of the update whose tensor digests are `digests`, in layout order.
@@ -129,7 +126,9 @@ class RootPlan:
         if len(digests) != expected:
             msg = f"digest block has {len(digests)} bytes, expected {expected} (16 per tensor)."
             raise MalformedManifest(msg)
-        table = np.frombuffer(digests, np.uint8).reshape(-1, DIGEST_NBYTES)[self._order]
+        ordered = np.frombuffer(digests, _DIGEST)[self._order]
         block = self._block.copy()
-        block[self._places] = _HEX[table].reshape(-1)
+        # One 32-byte item at every byte offset: a gather that moves whole digests at a time.
+        windows = np.ndarray(len(block) - 2 * DIGEST_NBYTES + 1, _DIGITS, block, strides=(1,))
+        windows[self._starts] = np.frombuffer(ordered.tobytes().hex().encode("ascii"), _DIGITS)
         return xxhash.xxh3_128_digest(block.data)

@@ -196,12 +196,17 @@ class WeightUpdateManifest(BaseModel):
             )
             raise MalformedManifest(msg)
         header, end = decode_json(text, len(_PREFIX))
-        if not isinstance(header, dict) or canonical_json(header) != text[len(_PREFIX) : end]:
+        if not isinstance(header, dict):
+            msg = "the manifest's header is no JSON object. Send WeightUpdateManifest.to_json()."
+            raise MalformedManifest(msg)
+        table = _read_layout(header.pop("layout_digest", None), text[end:])
+        manifest = cls(**_header_fields(header), table=table)
+        # Compared with what this manifest writes, not only with the canonical form of what was
+        # read: else a loose number or a left-out default would give one manifest two texts.
+        if canonical_json(manifest.header()) != text[len(_PREFIX) : end]:
             msg = "the manifest's header is not canonical JSON: it was rewritten on the way."
             raise MalformedManifest(msg)
-        rest = text[end:]
-        table = _read_layout(header.pop("layout_digest", None), rest)
-        return cls(**_header_fields(header), table=table)
+        return manifest
 
     @model_validator(mode="wrap")
     @classmethod
@@ -275,9 +280,12 @@ def _header_fields(header: dict[str, JSONValue]) -> dict[str, JSONValue]:
     if not isinstance(root, str) or not root:
         msg = "manifest field root is missing: without it nothing ties the digests together."
         raise MalformedManifest(msg)
-    missing = WeightUpdateManifest.model_fields.keys() - header.keys() - {"table"}
-    if missing:
-        msg = f"manifest fields {sorted(missing)} are missing."
+    known = WeightUpdateManifest.model_fields.keys() - {"table"}
+    if known != header.keys():
+        msg = (
+            f"manifest fields {sorted(known - header.keys())} are missing, "
+            f"{sorted(header.keys() - known)} are unknown. Send the manifest as it was published."
+        )
         raise MalformedManifest(msg)
     return header
 

@@ -187,7 +187,7 @@ class TensorTable(BaseModel):
             if name in stored:
                 msg = f"tensor {name!r} is stored and tied at once. Keep one of the two."
                 raise DuplicateTensorName(msg)
-            if target not in stored:
+            if not isinstance(target, str) or target not in stored:
                 msg = f"tensor {name!r} is tied to {target!r}, which the layout does not store."
                 raise MalformedManifest(msg)
 
@@ -239,8 +239,8 @@ class TensorTable(BaseModel):
 
     def document(self) -> dict[str, JSONValue]:
         """Plain JSON form; `text` is its canonical text."""
-        return {name: thaw(getattr(self, name)) for name in type(self).model_fields} | {
-            "shapes": [list(shape) for shape in self.shapes],
+        return {name: getattr(self, name) for name in type(self).model_fields} | {
+            "ties": thaw(self.ties),
         }
 
     @cached_property

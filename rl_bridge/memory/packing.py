@@ -4,27 +4,40 @@ A `PackPlan` holds the layout and everything derived from it. Taking the same te
 comparison, not a plan: names, memory addresses, shapes, dtypes and strides must be as before.
 """
 
-from collections.abc import Mapping
-from operator import attrgetter
+from collections.abc import Mapping, Sequence
+from operator import attrgetter, eq, is_
 
 import numpy as np
 import torch
+from torch.nn.parameter import is_lazy
 
 from rl_bridge.errors import IncompatibleUpdate, WeightBridgeUnavailableError
-from rl_bridge.manifest.dtypes import dtype_nbytes
+from rl_bridge.manifest.dtypes import DTYPE_NBYTES, dtype_nbytes
 from rl_bridge.manifest.table import KNOWN_LAYOUTS, TensorTable
 from rl_bridge.memory import vm
 from rl_bridge.memory.passes import Addresses, BytePlan
 
-__all__ = ["PackPlan", "dtype_name", "tensor_key"]
+__all__ = ["PackPlan", "TensorFacts", "dtype_name", "tensor_key"]
 
 _SHAPE = attrgetter("shape")
 _DTYPE = attrgetter("dtype")
+_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
+
+
+class _DtypeNames(dict[torch.dtype, str]):
+    """Names by dtype, made when first asked for: printing one costs a microsecond."""
+
+    def __missing__(self, dtype: torch.dtype) -> str:
+        name = self[dtype] = str(dtype).removeprefix("torch.")
+        return name
+
+
+_DTYPE_NAMES = _DtypeNames()
 
 
 def dtype_name(tensor: torch.Tensor) -> str:
     """Wire name of a tensor's dtype."""
-    return str(tensor.dtype).removeprefix("torch.")
+    return _DTYPE_NAMES[tensor.dtype]
 
 
 def tensor_key(tensor: torch.Tensor) -> tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype]:
@@ -33,19 +46,23 @@ def tensor_key(tensor: torch.Tensor) -> tuple[int, tuple[int, ...], tuple[int, .
 
 
 def _check_source(name: str, tensor: torch.Tensor) -> None:
-    if tensor.layout is not torch.strided or tensor.is_quantized:
-        msg = (
-            f"tensor {name!r} is {tensor.layout}, quantized={tensor.is_quantized}: publish dense "
-            "tensors."
-        )
+    """Refuse what cannot travel as the bytes of a CPU tensor."""
+    if dtype_name(tensor) not in DTYPE_NBYTES:
+        dtype_nbytes(dtype_name(tensor), tensor=name)
+    if tensor.layout is not torch.strided:
+        msg = f"tensor {name!r} is {tensor.layout}: publish dense tensors."
         raise WeightBridgeUnavailableError(msg)
-    if tensor.device.type != "cpu":
+    if not tensor.is_cpu:
         msg = (
             f"tensor {name!r} is on {tensor.device}; this transport carries CPU tensors. "
             "Move the state dict to the CPU first, or use a CUDA transport."
         )
         raise WeightBridgeUnavailableError(msg)
-    if type(tensor) not in {torch.Tensor, torch.nn.Parameter}:
+    kind = type(tensor)
+    if kind not in _PLAIN and (
+        # A subclass that takes over dispatch is no plain memory: DTensor, FakeTensor, quantizers.
+        kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ or is_lazy(tensor)
+    ):
         msg = (
             f"tensor {name!r} is a {type(tensor).__name__}; publish plain tensors "
             "(a DTensor's full_tensor() or to_local())."
@@ -57,6 +74,45 @@ def _check_source(name: str, tensor: torch.Tensor) -> None:
             "first."
         )
         raise WeightBridgeUnavailableError(msg)
+
+
+class TensorFacts:
+    """Where some tensors are and what they are, to see cheaply whether that is still so.
+
+    The comparison streams: it makes no list of 40,000 shapes, whose garbage would cost more than
+    the comparison itself.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Note addresses, shapes, dtypes and strides."""
+        self._pointers = [tensor.data_ptr() for tensor in tensors]
+        self._shapes = [tensor.shape for tensor in tensors]
+        self._dtypes = [tensor.dtype for tensor in tensors]
+        # Asking whether a tensor is contiguous is half the price of asking for its strides.
+        self._strides = None
+        if not all(map(torch.Tensor.is_contiguous, tensors)):
+            self._strides = [tensor.stride() for tensor in tensors]
+
+    def hold(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether `tensors` are the same views of the same memory."""
+        return (
+            len(tensors) == len(self._pointers)
+            and all(map(eq, map(torch.Tensor.data_ptr, tensors), self._pointers))
+            and all(map(eq, map(_SHAPE, tensors), self._shapes))
+            and all(map(is_, map(_DTYPE, tensors), self._dtypes))
+            and self._same_strides(tensors)
+        )
+
+    def _same_strides(self, tensors: Sequence[torch.Tensor]) -> bool:
+        if self._strides is None:
+            return all(map(torch.Tensor.is_contiguous, tensors))
+        return all(map(eq, map(torch.Tensor.stride, tensors), self._strides))
+
+    def stay(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether `tensors` still lie at the same addresses; no more is compared."""
+        return len(tensors) == len(self._pointers) and all(
+            map(eq, map(torch.Tensor.data_ptr, tensors), self._pointers)
+        )
 
 
 class PackPlan:
@@ -79,17 +135,21 @@ class PackPlan:
         """
         stored: dict[str, torch.Tensor] = {}
         ties: dict[str, str] = {}
-        first: dict[object, str] = {}
+        # By address first: whole keys are only made where two tensors start at the same byte.
+        starts: dict[int, list[str]] = {}
         for name in sorted(tensors):
             tensor = tensors[name]
             _check_source(name, tensor)
-            dtype_nbytes(dtype_name(tensor), tensor=name)
-            key = tensor_key(tensor)
-            if tensor.numel() and key in first:
-                ties[name] = first[key]
-            else:
-                first[key] = name
+            here = starts.setdefault(tensor.data_ptr(), [])
+            twin = None
+            if here and tensor.numel():
+                key = tensor_key(tensor)
+                twin = next((other for other in here if tensor_key(stored[other]) == key), None)
+            if twin is None:
+                here.append(name)
                 stored[name] = tensor
+            else:
+                ties[name] = twin
         if trainable is not None:
             unknown = sorted(trainable - tensors.keys())
             if unknown:
@@ -108,7 +168,7 @@ class PackPlan:
         position = {name: index for index, name in enumerate(self._names)}
         self._order = [position[name] for name in self.table.names]
         values = list(tensors.values())
-        self._facts = self._look(values)
+        self._facts = TensorFacts(values)
         # Strided tensors are gathered by torch, straight into the arena, and digested there.
         self._gathered = [
             (row, self._order[row])
@@ -118,17 +178,6 @@ class PackPlan:
         pointers = np.array([values[index].data_ptr() for index in self._order], np.uint64)
         self._sources: Addresses = pointers
 
-    @staticmethod
-    def _look(
-        values: list[torch.Tensor],
-    ) -> tuple[list[int], list[torch.Size], list[torch.dtype], list[tuple[int, ...]]]:
-        return (
-            list(map(torch.Tensor.data_ptr, values)),
-            list(map(_SHAPE, values)),
-            list(map(_DTYPE, values)),
-            list(map(torch.Tensor.stride, values)),
-        )
-
     def fits(self, tensors: Mapping[str, torch.Tensor], trainable: frozenset[str] | None) -> bool:
         """Whether `tensors` are the same views of the same memory as those planned for."""
         if trainable is not None:
@@ -136,7 +185,7 @@ class PackPlan:
         return (
             self.trainable == trainable
             and tuple(tensors) == self._names
-            and self._look(list(tensors.values())) == self._facts
+            and self._facts.hold(list(tensors.values()))
         )
 
     def pack(
