@@ -27,6 +27,7 @@ LAYERS = {
     "bridge": 5,
     "integrations": 6,
     "testing": 6,
+    "demo": 6,
     "cli": 7,
 }
 # The facade (`rl_bridge/__init__.py`) collects names from everywhere: it stands above all layers,

@@ -5,8 +5,8 @@ The word of tensor ``i`` at position ``k`` is ``k * 40503 + i * 2053 + version *
 and one in-place addition moves both bytes of every word.
 """
 
-from collections.abc import Mapping
 import functools
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Self
 
@@ -21,6 +21,7 @@ _POSITION_FACTOR = 40503
 _TENSOR_FACTOR = 2053
 _WORD = 1 << 16
 _ITEMSIZE = 2
+_SMALL = 8192
 
 
 @functools.lru_cache(maxsize=4)
@@ -62,6 +63,11 @@ class PayloadSpec:
         """Return the tensor names, in order."""
         return [f"model.layers.{index}.weight" for index in range(self.num_tensors)]
 
+    def all_words(self, version: int) -> npt.NDArray[np.int16]:
+        """Return the words of every tensor of ``version``, one row each."""
+        offsets = np.arange(self.num_tensors, dtype=np.uint32) * _TENSOR_FACTOR + version * STEP
+        return (_ramp(self.numel)[None, :] + offsets.astype(np.uint16)[:, None]).view(np.int16)
+
     def expected_words(
         self, index: int, version: int, positions: tuple[int, ...] | None = None
     ) -> npt.NDArray[np.int16]:
@@ -85,9 +91,8 @@ class Payload:
         """Allocate and fill version 0; ``shared`` puts each tensor into torch's shared memory."""
         payload = cls(spec=spec)
         for index, name in enumerate(spec.names()):
-            words = torch.from_numpy(spec.expected_words(index, 0))
             tensor = torch.empty(spec.rows, spec.cols, dtype=torch.bfloat16)
-            tensor.view(torch.int16).copy_(words.view(spec.rows, spec.cols))
+            np.copyto(tensor.view(torch.int16).view(-1).numpy(), spec.expected_words(index, 0))
             payload.tensors[name] = tensor.share_memory_() if shared else tensor  # type: ignore[no-untyped-call]
         return payload
 
@@ -108,19 +113,21 @@ def find_wrong_tensor(
     Looks at the first, middle and last element of every tensor, or with ``full`` at all of them.
     """
     names = spec.names()
-    if list(tensors) != names and set(tensors) != set(names):
-        return f"expected {len(names)} tensors, got {len(tensors)} with other names"
-    if full:
-        for index, name in enumerate(names):
-            words = tensors[name].view(torch.int16).reshape(-1).numpy()
-            if not np.array_equal(words, spec.expected_words(index, version)):
-                return f"{name} does not hold version {version}"
-        return None
-    positions = (0, spec.numel // 2, spec.numel - 1)
-    chosen = torch.tensor(positions)
-    flat = [tensors[name].view(torch.int16).reshape(-1) for name in names]
-    seen = torch.stack([words_of[chosen] for words_of in flat]).numpy()
-    for index, name in enumerate(names):
-        if not np.array_equal(seen[index], spec.expected_words(index, version, positions)):
-            return f"{name} does not hold version {version}"
+    if len(tensors) != len(names):
+        return f"expected {len(names)} tensors, got {len(tensors)}"
+    try:
+        flat = [tensors[name].view(torch.int16).view(-1) for name in names]
+    except KeyError as error:
+        return f"tensor {error} is missing"
+    if spec.numel <= _SMALL:
+        # All of everything in one go: tens of thousands of little comparisons would take seconds.
+        wrong = spec.all_words(version) != torch.stack(flat).numpy()
+        rows = np.flatnonzero(wrong.any(axis=1))
+        return f"{names[rows[0]]} does not hold version {version}" if len(rows) else None
+    positions = None if full else (0, spec.numel // 2, spec.numel - 1)
+    chosen = None if positions is None else torch.tensor(positions)
+    for index, words in enumerate(flat):
+        seen = words if chosen is None else words[chosen]
+        if not np.array_equal(seen.numpy(), spec.expected_words(index, version, positions)):
+            return f"{names[index]} does not hold version {version}"
     return None

@@ -24,7 +24,7 @@ from rl_bridge.errors import (
 )
 from rl_bridge.lifecycle.machine import Lifecycle, Observer
 from rl_bridge.lifecycle.table import Event, Role, State
-from rl_bridge.manifest.canonical import JSONValue
+from rl_bridge.manifest.canonical import JSONValue, freeze, thaw
 from rl_bridge.manifest.digest import DIGEST_NBYTES
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.memory.control import UpdateReport
@@ -120,15 +120,21 @@ class Consumer:
         Raises:
             UnknownUpdate: it was never imported here.
             IllegalTransition: its state does not allow it.
+            StaleUpdate: a later version of its publisher was acknowledged already.
 
         """
         with self._lock:
             self._check_open()
             record = self._record(update_id, "acknowledge update before import_update succeeds")
             manifest = record.manifest
-            record.proof = dict(proof or _IMPORT_PROOF)
-            record.timings_ms |= timings_ms or {}
+            # What cannot travel is refused before anything changes.
+            evidence = thaw(freeze(proof or _IMPORT_PROOF, where="proof"))
+            timings = {phase: float(ms) for phase, ms in (timings_ms or {}).items()}
+            freeze(timings, where="timings_ms")
+            self._check_newest(record)
             record.lifecycle.fire(Event.ACKNOWLEDGE)
+            record.proof = evidence
+            record.timings_ms |= timings
             if manifest is not None:
                 self.active_weight_version = manifest.weight_version
                 self._floors[manifest.publisher_id] = manifest.weight_version
@@ -254,6 +260,19 @@ class Consumer:
             "acknowledged here already. A late or replayed manifest is never installed."
         )
         raise StaleUpdate(msg)
+
+    def _check_newest(self, record: _Imported) -> None:
+        manifest = record.manifest
+        if manifest is None or not record.lifecycle.allows(Event.ACKNOWLEDGE):
+            return
+        floor = self._floors.get(manifest.publisher_id, -1)
+        if manifest.weight_version < floor:
+            msg = (
+                f"cannot acknowledge version {manifest.weight_version}: version {floor} of "
+                f"publisher {manifest.publisher_id} was acknowledged already, and versions only "
+                "grow. Reject or release it."
+            )
+            raise StaleUpdate(msg)
 
     def _verified(self, manifest: WeightUpdateManifest, record: _Imported) -> ImportedTensors:
         attachment = record.attachment

@@ -1,3 +1,5 @@
-"""The command line."""
+"""The command line: one module per command, assembled by `rl_bridge.cli.program`."""
 
-__all__: list[str] = []
+from rl_bridge.cli.program import main
+
+__all__ = ["main"]

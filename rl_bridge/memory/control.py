@@ -11,11 +11,12 @@ import os
 import struct
 import threading
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import xxhash
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     StrictFloat,
@@ -29,13 +30,22 @@ from rl_bridge.manifest.canonical import canonical_json
 from rl_bridge.memory import leases, vm
 from rl_bridge.memory.segment import OwnedSegment, SegmentRef, close_fd, open_segment
 
-__all__ = ["ControlReader", "ControlWriter", "Record", "UpdateReport", "num_records"]
+__all__ = ["ControlReader", "ControlWriter", "Record", "UpdateReport", "legible", "num_records"]
 
 RECORD_NBYTES = 8192
 _HEAD = struct.Struct("<IIQ")  # sequence (odd while it is written), length, XXH3-64 of the text
 _KEPT_UPDATES = 6
 _MAX_REASON = 400
 _READ_TRIES = 64
+
+
+def legible(text: Any, limit: int = _MAX_REASON) -> Any:
+    """Cut a text to what a record has room for; a lone surrogate could not be read back."""
+    if not isinstance(text, str):
+        return text
+    text = text.encode("utf-8", "replace").decode()
+    return text if len(text) <= limit else text[:limit] + "..."
+
 
 Text = Annotated[StrictStr, Field(max_length=512)]
 
@@ -48,7 +58,7 @@ class UpdateReport(BaseModel):
         weight_version: its version.
         state: the consumer's fine state.
         reason: why it was rejected.
-        proof: canonical JSON of the proof, if acknowledged.
+        proof: the proof, if acknowledged.
         timings_ms: phase -> milliseconds.
         tensors_held: tensors of it are still referenced, so its slot is leased.
 
@@ -59,8 +69,8 @@ class UpdateReport(BaseModel):
     update_id: Text
     weight_version: StrictInt
     state: Text
-    reason: Text | None = None
-    proof: dict[str, StrictStr | StrictInt | StrictFloat | None] | None = None
+    reason: Annotated[Text | None, BeforeValidator(legible)] = None
+    proof: dict[str, Any] | None = None
     timings_ms: dict[str, StrictFloat] = Field(default_factory=dict)
     tensors_held: bool = False
 
@@ -145,7 +155,7 @@ class ControlWriter:
         """
         self.ref = ref
         self._fd = open_segment(ref, directory=directory, writable=True)
-        self._identity = {"worker": worker[:512], "rank": rank, "pid": os.getpid()}
+        self._identity = {"worker": legible(worker), "rank": rank, "pid": os.getpid()}
         self._updates: dict[str, UpdateReport] = {}
         self._lock = threading.RLock()
         self._sequence = 0
@@ -173,8 +183,6 @@ class ControlWriter:
         with self._lock:
             if self._is_closed or os.getpid() != self._pid:
                 return
-            if report.reason is not None and len(report.reason) > _MAX_REASON:
-                report = report.model_copy(update={"reason": report.reason[:_MAX_REASON] + "..."})
             self._updates.pop(report.update_id, None)
             self._updates[report.update_id] = report
             while len(self._updates) > _KEPT_UPDATES:
@@ -192,7 +200,12 @@ class ControlWriter:
     def _write(self) -> None:
         text = self._text()
         while len(text) > RECORD_NBYTES - _HEAD.size and self._updates:
-            del self._updates[next(iter(self._updates))]
+            oldest = next(iter(self._updates))
+            if len(self._updates) > 1:
+                del self._updates[oldest]
+            else:  # what became of the newest is told in any case, if need be without details
+                plain = {"proof": None, "timings_ms": {}, "reason": None}
+                self._updates[oldest] = self._updates[oldest].model_copy(update=plain)
             text = self._text()
         # A reader that meets the odd number, or a checksum of the other text, reads again.
         self._sequence += 2
@@ -202,5 +215,6 @@ class ControlWriter:
         vm.store(self._address, head)
 
     def _text(self) -> bytes:
-        updates = [report.model_dump() for report in self._updates.values()]
+        # A copy: a tensor that dies meanwhile may report, in this very thread.
+        updates = [report.model_dump() for report in list(self._updates.values())]
         return canonical_json({**self._identity, "updates": updates}).encode("ascii")

@@ -14,7 +14,7 @@ import torch
 from rl_bridge.errors import MalformedManifest, SegmentError
 from rl_bridge.manifest.canonical import thaw
 from rl_bridge.manifest.model import WeightUpdateManifest
-from rl_bridge.memory.control import Record, UpdateReport
+from rl_bridge.memory.control import Record, UpdateReport, legible
 from rl_bridge.memory.packing import PackPlan
 from rl_bridge.memory.passes import BytePlan
 from rl_bridge.memory.views import Pin, anonymous_pin
@@ -28,6 +28,9 @@ from rl_bridge.transports.base import (
 )
 
 __all__ = ["LocalClone"]
+
+# Consumers that are gone stay listed, but not for ever.
+_REMEMBERED = 64
 
 _PUBLISHERS: "weakref.WeakValueDictionary[str, _LocalPublisher]" = weakref.WeakValueDictionary()
 
@@ -90,10 +93,16 @@ class _LocalPublisher(PublisherEnd):
     def note(self, end: "_LocalConsumer", report: UpdateReport) -> None:
         with self._lock:
             known = self._records.get(id(end))
-            updates = known[1].updates if known else ()
+            # An id is used again once its object is gone: then it is another consumer.
+            updates = known[1].updates if known and known[0]() is end else ()
             kept = [item for item in updates if item.update_id != report.update_id][-5:]
-            record = Record(worker=end.worker, rank=end.rank, pid=0, updates=(*kept, report))
+            worker = legible(end.worker)
+            record = Record(worker=worker, rank=end.rank, pid=0, updates=(*kept, report))
+            self._records.pop(id(end), None)
             self._records[id(end)] = (weakref.ref(end), record)
+            gone = [key for key, (held, _) in self._records.items() if held() is None]
+            for key in gone[:-_REMEMBERED]:
+                del self._records[key]
 
     def records(self) -> list[Record]:
         with self._lock:
