@@ -4,6 +4,7 @@ Sealed, verified, installed atomically, undone to the byte on failure, proven af
 acknowledged with that proof, released without a leak.
 """
 
+from rl_bridge.bridge.acknowledgement import Acknowledgement
 from rl_bridge.bridge.bridges import (
     CUDAIPCTensorBridge,
     CUDAVMMTensorBridge,
@@ -16,7 +17,7 @@ from rl_bridge.bridge.bridges import (
     make_weight_bridge,
 )
 from rl_bridge.bridge.publisher import ConsumerReport
-from rl_bridge.bridge.rollout import Acknowledgement, RolloutExecutor
+from rl_bridge.bridge.rollout import RolloutExecutor
 from rl_bridge.errors import (
     ChecksumMismatch,
     IncompatibleUpdate,

@@ -5,15 +5,18 @@ failure undo, reject with the reason, and the previous version is active and byt
 """
 
 import logging
-import resource
 import threading
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Mapping
 
 import torch
 
+from rl_bridge.bridge.acknowledgement import (
+    Acknowledgement,
+    PhaseClock,
+    describe,
+    peak_rss_nbytes,
+)
 from rl_bridge.bridge.bridges import TensorBridge, WeightConsumer, make_weight_bridge
 from rl_bridge.errors import (
     ProofFailed,
@@ -29,33 +32,9 @@ from rl_bridge.manifest.canonical import JSONValue
 from rl_bridge.manifest.compare import Policy, compare
 from rl_bridge.manifest.model import WeightUpdateManifest
 
-__all__ = ["Acknowledgement", "RolloutExecutor"]
+__all__ = ["RolloutExecutor"]
 
 _LOG = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Acknowledgement:
-    """What an acknowledged update left behind.
-
-    Attributes:
-        update_id: the update.
-        weight_version: its version.
-        root: its root; with the proof it says which bytes the engine holds.
-        proof: what was found in the engine.
-        timings_ms: phase -> milliseconds: attach, verify, prepare, install, prove, total.
-        total_nbytes: bytes of the update.
-        peak_rss_nbytes: this process's peak resident memory so far.
-
-    """
-
-    update_id: str
-    weight_version: int
-    root: str
-    proof: InstallProof
-    timings_ms: Mapping[str, float] = field(default_factory=dict)
-    total_nbytes: int = 0
-    peak_rss_nbytes: int = 0
 
 
 class RolloutExecutor:
@@ -124,7 +103,7 @@ class RolloutExecutor:
             self._refuse_active(manifest)
             start = time.perf_counter()
             tensors = self.bridge.import_update(manifest)
-            clock = _Clock()
+            clock = PhaseClock()
             was_torn = self._torn is not None and self._torn[0].update_id == manifest.update_id
             try:
                 self._look_for_suspicion(manifest)
@@ -258,7 +237,7 @@ class RolloutExecutor:
         evidence: dict[str, JSONValue] = {
             **proof.to_dict(),
             "total_nbytes": manifest.total_nbytes,
-            "peak_rss_nbytes": _peak_rss_nbytes(),
+            "peak_rss_nbytes": peak_rss_nbytes(),
         }
         self.bridge.acknowledge(manifest.update_id, proof=evidence, timings_ms=timings_ms)
 
@@ -284,7 +263,7 @@ class RolloutExecutor:
             proof=proof,
             timings_ms=timings_ms,
             total_nbytes=manifest.total_nbytes,
-            peak_rss_nbytes=_peak_rss_nbytes(),
+            peak_rss_nbytes=peak_rss_nbytes(),
         )
         _LOG.info(
             "version %d is active: %s, %.1f ms",
@@ -311,7 +290,7 @@ class RolloutExecutor:
     def _reject(self, manifest: WeightUpdateManifest, error: BaseException) -> None:
         """Refused before a byte of the engine changed."""
         if self._torn is None or self._torn[0].update_id != manifest.update_id:
-            self.bridge.reject(manifest.update_id, _describe(error))
+            self.bridge.reject(manifest.update_id, describe(error))
         error.add_note(
             f"rl_bridge: version {manifest.weight_version} was refused before the engine was "
             f"touched; {self._standing()}"
@@ -323,15 +302,15 @@ class RolloutExecutor:
             if self._adapter is not None:
                 self._adapter.undo()
         except BaseException as second:  # noqa: BLE001 - told in every branch below
-            self._tear(manifest, f"{_describe(error)}; undo: {_describe(second)}")
+            self._tear(manifest, f"{describe(error)}; undo: {describe(second)}")
             error.add_note(
-                f"rl_bridge: the undo failed too ({_describe(second)}); the engine is torn."
+                f"rl_bridge: the undo failed too ({describe(second)}); the engine is torn."
             )
             if isinstance(error, Exception):
                 msg = (
-                    f"version {manifest.weight_version} failed to install ({_describe(error)}) "
+                    f"version {manifest.weight_version} failed to install ({describe(error)}) "
                     "and its "
-                    f"undo failed too ({_describe(second)}). The engine must not serve: call "
+                    f"undo failed too ({describe(second)}). The engine must not serve: call "
                     "recover(), "
                     "or install a later version in full."
                 )
@@ -341,7 +320,7 @@ class RolloutExecutor:
             self._heal(manifest)
         else:
             self.bridge.reject(
-                manifest.update_id, f"rollout weight install failed: {_describe(error)}"
+                manifest.update_id, f"rollout weight install failed: {describe(error)}"
             )
         error.add_note(
             f"rl_bridge: version {manifest.weight_version} was undone; {self._standing()}"
@@ -378,26 +357,3 @@ class RolloutExecutor:
         self._initial_bridge = make_weight_bridge("local-clone", source_worker="initial")
         manifest = self._initial_bridge.publish(weights, weight_version=0)
         return manifest, self._initial_bridge.import_update(manifest)
-
-
-class _Clock:
-    """Milliseconds of each phase."""
-
-    def __init__(self) -> None:
-        self.timings_ms: dict[str, float] = {}
-
-    def run(self, phase: str, action: Callable[[], Any]) -> Any:
-        start = time.perf_counter()
-        try:
-            return action()
-        finally:
-            self.timings_ms[phase] = (time.perf_counter() - start) * 1e3
-
-
-def _describe(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-
-
-def _peak_rss_nbytes() -> int:
-    """Peak resident memory of this process (Linux counts it in KiB)."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

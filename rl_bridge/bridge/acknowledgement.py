@@ -1,0 +1,62 @@
+"""What an acknowledged update leaves behind, and how its phases are timed."""
+
+import resource
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from rl_bridge.installers.base import InstallProof
+
+__all__ = ["Acknowledgement", "PhaseClock", "describe", "peak_rss_nbytes"]
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Acknowledgement:
+    """What an acknowledged update left behind.
+
+    Attributes:
+        update_id: the update.
+        weight_version: its version.
+        root: its root; with the proof it says which bytes the engine holds.
+        proof: what was found in the engine.
+        timings_ms: phase -> milliseconds: attach, verify, prepare, install, prove, total.
+        total_nbytes: bytes of the update.
+        peak_rss_nbytes: this process's peak resident memory so far.
+
+    """
+
+    update_id: str
+    weight_version: int
+    root: str
+    proof: InstallProof
+    timings_ms: Mapping[str, float] = field(default_factory=dict)
+    total_nbytes: int = 0
+    peak_rss_nbytes: int = 0
+
+
+class PhaseClock:
+    """Milliseconds of each phase."""
+
+    def __init__(self) -> None:
+        """Start with no phase."""
+        self.timings_ms: dict[str, float] = {}
+
+    def run(self, phase: str, action: Callable[[], Any]) -> Any:
+        start = time.perf_counter()
+        try:
+            return action()
+        finally:
+            self.timings_ms[phase] = (time.perf_counter() - start) * 1e3
+
+
+def describe(error: BaseException) -> str:
+    """Type and text of an error, on one line."""
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
+def peak_rss_nbytes() -> int:
+    """Peak resident memory of this process (Linux counts it in KiB)."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
