@@ -44,7 +44,8 @@ class PhaseClock:
         """Start with no phase."""
         self.timings_ms: dict[str, float] = {}
 
-    def run(self, phase: str, action: Callable[[], Any]) -> Any:
+    def run(self, phase: str, action: Callable[[], T]) -> T:
+        """Time `action` as `phase`, also if it fails."""
         start = time.perf_counter()
         try:
             return action()
