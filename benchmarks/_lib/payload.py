@@ -63,19 +63,19 @@ class PayloadSpec:
         """Return the tensor names, in order."""
         return [f"model.layers.{index}.weight" for index in range(self.num_tensors)]
 
-    def all_words(self, version: int) -> npt.NDArray[np.int16]:
-        """Return the words of every tensor of ``version``, one row each."""
-        offsets = np.arange(self.num_tensors, dtype=np.uint32) * _TENSOR_FACTOR + version * STEP
-        return (_ramp(self.numel)[None, :] + offsets.astype(np.uint16)[:, None]).view(np.int16)
-
-    def expected_words(
-        self, index: int, version: int, positions: tuple[int, ...] | None = None
+    def all_words(
+        self, version: int, positions: tuple[int, ...] | None = None
     ) -> npt.NDArray[np.int16]:
-        """Return what tensor ``index`` of ``version`` holds there, or everywhere, as words."""
-        offset = (index * _TENSOR_FACTOR + version * STEP) % _WORD
+        """Return the words of every tensor of ``version``, there or everywhere, one row each."""
         ramp = _ramp(self.numel)
-        words = ramp if positions is None else ramp[list(positions)]
-        return (words + np.uint16(offset)).view(np.int16)
+        chosen = ramp if positions is None else ramp[list(positions)]
+        offsets = np.arange(self.num_tensors, dtype=np.uint32) * _TENSOR_FACTOR + version * STEP
+        return (chosen[None, :] + offsets.astype(np.uint16)[:, None]).view(np.int16)
+
+    def expected_words(self, index: int, version: int) -> npt.NDArray[np.int16]:
+        """Return all words of tensor ``index`` of ``version``."""
+        offset = (index * _TENSOR_FACTOR + version * STEP) % _WORD
+        return (_ramp(self.numel) + np.uint16(offset)).view(np.int16)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -119,15 +119,14 @@ def find_wrong_tensor(
         flat = [tensors[name].view(torch.int16).view(-1) for name in names]
     except KeyError as error:
         return f"tensor {error} is missing"
-    if spec.numel <= _SMALL:
-        # All of everything in one go: tens of thousands of little comparisons would take seconds.
-        wrong = spec.all_words(version) != torch.stack(flat).numpy()
-        rows = np.flatnonzero(wrong.any(axis=1))
-        return f"{names[rows[0]]} does not hold version {version}" if len(rows) else None
+    if full and spec.numel > _SMALL:
+        for index, words in enumerate(flat):
+            if not np.array_equal(words.numpy(), spec.expected_words(index, version)):
+                return f"{names[index]} does not hold version {version}"
+        return None
     positions = None if full else (0, spec.numel // 2, spec.numel - 1)
-    chosen = None if positions is None else torch.tensor(positions)
-    for index, words in enumerate(flat):
-        seen = words if chosen is None else words[chosen]
-        if not np.array_equal(seen.numpy(), spec.expected_words(index, version, positions)):
-            return f"{names[index]} does not hold version {version}"
-    return None
+    chosen = slice(None) if positions is None else torch.tensor(positions)
+    # All tensors in one go: tens of thousands of little comparisons would take seconds.
+    seen = torch.stack([words[chosen] for words in flat]).numpy()
+    rows = np.flatnonzero((spec.all_words(version, positions) != seen).any(axis=1))
+    return f"{names[rows[0]]} does not hold version {version}" if len(rows) else None

@@ -1,23 +1,31 @@
 """`rl-bridge demo`: train a small policy over the bridge, plant faults, draw what happened."""
 
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
-__all__ = ["demo"]
+from rl_bridge.cli.screen import screen
+
+__all__ = ["Engine", "demo"]
+
+
+class Engine(StrEnum):
+    """What the rollout can sample with."""
+
+    MODULE = "module"
 
 
 def demo(
     transport: Annotated[
         str, typer.Option(help="How the weights travel: shared-memory, or local-clone.")
     ] = "shared-memory",
-    engine: Annotated[str, typer.Option(help="What the rollout samples with.")] = "module",
+    engine: Annotated[Engine, typer.Option(help="What the rollout samples with.")] = Engine.MODULE,
     steps: Annotated[
         int, typer.Option(min=6, help="Training steps, one update of the weights each.")
     ] = 80,
-    seed: Annotated[int, typer.Option(help="The same seed gives the same rewards.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same rewards.")] = 0,
     out: Annotated[
         Path, typer.Option(file_okay=False, help="Where demo.json and demo.png go.")
     ] = Path("demo-out"),
@@ -28,7 +36,14 @@ def demo(
     rollout samples with exactly the version that it reports. In the middle one update is corrupted,
     one is stale and one install fails half-way: each is refused or undone, and training goes on.
     """
-    # Imported here: `rl-bridge --help` need not wait for torch.
+    # Imported here: `rl-bridge --help` need not wait for it.
     from rl_bridge.demo.run import run_demo
 
-    run_demo(transport=transport, engine=engine, steps=steps, seed=seed, out=out, console=Console())
+    run_demo(
+        transport=transport,
+        engine=engine.value,
+        steps=steps,
+        seed=seed,
+        out=out,
+        console=screen(),
+    )

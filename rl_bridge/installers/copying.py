@@ -25,6 +25,9 @@ class CopyWay(Way):
         self._current: tuple[WeightUpdateManifest, ImportedTensors] | None = None
         self._pending: tuple[WeightUpdateManifest, ImportedTensors, Binding] | None = None
         self._snapshot: Snapshot | None = None
+        # Set while the engine may be a mixture: since an install that was neither undone nor
+        # committed. What `undo` goes back to must then not be taken from the engine.
+        self._is_dirty = False
 
     def is_prepared(self, manifest: WeightUpdateManifest) -> bool:
         """Whether `prepare` was called for this update."""
@@ -33,13 +36,24 @@ class CopyWay(Way):
     def prepare(self, manifest: WeightUpdateManifest, tensors: ImportedTensors) -> None:
         """Match names, shapes and dtypes; copy the engine aside if nothing else can restore it."""
         bound = self.memory.bind(manifest.table, strict=self.strict)
-        covered = self._current is not None and _covers(self._current[0].table, manifest.table)
-        self._snapshot = None if covered else Snapshot(self.memory.engine)
+        if not self._is_dirty:
+            self._snapshot = None if self._is_covered(manifest) else Snapshot(self.memory.engine)
         self._pending = (manifest, tensors, bound)
+
+    def _is_covered(self, manifest: WeightUpdateManifest) -> bool:
+        """Whether the retained version can undo an update to `manifest`.
+
+        Only if it lies in a published segment: of a copy in this process's own memory nobody can
+        tell what the user wrote into it meanwhile.
+        """
+        if self._current is None or self._current[1].pin.view is None:
+            return False
+        return _covers(self._current[0].table, manifest.table)
 
     def install(self) -> None:
         """Copy every byte."""
         if self._pending is not None:
+            self._is_dirty = True
             _, tensors, bound = self._pending
             self.memory.write(bound, tensors.addresses)
 
@@ -59,6 +73,7 @@ class CopyWay(Way):
             self._snapshot.restore()
         elif self._current is not None:
             self._rewrite(*self._current)
+        self._is_dirty = False
         self._pending = self._snapshot = None
 
     def _rewrite(self, manifest: WeightUpdateManifest, tensors: ImportedTensors) -> None:
@@ -78,6 +93,7 @@ class CopyWay(Way):
         """The new version is now what the next undo goes back to."""
         if self._pending is not None:
             self._current = self._pending[:2]
+        self._is_dirty = False
         self._pending = self._snapshot = None
 
     def release(self, update_id: str) -> None:

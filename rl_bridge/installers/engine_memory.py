@@ -17,7 +17,7 @@ from rl_bridge.manifest.digest import DIGEST_NBYTES
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.manifest.table import TensorTable
 from rl_bridge.memory import vm
-from rl_bridge.memory.packing import TensorFacts, dtype_name, tensor_key
+from rl_bridge.memory.packing import TensorFacts, dtype_name, raw_elements, tensor_key
 from rl_bridge.memory.passes import Addresses, BytePlan
 from rl_bridge.memory.views import anonymous_pin
 
@@ -147,10 +147,10 @@ class EngineMemory:
             targets = targets.copy()
             with torch.no_grad():
                 for index in bound.strided:
-                    tensor = bound.tensors[index]
-                    nbytes = tensor.numel() * tensor.element_size()
+                    elements = raw_elements(bound.tensors[index])
+                    nbytes = elements.numel() * elements.element_size()
                     raw = vm.tensor_at(int(origins[index]), nbytes)
-                    tensor.copy_(raw.view(tensor.dtype).view(tensor.shape))
+                    elements.copy_(raw.view(elements.dtype).view(elements.shape))
                     targets[index] = origins[index]  # equal addresses: nothing left to copy
         bound.plan.copy(origins, targets, num_threads=self._num_threads)
 
@@ -161,7 +161,7 @@ class EngineMemory:
         if bound.strided:
             sources = sources.copy()
             for index in bound.strided:
-                dense = bound.tensors[index].detach().contiguous()
+                dense = raw_elements(bound.tensors[index]).contiguous()
                 keep.append(dense)
                 sources[index] = dense.data_ptr()
         return bound.plan.digest(sources, num_threads=self._num_threads)
@@ -173,7 +173,7 @@ class EngineMemory:
             ProofFailed: a tensor differs, or is no longer where it was installed.
 
         """
-        if not (bound.holds_objects(self.tensors()) and bound.facts.stay(bound.tensors)):
+        if not (bound.holds_objects(self.tensors()) and bound.facts.hold(bound.tensors)):
             msg = (
                 f"version {manifest.weight_version}: the engine's tensors moved during the install."
             )
@@ -233,6 +233,12 @@ def _check_fit(table: TensorTable, tensors: Mapping[str, torch.Tensor], *, stric
                 "memory."
             )
             raise IncompatibleUpdate(msg)
+        if any(step == 0 < dim - 1 for step, dim in zip(tensor.stride(), have[0], strict=True)):
+            msg = (
+                f"tensor {name!r} of the engine is expanded: several of its elements are one in "
+                "memory. Give the engine a contiguous() copy."
+            )
+            raise IncompatibleUpdate(msg)
 
 
 class Snapshot:
@@ -247,7 +253,9 @@ class Snapshot:
         self._data = {name: tensor.detach() for name, tensor in self._owners.items()}
         # Strided tensors are copied by torch; all others in one pass over their bytes.
         self._strided = {
-            name: data.clone() for name, data in self._data.items() if not data.is_contiguous()
+            name: raw_elements(data).clone()
+            for name, data in self._data.items()
+            if not data.is_contiguous()
         }
         dense = [data for name, data in self._data.items() if name not in self._strided]
         sizes = np.array([data.numel() * data.element_size() for data in dense], np.uint64)
@@ -270,12 +278,14 @@ class Snapshot:
             if now.get(name) is not owner:
                 _put_back(self._engine, name, owner)
             data = self._data[name]
-            if owner.data_ptr() != data.data_ptr() or owner.shape != data.shape:
+            if tensor_key(owner) != tensor_key(data):
                 owner.data = data
+        for name in now.keys() - self._owners.keys():
+            _take_out(self._engine, name)
         self._plan.copy(self._copies, self._homes, num_threads=self._num_threads)
         with torch.no_grad():
             for name, copy in self._strided.items():
-                self._data[name].copy_(copy)
+                raw_elements(self._data[name]).copy_(copy)
         self._check()
 
     def _check(self) -> None:
@@ -284,9 +294,10 @@ class Snapshot:
             name
             for name, owner in self._owners.items()
             if now.get(name) is not owner
-            or owner.data_ptr() != self._data[name].data_ptr()
-            or (name in self._strided and not _same_bytes(owner, self._strided[name]))
+            or tensor_key(owner) != tensor_key(self._data[name])
+            or (name in self._strided and not torch.equal(raw_elements(owner), self._strided[name]))
         ]
+        lost += now.keys() - self._owners.keys()
         same = self._plan.digest(self._homes) == self._plan.digest(self._copies)
         if lost or not same:
             what = f"tensor {lost[0]!r} does" if lost else "weights do"
@@ -299,12 +310,22 @@ def _put_back(engine: Engine, name: str, tensor: torch.Tensor) -> None:
     if isinstance(engine, torch.nn.Module):
         path, _, leaf = name.rpartition(".")
         owner = engine.get_submodule(path)
-        slots = owner._parameters if leaf in owner._parameters else owner._buffers  # noqa: SLF001 - torch has no public way to put the same object back
-        slots[leaf] = tensor  # type: ignore[assignment]  # it came from there
+        if isinstance(tensor, torch.nn.Parameter):
+            setattr(owner, leaf, tensor)  # torch takes out whatever else has that name
+        elif leaf in dict(owner.named_buffers(recurse=False)):
+            setattr(owner, leaf, tensor)
+        else:
+            if hasattr(owner, leaf):
+                delattr(owner, leaf)
+            owner.register_buffer(leaf, tensor)
     elif isinstance(engine, MutableMapping):
         engine[name] = tensor
 
 
-def _same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
-    first = one.detach().contiguous().view(-1).view(torch.uint8)
-    return torch.equal(first, other.contiguous().view(-1).view(torch.uint8))
+def _take_out(engine: Engine, name: str) -> None:
+    """Take a tensor out that was not there before."""
+    if isinstance(engine, torch.nn.Module):
+        path, _, leaf = name.rpartition(".")
+        delattr(engine.get_submodule(path), leaf)
+    elif isinstance(engine, MutableMapping):
+        engine.pop(name, None)

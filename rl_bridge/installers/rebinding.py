@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from rl_bridge.errors import IncompatibleUpdate, WeightBridgeError
+from rl_bridge.errors import IncompatibleUpdate, SegmentError, WeightBridgeError
 from rl_bridge.installers.base import InstallProof
 from rl_bridge.installers.engine_memory import Binding, EngineMemory
 from rl_bridge.installers.way import Rebinding, Way, prove_identity
@@ -107,17 +107,24 @@ class FlipWay(Way):
         if self._pending is None:
             return
         manifest, tensors, _ = self._pending
-        if self._live is not None and self._live_layout == manifest.table.digest:
-            self._before = (self._live, self._live_layout, self._live.content)
-            try:
-                self._live.flip(tensors.pin)
-            except WeightBridgeError:
+        # An update whose undo failed goes on: its `undo` still leads back to where that one began.
+        is_first = self._before is None
+        if is_first:
+            content = None if self._live is None else self._live.content
+            self._before = (self._live, self._live_layout, content)
+        try:
+            self._put(manifest, tensors)
+        except SegmentError:
+            if is_first:
                 self._before = None  # nothing changed
-                raise
+            raise
+
+    def _put(self, manifest: WeightUpdateManifest, tensors: ImportedTensors) -> None:
+        if self._live is not None and self._live_layout == manifest.table.digest:
+            self._live.flip(tensors.pin)
             return
         live = LiveRange(manifest.table.arena_nbytes)
         live.flip(tensors.pin)
-        self._before = (self._live, self._live_layout, None)
         self._live, self._live_layout = live, manifest.table.digest
         table = manifest.table
         views = [
@@ -141,14 +148,13 @@ class FlipWay(Way):
         """Flip back, or bind back."""
         if self._before is not None:
             live, layout, content = self._before
-            if live is self._live and live is not None and content is not None:
-                if live.content is not content:
-                    live.flip(content)
-            else:
+            if live is not self._live:
                 self._rebinding.back()
                 if self._live is not None:
                     self._live.empty()
-            self._live, self._live_layout = live, layout
+                self._live, self._live_layout = live, layout
+            if live is not None and content is not None and live.content is not content:
+                live.flip(content)
         self._before = self._pending = None
 
     def commit(self) -> None:

@@ -11,6 +11,7 @@ from rl_bridge.installers.base import InstallProof
 from rl_bridge.installers.engine_memory import Binding, EngineMemory
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.memory import vm
+from rl_bridge.memory.packing import dtype_name
 from rl_bridge.memory.passes import Addresses, BytePlan
 from rl_bridge.transports.base import ImportedTensors
 
@@ -150,10 +151,12 @@ def _require_views(
     rows = bound.every_row
     elsewhere = (found != expected[rows]) & (table.nbytes_column[rows] > 0)
     shapes = map(table.shapes.__getitem__, rows.tolist())
+    dtypes = map(table.dtypes.__getitem__, rows.tolist())
     if (
         not bound.holds_objects(way.memory.tensors())
         or elsewhere.any()
         or not all(map(eq, map(_SHAPE, tensors), shapes))
+        or not all(map(eq, map(dtype_name, tensors), dtypes))
         or not all(map(torch.Tensor.is_contiguous, tensors))
     ):
         name = bound.every_name[int(np.argmax(elsewhere))]

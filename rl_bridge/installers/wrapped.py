@@ -71,6 +71,8 @@ class WrappedAdapter(TransactionalAdapter):
         self._previous: Version | None = initial
         self._pending: Version | None = None
         self._snapshot: Snapshot | None = None
+        # Since an install that was neither undone nor committed: see `CopyWay`.
+        self._is_dirty = False
         self.limits = tuple(self._find_limits())
         for limit in self.limits:
             _LOG.warning("adapter %s: %s", type(adapter).__name__, limit)
@@ -95,13 +97,14 @@ class WrappedAdapter(TransactionalAdapter):
     def prepare(self, manifest: WeightUpdateManifest, tensors: Mapping[str, torch.Tensor]) -> None:
         """Let the adapter refuse, and copy its engine aside."""
         self._call("prepare", manifest, tensors)
-        if self._engine is not None and not self._has("undo"):
+        if self._engine is not None and not self._has("undo") and not self._is_dirty:
             self._snapshot = Snapshot(self._engine)
         self._pending = (manifest, tensors)
 
     def install(self, manifest: WeightUpdateManifest, tensors: Mapping[str, torch.Tensor]) -> None:
         """Install through the adapter."""
         self._pending = (manifest, tensors)
+        self._is_dirty = True
         self.adapter.install(manifest, tensors)
 
     def prove(self) -> InstallProof:
@@ -148,11 +151,13 @@ class WrappedAdapter(TransactionalAdapter):
                 "Pass initial_weights= to RolloutExecutor, or keep the module in an attribute."
             )
             raise TornEngine(msg)
+        self._is_dirty = False
         self._pending = self._snapshot = None
 
     def commit(self) -> None:
         """Keep the version that the next undo goes back to."""
         self._call("commit")
+        self._is_dirty = False
         self._previous, self._pending, self._snapshot = self._pending, None, None
 
     def release(self, update_id: str) -> None:

@@ -1,5 +1,6 @@
 """The machine: the life of one update on one side, walked by the table and nothing else."""
 
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -35,6 +36,8 @@ class Transition:
     at_s: float
 
 
+_LOG = logging.getLogger(__name__)
+
 Observer = Callable[[Transition], None]
 
 
@@ -57,6 +60,7 @@ class Lifecycle:
             update_id: the update.
             weight_version: its version.
             observer: called with every transition, after it is recorded; for logs, progress, tests.
+                What it raises is logged and changes nothing.
             clock: seconds, monotonic.
 
         """
@@ -117,7 +121,11 @@ class Lifecycle:
             if reason is not None:
                 self.reason = reason
         if self._observer is not None:
-            self._observer(step)
+            try:
+                self._observer(step)
+            except Exception:  # noqa: BLE001 - logged in full
+                # The step is taken: whoever only watches can neither stop nor undo it.
+                _LOG.exception("the observer of %s failed", step)
         return target
 
     def _refusal(self, event: Event, source: State, moves: tuple[Event, ...]) -> str:

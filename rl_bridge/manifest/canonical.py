@@ -6,6 +6,7 @@ white space, ASCII only (everything else as ``\uXXXX``), no NaN or infinity, no 
 
 import json
 import math
+from collections import Counter
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NoReturn
@@ -19,6 +20,9 @@ __all__ = ["JSONValue", "canonical_json", "decode_json", "freeze", "thaw"]
 JSONValue = Any
 
 _MAX_DEPTH = 32
+# Python neither reads nor writes longer integers (sys.set_int_max_str_digits).
+_MAX_INT = 10**4300
+_SHOWN = 5
 
 
 def canonical_json(value: JSONValue) -> str:
@@ -44,9 +48,12 @@ def _finite(text: str) -> float:
 def _unique(pairs: list[tuple[str, JSONValue]]) -> dict[str, JSONValue]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = sorted({key for key in keys if keys.count(key) > 1})
-        msg = f"manifest JSON repeats the keys {twice}: two readers could read two manifests."
+        times = Counter(key for key, _ in pairs)
+        twice = sorted(key for key, count in times.items() if count > 1)
+        msg = (
+            f"manifest JSON repeats the keys {twice[:_SHOWN]}: two readers could read two "
+            "manifests. Send WeightUpdateManifest.to_json() as it is."
+        )
         raise MalformedManifest(msg)
     return found
 
@@ -86,6 +93,9 @@ def freeze(value: JSONValue, *, where: str = "metadata", depth: int = 0) -> JSON
     if value is None or isinstance(value, str | bool):
         return value
     if isinstance(value, int):
+        if not -_MAX_INT < value < _MAX_INT:
+            msg = f"{where}: an integer of more than 4300 digits cannot be read again. Use a string."
+            raise MalformedManifest(msg)
         return int(value)
     if isinstance(value, float):
         if not math.isfinite(value):

@@ -25,15 +25,24 @@ from pydantic import (
     ValidationError,
 )
 
-from rl_bridge.errors import WeightBridgeUnavailableError
+from rl_bridge.errors import SegmentError, WeightBridgeUnavailableError
 from rl_bridge.manifest.canonical import canonical_json
 from rl_bridge.memory import leases, vm
 from rl_bridge.memory.segment import OwnedSegment, SegmentRef, close_fd, open_segment
 
-__all__ = ["ControlReader", "ControlWriter", "Record", "UpdateReport", "legible", "num_records"]
+__all__ = [
+    "ControlReader",
+    "ControlWriter",
+    "Record",
+    "UpdateReport",
+    "control_nbytes",
+    "legible",
+    "num_records",
+]
 
 RECORD_NBYTES = 8192
 _HEAD = struct.Struct("<IIQ")  # sequence (odd while it is written), length, XXH3-64 of the text
+_MAGIC = b"rl_bridge.control/1\n"
 _KEPT_UPDATES = 6
 _MAX_REASON = 400
 _READ_TRIES = 64
@@ -96,23 +105,37 @@ class Record(BaseModel):
     presence: Literal["alive", "gone", "unreadable"] = "alive"
 
 
+def control_nbytes(max_consumers: int) -> int:
+    """Size of a control segment with room for `max_consumers`: a header and their records."""
+    return (1 + max_consumers) * RECORD_NBYTES
+
+
 def num_records(nbytes: int) -> int:
     """How many consumers a control segment of `nbytes` has room for."""
-    return nbytes // RECORD_NBYTES
+    return max(0, nbytes // RECORD_NBYTES - 1)
+
+
+def _start(index: int) -> int:
+    return (1 + index) * RECORD_NBYTES
+
+
+def _header(publisher_id: str) -> bytes:
+    return _MAGIC + publisher_id.encode("ascii")
 
 
 class ControlReader:
     """The publisher's end: owns the segment, reads the records."""
 
-    def __init__(self, segment: OwnedSegment) -> None:
-        """Read from a segment that this process made with ``writers=True``."""
+    def __init__(self, segment: OwnedSegment, publisher_id: str) -> None:
+        """Read from a segment that this process made with ``writers=True``, and head it."""
         self.segment = segment
+        vm.store(segment.address, _header(publisher_id))
 
     def records(self) -> list[Record]:
         """Read everybody's record; those that are gone stay until their place is reused."""
         found = []
         for index in range(num_records(self.segment.nbytes)):
-            start = index * RECORD_NBYTES
+            start = _start(index)
             alive = leases.is_held(self.segment.fd, start=start, length=RECORD_NBYTES)
             record = self._read(start)
             if record is None:
@@ -145,11 +168,19 @@ class ControlReader:
 class ControlWriter:
     """A consumer's end: one locked record."""
 
-    def __init__(self, ref: SegmentRef, *, worker: str, rank: int, directory: Path | None) -> None:
+    def __init__(
+        self,
+        ref: SegmentRef,
+        publisher_id: str,
+        *,
+        worker: str,
+        rank: int,
+        directory: Path | None,
+    ) -> None:
         """Open the publisher's control segment and claim a free record.
 
         Raises:
-            SegmentError: it is gone or not what `ref` says.
+            SegmentError: it is gone, or not that publisher's control segment.
             WeightBridgeUnavailableError: as many consumers as the publisher has room for.
 
         """
@@ -159,9 +190,18 @@ class ControlWriter:
         self._updates: dict[str, UpdateReport] = {}
         self._lock = threading.RLock()
         self._sequence = 0
+        header = _header(publisher_id)
+        if os.pread(self._fd, len(header), 0) != header:
+            # A manifest must not be able to make us write into memory of somebody else's.
+            close_fd(self._fd)
+            msg = (
+                f"segment inode {ref.inode} of pid {ref.pid} is no control segment of publisher "
+                f"{publisher_id}. Use the manifest as it was published."
+            )
+            raise SegmentError(msg)
         count = num_records(ref.nbytes)
         for index in range(count):
-            start = index * RECORD_NBYTES
+            start = _start(index)
             if leases.try_exclusive(self._fd, start=start, length=RECORD_NBYTES):
                 break
         else:
@@ -171,8 +211,13 @@ class ControlWriter:
                 "Close bridges that are not used, or raise max_consumers on the publisher."
             )
             raise WeightBridgeUnavailableError(msg)
-        self._base = vm.map_shared(ref.nbytes, self._fd)
-        vm.guard_from_fork(self._base, ref.nbytes)
+        try:
+            self._base = vm.map_shared(ref.nbytes, self._fd)
+            vm.guard_from_fork(self._base, ref.nbytes)
+        except OSError as error:
+            close_fd(self._fd)
+            msg = f"the publisher's control segment cannot be mapped: {error}."
+            raise SegmentError(msg) from error
         self._address = self._base + start
         self._pid = os.getpid()
         self._is_closed = False
@@ -204,8 +249,10 @@ class ControlWriter:
             if len(self._updates) > 1:
                 del self._updates[oldest]
             else:  # what became of the newest is told in any case, if need be without details
-                plain = {"proof": None, "timings_ms": {}, "reason": None}
-                self._updates[oldest] = self._updates[oldest].model_copy(update=plain)
+                newest = self._updates.pop(oldest)
+                plain = newest.model_copy(update={"proof": None, "timings_ms": {}, "reason": None})
+                if plain != newest:
+                    self._updates[oldest] = plain
             text = self._text()
         # A reader that meets the odd number, or a checksum of the other text, reads again.
         self._sequence += 2

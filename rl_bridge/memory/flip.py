@@ -64,6 +64,8 @@ class LiveRange:
                 try:
                     self._move(self._view(old).address, self.address)
                 except SegmentError as second:
+                    # The old version's pages wait at their own address for another try.
+                    self._held[0] = None
                     msg = f"the flip failed ({error}) and so did the way back ({second})."
                     raise TornEngine(msg) from error
             raise

@@ -17,7 +17,7 @@ from rl_bridge.manifest.table import KNOWN_LAYOUTS, TensorTable
 from rl_bridge.memory import vm
 from rl_bridge.memory.passes import Addresses, BytePlan
 
-__all__ = ["PackPlan", "TensorFacts", "dtype_name", "tensor_key"]
+__all__ = ["PackPlan", "TensorFacts", "dtype_name", "raw_elements", "tensor_key"]
 
 _SHAPE = attrgetter("shape")
 _DTYPE = attrgetter("dtype")
@@ -43,6 +43,20 @@ def dtype_name(tensor: torch.Tensor) -> str:
 def tensor_key(tensor: torch.Tensor) -> tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype]:
     """Tell whether two tensors are the same view of the same memory: equal keys, equal views."""
     return (tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
+
+
+_SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def raw_elements(tensor: torch.Tensor) -> torch.Tensor:
+    """View a tensor's elements as integers: then torch copies every bit as it is.
+
+    As themselves it would normalise bools, and for some dtypes it has no copy at all.
+    """
+    tensor = tensor.detach()
+    if tensor.element_size() not in _SAME_SIZE:
+        return torch.view_as_real(tensor).view(torch.int64)
+    return tensor.view(_SAME_SIZE[tensor.element_size()])
 
 
 def _check_source(name: str, tensor: torch.Tensor) -> None:
@@ -175,6 +189,12 @@ class PackPlan:
             for row, name in enumerate(self.table.names)
             if not stored[name].is_contiguous()
         ]
+        # Those that could come as a lazy conjugate or negative of the same memory next time.
+        self._may_be_lazy = [
+            index
+            for index, tensor in enumerate(values)
+            if tensor.is_complex() or not tensor.is_contiguous()
+        ]
         pointers = np.array([values[index].data_ptr() for index in self._order], np.uint64)
         self._sources: Addresses = pointers
 
@@ -185,7 +205,8 @@ class PackPlan:
         return (
             self.trainable == trainable
             and tuple(tensors) == self._names
-            and self._facts.hold(list(tensors.values()))
+            and self._facts.hold(values := list(tensors.values()))
+            and not any(values[i].is_conj() or values[i].is_neg() for i in self._may_be_lazy)
         )
 
     def pack(
@@ -204,8 +225,8 @@ class PackPlan:
             values = list(tensors.values())
             for row, index in self._gathered:
                 target = vm.tensor_at(int(targets[row]), self.table.nbytes[row])
-                tensor = values[index].detach()
-                target.view(tensor.dtype).view(tensor.shape).copy_(tensor)
+                elements = raw_elements(values[index])
+                target.view(elements.dtype).view(elements.shape).copy_(elements)
                 sources[row] = targets[row]
         return self.byte_plan.copy_digest(sources, targets, num_threads=num_threads)
 

@@ -194,7 +194,8 @@ def open_segment(ref: SegmentRef, *, directory: Path | None = None, writable: bo
         SegmentError: gone, replaced, of another size, not sealed, or out of reach.
 
     """
-    flags = (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC
+    # O_NONBLOCK: a pipe in the segment's place must not make the opener wait for a writer.
+    flags = (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC | os.O_NONBLOCK
     if ref.kind == "memfd":
         # No O_NOFOLLOW: entries of /proc/<pid>/fd are links by nature.
         where = f"/proc/{ref.pid}/fd/{ref.fd}"
@@ -250,13 +251,20 @@ def _check_identity(fd: int, ref: SegmentRef, where: str, *, writable: bool) -> 
         raise SegmentError(msg)
     if ref.kind == "memfd":
         needed = _SIZE_SEALS if writable else _DATA_SEALS
-        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+        seals = _seals(fd)
         if seals & needed != needed:
             msg = (
                 f"segment {where} is not sealed (seals {seals:#x}, expected {needed:#x}): its "
                 "owner could change it."
             )
             raise SegmentError(msg)
+
+
+def _seals(fd: int) -> int:
+    try:
+        return fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+    except OSError:
+        return 0  # no memfd at all
 
 
 def still_there(ref: SegmentRef, *, directory: Path | None = None) -> bool:
@@ -285,7 +293,7 @@ def sweep(directory: Path, *, dry_run: bool = False) -> list[tuple[str, int]]:
         if not _FILE_NAME.fullmatch(path.name):
             continue
         try:
-            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         except OSError:
             continue  # removed meanwhile, or another user's: not ours to sweep
         try:

@@ -83,8 +83,13 @@ class SegmentView:
         self.directory = directory
         self.nbytes = ref.nbytes
         self.fd = open_segment(ref, directory=directory)
-        self.address = vm.reserve(self.nbytes)
-        vm.map_fixed(self.address, self.nbytes, self.fd)
+        try:
+            self.address = vm.reserve(self.nbytes)
+            vm.map_fixed(self.address, self.nbytes, self.fd)
+        except OSError as error:
+            close_fd(self.fd)
+            msg = f"the segment of {self.nbytes} bytes cannot be mapped: {error}."
+            raise SegmentError(msg) from error
         # Reentrant: a pin's finalizer may run inside any allocation, also under this lock.
         self._lock = threading.RLock()
         self._alive = 0
@@ -191,8 +196,10 @@ class ViewCache:
         view = self._views.get(key)
         if view is None or view.ref != ref:
             self.sweep()
-            view = SegmentView(ref, self._directory)
+            known, view = view, SegmentView(ref, self._directory)
             self._views[key] = view
+            if known is not None:
+                known.retire()  # the same file by another way: nobody would find it again
         return view
 
     def sweep(self) -> None:

@@ -25,11 +25,11 @@ from rl_bridge.manifest.canonical import thaw
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.memory import vm
 from rl_bridge.memory.control import (
-    RECORD_NBYTES,
     ControlReader,
     ControlWriter,
     Record,
     UpdateReport,
+    control_nbytes,
 )
 from rl_bridge.memory.packing import PackPlan
 from rl_bridge.memory.passes import BytePlan
@@ -148,10 +148,11 @@ class _SharedPublisher(PublisherEnd):
         self._control = ControlReader(
             OwnedSegment.make(
                 f"{self._label}-control",
-                max_consumers * RECORD_NBYTES,
+                control_nbytes(max_consumers),
                 directory=directory,
                 writers=True,
-            )
+            ),
+            publisher_id,
         )
 
     def _make(self, nbytes: int) -> OwnedSegment:
@@ -289,7 +290,11 @@ class _SharedConsumer(ConsumerEnd):
             if writer is not None:
                 writer.close()
             writer = ControlWriter(
-                handle.control, worker=self._worker, rank=self._rank, directory=self._directory
+                handle.control,
+                publisher_id,
+                worker=self._worker,
+                rank=self._rank,
+                directory=self._directory,
             )
             self._writers[publisher_id] = writer
         return writer

@@ -1,0 +1,89 @@
+"""Writes the generated parts of the pages: `python docs/_generate/write.py`.
+
+A generated part stands between `<!-- begin generated: NAME -->` and `<!-- end generated -->`. The
+tests of the documentation compare what is there with what this script would write.
+"""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rl_bridge.lifecycle.diagram import mermaid
+from rl_bridge.lifecycle.table import STATUS, TABLE, Role
+
+__all__ = ["PARTS", "fill", "main"]
+
+DOCS = Path(__file__).resolve().parents[1]
+_PART = re.compile(
+    r"(<!-- begin generated: (?P<name>[a-z-]+) -->\n)(?:(?!<!-- ).*\n)*(<!-- end generated -->)"
+)
+
+
+def _diagram(role: Role) -> str:
+    return f"```mermaid\n{mermaid(role)}```"
+
+
+def _moves(role: Role) -> str:
+    lines = ["| State | `update_status` says | Moves |", "|---|---|---|"]
+    for state, moves in TABLE[role].items():
+        shown = ", ".join(f"{event} → {target}" for event, target in moves.items()) or "none"
+        lines.append(f"| `{state}` | {STATUS[state]} | {shown} |")
+    return "\n".join(lines)
+
+
+def _option(parameter: Any) -> str:
+    names = ", ".join(f"`{name}`" for name in [*parameter.opts, *parameter.secondary_opts])
+    if parameter.param_type_name == "argument":
+        names = f"`{parameter.name.upper()}`"
+    text = " ".join((getattr(parameter, "help", None) or "").split())
+    default = parameter.default
+    if parameter.required:
+        text += " Required."
+    elif default not in {None, False, ""} and not callable(default) and parameter.nargs == 1:
+        text += f" Default: `{default}`."
+    return f"| {names} | {text.strip()} |"
+
+
+def _command_line() -> str:
+    from typer.main import get_command
+
+    from rl_bridge.cli.program import app
+
+    group: Any = get_command(app)
+    parts = []
+    for name, command in group.commands.items():
+        shown = "\n\n".join(" ".join(part.split()) for part in (command.help or "").split("\n\n"))
+        parts.append(f"## rl-bridge {name}\n\n{shown}")
+        rows = [_option(item) for item in command.params if item.name != "help"]
+        if rows:
+            parts.append("\n".join(["| Option | Meaning |", "|---|---|", *rows]))
+    return "\n\n".join(parts)
+
+
+PARTS: dict[str, Callable[[], str]] = {
+    "publisher-diagram": lambda: _diagram(Role.PUBLISHER),
+    "publisher-moves": lambda: _moves(Role.PUBLISHER),
+    "consumer-diagram": lambda: _diagram(Role.CONSUMER),
+    "consumer-moves": lambda: _moves(Role.CONSUMER),
+    "command-line": _command_line,
+}
+
+
+def fill(text: str) -> str:
+    """The text of a page with every generated part written anew."""
+    return _PART.sub(lambda found: f"{found[1]}{PARTS[found['name']]()}\n{found[3]}", text)
+
+
+def main() -> None:
+    """Write every page whose generated parts changed."""
+    for path in sorted(DOCS.rglob("*.md")):
+        text = path.read_text("utf-8")
+        filled = fill(text)
+        if filled != text:
+            path.write_text(filled, "utf-8")
+            print(path.relative_to(DOCS))
+
+
+if __name__ == "__main__":
+    main()

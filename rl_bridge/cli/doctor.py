@@ -1,0 +1,146 @@
+"""`rl-bridge doctor`: what works on this machine, what does not, why, and what to do about it."""
+
+import os
+import platform
+from dataclasses import dataclass
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from rl_bridge.cli import probes
+from rl_bridge.cli.environment import memory_nbytes, version
+from rl_bridge.cli.screen import facts, plain, say_json, screen, size, status_text
+from rl_bridge.manifest.canonical import JSONValue
+from rl_bridge.memory.passes import default_threads
+from rl_bridge.transports import registry
+from rl_bridge.transports.base import Availability
+
+__all__ = ["doctor"]
+
+# Without these two there is nothing that rl_bridge could do here.
+_NEEDED = frozenset({"local-clone", "shared-memory"})
+
+_PURPOSES = {
+    "local-clone": "one process, every update copied",
+    "shared-memory": "CPU tensors between processes, no copy on import",
+    "cuda-vmm": "CUDA tensors between processes",
+    "cuda-ipc": "CUDA tensors between processes, the older way",
+    "torch module": "any torch.nn.Module: copy, alias and flip",
+    "compiled pass": "copies and digests at memory speed, without the GIL",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Check:
+    """One line of the table."""
+
+    group: str
+    found: Availability
+    purpose: str
+
+
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Write JSON.")] = False,
+) -> None:
+    """Tell what works on this machine: transports, engines, kernel features.
+
+    What does not work says why, and what to do. The exit code is 1 only if shared-memory or
+    local-clone is blocked: everything else costs speed or is to come.
+    """
+    checks = _run_checks()
+    missing = sorted(
+        check.found.name
+        for check in checks
+        if check.found.status != "pass" and check.found.name in _NEEDED
+    )
+    if as_json:
+        say_json(_document(checks, ready=not missing))
+    else:
+        _show(checks, missing, screen())
+    if missing:
+        raise typer.Exit(1)
+
+
+def _run_checks() -> list[_Check]:
+    found = [("transports", registry.probe(name)) for name in registry.TRANSPORTS]
+    found.append(("engines", Availability("torch module", "pass")))
+    found += [("engines", probes.engine(name)) for name in probes.ENGINES]
+    found.append(("machine", probes.compiled_pass()))
+    found += [("machine", probes.feature(name)) for name in probes.FEATURES]
+    return [_Check(group, item, _purpose(item.name)) for group, item in found]
+
+
+def _purpose(name: str) -> str:
+    return probes.FEATURES[name][0] if name in probes.FEATURES else _PURPOSES.get(name, "")
+
+
+def _environment() -> dict[str, str]:
+    return {
+        "rl_bridge": version(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "kernel": f"{platform.system()} {platform.release()}",
+        "cores": f"{len(os.sched_getaffinity(0))} usable, {default_threads()} threads per pass",
+        "memory": _memory(),
+    }
+
+
+def _memory() -> str:
+    memory = memory_nbytes()
+    return "unknown" if memory is None else f"{size(memory[0])} available of {size(memory[1])}"
+
+
+def _document(checks: list[_Check], *, ready: bool) -> dict[str, JSONValue]:
+    return {
+        "checks": [
+            {
+                "group": check.group,
+                "name": check.found.name,
+                "status": check.found.status,
+                "purpose": check.purpose,
+                "cause": check.found.cause,
+                "remedy": check.found.remedy,
+            }
+            for check in checks
+        ],
+        "environment": dict(_environment()),
+        "status": "pass" if ready else "blocked",
+    }
+
+
+def _show(checks: list[_Check], missing: list[str], out: Console) -> None:
+    out.print(facts(dict(_environment()), title="rl_bridge doctor"))
+    out.print()
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    group = ""
+    for check in checks:
+        if check.group != group:
+            if group:
+                table.add_row()
+            group = check.group
+            table.add_row(Text(group.capitalize(), style="bold"))
+        table.add_row(f"  {check.found.name}", status_text(check.found.status), _words(check))
+    out.print(table)
+    out.print()
+    if missing:
+        verdict = Text(f"Not ready: {' and '.join(missing)} blocked.", style="bold red")
+    else:
+        blocked = sum(check.found.status != "pass" for check in checks)
+        more = f" Blocked: {blocked}, as said above." if blocked else ""
+        verdict = Text.assemble(("Ready: local-clone and shared-memory work.", "bold green"), more)
+    out.print(verdict)
+
+
+def _words(check: _Check) -> Text:
+    if check.found.status == "pass":
+        return Text(check.purpose, style="dim")
+    return Text.assemble(
+        plain(check.found.cause), ("\n→ ", "bold"), plain(check.found.remedy), overflow="fold"
+    )

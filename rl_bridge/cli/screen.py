@@ -1,0 +1,88 @@
+"""What all commands share about output: where it goes, and how sizes and strangers' text look."""
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from rl_bridge.manifest.canonical import JSONValue, canonical_json
+
+__all__ = [
+    "duration",
+    "facts",
+    "plain",
+    "say_error",
+    "say_json",
+    "screen",
+    "size",
+    "status_text",
+]
+
+_UNITS = ("KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
+_KIB = 1024
+_STYLES = {"pass": "green", "blocked": "yellow", "failed": "bold red"}
+
+
+def screen(*, stderr: bool = False) -> Console:
+    """Make the console for people: plain text where the output is no terminal."""
+    return Console(stderr=stderr, highlight=False)
+
+
+def say_json(value: JSONValue) -> None:
+    """Write canonical JSON, one line, for programs."""
+    typer.echo(canonical_json(value))
+
+
+def say_error(error: BaseException) -> None:
+    """Write an error as one message, with its type, to standard error."""
+    text = Text.assemble(("error: ", "bold red"), f"{type(error).__name__}: {plain(str(error))}")
+    screen(stderr=True).print(text, soft_wrap=True)
+
+
+def plain(text: str) -> str:
+    r"""Make text that somebody else wrote (names in a manifest) harmless to a terminal.
+
+    Escape sequences, line breaks and direction marks are written out as ``\x1b`` and the like.
+    """
+    return "".join(
+        char if char.isprintable() else char.encode("unicode_escape").decode("ascii")
+        for char in text
+    )
+
+
+def size(nbytes: int) -> str:
+    """Write a number of bytes the way people read it: ``1.25 GiB``."""
+    if nbytes < _KIB:
+        return f"{nbytes} B"
+    value = float(nbytes)
+    unit = "B"
+    for unit in _UNITS:  # noqa: B007 - the last one is what counts
+        value /= _KIB
+        if value < _KIB:
+            break
+    return f"{value:.2f} {unit}"
+
+
+def duration(seconds: float) -> str:
+    """Write a time span to the unit that matters: ``3 min``."""
+    for unit, length in (("d", 86_400.0), ("h", 3_600.0), ("min", 60.0)):
+        if seconds >= length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{seconds:.0f} s" if seconds >= 1 else f"{seconds * 1e3:.0f} ms"
+
+
+def status_text(status: str) -> Text:
+    """Colour one of the words pass, blocked, failed."""
+    return Text(status, style=_STYLES.get(status, ""))
+
+
+def facts(rows: dict[str, str | Text], *, title: str) -> Table:
+    """Lay out names and values in two columns."""
+    table = Table(
+        title=title, title_justify="left", title_style="bold", box=None, show_header=False
+    )
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in rows.items():
+        table.add_row(name, value if isinstance(value, Text) else Text(value))
+    return table

@@ -1,0 +1,249 @@
+"""`rl-bridge verify`: read every byte of an update here and compare it with its manifest.
+
+Nothing is reported to the publisher and nothing is acknowledged. While the bytes are read the
+kernel's lease is held, as for any reader, so that the publisher cannot overwrite them meanwhile.
+"""
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from pydantic import ValidationError
+from rich.table import Table
+from rich.text import Text
+
+from rl_bridge.cli.manifests import ManifestFile, read_manifest
+from rl_bridge.cli.screen import facts, plain, say_json, screen, size, status_text
+from rl_bridge.errors import (
+    ChecksumMismatch,
+    MalformedManifest,
+    RangeBeyondSegment,
+    SegmentError,
+    WeightBridgeError,
+)
+from rl_bridge.manifest.canonical import JSONValue, thaw
+from rl_bridge.manifest.digest import DIGEST_NBYTES
+from rl_bridge.manifest.model import WeightUpdateManifest
+from rl_bridge.memory import vm
+from rl_bridge.memory.passes import BytePlan
+from rl_bridge.memory.views import ViewCache, anonymous_pin
+from rl_bridge.transports.base import Attachment
+from rl_bridge.transports.registry import transport_class
+from rl_bridge.transports.shared_memory import SharedMemory, SharedMemoryHandle
+
+__all__ = ["verify"]
+
+_SHOWN = 20
+_DIGITS = 12  # of a checksum on the screen; the error and --json have them all
+
+
+@dataclass(frozen=True, slots=True)
+class _Reading:
+    """What was found behind a manifest."""
+
+    checksums: dict[str, str]  # of every name
+    differing: tuple[str, ...]
+    root: str
+    seconds: float
+
+
+def verify(
+    manifest_file: ManifestFile,
+    directory: Annotated[
+        Path | None,
+        typer.Option(
+            exists=True,
+            file_okay=False,
+            show_default=False,
+            help="Where named segments lie, if the publisher's bridge was given directory=.",
+        ),
+    ] = None,
+    tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor's result.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Write JSON.")] = False,
+) -> None:
+    """Verify every byte of the update that a manifest names, on this machine.
+
+    The publisher must be alive and the update not released. It is not told: nothing is acknowledged
+    or rejected. The exit code is 0 only if every tensor verifies.
+    """
+    manifest: WeightUpdateManifest | None = None
+    reading: _Reading | None = None
+    failure: WeightBridgeError | None = None
+    try:
+        manifest = read_manifest(manifest_file)
+        reading = _read(manifest, directory)
+        _compare(manifest, reading)
+    except WeightBridgeError as error:
+        failure = error
+    if as_json:
+        say_json(_document(manifest, reading, failure))
+    elif manifest is not None and reading is not None:
+        _show(manifest, reading, every_tensor=tensors)
+    if failure is not None:
+        raise failure
+
+
+# ---- reading ------------------------------------------------------------------------------------
+
+
+def _read(manifest: WeightUpdateManifest, directory: Path | None) -> _Reading:
+    start = time.perf_counter()
+    if manifest.transport == SharedMemory.name:
+        views = ViewCache(directory)
+        try:
+            digests = _attach_unseen(manifest, views, directory).digests()
+        finally:
+            views.close()
+    else:
+        end = transport_class(manifest.transport).create().consumer_end("rl-bridge-verify", 0)
+        try:
+            digests = end.attach(manifest).digests()
+        finally:
+            end.close()
+    seconds = time.perf_counter() - start
+    table = manifest.table
+    checksums = {
+        name: digests[row * DIGEST_NBYTES : (row + 1) * DIGEST_NBYTES].hex()
+        for name, row in table.rows.items()
+    }
+    differing: tuple[str, ...] = ()
+    if digests != manifest.digests:
+        expected = manifest.tensors
+        differing = tuple(
+            name for name, found in checksums.items() if found != expected[name].checksum
+        )
+    return _Reading(checksums, differing, table.root_plan.root(digests).hex(), seconds)
+
+
+def _attach_unseen(
+    manifest: WeightUpdateManifest, views: ViewCache, directory: Path | None
+) -> Attachment:
+    """Attach the way a consumer does, but claim no record of the publisher's control segment.
+
+    A record may be the last trace of a consumer that died; a look from outside must not replace it.
+    """
+    try:
+        handle = SharedMemoryHandle.model_validate(thaw(manifest.handle))
+    except ValidationError as error:
+        msg = (
+            f"update {manifest.update_id}: its handle is none of {SharedMemory.name}. "
+            "Use the manifest as it was published."
+        )
+        raise MalformedManifest(msg) from error
+    table = manifest.table
+    room = handle.slot.nbytes - vm.PAGE
+    if table.arena_nbytes > room:
+        msg = (
+            f"update {manifest.update_id}: its arena of {table.arena_nbytes} bytes does not fit "
+            f"its segment, which has room for {room}."
+        )
+        raise RangeBeyondSegment(msg)
+    view = views.get(handle.slot)
+    pin = view.pin(manifest.update_id, handle.generation, table.arena_nbytes)
+    if handle.slot.kind == "file":
+        # A file can be truncated under a mapping, which ends in a signal; a read only gets short.
+        copied = anonymous_pin(table.arena_nbytes)
+        got = vm.read_into(view.fd, copied.address, table.arena_nbytes)
+        if got != table.arena_nbytes:
+            msg = (
+                f"update {manifest.update_id}: segment {handle.slot.name} in {directory} ended "
+                f"after {got} of {table.arena_nbytes} bytes: it was truncated."
+            )
+            raise SegmentError(msg)
+        pin = copied
+    return Attachment(table, pin, BytePlan(table.nbytes_column))
+
+
+def _compare(manifest: WeightUpdateManifest, reading: _Reading) -> None:
+    if reading.differing:
+        name = reading.differing[0]
+        msg = (
+            f"tensor checksum mismatch for {name!r} in version {manifest.weight_version}: "
+            f"expected {manifest.tensors[name].checksum}, got {reading.checksums[name]} "
+            f"({len(reading.differing)} of {manifest.tensor_count} tensors differ). "
+            "Do not install this update: publish again."
+        )
+        raise ChecksumMismatch(msg)
+
+
+# ---- showing ------------------------------------------------------------------------------------
+
+
+def _document(
+    manifest: WeightUpdateManifest | None,
+    reading: _Reading | None,
+    failure: WeightBridgeError | None,
+) -> dict[str, JSONValue]:
+    document: dict[str, JSONValue] = {
+        "status": "pass" if failure is None else "failed",
+        "error": failure and {"type": type(failure).__name__, "message": str(failure)},
+    }
+    if manifest is not None:
+        document |= {
+            "update_id": manifest.update_id,
+            "weight_version": manifest.weight_version,
+            "transport": manifest.transport,
+            "root": manifest.root,
+            "tensor_count": manifest.tensor_count,
+            "total_nbytes": manifest.total_nbytes,
+        }
+    if manifest is not None and reading is not None:
+        bad = set(reading.differing)
+        document |= {
+            "found_root": reading.root,
+            "seconds": reading.seconds,
+            "tensors": [
+                {
+                    "name": name,
+                    "status": "failed" if name in bad else "pass",
+                    "checksum": tensor.checksum,
+                    "found": reading.checksums[name],
+                }
+                for name, tensor in manifest.tensors.items()
+            ],
+        }
+    return document
+
+
+def _show(manifest: WeightUpdateManifest, reading: _Reading, *, every_tensor: bool) -> None:
+    bad = reading.differing
+    out = screen()
+    table, num_left = _tensor_table(manifest, reading, every_tensor=every_tensor)
+    out.print(table)
+    if num_left:
+        out.print(Text(f"and {num_left} more, all pass (--tensors lists them)", style="dim"))
+    out.print()
+    status = "failed" if bad else "pass"
+    verdict = f"{len(bad)} of {manifest.tensor_count} tensors differ" if bad else "every byte fits"
+    rate = manifest.total_nbytes / reading.seconds / 1e9
+    rows: dict[str, str | Text] = {
+        "result": Text.assemble(status_text(status), f": {verdict}"),
+        "version": f"{manifest.weight_version} (update {manifest.update_id})",
+        "root": reading.root if not bad else f"{reading.root}, expected {manifest.root}",
+        "read": f"{size(manifest.total_nbytes)} in {reading.seconds:.3f} s, {rate:.1f} GB/s",
+    }
+    out.print(facts(rows, title=""))
+
+
+def _tensor_table(
+    manifest: WeightUpdateManifest, reading: _Reading, *, every_tensor: bool
+) -> tuple[Table, int]:
+    """List the tensors that differ, then others until the screen is full; count what is left."""
+    bad = set(reading.differing)
+    names = [*reading.differing, *(name for name in manifest.tensors if name not in bad)]
+    shown = names if every_tensor else names[: max(_SHOWN, len(bad))]
+    table = Table(box=None, pad_edge=False)
+    table.add_column("tensor", overflow="fold")
+    table.add_column("size", justify="right", no_wrap=True)
+    table.add_column("result", no_wrap=True)
+    table.add_column("checksum", no_wrap=True)
+    for name in shown:
+        tensor = manifest.tensors[name]
+        found = Text(reading.checksums[name][:_DIGITS], style="dim")
+        if name in bad:
+            found = Text(f"{found.plain}, expected {tensor.checksum[:_DIGITS]}", style="red")
+        result = status_text("failed" if name in bad else "pass")
+        table.add_row(Text(plain(name)), size(tensor.nbytes), result, found)
+    return table, len(names) - len(shown)

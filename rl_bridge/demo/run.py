@@ -1,0 +1,133 @@
+"""The demo: real reinforcement learning whose weights travel over the bridge, faults included."""
+
+import importlib.util
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from rl_bridge.demo.faults import plan_faults
+from rl_bridge.demo.live import LiveView
+from rl_bridge.demo.records import DemoResult
+from rl_bridge.demo.report import print_report, write_files
+from rl_bridge.demo.rollout import Rollout, RolloutConfig, RolloutWorker
+from rl_bridge.demo.rollout_process import RolloutProcess
+from rl_bridge.demo.trainer import Trainer
+from rl_bridge.errors import TransportUnavailable, WeightBridgeUnavailableError
+from rl_bridge.transports.registry import canonical_name, transport_class
+
+__all__ = ["DEFAULT_STEPS", "ENGINES", "run_demo"]
+
+DEFAULT_STEPS = 80
+ENGINES = ("module",)
+
+
+def run_demo(
+    *,
+    transport: str = "shared-memory",
+    engine: str = "module",
+    steps: int = DEFAULT_STEPS,
+    seed: int = 0,
+    out: Path = Path("demo-out"),
+    console: Console | None = None,
+) -> DemoResult:
+    """Train a small policy over the bridge, plant three faults, and write down what happened.
+
+    The trainer runs here; the rollout runs in a process of its own where the transport crosses
+    processes. Each step insists that the rollout's log-probabilities are those of the version that
+    it reports. Two updates are refused and one is undone on purpose.
+
+    Args:
+        transport: name or short form.
+        engine: what the rollout samples with: ``module``, a torch module.
+        steps: training steps, one update of the weights each.
+        seed: of the weights and of the samples; the same seed gives the same rewards.
+        out: where `demo.json` and `demo.png` go; made if it is not there.
+        console: where progress goes; a terminal gets a live panel, anything else plain lines.
+
+    Returns:
+        Everything that `demo.json` holds.
+
+    Raises:
+        ValueError: too few steps, or no such engine.
+        WeightBridgeUnavailableError: the transport or the drawing library is not there.
+        WeightBridgeError: the bridge did not keep a promise: an update was lost, a planted fault
+            went unnoticed, or log-probabilities disagree.
+
+    """
+    start = time.perf_counter()
+    console = console or Console()
+    faults = plan_faults(steps)
+    config = _checked(transport, engine, seed)
+    rows, fault_rows = [], []
+    with ExitStack() as stack:
+        stack.enter_context(_one_thread())
+        rollout, num_processes = _start_rollout(config)
+        stack.callback(rollout.close)
+        trainer = Trainer(config, rollout, num_steps=steps)
+        stack.callback(trainer.close)
+        if isinstance(rollout, RolloutProcess):
+            rollout.wait_until_ready()
+        title = f"rl_bridge demo: sort {config.num_digits} digits, {config.transport}"
+        view = stack.enter_context(LiveView(console, title=title, num_steps=steps))
+        where = "this process" if num_processes == 1 else f"process {rollout.pid}"
+        view.say(f"the rollout samples in {where}, its weights come over {config.transport}")
+        for number in range(1, steps + 1):
+            row, fault_row = trainer.step(number, faults.get(number))
+            if fault_row is not None:
+                fault_rows.append(fault_row)
+                view.fault(fault_row)
+            rows.append(row)
+            view.step(row)
+        manifest = trainer.held
+    result = DemoResult(
+        transport=config.transport,
+        engine=engine,
+        seed=seed,
+        num_processes=num_processes,
+        num_tensors=manifest.tensor_count,
+        total_nbytes=manifest.total_nbytes,
+        seconds=time.perf_counter() - start,
+        rows=tuple(rows),
+        faults=tuple(fault_rows),
+    )
+    paths = write_files(result, out)
+    print_report(result, console)
+    console.print(*paths, soft_wrap=True, highlight=False)
+    return result
+
+
+def _checked(transport: str, engine: str, seed: int) -> RolloutConfig:
+    """Find every reason not to start before anything is started."""
+    if engine not in ENGINES:
+        raise ValueError(f"no engine {engine!r} for the demo, expected one of {', '.join(ENGINES)}")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise WeightBridgeUnavailableError(
+            "the demo draws its picture with matplotlib, which is not installed. "
+            "Install it with: pip install 'rl_bridge[demo]'"
+        )
+    name = canonical_name(transport)
+    found = transport_class(name).probe()
+    if found.status != "pass":
+        raise TransportUnavailable(name, found.cause, found.remedy)
+    return RolloutConfig(transport=name, seed=seed, engine=engine)
+
+
+def _start_rollout(config: RolloutConfig) -> tuple[Rollout, int]:
+    if transport_class(config.transport).crosses_processes:
+        return RolloutProcess(config), 2
+    return RolloutWorker(config), 1
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Trainer and rollout take turns with matrices too small to share among threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,205 @@
+"""The digest X3T-128K against an independent reading of its definition, and what it is sensitive to."""
+
+import json
+import struct
+from collections.abc import Sequence
+
+import pytest
+import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rl_bridge.errors import MalformedManifest
+from rl_bridge.manifest.digest import (
+    ALGORITHM,
+    DIGEST_NBYTES,
+    LEAF_NBYTES,
+    PAD_NBYTES,
+    RootPlan,
+    digest_bytes,
+    leaf_digests,
+    num_leaves,
+    tensor_digest,
+    text_digest,
+)
+
+BORDERS = sorted(
+    {
+        size + delta
+        for size in (0, PAD_NBYTES, 2 * PAD_NBYTES, LEAF_NBYTES, LEAF_NBYTES + PAD_NBYTES)
+        for delta in (-1, 0, 1)
+        if size + delta >= 0
+    }
+    | {2 * LEAF_NBYTES, 2 * LEAF_NBYTES + 1, 3 * LEAF_NBYTES - 1}
+)
+SIZES = st.sampled_from(BORDERS) | st.integers(0, 3 * LEAF_NBYTES)
+
+
+def independent(data: bytes) -> bytes:
+    """The definition of the docs, read again: no code shared with the library."""
+    leaves = []
+    position = 0
+    while position < len(data):
+        leaf = data[position : position + 131_072]
+        while len(leaf) % 1024:
+            leaf += b"\0" * (1024 - len(leaf) % 1024)
+        low_first = xxhash.xxh3_128(leaf, seed=0)
+        leaves.append(struct.pack(">QQ", *divmod(low_first.intdigest(), 2**64)))
+        position += 131_072
+    text = b"".join(leaves) + struct.pack("<Q", len(data))
+    return struct.pack(">QQ", *divmod(xxhash.xxh3_128(text, seed=0).intdigest(), 2**64))
+
+
+def pattern(nbytes: int, seed: int = 0) -> bytes:
+    return bytes((index * 7 + seed) % 251 for index in range(nbytes))
+
+
+def independent_root(rows: Sequence[tuple[str, str, Sequence[int], bytes]]) -> bytes:
+    lines = ""
+    for name, dtype, shape, digest in sorted(rows, key=lambda row: row[0].encode("utf-8")):
+        lines += (
+            json.dumps([name, dtype, list(shape), digest.hex()], separators=(",", ":")) + "\n"
+        )
+    return bytes(xxhash.xxh3_128_digest(lines.encode("ascii")))
+
+
+def plan(*names: str, ties: dict[str, str] | None = None) -> RootPlan:
+    return RootPlan(names, ["int8"] * len(names), [(2,)] * len(names), ties)
+
+
+# ---- digests of bytes ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("nbytes", BORDERS)
+def test_the_digest_is_the_definitions_at_each_border(nbytes: int) -> None:
+    data = pattern(nbytes)
+    assert digest_bytes(data) == independent(data)
+
+
+@settings(deadline=None, max_examples=25)
+@given(SIZES, st.integers(0, 250))
+def test_the_digest_is_the_definitions(nbytes: int, seed: int) -> None:
+    data = pattern(nbytes, seed)
+    assert digest_bytes(memoryview(bytearray(data))) == independent(data)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.sampled_from([n for n in BORDERS if n]), st.data())
+def test_any_changed_byte_changes_the_digest(nbytes: int, data: st.DataObject) -> None:
+    original = bytearray(pattern(nbytes))
+    before = digest_bytes(original)
+    where = data.draw(st.sampled_from([0, nbytes - 1]) | st.integers(0, nbytes - 1))
+    original[where] ^= 1 << data.draw(st.integers(0, 7))
+    assert digest_bytes(original) != before
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 1023, 1024, LEAF_NBYTES - 1, LEAF_NBYTES])
+def test_bytes_of_zero_at_the_end_count(nbytes: int) -> None:
+    assert digest_bytes(bytes(nbytes)) != digest_bytes(bytes(nbytes + 1))
+
+
+def test_two_leaves_exchanged_give_another_digest() -> None:
+    one, other = pattern(LEAF_NBYTES), pattern(LEAF_NBYTES, 9)
+    assert digest_bytes(one + other) != digest_bytes(other + one)
+
+
+def test_an_empty_tensor_has_no_leaf_and_a_digest() -> None:
+    assert num_leaves(0) == 0
+    assert leaf_digests(memoryview(b"")) == b""
+    assert digest_bytes(b"").hex() == "2c0a8a99dc147d5445c3b49d035665b2"
+
+
+@pytest.mark.parametrize(("nbytes", "leaves"), [(1, 1), (131_072, 1), (131_073, 2), (262_144, 2)])
+def test_a_leaf_has_128_kib(nbytes: int, leaves: int) -> None:
+    assert num_leaves(nbytes) == leaves
+    assert len(leaf_digests(memoryview(bytes(nbytes)))) == leaves * DIGEST_NBYTES
+
+
+def test_the_length_is_part_of_a_tensors_digest() -> None:
+    assert tensor_digest(b"x" * 16, 1) != tensor_digest(b"x" * 16, 2)
+
+
+def test_items_of_more_than_a_byte_are_digested_as_bytes() -> None:
+    shorts = memoryview(b"\1\0\2\0").cast("H")
+    assert digest_bytes(shorts) == digest_bytes(b"\1\0\2\0")
+
+
+def test_the_algorithms_name_and_numbers_are_the_formats() -> None:
+    assert (ALGORITHM, LEAF_NBYTES, PAD_NBYTES, DIGEST_NBYTES) == ("X3T-128K", 131072, 1024, 16)
+
+
+def test_a_text_digest_is_xxh3_of_its_ascii() -> None:
+    assert text_digest("abc") == xxhash.xxh3_128_hexdigest(b"abc")
+
+
+# ---- roots --------------------------------------------------------------------------------------
+
+NAMES = st.text(st.characters(codec="utf-8"), min_size=1, max_size=6)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.dictionaries(
+        NAMES,
+        st.tuples(
+            st.sampled_from(["int8", "bfloat16"]),
+            st.lists(st.integers(0, 10**6), max_size=3),
+            st.binary(min_size=16, max_size=16),
+        ),
+        min_size=1,
+        max_size=8,
+    )
+)
+def test_the_root_is_the_definitions(rows: dict[str, tuple[str, list[int], bytes]]) -> None:
+    found = RootPlan(list(rows), [r[0] for r in rows.values()], [r[1] for r in rows.values()])
+    expected = independent_root([(name, *row) for name, row in rows.items()])
+    assert found.root(b"".join(row[2] for row in rows.values())) == expected
+
+
+def test_a_tie_has_a_line_of_its_own() -> None:
+    digests = pattern(32)
+    found = plan("a", "b", ties={"z": "a"}).root(digests)
+    rows = [("a", digests[:16]), ("b", digests[16:]), ("z", digests[:16])]
+    assert found == independent_root([(name, "int8", (2,), digest) for name, digest in rows])
+
+
+def test_the_root_does_not_tell_how_equal_tensors_were_stored() -> None:
+    one, other = pattern(16), pattern(16, 3)
+    tied = plan("a", "b", ties={"c": "a"}).root(one + other)
+    assert tied == plan("a", "b", "c").root(one + other + one)
+
+
+def test_the_root_does_not_depend_on_the_order_of_rows() -> None:
+    one, other = pattern(16), pattern(16, 3)
+    assert plan("a", "b").root(one + other) == plan("b", "a").root(other + one)
+
+
+def test_the_root_depends_on_every_part_of_every_line() -> None:
+    digests = pattern(32)
+    roots = [
+        RootPlan(["a", "b"], ["int8", "int8"], [(2,), (2,)]).root(digests),
+        RootPlan(["a", "c"], ["int8", "int8"], [(2,), (2,)]).root(digests),
+        RootPlan(["a", "b"], ["int8", "uint8"], [(2,), (2,)]).root(digests),
+        RootPlan(["a", "b"], ["int8", "int8"], [(2,), (1, 2)]).root(digests),
+        RootPlan(["a", "b"], ["int8", "int8"], [(2,), (2,)]).root(digests[16:] + digests[:16]),
+        *(
+            RootPlan(["a", "b"], ["int8", "int8"], [(2,), (2,)]).root(
+                digests[:at] + bytes([digests[at] ^ 1]) + digests[at + 1 :]
+            )
+            for at in range(32)
+        ),
+    ]
+    assert len(set(roots)) == len(roots)
+
+
+def test_a_plan_serves_many_updates() -> None:
+    made = plan("a")
+    first = made.root(pattern(16))
+    made.root(pattern(16, 1))
+    assert made.root(pattern(16)) == first
+
+
+@pytest.mark.parametrize("nbytes", [0, 15, 17, 32])
+def test_a_block_of_another_length_is_refused(nbytes: int) -> None:
+    with pytest.raises(MalformedManifest, match=f"{nbytes} bytes, expected 16"):
+        plan("a").root(bytes(nbytes))

@@ -1,0 +1,137 @@
+"""The smoke command of `benchmarks/`: one JSON row per mode, honest about what it cannot run."""
+
+import csv
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+SCRIPT = ROOT / "benchmarks" / "benchmark_weight_sync_bridge.py"
+FIELDS = {
+    "timestamp",
+    "mode",
+    "status",
+    "environment",
+    "tensor_count",
+    "total_nbytes",
+    "publish_ms",
+    "import_ms",
+    "ack_ms",
+    "release_ms",
+    "active_weight_version",
+    "notes",
+}
+TIMES = ("publish_ms", "import_ms", "ack_ms", "release_ms")
+CPU_MODES = ("local", "shared-memory", "rollout-update")
+GPU_MODES = (
+    "cuda-ipc",
+    "cuda-vmm",
+    "cuda-vmm-rollout-update",
+    "vllm-cuda-ipc-hot-update",
+    "vllm-cuda-vmm-external-storage",
+)
+MODES = (*CPU_MODES, *GPU_MODES, "runtime-blockers")
+
+
+def run_command(*arguments: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [sys.executable, str(SCRIPT), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+        cwd=ROOT,
+    )
+
+
+def last_row(result: "subprocess.CompletedProcess[str]") -> dict[str, Any]:
+    assert result.returncode == 0, result.stderr
+    line = result.stdout.splitlines()[-1]
+    row: dict[str, Any] = json.loads(line)
+    assert json.dumps(row, sort_keys=True) == line, "the keys are not sorted"
+    return row
+
+
+def smoke(mode: str, *more: str) -> dict[str, Any]:
+    return last_row(run_command("--smoke", "--mode", mode, *more))
+
+
+@pytest.mark.parametrize("mode", CPU_MODES)
+def test_a_mode_that_needs_no_gpu_passes_with_every_field_filled(mode: str) -> None:
+    row = smoke(mode, "--weight-version", "7")
+    assert set(row) == FIELDS
+    assert row["mode"] == mode
+    assert row["status"] == "pass"
+    assert row["active_weight_version"] == 7
+    assert row["tensor_count"] > 1
+    assert row["total_nbytes"] > row["tensor_count"]
+    assert all(row[phase] > 0 for phase in TIMES)
+    assert row["environment"]["versions"]["torch"]
+
+
+@pytest.mark.parametrize("mode", GPU_MODES)
+def test_a_mode_of_a_later_release_is_blocked_with_its_cause(mode: str) -> None:
+    row = smoke(mode)
+    assert set(row) == FIELDS
+    assert row["mode"] == mode
+    assert row["status"] == "blocked"
+    assert any(word in row["notes"] for word in ("libcuda", "CUDA", "device", "release"))
+    assert ("vllm" in row["notes"].lower()) == mode.startswith("vllm")
+    assert row["active_weight_version"] is None
+    assert all(row[phase] is None for phase in TIMES)
+
+
+def test_runtime_blockers_names_every_other_mode() -> None:
+    row = smoke("runtime-blockers")
+    assert set(row) == FIELDS
+    assert row["status"] == "blocked"
+    for mode in (*CPU_MODES, *GPU_MODES):
+        assert f"{mode}: " in row["notes"]
+    assert "shared-memory: nothing is missing" in row["notes"]
+
+
+def test_sizes_can_be_chosen() -> None:
+    small = smoke("local", "--hidden-dim", "16", "--layers", "1")
+    large = smoke("local", "--hidden-dim", "32", "--layers", "3")
+    assert large["tensor_count"] > small["tensor_count"]
+    assert large["total_nbytes"] > small["total_nbytes"]
+
+
+def test_rows_are_appended_to_the_csv_file_under_one_header(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    first = smoke("local", "--output", str(path))
+    smoke("cuda-ipc", "--output", str(path))
+    with path.open(newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["mode"] for row in rows] == ["local", "cuda-ipc"]
+    assert [row["status"] for row in rows] == ["pass", "blocked"]
+    assert set(rows[0]) == FIELDS
+    assert int(rows[0]["total_nbytes"]) == first["total_nbytes"]
+    assert json.loads(rows[0]["environment"]) == first["environment"]
+
+
+def test_a_checkpoint_can_be_moved_instead_of_made_up_weights(tmp_path: Path) -> None:
+    import torch
+    from safetensors.torch import save_file
+
+    save_file({"weight": torch.ones(4, 4)}, tmp_path / "model.safetensors")
+    row = smoke("local", "--model", str(tmp_path))
+    assert (row["status"], row["tensor_count"], row["total_nbytes"]) == ("pass", 1, 64)
+
+
+def test_a_checkpoint_that_is_not_there_is_a_usage_error(tmp_path: Path) -> None:
+    result = run_command("--smoke", "--mode", "local", "--model", str(tmp_path))
+    assert result.returncode == 2
+    assert ".safetensors" in result.stderr
+
+
+def test_an_unknown_mode_is_refused_with_the_list() -> None:
+    result = run_command("--smoke", "--mode", "telepathy")
+    assert result.returncode == 2
+    assert "telepathy" in result.stderr
+    for mode in MODES:
+        assert mode in result.stderr.replace("\n", "")
