@@ -57,7 +57,8 @@ def _run(plan: Plan, console: Console) -> tuple[dict[str, list[Row]], list[float
             tick = task(group.name, count_steps(group, probe=probe))
             results[group.name] = run_group(group, tick=tick, probe=probe)
 
-        run(plan.core, probe=True)
+        # The peers probe the same lanes again: in a quick run once is enough.
+        run(plan.core, probe=not plan.quick)
         run(plan.peers, probe=True)
         run(plan.ray, probe=True)
         run(plan.sizes, probe=False)

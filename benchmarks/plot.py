@@ -36,8 +36,6 @@ def _bars(document: dict[str, Any]) -> list[dict[str, Any]]:
                 "title": "rl_bridge (every byte verified)" if name == "ours" else row["title"],
                 "usable_ms": row["usable_s"]["median"] * _MS,
                 "loaded_ms": loaded * _MS,
-                "low": row["usable_s"]["p25"] * _MS,
-                "high": row["usable_s"]["p75"] * _MS,
                 "snapshot": row["snapshot"],
                 "verified": row["verified"],
                 "alias": row["survives_step"] is False,
@@ -78,30 +76,26 @@ def main(
     bars = _bars(document)
     figure, axes = plt.subplots(figsize=(11, 1.6 + 0.62 * len(bars)), layout="constrained")
     places = range(len(bars))
+    colors = [_color(bar) for bar in bars]
     usable = [bar["usable_ms"] for bar in bars]
-    loaded = [bar["loaded_ms"] for bar in bars]
-    errors = [
-        [bar["usable_ms"] - bar["low"] for bar in bars],
-        [bar["high"] - bar["usable_ms"] for bar in bars],
-    ]
-    axes.barh(places, usable, color=[_color(bar) for bar in bars], height=0.62, xerr=errors)
-    axes.scatter(loaded, places, marker="|", s=220, color="#333333", zorder=3)
-    for place, bar in enumerate(bars):
-        edge = max(bar["usable_ms"], bar["loaded_ms"], bar["high"])
-        text = f" {bar['usable_ms']:.0f} ms, loaded {bar['loaded_ms']:.0f} ms"
-        axes.text(edge * 1.04, place, text, va="center", fontsize=9)
+    loading = [max(0.0, bar["loaded_ms"] - bar["usable_ms"]) for bar in bars]
+    ends = [max(bar["usable_ms"], bar["loaded_ms"]) for bar in bars]
+    axes.barh(places, usable, color=colors, height=0.62)
+    axes.barh(places, loading, left=usable, color=colors, height=0.62, alpha=0.4)
+    for place, bar, end in zip(places, bars, ends, strict=True):
+        text = f"{bar['usable_ms']:.0f} ms, loaded {bar['loaded_ms']:.0f} ms"
+        axes.text(end + max(ends) * 0.01, place, text, va="center", fontsize=9)
     axes.set_yticks(list(places), [_label(bar) for bar in bars], fontsize=9)
     for tick, bar in zip(axes.get_yticklabels(), bars, strict=True):
         tick.set_fontweight("bold" if bar["name"] == "ours" else "normal")
-    axes.set_xscale("log")
-    axes.set_xlim(right=max(*usable, *loaded) * 4)
-    axes.set_xlabel("milliseconds from the start of publishing, log scale (lower is better)")
+    axes.set_xlim(right=max(ends) * 1.28)
+    axes.set_xlabel("milliseconds from the start of publishing (lower is better)")
     payload = document["payload"]
     cores = document["environment"]["cpu_cores_usable"]
     axes.set_title(
         f"Handing {payload['nbytes'] / _MIB:.0f} MiB in {payload['num_tensors']} bf16 tensors to "
         f"another process, {cores} cores\n"
-        "bar: usable there (median, quartiles), tick: also loaded into the engine's parameters",
+        "solid: usable there; light: also loaded into the engine's parameters; medians",
         fontsize=10,
         loc="left",
     )
@@ -111,7 +105,7 @@ def main(
         Patch(color=_SNAPSHOT, label="snapshot, unverified"),
         Patch(color=_UNSAFE, label="no snapshot, unverified"),
     ]
-    axes.legend(handles=legend, loc="lower right", fontsize=9, frameon=False)
+    axes.legend(handles=legend, loc="upper right", fontsize=9, frameon=False)
     target = out or results.with_suffix(".png")
     figure.savefig(target, dpi=150)
     typer.echo(f"wrote {target}")

@@ -238,7 +238,7 @@ def test_what_cannot_run_is_refused_before_anything_starts(
 
 @pytest.mark.slow
 def test_the_policy_learns_to_sort(tmp_path: Path) -> None:
-    result, _ = run("local-clone", tmp_path, steps=60)
+    result, _ = run("local-clone", tmp_path, steps=48)
     assert result.reward_first < 0.3
     assert result.reward_last > 0.8
 

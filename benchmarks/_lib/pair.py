@@ -3,6 +3,8 @@
 import shutil
 import tempfile
 from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -43,9 +45,18 @@ class Pair:
             lanes=tuple(lanes),
             queues={lane.name: context.Queue() for lane in lanes if lane.options.get("queue")},
         )
+        self._controls: dict[str, Connection] = {}
+        self._processes: dict[str, BaseProcess] = {}
+        try:
+            self._start(config)
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self, config: PairConfig) -> None:
+        """Start both processes and wait until each is ready."""
+        context = torch.multiprocessing.get_context("spawn")
         trainer_peer, engine_peer = context.Pipe()
-        self._controls = {}
-        self._processes = {}
         for role, entry, peer in (
             ("trainer", run_trainer, trainer_peer),
             ("engine", run_engine, engine_peer),

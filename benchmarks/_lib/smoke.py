@@ -13,6 +13,7 @@ from typing import Any, Self
 
 import torch
 
+from _lib.smoke_model import train_a_little
 from _lib.wire import BenchmarkError, recv_json, send_json
 from rl_bridge import (
     ModuleInstallAdapter,
@@ -126,9 +127,9 @@ class _Stopwatch:
         self.samples.setdefault(phase, []).append(milliseconds)
 
     def medians(self, skip: int) -> dict[str, float | None]:
-        """Return the median of every phase, without the first ``skip`` updates."""
+        """Return the median of every phase, less the first ``skip`` where there are more."""
         return {
-            phase: round(statistics.median(values[skip:]), 4)
+            phase: round(statistics.median(values[skip:] or values), 4)
             for phase, values in self.samples.items()
         }
 
@@ -148,6 +149,7 @@ def _local(config: SmokeConfig) -> Outcome:
         make_weight_bridge("local-clone", source_worker="rollout") as consumer,
     ):
         for version in config.versions:
+            train_a_little(config.weights)
             with watch("publish_ms"):
                 manifest = publisher.publish(config.weights, weight_version=version)
             with watch("import_ms"):
@@ -209,8 +211,12 @@ def _roll_out(connection: Connection) -> None:
             with watch("update_ms"):
                 executor.update_weights(manifest)
             ack = executor.last_ack
-            for phase, milliseconds in ({} if ack is None else ack.timings_ms).items():
+            phases = {} if ack is None else dict(ack.timings_ms)
+            for phase, milliseconds in phases.items():
                 watch.add(f"phase {phase}", milliseconds)
+            watch.add("import_ms", phases["attach"] + phases["verify"])
+            # "total" ends with the proof; what is left is the acknowledgement.
+            watch.add("ack_ms", watch.samples["update_ms"][-1] - phases.pop("total"))
             send_json(connection, {"active": executor.active_weight_version})
         with watch("release_ms"):
             executor.release_weights()
@@ -249,6 +255,7 @@ def _hand_over(config: SmokeConfig, child: _Child, watch: _Stopwatch) -> Outcome
     with make_weight_bridge("shared-memory", source_worker="trainer") as bridge:
         held: str | None = None
         for version in config.versions:
+            train_a_little(config.weights)
             with watch("publish_ms"):
                 manifest = bridge.publish(config.weights, weight_version=version)
             active = child.ask({"do": "import", "manifest": manifest.to_json()})["active"]

@@ -1,10 +1,11 @@
 """The weights that the smoke command moves: a small transformer's, or a checkpoint's."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 
-__all__ = ["load_checkpoint", "synthetic_weights"]
+__all__ = ["load_checkpoint", "synthetic_weights", "train_a_little"]
 
 
 def synthetic_weights(hidden_dim: int, num_layers: int) -> dict[str, torch.Tensor]:
@@ -44,3 +45,10 @@ def load_checkpoint(path: Path) -> dict[str, torch.Tensor]:
     for file in files:
         weights |= load_file(file)
     return weights
+
+
+def train_a_little(weights: Mapping[str, torch.Tensor]) -> None:
+    """Change every floating-point tensor in place: an update that changes nothing is suspicious."""
+    for tensor in weights.values():
+        if tensor.is_floating_point():
+            tensor.neg_()

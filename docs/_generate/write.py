@@ -40,7 +40,7 @@ def _option(parameter: Any) -> str:
     default = parameter.default
     if parameter.required:
         text += " Required."
-    elif default not in {None, False, ""} and not callable(default) and parameter.nargs == 1:
+    elif default is not None and default is not False and not callable(default):
         text += f" Default: `{default}`."
     return f"| {names} | {text.strip()} |"
 

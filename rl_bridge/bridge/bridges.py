@@ -16,6 +16,7 @@ from rl_bridge.lifecycle.table import STATUS, State
 from rl_bridge.manifest.canonical import JSONValue
 from rl_bridge.manifest.compare import Policy
 from rl_bridge.manifest.model import WeightUpdateManifest
+from rl_bridge.transports.base import Transport
 from rl_bridge.transports.registry import canonical_name, transport_class
 
 __all__ = [
@@ -108,11 +109,14 @@ class TensorBridge:
         self._state_dir = state_dir
         self._suspicious = Policy(suspicious)
         self._observer = observer
-        self._transport = transport_class(self.transport).create(**options)
+        self._transport = self._make_transport(options)
         self._lock = threading.RLock()
         self._publisher: Publisher | None = None
         self._consumer: Consumer | None = None
         self._is_closed = False
+
+    def _make_transport(self, options: Mapping[str, object]) -> Transport:
+        return transport_class(self.transport).create(**options)
 
     # ---- publishing -----------------------------------------------------------------------------
 

@@ -28,7 +28,8 @@ from rl_bridge.manifest.canonical import JSONValue, freeze, thaw
 from rl_bridge.manifest.digest import DIGEST_NBYTES
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.memory.control import UpdateReport
-from rl_bridge.transports.base import Attachment, ConsumerEnd, ImportedTensors, Transport
+from rl_bridge.memory.imported import ImportedTensors
+from rl_bridge.transports.base import Attachment, ConsumerEnd, Transport
 
 __all__ = ["Consumer"]
 

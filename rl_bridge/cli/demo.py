@@ -32,9 +32,10 @@ def demo(
 ) -> None:
     """Train a small policy whose weights travel over the bridge, in about a minute.
 
-    A trainer and a rollout process learn to sort digits by reinforcement. Each step checks that the
-    rollout samples with exactly the version that it reports. In the middle one update is corrupted,
-    one is stale and one install fails half-way: each is refused or undone, and training goes on.
+    A trainer and a rollout process learn to sort digits by reinforcement.
+    Each step checks that the rollout samples with exactly the version that it
+    reports. In the middle one update is corrupted, one is stale and one
+    install fails half-way: each is refused or undone, and training goes on.
     """
     # Imported here: `rl-bridge --help` need not wait for it.
     from rl_bridge.demo.run import run_demo

@@ -21,7 +21,7 @@ _LARGEST = 10
 
 
 def inspect(
-    manifest_file: ManifestFile,
+    file: ManifestFile,
     tensors: Annotated[
         bool, typer.Option("--tensors", help="List every tensor, not only the largest.")
     ] = False,
@@ -32,7 +32,7 @@ def inspect(
     Everything that can be wrong with a manifest is checked. The weights are not read: that is what
     verify does.
     """
-    manifest = read_manifest(manifest_file)
+    manifest = read_manifest(file)
     if as_json:
         say_json(_document(manifest, every_tensor=tensors))
         return

@@ -50,7 +50,7 @@ class _Reading:
 
 
 def verify(
-    manifest_file: ManifestFile,
+    file: ManifestFile,
     directory: Annotated[
         Path | None,
         typer.Option(
@@ -72,7 +72,7 @@ def verify(
     reading: _Reading | None = None
     failure: WeightBridgeError | None = None
     try:
-        manifest = read_manifest(manifest_file)
+        manifest = read_manifest(file)
         reading = _read(manifest, directory)
         _compare(manifest, reading)
     except WeightBridgeError as error:

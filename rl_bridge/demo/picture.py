@@ -181,8 +181,9 @@ def _draw_phases(axes: "Axes", result: DemoResult) -> None:
             axes.annotate(
                 f"{total:.0f} ms",
                 (step, ceiling),
-                xytext=(5, -3),
+                xytext=(5, -3) if step < 0.9 * steps[-1] else (-5, -3),
                 textcoords="offset points",
+                ha="left" if step < 0.9 * steps[-1] else "right",
                 va="top",
                 color=_MUTED,
                 fontsize=8,

@@ -4,8 +4,6 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from rl_bridge.bridge.bridges import make_weight_bridge
-from rl_bridge.demo.corruption import flip_one_byte
 from rl_bridge.demo.failures import LogprobMismatch, UpdateLost
 from rl_bridge.demo.faults import Fault, examine
 from rl_bridge.demo.learner import Learner
@@ -13,7 +11,11 @@ from rl_bridge.demo.model import build_model
 from rl_bridge.demo.records import FaultRow, StepRow
 from rl_bridge.demo.rollout import InstallReply, Rollout, RolloutConfig, SampleReply
 from rl_bridge.demo.versions import Agreement, VersionShelf
+from rl_bridge.manifest.compare import Policy
 from rl_bridge.manifest.model import WeightUpdateManifest
+from rl_bridge.testing.faults import FaultInjecting
+from rl_bridge.testing.over import BridgeOver
+from rl_bridge.transports.registry import transport_class
 
 __all__ = ["LOGPROB_TOLERANCE", "Trainer"]
 
@@ -45,7 +47,9 @@ class Trainer:
         self._model = build_model(config.model, seed=config.seed)
         self._learner = Learner(self._model, num_steps=num_steps)
         self._shelf = VersionShelf(self._model)
-        self._bridge = make_weight_bridge(config.transport, source_worker="trainer", num_threads=1)
+        # The transport itself, wrapped so that a byte can be damaged behind a manifest's back.
+        self._transport = FaultInjecting(transport_class(config.transport).create(num_threads=1))
+        self._bridge = BridgeOver(self._transport, source_worker="trainer", suspicious=Policy.WARN)
         self._version = 0
         self._held: WeightUpdateManifest | None = None
         self._held_before: WeightUpdateManifest | None = None
@@ -129,7 +133,10 @@ class Trainer:
         else:
             manifest = self._publish()
             if fault is Fault.CORRUPTED:
-                flip_one_byte(self._bridge, manifest)
+                table = manifest.table
+                largest = max(range(len(table.nbytes)), key=table.nbytes.__getitem__)
+                middle = table.offsets[largest] + table.nbytes[largest] // 2
+                self._transport.corrupt(manifest, middle)
             over = self._hand_over(manifest, start, fail_half_way=fault is Fault.HALF_WAY)
             self._bridge.release(manifest.update_id)
         expected = examine(fault, over.reply, active_version=before)

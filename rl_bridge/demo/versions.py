@@ -36,21 +36,12 @@ class VersionShelf:
         self._capacity = capacity
         self._kept: OrderedDict[int, dict[str, Tensor]] = OrderedDict()
 
-    @property
-    def versions(self) -> tuple[int, ...]:
-        """The versions on the shelf, oldest first."""
-        return tuple(self._kept)
-
     def keep(self, version: int, model: CausalTransformer) -> None:
         """Copy the model's weights under a version; the oldest copy beyond the capacity goes."""
         state = model.state_dict()
         self._kept[version] = {name: tensor.clone() for name, tensor in state.items()}
         while len(self._kept) > self._capacity:
             self._kept.popitem(last=False)
-
-    def drop(self, version: int) -> None:
-        """Forget a version that no rollout accepted."""
-        self._kept.pop(version, None)
 
     def log_probs(self, version: int, tokens: Tensor) -> Tensor:
         """Recompute the answer's log-probabilities under a kept version, in a single pass."""

@@ -6,7 +6,7 @@ from rl_bridge.installers.engine_memory import Binding, EngineMemory, Snapshot
 from rl_bridge.installers.way import Way
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.manifest.table import TensorTable
-from rl_bridge.transports.base import ImportedTensors
+from rl_bridge.memory.imported import ImportedTensors
 
 __all__ = ["CopyWay"]
 

@@ -8,8 +8,8 @@ from rl_bridge.installers.engine_memory import Binding, EngineMemory
 from rl_bridge.installers.way import Rebinding, Way, prove_identity
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.memory.flip import LiveRange
+from rl_bridge.memory.imported import ImportedTensors
 from rl_bridge.memory.views import Pin, tensor_in
-from rl_bridge.transports.base import ImportedTensors
 
 __all__ = ["AliasWay", "FlipWay"]
 

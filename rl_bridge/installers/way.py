@@ -11,9 +11,9 @@ from rl_bridge.installers.base import InstallProof
 from rl_bridge.installers.engine_memory import Binding, EngineMemory
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.memory import vm
+from rl_bridge.memory.imported import ImportedTensors
 from rl_bridge.memory.packing import dtype_name
 from rl_bridge.memory.passes import Addresses, BytePlan
-from rl_bridge.transports.base import ImportedTensors
 
 __all__ = ["Rebinding", "Way", "prove_identity", "require_imported"]
 

@@ -12,22 +12,28 @@ import threading
 import uuid
 import weakref
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Final, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr, ValidationError
 
-from rl_bridge.errors import VersionNotMonotonic, WeightBridgeError, WeightBridgeUnavailableError
+from rl_bridge.errors import (
+    BridgeClosed,
+    VersionNotMonotonic,
+    WeightBridgeError,
+    WeightBridgeUnavailableError,
+)
 
 __all__ = ["Journal"]
 
 _FILE = "publisher.json"
 _LOCK = "publisher.lock"
+_FORMAT: Final = "rl_bridge.journal/1"
 
 
 class _Record(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    format: Literal["rl_bridge.journal/1"] = "rl_bridge.journal/1"
+    format: Literal["rl_bridge.journal/1"]
     last_version: Annotated[StrictInt, Field(ge=0)]
     publisher_id: Annotated[StrictStr, Field(pattern=r"^[0-9a-f]{32}$")]
 
@@ -39,7 +45,7 @@ _OPEN: "weakref.WeakSet[Journal]" = weakref.WeakSet()
 
 def _close_in_child() -> None:
     for journal in list(_OPEN):
-        journal.close()
+        journal.abandon()
 
 
 os.register_at_fork(after_in_child=_close_in_child)
@@ -56,7 +62,8 @@ class Journal:
 
         Raises:
             WeightBridgeUnavailableError: another live publisher holds the directory.
-            WeightBridgeError: the journal is damaged; it is never guessed at.
+            WeightBridgeError: the directory cannot be used, or the journal is damaged; it is never
+                guessed at.
 
         """
         self._lock = threading.Lock()
@@ -65,8 +72,7 @@ class Journal:
         self._last: int | None = None
         self.publisher_id = uuid.uuid4().hex
         if self._directory is not None:
-            self._directory.mkdir(parents=True, exist_ok=True)
-            self._lock_fd = self._acquire(self._directory / _LOCK)
+            self._lock_fd = self._acquire(self._directory)
             _OPEN.add(self)
             self._load(self._directory / _FILE)
 
@@ -95,10 +101,14 @@ class Journal:
 
         Raises:
             VersionNotMonotonic: not above every version claimed before.
+            BridgeClosed: the directory is no longer this journal's.
             WeightBridgeError: the journal could not be written; the version stays unclaimed.
 
         """
         with self._lock:
+            if self._directory is not None and self._lock_fd is None:
+                msg = f"the journal in {self._directory} is closed. Make a new publisher."
+                raise BridgeClosed(msg)
             self.check(version)
             if self._directory is not None:
                 self._write(self._directory, version)
@@ -111,6 +121,11 @@ class Journal:
                 os.close(self._lock_fd)
                 self._lock_fd = None
 
+    def abandon(self) -> None:
+        """Let go in a forked child: there, another thread's lock would stay taken for ever."""
+        self._lock = threading.Lock()
+        self.close()
+
     def __enter__(self) -> Self:
         """Use as a context manager."""
         return self
@@ -119,14 +134,19 @@ class Journal:
         """Close."""
         self.close()
 
-    def _acquire(self, path: Path) -> int:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    def _acquire(self, directory: Path) -> int:
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            fd = os.open(directory / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            msg = f"the state directory {directory} cannot be used: {error}. Choose another one."
+            raise WeightBridgeError(msg) from error
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             os.close(fd)
             msg = (
-                f"another live publisher uses the state directory {path.parent}. "
+                f"another live publisher uses the state directory {directory}. "
                 "Stop it first, or give this publisher a directory of its own."
             )
             raise WeightBridgeUnavailableError(msg) from error
@@ -147,7 +167,7 @@ class Journal:
         self._last, self.publisher_id = record.last_version, record.publisher_id
 
     def _write(self, directory: Path, version: int) -> None:
-        record = _Record(last_version=version, publisher_id=self.publisher_id)
+        record = _Record(format=_FORMAT, last_version=version, publisher_id=self.publisher_id)
         temporary = directory / (_FILE + ".new")
         try:
             with temporary.open("w", encoding="ascii") as file:

@@ -94,7 +94,9 @@ def freeze(value: JSONValue, *, where: str = "metadata", depth: int = 0) -> JSON
         return value
     if isinstance(value, int):
         if not -_MAX_INT < value < _MAX_INT:
-            msg = f"{where}: an integer of more than 4300 digits cannot be read again. Use a string."
+            msg = (
+                f"{where}: an integer of more than 4300 digits cannot be read again. Use a string."
+            )
             raise MalformedManifest(msg)
         return int(value)
     if isinstance(value, float):

@@ -189,6 +189,15 @@ class WeightUpdateManifest(BaseModel):
 
         """
         text = _ascii(text)
+        try:
+            return cls._read(text)
+        except RecursionError as error:
+            # Just below the depth at which decoding gives up, whatever looks at the value does.
+            msg = "the manifest nests too deep. Send WeightUpdateManifest.to_json() as it is."
+            raise MalformedManifest(msg) from error
+
+    @classmethod
+    def _read(cls, text: str) -> Self:
         if not text.startswith(_PREFIX):
             msg = (
                 f"this is no manifest of format {FORMAT}: it starts with {text[:48]!r}. "
@@ -271,21 +280,21 @@ def _ascii(text: str | bytes) -> str:
 
 
 def _header_fields(header: dict[str, JSONValue]) -> dict[str, JSONValue]:
-    try:
-        header["digests"] = base64.b64decode(header.get("digests") or "", validate=True)
-    except (binascii.Error, ValueError, TypeError) as error:
-        msg = f"manifest field digests is no base64 text: {error}."
-        raise MalformedManifest(msg) from error
-    root = header.get("root")
-    if not isinstance(root, str) or not root:
-        msg = "manifest field root is missing: without it nothing ties the digests together."
-        raise MalformedManifest(msg)
     known = WeightUpdateManifest.model_fields.keys() - {"table"}
     if known != header.keys():
         msg = (
             f"manifest fields {sorted(known - header.keys())} are missing, "
             f"{sorted(header.keys() - known)} are unknown. Send the manifest as it was published."
         )
+        raise MalformedManifest(msg)
+    try:
+        header["digests"] = base64.b64decode(header["digests"], validate=True)
+    except (binascii.Error, ValueError, TypeError) as error:
+        msg = f"manifest field digests is no base64 text: {error}."
+        raise MalformedManifest(msg) from error
+    root = header["root"]
+    if not isinstance(root, str) or not root:
+        msg = "manifest field root is missing: without it nothing ties the digests together."
         raise MalformedManifest(msg)
     return header
 
@@ -320,8 +329,8 @@ def _read_layout(digest: JSONValue, rest: str) -> TensorTable:
         raise MalformedManifest(msg)
     try:
         table = TensorTable(**document)
-    except (ValidationError, TypeError) as error:
-        raise (_malformed(error) if isinstance(error, ValidationError) else error) from error
+    except ValidationError as error:
+        raise _malformed(error) from error
     if table.text != text:
         msg = (
             "the manifest's layout leaves out fields. Send WeightUpdateManifest.to_json() as it is."

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from math import prod
+from types import MappingProxyType
 from typing import Annotated, Self
 
 import numpy as np
@@ -263,7 +264,7 @@ class TensorTable(BaseModel):
         """Row of each name, tied names included (they have the row of what they share)."""
         rows = {name: row for row, name in enumerate(self.names)}
         rows |= {name: rows[target] for name, target in self.ties.items()}
-        return rows
+        return MappingProxyType(rows)
 
     @cached_property
     def offset_column(self) -> npt.NDArray[np.uint64]:
@@ -304,9 +305,8 @@ class TensorTable(BaseModel):
 
 
 def _readonly(values: Sequence[int]) -> npt.NDArray[np.uint64]:
-    column = np.array(values, np.uint64)
-    column.flags.writeable = False
-    return column
+    # Over immutable bytes: an array that owns its memory could be made writable again.
+    return np.frombuffer(np.array(values, np.uint64).tobytes(), np.uint64)
 
 
 class DescriptorMap(Mapping[str, TensorDescriptor]):

@@ -157,7 +157,9 @@ class OwnedSegment:
             if path is not None:
                 # A full file system must say so here, and not by SIGBUS in the middle of a copy.
                 os.posix_fallocate(fd, 0, nbytes)
-                os.link(f"/proc/self/fd/{fd}", path, follow_symlinks=True)
+                # The directory descriptor makes Python call linkat, which alone follows the link of
+                # /proc to the unnamed file; with an absolute path the kernel ignores it.
+                os.link(f"/proc/self/fd/{fd}", path, src_dir_fd=fd, follow_symlinks=True)
             return cls(fd, nbytes, path=path, seals=_SIZE_SEALS if writers else _DATA_SEALS)
         except OSError as error:
             if fd >= 0:

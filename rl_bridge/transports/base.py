@@ -8,7 +8,7 @@ suite of `rl_bridge.testing` (see ``docs/how-to/write-a-transport.md``).
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal, Self
 
@@ -19,16 +19,16 @@ from rl_bridge.manifest.canonical import JSONValue
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.manifest.table import TensorTable
 from rl_bridge.memory.control import Record, UpdateReport
+from rl_bridge.memory.imported import ImportedTensors
 from rl_bridge.memory.packing import PackPlan
-from rl_bridge.memory.passes import Addresses, BytePlan
-from rl_bridge.memory.views import Pin, tensor_in
+from rl_bridge.memory.passes import BytePlan
+from rl_bridge.memory.views import Pin
 
 __all__ = [
     "Attachment",
     "Availability",
     "Carried",
     "ConsumerEnd",
-    "ImportedTensors",
     "PublisherEnd",
     "Transport",
 ]
@@ -66,53 +66,6 @@ class Carried:
     digests: bytes
     handle: Mapping[str, JSONValue]
     timings_ms: Mapping[str, float] = field(default_factory=dict)
-
-
-class ImportedTensors(Mapping[str, torch.Tensor]):
-    """An imported update: name -> tensor, each made when it is asked for.
-
-    Tied names give the same tensor. The mapping and every tensor from it keep the version's bytes
-    alive, also after ``release``; writing to a tensor changes this process's copy only.
-    """
-
-    def __init__(self, table: TensorTable, pin: Pin) -> None:
-        """Look at a pinned arena through its layout."""
-        self.table = table
-        self.pin = pin
-        self._made: dict[int, torch.Tensor] = {}
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        """Make, or find, one tensor."""
-        row = self.table.rows[name]
-        tensor = self._made.get(row)
-        if tensor is None:
-            table = self.table
-            tensor = tensor_in(
-                self.pin,
-                table.offsets[row],
-                table.nbytes[row],
-                table.dtypes[row],
-                table.shapes[row],
-            )
-            tensor = self._made.setdefault(row, tensor)
-        return tensor
-
-    def __iter__(self) -> Iterator[str]:
-        """Go over the names, stored ones first, each part sorted."""
-        return iter(self.table.rows)
-
-    def __len__(self) -> int:
-        """Count the names, tied ones included."""
-        return len(self.table.rows)
-
-    def __repr__(self) -> str:
-        """Say how many there are rather than printing weights."""
-        return f"<{len(self)} imported tensors, {self.table.total_nbytes} bytes>"
-
-    @property
-    def addresses(self) -> Addresses:
-        """Address of each stored tensor's bytes, uint64, in layout order."""
-        return self.table.offset_column + np.uint64(self.pin.address)
 
 
 class Attachment:
@@ -216,12 +169,13 @@ class ConsumerEnd(ABC):
 class Transport(ABC):
     """A way for bytes to travel: a factory of its two ends.
 
-    Class attributes are its capabilities; the conformance suite tests each one that is claimed.
+    Its boolean attributes are its capabilities, of the class or, where an option decides, of the
+    object; the conformance suite tests each one that is claimed.
     """
 
     name: ClassVar[str]
-    crosses_processes: ClassVar[bool]
-    zero_copy_import: ClassVar[bool]
+    crosses_processes: bool
+    zero_copy_import: bool
 
     @classmethod
     @abstractmethod

@@ -31,8 +31,8 @@ def cuda_cause() -> str | None:
 
 
 class _CUDATransport(Transport):
-    crosses_processes: ClassVar[bool] = True
-    zero_copy_import: ClassVar[bool] = True
+    crosses_processes: bool = True
+    zero_copy_import: bool = True
 
     def __init__(self, *, num_threads: int | None = None) -> None:
         """Take the options that all transports take."""

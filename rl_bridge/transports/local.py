@@ -39,8 +39,8 @@ class LocalClone(Transport):
     """The ``local-clone`` transport."""
 
     name: ClassVar[str] = "local-clone"
-    crosses_processes: ClassVar[bool] = False
-    zero_copy_import: ClassVar[bool] = False
+    crosses_processes: bool = False
+    zero_copy_import: bool = False
 
     def __init__(self, *, num_threads: int | None = None) -> None:
         """Copy on `num_threads` threads; None takes the usable cores."""

@@ -62,8 +62,8 @@ class SharedMemory(Transport):
     """The ``shared-memory`` transport."""
 
     name: ClassVar[str] = "shared-memory"
-    crosses_processes: ClassVar[bool] = True
-    zero_copy_import: ClassVar[bool] = True
+    crosses_processes: bool = True
+    zero_copy_import: bool = True
 
     def __init__(
         self,
@@ -90,6 +90,7 @@ class SharedMemory(Transport):
         self._max_slots = max_slots
         self._max_consumers = max_consumers
         self._num_threads = num_threads
+        self.zero_copy_import = directory is None
 
     @classmethod
     def probe(cls) -> Availability:

@@ -1,0 +1,304 @@
+"""Faults on purpose: a transport that loses, damages or dies, and an observer that kills.
+
+`FaultInjecting` wraps any transport and, without faults, changes nothing. It is also the raw access
+of the conformance suite: it knows both ends that it handed out, so that a test can reach the bytes
+behind a manifest without asking the transport under test for them.
+"""
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, ClassVar
+
+import torch
+
+from rl_bridge.lifecycle.machine import Transition
+from rl_bridge.manifest.model import WeightUpdateManifest
+from rl_bridge.memory import vm
+from rl_bridge.memory.control import Record, UpdateReport
+from rl_bridge.memory.packing import PackPlan
+from rl_bridge.transports.base import (
+    Attachment,
+    Availability,
+    Carried,
+    ConsumerEnd,
+    PublisherEnd,
+    Transport,
+)
+
+__all__ = [
+    "Fault",
+    "FaultInjecting",
+    "InjectedFault",
+    "KillAt",
+    "Locate",
+    "Step",
+    "arena_address",
+    "die",
+    "flip_byte",
+]
+
+
+class InjectedFault(RuntimeError):
+    """What an injected fault raises: no exception of the bridge's own."""
+
+
+class Step(StrEnum):
+    """Where a fault can strike: around each call that the bridge makes into a transport."""
+
+    BEFORE_CARRY = "before carry"
+    AFTER_CARRY = "after carry"
+    BEFORE_RELEASE = "before release"
+    AFTER_RELEASE = "after release"
+    BEFORE_ATTACH = "before attach"
+    AFTER_ATTACH = "after attach"
+    BEFORE_REPORT = "before report"
+    AFTER_REPORT = "after report"
+
+
+def die() -> None:
+    """End this process the hard way: SIGKILL, no clean-up, no exit handler."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _raise() -> None:
+    msg = "injected fault"
+    raise InjectedFault(msg)
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """What happens at a step, the `count`-th time that it is reached.
+
+    Attributes:
+        step: where.
+        action: what; `die`, or anything that raises.
+        count: which time, from 1.
+
+    """
+
+    step: Step
+    action: Callable[[], None] = _raise
+    count: int = 1
+
+
+class KillAt:
+    """An observer that kills its process at one transition of the lifecycle table.
+
+    The transition is recorded when the observer hears of it, and nothing that follows has happened.
+    """
+
+    def __init__(
+        self, event: str, *, source: str | None = None, role: str = "consumer", count: int = 1
+    ) -> None:
+        """Wait for a transition.
+
+        Args:
+            event: of the table, such as ``install``.
+            source: state that it must start from; None takes any.
+            role: ``consumer`` or ``publisher``.
+            count: which such transition, from 1.
+
+        """
+        self._event = event
+        self._source = source
+        self._role = role
+        self._left = count
+
+    def __call__(self, step: Transition) -> None:
+        """Hear of a transition."""
+        if (step.role, step.event) == (self._role, self._event) and self._source in {
+            None,
+            step.source,
+        }:
+            self._left -= 1
+            if self._left == 0:
+                die()
+
+
+# ---- the bytes behind a manifest ----------------------------------------------------------------
+
+Locate = Callable[[PublisherEnd, str, Mapping[str, Any]], int]
+"""Finds a published update in its publisher's memory: from its end, the update id, the handle."""
+
+
+def arena_address(end: PublisherEnd, update_id: str, handle: Mapping[str, Any]) -> int:
+    """Find a published update's bytes for the transports of rl_bridge.
+
+    In shared memory through the kernel: the shared, writable mapping of the inode that the handle
+    names. In local-clone through the snapshot that the publisher's end keeps.
+
+    Raises:
+        LookupError: another transport: pass a `Locate` of its own.
+
+    """
+    slot = handle.get("slot")
+    if slot is not None:
+        return _shared_mapping(int(slot["device"]), int(slot["inode"]))
+    snapshot = getattr(end, "snapshot", None)
+    if snapshot is None:
+        msg = f"where a {type(end).__name__} keeps update {update_id} is unknown: pass locate="
+        raise LookupError(msg)
+    return int(snapshot(update_id).address)
+
+
+def _shared_mapping(device: int, inode: int) -> int:
+    with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:  # noqa: PTH123 - streamed
+        for line in maps:
+            span, rights, offset, at, number = line.split(maxsplit=5)[:5]
+            major, minor = (int(part, 16) for part in at.split(":"))
+            if (
+                int(number) == inode
+                and os.makedev(major, minor) == device
+                and rights[1] == "w"
+                and rights[3] == "s"
+                and int(offset, 16) == 0
+            ):
+                return int(span.split("-")[0], 16)
+    msg = f"this process has no shared, writable mapping of inode {inode}"
+    raise LookupError(msg)
+
+
+def flip_byte(address: int) -> None:
+    """Turn the bits of one byte of this process's memory around."""
+    byte = vm.tensor_at(address, 1)
+    byte ^= 255
+
+
+# ---- the transport ------------------------------------------------------------------------------
+
+
+class FaultInjecting(Transport):
+    """Any transport, with faults. Takes a transport object: make it in the process it runs in.
+
+    Attributes:
+        inner: the wrapped transport.
+        faults: what strikes when; a test may change the list at any time.
+        publishers: every publisher's end that was opened.
+        drops_reports: consumers' reports are lost on the way.
+        corrupt_next: damage the next published update's bytes, right after its digest was taken.
+
+    """
+
+    name: ClassVar[str] = "fault-injecting"
+    crosses_processes: bool = True
+    zero_copy_import: bool = True
+
+    def __init__(self, inner: Transport, *faults: Fault, locate: Locate = arena_address) -> None:
+        """Wrap `inner`; manifests go by its name, so that the other side needs no wrapper."""
+        vars(self)["name"] = inner.name
+        self.crosses_processes = inner.crosses_processes
+        self.zero_copy_import = inner.zero_copy_import
+        self.inner = inner
+        self.faults = list(faults)
+        self.publishers: list[_FaultyPublisher] = []
+        self.drops_reports = False
+        self.corrupt_next = False
+        self.locate = locate
+        self._reached: dict[Step, int] = {}
+        self._lock = threading.Lock()
+
+    @classmethod
+    def probe(cls) -> Availability:
+        """It works wherever the wrapped transport does."""
+        return Availability(cls.name, "pass")
+
+    def publisher_end(self, publisher_id: str) -> PublisherEnd:
+        """Open the trainer's end."""
+        end = _FaultyPublisher(self, self.inner.publisher_end(publisher_id))
+        self.publishers.append(end)
+        return end
+
+    def consumer_end(self, worker: str, rank: int) -> ConsumerEnd:
+        """Open the engine's end."""
+        return _FaultyConsumer(self, self.inner.consumer_end(worker, rank))
+
+    def reach(self, step: Step) -> None:
+        """Strike, if a fault waits here."""
+        with self._lock:
+            count = self._reached[step] = self._reached.get(step, 0) + 1
+            struck = [fault for fault in self.faults if (fault.step, fault.count) == (step, count)]
+        for fault in struck:
+            fault.action()
+
+    def arena(self, manifest: WeightUpdateManifest) -> int:
+        """Address of a published update's first byte in this, its publisher's, process.
+
+        Raises:
+            LookupError: it was not published through this object.
+
+        """
+        for end in self.publishers:
+            if manifest.update_id in end.handles:
+                handle = end.handles[manifest.update_id]
+                return self.locate(end.inner, manifest.update_id, handle)
+        msg = f"update {manifest.update_id} was not published here"
+        raise LookupError(msg)
+
+    def corrupt(self, manifest: WeightUpdateManifest, offset: int) -> None:
+        """Flip one byte of a published update, at `offset` of its arena."""
+        flip_byte(self.arena(manifest) + offset)
+
+
+class _FaultyPublisher(PublisherEnd):
+    def __init__(self, owner: FaultInjecting, inner: PublisherEnd) -> None:
+        self.owner = owner
+        self.inner = inner
+        self.handles: dict[str, Mapping[str, Any]] = {}
+
+    def carry(self, plan: PackPlan, tensors: Mapping[str, torch.Tensor], update_id: str) -> Carried:
+        self.owner.reach(Step.BEFORE_CARRY)
+        carried = self.inner.carry(plan, tensors, update_id)
+        self.handles[update_id] = carried.handle
+        try:
+            if self.owner.corrupt_next and plan.table.arena_nbytes:
+                self.owner.corrupt_next = False
+                flip_byte(self.owner.locate(self.inner, update_id, carried.handle))
+            self.owner.reach(Step.AFTER_CARRY)
+        except BaseException:
+            self.inner.release(update_id)
+            raise
+        return carried
+
+    def release(self, update_id: str) -> None:
+        self.owner.reach(Step.BEFORE_RELEASE)
+        self.inner.release(update_id)
+        self.owner.reach(Step.AFTER_RELEASE)
+
+    def records(self) -> list[Record]:
+        return self.inner.records()
+
+    @property
+    def nbytes(self) -> int:
+        return self.inner.nbytes
+
+    def close(self) -> None:
+        self.inner.close()
+
+
+class _FaultyConsumer(ConsumerEnd):
+    def __init__(self, owner: FaultInjecting, inner: ConsumerEnd) -> None:
+        self._owner = owner
+        self._inner = inner
+
+    def attach(self, manifest: WeightUpdateManifest) -> Attachment:
+        self._owner.reach(Step.BEFORE_ATTACH)
+        attachment = self._inner.attach(manifest)
+        self._owner.reach(Step.AFTER_ATTACH)
+        return attachment
+
+    def report(self, manifest: WeightUpdateManifest, report: UpdateReport) -> None:
+        if self._owner.drops_reports:
+            return
+        self._owner.reach(Step.BEFORE_REPORT)
+        self._inner.report(manifest, report)
+        self._owner.reach(Step.AFTER_REPORT)
+
+    def settle(self) -> None:
+        self._inner.settle()
+
+    def close(self) -> None:
+        self._inner.close()

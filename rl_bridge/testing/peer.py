@@ -1,0 +1,213 @@
+"""What a child process of the suites serves: a publisher, a consumer and an engine, over JSON.
+
+Built from a transport's class and its keyword arguments, as `processes` explains. Weights are made
+from a seed on either side, so that expected bytes never travel with the update under test.
+"""
+
+import hashlib
+import resource
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from rl_bridge.bridge.rollout import RolloutExecutor
+from rl_bridge.installers.module import ModuleInstallAdapter
+from rl_bridge.lifecycle.machine import Observer
+from rl_bridge.testing.faults import Fault, FaultInjecting, Locate, arena_address
+from rl_bridge.testing.over import BridgeOver
+from rl_bridge.testing.strategies import bytes_of, random_tensor
+from rl_bridge.transports.base import Transport
+
+__all__ = ["Peer", "hashes", "sample_weights"]
+
+_SPEC: dict[str, tuple[str, tuple[int, ...]]] = {
+    "embed": ("bfloat16", (64, 48)),
+    "layer.0.weight": ("float32", (40, 33)),
+    "layer.0.bias": ("float32", (40,)),
+    "scale": ("float64", ()),
+    "empty": ("int32", (0, 3)),
+    "mask": ("bool", (77,)),
+}
+
+
+def sample_weights(seed: int, *, num_more: int = 0, rows: int = 64) -> dict[str, torch.Tensor]:
+    """A small state dict whose bytes all follow from `seed`, with one tied and one strided tensor.
+
+    Args:
+        seed: another seed, other bytes.
+        num_more: that many further tensors of a few bytes.
+        rows: of the largest tensor, to make it larger.
+
+    """
+    spec = {**_SPEC, "embed": ("bfloat16", (rows, 48))}
+    spec |= {f"more.{index}": ("float16", (3,)) for index in range(num_more)}
+    found = {
+        name: random_tensor(dtype, shape, 1000 * seed + index)
+        for index, (name, (dtype, shape)) in enumerate(spec.items())
+    }
+    found["head"] = found["embed"]
+    found["layer.0.transposed"] = found["layer.0.weight"].t()
+    return found
+
+
+def hashes(named: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """Name -> SHA-256 of dtype, shape and bytes."""
+    return {
+        name: hashlib.sha256(
+            f"{tensor.dtype} {tuple(tensor.shape)} ".encode() + bytes_of(tensor)
+        ).hexdigest()
+        for name, tensor in named.items()
+    }
+
+
+class Peer:
+    """A bridge and, if asked for, an engine behind an executor. Every method speaks JSON."""
+
+    def __init__(
+        self,
+        transport_class: type[Transport],
+        transport_kwargs: dict[str, Any],
+        *,
+        worker: str = "peer",
+        observer: Observer | None = None,
+        faults: tuple[Fault, ...] = (),
+        locate: Locate = arena_address,
+        engine_seed: int | None = None,
+        mode: Any = "copy",
+        max_files: int | None = None,
+        state_dir: str | None = None,
+    ) -> None:
+        """Build the bridge.
+
+        Args:
+            transport_class: made here, in this process.
+            transport_kwargs: its options.
+            worker: name in reports.
+            observer: of the lifecycle, such as `KillAt`.
+            faults: strike in the transport.
+            locate: finds published bytes.
+            engine_seed: seed of an engine's initial weights; None means no engine.
+            mode: how the engine's updates are installed.
+            max_files: limit of open descriptors from here on.
+            state_dir: of the publisher.
+
+        """
+        if max_files is not None:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (max_files, max_files))
+        self._given = FaultInjecting(
+            transport_class.create(**transport_kwargs), *faults, locate=locate
+        )
+        self._bridge = BridgeOver(
+            self._given, source_worker=worker, observer=observer, state_dir=state_dir
+        )
+        self._source: dict[str, torch.Tensor] = {}
+        self._held: dict[str, Mapping[str, torch.Tensor]] = {}
+        self._engine = None if engine_seed is None else engine_weights(engine_seed)
+        self._executor: RolloutExecutor | None = None
+        if self._engine is not None:
+            adapter = ModuleInstallAdapter(self._engine, mode=mode)
+            self._executor = RolloutExecutor(
+                weight_bridge=self._bridge, weight_install_adapter=adapter, suspicious="off"
+            )
+
+    # ---- publishing -----------------------------------------------------------------------------
+
+    def publish(self, seed: int, weight_version: int, num_more: int = 0, rows: int = 64) -> str:
+        """Publish `sample_weights` and return the manifest's JSON."""
+        self._source = sample_weights(seed, num_more=num_more, rows=rows)
+        return self._bridge.publish(self._source, weight_version=weight_version).to_json()
+
+    def overwrite_source(self) -> None:
+        """Do to the source what the next training step does."""
+        for tensor in self._source.values():
+            tensor.zero_()
+
+    def reports(self, update_id: str) -> list[dict[str, Any]]:
+        """What consumers reported of an update."""
+        return [
+            {
+                "worker": report.worker,
+                "pid": report.pid,
+                "presence": report.presence,
+                "state": report.state,
+                "reason": report.reason,
+                "tensors_held": report.tensors_held,
+            }
+            for report in self._bridge.holders(update_id)
+        ]
+
+    def published_nbytes(self) -> int:
+        """Memory that published updates take."""
+        return self._bridge.published_nbytes
+
+    # ---- consuming ------------------------------------------------------------------------------
+
+    def import_update(self, manifest: str) -> dict[str, str]:
+        """Import, keep the tensors, and return their hashes."""
+        tensors = self._bridge.import_update(manifest)
+        update_id = self._update_id(manifest)
+        self._held[update_id] = tensors
+        return hashes(tensors)
+
+    def held(self, update_id: str) -> dict[str, str]:
+        """Hashes of tensors that are still held."""
+        return hashes(self._held[update_id])
+
+    def write(self, update_id: str) -> None:
+        """Write into every held tensor of an update."""
+        for tensor in self._held[update_id].values():
+            if tensor.numel():
+                tensor.view(-1).view(torch.uint8).bitwise_not_()
+
+    def drop(self, update_id: str) -> None:
+        """Let go of an update's tensors."""
+        self._held.pop(update_id, None)
+
+    def acknowledge(self, update_id: str) -> None:
+        """Acknowledge an imported update."""
+        self._bridge.acknowledge(update_id)
+
+    def reject(self, update_id: str, reason: str) -> None:
+        """Reject an update."""
+        self._bridge.reject(update_id, reason)
+
+    def release(self, update_id: str) -> None:
+        """Release an update on whichever side knows it."""
+        self._bridge.release(update_id)
+
+    def state(self, update_id: str) -> str:
+        """Fine state of an update."""
+        return str(self._bridge.update_state(update_id))
+
+    def close(self) -> None:
+        """Close the bridge."""
+        self._bridge.close()
+
+    # ---- an engine ------------------------------------------------------------------------------
+
+    def update_weights(self, manifest: str) -> int | None:
+        """Install an update in the engine and return the version that it is at."""
+        if self._executor is None:
+            msg = "this peer has no engine"
+            raise TypeError(msg)
+        self._executor.update_weights(manifest)
+        return self._executor.active_weight_version
+
+    def engine(self) -> dict[str, str]:
+        """Hashes of what the engine holds."""
+        return hashes(self._engine or {})
+
+    @staticmethod
+    def _update_id(manifest: str) -> str:
+        from rl_bridge.manifest.model import WeightUpdateManifest
+
+        return WeightUpdateManifest.from_json(manifest).update_id
+
+
+def engine_weights(seed: int) -> dict[str, torch.Tensor]:
+    """An engine's own weights: `sample_weights` with every tensor contiguous, the tie kept."""
+    found = {name: tensor.clone() for name, tensor in sample_weights(seed).items()}
+    found["layer.0.transposed"] = found["layer.0.transposed"].contiguous()
+    found["head"] = found["embed"]
+    return found

@@ -1,0 +1,264 @@
+"""Real processes for tests: spawned, talked to in JSON, never waited for without a deadline.
+
+What crosses to a child is a function, classes and plain arguments, and from then on JSON text: an
+object that took its bytes along by pickle would hide exactly the lies that these tests look for.
+"""
+
+import json
+import multiprocessing
+import os
+import signal
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from multiprocessing.connection import Connection
+from types import TracebackType
+from typing import Any, Self
+
+from rl_bridge.errors import DeadlineExceeded, WeightBridgeError
+
+__all__ = ["DEADLINE_S", "Child", "ChildDied", "ChildError", "Line", "Target", "until", "watchdog"]
+
+DEADLINE_S = 60.0
+_SPAWN = multiprocessing.get_context("spawn")
+_ENDED = "bye"
+
+
+class ChildDied(WeightBridgeError):
+    """A child ended before it answered; `exitcode` is negative for a signal."""
+
+    def __init__(self, message: str, exitcode: int | None) -> None:
+        """Keep the exit code readable."""
+        super().__init__(message)
+        self.exitcode = exitcode
+
+
+class ChildError(WeightBridgeError):
+    """A call in a child raised; `kind` is the exception's class name, `lineage` its bases' too."""
+
+    def __init__(self, kind: str, lineage: tuple[str, ...], message: str, trace: str) -> None:
+        """Keep the parts readable."""
+        super().__init__(f"{kind}: {message}\n{trace}")
+        self.kind = kind
+        self.lineage = lineage
+        self.message = message
+
+
+def until(condition: Callable[[], object], *, what: str, deadline_s: float = DEADLINE_S) -> None:
+    """Poll until `condition` holds.
+
+    Raises:
+        DeadlineExceeded: it did not, in time.
+
+    """
+    end = time.monotonic() + deadline_s
+    while not condition():
+        if time.monotonic() > end:
+            msg = f"not within {deadline_s} s: {what}"
+            raise DeadlineExceeded(msg)
+        time.sleep(0.002)
+
+
+class Line:
+    """One end of a pipe that carries JSON text."""
+
+    def __init__(self, connection: Connection) -> None:
+        """Talk over `connection`."""
+        self._connection = connection
+
+    def send(self, message: Any) -> None:
+        """Send one JSON value."""
+        self._connection.send_bytes(json.dumps(message).encode("ascii"))
+
+    def receive(self, *, deadline_s: float = DEADLINE_S) -> Any:
+        """Wait for one JSON value.
+
+        Raises:
+            DeadlineExceeded: nothing came in time.
+            EOFError: the other end is gone.
+
+        """
+        if not self._connection.poll(deadline_s):
+            msg = f"no answer within {deadline_s} s"
+            raise DeadlineExceeded(msg)
+        return json.loads(self._connection.recv_bytes())
+
+    def close(self) -> None:
+        """Hang up."""
+        self._connection.close()
+
+
+# Builds, in the child, the object whose methods the parent calls.
+Target = Callable[..., object]
+
+
+def _serve(connection: Connection, target: Target, arguments: dict[str, Any]) -> None:
+    """Answer calls until the parent hangs up."""
+    import torch
+
+    torch.set_num_threads(1)
+    line = Line(connection)
+    try:
+        served = target(**arguments)
+        line.send({"ok": "ready"})
+        while True:
+            # The parent may be busy with another child: only its end of the pipe matters.
+            name, options = line.receive(deadline_s=20 * DEADLINE_S)
+            if name == _ENDED:
+                break
+            try:
+                answer = {"ok": getattr(served, name)(**options)}
+            except Exception as error:  # noqa: BLE001 - told to the parent, who judges
+                answer = {"error": _describe(error)}
+            line.send(answer)
+    except EOFError:
+        pass  # the parent is gone: nobody is left to answer
+    except Exception as error:  # noqa: BLE001 - told to the parent, who judges
+        line.send({"error": _describe(error)})
+
+
+def _describe(error: Exception) -> list[Any]:
+    lineage = [kind.__name__ for kind in type(error).__mro__]
+    trace = "".join(traceback.format_exception(error))
+    return [type(error).__name__, lineage, str(error), trace]
+
+
+class Child:
+    """A spawned process that serves one object; its methods are called with `call`.
+
+    Use as a context manager: whatever still runs at the end is killed, before any assertion of the
+    caller's can be skipped over.
+    """
+
+    def __init__(self, target: Target, **arguments: Any) -> None:
+        """Start; `ready` waits until the object was built.
+
+        Args:
+            target: class or function, importable by name, that makes the object in the child.
+            arguments: what it is called with; it must be importable or plain.
+
+        """
+        here, there = _SPAWN.Pipe()
+        self._line = Line(here)
+        self.process = _SPAWN.Process(
+            target=_serve, args=(there, target, arguments), daemon=True, name=f"test-{target}"
+        )
+        self.process.start()
+        there.close()
+        self._is_ready = False
+
+    @property
+    def pid(self) -> int:
+        """The child's process id."""
+        return self.process.pid or -1
+
+    def ready(self) -> Self:
+        """Wait until the object is built in the child.
+
+        Raises:
+            ChildError: building it raised.
+            ChildDied: the child ended.
+
+        """
+        if not self._is_ready:
+            self._is_ready = True
+            self._answer("start")
+        return self
+
+    def call(self, name: str, **options: Any) -> Any:
+        """Call a method of the child's object with JSON arguments, and wait for its answer.
+
+        Raises:
+            ChildError: it raised.
+            ChildDied: the child ended instead of answering.
+            DeadlineExceeded: no answer in time.
+
+        """
+        self.tell(name, **options)
+        return self._answer(name)
+
+    def tell(self, name: str, **options: Any) -> None:
+        """Call a method without waiting; `exitcode` or `answer` tells what became of it."""
+        self.ready()
+        self._line.send([name, options])
+
+    def answer(self) -> Any:
+        """Wait for the answer to what was told."""
+        return self._answer("it")
+
+    def _answer(self, name: str) -> Any:
+        try:
+            answer = self._line.receive()
+        except (EOFError, ConnectionError) as error:
+            code = self.exitcode()
+            msg = f"the child ended with {code} before it answered {name}"
+            raise ChildDied(msg, code) from error
+        if "error" in answer:
+            kind, lineage, message, trace = answer["error"]
+            raise ChildError(kind, tuple(lineage), message, trace)
+        return answer["ok"]
+
+    def exitcode(self, *, deadline_s: float = DEADLINE_S) -> int:
+        """Wait for the child's end; negative for a signal.
+
+        Raises:
+            DeadlineExceeded: it still runs; it is killed.
+
+        """
+        self.process.join(deadline_s)
+        code = self.process.exitcode
+        if code is None:
+            self.kill()
+            msg = f"the child did not end within {deadline_s} s and was killed"
+            raise DeadlineExceeded(msg)
+        return code
+
+    def stop(self) -> int:
+        """End it in peace and return its exit code."""
+        with suppress(ConnectionError):  # it may have ended before: the exit code tells how
+            self._line.send([_ENDED, {}])
+        return self.exitcode()
+
+    def kill(self) -> None:
+        """SIGKILL, and wait for the kernel to have taken it down."""
+        if self.process.is_alive():
+            os.kill(self.pid, signal.SIGKILL)
+        self.process.join(DEADLINE_S)
+
+    def __enter__(self) -> Self:
+        """Use as a context manager."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Kill what still runs and give the pipe back."""
+        self.kill()
+        self._line.close()
+        self.process.close()
+
+
+@contextmanager
+def watchdog(seconds: float) -> Iterator[None]:
+    """Turn a hang of this (main) thread into an exception.
+
+    Raises:
+        DeadlineExceeded: the body took longer.
+
+    """
+
+    def bark(_number: int, _frame: object) -> None:
+        msg = f"still not done after {seconds} s"
+        raise DeadlineExceeded(msg)
+
+    before = signal.signal(signal.SIGALRM, bark)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)

@@ -1,0 +1,170 @@
+"""The suite's first part: bytes arrive unchanged, whatever they are and however they lie."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+
+from rl_bridge.manifest.dtypes import DTYPE_NBYTES
+from rl_bridge.manifest.model import WeightUpdateManifest
+from rl_bridge.manifest.table import row_major_stride
+from rl_bridge.testing.over import BridgeOver
+from rl_bridge.testing.peer import sample_weights
+from rl_bridge.testing.strategies import (
+    ODD_NAMES,
+    bytes_of,
+    contents_of,
+    random_tensor,
+    state_dicts,
+)
+from rl_bridge.testing.transport_case import TransportCase
+
+__all__ = ["BytesArriveUnchanged"]
+
+_VERSIONS = itertools.count(1)
+
+
+class BytesArriveUnchanged(TransportCase):
+    """Equality of bytes, never of values: a NaN is not equal to itself."""
+
+    @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+    @given(source=state_dicts())
+    def test_any_state_dict_arrives_unchanged(
+        self, publisher: BridgeOver, consumer: BridgeOver, source: dict[str, torch.Tensor]
+    ) -> None:
+        """All dtypes, shapes, names, strides, views, overlaps and ties."""
+        manifest = publisher.publish(source, weight_version=next(_VERSIONS))
+        tensors = consumer.import_update(manifest.to_json())
+        assert contents_of(tensors) == contents_of(source)
+        del tensors
+        consumer.release(manifest.update_id)
+        publisher.release(manifest.update_id)
+
+    @pytest.mark.parametrize("dtype", sorted(DTYPE_NBYTES))
+    def test_every_dtype_arrives_in_every_shape(
+        self, publisher: BridgeOver, consumer: BridgeOver, dtype: str
+    ) -> None:
+        """No dimensions, no elements, one element, odd sizes, strides, all bits set."""
+        full = random_tensor(dtype, (5, 7, 3), seed=7)
+        source = {
+            "full": full,
+            "zero dim": full[2, 3, 1],
+            "empty": full[:0],
+            "empty inside": full[:, :0],
+            "one": full[:1, :1, :1],
+            "transposed": full.transpose(0, 2),
+            "every other": full[::2, :, ::2],
+            "leaf and a byte": random_tensor(dtype, (131_072 // DTYPE_NBYTES[dtype] + 1,), seed=8),
+            "ones": torch.full((16 * 9,), 255, dtype=torch.uint8).view(full.dtype),
+            "zeros": torch.zeros(16 * 9, dtype=torch.uint8).view(full.dtype),
+        }
+        tensors = consumer.import_update(publisher.publish(source, weight_version=1))
+        assert contents_of(tensors) == contents_of(source)
+
+    def test_the_manifest_describes_what_arrives(
+        self, publisher: BridgeOver, consumer: BridgeOver
+    ) -> None:
+        """Name, dtype, shape, row-major stride and size of each tensor are those that arrive."""
+        manifest = publisher.publish(sample_weights(1), weight_version=1)
+        tensors = consumer.import_update(manifest)
+        assert set(manifest.tensors) == set(tensors)
+        for name, told in manifest.tensors.items():
+            found = tensors[name]
+            assert told.name == name
+            assert told.shape == tuple(found.shape)
+            assert told.dtype == str(found.dtype).removeprefix("torch.")
+            assert told.stride == row_major_stride(told.shape)
+            assert found.is_contiguous()
+            assert told.nbytes == len(bytes_of(found))
+
+    def test_odd_names_arrive(self, publisher: BridgeOver, consumer: BridgeOver) -> None:
+        """Names are data: no separator, control character or length is special."""
+        source = {name: torch.tensor([float(i)]) for i, name in enumerate(ODD_NAMES)}
+        manifest = publisher.publish(source, weight_version=1)
+        tensors = consumer.import_update(manifest.to_json())
+        assert contents_of(tensors) == contents_of(source)
+        assert WeightUpdateManifest.from_json(manifest.to_json()).to_json() == manifest.to_json()
+
+    def test_only_the_bytes_of_a_view_travel(
+        self, publisher: BridgeOver, consumer: BridgeOver
+    ) -> None:
+        """Neither the storage behind a view nor its neighbours are copied, hashed or shown."""
+        storage = random_tensor("uint8", (1 << 20,), seed=1)
+        source = {"view": storage[1000:1010]}
+        manifest = publisher.publish(source, weight_version=1)
+        tensors = consumer.import_update(manifest)
+        assert manifest.total_nbytes == 10
+        assert tensors["view"].untyped_storage().nbytes() == 10
+        assert contents_of(tensors) == contents_of(source)
+
+    def test_tied_tensors_travel_once_and_are_tied_again(
+        self, publisher: BridgeOver, consumer: BridgeOver
+    ) -> None:
+        """One copy of the bytes, one tensor on the other side."""
+        embedding = random_tensor("bfloat16", (9, 4), seed=1)
+        source = {"embed": embedding, "head": embedding, "third": embedding.view(9, 4)}
+        manifest = publisher.publish(source, weight_version=1)
+        tensors = consumer.import_update(manifest)
+        assert manifest.total_nbytes == 72
+        assert manifest.tensor_count == 3
+        tensors["head"][0, 0] = 3.0
+        assert bytes_of(tensors["embed"]) == bytes_of(tensors["head"]) == bytes_of(tensors["third"])
+
+    def test_overlapping_views_arrive_each_on_its_own(
+        self, publisher: BridgeOver, consumer: BridgeOver
+    ) -> None:
+        """Views that share some bytes are no ties: each has its own bytes on the other side."""
+        base = random_tensor("float32", (10,), seed=1)
+        source = {"low": base[:7], "high": base[3:], "square": base[:9].view(3, 3)}
+        tensors = consumer.import_update(publisher.publish(source, weight_version=1))
+        assert contents_of(tensors) == contents_of(source)
+        before = bytes_of(tensors["high"])
+        tensors["low"].zero_()
+        assert bytes_of(tensors["high"]) == before
+
+    def test_the_snapshot_survives_an_overwritten_source(
+        self, publisher: BridgeOver, consumer: BridgeOver
+    ) -> None:
+        """The next training step starts at once: it changes nothing that was published."""
+        source = sample_weights(1)
+        expected = contents_of(source)
+        manifest = publisher.publish(source, weight_version=1)
+        for tensor in source.values():
+            tensor.zero_()
+        assert contents_of(consumer.import_update(manifest)) == expected
+
+    def test_the_same_memory_under_new_values_arrives_anew(
+        self, publisher: BridgeOver, consumer: BridgeOver
+    ) -> None:
+        """Steady state: the same tensors, changed in place, version after version."""
+        source = sample_weights(1)
+        for version in range(1, 9):
+            for name, tensor in sample_weights(version).items():
+                source[name].copy_(tensor)
+            manifest = publisher.publish(source, weight_version=version)
+            assert contents_of(consumer.import_update(manifest)) == contents_of(source)
+            consumer.acknowledge(manifest.update_id)
+            consumer.release(manifest.update_id)
+            publisher.release(manifest.update_id)
+
+    def test_the_layout_may_change_from_version_to_version(
+        self, publisher: BridgeOver, consumer: BridgeOver
+    ) -> None:
+        """Larger, smaller, empty: what an earlier version left behind never shows."""
+        sizes = [(100,), (3, 5), (0,), (300_000,), (1,), (70_000, 2), ()]
+        for version, shape in enumerate(sizes, 1):
+            source = {"w": random_tensor("float32", shape, seed=version)}
+            manifest = publisher.publish(source, weight_version=version)
+            assert contents_of(consumer.import_update(manifest)) == contents_of(source)
+            consumer.release(manifest.update_id)
+            publisher.release(manifest.update_id)
+
+    def test_compact_manifests_arrive_once_the_layout_is_known(
+        self, publisher: BridgeOver, consumer: BridgeOver
+    ) -> None:
+        """`to_json(layout=False)` leads to the same bytes."""
+        source = sample_weights(1)
+        manifest = publisher.publish(source, weight_version=1)
+        tensors = consumer.import_update(manifest.to_json(layout=False))
+        assert contents_of(tensors) == contents_of(source)

@@ -1,0 +1,103 @@
+"""What the parts of the transport suite share: class and arguments, bridges, raw access."""
+
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar
+
+import pytest
+
+from rl_bridge.bridge.bridges import TensorBridge
+from rl_bridge.manifest.model import WeightUpdateManifest
+from rl_bridge.testing.faults import FaultInjecting, Locate, arena_address
+from rl_bridge.testing.over import BridgeOver
+from rl_bridge.testing.peer import Peer
+from rl_bridge.testing.processes import Child
+from rl_bridge.transports.base import Transport
+
+__all__ = ["MakeBridge", "MakePeer", "TransportCase", "faults_of"]
+
+MakeBridge = Callable[..., BridgeOver]
+MakePeer = Callable[..., Child]
+
+
+def faults_of(bridge: TensorBridge) -> FaultInjecting:
+    """The fault-injecting transport under a bridge of the suite: its raw access."""
+    given = getattr(bridge, "given", None)
+    if not isinstance(given, FaultInjecting):
+        msg = f"{bridge!r} does not belong to the suite"
+        raise TypeError(msg)
+    return given
+
+
+class TransportCase:
+    """Give `transport_class` and, by overriding the fixture, `transport_kwargs`.
+
+    Never an instance: one that travels to a child by pickle can take its bytes along, and then a
+    transport that crosses no process would pass for one that does.
+    """
+
+    transport_class: ClassVar[type[Transport]]
+    locate: ClassVar[Locate] = staticmethod(arena_address)
+    """Finds the bytes behind a manifest in the publisher's process, without the transport's help.
+    A transport of your own needs one, as a static method that children can import."""
+
+    @pytest.fixture
+    def transport_kwargs(self) -> dict[str, Any]:
+        """The transport's options; both ends, in whatever process, are made from them."""
+        return {}
+
+    @pytest.fixture
+    def make_bridge(self, transport_kwargs: dict[str, Any]) -> Iterator[MakeBridge]:
+        """Make bridges over the transport that are closed at the end."""
+        made: list[BridgeOver] = []
+
+        def make(**options: Any) -> BridgeOver:
+            transport = self.transport_class.create(**transport_kwargs)
+            bridge = BridgeOver(FaultInjecting(transport, locate=type(self).locate), **options)
+            made.append(bridge)
+            return bridge
+
+        yield make
+        for bridge in reversed(made):
+            bridge.close()
+
+    @pytest.fixture
+    def publisher(self, make_bridge: MakeBridge) -> BridgeOver:
+        """A bridge that publishes."""
+        return make_bridge(source_worker="trainer")
+
+    @pytest.fixture
+    def consumer(self, make_bridge: MakeBridge) -> BridgeOver:
+        """A bridge that imports."""
+        return make_bridge(source_worker="rollout")
+
+    @pytest.fixture
+    def make_peer(self, transport_kwargs: dict[str, Any]) -> Iterator[MakePeer]:
+        """Start children that are built from class and arguments; survivors are killed."""
+        started: list[Child] = []
+
+        def make(**options: Any) -> Child:
+            child = Child(
+                Peer,
+                transport_class=self.transport_class,
+                transport_kwargs=transport_kwargs,
+                locate=type(self).locate,
+                **options,
+            )
+            started.append(child)
+            return child
+
+        yield make
+        for child in started:
+            with child:
+                pass  # leaving the context kills
+
+    @pytest.fixture
+    def crossing(self, transport_kwargs: dict[str, Any]) -> None:
+        """Skip where the transport says that it crosses no process; another test checks that."""
+        if not self.transport_class.create(**transport_kwargs).crosses_processes:
+            pytest.skip(f"{self.transport_class.name} declares that it crosses no process")
+
+    @staticmethod
+    def arena_of(bridge: TensorBridge, manifest: WeightUpdateManifest) -> int:
+        """Address of the published bytes in the publisher's, this, process."""
+        return faults_of(bridge).arena(manifest)

@@ -1,0 +1,213 @@
+"""The suite's fourth part: other processes, and processes that die.
+
+Every child is spawned, built from class and arguments, and gets manifests as JSON text. Whatever a
+child does, the parent waits with a deadline, and kills what survives before it asserts.
+"""
+
+import signal
+from contextlib import suppress
+from typing import Any
+
+import pytest
+
+from rl_bridge.errors import WeightBridgeError
+from rl_bridge.testing.faults import Fault, KillAt, Step, die
+from rl_bridge.testing.over import BridgeOver
+from rl_bridge.testing.peer import hashes, sample_weights
+from rl_bridge.testing.processes import Child, ChildDied, ChildError, until
+from rl_bridge.testing.strategies import contents_of
+from rl_bridge.testing.transport_case import MakeBridge, MakePeer, TransportCase
+
+__all__ = ["ProcessesComeAndGo"]
+
+# What a consumer does between import and release, and the transition at which it dies.
+_DEATHS: dict[str, tuple[str, ...]] = {
+    "import": ("import",),
+    "verify": ("import",),
+    "acknowledge": ("import", "acknowledge"),
+    "reject": ("import", "reject"),
+    "release": ("import", "acknowledge", "release"),
+}
+
+
+def _killed(child: Child) -> None:
+    """The child died by SIGKILL, and by nothing else."""
+    assert child.exitcode() == -signal.SIGKILL
+
+
+class ProcessesComeAndGo(TransportCase):
+    """What crosses a process, and what a death on either side leaves behind."""
+
+    def test_the_manifest_crosses_a_process_exactly_if_declared(
+        self,
+        publisher: BridgeOver,
+        make_peer: MakePeer,
+        transport_kwargs: dict[str, Any],
+    ) -> None:
+        """From JSON alone; a transport that crosses none says so with a typed error."""
+        declared = self.transport_class.create(**transport_kwargs).crosses_processes
+        source = sample_weights(1)
+        manifest = publisher.publish(source, weight_version=1)
+        child = make_peer()
+        if declared:
+            found = child.call("import_update", manifest=manifest.to_json())
+            child.kill()
+            assert found == hashes(source)
+        else:
+            with pytest.raises(ChildError) as caught:
+                child.call("import_update", manifest=manifest.to_json())
+            child.kill()
+            assert WeightBridgeError.__name__ in caught.value.lineage
+
+    @pytest.mark.usefixtures("crossing")
+    def test_two_children_of_one_parent_are_publisher_and_consumer(
+        self, make_peer: MakePeer
+    ) -> None:
+        """Neither is the other's ancestor; the source is overwritten, the consumer writes."""
+        trainer, rollout = make_peer(worker="trainer"), make_peer(worker="rollout")
+        for version in (1, 2, 3):
+            text = trainer.call("publish", seed=version, weight_version=version)
+            update_id = self._id(text)
+            trainer.call("overwrite_source")
+            assert rollout.call("import_update", manifest=text) == hashes(sample_weights(version))
+            rollout.call("write", update_id=update_id)
+            rollout.call("acknowledge", update_id=update_id)
+            (told,) = trainer.call("reports", update_id=update_id)
+            assert (told["worker"], told["state"]) == ("rollout", "acknowledged")
+            assert told["pid"] == rollout.pid
+            rollout.call("drop", update_id=update_id)
+            for child in (rollout, trainer):
+                child.call("release", update_id=update_id)
+        assert [rollout.stop(), trainer.stop()] == [0, 0]
+
+    @pytest.mark.usefixtures("crossing")
+    def test_a_write_in_one_process_shows_in_no_other(
+        self, publisher: BridgeOver, make_bridge: MakeBridge, make_peer: MakePeer
+    ) -> None:
+        """Consumers cannot reach the published bytes."""
+        source = sample_weights(1)
+        manifest = publisher.publish(source, weight_version=1)
+        mine = make_bridge().import_update(manifest)
+        child = make_peer()
+        child.call("import_update", manifest=manifest.to_json())
+        child.call("write", update_id=manifest.update_id)
+        changed = child.call("held", update_id=manifest.update_id)
+        late = make_bridge().import_update(manifest)
+        child.kill()
+        assert changed["scale"] != hashes(source)["scale"]
+        assert contents_of(mine) == contents_of(late) == contents_of(source)
+
+    @pytest.mark.usefixtures("crossing")
+    def test_many_tensors_need_few_descriptors(
+        self, publisher: BridgeOver, make_peer: MakePeer
+    ) -> None:
+        """5,000 tensors in a process that may open 256 files, on either side."""
+        source = sample_weights(1, num_more=5000)
+        manifest = publisher.publish(source, weight_version=1)
+        child = make_peer(max_files=256)
+        assert child.call("import_update", manifest=manifest.to_json()) == hashes(source)
+        text = child.call("publish", seed=2, weight_version=1, num_more=5000)
+        expected = hashes(sample_weights(2, num_more=5000))
+        assert child.call("import_update", manifest=text) == expected
+        assert child.stop() == 0
+
+    # ---- deaths ---------------------------------------------------------------------------------
+
+    @pytest.mark.usefixtures("crossing")
+    @pytest.mark.parametrize("event", _DEATHS)
+    def test_a_consumer_killed_at_any_transition_disturbs_nobody(
+        self,
+        publisher: BridgeOver,
+        make_bridge: MakeBridge,
+        make_peer: MakePeer,
+        event: str,
+    ) -> None:
+        """Its neighbour keeps its bytes, the publisher sees it gone, its memory is used again."""
+        source = sample_weights(1)
+        manifest = publisher.publish(source, weight_version=1)
+        neighbour = make_bridge(source_worker="neighbour")
+        held = neighbour.import_update(manifest)
+        taken = []
+        victim = make_peer(worker="victim", observer=KillAt(event))
+        calls = {
+            "import": ("import_update", {"manifest": manifest.to_json()}),
+            "acknowledge": ("acknowledge", {"update_id": manifest.update_id}),
+            "reject": ("reject", {"update_id": manifest.update_id, "reason": "no"}),
+            "release": ("release", {"update_id": manifest.update_id}),
+        }
+        with suppress(ChildDied):
+            for call in _DEATHS[event]:
+                name, options = calls[call]
+                victim.call(name, **options)
+        _killed(victim)
+        until(
+            lambda: all(
+                report.presence == "gone"
+                for report in publisher.consumers()
+                if report.worker == "victim"
+            ),
+            what="the kernel drops the victim's locks",
+        )
+        assert contents_of(held) == contents_of(source)
+        neighbour.acknowledge(manifest.update_id)
+        del held
+        neighbour.release(manifest.update_id)
+        publisher.release(manifest.update_id)
+        for version in range(2, 12):
+            newer = publisher.publish(sample_weights(version), weight_version=version)
+            taken.append(publisher.published_nbytes)
+            assert contents_of(neighbour.import_update(newer)) == contents_of(
+                sample_weights(version)
+            )
+            neighbour.release(newer.update_id)
+            publisher.release(newer.update_id)
+        assert max(taken) <= max(taken[:2]), "the victim's memory is never used again"
+
+    @pytest.mark.usefixtures("crossing")
+    @pytest.mark.parametrize("step", [Step.BEFORE_CARRY, Step.AFTER_CARRY, Step.AFTER_RELEASE])
+    def test_a_killed_publisher_leaves_consumers_their_bytes(
+        self, make_bridge: MakeBridge, make_peer: MakePeer, step: Step
+    ) -> None:
+        """In the middle of publishing or releasing; and its successor is followed at once."""
+        count = 2 if step is not Step.AFTER_RELEASE else 1
+        victim = make_peer(worker="trainer", faults=(Fault(step, die, count),))
+        text = victim.call("publish", seed=1, weight_version=1)
+        consumer = make_bridge(source_worker="rollout")
+        held = consumer.import_update(text)
+        consumer.acknowledge(self._id(text))
+        with suppress(ChildDied):
+            victim.call("release", update_id=self._id(text))
+            victim.call("publish", seed=2, weight_version=2)
+        _killed(victim)
+        expected = contents_of(sample_weights(1))
+        assert contents_of(held) == expected
+        late = make_bridge(source_worker="late")
+        with suppress(WeightBridgeError):  # gone with its publisher, and told by type
+            assert contents_of(late.import_update(text)) == expected
+        successor = make_bridge(source_worker="trainer")
+        newer = successor.publish(sample_weights(3), weight_version=1)
+        assert contents_of(consumer.import_update(newer)) == contents_of(sample_weights(3))
+        consumer.acknowledge(newer.update_id)
+        consumer.release(self._id(text))
+        assert contents_of(held) == expected
+        assert consumer.active_weight_version == 1
+
+    @pytest.mark.usefixtures("crossing")
+    def test_a_dead_publishers_update_is_refused_or_true(
+        self, consumer: BridgeOver, make_peer: MakePeer
+    ) -> None:
+        """Its manifest arrives after its death, for the first time."""
+        victim = make_peer(worker="trainer")
+        text = victim.call("publish", seed=1, weight_version=1)
+        victim.kill()
+        try:
+            found = contents_of(consumer.import_update(text))
+        except WeightBridgeError:
+            return
+        assert found == contents_of(sample_weights(1))
+
+    @staticmethod
+    def _id(text: str) -> str:
+        from rl_bridge.manifest.model import WeightUpdateManifest
+
+        return WeightUpdateManifest.from_json(text).update_id

@@ -1,0 +1,312 @@
+"""The suite's third part: what is hostile, damaged, late or foreign is refused, by type."""
+
+import copy
+import json
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import torch
+
+from rl_bridge.errors import (
+    BridgeClosed,
+    ChecksumMismatch,
+    DigestMismatch,
+    ForeignTransport,
+    IllegalTransition,
+    SegmentError,
+    StaleUpdate,
+    UnknownUpdate,
+    VersionNotMonotonic,
+    WeightBridgeError,
+    WeightManifestValidationError,
+    WeightUpdateRejectedError,
+)
+from rl_bridge.manifest.canonical import thaw
+from rl_bridge.manifest.digest import DIGEST_NBYTES
+from rl_bridge.manifest.model import WeightUpdateManifest
+from rl_bridge.manifest.table import TensorTable
+from rl_bridge.testing.leaks import Holdings
+from rl_bridge.testing.over import BridgeOver
+from rl_bridge.testing.peer import sample_weights
+from rl_bridge.testing.processes import watchdog
+from rl_bridge.testing.strategies import contents_of, random_tensor
+from rl_bridge.testing.transport_case import MakeBridge, TransportCase, faults_of
+
+__all__ = ["TheWrongIsRefused", "hostile_handles"]
+
+_HOSTILE: tuple[Any, ...] = (
+    -1,
+    0,
+    1,
+    2**31,
+    2**63 - 1,
+    2**63,
+    2**70,
+    1.5,
+    True,
+    None,
+    "",
+    "/etc/passwd",
+    "../../../../etc/passwd",
+    "a\0b",
+    [],
+    {},
+    {"nested": {"nested": -1}},
+)
+
+
+def hostile_handles(handle: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Every handle that differs from an honest one in one place."""
+    for path in _leaves(handle):
+        for value in _HOSTILE:
+            changed = copy.deepcopy(handle)
+            _parent(changed, path)[path[-1]] = value
+            yield changed
+        without = copy.deepcopy(handle)
+        del _parent(without, path)[path[-1]]
+        yield without
+    yield {**handle, "surplus": 1}
+
+
+def _leaves(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    for key, item in value.items():
+        yield (*path, key)
+        if isinstance(item, dict):
+            yield from _leaves(item, (*path, key))
+
+
+def _parent(value: Any, path: tuple[str, ...]) -> Any:
+    for key in path[:-1]:
+        value = value[key]
+    return value
+
+
+def _with_table(manifest: WeightUpdateManifest, **tensors: Any) -> WeightUpdateManifest:
+    """The manifest with other tensors, consistent in itself: only the memory contradicts it."""
+    table = TensorTable.pack(tensors)
+    num = len(table.names) * DIGEST_NBYTES
+    digests = (manifest.digests * (num // len(manifest.digests) + 1))[:num]
+    return manifest.model_copy(update={"table": table, "digests": digests})
+
+
+class TheWrongIsRefused(TransportCase):
+    """A refusal has a type, changes nothing, and holds nothing."""
+
+    def test_a_flipped_byte_anywhere_is_a_checksum_mismatch(
+        self, publisher: BridgeOver, make_bridge: MakeBridge
+    ) -> None:
+        """First and last byte of every tensor, in the memory behind the manifest."""
+        source = sample_weights(1)
+        manifest = publisher.publish(source, weight_version=1)
+        table = manifest.table
+        for name, offset, nbytes in zip(table.names, table.offsets, table.nbytes, strict=True):
+            for place in (offset, offset + nbytes - 1) if nbytes else ():
+                faults_of(publisher).corrupt(manifest, place)
+                consumer = make_bridge()
+                with pytest.raises(ChecksumMismatch, match="tensor checksum mismatch") as caught:
+                    consumer.import_update(manifest)
+                assert repr(name) in str(caught.value)
+                assert consumer.update_status(manifest.update_id) == "rejected"
+                consumer.close()
+                faults_of(publisher).corrupt(manifest, place)
+        assert contents_of(make_bridge().import_update(manifest)) == contents_of(source)
+
+    def test_a_corrupt_update_is_refused_for_good_and_the_next_one_arrives(
+        self, publisher: BridgeOver, consumer: BridgeOver
+    ) -> None:
+        """The same update is not tried again; the publisher hears of it; its memory is free."""
+        faults_of(publisher).corrupt_next = True
+        bad = publisher.publish({"w": torch.ones(1000)}, weight_version=1)
+        with pytest.raises(ChecksumMismatch):
+            consumer.import_update(bad)
+        with pytest.raises(WeightUpdateRejectedError, match="rejected"):
+            consumer.import_update(bad)
+        with pytest.raises(IllegalTransition):
+            consumer.acknowledge(bad.update_id)
+        assert [told.state for told in publisher.holders(bad.update_id)] == ["rejected"]
+        source = {"w": torch.ones(1000)}
+        good = publisher.publish(source, weight_version=2)
+        assert contents_of(consumer.import_update(good)) == contents_of(source)
+        consumer.acknowledge(good.update_id)
+        assert consumer.active_weight_version == 2
+
+    def test_a_digest_that_was_changed_with_its_root_is_a_checksum_mismatch(
+        self, publisher: BridgeOver, consumer: BridgeOver
+    ) -> None:
+        """A manifest that is consistent in itself still has to agree with the bytes."""
+        manifest = publisher.publish(sample_weights(1), weight_version=1)
+        digests = bytes(byte ^ 1 for byte in manifest.digests)
+        with pytest.raises(ChecksumMismatch):
+            consumer.import_update(manifest.model_copy(update={"digests": digests}))
+
+    def test_a_changed_manifest_text_is_refused(
+        self, publisher: BridgeOver, consumer: BridgeOver
+    ) -> None:
+        """Cut off anywhere, or one character changed: never an import of something else."""
+        source = {"w": random_tensor("float32", (3, 5), seed=1)}
+        text = publisher.publish(source, weight_version=1).to_json()
+        for cut in range(0, len(text), 7):
+            with pytest.raises(WeightManifestValidationError):
+                consumer.import_update(text[:cut])
+        with pytest.raises(DigestMismatch):
+            consumer.import_update(text.replace('"float32"', '"int32"'))
+        root = text.index('"root":"') + len('"root":"')
+        wrong = "1" if text[root] == "0" else "0"
+        with pytest.raises(DigestMismatch):
+            consumer.import_update(text[:root] + wrong + text[root + 1 :])
+
+    def test_hostile_handles_are_refused_by_type(
+        self, publisher: BridgeOver, consumer: BridgeOver, make_bridge: MakeBridge
+    ) -> None:
+        """One field wrong in every way: an error of the bridge's, at once, or the true bytes."""
+        source = {"w": random_tensor("float32", (3, 5), seed=1)}
+        expected = contents_of(source)
+        honest = publisher.publish(source, weight_version=1)
+        handle = json.loads(json.dumps(thaw(honest.handle)))
+        consumer.import_update(honest)
+        before = Holdings.now()
+        for number, changed in enumerate(hostile_handles(handle)):
+            # An id of its own, or it would be refused as known; the stamp does not know it then.
+            for update_id in (honest.update_id, f"{number:032x}"):
+                other = make_bridge()
+                fields = {"handle": changed, "update_id": update_id}
+                with watchdog(30), suppress(WeightBridgeError):
+                    tensors = other.import_update(honest.model_copy(update=fields))
+                    assert contents_of(tensors) == expected, changed
+                    del tensors
+                other.close()
+        after = Holdings.now()
+        assert len(after.descriptors) <= len(before.descriptors)
+        assert not after.files - before.files
+        assert contents_of(consumer.import_update(honest)) == expected
+
+    def test_a_layout_that_does_not_fit_the_memory_is_refused(
+        self, publisher: BridgeOver, make_bridge: MakeBridge
+    ) -> None:
+        """Larger, far larger, smaller, elsewhere: each is consistent in itself."""
+        manifest = publisher.publish({"w": torch.ones(300)}, weight_version=1)
+        layouts: list[dict[str, Any]] = [
+            {"w": ("float32", (301,))},
+            {"w": ("float32", (1 << 20,))},
+            {"w": ("float32", (1 << 40,))},
+            {"w": ("float32", (1,))},
+            {"v": ("float32", (300,)), "w": ("float32", (300,))},
+        ]
+        for tensors in layouts:
+            with pytest.raises(WeightBridgeError):
+                make_bridge().import_update(_with_table(manifest, **tensors))
+        make_bridge().import_update(manifest)
+
+    def test_a_manifest_of_another_transport_is_foreign(
+        self, publisher: BridgeOver, consumer: BridgeOver
+    ) -> None:
+        """Refused before the handle is read."""
+        manifest = publisher.publish(sample_weights(1), weight_version=1)
+        with pytest.raises(ForeignTransport):
+            consumer.import_update(manifest.model_copy(update={"transport": "carrier-pigeon"}))
+
+    def test_an_unknown_publisher_is_refused(
+        self, publisher: BridgeOver, consumer: BridgeOver
+    ) -> None:
+        """A publisher that closed before anybody looked."""
+        manifest = publisher.publish(sample_weights(1), weight_version=1)
+        publisher.close()
+        with pytest.raises(SegmentError):
+            consumer.import_update(manifest)
+
+    # ---- order ----------------------------------------------------------------------------------
+
+    def test_a_late_manifest_is_stale(self, publisher: BridgeOver, consumer: BridgeOver) -> None:
+        """Once a later version is acknowledged, an earlier one never gets in."""
+        first, second = (
+            publisher.publish(sample_weights(version), weight_version=version) for version in (1, 2)
+        )
+        consumer.import_update(second)
+        consumer.acknowledge(second.update_id)
+        for text in (first.to_json(), first.to_json(layout=False)):
+            with pytest.raises(StaleUpdate):
+                consumer.import_update(text)
+        assert consumer.active_weight_version == 2
+
+    def test_a_replayed_version_number_is_stale(
+        self, publisher: BridgeOver, consumer: BridgeOver
+    ) -> None:
+        """Another update under the acknowledged number is none of this publisher's."""
+        manifest = publisher.publish(sample_weights(1), weight_version=1)
+        consumer.import_update(manifest)
+        consumer.acknowledge(manifest.update_id)
+        with pytest.raises(StaleUpdate):
+            consumer.import_update(manifest.model_copy(update={"update_id": "f" * 32}))
+
+    def test_an_older_version_cannot_be_acknowledged_after_a_newer_one(
+        self, publisher: BridgeOver, consumer: BridgeOver
+    ) -> None:
+        """Both were imported in good order; versions still only grow."""
+        first, second = (
+            publisher.publish(sample_weights(version), weight_version=version) for version in (1, 2)
+        )
+        for manifest in (first, second):
+            consumer.import_update(manifest)
+        consumer.acknowledge(second.update_id)
+        with pytest.raises(StaleUpdate):
+            consumer.acknowledge(first.update_id)
+        assert consumer.active_weight_version == 2
+        assert consumer.active_update_id == second.update_id
+
+    def test_an_overwritten_update_is_stale(
+        self, publisher: BridgeOver, consumer: BridgeOver
+    ) -> None:
+        """Released before it was imported: told, and never mistaken for its successor."""
+        manifest = publisher.publish(sample_weights(1), weight_version=1)
+        publisher.release(manifest.update_id)
+        publisher.publish(sample_weights(2), weight_version=2)
+        with pytest.raises((StaleUpdate, SegmentError)):
+            consumer.import_update(manifest)
+
+    def test_versions_only_grow(self, publisher: BridgeOver) -> None:
+        """Neither the same number nor a smaller one is published twice."""
+        publisher.publish({"w": torch.ones(1)}, weight_version=5)
+        for version in (5, 4, 0):
+            with pytest.raises(VersionNotMonotonic, match="must increase monotonically"):
+                publisher.publish({"w": torch.ones(1)}, weight_version=version)
+        publisher.publish({"w": torch.ones(1)}, weight_version=6)
+
+    def test_nothing_is_acknowledged_that_was_not_imported(
+        self, publisher: BridgeOver, consumer: BridgeOver
+    ) -> None:
+        """Neither an unknown update nor one whose import failed."""
+        faults_of(publisher).corrupt_next = True
+        manifest = publisher.publish({"w": torch.ones(9)}, weight_version=1)
+        with pytest.raises(UnknownUpdate, match="before import_update succeeds"):
+            consumer.acknowledge(manifest.update_id)
+        with pytest.raises(ChecksumMismatch):
+            consumer.import_update(manifest)
+        with pytest.raises(IllegalTransition):
+            consumer.acknowledge(manifest.update_id)
+        assert consumer.active_weight_version is None
+
+    def test_what_cannot_be_reported_is_refused_before_anything_changes(
+        self, publisher: BridgeOver, consumer: BridgeOver
+    ) -> None:
+        """A proof that is no JSON leaves the update as it was."""
+        manifest = publisher.publish(sample_weights(1), weight_version=1)
+        consumer.import_update(manifest)
+        for proof in ({"loss": float("nan")}, {"engine": object()}):
+            with pytest.raises(WeightBridgeError):
+                consumer.acknowledge(manifest.update_id, proof=proof)
+        assert consumer.active_weight_version is None
+        consumer.acknowledge(manifest.update_id, proof={"ok": True, "parts": [1, {"two": None}]})
+        (told,) = publisher.holders(manifest.update_id)
+        assert told.proof == {"ok": True, "parts": [1, {"two": None}]}
+
+    def test_an_executor_cannot_be_fooled_by_a_closed_bridge(
+        self, publisher: BridgeOver, consumer: BridgeOver
+    ) -> None:
+        """Rejecting through a closed end is an error, not a silent success."""
+        manifest = publisher.publish(sample_weights(1), weight_version=1)
+        consumer.import_update(manifest)
+        consumer.close()
+        with pytest.raises(BridgeClosed):
+            consumer.reject(manifest.update_id, "too late")

@@ -1,0 +1,141 @@
+"""The no-op and wrong-payload detector: what is suspicious about an update after another."""
+
+import pytest
+
+from rl_bridge import Policy, WeightUpdateManifest
+from rl_bridge.manifest.compare import Finding, Kind, compare, narrowed
+from rl_bridge.manifest.table import TensorTable
+from tests.helpers import make_manifest
+
+Layout = dict[str, tuple[str, tuple[int, ...]]]
+THREE: Layout = {"a": ("float32", (2,)), "b": ("float32", (2,)), "empty": ("float32", (0,))}
+
+
+def version(
+    number: int,
+    digests: str,
+    *,
+    layout: Layout = THREE,
+    trainable: set[str] | None = None,
+    ties: dict[str, str] | None = None,
+) -> WeightUpdateManifest:
+    """A manifest whose tensors have one letter each for their digests."""
+    flags = None if trainable is None else frozenset(trainable)
+    table = TensorTable.pack(layout, trainable=flags, ties=ties)
+    block = "".join(letter * 16 for letter in digests).encode()
+    return make_manifest(table, weight_version=number, digests=block)
+
+
+def kinds(found: list[Finding]) -> list[Kind]:
+    return [finding.kind for finding in found]
+
+
+def test_the_first_update_is_never_suspicious() -> None:
+    assert compare(None, version(1, "xyz", trainable={"a"})) == []
+
+
+def test_an_update_that_changes_nothing_is_one_finding_about_all() -> None:
+    (finding,) = compare(version(1, "xyz", trainable={"a"}), version(2, "xyz", trainable={"a"}))
+    assert (finding.kind, finding.names) == (Kind.NO_CHANGE, ())
+    assert "version 2 (after 1) changes nothing" in finding.message
+    assert "Did the optimizer step" in finding.message
+
+
+def test_an_update_that_changes_something_is_fine_where_nothing_was_declared() -> None:
+    assert compare(version(1, "xyz"), version(2, "xyw")) == []
+
+
+def test_a_trainable_tensor_that_did_not_change_is_named() -> None:
+    before, after = version(1, "xyz", trainable={"a", "b"}), version(2, "Xyz", trainable={"a", "b"})
+    (finding,) = compare(before, after)
+    assert (finding.kind, finding.names) == (Kind.TRAINABLE_UNCHANGED, ("b",))
+    assert "1 trainable tensors did not change: b" in finding.message
+
+
+def test_a_frozen_tensor_may_stay_as_it_is() -> None:
+    assert compare(version(1, "xyz", trainable={"a"}), version(2, "Xyz", trainable={"a"})) == []
+
+
+def test_an_empty_trainable_tensor_may_stay_as_it_is() -> None:
+    flags = {"a", "b", "empty"}
+    assert compare(version(1, "xyz", trainable=flags), version(2, "XYz", trainable=flags)) == []
+
+
+def test_a_changed_layout_is_compared_by_name() -> None:
+    more: Layout = {"0-new": ("float32", (3,)), **THREE}
+    before = version(1, "xyz", trainable={"a"})
+    after = version(2, "nxYz", layout=more, trainable={"0-new", "a", "b", "empty"})
+    (finding,) = compare(before, after)
+    assert (finding.kind, finding.names) == (Kind.TRAINABLE_UNCHANGED, ("a",))
+    assert compare(before, version(2, "nxYz", layout=more)) == []
+
+
+def test_declaring_more_trainable_tensors_changes_the_layout_and_still_compares() -> None:
+    (finding,) = compare(version(1, "xyz"), version(2, "xYz", trainable={"a"}))
+    assert finding.names == ("a",)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "is_narrower"),
+    [
+        ("float32", "bfloat16", True),
+        ("float32", "float64", False),
+        ("bfloat16", "float16", False),
+        ("float16", "float8_e4m3fn", True),
+    ],
+)
+def test_a_narrower_dtype_is_named(before: str, after: str, is_narrower: bool) -> None:
+    layouts: list[Layout] = [{"a": (dtype, (2,)), "b": ("int8", (2,))} for dtype in (before, after)]
+    found = compare(version(1, "xy", layout=layouts[0]), version(2, "XY", layout=layouts[1]))
+    assert kinds(found) == ([Kind.DTYPE_NARROWED] if is_narrower else [])
+    if is_narrower:
+        assert found[0].names == ("a",)
+        assert "narrows the dtype of 1 tensors: a" in found[0].message
+        assert "start a new publisher" in found[0].message
+
+
+def test_a_name_that_is_new_or_gone_is_not_narrowed() -> None:
+    before = TensorTable.pack({"a": ("float32", (1,)), "gone": ("float64", (1,))})
+    after = TensorTable.pack({"a": ("float32", (1,)), "new": ("int8", (1,))})
+    assert narrowed(before, after) == ()
+
+
+def test_equal_dtypes_under_other_names_are_compared_by_name() -> None:
+    before = TensorTable.pack({"a": ("float32", (1,)), "c": ("int8", (1,))})
+    after = TensorTable.pack({"b": ("float32", (1,)), "c": ("int8", (1,))})
+    assert narrowed(before, after) == ()
+
+
+def test_a_tied_name_is_compared_through_what_it_shares() -> None:
+    before: Layout = {"a": ("float32", (2,))}
+    after: Layout = {"a": ("bfloat16", (2,))}
+    found = compare(
+        version(1, "x", layout=before, ties={"head": "a"}),
+        version(2, "y", layout=after, ties={"head": "a"}),
+    )
+    assert found[0].names == ("a", "head")
+
+
+def test_narrowing_and_unchanged_trainable_tensors_are_both_told() -> None:
+    before: Layout = {"a": ("float32", (2,)), "b": ("float32", (2,))}
+    after: Layout = {"a": ("float32", (2,)), "b": ("bfloat16", (2,))}
+    found = compare(
+        version(1, "xy", layout=before), version(2, "xz", layout=after, trainable={"a"})
+    )
+    assert kinds(found) == [Kind.TRAINABLE_UNCHANGED, Kind.DTYPE_NARROWED]
+
+
+def test_a_long_list_of_names_is_cut_in_the_message_only() -> None:
+    layout: Layout = {f"t{index}": ("int8", (1,)) for index in range(8)}
+    flags = set(layout)
+    before = version(1, "abcdefgh", layout=layout, trainable=flags)
+    after = version(2, "abcdefgH", layout=layout, trainable=flags)
+    (finding,) = compare(before, after)
+    assert finding.names == tuple(f"t{index}" for index in range(7))
+    assert "t0, t1, t2, t3, t4 and 2 more" in finding.message
+
+
+def test_the_policies_are_three_words() -> None:
+    assert [policy.value for policy in Policy] == ["off", "warn", "reject"]
+    with pytest.raises(ValueError, match="ignore"):
+        Policy("ignore")

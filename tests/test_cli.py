@@ -1,0 +1,323 @@
+"""The command line: what each command says, to people and to programs, and its exit codes.
+
+What the machine decides (doctor, bench, gc, the demo) is in `test_cli_machine`.
+"""
+
+import ctypes
+import os
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import rl_bridge
+from rl_bridge.bridge.bridges import TensorBridge, make_weight_bridge
+from rl_bridge.cli.program import app, main
+from rl_bridge.cli.screen import duration, plain, size
+from rl_bridge.manifest.model import WeightUpdateManifest
+from rl_bridge.memory import vm
+from tests.cli_program import Said, call, run
+
+COMMANDS = {"demo", "bench", "doctor", "inspect", "verify", "gc"}
+WEIGHTS = {
+    "layers.0.weight": torch.arange(60_000, dtype=torch.float32).reshape(200, 300),
+    "layers.1.weight": torch.ones(70_000, dtype=torch.bfloat16),
+    "scale": torch.tensor(2.0),
+}
+
+
+@pytest.fixture
+def bridge() -> Iterator[TensorBridge]:
+    with make_weight_bridge("shared-memory", source_worker="trainer") as bridge:
+        yield bridge
+
+
+@pytest.fixture
+def manifest(bridge: TensorBridge) -> WeightUpdateManifest:
+    return bridge.publish(WEIGHTS, weight_version=7, metadata={"step": 41})
+
+
+@pytest.fixture
+def file(manifest: WeightUpdateManifest, tmp_path: Path) -> Path:
+    return write(manifest, tmp_path)
+
+
+def write(manifest: WeightUpdateManifest, folder: Path) -> Path:
+    path = folder / "manifest.json"
+    path.write_text(manifest.to_json() + "\n", encoding="ascii")
+    return path
+
+
+def flip_a_byte(bridge: TensorBridge, manifest: WeightUpdateManifest, name: str) -> None:
+    """Damage a published tensor, in the memory behind the manifest."""
+    end: Any = bridge._publisher_end()._end
+    (slot,) = (slot for slot in end._ring._slots if slot.update_id == manifest.update_id)
+    where = slot.address + manifest.tensors[name].offset + 1
+    vm.store(where, bytes([ctypes.string_at(where, 1)[0] ^ 1]))
+
+
+# ------------------------------------------------------------------------------ the program
+
+
+def test_the_version_is_the_librarys() -> None:
+    assert run("--version") == Said(0, f"rl-bridge {rl_bridge.__version__}\n", "")
+
+
+def test_the_entry_point_is_the_same_program() -> None:
+    (entry,) = metadata.entry_points(group="console_scripts", name="rl-bridge")
+    assert entry.load() is main
+
+
+def test_these_are_the_commands() -> None:
+    assert {info.callback.__name__ for info in app.registered_commands if info.callback} == COMMANDS
+
+
+@pytest.mark.parametrize("flag", ["--help", "-h"])
+@pytest.mark.parametrize("command", sorted(COMMANDS))
+def test_every_command_has_help(command: str, flag: str) -> None:
+    said = call(command, flag)
+    assert said.code == 0
+    assert f"Usage: rl-bridge {command}" in said.out
+    (info,) = (i for i in app.registered_commands if i.callback and i.callback.__name__ == command)
+    assert info.callback is not None
+    assert (info.callback.__doc__ or "").splitlines()[0] in said.out
+    assert said.out.count("--") > 1, "an option without a word of help"
+
+
+@pytest.mark.parametrize("command", sorted(COMMANDS - {"demo"}))
+def test_what_a_program_may_read_comes_as_json(command: str) -> None:
+    assert "--json" in call(command, "--help").out
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        (),
+        ("nonsense",),
+        ("inspect",),
+        ("inspect", "/nowhere/manifest.json"),
+        ("verify", "/"),
+        ("verify", __file__, "--directory", "/nowhere"),
+        ("gc", __file__),
+        ("bench", "--mib", "0"),
+        ("bench", "--mib", "1000000000"),
+    ],
+    ids=" ".join,
+)
+def test_misuse_is_exit_code_2(arguments: tuple[str, ...]) -> None:
+    said = call(*arguments)
+    assert said.code == 2
+    assert "Traceback" not in said.err
+
+
+def test_strangers_text_cannot_drive_the_terminal() -> None:
+    assert plain("a\x1b[2J\n\u202eb \u00e9") == "a\\x1b[2J\\n\\u202eb \u00e9"
+
+
+def test_sizes_and_times_read_well() -> None:
+    shown = [size(n) for n in (0, 1023, 1024, 1 << 30, 5 << 70)]
+    assert shown == ["0 B", "1023 B", "1.00 KiB", "1.00 GiB", "5120.00 EiB"]
+    shown = [duration(s) for s in (0.25, 9, 90, 7200, 1e6)]
+    assert shown == ["250 ms", "9 s", "2 min", "2 h", "12 d"]
+
+
+# ------------------------------------------------------------------------------ inspect
+
+
+def test_inspect_reads_a_manifest_from_standard_input(manifest: WeightUpdateManifest) -> None:
+    said = run("inspect", "-", text=manifest.to_json() + "\n")
+    assert (said.code, said.err) == (0, "")
+    for word in (manifest.root, manifest.update_id, '{"step":41}', "200x300", "bfloat16", "scalar"):
+        assert word in said.out
+
+
+def test_inspect_as_json_says_what_the_manifest_says(
+    manifest: WeightUpdateManifest, file: Path
+) -> None:
+    said = call("inspect", file, "--tensors", "--json").json
+    assert said["header"]["weight_version"] == 7
+    assert said["header"]["root"] == manifest.root
+    assert said["layout"]["total_nbytes"] == manifest.total_nbytes
+    assert said["layout"]["dtypes"]["float32"] == {"nbytes": 240_004, "tensors": 2}
+    assert said["largest"][0]["name"] == "layers.0.weight"
+    assert {t["name"]: t["checksum"] for t in said["tensors"]} == {
+        name: tensor.checksum for name, tensor in manifest.tensors.items()
+    }
+
+
+def test_inspect_shows_the_largest_tensors_and_all_on_request(
+    bridge: TensorBridge, tmp_path: Path
+) -> None:
+    shared = torch.ones(500)
+    weights = {f"w{index:02}": torch.ones(index + 1) for index in range(20)}
+    weights |= {"tied": shared, "head": shared}
+    manifest = bridge.publish(weights, weight_version=1)
+    file = write(manifest, tmp_path)
+    short, full = call("inspect", file).out, call("inspect", file, "--tensors").out
+    assert "w19" in short
+    assert "w00" not in short
+    assert all(name in full for name in weights)
+    assert "tied = head" in full
+    assert "tensors" not in call("inspect", file, "--json").json
+
+
+def test_inspect_says_how_many_tensors_are_trainable(bridge: TensorBridge, tmp_path: Path) -> None:
+    manifest = bridge.publish(torch.nn.BatchNorm1d(4), weight_version=1)
+    later = manifest.model_copy(update={"created_at": 9e9})
+    said = call("inspect", write(later, tmp_path))
+    assert "2 of 5 stored tensors" in said.out
+    assert "in the future" in said.out
+    assert call("inspect", write(later, tmp_path), "--json").json["layout"]["trainable_count"] == 2
+
+
+def test_inspect_survives_a_hostile_manifest(bridge: TensorBridge, tmp_path: Path) -> None:
+    bad = bridge.publish({"[red]\x1b[2J": torch.ones(2)}, weight_version=1).model_copy(
+        update={
+            "source_worker": "\x1b]0;owned\x07",
+            "created_at": 1e300,
+            "handle": {"[blink]": "\x1b[5m", "deep": [{"\x1b": "x"}]},
+            "metadata": {"\x1b": "\x1b[2J", "layout": {"kind": "\x1b", "data_parallel_size": 8}},
+        }
+    )
+    for flags in ((), ("--json",)):
+        said = call("inspect", write(bad, tmp_path), *flags)
+        assert said.code == 0
+        assert "\x1b" not in said.out
+        assert "\x07" not in said.out
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify"])
+@pytest.mark.parametrize(
+    "text", ["", "{}", "\xff\x00", '{"format":"rl_bridge.manifest/1","header":3}']
+)
+def test_what_is_no_manifest_is_refused_in_one_line(
+    command: str, text: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "m.json"
+    path.write_text(text, encoding="latin-1")
+    assert call(command, path).complains("MalformedManifest")
+
+
+# ------------------------------------------------------------------------------ verify
+
+
+def test_another_process_verifies_what_this_one_published(
+    manifest: WeightUpdateManifest, file: Path
+) -> None:
+    said = run("verify", file)
+    assert (said.code, said.err) == (0, "")
+    assert "pass: every byte fits" in said.out
+    assert manifest.root in said.out
+    assert all(name in said.out for name in WEIGHTS)
+
+
+def test_a_flipped_byte_is_exit_code_1_and_a_checksum_mismatch(
+    bridge: TensorBridge, manifest: WeightUpdateManifest, file: Path
+) -> None:
+    flip_a_byte(bridge, manifest, "layers.1.weight")
+    said = run("verify", file)
+    assert said.complains("ChecksumMismatch")
+    assert "tensor checksum mismatch for 'layers.1.weight' in version 7" in said.err
+    assert "1 of 3 tensors differ" in said.out
+
+
+def test_verify_as_json_says_which_tensor_differs(
+    bridge: TensorBridge, manifest: WeightUpdateManifest, file: Path
+) -> None:
+    before = call("verify", file, "--json").json
+    flip_a_byte(bridge, manifest, "scale")
+    failed = call("verify", file, "--json")
+    assert (before["status"], before["error"], before["found_root"]) == (
+        "pass",
+        None,
+        manifest.root,
+    )
+    assert failed.complains("ChecksumMismatch")
+    assert failed.json["status"] == "failed"
+    assert failed.json["error"]["type"] == "ChecksumMismatch"
+    assert failed.json["found_root"] != manifest.root
+    results = {tensor["name"]: tensor["status"] for tensor in failed.json["tensors"]}
+    assert results == {"layers.0.weight": "pass", "layers.1.weight": "pass", "scale": "failed"}
+
+
+def test_verify_leaves_no_trace_at_the_publisher(
+    bridge: TensorBridge, manifest: WeightUpdateManifest, file: Path
+) -> None:
+    with make_weight_bridge("shared-memory", source_worker="rollout") as consumer:
+        consumer.import_update(manifest)
+        consumer.acknowledge(manifest.update_id)
+    # A consumer that is gone: its record is free to be taken, and the last that is known of it.
+    before = bridge.consumers()
+    assert [report.presence for report in before] == ["gone"]
+    assert call("verify", file).code == 0
+    assert bridge.consumers() == before
+    assert bridge.update_status(manifest.update_id) == "published"
+
+
+def test_verify_lists_every_tensor_on_request(bridge: TensorBridge, tmp_path: Path) -> None:
+    weights = {f"w{index:02}": torch.ones(index + 1) for index in range(30)}
+    file = write(bridge.publish(weights, weight_version=1), tmp_path)
+    assert "and 10 more, all pass" in call("verify", file).out
+    full = call("verify", file, "--tensors").out
+    assert all(name in full for name in weights)
+
+
+def test_an_update_whose_slot_was_reused_is_stale(
+    bridge: TensorBridge, manifest: WeightUpdateManifest, file: Path
+) -> None:
+    bridge.release(manifest.update_id)
+    bridge.publish(WEIGHTS, weight_version=8)
+    assert call("verify", file).complains("StaleUpdate")
+
+
+def test_an_update_of_a_publisher_that_closed_is_gone(bridge: TensorBridge, file: Path) -> None:
+    bridge.close()
+    said = call("verify", file, "--json")
+    assert said.complains("SegmentError")
+    assert said.json["error"]["type"] == "SegmentError"
+
+
+def test_a_local_clone_cannot_be_verified_from_elsewhere(tmp_path: Path) -> None:
+    with make_weight_bridge("local-clone") as bridge:
+        said = run("verify", write(bridge.publish(WEIGHTS, weight_version=1), tmp_path))
+    assert said.complains("SegmentError")
+    assert "shared-memory between processes" in said.err
+
+
+@pytest.mark.parametrize(
+    ("handle", "error"),
+    [
+        ({}, "MalformedManifest"),
+        ({"slot": {"nbytes": 4096}}, "RangeBeyondSegment"),
+        ({"slot": {"inode": 1}}, "SegmentError"),
+    ],
+    ids=["empty", "too-small", "replaced"],
+)
+def test_a_forged_handle_is_refused(
+    manifest: WeightUpdateManifest, tmp_path: Path, handle: Any, error: str
+) -> None:
+    real = manifest.header()["handle"]
+    forged = real | {part: real[part] | change for part, change in handle.items()} if handle else {}
+    bad = manifest.model_copy(update={"handle": forged})
+    assert call("verify", write(bad, tmp_path)).complains(error)
+
+
+def test_named_segments_are_verified_where_they_lie(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    shared = tmp_path / "segments"
+    with make_weight_bridge("shared-memory", directory=shared) as bridge:
+        file = write(bridge.publish(WEIGHTS, weight_version=1), tmp_path)
+        assert call("verify", file).complains("SegmentError")
+        assert call("verify", file, "--directory", shared).code == 0
+        with monkeypatch.context() as patch:
+            patch.setattr(vm, "read_into", lambda _fd, _address, nbytes: nbytes - 1)
+            said = call("verify", file, "--directory", shared)
+        assert said.complains("SegmentError")
+        assert "it was truncated" in said.err
+        (segment,) = shared.glob("*.seg")
+        os.truncate(segment, 4096)
+        assert call("verify", file, "--directory", shared).complains("SegmentError")

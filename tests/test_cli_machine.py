@@ -1,0 +1,311 @@
+"""The commands whose answer depends on the machine: doctor, gc, bench, and the demo."""
+
+import importlib.util
+import json
+import multiprocessing
+import os
+import re
+import signal
+from collections.abc import Callable
+from importlib import metadata
+from importlib.machinery import ModuleSpec
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rl_bridge.bridge.bridges import make_weight_bridge
+from rl_bridge.cli import environment, measure, probes
+from rl_bridge.memory import leases, vm
+from rl_bridge.memory.segment import OwnedSegment
+from rl_bridge.transports import registry
+from rl_bridge.transports.base import Availability
+from tests.cli_program import TIMEOUT_S, call, run
+
+WEIGHTS = {"w": torch.ones(5_000)}
+
+
+# ------------------------------------------------------------------------------ doctor
+
+
+def checks(said: Any) -> dict[str, Any]:
+    return {check["name"]: check for check in said.json["checks"]}
+
+
+def test_doctor_checks_every_transport_every_engine_and_the_machine() -> None:
+    said = run("doctor", "--json")
+    assert (said.code, said.err, said.json["status"]) == (0, "", "pass")
+    found = checks(said)
+    assert found.keys() == {
+        *registry.TRANSPORTS,
+        *probes.ENGINES,
+        *probes.FEATURES,
+        "torch module",
+        "compiled pass",
+    }
+    assert {name: registry.probe(name).status for name in registry.TRANSPORTS} == {
+        name: found[name]["status"] for name in registry.TRANSPORTS
+    }
+    for check in found.values():
+        assert check["purpose"] or check["group"] == "engines"
+        assert (check["status"] == "blocked") == bool(check["cause"]) == bool(check["remedy"])
+
+
+def test_doctor_tells_people_cause_and_remedy() -> None:
+    said = call("doctor")
+    assert said.code == 0
+    for words in ("shared-memory", "vllm is not installed", "→ Give RolloutExecutor", "Ready:"):
+        assert words in said.out
+
+
+@pytest.mark.parametrize("flags", [(), ("--json",)], ids=["screen", "json"])
+def test_doctor_fails_where_a_needed_transport_is_blocked(
+    monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...]
+) -> None:
+    def blocked(name: str) -> Availability:
+        return Availability(name, "blocked", f"no {name} \x1b[2J today", "Wait.")
+
+    monkeypatch.setattr(registry, "probe", blocked)
+    said = call("doctor", *flags)
+    assert said.code == 1
+    assert "no shared-memory" in said.out
+    assert "\x1b" not in said.out
+    if flags:
+        assert said.json["status"] == "blocked"
+    else:
+        assert "Not ready: local-clone and shared-memory blocked." in said.out
+
+
+def test_doctor_names_an_installed_engine_without_importing_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def found(name: str) -> ModuleSpec:
+        return ModuleSpec(name, None)
+
+    monkeypatch.setattr(importlib.util, "find_spec", found)
+    assert "(of unknown version)" in probes.engine("sglang").cause
+    monkeypatch.setattr(metadata, "version", lambda _: "9.9")
+    assert probes.engine("vllm").cause == (
+        "vllm 9.9 is installed; its adapter is not part of this release"
+    )
+
+
+def test_doctor_says_why_the_compiled_pass_is_not_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probes, "native_cause", lambda: "no compiler")
+    found = probes.compiled_pass()
+    assert (found.status, found.cause) == ("blocked", "no compiler")
+
+
+def refuse(*_: object, **__: object) -> Any:
+    raise OSError(22, "Invalid argument")
+
+
+BROKEN: dict[str, tuple[str, object, str, Callable[..., Any], str]] = {
+    "no-memfd": ("memfd sealing", os, "memfd_create", refuse, "Invalid argument"),
+    "no-locks": ("OFD locks", leases, "try_shared", lambda _: False, "free lease"),
+    "loose-locks": ("OFD locks", leases, "try_exclusive", lambda _: True, "keep the writer out"),
+    "lasting-locks": ("OFD locks", leases, "try_exclusive", lambda _: False, "was not freed"),
+    "no-moves": ("MREMAP_DONTUNMAP", vm, "move", refuse, "Invalid argument"),
+    "no-scan": ("PAGEMAP_SCAN", vm, "private_ranges", lambda *_: None, "no PAGEMAP_SCAN"),
+    "blind-scan": ("PAGEMAP_SCAN", vm, "private_ranges", lambda *_: [], "did not report"),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_kernel_that_lacks_a_feature_is_found_out(
+    monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    name, module, attribute, replacement, cause = BROKEN[case]
+    monkeypatch.setattr(module, attribute, replacement)
+    found = probes.feature(name)
+    assert found.status == "blocked"
+    assert cause in found.cause
+    assert found.remedy
+
+
+def test_a_move_that_loses_the_content_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def move(source: int, nbytes: int, target: int) -> None:
+        del source
+        segment = OwnedSegment.make("empty", nbytes)
+        vm.map_fixed(target, nbytes, segment.fd)
+        segment.close()
+
+    monkeypatch.setattr(vm, "move", move)
+    assert "does not show what it showed" in probes.feature("MREMAP_DONTUNMAP").cause
+
+
+@pytest.mark.parametrize(
+    ("code", "cause"),
+    {
+        "refused": ("import sys; sys.exit('no such place')", r"cannot open .*: no such place"),
+        "silent": ("import sys; sys.exit(3)", r"cannot open .*: exit code 3"),
+        "other-file": ("print(1)", r"another file"),
+        "hangs": ("import signal; signal.pause()", r"did not open .* within"),
+    }.values(),
+    ids=["refused", "silent", "other-file", "hangs"],
+)
+def test_a_proc_that_hides_processes_is_found_out(
+    monkeypatch: pytest.MonkeyPatch, code: str, cause: str
+) -> None:
+    monkeypatch.setattr(probes, "_OPEN", code)
+    if "pause" in code:
+        monkeypatch.setattr(probes, "_CHILD_TIMEOUT_S", 0.5)
+    found = probes.feature("/proc visibility")
+    assert found.status == "blocked"
+    assert re.search(cause, found.cause)
+
+
+def test_what_the_machine_hides_is_said_to_be_unknown(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def not_found(_: str) -> str:
+        raise metadata.PackageNotFoundError
+
+    monkeypatch.setattr(environment, "_MEMINFO", tmp_path / "none")
+    monkeypatch.setattr(metadata, "version", not_found)
+    said = call("doctor", "--json").json["environment"]
+    assert (said["memory"], said["rl_bridge"]) == ("unknown", "unknown (not installed)")
+
+
+# ------------------------------------------------------------------------------ gc
+
+
+def publish_and_wait(directory: str, connection: Connection) -> None:
+    """Be a publisher that is killed: publish into named segments, say so, wait."""
+    bridge = make_weight_bridge("shared-memory", directory=directory)
+    bridge.publish(WEIGHTS, weight_version=1)
+    connection.send_bytes(b"published")
+    connection.poll(TIMEOUT_S)
+
+
+def kill_a_publisher(directory: Path) -> None:
+    """Leave named segments in a directory the hard way."""
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    child = context.Process(target=publish_and_wait, args=(str(directory), there), daemon=True)
+    child.start()
+    there.close()
+    try:
+        assert here.poll(TIMEOUT_S)
+        assert here.recv_bytes() == b"published"
+        assert call("gc", directory, "--json").json["segments"] == [], "it lives"
+    finally:
+        child.kill()
+        child.join(TIMEOUT_S)
+        here.close()
+    assert child.exitcode == -signal.SIGKILL
+
+
+def test_gc_removes_what_a_killed_publisher_left(tmp_path: Path) -> None:
+    kill_a_publisher(tmp_path)
+    (tmp_path / "rlb-notes.txt").write_text("mine", "ascii")
+    said = run("gc", tmp_path)
+    assert (said.code, said.err) == (0, "")
+    assert "Removed 2 segments" in said.out
+    assert [path.name for path in tmp_path.iterdir()] == ["rlb-notes.txt"]
+    assert "Nothing to remove" in call("gc", tmp_path).out
+
+
+def test_gc_only_says_what_it_would_do_in_a_dry_run(tmp_path: Path) -> None:
+    left = {"rlb-0123456789ab-1.seg": 8192, "rlb-0123456789ab-control": 4096}
+    for name, nbytes in left.items():
+        (tmp_path / name).write_bytes(bytes(nbytes))
+    said = call("gc", tmp_path, "--dry-run", "--json").json
+    assert {segment["name"]: segment["nbytes"] for segment in said["segments"]} == left
+    assert (said["total_nbytes"], said["dry_run"]) == (12_288, True)
+    assert "Would remove 2 segments, 12.00 KiB" in call("gc", tmp_path, "--dry-run").out
+    assert {path.name for path in tmp_path.iterdir()} == left.keys()
+
+
+# ------------------------------------------------------------------------------ bench
+
+
+def test_bench_measures_every_phase_in_two_processes() -> None:
+    said = run("bench", "--mib", "1", "--mib", "2", "--tensors", "3", "--repeats", "2", "--json")
+    assert (said.code, said.err) == (0, "")
+    first, second = said.json["sizes"]
+    assert first["nbytes"] == pytest.approx(1 << 20, rel=1e-3)
+    assert second["nbytes"] == pytest.approx(2 << 20, rel=1e-3)
+    for name, phase in first["phases"].items():
+        samples = phase["samples_ms"]
+        assert len(samples) == (2 if name.endswith(("_copy", "_flip")) else 4), name
+        assert min(samples) <= phase["median_ms"] <= max(samples)
+        assert (phase["gb_per_s"] is None) == (name in {"install_flip", "prove_flip"})
+    rates = [first["phases"][name]["of_memcpy"] for name in ("memcpy_1", "memcpy_all")]
+    assert max(rates) == 1
+
+
+def test_bench_shows_rates_next_to_memcpy() -> None:
+    said = call("bench", "--mib", "1", "--tensors", "1", "--repeats", "1")
+    assert said.code == 0
+    for words in ("1.00 MiB in 1 tensors", "of memcpy", "install by flip", "publish to loaded"):
+        assert words in said.out
+
+
+def dies(connection: Connection) -> None:
+    """A consumer that ends when it is asked something."""
+    connection.recv_bytes()
+    os._exit(3)
+
+
+def fails(connection: Connection) -> None:
+    """A consumer that refuses everything."""
+    connection.recv_bytes()
+    connection.send_bytes(json.dumps({"error": "SegmentError: gone"}).encode())
+
+
+def hangs(connection: Connection) -> None:
+    """A consumer that answers nothing, and ends for nobody."""
+    del connection
+    signal.pause()
+
+
+@pytest.mark.parametrize(
+    ("consumer", "error", "words"),
+    [
+        (dies, "MeasurementFailed", "exit code 3"),
+        (fails, "MeasurementFailed", "SegmentError: gone"),
+        (hangs, "DeadlineExceeded", "gave no answer"),
+    ],
+    ids=["dies", "fails", "hangs"],
+)
+def test_a_consumer_that_fails_ends_the_bench_with_its_reason(
+    monkeypatch: pytest.MonkeyPatch,
+    consumer: Callable[[Connection], None],
+    error: str,
+    words: str,
+) -> None:
+    monkeypatch.setattr(measure, "serve", consumer)
+    if consumer is hangs:
+        monkeypatch.setattr(measure, "_ANSWER_TIMEOUT_S", 0.2)
+        monkeypatch.setattr(measure, "_STOP_TIMEOUT_S", 0.2)
+    said = call("bench", "--mib", "1", "--json")
+    assert said.complains(error)
+    assert words in said.err
+    assert said.out == ""
+    assert multiprocessing.active_children() == []
+
+
+def test_the_consumer_of_the_bench_tells_what_the_library_refused() -> None:
+    with measure._consumer() as ask:
+        ask({"do": "start", "way": "copy"})
+        with pytest.raises(measure.MeasurementFailed, match="failed: MalformedManifest: "):
+            ask({"do": "update", "manifest": "{}"})
+
+
+# ------------------------------------------------------------------------------ demo
+
+
+def test_the_demo_runs_from_the_command_line(tmp_path: Path) -> None:
+    said = run("demo", "--steps", "6", "--transport", "local-clone", "--out", tmp_path / "out")
+    assert (said.code, said.err) == (0, "")
+    assert json.loads((tmp_path / "out" / "demo.json").read_text("utf-8"))["refused"] >= 2
+    assert (tmp_path / "out" / "demo.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_transport_that_the_demo_cannot_use_is_refused_in_one_line(tmp_path: Path) -> None:
+    assert call("demo", "--transport", "cuda-ipc", "--out", tmp_path).complains(
+        "TransportUnavailable"
+    )

@@ -1,0 +1,396 @@
+"""The documentation is true: its code runs, its vectors hold, its names exist."""
+
+import copy
+import importlib
+import json
+import os
+import pkgutil
+import re
+import runpy
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import rl_bridge
+from rl_bridge import errors
+from rl_bridge.cli.program import app
+from rl_bridge.lifecycle.diagram import mermaid
+from rl_bridge.lifecycle.table import Role
+from rl_bridge.manifest.canonical import canonical_json
+from rl_bridge.manifest.digest import LEAF_NBYTES, digest_bytes, leaf_digests, text_digest
+from rl_bridge.manifest.dtypes import DTYPE_NBYTES
+from rl_bridge.manifest.model import WeightUpdateManifest
+from rl_bridge.memory.passes import BytePlan
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
+EXAMPLES = sorted((DOCS / "examples").glob("*.py"))
+FORMAT_PAGE = (DOCS / "explanation" / "manifest-format.md").read_text("utf-8")
+GUARANTEES = (DOCS / "explanation" / "failure-guarantees.md").read_text("utf-8")
+TIMEOUT_S = 120
+
+FENCE = re.compile(
+    r"(?:<!-- not run: (?P<reason>[^\n]*) -->\n)?^```(?P<language>\w*)(?P<options>[^\n]*)\n"
+    r"(?P<text>.*?)^```$",
+    re.MULTILINE | re.DOTALL,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """One fenced block of a page."""
+
+    language: str
+    text: str
+    title: str | None
+    reason: str | None
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def included(text: str) -> str:
+    """Resolve the includes of other files, as the site's build does."""
+    pattern = re.compile(r'^--8<-- "(.+)"$', re.MULTILINE)
+    return pattern.sub(lambda found: (ROOT / found[1]).read_text("utf-8"), text)
+
+
+def blocks(page: Path) -> list[Block]:
+    found = []
+    for match in FENCE.finditer(page.read_text("utf-8")):
+        title = re.search(r'title="([^"]+)"', match["options"])
+        found.append(
+            Block(
+                match["language"],
+                included(match["text"]),
+                title[1] if title else None,
+                match["reason"],
+            )
+        )
+    return found
+
+
+def run(script: Path, cwd: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "error", str(script)],
+        cwd=cwd,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    assert done.returncode == 0, f"{script.name}:\n{done.stdout}\n{done.stderr}"
+
+
+def generator(name: str) -> dict[str, Any]:
+    return runpy.run_path(str(DOCS / "_generate" / f"{name}.py"))
+
+
+def rows(text: str, after: str) -> list[list[str]]:
+    """The body of the first table behind a mark, cell by cell, without code marks."""
+    lines = text.partition(after)[2].splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith("|--"))
+    body = []
+    for line in lines[start + 1 :]:
+        if not line.startswith("|"):
+            break
+        body.append([cell.strip().strip("`").strip() for cell in line.strip("|").split("|")])
+    return body
+
+
+# ---- code ---------------------------------------------------------------------------------------
+
+RUNNABLE = [page for page in PAGES if any(block.language == "python" for block in blocks(page))]
+
+
+@pytest.mark.parametrize("page", RUNNABLE, ids=name_of)
+def test_the_code_of_a_page_runs(page: Path, tmp_path: Path) -> None:
+    script = ["import logging, sys", "logging.disable()"]
+    for block in blocks(page):
+        if block.language != "python" or block.reason is not None:
+            continue
+        if block.title is not None:
+            (tmp_path / block.title).write_text(block.text, "utf-8")
+            run(tmp_path / block.title, tmp_path)
+        else:
+            script.append(block.text)
+    whole = tmp_path / "page.py"
+    whole.write_text("\n".join(script), "utf-8")
+    run(whole, tmp_path)
+
+
+def test_python_is_always_called_python_and_every_block_left_out_has_a_reason() -> None:
+    for page in PAGES:
+        for block in blocks(page):
+            assert block.language not in {"", "py", "python3", "pycon"}, name_of(page)
+            assert block.reason is None or len(block.reason) > 10, name_of(page)
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=name_of)
+def test_an_example_runs(example: Path, tmp_path: Path) -> None:
+    run(example, tmp_path)
+
+
+def test_every_command_that_the_docs_tell_to_type_exists() -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE))
+    commands = {info.callback.__name__ for info in app.registered_commands if info.callback}
+    for page in PAGES:
+        text = page.read_text("utf-8")
+        assert set(re.findall(r"`make ([a-z-]+)", text)) <= targets, name_of(page)
+        typed = "\n".join(block.text for block in blocks(page) if block.language == "console")
+        assert set(re.findall(r"^make ([a-z-]+)", typed, re.MULTILINE)) <= targets, name_of(page)
+        named = set(re.findall(r"rl-bridge ([a-z]+)", text))
+        assert named <= commands, name_of(page)
+
+
+# ---- the normative page -------------------------------------------------------------------------
+
+PATTERNS: dict[str, Callable[[int], bytes]] = {
+    "zero": bytes,
+    "ff": lambda size: b"\xff" * size,
+    "mod251": lambda size: (bytes(range(251)) * (size // 251 + 1))[:size],
+}
+VECTORS = rows(FORMAT_PAGE, "<!-- vectors: digests -->")
+TENSORS = rows(FORMAT_PAGE, "<!-- vectors: tensors -->")
+
+
+def by_plan(data: bytes, *, native: bool) -> str:
+    array = np.frombuffer(data, np.uint8) if data else np.zeros(1, np.uint8)
+    plan = BytePlan(np.array([len(data)], np.uint64), native=native)
+    return plan.digest(np.array([array.ctypes.data], np.uint64)).hex()
+
+
+@pytest.mark.parametrize("vector", VECTORS, ids=lambda vector: f"{vector[0]}-{vector[1]}")
+def test_every_implementation_gives_the_digest_of_the_page(vector: list[str]) -> None:
+    pattern, size, leaves, digest = vector
+    data = PATTERNS[pattern](int(size))
+    assert len(leaf_digests(memoryview(data))) == 16 * int(leaves)
+    found = [digest_bytes(data).hex(), by_plan(data, native=True), by_plan(data, native=False)]
+    assert found == [digest] * 3
+
+
+def test_the_page_has_vectors_around_every_boundary() -> None:
+    around = {edge + step for edge in (1024, LEAF_NBYTES) for step in (-1, 0, 1)}
+    assert {int(vector[1]) for vector in VECTORS} >= {0, 1, (1 << 20) + 77} | around
+
+
+def test_the_leaf_digests_of_the_page_hold() -> None:
+    shown = re.findall(r"`([0-9a-f]{32})`", FORMAT_PAGE.partition("On the way:")[2])[:3]
+    found = [leaf_digests(memoryview(PATTERNS["mod251"](size))) for size in (3, LEAF_NBYTES + 1)]
+    assert b"".join(found).hex() == "".join(shown)
+
+
+def shown_manifest() -> str:
+    return FORMAT_PAGE.partition("<!-- vectors: manifest -->")[2].split("\n")[3]
+
+
+def test_the_manifest_of_the_page_is_one_and_comes_back_to_the_byte() -> None:
+    text = shown_manifest()
+    manifest = WeightUpdateManifest.from_json(text)
+    assert manifest.to_json() == text
+    assert WeightUpdateManifest.from_json(manifest.to_json(layout=False)) == manifest
+    named = re.findall(r"`([0-9a-f]{32})`", FORMAT_PAGE.partition("Layout digest ")[2])
+    assert named[:2] == [manifest.layout_digest, manifest.root]
+
+
+def test_the_tensors_of_the_page_have_its_digests_shapes_and_lines() -> None:
+    manifest = WeightUpdateManifest.from_json(shown_manifest())
+    for name, dtype, shape, data, digest in TENSORS:
+        found = manifest.tensors[name]
+        assert (found.dtype, list(found.shape), found.checksum) == (
+            dtype,
+            json.loads(shape),
+            digest,
+        )
+        assert digest_bytes(bytes.fromhex(data)).hex() == digest
+    lines = FORMAT_PAGE.partition("<!-- vectors: lines -->")[2].partition("```text\n")[2]
+    lines = lines.partition("```")[0]
+    described = [[t.name, t.dtype, list(t.shape), t.checksum] for t in manifest.tensors.values()]
+    assert lines == "".join(f"{canonical_json(line)}\n" for line in sorted(described))
+    assert text_digest(lines) == manifest.root
+
+
+def test_the_dtype_table_of_the_page_is_the_code_s() -> None:
+    table = rows(FORMAT_PAGE, "### Dtypes")
+    shown = {name: int(size) for size, names in table for name in re.findall(r"\w+", names)}
+    assert shown == DTYPE_NBYTES
+
+
+def edited(edit: Callable[[dict[str, Any], dict[str, Any]], object], *, sign: bool = True) -> str:
+    """The page's manifest with its header and layout edited, and the layout named anew."""
+    document = copy.deepcopy(json.loads(shown_manifest()))
+    edit(document["header"], document["layout"])
+    if sign:
+        document["header"]["layout_digest"] = text_digest(canonical_json(document["layout"]))
+    return canonical_json(document)
+
+
+def layout(column: str, row: int, value: object) -> str:
+    return edited(lambda _, layout: layout[column].__setitem__(row, value))
+
+
+def fields(**changes: object) -> str:
+    return edited(lambda _, layout: layout.update(changes))
+
+
+def header(**changes: object) -> str:
+    return edited(lambda header, _: header.update(changes))
+
+
+# One text that breaks each rule of the page's first table, in its order.
+BREAKS: list[Callable[[], str]] = [
+    lambda: shown_manifest().replace("trainer", "träiner"),
+    lambda: shown_manifest().replace("manifest/1", "manifest/2"),
+    lambda: shown_manifest().replace('"step":7', '"step":NaN'),
+    lambda: header(more=1),
+    lambda: shown_manifest() + " ",
+    lambda: shown_manifest().partition(',"layout":')[0].replace("787e8d86", "00000000") + "}",
+    lambda: edited(lambda _, layout: layout["names"].reverse(), sign=False),
+    lambda: fields(more=1),
+    lambda: fields(algorithm="X3T-64K"),
+    lambda: edited(lambda _, layout: layout["dtypes"].pop()),
+    lambda: edited(lambda _, layout: layout["names"].reverse()),
+    lambda: layout("names", 1, "bias"),
+    lambda: fields(ties={"lm_head": "nobody"}),
+    lambda: layout("dtypes", 0, "float7"),
+    lambda: layout("offsets", 0, -256),
+    lambda: layout("shapes", 1, [0, 2**60, 2**60]),
+    lambda: layout("nbytes", 0, 12),
+    lambda: layout("offsets", 3, 256),
+    lambda: layout("offsets", 4, 1024),
+    lambda: fields(arena_nbytes=768),
+    lambda: fields(arena_nbytes=2048),
+    lambda: fields(trainable="1000"),
+    lambda: header(digests=""),
+    lambda: header(root="0" * 32),
+    lambda: header(metadata={"layout": {"kind": 3}}),
+]
+RULES = rows(FORMAT_PAGE, "## Validation")
+
+
+@pytest.mark.parametrize("number", range(len(RULES)))
+def test_a_manifest_that_breaks_a_rule_of_the_page_gets_its_error(number: int) -> None:
+    assert len(BREAKS) == len(RULES)
+    with pytest.raises(errors.WeightManifestValidationError) as caught:
+        WeightUpdateManifest.from_json(BREAKS[number]())
+    assert type(caught.value).__name__ == RULES[number][1], RULES[number][0]
+
+
+# ---- what is generated --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_the_generated_parts_are_up_to_date(page: Path) -> None:
+    text = page.read_text("utf-8")
+    assert generator("write")["fill"](text) == text, "run: python docs/_generate/write.py"
+
+
+@pytest.mark.parametrize("role", list(Role))
+def test_the_lifecycle_page_shows_the_diagram_of_the_table(role: Role) -> None:
+    drawn = [block.text for block in blocks(DOCS / "explanation" / "lifecycle.md")]
+    assert mermaid(role) in drawn
+
+
+def test_figures_come_from_the_raw_file_or_are_missing() -> None:
+    figures = generator("figures")
+    page = (DOCS / "reference" / "benchmarks.md").read_text("utf-8")
+    assert figures["MARKER"] in page
+    assert "make bench" in figures["render"](None)
+    where = {"cpu": "a processor", "cpu_cores_usable": 2, "kernel": "6.1", "python": "3.11"}
+    row = {"usable_s": 0.25, "verified": True, "kind": "snapshot"}
+    results = {
+        "environment": where | {"versions": {"torch": "2.4"}, "commit": "0" * 40},
+        "timestamp": "2020-01-01",
+        "payload": {"nbytes": 1},
+        "quick": True,
+        "ratios": {"publish_vs_memcpy": 0.9731, "flip_ms_4gib": None, "peers": {"ours": 0.25}},
+        "details": {
+            "publish_vs_memcpy": {"aim": ">= 0.9", "aim_met": True},
+            "flip_ms_4gib": {"aim": "<= 2.0 ms", "aim_met": None, "reason": "too large"},
+            "peers": {"rows": {"ours": row}},
+        },
+    }
+    shown = figures["render"](results)
+    assert "| `publish_vs_memcpy` | 0.9731 | >= 0.9 | yes |" in shown
+    assert "not measured (too large)" in shown
+    assert "| `ours` | 0.25 |" in shown
+    if figures["RESULTS"].is_file():
+        assert "Measured" in figures["on_page_markdown"](page)
+
+
+FIGURE = re.compile(
+    r"\d[\d.,]*\s*(?:[GMK]i?B/s|GB per s|ms\b|µs|us\b|(?:milli|micro)?seconds?\b)"
+    r"|\b\d[\d.,]*\s*(?:times|x) (?:as fast|faster)"
+)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_no_page_has_a_figure_of_speed_typed_by_hand(page: Path) -> None:
+    prose = FENCE.sub("", page.read_text("utf-8"))
+    assert not FIGURE.findall(prose)
+
+
+# ---- names --------------------------------------------------------------------------------------
+
+
+def referenced() -> set[str]:
+    pages = (DOCS / "reference").glob("*.md")
+    text = "\n".join(page.read_text("utf-8") for page in pages)
+    return set(re.findall(r"^::: ([\w.]+)$", text, re.MULTILINE))
+
+
+@pytest.mark.parametrize("name", sorted(rl_bridge.__all__))
+def test_every_public_name_is_in_the_reference(name: str) -> None:
+    home = getattr(getattr(rl_bridge, name), "__module__", "rl_bridge")
+    assert home in referenced()
+    assert name in importlib.import_module(home).__all__
+
+
+def test_every_module_that_users_may_import_is_in_the_reference() -> None:
+    found = pkgutil.walk_packages(rl_bridge.__path__, "rl_bridge.")
+    hidden = re.compile(r"rl_bridge\.(cli|demo|__main__)\b|.*\._")
+    modules = {info.name for info in found if not info.ispkg and not hidden.match(info.name)}
+    assert modules <= referenced()
+
+
+def test_every_error_has_a_row_that_says_what_to_do() -> None:
+    tables = GUARANTEES.partition("## Errors")[2].partition("## Deaths")[0]
+    named = set(re.findall(r"`(\w+)`", tables))
+    assert set(errors.__all__) <= named
+
+
+def test_the_tests_that_hold_a_guarantee_exist() -> None:
+    named = set(re.findall(r"`(tests/[\w./-]+)`", GUARANTEES))
+    assert named
+    assert {path for path in named if not (ROOT / path).exists()} == set()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "weight_version must increase monotonically",
+        "cannot acknowledge update before import_update succeeds",
+        "tensor checksum mismatch",
+        "multi-node/RDMA weight transport is not implemented",
+    ],
+)
+def test_troubleshooting_quotes_what_the_code_says(words: str) -> None:
+    assert f"`{words}`" in GUARANTEES
+    sources = (ROOT / "rl_bridge").rglob("*.py")
+    whole = "".join(re.sub(r'"\n\s*f?"', "", path.read_text("utf-8")) for path in sources)
+    assert words in whole
+
+
+def test_pictures_are_well_formed() -> None:
+    for picture in (DOCS / "assets").glob("*.svg"):
+        assert ET.parse(picture).getroot().tag.endswith("svg")
