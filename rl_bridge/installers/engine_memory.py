@@ -48,7 +48,8 @@ class Binding:
         plan: the targets' sizes.
         strided: targets that are not contiguous: torch copies them.
         facts: what the targets were when they were matched.
-        num_engine_tensors: how many names the engine had then.
+        engine_names: all names that the engine had then, in its order.
+        engine_tensors: their tensor objects.
         every_name: all names of the layout, also those that share an engine tensor's memory.
         every_tensor: the live tensor objects under these names.
         every_row: their layout rows.
@@ -63,13 +64,19 @@ class Binding:
     plan: BytePlan
     strided: tuple[int, ...]
     facts: TensorFacts
-    num_engine_tensors: int
+    engine_names: tuple[str, ...]
+    engine_tensors: tuple[torch.Tensor, ...]
     every_name: tuple[str, ...]
     every_tensor: tuple[torch.Tensor, ...]
     every_row: np.ndarray
 
     def holds_objects(self, tensors: Mapping[str, torch.Tensor]) -> bool:
         """Whether the engine (name -> tensor) still has these tensor objects under these names."""
+        # In the order of last time, which is the rule, nothing needs to be looked up.
+        if tuple(tensors) == self.engine_names and all(
+            map(is_, tensors.values(), self.engine_tensors)
+        ):
+            return True
         return all(map(is_, map(tensors.get, self.every_name), self.every_tensor))
 
 
@@ -102,7 +109,7 @@ class EngineMemory:
         if (
             bound is not None
             and bound.table.digest == table.digest
-            and len(tensors) == bound.num_engine_tensors
+            and len(tensors) == len(bound.engine_names)
             and bound.holds_objects(tensors)
             and bound.facts.hold(bound.tensors)
         ):
@@ -132,7 +139,8 @@ class EngineMemory:
             plan=BytePlan(table.nbytes_column[rows]),
             strided=tuple(i for i, tensor in enumerate(found) if not tensor.is_contiguous()),
             facts=TensorFacts(found),
-            num_engine_tensors=len(tensors),
+            engine_names=tuple(tensors),
+            engine_tensors=tuple(tensors.values()),
             every_name=tuple(table.rows),
             every_tensor=tuple(tensors[name] for name in table.rows),
             every_row=np.fromiter(table.rows.values(), np.int64, len(table.rows)),

@@ -80,6 +80,18 @@ def decode_json(text: str, start: int = 0) -> tuple[JSONValue, int]:
         raise MalformedManifest(msg) from error
 
 
+def _number(value: float, where: str) -> float:
+    if isinstance(value, int):
+        if -_MAX_INT < value < _MAX_INT:
+            return int(value)
+        msg = f"{where}: an integer of over 4300 digits cannot be read again. Use a string."
+        raise MalformedManifest(msg)
+    if math.isfinite(value):
+        return float(value)
+    msg = f"{where}: {value} cannot be written as JSON. Use None or a string."
+    raise MalformedManifest(msg)
+
+
 def freeze(value: JSONValue, *, where: str = "metadata", depth: int = 0) -> JSONValue:
     """Copy a JSON value into read-only form: mappings as proxies, lists as tuples.
 
@@ -92,18 +104,8 @@ def freeze(value: JSONValue, *, where: str = "metadata", depth: int = 0) -> JSON
         raise MalformedManifest(msg)
     if value is None or isinstance(value, str | bool):
         return value
-    if isinstance(value, int):
-        if not -_MAX_INT < value < _MAX_INT:
-            msg = (
-                f"{where}: an integer of more than 4300 digits cannot be read again. Use a string."
-            )
-            raise MalformedManifest(msg)
-        return int(value)
-    if isinstance(value, float):
-        if not math.isfinite(value):
-            msg = f"{where}: {value} cannot be written as JSON. Use None or a string."
-            raise MalformedManifest(msg)
-        return float(value)
+    if isinstance(value, int | float):
+        return _number(value, where)
     if isinstance(value, Mapping):
         frozen: dict[str, JSONValue] = {}
         for key, item in value.items():

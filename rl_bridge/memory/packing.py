@@ -4,7 +4,7 @@ A `PackPlan` holds the layout and everything derived from it. Taking the same te
 comparison, not a plan: names, memory addresses, shapes, dtypes and strides must be as before.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from operator import attrgetter, eq, is_
 
 import numpy as np
@@ -15,7 +15,7 @@ from rl_bridge.errors import IncompatibleUpdate, WeightBridgeUnavailableError
 from rl_bridge.manifest.dtypes import DTYPE_NBYTES, dtype_nbytes
 from rl_bridge.manifest.table import KNOWN_LAYOUTS, TensorTable
 from rl_bridge.memory import vm
-from rl_bridge.memory.passes import Addresses, BytePlan
+from rl_bridge.memory.passes import Addresses, BytePlan, native_module
 
 __all__ = ["PackPlan", "TensorFacts", "dtype_name", "raw_elements", "tensor_key"]
 
@@ -107,8 +107,13 @@ class TensorFacts:
         if not all(map(torch.Tensor.is_contiguous, tensors)):
             self._strides = [tensor.stride() for tensor in tensors]
 
-    def hold(self, tensors: Sequence[torch.Tensor]) -> bool:
+    def hold(self, tensors: Iterable[torch.Tensor]) -> bool:
         """Whether `tensors` are the same views of the same memory."""
+        tensors = list(tensors)
+        native = native_module()
+        if native is not None:
+            facts = (self._pointers, self._shapes, self._dtypes, self._strides)
+            return bool(native.unchanged(tensors, *facts))
         return (
             len(tensors) == len(self._pointers)
             and all(map(eq, map(torch.Tensor.data_ptr, tensors), self._pointers))

@@ -24,7 +24,7 @@ from rl_bridge.manifest.digest import (
     tensor_digest,
 )
 
-__all__ = ["Addresses", "BytePlan", "default_threads", "native_cause"]
+__all__ = ["Addresses", "BytePlan", "default_threads", "native_cause", "native_module"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -198,6 +198,11 @@ class _Pool:
 
 _POOL = _Pool()
 _NATIVE, _HASH, _CAUSE = _load_native()
+
+
+def native_module() -> ModuleType | None:
+    """The compiled module, or None where it is not in use."""
+    return _NATIVE
 
 
 def native_cause() -> str | None:

@@ -38,7 +38,7 @@ _F_SEAL_FUTURE_WRITE = 16
 _SIZE_SEALS = _F_SEAL_SHRINK | _F_SEAL_GROW
 _DATA_SEALS = _SIZE_SEALS | _F_SEAL_FUTURE_WRITE
 
-_FILE_NAME = re.compile(r"rlb-[0-9a-f]{12}-(\d+\.seg|control)")
+_FILE_NAME = re.compile(r"rlb-[0-9a-f]{12}-([0-9]+\.seg|control)")
 # The byte whose lock says that a named segment's owner lives: out of the lease's way.
 _OWNER_BYTE = 1
 

@@ -55,7 +55,8 @@ def tensor_in(
     """
     kind: torch.dtype = getattr(torch, dtype)
     if nbytes == 0:
-        return torch.empty(shape, dtype=kind)
+        # By way of bytes: torch warns of some dtypes (complex32) when asked for them outright.
+        return torch.empty(0, dtype=torch.uint8).view(kind).view(shape)
     raw = torch.frombuffer(pin.buffer, dtype=torch.uint8, count=nbytes, offset=offset)
     return raw.view(kind).view(shape)
 

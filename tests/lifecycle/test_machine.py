@@ -147,3 +147,16 @@ def test_of_many_threads_exactly_one_takes_a_step() -> None:
         thread.join(30)
     assert outcomes == {"took it": 1, "refused": 7}
     assert len(life.history) == 3
+
+
+def test_an_observer_that_fails_neither_stops_nor_undoes_a_step(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def broken(step: Transition) -> None:
+        msg = "no screen"
+        raise ValueError(msg)
+
+    life = Lifecycle(Role.CONSUMER, update_id="u1", weight_version=7, observer=broken)
+    assert life.fire(Event.IMPORT) is State.IMPORTED
+    assert life.state is State.IMPORTED
+    assert "no screen" in caplog.text

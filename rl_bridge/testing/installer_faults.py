@@ -1,0 +1,203 @@
+"""Engines that fail on purpose, at a chosen place of an install.
+
+`Sabotage` stands between an executor and the adapter under test. It changes the engine's memory
+directly, not through the adapter, so that what an undo finds is what a real failure leaves.
+"""
+
+from collections.abc import Callable, Mapping
+from enum import StrEnum
+from typing import Any, ClassVar
+
+import torch
+
+from rl_bridge.installers.base import InstallProof, TransactionalAdapter, WeightInstallAdapter
+from rl_bridge.installers.engine_memory import Engine, named_engine_tensors
+from rl_bridge.manifest.model import WeightUpdateManifest
+from rl_bridge.memory.packing import raw_elements
+from rl_bridge.testing.faults import flip_byte
+
+__all__ = [
+    "ENGINE_FAULT",
+    "BrittleParameter",
+    "BrittleTensor",
+    "EngineFault",
+    "Sabotage",
+    "Stage",
+    "make_brittle",
+    "poke",
+]
+
+ENGINE_FAULT = "the engine fails, as planned"
+
+
+class EngineFault(RuntimeError):
+    """What a sabotaged engine raises; of no type that the bridge knows."""
+
+
+class Stage(StrEnum):
+    """Where an install fails."""
+
+    BEFORE_INSTALL = "before install"
+    HALF_WAY = "half-way"
+    AFTER_INSTALL = "after install"
+    AFTER_PROOF = "after proof"
+
+
+def poke(tensor: torch.Tensor, place: int) -> None:
+    """Flip one byte of a tensor's memory: `place` 0 is its first one, -1 its last one."""
+    last = sum((dim - 1) * step for dim, step in zip(tensor.shape, tensor.stride(), strict=True))
+    size = tensor.element_size()
+    flip_byte(tensor.data_ptr() + (0 if place == 0 else (last + 1) * size - 1))
+
+
+def _fail() -> None:
+    raise EngineFault(ENGINE_FAULT)
+
+
+class BrittleTensor(torch.Tensor):
+    """A tensor of an engine whose ``data`` cannot always be assigned."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # noqa: SLF001 - torch's own way to make a plain subclass
+    num_left: ClassVar[int | None] = None
+    """How many assignments succeed before one fails; None lets all succeed."""
+
+    @property
+    def data(self) -> torch.Tensor:
+        """As torch has it."""
+        found: torch.Tensor = torch.Tensor.data.__get__(self)
+        return found
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        if BrittleTensor.num_left is not None:
+            BrittleTensor.num_left -= 1
+            if BrittleTensor.num_left < 0:
+                BrittleTensor.num_left = None
+                _fail()
+        torch.Tensor.data.__set__(self, value)
+
+
+class BrittleParameter(BrittleTensor, torch.nn.Parameter):
+    """The same for parameters."""
+
+
+def make_brittle(engine: Engine) -> None:
+    """Turn an engine's tensors, in place, into brittle ones."""
+    for tensor in named_engine_tensors(engine).values():
+        is_parameter = isinstance(tensor, torch.nn.Parameter)
+        tensor.__class__ = BrittleParameter if is_parameter else BrittleTensor
+
+
+class Sabotage:
+    """One planned failure at a time; without a plan, everything passes through."""
+
+    def __init__(
+        self,
+        adapter: WeightInstallAdapter | TransactionalAdapter,
+        engine: Engine,
+        *,
+        rebinds: bool = False,
+    ) -> None:
+        """Stand before `adapter`, whose weights are `engine`'s.
+
+        Args:
+            adapter: under test.
+            engine: its engine.
+            rebinds: half-way means that some tensors were pointed elsewhere, not written.
+
+        """
+        self.adapter = adapter
+        self.engine = engine
+        self._rebinds = rebinds
+        if rebinds:
+            make_brittle(engine)
+        self._stage: Stage | None = None
+        self._count = 0
+        self._action: Callable[[], Any] = _fail
+
+    def plan(
+        self, stage: Stage, count: int | None = None, *, action: Callable[[], Any] = _fail
+    ) -> None:
+        """Fail the next install.
+
+        Args:
+            stage: where.
+            count: half-way: how many tensors were written; None takes half of them.
+            action: what happens there; raises, or changes the engine behind the adapter's back.
+
+        """
+        half = (len(named_engine_tensors(self.engine)) + 1) // 2
+        self._stage, self._action = stage, action
+        self._count = half if count is None else count
+
+    def at(self, stage: Stage) -> None:
+        """Do what is planned here, once."""
+        if self._stage is stage:
+            self._stage = None
+            self._action()
+
+    def half_way(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Prepare to fail half-way, or do it, if that is planned."""
+        if self._stage is Stage.HALF_WAY and self._rebinds:
+            BrittleTensor.num_left = self._count
+        elif self._stage is Stage.HALF_WAY:
+            engine = named_engine_tensors(self.engine)
+            for name in list(tensors)[: self._count]:
+                raw_elements(engine[name]).copy_(raw_elements(tensors[name]))
+            self.at(Stage.HALF_WAY)
+
+    def wrapped(self) -> WeightInstallAdapter | TransactionalAdapter:
+        """The adapter for the executor: of the same style as the one under test."""
+        if isinstance(self.adapter, TransactionalAdapter):
+            return _Transactional(self, self.adapter)
+        return _seed_style(self, self.adapter)
+
+
+class _Transactional(TransactionalAdapter):
+    def __init__(self, sabotage: Sabotage, inner: TransactionalAdapter) -> None:
+        self._sabotage = sabotage
+        self._inner = inner
+
+    def prepare(self, manifest: WeightUpdateManifest, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._inner.prepare(manifest, tensors)
+
+    def install(self, manifest: WeightUpdateManifest, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._sabotage.at(Stage.BEFORE_INSTALL)
+        self._sabotage.half_way(tensors)
+        try:
+            self._inner.install(manifest, tensors)
+        finally:
+            BrittleTensor.num_left = None
+        # Where nothing was left to be pointed elsewhere, half-way is the end.
+        self._sabotage.at(Stage.HALF_WAY)
+        self._sabotage.at(Stage.AFTER_INSTALL)
+
+    def prove(self) -> InstallProof:
+        proof = self._inner.prove()
+        self._sabotage.at(Stage.AFTER_PROOF)
+        return proof
+
+    def undo(self) -> None:
+        self._inner.undo()
+
+    def commit(self) -> None:
+        self._inner.commit()
+
+    def release(self, update_id: str) -> None:
+        self._inner.release(update_id)
+
+
+def _seed_style(sabotage: Sabotage, adapter: WeightInstallAdapter) -> WeightInstallAdapter:
+    """Sabotage the adapter object in place: what it shows in its attributes decides its wrapping."""
+    install = adapter.install
+
+    def sabotaged(manifest: WeightUpdateManifest, tensors: Mapping[str, torch.Tensor]) -> object:
+        sabotage.at(Stage.BEFORE_INSTALL)
+        sabotage.half_way(tensors)
+        answer = install(manifest, tensors)
+        sabotage.at(Stage.AFTER_INSTALL)
+        sabotage.at(Stage.AFTER_PROOF)  # it proves nothing by itself: this is the last place
+        return answer
+
+    vars(adapter)["install"] = sabotaged
+    return adapter

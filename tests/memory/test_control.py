@@ -1,0 +1,356 @@
+"""The way back: what consumers report, and what the publisher believes of it."""
+
+import json
+import os
+import struct
+import threading
+from collections.abc import Iterator
+
+import pytest
+import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rl_bridge.errors import SegmentError, WeightBridgeUnavailableError
+from rl_bridge.memory import vm
+from rl_bridge.memory.control import (
+    RECORD_NBYTES,
+    ControlReader,
+    ControlWriter,
+    Record,
+    UpdateReport,
+    control_nbytes,
+    legible,
+    num_records,
+)
+from rl_bridge.memory.segment import OwnedSegment, SegmentRef
+from tests.helpers import HELD, Child, forked, open_fds, until
+
+PUBLISHER = "b" * 32
+forking = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+
+
+@pytest.fixture
+def reader() -> Iterator[ControlReader]:
+    made = make_reader(3)
+    yield made
+    made.close()
+
+
+def make_reader(max_consumers: int) -> ControlReader:
+    segment = OwnedSegment.make("rl_bridge-test", control_nbytes(max_consumers), writers=True)
+    return ControlReader(segment, PUBLISHER)
+
+
+def writer_of(ref: SegmentRef, worker: str = "rollout", rank: int = 0) -> ControlWriter:
+    return ControlWriter(ref, PUBLISHER, worker=worker, rank=rank, directory=None)
+
+
+def update(number: int = 1, **fields: object) -> UpdateReport:
+    known = {"update_id": f"{number:032x}", "weight_version": number, "state": "imported"}
+    return UpdateReport.model_validate({**known, **fields})
+
+
+def only(reader: ControlReader) -> Record:
+    (record,) = reader.records()
+    return record
+
+
+# ---- reports ------------------------------------------------------------------------------------
+
+
+def test_nobody_reported_anything_yet(reader: ControlReader) -> None:
+    assert reader.records() == []
+
+
+def test_a_consumer_is_seen_as_soon_as_it_is_there(reader: ControlReader) -> None:
+    writer = writer_of(reader.segment.ref, "größe", 2)
+    assert only(reader) == Record(worker="größe", rank=2, pid=os.getpid(), presence="alive")
+    writer.close()
+
+
+def test_a_report_arrives_as_it_was_written(reader: ControlReader) -> None:
+    writer = writer_of(reader.segment.ref)
+    report = update(
+        state="acknowledged",
+        reason=None,
+        proof={"method": "digest", "nested": [True, None, {"x": 1.5}]},
+        timings_ms={"verify": 1.25},
+        tensors_held=True,
+    )
+    writer.report(report)
+    assert only(reader).updates == (report,)
+    writer.close()
+
+
+def test_a_later_report_of_the_same_update_replaces_the_earlier_one(reader: ControlReader) -> None:
+    writer = writer_of(reader.segment.ref)
+    writer.report(update(1))
+    writer.report(update(2))
+    writer.report(update(1, state="released"))
+    assert [(r.weight_version, r.state) for r in only(reader).updates] == [
+        (2, "imported"),
+        (1, "released"),
+    ]
+    writer.close()
+
+
+def test_the_last_updates_are_kept_and_older_ones_make_room(reader: ControlReader) -> None:
+    writer = writer_of(reader.segment.ref)
+    for number in range(1, 10):
+        writer.report(update(number))
+    assert [report.weight_version for report in only(reader).updates] == [4, 5, 6, 7, 8, 9]
+    writer.close()
+
+
+def test_a_long_reason_is_cut_and_a_broken_one_made_legible(reader: ControlReader) -> None:
+    writer = writer_of(reader.segment.ref)
+    writer.report(update(reason="x" * 5000))
+    writer.report(update(2, reason="lone \ud800 surrogate"))
+    first, second = only(reader).updates
+    assert first.reason == "x" * 400 + "..."
+    assert second.reason == "lone ? surrogate"
+    assert legible(5) == 5
+    writer.close()
+
+
+def test_a_report_too_large_for_its_record_loses_details_and_not_its_news(
+    reader: ControlReader,
+) -> None:
+    writer = writer_of(reader.segment.ref)
+    writer.report(update(1))
+    writer.report(update(2, state="acknowledged", proof={"big": "y" * RECORD_NBYTES}))
+    (report,) = only(reader).updates
+    assert (report.weight_version, report.state, report.proof) == (2, "acknowledged", None)
+    writer.close()
+
+
+def test_a_worker_with_an_endless_name_is_cut(reader: ControlReader) -> None:
+    writer = writer_of(reader.segment.ref, "\U0001d11e" * 10_000)
+    writer.report(update(1))
+    record = only(reader)
+    assert len(record.worker) < 512
+    assert record.updates == (update(1),)
+    writer.close()
+
+
+def test_several_threads_may_report(reader: ControlReader) -> None:
+    writer = writer_of(reader.segment.ref)
+    done = threading.Event()
+    seen: list[str] = []
+
+    def look() -> None:
+        while not done.is_set():
+            seen.extend(record.presence for record in reader.records())
+
+    watcher = threading.Thread(target=look)
+    watcher.start()
+    threads = [
+        threading.Thread(target=lambda: [writer.report(update(n)) for n in range(50)])
+        for _ in range(3)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    done.set()
+    watcher.join(30)
+    # Written while it was read: read again, never reported as damage.
+    assert set(seen) <= {"alive"}
+    assert len(only(reader).updates) == 6
+    writer.close()
+
+
+# ---- presence -----------------------------------------------------------------------------------
+
+
+def _join(ref: SegmentRef, worker: str) -> None:
+    HELD["writer"] = writer_of(ref, worker)
+    HELD["writer"].report(update(7))
+
+
+def test_a_consumer_that_closed_or_was_killed_is_gone_with_its_reports_kept(
+    reader: ControlReader,
+) -> None:
+    writer = writer_of(reader.segment.ref, "closed")
+    writer.report(update(5))
+    with Child() as child:
+        child.call(_join, reader.segment.ref, "killed")
+        assert [(r.worker, r.presence) for r in reader.records()] == [
+            ("closed", "alive"),
+            ("killed", "alive"),
+        ]
+        pid = child.pid
+        child.kill()
+    until(
+        lambda: reader.records()[1].presence == "gone", what="the kernel let go", deadline_s=5
+    )
+    writer.close()
+    writer.close()
+    writer.report(update(6))
+    first, second = reader.records()
+    assert (first.presence, first.updates) == ("gone", (update(5),))
+    assert (second.pid, second.updates) == (pid, (update(7),))
+
+
+def test_a_place_that_is_free_again_is_taken_by_the_next(reader: ControlReader) -> None:
+    writers = [writer_of(reader.segment.ref, name) for name in "abc"]
+    with pytest.raises(
+        WeightBridgeUnavailableError, match=r"room for 3 consumers.*raise max_consumers"
+    ):
+        writer_of(reader.segment.ref, "d")
+    writers[1].close()
+    late = writer_of(reader.segment.ref, "d")
+    assert [(r.worker, r.presence) for r in reader.records()] == [
+        ("a", "alive"),
+        ("d", "alive"),
+        ("c", "alive"),
+    ]
+    for writer in (*writers, late):
+        writer.close()
+
+
+def test_a_refused_consumer_leaves_no_descriptor() -> None:
+    reader = make_reader(1)
+    writer = writer_of(reader.segment.ref)
+    before = open_fds()
+    with pytest.raises(WeightBridgeUnavailableError):
+        writer_of(reader.segment.ref)
+    assert open_fds().keys() == before.keys()
+    writer.close()
+    reader.close()
+
+
+@pytest.mark.parametrize(("nbytes", "num"), [(0, 0), (RECORD_NBYTES, 0), (control_nbytes(5), 5)])
+def test_the_header_is_no_place_for_a_consumer(nbytes: int, num: int) -> None:
+    assert num_records(nbytes) == num
+
+
+def test_a_segment_without_the_publishers_header_is_not_written_to(
+    reader: ControlReader,
+) -> None:
+    with pytest.raises(SegmentError, match="no control segment of publisher c+.*as it was"):
+        ControlWriter(reader.segment.ref, "c" * 32, worker="w", rank=0, directory=None)
+    other = OwnedSegment.make("rl_bridge-test", control_nbytes(1), writers=True)
+    with pytest.raises(SegmentError, match="no control segment"):
+        writer_of(other.ref)
+    assert os.pread(other.fd, 64, 0) == bytes(64)
+    other.close()
+
+
+def test_a_sealed_segment_cannot_be_the_way_back() -> None:
+    slot = OwnedSegment.make("rl_bridge-test", control_nbytes(1))
+    vm.store(slot.address, b"rl_bridge.control/1\n" + PUBLISHER.encode())
+    before = open_fds()
+    with pytest.raises(SegmentError, match="cannot be mapped"):
+        writer_of(slot.ref)
+    assert open_fds().keys() == before.keys()
+    slot.close()
+
+
+@forking
+def test_a_forked_child_neither_reports_nor_lets_go(reader: ControlReader) -> None:
+    writer = writer_of(reader.segment.ref)
+
+    def child() -> bool:
+        writer.report(update(9))
+        writer.close()
+        return True
+
+    assert forked(child)
+    assert only(reader) == Record(worker="rollout", rank=0, pid=os.getpid(), presence="alive")
+    writer.report(update(1))
+    assert only(reader).updates == (update(1),)
+    writer.close()
+
+
+# ---- hostile consumers --------------------------------------------------------------------------
+
+HEAD = struct.Struct("<IIQ")
+UNREADABLE = Record(worker="?", rank=-1, pid=-1, presence="unreadable")
+
+
+def plant(reader: ControlReader, raw: bytes) -> None:
+    os.pwrite(reader.segment.fd, raw[:RECORD_NBYTES], RECORD_NBYTES)
+
+
+def sealed(text: bytes, *, sequence: int = 2, length: int | None = None) -> bytes:
+    size = len(text) if length is None else length
+    return HEAD.pack(sequence, size, xxhash.xxh3_64_intdigest(text)) + text
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.binary(min_size=1, max_size=300) | st.binary(min_size=1).map(sealed))
+def test_garbage_is_unreadable_and_never_crashes(raw: bytes) -> None:
+    reader = make_reader(1)
+    try:
+        plant(reader, raw)
+        assert all(record.presence == "unreadable" for record in reader.records())
+    finally:
+        reader.close()
+
+
+GOOD = {"worker": "w", "rank": 0, "pid": 1, "updates": []}
+REPORT = {"update_id": "a", "weight_version": 1, "state": "imported"}
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        [],
+        {},
+        GOOD | {"worker": 5},
+        GOOD | {"worker": "w" * 513},
+        GOOD | {"rank": True},
+        GOOD | {"pid": "1"},
+        GOOD | {"extra": 1},
+        GOOD | {"presence": "asleep"},
+        GOOD | {"updates": [{}]},
+        GOOD | {"updates": [REPORT | {"state": "x" * 600}]},
+        GOOD | {"updates": [REPORT | {"weight_version": 1.5}]},
+        GOOD | {"updates": [REPORT | {"proof": []}]},
+        GOOD | {"updates": [REPORT | {"timings_ms": {"verify": "fast"}}]},
+        GOOD | {"updates": [REPORT | {"tensors_held": "yes please"}]},
+    ],
+    ids=range(14),
+)
+def test_content_of_the_wrong_shape_is_unreadable(content: object, reader: ControlReader) -> None:
+    plant(reader, sealed(json.dumps(content).encode()))
+    assert reader.records() == [UNREADABLE]
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        sealed(json.dumps(GOOD).encode(), sequence=3),
+        sealed(json.dumps(GOOD).encode(), length=2**32 - 1),
+        sealed(json.dumps(GOOD).encode(), length=10),
+        sealed(json.dumps(GOOD).encode())[:-1] + b"?",
+        sealed(b"[" * 8000),
+        sealed(b'{"rank":' + b"9" * 7000 + b"}"),
+        sealed(b"\xff\xfe"),
+        sealed(b""),
+    ],
+    ids=["odd", "long", "short", "checksum", "deep", "huge-int", "no-text", "empty"],
+)
+def test_a_damaged_record_is_unreadable_and_the_others_are_read(
+    raw: bytes, reader: ControlReader
+) -> None:
+    plant(reader, bytes(RECORD_NBYTES))
+    first = writer_of(reader.segment.ref, "victim")
+    second = writer_of(reader.segment.ref, "other")
+    plant(reader, raw)
+    assert [(r.worker, r.presence) for r in reader.records()] == [
+        ("?", "unreadable"),
+        ("other", "alive"),
+    ]
+    # The victim's next report repairs its record.
+    first.report(update(1))
+    assert reader.records()[0].worker == "victim"
+    first.close()
+    second.close()
+
+
+def test_a_record_that_claims_to_live_without_a_lock_is_gone(reader: ControlReader) -> None:
+    plant(reader, sealed(json.dumps(GOOD | {"presence": "alive"}).encode()))
+    assert only(reader).presence == "gone"

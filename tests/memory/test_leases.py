@@ -1,0 +1,118 @@
+"""Leases that the kernel keeps: shared against exclusive, across processes, gone with their holder."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rl_bridge.memory import leases
+from tests.helpers import HELD, Child, until
+
+RDONLY, RDWR = os.O_RDONLY | os.O_CLOEXEC, os.O_RDWR | os.O_CLOEXEC
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    file = tmp_path / "leased"
+    file.write_bytes(bytes(64))
+    return file
+
+
+@pytest.fixture
+def writer(path: Path) -> Iterator[int]:
+    fd = os.open(path, RDWR)
+    yield fd
+    os.close(fd)
+
+
+@pytest.fixture
+def reader(path: Path) -> Iterator[int]:
+    fd = os.open(path, RDONLY)
+    yield fd
+    os.close(fd)
+
+
+def test_a_reader_keeps_the_writer_out_until_it_lets_go(writer: int, reader: int) -> None:
+    assert leases.try_shared(reader)
+    assert not leases.try_exclusive(writer)
+    assert leases.is_held(writer)
+    leases.unlock(reader)
+    assert not leases.is_held(writer)
+    assert leases.try_exclusive(writer)
+
+
+def test_a_writer_keeps_readers_out_until_it_lets_go(writer: int, reader: int) -> None:
+    assert leases.try_exclusive(writer)
+    assert not leases.try_shared(reader)
+    assert leases.is_held(reader)
+    leases.unlock(writer)
+    assert leases.try_shared(reader)
+
+
+def test_readers_do_not_disturb_each_other(path: Path, reader: int, writer: int) -> None:
+    other = os.open(path, RDONLY)
+    assert leases.try_shared(reader)
+    assert leases.try_shared(other)
+    leases.unlock(reader)
+    assert not leases.try_exclusive(writer)
+    os.close(other)
+    assert leases.try_exclusive(writer)
+
+
+def test_ones_own_lease_is_not_somebody_elses(writer: int) -> None:
+    assert leases.try_exclusive(writer)
+    assert not leases.is_held(writer)
+    assert leases.try_exclusive(writer)
+
+
+def test_ranges_are_leased_apart(writer: int, reader: int) -> None:
+    assert leases.try_shared(reader, start=8, length=8)
+    assert leases.try_exclusive(writer, start=0, length=8)
+    assert leases.try_exclusive(writer, start=16, length=8)
+    assert not leases.try_exclusive(writer, start=15, length=1)
+    assert leases.is_held(writer, start=0, length=64)
+    assert not leases.is_held(writer, start=16, length=64)
+    leases.unlock(reader, start=8, length=8)
+    assert leases.try_exclusive(writer, start=0, length=64)
+
+
+def test_what_is_no_lock_conflict_is_an_error(reader: int) -> None:
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        leases.try_exclusive(reader)  # a write lock needs a descriptor open for writing
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        leases.try_shared(9999)
+
+
+def test_a_lease_belongs_to_the_descriptor_and_not_to_the_process(
+    path: Path, writer: int, reader: int
+) -> None:
+    # A classic POSIX lock would vanish when any descriptor of the file is closed.
+    assert leases.try_shared(reader)
+    os.close(os.open(path, RDONLY))
+    assert not leases.try_exclusive(writer)
+
+
+def _hold(path: Path) -> bool:
+    HELD["fd"] = os.open(path, RDONLY)
+    return leases.try_shared(HELD["fd"])
+
+
+def _let_go() -> None:
+    os.close(HELD.pop("fd"))
+
+
+def test_a_lease_holds_across_processes_and_a_killed_holders_is_gone(
+    path: Path, writer: int
+) -> None:
+    with Child() as child:
+        assert child.call(_hold, path)
+        assert not leases.try_exclusive(writer)
+        child.call(_let_go)
+        assert leases.try_exclusive(writer)
+        leases.unlock(writer)
+        assert child.call(_hold, path)
+        assert leases.is_held(writer)
+        child.kill()
+        # The kernel closes a dead process's files before anybody can wait for it.
+        until(lambda: leases.try_exclusive(writer), what="the lease is free", deadline_s=5)

@@ -1,0 +1,201 @@
+"""Named segments, the explicit second way: checked when opened, swept when their owner is dead."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rl_bridge.errors import BadSegmentName, SegmentError
+from rl_bridge.memory import vm
+from rl_bridge.memory.segment import (
+    OwnedSegment,
+    SegmentRef,
+    close_fd,
+    open_segment,
+    still_there,
+    sweep,
+)
+from tests.helpers import HELD, Child, open_fds, until
+
+NAME = "rlb-0123456789ab-1.seg"
+
+
+@pytest.fixture
+def segment(tmp_path: Path) -> Iterator[OwnedSegment]:
+    made = OwnedSegment.make(NAME, 2 * vm.PAGE, directory=tmp_path)
+    yield made
+    made.close()
+
+
+def test_a_named_segment_is_a_private_file_that_goes_with_its_owner(
+    segment: OwnedSegment, tmp_path: Path
+) -> None:
+    path = tmp_path / NAME
+    assert segment.ref.kind == "file"
+    assert (segment.ref.name, segment.ref.fd) == (NAME, 0)
+    assert path.stat().st_mode & 0o777 == 0o600
+    vm.store(segment.address, b"bytes")
+    assert path.read_bytes()[:5] == b"bytes"
+    assert still_there(segment.ref, directory=tmp_path)
+    segment.close()
+    assert not path.exists()
+    assert not still_there(segment.ref, directory=tmp_path)
+    assert not still_there(segment.ref)
+
+
+def test_it_is_opened_by_name_in_the_directory_that_both_know(
+    segment: OwnedSegment, tmp_path: Path
+) -> None:
+    vm.store(segment.address, b"bytes")
+    fd = open_segment(segment.ref, directory=tmp_path)
+    assert os.pread(fd, 5, 0) == b"bytes"
+    close_fd(fd)
+    with pytest.raises(SegmentError, match="Give this side the same directory="):
+        open_segment(segment.ref)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "",
+        ".",
+        "..",
+        "passwd",
+        "../" + NAME,
+        "/etc/passwd",
+        "sub/" + NAME,
+        NAME + "/",
+        NAME + "\n",
+        NAME + "\0",
+        "rlb-0123456789AB-1.seg",
+        "rlb-0123456789ab-1.seg.bak",
+        "rlb-0123456789ab-x.seg",
+        "rlb-0123456789ab-١.seg",
+        "rlb-0123456789abc-control",
+    ],
+)
+def test_a_name_that_is_no_plain_segment_name_is_refused(
+    name: str, segment: OwnedSegment, tmp_path: Path
+) -> None:
+    ref = segment.ref.model_copy(update={"name": name})
+    with pytest.raises(BadSegmentName, match="no plain segment name"):
+        open_segment(ref, directory=tmp_path)
+
+
+def _refused(ref: SegmentRef, directory: Path, said: str) -> None:
+    before = open_fds()
+    with pytest.raises(SegmentError, match=said):
+        open_segment(ref, directory=directory)
+    assert open_fds().keys() == before.keys()
+
+
+def test_a_vanished_replaced_or_truncated_file_is_refused(
+    segment: OwnedSegment, tmp_path: Path
+) -> None:
+    path = tmp_path / NAME
+    path.rename(tmp_path / "kept")
+    _refused(segment.ref, tmp_path, "cannot be opened")
+    path.write_bytes(bytes(segment.nbytes))
+    _refused(segment.ref, tmp_path, "was replaced")
+    path.unlink()
+    (tmp_path / "kept").rename(path)
+    os.truncate(path, vm.PAGE)
+    _refused(segment.ref, tmp_path, f"has {vm.PAGE} bytes, the manifest says {2 * vm.PAGE}")
+
+
+def test_a_link_or_a_pipe_in_its_place_is_refused_at_once(
+    segment: OwnedSegment, tmp_path: Path
+) -> None:
+    path = tmp_path / NAME
+    path.rename(tmp_path / "kept")
+    path.symlink_to(tmp_path / "kept")
+    _refused(segment.ref, tmp_path, "cannot be opened")
+    path.unlink()
+    os.mkfifo(path)
+    _refused(segment.ref, tmp_path, "was replaced")
+    path.unlink()
+    path.mkdir()
+    _refused(segment.ref, tmp_path, "was replaced")
+    path.rmdir()
+    (tmp_path / "kept").rename(path)
+
+
+def test_a_full_file_system_says_so_before_any_byte_is_copied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    before = open_fds()
+    monkeypatch.setattr("rl_bridge.memory.segment.os.posix_fallocate", full)
+    with pytest.raises(SegmentError, match="No space left"):
+        OwnedSegment.make(NAME, vm.PAGE, directory=tmp_path)
+    assert open_fds() == before
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_directory_that_is_not_there_is_a_segment_error(tmp_path: Path) -> None:
+    with pytest.raises(SegmentError, match="cannot make shared memory"):
+        OwnedSegment.make(NAME, vm.PAGE, directory=tmp_path / "missing")
+
+
+def test_a_name_that_is_taken_is_not_overwritten(segment: OwnedSegment, tmp_path: Path) -> None:
+    before = (tmp_path / NAME).stat().st_ino
+    with pytest.raises(SegmentError, match="exists"):
+        OwnedSegment.make(NAME, vm.PAGE, directory=tmp_path)
+    assert (tmp_path / NAME).stat().st_ino == before
+
+
+# ---- the sweep ----------------------------------------------------------------------------------
+
+
+def _own(directory: Path, *names: str) -> None:
+    HELD["segments"] = [
+        OwnedSegment.make(name, vm.PAGE, directory=directory, writers="control" in name)
+        for name in names
+    ]
+
+
+def test_the_sweep_removes_what_a_killed_owner_left_and_spares_the_living(
+    segment: OwnedSegment, tmp_path: Path
+) -> None:
+    left = ["rlb-aaaaaaaaaaaa-1.seg", "rlb-aaaaaaaaaaaa-control"]
+    with Child() as owner:
+        owner.call(_own, tmp_path, *left)
+        assert sweep(tmp_path) == []
+        owner.kill()
+    expected = [(name, vm.PAGE) for name in left]
+    until(lambda: sweep(tmp_path, dry_run=True) == expected, what="the dead owner is noticed")
+    assert all((tmp_path / name).exists() for name in left)
+    assert sweep(tmp_path) == expected
+    assert [path.name for path in tmp_path.iterdir()] == [NAME]
+    assert sweep(tmp_path) == []
+
+
+def test_the_sweep_leaves_everything_else_alone(tmp_path: Path) -> None:
+    others = ["notes.txt", "rlb-notes", "rlb-0123456789ab-1.seg.bak", "rlb-XXXXXXXXXXXX-1.seg"]
+    for name in others:
+        (tmp_path / name).write_text("x")
+    (tmp_path / "rlb-000000000000-1.seg").symlink_to(tmp_path / "notes.txt")
+    assert sweep(tmp_path) == []
+    assert {path.name for path in tmp_path.iterdir()} == {*others, "rlb-000000000000-1.seg"}
+
+
+def test_the_sweep_does_not_wait_for_a_pipe(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "rlb-000000000000-1.seg")
+    sweep(tmp_path)
+
+
+def test_a_control_segments_readers_do_not_make_its_owner_look_alive(tmp_path: Path) -> None:
+    name = "rlb-aaaaaaaaaaaa-control"
+    with Child() as owner:
+        owner.call(_own, tmp_path, name)
+        owner.kill()
+    path = tmp_path / name
+    with path.open("r+b") as file:
+        from rl_bridge.memory import leases
+        from rl_bridge.memory.control import RECORD_NBYTES
+
+        assert leases.try_exclusive(file.fileno(), start=RECORD_NBYTES, length=RECORD_NBYTES)
+        until(lambda: sweep(tmp_path, dry_run=True), what="the dead owner is noticed")

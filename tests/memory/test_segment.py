@@ -1,0 +1,334 @@
+"""Sealed segments: nobody else writes, truncates, replaces or outlives them."""
+
+import ctypes
+import fcntl
+import gc
+import mmap
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from rl_bridge.errors import SegmentError
+from rl_bridge.memory import vm
+from rl_bridge.memory.segment import (
+    OwnedSegment,
+    SegmentRef,
+    close_fd,
+    open_segment,
+    process_start_time,
+    still_there,
+)
+from tests.helpers import HELD, Child, forked, open_fds
+
+forking = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+
+
+@pytest.fixture
+def segment() -> Iterator[OwnedSegment]:
+    made = OwnedSegment.make("rl_bridge-test", 3 * vm.PAGE)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def child() -> Iterator[Child]:
+    with Child() as process:
+        yield process
+
+
+def changed(ref: SegmentRef, **fields: Any) -> SegmentRef:
+    return ref.model_copy(update=fields)
+
+
+def refused(ref: SegmentRef, said: str, **options: Any) -> None:
+    before = open_fds()
+    with pytest.raises(SegmentError, match=said):
+        open_segment(ref, **options)
+    assert open_fds().keys() == before.keys(), "a refused segment leaves no descriptor"
+
+
+# ---- what a segment is --------------------------------------------------------------------------
+
+
+def test_a_segment_is_zero_whole_pages_and_says_where_it_is() -> None:
+    segment = OwnedSegment.make("rl_bridge-test", 1)
+    assert segment.nbytes == vm.PAGE
+    assert ctypes.string_at(segment.address, vm.PAGE) == bytes(vm.PAGE)
+    status = os.fstat(segment.fd)
+    assert segment.ref == SegmentRef(
+        kind="memfd",
+        device=status.st_dev,
+        inode=status.st_ino,
+        nbytes=vm.PAGE,
+        pid=os.getpid(),
+        start_time=process_start_time(os.getpid()) or -1,
+        fd=segment.fd,
+    )
+    segment.close()
+
+
+def test_a_segment_that_cannot_be_made_says_so_and_leaves_nothing() -> None:
+    before = open_fds()
+    with pytest.raises(SegmentError, match=r"cannot make shared memory 'big'.*Free memory"):
+        OwnedSegment.make("big", 1 << 60)
+    assert open_fds() == before
+
+
+def test_closing_gives_mapping_and_descriptor_back(segment: OwnedSegment) -> None:
+    fd = segment.fd
+    assert still_there(segment.ref)
+    segment.close()
+    segment.close()
+    assert fd not in open_fds()
+    assert vm.mapped_file(segment.address) is None
+    assert not still_there(segment.ref)
+
+
+def test_a_forgotten_segment_is_given_back() -> None:
+    before = open_fds()
+    OwnedSegment.make("rl_bridge-test", vm.PAGE)
+    gc.collect()
+    assert open_fds() == before
+
+
+def test_the_owner_writes_through_its_mapping_and_a_reader_sees_it(segment: OwnedSegment) -> None:
+    fd = open_segment(segment.ref)
+    vm.store(segment.address + 7, b"bytes")
+    assert os.pread(fd, 5, 7) == b"bytes"
+    close_fd(fd)
+
+
+@pytest.mark.parametrize("field", ["device", "inode", "nbytes", "pid", "start_time", "fd"])
+def test_a_reference_holds_counts_only(field: str, segment: OwnedSegment) -> None:
+    fields = segment.ref.model_dump()
+    for value in (-1, 2**63, 1.0, True, "1", None):
+        with pytest.raises(ValidationError, match=field):
+            SegmentRef(**{**fields, field: value})
+
+
+def test_a_reference_has_a_known_kind_and_no_other_fields(segment: OwnedSegment) -> None:
+    fields = segment.ref.model_dump()
+    for change in ({"kind": "posix"}, {"extra": 1}):
+        with pytest.raises(ValidationError):
+            SegmentRef(**{**fields, **change})
+
+
+# ---- seals --------------------------------------------------------------------------------------
+
+
+def _attack(ref: SegmentRef) -> dict[str, str]:
+    """What another process gets when it tries; it may open the file for writing, as the same user."""
+    found = {}
+    fd = os.open(f"/proc/{ref.pid}/fd/{ref.fd}", os.O_RDWR)
+    attempts = {
+        "truncate": lambda: os.ftruncate(fd, 0),
+        "grow": lambda: os.ftruncate(fd, 2 * ref.nbytes),
+        "write": lambda: os.pwrite(fd, b"x", 0),
+        "map writable": lambda: mmap.mmap(fd, ref.nbytes, mmap.MAP_SHARED),
+        "punch a hole": lambda: _punch(fd, ref.nbytes),
+        "unseal": lambda: fcntl.fcntl(fd, fcntl.F_ADD_SEALS, 0),
+        "read": lambda: os.pread(fd, 1, 0),
+        "map readable": lambda: mmap.mmap(fd, ref.nbytes, mmap.MAP_SHARED, mmap.PROT_READ),
+    }
+    for name, attempt in attempts.items():
+        try:
+            attempt()
+            found[name] = "done"
+        except OSError as error:
+            found[name] = type(error).__name__
+    os.close(fd)
+    return found
+
+
+def _punch(fd: int, nbytes: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long]
+    if libc.fallocate(fd, 3, 0, nbytes):  # PUNCH_HOLE | KEEP_SIZE
+        raise OSError(ctypes.get_errno(), "fallocate")
+
+
+def test_another_process_can_read_and_do_nothing_else(
+    segment: OwnedSegment, child: Child
+) -> None:
+    assert child.call(_attack, segment.ref) == {
+        "truncate": "PermissionError",
+        "grow": "PermissionError",
+        "write": "PermissionError",
+        "map writable": "PermissionError",
+        "punch a hole": "PermissionError",
+        "unseal": "PermissionError",
+        "read": "done",
+        "map readable": "done",
+    }
+    assert ctypes.string_at(segment.address, 1) == b"\0"
+
+
+def test_a_control_segment_can_be_written_but_not_resized_by_others(child: Child) -> None:
+    segment = OwnedSegment.make("rl_bridge-test", vm.PAGE, writers=True)
+    found = child.call(_attack, segment.ref)
+    assert (found["write"], found["map writable"]) == ("done", "done")
+    assert (found["truncate"], found["grow"], found["unseal"]) == ("PermissionError",) * 3
+    segment.close()
+
+
+# ---- opening ------------------------------------------------------------------------------------
+
+
+def _read(ref: SegmentRef, nbytes: int) -> bytes:
+    fd = open_segment(ref)
+    try:
+        return os.pread(fd, nbytes, 0)
+    finally:
+        close_fd(fd)
+
+
+def test_an_unrelated_process_opens_it_from_the_reference_alone(
+    segment: OwnedSegment, child: Child
+) -> None:
+    vm.store(segment.address, b"hello")
+    assert child.call(_read, segment.ref, 5) == b"hello"
+
+
+def test_another_inode_size_or_process_is_refused(segment: OwnedSegment) -> None:
+    ref = segment.ref
+    other = OwnedSegment.make("rl_bridge-test", segment.nbytes)
+    refused(changed(ref, fd=other.fd), r"was replaced: expected .* found .* publish again")
+    refused(changed(ref, inode=ref.inode + 1), "was replaced")
+    refused(changed(ref, device=ref.device + 1), "was replaced")
+    refused(changed(ref, nbytes=ref.nbytes * 2), f"has {ref.nbytes} bytes, the manifest says")
+    refused(changed(ref, start_time=ref.start_time + 1), r"the publisher \(pid \d+\) is gone")
+    refused(changed(ref, pid=2**40), "is gone or not visible.*shared directory=")
+    refused(changed(ref, fd=9999), "cannot be opened.*publish again")
+    other.close()
+
+
+@pytest.mark.parametrize("kind", ["pipe", "socket", "directory", "device"])
+def test_what_is_no_file_is_refused_without_waiting(kind: str, tmp_path: Path) -> None:
+    fds = []
+    if kind == "pipe":
+        fds = list(os.pipe())
+    elif kind == "directory":
+        fds = [os.open(tmp_path, os.O_RDONLY)]
+    elif kind == "device":
+        fds = [os.open("/dev/null", os.O_RDONLY)]
+    else:
+        fds = [os.open("/", os.O_PATH)]
+    status = os.fstat(fds[0])
+    ref = SegmentRef(
+        kind="memfd",
+        device=status.st_dev,
+        inode=status.st_ino,
+        nbytes=0,
+        pid=os.getpid(),
+        start_time=process_start_time(os.getpid()) or 0,
+        fd=fds[0],
+    )
+    refused(ref, "was replaced|cannot be opened")
+    for fd in fds:
+        os.close(fd)
+
+
+def test_an_unsealed_memfd_is_refused() -> None:
+    fd = os.memfd_create("open", os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, vm.PAGE)
+    status = os.fstat(fd)
+    ref = SegmentRef(
+        kind="memfd",
+        device=status.st_dev,
+        inode=status.st_ino,
+        nbytes=vm.PAGE,
+        pid=os.getpid(),
+        start_time=process_start_time(os.getpid()) or 0,
+        fd=fd,
+    )
+    refused(ref, "is not sealed.*its owner could change it")
+    # A segment that others may write is no place for weights.
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, 2 | 4)
+    refused(ref, "is not sealed")
+    close_fd(open_segment(ref, writable=True))
+    os.close(fd)
+
+
+def test_a_plain_file_is_no_memfd(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(bytes(vm.PAGE))
+    with path.open("rb") as file:
+        status = os.fstat(file.fileno())
+        ref = SegmentRef(
+            kind="memfd",
+            device=status.st_dev,
+            inode=status.st_ino,
+            nbytes=vm.PAGE,
+            pid=os.getpid(),
+            start_time=process_start_time(os.getpid()) or 0,
+            fd=file.fileno(),
+        )
+        refused(ref, "is not sealed")
+
+
+def _own() -> SegmentRef:
+    HELD["segment"] = OwnedSegment.make("rl_bridge-test", vm.PAGE)
+    vm.store(HELD["segment"].address, b"bytes")
+    ref: SegmentRef = HELD["segment"].ref
+    return ref
+
+
+def test_a_killed_owners_segment_is_gone_for_newcomers_and_stays_for_readers() -> None:
+    with Child() as owner:
+        ref = owner.call(_own)
+        fd = open_segment(ref)
+        address = vm.reserve(vm.PAGE)
+        vm.map_fixed(address, vm.PAGE, fd)
+        owner.kill()
+        assert not still_there(ref)
+        refused(ref, "is gone or not visible")
+        assert os.pread(fd, 5, 0) == b"bytes"
+        assert ctypes.string_at(address, 5) == b"bytes"
+        vm.unmap(address, vm.PAGE)
+        close_fd(fd)
+
+
+# ---- processes ----------------------------------------------------------------------------------
+
+
+def test_the_start_time_names_this_process() -> None:
+    assert process_start_time(os.getpid()) == process_start_time(os.getpid())
+    assert process_start_time(2**31) is None
+
+
+def test_a_command_name_with_brackets_does_not_confuse_the_start_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    line = "7 (a) b ) c) S " + " ".join(str(field) for field in range(4, 53))
+    monkeypatch.setattr(Path, "read_text", lambda *_: line)
+    assert process_start_time(7) == 22
+
+
+@forking
+def test_a_forked_child_has_neither_mapping_nor_descriptor(segment: OwnedSegment) -> None:
+    fd = open_segment(segment.ref)
+
+    def is_clean() -> bool:
+        gone = open_fds()
+        close_fd(fd)  # what the parent's finalizers would do here
+        segment.close()
+        return fd not in gone and segment.fd not in gone and not vm.mapped_file(segment.address)
+
+    assert forked(is_clean)
+    assert still_there(segment.ref)
+    assert os.pread(fd, 1, 0) == b"\0"
+    close_fd(fd)
+
+
+def test_closing_a_descriptor_twice_is_harmless(segment: OwnedSegment) -> None:
+    fd = open_segment(segment.ref)
+    close_fd(fd)
+    # The number may belong to somebody else by now.
+    other = os.open("/dev/null", os.O_RDONLY)
+    close_fd(fd)
+    os.fstat(other)
+    os.close(other)

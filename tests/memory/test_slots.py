@@ -1,0 +1,282 @@
+"""The ring of slots: reuse, growth by one for each laggard, a limit that names the holders."""
+
+import os
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from rl_bridge.errors import SegmentError, SlotsExhausted, WeightBridgeError
+from rl_bridge.memory import leases, vm
+from rl_bridge.memory.segment import OwnedSegment, close_fd, open_segment
+from rl_bridge.memory.slots import Slot, SlotRing, Stamp, read_stamp
+from tests.helpers import open_fds
+
+SIZE = 4 * vm.PAGE
+MakeRing = Callable[..., SlotRing]
+
+
+@pytest.fixture
+def make_ring() -> Iterator[MakeRing]:
+    rings = []
+
+    def make(limit: int = 3, holders: dict[str, list[str]] | None = None) -> SlotRing:
+        ring = SlotRing(
+            lambda nbytes: OwnedSegment.make("rl_bridge-test", nbytes),
+            limit=limit,
+            name_holders=lambda update_id: (holders or {}).get(update_id, []),
+        )
+        rings.append(ring)
+        return ring
+
+    yield make
+    for ring in rings:
+        ring.close()
+
+
+def uid(number: int) -> str:
+    return f"{number:032x}"
+
+
+def write(ring: SlotRing, number: int, nbytes: int = SIZE) -> Slot:
+    slot = ring.acquire(nbytes)
+    ring.publish(slot, uid(number), nbytes)
+    return slot
+
+
+def read_lease(slot: Slot) -> int:
+    fd = open_segment(slot.segment.ref)
+    assert leases.try_shared(fd)
+    return fd
+
+
+def stamp_of(slot: Slot) -> Stamp:
+    return read_stamp(slot.segment.fd, slot.segment.ref)
+
+
+# ---- stamps -------------------------------------------------------------------------------------
+
+
+def test_a_stamp_says_which_update_a_slot_holds(make_ring: MakeRing) -> None:
+    ring = make_ring()
+    slot = ring.acquire(SIZE - 5)
+    assert stamp_of(slot) == Stamp("0" * 32, 1, 0)
+    ring.publish(slot, uid(7), SIZE - 5)
+    assert stamp_of(slot) == Stamp(uid(7), 1, SIZE - 5)
+    ring.release(uid(7))
+    assert ring.acquire(SIZE) is slot
+    assert stamp_of(slot) == Stamp("0" * 32, 2, 0)
+
+
+def test_a_stamp_lies_behind_the_arena(make_ring: MakeRing) -> None:
+    slot = write(make_ring(), 1, nbytes=vm.PAGE + 1)
+    assert slot.capacity == 2 * vm.PAGE
+    assert slot.segment.nbytes == 3 * vm.PAGE
+    assert os.pread(slot.segment.fd, 8, slot.capacity) == b"rl_brdg1"
+
+
+def test_a_segment_without_a_stamp_is_no_slot() -> None:
+    for nbytes in (vm.PAGE, 2 * vm.PAGE):
+        segment = OwnedSegment.make("rl_bridge-test", nbytes)
+        with pytest.raises(SegmentError, match="holds no stamp"):
+            read_stamp(segment.fd, segment.ref)
+        segment.close()
+
+
+# ---- reuse --------------------------------------------------------------------------------------
+
+
+def test_serial_updates_need_two_slots(make_ring: MakeRing) -> None:
+    ring = make_ring(limit=2)
+    slots = [write(ring, 0)]
+    for number in range(1, 30):
+        slots.append(write(ring, number))  # the new one is there before the old one goes
+        ring.release(uid(number - 1))
+    assert len(ring) == 2
+    assert len({id(slot) for slot in slots}) == 2
+    assert ring.nbytes == 2 * (SIZE + vm.PAGE)
+
+
+def test_an_update_that_was_not_released_is_never_overwritten(make_ring: MakeRing) -> None:
+    ring = make_ring()
+    first = write(ring, 1)
+    assert write(ring, 2) is not first
+    assert stamp_of(first).update_id == uid(1)
+
+
+def test_a_released_update_that_is_still_read_is_not_overwritten(make_ring: MakeRing) -> None:
+    ring = make_ring()
+    first = write(ring, 1)
+    lease = read_lease(first)
+    ring.release(uid(1))
+    second = write(ring, 2)
+    assert second is not first
+    assert stamp_of(first).update_id == uid(1)
+    close_fd(lease)
+    assert write(ring, 3) is first
+
+
+def test_nobody_reads_a_slot_that_is_being_written(make_ring: MakeRing) -> None:
+    ring = make_ring()
+    slot = write(ring, 1)
+    fd = open_segment(slot.segment.ref)
+    ring.release(uid(1))
+    assert ring.acquire(SIZE) is slot
+    assert not leases.try_shared(fd)
+    ring.publish(slot, uid(2), SIZE)
+    assert leases.try_shared(fd)
+    close_fd(fd)
+
+
+def test_an_abandoned_slot_holds_nothing_and_is_used_again(make_ring: MakeRing) -> None:
+    ring = make_ring(limit=1)
+    slot = ring.acquire(SIZE)
+    slot.layout_digest = "half written"
+    ring.abandon(slot)
+    assert stamp_of(slot).update_id == "0" * 32
+    assert slot.layout_digest is None
+    assert not leases.is_held(slot.segment.fd)
+    assert write(ring, 1) is slot
+
+
+def test_the_slot_that_was_used_last_is_taken_first(make_ring: MakeRing) -> None:
+    ring = make_ring()
+    first, second = write(ring, 1), write(ring, 2)
+    ring.release(uid(1))
+    ring.release(uid(2))
+    assert write(ring, 3) is second
+    assert first.update_id is None
+
+
+# ---- sizes --------------------------------------------------------------------------------------
+
+
+def test_a_larger_update_replaces_slots_that_are_too_small(make_ring: MakeRing) -> None:
+    ring = make_ring()
+    for number in (1, 2):
+        write(ring, number)
+        ring.release(uid(number))
+    large = write(ring, 3, nbytes=4 * SIZE)
+    assert large.capacity == 4 * SIZE
+    assert len(ring) == 1
+
+
+def test_a_much_smaller_update_does_not_keep_a_huge_slot(make_ring: MakeRing) -> None:
+    ring = make_ring()
+    write(ring, 1, nbytes=100 * vm.PAGE)
+    ring.release(uid(1))
+    assert write(ring, 2, nbytes=vm.PAGE).capacity == vm.PAGE
+    assert len(ring) == 1
+
+
+def test_a_somewhat_smaller_update_reuses_the_slot(make_ring: MakeRing) -> None:
+    ring = make_ring()
+    slot = write(ring, 1, nbytes=4 * vm.PAGE)
+    ring.release(uid(1))
+    assert write(ring, 2, nbytes=2 * vm.PAGE) is slot
+
+
+def test_a_slot_of_the_wrong_size_that_is_read_stays(make_ring: MakeRing) -> None:
+    ring = make_ring()
+    small = write(ring, 1, nbytes=vm.PAGE)
+    lease = read_lease(small)
+    ring.release(uid(1))
+    write(ring, 2, nbytes=40 * vm.PAGE)
+    assert stamp_of(small).update_id == uid(1)
+    close_fd(lease)
+
+
+def test_an_empty_arena_has_a_slot_too(make_ring: MakeRing) -> None:
+    assert write(make_ring(), 1, nbytes=0).capacity == vm.PAGE
+
+
+# ---- laggards -----------------------------------------------------------------------------------
+
+
+def test_each_laggard_costs_one_slot_and_surplus_is_given_back(make_ring: MakeRing) -> None:
+    ring = make_ring(limit=5)
+    held = []
+    for number in range(1, 5):
+        slot = write(ring, number)
+        if number <= 3:
+            held.append(read_lease(slot))
+        ring.release(uid(number))
+    assert len(ring) == 4
+    for fd in held:
+        close_fd(fd)
+    for number in range(5, 20):
+        write(ring, number)
+        ring.release(uid(number - 1))
+    assert len(ring) <= 2
+
+
+def test_the_limit_ends_in_an_error_that_names_the_holders(make_ring: MakeRing) -> None:
+    ring = make_ring(limit=2, holders={uid(1): ["worker 'rollout' rank 3 (pid 42, imported)"]})
+    lease = read_lease(write(ring, 1))
+    ring.release(uid(1))
+    write(ring, 2)
+    with pytest.raises(SlotsExhausted) as caught:
+        ring.acquire(SIZE)
+    text = str(caught.value)
+    assert "all 2 slots are held, so nothing can be published" in text
+    assert f"update {uid(1)}: still read by worker 'rollout' rank 3 (pid 42, imported)" in text
+    assert f"update {uid(2)}: the publisher has not released it (call release)" in text
+    assert "raise max_slots" in text
+    close_fd(lease)
+    assert write(ring, 3) is not None
+
+
+def test_an_unreleased_update_names_its_readers_too(make_ring: MakeRing) -> None:
+    ring = make_ring(limit=1, holders={uid(1): ["worker 'r' rank 0 (pid 9, acknowledged)"]})
+    write(ring, 1)
+    with pytest.raises(SlotsExhausted, match=r"call release\), worker 'r' rank 0 \(pid 9"):
+        ring.acquire(SIZE)
+
+
+def test_a_reader_without_a_record_is_told_as_such(make_ring: MakeRing) -> None:
+    ring = make_ring(limit=1)
+    lease = read_lease(write(ring, 1))
+    ring.release(uid(1))
+    with pytest.raises(SlotsExhausted, match="still read by a reader that left no record"):
+        ring.acquire(SIZE)
+    close_fd(lease)
+
+
+def test_a_refused_acquisition_changes_nothing(make_ring: MakeRing) -> None:
+    ring = make_ring(limit=1)
+    slot = write(ring, 1)
+    before = stamp_of(slot)
+    for _ in range(3):
+        with pytest.raises(SlotsExhausted):
+            ring.acquire(SIZE)
+    assert stamp_of(slot) == before
+    assert not leases.is_held(slot.segment.fd)
+
+
+def test_a_new_slot_that_somebody_locked_first_is_refused(
+    make_ring: MakeRing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = open_fds()
+    monkeypatch.setattr("rl_bridge.memory.slots.leases.try_exclusive", lambda *_: False)
+    with pytest.raises(WeightBridgeError, match="locked by somebody else"):
+        make_ring().acquire(SIZE)
+    assert open_fds() == before
+
+
+def test_releasing_what_is_unknown_changes_nothing(make_ring: MakeRing) -> None:
+    ring = make_ring()
+    write(ring, 1)
+    ring.release(uid(9))
+    assert len(ring) == 1
+
+
+def test_closing_gives_all_segments_back_and_readers_keep_theirs(make_ring: MakeRing) -> None:
+    before = open_fds()
+    ring = make_ring()
+    slot = write(ring, 1)
+    vm.store(slot.address, b"bytes")
+    lease = read_lease(slot)
+    ring.close()
+    assert len(ring) == 0
+    assert os.pread(lease, 5, 0) == b"bytes"
+    close_fd(lease)
+    assert open_fds() == before
