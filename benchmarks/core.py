@@ -6,6 +6,8 @@ the baselines in turn in one run. README.md beside this file says how each figur
 
 import datetime as dt
 import json
+import signal
+import sys
 import time
 from dataclasses import asdict
 from functools import partial
@@ -91,6 +93,8 @@ def main(
     ] = None,
 ) -> None:
     """Measure and write the results."""
+    # Ended from outside, the run still ends its processes and removes its files.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
     console = Console(stderr=True)
     started = time.monotonic()
     environment = collect_environment()

@@ -11,11 +11,9 @@ from rl_bridge.bridge.bridges import (
     LocalTensorCopyBridge,
     SharedMemoryTensorBridge,
     TensorBridge,
-    WeightBridge,
-    WeightConsumer,
-    WeightPublisher,
     make_weight_bridge,
 )
+from rl_bridge.bridge.protocols import WeightBridge, WeightConsumer, WeightPublisher
 from rl_bridge.bridge.publisher import ConsumerReport
 from rl_bridge.bridge.rollout import RolloutExecutor
 from rl_bridge.errors import (

@@ -126,7 +126,7 @@ def weights(seed: int = 0, *, width: int = 64) -> dict[str, torch.Tensor]:
 
 def raw_bytes(tensor: torch.Tensor) -> bytes:
     """A tensor's logical, row-major bytes."""
-    dense = tensor.detach().contiguous().reshape(-1)
+    dense = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach()).view(-1)
     return bytes(dense.view(torch.uint8).numpy().tobytes()) if dense.numel() else b""
 
 

@@ -91,13 +91,15 @@ def _missing(lane: LaneSpec) -> str | None:
     return f"{lane.requires} is not installed; to include this row: {lane.install_hint}"
 
 
-def _peak(samples: Sequence[dict[str, Any]], spec: PayloadSpec) -> dict[str, Any]:
+def _peak(
+    samples: Sequence[dict[str, Any]], spec: PayloadSpec, shared_before: int
+) -> dict[str, Any]:
     """Return the peaks that the probed updates reached."""
 
     def peak(role: str, key: str) -> int:
         return max(int(sample["memory"][role][key]) for sample in samples)
 
-    shared = max(peak("trainer", "shared"), peak("engine", "shared"))
+    shared = max(peak("trainer", "shared"), peak("engine", "shared")) - shared_before
     private = peak("trainer", "rss_anon") + peak("engine", "rss_anon")
     return {
         "trainer_peak_rss_nbytes": peak("trainer", "rss_peak"),
@@ -115,6 +117,7 @@ def _probe(pair: Pair, row: Row, spec: PayloadSpec, tick: Callable[[], None]) ->
     Alone in the pair, so that the memory is this lane's.
     """
     lane = row.lane
+    shared_before = pair.shared_nbytes()
     pair.setup(lane)
     first = pair.update(lane, probe=True, keep=True)
     tick()
@@ -123,7 +126,7 @@ def _probe(pair: Pair, row: Row, spec: PayloadSpec, tick: Callable[[], None]) ->
     row.survives_step = second["survives_step"]
     row.survives_publish = second["survives_publish"]
     row.snapshot = bool(row.survives_step and row.survives_publish)
-    row.memory = _peak((first, second), spec)
+    row.memory = _peak((first, second), spec, shared_before)
     pair.teardown(lane, free_resident=True)
 
 

@@ -118,6 +118,10 @@ class Pair:
             raise failure
         return answers
 
+    def shared_nbytes(self) -> int:
+        """Return the shared memory that the machine uses now."""
+        return int(self.both({"do": "memory"}, self.timeout_s)["trainer"]["shared"])
+
     def setup(self, lane: LaneSpec) -> None:
         """Build both sides of a lane."""
         self.both({"do": "setup", "lane": lane.name}, max(self.timeout_s, _START_S))

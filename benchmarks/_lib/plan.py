@@ -119,7 +119,7 @@ def make_plan(*, quick: bool, payload_nbytes: int | None = None) -> Plan:
         ray=ray,
         sizes=group("sizes", (MANY_TENSORS, _FEW_TENSORS, _MANY_IMPORT), 3 if quick else 11),
         flips=tuple(flips),
-        first_plans=1 if quick else 4,
+        first_plans=0 if quick else 4,
         # The largest group holds its payload about a dozen times over, a flip of 4 GiB three times;
         # more than that, because the kernel does not always hand out the same pages again.
         warm_up_nbytes=max(16 * spec.nbytes, 4 * GIB if quick else 16 * GIB),

@@ -90,10 +90,13 @@ class _Role:
         _raise_descriptor_limit()
         send_json(self.control, {"ready": True})
         while True:
-            command = recv_json(self.control, _IDLE_S, "the controller")
+            try:
+                command = recv_json(self.control, _IDLE_S, "the controller")
+            except BenchmarkError:
+                self.close_lanes()
+                raise
             if command["do"] == "exit":
-                for lane in list(self.open.values()):
-                    lane.close()
+                self.close_lanes()
                 send_json(self.control, {})
                 return
             try:
@@ -107,6 +110,11 @@ class _Role:
                     "traceback": traceback.format_exc(),
                 }
             send_json(self.control, answer)
+
+    def close_lanes(self) -> None:
+        """Close what is open, newest first."""
+        while self.open:
+            self.open.popitem()[1].close()
 
     def do_teardown(self, command: dict[str, Any]) -> dict[str, Any]:
         """Close one lane."""

@@ -3,7 +3,7 @@
 import os
 import threading
 from collections.abc import Iterable, Mapping
-from typing import ClassVar, Protocol, Self, runtime_checkable
+from typing import ClassVar, Self
 
 import torch
 
@@ -25,50 +25,8 @@ __all__ = [
     "LocalTensorCopyBridge",
     "SharedMemoryTensorBridge",
     "TensorBridge",
-    "WeightBridge",
-    "WeightConsumer",
-    "WeightPublisher",
     "make_weight_bridge",
 ]
-
-
-@runtime_checkable
-class WeightPublisher(Protocol):
-    """What a training worker needs of a bridge."""
-
-    def publish(
-        self,
-        source: Source,
-        *,
-        weight_version: int,
-        metadata: Mapping[str, JSONValue] | None = None,
-    ) -> WeightUpdateManifest:
-        """Publish one complete version."""
-
-    def release(self, update_id: str) -> None:
-        """Let go of an update."""
-
-
-@runtime_checkable
-class WeightConsumer(Protocol):
-    """What a rollout worker needs of a bridge."""
-
-    def import_update(self, manifest: WeightUpdateManifest) -> Mapping[str, torch.Tensor]:
-        """Import and verify one complete version."""
-
-    def acknowledge(self, update_id: str) -> None:
-        """Say that it is installed."""
-
-    def reject(self, update_id: str, reason: str) -> None:
-        """Say that it is not, and why."""
-
-    def release(self, update_id: str) -> None:
-        """Let go of an update."""
-
-
-@runtime_checkable
-class WeightBridge(WeightPublisher, WeightConsumer, Protocol):
-    """Both."""
 
 
 class TensorBridge:
@@ -170,6 +128,11 @@ class TensorBridge:
     def publisher_id(self) -> str:
         """Names this bridge's stream of versions."""
         return self._publisher_end().publisher_id
+
+    @property
+    def latest_manifest(self) -> WeightUpdateManifest | None:
+        """The manifest that was published last here: what a late joiner needs."""
+        return None if self._publisher is None else self._publisher.latest
 
     def get_manifest(self, update_id: str) -> WeightUpdateManifest:
         """The manifest of an update that was published here.

@@ -17,7 +17,8 @@ from rl_bridge.bridge.acknowledgement import (
     describe,
     peak_rss_nbytes,
 )
-from rl_bridge.bridge.bridges import TensorBridge, WeightConsumer, make_weight_bridge
+from rl_bridge.bridge.bridges import TensorBridge, make_weight_bridge
+from rl_bridge.bridge.protocols import WeightConsumer
 from rl_bridge.errors import (
     ProofFailed,
     StaleUpdate,

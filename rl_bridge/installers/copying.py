@@ -72,6 +72,7 @@ class CopyWay(Way):
         if self._snapshot is not None:
             self._snapshot.restore()
         elif self._current is not None:
+            self.memory.put_back(self._pending[2])
             self._rewrite(*self._current)
         self._is_dirty = False
         self._pending = self._snapshot = None

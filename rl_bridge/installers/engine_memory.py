@@ -147,6 +147,26 @@ class EngineMemory:
         )
         return self._binding
 
+    def put_back(self, bound: Binding) -> None:
+        """Bring names, tensor objects and views back to what they were when they were matched.
+
+        An install leaves them alone; whatever else changed them must not outlive its undo.
+
+        Raises:
+            TornEngine: they cannot be brought back.
+
+        """
+        tensors = self.tensors()
+        for name, owner in zip(bound.every_name, bound.every_tensor, strict=True):
+            if tensors.get(name) is not owner:
+                _put_back(self.engine, name, owner)
+        if not bound.facts.hold(bound.tensors):
+            try:
+                bound.facts.restore(bound.tensors)
+            except ValueError as error:
+                msg = f"undo failed: {error} during the install."
+                raise TornEngine(msg) from error
+
     def write(self, bound: Binding, source: Addresses) -> None:
         """Copy into the engine from `source`: addresses of the layout's rows, row-major bytes."""
         origins = source[bound.rows]

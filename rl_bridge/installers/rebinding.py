@@ -57,6 +57,8 @@ class AliasWay(Way):
     def undo(self) -> None:
         """Bind back."""
         self._rebinding.back()
+        if self._pending is not None:
+            self.memory.put_back(self._pending[2])
         self._pending = None
 
     def commit(self) -> None:
@@ -155,6 +157,8 @@ class FlipWay(Way):
                 self._live, self._live_layout = live, layout
             if live is not None and content is not None and live.content is not content:
                 live.flip(content)
+            if self._pending is not None:
+                self.memory.put_back(self._pending[2])
         self._before = self._pending = None
 
     def commit(self) -> None:

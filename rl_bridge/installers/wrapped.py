@@ -12,10 +12,12 @@ from typing import Any
 
 import torch
 
-from rl_bridge.errors import IncompatibleUpdate, TornEngine
+from rl_bridge.errors import IncompatibleUpdate, ProofFailed, TornEngine
 from rl_bridge.installers.base import InstallProof, TransactionalAdapter, WeightInstallAdapter
 from rl_bridge.installers.engine_memory import Engine, EngineMemory, Snapshot
 from rl_bridge.manifest.model import WeightUpdateManifest
+from rl_bridge.memory.imported import ImportedTensors
+from rl_bridge.memory.passes import BytePlan
 
 __all__ = ["WrappedAdapter", "as_transactional", "engine_of"]
 
@@ -73,6 +75,7 @@ class WrappedAdapter(TransactionalAdapter):
         self._snapshot: Snapshot | None = None
         # Since an install that was neither undone nor committed: see `CopyWay`.
         self._is_dirty = False
+        self._fitted = False
         self.limits = tuple(self._find_limits())
         for limit in self.limits:
             _LOG.warning("adapter %s: %s", type(adapter).__name__, limit)
@@ -97,9 +100,20 @@ class WrappedAdapter(TransactionalAdapter):
     def prepare(self, manifest: WeightUpdateManifest, tensors: Mapping[str, torch.Tensor]) -> None:
         """Let the adapter refuse, and copy its engine aside."""
         self._call("prepare", manifest, tensors)
+        self._fitted = self._fits(manifest)
         if self._engine is not None and not self._has("undo") and not self._is_dirty:
             self._snapshot = Snapshot(self._engine)
         self._pending = (manifest, tensors)
+
+    def _fits(self, manifest: WeightUpdateManifest) -> bool:
+        """Whether the engine's tensors are, name by name, those of the update."""
+        if self._memory is None:
+            return False
+        try:
+            self._memory.bind(manifest.table, strict=False)
+        except IncompatibleUpdate:
+            return False
+        return True
 
     def install(self, manifest: WeightUpdateManifest, tensors: Mapping[str, torch.Tensor]) -> None:
         """Install through the adapter."""
@@ -124,6 +138,12 @@ class WrappedAdapter(TransactionalAdapter):
         try:
             bound = self._memory.bind(manifest.table, strict=False)
         except IncompatibleUpdate as error:
+            if self._fitted:
+                msg = (
+                    f"the engine could hold version {manifest.weight_version} before the install "
+                    f"and cannot now: {error}"
+                )
+                raise ProofFailed(msg) from error
             # The adapter renames or fuses: what it installed has no counterpart to compare with.
             _LOG.warning("version %d is not proven: %s", manifest.weight_version, error)
             return InstallProof(method="unproven")
@@ -143,6 +163,7 @@ class WrappedAdapter(TransactionalAdapter):
         elif self._snapshot is not None:
             self._snapshot.restore()
         elif self._previous is not None:
+            _require_unwritten(*self._previous)
             self.adapter.install(*self._previous)
         else:
             msg = (
@@ -171,6 +192,25 @@ class WrappedAdapter(TransactionalAdapter):
 
     def _call(self, verb: str, *arguments: object) -> Any:
         return getattr(self.adapter, verb)(*arguments) if self._has(verb) else None
+
+
+def _require_unwritten(manifest: WeightUpdateManifest, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Make sure that a retained version is still what was imported: its user may write to it.
+
+    Raises:
+        TornEngine: it is not, and nothing else could restore the engine.
+
+    """
+    if not isinstance(tensors, ImportedTensors):
+        return
+    if tensors.pin.view is not None:
+        tensors.pin.view.refresh(tensors.pin.address, tensors.pin.nbytes)
+    if BytePlan(manifest.table.nbytes_column).digest(tensors.addresses) != manifest.digests:
+        msg = (
+            f"the undo needs version {manifest.weight_version}, and somebody wrote into its "
+            "tensors. Do not write to what update_weights returns, or add undo() to the adapter."
+        )
+        raise TornEngine(msg)
 
 
 def as_transactional(

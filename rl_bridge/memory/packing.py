@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from rl_bridge.errors import IncompatibleUpdate, WeightBridgeUnavailableError
 from rl_bridge.manifest.dtypes import DTYPE_NBYTES, dtype_nbytes
-from rl_bridge.manifest.table import KNOWN_LAYOUTS, TensorTable
+from rl_bridge.manifest.table import KNOWN_LAYOUTS, TensorTable, row_major_stride
 from rl_bridge.memory import vm
 from rl_bridge.memory.passes import Addresses, BytePlan, native_module
 
@@ -122,16 +122,32 @@ class TensorFacts:
             and self._same_strides(tensors)
         )
 
+    def restore(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Make `tensors` again the views that they were, of the storages that they have now.
+
+        Raises:
+            ValueError: a tensor's storage does not hold its old place any more.
+
+        """
+        for index, tensor in enumerate(tensors):
+            shape, dtype = self._shapes[index], self._dtypes[index]
+            strides = row_major_stride(shape) if self._strides is None else self._strides[index]
+            key = (self._pointers[index], tuple(shape), strides, dtype)
+            if tensor.numel() == 0 or tensor_key(tensor) == key:
+                continue
+            storage = tensor.untyped_storage()
+            extent = 1 + sum((dim - 1) * step for dim, step in zip(shape, strides, strict=True))
+            offset = self._pointers[index] - storage.data_ptr()
+            if not 0 <= offset <= storage.nbytes() - extent * dtype.itemsize:
+                msg = f"tensor number {index} was moved to other memory"
+                raise ValueError(msg)
+            view = torch.empty(0, dtype=torch.uint8).view(dtype)
+            tensor.data = view.set_(storage, offset // dtype.itemsize, shape, strides)
+
     def _same_strides(self, tensors: Sequence[torch.Tensor]) -> bool:
         if self._strides is None:
             return all(map(torch.Tensor.is_contiguous, tensors))
         return all(map(eq, map(torch.Tensor.stride, tensors), self._strides))
-
-    def stay(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether `tensors` still lie at the same addresses; no more is compared."""
-        return len(tensors) == len(self._pointers) and all(
-            map(eq, map(torch.Tensor.data_ptr, tensors), self._pointers)
-        )
 
 
 class PackPlan:

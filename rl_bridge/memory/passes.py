@@ -127,13 +127,13 @@ class BytePlan:
         threads = default_threads() if num_threads is None else max(1, num_threads)
         blocks = -(-int(self._start[-1]) // _BLOCK)
         helpers = 0 if self.total_nbytes < _SERIAL_NBYTES else min(threads, blocks) - 1
-        jobs = _POOL.start(helpers, self._native, arguments)
+        jobs: list[Future[None]] = []
         try:
+            _POOL.start(jobs, helpers, self._native, arguments)
             self._native.run(*arguments)
         finally:
             # The helpers use the arrays above: not even an interrupt may free them early.
-            for job in jobs:
-                job.result()
+            _finish(jobs)
         if not digest:
             return b""
         out = np.empty(len(self) * DIGEST_NBYTES, np.uint8)
@@ -182,18 +182,38 @@ class _Pool:
         os.register_at_fork(after_in_child=self._reset)
 
     def start(
-        self, count: int, native: ModuleType, arguments: tuple[int, ...]
-    ) -> list[Future[None]]:
+        self,
+        jobs: list[Future[None]],
+        count: int,
+        native: ModuleType,
+        arguments: tuple[int, ...],
+    ) -> None:
         if count <= 0:
-            return []
+            return
         with self._lock:
             if self._executor is None:
                 self._executor = ThreadPoolExecutor(64, thread_name_prefix="rl_bridge-pass")
-            return [self._executor.submit(native.run, *arguments) for _ in range(count)]
+            for _ in range(count):
+                jobs.append(self._executor.submit(native.run, *arguments))  # noqa: PERF401 - one by one: those that were started are known if the next one fails
 
     def _reset(self) -> None:
         self._lock = threading.Lock()
         self._executor = None
+
+
+def _finish(jobs: list[Future[None]]) -> None:
+    """Wait for the helpers, whatever arrives meanwhile: they are in memory that is not theirs."""
+    interrupt: BaseException | None = None
+    for job in jobs:
+        while not job.done():
+            try:
+                job.exception()
+            except BaseException as error:  # noqa: BLE001 - raised below, when nobody writes any more
+                interrupt = error
+    if interrupt is not None:
+        raise interrupt
+    for job in jobs:
+        job.result()
 
 
 _POOL = _Pool()

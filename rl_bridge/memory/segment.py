@@ -106,7 +106,6 @@ class OwnedSegment:
         """Take over `fd`, map it and seal it. Use `make`."""
         self.fd = forget_fd_in_children(fd)
         self.nbytes = nbytes
-        self._path = path
         self._pid = os.getpid()
         self.address = vm.map_shared(nbytes, fd)
         vm.guard_from_fork(self.address, nbytes)

@@ -4,7 +4,8 @@
 directly, not through the adapter, so that what an undo finds is what a real failure leaves.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from enum import StrEnum
 from typing import Any, ClassVar
 
@@ -54,17 +55,21 @@ def _fail() -> None:
     raise EngineFault(ENGINE_FAULT)
 
 
+# torch describes the attribute as a tensor; it is a descriptor.
+_DATA: Any = torch.Tensor.data
+
+
 class BrittleTensor(torch.Tensor):
     """A tensor of an engine whose ``data`` cannot always be assigned."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # noqa: SLF001 - torch's own way to make a plain subclass
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # noqa: SLF001 - torch's own way to make a plain subclass
     num_left: ClassVar[int | None] = None
     """How many assignments succeed before one fails; None lets all succeed."""
 
     @property
     def data(self) -> torch.Tensor:
         """As torch has it."""
-        found: torch.Tensor = torch.Tensor.data.__get__(self)
+        found: torch.Tensor = _DATA.__get__(self)
         return found
 
     @data.setter
@@ -74,7 +79,7 @@ class BrittleTensor(torch.Tensor):
             if BrittleTensor.num_left < 0:
                 BrittleTensor.num_left = None
                 _fail()
-        torch.Tensor.data.__set__(self, value)
+        _DATA.__set__(self, value)
 
 
 class BrittleParameter(BrittleTensor, torch.nn.Parameter):
@@ -136,15 +141,25 @@ class Sabotage:
             self._stage = None
             self._action()
 
-    def half_way(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Prepare to fail half-way, or do it, if that is planned."""
-        if self._stage is Stage.HALF_WAY and self._rebinds:
-            BrittleTensor.num_left = self._count
-        elif self._stage is Stage.HALF_WAY:
+    @contextmanager
+    def half_way(self, tensors: Mapping[str, torch.Tensor]) -> Iterator[None]:
+        """Fail half-way through the install that is the body, if that is planned."""
+        if self._stage is not Stage.HALF_WAY:
+            yield
+        elif not self._rebinds:
             engine = named_engine_tensors(self.engine)
             for name in list(tensors)[: self._count]:
                 raw_elements(engine[name]).copy_(raw_elements(tensors[name]))
             self.at(Stage.HALF_WAY)
+            yield
+        else:
+            BrittleTensor.num_left = self._count
+            self._stage = None
+            try:
+                yield
+            finally:
+                BrittleTensor.num_left = None
+            self._action()  # fewer tensors than planned were pointed elsewhere: fail at the end
 
     def wrapped(self) -> WeightInstallAdapter | TransactionalAdapter:
         """The adapter for the executor: of the same style as the one under test."""
@@ -163,13 +178,8 @@ class _Transactional(TransactionalAdapter):
 
     def install(self, manifest: WeightUpdateManifest, tensors: Mapping[str, torch.Tensor]) -> None:
         self._sabotage.at(Stage.BEFORE_INSTALL)
-        self._sabotage.half_way(tensors)
-        try:
+        with self._sabotage.half_way(tensors):
             self._inner.install(manifest, tensors)
-        finally:
-            BrittleTensor.num_left = None
-        # Where nothing was left to be pointed elsewhere, half-way is the end.
-        self._sabotage.at(Stage.HALF_WAY)
         self._sabotage.at(Stage.AFTER_INSTALL)
 
     def prove(self) -> InstallProof:
@@ -188,13 +198,13 @@ class _Transactional(TransactionalAdapter):
 
 
 def _seed_style(sabotage: Sabotage, adapter: WeightInstallAdapter) -> WeightInstallAdapter:
-    """Sabotage the adapter object in place: what it shows in its attributes decides its wrapping."""
+    """Sabotage the adapter in place: what its attributes show decides how it is wrapped."""
     install = adapter.install
 
     def sabotaged(manifest: WeightUpdateManifest, tensors: Mapping[str, torch.Tensor]) -> object:
         sabotage.at(Stage.BEFORE_INSTALL)
-        sabotage.half_way(tensors)
-        answer = install(manifest, tensors)
+        with sabotage.half_way(tensors):
+            answer = install(manifest, tensors)
         sabotage.at(Stage.AFTER_INSTALL)
         sabotage.at(Stage.AFTER_PROOF)  # it proves nothing by itself: this is the last place
         return answer

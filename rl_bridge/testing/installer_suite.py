@@ -243,10 +243,10 @@ class InstallerSuite:
         assert rig.version == 4
 
     def test_an_install_that_fails_at_any_tensor_is_undone(self, make_rig: MakeRig) -> None:
-        """After none, one, two ... all of the tensors were written, for every first and later one."""
+        """After none, one, two ... all of them were written, of a first and of a later version."""
         rig = make_rig()
         for first in (True, False):
-            for count in range(1 if first else 0, len(self._names()) + 1):
+            for count in range(len(self._names()) + 1):
                 if first:
                     rig = make_rig()
                 before = engine_state(rig.engine)
@@ -274,9 +274,8 @@ class InstallerSuite:
         rig.sabotage.plan(Stage.AFTER_INSTALL)
         with pytest.raises(EngineFault):
             rig.install(rig.weights(2))
-        if self.shows_engine:
-            assert rig.holds(weights)
-            assert rig.version == 1
+        assert rig.holds(weights)
+        assert rig.version == 1
 
     def test_after_release_weights_a_failed_install_is_undone_all_the_same(self, rig: Rig) -> None:
         """The engine goes on with the bytes that it has, and gets them back."""
@@ -331,7 +330,7 @@ class InstallerSuite:
 
     @pytest.mark.parametrize("wrong", ["missing", "surplus", "shape", "dtype"])
     def test_what_does_not_fit_is_refused_before_byte_0(self, rig: Rig, wrong: str) -> None:
-        """Names, shapes, dtypes: the engine is not touched, the reason is told, the next one works."""
+        """Names, shapes, dtypes: the engine is not touched, and the next update works."""
         if not isinstance(rig.adapter, TransactionalAdapter):
             pytest.skip("an adapter without prepare() cannot refuse before it begins")
         rig.install(rig.weights(1))
@@ -372,7 +371,9 @@ def sample_engine() -> torch.nn.Module:
     module.embed = torch.nn.Embedding(7, 6)
     module.head = torch.nn.Linear(6, 7, bias=False)
     module.head.weight = module.embed.weight
-    module.conv = torch.nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last)
+    module.conv = torch.nn.Conv2d(3, 4, 2)
+    weight = module.conv.weight
+    weight.data = weight.data.contiguous(memory_format=torch.channels_last)
     module.norm = torch.nn.BatchNorm1d(5)
     module.square = torch.nn.Linear(4, 4, dtype=torch.bfloat16)
     module.register_buffer("scale", torch.tensor(0.5, dtype=torch.float64))

@@ -4,7 +4,6 @@ What is counted, of this process and its machine: open descriptors, mappings of 
 other mappings, names in /dev/shm (or another directory), and resident memory.
 """
 
-import ctypes
 import gc
 import mmap
 import os
@@ -149,10 +148,11 @@ def _name() -> Iterator[None]:
 
 @contextmanager
 def _memory() -> Iterator[None]:
-    block = ctypes.create_string_buffer(2 * _RSS_SLACK)
-    ctypes.memset(block, 1, len(block))
-    yield
-    del block
+    # From the kernel: an allocator might hand out memory that is resident already.
+    with mmap.mmap(-1, 2 * _RSS_SLACK) as block:
+        for page in range(0, len(block), mmap.PAGESIZE):
+            block[page] = 1
+        yield
 
 
 LEAKS = {

@@ -100,12 +100,13 @@ class Attachment:
         want = np.frombuffer(expected, np.uint8).reshape(-1, 16)
         have = np.frombuffer(found, np.uint8).reshape(-1, 16).copy()
         rows = np.flatnonzero((want != have).any(axis=1))
-        addresses = self.tensors.addresses
-        for row in rows.tolist():
-            if view.refresh(int(addresses[row]), table.nbytes[row]):
-                one = BytePlan(table.nbytes_column[row : row + 1])
-                again = one.digest(addresses[row : row + 1], num_threads=self._num_threads)
-                have[row] = np.frombuffer(again, np.uint8)
+        addresses = self.tensors.addresses[rows]
+        sizes = table.nbytes_column[rows]
+        # All are dropped before any is read: several tensors may share a page.
+        places = zip(addresses.tolist(), sizes.tolist(), strict=True)
+        if any([view.refresh(address, nbytes) for address, nbytes in places]):
+            again = BytePlan(sizes).digest(addresses, num_threads=self._num_threads)
+            have[rows] = np.frombuffer(again, np.uint8).reshape(-1, 16)
         return have.tobytes()
 
 

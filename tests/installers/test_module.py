@@ -2,8 +2,6 @@
 
 from typing import ClassVar
 
-import pytest
-
 from rl_bridge.installers.engine_memory import Engine
 from rl_bridge.installers.module import ModuleInstallAdapter
 from rl_bridge.testing import InstallerSuite

@@ -1,0 +1,274 @@
+"""Flip: versions exchanged under fixed addresses, back again, and whole when the kernel refuses."""
+
+import gc
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from rl_bridge.errors import SegmentError, TornEngine
+from rl_bridge.memory import leases, vm
+from rl_bridge.memory.flip import LiveRange
+from rl_bridge.memory.segment import OwnedSegment
+from rl_bridge.memory.slots import Slot, SlotRing
+from rl_bridge.memory.views import Pin, ViewCache, anonymous_pin, tensor_in
+from tests.helpers import open_fds
+
+SIZE = 3 * vm.PAGE
+
+
+class Versions:
+    """A publisher's ring, and a consumer that pins its versions."""
+
+    def __init__(self) -> None:
+        self.ring = SlotRing(
+            lambda nbytes: OwnedSegment.make("rl_bridge-test", nbytes),
+            limit=4,
+            name_holders=lambda _: [],
+        )
+        self.views = ViewCache()
+        self.slots: dict[int, Slot] = {}
+
+    def pin(self, number: int, nbytes: int = SIZE) -> Pin:
+        slot = self.slots[number] = self.ring.acquire(nbytes)
+        vm.store(slot.address, bytes([number]) * nbytes)
+        self.ring.publish(slot, f"{number:032x}", nbytes)
+        view = self.views.get(slot.segment.ref)
+        return view.pin(f"{number:032x}", slot.generation, nbytes)
+
+    def close(self) -> None:
+        self.views.close()
+        self.ring.close()
+
+
+@pytest.fixture
+def versions() -> Iterator[Versions]:
+    made = Versions()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def live() -> LiveRange:
+    return LiveRange(SIZE)
+
+
+def engine_of(live: LiveRange) -> torch.Tensor:
+    return tensor_in(live.pin, 0, SIZE, "uint8", (SIZE,))
+
+
+def shown(live: LiveRange) -> set[int]:
+    return set(engine_of(live).tolist())
+
+
+def read(pin: Pin) -> set[int]:
+    return set(tensor_in(pin, 0, SIZE, "uint8", (SIZE,)).tolist())
+
+
+def test_addresses_stay_while_versions_change(versions: Versions, live: LiveRange) -> None:
+    pins = [versions.pin(number) for number in (1, 2, 3)]
+    assert live.flip(pins[0]) is None
+    engine = engine_of(live)
+    address = engine.data_ptr()
+    assert live.flip(pins[1]) is pins[0]
+    assert set(engine.tolist()) == {2}
+    assert live.flip(pins[2]) is pins[1]
+    assert set(engine.tolist()) == {3}
+    assert engine.data_ptr() == address == live.address
+    assert live.content is pins[2]
+    assert live.nbytes == SIZE
+
+
+def test_flipping_back_is_the_undo_and_brings_private_writes_along(
+    versions: Versions, live: LiveRange
+) -> None:
+    old, new = versions.pin(1), versions.pin(2)
+    live.flip(old)
+    engine = engine_of(live)
+    engine[5] = 77  # the engine's own write to the old version
+    live.flip(new)
+    assert set(engine.tolist()) == {2}
+    assert live.flip(old) is new
+    assert engine[5] == 77
+    assert set(engine[6:].tolist()) == {1}
+
+
+def test_what_is_not_live_can_be_read_at_its_own_address(
+    versions: Versions, live: LiveRange
+) -> None:
+    old, new = versions.pin(1), versions.pin(2)
+    live.flip(old)
+    live.flip(new)
+    assert read(old) == {1}
+    assert shown(live) == {2}
+
+
+def test_pages_already_present_are_not_faulted_in_again(
+    versions: Versions, live: LiveRange
+) -> None:
+    new = versions.pin(1)
+    vm.populate(new.address, SIZE)
+    live.flip(new)
+    assert vm.private_ranges(live.address, SIZE) in ([], None)
+    assert shown(live) == {1}
+
+
+def test_the_range_says_which_segment_it_shows(versions: Versions, live: LiveRange) -> None:
+    old, new = versions.pin(1), versions.pin(2)
+    live.flip(old)
+    assert live.shows(old)
+    assert not live.shows(new)
+    live.flip(new)
+    assert live.shows(new)
+    assert not live.shows(old)
+
+
+def test_a_range_with_a_foreign_page_in_it_does_not_show_the_segment(
+    versions: Versions, live: LiveRange
+) -> None:
+    pin, other = versions.pin(1), versions.pin(2)
+    live.flip(pin)
+    assert other.view is not None
+    vm.map_fixed(live.address + vm.PAGE, vm.PAGE, other.view.fd)
+    assert not live.shows(pin)
+    assert pin.view is not None
+    # The right file, but not the right part of it.
+    vm.map_fixed(live.address + vm.PAGE, vm.PAGE, pin.view.fd)
+    assert not live.shows(pin)
+    assert not LiveRange(SIZE).shows(pin)
+
+
+def test_the_live_version_is_leased_and_the_one_before_is_not(
+    versions: Versions, live: LiveRange
+) -> None:
+    live.flip(versions.pin(1))
+    live.flip(versions.pin(2))
+    assert not leases.is_held(versions.slots[1].segment.fd)
+    assert leases.is_held(versions.slots[2].segment.fd)
+
+
+def test_the_lease_ends_when_range_and_engine_are_gone(versions: Versions) -> None:
+    live = LiveRange(SIZE)
+    live.flip(versions.pin(1))
+    engine = engine_of(live)
+    address = live.address
+    del live
+    gc.collect()
+    assert leases.is_held(versions.slots[1].segment.fd)
+    assert set(engine.tolist()) == {1}
+    del engine
+    assert not leases.is_held(versions.slots[1].segment.fd)
+    assert vm.mapped_file(address) is None
+
+
+def test_an_emptied_range_holds_nothing(versions: Versions, live: LiveRange) -> None:
+    pin = versions.pin(1)
+    live.flip(pin)
+    live.empty()
+    assert live.content is None
+    assert read(pin) == {1}
+    live.empty()
+    assert live.flip(pin) is None
+    assert shown(live) == {1}
+
+
+# ---- refusals -----------------------------------------------------------------------------------
+
+
+def test_memory_that_was_copied_in_cannot_be_flipped(live: LiveRange) -> None:
+    with pytest.raises(SegmentError, match="needs the mapped segment.*mode='copy' or 'alias'"):
+        live.flip(anonymous_pin(SIZE))
+    assert live.content is None
+
+
+def test_a_segment_that_is_too_small_cannot_be_flipped(versions: Versions) -> None:
+    large = LiveRange(20 * vm.PAGE)
+    with pytest.raises(SegmentError, match="needs the mapped segment"):
+        large.flip(versions.pin(1))
+
+
+def test_a_version_cannot_be_flipped_over_itself(versions: Versions, live: LiveRange) -> None:
+    pin = versions.pin(1)
+    live.flip(pin)
+    with pytest.raises(SegmentError, match="is live already"):
+        live.flip(pin)
+    assert live.content is pin
+    assert shown(live) == {1}
+
+
+class Refusing:
+    """`vm.move` that fails at chosen calls."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, *failing: int) -> None:
+        self._failing = failing
+        self._move = vm.move
+        self.num_calls = 0
+        patch.setattr("rl_bridge.memory.flip.vm.move", self)
+
+    def __call__(self, source: int, nbytes: int, target: int) -> None:
+        self.num_calls += 1
+        if self.num_calls in self._failing:
+            raise OSError(12, "Cannot allocate memory")
+        self._move(source, nbytes, target)
+
+
+@pytest.mark.parametrize("failing", [1, 2])
+def test_a_move_that_fails_leaves_the_old_version_live(
+    failing: int, versions: Versions, live: LiveRange, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, new = versions.pin(1), versions.pin(2)
+    live.flip(old)
+    engine = engine_of(live)
+    engine[7] = 77
+    with monkeypatch.context() as patch:
+        Refusing(patch, failing)
+        with pytest.raises(SegmentError, match="does not move mappings.*Linux 5.13"):
+            live.flip(new)
+    assert live.content is old
+    assert live.shows(old)
+    assert engine[7] == 77
+    assert read(new) == {2}
+    live.flip(new)
+    assert shown(live) == {2}
+
+
+def test_the_first_flip_that_fails_leaves_an_empty_range(
+    versions: Versions, live: LiveRange, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pin = versions.pin(1)
+    with monkeypatch.context() as patch:
+        Refusing(patch, 1)
+        with pytest.raises(SegmentError):
+            live.flip(pin)
+    assert live.content is None
+    live.flip(pin)
+    assert shown(live) == {1}
+
+
+def test_a_way_back_that_fails_too_is_torn_and_can_be_tried_again(
+    versions: Versions, live: LiveRange, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, new = versions.pin(1), versions.pin(2)
+    live.flip(old)
+    engine = engine_of(live)
+    engine[7] = 77
+    with monkeypatch.context() as patch:
+        Refusing(patch, 2, 3)
+        with pytest.raises(TornEngine, match=r"the flip failed .* and so did the way back"):
+            live.flip(new)
+    assert live.content is None
+    live.flip(old)
+    assert engine[7] == 77
+    assert set(engine[8:].tolist()) == {1}
+
+
+def test_fifty_flips_leave_descriptors_where_they_were(
+    versions: Versions, live: LiveRange
+) -> None:
+    pins = [versions.pin(1), versions.pin(2)]
+    live.flip(pins[0])
+    before = open_fds()
+    for number in range(50):
+        live.flip(pins[(number + 1) % 2])
+    assert open_fds() == before
+    assert shown(live) == {1}

@@ -1,0 +1,306 @@
+"""From a state dict to a packed arena: only the view's bytes, ties once, plans reused only if they fit."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rl_bridge.errors import IncompatibleUpdate, UnknownDtype, WeightBridgeUnavailableError
+from rl_bridge.manifest.digest import digest_bytes
+from rl_bridge.manifest.dtypes import DTYPE_NBYTES
+from rl_bridge.memory import vm
+from rl_bridge.memory.packing import PackPlan, dtype_name, tensor_key
+from rl_bridge.memory.views import anonymous_pin
+from tests.helpers import raw_bytes
+
+State = dict[str, torch.Tensor]
+DTYPES = sorted(DTYPE_NBYTES)
+# torch calls half-precision complex numbers experimental, once per process.
+pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+
+
+def pack(tensors: State, plan: PackPlan | None = None) -> tuple[PackPlan, dict[str, bytes]]:
+    """Pack and read back; the digests must be those of the bytes."""
+    plan = plan or PackPlan(tensors)
+    table = plan.table
+    pin = anonymous_pin(table.arena_nbytes)
+    digests = plan.pack(tensors, pin.address)
+    arena = bytes(vm.tensor_at(pin.address, pin.nbytes).numpy())
+    found = {}
+    for row, name in enumerate(table.names):
+        data = arena[table.offsets[row] : table.offsets[row] + table.nbytes[row]]
+        assert digests[16 * row : 16 * (row + 1)] == digest_bytes(data), name
+        found[name] = data
+    return plan, found
+
+
+def bits(dtype: str, shape: tuple[int, ...], seed: int = 0) -> torch.Tensor:
+    """A tensor of any dtype with arbitrary bits (for bool: arbitrary truths)."""
+    numel = 1
+    for dim in shape:
+        numel *= dim
+    nbytes = numel * DTYPE_NBYTES[dtype]
+    raw = torch.arange(nbytes, dtype=torch.int64).mul(31).add(seed).remainder(251)
+    raw = raw.remainder(2) if dtype == "bool" else raw
+    return raw.to(torch.uint8).view(getattr(torch, dtype)).view(shape)
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (2, 0, 3), (1,), (3, 5), (2, 3, 4)], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_dtype_and_shape_travels_byte_for_byte(dtype: str, shape: tuple[int, ...]) -> None:
+    tensor = bits(dtype, shape)
+    plan, found = pack({"t": tensor})
+    assert found["t"] == bytes(tensor.reshape(-1).view(torch.uint8).numpy())
+    assert (plan.table.dtypes, plan.table.shapes) == ((dtype,), (shape,))
+
+
+VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "transposed": lambda t: t.t(),
+    "every-other-row": lambda t: t[::2],
+    "every-other-column": lambda t: t[:, ::2],
+    "one-column": lambda t: t[:, 3],
+    "expanded": lambda t: t[0].expand(4, 6),
+    "inner-block": lambda t: t[1:3, 2:5],
+    "one-row": lambda t: t[2],
+}
+
+
+@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_of_a_view_only_its_own_bytes_travel(dtype: str, view: str) -> None:
+    # As plain integers, so that torch has a contiguous() for it, whatever the dtype.
+    size = DTYPE_NBYTES[dtype]
+    plain = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(size)
+    whole = bits(dtype, (5, 6))
+    shown = VIEWS[view](whole)
+    if plain is None:
+        expected = raw_bytes(VIEWS[view](whole))
+    else:
+        expected = raw_bytes(VIEWS[view](whole.view(plain)))
+    plan, found = pack({"t": shown})
+    assert found["t"] == expected
+    assert plan.table.total_nbytes == shown.numel() * size
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.data())
+def test_any_strided_view_travels_as_its_logical_bytes(data: st.DataObject) -> None:
+    whole = torch.arange(6 * 7 * 5, dtype=torch.int32).view(6, 7, 5)
+    view = whole.permute(data.draw(st.permutations(range(3))))
+    for dim in range(3):
+        length = view.shape[dim]
+        start = data.draw(st.integers(0, length))
+        stop = data.draw(st.integers(start, length))
+        index: list[slice] = [slice(None)] * 3
+        index[dim] = slice(start, stop, data.draw(st.integers(1, 3)))
+        view = view[tuple(index)]
+    _, found = pack({"t": view})
+    assert found["t"] == raw_bytes(view)
+
+
+def test_parameters_travel_like_tensors_and_keep_their_gradients() -> None:
+    parameter = torch.nn.Parameter(torch.arange(6.0).view(2, 3))
+    _, found = pack({"dense": parameter, "strided": parameter.t()})
+    assert found["dense"] == raw_bytes(parameter)
+    assert found["strided"] == raw_bytes(parameter.t())
+    assert parameter.grad is None
+    assert parameter.requires_grad
+
+
+def test_the_bytes_of_nan_and_negative_zero_are_not_touched() -> None:
+    raw = torch.tensor([0x7F800001, 0x7FC00123, -0x80000000, -1], dtype=torch.int32)
+    tensor = raw.view(torch.float32)
+    _, found = pack({"dense": tensor, "strided": tensor.view(2, 2).t()})
+    assert found["dense"] == raw_bytes(raw)
+    assert found["strided"] == raw_bytes(raw.view(2, 2).t())
+
+
+# ---- ties ---------------------------------------------------------------------------------------
+
+
+def test_tied_tensors_travel_once_under_their_first_name() -> None:
+    weight = torch.randn(3, 4)
+    plan, found = pack({"z": weight, "head": weight.view(3, 4), "other": weight.clone()})
+    assert dict(plan.table.ties) == {"z": "head"}
+    assert set(found) == {"head", "other"}
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda t: t[1:],
+        lambda t: t.t(),
+        lambda t: t.view(torch.int32),
+        lambda t: t.reshape(16),
+        lambda t: t[:3],
+    ],
+    ids=["shifted", "transposed", "other-dtype", "other-shape", "shorter"],
+)
+def test_views_that_only_overlap_are_no_tie(other: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    weight = torch.randn(4, 4)
+    plan, found = pack({"a": weight, "b": other(weight)})
+    assert not plan.table.ties
+    assert found["b"] == raw_bytes(other(weight))
+
+
+def test_three_views_of_one_address_are_tied_in_pairs() -> None:
+    weight = torch.randn(4, 4)
+    plan, _ = pack({"a": weight, "b": weight[:2], "c": weight[:2], "d": weight})
+    assert dict(plan.table.ties) == {"c": "b", "d": "a"}
+
+
+def test_empty_tensors_are_never_tied() -> None:
+    plan, _ = pack({"a": torch.empty(0), "b": torch.empty(0)})
+    assert not plan.table.ties
+
+
+def test_equal_keys_mean_equal_views() -> None:
+    weight = torch.randn(4, 4)
+    assert tensor_key(weight) == tensor_key(weight.view(4, 4))
+    assert tensor_key(weight) != tensor_key(weight.t())
+    assert dtype_name(weight) == "float32"
+
+
+# ---- what cannot travel -------------------------------------------------------------------------
+
+
+class _Hijacked(torch.Tensor):
+    @classmethod
+    def __torch_dispatch__(cls, *args: object, **kwargs: object) -> object:
+        raise AssertionError
+
+
+REFUSED: dict[str, tuple[Callable[[], torch.Tensor], type[Exception], str]] = {
+    "sparse": (
+        lambda: torch.eye(3).to_sparse(),
+        WeightBridgeUnavailableError,
+        "'t' is torch.sparse_coo: publish dense",
+    ),
+    "meta": (
+        lambda: torch.empty(3, device="meta"),
+        WeightBridgeUnavailableError,
+        "'t' is on meta.*Move the state dict to the CPU",
+    ),
+    "conjugate": (
+        lambda: torch.randn(3, dtype=torch.complex64).conj(),
+        WeightBridgeUnavailableError,
+        "'t' is a lazy conjugate.*resolve_conj",
+    ),
+    "negative": (
+        lambda: torch.randn(3, dtype=torch.complex64).conj().imag,
+        WeightBridgeUnavailableError,
+        "'t' is a lazy conjugate or negative",
+    ),
+    "lazy-module": (
+        lambda: torch.nn.LazyLinear(3).weight,
+        WeightBridgeUnavailableError,
+        "'t' is",
+    ),
+    "subclass-with-dispatch": (
+        lambda: torch.randn(3).as_subclass(_Hijacked),
+        WeightBridgeUnavailableError,
+        "'t' is a _Hijacked; publish plain tensors",
+    ),
+    "quantized": (
+        lambda: torch.quantize_per_tensor(torch.randn(3), 0.1, 0, torch.qint8),
+        UnknownDtype,
+        "'t': unknown dtype 'qint8'",
+    ),
+}
+
+
+# Quantized tensors are deprecated in torch, and still what some users hold.
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_travel_as_cpu_bytes_is_refused_by_name(case: str) -> None:
+    make, error, said = REFUSED[case]
+    with pytest.raises(error, match=said):
+        PackPlan({"t": make()})
+
+
+def test_a_module_parameter_of_a_plain_subclass_travels() -> None:
+    class Tagged(torch.nn.Parameter):
+        pass
+
+    tagged = Tagged(torch.randn(3))
+    _, found = pack({"t": tagged, "b": torch.nn.Buffer(torch.ones(2))})
+    assert found["t"] == raw_bytes(tagged)
+
+
+def test_declaring_an_unknown_trainable_name_is_refused() -> None:
+    with pytest.raises(IncompatibleUpdate, match=r"does not hold: \['x'\]"):
+        PackPlan({"t": torch.randn(3)}, frozenset({"t", "x"}))
+
+
+def test_a_tied_trainable_name_flags_what_is_stored() -> None:
+    weight = torch.randn(3)
+    plan = PackPlan({"a": weight, "b": weight, "c": torch.randn(2)}, frozenset({"b"}))
+    assert plan.table.trainable == "10"
+    assert plan.fits({"a": weight, "b": weight}, frozenset({"a"})) is False
+
+
+# ---- reuse of a plan ----------------------------------------------------------------------------
+
+
+def test_a_plan_takes_the_same_tensors_with_new_values() -> None:
+    tensors = {"a": torch.randn(8), "b": torch.randn(4, 4).t()}
+    plan, _ = pack(tensors)
+    for tensor in tensors.values():
+        tensor.mul_(3)
+    assert plan.fits(tensors, None)
+    _, found = pack(tensors, plan)
+    assert found == {name: raw_bytes(tensor) for name, tensor in tensors.items()}
+
+
+WEIGHT = torch.randn(4, 4)
+COMPLEX = torch.randn(4, dtype=torch.complex64)
+CHANGES: dict[str, tuple[State, State]] = {
+    "another-address": ({"a": WEIGHT}, {"a": WEIGHT.clone()}),
+    "another-shape": ({"a": WEIGHT}, {"a": WEIGHT.view(2, 8)}),
+    "another-dtype": ({"a": WEIGHT}, {"a": WEIGHT.view(torch.int32)}),
+    "another-stride": ({"a": WEIGHT}, {"a": WEIGHT.t()}),
+    "no-stride-any-more": ({"a": WEIGHT.t()}, {"a": WEIGHT}),
+    "an-offset": ({"a": WEIGHT[:3]}, {"a": WEIGHT[1:]}),
+    "another-name": ({"a": WEIGHT}, {"b": WEIGHT}),
+    "one-more": ({"a": WEIGHT}, {"a": WEIGHT, "b": WEIGHT}),
+    "one-less": ({"a": WEIGHT, "b": COMPLEX}, {"a": WEIGHT}),
+    "another-order": ({"a": WEIGHT, "b": COMPLEX}, {"b": COMPLEX, "a": WEIGHT}),
+    "exchanged": ({"a": WEIGHT[0], "b": WEIGHT[1]}, {"a": WEIGHT[1], "b": WEIGHT[0]}),
+    "a-lazy-conjugate": ({"a": COMPLEX}, {"a": COMPLEX.conj()}),
+    "a-lazy-negative": ({"a": COMPLEX.imag}, {"a": COMPLEX.conj().imag}),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_plan_does_not_fit_anything_else(change: str) -> None:
+    before, after = CHANGES[change]
+    plan = PackPlan(before)
+    assert plan.fits(before, None)
+    assert not plan.fits(after, None)
+
+
+def test_a_plan_does_not_fit_another_declaration_of_trainable_tensors() -> None:
+    tensors = {"a": WEIGHT, "b": COMPLEX}
+    plan = PackPlan(tensors, frozenset({"a"}))
+    assert plan.fits(tensors, frozenset({"a"}))
+    assert not plan.fits(tensors, None)
+    assert not plan.fits(tensors, frozenset({"b"}))
+
+
+# ---- padding ------------------------------------------------------------------------------------
+
+
+def test_clearing_the_padding_leaves_the_tensors_alone() -> None:
+    tensors = {"a": bits("uint8", (5,)), "b": bits("uint8", (300,)), "c": bits("uint8", (0,))}
+    plan = PackPlan(tensors)
+    pin = anonymous_pin(plan.table.arena_nbytes)
+    arena = vm.tensor_at(pin.address, plan.table.arena_nbytes)
+    arena.fill_(0xFF)
+    plan.pack(tensors, pin.address)
+    plan.clear_padding(pin.address)
+    expected = torch.zeros(768, dtype=torch.uint8)
+    expected[:5] = tensors["a"]
+    expected[256:556] = tensors["b"]
+    assert torch.equal(arena, expected)

@@ -1,0 +1,315 @@
+"""One pass over many tensors: equal to the reference, on any number of threads, compiled or not."""
+
+import logging
+import signal
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rl_bridge.manifest.digest import LEAF_NBYTES, PAD_NBYTES, digest_bytes
+from rl_bridge.memory import passes
+from rl_bridge.memory.passes import BytePlan, default_threads, native_cause
+from tests.helpers import forked
+
+BORDERS = [
+    size + delta
+    for size in (PAD_NBYTES, LEAF_NBYTES, 2 * LEAF_NBYTES, 17 * LEAF_NBYTES)
+    for delta in (-1, 0, 1)
+]
+SIZES = st.lists(
+    st.sampled_from([0, 1, *BORDERS]) | st.integers(0, 3 * LEAF_NBYTES), min_size=1, max_size=6
+)
+compiled = pytest.mark.skipif(native_cause() is not None, reason=str(native_cause()))
+
+
+class Buffers:
+    """Tensors of some sizes, each at its own (possibly odd) address, with guard bytes around."""
+
+    def __init__(self, sizes: Sequence[int], *, shift: int = 0, fill: bool = True) -> None:
+        self.sizes = np.array(sizes, np.uint64)
+        self._memory = [np.full(size + shift + 64, 0xA5, np.uint8) for size in sizes]
+        self.views = [
+            memory[shift : shift + size]
+            for memory, size in zip(self._memory, sizes, strict=True)
+        ]
+        if fill:
+            for index, view in enumerate(self.views):
+                view[:] = (np.arange(len(view), dtype=np.uint64) * 2654435761 >> 9) + index & 255
+        starts = [memory.ctypes.data + shift for memory in self._memory]
+        self.addresses = np.array(starts, np.uint64)
+        self._shift = shift
+
+    def digests(self) -> bytes:
+        return b"".join(digest_bytes(view.tobytes()) for view in self.views)
+
+    def holds(self, other: "Buffers") -> bool:
+        same = all(
+            np.array_equal(mine, theirs)
+            for mine, theirs in zip(self.views, other.views, strict=True)
+        )
+        guards = all(
+            (memory[: self._shift] == 0xA5).all() and (memory[self._shift + len(view) :] == 0xA5).all()
+            for memory, view in zip(self._memory, self.views, strict=True)
+        )
+        return same and guards
+
+
+@settings(deadline=None, max_examples=60)
+@given(SIZES, st.integers(1, 4), st.integers(0, 17), st.integers(0, 17), st.booleans())
+def test_every_pass_equals_the_reference(
+    sizes: list[int], threads: int, source_shift: int, target_shift: int, native: bool
+) -> None:
+    source = Buffers(sizes, shift=source_shift)
+    expected = source.digests()
+    plan = BytePlan(source.sizes, native=native)
+    assert len(plan) == len(sizes)
+    assert plan.total_nbytes == sum(sizes)
+    assert plan.digest(source.addresses, num_threads=threads) == expected
+    for is_digested in (False, True):
+        target = Buffers(sizes, shift=target_shift, fill=False)
+        if is_digested:
+            found = plan.copy_digest(source.addresses, target.addresses, num_threads=threads)
+            assert found == expected
+        else:
+            plan.copy(source.addresses, target.addresses, num_threads=threads)
+        assert target.holds(source)
+
+
+@compiled
+@pytest.mark.parametrize("threads", [1, 2, 3, 4, 9, None])
+@pytest.mark.parametrize("target_shift", [0, 16, 8, 1])
+def test_large_passes_stream_on_threads_and_equal_the_reference(
+    threads: int | None, target_shift: int
+) -> None:
+    # Above both limits: from 4 MiB helpers join, from 8 MiB stores bypass the cache.
+    sizes = [5 << 20, 0, 3 * LEAF_NBYTES + 1, 4097, 4 << 20, 70]
+    source = Buffers(sizes, shift=3)
+    target = Buffers(sizes, shift=target_shift, fill=False)
+    found = BytePlan(source.sizes).copy_digest(
+        source.addresses, target.addresses, num_threads=threads
+    )
+    assert found == source.digests()
+    assert target.holds(source)
+
+
+@compiled
+def test_forty_thousand_small_tensors_equal_the_reference() -> None:
+    sizes = [(index * 7) % 300 for index in range(40_000)]
+    data = np.arange(400, dtype=np.uint8)
+    addresses = np.full(len(sizes), data.ctypes.data, np.uint64)
+    found = BytePlan(np.array(sizes, np.uint64)).digest(addresses, num_threads=2)
+    known = {size: digest_bytes(data[:size].tobytes()) for size in range(300)}
+    assert found == b"".join(known[size] for size in sizes)
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_a_tensor_whose_addresses_are_equal_is_digested_only(native: bool) -> None:
+    source, other = Buffers([3000, 5000]), Buffers([3000, 5000], fill=False)
+    targets = np.array([source.addresses[0], other.addresses[1]], np.uint64)
+    plan = BytePlan(source.sizes, native=native)
+    assert plan.copy_digest(source.addresses, targets) == source.digests()
+    assert (other.views[0] == 0xA5).all()
+    assert np.array_equal(other.views[1], source.views[1])
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_no_tensors_and_empty_tensors_are_fine(native: bool) -> None:
+    assert BytePlan(np.array([], np.uint64), native=native).digest(np.array([], np.uint64)) == b""
+    empty = BytePlan(np.zeros(3, np.uint64), native=native)
+    nowhere = np.zeros(3, np.uint64)
+    assert empty.copy_digest(nowhere, nowhere + np.uint64(8)) == 3 * digest_bytes(b"")
+
+
+def test_a_wrong_number_of_addresses_is_refused_before_memory_is_touched() -> None:
+    plan = BytePlan(np.array([10, 10], np.uint64))
+    with pytest.raises(ValueError, match="1 addresses for a plan of 2 tensors"):
+        plan.digest(np.zeros(1, np.uint64))
+    with pytest.raises(ValueError, match="3 addresses"):
+        plan.copy(np.zeros(2, np.uint64), np.zeros(3, np.uint64))
+
+
+def test_columns_of_another_layout_in_memory_are_taken_as_they_read() -> None:
+    source = Buffers([100, 200, 300])
+    spread = np.zeros(6, np.uint64)
+    spread[::2] = source.addresses
+    plan = BytePlan(np.array([100, 0, 200, 0, 300, 0], np.uint64)[::2])
+    assert plan.digest(spread[::2]) == source.digests()
+
+
+def test_the_number_of_threads_has_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    for cores, expected in ((1, 1), (2, 2), (64, 8)):
+        monkeypatch.setattr(
+            "rl_bridge.memory.passes.os.sched_getaffinity", lambda _, n=cores: set(range(n))
+        )
+        assert default_threads() == expected
+
+
+def test_many_threads_may_run_passes_at_once() -> None:
+    source = Buffers([5 << 20, 1 << 20])
+    expected = source.digests()
+    plan = BytePlan(source.sizes)
+    wrong = []
+
+    def work() -> None:
+        for _ in range(5):
+            if plan.digest(source.addresses, num_threads=3) != expected:
+                wrong.append(1)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not wrong
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+def test_a_forked_child_makes_helper_threads_of_its_own() -> None:
+    source = Buffers([5 << 20, 1 << 20])
+    expected = source.digests()
+    plan = BytePlan(source.sizes)
+    assert plan.digest(source.addresses, num_threads=2) == expected
+    assert forked(lambda: plan.digest(source.addresses, num_threads=2) == expected)
+    assert plan.digest(source.addresses, num_threads=2) == expected
+
+
+# ---- interrupts and failures --------------------------------------------------------------------
+
+
+class _FakeNative:
+    """Stands in for the compiled module: helpers wait at a gate, so that the order is ours."""
+
+    def __init__(self) -> None:
+        self.caller = threading.get_ident()
+        self.gate = threading.Event()
+        self.waiting = threading.Event()
+        self.num_finished = 0
+        self.fails_in_caller = False
+
+    def run(self, *_: int) -> None:
+        if threading.get_ident() == self.caller:
+            if self.fails_in_caller:
+                raise MemoryError
+            return
+        self.waiting.set()
+        assert self.gate.wait(30)
+        self.num_finished += 1
+
+    def combine(self, *_: int) -> None:
+        """Digests are not looked at."""
+
+
+def _run_with(fake: Any) -> None:
+    plan = BytePlan(np.array([5 << 20], np.uint64))
+    plan._native = fake
+    plan.digest(np.zeros(1, np.uint64), num_threads=2)
+
+
+def test_a_pass_that_is_interrupted_waits_for_its_helpers() -> None:
+    # A helper that goes on after the caller has left would write into memory that was given back,
+    # or into a slot that somebody else fills by now.
+    fake = _FakeNative()
+    finished_at_exit = []
+
+    def interrupt() -> None:
+        assert fake.waiting.wait(30)
+        signal.pthread_kill(fake.caller, signal.SIGINT)
+        # Whoever left the pass early is seen by the gate still being closed.
+        threading.Timer(0.3, fake.gate.set).start()
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            _run_with(fake)
+        finished_at_exit.append(fake.num_finished)
+    finally:
+        fake.gate.set()
+        thread.join(30)
+    assert finished_at_exit == [1]
+
+
+def test_a_pass_that_fails_waits_for_its_helpers_and_tells_the_failure() -> None:
+    fake = _FakeNative()
+    fake.fails_in_caller = True
+    timer = threading.Timer(0.2, fake.gate.set)
+    timer.start()
+    with pytest.raises(MemoryError):
+        _run_with(fake)
+    assert fake.num_finished == 1
+    timer.join(30)
+
+
+def test_a_helper_that_fails_fails_the_pass() -> None:
+    class Failing(_FakeNative):
+        def run(self, *_: int) -> None:
+            if threading.get_ident() != self.caller:
+                raise MemoryError
+
+    with pytest.raises(MemoryError):
+        _run_with(Failing())
+
+
+# ---- without the compiled module ----------------------------------------------------------------
+
+
+def test_a_missing_compiled_module_is_said_with_its_cause(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> Any:
+        raise ImportError(name)
+
+    monkeypatch.setattr("rl_bridge.memory.passes.importlib.import_module", missing)
+    native, _, cause = passes._load_native()
+    assert native is None
+    assert "the compiled module is missing" in str(cause)
+
+
+@compiled
+def test_an_xxhash_without_the_function_is_said_with_its_cause(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("rl_bridge.memory.passes.ctypes.CDLL", lambda _: object())
+    native, _, cause = passes._load_native()
+    assert native is None
+    assert cause == "xxhash's library does not export XXH3_128bits"
+
+    def unreadable(_: str) -> Any:
+        msg = "no such file"
+        raise OSError(msg)
+
+    monkeypatch.setattr("rl_bridge.memory.passes.ctypes.CDLL", unreadable)
+    assert passes._load_native()[2] == "xxhash's library cannot be opened (no such file)"
+
+
+@compiled
+def test_a_compiled_pass_that_disagrees_with_the_reference_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Wrong:
+        def run(self, *_: int) -> None:
+            """Copy and digest nothing."""
+
+        combine = run
+
+    monkeypatch.setattr(passes, "_NATIVE", Wrong())
+    monkeypatch.setattr(passes, "_CAUSE", None)
+    with caplog.at_level(logging.INFO):
+        passes._self_test()
+    assert native_cause() == "the compiled module disagrees with xxhash on this machine"
+    source = Buffers([LEAF_NBYTES + 5])
+    assert BytePlan(source.sizes).digest(source.addresses) == source.digests()
+    assert "digests run in Python" in caplog.text
+
+
+def test_where_there_is_none_the_self_test_says_why(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(passes, "_NATIVE", None)
+    monkeypatch.setattr(passes, "_CAUSE", "no compiler")
+    with caplog.at_level(logging.INFO):
+        passes._self_test()
+    assert "digests run in Python: no compiler" in caplog.text

@@ -1,0 +1,88 @@
+"""Steady state: fifty updates touch no new page, open nothing and map nothing, on either side."""
+
+import resource
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rl_bridge import RolloutExecutor, make_weight_bridge
+from rl_bridge.installers.module import ModuleInstallAdapter
+from tests.helpers import HELD, Child, open_fds
+
+NUM_UPDATES = 50
+NBYTES = 8 << 20
+# A fault for each 4 KiB page of one update would be 2048; the interpreter itself has a few.
+FEW_FAULTS = 200
+
+
+def mappings_of_ours() -> list[str]:
+    return [
+        line.split()[0] + line.split()[-1]
+        for line in Path("/proc/self/maps").read_text().splitlines()
+        if "rlb-" in line
+    ]
+
+
+def footprint() -> dict[str, Any]:
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return {
+        "faults": usage.ru_minflt,
+        "fds": len(open_fds()),
+        "mappings": len(mappings_of_ours()),
+        "rss": usage.ru_maxrss,
+    }
+
+
+def _setup(mode: str, directory: str | None) -> None:
+    engine = {"w": torch.zeros(NBYTES // 4), "b": torch.zeros(100)}
+    bridge = make_weight_bridge("shared-memory", source_worker="rollout", directory=directory)
+    adapter = ModuleInstallAdapter(engine, mode=mode, num_threads=1)  # type: ignore[arg-type]
+    HELD["executor"] = RolloutExecutor(weight_bridge=bridge, weight_install_adapter=adapter)
+    HELD["engine"] = engine
+
+
+def _install(text: str) -> None:
+    HELD["executor"].update_weights(text)
+
+
+def _look() -> dict[str, Any]:
+    return footprint()
+
+
+def _first_value() -> float:
+    return float(HELD["engine"]["w"][0])
+
+
+@pytest.mark.parametrize("mode", ["copy", "alias", "flip"])
+def test_fifty_updates_touch_no_new_page_and_open_nothing(mode: str) -> None:
+    weights = {"w": torch.zeros(NBYTES // 4), "b": torch.zeros(100)}
+    published: deque[str] = deque()
+    with (
+        Child() as child,
+        make_weight_bridge("shared-memory", num_threads=1) as bridge,
+    ):
+        child.call(_setup, mode, None)
+
+        def step(version: int) -> None:
+            weights["w"].fill_(version)
+            manifest = bridge.publish(weights, weight_version=version)
+            published.append(manifest.update_id)
+            child.call(_install, manifest.to_json(layout=version == 1))
+            while len(published) > 1:
+                bridge.release(published.popleft())
+
+        for version in range(1, 7):
+            step(version)
+        mine, theirs = footprint(), child.call(_look)
+        for version in range(7, 7 + NUM_UPDATES):
+            step(version)
+        mine_after, theirs_after = footprint(), child.call(_look)
+        assert child.call(_first_value) == 6 + NUM_UPDATES
+        for before, after in ((mine, mine_after), (theirs, theirs_after)):
+            assert after["fds"] == before["fds"]
+            assert after["mappings"] == before["mappings"]
+            assert after["faults"] - before["faults"] < FEW_FAULTS
+        assert bridge.published_nbytes < 2.2 * NBYTES + (1 << 20)
