@@ -4,6 +4,7 @@
 Without it Ray pickles every tensor in band, which is some twenty times slower.
 """
 
+import asyncio
 import functools
 import json
 import os
@@ -20,7 +21,7 @@ from _lib.lanes import BaseConsumer, BasePublisher, LaneContext
 __all__ = ["RayConsumer", "RayPublisher"]
 
 # Room for the version in use, the one that arrives, and the store's own bookkeeping.
-_STORE_FACTOR = 3
+_STORE_FACTOR = 4
 _STORE_EXTRA = 256 << 20
 _NAMESPACE = "benchmark"
 _MAILBOX = "mailbox"
@@ -34,7 +35,12 @@ def _token() -> str:
 
 def _import_ray(token: str) -> Any:
     """Import Ray with a token that only this run knows, rather than one kept in the home folder."""
-    os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=token)
+    os.environ.update(
+        RAY_AUTH_MODE="token",
+        RAY_AUTH_TOKEN=token,
+        # The store's pages are touched when it starts, not by the first updates.
+        RAY_preallocate_plasma_memory="1",
+    )
     import ray
 
     return ray
@@ -48,13 +54,19 @@ def _mailbox_class() -> type:
 
     class Mailbox:
         def __init__(self) -> None:
-            self._held: dict[int, list[Any]] = {}
+            self._held: dict[int, asyncio.Future[list[Any]]] = {}
 
-        def put(self, version: int, references: list[Any]) -> None:
-            self._held[version] = references
+        def _slot(self, version: int) -> "asyncio.Future[list[Any]]":
+            return self._held.setdefault(version, asyncio.get_running_loop().create_future())
 
-        def take(self, version: int) -> list[Any]:
-            return self._held.pop(version)
+        async def put(self, version: int, references: list[Any]) -> None:
+            self._slot(version).set_result(references)
+
+        async def take(self, version: int) -> list[Any]:
+            # The two drivers' calls arrive in any order.
+            references = await self._slot(version)
+            del self._held[version]
+            return references
 
     return Mailbox
 

@@ -20,12 +20,13 @@ from rl_bridge.errors import (
     MalformedManifest,
     StaleUpdate,
     UnknownUpdate,
+    WeightBridgeUnavailableError,
     WeightUpdateRejectedError,
 )
 from rl_bridge.lifecycle.machine import Lifecycle, Observer
 from rl_bridge.lifecycle.table import Event, Role, State
 from rl_bridge.manifest.canonical import JSONValue, freeze, thaw
-from rl_bridge.manifest.digest import DIGEST_NBYTES
+from rl_bridge.manifest.compare import mismatch
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.memory.control import UpdateReport
 from rl_bridge.memory.imported import ImportedTensors
@@ -81,10 +82,8 @@ class Consumer:
             manifest = WeightUpdateManifest.from_json(manifest)
         given: object = manifest
         if not isinstance(given, WeightUpdateManifest):
-            msg = (
-                f"import_update got a {type(manifest).__name__}, expected a WeightUpdateManifest "
-                "or its JSON."
-            )
+            kind = type(manifest).__name__
+            msg = f"import_update got a {kind}, expected a WeightUpdateManifest or its JSON."
             raise MalformedManifest(msg)
         with self._lock:
             self._check_open()
@@ -103,6 +102,10 @@ class Consumer:
                 record.lifecycle.fire(Event.IMPORT)
                 tensors = self._verified(manifest, record)
                 record.lifecycle.fire(Event.VERIFY)
+            except WeightBridgeUnavailableError:
+                # This side's fault, not the update's: it may come again once that is mended.
+                del self._updates[manifest.update_id]
+                raise
             except BaseException as error:
                 self._refuse(record, str(error) or type(error).__name__)
                 raise
@@ -133,14 +136,18 @@ class Consumer:
             timings = {phase: float(ms) for phase, ms in (timings_ms or {}).items()}
             freeze(timings, where="timings_ms")
             self._check_newest(record)
-            record.lifecycle.fire(Event.ACKNOWLEDGE)
-            record.proof = evidence
-            record.timings_ms |= timings
-            if manifest is not None:
-                self.active_weight_version = manifest.weight_version
-                self._floors[manifest.publisher_id] = manifest.weight_version
-            self.active_update_id = update_id
-            self._report(record)
+            if not record.lifecycle.allows(Event.ACKNOWLEDGE):
+                record.lifecycle.fire(Event.ACKNOWLEDGE)  # raises, and says why
+            try:
+                record.lifecycle.fire(Event.ACKNOWLEDGE)
+            finally:  # the step is taken, also if an interrupt came right behind it
+                record.proof = evidence
+                record.timings_ms |= timings
+                if manifest is not None:
+                    self.active_weight_version = manifest.weight_version
+                    self._floors[manifest.publisher_id] = manifest.weight_version
+                self.active_update_id = update_id
+                self._report(record)
 
     def reject(self, update: str | WeightUpdateManifest, reason: str) -> None:
         """Refuse an update, imported or not; rejecting it again changes nothing.
@@ -162,15 +169,19 @@ class Consumer:
 
         Idempotent; False if the update is unknown here.
         """
+        if os.getpid() != self._pid:
+            return False  # before the lock: at the fork, another thread may have held it
         with self._lock:
             record = self._updates.get(update_id)
-            if record is None or self._is_closed or os.getpid() != self._pid:
+            if record is None or self._is_closed:
                 return False
             if record.lifecycle.allows(Event.RELEASE):
-                record.lifecycle.fire(Event.RELEASE)
-                self._drop(record)
-                if self.active_update_id == update_id:
-                    self.active_update_id = None
+                try:
+                    record.lifecycle.fire(Event.RELEASE)
+                finally:  # as in `acknowledge`
+                    self._drop(record)
+                    if self.active_update_id == update_id:
+                        self.active_update_id = None
                 self._end.settle()
             return True
 
@@ -187,6 +198,8 @@ class Consumer:
             record.lifecycle.fire(event, reason=reason)
             if event is Event.UNDO:
                 self._drop(record)
+            elif event is Event.TEAR:
+                self._report(record)
 
     def state(self, update_id: str) -> State:
         """Fine state of an update.
@@ -221,8 +234,10 @@ class Consumer:
 
     def close(self) -> None:
         """Let go of everything; tensors still referenced keep their bytes. Idempotent."""
+        if os.getpid() != self._pid:
+            return
         with self._lock:
-            if not self._is_closed and os.getpid() == self._pid:
+            if not self._is_closed:
                 for update_id in list(self._updates):
                     self.release(update_id)
                 self._is_closed = True
@@ -285,7 +300,7 @@ class Consumer:
         if found != manifest.digests:
             found = attachment.refresh(manifest.digests, found)
         if found != manifest.digests:
-            raise ChecksumMismatch(_mismatch(manifest, found))
+            raise ChecksumMismatch(mismatch(manifest, found))
         record.timings_ms["verify"] = (time.perf_counter() - start) * 1e3
         return attachment.tensors
 
@@ -308,8 +323,12 @@ class Consumer:
         return record
 
     def _refuse(self, record: _Imported, reason: str) -> None:
-        record.lifecycle.fire(Event.REJECT, reason=reason)
-        self._drop(record)
+        if not record.lifecycle.allows(Event.REJECT):
+            record.lifecycle.fire(Event.REJECT)  # raises, and says why
+        try:
+            record.lifecycle.fire(Event.REJECT, reason=reason)
+        finally:  # as in `acknowledge`
+            self._drop(record)
 
     def _drop(self, record: _Imported) -> None:
         """Let go of the bytes and tell the publisher, now and when the last tensor died."""
@@ -325,21 +344,23 @@ class Consumer:
 
     def _report(self, record: _Imported, *, held: bool = False) -> None:
         manifest = record.manifest
-        if manifest is None:
+        if manifest is None or self._is_closed:
             return
         lifecycle = record.lifecycle
-        self._end.report(
-            manifest,
-            UpdateReport(
-                update_id=manifest.update_id,
-                weight_version=manifest.weight_version,
-                state=str(lifecycle.state),
-                reason=lifecycle.reason,
-                proof=None if record.proof is None else dict(record.proof),
-                timings_ms=record.timings_ms,
-                tensors_held=held,
-            ),
+        report = UpdateReport(
+            update_id=manifest.update_id,
+            weight_version=manifest.weight_version,
+            state=str(lifecycle.state),
+            reason=lifecycle.reason,
+            proof=None if record.proof is None else dict(record.proof),
+            timings_ms=record.timings_ms,
+            tensors_held=held,
         )
+        try:
+            self._end.report(manifest, report)
+        except Exception:  # noqa: BLE001 - logged in full
+            # What it tells of has happened: a way back that fails must not look like its failure.
+            _LOG.exception("the publisher was not told of %s", report)
 
     def _record(self, update_id: str, purpose: str) -> _Imported:
         record = self._updates.get(update_id)
@@ -376,21 +397,3 @@ def _report_later(consumer: "weakref.ref[Consumer]", lifecycle: "weakref.ref[Lif
         if record.lifecycle is life:
             owner._report(record)  # noqa: SLF001
             return
-
-
-def _mismatch(manifest: WeightUpdateManifest, found: bytes) -> str:
-    table = manifest.table
-    rows = [
-        row
-        for row in range(len(table.names))
-        if found[row * DIGEST_NBYTES : (row + 1) * DIGEST_NBYTES]
-        != manifest.digests[row * DIGEST_NBYTES : (row + 1) * DIGEST_NBYTES]
-    ]
-    row = rows[0]
-    here = slice(row * DIGEST_NBYTES, (row + 1) * DIGEST_NBYTES)
-    return (
-        f"tensor checksum mismatch for {table.names[row]!r} in version {manifest.weight_version}: "
-        f"expected {manifest.digests[here].hex()}, got {found[here].hex()} "
-        f"({len(rows)} of {len(table.names)} tensors differ). The update is corrupt or was "
-        "overwritten: it was rejected, publish again."
-    )

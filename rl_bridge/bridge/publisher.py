@@ -251,8 +251,10 @@ class Publisher:
 
     def close(self) -> None:
         """Give all memory back; consumers keep what they imported. Idempotent."""
+        if os.getpid() != self._pid:
+            return  # before the lock: at the fork, another thread may have held it
         with self._lock:
-            if not self._is_closed and os.getpid() == self._pid:
+            if not self._is_closed:
                 self._is_closed = True
                 self._end.close()
                 self._journal.close()

@@ -28,7 +28,7 @@ from rl_bridge.errors import (
 )
 from rl_bridge.installers.base import InstallProof, TransactionalAdapter, WeightInstallAdapter
 from rl_bridge.installers.wrapped import Version, as_transactional
-from rl_bridge.lifecycle.table import Event
+from rl_bridge.lifecycle.table import Event, State
 from rl_bridge.manifest.canonical import JSONValue
 from rl_bridge.manifest.compare import Policy, compare
 from rl_bridge.manifest.model import WeightUpdateManifest
@@ -73,7 +73,8 @@ class RolloutExecutor:
             initial = None if initial_weights is None else self._seal_initial(initial_weights)
             self._adapter = as_transactional(weight_install_adapter, initial=initial)
         self._lock = threading.RLock()
-        self._torn: tuple[WeightUpdateManifest, str] | None = None
+        # The updates that tore the engine, each with its reason, the last one last.
+        self._torn: dict[str, tuple[WeightUpdateManifest, str]] = {}
         self._active: WeightUpdateManifest | None = None
         self.shared_weights: Mapping[str, torch.Tensor] = {}
         self.active_weight_version: int | None = None
@@ -105,12 +106,11 @@ class RolloutExecutor:
             start = time.perf_counter()
             tensors = self.bridge.import_update(manifest)
             clock = PhaseClock()
-            was_torn = self._torn is not None and self._torn[0].update_id == manifest.update_id
             try:
                 self._look_for_suspicion(manifest)
                 if self._adapter is not None:
                     clock.run("prepare", lambda: self._prepare(manifest, tensors))
-                if not was_torn:
+                if manifest.update_id not in self._torn:
                     self._advance(manifest, Event.STAGE)
             except BaseException as error:
                 self._reject(manifest, error)
@@ -124,7 +124,11 @@ class RolloutExecutor:
                 clock.timings_ms["total"] = (time.perf_counter() - start) * 1e3
                 self._acknowledge(manifest, proof, clock.timings_ms)
             except BaseException as error:
-                self._undo(manifest, error)
+                if self._is_acknowledged(manifest):
+                    # An interrupt right behind the point of no return: the update stands.
+                    self._activate(manifest, tensors, proof, clock.timings_ms)
+                else:
+                    self._undo(manifest, error)
                 raise
             self._activate(manifest, tensors, proof, clock.timings_ms)
             return tensors
@@ -132,7 +136,7 @@ class RolloutExecutor:
     @property
     def is_torn(self) -> bool:
         """Whether the engine is neither at its version nor at another: it must not serve."""
-        return self._torn is not None
+        return bool(self._torn)
 
     def check_servable(self) -> None:
         """Tell whether the engine may answer requests.
@@ -142,8 +146,8 @@ class RolloutExecutor:
             WeightBridgeUnavailableError: it never got a verified version.
 
         """
-        if self._torn is not None:
-            manifest, reason = self._torn
+        if self._torn:
+            manifest, reason = self._last_torn()
             msg = (
                 f"the engine is torn by version {manifest.weight_version}: {reason}. "
                 "Call recover(), or install a later version in full."
@@ -161,9 +165,9 @@ class RolloutExecutor:
 
         """
         with self._lock:
-            if self._torn is None or self._adapter is None:
+            if not self._torn or self._adapter is None:
                 return
-            manifest, _ = self._torn
+            manifest, _ = self._last_torn()
             try:
                 self._adapter.undo()
             except Exception as error:
@@ -171,7 +175,7 @@ class RolloutExecutor:
                     f"recover: the undo of version {manifest.weight_version} failed again: {error}"
                 )
                 raise TornEngine(msg) from error
-            self._heal(manifest)
+            self._heal()
 
     def release_weights(self) -> None:
         """Release the active update; the engine goes on with the bytes that it has."""
@@ -192,17 +196,25 @@ class RolloutExecutor:
     # ---- its steps ------------------------------------------------------------------------------
 
     def _refuse_active(self, manifest: WeightUpdateManifest) -> None:
-        if manifest.update_id == self.active_weight_update_id and self._torn is None:
+        if manifest.update_id != self.active_weight_update_id:
+            return
+        name = f"version {manifest.weight_version} (update {manifest.update_id})"
+        if not self._torn:
+            msg = f"{name} is active already."
+        else:
             msg = (
-                f"version {manifest.weight_version} (update {manifest.update_id}) is active "
-                "already."
+                f"{name} is what the torn engine goes back to: call recover(), or install a later "
+                "version in full."
             )
-            raise StaleUpdate(msg)
+        raise StaleUpdate(msg)
 
     def _look_for_suspicion(self, manifest: WeightUpdateManifest) -> None:
         if self._suspicious is Policy.OFF:
             return
-        findings = compare(self._active, manifest)
+        previous = self._active
+        if previous is not None and previous.update_id == manifest.update_id:
+            return  # not a new update that changes nothing: this one once more, after its release
+        findings = compare(previous, manifest)
         for finding in findings:
             _LOG.warning("suspicious update: %s", finding.message)
         if findings and self._suspicious is Policy.REJECT:
@@ -249,9 +261,9 @@ class RolloutExecutor:
         proof: InstallProof,
         timings_ms: dict[str, float],
     ) -> None:
-        previous, torn = self.active_weight_update_id, self._torn
+        previous = self.active_weight_update_id
         self._active = manifest
-        self._torn = None
+        torn, self._torn = self._torn, {}
         self.shared_weights = tensors
         self.active_weight_version = manifest.weight_version
         self.active_weight_update_id = manifest.update_id
@@ -275,8 +287,9 @@ class RolloutExecutor:
         try:
             if self._adapter is not None:
                 self._adapter.commit()
-            if torn is not None and torn[0].update_id != manifest.update_id:
-                self._advance(torn[0], Event.UNDO)
+            for update, _ in torn.values():
+                if update.update_id != manifest.update_id:
+                    self._advance(update, Event.UNDO)
             if previous is not None and previous != manifest.update_id:
                 self.release_weight_update(previous)
         except Exception:  # noqa: BLE001 - logged in full
@@ -290,7 +303,7 @@ class RolloutExecutor:
 
     def _reject(self, manifest: WeightUpdateManifest, error: BaseException) -> None:
         """Refused before a byte of the engine changed."""
-        if self._torn is None or self._torn[0].update_id != manifest.update_id:
+        if manifest.update_id not in self._torn:
             self.bridge.reject(manifest.update_id, describe(error))
         error.add_note(
             f"rl_bridge: version {manifest.weight_version} was refused before the engine was "
@@ -317,8 +330,8 @@ class RolloutExecutor:
                 )
                 raise TornEngine(msg) from error
             return
-        if self._torn is not None and self._torn[0].update_id == manifest.update_id:
-            self._heal(manifest)
+        if manifest.update_id in self._torn:
+            self._heal()
         else:
             self.bridge.reject(
                 manifest.update_id, f"rollout weight install failed: {describe(error)}"
@@ -328,23 +341,32 @@ class RolloutExecutor:
         )
 
     def _tear(self, manifest: WeightUpdateManifest, reason: str) -> None:
-        if self._torn is None or self._torn[0].update_id != manifest.update_id:
+        if self._torn.pop(manifest.update_id, None) is None:
             self._advance(manifest, Event.TEAR, reason=reason)
-        self._torn = (manifest, reason)
+        self._torn[manifest.update_id] = (manifest, reason)
         self.active_weight_version = None
 
-    def _heal(self, manifest: WeightUpdateManifest) -> None:
-        self._advance(manifest, Event.UNDO)
-        self._torn = None
+    def _last_torn(self) -> tuple[WeightUpdateManifest, str]:
+        return next(reversed(self._torn.values()))
+
+    def _heal(self) -> None:
+        torn, self._torn = self._torn, {}
+        for manifest, _ in torn.values():
+            self._advance(manifest, Event.UNDO)
         if self._active is not None:
             self.active_weight_version = self._active.weight_version
 
     def _standing(self) -> str:
-        if self._torn is not None:
+        if self._torn:
             return "the engine is still torn."
         if self._active is None:
             return "the engine holds its initial weights, version None."
         return f"the engine holds version {self._active.weight_version}."
+
+    def _is_acknowledged(self, manifest: WeightUpdateManifest) -> bool:
+        return isinstance(self.bridge, TensorBridge) and (
+            self.bridge.update_state(manifest.update_id) is State.ACKNOWLEDGED
+        )
 
     def _advance(
         self, manifest: WeightUpdateManifest, event: Event, *, reason: str | None = None

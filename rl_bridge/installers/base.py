@@ -85,6 +85,10 @@ class TransactionalAdapter(ABC):
     def undo(self) -> None:
         """Bring the engine back to the byte to what it held before `install`.
 
+        After an undo that failed, that is what it held before the first of the installs since the
+        last `commit`: neither `prepare` nor `install` may take a torn engine for a state to go
+        back to. Called without anything to undo, it does nothing.
+
         Raises:
             TornEngine: it could not be brought back.
 

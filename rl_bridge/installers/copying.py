@@ -28,6 +28,7 @@ class CopyWay(Way):
         # Set while the engine may be a mixture: since an install that was neither undone nor
         # committed. What `undo` goes back to must then not be taken from the engine.
         self._is_dirty = False
+        self._is_released = False
 
     def is_prepared(self, manifest: WeightUpdateManifest) -> bool:
         """Whether `prepare` was called for this update."""
@@ -74,7 +75,9 @@ class CopyWay(Way):
         elif self._current is not None:
             self.memory.put_back(self._pending[2])
             self._rewrite(*self._current)
-        self._is_dirty = False
+        if self._is_released:
+            self._current = None
+        self._is_dirty = self._is_released = False
         self._pending = self._snapshot = None
 
     def _rewrite(self, manifest: WeightUpdateManifest, tensors: ImportedTensors) -> None:
@@ -94,10 +97,13 @@ class CopyWay(Way):
         """The new version is now what the next undo goes back to."""
         if self._pending is not None:
             self._current = self._pending[:2]
-        self._is_dirty = False
+        self._is_dirty = self._is_released = False
         self._pending = self._snapshot = None
 
     def release(self, update_id: str) -> None:
         """Drop the retained version; the next update then copies the engine aside first."""
         if self._current is not None and self._current[0].update_id == update_id:
-            self._current = None
+            if self._is_dirty:
+                self._is_released = True  # the undo needs it; it goes with the next commit or undo
+            else:
+                self._current = None

@@ -177,13 +177,15 @@ class WrappedAdapter(TransactionalAdapter):
 
     def commit(self) -> None:
         """Keep the version that the next undo goes back to."""
-        self._call("commit")
-        self._is_dirty = False
         self._previous, self._pending, self._snapshot = self._pending, None, None
+        self._is_dirty = False
+        self._call("commit")  # last: if it raises, this update is committed here all the same
 
     def release(self, update_id: str) -> None:
         """Let the adapter let go."""
-        if self._previous is not None and self._previous[0].update_id == update_id:
+        known = self._previous
+        # A torn engine still needs it; it goes with the next commit.
+        if known is not None and known[0].update_id == update_id and not self._is_dirty:
             self._previous = None
         self.adapter.release(update_id)
 

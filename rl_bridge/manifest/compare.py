@@ -14,7 +14,7 @@ from rl_bridge.manifest.dtypes import DTYPE_NBYTES
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.manifest.table import TensorTable
 
-__all__ = ["Finding", "Kind", "Policy", "compare", "narrowed"]
+__all__ = ["Finding", "Kind", "Policy", "compare", "mismatch", "narrowed"]
 
 _SHOWN = 5
 
@@ -119,4 +119,23 @@ def narrowed(before: TensorTable, after: TensorTable) -> tuple[str, ...]:
         for name, row in after.rows.items()
         if name in before.rows
         and DTYPE_NBYTES[after.dtypes[row]] < DTYPE_NBYTES[before.dtypes[before.rows[name]]]
+    )
+
+
+def mismatch(manifest: WeightUpdateManifest, found: bytes) -> str:
+    """Say which bytes differ, given the digests (16 bytes per tensor) of those that arrived."""
+    table = manifest.table
+    rows = [
+        row
+        for row in range(len(table.names))
+        if found[row * DIGEST_NBYTES : (row + 1) * DIGEST_NBYTES]
+        != manifest.digests[row * DIGEST_NBYTES : (row + 1) * DIGEST_NBYTES]
+    ]
+    row = rows[0]
+    here = slice(row * DIGEST_NBYTES, (row + 1) * DIGEST_NBYTES)
+    return (
+        f"tensor checksum mismatch for {table.names[row]!r} in version {manifest.weight_version}: "
+        f"expected {manifest.digests[here].hex()}, got {found[here].hex()} "
+        f"({len(rows)} of {len(table.names)} tensors differ). The update is corrupt or was "
+        "overwritten: publish again."
     )

@@ -45,6 +45,10 @@ class WeightLayout(BaseModel):
             MalformedManifest: not a mapping, an unknown key, a wrong type.
 
         """
+        given: object = metadata
+        if given is not None and not isinstance(given, Mapping):
+            msg = f"metadata is {type(given).__name__}, expected a mapping of JSON values."
+            raise MalformedManifest(msg)
         raw = (metadata or {}).get("layout")
         if raw is None:
             return cls()

@@ -6,7 +6,7 @@ write to the whole segment, so the publisher believes nothing in it: a record is
 checksummed and parsed into a strict model, and what does not parse is reported as unreadable.
 """
 
-import ctypes
+import logging
 import os
 import struct
 import threading
@@ -39,6 +39,8 @@ __all__ = [
     "legible",
     "num_records",
 ]
+
+_LOG = logging.getLogger(__name__)
 
 RECORD_NBYTES = 8192
 _HEAD = struct.Struct("<IIQ")  # sequence (odd while it is written), length, XXH3-64 of the text
@@ -151,7 +153,11 @@ class ControlReader:
 
     def _read(self, start: int) -> Record | None:
         for _ in range(_READ_TRIES):
-            raw = ctypes.string_at(self.segment.address + start, RECORD_NBYTES)
+            # By read and not by mapping: a named file that somebody cut off must not kill us.
+            raw = os.pread(self.segment.fd, RECORD_NBYTES, start)
+            if len(raw) != RECORD_NBYTES:
+                msg = "the control segment was truncated: consumers' reports are lost."
+                raise SegmentError(msg)
             sequence, length, checksum = _HEAD.unpack_from(raw)
             if sequence == 0:
                 return None
@@ -211,35 +217,39 @@ class ControlWriter:
                 "Close bridges that are not used, or raise max_consumers on the publisher."
             )
             raise WeightBridgeUnavailableError(msg)
-        try:
-            self._base = vm.map_shared(ref.nbytes, self._fd)
-            vm.guard_from_fork(self._base, ref.nbytes)
-        except OSError as error:
-            close_fd(self._fd)
-            msg = f"the publisher's control segment cannot be mapped: {error}."
-            raise SegmentError(msg) from error
-        self._address = self._base + start
+        self._start = start
         self._pid = os.getpid()
         self._is_closed = False
-        self._write()
+        try:
+            self._write()
+        except OSError as error:
+            close_fd(self._fd)
+            msg = f"the publisher's control segment cannot be written: {error}."
+            raise SegmentError(msg) from error
 
     def report(self, report: UpdateReport) -> None:
         """Write what became of an update; the publisher sees the last few of each consumer."""
+        if os.getpid() != self._pid:
+            return  # before the lock: at the fork, another thread of the parent may have held it
         with self._lock:
-            if self._is_closed or os.getpid() != self._pid:
+            if self._is_closed:
                 return
             self._updates.pop(report.update_id, None)
             self._updates[report.update_id] = report
             while len(self._updates) > _KEPT_UPDATES:
                 del self._updates[next(iter(self._updates))]
-            self._write()
+            try:
+                self._write()
+            except OSError as error:
+                _LOG.warning("the publisher will not hear of %s: %s", report.update_id, error)
 
     def close(self) -> None:
         """Let go of the record; the publisher sees this consumer as gone."""
+        if os.getpid() != self._pid:
+            return
         with self._lock:
-            if not self._is_closed and os.getpid() == self._pid:
+            if not self._is_closed:
                 self._is_closed = True
-                vm.unmap(self._base, self.ref.nbytes)
                 close_fd(self._fd)
 
     def _write(self) -> None:
@@ -256,10 +266,10 @@ class ControlWriter:
             text = self._text()
         # A reader that meets the odd number, or a checksum of the other text, reads again.
         self._sequence += 2
-        vm.store(self._address, _HEAD.pack(self._sequence - 1, 0, 0))
-        vm.store(self._address + _HEAD.size, text)
         head = _HEAD.pack(self._sequence, len(text), xxhash.xxh3_64_intdigest(text))
-        vm.store(self._address, head)
+        os.pwrite(self._fd, _HEAD.pack(self._sequence - 1, 0, 0), self._start)
+        os.pwrite(self._fd, text, self._start + _HEAD.size)
+        os.pwrite(self._fd, head, self._start)
 
     def _text(self) -> bytes:
         # A copy: a tensor that dies meanwhile may report, in this very thread.

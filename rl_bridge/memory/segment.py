@@ -170,6 +170,11 @@ class OwnedSegment:
             )
             raise SegmentError(msg) from error
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether it has its size still; only a named file can be cut off."""
+        return os.fstat(self.fd).st_size == self.nbytes
+
     def close(self) -> None:
         """Unmap and close; the memory goes when the last reader lets go too."""
         self._finalizer()
@@ -179,9 +184,17 @@ def _dispose(pid: int, fd: int, address: int, nbytes: int, path: Path | None) ->
     if os.getpid() != pid:
         return  # a forked child: the mapping never came along, the descriptor is closed
     vm.unmap(address, nbytes)
-    if path is not None:
+    if path is not None and _is_at(path, fd):
         path.unlink(missing_ok=True)
     close_fd(fd)
+
+
+def _is_at(path: Path, fd: int) -> bool:
+    """Whether the open file is the one under that name: what replaced it is not ours to remove."""
+    try:
+        return os.path.samestat(path.lstat(), os.fstat(fd))
+    except OSError:
+        return False
 
 
 def open_segment(ref: SegmentRef, *, directory: Path | None = None, writable: bool = False) -> int:

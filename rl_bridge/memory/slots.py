@@ -128,6 +128,9 @@ class SlotRing:
         for slot in free:
             if not leases.try_exclusive(slot.segment.fd):
                 continue
+            if not slot.segment.is_whole:
+                self._drop(slot)
+                continue
             if usable is None and arena_nbytes <= slot.capacity <= max(2 * arena_nbytes, vm.PAGE):
                 usable = slot
                 continue

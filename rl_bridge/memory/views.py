@@ -141,9 +141,11 @@ class SegmentView:
         )
 
     def _unpin(self) -> None:
+        if os.getpid() != self._pid:
+            return  # before the lock: at the fork, another thread of the parent may have held it
         with self._lock:
             self._alive -= 1
-            if self._alive or os.getpid() != self._pid:
+            if self._alive:
                 return
             leases.unlock(self.fd)
             if self._retired:

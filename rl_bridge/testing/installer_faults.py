@@ -119,14 +119,16 @@ class Sabotage:
         self._stage: Stage | None = None
         self._count = 0
         self._action: Callable[[], Any] = _fail
+        self.fails_undo = False
+        """Whether undos fail, before they have done anything."""
 
     def plan(
-        self, stage: Stage, count: int | None = None, *, action: Callable[[], Any] = _fail
+        self, stage: Stage | None, count: int | None = None, *, action: Callable[[], Any] = _fail
     ) -> None:
         """Fail the next install.
 
         Args:
-            stage: where.
+            stage: where; None takes a plan back.
             count: half-way: how many tensors were written; None takes half of them.
             action: what happens there; raises, or changes the engine behind the adapter's back.
 
@@ -188,6 +190,8 @@ class _Transactional(TransactionalAdapter):
         return proof
 
     def undo(self) -> None:
+        if self._sabotage.fails_undo:
+            _fail()
         self._inner.undo()
 
     def commit(self) -> None:

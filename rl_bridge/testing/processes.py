@@ -139,6 +139,7 @@ class Child:
             arguments: what it is called with; it must be importable or plain.
 
         """
+        self.arguments = arguments
         here, there = _SPAWN.Pipe()
         self._line = Line(here)
         self.process = _SPAWN.Process(

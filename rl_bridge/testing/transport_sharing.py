@@ -5,6 +5,7 @@ from contextlib import suppress
 import pytest
 import torch
 
+from rl_bridge.bridge.rollout import RolloutExecutor
 from rl_bridge.errors import (
     BridgeClosed,
     IllegalTransition,
@@ -281,6 +282,21 @@ class NobodyDisturbsAnybody(TransportCase):
         consumer.acknowledge(manifest.update_id)
         assert consumer.active_weight_version == 1
         assert publisher.holders(manifest.update_id) == []
+
+    def test_a_way_back_that_fails_does_not_fail_the_update(
+        self, publisher: BridgeOver, consumer: BridgeOver
+    ) -> None:
+        """What is reported has happened, whether or not anybody hears of it."""
+        faults_of(consumer).faults += [Fault(Step.BEFORE_REPORT, count=n) for n in range(1, 20)]
+        source = sample_weights(1)
+        executor = RolloutExecutor(weight_bridge=consumer)
+        manifest = publisher.publish(source, weight_version=1)
+        assert contents_of(executor.update_weights(manifest)) == contents_of(source)
+        assert executor.active_weight_version == consumer.active_weight_version == 1
+        bad = publisher.publish(sample_weights(2), weight_version=2)
+        consumer.reject(bad, "no")
+        executor.release_weights()
+        assert consumer.update_status(manifest.update_id) == "released"
 
     @pytest.mark.parametrize("step", list(Step))
     def test_a_failure_in_the_transport_leaves_both_ends_usable(

@@ -104,7 +104,8 @@ class Attachment:
         sizes = table.nbytes_column[rows]
         # All are dropped before any is read: several tensors may share a page.
         places = zip(addresses.tolist(), sizes.tolist(), strict=True)
-        if any([view.refresh(address, nbytes) for address, nbytes in places]):
+        dropped = [view.refresh(address, nbytes) for address, nbytes in places]
+        if any(dropped):
             again = BytePlan(sizes).digest(addresses, num_threads=self._num_threads)
             have[rows] = np.frombuffer(again, np.uint8).reshape(-1, 16)
         return have.tobytes()

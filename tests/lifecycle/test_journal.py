@@ -120,11 +120,23 @@ def test_a_record_that_cannot_be_written_leaves_the_version_free(
         "\xff",
         "[" * 99_999,
     ],
-    ids=["empty", "cut", "list", "null", "no-fields", "format-only", "no-format", "no-ascii", "deep"],
+    ids=[
+        "empty",
+        "cut",
+        "list",
+        "null",
+        "no-fields",
+        "format-only",
+        "no-format",
+        "no-ascii",
+        "deep",
+    ],
 )
 def test_a_damaged_record_is_never_guessed_at(text: str, tmp_path: Path) -> None:
     (tmp_path / "publisher.json").write_text(text, encoding="latin-1")
-    with pytest.raises(WeightBridgeError, match="(?s)damaged.*Move it away.*or restore it") as caught:
+    with pytest.raises(
+        WeightBridgeError, match="(?s)damaged.*Move it away.*or restore it"
+    ) as caught:
         Journal(tmp_path)
     assert type(caught.value) is WeightBridgeError
     assert str(tmp_path / "publisher.json") in str(caught.value)
@@ -147,9 +159,7 @@ def test_a_damaged_record_is_never_guessed_at(text: str, tmp_path: Path) -> None
     ],
     ids=str,
 )
-def test_a_record_with_a_wrong_field_is_damaged(
-    field: str, value: object, tmp_path: Path
-) -> None:
+def test_a_record_with_a_wrong_field_is_damaged(field: str, value: object, tmp_path: Path) -> None:
     record(tmp_path, **{field: value})
     with pytest.raises(WeightBridgeError, match="damaged"):
         Journal(tmp_path)

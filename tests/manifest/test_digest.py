@@ -57,9 +57,7 @@ def pattern(nbytes: int, seed: int = 0) -> bytes:
 def independent_root(rows: Sequence[tuple[str, str, Sequence[int], bytes]]) -> bytes:
     lines = ""
     for name, dtype, shape, digest in sorted(rows, key=lambda row: row[0].encode("utf-8")):
-        lines += (
-            json.dumps([name, dtype, list(shape), digest.hex()], separators=(",", ":")) + "\n"
-        )
+        lines += json.dumps([name, dtype, list(shape), digest.hex()], separators=(",", ":")) + "\n"
     return bytes(xxhash.xxh3_128_digest(lines.encode("ascii")))
 
 

@@ -123,7 +123,9 @@ def test_a_missing_field_is_named(field: str) -> None:
     refused(assemble(without(HEADER, field), LAYOUT), MalformedManifest, field)
 
 
-@pytest.mark.parametrize("field", ["table", "self", "tensors", "extra", "__class__", "model_config"])
+@pytest.mark.parametrize(
+    "field", ["table", "self", "tensors", "extra", "__class__", "model_config"]
+)
 def test_an_unknown_field_is_named(field: str) -> None:
     refused(assemble(HEADER | {field: 1}, LAYOUT), MalformedManifest, field)
 
@@ -244,7 +246,9 @@ def test_a_layout_with_a_digest_of_its_own_still_needs_the_root() -> None:
 
 @pytest.mark.parametrize("field", sorted(LAYOUT))
 def test_a_missing_layout_field_is_malformed(field: str) -> None:
-    refused(assemble(HEADER, without(LAYOUT, field)), MalformedManifest, "ties|leaves out|Field|canon")
+    refused(
+        assemble(HEADER, without(LAYOUT, field)), MalformedManifest, "ties|leaves out|Field|canon"
+    )
 
 
 @pytest.mark.parametrize("field", ["self", "extra", "digest", "rows"])

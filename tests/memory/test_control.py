@@ -182,9 +182,7 @@ def test_a_consumer_that_closed_or_was_killed_is_gone_with_its_reports_kept(
         ]
         pid = child.pid
         child.kill()
-    until(
-        lambda: reader.records()[1].presence == "gone", what="the kernel let go", deadline_s=5
-    )
+    until(lambda: reader.records()[1].presence == "gone", what="the kernel let go", deadline_s=5)
     writer.close()
     writer.close()
     writer.report(update(6))
@@ -242,7 +240,7 @@ def test_a_sealed_segment_cannot_be_the_way_back() -> None:
     slot = OwnedSegment.make("rl_bridge-test", control_nbytes(1))
     vm.store(slot.address, b"rl_bridge.control/1\n" + PUBLISHER.encode())
     before = open_fds()
-    with pytest.raises(SegmentError, match="cannot be mapped"):
+    with pytest.raises(SegmentError, match="cannot be written"):
         writer_of(slot.ref)
     assert open_fds().keys() == before.keys()
     slot.close()

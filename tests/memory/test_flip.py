@@ -262,9 +262,7 @@ def test_a_way_back_that_fails_too_is_torn_and_can_be_tried_again(
     assert set(engine[8:].tolist()) == {1}
 
 
-def test_fifty_flips_leave_descriptors_where_they_were(
-    versions: Versions, live: LiveRange
-) -> None:
+def test_fifty_flips_leave_descriptors_where_they_were(versions: Versions, live: LiveRange) -> None:
     pins = [versions.pin(1), versions.pin(2)]
     live.flip(pins[0])
     before = open_fds()

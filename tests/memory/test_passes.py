@@ -34,8 +34,7 @@ class Buffers:
         self.sizes = np.array(sizes, np.uint64)
         self._memory = [np.full(size + shift + 64, 0xA5, np.uint8) for size in sizes]
         self.views = [
-            memory[shift : shift + size]
-            for memory, size in zip(self._memory, sizes, strict=True)
+            memory[shift : shift + size] for memory, size in zip(self._memory, sizes, strict=True)
         ]
         if fill:
             for index, view in enumerate(self.views):
@@ -53,7 +52,8 @@ class Buffers:
             for mine, theirs in zip(self.views, other.views, strict=True)
         )
         guards = all(
-            (memory[: self._shift] == 0xA5).all() and (memory[self._shift + len(view) :] == 0xA5).all()
+            (memory[: self._shift] == 0xA5).all()
+            and (memory[self._shift + len(view) :] == 0xA5).all()
             for memory, view in zip(self._memory, self.views, strict=True)
         )
         return same and guards

@@ -151,9 +151,7 @@ def _punch(fd: int, nbytes: int) -> None:
         raise OSError(ctypes.get_errno(), "fallocate")
 
 
-def test_another_process_can_read_and_do_nothing_else(
-    segment: OwnedSegment, child: Child
-) -> None:
+def test_another_process_can_read_and_do_nothing_else(segment: OwnedSegment, child: Child) -> None:
     assert child.call(_attack, segment.ref) == {
         "truncate": "PermissionError",
         "grow": "PermissionError",

@@ -165,9 +165,7 @@ def test_reading_into_memory_says_how_much_there_was(file: int) -> None:
     vm.unmap(address, 2 * NBYTES)
 
 
-def test_short_reads_go_on_where_they_stopped(
-    file: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_short_reads_go_on_where_they_stopped(file: int, monkeypatch: pytest.MonkeyPatch) -> None:
     address = vm.map_anonymous(NBYTES)
     preadv = os.preadv
 
@@ -218,9 +216,7 @@ def test_private_ranges_are_exactly_the_pages_that_were_written(file: int) -> No
         (address + 7 * vm.PAGE, 2 * vm.PAGE),
         (address + 63 * vm.PAGE, vm.PAGE),
     ]
-    assert vm.private_ranges(address + vm.PAGE, 7 * vm.PAGE) == [
-        (address + 7 * vm.PAGE, vm.PAGE)
-    ]
+    assert vm.private_ranges(address + vm.PAGE, 7 * vm.PAGE) == [(address + 7 * vm.PAGE, vm.PAGE)]
     vm.drop_pages(address, NBYTES)
     assert vm.private_ranges(address, NBYTES) == []
     vm.unmap(address, NBYTES)

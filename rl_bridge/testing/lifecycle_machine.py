@@ -1,0 +1,333 @@
+"""A model-based test of the whole transaction: publisher, consumer, executor, engine, and faults.
+
+Hypothesis plays: it publishes, corrupts, installs, lets installs and undos fail at chosen places,
+replays old manifests, releases, restarts either side, holds tensors and writes into them. The model
+knows one thing: which version the engine must be at, with which bytes, or that it is torn. After
+every step the real thing is compared with it.
+"""
+
+import copy
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+import xxhash
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from rl_bridge.bridge.rollout import RolloutExecutor
+from rl_bridge.errors import (
+    ChecksumMismatch,
+    ProofFailed,
+    SlotsExhausted,
+    TornEngine,
+    WeightBridgeError,
+    WeightBridgeUnavailableError,
+)
+from rl_bridge.installers.base import TransactionalAdapter
+from rl_bridge.installers.module import ModuleInstallAdapter
+from rl_bridge.lifecycle.table import State
+from rl_bridge.manifest.model import WeightUpdateManifest
+from rl_bridge.testing.faults import FaultInjecting
+from rl_bridge.testing.installer_faults import EngineFault, Sabotage, Stage, poke
+from rl_bridge.testing.over import BridgeOver
+from rl_bridge.testing.strategies import bytes_of, random_tensor
+from rl_bridge.transports.base import Transport
+from rl_bridge.transports.shared_memory import SharedMemory
+
+__all__ = ["LifecycleMachine"]
+
+_MAX_SLOTS = 12
+Contents = dict[str, str]
+
+
+def _weights(seed: int) -> dict[str, torch.Tensor]:
+    found = {
+        "a": random_tensor("float32", (5, 4), seed),
+        "b": random_tensor("bfloat16", (2100,), seed + 1),
+        "c": random_tensor("int8", (3, 3), seed + 2),
+        "empty": random_tensor("float32", (0,), seed + 3),
+    }
+    found["tied"] = found["a"]
+    return found
+
+
+def _contents(tensors: Any) -> Contents:
+    return {name: xxhash.xxh3_64_hexdigest(bytes_of(t)) for name, t in tensors.items()}
+
+
+@dataclass
+class _Update:
+    """What the model knows of one published update."""
+
+    manifest: WeightUpdateManifest
+    contents: Contents
+    is_corrupt: bool = False
+    is_released: bool = False
+    is_refused: bool = False
+
+
+@dataclass
+class _Model:
+    """What the engine must be."""
+
+    version: int | None = None
+    contents: Contents = field(default_factory=dict)
+    is_torn: bool = False
+    active: str | None = None
+    floor: dict[str, int] = field(default_factory=dict)
+
+
+class LifecycleMachine(RuleBasedStateMachine):
+    """Run ``LifecycleMachine.TestCase``; subclasses choose transport and mode."""
+
+    mode: ClassVar[Any] = "copy"
+
+    def __init__(self) -> None:
+        """Start without a trainer and without an engine; `begin` makes both."""
+        super().__init__()
+        self.updates: list[_Update] = []
+        self.held: list[tuple[Any, Contents]] = []
+        self.trainer: BridgeOver | None = None
+        self.consumer: BridgeOver | None = None
+        self.next_version = 1
+
+    def make_transport(self) -> Transport:
+        """One end's transport."""
+        return SharedMemory(max_slots=_MAX_SLOTS, max_consumers=8)
+
+    def make_adapter(self, engine: dict[str, torch.Tensor]) -> TransactionalAdapter:
+        """The adapter of a new engine."""
+        return ModuleInstallAdapter(engine, mode=self.mode)
+
+    # ---- beginnings -----------------------------------------------------------------------------
+
+    @initialize()
+    def begin(self) -> None:
+        """A trainer and an engine with initial weights."""
+        self._start_trainer()
+        self._start_engine()
+
+    def _start_trainer(self) -> None:
+        self.faults = FaultInjecting(self.make_transport())
+        self.trainer = BridgeOver(self.faults, source_worker="trainer")
+        self.next_version = 1
+
+    def _start_engine(self) -> None:
+        self.consumer = BridgeOver(self.make_transport(), source_worker="rollout")
+        self.engine = copy.deepcopy(_weights(0))
+        self.engine["c"] = self.engine["c"].t().contiguous().t()
+        self.engine["tied"] = self.engine["a"]
+        self.sabotage = Sabotage(self.make_adapter(self.engine), self.engine)
+        self.executor = RolloutExecutor(
+            weight_bridge=self.consumer,
+            weight_install_adapter=self.sabotage.wrapped(),
+            suspicious="off",
+        )
+        self.model = _Model(contents=_contents(self.engine))
+
+    @rule()
+    def restart_trainer(self) -> None:
+        """A new publisher: another stream, whose versions begin anew."""
+        self._closed(self.trainer)
+        for update in self.updates:
+            update.is_released = True
+        self._start_trainer()
+
+    @rule()
+    def restart_engine(self) -> None:
+        """A new rollout process: initial weights, and no memory of what it refused."""
+        self._closed(self.consumer)
+        for update in self.updates:
+            update.is_refused = False
+        self._start_engine()
+
+    # ---- the trainer ----------------------------------------------------------------------------
+
+    @rule(seed=st.integers(1, 50), is_corrupt=st.integers(0, 5).map(lambda x: x == 0))
+    def publish(self, seed: int, *, is_corrupt: bool) -> None:
+        """Publish a version, now and then one whose bytes are damaged."""
+        assert self.trainer is not None
+        source = _weights(100 * seed)
+        contents = _contents(source)
+        self.faults.corrupt_next = is_corrupt
+        try:
+            manifest = self.trainer.publish(source, weight_version=self.next_version)
+        except SlotsExhausted:
+            live = sum(not update.is_released for update in self.updates)
+            assert live + len(self.held) + 2 >= _MAX_SLOTS, "memory that nobody holds is not reused"
+            return
+        self.next_version += 1
+        self.updates.append(_Update(manifest, contents, is_corrupt))
+
+    @rule(data=st.data())
+    @precondition(lambda self: self.updates)
+    def release_by_trainer(self, data: st.DataObject) -> None:
+        """The trainer lets go of an update, whatever the consumer does with it."""
+        assert self.trainer is not None
+        update = data.draw(st.sampled_from(self.updates))
+        self.trainer.release(update.manifest.update_id)
+        update.is_released = True
+
+    # ---- the rollout ----------------------------------------------------------------------------
+
+    @rule(
+        data=st.data(),
+        stage=st.sampled_from([None, None, None, *Stage]),
+        is_poked=st.booleans(),
+        undo_fails=st.integers(0, 2).map(lambda x: x == 0),
+    )
+    @precondition(lambda self: self.updates)
+    def update(
+        self, data: st.DataObject, stage: Stage | None, *, is_poked: bool, undo_fails: bool
+    ) -> None:
+        """Install an update, fresh or old, with or without a failure on the way."""
+        update = data.draw(st.sampled_from(self.updates[-4:]))
+        manifest = update.manifest
+        must_refuse = update.is_corrupt or update.is_refused or self._is_old(manifest)
+        may_refuse = must_refuse or update.is_released or self.model.active == manifest.update_id
+        if stage is not None:
+            if is_poked and stage is Stage.AFTER_INSTALL:
+                self.sabotage.plan(stage, action=lambda: poke(self.engine["b"], -1))
+            else:
+                self.sabotage.plan(stage)
+            self.sabotage.fails_undo = undo_fails
+        was_torn = self.model.is_torn
+        try:
+            self.executor.update_weights(manifest.to_json())
+        except TornEngine:
+            assert stage is not None
+            assert undo_fails
+            self.model.is_torn = update.is_refused = True
+        except (EngineFault, ProofFailed):
+            assert stage is not None
+            update.is_refused = True
+        except ChecksumMismatch:
+            assert update.is_corrupt
+            update.is_refused = True
+        except WeightBridgeError:
+            if not may_refuse:
+                raise
+        else:
+            assert not must_refuse
+            assert stage is None
+            self.model.version = manifest.weight_version
+            self.model.contents = update.contents
+            self.model.is_torn = False
+            self.model.active = manifest.update_id
+            self.model.floor[manifest.publisher_id] = manifest.weight_version
+        finally:
+            self.sabotage.plan(None)
+            self.sabotage.fails_undo = False
+        assert was_torn <= (self.model.is_torn or not self.executor.is_torn)
+
+    def _is_old(self, manifest: WeightUpdateManifest) -> bool:
+        floor = self.model.floor.get(manifest.publisher_id)
+        return floor is not None and manifest.weight_version < floor
+
+    @rule(undo_fails=st.booleans())
+    def recover(self, *, undo_fails: bool) -> None:
+        """Try the undo once more; a no-op where nothing is torn."""
+        self.sabotage.fails_undo = undo_fails
+        try:
+            self.executor.recover()
+        except TornEngine:
+            assert self.model.is_torn
+            assert undo_fails
+        else:
+            assert not (self.model.is_torn and undo_fails)
+            self.model.is_torn = False
+        finally:
+            self.sabotage.fails_undo = False
+
+    @rule()
+    def release_weights(self) -> None:
+        """Let go of the active update; the engine goes on with its bytes."""
+        self.executor.release_weights()
+        self.model.active = None
+
+    @rule()
+    @precondition(lambda self: len(self.held) < 3 and self.executor.shared_weights)
+    def hold(self) -> None:
+        """Keep the imported tensors of the active version, for much longer than it is active."""
+        tensors = dict(self.executor.shared_weights)
+        self.held.append((tensors, _contents(tensors)))
+
+    @rule(data=st.data())
+    @precondition(lambda self: self.held)
+    def drop(self, data: st.DataObject) -> None:
+        """Let go of held tensors."""
+        self.held.pop(data.draw(st.integers(0, len(self.held) - 1)))
+
+    @rule(data=st.data())
+    @precondition(lambda self: self.held and self.mode == "copy")
+    def write(self, data: st.DataObject) -> None:
+        """Write into held tensors: nobody else may see it, and no undo may bring it back."""
+        index = data.draw(st.integers(0, len(self.held) - 1))
+        tensors, _ = self.held[index]
+        tensors["b"].view(torch.uint8).bitwise_not_()
+        # Two mappings of one version are one memory: look at all of them again.
+        self.held = [(kept, _contents(kept)) for kept, _ in self.held]
+
+    # ---- what must hold after every step --------------------------------------------------------
+
+    @invariant()
+    def the_engine_is_at_its_version_or_torn(self) -> None:
+        """Its bytes are those of the version that it reports; a torn one does not serve."""
+        if self.trainer is None:
+            return
+        assert self.executor.is_torn == self.model.is_torn
+        if self.model.is_torn:
+            assert self.executor.active_weight_version is None
+            self._assert_not_servable(TornEngine)
+            return
+        assert self.executor.active_weight_version == self.model.version
+        assert _contents(self.engine) == self.model.contents
+        assert self.engine["tied"].data_ptr() == self.engine["a"].data_ptr()
+        if self.model.version is None:
+            self._assert_not_servable(WeightBridgeUnavailableError)
+        else:
+            self.executor.check_servable()
+
+    def _assert_not_servable(self, kind: type[Exception]) -> None:
+        try:
+            self.executor.check_servable()
+        except kind:
+            return
+        msg = "an engine that must not serve says that it may"
+        raise AssertionError(msg)
+
+    @invariant()
+    def held_tensors_keep_their_bytes(self) -> None:
+        """Whatever was published, released, installed or restarted since."""
+        for tensors, contents in self.held:
+            assert _contents(tensors) == contents
+
+    @invariant()
+    def at_most_one_update_is_acknowledged(self) -> None:
+        """And it is the active one."""
+        if self.consumer is None or self.consumer_is_new():
+            return
+        known = [u.manifest.update_id for u in self.updates]
+        active = [
+            update_id
+            for update_id in known
+            if self.consumer.consumer_end().knows(update_id)
+            and self.consumer.update_state(update_id) is State.ACKNOWLEDGED
+        ]
+        assert active == ([] if self.model.active is None else [self.model.active])
+
+    def consumer_is_new(self) -> bool:
+        """Whether this consumer has not imported anything yet."""
+        return self.consumer is None or self.consumer.active_weight_version is None
+
+    @staticmethod
+    def _closed(bridge: BridgeOver | None) -> None:
+        if bridge is not None:
+            bridge.close()
+
+    def teardown(self) -> None:
+        """Close both ends."""
+        self.held.clear()
+        self._closed(self.consumer)
+        self._closed(self.trainer)

@@ -1,0 +1,101 @@
+"""Engines and adapters for the executor's tests: each step can be watched, and made to fail."""
+
+from collections.abc import Mapping
+
+import torch
+
+from rl_bridge import InstallProof, TransactionalAdapter, WeightUpdateManifest
+from tests.helpers import raw_bytes
+
+__all__ = ["Recording", "SeedStyle", "Unseen", "content"]
+
+
+def content(engine: Mapping[str, torch.Tensor]) -> dict[str, bytes]:
+    """An engine's weights, byte for byte."""
+    return {name: raw_bytes(tensor) for name, tensor in engine.items()}
+
+
+class Recording(TransactionalAdapter):
+    """A whole adapter over a dict of tensors, which notes its calls and fails where it is told to.
+
+    ``fails`` maps a step to what it raises; ``install`` fails after half of the tensors.
+    """
+
+    def __init__(self, engine: dict[str, torch.Tensor]) -> None:
+        self.engine = engine
+        self.calls: list[str] = []
+        self.fails: dict[str, BaseException] = {}
+        self.proof: InstallProof | None = None
+        self._manifest: WeightUpdateManifest | None = None
+        self._saved: dict[str, torch.Tensor] = {}
+
+    def _step(self, name: str) -> None:
+        self.calls.append(name)
+        if name in self.fails:
+            raise self.fails[name]
+
+    def prepare(self, manifest: WeightUpdateManifest, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._step("prepare")
+        if not self._saved:
+            self._saved = {name: tensor.clone() for name, tensor in self.engine.items()}
+        self._manifest = manifest
+
+    def install(self, manifest: WeightUpdateManifest, tensors: Mapping[str, torch.Tensor]) -> None:
+        names = sorted(tensors)
+        for name in names[: len(names) // 2]:
+            self.engine[name].copy_(tensors[name])
+        self._step("install")
+        for name in names[len(names) // 2 :]:
+            self.engine[name].copy_(tensors[name])
+
+    def prove(self) -> InstallProof:
+        self._step("prove")
+        assert self._manifest is not None
+        return self.proof or InstallProof(method="digest", root=self._manifest.root, tensors=3)
+
+    def undo(self) -> None:
+        self._step("undo")
+        for name, tensor in self._saved.items():
+            self.engine[name].copy_(tensor)
+        self._saved = {}
+
+    def commit(self) -> None:
+        self._step("commit")
+        self._saved = {}
+
+    def release(self, update_id: str) -> None:
+        self._step(f"release {update_id[:4]}")
+
+
+class SeedStyle:
+    """The least that an adapter is; its engine can be seen."""
+
+    def __init__(self, engine: dict[str, torch.Tensor]) -> None:
+        self.engine = engine
+        self.fails_after: int | None = None
+
+    def install(
+        self, manifest: WeightUpdateManifest, tensors: Mapping[str, torch.Tensor]
+    ) -> object:
+        for number, name in enumerate(sorted(tensors)):
+            if number == self.fails_after:
+                msg = "the engine said no"
+                raise LookupError(msg)
+            self.engine[name].copy_(tensors[name])
+        return None
+
+    def release(self, update_id: str) -> None:
+        """Nothing is kept."""
+
+
+class Unseen(SeedStyle):
+    """The same, behind a closure: nothing of its engine can be read."""
+
+    def __init__(self, engine: dict[str, torch.Tensor]) -> None:
+        self._engine = lambda: engine
+        self.fails_after = None
+
+    def __getattr__(self, name: str) -> dict[str, torch.Tensor]:
+        if name != "engine":
+            raise AttributeError(name)
+        return self._engine()

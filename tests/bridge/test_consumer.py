@@ -1,0 +1,389 @@
+"""Importing: order per publisher, verification of every byte, and a life that ends in one word."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from rl_bridge import TensorBridge, WeightUpdateManifest, make_weight_bridge
+from rl_bridge.errors import (
+    BridgeClosed,
+    ForeignTransport,
+    IllegalTransition,
+    MalformedManifest,
+    StaleUpdate,
+    UnknownUpdate,
+    WeightBridgeUnavailableError,
+    WeightUpdateRejectedError,
+)
+from rl_bridge.lifecycle.table import Event, State
+from tests.helpers import forked, raw_bytes, weights
+
+TRANSPORTS = ["local-clone", "shared-memory"]
+forking = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+
+
+@pytest.fixture(params=TRANSPORTS)
+def transport(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def publisher(transport: str) -> Iterator[TensorBridge]:
+    with (
+        make_weight_bridge(transport, source_worker="trainer", max_slots=9)
+        if (transport == "shared-memory")
+        else make_weight_bridge(transport, source_worker="trainer") as made
+    ):
+        yield made
+
+
+@pytest.fixture
+def consumer(transport: str) -> Iterator[TensorBridge]:
+    with make_weight_bridge(transport, source_worker="rollout") as made:
+        yield made
+
+
+def publish(publisher: TensorBridge, version: int) -> WeightUpdateManifest:
+    return publisher.publish(weights(version), weight_version=version)
+
+
+# ---- what import gives --------------------------------------------------------------------------
+
+
+def test_the_tensors_are_those_that_were_published(
+    publisher: TensorBridge, consumer: TensorBridge
+) -> None:
+    state = weights(3)
+    state["tied"] = state["layer.weight"]
+    state["empty"] = torch.empty(0, 4)
+    manifest = publisher.publish(state, weight_version=1)
+    imported = consumer.import_update(manifest.to_json())
+    assert set(imported) == set(state)
+    assert len(imported) == 5
+    for name, tensor in state.items():
+        assert imported[name].dtype == tensor.dtype
+        assert imported[name].shape == tensor.shape
+        assert raw_bytes(imported[name]) == raw_bytes(tensor)
+    assert imported["tied"] is imported["layer.weight"]
+    assert consumer.update_state(manifest.update_id) is State.VERIFIED
+    assert {"attach", "verify"} <= set(consumer.timings(manifest.update_id))
+
+
+def test_importing_again_gives_the_same_bytes_and_moves_nothing(
+    publisher: TensorBridge, consumer: TensorBridge
+) -> None:
+    manifest = publish(publisher, 1)
+    first = consumer.import_update(manifest)
+    second = consumer.import_update(manifest.to_json())
+    assert first["layer.bias"].data_ptr() == second["layer.bias"].data_ptr()
+    consumer.acknowledge(manifest.update_id)
+    with pytest.raises(IllegalTransition, match="it is acknowledged"):
+        consumer.acknowledge(manifest.update_id)
+
+
+def test_the_same_update_under_another_manifest_is_refused(
+    publisher: TensorBridge, consumer: TensorBridge
+) -> None:
+    manifest = publish(publisher, 1)
+    consumer.import_update(manifest)
+    altered = manifest.model_copy(update={"metadata": {"step": 99}})
+    with pytest.raises(WeightUpdateRejectedError, match="imported already, from another manifest"):
+        consumer.import_update(altered)
+    assert consumer.update_state(manifest.update_id) is State.VERIFIED
+
+
+def test_tensors_outlive_release_consumer_and_publisher(
+    publisher: TensorBridge, consumer: TensorBridge
+) -> None:
+    manifest = publish(publisher, 1)
+    tensor = consumer.import_update(manifest)["layer.weight"]
+    expected = raw_bytes(weights(1)["layer.weight"])
+    consumer.release(manifest.update_id)
+    publisher.release(manifest.update_id)
+    for version in range(2, 8):
+        publisher.release(publish(publisher, version).update_id)
+    consumer.close()
+    publisher.close()
+    assert raw_bytes(tensor) == expected
+
+
+@pytest.mark.parametrize("given", [None, 5, {"update_id": "x"}, object()], ids=repr)
+def test_what_is_no_manifest_is_malformed(given: Any, consumer: TensorBridge) -> None:
+    with pytest.raises(MalformedManifest, match="expected a WeightUpdateManifest"):
+        consumer.import_update(given)
+
+
+# ---- refused before anything is touched ---------------------------------------------------------
+
+
+def test_a_foreign_transport_is_refused(transport: str, publisher: TensorBridge) -> None:
+    manifest = publish(publisher, 1)
+    other = TRANSPORTS[1 - TRANSPORTS.index(transport)]
+    with make_weight_bridge(other) as foreign:
+        with pytest.raises(
+            ForeignTransport, match=f"version 1 travels by '{transport}', .*'{other}'.*same"
+        ):
+            foreign.import_update(manifest)
+        with pytest.raises(UnknownUpdate):
+            foreign.update_status(manifest.update_id)
+
+
+@pytest.mark.parametrize(
+    "layout", [{"node_count": 2}, {"rdma_enabled": True}, {"tensor_parallel_size": 4}], ids=str
+)
+def test_a_layout_that_cannot_be_carried_is_refused(
+    layout: dict[str, object], publisher: TensorBridge, consumer: TensorBridge
+) -> None:
+    manifest = publish(publisher, 1).model_copy(update={"metadata": {"layout": layout}})
+    with pytest.raises(WeightBridgeUnavailableError, match="gathered full-state"):
+        consumer.import_update(manifest)
+
+
+# ---- order --------------------------------------------------------------------------------------
+
+
+def test_what_is_older_than_the_acknowledged_version_is_stale(
+    publisher: TensorBridge, consumer: TensorBridge
+) -> None:
+    first, second = publish(publisher, 1), publish(publisher, 2)
+    consumer.import_update(second)
+    consumer.acknowledge(second.update_id)
+    with pytest.raises(
+        StaleUpdate, match=r"\(version 1\) is stale: version 2 .* acknowledged here already"
+    ):
+        consumer.import_update(first)
+    with pytest.raises(UnknownUpdate):
+        consumer.update_status(first.update_id)
+    assert consumer.active_weight_version == 2
+
+
+def test_a_replayed_manifest_is_stale(publisher: TensorBridge, consumer: TensorBridge) -> None:
+    manifests = [publish(publisher, version) for version in (1, 2, 3)]
+    for manifest in manifests:
+        consumer.import_update(manifest)
+        consumer.acknowledge(manifest.update_id)
+        consumer.release(manifest.update_id)
+    for manifest in manifests[:2]:
+        with pytest.raises(StaleUpdate):
+            consumer.import_update(manifest.to_json())
+
+
+def test_another_update_of_the_same_version_is_stale(
+    publisher: TensorBridge, consumer: TensorBridge
+) -> None:
+    manifest = publish(publisher, 1)
+    consumer.import_update(manifest)
+    consumer.acknowledge(manifest.update_id)
+    with pytest.raises(StaleUpdate):
+        consumer.import_update(manifest.model_copy(update={"update_id": "c" * 32}))
+
+
+def test_versions_that_were_only_imported_may_come_in_any_order(
+    publisher: TensorBridge, consumer: TensorBridge
+) -> None:
+    first, second = publish(publisher, 1), publish(publisher, 2)
+    consumer.import_update(second)
+    consumer.import_update(first)
+    consumer.acknowledge(first.update_id)
+    consumer.acknowledge(second.update_id)
+    assert consumer.active_weight_version == 2
+
+
+def test_an_older_version_cannot_be_acknowledged_after_a_newer_one(
+    publisher: TensorBridge, consumer: TensorBridge
+) -> None:
+    first, second = publish(publisher, 1), publish(publisher, 2)
+    for manifest in (first, second):
+        consumer.import_update(manifest)
+    consumer.acknowledge(second.update_id)
+    with pytest.raises(StaleUpdate, match="cannot acknowledge version 1: version 2 .* only grow"):
+        consumer.acknowledge(first.update_id)
+    assert (consumer.active_weight_version, consumer.active_update_id) == (2, second.update_id)
+    assert consumer.update_state(first.update_id) is State.VERIFIED
+    consumer.reject(first.update_id, "late")
+    with pytest.raises(StaleUpdate):
+        consumer.import_update(first.model_copy(update={"update_id": "d" * 32}))
+
+
+def test_each_publisher_is_a_stream_of_its_own(transport: str, consumer: TensorBridge) -> None:
+    with make_weight_bridge(transport) as one, make_weight_bridge(transport) as other:
+        late, early = publish(one, 9), publish(other, 1)
+        consumer.import_update(late)
+        consumer.acknowledge(late.update_id)
+        consumer.import_update(early)
+        consumer.acknowledge(early.update_id)
+        assert consumer.active_weight_version == 1
+
+
+def test_the_last_acknowledged_update_can_be_imported_again_after_its_release(
+    publisher: TensorBridge, consumer: TensorBridge
+) -> None:
+    manifest = publish(publisher, 1)
+    for _ in range(3):
+        assert raw_bytes(consumer.import_update(manifest)["layer.bias"]) == raw_bytes(
+            weights(1)["layer.bias"]
+        )
+        consumer.acknowledge(manifest.update_id)
+        assert consumer.active_update_id == manifest.update_id
+        consumer.release(manifest.update_id)
+        assert consumer.active_update_id is None
+        assert consumer.active_weight_version == 1
+
+
+def test_an_update_that_was_imported_and_released_may_come_again(
+    publisher: TensorBridge, consumer: TensorBridge
+) -> None:
+    manifest = publish(publisher, 1)
+    consumer.import_update(manifest)
+    consumer.release(manifest.update_id)
+    assert consumer.update_status(manifest.update_id) == "released"
+    assert consumer.import_update(manifest)
+    assert consumer.update_status(manifest.update_id) == "imported"
+
+
+# ---- acknowledge, reject, release ---------------------------------------------------------------
+
+
+def test_acknowledging_before_import_keeps_the_words_that_users_know(
+    publisher: TensorBridge, consumer: TensorBridge
+) -> None:
+    manifest = publish(publisher, 1)
+    with pytest.raises(
+        WeightUpdateRejectedError,
+        match="cannot acknowledge update before import_update succeeds.*Call import_update",
+    ):
+        consumer.acknowledge(manifest.update_id)
+    assert consumer.active_weight_version is None
+
+
+def test_a_rejected_update_never_gets_in_again(
+    publisher: TensorBridge, consumer: TensorBridge
+) -> None:
+    manifest = publish(publisher, 1)
+    consumer.import_update(manifest)
+    consumer.reject(manifest.update_id, "the vocabulary differs")
+    assert consumer.update_status(manifest.update_id) == "rejected"
+    assert consumer.rejection_reason(manifest.update_id) == "the vocabulary differs"
+    with pytest.raises(WeightUpdateRejectedError, match="was rejected: the vocabulary differs"):
+        consumer.import_update(manifest)
+    with pytest.raises(IllegalTransition, match="cannot acknowledge.*the vocabulary differs"):
+        consumer.acknowledge(manifest.update_id)
+
+
+@pytest.mark.parametrize("by", ["id", "manifest"])
+def test_an_update_can_be_rejected_before_it_is_imported(
+    by: str, publisher: TensorBridge, consumer: TensorBridge
+) -> None:
+    manifest = publish(publisher, 1)
+    consumer.reject(manifest if by == "manifest" else manifest.update_id, "not wanted")
+    assert consumer.update_state(manifest.update_id) is State.REJECTED
+    with pytest.raises(WeightUpdateRejectedError, match="not wanted"):
+        consumer.import_update(manifest)
+
+
+def test_rejecting_twice_keeps_the_first_reason(
+    publisher: TensorBridge, consumer: TensorBridge
+) -> None:
+    manifest = publish(publisher, 1)
+    consumer.import_update(manifest)
+    consumer.reject(manifest.update_id, "first")
+    consumer.reject(manifest.update_id, "second")
+    assert consumer.rejection_reason(manifest.update_id) == "first"
+
+
+def test_an_acknowledged_update_cannot_be_rejected(
+    publisher: TensorBridge, consumer: TensorBridge
+) -> None:
+    manifest = publish(publisher, 1)
+    consumer.import_update(manifest)
+    consumer.acknowledge(manifest.update_id)
+    with pytest.raises(IllegalTransition, match="cannot reject"):
+        consumer.reject(manifest.update_id, "too late")
+    assert consumer.active_update_id == manifest.update_id
+
+
+def test_fine_steps_of_an_unknown_update_are_refused(consumer: TensorBridge) -> None:
+    end = consumer.consumer_end()
+    with pytest.raises(UnknownUpdate, match="cannot stage update: unknown weight update x"):
+        end.advance("x", Event.STAGE)
+    for question in (end.state, end.reason, end.timings_ms):
+        with pytest.raises(UnknownUpdate):
+            question("x")
+    assert not end.release("x")
+
+
+@pytest.mark.parametrize(
+    ("proof", "timings"),
+    [
+        ({"ok": {1, 2}}, None),
+        ({3: "x"}, None),
+        ({"x": float("nan")}, None),
+        (None, {"verify": float("inf")}),
+        (None, {"verify": "fast"}),
+    ],
+    ids=["set", "int-key", "nan", "inf", "text"],
+)
+def test_a_proof_that_cannot_travel_changes_nothing(
+    proof: Any, timings: Any, publisher: TensorBridge, consumer: TensorBridge
+) -> None:
+    manifest = publish(publisher, 1)
+    consumer.import_update(manifest)
+    with pytest.raises((MalformedManifest, ValueError)):
+        consumer.acknowledge(manifest.update_id, proof=proof, timings_ms=timings)
+    assert consumer.update_state(manifest.update_id) is State.VERIFIED
+    assert consumer.active_weight_version is None
+    consumer.acknowledge(manifest.update_id, proof={"ok": [True, None]}, timings_ms={"verify": 3})
+    assert consumer.timings(manifest.update_id)["verify"] == 3.0
+
+
+def test_the_books_stay_bounded_and_live_updates_stay_in_them(
+    publisher: TensorBridge, consumer: TensorBridge
+) -> None:
+    active = publish(publisher, 1)
+    consumer.import_update(active)
+    consumer.acknowledge(active.update_id)
+    for number in range(600):
+        consumer.reject(f"{number:032x}", "no")
+    assert len(consumer.consumer_end()._updates) <= 256
+    assert consumer.update_status(active.update_id) == "acknowledged"
+    assert consumer.update_status(f"{599:032x}") == "rejected"
+
+
+# ---- close and fork -----------------------------------------------------------------------------
+
+
+def test_a_closed_consumer_imports_nothing(publisher: TensorBridge, consumer: TensorBridge) -> None:
+    manifest = publish(publisher, 1)
+    consumer.import_update(manifest)
+    consumer.close()
+    consumer.close()
+    for attempt in (
+        lambda: consumer.import_update(manifest),
+        lambda: consumer.acknowledge(manifest.update_id),
+        lambda: consumer.reject(manifest.update_id, "x"),
+    ):
+        with pytest.raises(BridgeClosed, match="Make a new bridge"):
+            attempt()
+    consumer.release(manifest.update_id)
+
+
+@forking
+def test_a_forked_child_cannot_use_its_parents_consumer_and_disturbs_nobody(
+    publisher: TensorBridge, consumer: TensorBridge
+) -> None:
+    manifest = publish(publisher, 1)
+    consumer.import_update(manifest)
+
+    def child() -> bool:
+        with pytest.raises(BridgeClosed, match="belongs to the parent process"):
+            consumer.import_update(manifest)
+        consumer.release(manifest.update_id)
+        consumer.close()
+        return True
+
+    assert forked(child)
+    consumer.acknowledge(manifest.update_id)
+    (report,) = publisher.holders(manifest.update_id)
+    assert (report.presence, report.state) == ("alive", "acknowledged")

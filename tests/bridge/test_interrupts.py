@@ -1,0 +1,139 @@
+"""An interrupt at any step: the bytes, the executor and the bridge agree about the version."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from rl_bridge import (
+    ModuleInstallAdapter,
+    RolloutExecutor,
+    TensorBridge,
+    WeightUpdateManifest,
+    make_weight_bridge,
+)
+from rl_bridge.lifecycle.machine import Transition
+from rl_bridge.lifecycle.table import Event, Role
+from tests.bridge.engines import Recording, content
+from tests.helpers import weights
+
+
+class Interrupting:
+    """An observer that raises KeyboardInterrupt right behind one step, once."""
+
+    def __init__(self) -> None:
+        self.at: Event | None = None
+
+    def __call__(self, step: Transition) -> None:
+        if step.role is Role.CONSUMER and step.event is self.at:
+            self.at = None
+            raise KeyboardInterrupt
+
+
+@pytest.fixture
+def publisher() -> Iterator[TensorBridge]:
+    with make_weight_bridge("shared-memory", source_worker="trainer", suspicious="off") as made:
+        yield made
+
+
+@pytest.fixture
+def engine() -> dict[str, torch.Tensor]:
+    return {name: torch.zeros_like(tensor) for name, tensor in weights().items()}
+
+
+def publish(publisher: TensorBridge, version: int) -> WeightUpdateManifest:
+    return publisher.publish(weights(version), weight_version=version)
+
+
+EVENTS = [
+    Event.IMPORT,
+    Event.VERIFY,
+    Event.STAGE,
+    Event.INSTALL,
+    Event.ACKNOWLEDGE,
+    Event.RELEASE,
+]
+
+
+@pytest.mark.parametrize("event", EVENTS)
+@pytest.mark.parametrize("mode", ["copy", "alias", "flip"])
+def test_behind_any_step_of_an_update_everybody_agrees_about_the_version(
+    mode: str, event: Event, publisher: TensorBridge, engine: dict[str, torch.Tensor]
+) -> None:
+    observer = Interrupting()
+    with make_weight_bridge("shared-memory", observer=observer) as bridge:
+        executor = RolloutExecutor(
+            weight_bridge=bridge,
+            weight_install_adapter=ModuleInstallAdapter(engine, mode=mode),  # type: ignore[arg-type]
+        )
+        first = publish(publisher, 1)
+        executor.update_weights(first)
+        observer.at = event
+        second = publish(publisher, 2)
+        with pytest.raises(KeyboardInterrupt):
+            executor.update_weights(second)
+        # Acknowledged is the point of no return: before it undone, from it on installed.
+        expected = 2 if event in {Event.ACKNOWLEDGE, Event.RELEASE} else 1
+        assert executor.active_weight_version == expected
+        assert bridge.active_weight_version == expected
+        assert content(engine) == content(weights(expected))
+        assert not executor.is_torn
+        active = first if expected == 1 else second
+        assert executor.active_weight_update_id == bridge.active_update_id == active.update_id
+        assert bridge.update_status(active.update_id) == "acknowledged"
+        # Life goes on, and nothing stays pinned.
+        for version in range(3, 12):
+            publisher.release(first.update_id)
+            publisher.release(second.update_id)
+            manifest = publish(publisher, version)
+            executor.update_weights(manifest)
+            publisher.release(manifest.update_id)
+            assert content(engine) == content(weights(version))
+
+
+def test_an_interrupted_rejection_lets_go_of_its_tensors(publisher: TensorBridge) -> None:
+    observer = Interrupting()
+    with make_weight_bridge("shared-memory", observer=observer) as bridge:
+        manifest = publish(publisher, 1)
+        bridge.import_update(manifest)
+        observer.at = Event.REJECT
+        with pytest.raises(KeyboardInterrupt):
+            bridge.reject(manifest.update_id, "no")
+        assert bridge.update_status(manifest.update_id) == "rejected"
+        (report,) = publisher.holders(manifest.update_id)
+        assert (report.state, report.tensors_held) == ("rejected", False)
+
+
+@pytest.mark.parametrize("step", ["prepare", "install", "prove"])
+def test_an_interrupt_inside_the_adapter_comes_out_after_the_undo(
+    step: str, publisher: TensorBridge, engine: dict[str, torch.Tensor]
+) -> None:
+    adapter = Recording(engine)
+    with make_weight_bridge("shared-memory") as bridge:
+        executor = RolloutExecutor(weight_bridge=bridge, weight_install_adapter=adapter)
+        executor.update_weights(publish(publisher, 1))
+        adapter.fails = {step: KeyboardInterrupt()}
+        manifest = publish(publisher, 2)
+        with pytest.raises(KeyboardInterrupt) as caught:
+            executor.update_weights(manifest)
+        assert "the engine holds version 1" in caught.value.__notes__[0]
+        assert content(engine) == content(weights(1))
+        assert bridge.update_status(manifest.update_id) == "rejected"
+        assert "KeyboardInterrupt" in str(bridge.rejection_reason(manifest.update_id))
+
+
+def test_an_interrupt_whose_undo_fails_stays_an_interrupt_and_the_engine_is_torn(
+    publisher: TensorBridge, engine: dict[str, torch.Tensor]
+) -> None:
+    adapter = Recording(engine)
+    with make_weight_bridge("shared-memory") as bridge:
+        executor = RolloutExecutor(weight_bridge=bridge, weight_install_adapter=adapter)
+        executor.update_weights(publish(publisher, 1))
+        adapter.fails = {"install": KeyboardInterrupt(), "undo": OSError("full")}
+        with pytest.raises(KeyboardInterrupt) as caught:
+            executor.update_weights(publish(publisher, 2))
+        assert "the undo failed too (OSError: full); the engine is torn" in caught.value.__notes__[0]
+        assert executor.is_torn
+        adapter.fails = {}
+        executor.recover()
+        assert content(engine) == content(weights(1))

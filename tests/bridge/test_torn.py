@@ -1,0 +1,224 @@
+"""Torn: install and undo both failed. The engine must not serve until it is whole again."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from rl_bridge import RolloutExecutor, TensorBridge, WeightUpdateManifest, make_weight_bridge
+from rl_bridge.errors import StaleUpdate, TornEngine, WeightUpdateRejectedError
+from rl_bridge.lifecycle.table import State
+from tests.bridge.engines import Recording, content
+from tests.helpers import weights
+
+OWN = LookupError("the engine said no")
+
+
+@pytest.fixture(params=["local-clone", "shared-memory"])
+def publisher(request: pytest.FixtureRequest) -> Iterator[TensorBridge]:
+    with make_weight_bridge(request.param, source_worker="trainer", suspicious="off") as made:
+        yield made
+
+
+@pytest.fixture
+def adapter() -> Recording:
+    return Recording({name: torch.zeros_like(tensor) for name, tensor in weights().items()})
+
+
+@pytest.fixture
+def executor(publisher: TensorBridge, adapter: Recording) -> Iterator[RolloutExecutor]:
+    with make_weight_bridge(publisher.transport, source_worker="rollout") as bridge:
+        yield RolloutExecutor(weight_bridge=bridge, weight_install_adapter=adapter)
+
+
+def publish(publisher: TensorBridge, version: int) -> WeightUpdateManifest:
+    return publisher.publish(weights(version), weight_version=version)
+
+
+def bridge_of(executor: RolloutExecutor) -> TensorBridge:
+    assert isinstance(executor.bridge, TensorBridge)
+    return executor.bridge
+
+
+def tear(
+    publisher: TensorBridge, executor: RolloutExecutor, adapter: Recording, version: int
+) -> WeightUpdateManifest:
+    """Fail an install and its undo."""
+    adapter.fails = {"install": OWN, "undo": OSError("out of memory")}
+    manifest = publish(publisher, version)
+    with pytest.raises(TornEngine):
+        executor.update_weights(manifest)
+    adapter.fails = {}
+    return manifest
+
+
+def test_a_failed_undo_is_torn_and_says_both_reasons_and_the_ways_out(
+    publisher: TensorBridge, executor: RolloutExecutor, adapter: Recording
+) -> None:
+    executor.update_weights(publish(publisher, 1))
+    adapter.fails = {"install": OWN, "undo": OSError("out of memory")}
+    manifest = publish(publisher, 2)
+    with pytest.raises(TornEngine) as caught:
+        executor.update_weights(manifest)
+    text = str(caught.value)
+    assert "version 2 failed to install (LookupError: the engine said no)" in text
+    assert "its undo failed too (OSError: out of memory)" in text
+    assert "call recover(), or install a later version in full" in text
+    assert caught.value.__cause__ is OWN
+    assert executor.is_torn
+    assert executor.active_weight_version is None
+    bridge = bridge_of(executor)
+    assert bridge.update_state(manifest.update_id) is State.TORN
+    assert bridge.update_status(manifest.update_id) == "rejected"
+    reason = "LookupError: the engine said no; undo: OSError: out of memory"
+    assert bridge.rejection_reason(manifest.update_id) == reason
+    with pytest.raises(TornEngine, match="torn by version 2: LookupError.*Call recover"):
+        executor.check_servable()
+
+
+def test_the_publisher_sees_that_an_engine_is_torn(
+    publisher: TensorBridge, executor: RolloutExecutor, adapter: Recording
+) -> None:
+    manifest = tear(publisher, executor, adapter, 1)
+    (report,) = publisher.holders(manifest.update_id)
+    assert report.state == "torn"
+    assert "out of memory" in str(report.reason)
+
+
+@pytest.mark.parametrize("has_version", [False, True], ids=["first", "later"])
+def test_recovering_completes_the_undo(
+    has_version: bool, publisher: TensorBridge, executor: RolloutExecutor, adapter: Recording
+) -> None:
+    if has_version:
+        executor.update_weights(publish(publisher, 1))
+    before = content(adapter.engine)
+    manifest = tear(publisher, executor, adapter, 2)
+    assert content(adapter.engine) != before
+    adapter.fails = {"undo": OSError("still out of memory")}
+    with pytest.raises(TornEngine, match="recover: the undo of version 2 failed again: still out"):
+        executor.recover()
+    assert executor.is_torn
+    adapter.fails = {}
+    executor.recover()
+    assert not executor.is_torn
+    assert content(adapter.engine) == before
+    assert executor.active_weight_version == (1 if has_version else None)
+    assert bridge_of(executor).update_state(manifest.update_id) is State.REJECTED
+    if has_version:
+        executor.check_servable()
+    with pytest.raises(WeightUpdateRejectedError):
+        executor.update_weights(manifest)
+    executor.update_weights(publish(publisher, 3))
+    assert content(adapter.engine) == content(weights(3))
+
+
+def test_a_later_version_that_installs_in_full_heals(
+    publisher: TensorBridge, executor: RolloutExecutor, adapter: Recording
+) -> None:
+    first = publish(publisher, 1)
+    executor.update_weights(first)
+    torn = tear(publisher, executor, adapter, 2)
+    executor.update_weights(publish(publisher, 3))
+    assert not executor.is_torn
+    assert executor.active_weight_version == 3
+    assert content(adapter.engine) == content(weights(3))
+    bridge = bridge_of(executor)
+    assert bridge.update_state(torn.update_id) is State.REJECTED
+    assert bridge.update_status(first.update_id) == "released"
+    executor.check_servable()
+
+
+def test_the_torn_version_itself_may_be_installed_in_full(
+    publisher: TensorBridge, executor: RolloutExecutor, adapter: Recording
+) -> None:
+    executor.update_weights(publish(publisher, 1))
+    manifest = tear(publisher, executor, adapter, 2)
+    executor.update_weights(manifest)
+    assert not executor.is_torn
+    assert executor.active_weight_version == 2
+    assert content(adapter.engine) == content(weights(2))
+    assert bridge_of(executor).update_state(manifest.update_id) is State.ACKNOWLEDGED
+
+
+def test_a_second_try_of_the_torn_version_that_is_undone_heals_too(
+    publisher: TensorBridge, executor: RolloutExecutor, adapter: Recording
+) -> None:
+    executor.update_weights(publish(publisher, 1))
+    before = content(adapter.engine)
+    manifest = tear(publisher, executor, adapter, 2)
+    adapter.fails = {"install": OWN}
+    with pytest.raises(LookupError):
+        executor.update_weights(manifest)
+    assert not executor.is_torn
+    assert content(adapter.engine) == before
+    assert executor.active_weight_version == 1
+    assert bridge_of(executor).update_state(manifest.update_id) is State.REJECTED
+
+
+def test_a_later_version_that_is_refused_or_fails_leaves_the_engine_torn(
+    publisher: TensorBridge, executor: RolloutExecutor, adapter: Recording
+) -> None:
+    executor.update_weights(publish(publisher, 1))
+    torn = tear(publisher, executor, adapter, 2)
+    adapter.fails = {"prepare": LookupError("does not fit")}
+    with pytest.raises(LookupError) as caught:
+        executor.update_weights(publish(publisher, 3))
+    assert "the engine is still torn" in caught.value.__notes__[0]
+    adapter.fails = {"install": OWN, "undo": OSError("again")}
+    manifest = publish(publisher, 4)
+    with pytest.raises(TornEngine):
+        executor.update_weights(manifest)
+    assert executor.is_torn
+    bridge = bridge_of(executor)
+    assert bridge.update_state(manifest.update_id) is State.TORN
+    adapter.fails = {}
+    executor.recover()
+    assert content(adapter.engine) == content(weights(1))
+    assert executor.active_weight_version == 1
+    for update in (torn, manifest):
+        assert bridge.update_state(update.update_id) is State.REJECTED
+
+
+def test_of_several_torn_versions_any_may_be_installed_in_full(
+    publisher: TensorBridge, executor: RolloutExecutor, adapter: Recording
+) -> None:
+    executor.update_weights(publish(publisher, 1))
+    earlier = tear(publisher, executor, adapter, 2)
+    later = tear(publisher, executor, adapter, 3)
+    with pytest.raises(TornEngine, match="torn by version 3"):
+        executor.check_servable()
+    adapter.fails = {"install": OWN, "undo": OSError("again")}
+    with pytest.raises(TornEngine):
+        executor.update_weights(earlier)
+    with pytest.raises(TornEngine, match="torn by version 2"):
+        executor.check_servable()
+    adapter.fails = {}
+    executor.update_weights(earlier)
+    assert not executor.is_torn
+    assert executor.active_weight_version == 2
+    bridge = bridge_of(executor)
+    assert bridge.update_state(earlier.update_id) is State.ACKNOWLEDGED
+    assert bridge.update_state(later.update_id) is State.REJECTED
+
+
+def test_the_version_before_is_reached_by_recovering_and_says_so(
+    publisher: TensorBridge, executor: RolloutExecutor, adapter: Recording
+) -> None:
+    first = publish(publisher, 1)
+    executor.update_weights(first)
+    tear(publisher, executor, adapter, 2)
+    adapter.calls.clear()
+    with pytest.raises(StaleUpdate, match="recover"):
+        executor.update_weights(first)
+    assert adapter.calls == []
+    assert executor.is_torn
+    assert bridge_of(executor).update_status(first.update_id) == "acknowledged"
+
+
+def test_recovering_what_is_not_torn_does_nothing(
+    publisher: TensorBridge, executor: RolloutExecutor, adapter: Recording
+) -> None:
+    executor.update_weights(publish(publisher, 1))
+    adapter.calls.clear()
+    executor.recover()
+    assert adapter.calls == []

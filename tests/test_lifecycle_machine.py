@@ -1,0 +1,33 @@
+"""The whole transaction against its model: every way to install, on both kinds of transport."""
+
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis.stateful import run_state_machine_as_test
+
+from rl_bridge.testing import LifecycleMachine
+from rl_bridge.transports.base import Transport
+from rl_bridge.transports.local import LocalClone
+
+
+class AliasMachine(LifecycleMachine):
+    mode = "alias"
+
+
+class FlipMachine(LifecycleMachine):
+    mode = "flip"
+
+
+class LocalMachine(LifecycleMachine):
+    def make_transport(self) -> Transport:
+        return LocalClone()
+
+
+@pytest.mark.parametrize("machine", [LifecycleMachine, AliasMachine, FlipMachine, LocalMachine])
+def test_the_engine_is_always_at_its_version_or_torn(machine: type[LifecycleMachine]) -> None:
+    profile: Any = settings()
+    run_state_machine_as_test(  # type: ignore[no-untyped-call]  # hypothesis leaves it untyped
+        machine,
+        settings=settings(profile, max_examples=2 * profile.max_examples, stateful_step_count=30),
+    )
