@@ -1,4 +1,4 @@
-"""What the tests of the lower layers share: small manifests, polls with a deadline, child processes."""
+"""What the tests of the lower layers share: manifests, polls with a deadline, child processes."""
 
 import json
 import os

@@ -27,7 +27,6 @@ class LocalMachine(LifecycleMachine):
 @pytest.mark.parametrize("machine", [LifecycleMachine, AliasMachine, FlipMachine, LocalMachine])
 def test_the_engine_is_always_at_its_version_or_torn(machine: type[LifecycleMachine]) -> None:
     profile: Any = settings()
-    run_state_machine_as_test(  # type: ignore[no-untyped-call]  # hypothesis leaves it untyped
-        machine,
-        settings=settings(profile, max_examples=2 * profile.max_examples, stateful_step_count=30),
+    run_state_machine_as_test(
+        machine, settings=settings(profile, max_examples=profile.max_examples)
     )

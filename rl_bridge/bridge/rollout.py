@@ -124,7 +124,7 @@ class RolloutExecutor:
                 clock.timings_ms["total"] = (time.perf_counter() - start) * 1e3
                 self._acknowledge(manifest, proof, clock.timings_ms)
             except BaseException as error:
-                if self._is_acknowledged(manifest):
+                if self._is(manifest, State.ACKNOWLEDGED):
                     # An interrupt right behind the point of no return: the update stands.
                     self._activate(manifest, tensors, proof, clock.timings_ms)
                 else:
@@ -330,18 +330,20 @@ class RolloutExecutor:
                 )
                 raise TornEngine(msg) from error
             return
-        if manifest.update_id in self._torn:
-            self._heal()
-        else:
+        was_torn = manifest.update_id in self._torn
+        if not was_torn or self._is(manifest, State.INSTALLED):
             self.bridge.reject(
                 manifest.update_id, f"rollout weight install failed: {describe(error)}"
             )
+        if was_torn:
+            self._heal()
         error.add_note(
             f"rl_bridge: version {manifest.weight_version} was undone; {self._standing()}"
         )
 
     def _tear(self, manifest: WeightUpdateManifest, reason: str) -> None:
-        if self._torn.pop(manifest.update_id, None) is None:
+        was_torn = self._torn.pop(manifest.update_id, None) is not None
+        if not was_torn or self._is(manifest, State.INSTALLED):
             self._advance(manifest, Event.TEAR, reason=reason)
         self._torn[manifest.update_id] = (manifest, reason)
         self.active_weight_version = None
@@ -352,7 +354,8 @@ class RolloutExecutor:
     def _heal(self) -> None:
         torn, self._torn = self._torn, {}
         for manifest, _ in torn.values():
-            self._advance(manifest, Event.UNDO)
+            if not self._is(manifest, State.REJECTED):
+                self._advance(manifest, Event.UNDO)
         if self._active is not None:
             self.active_weight_version = self._active.weight_version
 
@@ -363,9 +366,9 @@ class RolloutExecutor:
             return "the engine holds its initial weights, version None."
         return f"the engine holds version {self._active.weight_version}."
 
-    def _is_acknowledged(self, manifest: WeightUpdateManifest) -> bool:
+    def _is(self, manifest: WeightUpdateManifest, state: State) -> bool:
         return isinstance(self.bridge, TensorBridge) and (
-            self.bridge.update_state(manifest.update_id) is State.ACKNOWLEDGED
+            self.bridge.update_state(manifest.update_id) is state
         )
 
     def _advance(

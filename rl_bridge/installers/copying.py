@@ -25,9 +25,6 @@ class CopyWay(Way):
         self._current: tuple[WeightUpdateManifest, ImportedTensors] | None = None
         self._pending: tuple[WeightUpdateManifest, ImportedTensors, Binding] | None = None
         self._snapshot: Snapshot | None = None
-        # Set while the engine may be a mixture: since an install that was neither undone nor
-        # committed. What `undo` goes back to must then not be taken from the engine.
-        self._is_dirty = False
         self._is_released = False
 
     def is_prepared(self, manifest: WeightUpdateManifest) -> bool:
@@ -36,8 +33,10 @@ class CopyWay(Way):
 
     def prepare(self, manifest: WeightUpdateManifest, tensors: ImportedTensors) -> None:
         """Match names, shapes and dtypes; copy the engine aside if nothing else can restore it."""
-        bound = self.memory.bind(manifest.table, strict=self.strict)
-        if not self._is_dirty:
+        bound = self.begin(manifest)
+        # While an update is neither undone nor committed, the engine may be a mixture: what `undo`
+        # goes back to must then not be taken from it.
+        if self._pending is None:
             self._snapshot = None if self._is_covered(manifest) else Snapshot(self.memory.engine)
         self._pending = (manifest, tensors, bound)
 
@@ -54,7 +53,6 @@ class CopyWay(Way):
     def install(self) -> None:
         """Copy every byte."""
         if self._pending is not None:
-            self._is_dirty = True
             _, tensors, bound = self._pending
             self.memory.write(bound, tensors.addresses)
 
@@ -73,12 +71,13 @@ class CopyWay(Way):
         if self._snapshot is not None:
             self._snapshot.restore()
         elif self._current is not None:
-            self.memory.put_back(self._pending[2])
+            self.put_back()
             self._rewrite(*self._current)
         if self._is_released:
             self._current = None
-        self._is_dirty = self._is_released = False
+        self._is_released = False
         self._pending = self._snapshot = None
+        self.end()
 
     def _rewrite(self, manifest: WeightUpdateManifest, tensors: ImportedTensors) -> None:
         bound = self.memory.bind(manifest.table, strict=self.strict)
@@ -97,13 +96,14 @@ class CopyWay(Way):
         """The new version is now what the next undo goes back to."""
         if self._pending is not None:
             self._current = self._pending[:2]
-        self._is_dirty = self._is_released = False
+        self._is_released = False
         self._pending = self._snapshot = None
+        self.end()
 
     def release(self, update_id: str) -> None:
         """Drop the retained version; the next update then copies the engine aside first."""
         if self._current is not None and self._current[0].update_id == update_id:
-            if self._is_dirty:
+            if self._pending is not None:
                 self._is_released = True  # the undo needs it; it goes with the next commit or undo
             else:
                 self._current = None

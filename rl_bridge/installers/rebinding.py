@@ -29,7 +29,7 @@ class AliasWay(Way):
 
     def prepare(self, manifest: WeightUpdateManifest, tensors: ImportedTensors) -> None:
         """Match names, shapes and dtypes."""
-        bound = self.memory.bind(manifest.table, strict=self.strict)
+        bound = self.begin(manifest)
         self._pending = (manifest, tensors, bound)
 
     def install(self) -> None:
@@ -57,14 +57,15 @@ class AliasWay(Way):
     def undo(self) -> None:
         """Bind back."""
         self._rebinding.back()
-        if self._pending is not None:
-            self.memory.put_back(self._pending[2])
+        self.put_back()
         self._pending = None
+        self.end()
 
     def commit(self) -> None:
         """Let go of what the engine had before."""
         self._rebinding.forget()
         self._pending = None
+        self.end()
 
     def release(self, update_id: str) -> None:
         """The engine's tensors hold the version themselves, until the next one."""
@@ -89,7 +90,7 @@ class FlipWay(Way):
 
     def prepare(self, manifest: WeightUpdateManifest, tensors: ImportedTensors) -> None:
         """Match names, shapes and dtypes; make sure that the update lies in a mapped segment."""
-        bound = self.memory.bind(manifest.table, strict=self.strict)
+        bound = self.begin(manifest)
         if tensors.pin.view is None:
             msg = (
                 "a flip needs the mapped segment of a shared-memory update, this transport copied "
@@ -157,14 +158,15 @@ class FlipWay(Way):
                 self._live, self._live_layout = live, layout
             if live is not None and content is not None and live.content is not content:
                 live.flip(content)
-            if self._pending is not None:
-                self.memory.put_back(self._pending[2])
+        self.put_back()
         self._before = self._pending = None
+        self.end()
 
     def commit(self) -> None:
         """Let go of what was live before."""
         self._rebinding.forget()
         self._before = self._pending = None
+        self.end()
 
     def release(self, update_id: str) -> None:
         """The range holds its version itself, until the next one."""

@@ -29,6 +29,34 @@ class Way(ABC):
         self.memory = memory
         self.strict = strict
         self.num_threads = num_threads
+        # The engine as it was matched before the first install since the last commit or undo.
+        self._origin: Binding | None = None
+
+    def begin(self, manifest: WeightUpdateManifest) -> Binding:
+        """Match names, shapes and dtypes, and remember what `put_back` goes back to.
+
+        Raises:
+            IncompatibleUpdate: they do not fit.
+
+        """
+        bound = self.memory.bind(manifest.table, strict=self.strict)
+        if self._origin is None:
+            self._origin = bound
+        return bound
+
+    def put_back(self) -> None:
+        """Bring names, tensor objects and views back to what they were.
+
+        Raises:
+            TornEngine: they cannot be brought back.
+
+        """
+        if self._origin is not None:
+            self.memory.put_back(self._origin)
+
+    def end(self) -> None:
+        """Nothing is under way any more."""
+        self._origin = None
 
     @abstractmethod
     def is_prepared(self, manifest: WeightUpdateManifest) -> bool:

@@ -73,8 +73,6 @@ class WrappedAdapter(TransactionalAdapter):
         self._previous: Version | None = initial
         self._pending: Version | None = None
         self._snapshot: Snapshot | None = None
-        # Since an install that was neither undone nor committed: see `CopyWay`.
-        self._is_dirty = False
         self._fitted = False
         self.limits = tuple(self._find_limits())
         for limit in self.limits:
@@ -101,7 +99,8 @@ class WrappedAdapter(TransactionalAdapter):
         """Let the adapter refuse, and copy its engine aside."""
         self._call("prepare", manifest, tensors)
         self._fitted = self._fits(manifest)
-        if self._engine is not None and not self._has("undo") and not self._is_dirty:
+        if self._engine is not None and not self._has("undo") and self._pending is None:
+            # (While an update is pending, the engine may be a mixture: see `CopyWay`.)
             self._snapshot = Snapshot(self._engine)
         self._pending = (manifest, tensors)
 
@@ -118,7 +117,6 @@ class WrappedAdapter(TransactionalAdapter):
     def install(self, manifest: WeightUpdateManifest, tensors: Mapping[str, torch.Tensor]) -> None:
         """Install through the adapter."""
         self._pending = (manifest, tensors)
-        self._is_dirty = True
         self.adapter.install(manifest, tensors)
 
     def prove(self) -> InstallProof:
@@ -172,20 +170,18 @@ class WrappedAdapter(TransactionalAdapter):
                 "Pass initial_weights= to RolloutExecutor, or keep the module in an attribute."
             )
             raise TornEngine(msg)
-        self._is_dirty = False
         self._pending = self._snapshot = None
 
     def commit(self) -> None:
         """Keep the version that the next undo goes back to."""
         self._previous, self._pending, self._snapshot = self._pending, None, None
-        self._is_dirty = False
         self._call("commit")  # last: if it raises, this update is committed here all the same
 
     def release(self, update_id: str) -> None:
         """Let the adapter let go."""
         known = self._previous
         # A torn engine still needs it; it goes with the next commit.
-        if known is not None and known[0].update_id == update_id and not self._is_dirty:
+        if known is not None and known[0].update_id == update_id and self._pending is None:
             self._previous = None
         self.adapter.release(update_id)
 

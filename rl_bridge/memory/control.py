@@ -43,7 +43,7 @@ __all__ = [
 _LOG = logging.getLogger(__name__)
 
 RECORD_NBYTES = 8192
-_HEAD = struct.Struct("<IIQ")  # sequence (odd while it is written), length, XXH3-64 of the text
+_HEAD = struct.Struct("<IIQ")  # how many times it was written, length, XXH3-64 of the text
 _MAGIC = b"rl_bridge.control/1\n"
 _KEPT_UPDATES = 6
 _MAX_REASON = 400
@@ -162,7 +162,7 @@ class ControlReader:
             if sequence == 0:
                 return None
             text = raw[_HEAD.size : _HEAD.size + length]
-            if sequence % 2 or len(text) != length or xxhash.xxh3_64_intdigest(text) != checksum:
+            if len(text) != length or xxhash.xxh3_64_intdigest(text) != checksum:
                 continue  # being written at this moment, or damaged: the tries decide
             try:
                 return Record.model_validate_json(text)
@@ -264,12 +264,11 @@ class ControlWriter:
                 if plain != newest:
                     self._updates[oldest] = plain
             text = self._text()
-        # A reader that meets the odd number, or a checksum of the other text, reads again.
-        self._sequence += 2
+        # All in one write: between two, another thread could run for as long as it likes. A reader
+        # that meets the middle of it finds a checksum that does not fit, and reads again.
+        self._sequence += 1
         head = _HEAD.pack(self._sequence, len(text), xxhash.xxh3_64_intdigest(text))
-        os.pwrite(self._fd, _HEAD.pack(self._sequence - 1, 0, 0), self._start)
-        os.pwrite(self._fd, text, self._start + _HEAD.size)
-        os.pwrite(self._fd, head, self._start)
+        os.pwrite(self._fd, head + text, self._start)
 
     def _text(self) -> bytes:
         # A copy: a tensor that dies meanwhile may report, in this very thread.

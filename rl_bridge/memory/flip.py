@@ -52,8 +52,11 @@ class LiveRange:
         old = self.content
         if old is not None:
             if old.view is new.view:
-                msg = "the same slot cannot be flipped over itself: its version is live already."
-                raise SegmentError(msg)
+                # Leased, so it is the same version, and live already. What was written over it
+                # since goes, as it would if another version came in between.
+                vm.drop_pages(self.address, self.nbytes)
+                self._held[0] = new
+                return old
             # The old version's pages go back to their own address, where the next verification
             # of that slot finds them mapped.
             self._move(self.address, self._view(old).address)

@@ -10,6 +10,7 @@ import ctypes
 import os
 import threading
 import weakref
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,14 @@ from rl_bridge.memory.segment import SegmentRef, close_fd, open_segment, still_t
 from rl_bridge.memory.slots import read_stamp
 
 __all__ = ["Pin", "SegmentView", "ViewCache", "anonymous_pin", "tensor_in"]
+
+
+@lru_cache(maxsize=32)
+def _range_type(nbytes: int) -> Any:
+    # A subclass, because instances of plain ctypes arrays take no weak references' callbacks. A few
+    # are kept: ctypes never forgets `c_char * n`, and a class of its own for each pin would wait for
+    # the garbage collector, which some trainers switch off.
+    return type("PinnedRange", (ctypes.Array,), {"_type_": ctypes.c_char, "_length_": nbytes})
 
 
 class Pin:
@@ -35,12 +44,7 @@ class Pin:
 
     def __init__(self, address: int, nbytes: int, view: "SegmentView | None" = None) -> None:
         """Describe a range; `buffer` is what keeps it alive."""
-        # A subclass, because instances of plain ctypes arrays take no weak references' callbacks.
-        # This one forgets its type when it dies; the cache of `c_char * n` never would.
-        kind: Any = type(
-            "PinnedRange", (ctypes.Array,), {"_type_": ctypes.c_char, "_length_": nbytes}
-        )
-        self.buffer: ctypes.Array[ctypes.c_char] = kind.from_address(address)
+        self.buffer: ctypes.Array[ctypes.c_char] = _range_type(nbytes).from_address(address)
         self.address = address
         self.nbytes = nbytes
         self.view = view

@@ -73,7 +73,8 @@ class _Model:
 
     version: int | None = None
     contents: Contents = field(default_factory=dict)
-    is_torn: bool = False
+    torn: dict[str, "_Update"] = field(default_factory=dict)
+    installed: str | None = None
     active: str | None = None
     floor: dict[str, int] = field(default_factory=dict)
 
@@ -87,7 +88,7 @@ class LifecycleMachine(RuleBasedStateMachine):
         """Start without a trainer and without an engine; `begin` makes both."""
         super().__init__()
         self.updates: list[_Update] = []
-        self.held: list[tuple[Any, Contents]] = []
+        self.held: list[tuple[str, Any, Contents]] = []
         self.trainer: BridgeOver | None = None
         self.consumer: BridgeOver | None = None
         self.next_version = 1
@@ -118,7 +119,9 @@ class LifecycleMachine(RuleBasedStateMachine):
         self.engine = copy.deepcopy(_weights(0))
         self.engine["c"] = self.engine["c"].t().contiguous().t()
         self.engine["tied"] = self.engine["a"]
-        self.sabotage = Sabotage(self.make_adapter(self.engine), self.engine)
+        self.sabotage = Sabotage(
+            self.make_adapter(self.engine), self.engine, rebinds=self.mode != "copy"
+        )
         self.executor = RolloutExecutor(
             weight_bridge=self.consumer,
             weight_install_adapter=self.sabotage.wrapped(),
@@ -183,43 +186,62 @@ class LifecycleMachine(RuleBasedStateMachine):
     ) -> None:
         """Install an update, fresh or old, with or without a failure on the way."""
         update = data.draw(st.sampled_from(self.updates[-4:]))
-        manifest = update.manifest
+        if stage is Stage.AFTER_INSTALL and is_poked:
+            self.sabotage.plan(stage, action=lambda: poke(self.engine["b"], -1))
+        else:
+            self.sabotage.plan(stage)
+        self.sabotage.fails_undo = undo_fails
+        try:
+            self._update(update, stage, undo_fails=undo_fails)
+        finally:
+            self.sabotage.plan(None)
+            self.sabotage.fails_undo = False
+        # An import, and an undo, show the published bytes again to whoever wrote over them.
+        self._look_again(update.manifest.update_id)
+        self._look_again(self.model.installed)
+
+    def _update(self, update: _Update, stage: Stage | None, *, undo_fails: bool) -> None:
+        model, manifest = self.model, update.manifest
+        update_id = manifest.update_id
         must_refuse = update.is_corrupt or update.is_refused or self._is_old(manifest)
-        may_refuse = must_refuse or update.is_released or self.model.active == manifest.update_id
-        if stage is not None:
-            if is_poked and stage is Stage.AFTER_INSTALL:
-                self.sabotage.plan(stage, action=lambda: poke(self.engine["b"], -1))
-            else:
-                self.sabotage.plan(stage)
-            self.sabotage.fails_undo = undo_fails
-        was_torn = self.model.is_torn
+        # It may be gone, or be the active one.
+        may_refuse = must_refuse or update.is_released or update_id == model.active
         try:
             self.executor.update_weights(manifest.to_json())
         except TornEngine:
             assert stage is not None
             assert undo_fails
-            self.model.is_torn = update.is_refused = True
+            model.torn[update_id] = update
         except (EngineFault, ProofFailed):
             assert stage is not None
+            assert not undo_fails
             update.is_refused = True
+            if update_id in model.torn:
+                self._heal()
         except ChecksumMismatch:
             assert update.is_corrupt
             update.is_refused = True
         except WeightBridgeError:
             if not may_refuse:
                 raise
+            # What got as far as the engine is refused for good, the rest may come again.
+            assert self.consumer is not None
+            if self.consumer.consumer_end().knows(update_id):
+                update.is_refused = self.consumer.update_state(update_id) is State.REJECTED
         else:
             assert not must_refuse
             assert stage is None
-            self.model.version = manifest.weight_version
-            self.model.contents = update.contents
-            self.model.is_torn = False
-            self.model.active = manifest.update_id
-            self.model.floor[manifest.publisher_id] = manifest.weight_version
-        finally:
-            self.sabotage.plan(None)
-            self.sabotage.fails_undo = False
-        assert was_torn <= (self.model.is_torn or not self.executor.is_torn)
+            model.torn.pop(update_id, None)
+            self._heal()
+            model.version, model.contents = manifest.weight_version, update.contents
+            model.active = model.installed = update_id
+            model.floor[manifest.publisher_id] = manifest.weight_version
+
+    def _heal(self) -> None:
+        """The engine is a version again: what tore it is over for good."""
+        for update in self.model.torn.values():
+            update.is_refused = True
+        self.model.torn.clear()
 
     def _is_old(self, manifest: WeightUpdateManifest) -> bool:
         floor = self.model.floor.get(manifest.publisher_id)
@@ -232,11 +254,11 @@ class LifecycleMachine(RuleBasedStateMachine):
         try:
             self.executor.recover()
         except TornEngine:
-            assert self.model.is_torn
+            assert self.model.torn
             assert undo_fails
         else:
-            assert not (self.model.is_torn and undo_fails)
-            self.model.is_torn = False
+            assert not (self.model.torn and undo_fails)
+            self._heal()
         finally:
             self.sabotage.fails_undo = False
 
@@ -251,7 +273,7 @@ class LifecycleMachine(RuleBasedStateMachine):
     def hold(self) -> None:
         """Keep the imported tensors of the active version, for much longer than it is active."""
         tensors = dict(self.executor.shared_weights)
-        self.held.append((tensors, _contents(tensors)))
+        self.held.append((self.executor.active_weight_update_id or "", tensors, _contents(tensors)))
 
     @rule(data=st.data())
     @precondition(lambda self: self.held)
@@ -264,10 +286,16 @@ class LifecycleMachine(RuleBasedStateMachine):
     def write(self, data: st.DataObject) -> None:
         """Write into held tensors: nobody else may see it, and no undo may bring it back."""
         index = data.draw(st.integers(0, len(self.held) - 1))
-        tensors, _ = self.held[index]
+        update_id, tensors, _ = self.held[index]
         tensors["b"].view(torch.uint8).bitwise_not_()
-        # Two mappings of one version are one memory: look at all of them again.
-        self.held = [(kept, _contents(kept)) for kept, _ in self.held]
+        self._look_again(update_id)
+
+    def _look_again(self, update_id: str | None) -> None:
+        """All mappings of one update are one memory; an import shows the published bytes."""
+        self.held = [
+            (held_id, kept, _contents(kept) if held_id == update_id else contents)
+            for held_id, kept, contents in self.held
+        ]
 
     # ---- what must hold after every step --------------------------------------------------------
 
@@ -276,8 +304,8 @@ class LifecycleMachine(RuleBasedStateMachine):
         """Its bytes are those of the version that it reports; a torn one does not serve."""
         if self.trainer is None:
             return
-        assert self.executor.is_torn == self.model.is_torn
-        if self.model.is_torn:
+        assert self.executor.is_torn == bool(self.model.torn)
+        if self.model.torn:
             assert self.executor.active_weight_version is None
             self._assert_not_servable(TornEngine)
             return
@@ -300,7 +328,7 @@ class LifecycleMachine(RuleBasedStateMachine):
     @invariant()
     def held_tensors_keep_their_bytes(self) -> None:
         """Whatever was published, released, installed or restarted since."""
-        for tensors, contents in self.held:
+        for _, tensors, contents in self.held:
             assert _contents(tensors) == contents
 
     @invariant()

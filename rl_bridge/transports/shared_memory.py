@@ -5,6 +5,7 @@ are named files in a directory that both sides share, for containers and users t
 other's processes; an import then copies, because a file cannot be sealed against truncation.
 """
 
+import logging
 import os
 import time
 from collections.abc import Mapping
@@ -46,6 +47,8 @@ from rl_bridge.transports.base import (
 )
 
 __all__ = ["SharedMemory", "SharedMemoryHandle"]
+
+_LOG = logging.getLogger(__name__)
 
 
 class SharedMemoryHandle(BaseModel):
@@ -225,6 +228,7 @@ class _SharedConsumer(ConsumerEnd):
         self._views = ViewCache(directory)
         self._writers: dict[str, ControlWriter] = {}
         self._plans: dict[str, BytePlan] = {}
+        self._is_closed = False
 
     def attach(self, manifest: WeightUpdateManifest) -> Attachment:
         handle = self._handle(manifest)
@@ -302,6 +306,11 @@ class _SharedConsumer(ConsumerEnd):
 
     def report(self, manifest: WeightUpdateManifest, report: UpdateReport) -> None:
         writer = self._writers.get(manifest.publisher_id)
+        if writer is None and not self._is_closed:
+            try:  # refused before anything of it was opened: that is news as well
+                writer = self._writer(manifest.publisher_id, self._handle(manifest))
+            except WeightBridgeError as error:
+                _LOG.info("the publisher will not hear of %s: %s", report.update_id, error)
         if writer is not None:
             writer.report(report)
 
@@ -313,6 +322,7 @@ class _SharedConsumer(ConsumerEnd):
                 del self._writers[publisher_id]
 
     def close(self) -> None:
+        self._is_closed = True
         self._views.close()
         for writer in self._writers.values():
             writer.close()

@@ -1,6 +1,6 @@
 """Engines and adapters for the executor's tests: each step can be watched, and made to fail."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -92,7 +92,7 @@ class Unseen(SeedStyle):
     """The same, behind a closure: nothing of its engine can be read."""
 
     def __init__(self, engine: dict[str, torch.Tensor]) -> None:
-        self._engine = lambda: engine
+        self._engine: Callable[[], dict[str, torch.Tensor]] = lambda: engine
         self.fails_after = None
 
     def __getattr__(self, name: str) -> dict[str, torch.Tensor]:

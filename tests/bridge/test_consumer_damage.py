@@ -1,4 +1,4 @@
-"""Importing what is damaged, hostile or gone: each refused by its own error, nothing left behind."""
+"""Importing what is damaged, hostile or gone: refused by its own error, nothing left behind."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -13,6 +13,7 @@ from rl_bridge.errors import (
     SegmentError,
     StaleUpdate,
     TransportUnavailable,
+    UnknownUpdate,
 )
 from rl_bridge.manifest.canonical import thaw
 from rl_bridge.memory import vm
@@ -160,8 +161,12 @@ def test_a_hostile_handle_is_refused_and_leaves_nothing(case: str) -> None:
             hostile = good.model_copy(update={"handle": handle})
         with pytest.raises(error, match=said):
             consumer.import_update(hostile)
-        assert consumer.update_status(hostile.update_id) == "rejected"
         assert open_fds().keys() <= before
+        if error is TransportUnavailable:  # this side's own fault: the update may come again
+            with pytest.raises(UnknownUpdate):
+                consumer.update_status(hostile.update_id)
+        else:
+            assert consumer.update_status(hostile.update_id) == "rejected"
 
 
 def test_a_handle_of_local_clone_is_empty() -> None:
@@ -180,5 +185,5 @@ def test_an_update_that_was_released_before_it_was_imported_is_gone(transport: s
             consumer.import_update(manifest)
         publisher.close()
         late = manifest.model_copy(update={"update_id": "e" * 32, "weight_version": 3})
-        with pytest.raises((StaleUpdate, SegmentError), match="[Pp]ublish"):
+        with pytest.raises((StaleUpdate, SegmentError), match=r"[Pp]ublish"):
             consumer.import_update(late)

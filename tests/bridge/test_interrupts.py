@@ -132,7 +132,9 @@ def test_an_interrupt_whose_undo_fails_stays_an_interrupt_and_the_engine_is_torn
         adapter.fails = {"install": KeyboardInterrupt(), "undo": OSError("full")}
         with pytest.raises(KeyboardInterrupt) as caught:
             executor.update_weights(publish(publisher, 2))
-        assert "the undo failed too (OSError: full); the engine is torn" in caught.value.__notes__[0]
+        assert (
+            "the undo failed too (OSError: full); the engine is torn" in caught.value.__notes__[0]
+        )
         assert executor.is_torn
         adapter.fails = {}
         executor.recover()

@@ -1,4 +1,4 @@
-"""Publishing: a sealed snapshot, a number that is used up only by success, and who holds what."""
+"""Publishing: a sealed snapshot, and a number that is used up only by success."""
 
 import threading
 from collections.abc import Iterator
@@ -11,27 +11,22 @@ import torch
 from rl_bridge import (
     Policy,
     TensorBridge,
-    WeightBridge,
     WeightUpdateManifest,
     make_weight_bridge,
 )
 from rl_bridge.errors import (
-    BridgeClosed,
     DuplicateTensorName,
     IncompatibleUpdate,
     MalformedManifest,
     RangeOverflow,
-    SegmentError,
-    SlotsExhausted,
     SuspiciousUpdate,
     TransportUnavailable,
-    UnknownUpdate,
     VersionNotMonotonic,
     WeightBridgeUnavailableError,
 )
 from rl_bridge.lifecycle.machine import Transition
-from rl_bridge.lifecycle.table import Event, Role, State
-from tests.helpers import forked, open_fds, raw_bytes, weights
+from rl_bridge.lifecycle.table import Event, Role
+from tests.helpers import raw_bytes, weights
 
 TRANSPORTS = ["local-clone", "shared-memory"]
 forking = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
@@ -82,7 +77,12 @@ def test_modules_mappings_pairs_and_chunks_can_be_published(bridge: TensorBridge
         tensors = [torch.ones(2, 2), torch.zeros(2)]  # noqa: RUF012
 
     model = torch.nn.Linear(2, 2)
-    sources = [model, model.state_dict(), list(model.state_dict().items()), iter([Chunk()])]
+    sources: list[Any] = [
+        model,
+        model.state_dict(),
+        list(model.state_dict().items()),
+        iter([Chunk()]),
+    ]
     for version, source in enumerate(sources):
         manifest = bridge.publish(source, weight_version=version)
         assert set(manifest.tensors) == {"weight", "bias"}
@@ -91,11 +91,18 @@ def test_modules_mappings_pairs_and_chunks_can_be_published(bridge: TensorBridge
 
 def test_a_modules_trainable_parameters_are_declared(bridge: TensorBridge) -> None:
     model = torch.nn.Linear(2, 2)
-    model.bias.requires_grad_(requires_grad=False)
+    model.bias.requires_grad_(False)
     assert bridge.publish(model, weight_version=1).table.trainable == "01"
     assert bridge.publish(model.state_dict(), weight_version=2).table.trainable is None
     declared = bridge.publish(model.state_dict(), weight_version=3, trainable=["bias"])
     assert declared.table.trainable == "10"
+
+
+def test_a_late_joiner_is_given_the_latest_manifest(bridge: TensorBridge) -> None:
+    assert bridge.latest_manifest is None
+    for version in (1, 2):
+        manifest = bridge.publish(weights(version), weight_version=version)
+        assert bridge.latest_manifest is manifest
 
 
 def test_phase_times_are_told(bridge: TensorBridge) -> None:
@@ -280,151 +287,3 @@ def test_a_no_op_is_logged_or_not(
 def test_an_unknown_policy_is_refused_at_once() -> None:
     with pytest.raises(ValueError, match="sometimes"):
         make_weight_bridge("local-clone", suspicious="sometimes")
-
-
-# ---- release, close, failures -------------------------------------------------------------------
-
-
-def test_releasing_is_idempotent_and_ignores_unknown_ids(bridge: TensorBridge) -> None:
-    manifest = bridge.publish(weights(), weight_version=1)
-    for _ in range(2):
-        bridge.release(manifest.update_id)
-        bridge.release("f" * 32)
-    assert bridge.update_status(manifest.update_id) == "released"
-    assert bridge.update_state(manifest.update_id) is State.RELEASED
-
-
-def test_an_unknown_update_is_said_to_be_unknown(bridge: TensorBridge) -> None:
-    with pytest.raises(UnknownUpdate, match="f{32}: neither published nor imported here"):
-        bridge.update_status("f" * 32)
-    with pytest.raises(UnknownUpdate, match="did not publish it"):
-        bridge.get_manifest("f" * 32)
-    assert bridge.rejection_reason("f" * 32) is None
-
-
-def test_the_books_stay_bounded_and_unreleased_updates_stay_in_them() -> None:
-    with make_weight_bridge("local-clone", suspicious="off") as bridge:
-        kept = bridge.publish(weights(), weight_version=0)
-        for version in range(1, 400):
-            manifest = bridge.publish(weights(), weight_version=version)
-            bridge.release(manifest.update_id)
-        publisher = bridge._publisher_end()
-        assert len(publisher._updates) <= 256
-        assert bridge.update_status(kept.update_id) == "published"
-        assert bridge.update_status(manifest.update_id) == "released"
-
-
-def test_a_publication_that_fails_half_way_holds_nothing(
-    bridge: TensorBridge, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    state = weights()
-    bridge.release(bridge.publish(state, weight_version=1).update_id)
-    held = bridge.published_nbytes
-
-    def broken(*_: object, **__: object) -> bytes:
-        raise MemoryError
-
-    with monkeypatch.context() as patch:
-        patch.setattr("rl_bridge.memory.packing.PackPlan.pack", broken)
-        with pytest.raises(MemoryError):
-            bridge.publish(state, weight_version=2)
-    state["layer.bias"].add_(1)
-    manifest = bridge.publish(state, weight_version=2)
-    assert bridge.published_nbytes <= max(held, 2 * manifest.table.arena_nbytes)
-    imported = bridge.import_update(manifest)
-    assert raw_bytes(imported["layer.bias"]) == raw_bytes(state["layer.bias"])
-
-
-def test_memory_that_runs_out_is_a_segment_error_and_leaves_the_version_free(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    with make_weight_bridge("shared-memory") as bridge:
-        assert bridge.publisher_id
-        with monkeypatch.context() as patch:
-            patch.setattr("rl_bridge.memory.segment.os.ftruncate", full)
-            with pytest.raises(SegmentError, match="No space left.*Free memory"):
-                bridge.publish(weights(), weight_version=1)
-        bridge.publish(weights(), weight_version=1)
-
-
-def test_updates_that_are_never_released_end_in_an_error_that_says_so() -> None:
-    with make_weight_bridge("shared-memory", max_slots=2, suspicious="off") as bridge:
-        first = bridge.publish(weights(), weight_version=1)
-        bridge.publish(weights(), weight_version=2)
-        with pytest.raises(SlotsExhausted, match=f"{first.update_id}: the publisher has not rel"):
-            bridge.publish(weights(), weight_version=3)
-        bridge.release(first.update_id)
-        assert bridge.publish(weights(), weight_version=3)
-
-
-def test_a_closed_bridge_publishes_and_tells_nothing(bridge: TensorBridge) -> None:
-    bridge.publish(weights(), weight_version=1)
-    bridge.close()
-    bridge.close()
-    with pytest.raises(BridgeClosed, match="Make a new"):
-        bridge.publish(weights(), weight_version=2)
-    with pytest.raises(BridgeClosed):
-        bridge.consumers()
-    unused = make_weight_bridge(bridge.transport)
-    unused.close()
-    with pytest.raises(BridgeClosed, match="is closed. Make a new one"):
-        unused.publish(weights(), weight_version=1)
-
-
-def test_closing_gives_every_descriptor_back(bridge: TensorBridge) -> None:
-    before = open_fds()
-    with make_weight_bridge(bridge.transport) as other:
-        manifest = other.publish(weights(), weight_version=1)
-        other.import_update(manifest)
-    assert open_fds() == before
-
-
-@forking
-def test_a_forked_child_cannot_publish_and_disturbs_nobody(bridge: TensorBridge) -> None:
-    manifest = bridge.publish(weights(), weight_version=1)
-
-    def child() -> bool:
-        with pytest.raises(BridgeClosed, match="belongs to the parent process"):
-            bridge.publish(weights(), weight_version=2)
-        bridge.close()
-        return True
-
-    assert forked(child)
-    assert bridge.import_update(manifest)
-    bridge.publish(weights(1), weight_version=2)
-
-
-# ---- the bridge as a whole ----------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["rdma", "multi-node", "nixl", "nccl-rdma", "broadcast"])
-def test_transports_of_many_nodes_answer_with_the_sentence_that_users_know(name: str) -> None:
-    with pytest.raises(
-        WeightBridgeUnavailableError,
-        match=f"multi-node/RDMA weight transport is not implemented .*'{name}'.*shared-memory",
-    ):
-        make_weight_bridge(name)
-
-
-def test_an_unknown_transport_names_the_known_ones() -> None:
-    with pytest.raises(WeightBridgeUnavailableError, match="'pigeon', expected one of: local-cl"):
-        make_weight_bridge("pigeon")
-
-
-def test_an_unknown_option_is_a_type_error() -> None:
-    with pytest.raises(TypeError, match="max_slotz"):
-        make_weight_bridge("shared-memory", max_slotz=3)
-    with pytest.raises(ValueError, match="max_slots=0"):
-        make_weight_bridge("shared-memory", max_slots=0)
-
-
-@pytest.mark.parametrize(
-    ("short", "full"), [("local", "local-clone"), ("shm", "shared-memory"), ("ipc", "cuda-ipc")]
-)
-def test_short_forms_mean_the_same_transport(short: str, full: str) -> None:
-    bridge = make_weight_bridge(short)
-    assert bridge.transport == full
-    assert isinstance(bridge, WeightBridge)

@@ -98,7 +98,7 @@ def test_a_record_that_cannot_be_written_leaves_the_version_free(
         journal.reserve(1)
         with monkeypatch.context() as patch:
             patch.setattr("rl_bridge.lifecycle.journal.os.fsync", full)
-            with pytest.raises(WeightBridgeError, match="version 2 was not published.*No space"):
+            with pytest.raises(WeightBridgeError, match=r"version 2 was not published.*No space"):
                 journal.reserve(2)
         assert journal.last_version == 1
         journal.reserve(2)
@@ -135,7 +135,7 @@ def test_a_record_that_cannot_be_written_leaves_the_version_free(
 def test_a_damaged_record_is_never_guessed_at(text: str, tmp_path: Path) -> None:
     (tmp_path / "publisher.json").write_text(text, encoding="latin-1")
     with pytest.raises(
-        WeightBridgeError, match="(?s)damaged.*Move it away.*or restore it"
+        WeightBridgeError, match=r"(?s)damaged.*Move it away.*or restore it"
     ) as caught:
         Journal(tmp_path)
     assert type(caught.value) is WeightBridgeError
@@ -184,7 +184,7 @@ def test_a_directory_that_cannot_be_one_is_a_bridge_error(tmp_path: Path) -> Non
 
 def test_a_second_live_publisher_is_refused(tmp_path: Path) -> None:
     with Journal(tmp_path):
-        with pytest.raises(WeightBridgeUnavailableError, match="another live publisher.*Stop it"):
+        with pytest.raises(WeightBridgeUnavailableError, match=r"another live publisher.*Stop it"):
             Journal(tmp_path)
         with Child() as child:
             assert "another live publisher" in child.call(_refusal, tmp_path)

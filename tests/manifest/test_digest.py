@@ -1,4 +1,4 @@
-"""The digest X3T-128K against an independent reading of its definition, and what it is sensitive to."""
+"""The digest X3T-128K against an independent reading of its definition."""
 
 import json
 import struct

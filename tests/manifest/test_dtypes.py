@@ -17,7 +17,7 @@ def is_left_out(name: str) -> bool:
     # Quantized: scale and zero point lie outside the bytes. Bits and sub-byte integers are shells
     # of torch's without storage semantics: no operation makes such a tensor hold values.
     quantized = name.startswith(("qint", "quint"))
-    shells = name.startswith("bits") or name in {"bit"}
+    shells = name.startswith("bits") or name == "bit"
     sub_byte = name in {f"{sign}int{width}" for sign in ("", "u") for width in range(1, 8)}
     return quantized or shells or sub_byte
 

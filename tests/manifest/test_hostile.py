@@ -1,4 +1,4 @@
-"""Damaged and hostile manifest texts: each is refused with its own error, before memory is touched."""
+"""Damaged and hostile manifest texts: each is refused with its own error."""
 
 import base64
 import sys
@@ -240,7 +240,12 @@ def test_an_altered_layout_is_refused_also_where_the_layout_is_known() -> None:
 def test_a_layout_with_a_digest_of_its_own_still_needs_the_root() -> None:
     renamed = LAYOUT | {"names": ["bios", "weight"]}
     refused(assemble(HEADER, renamed), DigestMismatch, "root")
-    for change in ({"dtypes": ["int32", "bfloat16"]}, {"shapes": [[1, 5], [3, 5]]}, {"ties": {}}):
+    changes: list[dict[str, object]] = [
+        {"dtypes": ["int32", "bfloat16"]},
+        {"shapes": [[1, 5], [3, 5]]},
+        {"ties": {}},
+    ]
+    for change in changes:
         refused(assemble(HEADER, LAYOUT | change), DigestMismatch, "root")
 
 

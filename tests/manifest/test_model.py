@@ -133,7 +133,7 @@ def hostile_but_valid_manifest() -> WeightUpdateManifest:
     """Every kind of value that the format allows."""
     return make_manifest(
         make_table({"": ("complex128", (0,)), 'a\n"\\/\x7f\U0001d11e': ("bool", (3,))}),
-        source_worker="tränер\u2028",
+        source_worker="tr\u00e4n\u0435\u0440\u2028",
         source_rank=2**40,
         weight_version=2**63 - 1,
         transport="shared-memory",
@@ -325,7 +325,8 @@ def test_equal_content_is_equal_and_anything_else_is_not() -> None:
     assert manifest == make_manifest()
     assert len({manifest, make_manifest()}) == 1
     assert manifest != make_manifest(metadata={"a": 1})
-    assert manifest != "text"
+    others: list[object] = ["text", None, manifest.to_json()]
+    assert manifest not in others
 
 
 # ---- compact ------------------------------------------------------------------------------------

@@ -169,7 +169,7 @@ def test_the_columns_are_the_numbers_of_the_layout() -> None:
 
 def test_the_lists_that_a_layout_was_made_of_are_not_its_own() -> None:
     document = make_table(ties={"head": "weight"}).document()
-    lists = {
+    lists: dict[str, Any] = {
         key: list(value) if isinstance(value, tuple) else value for key, value in document.items()
     }
     lists["shapes"] = [list(shape) for shape in lists["shapes"]]
@@ -231,7 +231,8 @@ DAMAGE: dict[str, tuple[dict[str, object], type[WeightManifestValidationError], 
     "flags-too-long": ({"trainable": "111"}, MalformedManifest, "trainable flags"),
     "flags-not-binary": ({"trainable": "1x"}, MalformedManifest, "trainable flags"),
 }
-EMPTY: dict[str, object] = dict.fromkeys(("names", "dtypes", "nbytes", "offsets", "shapes"), [])
+COLUMNS = ("names", "dtypes", "nbytes", "offsets", "shapes")
+EMPTY: dict[str, object] = {column: [] for column in COLUMNS}
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
@@ -244,7 +245,7 @@ def test_a_damaged_layout_has_its_own_error(damage: str) -> None:
 
 
 def test_an_update_without_tensors_is_malformed() -> None:
-    with pytest.raises(MalformedManifest, match="holds no tensors.*Publish a model"):
+    with pytest.raises(MalformedManifest, match=r"holds no tensors.*Publish a model"):
         TensorTable(**{**make_table().document(), **EMPTY, "arena_nbytes": 0})
 
 

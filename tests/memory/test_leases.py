@@ -1,4 +1,4 @@
-"""Leases that the kernel keeps: shared against exclusive, across processes, gone with their holder."""
+"""Leases that the kernel keeps: across processes, and gone with their holder."""
 
 import os
 from collections.abc import Iterator

@@ -71,7 +71,7 @@ def test_it_is_opened_by_name_in_the_directory_that_both_know(
         "rlb-0123456789AB-1.seg",
         "rlb-0123456789ab-1.seg.bak",
         "rlb-0123456789ab-x.seg",
-        "rlb-0123456789ab-١.seg",
+        "rlb-0123456789ab-\u0661.seg",
         "rlb-0123456789abc-control",
     ],
 )

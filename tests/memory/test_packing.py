@@ -1,4 +1,4 @@
-"""From a state dict to a packed arena: only the view's bytes, ties once, plans reused only if they fit."""
+"""From a state dict to a packed arena: only a view's bytes, ties once, plans that fit."""
 
 from collections.abc import Callable
 
@@ -11,7 +11,7 @@ from rl_bridge.errors import IncompatibleUpdate, UnknownDtype, WeightBridgeUnava
 from rl_bridge.manifest.digest import digest_bytes
 from rl_bridge.manifest.dtypes import DTYPE_NBYTES
 from rl_bridge.memory import vm
-from rl_bridge.memory.packing import PackPlan, dtype_name, tensor_key
+from rl_bridge.memory.packing import PackPlan, TensorFacts, dtype_name, tensor_key
 from rl_bridge.memory.views import anonymous_pin
 from tests.helpers import raw_bytes
 
@@ -273,12 +273,47 @@ CHANGES: dict[str, tuple[State, State]] = {
 }
 
 
+@pytest.mark.parametrize("is_compiled", [True, False])
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_plan_does_not_fit_anything_else(change: str) -> None:
+def test_a_plan_does_not_fit_anything_else(
+    change: str, is_compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not is_compiled:
+        monkeypatch.setattr("rl_bridge.memory.packing.native_module", lambda: None)
     before, after = CHANGES[change]
     plan = PackPlan(before)
     assert plan.fits(before, None)
     assert not plan.fits(after, None)
+
+
+def test_facts_tell_whether_tensors_lie_where_they_were() -> None:
+    tensors = [torch.randn(4, 4), torch.randn(3, 2).t(), torch.empty(0)]
+    facts = TensorFacts(tensors)
+    assert facts.hold(iter(tensors))
+    assert not facts.hold(tensors[:2])
+    assert not facts.hold([])
+    assert TensorFacts([]).hold([])
+
+
+def test_views_are_made_again_of_the_storages_that_tensors_have_now() -> None:
+    owners = [torch.arange(16.0), torch.arange(16.0)]
+    views = [owners[0][4:12].view(2, 4), owners[1].view(4, 4).t()]
+    facts = TensorFacts(views)
+    expected = [view.clone() for view in views]
+    views[0].data = owners[0][:3]
+    views[1].data = owners[1].view(2, 8)
+    assert not facts.hold(views)
+    facts.restore(views)
+    assert facts.hold(views)
+    assert all(torch.equal(one, other) for one, other in zip(views, expected, strict=True))
+
+
+def test_a_tensor_whose_storage_is_elsewhere_cannot_be_made_the_view_that_it_was() -> None:
+    view = torch.arange(16.0)[4:12]
+    facts = TensorFacts([view])
+    view.data = torch.zeros(8)
+    with pytest.raises(ValueError, match="tensor number 0 was moved to other memory"):
+        facts.restore([view])
 
 
 def test_a_plan_does_not_fit_another_declaration_of_trainable_tensors() -> None:

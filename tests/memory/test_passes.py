@@ -153,12 +153,11 @@ def test_many_threads_may_run_passes_at_once() -> None:
     source = Buffers([5 << 20, 1 << 20])
     expected = source.digests()
     plan = BytePlan(source.sizes)
-    wrong = []
+    wrong: list[bytes] = []
 
     def work() -> None:
-        for _ in range(5):
-            if plan.digest(source.addresses, num_threads=3) != expected:
-                wrong.append(1)
+        found = [plan.digest(source.addresses, num_threads=3) for _ in range(5)]
+        wrong.extend(digest for digest in found if digest != expected)
 
     threads = [threading.Thread(target=work) for _ in range(4)]
     for thread in threads:

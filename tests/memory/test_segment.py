@@ -5,7 +5,7 @@ import fcntl
 import gc
 import mmap
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -121,10 +121,10 @@ def test_a_reference_has_a_known_kind_and_no_other_fields(segment: OwnedSegment)
 
 
 def _attack(ref: SegmentRef) -> dict[str, str]:
-    """What another process gets when it tries; it may open the file for writing, as the same user."""
+    """What another process of the same user gets when it tries."""
     found = {}
     fd = os.open(f"/proc/{ref.pid}/fd/{ref.fd}", os.O_RDWR)
-    attempts = {
+    attempts: dict[str, Callable[[], object]] = {
         "truncate": lambda: os.ftruncate(fd, 0),
         "grow": lambda: os.ftruncate(fd, 2 * ref.nbytes),
         "write": lambda: os.pwrite(fd, b"x", 0),
@@ -147,7 +147,8 @@ def _attack(ref: SegmentRef) -> dict[str, str]:
 def _punch(fd: int, nbytes: int) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long]
-    if libc.fallocate(fd, 3, 0, nbytes):  # PUNCH_HOLE | KEEP_SIZE
+    status: int = libc.fallocate(fd, 3, 0, nbytes)
+    if status:  # PUNCH_HOLE | KEEP_SIZE
         raise OSError(ctypes.get_errno(), "fallocate")
 
 

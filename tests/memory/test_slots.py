@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -133,7 +134,7 @@ def test_an_abandoned_slot_holds_nothing_and_is_used_again(make_ring: MakeRing) 
     slot.layout_digest = "half written"
     ring.abandon(slot)
     assert stamp_of(slot).update_id == "0" * 32
-    assert slot.layout_digest is None
+    assert not slot.layout_digest
     assert not leases.is_held(slot.segment.fd)
     assert write(ring, 1) is slot
 
@@ -260,6 +261,24 @@ def test_a_new_slot_that_somebody_locked_first_is_refused(
     with pytest.raises(WeightBridgeError, match="locked by somebody else"):
         make_ring().acquire(SIZE)
     assert open_fds() == before
+
+
+def test_a_slot_whose_file_was_cut_off_is_given_up_instead_of_written(tmp_path: Path) -> None:
+    names = iter(f"rlb-000000000000-{number}.seg" for number in range(9))
+    ring = SlotRing(
+        lambda nbytes: OwnedSegment.make(next(names), nbytes, directory=tmp_path),
+        limit=2,
+        name_holders=lambda _: [],
+    )
+    slot = write(ring, 1)
+    ring.release(uid(1))
+    os.truncate(tmp_path / "rlb-000000000000-0.seg", 0)
+    other = write(ring, 2)
+    assert other is not slot
+    vm.store(other.address, bytes(SIZE))
+    assert len(ring) == 1
+    ring.close()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_releasing_what_is_unknown_changes_nothing(make_ring: MakeRing) -> None:

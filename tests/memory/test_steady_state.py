@@ -14,8 +14,8 @@ from tests.helpers import HELD, Child, open_fds
 
 NUM_UPDATES = 50
 NBYTES = 8 << 20
-# A fault for each 4 KiB page of one update would be 2048; the interpreter itself has a few.
-FEW_FAULTS = 200
+# One new slot alone would fault in 2048 pages of 4 KiB; the interpreter itself has a few.
+FEW_FAULTS = 1000
 
 
 def mappings_of_ours() -> list[str]:

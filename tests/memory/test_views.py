@@ -1,5 +1,6 @@
 """The consumer's side of a slot: tensors that keep their version's bytes, private when written."""
 
+import ctypes
 import gc
 import os
 import threading
@@ -10,10 +11,11 @@ import torch
 
 from rl_bridge.errors import SegmentError, SlotsExhausted, StaleUpdate
 from rl_bridge.memory import leases, vm
+from rl_bridge.memory.imported import ImportedTensors
 from rl_bridge.memory.segment import OwnedSegment
 from rl_bridge.memory.slots import Slot, SlotRing
 from rl_bridge.memory.views import Pin, SegmentView, ViewCache, anonymous_pin, tensor_in
-from tests.helpers import forked, open_fds
+from tests.helpers import forked, make_table, open_fds
 
 SIZE = 4 * vm.PAGE
 forking = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
@@ -80,6 +82,19 @@ def test_an_empty_tensor_needs_no_memory() -> None:
     assert (tensor.dtype, tuple(tensor.shape)) == (torch.bfloat16, (0, 3))
 
 
+def test_with_the_garbage_collector_switched_off_nothing_grows() -> None:
+    anonymous_pin(7000)
+    gc.collect()
+    gc.disable()
+    try:
+        before = len(ctypes.Array.__subclasses__())
+        for _ in range(50):
+            tensor_of(anonymous_pin(7000), 5)
+        assert len(ctypes.Array.__subclasses__()) == before
+    finally:
+        gc.enable()
+
+
 def test_anonymous_memory_lives_as_long_as_a_tensor_of_it() -> None:
     pin = anonymous_pin(5)
     address = pin.address
@@ -93,6 +108,17 @@ def test_anonymous_memory_lives_as_long_as_a_tensor_of_it() -> None:
     del tensor
     with pytest.raises(OSError, match="DONTNEED"):
         vm.drop_pages(address, vm.PAGE)
+
+
+def test_an_imported_mapping_makes_tensors_when_they_are_asked_for() -> None:
+    table = make_table(ties={"head": "weight"})
+    tensors = ImportedTensors(table, anonymous_pin(table.arena_nbytes))
+    assert repr(tensors) == "<3 imported tensors, 50 bytes>"
+    assert list(tensors) == ["bias", "weight", "head"]
+    assert tensors["head"] is tensors["weight"]
+    assert tensors["weight"].data_ptr() == int(tensors.addresses[1])
+    with pytest.raises(KeyError):
+        tensors["nothing"]
 
 
 def test_writing_to_a_tensor_is_private(ring: SlotRing) -> None:
@@ -114,9 +140,9 @@ def is_leased(slot: Slot) -> bool:
 def test_a_lease_lasts_until_the_last_tensor_dies(ring: SlotRing) -> None:
     slot = write(ring, 5)
     view = view_of(slot)
-    assert not view.is_pinned
+    pinned = [view.is_pinned]
     pin = pin_of(view, 5)
-    assert view.is_pinned
+    pinned.append(view.is_pinned)
     one, other = tensor_of(pin, 10), tensor_of(pin, 10, vm.PAGE)
     part = one.view(2, 5)[1]
     del pin, one
@@ -125,7 +151,7 @@ def test_a_lease_lasts_until_the_last_tensor_dies(ring: SlotRing) -> None:
     assert is_leased(slot), "a view of a view holds it too"
     del part
     assert not is_leased(slot)
-    assert not view.is_pinned
+    assert [*pinned, view.is_pinned] == [False, True, False]
 
 
 def test_two_pins_of_one_version_share_a_lease(ring: SlotRing) -> None:
@@ -247,7 +273,7 @@ def test_a_slot_that_is_being_written_is_stale(ring: SlotRing) -> None:
     view = view_of(slot)
     ring.release(uid(1))
     assert ring.acquire(SIZE) is slot
-    with pytest.raises(StaleUpdate, match="is being overwritten.*Import the publisher's latest"):
+    with pytest.raises(StaleUpdate, match=r"is being overwritten.*Import the publisher's latest"):
         pin_of(view, 1)
     ring.abandon(slot)
     with pytest.raises(StaleUpdate):
@@ -341,7 +367,7 @@ def test_a_segment_that_cannot_be_mapped_leaves_nothing(
     slot = write(ring, 1)
     before = open_fds()
     monkeypatch.setattr("rl_bridge.memory.views.vm.reserve", full)
-    with pytest.raises(SegmentError, match="cannot be mapped.*Cannot allocate"):
+    with pytest.raises(SegmentError, match=r"cannot be mapped.*Cannot allocate"):
         ViewCache().get(slot.segment.ref)
     assert open_fds() == before
 

@@ -1,0 +1,236 @@
+"""Who holds what: the publisher's view of its consumers, in this process and in others."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from rl_bridge import ConsumerReport, TensorBridge, WeightUpdateManifest, make_weight_bridge
+from rl_bridge.errors import SlotsExhausted, WeightBridgeUnavailableError
+from rl_bridge.memory.control import RECORD_NBYTES
+from rl_bridge.memory.segment import close_fd, open_segment
+from tests.helpers import HELD, Child, until, weights
+
+
+@pytest.fixture(params=["local-clone", "shared-memory"])
+def transport(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def publisher(transport: str) -> Iterator[TensorBridge]:
+    with make_weight_bridge(transport, source_worker="trainer", suspicious="off") as made:
+        yield made
+
+
+def publish(publisher: TensorBridge, version: int) -> WeightUpdateManifest:
+    return publisher.publish(weights(version), weight_version=version)
+
+
+def only(publisher: TensorBridge, manifest: WeightUpdateManifest) -> ConsumerReport:
+    (report,) = publisher.holders(manifest.update_id)
+    return report
+
+
+# ---- both transports alike ----------------------------------------------------------------------
+
+
+def test_nobody_holds_anything_before_it_is_imported(publisher: TensorBridge) -> None:
+    assert publisher.consumers() == []
+    manifest = publish(publisher, 1)
+    assert publisher.holders(manifest.update_id) == []
+    with make_weight_bridge(publisher.transport) as consumer:
+        assert consumer.consumers() == []
+        assert consumer.holders(manifest.update_id) == []
+        assert consumer.published_nbytes == 0
+
+
+def test_each_step_of_a_consumer_is_seen(publisher: TensorBridge) -> None:
+    manifest = publish(publisher, 1)
+    with make_weight_bridge(
+        publisher.transport, source_worker="rollout", source_rank=3
+    ) as consumer:
+        tensors = consumer.import_update(manifest)
+        report = only(publisher, manifest)
+        assert (report.worker, report.rank, report.presence) == ("rollout", 3, "alive")
+        assert (report.weight_version, report.state) == (1, "verified")
+        assert set(report.timings_ms) == {"attach", "verify"}
+        consumer.acknowledge(
+            manifest.update_id, proof={"method": "mine", "of": [1, None]}, timings_ms={"install": 2}
+        )
+        report = only(publisher, manifest)
+        assert report.state == "acknowledged"
+        assert report.proof == {"method": "mine", "of": [1, None]}
+        assert report.timings_ms["install"] == 2.0
+        consumer.release(manifest.update_id)
+        report = only(publisher, manifest)
+        assert (report.state, report.tensors_held) == ("released", True)
+        del tensors
+        assert not only(publisher, manifest).tensors_held
+    assert only(publisher, manifest).presence == "gone"
+
+
+def test_an_acknowledgement_without_a_proof_says_what_it_rests_on(publisher: TensorBridge) -> None:
+    manifest = publish(publisher, 1)
+    with make_weight_bridge(publisher.transport) as consumer:
+        consumer.import_update(manifest)
+        consumer.acknowledge(manifest.update_id)
+        assert only(publisher, manifest).proof == {"method": "import"}
+
+
+def test_a_rejection_is_seen_with_its_reason(publisher: TensorBridge) -> None:
+    manifest = publish(publisher, 1)
+    with make_weight_bridge(publisher.transport) as consumer:
+        consumer.import_update(manifest)
+        consumer.reject(manifest.update_id, "the vocabulary differs")
+        report = only(publisher, manifest)
+        assert (report.state, report.reason) == ("rejected", "the vocabulary differs")
+
+
+def test_a_rejection_before_import_is_seen_too(publisher: TensorBridge) -> None:
+    manifest = publish(publisher, 1)
+    with make_weight_bridge(publisher.transport, source_worker="picky") as consumer:
+        consumer.reject(manifest, "no room for it")
+        report = only(publisher, manifest)
+        assert (report.worker, report.state, report.reason) == (
+            "picky",
+            "rejected",
+            "no room for it",
+        )
+
+
+def test_several_consumers_are_told_apart(publisher: TensorBridge) -> None:
+    first, second = publish(publisher, 1), publish(publisher, 2)
+    with (
+        make_weight_bridge(publisher.transport, source_worker="one") as one,
+        make_weight_bridge(publisher.transport, source_worker="other") as other,
+    ):
+        one.import_update(first)
+        one.import_update(second)
+        other.import_update(second)
+        seen = {(r.worker, r.weight_version, r.state) for r in publisher.consumers()}
+        assert seen == {("one", 1, "verified"), ("one", 2, "verified"), ("other", 2, "verified")}
+        assert {r.worker for r in publisher.holders(second.update_id)} == {"one", "other"}
+
+
+def test_publishing_importing_and_releasing_in_one_bridge_is_fine(transport: str) -> None:
+    with make_weight_bridge(transport, source_worker="both") as bridge:
+        manifest = publish(bridge, 1)
+        bridge.import_update(manifest)
+        bridge.acknowledge(manifest.update_id)
+        assert only(bridge, manifest).state == "acknowledged"
+        bridge.release(manifest.update_id)
+        assert bridge.update_status(manifest.update_id) == "released"
+        assert {"publish", "verify"} <= set(bridge.timings(manifest.update_id))
+
+
+def test_reporting_to_a_publisher_that_is_gone_is_no_error(transport: str) -> None:
+    publisher = make_weight_bridge(transport)
+    manifest = publish(publisher, 1)
+    with make_weight_bridge(transport) as consumer:
+        tensors = consumer.import_update(manifest)
+        publisher.close()
+        del publisher
+        consumer.acknowledge(manifest.update_id)
+        consumer.release(manifest.update_id)
+        assert tensors["steps"].item() == 1
+        late = manifest.model_copy(update={"update_id": "e" * 32})
+        consumer.reject(late, "nobody hears it")
+        assert consumer.update_status(late.update_id) == "rejected"
+
+
+def test_a_way_back_that_fails_does_not_fail_what_it_tells_of(
+    publisher: TensorBridge, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*_: object) -> None:
+        msg = "no way back"
+        raise ValueError(msg)
+
+    manifest = publish(publisher, 1)
+    with make_weight_bridge(publisher.transport) as consumer:
+        monkeypatch.setattr(consumer.consumer_end()._end, "report", broken)
+        consumer.import_update(manifest)
+        consumer.acknowledge(manifest.update_id)
+        assert consumer.active_weight_version == 1
+    assert "no way back" in caplog.text
+
+
+# ---- other processes ----------------------------------------------------------------------------
+
+
+def _join(text: str, worker: str) -> None:
+    HELD["bridge"] = make_weight_bridge("shared-memory", source_worker=worker)
+    HELD["tensors"] = HELD["bridge"].import_update(text)
+
+
+def _leave() -> None:
+    HELD.pop("tensors")
+    HELD.pop("bridge").close()
+
+
+def test_a_laggard_is_named_with_its_process_and_a_killed_one_is_gone() -> None:
+    with (
+        make_weight_bridge(
+            "shared-memory", source_worker="trainer", max_slots=2, suspicious="off"
+        ) as publisher,
+        Child() as child,
+    ):
+        manifest = publish(publisher, 1)
+        child.call(_join, manifest.to_json(), "slow-rollout")
+        report = only(publisher, manifest)
+        assert (report.pid, report.presence, report.state) == (child.pid, "alive", "verified")
+        publisher.release(manifest.update_id)
+        second = publish(publisher, 2)
+        with pytest.raises(
+            SlotsExhausted,
+            match=rf"still read by worker 'slow-rollout' rank 0 \(pid {child.pid}, verified\)",
+        ):
+            publish(publisher, 3)
+        child.call(_leave)
+        publisher.release(publish(publisher, 4).update_id)
+        child.call(_join, second.to_json(), "again")
+        child.kill()
+        until(
+            lambda: {r.presence for r in publisher.consumers()} == {"gone"},
+            what="the killed consumer is gone",
+            deadline_s=5,
+        )
+        publisher.release(second.update_id)
+        for version in range(5, 9):
+            publisher.release(publish(publisher, version).update_id)
+
+
+def test_as_many_consumers_as_there_is_room_for() -> None:
+    with make_weight_bridge("shared-memory", max_consumers=2) as publisher:
+        manifest = publish(publisher, 1)
+        bridges = [make_weight_bridge("shared-memory", source_worker=name) for name in "abc"]
+        for bridge in bridges[:2]:
+            bridge.import_update(manifest)
+        with pytest.raises(WeightBridgeUnavailableError, match="room for 2 consumers"):
+            bridges[2].import_update(manifest)
+        bridges[0].close()
+        assert bridges[2].import_update(manifest)
+        for bridge in bridges:
+            bridge.close()
+
+
+def test_what_a_hostile_consumer_writes_is_unreadable_and_hurts_nobody() -> None:
+    import os
+
+    with (
+        make_weight_bridge("shared-memory", source_worker="trainer") as publisher,
+        make_weight_bridge("shared-memory", source_worker="victim") as victim,
+        make_weight_bridge("shared-memory", source_worker="bystander") as bystander,
+    ):
+        manifest = publish(publisher, 1)
+        victim.import_update(manifest)
+        bystander.import_update(manifest)
+        from rl_bridge.manifest.canonical import thaw
+        from rl_bridge.memory.segment import SegmentRef
+
+        fd = open_segment(SegmentRef(**thaw(manifest.handle)["control"]), writable=True)
+        os.pwrite(fd, b"\xff" * 100, RECORD_NBYTES)
+        seen = {(r.worker, r.presence) for r in publisher.consumers()}
+        assert seen == {("?", "unreadable"), ("bystander", "alive")}
+        victim.acknowledge(manifest.update_id)
+        assert {r.worker for r in publisher.consumers()} == {"victim", "bystander"}
+        close_fd(fd)

@@ -1,0 +1,244 @@
+"""The tree of errors: as its docstring draws it, each documented, each raised by someone."""
+
+import ast
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import rl_bridge
+from rl_bridge import RolloutExecutor, errors, make_weight_bridge
+from rl_bridge.installers.base import InstallProof
+from rl_bridge.lifecycle.journal import Journal
+from rl_bridge.memory.segment import OwnedSegment, open_segment
+from rl_bridge.transports.registry import transport_class
+from tests.bridge.engines import Recording
+from tests.helpers import make_manifest, make_table, weights
+
+ROOT = Path(rl_bridge.__file__).parent
+
+
+def tree() -> Iterator[type[Exception]]:
+    """Every class of ours, parents first."""
+    waiting: list[type[Exception]] = [errors.WeightBridgeError]
+    while waiting:
+        kind = waiting.pop(0)
+        yield kind
+        waiting[:0] = [
+            child for child in kind.__subclasses__() if child.__module__ == errors.__name__
+        ]
+
+
+def drawn() -> dict[str, str]:
+    """Name -> parent, as the docstring draws it."""
+    parents: list[str] = []
+    found = {}
+    block = (errors.__doc__ or "").split("::")[1].split("Each message")[0]
+    for line in block.splitlines():
+        match = re.match(r"    ((?:[│ ]   )*)(?:[├└]── )?([A-Z]\w+)(?:\((\w+)\))?", line)
+        if match:
+            depth = len(match[1]) // 4 + ("── " in line)
+            parents[depth:] = [match[2]]
+            found[match[2]] = parents[depth - 1] if depth else (match[3] or "")
+    return found
+
+
+# ---- the tree -----------------------------------------------------------------------------------
+
+
+def test_the_docstring_draws_the_tree_as_it_is() -> None:
+    real = {
+        kind.__name__: next(
+            base.__name__ for base in kind.__mro__[1:] if issubclass(base, Exception)
+        )
+        for kind in tree()
+    }
+    assert drawn() == real
+
+
+def test_every_class_is_public_documented_and_listed() -> None:
+    names = {kind.__name__ for kind in tree()}
+    assert set(errors.__all__) == names
+    assert errors.__all__ == sorted(errors.__all__)
+    for kind in tree():
+        assert (kind.__doc__ or "").strip(), kind
+
+
+def test_every_error_of_ours_is_a_runtime_error() -> None:
+    assert all(issubclass(kind, RuntimeError) for kind in tree())
+    assert issubclass(errors.DeadlineExceeded, TimeoutError)
+
+
+def test_a_blocked_transport_keeps_cause_and_remedy_apart() -> None:
+    error = errors.TransportUnavailable("pigeon", "no wings", "Use a horse.")
+    assert (error.transport, error.cause, error.remedy) == ("pigeon", "no wings", "Use a horse.")
+    assert str(error) == "transport 'pigeon' is blocked: no wings. Use a horse."
+
+
+# ---- each of them is raised ---------------------------------------------------------------------
+
+
+def _manifest(error_case: dict[str, object]) -> Callable[[Path], object]:
+    return lambda _: make_table().__class__(**{**make_table().document(), **error_case})
+
+
+def _publish_twice(_: Path) -> None:
+    with make_weight_bridge("local-clone", suspicious="reject") as bridge:
+        bridge.publish(weights(), weight_version=1)
+        bridge.publish(weights(), weight_version=2)
+
+
+def _corrupt(_: Path) -> None:
+    with make_weight_bridge("local-clone") as bridge:
+        manifest = bridge.publish(weights(), weight_version=1)
+        bridge.import_update(manifest.model_copy(update={"digests": bytes(48)}))
+
+
+def _foreign(_: Path) -> None:
+    with make_weight_bridge("local-clone") as bridge:
+        bridge.import_update(make_manifest(transport="shared-memory"))
+
+
+def _stale(_: Path) -> None:
+    with make_weight_bridge("local-clone") as bridge:
+        manifests = [bridge.publish(weights(n), weight_version=n) for n in (1, 2)]
+        bridge.import_update(manifests[1])
+        bridge.acknowledge(manifests[1].update_id)
+        bridge.import_update(manifests[0])
+
+
+def _rejected(_: Path) -> None:
+    with make_weight_bridge("local-clone") as bridge:
+        manifest = bridge.publish(weights(), weight_version=1)
+        bridge.reject(manifest, "no")
+        bridge.import_update(manifest)
+
+
+def _illegal(_: Path) -> None:
+    with make_weight_bridge("local-clone") as bridge:
+        manifest = bridge.publish(weights(), weight_version=1)
+        bridge.import_update(manifest)
+        bridge.acknowledge(manifest.update_id)
+        bridge.reject(manifest.update_id, "too late")
+
+
+def _install(**faults: object) -> None:
+    engine = {name: torch.zeros_like(tensor) for name, tensor in weights().items()}
+    adapter = Recording(engine)
+    for step, fault in faults.items():
+        if isinstance(fault, BaseException):
+            adapter.fails[step] = fault
+        elif isinstance(fault, InstallProof):
+            adapter.proof = fault
+    with make_weight_bridge("local-clone") as bridge:
+        executor = RolloutExecutor(weight_bridge=bridge, weight_install_adapter=adapter)
+        executor.update_weights(bridge.publish(weights(), weight_version=1))
+
+
+def _exhausted(_: Path) -> None:
+    with make_weight_bridge("shared-memory", max_slots=1) as bridge:
+        for version in (1, 2):
+            bridge.publish(weights(version), weight_version=version)
+
+
+def _closed(_: Path) -> None:
+    bridge = make_weight_bridge("local-clone")
+    bridge.close()
+    bridge.publish(weights(), weight_version=1)
+
+
+def _bad_name(directory: Path) -> None:
+    segment = OwnedSegment.make("rlb-000000000000-1.seg", 1, directory=directory)
+    ref = segment.ref.model_copy(update={"name": "../etc/passwd"})
+    open_segment(ref, directory=directory)
+
+
+def _unknown_layout(_: Path) -> None:
+    table = make_table({"seen by nobody": ("int8", (1,))})
+    text = make_manifest(table).to_json(layout=False)
+    make_manifest().from_json(text)
+
+
+def _damaged_journal(directory: Path) -> None:
+    (directory / "publisher.json").write_text("{")
+    Journal(directory)
+
+
+def _multi_node(_: Path) -> None:
+    transport_class("rdma")
+
+
+def _reused_version(_: Path) -> None:
+    journal = Journal()
+    journal.reserve(1)
+    journal.reserve(1)
+
+
+def _blocked(_: Path) -> None:
+    make_weight_bridge("cuda-ipc").publish(weights(), weight_version=1)
+
+
+RAISED: dict[type[Exception], Callable[[Path], object]] = {
+    errors.WeightBridgeError: _damaged_journal,
+    errors.WeightBridgeUnavailableError: _multi_node,
+    errors.TransportUnavailable: _blocked,
+    errors.MalformedManifest: lambda _: make_manifest().from_json("{}"),
+    errors.DuplicateTensorName: _manifest({"names": ["bias", "bias"]}),
+    errors.UnknownDtype: _manifest({"dtypes": ["float32", "qint8"]}),
+    errors.NegativeRange: _manifest({"offsets": [0, -1]}),
+    errors.RangeOverflow: _manifest({"shapes": [[2**62, 2], [3, 5]]}),
+    errors.ShapeMismatch: _manifest({"nbytes": [1, 30]}),
+    errors.OverlappingRange: _manifest({"offsets": [0, 0]}),
+    errors.RangeBeyondSegment: _manifest({"arena_nbytes": 1}),
+    errors.BadSegmentName: _bad_name,
+    errors.ForeignTransport: _foreign,
+    errors.LayoutUnknown: _unknown_layout,
+    errors.DigestMismatch: lambda _: make_manifest(root="0" * 32),
+    errors.ChecksumMismatch: _corrupt,
+    errors.VersionNotMonotonic: _reused_version,
+    errors.WeightUpdateRejectedError: _rejected,
+    errors.UnknownUpdate: lambda _: make_weight_bridge("local").update_status("x"),
+    errors.IllegalTransition: _illegal,
+    errors.StaleUpdate: _stale,
+    errors.SuspiciousUpdate: _publish_twice,
+    errors.IncompatibleUpdate: lambda _: make_weight_bridge("local").publish(5, weight_version=1),  # type: ignore[arg-type]  # that is the point
+    errors.ProofFailed: lambda _: _install(proof=InstallProof(method="digest", root="0")),
+    errors.TornEngine: lambda _: _install(install=OSError("x"), undo=OSError("y")),
+    errors.SegmentError: lambda _: OwnedSegment.make("x", 1 << 60),
+    errors.SlotsExhausted: _exhausted,
+    errors.BridgeClosed: _closed,
+}
+# Raised by no path that a test could take here, each with its reason.
+NOT_HERE = {
+    errors.WeightManifestValidationError: "only its subclasses are raised: one per reason",
+    errors.DeadlineExceeded: "raised where peers talk: the demo's frames have their own tests",
+}
+
+
+@pytest.mark.parametrize("kind", RAISED, ids=lambda kind: kind.__name__)
+def test_each_error_is_raised_with_something_to_read(kind: type[Exception], tmp_path: Path) -> None:
+    with pytest.raises(errors.WeightBridgeError) as caught:
+        RAISED[kind](tmp_path)
+    assert type(caught.value) is kind
+    assert len(str(caught.value)) > 20
+
+
+def test_no_error_is_left_out() -> None:
+    assert {*RAISED, *NOT_HERE} == set(tree())
+
+
+def test_every_error_that_the_library_raises_is_in_the_tree() -> None:
+    builtins = {"ValueError", "TypeError", "KeyError", "OSError", "RuntimeError", "StopIteration"}
+    known = {kind.__name__ for kind in tree()}
+    layers = ["manifest", "lifecycle", "memory", "transports", "extractors", "installers", "bridge"]
+    strangers = set()
+    for layer in layers:
+        for path in (ROOT / layer).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+                if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
+                    name = getattr(node.exc.func, "id", None)
+                    if name and name[0].isupper() and name not in known | builtins:
+                        strangers.add(f"{path.name}:{node.lineno} raises {name}")
+    assert not strangers
