@@ -26,9 +26,9 @@ __all__ = ["Pin", "SegmentView", "ViewCache", "anonymous_pin", "tensor_in"]
 
 @lru_cache(maxsize=32)
 def _range_type(nbytes: int) -> Any:
-    # A subclass, because instances of plain ctypes arrays take no weak references' callbacks. A few
-    # are kept: ctypes never forgets `c_char * n`, and a class of its own for each pin would wait for
-    # the garbage collector, which some trainers switch off.
+    # A subclass, because instances of plain ctypes arrays take no weak references' callbacks. Some
+    # are kept: ctypes never forgets `c_char * n`, and one made for each pin would wait for the
+    # garbage collector, which some trainers switch off.
     return type("PinnedRange", (ctypes.Array,), {"_type_": ctypes.c_char, "_length_": nbytes})
 
 

@@ -261,6 +261,7 @@ class LifecycleMachine(RuleBasedStateMachine):
             self._heal()
         finally:
             self.sabotage.fails_undo = False
+        self._look_again(self.model.installed)
 
     @rule()
     def release_weights(self) -> None:

@@ -357,12 +357,13 @@ def test_content_of_the_wrong_shape_is_unreadable(content: object, reader: Contr
         sealed(json.dumps(GOOD).encode(), length=2**32 - 1),
         sealed(json.dumps(GOOD).encode(), length=10),
         sealed(json.dumps(GOOD).encode())[:-1] + b"?",
+        sealed(json.dumps(GOOD).encode()).replace(b'"pid": 1', b'"pid": 2'),
         sealed(b"[" * 8000),
         sealed(b'{"rank":' + b"9" * 7000 + b"}"),
         sealed(b"\xff\xfe"),
         sealed(b""),
     ],
-    ids=["long", "short", "checksum", "deep", "huge-int", "no-text", "empty"],
+    ids=["long", "short", "cut-off", "altered", "deep", "huge-int", "no-text", "empty"],
 )
 def test_a_damaged_record_is_unreadable_and_the_others_are_read(
     raw: bytes, reader: ControlReader

@@ -1,5 +1,6 @@
 """One pass over many tensors: equal to the reference, on any number of threads, compiled or not."""
 
+import importlib.util
 import logging
 import signal
 import threading
@@ -252,6 +253,12 @@ def test_a_helper_that_fails_fails_the_pass() -> None:
 
     with pytest.raises(MemoryError):
         _run_with(Failing())
+
+
+def test_the_compiled_pass_is_in_use_where_it_was_built() -> None:
+    # A compiled pass that disagrees with the reference switches itself off: that must be seen.
+    if importlib.util.find_spec("rl_bridge.memory._native") is not None:
+        assert native_cause() is None
 
 
 # ---- without the compiled module ----------------------------------------------------------------

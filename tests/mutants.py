@@ -1,0 +1,183 @@
+"""Planted bugs: one at a time in a copy of the tree; the suite must catch each (`make mutants`).
+
+Coverage says which lines ran, this says whether anybody looked. Each mutant is one changed line in
+digest, lifecycle, leases, slots, views, verification, undo, flip or proof, and names the few tests
+that have to see it. The working tree is never touched.
+"""
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+__all__ = ["Mutant", "main", "planted", "read_mutants"]
+
+ROOT = Path(__file__).resolve().parents[1]
+COPIED = ("rl_bridge", "tests", "pyproject.toml", "setup.py", "README.md", "LICENSE")
+TIMEOUT_S = 180
+
+
+@dataclass(frozen=True, slots=True)
+class Mutant:
+    """One defect.
+
+    Attributes:
+        path: file below ``rl_bridge``.
+        old: what stands there, exactly once.
+        new: what takes its place.
+        tests: arguments for pytest.
+
+    """
+
+    path: str
+    old: str
+    new: str
+    tests: str
+
+
+def read_mutants() -> dict[str, Mutant]:
+    """All mutants by name."""
+    found = tomllib.loads((ROOT / "tests" / "mutants.toml").read_text("utf-8"))
+    return {name: Mutant(**fields) for name, fields in found.items()}
+
+
+def copy_tree(target: Path) -> None:
+    """Copy what the tests need, with the compiled module, without what tools left there."""
+    ignore = shutil.ignore_patterns("__pycache__", "*.egg-info", ".hypothesis")
+    for name in COPIED:
+        source = ROOT / name
+        if source.is_dir():
+            shutil.copytree(source, target / name, ignore=ignore)
+        elif source.exists():
+            shutil.copy(source, target / name)
+
+
+def environment(tree: Path) -> dict[str, str]:
+    """The copy wins over an editable install, in children too."""
+    return os.environ | {
+        "PYTHONPATH": str(tree),
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "HYPOTHESIS_PROFILE": "ci",
+    }
+
+
+def run(tree: Path, *command: str) -> tuple[int, str]:
+    """Run Python in the copy; exit status (a run out of time counts as 124) and output."""
+    try:
+        done = subprocess.run(
+            [sys.executable, *command],
+            cwd=tree,
+            env=environment(tree),
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        return 124, str(error)
+    return done.returncode, done.stdout + done.stderr
+
+
+def run_tests(tree: Path, tests: str) -> tuple[int, str]:
+    """Run some tests in the copy, up to the first failure."""
+    options = ["-x", "-q", "-p", "no:cacheprovider", "--timeout=60"]
+    return run(tree, "-m", "pytest", *options, *tests.split())
+
+
+def build(tree: Path) -> None:
+    """Compile the extension of the copy."""
+    status, output = run(tree, "setup.py", "-q", "build_ext", "--inplace", "--force")
+    if status:
+        raise SystemExit(f"the extension of the copy does not build:\n{output}")
+
+
+def planted(text: str, mutant: Mutant) -> str:
+    """Put the defect into a file's text.
+
+    Raises:
+        ValueError: its place is not there exactly once.
+
+    """
+    if text.count(mutant.old) != 1:
+        msg = f"stale: {text.count(mutant.old)} places in {mutant.path} for {mutant.old!r}"
+        raise ValueError(msg)
+    return text.replace(mutant.old, mutant.new)
+
+
+def judge(tree: Path, mutant: Mutant) -> str:
+    """Plant one defect, run its tests, take it out again: ``caught``, or what is wrong."""
+    is_compiled = mutant.path.endswith(".c")
+    path = tree / "rl_bridge" / mutant.path
+    text = path.read_text("utf-8")
+    try:
+        path.write_text(planted(text, mutant), "utf-8")
+    except ValueError as error:
+        return str(error)
+    try:
+        if is_compiled:
+            build(tree)
+        status, output = run_tests(tree, mutant.tests)
+    finally:
+        path.write_text(text, "utf-8")
+        if is_compiled:
+            build(tree)
+    if status in {1, 2, 124} or status < 0:  # failed, did not even import, hung, crashed
+        return "caught"
+    last = output.strip().splitlines()[-1] if output.strip() else ""
+    return "SURVIVED" if status == 0 else f"no verdict, pytest said {status}: {last}"
+
+
+def sanity(tree: Path, chosen: dict[str, Mutant]) -> None:
+    """Without a defect every chosen test passes, in the copy and nowhere else."""
+    _, where = run(tree, "-c", "import rl_bridge; print(rl_bridge.__file__)")
+    if not where.strip().startswith(str(tree)):
+        raise SystemExit(f"the tests would run {where.strip()} instead of the copy in {tree}")
+    for tests in sorted({mutant.tests for mutant in chosen.values()}):
+        status, output = run_tests(tree, tests)
+        if status:
+            raise SystemExit(f"without any defect, {tests} fails ({status}):\n{output[-3000:]}")
+
+
+def main() -> int:
+    """Judge all mutants, or those whose name holds a word; 1 if one of them survives."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("words", nargs="*", help="only mutants whose name holds one of these")
+    words = parser.parse_args().words
+    chosen = {
+        name: mutant
+        for name, mutant in read_mutants().items()
+        if not words or any(word in name for word in words)
+    }
+    console = Console()
+    table = Table(title="Planted bugs")
+    for column in ("defect", "file", "verdict", "seconds"):
+        table.add_column(column, justify="right" if column == "seconds" else "left")
+    bad = 0
+    with tempfile.TemporaryDirectory(prefix="rl_bridge-mutants-") as folder:
+        tree = Path(folder).resolve()
+        copy_tree(tree)
+        sanity(tree, chosen)
+        for name, mutant in chosen.items():
+            start = time.monotonic()
+            verdict = judge(tree, mutant)
+            bad += verdict != "caught"
+            took = f"{time.monotonic() - start:.1f}"
+            colour = "green" if verdict == "caught" else "red"
+            console.print(f"{name}: [{colour}]{verdict}[/] in {took} s")
+            table.add_row(name, mutant.path, f"[{colour}]{verdict}[/]", took)
+    console.print(table)
+    console.print(f"{len(chosen) - bad} of {len(chosen)} planted bugs were caught.")
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
