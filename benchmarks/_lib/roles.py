@@ -257,7 +257,8 @@ class _Engine(_Role):
         return answer
 
     def _check(self, command: dict[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
-        version, full = command["version"], command["probe"]
+        # Every byte of the update that is kept; the next one shows what became of it.
+        version, full = command["version"], command["keep"]
         wrong = find_wrong_tensor(tensors, self.spec_of(command["lane"]), version, full=full)
         if wrong is not None:
             msg = f"{command['lane']} delivered wrong bytes: {wrong}"
