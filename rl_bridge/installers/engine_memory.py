@@ -17,6 +17,7 @@ from rl_bridge.manifest.digest import DIGEST_NBYTES
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.manifest.table import TensorTable
 from rl_bridge.memory import vm
+from rl_bridge.memory.module_state import ModuleState
 from rl_bridge.memory.packing import TensorFacts, dtype_name, raw_elements, tensor_key
 from rl_bridge.memory.passes import Addresses, BytePlan
 from rl_bridge.memory.views import anonymous_pin
@@ -48,6 +49,7 @@ class Binding:
         plan: the targets' sizes.
         strided: targets that are not contiguous: torch copies them.
         facts: what the targets were when they were matched.
+        engine: name -> tensor of the whole engine, as it was then.
         engine_names: all names that the engine had then, in its order.
         engine_tensors: their tensor objects.
         every_name: all names of the layout, also those that share an engine tensor's memory.
@@ -64,6 +66,7 @@ class Binding:
     plan: BytePlan
     strided: tuple[int, ...]
     facts: TensorFacts
+    engine: Mapping[str, torch.Tensor]
     engine_names: tuple[str, ...]
     engine_tensors: tuple[torch.Tensor, ...]
     every_name: tuple[str, ...]
@@ -72,6 +75,8 @@ class Binding:
 
     def holds_objects(self, tensors: Mapping[str, torch.Tensor]) -> bool:
         """Whether the engine (name -> tensor) still has these tensor objects under these names."""
+        if tensors is self.engine:
+            return True
         # In the order of last time, which is the rule, nothing needs to be looked up.
         if tuple(tensors) == self.engine_names and all(
             map(is_, tensors.values(), self.engine_tensors)
@@ -88,9 +93,12 @@ class EngineMemory:
         self.engine = engine
         self._num_threads = num_threads
         self._binding: Binding | None = None
+        self._state = ModuleState(engine) if isinstance(engine, torch.nn.Module) else None
 
-    def tensors(self) -> dict[str, torch.Tensor]:
+    def tensors(self) -> Mapping[str, torch.Tensor]:
         """Name -> live tensor."""
+        if self._state is not None:
+            return self._state.tensors()
         return named_engine_tensors(self.engine)
 
     def bind(self, table: TensorTable, *, strict: bool = True) -> Binding:
@@ -139,6 +147,7 @@ class EngineMemory:
             plan=BytePlan(table.nbytes_column[rows]),
             strided=tuple(i for i, tensor in enumerate(found) if not tensor.is_contiguous()),
             facts=TensorFacts(found),
+            engine=tensors,
             engine_names=tuple(tensors),
             engine_tensors=tuple(tensors.values()),
             every_name=tuple(table.rows),

@@ -193,9 +193,63 @@ static PyObject *py_unchanged(PyObject *self, PyObject *args) {
     return PyBool_FromLong(same);
 }
 
+/* The same three questions about the modules of an engine: is the attribute still that object, has
+ * the container still that size, does the dictionary still hold that object? */
+static int same_length(PyObject *a, PyObject *b) { return PyList_GET_SIZE(a) == PyList_GET_SIZE(b); }
+
+static PyObject *py_same_attributes(PyObject *self, PyObject *args) {
+    PyObject *owners, *name, *values;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "O!UO!", &PyList_Type, &owners, &name, &PyList_Type, &values))
+        return NULL;
+    if (!same_length(owners, values)) Py_RETURN_FALSE;
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(owners); i++) {
+        PyObject *found = PyObject_GetAttr(PyList_GET_ITEM(owners, i), name);
+        if (!found) return NULL;
+        Py_DECREF(found); /* its owner keeps it; only the address is compared */
+        if (found != PyList_GET_ITEM(values, i)) Py_RETURN_FALSE;
+    }
+    Py_RETURN_TRUE;
+}
+
+static PyObject *py_same_sizes(PyObject *self, PyObject *args) {
+    PyObject *containers, *sizes;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "O!O!", &PyList_Type, &containers, &PyList_Type, &sizes))
+        return NULL;
+    if (!same_length(containers, sizes)) Py_RETURN_FALSE;
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(containers); i++) {
+        Py_ssize_t size = PyObject_Size(PyList_GET_ITEM(containers, i));
+        Py_ssize_t expected = PyLong_AsSsize_t(PyList_GET_ITEM(sizes, i));
+        if (size < 0 || (expected == -1 && PyErr_Occurred())) return NULL;
+        if (size != expected) Py_RETURN_FALSE;
+    }
+    Py_RETURN_TRUE;
+}
+
+static PyObject *py_same_items(PyObject *self, PyObject *args) {
+    PyObject *dicts, *keys, *values;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "O!O!O!", &PyList_Type, &dicts, &PyList_Type, &keys, &PyList_Type,
+                          &values))
+        return NULL;
+    if (!same_length(dicts, values) || !same_length(keys, values)) Py_RETURN_FALSE;
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(dicts); i++) {
+        PyObject *dict = PyList_GET_ITEM(dicts, i);
+        if (!PyDict_Check(dict)) Py_RETURN_FALSE;
+        PyObject *found = PyDict_GetItemWithError(dict, PyList_GET_ITEM(keys, i)); /* borrowed */
+        if (!found && PyErr_Occurred()) return NULL;
+        if (found != PyList_GET_ITEM(values, i)) Py_RETURN_FALSE;
+    }
+    Py_RETURN_TRUE;
+}
+
 static PyMethodDef methods[] = {
     {"run", py_run, METH_VARARGS, "Take blocks of leaves until none is left; copy and digest them."},
     {"combine", py_combine, METH_VARARGS, "Digest each tensor's leaf digests with its length."},
+    {"same_attributes", py_same_attributes, METH_VARARGS, "Compare an attribute of many objects."},
+    {"same_sizes", py_same_sizes, METH_VARARGS, "Compare the sizes of many containers."},
+    {"same_items", py_same_items, METH_VARARGS, "Compare one item each of many dictionaries."},
     {"unchanged", py_unchanged, METH_VARARGS, "Compare tensors with what was noted of them."},
     {NULL, NULL, 0, NULL},
 };

@@ -92,7 +92,12 @@ class KillAt:
     """
 
     def __init__(
-        self, event: str, *, source: str | None = None, role: str = "consumer", count: int = 1
+        self,
+        event: str,
+        *,
+        source: str | None = None,
+        role: str = "consumer",
+        weight_version: int | None = None,
     ) -> None:
         """Wait for a transition.
 
@@ -100,23 +105,22 @@ class KillAt:
             event: of the table, such as ``install``.
             source: state that it must start from; None takes any.
             role: ``consumer`` or ``publisher``.
-            count: which such transition, from 1.
+            weight_version: of the update; None takes any.
 
         """
         self._event = event
         self._source = source
         self._role = role
-        self._left = count
+        self._version = weight_version
 
     def __call__(self, step: Transition) -> None:
         """Hear of a transition."""
-        if (step.role, step.event) == (self._role, self._event) and self._source in {
-            None,
-            step.source,
-        }:
-            self._left -= 1
-            if self._left == 0:
-                die()
+        if (
+            (step.role, step.event) == (self._role, self._event)
+            and self._source in {None, step.source}
+            and self._version in {None, step.weight_version}
+        ):
+            die()
 
 
 # ---- the bytes behind a manifest ----------------------------------------------------------------
