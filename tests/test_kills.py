@@ -8,7 +8,7 @@ import signal
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -27,6 +27,7 @@ from rl_bridge.testing.strategies import contents_of
 from rl_bridge.transports.shared_memory import SharedMemory
 
 Move = tuple[State, Event]
+Mode = Literal["copy", "alias", "flip"]
 
 
 class Victim:
@@ -188,11 +189,12 @@ def trainer(directory: str | None) -> Iterator[BridgeOver]:
 class Rollout:
     """A rollout in this process: the neighbour, or the victim's successor."""
 
-    def __init__(self, directory: str | None, name: str) -> None:
+    def __init__(self, directory: str | None, name: str, mode: Mode = "copy") -> None:
         self.bridge = BridgeOver(SharedMemory(directory=directory), source_worker=name)
         self.engine = engine_weights(0)
         self.executor = RolloutExecutor(
-            weight_bridge=self.bridge, weight_install_adapter=ModuleInstallAdapter(self.engine)
+            weight_bridge=self.bridge,
+            weight_install_adapter=ModuleInstallAdapter(self.engine, mode=mode),
         )
 
     def is_at(self, version: int) -> bool:
@@ -213,7 +215,8 @@ def test_a_rollout_killed_at_any_move_disturbs_nobody_and_comes_back(
     move: Move, directory: str | None, trainer: BridgeOver
 ) -> None:
     source, event = move
-    neighbour = Rollout(directory, "neighbour")
+    # Its weights are the very pages that it shares with the victim.
+    neighbour = Rollout(directory, "neighbour", "flip" if directory is None else "alias")
     first = trainer.publish(sample_weights(1), weight_version=1)
     neighbour.executor.update_weights(first)
     with Child(Victim, directory=directory, source=str(source), event=str(event)) as victim:

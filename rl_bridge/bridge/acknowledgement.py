@@ -55,7 +55,11 @@ class PhaseClock:
 
 def describe(error: BaseException) -> str:
     """Type and text of an error, on one line."""
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    try:
+        text = str(error)
+    except Exception:  # noqa: BLE001 - the user's own exception: its type must do
+        text = ""
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def peak_rss_nbytes() -> int:

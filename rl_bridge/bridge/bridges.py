@@ -69,6 +69,7 @@ class TensorBridge:
         self._observer = observer
         self._transport = self._make_transport(options)
         self._lock = threading.RLock()
+        self._pid: int | None = None
         self._publisher: Publisher | None = None
         self._consumer: Consumer | None = None
         self._is_closed = False
@@ -254,6 +255,8 @@ class TensorBridge:
 
     def close(self) -> None:
         """Give everything back; tensors that are still referenced stay valid. Idempotent."""
+        if self._pid not in {None, os.getpid()}:
+            return
         with self._lock:
             self._is_closed = True
             if self._consumer is not None:
@@ -270,6 +273,7 @@ class TensorBridge:
         self.close()
 
     def _publisher_end(self) -> Publisher:
+        self._check_process()
         with self._lock:
             if self._publisher is None:
                 self._check_open()
@@ -285,6 +289,7 @@ class TensorBridge:
 
     def consumer_end(self) -> Consumer:
         """The consuming half, with the fine steps that an executor takes."""
+        self._check_process()
         with self._lock:
             if self._consumer is None:
                 self._check_open()
@@ -295,6 +300,15 @@ class TensorBridge:
                     observer=self._observer,
                 )
             return self._consumer
+
+    def _check_process(self) -> None:
+        # Before the lock is taken: at the fork, another thread of the parent may have held it. A
+        # bridge that was not used yet belongs to whoever uses it first.
+        if self._pid is None:
+            self._pid = os.getpid()
+        elif self._pid != os.getpid():
+            msg = f"this {type(self).__name__} belongs to the parent process. Make one of its own."
+            raise BridgeClosed(msg)
 
     def _check_open(self) -> None:
         if self._is_closed:

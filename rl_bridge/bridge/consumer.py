@@ -11,8 +11,9 @@ import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 
+from rl_bridge.bridge.acknowledgement import describe
+from rl_bridge.bridge.records import ImportedUpdate, remember
 from rl_bridge.errors import (
     BridgeClosed,
     ChecksumMismatch,
@@ -30,21 +31,11 @@ from rl_bridge.manifest.compare import mismatch
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.memory.control import UpdateReport
 from rl_bridge.memory.imported import ImportedTensors
-from rl_bridge.transports.base import Attachment, ConsumerEnd, Transport
+from rl_bridge.transports.base import ConsumerEnd, Transport
 
 __all__ = ["Consumer"]
 
 _LOG = logging.getLogger(__name__)
-_REMEMBERED = 256
-
-
-@dataclass(slots=True)
-class _Imported:
-    manifest: WeightUpdateManifest | None
-    lifecycle: Lifecycle
-    attachment: Attachment | None = None
-    proof: Mapping[str, JSONValue] | None = None
-    timings_ms: dict[str, float] = field(default_factory=dict)
 
 
 class Consumer:
@@ -69,7 +60,7 @@ class Consumer:
         self._observer = observer
         self._lock = threading.RLock()
         self._pid = os.getpid()
-        self._updates: OrderedDict[str, _Imported] = OrderedDict()
+        self._updates: OrderedDict[str, ImportedUpdate] = OrderedDict()
         # Highest acknowledged version of each publisher: nothing below it gets in.
         self._floors: dict[str, int] = {}
         self._is_closed = False
@@ -85,6 +76,7 @@ class Consumer:
             kind = type(manifest).__name__
             msg = f"import_update got a {kind}, expected a WeightUpdateManifest or its JSON."
             raise MalformedManifest(msg)
+        self._check_process()
         with self._lock:
             self._check_open()
             self._check_acceptable(manifest)
@@ -102,15 +94,15 @@ class Consumer:
                 record.lifecycle.fire(Event.IMPORT)
                 tensors = self._verified(manifest, record)
                 record.lifecycle.fire(Event.VERIFY)
+                self._report(record)
+                return tensors  # noqa: TRY300 - an interrupt up to here must find the handler
             except WeightBridgeUnavailableError:
                 # This side's fault, not the update's: it may come again once that is mended.
                 del self._updates[manifest.update_id]
                 raise
             except BaseException as error:
-                self._refuse(record, str(error) or type(error).__name__)
+                self._refuse(record, describe(error), forget=True)
                 raise
-            self._report(record)
-            return tensors
 
     def acknowledge(
         self,
@@ -127,6 +119,7 @@ class Consumer:
             StaleUpdate: a later version of its publisher was acknowledged already.
 
         """
+        self._check_process()
         with self._lock:
             self._check_open()
             record = self._record(update_id, "acknowledge update before import_update succeeds")
@@ -156,6 +149,7 @@ class Consumer:
             IllegalTransition: it was acknowledged already.
 
         """
+        self._check_process()
         with self._lock:
             self._check_open()
             manifest = update if isinstance(update, WeightUpdateManifest) else None
@@ -193,6 +187,7 @@ class Consumer:
             IllegalTransition: its state does not allow it.
 
         """
+        self._check_process()
         with self._lock:
             record = self._record(update_id, f"{event} update")
             record.lifecycle.fire(event, reason=reason)
@@ -277,7 +272,7 @@ class Consumer:
         )
         raise StaleUpdate(msg)
 
-    def _check_newest(self, record: _Imported) -> None:
+    def _check_newest(self, record: ImportedUpdate) -> None:
         manifest = record.manifest
         if manifest is None or not record.lifecycle.allows(Event.ACKNOWLEDGE):
             return
@@ -290,7 +285,7 @@ class Consumer:
             )
             raise StaleUpdate(msg)
 
-    def _verified(self, manifest: WeightUpdateManifest, record: _Imported) -> ImportedTensors:
+    def _verified(self, manifest: WeightUpdateManifest, record: ImportedUpdate) -> ImportedTensors:
         attachment = record.attachment
         if attachment is None:
             msg = f"update {manifest.update_id} has no attachment: this cannot happen."
@@ -304,45 +299,44 @@ class Consumer:
         record.timings_ms["verify"] = (time.perf_counter() - start) * 1e3
         return attachment.tensors
 
-    def _announce(self, update_id: str, manifest: WeightUpdateManifest | None) -> _Imported:
+    def _announce(self, update_id: str, manifest: WeightUpdateManifest | None) -> ImportedUpdate:
         lifecycle = Lifecycle(
             Role.CONSUMER,
             update_id=update_id,
             weight_version=-1 if manifest is None else manifest.weight_version,
             observer=self._observer,
         )
-        record = _Imported(manifest, lifecycle)
-        self._updates.pop(update_id, None)
-        self._updates[update_id] = record
-        surplus = len(self._updates) - _REMEMBERED
-        for old in list(self._updates) if surplus > 0 else ():
-            state = self._updates[old].lifecycle.state
-            if surplus > 0 and state in {State.RELEASED, State.REJECTED}:
-                del self._updates[old]
-                surplus -= 1
+        record = ImportedUpdate(manifest, lifecycle)
+        remember(self._updates, update_id, record)
         return record
 
-    def _refuse(self, record: _Imported, reason: str) -> None:
+    def _refuse(self, record: ImportedUpdate, reason: str, *, forget: bool = False) -> None:
         if not record.lifecycle.allows(Event.REJECT):
             record.lifecycle.fire(Event.REJECT)  # raises, and says why
         try:
             record.lifecycle.fire(Event.REJECT, reason=reason)
         finally:  # as in `acknowledge`
-            self._drop(record)
+            self._drop(record, forget=forget)
 
-    def _drop(self, record: _Imported) -> None:
-        """Let go of the bytes and tell the publisher, now and when the last tensor died."""
+    def _drop(self, record: ImportedUpdate, *, forget: bool = False) -> None:
+        """Let go of the bytes and tell the publisher, now and when the last tensor died.
+
+        With `forget` the mapping gives its memory back as well, whoever still holds it: the
+        frames of the exception that is on its way, for instance.
+        """
         attachment, record.attachment = record.attachment, None
-        if attachment is None:
+        if attachment is None or attachment.tensors.is_forgotten:
             self._report(record)
             return
         buffer = attachment.tensors.pin.buffer
         alive = weakref.ref(buffer)
         weakref.finalize(buffer, _report_later, weakref.ref(self), weakref.ref(record.lifecycle))
+        if forget:
+            attachment.tensors.forget()
         del attachment, buffer
         self._report(record, held=alive() is not None)
 
-    def _report(self, record: _Imported, *, held: bool = False) -> None:
+    def _report(self, record: ImportedUpdate, *, held: bool = False) -> None:
         manifest = record.manifest
         if manifest is None or self._is_closed:
             return
@@ -362,7 +356,7 @@ class Consumer:
             # What it tells of has happened: a way back that fails must not look like its failure.
             _LOG.exception("the publisher was not told of %s", report)
 
-    def _record(self, update_id: str, purpose: str) -> _Imported:
+    def _record(self, update_id: str, purpose: str) -> ImportedUpdate:
         record = self._updates.get(update_id)
         if record is None:
             msg = (
@@ -373,14 +367,15 @@ class Consumer:
         return record
 
     def _check_open(self) -> None:
+        self._check_process()
         if self._is_closed:
             msg = "this consumer is closed. Make a new bridge."
             raise BridgeClosed(msg)
+
+    def _check_process(self) -> None:
+        # Before any lock is taken: at the fork, another thread of the parent may have held it.
         if os.getpid() != self._pid:
-            msg = (
-                "this consumer belongs to the parent process. Make a bridge of its own after the "
-                "fork."
-            )
+            msg = "this consumer belongs to the parent process. Make a bridge after the fork."
             raise BridgeClosed(msg)
 
 

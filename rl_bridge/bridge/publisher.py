@@ -33,7 +33,7 @@ from rl_bridge.transports.base import PublisherEnd, Transport
 __all__ = ["ConsumerReport", "Publisher"]
 
 _LOG = logging.getLogger(__name__)
-_REMEMBERED = 256
+_REMEMBERED = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,6 +141,7 @@ class Publisher:
             raise MalformedManifest(msg)
         layout = WeightLayout.from_metadata(metadata)
         layout.validate_supported()
+        self._check_process()
         with self._lock:
             self._check_open()
             start = time.perf_counter()
@@ -201,6 +202,7 @@ class Publisher:
 
     def release(self, update_id: str) -> bool:
         """Let the update's memory be reused once its readers are gone; False if unknown here."""
+        self._check_process()
         with self._lock:
             record = self._updates.get(update_id)
             if record is None:
@@ -243,6 +245,7 @@ class Publisher:
 
     def reports(self, update_id: str | None = None) -> list[ConsumerReport]:
         """Who did what: one entry per consumer and update, or only those of one update."""
+        self._check_process()
         with self._lock:
             self._check_open()
             records = self._end.records()
@@ -292,14 +295,15 @@ class Publisher:
                 surplus -= 1
 
     def _check_open(self) -> None:
+        self._check_process()
         if self._is_closed:
             msg = "this publisher is closed. Make a new bridge."
             raise BridgeClosed(msg)
+
+    def _check_process(self) -> None:
+        # Before any lock is taken: at the fork, another thread of the parent may have held it.
         if os.getpid() != self._pid:
-            msg = (
-                "this publisher belongs to the parent process. Make a bridge of its own after "
-                "the fork."
-            )
+            msg = "this publisher belongs to the parent process. Make a bridge after the fork."
             raise BridgeClosed(msg)
 
 

@@ -5,6 +5,7 @@ failure undo, reject with the reason, and the previous version is active and byt
 """
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Mapping
@@ -19,7 +20,9 @@ from rl_bridge.bridge.acknowledgement import (
 )
 from rl_bridge.bridge.bridges import TensorBridge, make_weight_bridge
 from rl_bridge.bridge.protocols import WeightConsumer
+from rl_bridge.bridge.steps import FineSteps
 from rl_bridge.errors import (
+    BridgeClosed,
     ProofFailed,
     StaleUpdate,
     SuspiciousUpdate,
@@ -32,6 +35,7 @@ from rl_bridge.lifecycle.table import Event, State
 from rl_bridge.manifest.canonical import JSONValue
 from rl_bridge.manifest.compare import Policy, compare
 from rl_bridge.manifest.model import WeightUpdateManifest
+from rl_bridge.memory.imported import ImportedTensors
 
 __all__ = ["RolloutExecutor"]
 
@@ -65,6 +69,7 @@ class RolloutExecutor:
         self.bridge: WeightConsumer = weight_bridge or make_weight_bridge(
             weight_transport, source_worker="rollout"
         )
+        self._steps = FineSteps(self.bridge)
         self._suspicious = Policy(suspicious)
         self._initial_bridge: TensorBridge | None = None
         self.weight_install_adapter = weight_install_adapter
@@ -73,6 +78,7 @@ class RolloutExecutor:
             initial = None if initial_weights is None else self._seal_initial(initial_weights)
             self._adapter = as_transactional(weight_install_adapter, initial=initial)
         self._lock = threading.RLock()
+        self._pid = os.getpid()
         # The updates that tore the engine, each with its reason, the last one last.
         self._torn: dict[str, tuple[WeightUpdateManifest, str]] = {}
         self._active: WeightUpdateManifest | None = None
@@ -99,36 +105,41 @@ class RolloutExecutor:
             Exception: the adapter's own, unchanged, after the undo; a note tells what was done.
 
         """
+        if isinstance(manifest, str | bytes):
+            manifest = WeightUpdateManifest.from_json(manifest)
+        self._check_process()
         with self._lock:
-            if isinstance(manifest, str | bytes):
-                manifest = WeightUpdateManifest.from_json(manifest)
             self._refuse_active(manifest)
             start = time.perf_counter()
-            tensors = self.bridge.import_update(manifest)
             clock = PhaseClock()
+            tensors: Mapping[str, torch.Tensor] = {}
             try:
+                tensors = self.bridge.import_update(manifest)
                 self._look_for_suspicion(manifest)
                 if self._adapter is not None:
                     clock.run("prepare", lambda: self._prepare(manifest, tensors))
                 if manifest.update_id not in self._torn:
-                    self._advance(manifest, Event.STAGE)
+                    self._steps.advance(manifest, Event.STAGE)
             except BaseException as error:
-                self._reject(manifest, error)
+                if tensors or self._steps.is_in(manifest, State.IMPORTED, State.VERIFIED):
+                    self._reject(manifest, error)
+                    self._forget(manifest, tensors)
                 raise
             try:
                 if self._adapter is not None:
                     adapter = self._adapter
                     clock.run("install", lambda: adapter.install(manifest, tensors))
-                self._advance(manifest, Event.INSTALL)
+                self._steps.advance(manifest, Event.INSTALL)
                 proof = clock.run("prove", lambda: self._prove(manifest))
                 clock.timings_ms["total"] = (time.perf_counter() - start) * 1e3
                 self._acknowledge(manifest, proof, clock.timings_ms)
             except BaseException as error:
-                if self._is(manifest, State.ACKNOWLEDGED):
+                if self._steps.is_in(manifest, State.ACKNOWLEDGED):
                     # An interrupt right behind the point of no return: the update stands.
                     self._activate(manifest, tensors, proof, clock.timings_ms)
                 else:
                     self._undo(manifest, error)
+                    self._forget(manifest, tensors)
                 raise
             self._activate(manifest, tensors, proof, clock.timings_ms)
             return tensors
@@ -164,6 +175,7 @@ class RolloutExecutor:
             TornEngine: it failed again.
 
         """
+        self._check_process()
         with self._lock:
             if not self._torn or self._adapter is None:
                 return
@@ -179,12 +191,14 @@ class RolloutExecutor:
 
     def release_weights(self) -> None:
         """Release the active update; the engine goes on with the bytes that it has."""
+        self._check_process()
         with self._lock:
             if self.active_weight_update_id is not None:
                 self.release_weight_update(self.active_weight_update_id)
 
     def release_weight_update(self, update_id: str) -> None:
         """Release one update, active or superseded."""
+        self._check_process()
         with self._lock:
             if self._adapter is not None:
                 self._adapter.release(update_id)
@@ -289,7 +303,7 @@ class RolloutExecutor:
                 self._adapter.commit()
             for update, _ in torn.values():
                 if update.update_id != manifest.update_id:
-                    self._advance(update, Event.UNDO)
+                    self._steps.advance(update, Event.UNDO)
             if previous is not None and previous != manifest.update_id:
                 self.release_weight_update(previous)
         except Exception:  # noqa: BLE001 - logged in full
@@ -331,7 +345,7 @@ class RolloutExecutor:
                 raise TornEngine(msg) from error
             return
         was_torn = manifest.update_id in self._torn
-        if not was_torn or self._is(manifest, State.INSTALLED):
+        if not was_torn or self._steps.is_in(manifest, State.INSTALLED):
             self.bridge.reject(
                 manifest.update_id, f"rollout weight install failed: {describe(error)}"
             )
@@ -343,8 +357,8 @@ class RolloutExecutor:
 
     def _tear(self, manifest: WeightUpdateManifest, reason: str) -> None:
         was_torn = self._torn.pop(manifest.update_id, None) is not None
-        if not was_torn or self._is(manifest, State.INSTALLED):
-            self._advance(manifest, Event.TEAR, reason=reason)
+        if not was_torn or self._steps.is_in(manifest, State.INSTALLED):
+            self._steps.advance(manifest, Event.TEAR, reason=reason)
         self._torn[manifest.update_id] = (manifest, reason)
         self.active_weight_version = None
 
@@ -354,8 +368,8 @@ class RolloutExecutor:
     def _heal(self) -> None:
         torn, self._torn = self._torn, {}
         for manifest, _ in torn.values():
-            if not self._is(manifest, State.REJECTED):
-                self._advance(manifest, Event.UNDO)
+            if not self._steps.is_in(manifest, State.REJECTED):
+                self._steps.advance(manifest, Event.UNDO)
         if self._active is not None:
             self.active_weight_version = self._active.weight_version
 
@@ -366,17 +380,18 @@ class RolloutExecutor:
             return "the engine holds its initial weights, version None."
         return f"the engine holds version {self._active.weight_version}."
 
-    def _is(self, manifest: WeightUpdateManifest, state: State) -> bool:
-        return isinstance(self.bridge, TensorBridge) and (
-            self.bridge.update_state(manifest.update_id) is state
-        )
+    def _forget(self, manifest: WeightUpdateManifest, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Give a refused update's memory back, although the frames of its exception hold it."""
+        if not isinstance(self.bridge, TensorBridge) or manifest.update_id in self._torn:
+            return
+        if isinstance(tensors, ImportedTensors):
+            tensors.forget()
 
-    def _advance(
-        self, manifest: WeightUpdateManifest, event: Event, *, reason: str | None = None
-    ) -> None:
-        """Take a fine step, where the bridge keeps them (a consumer of the user's own need not)."""
-        if isinstance(self.bridge, TensorBridge):
-            self.bridge.consumer_end().advance(manifest.update_id, event, reason=reason)
+    def _check_process(self) -> None:
+        # Before the lock is taken: at the fork, another thread of the parent may have held it.
+        if os.getpid() != self._pid:
+            msg = "this executor belongs to the parent process. Make one after the fork."
+            raise BridgeClosed(msg)
 
     def _seal_initial(self, weights: Mapping[str, torch.Tensor] | torch.nn.Module) -> Version:
         """Keep the initial weights as a version of their own, for the undo of the first update."""

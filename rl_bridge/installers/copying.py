@@ -2,7 +2,8 @@
 
 from rl_bridge.errors import TornEngine, WeightBridgeError
 from rl_bridge.installers.base import InstallProof
-from rl_bridge.installers.engine_memory import Binding, EngineMemory, Snapshot
+from rl_bridge.installers.engine_memory import Binding, EngineMemory
+from rl_bridge.installers.snapshot import Snapshot
 from rl_bridge.installers.way import Way
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.manifest.table import TensorTable

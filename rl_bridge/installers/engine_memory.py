@@ -20,9 +20,9 @@ from rl_bridge.memory import vm
 from rl_bridge.memory.module_state import ModuleState
 from rl_bridge.memory.packing import TensorFacts, dtype_name, raw_elements, tensor_key
 from rl_bridge.memory.passes import Addresses, BytePlan
-from rl_bridge.memory.views import anonymous_pin
+from rl_bridge.memory.plain import is_lazy_view, not_plain
 
-__all__ = ["Binding", "Engine", "EngineMemory", "Snapshot", "named_engine_tensors"]
+__all__ = ["Binding", "Engine", "EngineMemory", "named_engine_tensors", "put_back", "take_out"]
 
 Engine = torch.nn.Module | Mapping[str, torch.Tensor]
 _SHOWN = 5
@@ -49,6 +49,8 @@ class Binding:
         plan: the targets' sizes.
         strided: targets that are not contiguous: torch copies them.
         facts: what the targets were when they were matched.
+        rebinds: whether it was made for an install that exchanges storages.
+        lazy_prone: tensors that could become lazy conjugates or negatives of the same memory.
         engine: name -> tensor of the whole engine, as it was then.
         engine_names: all names that the engine had then, in its order.
         engine_tensors: their tensor objects.
@@ -66,12 +68,18 @@ class Binding:
     plan: BytePlan
     strided: tuple[int, ...]
     facts: TensorFacts
+    rebinds: bool
+    lazy_prone: tuple[torch.Tensor, ...]
     engine: Mapping[str, torch.Tensor]
     engine_names: tuple[str, ...]
     engine_tensors: tuple[torch.Tensor, ...]
     every_name: tuple[str, ...]
     every_tensor: tuple[torch.Tensor, ...]
     every_row: np.ndarray
+
+    def reads_as_stored(self) -> bool:
+        """Whether no tensor is a lazy conjugate or negative: it would read otherwise than it is."""
+        return not any(map(is_lazy_view, self.lazy_prone))
 
     def holds_objects(self, tensors: Mapping[str, torch.Tensor]) -> bool:
         """Whether the engine (name -> tensor) still has these tensor objects under these names."""
@@ -101,12 +109,14 @@ class EngineMemory:
             return self._state.tensors()
         return named_engine_tensors(self.engine)
 
-    def bind(self, table: TensorTable, *, strict: bool = True) -> Binding:
+    def bind(self, table: TensorTable, *, strict: bool = True, rebinds: bool = False) -> Binding:
         """Match an update's layout with the engine, or say why it does not fit.
 
         Args:
             table: the layout.
             strict: False allows engine tensors that the update does not hold.
+            rebinds: the engine's tensor objects will get other storages: then only one object under
+                two names is a tie, and two objects over the same memory are not.
 
         Raises:
             IncompatibleUpdate: names, shapes or dtypes differ; tied tensors that the update unties.
@@ -117,6 +127,7 @@ class EngineMemory:
         if (
             bound is not None
             and bound.table.digest == table.digest
+            and bound.rebinds == rebinds
             and len(tensors) == len(bound.engine_names)
             and bound.holds_objects(tensors)
             and bound.facts.hold(bound.tensors)
@@ -126,7 +137,12 @@ class EngineMemory:
         targets: dict[object, tuple[str, int]] = {}
         for name, row in table.rows.items():
             tensor = tensors[name]
-            key: object = tensor_key(tensor) if tensor.numel() else name
+            key: object = id(tensor)
+            if not rebinds:
+                key = tensor_key(tensor) if tensor.numel() else name
+            elif tensor.is_inference():
+                msg = f"tensor {name!r} of the engine is an inference tensor. Use mode='copy'."
+                raise IncompatibleUpdate(msg)
             earlier = targets.setdefault(key, (name, row))
             if earlier[1] != row:
                 msg = (
@@ -147,6 +163,12 @@ class EngineMemory:
             plan=BytePlan(table.nbytes_column[rows]),
             strided=tuple(i for i, tensor in enumerate(found) if not tensor.is_contiguous()),
             facts=TensorFacts(found),
+            rebinds=rebinds,
+            lazy_prone=tuple(
+                tensor
+                for tensor in tensors.values()
+                if tensor.is_complex() or not tensor.is_contiguous()
+            ),
             engine=tensors,
             engine_names=tuple(tensors),
             engine_tensors=tuple(tensors.values()),
@@ -168,7 +190,7 @@ class EngineMemory:
         tensors = self.tensors()
         for name, owner in zip(bound.every_name, bound.every_tensor, strict=True):
             if tensors.get(name) is not owner:
-                _put_back(self.engine, name, owner)
+                put_back(self.engine, name, owner)
         if not bound.facts.hold(bound.tensors):
             try:
                 bound.facts.restore(bound.tensors)
@@ -210,7 +232,11 @@ class EngineMemory:
             ProofFailed: a tensor differs, or is no longer where it was installed.
 
         """
-        if not (bound.holds_objects(self.tensors()) and bound.facts.hold(bound.tensors)):
+        if not (
+            bound.holds_objects(self.tensors())
+            and bound.facts.hold(bound.tensors)
+            and bound.reads_as_stored()
+        ):
             msg = (
                 f"version {manifest.weight_version}: the engine's tensors moved during the install."
             )
@@ -264,11 +290,9 @@ def _check_fit(table: TensorTable, tensors: Mapping[str, torch.Tensor], *, stric
                 f"{want[1]}{list(want[0])}. Publish in the engine's shape and dtype."
             )
             raise IncompatibleUpdate(msg)
-        if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
-            msg = (
-                f"tensor {name!r} of the engine is on {tensor.device}; this installer writes CPU "
-                "memory."
-            )
+        reason = not_plain(tensor)
+        if reason is not None:
+            msg = f"tensor {name!r} of the engine {reason}; this installer writes CPU memory."
             raise IncompatibleUpdate(msg)
         if any(step == 0 < dim - 1 for step, dim in zip(tensor.stride(), have[0], strict=True)):
             msg = (
@@ -278,71 +302,7 @@ def _check_fit(table: TensorTable, tensors: Mapping[str, torch.Tensor], *, stric
             raise IncompatibleUpdate(msg)
 
 
-class Snapshot:
-    """An engine's weights, byte for byte, with the tensor object and storage under each name."""
-
-    def __init__(self, engine: Engine, *, num_threads: int | None = None) -> None:
-        """Copy every tensor. Costs the engine's weights once more in memory."""
-        self._engine = engine
-        self._num_threads = num_threads
-        self._owners = named_engine_tensors(engine)
-        # Detached views keep the old storages alive, whatever the adapter assigns meanwhile.
-        self._data = {name: tensor.detach() for name, tensor in self._owners.items()}
-        # Strided tensors are copied by torch; all others in one pass over their bytes.
-        self._strided = {
-            name: raw_elements(data).clone()
-            for name, data in self._data.items()
-            if not data.is_contiguous()
-        }
-        dense = [data for name, data in self._data.items() if name not in self._strided]
-        sizes = np.array([data.numel() * data.element_size() for data in dense], np.uint64)
-        ends = np.cumsum(sizes, dtype=np.uint64)
-        self._plan = BytePlan(sizes)
-        self._homes = np.array([data.data_ptr() for data in dense], np.uint64)
-        self._pin = anonymous_pin(self._plan.total_nbytes)
-        self._copies = ends - sizes + np.uint64(self._pin.address)
-        self._plan.copy(self._homes, self._copies, num_threads=num_threads)
-
-    def restore(self) -> None:
-        """Put objects, storages and bytes back, and check that they are.
-
-        Raises:
-            TornEngine: a byte or an object does not come back.
-
-        """
-        now = named_engine_tensors(self._engine)
-        for name, owner in self._owners.items():
-            if now.get(name) is not owner:
-                _put_back(self._engine, name, owner)
-            data = self._data[name]
-            if tensor_key(owner) != tensor_key(data):
-                owner.data = data
-        for name in now.keys() - self._owners.keys():
-            _take_out(self._engine, name)
-        self._plan.copy(self._copies, self._homes, num_threads=self._num_threads)
-        with torch.no_grad():
-            for name, copy in self._strided.items():
-                raw_elements(self._data[name]).copy_(copy)
-        self._check()
-
-    def _check(self) -> None:
-        now = named_engine_tensors(self._engine)
-        lost = [
-            name
-            for name, owner in self._owners.items()
-            if now.get(name) is not owner
-            or tensor_key(owner) != tensor_key(self._data[name])
-            or (name in self._strided and not torch.equal(raw_elements(owner), self._strided[name]))
-        ]
-        lost += now.keys() - self._owners.keys()
-        same = self._plan.digest(self._homes) == self._plan.digest(self._copies)
-        if lost or not same:
-            what = f"tensor {lost[0]!r} does" if lost else "weights do"
-            msg = f"undo failed: the engine's {what} not take back what was there before."
-            raise TornEngine(msg)
-
-
-def _put_back(engine: Engine, name: str, tensor: torch.Tensor) -> None:
+def put_back(engine: Engine, name: str, tensor: torch.Tensor, *, persistent: bool = True) -> None:
     """Put a tensor object back under its name, if the engine lets us."""
     if isinstance(engine, torch.nn.Module):
         path, _, leaf = name.rpartition(".")
@@ -354,12 +314,12 @@ def _put_back(engine: Engine, name: str, tensor: torch.Tensor) -> None:
         else:
             if hasattr(owner, leaf):
                 delattr(owner, leaf)
-            owner.register_buffer(leaf, tensor)
+            owner.register_buffer(leaf, tensor, persistent=persistent)
     elif isinstance(engine, MutableMapping):
         engine[name] = tensor
 
 
-def _take_out(engine: Engine, name: str) -> None:
+def take_out(engine: Engine, name: str) -> None:
     """Take a tensor out that was not there before."""
     if isinstance(engine, torch.nn.Module):
         path, _, leaf = name.rpartition(".")

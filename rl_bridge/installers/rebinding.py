@@ -1,5 +1,7 @@
 """``alias`` and ``flip``: the engine's tensors become views of the verified pages."""
 
+from typing import ClassVar
+
 import numpy as np
 
 from rl_bridge.errors import IncompatibleUpdate, SegmentError, WeightBridgeError
@@ -16,6 +18,8 @@ __all__ = ["AliasWay", "FlipWay"]
 
 class AliasWay(Way):
     """Points the engine's tensors at the imported pages; addresses change with every version."""
+
+    rebinds: ClassVar[bool] = True
 
     def __init__(self, memory: EngineMemory, *, strict: bool, num_threads: int | None) -> None:
         """Work on an engine's memory."""
@@ -80,6 +84,8 @@ class AliasWay(Way):
 class FlipWay(Way):
     """Exchanges versions under one fixed range of addresses."""
 
+    rebinds: ClassVar[bool] = True
+
     def __init__(self, memory: EngineMemory, *, strict: bool, num_threads: int | None) -> None:
         """Work on an engine's memory."""
         super().__init__(memory, strict=strict, num_threads=num_threads)
@@ -105,9 +111,9 @@ class FlipWay(Way):
             raise IncompatibleUpdate(msg)
         if self._live is not None and self._live_layout == manifest.table.digest:
             live = self._live
-            offsets = bound.addresses - np.uint64(live.address)
+            places = manifest.table.offset_column[bound.rows] + np.uint64(live.address)
             sizes = manifest.table.nbytes_column[bound.rows]
-            if ((offsets >= live.nbytes) & (sizes > 0)).any():
+            if ((bound.addresses != places) & (sizes > 0)).any():
                 self._live = None  # somebody rebound the engine: bind it anew
         self._pending = (manifest, tensors, bound)
 

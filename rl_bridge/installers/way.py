@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from operator import attrgetter, eq
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -24,6 +25,9 @@ _SHAPE = attrgetter("shape")
 class Way(ABC):
     """One way to install. The adapter calls prepare, install, prove, then commit or undo."""
 
+    rebinds: ClassVar[bool] = False
+    """Whether the engine's tensors get other storages, instead of other bytes in theirs."""
+
     def __init__(self, memory: EngineMemory, *, strict: bool, num_threads: int | None) -> None:
         """Work on an engine's memory."""
         self.memory = memory
@@ -39,7 +43,7 @@ class Way(ABC):
             IncompatibleUpdate: they do not fit.
 
         """
-        bound = self.memory.bind(manifest.table, strict=self.strict)
+        bound = self.memory.bind(manifest.table, strict=self.strict, rebinds=self.rebinds)
         if self._origin is None:
             self._origin = bound
         return bound
@@ -182,6 +186,7 @@ def _require_views(
     dtypes = map(table.dtypes.__getitem__, rows.tolist())
     if (
         not bound.holds_objects(way.memory.tensors())
+        or not bound.reads_as_stored()
         or elsewhere.any()
         or not all(map(eq, map(_SHAPE, tensors), shapes))
         or not all(map(eq, map(dtype_name, tensors), dtypes))

@@ -14,7 +14,8 @@ import torch
 
 from rl_bridge.errors import IncompatibleUpdate, ProofFailed, TornEngine
 from rl_bridge.installers.base import InstallProof, TransactionalAdapter, WeightInstallAdapter
-from rl_bridge.installers.engine_memory import Engine, EngineMemory, Snapshot
+from rl_bridge.installers.engine_memory import Engine, EngineMemory
+from rl_bridge.installers.snapshot import Snapshot, every_engine_tensor
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.memory.imported import ImportedTensors
 from rl_bridge.memory.passes import BytePlan
@@ -32,7 +33,11 @@ def engine_of(adapter: object) -> Engine | None:
         values = list(vars(adapter).values())
     except TypeError:
         return None
-    modules = {id(item): item for item in values if isinstance(item, torch.nn.Module)}
+    modules = {
+        id(item): item
+        for item in values
+        if isinstance(item, torch.nn.Module) and every_engine_tensor(item)
+    }
     if len(modules) == 1:
         return next(iter(modules.values()))
     dicts = {
@@ -99,10 +104,32 @@ class WrappedAdapter(TransactionalAdapter):
         """Let the adapter refuse, and copy its engine aside."""
         self._call("prepare", manifest, tensors)
         self._fitted = self._fits(manifest)
-        if self._engine is not None and not self._has("undo") and self._pending is None:
+        if not self._has("undo") and self._pending is None:
             # (While an update is pending, the engine may be a mixture: see `CopyWay`.)
-            self._snapshot = Snapshot(self._engine)
+            self._snapshot = None
+            if self._engine is not None and self._could_hold(manifest):
+                self._snapshot = Snapshot(self._engine)
         self._pending = (manifest, tensors)
+
+    def _could_hold(self, manifest: WeightUpdateManifest) -> bool:
+        """Whether what can be seen may be the engine: by its names, or, if fused, by its bytes.
+
+        A loss, a tokenizer's table or a small head in an attribute is not the engine, and putting
+        it back would undo nothing.
+        """
+        if self._fitted:
+            return True
+        tensors = every_engine_tensor(self._engine or {})
+        held = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+        if held >= manifest.total_nbytes:
+            return True
+        _LOG.warning(
+            "adapter %s: the tensors that it shows are not the engine of version %d, so they are "
+            "neither proven nor restored. Keep the engine's module in an attribute, or add undo().",
+            type(self.adapter).__name__,
+            manifest.weight_version,
+        )
+        return False
 
     def _fits(self, manifest: WeightUpdateManifest) -> bool:
         """Whether the engine's tensors are, name by name, those of the update."""

@@ -137,5 +137,5 @@ def mismatch(manifest: WeightUpdateManifest, found: bytes) -> str:
         f"tensor checksum mismatch for {table.names[row]!r} in version {manifest.weight_version}: "
         f"expected {manifest.digests[here].hex()}, got {found[here].hex()} "
         f"({len(rows)} of {len(table.names)} tensors differ). The update is corrupt or was "
-        "overwritten: publish again."
+        "overwritten, or the trainer changed it while it was published: publish again."
     )

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 import torch
 
+from rl_bridge.errors import WeightUpdateRejectedError
 from rl_bridge.manifest.table import TensorTable
 from rl_bridge.memory.passes import Addresses
 from rl_bridge.memory.views import Pin, tensor_in
@@ -22,8 +23,34 @@ class ImportedTensors(Mapping[str, torch.Tensor]):
     def __init__(self, table: TensorTable, pin: Pin) -> None:
         """Look at a pinned arena through its layout."""
         self.table = table
-        self.pin = pin
+        self._pin: Pin | None = pin
         self._made: dict[int, torch.Tensor] = {}
+
+    @property
+    def pin(self) -> Pin:
+        """The memory behind it.
+
+        Raises:
+            WeightUpdateRejectedError: the update was refused or undone, and its memory given back.
+
+        """
+        if self._pin is None:
+            msg = "these are the tensors of an update that was refused or undone: they are gone."
+            raise WeightUpdateRejectedError(msg)
+        return self._pin
+
+    @property
+    def is_forgotten(self) -> bool:
+        """Whether `forget` was called."""
+        return self._pin is None
+
+    def forget(self) -> None:
+        """Let go of the memory, whoever still holds the mapping: a kept exception, for instance.
+
+        Tensors that were taken from it keep their bytes.
+        """
+        self._pin = None
+        self._made = {}
 
     def __getitem__(self, name: str) -> torch.Tensor:
         """Make, or find, one tensor."""

@@ -9,19 +9,18 @@ from operator import attrgetter, eq, is_
 
 import numpy as np
 import torch
-from torch.nn.parameter import is_lazy
 
 from rl_bridge.errors import IncompatibleUpdate, WeightBridgeUnavailableError
 from rl_bridge.manifest.dtypes import DTYPE_NBYTES, dtype_nbytes
 from rl_bridge.manifest.table import KNOWN_LAYOUTS, TensorTable, row_major_stride
 from rl_bridge.memory import vm
 from rl_bridge.memory.passes import Addresses, BytePlan, native_module
+from rl_bridge.memory.plain import is_lazy_view, not_plain
 
 __all__ = ["PackPlan", "TensorFacts", "dtype_name", "raw_elements", "tensor_key"]
 
 _SHAPE = attrgetter("shape")
 _DTYPE = attrgetter("dtype")
-_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
 class _DtypeNames(dict[torch.dtype, str]):
@@ -54,6 +53,10 @@ def raw_elements(tensor: torch.Tensor) -> torch.Tensor:
     As themselves it would normalise bools, and for some dtypes it has no copy at all.
     """
     tensor = tensor.detach()
+    if tensor.is_conj():
+        tensor = tensor.conj()  # lazily once more: what is stored
+    if tensor.is_neg():
+        tensor = tensor._neg_view()  # noqa: SLF001 - torch has no public name for it
     if tensor.element_size() not in _SAME_SIZE:
         return torch.view_as_real(tensor).view(torch.int64)
     return tensor.view(_SAME_SIZE[tensor.element_size()])
@@ -63,30 +66,9 @@ def _check_source(name: str, tensor: torch.Tensor) -> None:
     """Refuse what cannot travel as the bytes of a CPU tensor."""
     if dtype_name(tensor) not in DTYPE_NBYTES:
         dtype_nbytes(dtype_name(tensor), tensor=name)
-    if tensor.layout is not torch.strided:
-        msg = f"tensor {name!r} is {tensor.layout}: publish dense tensors."
-        raise WeightBridgeUnavailableError(msg)
-    if not tensor.is_cpu:
-        msg = (
-            f"tensor {name!r} is on {tensor.device}; this transport carries CPU tensors. "
-            "Move the state dict to the CPU first, or use a CUDA transport."
-        )
-        raise WeightBridgeUnavailableError(msg)
-    kind = type(tensor)
-    if kind not in _PLAIN and (
-        # A subclass that takes over dispatch is no plain memory: DTensor, FakeTensor, quantizers.
-        kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ or is_lazy(tensor)
-    ):
-        msg = (
-            f"tensor {name!r} is a {type(tensor).__name__}; publish plain tensors "
-            "(a DTensor's full_tensor() or to_local())."
-        )
-        raise WeightBridgeUnavailableError(msg)
-    if tensor.is_conj() or tensor.is_neg():
-        msg = (
-            f"tensor {name!r} is a lazy conjugate or negative: call resolve_conj().resolve_neg() "
-            "first."
-        )
+    reason = not_plain(tensor)
+    if reason is not None:
+        msg = f"tensor {name!r} {reason}."
         raise WeightBridgeUnavailableError(msg)
 
 
@@ -227,7 +209,7 @@ class PackPlan:
             self.trainable == trainable
             and tuple(tensors) == self._names
             and self._facts.hold(values := list(tensors.values()))
-            and not any(values[i].is_conj() or values[i].is_neg() for i in self._may_be_lazy)
+            and not any(is_lazy_view(values[i]) for i in self._may_be_lazy)
         )
 
     def pack(

@@ -193,8 +193,14 @@ class _Pool:
         with self._lock:
             if self._executor is None:
                 self._executor = ThreadPoolExecutor(64, thread_name_prefix="rl_bridge-pass")
-            for _ in range(count):
-                jobs.append(self._executor.submit(native.run, *arguments))  # noqa: PERF401 - one by one: those that were started are known if the next one fails
+            try:
+                while len(jobs) < count:
+                    # One by one: those that were started are known if the next one fails.
+                    jobs.append(self._executor.submit(native.run, *arguments))
+            except RuntimeError:
+                # The interpreter is ending, or no thread can be started: the caller's own thread
+                # takes all blocks that nobody else takes.
+                _LOG.debug("%d of %d helper threads", len(jobs), count, exc_info=True)
 
     def _reset(self) -> None:
         self._lock = threading.Lock()

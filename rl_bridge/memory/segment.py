@@ -7,6 +7,7 @@ behind when processes die. The second way, for processes that cannot see each ot
 a named file in a directory that both share; it needs `sweep`, and cannot be sealed.
 """
 
+import errno
 import fcntl
 import os
 import re
@@ -17,7 +18,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr
 
-from rl_bridge.errors import BadSegmentName, SegmentError
+from rl_bridge.errors import BadSegmentName, SegmentError, WeightBridgeUnavailableError
 from rl_bridge.memory import leases, vm
 
 __all__ = [
@@ -60,6 +61,20 @@ class SegmentRef(BaseModel):
     name: StrictStr = ""
 
 
+def _require_resources(error: OSError) -> None:
+    """Tell this process's own shortage from a segment that is gone.
+
+    Raises:
+        WeightBridgeUnavailableError: it is a shortage; the update is as good as before.
+
+    """
+    if error.errno in {errno.EMFILE, errno.ENFILE, errno.ENOMEM}:
+        msg = (
+            f"this process cannot open or map shared memory now: {error}. Free some and try again."
+        )
+        raise WeightBridgeUnavailableError(msg) from error
+
+
 def process_start_time(pid: int) -> int | None:
     """Start time of a process in clock ticks since boot; None if there is no such process.
 
@@ -67,7 +82,8 @@ def process_start_time(pid: int) -> int | None:
     """
     try:
         text = Path(f"/proc/{pid}/stat").read_text("utf-8", "replace")
-    except OSError:
+    except OSError as error:
+        _require_resources(error)
         return None
     # The command name may hold spaces and brackets; field 22 counts from after the last one.
     return int(text.rpartition(")")[2].split()[19])
@@ -122,9 +138,14 @@ class OwnedSegment:
             fd=fd if path is None else 0,
             name="" if path is None else path.name,
         )
+        # Not at exit: a daemon thread may still be copying, and the kernel cleans up memory anyway.
+        # It does not unlink names.
+        if path is not None:
+            weakref.finalize(self, _unlink, self._pid, path, fd)
         self._finalizer = weakref.finalize(
             self, _dispose, self._pid, fd, self.address, nbytes, path
         )
+        self._finalizer.atexit = False
 
     @classmethod
     def make(
@@ -180,6 +201,11 @@ class OwnedSegment:
         self._finalizer()
 
 
+def _unlink(pid: int, path: Path, fd: int) -> None:
+    if os.getpid() == pid and fd in _PRIVATE_FDS and _is_at(path, fd):
+        path.unlink(missing_ok=True)
+
+
 def _dispose(pid: int, fd: int, address: int, nbytes: int, path: Path | None) -> None:
     if os.getpid() != pid:
         return  # a forked child: the mapping never came along, the descriptor is closed
@@ -209,7 +235,7 @@ def open_segment(ref: SegmentRef, *, directory: Path | None = None, writable: bo
 
     """
     # O_NONBLOCK: a pipe in the segment's place must not make the opener wait for a writer.
-    flags = (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC | os.O_NONBLOCK
+    flags = (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
     if ref.kind == "memfd":
         # No O_NOFOLLOW: entries of /proc/<pid>/fd are links by nature.
         where = f"/proc/{ref.pid}/fd/{ref.fd}"
@@ -233,8 +259,11 @@ def open_segment(ref: SegmentRef, *, directory: Path | None = None, writable: bo
         where = str(directory / ref.name)
         flags |= os.O_NOFOLLOW
     try:
+        # Looked at before it is opened: opening a terminal or a device is an act.
+        _check_file(os.stat(where), ref, where)  # noqa: PTH116 - a link of /proc, by nature
         fd = os.open(where, flags)
     except OSError as error:
+        _require_resources(error)
         msg = (
             f"segment {where} cannot be opened: {error}. It was released, or its publisher died: "
             "publish again."
@@ -250,13 +279,7 @@ def open_segment(ref: SegmentRef, *, directory: Path | None = None, writable: bo
 
 def _check_identity(fd: int, ref: SegmentRef, where: str, *, writable: bool) -> None:
     status = os.fstat(fd)
-    found = (status.st_dev, status.st_ino)
-    if found != (ref.device, ref.inode) or not stat.S_ISREG(status.st_mode):
-        msg = (
-            f"segment {where} was replaced: expected device and inode {(ref.device, ref.inode)}, "
-            f"found {found}. The update is gone: publish again."
-        )
-        raise SegmentError(msg)
+    _check_file(status, ref, where)
     if status.st_size != ref.nbytes:
         msg = (
             f"segment {where} has {status.st_size} bytes, the manifest says {ref.nbytes}: it was "
@@ -272,6 +295,16 @@ def _check_identity(fd: int, ref: SegmentRef, where: str, *, writable: bool) -> 
                 "owner could change it."
             )
             raise SegmentError(msg)
+
+
+def _check_file(status: os.stat_result, ref: SegmentRef, where: str) -> None:
+    found = (status.st_dev, status.st_ino)
+    if found != (ref.device, ref.inode) or not stat.S_ISREG(status.st_mode):
+        msg = (
+            f"segment {where} was replaced: expected device and inode {(ref.device, ref.inode)}, "
+            f"found {found}. The update is gone: publish again."
+        )
+        raise SegmentError(msg)
 
 
 def _seals(fd: int) -> int:

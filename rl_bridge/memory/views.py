@@ -97,14 +97,18 @@ class SegmentView:
             raise SegmentError(msg) from error
         # Reentrant: a pin's finalizer may run inside any allocation, also under this lock.
         self._lock = threading.RLock()
-        self._alive = 0
+        # Whose lives count is asked, not kept in a counter: an interrupt in the middle of a
+        # finalizer would leave a counter wrong for good.
+        self._pins: list[weakref.ref[object]] = []
         self._retired = False
+        self._is_unmapped = False
         self._pid = os.getpid()
 
     @property
     def is_pinned(self) -> bool:
         """Whether any tensor of this segment lives."""
-        return self._alive > 0
+        self._pins = [pin for pin in self._pins if pin() is not None]
+        return bool(self._pins)
 
     def pin(self, update_id: str, generation: int, arena_nbytes: int) -> Pin:
         """Lease the version that the segment holds.
@@ -115,17 +119,20 @@ class SegmentView:
 
         """
         with self._lock:
-            if self._alive == 0 and not leases.try_shared(self.fd):
+            if not self.is_pinned and not leases.try_shared(self.fd):
                 raise StaleUpdate(self._overwritten(update_id, "is being overwritten"))
-            self._alive += 1
             try:
                 self._check_stamp(update_id, generation, arena_nbytes)
-                pin = Pin(self.address, max(arena_nbytes, 1), self)
+                return self._make_pin(max(arena_nbytes, 1))
             except BaseException:
-                self._unpin()
+                self.settle()
                 raise
-            weakref.finalize(pin.buffer, self._unpin).atexit = False
-            return pin
+
+    def _make_pin(self, nbytes: int) -> Pin:
+        pin = Pin(self.address, nbytes, self)
+        self._pins.append(weakref.ref(pin.buffer))
+        weakref.finalize(pin.buffer, self.settle).atexit = False
+        return pin
 
     def _check_stamp(self, update_id: str, generation: int, arena_nbytes: int) -> None:
         stamp = read_stamp(self.fd, self.ref)
@@ -144,12 +151,12 @@ class SegmentView:
             "side imported it. Import the publisher's latest manifest."
         )
 
-    def _unpin(self) -> None:
+    def settle(self) -> None:
+        """Give the lease back if no tensor lives; harmless at any time."""
         if os.getpid() != self._pid:
             return  # before the lock: at the fork, another thread of the parent may have held it
         with self._lock:
-            self._alive -= 1
-            if self._alive:
+            if self.is_pinned or self._is_unmapped:
                 return
             leases.unlock(self.fd)
             if self._retired:
@@ -158,12 +165,12 @@ class SegmentView:
     def retire(self) -> None:
         """Unmap as soon as no tensor needs it any more."""
         with self._lock:
-            if not self._retired:
-                self._retired = True
-                if not self._alive:
-                    self._close()
+            self._retired = True
+            if not (self.is_pinned or self._is_unmapped):
+                self._close()
 
     def _close(self) -> None:
+        self._is_unmapped = True
         vm.unmap(self.address, self.nbytes)
         close_fd(self.fd)
 
@@ -212,6 +219,7 @@ class ViewCache:
     def sweep(self) -> None:
         """Let go of segments that their publisher gave back: they would only hold memory."""
         for key, view in list(self._views.items()):
+            view.settle()
             if not view.is_pinned and not still_there(view.ref, directory=self._directory):
                 view.retire()
                 del self._views[key]

@@ -8,6 +8,7 @@ other's processes; an import then copies, because a file cannot be sealed agains
 import logging
 import os
 import time
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, ClassVar
@@ -229,6 +230,8 @@ class _SharedConsumer(ConsumerEnd):
         self._writers: dict[str, ControlWriter] = {}
         self._plans: dict[str, BytePlan] = {}
         self._is_closed = False
+        # A bridge that is dropped instead of closed must not leave descriptors and mappings.
+        weakref.finalize(self, _abandon, os.getpid(), self._views, self._writers).atexit = False
 
     def attach(self, manifest: WeightUpdateManifest) -> Attachment:
         handle = self._handle(manifest)
@@ -327,3 +330,10 @@ class _SharedConsumer(ConsumerEnd):
         for writer in self._writers.values():
             writer.close()
         self._writers.clear()
+
+
+def _abandon(pid: int, views: ViewCache, writers: dict[str, ControlWriter]) -> None:
+    if os.getpid() == pid:
+        views.close()
+        for writer in writers.values():
+            writer.close()

@@ -150,7 +150,7 @@ BAD: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
         {"w": torch.eye(2).to_sparse()},
         {},
         WeightBridgeUnavailableError,
-        "'w'.*publish dense",
+        "'w'.*use dense",
     ),
     "overflow": ({"w": HUGE}, {}, RangeOverflow, "'w'.*63 bits"),
     "metadata-key": (None, {"metadata": {1: 2}}, MalformedManifest, "key 1 is int"),

@@ -176,12 +176,12 @@ REFUSED: dict[str, tuple[Callable[[], torch.Tensor], type[Exception], str]] = {
     "sparse": (
         lambda: torch.eye(3).to_sparse(),
         WeightBridgeUnavailableError,
-        "'t' is torch.sparse_coo: publish dense",
+        "'t' is torch.sparse_coo: use dense",
     ),
     "meta": (
         lambda: torch.empty(3, device="meta"),
         WeightBridgeUnavailableError,
-        "'t' is on meta.*Move the state dict to the CPU",
+        "'t' is on meta.*move it to the CPU",
     ),
     "conjugate": (
         lambda: torch.randn(3, dtype=torch.complex64).conj(),
@@ -201,7 +201,7 @@ REFUSED: dict[str, tuple[Callable[[], torch.Tensor], type[Exception], str]] = {
     "subclass-with-dispatch": (
         lambda: torch.randn(3).as_subclass(_Hijacked),
         WeightBridgeUnavailableError,
-        "'t' is a _Hijacked; publish plain tensors",
+        "'t' is a _Hijacked: use plain tensors",
     ),
     "quantized": (
         lambda: torch.quantize_per_tensor(torch.randn(3), 0.1, 0, torch.qint8),

@@ -1,0 +1,49 @@
+"""What a consumer remembers of each update that it met."""
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from rl_bridge.lifecycle.machine import Lifecycle
+from rl_bridge.lifecycle.table import State
+from rl_bridge.manifest.canonical import JSONValue
+from rl_bridge.manifest.model import WeightUpdateManifest
+from rl_bridge.transports.base import Attachment
+
+__all__ = ["REMEMBERED", "ImportedUpdate", "remember"]
+
+# Each remembered update keeps its manifest: with 40,000 tensors that is a megabyte.
+REMEMBERED = 32
+
+
+@dataclass(slots=True)
+class ImportedUpdate:
+    """One update on the consumer's side.
+
+    Attributes:
+        manifest: as it was imported; None for an id that was rejected unseen.
+        lifecycle: where it stands.
+        attachment: its bytes, while they are held.
+        proof: what the acknowledgement carried.
+        timings_ms: phase -> milliseconds.
+
+    """
+
+    manifest: WeightUpdateManifest | None
+    lifecycle: Lifecycle
+    attachment: Attachment | None = None
+    proof: Mapping[str, JSONValue] | None = None
+    timings_ms: dict[str, float] = field(default_factory=dict)
+
+
+def remember(
+    updates: OrderedDict[str, ImportedUpdate], update_id: str, record: ImportedUpdate
+) -> None:
+    """Add a record; where there are too many, the oldest that are over go."""
+    updates.pop(update_id, None)
+    updates[update_id] = record
+    surplus = len(updates) - REMEMBERED
+    for old in list(updates) if surplus > 0 else ():
+        if surplus > 0 and updates[old].lifecycle.state in {State.RELEASED, State.REJECTED}:
+            del updates[old]
+            surplus -= 1

@@ -1,0 +1,38 @@
+"""The fine steps of a consumer's life cycle, where its bridge keeps them.
+
+A consumer of the user's own needs only the four verbs of `WeightConsumer`: there, these do nothing.
+"""
+
+from rl_bridge.bridge.bridges import TensorBridge
+from rl_bridge.bridge.protocols import WeightConsumer
+from rl_bridge.lifecycle.table import Event, State
+from rl_bridge.manifest.model import WeightUpdateManifest
+
+__all__ = ["FineSteps"]
+
+
+class FineSteps:
+    """Stage, install, tear and undo, and the question where an update stands."""
+
+    def __init__(self, bridge: WeightConsumer) -> None:
+        """Look at an executor's bridge; nothing of it is opened."""
+        self._bridge = bridge if isinstance(bridge, TensorBridge) else None
+
+    def advance(
+        self, manifest: WeightUpdateManifest, event: Event, *, reason: str | None = None
+    ) -> None:
+        """Take a step.
+
+        Raises:
+            IllegalTransition: the update's state does not allow it.
+
+        """
+        if self._bridge is not None:
+            self._bridge.consumer_end().advance(manifest.update_id, event, reason=reason)
+
+    def is_in(self, manifest: WeightUpdateManifest, *states: State) -> bool:
+        """Whether an update is known to be in one of `states`."""
+        if self._bridge is None:
+            return False
+        consumer = self._bridge.consumer_end()
+        return consumer.knows(manifest.update_id) and consumer.state(manifest.update_id) in states

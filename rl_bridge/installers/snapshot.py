@@ -1,0 +1,113 @@
+"""An engine copied aside, byte for byte: the undo where no retained version could be one."""
+
+import numpy as np
+import torch
+
+from rl_bridge.errors import IncompatibleUpdate, TornEngine
+from rl_bridge.installers.engine_memory import Engine, named_engine_tensors, put_back, take_out
+from rl_bridge.memory.packing import raw_elements, tensor_key
+from rl_bridge.memory.passes import BytePlan
+from rl_bridge.memory.plain import not_plain
+from rl_bridge.memory.views import anonymous_pin
+
+__all__ = ["Snapshot", "every_engine_tensor"]
+
+
+def every_engine_tensor(engine: Engine) -> dict[str, torch.Tensor]:
+    """Name -> live tensor: the state dict, and the buffers that it leaves out."""
+    found = named_engine_tensors(engine)
+    if isinstance(engine, torch.nn.Module):
+        found |= engine.named_parameters(remove_duplicate=False)
+        found |= engine.named_buffers(remove_duplicate=False)
+    return found
+
+
+class Snapshot:
+    """An engine's weights, byte for byte, with the tensor object and storage under each name."""
+
+    def __init__(self, engine: Engine, *, num_threads: int | None = None) -> None:
+        """Copy every tensor, on whatever device. Costs the engine's weights once more in memory.
+
+        Raises:
+            IncompatibleUpdate: a tensor that cannot be copied aside.
+
+        """
+        self._engine = engine
+        self._num_threads = num_threads
+        self._owners = every_engine_tensor(engine)
+        self._persistent = set(named_engine_tensors(engine))
+        # Detached views keep the old storages alive, whatever the adapter assigns meanwhile.
+        self._data = {name: tensor.detach() for name, tensor in self._owners.items()}
+        # What is plain and contiguous is copied in one pass over its bytes, the rest by torch.
+        self._others: dict[str, torch.Tensor] = {}
+        dense = []
+        for name, data in self._data.items():
+            if data.is_meta:
+                continue  # it has no bytes
+            if data.is_cpu and not_plain(data) is None and data.is_contiguous():
+                dense.append(data)
+            else:
+                self._others[name] = _cloned(name, data)
+        sizes = np.array([data.numel() * data.element_size() for data in dense], np.uint64)
+        ends = np.cumsum(sizes, dtype=np.uint64)
+        self._plan = BytePlan(sizes)
+        self._homes = np.array([data.data_ptr() for data in dense], np.uint64)
+        self._pin = anonymous_pin(self._plan.total_nbytes)
+        self._copies = ends - sizes + np.uint64(self._pin.address)
+        self._plan.copy(self._homes, self._copies, num_threads=num_threads)
+
+    def restore(self) -> None:
+        """Put objects, storages and bytes back, and check that they are.
+
+        Raises:
+            TornEngine: a byte or an object does not come back.
+
+        """
+        now = every_engine_tensor(self._engine)
+        for name, owner in self._owners.items():
+            if now.get(name) is not owner:
+                put_back(self._engine, name, owner, persistent=name in self._persistent)
+            data = self._data[name]
+            if not _same_view(owner, data):
+                owner.data = data
+        for name in now.keys() - self._owners.keys():
+            take_out(self._engine, name)
+        self._plan.copy(self._copies, self._homes, num_threads=self._num_threads)
+        with torch.no_grad():
+            for name, copy in self._others.items():
+                raw_elements(self._data[name]).copy_(copy)
+        self._check()
+
+    def _check(self) -> None:
+        now = every_engine_tensor(self._engine)
+        lost = [
+            name
+            for name, owner in self._owners.items()
+            if now.get(name) is not owner
+            or not _same_view(owner, self._data[name])
+            or (name in self._others and not torch.equal(raw_elements(owner), self._others[name]))
+        ]
+        lost += now.keys() - self._owners.keys()
+        same = self._plan.digest(self._homes) == self._plan.digest(self._copies)
+        if lost or not same:
+            what = f"tensor {lost[0]!r} does" if lost else "weights do"
+            msg = f"undo failed: the engine's {what} not take back what was there before."
+            raise TornEngine(msg)
+
+
+def _same_view(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether both are the same view of the same memory, read in the same way."""
+    return (
+        tensor_key(one) == tensor_key(other)
+        and one.is_conj() == other.is_conj()
+        and one.is_neg() == other.is_neg()
+    )
+
+
+def _cloned(name: str, data: torch.Tensor) -> torch.Tensor:
+    reason = not_plain(data)
+    is_elsewhere = data.layout is torch.strided and not data.is_cpu and type(data) is torch.Tensor
+    if reason is not None and not is_elsewhere and not (data.is_conj() or data.is_neg()):
+        msg = f"tensor {name!r} of the engine {reason}; it cannot be copied aside for an undo."
+        raise IncompatibleUpdate(msg)
+    return raw_elements(data).clone()
