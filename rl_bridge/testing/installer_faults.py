@@ -26,6 +26,8 @@ __all__ = [
     "Stage",
     "make_brittle",
     "poke",
+    "reinterpret",
+    "transpose",
 ]
 
 ENGINE_FAULT = "the engine fails, as planned"
@@ -215,3 +217,22 @@ def _seed_style(sabotage: Sabotage, adapter: WeightInstallAdapter) -> WeightInst
 
     vars(adapter)["install"] = sabotaged
     return adapter
+
+
+def transpose(engine: Engine) -> bool:
+    """Turn a square matrix around in place; False if the engine has none."""
+    for tensor in named_engine_tensors(engine).values():
+        if tensor.dim() == 2 and tensor.shape[0] == tensor.shape[1] > 1:
+            tensor.data = tensor.data.t()
+            return True
+    return False
+
+
+def reinterpret(engine: Engine) -> bool:
+    """Read a bfloat16 tensor as float16, or the other way round; False if there is none."""
+    swap = {torch.bfloat16: torch.float16, torch.float16: torch.bfloat16}
+    for tensor in named_engine_tensors(engine).values():
+        if tensor.dtype in swap and tensor.numel() > 1:
+            tensor.data = tensor.data.view(swap[tensor.dtype])
+            return True
+    return False

@@ -18,6 +18,8 @@ from rl_bridge.testing.installer_faults import (
     Sabotage,
     Stage,
     poke,
+    reinterpret,
+    transpose,
 )
 from rl_bridge.testing.strategies import bytes_of, random_tensor
 
@@ -313,7 +315,7 @@ class InstallerSuite:
         """Transposed, or of another dtype: the same bytes are other weights."""
         if not self.shows_engine:
             pytest.skip("this adapter says that it proves nothing")
-        for change in (_transpose, _reinterpret):
+        for change in (transpose, reinterpret):
             rig = make_rig()
             rig.install(rig.weights(1))
             before = engine_state(rig.engine)
@@ -393,22 +395,3 @@ def _tied_like(engine: Engine, copies: dict[str, torch.Tensor]) -> dict[str, tor
 
 def _poke_at(engine: Engine, name: str, place: int) -> Callable[[], None]:
     return lambda: poke(named_engine_tensors(engine)[name], place)
-
-
-def _transpose(engine: Engine) -> bool:
-    """Turn a square matrix around in place; False if the engine has none."""
-    for tensor in named_engine_tensors(engine).values():
-        if tensor.dim() == 2 and tensor.shape[0] == tensor.shape[1] > 1:
-            tensor.data = tensor.data.t()
-            return True
-    return False
-
-
-def _reinterpret(engine: Engine) -> bool:
-    """Read a bfloat16 tensor as float16, or the other way round; False if there is none."""
-    swap = {torch.bfloat16: torch.float16, torch.float16: torch.bfloat16}
-    for tensor in named_engine_tensors(engine).values():
-        if tensor.dtype in swap and tensor.numel() > 1:
-            tensor.data = tensor.data.view(swap[tensor.dtype])
-            return True
-    return False
