@@ -10,7 +10,7 @@ import importlib
 import logging
 import os
 import threading
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from types import ModuleType
 
 import numpy as np
@@ -127,13 +127,13 @@ class BytePlan:
         threads = default_threads() if num_threads is None else max(1, num_threads)
         blocks = -(-int(self._start[-1]) // _BLOCK)
         helpers = 0 if self.total_nbytes < _SERIAL_NBYTES else min(threads, blocks) - 1
-        jobs: list[Future[None]] = []
+        shares = [_Share(self._native, arguments) for _ in range(helpers)]
         try:
-            _POOL.start(jobs, helpers, self._native, arguments)
+            _POOL.start(shares)
             self._native.run(*arguments)
         finally:
             # The helpers use the arrays above: not even an interrupt may free them early.
-            _finish(jobs)
+            _finish(shares)
         if not digest:
             return b""
         out = np.empty(len(self) * DIGEST_NBYTES, np.uint8)
@@ -181,45 +181,73 @@ class _Pool:
         self._executor: ThreadPoolExecutor | None = None
         os.register_at_fork(after_in_child=self._reset)
 
-    def start(
-        self,
-        jobs: list[Future[None]],
-        count: int,
-        native: ModuleType,
-        arguments: tuple[int, ...],
-    ) -> None:
-        if count <= 0:
+    def start(self, shares: list["_Share"]) -> None:
+        if not shares:
             return
         with self._lock:
             if self._executor is None:
                 self._executor = ThreadPoolExecutor(64, thread_name_prefix="rl_bridge-pass")
             try:
-                while len(jobs) < count:
-                    # One by one: those that were started are known if the next one fails.
-                    jobs.append(self._executor.submit(native.run, *arguments))
+                for share in shares:
+                    self._executor.submit(share.run)
             except RuntimeError:
                 # The interpreter is ending, or no thread can be started: the caller's own thread
                 # takes all blocks that nobody else takes.
-                _LOG.debug("%d of %d helper threads", len(jobs), count, exc_info=True)
+                _LOG.debug("not all of %d helper threads", len(shares), exc_info=True)
 
     def _reset(self) -> None:
         self._lock = threading.Lock()
         self._executor = None
 
 
-def _finish(jobs: list[Future[None]]) -> None:
+class _Share:
+    """What one helper does of a pass; as long as no helper has begun it, it can be taken back.
+
+    A pool's own futures do not suffice: where a thread cannot be started, `submit` raises and keeps
+    the work all the same, for whichever thread gets free when the pass is long over.
+    """
+
+    def __init__(self, native: ModuleType, arguments: tuple[int, ...]) -> None:
+        self._native = native
+        self._arguments: tuple[int, ...] | None = arguments
+        self._lock = threading.Lock()
+        self.ended = threading.Event()
+        self.error: BaseException | None = None
+
+    def run(self) -> None:
+        arguments = self._take()
+        if arguments is None:
+            return
+        try:
+            self._native.run(*arguments)
+        except BaseException as error:  # noqa: BLE001 - raised in the caller's thread
+            self.error = error
+        finally:
+            self.ended.set()
+
+    def take_back(self) -> None:
+        if self._take() is not None:
+            self.ended.set()
+
+    def _take(self) -> tuple[int, ...] | None:
+        with self._lock:
+            arguments, self._arguments = self._arguments, None
+            return arguments
+
+
+def _finish(shares: list[_Share]) -> None:
     """Wait for the helpers, whatever arrives meanwhile: they are in memory that is not theirs."""
     interrupt: BaseException | None = None
-    for job in jobs:
-        while not job.done():
+    for share in shares:
+        while not share.ended.is_set():
             try:
-                job.exception()
+                share.take_back()
+                share.ended.wait()
             except BaseException as error:  # noqa: BLE001 - raised below, when nobody writes any more
                 interrupt = error
-    if interrupt is not None:
-        raise interrupt
-    for job in jobs:
-        job.result()
+    for problem in (interrupt, *(share.error for share in shares)):
+        if problem is not None:
+            raise problem
 
 
 _POOL = _Pool()

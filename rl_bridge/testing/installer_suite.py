@@ -1,104 +1,26 @@
 """`InstallerSuite`: what every installer must keep, as tests that an adapter's class inherits."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, ClassVar
 
 import pytest
 import torch
 
-from rl_bridge.bridge.bridges import TensorBridge, make_weight_bridge
-from rl_bridge.bridge.rollout import RolloutExecutor
-from rl_bridge.errors import IncompatibleUpdate, ProofFailed
-from rl_bridge.installers.base import TransactionalAdapter, WeightInstallAdapter
+from rl_bridge.errors import IncompatibleUpdate, ProofFailed, TornEngine
+from rl_bridge.installers.base import TransactionalAdapter
 from rl_bridge.installers.engine_memory import Engine, named_engine_tensors
 from rl_bridge.testing.installer_faults import (
     ENGINE_FAULT,
     EngineFault,
-    Sabotage,
     Stage,
     poke,
     reinterpret,
     transpose,
 )
-from rl_bridge.testing.strategies import bytes_of, random_tensor
+from rl_bridge.testing.installer_rig import Adapter, Rig, engine_state, sample_engine, tied_like
 
-__all__ = ["Adapter", "InstallerSuite", "Rig", "engine_state"]
-
-Adapter = WeightInstallAdapter | TransactionalAdapter
-
-
-def engine_state(engine: Engine) -> dict[str, tuple[int, str, tuple[int, ...], bytes]]:
-    """All that an undo must bring back: tensor object, dtype, strides and bytes, by name."""
-    return {
-        name: (id(tensor), str(tensor.dtype), tensor.stride(), bytes_of(tensor))
-        for name, tensor in named_engine_tensors(engine).items()
-    }
-
-
-class Rig:
-    """A trainer, an engine behind the adapter under test, and an executor between them."""
-
-    def __init__(
-        self,
-        engine: Engine,
-        adapter: Adapter,
-        transport: str,
-        *,
-        initial_weights: Mapping[str, torch.Tensor] | None,
-        rebinds: bool,
-    ) -> None:
-        """Put them together; `sabotage` stands between executor and adapter."""
-        self.engine = engine
-        self.adapter = adapter
-        self.trainer: TensorBridge = make_weight_bridge(transport, suspicious="off")
-        self.consumer: TensorBridge = make_weight_bridge(transport, suspicious="off")
-        self.sabotage = Sabotage(adapter, engine, rebinds=rebinds)
-        self.executor = RolloutExecutor(
-            weight_bridge=self.consumer,
-            weight_install_adapter=self.sabotage.wrapped(),
-            initial_weights=initial_weights,
-            suspicious="off",
-        )
-        self._version = 0
-
-    def weights(self, seed: int) -> dict[str, torch.Tensor]:
-        """Random weights of the engine's names, shapes, dtypes and ties; contiguous."""
-        made: dict[tuple[int, tuple[int, ...]], torch.Tensor] = {}
-        found = {}
-        for index, (name, tensor) in enumerate(named_engine_tensors(self.engine).items()):
-            key = (tensor.data_ptr() if tensor.numel() else -index, tuple(tensor.shape))
-            dtype = str(tensor.dtype).removeprefix("torch.")
-            found[name] = made.setdefault(
-                key, random_tensor(dtype, tuple(tensor.shape), 100 * seed + index)
-            )
-        return found
-
-    def install(self, weights: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        """Publish and update; the update is released by the trainer whatever happens."""
-        self._version += 1
-        manifest = self.trainer.publish(weights, weight_version=self._version)
-        try:
-            return self.executor.update_weights(manifest.to_json())
-        finally:
-            self.trainer.release(manifest.update_id)
-
-    @property
-    def version(self) -> int | None:
-        """The version that the executor says the engine holds."""
-        return self.executor.active_weight_version
-
-    def holds(self, weights: Mapping[str, torch.Tensor]) -> bool:
-        """Whether the engine holds these bytes, under all names."""
-        return {name: bytes_of(t) for name, t in named_engine_tensors(self.engine).items()} == {
-            name: bytes_of(t) for name, t in weights.items()
-        }
-
-    def close(self) -> None:
-        """Close both bridges."""
-        self.consumer.close()
-        self.trainer.close()
-
+__all__ = ["InstallerSuite"]
 
 MakeRig = Callable[[], Rig]
 
@@ -144,7 +66,7 @@ class InstallerSuite:
                 engine,
                 self.make_adapter(engine),
                 self.transport,
-                initial_weights=_tied_like(engine, initial) if self.needs_initial_weights else None,
+                initial_weights=tied_like(engine, initial) if self.needs_initial_weights else None,
                 rebinds=self.rebinds,
             )
             made.append(rig)
@@ -261,6 +183,35 @@ class InstallerSuite:
                 rig = make_rig()
                 rig.install(rig.weights(1))
 
+    @pytest.mark.parametrize("is_first", [True, False], ids=["first", "later"])
+    @pytest.mark.parametrize("stage", list(Stage))
+    def test_a_torn_engine_goes_back_to_before_it_was_torn(
+        self, rig: Rig, stage: Stage, *, is_first: bool
+    ) -> None:
+        """Whatever was tried since: the state of a torn engine is nothing to go back to."""
+        if not isinstance(rig.adapter, TransactionalAdapter):
+            pytest.skip("the undo of an adapter without undo() is not its own")
+        if not is_first:
+            rig.install(rig.weights(1))
+        before = engine_state(rig.engine)
+        rig.sabotage.plan(stage)
+        rig.sabotage.fails_undo = True
+        with pytest.raises(TornEngine):
+            rig.install(rig.weights(2))
+        assert rig.executor.is_torn
+        assert rig.version is None
+        rig.executor.release_weights()
+        rig.sabotage.fails_undo = False
+        rig.sabotage.plan(Stage.HALF_WAY)
+        with pytest.raises(EngineFault):
+            rig.install(rig.weights(3))
+        rig.executor.recover()
+        self._assert_back(rig, before)
+        assert rig.version == (None if is_first else 1)
+        weights = rig.weights(4)
+        rig.install(weights)
+        assert rig.holds(weights)
+
     def test_what_the_user_wrote_into_the_old_version_does_not_come_back(self, rig: Rig) -> None:
         """The mapping that an update returned is the user's to write to; the undo is not his."""
         weights = rig.weights(1)
@@ -364,33 +315,6 @@ class InstallerSuite:
             assert {name: state[-1] for name, state in after.items()} == {
                 name: state[-1] for name, state in before.items()
             }
-
-
-def sample_engine() -> torch.nn.Module:
-    """A small module with a tie, buffers, a channels-last weight, an empty and a 0-dim tensor."""
-    torch.manual_seed(5)
-    module = torch.nn.Module()
-    module.embed = torch.nn.Embedding(7, 6)
-    module.head = torch.nn.Linear(6, 7, bias=False)
-    module.head.weight = module.embed.weight
-    module.conv = torch.nn.Conv2d(3, 4, 2)
-    weight = module.conv.weight
-    weight.data = weight.data.contiguous(memory_format=torch.channels_last)
-    module.norm = torch.nn.BatchNorm1d(5)
-    module.square = torch.nn.Linear(4, 4, dtype=torch.bfloat16)
-    module.register_buffer("scale", torch.tensor(0.5, dtype=torch.float64))
-    module.register_buffer("nothing", torch.empty(0, 3))
-    module.register_buffer("mask", torch.tensor([True, False, True]))
-    return module
-
-
-def _tied_like(engine: Engine, copies: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    first: dict[tuple[int, tuple[int, ...]], str] = {}
-    for name, tensor in named_engine_tensors(engine).items():
-        if tensor.numel():
-            same = first.setdefault((tensor.data_ptr(), tuple(tensor.shape)), name)
-            copies[name] = copies[same]
-    return copies
 
 
 def _poke_at(engine: Engine, name: str, place: int) -> Callable[[], None]:

@@ -333,6 +333,6 @@ class NobodyDisturbsAnybody(TransportCase):
         with pytest.raises(InjectedFault):
             consumer.import_update(manifest)
         assert consumer.update_status(manifest.update_id) == "rejected"
-        assert consumer.rejection_reason(manifest.update_id) == "injected fault"
+        assert "injected fault" in (consumer.rejection_reason(manifest.update_id) or "")
         with pytest.raises(WeightBridgeError):
             consumer.import_update(manifest)

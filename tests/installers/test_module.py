@@ -1,10 +1,21 @@
 """`ModuleInstallAdapter` keeps every promise of an installer: copy, alias and flip."""
 
-from typing import ClassVar
+import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import ClassVar, Literal
 
-from rl_bridge.installers.engine_memory import Engine
+import pytest
+import torch
+
+from rl_bridge.errors import IncompatibleUpdate, SegmentError, TornEngine
+from rl_bridge.installers.engine_memory import Engine, named_engine_tensors
 from rl_bridge.installers.module import ModuleInstallAdapter
+from rl_bridge.memory import vm
 from rl_bridge.testing import InstallerSuite
+from rl_bridge.testing.installer_faults import EngineFault, Stage
+from rl_bridge.testing.installer_rig import Rig, engine_state, sample_engine
+from rl_bridge.testing.strategies import bytes_of, contents_of
 
 
 class TestCopy(InstallerSuite):
@@ -28,3 +39,143 @@ class TestFlip(InstallerSuite):
 
     def make_adapter(self, engine: Engine) -> ModuleInstallAdapter:
         return ModuleInstallAdapter(engine, mode="flip")
+
+
+# ---- what only one of the ways does --------------------------------------------------------------
+
+
+class Refusing:
+    """`vm.move` that fails at chosen calls, from 1."""
+
+    def __init__(self, *failing: int) -> None:
+        self.failing = set(failing)
+        self.calls = 0
+
+    def __call__(self, source: int, nbytes: int, target: int) -> None:
+        self.calls += 1
+        if self.calls in self.failing:
+            raise OSError(errno.ENOMEM, "refused, as planned")
+        vm_move(source, nbytes, target)
+
+
+vm_move = vm.move
+
+
+@pytest.mark.parametrize("failing", [(1,), (2,), (1, 2)])
+def test_a_kernel_that_refuses_a_flip_leaves_the_version_before(
+    failing: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = flip_rig()
+    rig.install(rig.weights(1))
+    before = engine_state(rig.engine)
+    monkeypatch.setattr(vm, "move", Refusing(*failing))
+    with pytest.raises(SegmentError, match="refused, as planned"):
+        rig.install(rig.weights(2))
+    assert engine_state(rig.engine) == before
+    assert rig.version == 1
+    monkeypatch.setattr(vm, "move", vm_move)
+    weights = rig.weights(3)
+    rig.install(weights)
+    assert rig.holds(weights)
+    rig.close()
+
+
+def test_a_flip_that_fails_half_way_and_back_is_torn_until_the_undo_succeeds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rig = flip_rig()
+    rig.install(rig.weights(1))
+    # What the engine itself wrote since is part of what it holds.
+    named_engine_tensors(rig.engine)["norm.running_mean"].fill_(7.0)
+    before = engine_state(rig.engine)
+    monkeypatch.setattr(vm, "move", Refusing(2, 3, 4))
+    with pytest.raises(TornEngine):
+        rig.install(rig.weights(2))
+    assert rig.executor.is_torn
+    with pytest.raises(TornEngine):
+        rig.executor.check_servable()
+    monkeypatch.setattr(vm, "move", vm_move)
+    rig.executor.recover()
+    assert engine_state(rig.engine) == before
+    assert rig.version == 1
+    rig.close()
+
+
+def flip_rig() -> Rig:
+    engine = sample_engine()
+    adapter = ModuleInstallAdapter(engine, mode="flip")
+    return Rig(engine, adapter, "shared-memory", initial_weights=None, rebinds=False)
+
+
+@pytest.mark.parametrize("mode", ["copy", "alias", "flip"])
+def test_the_engine_is_quiet_while_its_weights_change(
+    mode: Literal["copy", "alias", "flip"],
+) -> None:
+    """Around every install and undo, and at no other time."""
+    engine = sample_engine()
+    spans: list[str] = []
+
+    @contextmanager
+    def quiesce() -> Iterator[None]:
+        before = contents_of(named_engine_tensors(engine))
+        yield
+        changed = contents_of(named_engine_tensors(engine)) != before
+        spans.append("changed" if changed else "unchanged")
+
+    adapter = ModuleInstallAdapter(engine, mode=mode, quiesce=quiesce)
+    rig = Rig(engine, adapter, "shared-memory", initial_weights=None, rebinds=False)
+    rig.install(rig.weights(1))
+    assert spans == ["changed"]
+    rig.sabotage.plan(Stage.AFTER_INSTALL)
+    with pytest.raises(EngineFault):
+        rig.install(rig.weights(2))
+    assert spans == ["changed", "changed", "changed"]
+    rig.close()
+
+
+@pytest.mark.parametrize("mode", ["alias", "flip"])
+def test_an_engine_that_shares_the_pages_pays_for_none(mode: Literal["alias", "flip"]) -> None:
+    engine = {"w": torch.zeros(16 << 20, dtype=torch.uint8)}
+    adapter = ModuleInstallAdapter(engine, mode=mode)
+    rig = Rig(engine, adapter, "shared-memory", initial_weights=None, rebinds=False)
+    rig.install(rig.weights(1))
+    ack = rig.executor.last_ack
+    assert ack is not None
+    assert (ack.proof.method, ack.proof.digested_nbytes) == ("identity", 0)
+    assert ack.proof.identical_nbytes == 16 << 20
+    rig.close()
+
+
+def test_a_flip_keeps_every_address() -> None:
+    rig = flip_rig()
+    rig.install(rig.weights(1))
+    addresses = {n: t.data_ptr() for n, t in named_engine_tensors(rig.engine).items()}
+    for version in range(2, 6):
+        rig.install(rig.weights(version))
+        assert addresses == {n: t.data_ptr() for n, t in named_engine_tensors(rig.engine).items()}
+    rig.close()
+
+
+def test_a_flip_of_memory_that_was_copied_in_is_refused_before_byte_0() -> None:
+    engine = sample_engine()
+    adapter = ModuleInstallAdapter(engine, mode="flip")
+    rig = Rig(engine, adapter, "local-clone", initial_weights=None, rebinds=False)
+    before = engine_state(engine)
+    with pytest.raises(IncompatibleUpdate, match="mode='copy'"):
+        rig.install(rig.weights(1))
+    assert engine_state(engine) == before
+    rig.close()
+
+
+@pytest.mark.parametrize("mode", ["copy", "alias", "flip"])
+def test_an_engine_whose_elements_share_memory_is_refused_before_byte_0(
+    mode: Literal["copy", "alias", "flip"],
+) -> None:
+    engine = {"w": torch.zeros(1, 4).expand(3, 4)}
+    adapter = ModuleInstallAdapter(engine, mode=mode)
+    rig = Rig(engine, adapter, "shared-memory", initial_weights=None, rebinds=False)
+    with pytest.raises(IncompatibleUpdate, match="expanded"):
+        rig.install({"w": torch.ones(3, 4)})
+    assert not rig.executor.is_torn
+    assert bytes_of(engine["w"]) == bytes(48)
+    rig.close()

@@ -193,9 +193,11 @@ def test_a_version_flipped_over_itself_loses_what_was_written_over_it(
     pin = versions.pin(1)
     live.flip(pin)
     engine_of(live)[:100] = 9
-    again = versions.pin(1)
+    slot = versions.slots[1]
+    again = versions.views.get(slot.segment.ref).pin(f"{1:032x}", slot.generation, SIZE)
     assert live.flip(again) is pin
     assert live.content is again
+    assert live.shows(again)
     assert shown(live) == {1}
 
 

@@ -173,6 +173,23 @@ def test_the_sweep_removes_what_a_killed_owner_left_and_spares_the_living(
     assert sweep(tmp_path) == []
 
 
+def test_an_owner_that_ends_without_closing_leaves_no_file(tmp_path: Path) -> None:
+    with Child() as owner:
+        owner.call(_own, tmp_path, NAME)
+        assert (tmp_path / NAME).exists()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_closing_leaves_what_others_put_in_its_place(tmp_path: Path) -> None:
+    for damage in ("removed", "replaced"):
+        made = OwnedSegment.make(NAME, vm.PAGE, directory=tmp_path)
+        (tmp_path / NAME).unlink()
+        if damage == "replaced":
+            (tmp_path / NAME).write_text("somebody else's")
+        made.close()
+    assert (tmp_path / NAME).read_text() == "somebody else's"
+
+
 def test_the_sweep_leaves_everything_else_alone(tmp_path: Path) -> None:
     others = ["notes.txt", "rlb-notes", "rlb-0123456789ab-1.seg.bak", "rlb-XXXXXXXXXXXX-1.seg"]
     for name in others:

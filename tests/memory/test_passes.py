@@ -4,7 +4,7 @@ import importlib.util
 import logging
 import signal
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -188,15 +188,20 @@ class _FakeNative:
         self.caller = threading.get_ident()
         self.gate = threading.Event()
         self.waiting = threading.Event()
+        self.num_begun = 0
         self.num_finished = 0
-        self.fails_in_caller = False
+        self.fails_in: str | None = None
 
     def run(self, *_: int) -> None:
         if threading.get_ident() == self.caller:
-            if self.fails_in_caller:
+            assert self.waiting.wait(30)
+            if self.fails_in == "caller":
                 raise MemoryError
             return
+        self.num_begun += 1
         self.waiting.set()
+        if self.fails_in == "helper":
+            raise MemoryError
         assert self.gate.wait(30)
         self.num_finished += 1
 
@@ -236,7 +241,7 @@ def test_a_pass_that_is_interrupted_waits_for_its_helpers() -> None:
 
 def test_a_pass_that_fails_waits_for_its_helpers_and_tells_the_failure() -> None:
     fake = _FakeNative()
-    fake.fails_in_caller = True
+    fake.fails_in = "caller"
     timer = threading.Timer(0.2, fake.gate.set)
     timer.start()
     with pytest.raises(MemoryError):
@@ -246,13 +251,44 @@ def test_a_pass_that_fails_waits_for_its_helpers_and_tells_the_failure() -> None
 
 
 def test_a_helper_that_fails_fails_the_pass() -> None:
-    class Failing(_FakeNative):
-        def run(self, *_: int) -> None:
-            if threading.get_ident() != self.caller:
-                raise MemoryError
-
+    fake = _FakeNative()
+    fake.fails_in = "helper"
     with pytest.raises(MemoryError):
-        _run_with(Failing())
+        _run_with(fake)
+
+
+def test_a_helper_that_begins_after_the_pass_is_over_does_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Where no thread can be started, the pool says so and keeps the work all the same; whoever
+    # takes it up later would write into memory that was given back long ago.
+    kept: list[Callable[[], object]] = []
+
+    class Pool:
+        def submit(self, work: Callable[[], object]) -> None:
+            kept.append(work)
+            msg = "can't start new thread"
+            raise RuntimeError(msg)
+
+    monkeypatch.setattr(passes._POOL, "_executor", Pool())
+    fake = _FakeNative()
+    fake.waiting.set()
+    _run_with(fake)
+    thread = threading.Thread(target=kept[0])
+    thread.start()
+    thread.join(30)
+    assert fake.num_begun == 0
+
+
+def test_a_pass_without_any_helper_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Pool:
+        def submit(self, work: Callable[[], object]) -> None:
+            msg = "cannot schedule new futures after shutdown"
+            raise RuntimeError(msg)
+
+    monkeypatch.setattr(passes._POOL, "_executor", Pool())
+    source = Buffers([5 << 20, 1 << 20])
+    assert BytePlan(source.sizes).digest(source.addresses, num_threads=4) == source.digests()
 
 
 def test_the_compiled_pass_is_in_use_where_it_was_built() -> None:

@@ -1,6 +1,7 @@
 """Sealed segments: nobody else writes, truncates, replaces or outlives them."""
 
 import ctypes
+import errno
 import fcntl
 import gc
 import mmap
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from rl_bridge.errors import SegmentError
+from rl_bridge.errors import SegmentError, WeightBridgeUnavailableError
 from rl_bridge.memory import vm
 from rl_bridge.memory.segment import (
     OwnedSegment,
@@ -76,6 +77,20 @@ def test_a_segment_that_cannot_be_made_says_so_and_leaves_nothing() -> None:
     with pytest.raises(SegmentError, match=r"cannot make shared memory 'big'.*Free memory"):
         OwnedSegment.make("big", 1 << 60)
     assert open_fds() == before
+
+
+@pytest.mark.parametrize("code", [errno.EMFILE, errno.ENFILE, errno.ENOMEM])
+def test_this_processs_own_shortage_is_told_from_a_segment_that_is_gone(
+    code: int, segment: OwnedSegment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def short(*_: object) -> int:
+        raise OSError(code, os.strerror(code))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("rl_bridge.memory.segment.os.open", short)
+        with pytest.raises(WeightBridgeUnavailableError, match="Free some and try again"):
+            open_segment(segment.ref)
+    close_fd(open_segment(segment.ref))
 
 
 def test_closing_gives_mapping_and_descriptor_back(segment: OwnedSegment) -> None:

@@ -9,7 +9,12 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from rl_bridge.errors import SegmentError, SlotsExhausted, StaleUpdate
+from rl_bridge.errors import (
+    SegmentError,
+    SlotsExhausted,
+    StaleUpdate,
+    WeightUpdateRejectedError,
+)
 from rl_bridge.memory import leases, vm
 from rl_bridge.memory.imported import ImportedTensors
 from rl_bridge.memory.segment import OwnedSegment
@@ -119,6 +124,21 @@ def test_an_imported_mapping_makes_tensors_when_they_are_asked_for() -> None:
     assert tensors["weight"].data_ptr() == int(tensors.addresses[1])
     with pytest.raises(KeyError):
         tensors["nothing"]
+
+
+def test_a_forgotten_mapping_gives_its_memory_back_and_tensors_keep_theirs(ring: SlotRing) -> None:
+    slot = write(ring, 5)
+    table = make_table({"t": ("uint8", (SIZE,))})
+    tensors = ImportedTensors(table, pin_of(view_of(slot), 5))
+    kept = tensors["t"]
+    tensors.forget()
+    assert tensors.is_forgotten
+    assert is_leased(slot)
+    assert kept.tolist() == [5] * SIZE
+    del kept
+    assert not is_leased(slot)
+    with pytest.raises(WeightUpdateRejectedError, match="they are gone"):
+        tensors["t"]
 
 
 def test_writing_to_a_tensor_is_private(ring: SlotRing) -> None:
