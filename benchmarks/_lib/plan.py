@@ -101,7 +101,7 @@ def make_plan(*, quick: bool, payload_nbytes: int | None = None) -> Plan:
 
     # Ray brings processes of its own, which would take turns on the cores of everybody else.
     beside = (*ARENA_LANES, OURS, OURS_FLIP)
-    peer_reps = 3 if quick else 7
+    peer_reps = 3 if quick else 5
     ray = replace(group("ray", (*beside, *with_ray), peer_reps), needs_all=True)
     reps_flip = 3 if quick else 7
     flips = [

@@ -140,8 +140,9 @@ class OwnedSegment:
         )
         # Not at exit: a daemon thread may still be copying, and the kernel cleans up memory anyway.
         # It does not unlink names.
+        self._unlinker = None
         if path is not None:
-            weakref.finalize(self, _unlink, self._pid, path, fd)
+            self._unlinker = weakref.finalize(self, _unlink, self._pid, path, fd)
         self._finalizer = weakref.finalize(
             self, _dispose, self._pid, fd, self.address, nbytes, path
         )
@@ -198,6 +199,10 @@ class OwnedSegment:
 
     def close(self) -> None:
         """Unmap and close; the memory goes when the last reader lets go too."""
+        if self._unlinker is not None:
+            # Else it would look again when this object dies: by then, name and descriptor number
+            # may be those of another segment.
+            self._unlinker.detach()
         self._finalizer()
 
 

@@ -1,5 +1,6 @@
 """Named segments, the explicit second way: checked when opened, swept when their owner is dead."""
 
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -180,14 +181,29 @@ def test_an_owner_that_ends_without_closing_leaves_no_file(tmp_path: Path) -> No
     assert list(tmp_path.iterdir()) == []
 
 
-def test_closing_leaves_what_others_put_in_its_place(tmp_path: Path) -> None:
-    for damage in ("removed", "replaced"):
-        made = OwnedSegment.make(NAME, vm.PAGE, directory=tmp_path)
-        (tmp_path / NAME).unlink()
-        if damage == "replaced":
-            (tmp_path / NAME).write_text("somebody else's")
-        made.close()
-    assert (tmp_path / NAME).read_text() == "somebody else's"
+@pytest.mark.parametrize("content", [None, "somebody else's"], ids=["removed", "replaced"])
+def test_closing_leaves_what_others_put_in_its_place(content: str | None, tmp_path: Path) -> None:
+    path = tmp_path / NAME
+    made = OwnedSegment.make(NAME, vm.PAGE, directory=tmp_path)
+    path.unlink()
+    if content is not None:
+        path.write_text(content)
+    made.close()
+    assert (path.read_text() if path.exists() else None) == content
+
+
+def test_a_closed_segment_that_dies_late_does_not_take_its_successors_name(tmp_path: Path) -> None:
+    # A publisher that restarts in this process: the same name, and the same descriptor number.
+    old = OwnedSegment.make(NAME, vm.PAGE, directory=tmp_path)
+    number = old.fd
+    old.close()
+    new = OwnedSegment.make(NAME, vm.PAGE, directory=tmp_path)
+    assert new.fd == number
+    del old
+    gc.collect()
+    assert (tmp_path / NAME).exists()
+    new.close()
+    assert not (tmp_path / NAME).exists()
 
 
 def test_the_sweep_leaves_everything_else_alone(tmp_path: Path) -> None:
