@@ -28,5 +28,5 @@ class LocalMachine(LifecycleMachine):
 def test_the_engine_is_always_at_its_version_or_torn(machine: type[LifecycleMachine]) -> None:
     profile: Any = settings()
     run_state_machine_as_test(
-        machine, settings=settings(profile, max_examples=8 * profile.max_examples)
+        machine, settings=settings(profile, max_examples=5 * profile.max_examples)
     )

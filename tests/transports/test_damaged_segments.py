@@ -101,6 +101,11 @@ def errors_of(call: Callable[[], object]) -> tuple[str, ...]:
     return caught.value.lineage
 
 
+def clear(directory: Path) -> None:
+    for left in directory.glob("*"):
+        shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()
+
+
 def attempt(child: Child, name: str, **options: Any) -> Any:
     """Call: it answers, or fails with an error of the bridge's; None then."""
     try:
@@ -121,8 +126,7 @@ def test_a_damaged_file_is_refused_before_the_first_import(
         damage(directory / manifest.handle[target]["name"])
         text = manifest.to_json()
         assert "SegmentError" in errors_of(lambda: consumers.call("import_update", manifest=text))
-    for left in directory.glob("*"):
-        shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()
+    clear(directory)
     with BridgeOver(SharedMemory(directory=directory)) as publisher:
         text = publisher.publish(sample_weights(2), weight_version=1).to_json()
         assert consumers.call("import_update", manifest=text) == hashes(sample_weights(2))
@@ -131,28 +135,31 @@ def test_a_damaged_file_is_refused_before_the_first_import(
 @pytest.mark.parametrize("target", ["slot", "control"])
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_damage_between_two_imports_is_no_signal(
-    tmp_path: Path, damage: Damage, target: str
+    consumers: Child, directory: Path, damage: Damage, target: str
 ) -> None:
     """The consumer has the files open and mapped, and goes on to report and to import."""
-    with (
-        BridgeOver(SharedMemory(directory=tmp_path)) as publisher,
-        peer(directory=tmp_path) as consumer,
-    ):
+    with BridgeOver(SharedMemory(directory=directory)) as publisher:
         for version in (1, 2):
             manifest = publisher.publish(sample_weights(version), weight_version=version)
-            consumer.call("import_update", manifest=manifest.to_json())
-        damage(tmp_path / manifest.handle[target]["name"])
-        assert consumer.call("held", update_id=manifest.update_id) == hashes(sample_weights(2))
-        consumer.call("acknowledge", update_id=manifest.update_id)
-        consumer.call("drop", update_id=manifest.update_id)
-        consumer.call("release", update_id=manifest.update_id)
-        attempt(consumer, "import_update", manifest=manifest.to_json())
-        consumer.call("close")
-        assert consumer.stop() == 0
-        # Its own mapping of a truncated file must not be touched by `close` either.
-        for left in tmp_path.glob("*"):
-            if left.is_dir():
-                left.rmdir()
+            consumers.call("import_update", manifest=manifest.to_json())
+        damage(directory / manifest.handle[target]["name"])
+        assert consumers.call("held", update_id=manifest.update_id) == hashes(sample_weights(2))
+        consumers.call("acknowledge", update_id=manifest.update_id)
+        consumers.call("drop", update_id=manifest.update_id)
+        consumers.call("release", update_id=manifest.update_id)
+        attempt(consumers, "import_update", manifest=manifest.to_json())
+        attempt(consumers, "release", update_id=manifest.update_id)
+    clear(directory)
+
+
+def test_the_consumer_of_all_these_lives_on_and_ends_in_peace(
+    consumers: Child, directory: Path
+) -> None:
+    with BridgeOver(SharedMemory(directory=directory)) as publisher:
+        text = publisher.publish(sample_weights(3), weight_version=1).to_json()
+        assert consumers.call("import_update", manifest=text) == hashes(sample_weights(3))
+    consumers.call("close")
+    assert consumers.stop() == 0
 
 
 @pytest.mark.parametrize("target", ["slot", "control"])
