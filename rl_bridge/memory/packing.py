@@ -196,7 +196,8 @@ class PackPlan:
         self._may_be_lazy = [
             index
             for index, tensor in enumerate(values)
-            if tensor.is_complex() or not tensor.is_contiguous()
+            # (One element is contiguous, whatever its stride.)
+            if tensor.is_complex() or tensor.numel() == 1 or not tensor.is_contiguous()
         ]
         pointers = np.array([values[index].data_ptr() for index in self._order], np.uint64)
         self._sources: Addresses = pointers

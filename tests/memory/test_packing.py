@@ -270,6 +270,7 @@ CHANGES: dict[str, tuple[State, State]] = {
     "exchanged": ({"a": WEIGHT[0], "b": WEIGHT[1]}, {"a": WEIGHT[1], "b": WEIGHT[0]}),
     "a-lazy-conjugate": ({"a": COMPLEX}, {"a": COMPLEX.conj()}),
     "a-lazy-negative": ({"a": COMPLEX.imag}, {"a": COMPLEX.conj().imag}),
+    "a-lazy-negative-of-one": ({"a": COMPLEX[:1].imag}, {"a": COMPLEX[:1].conj().imag}),
 }
 
 
