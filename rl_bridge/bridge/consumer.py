@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Mapping
 
 from rl_bridge.bridge.acknowledgement import describe
-from rl_bridge.bridge.records import ImportedUpdate, remember
+from rl_bridge.bridge.records import ImportedUpdate, checked_timings, remember
 from rl_bridge.errors import (
     BridgeClosed,
     ChecksumMismatch,
@@ -126,8 +126,7 @@ class Consumer:
             manifest = record.manifest
             # What cannot travel is refused before anything changes.
             evidence = thaw(freeze(proof or _IMPORT_PROOF, where="proof"))
-            timings = {phase: float(ms) for phase, ms in (timings_ms or {}).items()}
-            freeze(timings, where="timings_ms")
+            timings = checked_timings(timings_ms or {})
             self._check_newest(record)
             if not record.lifecycle.allows(Event.ACKNOWLEDGE):
                 record.lifecycle.fire(Event.ACKNOWLEDGE)  # raises, and says why

@@ -4,13 +4,14 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from rl_bridge.errors import MalformedManifest
 from rl_bridge.lifecycle.machine import Lifecycle
 from rl_bridge.lifecycle.table import State
-from rl_bridge.manifest.canonical import JSONValue
+from rl_bridge.manifest.canonical import JSONValue, freeze
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.transports.base import Attachment
 
-__all__ = ["REMEMBERED", "ImportedUpdate", "remember"]
+__all__ = ["REMEMBERED", "ImportedUpdate", "checked_timings", "remember"]
 
 # Each remembered update keeps its manifest: with 40,000 tensors that is a megabyte.
 REMEMBERED = 32
@@ -47,3 +48,19 @@ def remember(
         if surplus > 0 and updates[old].lifecycle.state in {State.RELEASED, State.REJECTED}:
             del updates[old]
             surplus -= 1
+
+
+def checked_timings(timings_ms: Mapping[str, float]) -> dict[str, float]:
+    """Check what an acknowledgement is to say of its phases: name -> milliseconds.
+
+    Raises:
+        MalformedManifest: values that are no numbers, or that JSON has no form for.
+
+    """
+    try:
+        timings = {phase: float(ms) for phase, ms in timings_ms.items()}
+    except (TypeError, ValueError) as error:
+        msg = f"timings_ms must map phases to milliseconds, got {dict(timings_ms)!r}: {error}."
+        raise MalformedManifest(msg) from error
+    freeze(timings, where="timings_ms")
+    return timings

@@ -163,6 +163,7 @@ class ControlReader:
                 return None
             text = raw[_HEAD.size : _HEAD.size + length]
             if len(text) != length or xxhash.xxh3_64_intdigest(text) != checksum:
+                os.sched_yield()  # its writer may wait for this core, half-way
                 continue  # being written at this moment, or damaged: the tries decide
             try:
                 return Record.model_validate_json(text)
@@ -206,11 +207,8 @@ class ControlWriter:
             )
             raise SegmentError(msg)
         count = num_records(ref.nbytes)
-        for index in range(count):
-            start = _start(index)
-            if leases.try_exclusive(self._fd, start=start, length=RECORD_NBYTES):
-                break
-        else:
+        start = self._claim(count)
+        if start is None:
             close_fd(self._fd)
             msg = (
                 f"the publisher (pid {ref.pid}) has room for {count} consumers and all are taken. "
@@ -226,6 +224,17 @@ class ControlWriter:
             close_fd(self._fd)
             msg = f"the publisher's control segment cannot be written: {error}."
             raise SegmentError(msg) from error
+
+    def _claim(self, count: int) -> int | None:
+        """Lock a record: one that was never used, or else one whose consumer is gone."""
+        starts = [_start(index) for index in range(count)]
+        unused = bytes(_HEAD.size)
+        # What a consumer that is gone said last stays readable for as long as there is other room.
+        starts.sort(key=lambda start: os.pread(self._fd, _HEAD.size, start) != unused)
+        for start in starts:
+            if leases.try_exclusive(self._fd, start=start, length=RECORD_NBYTES):
+                return start
+        return None
 
     def report(self, report: UpdateReport) -> None:
         """Write what became of an update; the publisher sees the last few of each consumer."""

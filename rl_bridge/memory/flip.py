@@ -14,6 +14,8 @@ from rl_bridge.memory.views import Pin, SegmentView
 
 __all__ = ["LiveRange"]
 
+_MOVES = 2
+
 
 class LiveRange:
     """A reserved range of addresses and the version that lies there now."""
@@ -26,12 +28,30 @@ class LiveRange:
         # The range stays mapped, and its content leased, until the last tensor of the engine that
         # looks at it dies: even if this object is long gone.
         self._held: list[Pin | None] = [None]
+        # The flip under way: new version; one entry for each move that the kernel made, and one
+        # for the move that takes a flip back.
+        self._flip: tuple[Pin, list[int], list[int]] | None = None
         weakref.finalize(self.pin.buffer, _let_go, address, self.nbytes, self._held).atexit = False
 
     @property
     def content(self) -> Pin | None:
         """The version that lies there now."""
+        self._settle()
         return self._held[0]
+
+    def _settle(self) -> None:
+        """End a flip that an interrupt cut off: before its second move, it did not happen."""
+        if self._flip is None:
+            return
+        new, moves, back = self._flip
+        old = self._held[0]
+        if old is None:
+            self._held[0] = new if moves else None
+        elif len(moves) == _MOVES:
+            self._held[0] = new
+        elif moves and not back:
+            self._move(self._view(old).address, self.address, back)
+        self._flip = None
 
     @property
     def address(self) -> int:
@@ -50,36 +70,37 @@ class LiveRange:
         """
         target = self._view(new)
         old = self.content
-        if old is not None:
-            if old.view is new.view:
-                # Leased, so it is the same version, and live already. What was written over it
-                # since goes, as it would if another version came in between.
-                vm.drop_pages(self.address, self.nbytes)
-                self._held[0] = new
-                return old
-            # The old version's pages go back to their own address, where the next verification
-            # of that slot finds them mapped.
-            self._move(self.address, self._view(old).address)
+        if old is not None and old.view is new.view:
+            # Leased, so it is the same version, and live already. What was written over it since
+            # goes, as it would if another version came in between.
+            vm.drop_pages(self.address, self.nbytes)
+            self._held[0] = new
+            return old
+        moves: list[int] = []
+        self._flip = (new, moves, [])
         try:
-            self._move(target.address, self.address)
-        except SegmentError as error:
             if old is not None:
-                try:
-                    self._move(self._view(old).address, self.address)
-                except SegmentError as second:
-                    # The old version's pages wait at their own address for another try.
-                    self._held[0] = None
-                    msg = f"the flip failed ({error}) and so did the way back ({second})."
-                    raise TornEngine(msg) from error
+                # The old version's pages go back to their own address, where the next verification
+                # of that slot finds them mapped.
+                self._move(self.address, self._view(old).address, moves)
+            self._move(target.address, self.address, moves)
+        except SegmentError as error:
+            try:
+                self._settle()
+            except SegmentError as second:
+                # The old version's pages wait at their own address for another try.
+                self._held[0] = self._flip = None
+                msg = f"the flip failed ({error}) and so did the way back ({second})."
+                raise TornEngine(msg) from error
             raise
-        self._held[0] = new
+        self._settle()
         return old
 
     def empty(self) -> None:
         """Take the content out, so that only a reservation is left (undo of the first flip)."""
-        old, self._held[0] = self._held[0], None
+        old, self._held[0] = self.content, None
         if old is not None:
-            self._move(self.address, self._view(old).address)
+            self._move(self.address, self._view(old).address, [])
 
     def shows(self, pin: Pin) -> bool:
         """Whether the kernel says that `pin`'s segment, from its first byte, lies here in full."""
@@ -106,9 +127,9 @@ class LiveRange:
             raise SegmentError(msg)
         return pin.view
 
-    def _move(self, source: int, target: int) -> None:
+    def _move(self, source: int, target: int, done: list[int]) -> None:
         try:
-            vm.move(source, self.nbytes, target)
+            vm.move(source, self.nbytes, target, done)
         except OSError as error:
             msg = (
                 f"the kernel does not move mappings ({error}); flips need Linux 5.13. Use "

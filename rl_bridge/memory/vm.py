@@ -11,6 +11,7 @@ import mmap
 import os
 import struct
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 
 import torch
@@ -48,7 +49,7 @@ _MADV_POPULATE_READ = 22
 _MREMAP_MAYMOVE = 1
 _MREMAP_FIXED = 2
 _MREMAP_DONTUNMAP = 4
-_FAILED = ctypes.c_void_p(-1).value
+_FAILED = (1 << 64) - 1  # ((void *) -1)
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -181,19 +182,33 @@ def unmap(address: int, nbytes: int) -> None:
         raise _os_error(f"munmap of {nbytes} bytes")
 
 
-def move(source: int, nbytes: int, target: int) -> None:
+def move(source: int, nbytes: int, target: int, done: list[int] | None = None) -> None:
     """Move a mapping to `target`, replacing what is there; `source` stays mapped, without pages.
 
     Pages already present move with their page tables: nothing is copied and nothing faults later.
     Leaving the source mapped means that no hole opens into which another thread's mmap could fall.
+
+    Args:
+        source: first byte of the mapping.
+        nbytes: its size.
+        target: where it goes.
+        done: gets one entry if the mapping was moved, in the same step: an interrupt comes before
+            both or behind both.
 
     Raises:
         OSError: the kernel refuses (before Linux 5.13 for files).
 
     """
     flags = _MREMAP_MAYMOVE | _MREMAP_FIXED | _MREMAP_DONTUNMAP
-    found = _libc.mremap(source, nbytes, nbytes, flags, target)
-    if found is None or found == _FAILED:
+    done = [] if done is None else done
+    before = len(done)
+    # One call in C, inside of which the interpreter raises nothing; the iterator ends at a failure.
+    done.extend(
+        takewhile(
+            _FAILED.__ne__, map(_libc.mremap, (source,), (nbytes,), (nbytes,), (flags,), (target,))
+        )
+    )
+    if len(done) == before:
         raise _os_error(f"mremap of {nbytes} bytes")
 
 

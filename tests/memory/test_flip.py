@@ -1,7 +1,10 @@
 """Flip: versions exchanged under fixed addresses, back again, and whole when the kernel refuses."""
 
 import gc
+import sys
 from collections.abc import Iterator
+from types import FrameType
+from typing import Any
 
 import pytest
 import torch
@@ -210,11 +213,11 @@ class Refusing:
         self.num_calls = 0
         patch.setattr("rl_bridge.memory.flip.vm.move", self)
 
-    def __call__(self, source: int, nbytes: int, target: int) -> None:
+    def __call__(self, source: int, nbytes: int, target: int, done: list[int]) -> None:
         self.num_calls += 1
         if self.num_calls in self._failing:
             raise OSError(12, "Cannot allocate memory")
-        self._move(source, nbytes, target)
+        self._move(source, nbytes, target, done)
 
 
 @pytest.mark.parametrize("failing", [1, 2])
@@ -275,3 +278,56 @@ def test_fifty_flips_leave_descriptors_where_they_were(versions: Versions, live:
         live.flip(pins[(number + 1) % 2])
     assert open_fds() == before
     assert shown(live) == {1}
+
+
+class _InterruptAt:
+    """Raises KeyboardInterrupt before the `number`-th instruction inside the flip's own code."""
+
+    def __init__(self, number: int) -> None:
+        self._left = number
+
+    def __call__(self, frame: FrameType, event: str, _: Any) -> Any:
+        if not frame.f_code.co_filename.endswith(("memory/flip.py", "memory/vm.py")):
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            self._left -= 1
+            if self._left < 0:
+                raise KeyboardInterrupt
+        return self
+
+
+def _flip_until(number: int, live: LiveRange, new: Pin) -> bool:
+    """Flip, interrupted at an instruction; False if the flip ended before."""
+    sys.settrace(_InterruptAt(number))
+    try:
+        live.flip(new)
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(None)
+    return False
+
+
+def test_an_interrupt_at_any_instruction_of_a_flip_can_be_undone(
+    versions: Versions, live: LiveRange
+) -> None:
+    old, new = versions.pin(1), versions.pin(2)
+    live.flip(old)
+    engine = engine_of(live)
+    engine[vm.PAGE] = 77  # the engine's own write, which must not get lost either
+    before = engine.clone()
+    number = 0
+    seen = set()
+    while _flip_until(number, live, new):
+        content = live.content
+        seen.add(content)
+        assert content is not None
+        assert live.shows(content)
+        if content is new:
+            live.flip(old)
+        assert torch.equal(engine, before), number
+        number += 1
+    assert seen == {old, new}, "interrupts came before the flip and behind it"
+    assert number > 50
+    assert set(engine.tolist()) == {2}
