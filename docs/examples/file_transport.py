@@ -1,5 +1,6 @@
 """A transport of one's own: each version is a file in a directory that both sides share."""
 
+import logging
 import os
 import tempfile
 import time
@@ -11,7 +12,7 @@ from typing import ClassVar
 import torch
 from pydantic import ValidationError
 
-from rl_bridge import TensorBridge, WeightUpdateManifest
+from rl_bridge import WeightUpdateManifest, make_weight_bridge
 from rl_bridge.errors import MalformedManifest, SegmentError
 from rl_bridge.memory import leases, vm
 from rl_bridge.memory.control import Record, UpdateReport
@@ -26,9 +27,12 @@ from rl_bridge.transports.base import (
     PublisherEnd,
     Transport,
 )
-from rl_bridge.transports.registry import TRANSPORTS
+from rl_bridge.transports.registry import register_transport
+
+LOG = logging.getLogger(__name__)
 
 
+@register_transport
 class FileTransport(Transport):
     """Versions as files."""
 
@@ -161,13 +165,18 @@ class FileConsumer(ConsumerEnd):
             pid=os.getpid(),
             updates=tuple(updates.values()),
         )
+        try:
+            self._write(publisher_id, record.model_dump_json().encode())
+        except OSError as error:  # the publisher is gone, or the disk is full: the update stands
+            LOG.warning("the publisher will not hear of %s: %s", report.update_id, error)
+
+    def _write(self, publisher_id: str, text: bytes) -> None:
         if publisher_id not in self._records:
             name = f"{publisher_id}-{uuid.uuid4().hex}.record"
             flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
             fd = self._records[publisher_id] = os.open(self._directory / name, flags, 0o600)
             leases.try_exclusive(fd)
         fd = self._records[publisher_id]
-        text = record.model_dump_json().encode()
         os.pwrite(fd, text, 0)
         os.ftruncate(fd, len(text))
 
@@ -181,21 +190,12 @@ class FileConsumer(ConsumerEnd):
         self._records.clear()
 
 
-TRANSPORTS[FileTransport.name] = FileTransport
-
-
-class FileBridge(TensorBridge):
-    """What users make."""
-
-    transport: ClassVar[str] = "file"
-
-
 def main() -> None:
     model = torch.nn.Linear(4, 4)
     with (
         tempfile.TemporaryDirectory() as directory,
-        FileBridge(source_worker="trainer", directory=directory) as trainer,
-        FileBridge(source_worker="rollout", directory=directory) as rollout,
+        make_weight_bridge("file", source_worker="trainer", directory=directory) as trainer,
+        make_weight_bridge("file", source_worker="rollout", directory=directory) as rollout,
     ):
         manifest = trainer.publish(model, weight_version=1)
         tensors = rollout.import_update(manifest.to_json())

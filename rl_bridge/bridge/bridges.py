@@ -3,11 +3,12 @@
 import os
 import threading
 from collections.abc import Iterable, Mapping
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import torch
 
 from rl_bridge.bridge.consumer import Consumer
+from rl_bridge.bridge.guards import require_own_process
 from rl_bridge.bridge.publisher import ConsumerReport, Publisher
 from rl_bridge.errors import BridgeClosed, UnknownUpdate
 from rl_bridge.extractors.state_dict import Source
@@ -60,6 +61,7 @@ class TensorBridge:
 
         Raises:
             TypeError: an option that the transport does not have.
+            ValueError: an option out of its range; the text names what is expected.
 
         """
         self.source_worker = source_worker
@@ -113,11 +115,27 @@ class TensorBridge:
         )
 
     def consumers(self) -> list[ConsumerReport]:
-        """What each consumer did with its last updates, as it reported (publisher's side)."""
+        """One report per consumer and update, of the last few updates of each (publisher's side).
+
+        Consumers that are gone stay, with ``presence="gone"``, until their place is needed. Empty
+        before the first publication.
+
+        Raises:
+            BridgeClosed: this bridge published and is closed.
+
+        """
         return [] if self._publisher is None else self._publisher.reports()
 
     def holders(self, update_id: str) -> list[ConsumerReport]:
-        """Who imported, acknowledged, rejected or released one update (publisher's side)."""
+        """The reports of `consumers` about one update: everybody who told of it.
+
+        Who rejected or released it, and who is gone, is listed too, with that ``state`` and
+        ``presence``; ``tensors_held`` tells who still keeps tensors of it.
+
+        Raises:
+            BridgeClosed: this bridge published and is closed.
+
+        """
         return [] if self._publisher is None else self._publisher.reports(update_id)
 
     @property
@@ -127,7 +145,7 @@ class TensorBridge:
 
     @property
     def publisher_id(self) -> str:
-        """Names this bridge's stream of versions."""
+        """Names this bridge's stream of versions; opens the publisher if it was not used yet."""
         return self._publisher_end().publisher_id
 
     @property
@@ -164,7 +182,7 @@ class TensorBridge:
             WeightManifestValidationError: its other subclasses, one per reason.
 
         """
-        return self.consumer_end().import_update(manifest)
+        return self._consumer_end().import_update(manifest)
 
     def acknowledge(
         self,
@@ -185,7 +203,7 @@ class TensorBridge:
             IllegalTransition: its state does not allow it.
 
         """
-        self.consumer_end().acknowledge(update_id, proof=proof, timings_ms=timings_ms)
+        self._consumer_end().acknowledge(update_id, proof=proof, timings_ms=timings_ms)
 
     def reject(self, update_id: str | WeightUpdateManifest, reason: str) -> None:
         """Refuse an update, imported or not, and let go of it.
@@ -194,7 +212,7 @@ class TensorBridge:
             IllegalTransition: it was acknowledged already.
 
         """
-        self.consumer_end().reject(update_id, reason)
+        self._consumer_end().reject(update_id, reason)
 
     @property
     def active_weight_version(self) -> int | None:
@@ -235,17 +253,20 @@ class TensorBridge:
             return self._consumer.state(update_id)
         if self._publisher is not None and self._publisher.knows(update_id):
             return self._publisher.state(update_id)
-        msg = f"unknown weight update {update_id}: neither published nor imported here."
+        msg = (
+            f"unknown weight update {update_id}: neither published nor imported here, or forgotten "
+            "since. Ask with the update_id of a manifest that passed through this bridge."
+        )
         raise UnknownUpdate(msg)
 
     def rejection_reason(self, update_id: str) -> str | None:
-        """Why an update was rejected here; None if it was not."""
+        """Why an update was rejected or torn here; None if it was not, or is unknown."""
         if self._consumer is not None and self._consumer.knows(update_id):
             return self._consumer.reason(update_id)
         return None
 
     def timings(self, update_id: str) -> dict[str, float]:
-        """Phase -> milliseconds, of publishing and of importing where both happened here."""
+        """Phase -> milliseconds, of publishing and of importing; empty if unknown here."""
         found: dict[str, float] = {}
         if self._publisher is not None and self._publisher.knows(update_id):
             found |= self._publisher.timings_ms(update_id)
@@ -287,7 +308,7 @@ class TensorBridge:
                 )
             return self._publisher
 
-    def consumer_end(self) -> Consumer:
+    def _consumer_end(self) -> Consumer:
         """The consuming half, with the fine steps that an executor takes."""
         self._check_process()
         with self._lock:
@@ -306,9 +327,7 @@ class TensorBridge:
         # bridge that was not used yet belongs to whoever uses it first.
         if self._pid is None:
             self._pid = os.getpid()
-        elif self._pid != os.getpid():
-            msg = f"this {type(self).__name__} belongs to the parent process. Make one of its own."
-            raise BridgeClosed(msg)
+        require_own_process(self._pid, type(self).__name__)
 
     def _check_open(self) -> None:
         if self._is_closed:
@@ -340,7 +359,8 @@ class CUDAIPCTensorBridge(TensorBridge):
     transport: ClassVar[str] = "cuda-ipc"
 
 
-_BRIDGES: dict[str, type[TensorBridge]] = {
+# Transports whose bridges users know by a class name. Every other one gets a class when asked for.
+_NAMED: dict[str, type[TensorBridge]] = {
     kind.transport: kind
     for kind in (
         LocalTensorCopyBridge,
@@ -362,14 +382,19 @@ def make_weight_bridge(
 
     Args:
         transport: ``local-clone``, ``shared-memory``, ``cuda-vmm`` or ``cuda-ipc``; short forms
-            ``local``, ``shm``, ``ipc``.
+            ``local``, ``shm``, ``ipc``; or one that was registered with
+            `rl_bridge.transports.registry.register_transport`.
         source_worker: this worker's name.
         source_rank: its rank.
         options: what `TensorBridge` and the transport take.
 
     Raises:
         WeightBridgeUnavailableError: no transport of that name.
+        TypeError: an option that the transport does not have.
+        ValueError: an option out of its range.
 
     """
-    kind = _BRIDGES[canonical_name(transport)]
-    return kind(source_worker=source_worker, source_rank=source_rank, **options)  # type: ignore[arg-type]  # the bridge checks them
+    name = canonical_name(transport)
+    kind: Any = _NAMED.get(name) or type("TensorBridge", (TensorBridge,), {"transport": name})
+    made: TensorBridge = kind(source_worker=source_worker, source_rank=source_rank, **options)
+    return made

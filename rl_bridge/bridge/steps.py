@@ -28,11 +28,11 @@ class FineSteps:
 
         """
         if self._bridge is not None:
-            self._bridge.consumer_end().advance(manifest.update_id, event, reason=reason)
+            self._bridge._consumer_end().advance(manifest.update_id, event, reason=reason)  # noqa: SLF001 - the bridge's other half
 
     def is_in(self, manifest: WeightUpdateManifest, *states: State) -> bool:
         """Whether an update is known to be in one of `states`."""
         if self._bridge is None:
             return False
-        consumer = self._bridge.consumer_end()
+        consumer = self._bridge._consumer_end()  # noqa: SLF001 - the bridge's other half
         return consumer.knows(manifest.update_id) and consumer.state(manifest.update_id) in states

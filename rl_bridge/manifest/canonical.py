@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 from rl_bridge.errors import MalformedManifest
 
-__all__ = ["JSONValue", "canonical_json", "decode_json", "freeze", "thaw"]
+__all__ = ["DECODER", "JSONValue", "canonical_json", "decode_json", "freeze", "thaw"]
 
 # Any JSON value. Recursive aliases defeat pydantic and mypy in one place or the other, and every
 # value of this type passes `freeze`, which checks it at run time.
@@ -73,10 +73,8 @@ def decode_json(text: str, start: int = 0) -> tuple[JSONValue, int]:
     try:
         return DECODER.raw_decode(text, start)
     except (ValueError, RecursionError) as error:
-        msg = (
-            f"manifest text is no valid JSON: {error}. Send WeightUpdateManifest.to_json() as it "
-            "is."
-        )
+        remedy = "Send WeightUpdateManifest.to_json() as it is."
+        msg = f"manifest text is no valid JSON: {error}. {remedy}"
         raise MalformedManifest(msg) from error
 
 
@@ -110,7 +108,8 @@ def freeze(value: JSONValue, *, where: str = "metadata", depth: int = 0) -> JSON
         frozen: dict[str, JSONValue] = {}
         for key, item in value.items():
             if not isinstance(key, str):
-                msg = f"{where}: key {key!r} is {type(key).__name__}, expected str."
+                kind = type(key).__name__
+                msg = f"{where}: key {key!r} is {kind}, expected str. Write it as a string."
                 raise MalformedManifest(msg)
             frozen[key] = freeze(item, where=f"{where}.{key}", depth=depth + 1)
         return MappingProxyType(frozen)
@@ -118,7 +117,7 @@ def freeze(value: JSONValue, *, where: str = "metadata", depth: int = 0) -> JSON
         return tuple(freeze(item, where=f"{where}[]", depth=depth + 1) for item in value)
     msg = (
         f"{where}: {type(value).__name__} cannot travel in a manifest, "
-        "expected str, int, float, bool, None, list or dict."
+        "expected str, int, float, bool, None, list or dict. Convert it, or leave it out."
     )
     raise MalformedManifest(msg)
 

@@ -6,6 +6,7 @@ sends a perfectly valid update. Once digests exist, seeing that costs nothing.
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import NoReturn
 
 import numpy as np
 
@@ -20,11 +21,16 @@ _SHOWN = 5
 
 
 class Policy(StrEnum):
-    """What to do about a finding."""
+    """What to do about a finding; any other word is a `ValueError` that names these."""
 
     OFF = "off"
     WARN = "warn"
     REJECT = "reject"
+
+    @classmethod
+    def _missing_(cls, value: object) -> NoReturn:
+        expected = ", ".join(repr(str(policy)) for policy in cls)
+        raise ValueError(f"suspicious={value!r} is no policy, expected one of {expected}.")
 
 
 class Kind(StrEnum):

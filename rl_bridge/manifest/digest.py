@@ -26,7 +26,6 @@ __all__ = [
     "RootPlan",
     "digest_bytes",
     "leaf_digests",
-    "num_leaves",
     "tensor_digest",
     "text_digest",
 ]
@@ -39,11 +38,6 @@ DIGEST_NBYTES = 16
 _DIGEST = np.dtype((np.void, DIGEST_NBYTES))
 _DIGITS = np.dtype((np.void, 2 * DIGEST_NBYTES))
 _quote = json.encoder.encode_basestring_ascii
-
-
-def num_leaves(nbytes: int) -> int:
-    """How many leaves `nbytes` bytes have; an empty tensor has none."""
-    return -(-nbytes // LEAF_NBYTES)
 
 
 def leaf_digests(data: memoryview) -> bytes:
@@ -124,7 +118,10 @@ class RootPlan:
         """
         expected = self._num_digests * DIGEST_NBYTES
         if len(digests) != expected:
-            msg = f"digest block has {len(digests)} bytes, expected {expected} (16 per tensor)."
+            msg = (
+                f"digest block has {len(digests)} bytes, expected {expected}: {DIGEST_NBYTES} for "
+                "each tensor of the layout. Send WeightUpdateManifest.to_json() as it is."
+            )
             raise MalformedManifest(msg)
         ordered = np.frombuffer(digests, _DIGEST)[self._order]
         block = self._block.copy()

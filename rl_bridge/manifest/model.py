@@ -39,6 +39,7 @@ FORMAT = "rl_bridge.manifest/1"
 _MAX_VERSION = 2**63 - 1
 _PREFIX = f'{{"format":"{FORMAT}","header":'
 _LAYOUT_KEY = ',"layout":'
+_REMEDY = "Send WeightUpdateManifest.to_json() as it is."
 
 Identifier = Annotated[StrictStr, Field(pattern=r"^[0-9a-f]{32}$")]
 
@@ -80,15 +81,24 @@ class WeightUpdateManifest(BaseModel):
     source_rank: Annotated[StrictInt, Field(ge=0)]
     weight_version: Annotated[StrictInt, Field(ge=0, le=_MAX_VERSION)]
     transport: StrictStr
-    created_at: StrictFloat = Field(default_factory=time.time)
+    created_at: Annotated[StrictFloat, Field(allow_inf_nan=False)] = Field(
+        default_factory=time.time
+    )
     metadata: Annotated[JSONValue, _frozen("metadata")] = Field(default_factory=dict)
     handle: Annotated[JSONValue, _frozen("handle")] = Field(default_factory=dict)
     digests: StrictBytes
     root: StrictStr = ""
     table: InstanceOf[TensorTable]
 
-    def __init__(self, **fields: Any) -> None:
+    def __init__(self, /, **fields: Any) -> None:
         """Validate `fields`; a wrong type is a `MalformedManifest`, not pydantic's own error."""
+        if "format" in fields:
+            msg = (
+                "these are the parts of a manifest's JSON (format, header, layout), not its "
+                "fields. Read the text with WeightUpdateManifest.from_json(text), the parsed "
+                "document with WeightUpdateManifest.model_validate(document)."
+            )
+            raise MalformedManifest(msg)
         try:
             super().__init__(**fields)
         except ValidationError as error:
@@ -98,9 +108,7 @@ class WeightUpdateManifest(BaseModel):
     def _check(self) -> Self:
         for name in ("metadata", "handle"):
             if not isinstance(getattr(self, name), Mapping):
-                msg = (
-                    f"manifest {name} is no mapping. Send WeightUpdateManifest.to_json() as it is."
-                )
+                msg = f"manifest {name} is no mapping. {_REMEDY}"
                 raise MalformedManifest(msg)
         layout = WeightLayout.from_metadata(self.metadata).to_metadata()
         # `object.__setattr__`: the model is frozen, and it is still being born.
@@ -193,7 +201,7 @@ class WeightUpdateManifest(BaseModel):
             return cls._read(text)
         except RecursionError as error:
             # Just below the depth at which decoding gives up, whatever looks at the value does.
-            msg = "the manifest nests too deep. Send WeightUpdateManifest.to_json() as it is."
+            msg = f"the manifest nests too deep. {_REMEDY}"
             raise MalformedManifest(msg) from error
 
     @classmethod
@@ -201,19 +209,19 @@ class WeightUpdateManifest(BaseModel):
         if not text.startswith(_PREFIX):
             msg = (
                 f"this is no manifest of format {FORMAT}: it starts with {text[:48]!r}. "
-                "Send WeightUpdateManifest.to_json() as it is, from the same rl_bridge release."
+                f"{_REMEDY} Both sides need the same rl_bridge release."
             )
             raise MalformedManifest(msg)
         header, end = decode_json(text, len(_PREFIX))
         if not isinstance(header, dict):
-            msg = "the manifest's header is no JSON object. Send WeightUpdateManifest.to_json()."
+            msg = f"the manifest's header is no JSON object. {_REMEDY}"
             raise MalformedManifest(msg)
         table = _read_layout(header.pop("layout_digest", None), text[end:])
         manifest = cls(**_header_fields(header), table=table)
         # Compared with what this manifest writes, not only with the canonical form of what was
         # read: else a loose number or a left-out default would give one manifest two texts.
         if canonical_json(manifest.header()) != text[len(_PREFIX) : end]:
-            msg = "the manifest's header is not canonical JSON: it was rewritten on the way."
+            msg = f"the manifest's header is not canonical JSON: it was rewritten. {_REMEDY}"
             raise MalformedManifest(msg)
         return manifest
 
@@ -222,7 +230,7 @@ class WeightUpdateManifest(BaseModel):
     def _from_document(cls, value: Any, handler: Any) -> Any:
         # What `document` gives may come back through pydantic (a field of the user's own model).
         if isinstance(value, Mapping) and "format" in value:
-            return cls.from_json(canonical_json(thaw(value)))
+            return cls.from_json(_text_of(value))
         return handler(value)
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
@@ -253,9 +261,9 @@ class WeightUpdateManifest(BaseModel):
     def __repr__(self) -> str:
         """Name the update on one line instead of printing every tensor."""
         return (
-            f"<WeightUpdateManifest v{self.weight_version} {self.transport} {self.tensor_count} "
-            "tensors "
-            f"{self.total_nbytes} bytes root={self.root[:12]} update={self.update_id[:8]}>"
+            f"<WeightUpdateManifest v{self.weight_version} {self.transport} "
+            f"{self.tensor_count} tensors {self.total_nbytes} bytes "
+            f"root={self.root[:12]} update={self.update_id[:8]}>"
         )
 
     __str__ = __repr__
@@ -265,17 +273,23 @@ def _malformed(error: ValidationError) -> MalformedManifest:
     first = error.errors(include_url=False)[0]
     where = ".".join(str(part) for part in first["loc"]) or "manifest"
     given = repr(first.get("input"))[:80]
-    return MalformedManifest(
-        f"manifest field {where}: {first['msg']}, got {given}. "
-        "Send WeightUpdateManifest.to_json() as it is."
-    )
+    return MalformedManifest(f"manifest field {where}: {first['msg']}, got {given}. {_REMEDY}")
+
+
+def _text_of(document: Mapping[str, Any]) -> str:
+    """Write a parsed document as text again, so that there is one way in for both."""
+    try:
+        return canonical_json(thaw(document))
+    except (TypeError, ValueError, RecursionError) as error:
+        msg = f"the manifest's document is no JSON value: {error}. {_REMEDY}"
+        raise MalformedManifest(msg) from error
 
 
 def _ascii(text: str | bytes) -> str:
     try:
         return text.decode("ascii") if isinstance(text, bytes) else text.encode("ascii").decode()
     except UnicodeError as error:
-        msg = f"manifest text is not ASCII: {error}. Send WeightUpdateManifest.to_json() as it is."
+        msg = f"manifest text is not ASCII: {error}. {_REMEDY}"
         raise MalformedManifest(msg) from error
 
 
@@ -290,11 +304,14 @@ def _header_fields(header: dict[str, JSONValue]) -> dict[str, JSONValue]:
     try:
         header["digests"] = base64.b64decode(header["digests"], validate=True)
     except (binascii.Error, ValueError, TypeError) as error:
-        msg = f"manifest field digests is no base64 text: {error}."
+        msg = f"manifest field digests is no base64 text: {error}. {_REMEDY}"
         raise MalformedManifest(msg) from error
     root = header["root"]
     if not isinstance(root, str) or not root:
-        msg = "manifest field root is missing: without it nothing ties the digests together."
+        msg = (
+            "manifest field root is missing: without it nothing ties the digests together. "
+            f"{_REMEDY}"
+        )
         raise MalformedManifest(msg)
     return header
 
@@ -302,7 +319,7 @@ def _header_fields(header: dict[str, JSONValue]) -> dict[str, JSONValue]:
 def _read_layout(digest: JSONValue, rest: str) -> TensorTable:
     """Find the layout by its digest, or parse it from the text behind the header."""
     if not isinstance(digest, str):
-        msg = "manifest field layout_digest is missing."
+        msg = f"manifest field layout_digest is missing. {_REMEDY}"
         raise MalformedManifest(msg)
     known = KNOWN_LAYOUTS.get(digest)
     if rest == "}":
@@ -314,26 +331,30 @@ def _read_layout(digest: JSONValue, rest: str) -> TensorTable:
             raise LayoutUnknown(msg)
         return known
     if not rest.startswith(_LAYOUT_KEY) or not rest.endswith("}"):
-        msg = f"after the manifest's header stands {rest[:32]!r}, expected its layout or the end."
+        msg = (
+            f"after the manifest's header stands {rest[:32]!r}, expected its layout or the end. "
+            f"{_REMEDY}"
+        )
         raise MalformedManifest(msg)
     text = rest[len(_LAYOUT_KEY) : -1]
     found = text_digest(text)
     if found != digest:
-        msg = f"the layout's digest is {found}, the manifest names {digest}. It was altered."
+        msg = (
+            f"the layout's digest is {found}, the manifest names {digest}. It was altered: ask the "
+            "publisher for it again."
+        )
         raise DigestMismatch(msg)
     if known is not None:
         return known
     document, end = decode_json(text)
     if end != len(text) or not isinstance(document, dict) or canonical_json(document) != text:
-        msg = "the manifest's layout is not canonical JSON: it was rewritten on the way."
+        msg = f"the manifest's layout is not canonical JSON: it was rewritten. {_REMEDY}"
         raise MalformedManifest(msg)
     try:
         table = TensorTable(**document)
     except ValidationError as error:
         raise _malformed(error) from error
     if table.text != text:
-        msg = (
-            "the manifest's layout leaves out fields. Send WeightUpdateManifest.to_json() as it is."
-        )
+        msg = f"the manifest's layout leaves out fields. {_REMEDY}"
         raise MalformedManifest(msg)
     return KNOWN_LAYOUTS.add(table)

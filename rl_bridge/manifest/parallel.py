@@ -5,12 +5,12 @@ It travels in ``metadata["layout"]`` and is filled with its defaults when the us
 """
 
 from collections.abc import Mapping
-from typing import Self
+from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, StrictBool, StrictInt, StrictStr, ValidationError
 
 from rl_bridge.errors import MalformedManifest, WeightBridgeUnavailableError
-from rl_bridge.manifest.canonical import JSONValue, thaw
+from rl_bridge.manifest.canonical import JSONValue, freeze, thaw
 
 __all__ = ["SUPPORTED_KINDS", "WeightLayout"]
 
@@ -22,7 +22,12 @@ _WRITTEN_IF_SET = ("pipeline_parallel_size", "expert_parallel_size")
 
 
 class WeightLayout(BaseModel):
-    """The parallel layout of one update: kind, world size, rank and degrees (all counts)."""
+    """The parallel layout of one update: kind, world size, rank and degrees (all counts).
+
+    Raises:
+        MalformedManifest: an unknown field, or a value of the wrong type.
+
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -37,6 +42,13 @@ class WeightLayout(BaseModel):
     pipeline_parallel_size: StrictInt = 1
     expert_parallel_size: StrictInt = 1
 
+    def __init__(self, /, **fields: Any) -> None:
+        """Check `fields`; a wrong one is a `MalformedManifest`, not pydantic's own error."""
+        try:
+            super().__init__(**fields)
+        except ValidationError as error:
+            raise _malformed(error) from error
+
     @classmethod
     def from_metadata(cls, metadata: Mapping[str, JSONValue] | None) -> Self:
         """Read ``metadata["layout"]``; what is missing gets its default.
@@ -47,19 +59,19 @@ class WeightLayout(BaseModel):
         """
         given: object = metadata
         if given is not None and not isinstance(given, Mapping):
-            msg = f"metadata is {type(given).__name__}, expected a mapping of JSON values."
+            kind = type(given).__name__
+            msg = f"metadata is a {kind}, expected a mapping of JSON values. Pass a dict, or None."
             raise MalformedManifest(msg)
         raw = (metadata or {}).get("layout")
         if raw is None:
             return cls()
         if not isinstance(raw, Mapping):
-            msg = f'metadata["layout"] is {type(raw).__name__}, expected a mapping.'
+            msg = (
+                f'metadata["layout"] is a {type(raw).__name__}, expected a mapping. Pass '
+                "WeightLayout(...).to_metadata(), or leave it out."
+            )
             raise MalformedManifest(msg)
-        try:
-            return cls.model_validate(thaw(raw))
-        except ValidationError as error:
-            msg = f'metadata["layout"] is not a weight layout: {error}'
-            raise MalformedManifest(msg) from error
+        return cls(**thaw(freeze(raw, where='metadata["layout"]')))
 
     def to_metadata(self) -> dict[str, JSONValue]:
         """Give the form that travels in ``metadata["layout"]``."""
@@ -103,11 +115,25 @@ class WeightLayout(BaseModel):
             )
             raise WeightBridgeUnavailableError(msg)
         if not 0 <= self.rank < self.world_size:
-            msg = f"weight layout rank {self.rank} is outside its world of {self.world_size}."
+            msg = (
+                f"weight layout rank {self.rank} is outside its world of {self.world_size}, "
+                "expected 0 <= rank < world_size. Pass the rank that publishes."
+            )
             raise MalformedManifest(msg)
         if self.data_parallel_size < 1 or not 0 <= self.zero_stage <= 3:  # noqa: PLR2004 - ZeRO stages
             msg = (
                 f"weight layout has data_parallel_size={self.data_parallel_size} (expected >= 1) "
-                f"and zero_stage={self.zero_stage} (expected 0 to 3)."
+                f"and zero_stage={self.zero_stage} (expected 0 to 3). Pass the trainer's counts."
             )
             raise MalformedManifest(msg)
+
+
+def _malformed(error: ValidationError) -> MalformedManifest:
+    first = error.errors(include_url=False)[0]
+    name = ".".join(map(str, first["loc"]))
+    given = repr(first["input"])[:80]
+    fields = ", ".join(WeightLayout.model_fields)
+    return MalformedManifest(
+        f'weight layout (metadata["layout"]) field {name}: {first["msg"]}, got {given}. '
+        f"Its fields are {fields}."
+    )

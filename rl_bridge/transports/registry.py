@@ -1,4 +1,13 @@
-"""Which transports there are, by name. The only module that knows them all."""
+"""Which transports there are, by name. The only module that knows them all.
+
+A transport of your own joins by `register_transport`; from then on its name is worth as much as
+the built-in ones, in `rl_bridge.make_weight_bridge` for instance.
+"""
+
+import inspect
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import TypeVar
 
 from rl_bridge.errors import WeightBridgeUnavailableError
 from rl_bridge.transports.base import Availability, Transport
@@ -6,21 +15,79 @@ from rl_bridge.transports.cuda import CUDAIPC, CUDAVMM
 from rl_bridge.transports.local import LocalClone
 from rl_bridge.transports.shared_memory import SharedMemory
 
-__all__ = ["ALIASES", "TRANSPORTS", "canonical_name", "probe", "transport_class"]
+__all__ = [
+    "ALIASES",
+    "TRANSPORTS",
+    "canonical_name",
+    "probe",
+    "register_transport",
+    "transport_class",
+]
 
-TRANSPORTS: dict[str, type[Transport]] = {
+_Kind = TypeVar("_Kind", bound=type[Transport])
+
+_KINDS: dict[str, type[Transport]] = {
     kind.name: kind for kind in (LocalClone, SharedMemory, CUDAVMM, CUDAIPC)
 }
 
-ALIASES = {
-    "local": "local-clone",
-    "shm": "shared-memory",
-    "ipc": "cuda-ipc",
-    "cuda-vmm-fd": "cuda-vmm",
-}
+TRANSPORTS: Mapping[str, type[Transport]] = MappingProxyType(_KINDS)
+"""Name -> class of every transport, to read; `register_transport` adds to it."""
+
+ALIASES: Mapping[str, str] = MappingProxyType(
+    {
+        "local": "local-clone",
+        "shm": "shared-memory",
+        "ipc": "cuda-ipc",
+        "cuda-vmm-fd": "cuda-vmm",
+    }
+)
+"""Short form -> name."""
 
 # Names that stand for what seed users know to be out of reach on one node's transports.
 _MULTI_NODE = frozenset({"multi-node", "rdma", "nccl-rdma", "nixl", "broadcast"})
+
+
+def register_transport(kind: _Kind) -> _Kind:
+    """Make a transport of your own known by its name; also a decorator.
+
+    It counts in this process only: each process that uses the transport registers it, usually by
+    importing the module that defines it. Registering a class again changes nothing, and a class
+    that was defined anew in its place (a reload, a notebook's cell) replaces its earlier self.
+
+    Args:
+        kind: the class, with both ends, `probe` and a `name`.
+
+    Returns:
+        The class.
+
+    Raises:
+        TypeError: not a transport class that can be made.
+        ValueError: it has no name, or the name is taken.
+
+    """
+    given: object = kind
+    if not isinstance(given, type) or not issubclass(given, Transport):
+        raise TypeError(
+            f"{given!r} is no transport. Pass a class derived from "
+            "rl_bridge.transports.base.Transport, not an object."
+        )
+    if inspect.isabstract(kind):
+        missing = ", ".join(sorted(kind.__abstractmethods__))
+        raise TypeError(f"{kind.__qualname__} lacks {missing}. Write them, then register it.")
+    name: object = getattr(kind, "name", None)
+    if not isinstance(name, str) or not name:
+        raise ValueError(
+            f"{kind.__qualname__}.name is {name!r}, expected what users type, such as 'file'."
+        )
+    taken: object = ALIASES.get(name) or _KINDS.get(name, kind)
+    if _origin(taken) != _origin(kind):
+        raise ValueError(f"the transport name {name!r} is taken by {taken!r}. Choose another one.")
+    _KINDS[name] = kind
+    return kind
+
+
+def _origin(kind: object) -> tuple[object, object]:
+    return getattr(kind, "__module__", kind), getattr(kind, "__qualname__", kind)
 
 
 def canonical_name(name: str) -> str:
@@ -55,5 +122,10 @@ def transport_class(name: str) -> type[Transport]:
 
 
 def probe(name: str) -> Availability:
-    """Whether a transport works on this machine."""
+    """Whether a transport works on this machine.
+
+    Raises:
+        WeightBridgeUnavailableError: no transport of that name.
+
+    """
     return transport_class(name).probe()

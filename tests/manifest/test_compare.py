@@ -30,6 +30,11 @@ def kinds(found: list[Finding]) -> list[Kind]:
     return [finding.kind for finding in found]
 
 
+def test_an_unknown_policy_is_refused_with_the_list() -> None:
+    with pytest.raises(ValueError, match=r"suspicious=.explode.*'off', 'warn', 'reject'"):
+        Policy("explode")
+
+
 def test_the_first_update_is_never_suspicious() -> None:
     assert compare(None, version(1, "xyz", trainable={"a"})) == []
 

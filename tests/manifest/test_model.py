@@ -23,7 +23,8 @@ from rl_bridge.manifest.digest import digest_bytes
 from rl_bridge.manifest.dtypes import DTYPE_NBYTES
 from rl_bridge.manifest.model import FORMAT
 from rl_bridge.manifest.table import TensorTable
-from tests.helpers import Child, forget_layouts, make_manifest, make_table
+from rl_bridge.testing.processes import Child
+from tests.helpers import forget_layouts, make_manifest, make_table
 
 GOLDEN = Path(__file__).parent / "golden"
 # Lone surrogates too: a str may hold them, and JSON can say them.
@@ -275,8 +276,11 @@ def test_a_pickle_is_the_canonical_text() -> None:
     assert manifest.to_json().encode() in pickle.dumps(manifest)
 
 
-def _text_of(manifest: WeightUpdateManifest) -> str:
-    return manifest.to_json()
+class Received:
+    """A manifest that came to this process as a pickle."""
+
+    def __init__(self, manifest: WeightUpdateManifest) -> None:
+        self.text = manifest.to_json
 
 
 def test_a_manifest_goes_through_a_pipe_and_a_queue() -> None:
@@ -285,8 +289,8 @@ def test_a_manifest_goes_through_a_pipe_and_a_queue() -> None:
     queue.put(manifest)
     assert queue.get() == manifest
     queue.close()
-    with Child() as child:
-        assert child.call(_text_of, manifest) == manifest.to_json()
+    with Child(Received, manifest=manifest) as child:  # what it is built from goes through a pipe
+        assert child.call("text") == manifest.to_json()
 
 
 def test_a_changed_copy_is_validated() -> None:
@@ -318,6 +322,27 @@ def test_a_manifest_is_a_field_of_the_users_own_model() -> None:
     damaged["manifest"]["header"]["root"] = "0" * 32
     with pytest.raises(WeightManifestValidationError):
         _Envelope.model_validate(damaged)
+
+
+def test_the_parts_of_the_text_are_not_taken_for_fields() -> None:
+    parts = json.loads(make_manifest().to_json())
+    with pytest.raises(MalformedManifest, match="from_json"):
+        WeightUpdateManifest(**parts)
+    assert WeightUpdateManifest.model_validate(parts).to_json() == make_manifest().to_json()
+
+
+@pytest.mark.parametrize(
+    "value", [float("nan"), object(), {1: 2, "x": 3}], ids=["nan", "object", "keys"]
+)
+def test_a_document_that_is_no_json_is_malformed(value: object) -> None:
+    with pytest.raises(MalformedManifest, match="no JSON value"):
+        WeightUpdateManifest.model_validate({"format": value})
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_time_that_cannot_be_written_is_malformed(value: float) -> None:
+    with pytest.raises(MalformedManifest, match="created_at"):
+        make_manifest(created_at=value)
 
 
 def test_equal_content_is_equal_and_anything_else_is_not() -> None:

@@ -1,5 +1,7 @@
 """`metadata["layout"]`: its defaults, its checks, and what one packed full state cannot carry."""
 
+from typing import Any
+
 import pytest
 
 from rl_bridge import WeightLayout
@@ -48,12 +50,20 @@ def test_a_layout_comes_back_from_its_metadata() -> None:
         ({"world_size": 2.0}, "world_size"),
         ({"rdma_enabled": 0}, "rdma_enabled"),
         ({"wrold_size": 2}, "wrold_size"),
+        ({7: 2}, "key 7 is int, expected str"),
+        ({"kind": float("nan")}, "kind: nan cannot be written"),
     ],
-    ids=["list", "text", "kind", "bool", "float", "int", "unknown-key"],
+    ids=["list", "text", "kind", "bool", "float", "int", "unknown-key", "int-key", "nan"],
 )
 def test_a_damaged_layout_is_malformed_and_names_the_field(layout: object, said: str) -> None:
     with pytest.raises(MalformedManifest, match=said):
         WeightLayout.from_metadata({"layout": layout})
+
+
+@pytest.mark.parametrize("fields", [{"kind": 3}, {"wrold_size": 2}, {"self": 1}], ids=str)
+def test_a_layout_that_is_made_by_hand_fails_with_an_error_of_ours(fields: dict[str, Any]) -> None:
+    with pytest.raises(MalformedManifest, match=f"{next(iter(fields))}.*Its fields are kind"):
+        WeightLayout(**fields)
 
 
 @pytest.mark.parametrize(
