@@ -17,8 +17,9 @@ from rl_bridge.manifest.digest import DIGEST_NBYTES
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.manifest.table import TensorTable
 from rl_bridge.memory import vm
+from rl_bridge.memory.facts import TensorFacts, tensor_key
 from rl_bridge.memory.module_state import ModuleState
-from rl_bridge.memory.packing import TensorFacts, dtype_name, raw_elements, tensor_key
+from rl_bridge.memory.packing import dtype_name, raw_elements
 from rl_bridge.memory.passes import Addresses, BytePlan
 from rl_bridge.memory.plain import is_lazy_view, not_plain
 
@@ -80,6 +81,11 @@ class Binding:
     def reads_as_stored(self) -> bool:
         """Whether no tensor is a lazy conjugate or negative: it would read otherwise than it is."""
         return not any(map(is_lazy_view, self.lazy_prone))
+
+    def is_at(self, places: Addresses) -> bool:
+        """Whether each tensor lay, contiguous, at its row's place when it was matched."""
+        sizes = self.table.nbytes_column[self.rows]
+        return not self.strided and not ((self.addresses != places[self.rows]) & (sizes > 0)).any()
 
     def holds_objects(self, tensors: Mapping[str, torch.Tensor]) -> bool:
         """Whether the engine (name -> tensor) still has these tensor objects under these names."""
@@ -192,11 +198,14 @@ class EngineMemory:
             if tensors.get(name) is not owner:
                 put_back(self.engine, name, owner)
         if not bound.facts.hold(bound.tensors):
-            try:
-                bound.facts.restore(bound.tensors)
-            except ValueError as error:
-                msg = f"undo failed: {error} during the install."
-                raise TornEngine(msg) from error
+            lost = bound.facts.restore(bound.tensors)
+            if lost:
+                msg = (
+                    f"undo failed: tensor {bound.names[lost[0]]!r} of the engine was moved to "
+                    "other memory during the install. Load the engine's weights anew, or restart "
+                    "it."
+                )
+                raise TornEngine(msg)
 
     def write(self, bound: Binding, source: Addresses) -> None:
         """Copy into the engine from `source`: addresses of the layout's rows, row-major bytes."""
@@ -238,7 +247,8 @@ class EngineMemory:
             and bound.reads_as_stored()
         ):
             msg = (
-                f"version {manifest.weight_version}: the engine's tensors moved during the install."
+                f"version {manifest.weight_version}: the engine's tensors moved during the "
+                "install. Nothing else may change them during an update: see quiesce=."
             )
             raise ProofFailed(msg)
         found = self.digests(bound)
@@ -264,7 +274,8 @@ def _difference(bound: Binding, found: bytes, expected: bytes, version: int) -> 
         if found[here] != expected[here]:
             return (
                 f"the engine does not hold version {version}: tensor {name!r} is "
-                f"{found[here].hex()}, expected {expected[here].hex()}. The install was undone."
+                f"{found[here].hex()}, expected {expected[here].hex()}. Nothing else may write to "
+                "the engine during an update: see quiesce=."
             )
     return f"the engine does not hold version {version}."
 

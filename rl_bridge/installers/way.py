@@ -1,7 +1,6 @@
 """A way to install into memory of this process: what the ways have in common."""
 
 from abc import ABC, abstractmethod
-from operator import attrgetter, eq
 from typing import ClassVar
 
 import numpy as np
@@ -10,16 +9,15 @@ import torch
 from rl_bridge.errors import IncompatibleUpdate, ProofFailed
 from rl_bridge.installers.base import InstallProof
 from rl_bridge.installers.engine_memory import Binding, EngineMemory
+from rl_bridge.manifest.digest import DIGEST_NBYTES
 from rl_bridge.manifest.model import WeightUpdateManifest
+from rl_bridge.manifest.table import TensorTable
 from rl_bridge.memory import vm
 from rl_bridge.memory.imported import ImportedTensors
 from rl_bridge.memory.packing import dtype_name
 from rl_bridge.memory.passes import Addresses, BytePlan
 
 __all__ = ["Rebinding", "Way", "prove_identity", "require_imported"]
-
-
-_SHAPE = attrgetter("shape")
 
 
 class Way(ABC):
@@ -156,14 +154,14 @@ def prove_identity(
     # Somebody wrote here (or the kernel cannot tell): what was written decides.
     found = BytePlan(table.nbytes_column).digest(expected, num_threads=way.num_threads)
     if found != manifest.digests:
-        have = np.frombuffer(found, np.uint8).reshape(-1, 16)
-        want = np.frombuffer(manifest.digests, np.uint8).reshape(-1, 16)
+        have = np.frombuffer(found, np.uint8).reshape(-1, DIGEST_NBYTES)
+        want = np.frombuffer(manifest.digests, np.uint8).reshape(-1, DIGEST_NBYTES)
         row = int(np.flatnonzero((have != want).any(axis=1))[0])
         msg = (
             f"the engine does not hold version {manifest.weight_version}: tensor "
-            f"{table.names[row]!r} "
-            f"is {have[row].tobytes().hex()}, expected {want[row].tobytes().hex()}. The install "
-            "was undone."
+            f"{table.names[row]!r} is {have[row].tobytes().hex()}, expected "
+            f"{want[row].tobytes().hex()}. Nothing else may write to the engine during an update: "
+            "see quiesce=."
         )
         raise ProofFailed(msg)
     return InstallProof(
@@ -178,26 +176,36 @@ def _require_views(
     way: Way, manifest: WeightUpdateManifest, bound: Binding, expected: Addresses
 ) -> None:
     """Every tensor of the engine lies where its row is expected, whole and contiguous."""
-    table, tensors = manifest.table, bound.every_tensor
+    lost: str | None = None
+    if not bound.holds_objects(way.memory.tensors()):
+        lost = "one of its tensor objects was replaced"
+    elif not bound.reads_as_stored():
+        lost = "one of its tensors is a lazy conjugate or negative"
+    elif not (bound.is_at(expected) and bound.facts.hold(bound.tensors)):
+        name = _first_elsewhere(manifest.table, bound, expected)
+        lost = None if name is None else f"tensor {name!r} is no view of the verified memory"
+    if lost is not None:
+        msg = (
+            f"the engine does not hold version {manifest.weight_version}: {lost}. Nothing else may "
+            "change the engine's tensors during an update: see quiesce=."
+        )
+        raise ProofFailed(msg)
+
+
+def _first_elsewhere(table: TensorTable, bound: Binding, expected: Addresses) -> str | None:
+    tensors = bound.every_tensor
     found = np.fromiter(map(torch.Tensor.data_ptr, tensors), np.uint64, len(tensors))
     rows = bound.every_row
     elsewhere = (found != expected[rows]) & (table.nbytes_column[rows] > 0)
-    shapes = map(table.shapes.__getitem__, rows.tolist())
-    dtypes = map(table.dtypes.__getitem__, rows.tolist())
-    if (
-        not bound.holds_objects(way.memory.tensors())
-        or not bound.reads_as_stored()
-        or elsewhere.any()
-        or not all(map(eq, map(_SHAPE, tensors), shapes))
-        or not all(map(eq, map(dtype_name, tensors), dtypes))
-        or not all(map(torch.Tensor.is_contiguous, tensors))
-    ):
-        name = bound.every_name[int(np.argmax(elsewhere))]
-        msg = (
-            f"the engine does not hold version {manifest.weight_version}: tensor {name!r}, or one "
-            "like it, is no view of the verified memory. The install was undone."
-        )
-        raise ProofFailed(msg)
+    for index, (tensor, row) in enumerate(zip(tensors, rows.tolist(), strict=True)):
+        if (
+            elsewhere[index]
+            or tensor.shape != table.shapes[row]
+            or dtype_name(tensor) != table.dtypes[row]
+            or not tensor.is_contiguous()
+        ):
+            return bound.every_name[index]
+    return None
 
 
 def require_imported(tensors: object) -> ImportedTensors:

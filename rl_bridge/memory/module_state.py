@@ -7,16 +7,19 @@ have a say in their own state dict (hooks, overridden methods) are always walked
 """
 
 from collections.abc import Mapping
-from operator import attrgetter, eq, is_
+from operator import is_
 from typing import Any
 
+import numpy as np
 import torch
 
 from rl_bridge.memory.passes import native_module
 
 __all__ = ["ModuleState"]
 
-_PARTS = ("_parameters", "_buffers", "_modules")
+# Where a module keeps what its state dict is made of, then what else decides about it.
+_DICTS = ("_parameters", "_buffers", "_modules")
+_PARTS = (*_DICTS, "_non_persistent_buffers_set", "_state_dict_hooks", "_state_dict_pre_hooks")
 
 
 class ModuleState:
@@ -27,13 +30,13 @@ class ModuleState:
         self._module = module
         self._tensors: dict[str, torch.Tensor] = {}
         self._is_cached = False
-        # What the walk went through: modules, their three dictionaries, every item of these, and
-        # whatever else has a size that must stay.
+        # What the walk went through: modules, each one's containers under `_PARTS`, the sizes of
+        # these (uint32), and every item of the dictionaries among them.
         self._modules: list[torch.nn.Module] = []
-        self._owned: list[list[Any]] = []
-        self._items: tuple[list[Any], list[str], list[object]] = ([], [], [])
-        self._sized: list[Any] = []
-        self._sizes: list[int] = []
+        self._parts: list[Any] = []
+        self._sizes = b""
+        self._keys: list[str] = []
+        self._values: list[object] = []
 
     def tensors(self) -> Mapping[str, torch.Tensor]:
         """Name -> the live tensor object, tied names included.
@@ -46,17 +49,9 @@ class ModuleState:
 
     def _is_same(self) -> bool:
         native = native_module()
-        same_items = _same_items if native is None else native.same_items
-        same_sizes = _same_sizes if native is None else native.same_sizes
-        same_attributes = _same_attributes if native is None else native.same_attributes
-        return (
-            all(
-                same_attributes(self._modules, name, owned)
-                for name, owned in zip(_PARTS, self._owned, strict=True)
-            )
-            and same_sizes(self._sized, self._sizes)
-            and same_items(*self._items)
-        )
+        same_modules = _same_modules if native is None else native.same_modules
+        noted = (self._parts, self._sizes, self._keys, self._values)
+        return bool(same_modules(self._modules, _PARTS, len(_DICTS), *noted))
 
     def _walk(self) -> None:
         found = self._module.state_dict(keep_vars=True)
@@ -65,35 +60,24 @@ class ModuleState:
         self._is_cached = all(map(_is_plain, self._modules))
         if not self._is_cached:
             self._modules = []
-        self._owned = [[getattr(module, name) for module in self._modules] for name in _PARTS]
-        dicts, keys, values = self._items = ([], [], [])
-        self._sized = []
-        for owned in self._owned:
-            self._sized += owned
-            for part in owned:
-                for key, value in part.items():
-                    dicts.append(part)
-                    keys.append(key)
-                    values.append(value)
-        for module in self._modules:
-            self._sized += [
-                module._non_persistent_buffers_set,  # noqa: SLF001 - state_dict reads it
-                module._state_dict_hooks,  # noqa: SLF001
-                module._state_dict_pre_hooks,  # noqa: SLF001
-            ]
-        self._sizes = list(map(len, self._sized))
+        self._parts = [module.__dict__[name] for module in self._modules for name in _PARTS]
+        self._sizes = np.fromiter(map(len, self._parts), np.uint32, len(self._parts)).tobytes()
+        dicts = [module.__dict__[name] for module in self._modules for name in _DICTS]
+        self._keys = [key for part in dicts for key in part]
+        self._values = [value for part in dicts for value in part.values()]
 
 
-def _same_attributes(owners: list[Any], name: str, values: list[Any]) -> bool:
-    return all(map(is_, map(attrgetter(name), owners), values))
-
-
-def _same_sizes(containers: list[Any], sizes: list[int]) -> bool:
-    return all(map(eq, map(len, containers), sizes))
-
-
-def _same_items(dicts: list[Any], keys: list[str], values: list[object]) -> bool:
-    return all(map(is_, map(dict.get, dicts, keys), values))
+def _same_modules(
+    modules: list[torch.nn.Module], names: tuple[str, ...], num_dicts: int, *noted: Any
+) -> bool:
+    parts, sizes, keys, values = noted
+    now = [module.__dict__.get(name) for module in modules for name in names]
+    if not all(map(is_, now, parts)) or list(map(len, parts)) != list(memoryview(sizes).cast("I")):
+        return False
+    dicts = [part for i, part in enumerate(parts) if i % len(names) < num_dicts]
+    keys_now = [key for part in dicts for key in part]
+    values_now = [value for part in dicts for value in part.values()]
+    return keys_now == keys and all(map(is_, values_now, values))
 
 
 def _is_plain(module: torch.nn.Module) -> bool:
@@ -106,4 +90,6 @@ def _is_plain(module: torch.nn.Module) -> bool:
         and "state_dict" not in module.__dict__
         and not module._state_dict_hooks  # noqa: SLF001
         and not module._state_dict_pre_hooks  # noqa: SLF001
+        # Script modules, for instance, answer these attributes from elsewhere.
+        and all(module.__dict__.get(name) is getattr(module, name) for name in _PARTS)
     )

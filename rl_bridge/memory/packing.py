@@ -4,23 +4,20 @@ A `PackPlan` holds the layout and everything derived from it. Taking the same te
 comparison, not a plan: names, memory addresses, shapes, dtypes and strides must be as before.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from operator import attrgetter, eq, is_
+from collections.abc import Mapping
 
 import numpy as np
 import torch
 
 from rl_bridge.errors import IncompatibleUpdate, WeightBridgeUnavailableError
 from rl_bridge.manifest.dtypes import DTYPE_NBYTES, dtype_nbytes
-from rl_bridge.manifest.table import KNOWN_LAYOUTS, TensorTable, row_major_stride
+from rl_bridge.manifest.table import KNOWN_LAYOUTS, TensorTable
 from rl_bridge.memory import vm
-from rl_bridge.memory.passes import Addresses, BytePlan, native_module
+from rl_bridge.memory.facts import TensorFacts, tensor_key
+from rl_bridge.memory.passes import Addresses, BytePlan
 from rl_bridge.memory.plain import is_lazy_view, not_plain
 
-__all__ = ["PackPlan", "TensorFacts", "dtype_name", "raw_elements", "tensor_key"]
-
-_SHAPE = attrgetter("shape")
-_DTYPE = attrgetter("dtype")
+__all__ = ["PackPlan", "dtype_name", "raw_elements"]
 
 
 class _DtypeNames(dict[torch.dtype, str]):
@@ -37,11 +34,6 @@ _DTYPE_NAMES = _DtypeNames()
 def dtype_name(tensor: torch.Tensor) -> str:
     """Wire name of a tensor's dtype."""
     return _DTYPE_NAMES[tensor.dtype]
-
-
-def tensor_key(tensor: torch.Tensor) -> tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype]:
-    """Tell whether two tensors are the same view of the same memory: equal keys, equal views."""
-    return (tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
 
 
 _SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -70,66 +62,6 @@ def _check_source(name: str, tensor: torch.Tensor) -> None:
     if reason is not None:
         msg = f"tensor {name!r} {reason}."
         raise WeightBridgeUnavailableError(msg)
-
-
-class TensorFacts:
-    """Where some tensors are and what they are, to see cheaply whether that is still so.
-
-    The comparison streams: it makes no list of 40,000 shapes, whose garbage would cost more than
-    the comparison itself.
-    """
-
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Note addresses, shapes, dtypes and strides."""
-        self._pointers = [tensor.data_ptr() for tensor in tensors]
-        self._shapes = [tensor.shape for tensor in tensors]
-        self._dtypes = [tensor.dtype for tensor in tensors]
-        # Asking whether a tensor is contiguous is half the price of asking for its strides.
-        self._strides = None
-        if not all(map(torch.Tensor.is_contiguous, tensors)):
-            self._strides = [tensor.stride() for tensor in tensors]
-
-    def hold(self, tensors: Iterable[torch.Tensor]) -> bool:
-        """Whether `tensors` are the same views of the same memory."""
-        tensors = list(tensors)
-        native = native_module()
-        if native is not None:
-            facts = (self._pointers, self._shapes, self._dtypes, self._strides)
-            return bool(native.unchanged(tensors, *facts))
-        return (
-            len(tensors) == len(self._pointers)
-            and all(map(eq, map(torch.Tensor.data_ptr, tensors), self._pointers))
-            and all(map(eq, map(_SHAPE, tensors), self._shapes))
-            and all(map(is_, map(_DTYPE, tensors), self._dtypes))
-            and self._same_strides(tensors)
-        )
-
-    def restore(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Make `tensors` again the views that they were, of the storages that they have now.
-
-        Raises:
-            ValueError: a tensor's storage does not hold its old place any more.
-
-        """
-        for index, tensor in enumerate(tensors):
-            shape, dtype = self._shapes[index], self._dtypes[index]
-            strides = row_major_stride(shape) if self._strides is None else self._strides[index]
-            key = (self._pointers[index], tuple(shape), strides, dtype)
-            if tensor.numel() == 0 or tensor_key(tensor) == key:
-                continue
-            storage = tensor.untyped_storage()
-            extent = 1 + sum((dim - 1) * step for dim, step in zip(shape, strides, strict=True))
-            offset = self._pointers[index] - storage.data_ptr()
-            if not 0 <= offset <= storage.nbytes() - extent * dtype.itemsize:
-                msg = f"tensor number {index} was moved to other memory"
-                raise ValueError(msg)
-            view = torch.empty(0, dtype=torch.uint8).view(dtype)
-            tensor.data = view.set_(storage, offset // dtype.itemsize, shape, strides)
-
-    def _same_strides(self, tensors: Sequence[torch.Tensor]) -> bool:
-        if self._strides is None:
-            return all(map(torch.Tensor.is_contiguous, tensors))
-        return all(map(eq, map(torch.Tensor.stride, tensors), self._strides))
 
 
 class PackPlan:

@@ -11,9 +11,10 @@ from rl_bridge.errors import IncompatibleUpdate, UnknownDtype, WeightBridgeUnava
 from rl_bridge.manifest.digest import digest_bytes
 from rl_bridge.manifest.dtypes import DTYPE_NBYTES
 from rl_bridge.memory import vm
-from rl_bridge.memory.packing import PackPlan, TensorFacts, dtype_name, tensor_key
+from rl_bridge.memory.facts import tensor_key
+from rl_bridge.memory.packing import PackPlan, dtype_name
 from rl_bridge.memory.views import anonymous_pin
-from tests.helpers import raw_bytes
+from rl_bridge.testing.strategies import bytes_of
 
 State = dict[str, torch.Tensor]
 DTYPES = sorted(DTYPE_NBYTES)
@@ -76,9 +77,9 @@ def test_of_a_view_only_its_own_bytes_travel(dtype: str, view: str) -> None:
     whole = bits(dtype, (5, 6))
     shown = VIEWS[view](whole)
     if plain is None:
-        expected = raw_bytes(VIEWS[view](whole))
+        expected = bytes_of(VIEWS[view](whole))
     else:
-        expected = raw_bytes(VIEWS[view](whole.view(plain)))
+        expected = bytes_of(VIEWS[view](whole.view(plain)))
     plan, found = pack({"t": shown})
     assert found["t"] == expected
     assert plan.table.total_nbytes == shown.numel() * size
@@ -97,14 +98,14 @@ def test_any_strided_view_travels_as_its_logical_bytes(data: st.DataObject) -> N
         index[dim] = slice(start, stop, data.draw(st.integers(1, 3)))
         view = view[tuple(index)]
     _, found = pack({"t": view})
-    assert found["t"] == raw_bytes(view)
+    assert found["t"] == bytes_of(view)
 
 
 def test_parameters_travel_like_tensors_and_keep_their_gradients() -> None:
     parameter = torch.nn.Parameter(torch.arange(6.0).view(2, 3))
     _, found = pack({"dense": parameter, "strided": parameter.t()})
-    assert found["dense"] == raw_bytes(parameter)
-    assert found["strided"] == raw_bytes(parameter.t())
+    assert found["dense"] == bytes_of(parameter)
+    assert found["strided"] == bytes_of(parameter.t())
     assert parameter.grad is None
     assert parameter.requires_grad
 
@@ -113,8 +114,8 @@ def test_the_bytes_of_nan_and_negative_zero_are_not_touched() -> None:
     raw = torch.tensor([0x7F800001, 0x7FC00123, -0x80000000, -1], dtype=torch.int32)
     tensor = raw.view(torch.float32)
     _, found = pack({"dense": tensor, "strided": tensor.view(2, 2).t()})
-    assert found["dense"] == raw_bytes(raw)
-    assert found["strided"] == raw_bytes(raw.view(2, 2).t())
+    assert found["dense"] == bytes_of(raw)
+    assert found["strided"] == bytes_of(raw.view(2, 2).t())
 
 
 # ---- ties ---------------------------------------------------------------------------------------
@@ -142,7 +143,7 @@ def test_views_that_only_overlap_are_no_tie(other: Callable[[torch.Tensor], torc
     weight = torch.randn(4, 4)
     plan, found = pack({"a": weight, "b": other(weight)})
     assert not plan.table.ties
-    assert found["b"] == raw_bytes(other(weight))
+    assert found["b"] == bytes_of(other(weight))
 
 
 def test_three_views_of_one_address_are_tied_in_pairs() -> None:
@@ -226,7 +227,7 @@ def test_a_module_parameter_of_a_plain_subclass_travels() -> None:
 
     tagged = Tagged(torch.randn(3))
     _, found = pack({"t": tagged, "b": torch.nn.Buffer(torch.ones(2))})
-    assert found["t"] == raw_bytes(tagged)
+    assert found["t"] == bytes_of(tagged)
 
 
 def test_declaring_an_unknown_trainable_name_is_refused() -> None:
@@ -251,7 +252,7 @@ def test_a_plan_takes_the_same_tensors_with_new_values() -> None:
         tensor.mul_(3)
     assert plan.fits(tensors, None)
     _, found = pack(tensors, plan)
-    assert found == {name: raw_bytes(tensor) for name, tensor in tensors.items()}
+    assert found == {name: bytes_of(tensor) for name, tensor in tensors.items()}
 
 
 WEIGHT = torch.randn(4, 4)
@@ -280,41 +281,11 @@ def test_a_plan_does_not_fit_anything_else(
     change: str, is_compiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not is_compiled:
-        monkeypatch.setattr("rl_bridge.memory.packing.native_module", lambda: None)
+        monkeypatch.setattr("rl_bridge.memory.facts.native_module", lambda: None)
     before, after = CHANGES[change]
     plan = PackPlan(before)
     assert plan.fits(before, None)
     assert not plan.fits(after, None)
-
-
-def test_facts_tell_whether_tensors_lie_where_they_were() -> None:
-    tensors = [torch.randn(4, 4), torch.randn(3, 2).t(), torch.empty(0)]
-    facts = TensorFacts(tensors)
-    assert facts.hold(iter(tensors))
-    assert not facts.hold(tensors[:2])
-    assert not facts.hold([])
-    assert TensorFacts([]).hold([])
-
-
-def test_views_are_made_again_of_the_storages_that_tensors_have_now() -> None:
-    owners = [torch.arange(16.0), torch.arange(16.0)]
-    views = [owners[0][4:12].view(2, 4), owners[1].view(4, 4).t()]
-    facts = TensorFacts(views)
-    expected = [view.clone() for view in views]
-    views[0].data = owners[0][:3]
-    views[1].data = owners[1].view(2, 8)
-    assert not facts.hold(views)
-    facts.restore(views)
-    assert facts.hold(views)
-    assert all(torch.equal(one, other) for one, other in zip(views, expected, strict=True))
-
-
-def test_a_tensor_whose_storage_is_elsewhere_cannot_be_made_the_view_that_it_was() -> None:
-    view = torch.arange(16.0)[4:12]
-    facts = TensorFacts([view])
-    view.data = torch.zeros(8)
-    with pytest.raises(ValueError, match="tensor number 0 was moved to other memory"):
-        facts.restore([view])
 
 
 def test_a_plan_does_not_fit_another_declaration_of_trainable_tensors() -> None:
