@@ -1,53 +1,33 @@
-"""What the tests of the lower layers share: manifests, polls with a deadline, child processes."""
+"""What the tests of the lower layers share: manifests, weights, forked children."""
 
 import json
 import os
-import threading
-import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from multiprocessing import get_context
-from multiprocessing.connection import Connection
-from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
+import pytest
 import torch
 
+from rl_bridge.errors import DeadlineExceeded
 from rl_bridge.manifest.canonical import canonical_json
 from rl_bridge.manifest.digest import DIGEST_NBYTES, text_digest
 from rl_bridge.manifest.model import FORMAT, WeightUpdateManifest
 from rl_bridge.manifest.table import KNOWN_LAYOUTS, TensorTable
+from rl_bridge.testing.leaks import _descriptors as open_fds
+from rl_bridge.testing.processes import until
 
 __all__ = [
-    "DEADLINE_S",
-    "HELD",
-    "Child",
     "assemble",
     "forget_layouts",
     "forked",
+    "forking",
     "make_manifest",
     "make_table",
     "open_fds",
-    "raw_bytes",
-    "until",
     "weights",
 ]
-
-DEADLINE_S = 60.0
-
-# Where the functions that a child runs keep what must outlive one call.
-HELD: dict[str, Any] = {}
-
-
-def until(condition: Callable[[], object], *, what: str, deadline_s: float = DEADLINE_S) -> None:
-    """Poll until `condition` holds; fail with `what` after the deadline."""
-    pause = threading.Event()
-    end = time.monotonic() + deadline_s
-    while not condition():
-        assert time.monotonic() < end, f"not within {deadline_s} s: {what}"
-        pause.wait(0.002)
 
 
 # ---- manifests ----------------------------------------------------------------------------------
@@ -124,34 +104,20 @@ def weights(seed: int = 0, *, width: int = 64) -> dict[str, torch.Tensor]:
     }
 
 
-def raw_bytes(tensor: torch.Tensor) -> bytes:
-    """A tensor's logical, row-major bytes."""
-    dense = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach()).view(-1)
-    return bytes(dense.view(torch.uint8).numpy().tobytes()) if dense.numel() else b""
-
-
 # ---- processes ----------------------------------------------------------------------------------
 
-
-def open_fds() -> dict[int, str]:
-    """Open descriptors of this process and what each points at."""
-    found = {}
-    for entry in Path("/proc/self/fd").iterdir():
-        try:
-            found[int(entry.name)] = str(entry.readlink())
-        except OSError:
-            continue  # the directory's own descriptor, closed by now
-    return found
+# A fork in a process with threads: deliberate in tests, and deprecated since Python 3.12.
+forking = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
 
 
-def forked(function: Callable[[], object]) -> bool:
-    """Run `function` in a forked child; whether it came back and said something true."""
+def forked(function: Callable[[], bool]) -> bool:
+    """Run `function` in a forked child; whether it came back and said True."""
     read, write = os.pipe()
     pid = os.fork()
     if pid == 0:
         answer = b"0"
         try:
-            answer = b"1" if function() else b"0"
+            answer = b"1" if function() is True else b"0"
         except BaseException:  # noqa: BLE001 - the parent fails the test
             traceback.print_exc()
         finally:
@@ -161,7 +127,7 @@ def forked(function: Callable[[], object]) -> bool:
     try:
         until(lambda: _exited(pid), what=f"forked child {pid} comes back")
         return os.read(read, 1) == b"1"
-    except AssertionError:
+    except DeadlineExceeded:
         os.kill(pid, 9)
         os.waitpid(pid, 0)
         raise
@@ -171,86 +137,3 @@ def forked(function: Callable[[], object]) -> bool:
 
 def _exited(pid: int) -> bool:
     return os.waitpid(pid, os.WNOHANG)[0] == pid
-
-
-class Child:
-    """A spawned process that runs functions of test modules, one after the other."""
-
-    def __init__(self) -> None:
-        """Start it; it imports what it needs when it is first called."""
-        context = get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs,), daemon=True)
-        self._process.start()
-        theirs.close()
-
-    @property
-    def pid(self) -> int:
-        """Its process id."""
-        assert self._process.pid is not None
-        return self._process.pid
-
-    def send(self, function: Callable[..., Any], *args: object) -> None:
-        """Start a call; `receive` gives its result."""
-        self._pipe.send((function, args))
-
-    def receive(self, *, timeout_s: float = DEADLINE_S) -> Any:
-        """The result of the call that was started last; an exception there fails the test here."""
-        if not self._pipe.poll(timeout_s):
-            self.kill()
-            msg = f"the child said nothing for {timeout_s} s"
-            raise AssertionError(msg)
-        fine, value = self._pipe.recv()
-        assert fine, f"in the child:\n{value}"
-        return value
-
-    def call(self, function: Callable[..., Any], *args: object) -> Any:
-        """Run a function there and wait for its result."""
-        self.send(function, *args)
-        return self.receive()
-
-    def wait_for_end(self, *, timeout_s: float = DEADLINE_S) -> int | None:
-        """Wait until it ended by itself; its exit code (negative: the signal)."""
-        self._process.join(timeout_s)
-        return self._process.exitcode
-
-    def kill(self) -> None:
-        """SIGKILL, and wait until the kernel has cleaned up."""
-        self._process.kill()
-        self._process.join(DEADLINE_S)
-        self._pipe.close()
-
-    def __enter__(self) -> Self:
-        """Use as a context manager: no child outlives its test."""
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """End it: politely first, so that its coverage is written."""
-        if self._process.is_alive() and not self._pipe.closed:
-            try:
-                self._pipe.send(None)
-                self._process.join(10)
-            except OSError:
-                pass
-        self.kill()
-
-
-def _serve(pipe: Connection) -> None:
-    while True:
-        try:
-            job: tuple[Callable[..., Any], Sequence[object]] | None = pipe.recv()
-        except EOFError:
-            return
-        if job is None:
-            return
-        function, args = job
-        try:
-            answer: tuple[bool, object] = (True, function(*args))
-        except BaseException:  # noqa: BLE001 - it travels to the parent as text
-            answer = (False, traceback.format_exc())
-        pipe.send(answer)

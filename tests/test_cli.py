@@ -3,7 +3,6 @@
 What the machine decides (doctor, bench, gc, the demo) is in `test_cli_machine`.
 """
 
-import ctypes
 import os
 from collections.abc import Iterator
 from importlib import metadata
@@ -14,11 +13,14 @@ import pytest
 import torch
 
 import rl_bridge
-from rl_bridge.bridge.bridges import TensorBridge, make_weight_bridge
+from rl_bridge.bridge.bridges import make_weight_bridge
 from rl_bridge.cli.program import app, main
 from rl_bridge.cli.screen import duration, plain, size
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.memory import vm
+from rl_bridge.testing.faults import FaultInjecting
+from rl_bridge.testing.over import BridgeOver
+from rl_bridge.transports.shared_memory import SharedMemory
 from tests.cli_program import Said, call, run
 
 COMMANDS = {"demo", "bench", "doctor", "inspect", "verify", "gc"}
@@ -30,13 +32,13 @@ WEIGHTS = {
 
 
 @pytest.fixture
-def bridge() -> Iterator[TensorBridge]:
-    with make_weight_bridge("shared-memory", source_worker="trainer") as bridge:
+def bridge() -> Iterator[BridgeOver]:
+    with BridgeOver(FaultInjecting(SharedMemory()), source_worker="trainer") as bridge:
         yield bridge
 
 
 @pytest.fixture
-def manifest(bridge: TensorBridge) -> WeightUpdateManifest:
+def manifest(bridge: BridgeOver) -> WeightUpdateManifest:
     return bridge.publish(WEIGHTS, weight_version=7, metadata={"step": 41})
 
 
@@ -51,12 +53,10 @@ def write(manifest: WeightUpdateManifest, folder: Path) -> Path:
     return path
 
 
-def flip_a_byte(bridge: TensorBridge, manifest: WeightUpdateManifest, name: str) -> None:
+def flip_a_byte(bridge: BridgeOver, manifest: WeightUpdateManifest, name: str) -> None:
     """Damage a published tensor, in the memory behind the manifest."""
-    end: Any = bridge._publisher_end()._end
-    (slot,) = (slot for slot in end._ring._slots if slot.update_id == manifest.update_id)
-    where = slot.address + manifest.tensors[name].offset + 1
-    vm.store(where, bytes([ctypes.string_at(where, 1)[0] ^ 1]))
+    assert isinstance(bridge.given, FaultInjecting)
+    bridge.given.corrupt(manifest, manifest.tensors[name].offset + 1)
 
 
 # ------------------------------------------------------------------------------ the program
@@ -149,7 +149,7 @@ def test_inspect_as_json_says_what_the_manifest_says(
 
 
 def test_inspect_shows_the_largest_tensors_and_all_on_request(
-    bridge: TensorBridge, tmp_path: Path
+    bridge: BridgeOver, tmp_path: Path
 ) -> None:
     shared = torch.ones(500)
     weights = {f"w{index:02}": torch.ones(index + 1) for index in range(20)}
@@ -164,7 +164,7 @@ def test_inspect_shows_the_largest_tensors_and_all_on_request(
     assert "tensors" not in call("inspect", file, "--json").json
 
 
-def test_inspect_says_how_many_tensors_are_trainable(bridge: TensorBridge, tmp_path: Path) -> None:
+def test_inspect_says_how_many_tensors_are_trainable(bridge: BridgeOver, tmp_path: Path) -> None:
     manifest = bridge.publish(torch.nn.BatchNorm1d(4), weight_version=1)
     later = manifest.model_copy(update={"created_at": 9e9})
     said = call("inspect", write(later, tmp_path))
@@ -173,7 +173,7 @@ def test_inspect_says_how_many_tensors_are_trainable(bridge: TensorBridge, tmp_p
     assert call("inspect", write(later, tmp_path), "--json").json["layout"]["trainable_count"] == 2
 
 
-def test_inspect_survives_a_hostile_manifest(bridge: TensorBridge, tmp_path: Path) -> None:
+def test_inspect_survives_a_hostile_manifest(bridge: BridgeOver, tmp_path: Path) -> None:
     bad = bridge.publish({"[red]\x1b[2J": torch.ones(2)}, weight_version=1).model_copy(
         update={
             "source_worker": "\x1b]0;owned\x07",
@@ -215,7 +215,7 @@ def test_another_process_verifies_what_this_one_published(
 
 
 def test_a_flipped_byte_is_exit_code_1_and_a_checksum_mismatch(
-    bridge: TensorBridge, manifest: WeightUpdateManifest, file: Path
+    bridge: BridgeOver, manifest: WeightUpdateManifest, file: Path
 ) -> None:
     flip_a_byte(bridge, manifest, "layers.1.weight")
     said = run("verify", file)
@@ -225,7 +225,7 @@ def test_a_flipped_byte_is_exit_code_1_and_a_checksum_mismatch(
 
 
 def test_verify_as_json_says_which_tensor_differs(
-    bridge: TensorBridge, manifest: WeightUpdateManifest, file: Path
+    bridge: BridgeOver, manifest: WeightUpdateManifest, file: Path
 ) -> None:
     before = call("verify", file, "--json").json
     flip_a_byte(bridge, manifest, "scale")
@@ -244,7 +244,7 @@ def test_verify_as_json_says_which_tensor_differs(
 
 
 def test_verify_leaves_no_trace_at_the_publisher(
-    bridge: TensorBridge, manifest: WeightUpdateManifest, file: Path
+    bridge: BridgeOver, manifest: WeightUpdateManifest, file: Path
 ) -> None:
     with make_weight_bridge("shared-memory", source_worker="rollout") as consumer:
         consumer.import_update(manifest)
@@ -257,7 +257,7 @@ def test_verify_leaves_no_trace_at_the_publisher(
     assert bridge.update_status(manifest.update_id) == "published"
 
 
-def test_verify_lists_every_tensor_on_request(bridge: TensorBridge, tmp_path: Path) -> None:
+def test_verify_lists_every_tensor_on_request(bridge: BridgeOver, tmp_path: Path) -> None:
     weights = {f"w{index:02}": torch.ones(index + 1) for index in range(30)}
     file = write(bridge.publish(weights, weight_version=1), tmp_path)
     assert "and 10 more, all pass" in call("verify", file).out
@@ -266,14 +266,14 @@ def test_verify_lists_every_tensor_on_request(bridge: TensorBridge, tmp_path: Pa
 
 
 def test_an_update_whose_slot_was_reused_is_stale(
-    bridge: TensorBridge, manifest: WeightUpdateManifest, file: Path
+    bridge: BridgeOver, manifest: WeightUpdateManifest, file: Path
 ) -> None:
     bridge.release(manifest.update_id)
     bridge.publish(WEIGHTS, weight_version=8)
     assert call("verify", file).complains("StaleUpdate")
 
 
-def test_an_update_of_a_publisher_that_closed_is_gone(bridge: TensorBridge, file: Path) -> None:
+def test_an_update_of_a_publisher_that_closed_is_gone(bridge: BridgeOver, file: Path) -> None:
     bridge.close()
     said = call("verify", file, "--json")
     assert said.complains("SegmentError")

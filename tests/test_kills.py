@@ -206,8 +206,7 @@ class Rollout:
 
 @pytest.mark.parametrize(
     ("move", "directory"),
-    [(move, "memfd") for move in CONSUMER_MOVES]
-    + [(move, "files") for move in CONSUMER_MOVES if move[0] in {State.STAGED, State.VERIFIED}],
+    [(move, where) for where in ("memfd", "files") for move in CONSUMER_MOVES],
     indirect=["directory"],
     ids=move_name,
 )

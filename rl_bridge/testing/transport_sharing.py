@@ -82,15 +82,19 @@ class NobodyDisturbsAnybody(TransportCase):
         """Even if its update is released meanwhile: attached is attached."""
         source = sample_weights(1)
         manifest = publisher.publish(source, weight_version=1)
+        released = []
 
         def meanwhile() -> None:
             publisher.release(manifest.update_id)
+            released.append(manifest.update_id)
             for version in (2, 3):
                 newer = publisher.publish(sample_weights(version), weight_version=version)
                 publisher.release(newer.update_id)
+                released.append(newer.update_id)
 
         faults_of(consumer).faults.append(Fault(Step.AFTER_ATTACH, meanwhile))
         assert contents_of(consumer.import_update(manifest)) == contents_of(source)
+        assert len(released) == 3, "the import was never in flight"
 
     def test_two_versions_are_live_at_once(
         self, publisher: BridgeOver, consumer: BridgeOver
@@ -303,8 +307,15 @@ class NobodyDisturbsAnybody(TransportCase):
         self, publisher: BridgeOver, consumer: BridgeOver, step: Step
     ) -> None:
         """It comes out as it is, where it matters, and the next version arrives all the same."""
+        struck = []
+
+        def strike() -> None:
+            struck.append(step)
+            msg = "injected fault"
+            raise InjectedFault(msg)
+
         for bridge in (publisher, consumer):
-            faults_of(bridge).faults.append(Fault(step))
+            faults_of(bridge).faults.append(Fault(step, strike))
         for version in range(1, 9):
             source = {"w": random_tensor("uint8", (1 << 16,), seed=version)}
             manifest = None
@@ -321,6 +332,7 @@ class NobodyDisturbsAnybody(TransportCase):
                     with suppress(InjectedFault):
                         bridge.release(manifest.update_id)
                     bridge.release(manifest.update_id)
+        assert struck == [step], "the step was never reached, or more than once"
         assert consumer.active_weight_version == 8
         assert publisher.published_nbytes <= 3 << 20
 

@@ -1,18 +1,46 @@
-"""Engines and adapters for the executor's tests: each step can be watched, and made to fail."""
+"""Updates, engines and adapters for the tests of bridges: each step can be watched, or fails."""
 
 from collections.abc import Callable, Mapping
 
 import torch
 
-from rl_bridge import InstallProof, TransactionalAdapter, WeightUpdateManifest
-from tests.helpers import raw_bytes
+from rl_bridge import (
+    InstallProof,
+    RolloutExecutor,
+    TensorBridge,
+    TransactionalAdapter,
+    WeightUpdateManifest,
+)
+from rl_bridge.testing.strategies import bytes_of
+from tests.helpers import weights
 
-__all__ = ["Recording", "SeedStyle", "Unseen", "content"]
+__all__ = [
+    "TRANSPORTS",
+    "Recording",
+    "SeedStyle",
+    "Unseen",
+    "bridge_of",
+    "content",
+    "publish",
+]
+
+TRANSPORTS = ["local-clone", "shared-memory"]
+
+
+def publish(publisher: TensorBridge, version: int) -> WeightUpdateManifest:
+    """Publish the weights that the version is the seed of."""
+    return publisher.publish(weights(version), weight_version=version)
+
+
+def bridge_of(executor: RolloutExecutor) -> TensorBridge:
+    """The executor's bridge, which is one of ours."""
+    assert isinstance(executor.bridge, TensorBridge)
+    return executor.bridge
 
 
 def content(engine: Mapping[str, torch.Tensor]) -> dict[str, bytes]:
     """An engine's weights, byte for byte."""
-    return {name: raw_bytes(tensor) for name, tensor in engine.items()}
+    return {name: bytes_of(tensor) for name, tensor in engine.items()}
 
 
 class Recording(TransactionalAdapter):

@@ -1,12 +1,12 @@
 """Importing: order per publisher, verification of every byte, and a life that ends in one word."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
-from rl_bridge import TensorBridge, WeightUpdateManifest, make_weight_bridge
+from rl_bridge import TensorBridge, make_weight_bridge
+from rl_bridge.bridge.records import REMEMBERED
 from rl_bridge.errors import (
     BridgeClosed,
     ForeignTransport,
@@ -18,36 +18,9 @@ from rl_bridge.errors import (
     WeightUpdateRejectedError,
 )
 from rl_bridge.lifecycle.table import Event, State
-from tests.helpers import forked, raw_bytes, weights
-
-TRANSPORTS = ["local-clone", "shared-memory"]
-forking = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
-
-
-@pytest.fixture(params=TRANSPORTS)
-def transport(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
-@pytest.fixture
-def publisher(transport: str) -> Iterator[TensorBridge]:
-    with (
-        make_weight_bridge(transport, source_worker="trainer", max_slots=9)
-        if (transport == "shared-memory")
-        else make_weight_bridge(transport, source_worker="trainer") as made
-    ):
-        yield made
-
-
-@pytest.fixture
-def consumer(transport: str) -> Iterator[TensorBridge]:
-    with make_weight_bridge(transport, source_worker="rollout") as made:
-        yield made
-
-
-def publish(publisher: TensorBridge, version: int) -> WeightUpdateManifest:
-    return publisher.publish(weights(version), weight_version=version)
-
+from rl_bridge.testing.strategies import bytes_of
+from tests.bridge.engines import TRANSPORTS, publish
+from tests.helpers import forked, forking, weights
 
 # ---- what import gives --------------------------------------------------------------------------
 
@@ -65,7 +38,7 @@ def test_the_tensors_are_those_that_were_published(
     for name, tensor in state.items():
         assert imported[name].dtype == tensor.dtype
         assert imported[name].shape == tensor.shape
-        assert raw_bytes(imported[name]) == raw_bytes(tensor)
+        assert bytes_of(imported[name]) == bytes_of(tensor)
     assert imported["tied"] is imported["layer.weight"]
     assert consumer.update_state(manifest.update_id) is State.VERIFIED
     assert {"attach", "verify"} <= set(consumer.timings(manifest.update_id))
@@ -99,14 +72,14 @@ def test_tensors_outlive_release_consumer_and_publisher(
 ) -> None:
     manifest = publish(publisher, 1)
     tensor = consumer.import_update(manifest)["layer.weight"]
-    expected = raw_bytes(weights(1)["layer.weight"])
+    expected = bytes_of(weights(1)["layer.weight"])
     consumer.release(manifest.update_id)
     publisher.release(manifest.update_id)
     for version in range(2, 8):
         publisher.release(publish(publisher, version).update_id)
     consumer.close()
     publisher.close()
-    assert raw_bytes(tensor) == expected
+    assert bytes_of(tensor) == expected
 
 
 @pytest.mark.parametrize("given", [None, 5, {"update_id": "x"}, object()], ids=repr)
@@ -222,7 +195,7 @@ def test_the_last_acknowledged_update_can_be_imported_again_after_its_release(
 ) -> None:
     manifest = publish(publisher, 1)
     for _ in range(3):
-        assert raw_bytes(consumer.import_update(manifest)["layer.bias"]) == raw_bytes(
+        assert bytes_of(consumer.import_update(manifest)["layer.bias"]) == bytes_of(
             weights(1)["layer.bias"]
         )
         consumer.acknowledge(manifest.update_id)
@@ -305,7 +278,7 @@ def test_an_acknowledged_update_cannot_be_rejected(
 
 
 def test_fine_steps_of_an_unknown_update_are_refused(consumer: TensorBridge) -> None:
-    end = consumer.consumer_end()
+    end = consumer._consumer_end()
     with pytest.raises(UnknownUpdate, match="cannot stage update: unknown weight update x"):
         end.advance("x", Event.STAGE)
     for question in (end.state, end.reason, end.timings_ms):
@@ -346,7 +319,7 @@ def test_the_books_stay_bounded_and_live_updates_stay_in_them(
     consumer.acknowledge(active.update_id)
     for number in range(600):
         consumer.reject(f"{number:032x}", "no")
-    assert len(consumer.consumer_end()._updates) <= 256
+    assert len(consumer._consumer_end()._updates) == REMEMBERED
     assert consumer.update_status(active.update_id) == "acknowledged"
     assert consumer.update_status(f"{599:032x}") == "rejected"
 

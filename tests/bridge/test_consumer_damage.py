@@ -1,6 +1,5 @@
 """Importing what is damaged, hostile or gone: refused by its own error, nothing left behind."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,37 +15,12 @@ from rl_bridge.errors import (
     UnknownUpdate,
 )
 from rl_bridge.manifest.canonical import thaw
-from rl_bridge.memory import vm
-from tests.helpers import open_fds, raw_bytes, weights
-
-TRANSPORTS = ["local-clone", "shared-memory"]
-forking = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
-
-
-@pytest.fixture(params=TRANSPORTS)
-def transport(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
-@pytest.fixture
-def publisher(transport: str) -> Iterator[TensorBridge]:
-    with (
-        make_weight_bridge(transport, source_worker="trainer", max_slots=9)
-        if (transport == "shared-memory")
-        else make_weight_bridge(transport, source_worker="trainer") as made
-    ):
-        yield made
-
-
-@pytest.fixture
-def consumer(transport: str) -> Iterator[TensorBridge]:
-    with make_weight_bridge(transport, source_worker="rollout") as made:
-        yield made
-
-
-def publish(publisher: TensorBridge, version: int) -> WeightUpdateManifest:
-    return publisher.publish(weights(version), weight_version=version)
-
+from rl_bridge.testing.faults import FaultInjecting
+from rl_bridge.testing.over import BridgeOver
+from rl_bridge.testing.strategies import bytes_of
+from rl_bridge.transports.shared_memory import SharedMemory
+from tests.bridge.engines import publish
+from tests.helpers import open_fds, weights
 
 # ---- damage -------------------------------------------------------------------------------------
 
@@ -77,32 +51,21 @@ def test_bytes_that_differ_from_the_manifest_are_rejected_by_name(
 @pytest.mark.parametrize("name", ["layer.bias", "layer.weight", "steps"])
 @pytest.mark.parametrize("at", [0, -1])
 def test_one_changed_byte_anywhere_is_found(name: str, at: int) -> None:
-    with (
-        make_weight_bridge("shared-memory") as publisher,
-        make_weight_bridge("shared-memory") as consumer,
-    ):
+    damaged = FaultInjecting(SharedMemory())
+    with BridgeOver(damaged) as publisher, make_weight_bridge("shared-memory") as consumer:
         manifest = publish(publisher, 1)
         descriptor = manifest.tensors[name]
-        address = slot_address(publisher) + descriptor.offset + (at % descriptor.nbytes)
-        before = vm.tensor_at(address, 1)[0].item()
-        vm.store(address, bytes([int(before) ^ 1]))
+        damaged.corrupt(manifest, descriptor.offset + at % descriptor.nbytes)
         with pytest.raises(ChecksumMismatch, match=f"'{name}'"):
             consumer.import_update(manifest)
 
 
-def slot_address(publisher: TensorBridge) -> int:
-    end: Any = publisher._publisher_end()._end
-    return int(end._ring._slots[-1].address)
-
-
 def test_padding_is_not_part_of_an_update(consumer: TensorBridge) -> None:
-    with (
-        make_weight_bridge("shared-memory") as publisher,
-        make_weight_bridge("shared-memory") as reader,
-    ):
+    damaged = FaultInjecting(SharedMemory())
+    with BridgeOver(damaged) as publisher, make_weight_bridge("shared-memory") as reader:
         manifest = publish(publisher, 1)
         descriptor = manifest.tensors["layer.bias"]
-        vm.store(slot_address(publisher) + descriptor.offset + descriptor.nbytes, b"\xff")
+        damaged.corrupt(manifest, descriptor.offset + descriptor.nbytes)
         assert reader.import_update(manifest)
 
 
@@ -116,7 +79,7 @@ def test_what_a_user_wrote_into_his_tensors_does_not_count_as_damage(
     for version in range(2, 6):
         manifest = publish(publisher, version)
         tensors = consumer.import_update(manifest)
-        assert raw_bytes(tensors["layer.weight"]) == raw_bytes(weights(version)["layer.weight"])
+        assert bytes_of(tensors["layer.weight"]) == bytes_of(weights(version)["layer.weight"])
         tensors["layer.weight"].zero_()
         del tensors
         consumer.release(manifest.update_id)

@@ -21,7 +21,7 @@ from rl_bridge import (
 )
 from rl_bridge.errors import BridgeClosed, IncompatibleUpdate, ProofFailed, SegmentError
 from rl_bridge.testing.leaks import Holdings
-from tests.helpers import forked
+from tests.helpers import forked, forking
 
 MODES = ["copy", "alias", "flip"]
 
@@ -163,6 +163,7 @@ def test_a_meta_tensor_beside_the_engine_does_not_crash_the_undo() -> None:
     assert adapter.engine.weight.flatten()[:1].tolist() == [2.0]
 
 
+@forking
 def test_a_forked_child_is_told_even_if_a_thread_of_its_parent_held_the_locks() -> None:
     with SharedMemoryTensorBridge() as trainer, SharedMemoryTensorBridge() as rollout:
         manifest = trainer.publish(_weights(1.0), weight_version=1)
@@ -172,7 +173,7 @@ def test_a_forked_child_is_told_even_if_a_thread_of_its_parent_held_the_locks() 
             trainer._lock,
             trainer._publisher_end()._lock,
             rollout._lock,
-            rollout.consumer_end()._lock,
+            rollout._consumer_end()._lock,
             executor._lock,
         ]
         taken, done = threading.Event(), threading.Event()
@@ -189,8 +190,8 @@ def test_a_forked_child_is_told_even_if_a_thread_of_its_parent_held_the_locks() 
         holder.start()
         taken.wait(60)
 
-        def child() -> None:
-            signal.alarm(30)  # a hang ends in a signal, and the exit code tells
+        def child() -> bool:
+            signal.alarm(30)  # a hang ends in a signal, and then it says nothing
             calls: list[Callable[[], object]] = [
                 lambda: trainer.publish(_weights(2.0), weight_version=2),
                 trainer.consumers,
@@ -206,9 +207,10 @@ def test_a_forked_child_is_told_even_if_a_thread_of_its_parent_held_the_locks() 
                     call()
             trainer.close()
             rollout.close()
+            return True
 
         try:
-            assert forked(child) == 0
+            assert forked(child)
         finally:
             done.set()
             holder.join(60)
@@ -245,7 +247,7 @@ def test_an_interrupt_behind_the_import_leaves_no_slot_pinned(
         SharedMemoryTensorBridge() as rollout,
     ):
         executor = RolloutExecutor(weight_bridge=rollout)
-        consumer = rollout.consumer_end()
+        consumer = rollout._consumer_end()
         inner = consumer.import_update
 
         def interrupted(manifest: Any) -> Any:

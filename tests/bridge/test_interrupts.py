@@ -1,7 +1,5 @@
 """An interrupt at any step: the bytes, the executor and the bridge agree about the version."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -9,12 +7,11 @@ from rl_bridge import (
     ModuleInstallAdapter,
     RolloutExecutor,
     TensorBridge,
-    WeightUpdateManifest,
     make_weight_bridge,
 )
 from rl_bridge.lifecycle.machine import Transition
 from rl_bridge.lifecycle.table import Event, Role
-from tests.bridge.engines import Recording, content
+from tests.bridge.engines import Recording, content, publish
 from tests.helpers import weights
 
 
@@ -31,18 +28,9 @@ class Interrupting:
 
 
 @pytest.fixture
-def publisher() -> Iterator[TensorBridge]:
-    with make_weight_bridge("shared-memory", source_worker="trainer", suspicious="off") as made:
-        yield made
-
-
-@pytest.fixture
-def engine() -> dict[str, torch.Tensor]:
-    return {name: torch.zeros_like(tensor) for name, tensor in weights().items()}
-
-
-def publish(publisher: TensorBridge, version: int) -> WeightUpdateManifest:
-    return publisher.publish(weights(version), weight_version=version)
+def transport() -> str:
+    """Where an interrupt that goes wrong would leave memory pinned."""
+    return "shared-memory"
 
 
 EVENTS = [

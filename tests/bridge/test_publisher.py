@@ -1,7 +1,6 @@
 """Publishing: a sealed snapshot, and a number that is used up only by success."""
 
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,17 +25,8 @@ from rl_bridge.errors import (
 )
 from rl_bridge.lifecycle.machine import Transition
 from rl_bridge.lifecycle.table import Event, Role
-from tests.helpers import raw_bytes, weights
-
-TRANSPORTS = ["local-clone", "shared-memory"]
-forking = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
-
-
-@pytest.fixture(params=TRANSPORTS)
-def bridge(request: pytest.FixtureRequest) -> Iterator[TensorBridge]:
-    with make_weight_bridge(request.param, source_worker="trainer", source_rank=2) as made:
-        yield made
-
+from rl_bridge.testing.strategies import bytes_of
+from tests.helpers import weights
 
 # ---- what a publication is ----------------------------------------------------------------------
 
@@ -49,19 +39,19 @@ def test_the_manifest_says_who_published_what(bridge: TensorBridge) -> None:
     assert manifest.publisher_id == bridge.publisher_id
     assert manifest.metadata["step"] == 9
     assert set(manifest.tensors) == set(state)
-    assert manifest.total_nbytes == sum(len(raw_bytes(tensor)) for tensor in state.values())
+    assert manifest.total_nbytes == sum(len(bytes_of(tensor)) for tensor in state.values())
     assert bridge.update_status(manifest.update_id) == "published"
     assert bridge.get_manifest(manifest.update_id) is manifest
 
 
 def test_the_snapshot_does_not_change_with_the_trainers_next_step(bridge: TensorBridge) -> None:
     state = weights()
-    before = {name: raw_bytes(tensor) for name, tensor in state.items()}
+    before = {name: bytes_of(tensor) for name, tensor in state.items()}
     manifest = bridge.publish(state, weight_version=1)
     for tensor in state.values():
         tensor.add_(1)
     imported = bridge.import_update(manifest)
-    assert {name: raw_bytes(tensor) for name, tensor in imported.items()} == before
+    assert {name: bytes_of(tensor) for name, tensor in imported.items()} == before
 
 
 def test_the_metadata_of_the_caller_is_copied(bridge: TensorBridge) -> None:
@@ -157,8 +147,8 @@ BAD: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
     "metadata-value": (None, {"metadata": {"a": {1}}}, MalformedManifest, "set cannot travel"),
     "metadata-nan": (None, {"metadata": {"a": float("nan")}}, MalformedManifest, "nan"),
     "metadata-huge": (None, {"metadata": {"a": 10**9999}}, MalformedManifest, "digits"),
-    "metadata-text": (None, {"metadata": "step 3"}, MalformedManifest, "metadata is str"),
-    "metadata-list": (None, {"metadata": [1]}, MalformedManifest, "metadata is list"),
+    "metadata-text": (None, {"metadata": "step 3"}, MalformedManifest, "metadata is a str"),
+    "metadata-list": (None, {"metadata": [1]}, MalformedManifest, "metadata is a list"),
     "layout": (None, {"metadata": {"layout": {"rank": "0"}}}, MalformedManifest, "rank"),
     "sharded": (
         None,

@@ -1,7 +1,5 @@
 """Publishing, when it ends: release, failure, close, fork; and bridges by name."""
 
-from collections.abc import Iterator
-
 import pytest
 
 from rl_bridge import (
@@ -9,6 +7,7 @@ from rl_bridge import (
     WeightBridge,
     make_weight_bridge,
 )
+from rl_bridge.bridge.publisher import _REMEMBERED as REMEMBERED
 from rl_bridge.errors import (
     BridgeClosed,
     SegmentError,
@@ -17,17 +16,8 @@ from rl_bridge.errors import (
     WeightBridgeUnavailableError,
 )
 from rl_bridge.lifecycle.table import State
-from tests.helpers import forked, open_fds, raw_bytes, weights
-
-TRANSPORTS = ["local-clone", "shared-memory"]
-forking = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
-
-
-@pytest.fixture(params=TRANSPORTS)
-def bridge(request: pytest.FixtureRequest) -> Iterator[TensorBridge]:
-    with make_weight_bridge(request.param, source_worker="trainer", source_rank=2) as made:
-        yield made
-
+from rl_bridge.testing.strategies import bytes_of
+from tests.helpers import forked, forking, open_fds, weights
 
 # ---- release, close, failures -------------------------------------------------------------------
 
@@ -56,7 +46,7 @@ def test_the_books_stay_bounded_and_unreleased_updates_stay_in_them() -> None:
             manifest = bridge.publish(weights(), weight_version=version)
             bridge.release(manifest.update_id)
         publisher = bridge._publisher_end()
-        assert len(publisher._updates) <= 256
+        assert len(publisher._updates) == REMEMBERED
         assert bridge.update_status(kept.update_id) == "published"
         assert bridge.update_status(manifest.update_id) == "released"
 
@@ -79,7 +69,7 @@ def test_a_publication_that_fails_half_way_holds_nothing(
     manifest = bridge.publish(state, weight_version=2)
     assert bridge.published_nbytes <= max(held, 2 * manifest.table.arena_nbytes)
     imported = bridge.import_update(manifest)
-    assert raw_bytes(imported["layer.bias"]) == raw_bytes(state["layer.bias"])
+    assert bytes_of(imported["layer.bias"]) == bytes_of(state["layer.bias"])
 
 
 def test_memory_that_runs_out_is_a_segment_error_and_leaves_the_version_free(

@@ -1,29 +1,13 @@
 """Who holds what: the publisher's view of its consumers, in this process and in others."""
 
-from collections.abc import Iterator
-
 import pytest
 
 from rl_bridge import ConsumerReport, TensorBridge, WeightUpdateManifest, make_weight_bridge
 from rl_bridge.errors import SlotsExhausted, WeightBridgeUnavailableError
 from rl_bridge.memory.control import RECORD_NBYTES
 from rl_bridge.memory.segment import close_fd, open_segment
-from tests.helpers import HELD, Child, until, weights
-
-
-@pytest.fixture(params=["local-clone", "shared-memory"])
-def transport(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
-@pytest.fixture
-def publisher(transport: str) -> Iterator[TensorBridge]:
-    with make_weight_bridge(transport, source_worker="trainer", suspicious="off") as made:
-        yield made
-
-
-def publish(publisher: TensorBridge, version: int) -> WeightUpdateManifest:
-    return publisher.publish(weights(version), weight_version=version)
+from rl_bridge.testing.processes import Child, until
+from tests.bridge.engines import publish
 
 
 def only(publisher: TensorBridge, manifest: WeightUpdateManifest) -> ConsumerReport:
@@ -147,7 +131,7 @@ def test_a_way_back_that_fails_does_not_fail_what_it_tells_of(
 
     manifest = publish(publisher, 1)
     with make_weight_bridge(publisher.transport) as consumer:
-        monkeypatch.setattr(consumer.consumer_end()._end, "report", broken)
+        monkeypatch.setattr(consumer._consumer_end()._end, "report", broken)
         consumer.import_update(manifest)
         consumer.acknowledge(manifest.update_id)
         assert consumer.active_weight_version == 1
@@ -157,14 +141,16 @@ def test_a_way_back_that_fails_does_not_fail_what_it_tells_of(
 # ---- other processes ----------------------------------------------------------------------------
 
 
-def _join(text: str, worker: str) -> None:
-    HELD["bridge"] = make_weight_bridge("shared-memory", source_worker=worker)
-    HELD["tensors"] = HELD["bridge"].import_update(text)
+class Remote:
+    """A consumer in a process of its own."""
 
+    def join(self, text: str, worker: str) -> None:
+        self.bridge = make_weight_bridge("shared-memory", source_worker=worker)
+        self.tensors = self.bridge.import_update(text)
 
-def _leave() -> None:
-    HELD.pop("tensors")
-    HELD.pop("bridge").close()
+    def leave(self) -> None:
+        del self.tensors
+        self.bridge.close()
 
 
 def test_a_laggard_is_named_with_its_process_and_a_killed_one_is_gone() -> None:
@@ -172,10 +158,10 @@ def test_a_laggard_is_named_with_its_process_and_a_killed_one_is_gone() -> None:
         make_weight_bridge(
             "shared-memory", source_worker="trainer", max_slots=2, suspicious="off"
         ) as publisher,
-        Child() as child,
+        Child(Remote) as child,
     ):
         manifest = publish(publisher, 1)
-        child.call(_join, manifest.to_json(), "slow-rollout")
+        child.call("join", text=manifest.to_json(), worker="slow-rollout")
         report = only(publisher, manifest)
         assert (report.pid, report.presence, report.state) == (child.pid, "alive", "verified")
         publisher.release(manifest.update_id)
@@ -185,9 +171,9 @@ def test_a_laggard_is_named_with_its_process_and_a_killed_one_is_gone() -> None:
             match=rf"still read by worker 'slow-rollout' rank 0 \(pid {child.pid}, verified\)",
         ):
             publish(publisher, 3)
-        child.call(_leave)
+        child.call("leave")
         publisher.release(publish(publisher, 4).update_id)
-        child.call(_join, second.to_json(), "again")
+        child.call("join", text=second.to_json(), worker="again")
         child.kill()
         until(
             lambda: {r.presence for r in publisher.consumers()} == {"gone"},

@@ -1,6 +1,6 @@
 """The executor's transaction: its order, what it leaves behind, and what a failed one undoes."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import pytest
 import torch
@@ -20,42 +20,8 @@ from rl_bridge.errors import (
     WeightBridgeUnavailableError,
     WeightUpdateRejectedError,
 )
-from tests.bridge.engines import Recording, content
+from tests.bridge.engines import Recording, bridge_of, content, publish
 from tests.helpers import weights
-
-TRANSPORTS = ["local-clone", "shared-memory"]
-
-
-@pytest.fixture(params=TRANSPORTS)
-def publisher(request: pytest.FixtureRequest) -> Iterator[TensorBridge]:
-    with make_weight_bridge(request.param, source_worker="trainer", suspicious="off") as made:
-        yield made
-
-
-@pytest.fixture
-def engine() -> dict[str, torch.Tensor]:
-    return {name: torch.zeros_like(tensor) for name, tensor in weights().items()}
-
-
-@pytest.fixture
-def adapter(engine: dict[str, torch.Tensor]) -> Recording:
-    return Recording(engine)
-
-
-@pytest.fixture
-def executor(publisher: TensorBridge, adapter: Recording) -> Iterator[RolloutExecutor]:
-    with make_weight_bridge(publisher.transport, source_worker="rollout") as bridge:
-        yield RolloutExecutor(weight_bridge=bridge, weight_install_adapter=adapter)
-
-
-def publish(publisher: TensorBridge, version: int) -> WeightUpdateManifest:
-    return publisher.publish(weights(version), weight_version=version)
-
-
-def bridge_of(executor: RolloutExecutor) -> TensorBridge:
-    assert isinstance(executor.bridge, TensorBridge)
-    return executor.bridge
-
 
 # ---- success ------------------------------------------------------------------------------------
 

@@ -1,7 +1,6 @@
 """The executor's transaction when it fails: undone to the byte, told to everybody."""
 
 import logging
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,49 +11,14 @@ from rl_bridge import (
     ModuleInstallAdapter,
     RolloutExecutor,
     TensorBridge,
-    WeightUpdateManifest,
     make_weight_bridge,
 )
 from rl_bridge.errors import (
     ProofFailed,
 )
 from rl_bridge.lifecycle.table import State
-from tests.bridge.engines import Recording, SeedStyle, Unseen, content
+from tests.bridge.engines import Recording, SeedStyle, Unseen, bridge_of, content, publish
 from tests.helpers import weights
-
-TRANSPORTS = ["local-clone", "shared-memory"]
-
-
-@pytest.fixture(params=TRANSPORTS)
-def publisher(request: pytest.FixtureRequest) -> Iterator[TensorBridge]:
-    with make_weight_bridge(request.param, source_worker="trainer", suspicious="off") as made:
-        yield made
-
-
-@pytest.fixture
-def engine() -> dict[str, torch.Tensor]:
-    return {name: torch.zeros_like(tensor) for name, tensor in weights().items()}
-
-
-@pytest.fixture
-def adapter(engine: dict[str, torch.Tensor]) -> Recording:
-    return Recording(engine)
-
-
-@pytest.fixture
-def executor(publisher: TensorBridge, adapter: Recording) -> Iterator[RolloutExecutor]:
-    with make_weight_bridge(publisher.transport, source_worker="rollout") as bridge:
-        yield RolloutExecutor(weight_bridge=bridge, weight_install_adapter=adapter)
-
-
-def publish(publisher: TensorBridge, version: int) -> WeightUpdateManifest:
-    return publisher.publish(weights(version), weight_version=version)
-
-
-def bridge_of(executor: RolloutExecutor) -> TensorBridge:
-    assert isinstance(executor.bridge, TensorBridge)
-    return executor.bridge
-
 
 # ---- failures after the engine was touched ------------------------------------------------------
 

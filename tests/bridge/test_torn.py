@@ -1,43 +1,14 @@
 """Torn: install and undo both failed. The engine must not serve until it is whole again."""
 
-from collections.abc import Iterator
-
 import pytest
-import torch
 
-from rl_bridge import RolloutExecutor, TensorBridge, WeightUpdateManifest, make_weight_bridge
+from rl_bridge import RolloutExecutor, TensorBridge, WeightUpdateManifest
 from rl_bridge.errors import StaleUpdate, TornEngine, WeightUpdateRejectedError
 from rl_bridge.lifecycle.table import State
-from tests.bridge.engines import Recording, content
+from tests.bridge.engines import Recording, bridge_of, content, publish
 from tests.helpers import weights
 
 OWN = LookupError("the engine said no")
-
-
-@pytest.fixture(params=["local-clone", "shared-memory"])
-def publisher(request: pytest.FixtureRequest) -> Iterator[TensorBridge]:
-    with make_weight_bridge(request.param, source_worker="trainer", suspicious="off") as made:
-        yield made
-
-
-@pytest.fixture
-def adapter() -> Recording:
-    return Recording({name: torch.zeros_like(tensor) for name, tensor in weights().items()})
-
-
-@pytest.fixture
-def executor(publisher: TensorBridge, adapter: Recording) -> Iterator[RolloutExecutor]:
-    with make_weight_bridge(publisher.transport, source_worker="rollout") as bridge:
-        yield RolloutExecutor(weight_bridge=bridge, weight_install_adapter=adapter)
-
-
-def publish(publisher: TensorBridge, version: int) -> WeightUpdateManifest:
-    return publisher.publish(weights(version), weight_version=version)
-
-
-def bridge_of(executor: RolloutExecutor) -> TensorBridge:
-    assert isinstance(executor.bridge, TensorBridge)
-    return executor.bridge
 
 
 def tear(

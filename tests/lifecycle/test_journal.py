@@ -17,10 +17,8 @@ from rl_bridge.errors import (
     WeightBridgeUnavailableError,
 )
 from rl_bridge.lifecycle.journal import Journal
-from tests.helpers import Child, forked, until
-
-# A fork in a process with threads: deliberate here, and deprecated since Python 3.12.
-forking = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+from rl_bridge.testing.processes import Child, ChildError, until
+from tests.helpers import forked, forking
 
 
 def record(directory: Path, **fields: object) -> dict[str, Any]:
@@ -186,18 +184,14 @@ def test_a_second_live_publisher_is_refused(tmp_path: Path) -> None:
     with Journal(tmp_path):
         with pytest.raises(WeightBridgeUnavailableError, match=r"another live publisher.*Stop it"):
             Journal(tmp_path)
-        with Child() as child:
-            assert "another live publisher" in child.call(_refusal, tmp_path)
+        with (
+            Child(Journal, state_dir=tmp_path) as child,
+            pytest.raises(ChildError, match="another live publisher") as caught,
+        ):
+            child.ready()
+        assert caught.value.kind == WeightBridgeUnavailableError.__name__
     with Journal(tmp_path):
         pass
-
-
-def _refusal(directory: Path) -> str:
-    try:
-        Journal(directory).close()
-    except WeightBridgeUnavailableError as error:
-        return str(error)
-    return ""
 
 
 def test_closing_twice_is_fine(tmp_path: Path) -> None:
@@ -251,7 +245,8 @@ def test_a_forked_child_cannot_claim_in_its_parents_name(tmp_path: Path) -> None
             return True
 
         assert forked(claims)
-        assert _refusal(tmp_path) != "", "the parent still owns the directory"
+        with pytest.raises(WeightBridgeUnavailableError, match="another live publisher"):
+            Journal(tmp_path)  # the parent still owns the directory
         journal.reserve(2)
 
 

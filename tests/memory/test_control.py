@@ -25,10 +25,10 @@ from rl_bridge.memory.control import (
     num_records,
 )
 from rl_bridge.memory.segment import OwnedSegment, SegmentRef
-from tests.helpers import HELD, Child, forked, open_fds, until
+from rl_bridge.testing.processes import Child, until
+from tests.helpers import forked, forking, open_fds
 
 PUBLISHER = "b" * 32
-forking = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
 
 
 @pytest.fixture
@@ -167,9 +167,12 @@ def test_several_threads_may_report(reader: ControlReader) -> None:
 # ---- presence -----------------------------------------------------------------------------------
 
 
-def _join(ref: SegmentRef, worker: str) -> None:
-    HELD["writer"] = writer_of(ref, worker)
-    HELD["writer"].report(update(7))
+class Remote:
+    """A consumer in a process of its own that has reported one update."""
+
+    def __init__(self, ref: SegmentRef, worker: str) -> None:
+        self.writer = writer_of(ref, worker)
+        self.writer.report(update(7))
 
 
 def test_a_consumer_that_closed_or_was_killed_is_gone_with_its_reports_kept(
@@ -177,8 +180,8 @@ def test_a_consumer_that_closed_or_was_killed_is_gone_with_its_reports_kept(
 ) -> None:
     writer = writer_of(reader.segment.ref, "closed")
     writer.report(update(5))
-    with Child() as child:
-        child.call(_join, reader.segment.ref, "killed")
+    with Child(Remote, ref=reader.segment.ref, worker="killed") as child:
+        child.ready()
         assert [(r.worker, r.presence) for r in reader.records()] == [
             ("closed", "alive"),
             ("killed", "alive"),

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rl_bridge.memory import leases
-from tests.helpers import HELD, Child, until
+from rl_bridge.testing.processes import Child, until
 
 RDONLY, RDWR = os.O_RDONLY | os.O_CLOEXEC, os.O_RDWR | os.O_CLOEXEC
 
@@ -93,25 +93,30 @@ def test_a_lease_belongs_to_the_descriptor_and_not_to_the_process(
     assert not leases.try_exclusive(writer)
 
 
-def _hold(path: Path) -> bool:
-    HELD["fd"] = os.open(path, RDONLY)
-    return leases.try_shared(HELD["fd"])
+class Holder:
+    """A reader in a process of its own."""
 
+    def __init__(self, path: Path) -> None:
+        self.path = path
 
-def _let_go() -> None:
-    os.close(HELD.pop("fd"))
+    def hold(self) -> bool:
+        self.fd = os.open(self.path, RDONLY)
+        return leases.try_shared(self.fd)
+
+    def let_go(self) -> None:
+        os.close(self.fd)
 
 
 def test_a_lease_holds_across_processes_and_a_killed_holders_is_gone(
     path: Path, writer: int
 ) -> None:
-    with Child() as child:
-        assert child.call(_hold, path)
+    with Child(Holder, path=path) as child:
+        assert child.call("hold")
         assert not leases.try_exclusive(writer)
-        child.call(_let_go)
+        child.call("let_go")
         assert leases.try_exclusive(writer)
         leases.unlock(writer)
-        assert child.call(_hold, path)
+        assert child.call("hold")
         assert leases.is_held(writer)
         child.kill()
         # The kernel closes a dead process's files before anybody can wait for it.

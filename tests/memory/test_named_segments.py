@@ -17,7 +17,8 @@ from rl_bridge.memory.segment import (
     still_there,
     sweep,
 )
-from tests.helpers import HELD, Child, open_fds, until
+from rl_bridge.testing.processes import Child, until
+from tests.helpers import open_fds
 
 NAME = "rlb-0123456789ab-1.seg"
 
@@ -151,19 +152,22 @@ def test_a_name_that_is_taken_is_not_overwritten(segment: OwnedSegment, tmp_path
 # ---- the sweep ----------------------------------------------------------------------------------
 
 
-def _own(directory: Path, *names: str) -> None:
-    HELD["segments"] = [
-        OwnedSegment.make(name, vm.PAGE, directory=directory, writers="control" in name)
-        for name in names
-    ]
+class Owner:
+    """The owner of named segments, in a process of its own."""
+
+    def __init__(self, directory: Path, names: list[str]) -> None:
+        self.segments = [
+            OwnedSegment.make(name, vm.PAGE, directory=directory, writers="control" in name)
+            for name in names
+        ]
 
 
 def test_the_sweep_removes_what_a_killed_owner_left_and_spares_the_living(
     segment: OwnedSegment, tmp_path: Path
 ) -> None:
     left = ["rlb-aaaaaaaaaaaa-1.seg", "rlb-aaaaaaaaaaaa-control"]
-    with Child() as owner:
-        owner.call(_own, tmp_path, *left)
+    with Child(Owner, directory=tmp_path, names=left) as owner:
+        owner.ready()
         assert sweep(tmp_path) == []
         owner.kill()
     expected = [(name, vm.PAGE) for name in left]
@@ -175,9 +179,10 @@ def test_the_sweep_removes_what_a_killed_owner_left_and_spares_the_living(
 
 
 def test_an_owner_that_ends_without_closing_leaves_no_file(tmp_path: Path) -> None:
-    with Child() as owner:
-        owner.call(_own, tmp_path, NAME)
+    with Child(Owner, directory=tmp_path, names=[NAME]) as owner:
+        owner.ready()
         assert (tmp_path / NAME).exists()
+        assert owner.stop() == 0
     assert list(tmp_path.iterdir()) == []
 
 
@@ -222,8 +227,8 @@ def test_the_sweep_does_not_wait_for_a_pipe(tmp_path: Path) -> None:
 
 def test_a_control_segments_readers_do_not_make_its_owner_look_alive(tmp_path: Path) -> None:
     name = "rlb-aaaaaaaaaaaa-control"
-    with Child() as owner:
-        owner.call(_own, tmp_path, name)
+    with Child(Owner, directory=tmp_path, names=[name]) as owner:
+        owner.ready()
         owner.kill()
     path = tmp_path / name
     with path.open("r+b") as file:

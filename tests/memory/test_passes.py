@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from rl_bridge.manifest.digest import LEAF_NBYTES, PAD_NBYTES, digest_bytes
 from rl_bridge.memory import passes
 from rl_bridge.memory.passes import BytePlan, default_threads, native_cause
-from tests.helpers import forked
+from tests.helpers import forked, forking
 
 BORDERS = [
     size + delta
@@ -168,7 +168,7 @@ def test_many_threads_may_run_passes_at_once() -> None:
     assert not wrong
 
 
-@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+@forking
 def test_a_forked_child_makes_helper_threads_of_its_own() -> None:
     source = Buffers([5 << 20, 1 << 20])
     expected = source.digests()

@@ -6,6 +6,7 @@ import fcntl
 import gc
 import mmap
 import os
+import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,9 +24,8 @@ from rl_bridge.memory.segment import (
     process_start_time,
     still_there,
 )
-from tests.helpers import HELD, Child, forked, open_fds
-
-forking = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+from rl_bridge.testing.processes import Child
+from tests.helpers import forked, forking, open_fds
 
 
 @pytest.fixture
@@ -37,8 +37,50 @@ def segment() -> Iterator[OwnedSegment]:
 
 @pytest.fixture(scope="module")
 def child() -> Iterator[Child]:
-    with Child() as process:
+    with Child(Stranger) as process:
         yield process
+
+
+class Stranger:
+    """Another process of the same user, which got nothing but a reference."""
+
+    def attack(self, ref: dict[str, Any]) -> dict[str, str]:
+        return _attack(SegmentRef(**ref))
+
+    def read(self, ref: dict[str, Any], nbytes: int) -> str:
+        fd = open_segment(SegmentRef(**ref))
+        try:
+            return os.pread(fd, nbytes, 0).hex()
+        finally:
+            close_fd(fd)
+
+    def start_time(self, pid: int) -> int | None:
+        return process_start_time(pid)
+
+
+class Owner:
+    """The owner of a segment, in a process of its own."""
+
+    def __init__(self) -> None:
+        self.segment = OwnedSegment.make("rl_bridge-test", vm.PAGE)
+        vm.store(self.segment.address, b"bytes")
+
+    def ref(self) -> dict[str, Any]:
+        return self.segment.ref.model_dump()
+
+
+def ref_to(fd: int, nbytes: int = vm.PAGE) -> SegmentRef:
+    """A reference to a descriptor of this process, right in all that the kernel tells."""
+    status = os.fstat(fd)
+    return SegmentRef(
+        kind="memfd",
+        device=status.st_dev,
+        inode=status.st_ino,
+        nbytes=nbytes,
+        pid=os.getpid(),
+        start_time=process_start_time(os.getpid()) or 0,
+        fd=fd,
+    )
 
 
 def changed(ref: SegmentRef, **fields: Any) -> SegmentRef:
@@ -168,7 +210,7 @@ def _punch(fd: int, nbytes: int) -> None:
 
 
 def test_another_process_can_read_and_do_nothing_else(segment: OwnedSegment, child: Child) -> None:
-    assert child.call(_attack, segment.ref) == {
+    assert child.call("attack", ref=segment.ref.model_dump()) == {
         "truncate": "PermissionError",
         "grow": "PermissionError",
         "write": "PermissionError",
@@ -183,7 +225,7 @@ def test_another_process_can_read_and_do_nothing_else(segment: OwnedSegment, chi
 
 def test_a_control_segment_can_be_written_but_not_resized_by_others(child: Child) -> None:
     segment = OwnedSegment.make("rl_bridge-test", vm.PAGE, writers=True)
-    found = child.call(_attack, segment.ref)
+    found = child.call("attack", ref=segment.ref.model_dump())
     assert (found["write"], found["map writable"]) == ("done", "done")
     assert (found["truncate"], found["grow"], found["unseal"]) == ("PermissionError",) * 3
     segment.close()
@@ -192,19 +234,12 @@ def test_a_control_segment_can_be_written_but_not_resized_by_others(child: Child
 # ---- opening ------------------------------------------------------------------------------------
 
 
-def _read(ref: SegmentRef, nbytes: int) -> bytes:
-    fd = open_segment(ref)
-    try:
-        return os.pread(fd, nbytes, 0)
-    finally:
-        close_fd(fd)
-
-
 def test_an_unrelated_process_opens_it_from_the_reference_alone(
     segment: OwnedSegment, child: Child
 ) -> None:
     vm.store(segment.address, b"hello")
-    assert child.call(_read, segment.ref, 5) == b"hello"
+    found = child.call("read", ref=segment.ref.model_dump(), nbytes=5)
+    assert bytes.fromhex(found) == b"hello"
 
 
 def test_another_inode_size_or_process_is_refused(segment: OwnedSegment) -> None:
@@ -222,26 +257,15 @@ def test_another_inode_size_or_process_is_refused(segment: OwnedSegment) -> None
 
 @pytest.mark.parametrize("kind", ["pipe", "socket", "directory", "device"])
 def test_what_is_no_file_is_refused_without_waiting(kind: str, tmp_path: Path) -> None:
-    fds = []
     if kind == "pipe":
         fds = list(os.pipe())
+    elif kind == "socket":
+        fds = [end.detach() for end in socket.socketpair()]
     elif kind == "directory":
         fds = [os.open(tmp_path, os.O_RDONLY)]
-    elif kind == "device":
-        fds = [os.open("/dev/null", os.O_RDONLY)]
     else:
-        fds = [os.open("/", os.O_PATH)]
-    status = os.fstat(fds[0])
-    ref = SegmentRef(
-        kind="memfd",
-        device=status.st_dev,
-        inode=status.st_ino,
-        nbytes=0,
-        pid=os.getpid(),
-        start_time=process_start_time(os.getpid()) or 0,
-        fd=fds[0],
-    )
-    refused(ref, "was replaced|cannot be opened")
+        fds = [os.open("/dev/null", os.O_RDONLY)]
+    refused(ref_to(fds[0], 0), "was replaced")
     for fd in fds:
         os.close(fd)
 
@@ -249,16 +273,7 @@ def test_what_is_no_file_is_refused_without_waiting(kind: str, tmp_path: Path) -
 def test_an_unsealed_memfd_is_refused() -> None:
     fd = os.memfd_create("open", os.MFD_ALLOW_SEALING)
     os.ftruncate(fd, vm.PAGE)
-    status = os.fstat(fd)
-    ref = SegmentRef(
-        kind="memfd",
-        device=status.st_dev,
-        inode=status.st_ino,
-        nbytes=vm.PAGE,
-        pid=os.getpid(),
-        start_time=process_start_time(os.getpid()) or 0,
-        fd=fd,
-    )
+    ref = ref_to(fd)
     refused(ref, "is not sealed.*its owner could change it")
     # A segment that others may write is no place for weights.
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, 2 | 4)
@@ -271,29 +286,12 @@ def test_a_plain_file_is_no_memfd(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(bytes(vm.PAGE))
     with path.open("rb") as file:
-        status = os.fstat(file.fileno())
-        ref = SegmentRef(
-            kind="memfd",
-            device=status.st_dev,
-            inode=status.st_ino,
-            nbytes=vm.PAGE,
-            pid=os.getpid(),
-            start_time=process_start_time(os.getpid()) or 0,
-            fd=file.fileno(),
-        )
-        refused(ref, "is not sealed")
-
-
-def _own() -> SegmentRef:
-    HELD["segment"] = OwnedSegment.make("rl_bridge-test", vm.PAGE)
-    vm.store(HELD["segment"].address, b"bytes")
-    ref: SegmentRef = HELD["segment"].ref
-    return ref
+        refused(ref_to(file.fileno()), "is not sealed")
 
 
 def test_a_killed_owners_segment_is_gone_for_newcomers_and_stays_for_readers() -> None:
-    with Child() as owner:
-        ref = owner.call(_own)
+    with Child(Owner) as owner:
+        ref = SegmentRef(**owner.call("ref"))
         fd = open_segment(ref)
         address = vm.reserve(vm.PAGE)
         vm.map_fixed(address, vm.PAGE, fd)
@@ -309,8 +307,12 @@ def test_a_killed_owners_segment_is_gone_for_newcomers_and_stays_for_readers() -
 # ---- processes ----------------------------------------------------------------------------------
 
 
-def test_the_start_time_names_this_process() -> None:
-    assert process_start_time(os.getpid()) == process_start_time(os.getpid())
+def test_the_start_time_names_this_process(child: Child) -> None:
+    stat = Path("/proc/self/stat").read_text("ascii", "replace")
+    told = int(stat.rpartition(")")[2].split()[19])
+    assert process_start_time(os.getpid()) == told
+    assert child.call("start_time", pid=os.getpid()) == told
+    assert process_start_time(child.pid) == child.call("start_time", pid=child.pid)
     assert process_start_time(2**31) is None
 
 

@@ -11,8 +11,8 @@ from rl_bridge.memory import leases, vm
 from rl_bridge.memory.segment import OwnedSegment, close_fd, open_segment
 from rl_bridge.memory.slots import Slot, SlotRing, Stamp, read_stamp
 from tests.helpers import open_fds
+from tests.memory.slots_rig import SIZE, new_ring, uid, write
 
-SIZE = 4 * vm.PAGE
 MakeRing = Callable[..., SlotRing]
 
 
@@ -21,27 +21,13 @@ def make_ring() -> Iterator[MakeRing]:
     rings = []
 
     def make(limit: int = 3, holders: dict[str, list[str]] | None = None) -> SlotRing:
-        ring = SlotRing(
-            lambda nbytes: OwnedSegment.make("rl_bridge-test", nbytes),
-            limit=limit,
-            name_holders=lambda update_id: (holders or {}).get(update_id, []),
-        )
+        ring = new_ring(limit, holders)
         rings.append(ring)
         return ring
 
     yield make
     for ring in rings:
         ring.close()
-
-
-def uid(number: int) -> str:
-    return f"{number:032x}"
-
-
-def write(ring: SlotRing, number: int, nbytes: int = SIZE) -> Slot:
-    slot = ring.acquire(nbytes)
-    ring.publish(slot, uid(number), nbytes)
-    return slot
 
 
 def read_lease(slot: Slot) -> int:

@@ -10,7 +10,8 @@ import torch
 
 from rl_bridge import RolloutExecutor, make_weight_bridge
 from rl_bridge.installers.module import ModuleInstallAdapter
-from tests.helpers import HELD, Child, open_fds
+from rl_bridge.testing.processes import Child
+from tests.helpers import open_fds
 
 NUM_UPDATES = 50
 NBYTES = 8 << 20
@@ -36,24 +37,23 @@ def footprint() -> dict[str, Any]:
     }
 
 
-def _setup(mode: str, directory: str | None) -> None:
-    engine = {"w": torch.zeros(NBYTES // 4), "b": torch.zeros(100)}
-    bridge = make_weight_bridge("shared-memory", source_worker="rollout", directory=directory)
-    adapter = ModuleInstallAdapter(engine, mode=mode, num_threads=1)  # type: ignore[arg-type]
-    HELD["executor"] = RolloutExecutor(weight_bridge=bridge, weight_install_adapter=adapter)
-    HELD["engine"] = engine
+class Rollout:
+    """The consumer's side, in a process of its own."""
 
+    def __init__(self, mode: str) -> None:
+        self.engine = {"w": torch.zeros(NBYTES // 4), "b": torch.zeros(100)}
+        bridge = make_weight_bridge("shared-memory", source_worker="rollout")
+        adapter = ModuleInstallAdapter(self.engine, mode=mode, num_threads=1)  # type: ignore[arg-type]
+        self.executor = RolloutExecutor(weight_bridge=bridge, weight_install_adapter=adapter)
 
-def _install(text: str) -> None:
-    HELD["executor"].update_weights(text)
+    def install(self, text: str) -> None:
+        self.executor.update_weights(text)
 
+    def footprint(self) -> dict[str, Any]:
+        return footprint()
 
-def _look() -> dict[str, Any]:
-    return footprint()
-
-
-def _first_value() -> float:
-    return float(HELD["engine"]["w"][0])
+    def first_value(self) -> float:
+        return float(self.engine["w"][0])
 
 
 @pytest.mark.parametrize("mode", ["copy", "alias", "flip"])
@@ -61,26 +61,25 @@ def test_fifty_updates_touch_no_new_page_and_open_nothing(mode: str) -> None:
     weights = {"w": torch.zeros(NBYTES // 4), "b": torch.zeros(100)}
     published: deque[str] = deque()
     with (
-        Child() as child,
+        Child(Rollout, mode=mode) as child,
         make_weight_bridge("shared-memory", num_threads=1) as bridge,
     ):
-        child.call(_setup, mode, None)
 
         def step(version: int) -> None:
             weights["w"].fill_(version)
             manifest = bridge.publish(weights, weight_version=version)
             published.append(manifest.update_id)
-            child.call(_install, manifest.to_json(layout=version == 1))
+            child.call("install", text=manifest.to_json(layout=version == 1))
             while len(published) > 1:
                 bridge.release(published.popleft())
 
         for version in range(1, 7):
             step(version)
-        mine, theirs = footprint(), child.call(_look)
+        mine, theirs = footprint(), child.call("footprint")
         for version in range(7, 7 + NUM_UPDATES):
             step(version)
-        mine_after, theirs_after = footprint(), child.call(_look)
-        assert child.call(_first_value) == 6 + NUM_UPDATES
+        mine_after, theirs_after = footprint(), child.call("footprint")
+        assert child.call("first_value") == 6 + NUM_UPDATES
         for before, after in ((mine, mine_after), (theirs, theirs_after)):
             assert after["fds"] == before["fds"]
             assert after["mappings"] == before["mappings"]

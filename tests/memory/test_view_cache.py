@@ -1,57 +1,16 @@
 """A consumer's mapped segments: mapped once, kept while their publisher keeps them."""
 
 import os
-from collections.abc import Iterator
 
 import pytest
-import torch
 
 from rl_bridge.errors import (
     SegmentError,
 )
-from rl_bridge.memory import vm
-from rl_bridge.memory.segment import OwnedSegment
-from rl_bridge.memory.slots import Slot, SlotRing
-from rl_bridge.memory.views import Pin, SegmentView, ViewCache, tensor_in
+from rl_bridge.memory.slots import SlotRing
+from rl_bridge.memory.views import ViewCache
 from tests.helpers import open_fds
-
-SIZE = 4 * vm.PAGE
-forking = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
-
-
-def uid(number: int) -> str:
-    return f"{number:032x}"
-
-
-@pytest.fixture
-def ring() -> Iterator[SlotRing]:
-    made = SlotRing(
-        lambda nbytes: OwnedSegment.make("rl_bridge-test", nbytes),
-        limit=2,
-        name_holders=lambda _: [],
-    )
-    yield made
-    made.close()
-
-
-def write(ring: SlotRing, number: int) -> Slot:
-    slot = ring.acquire(SIZE)
-    vm.store(slot.address, bytes([number]) * SIZE)
-    ring.publish(slot, uid(number), SIZE)
-    return slot
-
-
-def view_of(slot: Slot) -> SegmentView:
-    return SegmentView(slot.segment.ref, None)
-
-
-def pin_of(view: SegmentView, number: int, generation: int = 1) -> Pin:
-    return view.pin(uid(number), generation, SIZE)
-
-
-def tensor_of(pin: Pin, nbytes: int = SIZE, offset: int = 0) -> torch.Tensor:
-    return tensor_in(pin, offset, nbytes, "uint8", (nbytes,))
-
+from tests.memory.slots_rig import SIZE, pin_of, tensor_of, write
 
 # ---- the cache ----------------------------------------------------------------------------------
 

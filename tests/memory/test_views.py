@@ -4,7 +4,6 @@ import ctypes
 import gc
 import os
 import threading
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -17,48 +16,10 @@ from rl_bridge.errors import (
 )
 from rl_bridge.memory import leases, vm
 from rl_bridge.memory.imported import ImportedTensors
-from rl_bridge.memory.segment import OwnedSegment
 from rl_bridge.memory.slots import Slot, SlotRing
-from rl_bridge.memory.views import Pin, SegmentView, anonymous_pin, tensor_in
-from tests.helpers import forked, make_table, open_fds
-
-SIZE = 4 * vm.PAGE
-forking = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
-
-
-def uid(number: int) -> str:
-    return f"{number:032x}"
-
-
-@pytest.fixture
-def ring() -> Iterator[SlotRing]:
-    made = SlotRing(
-        lambda nbytes: OwnedSegment.make("rl_bridge-test", nbytes),
-        limit=2,
-        name_holders=lambda _: [],
-    )
-    yield made
-    made.close()
-
-
-def write(ring: SlotRing, number: int) -> Slot:
-    slot = ring.acquire(SIZE)
-    vm.store(slot.address, bytes([number]) * SIZE)
-    ring.publish(slot, uid(number), SIZE)
-    return slot
-
-
-def view_of(slot: Slot) -> SegmentView:
-    return SegmentView(slot.segment.ref, None)
-
-
-def pin_of(view: SegmentView, number: int, generation: int = 1) -> Pin:
-    return view.pin(uid(number), generation, SIZE)
-
-
-def tensor_of(pin: Pin, nbytes: int = SIZE, offset: int = 0) -> torch.Tensor:
-    return tensor_in(pin, offset, nbytes, "uint8", (nbytes,))
-
+from rl_bridge.memory.views import anonymous_pin, tensor_in
+from tests.helpers import forked, forking, make_table, open_fds
+from tests.memory.slots_rig import SIZE, pin_of, tensor_of, uid, view_of, write
 
 # ---- tensors ------------------------------------------------------------------------------------
 

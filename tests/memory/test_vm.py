@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rl_bridge.memory import vm
-from tests.helpers import forked
+from tests.helpers import forked, forking
 
 NBYTES = 64 * vm.PAGE
 
@@ -143,7 +143,7 @@ def test_populating_beyond_a_truncated_file_is_an_error_and_no_signal(file: int)
     vm.unmap(address, NBYTES)
 
 
-@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+@forking
 def test_a_guarded_mapping_is_not_there_in_a_forked_child(file: int) -> None:
     guarded, plain = vm.map_shared(NBYTES, file), vm.map_shared(NBYTES, file)
     vm.guard_from_fork(guarded, NBYTES)
