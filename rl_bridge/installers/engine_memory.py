@@ -5,7 +5,7 @@ whose engine lives in this process.
 """
 
 from collections.abc import Mapping, MutableMapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import is_
 
 import numpy as np
@@ -13,6 +13,7 @@ import torch
 
 from rl_bridge.errors import IncompatibleUpdate, ProofFailed, TornEngine
 from rl_bridge.installers.base import InstallProof
+from rl_bridge.manifest.collector import collector_paused
 from rl_bridge.manifest.digest import DIGEST_NBYTES
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.manifest.table import TensorTable
@@ -21,7 +22,7 @@ from rl_bridge.memory.facts import TensorFacts, tensor_key
 from rl_bridge.memory.module_state import ModuleState
 from rl_bridge.memory.packing import dtype_name, raw_elements
 from rl_bridge.memory.passes import Addresses, BytePlan
-from rl_bridge.memory.plain import is_lazy_view, not_plain
+from rl_bridge.memory.plain import not_plain
 
 __all__ = ["Binding", "Engine", "EngineMemory", "named_engine_tensors", "put_back", "take_out"]
 
@@ -49,9 +50,9 @@ class Binding:
         addresses: where each target lies, uint64.
         plan: the targets' sizes.
         strided: targets that are not contiguous: torch copies them.
-        facts: what the targets were when they were matched.
+        facts: what `every_tensor` was when it was matched.
         rebinds: whether it was made for an install that exchanges storages.
-        lazy_prone: tensors that could become lazy conjugates or negatives of the same memory.
+        complex_tensors: those that could become lazy conjugates of the same memory.
         engine: name -> tensor of the whole engine, as it was then.
         engine_names: all names that the engine had then, in its order.
         engine_tensors: their tensor objects.
@@ -70,7 +71,7 @@ class Binding:
     strided: tuple[int, ...]
     facts: TensorFacts
     rebinds: bool
-    lazy_prone: tuple[torch.Tensor, ...]
+    complex_tensors: tuple[torch.Tensor, ...]
     engine: Mapping[str, torch.Tensor]
     engine_names: tuple[str, ...]
     engine_tensors: tuple[torch.Tensor, ...]
@@ -80,7 +81,10 @@ class Binding:
 
     def reads_as_stored(self) -> bool:
         """Whether no tensor is a lazy conjugate or negative: it would read otherwise than it is."""
-        return not any(map(is_lazy_view, self.lazy_prone))
+        return not (
+            any(map(torch.Tensor.is_neg, self.every_tensor))
+            or any(map(torch.Tensor.is_conj, self.complex_tensors))
+        )
 
     def is_at(self, places: Addresses) -> bool:
         """Whether each tensor lay, contiguous, at its row's place when it was matched."""
@@ -136,53 +140,18 @@ class EngineMemory:
             and bound.rebinds == rebinds
             and len(tensors) == len(bound.engine_names)
             and bound.holds_objects(tensors)
-            and bound.facts.hold(bound.tensors)
+            and bound.facts.hold(bound.every_tensor)
         ):
             return bound
-        _check_fit(table, tensors, strict=strict)
-        targets: dict[object, tuple[str, int]] = {}
-        for name, row in table.rows.items():
-            tensor = tensors[name]
-            key: object = id(tensor)
-            if not rebinds:
-                key = tensor_key(tensor) if tensor.numel() else name
-            elif tensor.is_inference():
-                msg = f"tensor {name!r} of the engine is an inference tensor. Use mode='copy'."
-                raise IncompatibleUpdate(msg)
-            earlier = targets.setdefault(key, (name, row))
-            if earlier[1] != row:
-                msg = (
-                    f"the engine ties {earlier[0]!r} and {name!r}, the update holds them apart: "
-                    "the "
-                    "second would overwrite the first. Tie them on the trainer's side too."
-                )
-                raise IncompatibleUpdate(msg)
-        names = tuple(name for name, _ in targets.values())
-        rows = np.array([row for _, row in targets.values()], np.int64)
-        found = tuple(tensors[name] for name in names)
-        self._binding = Binding(
-            table=table,
-            names=names,
-            tensors=found,
-            rows=rows,
-            addresses=np.array([tensor.data_ptr() for tensor in found], np.uint64),
-            plan=BytePlan(table.nbytes_column[rows]),
-            strided=tuple(i for i, tensor in enumerate(found) if not tensor.is_contiguous()),
-            facts=TensorFacts(found),
-            rebinds=rebinds,
-            lazy_prone=tuple(
-                tensor
-                for tensor in tensors.values()
-                if tensor.is_complex() or not tensor.is_contiguous()
-            ),
-            engine=tensors,
-            engine_names=tuple(tensors),
-            engine_tensors=tuple(tensors.values()),
-            every_name=tuple(table.rows),
-            every_tensor=tuple(tensors[name] for name in table.rows),
-            every_row=np.fromiter(table.rows.values(), np.int64, len(table.rows)),
-        )
+        with collector_paused():
+            self._binding = _matched(table, tensors, strict=strict, rebinds=rebinds)
         return self._binding
+
+    def moved(self, bound: Binding, places: Addresses) -> None:
+        """Take note that the engine's tensors were proven to lie at their rows' `places` now."""
+        if bound is self._binding:
+            facts = TensorFacts(bound.every_tensor)
+            self._binding = replace(bound, addresses=places[bound.rows], strided=(), facts=facts)
 
     def put_back(self, bound: Binding) -> None:
         """Bring names, tensor objects and views back to what they were when they were matched.
@@ -197,11 +166,11 @@ class EngineMemory:
         for name, owner in zip(bound.every_name, bound.every_tensor, strict=True):
             if tensors.get(name) is not owner:
                 put_back(self.engine, name, owner)
-        if not bound.facts.hold(bound.tensors):
-            lost = bound.facts.restore(bound.tensors)
+        if not bound.facts.hold(bound.every_tensor):
+            lost = bound.facts.restore(bound.every_tensor)
             if lost:
                 msg = (
-                    f"undo failed: tensor {bound.names[lost[0]]!r} of the engine was moved to "
+                    f"undo failed: tensor {bound.every_name[lost[0]]!r} of the engine was moved to "
                     "other memory during the install. Load the engine's weights anew, or restart "
                     "it."
                 )
@@ -243,7 +212,7 @@ class EngineMemory:
         """
         if not (
             bound.holds_objects(self.tensors())
-            and bound.facts.hold(bound.tensors)
+            and bound.facts.hold(bound.every_tensor)
             and bound.reads_as_stored()
         ):
             msg = (
@@ -280,37 +249,89 @@ def _difference(bound: Binding, found: bytes, expected: bytes, version: int) -> 
     return f"the engine does not hold version {version}."
 
 
+def _matched(
+    table: TensorTable, tensors: Mapping[str, torch.Tensor], *, strict: bool, rebinds: bool
+) -> Binding:
+    _check_fit(table, tensors, strict=strict)
+    every = tuple(tensors[name] for name in table.rows)
+    targets: dict[object, tuple[str, int]] = {}
+    for name, row in table.rows.items():
+        tensor = tensors[name]
+        key: object = id(tensor)
+        if not rebinds:
+            key = tensor_key(tensor) if tensor.numel() else name
+        elif tensor.is_inference():
+            msg = f"tensor {name!r} of the engine is an inference tensor. Use mode='copy'."
+            raise IncompatibleUpdate(msg)
+        earlier = targets.setdefault(key, (name, row))
+        if earlier[1] != row:
+            msg = (
+                f"the engine ties {earlier[0]!r} and {name!r}, the update holds them apart: "
+                "the "
+                "second would overwrite the first. Tie them on the trainer's side too."
+            )
+            raise IncompatibleUpdate(msg)
+    names = tuple(name for name, _ in targets.values())
+    rows = np.array([row for _, row in targets.values()], np.int64)
+    found = tuple(tensors[name] for name in names)
+    return Binding(
+        table=table,
+        names=names,
+        tensors=found,
+        rows=rows,
+        addresses=np.array([tensor.data_ptr() for tensor in found], np.uint64),
+        plan=BytePlan(table.nbytes_column[rows]),
+        strided=tuple(i for i, tensor in enumerate(found) if not tensor.is_contiguous()),
+        facts=TensorFacts(every),
+        rebinds=rebinds,
+        complex_tensors=tuple(tensor for tensor in every if tensor.is_complex()),
+        engine=tensors,
+        engine_names=tuple(tensors),
+        engine_tensors=tuple(tensors.values()),
+        every_name=tuple(table.rows),
+        every_tensor=every,
+        every_row=np.fromiter(table.rows.values(), np.int64, len(table.rows)),
+    )
+
+
 def _check_fit(table: TensorTable, tensors: Mapping[str, torch.Tensor], *, strict: bool) -> None:
     unknown = [name for name in table.rows if name not in tensors]
     missing = [name for name in tensors if name not in table.rows] if strict else []
     if unknown or missing:
-        msg = (
-            f"the update does not fit the engine: {len(unknown)} tensors that the engine does not "
-            "have "
-            f"{unknown[:_SHOWN]}, {len(missing)} that the update does not have {missing[:_SHOWN]}. "
-            "Publish the model that the engine runs, or allow partial updates with strict=False."
-        )
-        raise IncompatibleUpdate(msg)
-    for name, row in table.rows.items():
+        raise IncompatibleUpdate(_names_differ(unknown, missing))
+    rows, shapes, dtypes = table.rows, table.shapes, table.dtypes
+    for name, row in rows.items():
         tensor = tensors[name]
-        have = (tuple(tensor.shape), dtype_name(tensor))
-        want = (table.shapes[row], table.dtypes[row])
-        if have != want:
+        if tensor.shape != shapes[row] or dtype_name(tensor) != dtypes[row]:
             msg = (
-                f"tensor {name!r}: the engine has {have[1]}{list(have[0])}, the update "
-                f"{want[1]}{list(want[0])}. Publish in the engine's shape and dtype."
+                f"tensor {name!r}: the engine has {dtype_name(tensor)}{list(tensor.shape)}, the "
+                f"update {dtypes[row]}{list(shapes[row])}. Publish in the engine's shape and dtype."
             )
             raise IncompatibleUpdate(msg)
         reason = not_plain(tensor)
         if reason is not None:
             msg = f"tensor {name!r} of the engine {reason}; this installer writes CPU memory."
             raise IncompatibleUpdate(msg)
-        if any(step == 0 < dim - 1 for step, dim in zip(tensor.stride(), have[0], strict=True)):
+        if not tensor.is_contiguous() and any(
+            step == 0 < dim - 1 for step, dim in zip(tensor.stride(), tensor.shape, strict=True)
+        ):
             msg = (
                 f"tensor {name!r} of the engine is expanded: several of its elements are one in "
                 "memory. Give the engine a contiguous() copy."
             )
             raise IncompatibleUpdate(msg)
+
+
+def _names_differ(unknown: list[str], missing: list[str]) -> str:
+    parts = []
+    if unknown:
+        parts.append(f"it holds {len(unknown)} tensors that the engine has not {unknown[:_SHOWN]}")
+    if missing:
+        parts.append(f"the engine has {len(missing)} that it does not hold {missing[:_SHOWN]}")
+    remedy = "Publish what the engine's own state dict names"
+    if not unknown:
+        remedy += ", or say strict=False if the rest never changes"
+    return f"the update does not fit the engine: {', and '.join(parts)}. {remedy}."
 
 
 def put_back(engine: Engine, name: str, tensor: torch.Tensor, *, persistent: bool = True) -> None:

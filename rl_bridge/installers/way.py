@@ -97,21 +97,29 @@ class Rebinding:
         self._memory = memory
         self._before: list[tuple[torch.Tensor, torch.Tensor]] = []
 
+    @property
+    def has_pointed(self) -> bool:
+        """Whether anything was pointed elsewhere since the last `back` or `forget`."""
+        return bool(self._before)
+
     def point(self, new: dict[str, torch.Tensor]) -> None:
         """Give each named engine tensor the storage of its counterpart; undone by `back`."""
         engine = self._memory.tensors()
-        for name, tensor in new.items():
-            owner = engine[name]
-            # Remembered first: a failure in the middle must find everything that was changed.
-            self._before.append((owner, owner.detach()))
-            owner.data = tensor
+        # Views made in inference mode would make inference tensors of the engine's: for good.
+        with torch.inference_mode(mode=False):
+            for name, tensor in new.items():
+                owner = engine[name]
+                # Remembered first: a failure in the middle must find everything that was changed.
+                self._before.append((owner, owner.detach()))
+                owner.data = tensor
 
     def back(self) -> None:
         """Point everything back, the last change first."""
-        while self._before:
-            owner, data = self._before[-1]
-            owner.data = data
-            self._before.pop()
+        with torch.inference_mode(mode=False):
+            while self._before:
+                owner, data = self._before[-1]
+                owner.data = data
+                self._before.pop()
 
     def forget(self) -> None:
         """Let go of the old storages."""
@@ -181,7 +189,7 @@ def _require_views(
         lost = "one of its tensor objects was replaced"
     elif not bound.reads_as_stored():
         lost = "one of its tensors is a lazy conjugate or negative"
-    elif not (bound.is_at(expected) and bound.facts.hold(bound.tensors)):
+    elif not (bound.is_at(expected) and bound.facts.hold(bound.every_tensor)):
         name = _first_elsewhere(manifest.table, bound, expected)
         lost = None if name is None else f"tensor {name!r} is no view of the verified memory"
     if lost is not None:

@@ -98,11 +98,14 @@ class RootPlan:
         rows |= {name: rows[target] for name, target in (ties or {}).items()}
         order = sorted(rows)
         blank = ',"' + "0" * (2 * DIGEST_NBYTES) + '"]\n'
-        lines = []
-        for name in order:
-            row = rows[name]
-            dims = ",".join(map(str, shapes[row]))
-            lines.append(f'[{_quote(name)},"{dtypes[row]}",[{dims}]{blank}')
+        # Of 40,000 tensors few differ in kind: the text behind a name is made once for each kind.
+        kinds = [(dtypes[row], tuple(shapes[row])) for row in map(rows.__getitem__, order)]
+        texts = {
+            (dtype, shape): f',"{dtype}",[{",".join(map(str, shape))}]{blank}'
+            for dtype, shape in set(kinds)
+        }
+        heads = map(_quote, order)
+        lines = [f"[{name}{texts[kind]}" for name, kind in zip(heads, kinds, strict=True)]
         self._order = np.array([rows[name] for name in order], np.int64)
         self._block = np.frombuffer("".join(lines).encode("ascii"), np.uint8)
         # Where each line's 32 digits start: the line ends with `"]\n`, three bytes after them.

@@ -29,6 +29,7 @@ from pydantic import (
 
 from rl_bridge.errors import DigestMismatch, LayoutUnknown, MalformedManifest
 from rl_bridge.manifest.canonical import JSONValue, canonical_json, decode_json, freeze, thaw
+from rl_bridge.manifest.collector import collector_paused
 from rl_bridge.manifest.digest import text_digest
 from rl_bridge.manifest.parallel import WeightLayout
 from rl_bridge.manifest.table import KNOWN_LAYOUTS, DescriptorMap, TensorTable
@@ -216,8 +217,9 @@ class WeightUpdateManifest(BaseModel):
         if not isinstance(header, dict):
             msg = f"the manifest's header is no JSON object. {_REMEDY}"
             raise MalformedManifest(msg)
-        table = _read_layout(header.pop("layout_digest", None), text[end:])
-        manifest = cls(**_header_fields(header), table=table)
+        with collector_paused():
+            table = _read_layout(header.pop("layout_digest", None), text[end:])
+            manifest = cls(**_header_fields(header), table=table)
         # Compared with what this manifest writes, not only with the canonical form of what was
         # read: else a loose number or a left-out default would give one manifest two texts.
         if canonical_json(manifest.header()) != text[len(_PREFIX) : end]:
@@ -347,14 +349,19 @@ def _read_layout(digest: JSONValue, rest: str) -> TensorTable:
     if known is not None:
         return known
     document, end = decode_json(text)
-    if end != len(text) or not isinstance(document, dict) or canonical_json(document) != text:
+    if end != len(text) or not isinstance(document, dict):
         msg = f"the manifest's layout is not canonical JSON: it was rewritten. {_REMEDY}"
         raise MalformedManifest(msg)
     try:
         table = TensorTable(**document)
     except ValidationError as error:
         raise _malformed(error) from error
+    # Compared with what this table writes: a loose number, another order or a left-out default
+    # would give one layout two texts.
     if table.text != text:
-        msg = f"the manifest's layout leaves out fields. {_REMEDY}"
+        msg = (
+            "the manifest's layout is not canonical JSON, or leaves out fields: it was rewritten "
+            "on the way. Send WeightUpdateManifest.to_json() as it is."
+        )
         raise MalformedManifest(msg)
     return KNOWN_LAYOUTS.add(table)

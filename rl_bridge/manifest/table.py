@@ -29,7 +29,7 @@ from rl_bridge.errors import (
 )
 from rl_bridge.manifest.canonical import JSONValue, canonical_json, freeze, thaw
 from rl_bridge.manifest.digest import ALGORITHM, DIGEST_NBYTES, RootPlan, text_digest
-from rl_bridge.manifest.dtypes import dtype_nbytes
+from rl_bridge.manifest.dtypes import DTYPE_NBYTES, dtype_nbytes
 
 __all__ = [
     "ALIGNMENT",
@@ -44,6 +44,7 @@ __all__ = [
 # Bytes. GPU kernels load 16 at a time and IPC consumers want 256; on a CPU it costs nothing.
 ALIGNMENT = 256
 _MAX_INT = 2**63 - 1
+_EASY = 2**50
 
 
 def _align(value: int) -> int:
@@ -121,26 +122,24 @@ class TensorTable(BaseModel):
     ) -> Self:
         """Lay out tensors (name -> dtype, shape) in one arena, sorted by name, 256-byte aligned."""
         names = tuple(sorted(tensors))
-        offsets: list[int] = []
-        sizes: list[int] = []
-        end = 0
-        for name in names:
-            dtype, shape = tensors[name]
-            size = prod(shape) * dtype_nbytes(dtype, tensor=name)
-            offsets.append(end)
-            sizes.append(size)
-            end = _align(end + size)
+        dtypes = tuple(tensors[name][0] for name in names)
+        shapes = tuple(tensors[name][1] for name in names)
+        sizes = [
+            prod(shape) * dtype_nbytes(dtype, tensor=name)
+            for name, dtype, shape in zip(names, dtypes, shapes, strict=True)
+        ]
+        ends = list(accumulate(map(_align, sizes), initial=0))
         flags = None
         if trainable is not None:
             flags = "".join("1" if name in trainable else "0" for name in names)
         return cls(
-            arena_nbytes=end,
+            arena_nbytes=ends[-1],
             device=device,
-            dtypes=tuple(tensors[name][0] for name in names),
+            dtypes=dtypes,
             names=names,
             nbytes=tuple(sizes),
-            offsets=tuple(offsets),
-            shapes=tuple(tensors[name][1] for name in names),
+            offsets=tuple(ends[:-1]),
+            shapes=shapes,
             ties=dict(ties or {}),
             trainable=flags,
         )
@@ -193,6 +192,33 @@ class TensorTable(BaseModel):
                 raise MalformedManifest(msg)
 
     def _check_ranges(self) -> None:
+        if not self._is_packed():
+            self._explain_ranges()
+
+    def _is_packed(self) -> bool:
+        """Whether all ranges are what `pack` makes of shapes and dtypes, looked at all at once.
+
+        False where anything is unusual, sound or not: `_explain_ranges` then looks one by one.
+        """
+        if not all(map(DTYPE_NBYTES.__contains__, self.dtypes)):
+            return False
+        numel = list(map(prod, self.shapes))
+        dims = [dim for shape in set(self.shapes) for dim in shape]
+        numbers = [*numel, *self.nbytes, *self.offsets, self.arena_nbytes, *dims]
+        # Far from where 64 bits overflow; of an empty tensor all dimensions must be looked at.
+        if min(numbers) < 0 or max(numbers) > _EASY or 0 in numel:
+            return False
+        items = np.fromiter(map(DTYPE_NBYTES.__getitem__, self.dtypes), np.int64, len(self.dtypes))
+        nbytes = np.array(numel, np.int64) * items
+        room = -(-nbytes // ALIGNMENT) * ALIGNMENT
+        ends = np.cumsum(room)
+        return bool(
+            ends[-1] == self.arena_nbytes
+            and (nbytes == np.array(self.nbytes, np.int64)).all()
+            and (ends - room == np.array(self.offsets, np.int64)).all()
+        )
+
+    def _explain_ranges(self) -> None:
         end = 0
         columns = zip(self.names, self.dtypes, self.shapes, self.nbytes, self.offsets, strict=True)
         for name, dtype, shape, nbytes, offset in columns:

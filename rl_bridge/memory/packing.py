@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from rl_bridge.errors import IncompatibleUpdate, WeightBridgeUnavailableError
+from rl_bridge.manifest.collector import collector_paused
 from rl_bridge.manifest.dtypes import DTYPE_NBYTES, dtype_nbytes
 from rl_bridge.manifest.table import KNOWN_LAYOUTS, TensorTable
 from rl_bridge.memory import vm
@@ -64,6 +65,32 @@ def _check_source(name: str, tensor: torch.Tensor) -> None:
         raise WeightBridgeUnavailableError(msg)
 
 
+def _stored_and_tied(
+    tensors: Mapping[str, torch.Tensor],
+) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Tell tensors to store, by name in order, from names tied to one of them."""
+    stored: dict[str, torch.Tensor] = {}
+    ties: dict[str, str] = {}
+    # By address first: whole keys are only made where two tensors start at the same byte.
+    first_at: dict[int, str] = {}
+    others_at: dict[int, list[str]] = {}
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        _check_source(name, tensor)
+        address = tensor.data_ptr()
+        first = first_at.setdefault(address, name)
+        if first is not name and tensor.numel():
+            key = tensor_key(tensor)
+            others = others_at.setdefault(address, [])
+            twins = [twin for twin in (first, *others) if tensor_key(stored[twin]) == key]
+            if twins:
+                ties[name] = twins[0]
+                continue
+            others.append(name)
+        stored[name] = tensor
+    return stored, ties
+
+
 class PackPlan:
     """How one set of tensors is packed into an arena."""
 
@@ -82,23 +109,13 @@ class PackPlan:
             IncompatibleUpdate: `trainable` names a tensor that is not there.
 
         """
-        stored: dict[str, torch.Tensor] = {}
-        ties: dict[str, str] = {}
-        # By address first: whole keys are only made where two tensors start at the same byte.
-        starts: dict[int, list[str]] = {}
-        for name in sorted(tensors):
-            tensor = tensors[name]
-            _check_source(name, tensor)
-            here = starts.setdefault(tensor.data_ptr(), [])
-            twin = None
-            if here and tensor.numel():
-                key = tensor_key(tensor)
-                twin = next((other for other in here if tensor_key(stored[other]) == key), None)
-            if twin is None:
-                here.append(name)
-                stored[name] = tensor
-            else:
-                ties[name] = twin
+        with collector_paused():
+            self._lay_out(tensors, trainable)
+
+    def _lay_out(
+        self, tensors: Mapping[str, torch.Tensor], trainable: frozenset[str] | None
+    ) -> None:
+        stored, ties = _stored_and_tied(tensors)
         if trainable is not None:
             unknown = sorted(trainable - tensors.keys())
             if unknown:
@@ -118,18 +135,17 @@ class PackPlan:
         self._order = [position[name] for name in self.table.names]
         values = list(tensors.values())
         self._facts = TensorFacts(values)
+        is_dense = [tensor.is_contiguous() for tensor in values]
         # Strided tensors are gathered by torch, straight into the arena, and digested there.
         self._gathered = [
-            (row, self._order[row])
-            for row, name in enumerate(self.table.names)
-            if not stored[name].is_contiguous()
+            (row, index) for row, index in enumerate(self._order) if not is_dense[index]
         ]
         # Those that could come as a lazy conjugate or negative of the same memory next time.
         self._may_be_lazy = [
             index
             for index, tensor in enumerate(values)
             # (One element is contiguous, whatever its stride.)
-            if tensor.is_complex() or tensor.numel() == 1 or not tensor.is_contiguous()
+            if not is_dense[index] or tensor.is_complex() or tensor.numel() == 1
         ]
         pointers = np.array([values[index].data_ptr() for index in self._order], np.uint64)
         self._sources: Addresses = pointers

@@ -37,7 +37,10 @@ def not_plain(tensor: torch.Tensor) -> str | None:
 
 
 def _has_its_storage(tensor: torch.Tensor) -> bool:
-    steps = zip(tensor.shape, tensor.stride(), strict=True)
-    last = tensor.storage_offset() + sum((dim - 1) * step for dim, step in steps)
-    storage = tensor.untyped_storage()
-    return bool(tensor.data_ptr()) and (last + 1) * tensor.element_size() <= storage.nbytes()
+    if tensor.is_contiguous():
+        last = tensor.storage_offset() + tensor.numel() - 1
+    else:
+        steps = zip(tensor.shape, tensor.stride(), strict=True)
+        last = tensor.storage_offset() + sum((dim - 1) * step for dim, step in steps)
+    nbytes = tensor.untyped_storage().nbytes()
+    return (last + 1) * tensor.element_size() <= nbytes and bool(tensor.data_ptr())

@@ -1,0 +1,113 @@
+"""Engines that are not left alone: untied, reloaded, updated under torch's global modes."""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Literal
+
+import pytest
+import torch
+
+from rl_bridge import ModuleInstallAdapter, RolloutExecutor, SharedMemoryTensorBridge
+from rl_bridge.errors import WeightBridgeError
+
+Mode = Literal["copy", "alias", "flip"]
+MODES: list[Mode] = ["copy", "alias", "flip"]
+
+
+@pytest.fixture
+def trainer() -> Iterator[SharedMemoryTensorBridge]:
+    with SharedMemoryTensorBridge(source_worker="trainer", suspicious="off") as bridge:
+        yield bridge
+
+
+def executor_of(adapter: ModuleInstallAdapter) -> RolloutExecutor:
+    return RolloutExecutor(
+        weight_bridge=SharedMemoryTensorBridge(source_worker="rollout"),
+        weight_install_adapter=adapter,
+        suspicious="off",
+    )
+
+
+def tied(value: float) -> dict[str, torch.Tensor]:
+    weight = torch.full((4,), float(value))
+    return {"embed": weight, "head": weight}
+
+
+def test_two_objects_over_one_memory_that_part_later_are_both_updated(
+    trainer: SharedMemoryTensorBridge,
+) -> None:
+    memory = torch.zeros(4)
+    engine = {"embed": memory, "head": memory.view(4)}
+    executor = executor_of(ModuleInstallAdapter(engine))
+    executor.update_weights(trainer.publish(tied(1), weight_version=1))
+    engine["head"].data = engine["head"].data.clone()  # as after an offload and a reload
+    executor.update_weights(trainer.publish(tied(2), weight_version=2))
+    assert {name: tensor.tolist() for name, tensor in engine.items()} == {
+        "embed": [2.0] * 4,
+        "head": [2.0] * 4,
+    }
+
+
+def test_two_objects_that_part_during_an_install_fail_the_proof(
+    trainer: SharedMemoryTensorBridge,
+) -> None:
+    memory = torch.zeros(4)
+    engine = {"embed": memory, "head": memory.view(4)}
+
+    class Parting(ModuleInstallAdapter):
+        def install(self, manifest: object, tensors: object) -> None:
+            super().install(manifest, tensors)  # type: ignore[arg-type]
+            engine["head"].data = torch.full((4,), -7.0)
+
+    executor = executor_of(Parting(engine))
+    with pytest.raises(WeightBridgeError, match="tensors moved during the install"):
+        executor.update_weights(trainer.publish(tied(1), weight_version=1))
+    assert executor.active_weight_version is None
+
+
+CONTEXTS: dict[str, Callable[[], AbstractContextManager[object]]] = {
+    "inference-mode": torch.inference_mode,
+    "no-grad": torch.no_grad,
+    "device-meta": lambda: torch.device("meta"),
+    "plain": nullcontext,
+}
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+@pytest.mark.parametrize("mode", MODES)
+def test_updates_under_torchs_global_modes_leave_ordinary_parameters(
+    mode: Mode, context: str, trainer: SharedMemoryTensorBridge
+) -> None:
+    engine, source = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+    for module in (engine, source):
+        module.register_buffer("nothing", torch.zeros(0, 3))
+        module.register_buffer("count", torch.tensor(0))
+    executor = executor_of(ModuleInstallAdapter(engine, mode=mode))
+    for version in (1, 2, 3):
+        with torch.no_grad():
+            source.weight.fill_(version)
+        manifest = trainer.publish(source, weight_version=version)
+        with CONTEXTS[context]():
+            executor.update_weights(manifest)
+        assert engine.weight[0, 0].item() == version
+    assert not any(tensor.is_inference() for tensor in engine.state_dict().values())
+    assert {tensor.device.type for tensor in engine.state_dict().values()} == {"cpu"}
+    engine(torch.ones(1, 4)).sum().backward()
+    assert engine.weight.grad is not None
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_lazy_negative_of_one_element_fails_the_proof(
+    mode: Mode, trainer: SharedMemoryTensorBridge
+) -> None:
+    engine = {"scale": torch.zeros(1)}
+
+    class Negating(ModuleInstallAdapter):
+        def install(self, manifest: object, tensors: object) -> None:
+            super().install(manifest, tensors)  # type: ignore[arg-type]
+            engine["scale"].data = torch._neg_view(engine["scale"].data)  # type: ignore[attr-defined]  # torch's own
+
+    executor = executor_of(Negating(engine, mode=mode))
+    with pytest.raises(WeightBridgeError):
+        executor.update_weights(trainer.publish({"scale": torch.ones(1)}, weight_version=1))
+    assert executor.active_weight_version is None
