@@ -1,7 +1,7 @@
 """The engine's use case: import a version, verify every byte, say what became of it.
 
 A consumer orders versions within each publisher's stream: what is older than the last acknowledged
-version, or was rejected, never gets in again.
+version, or was rejected, never gets in again (see `rl_bridge.bridge.order`).
 """
 
 import logging
@@ -13,13 +13,14 @@ from collections import OrderedDict
 from collections.abc import Mapping
 
 from rl_bridge.bridge.acknowledgement import describe
+from rl_bridge.bridge.guards import as_manifest, require_own_process
+from rl_bridge.bridge.order import Order
 from rl_bridge.bridge.records import ImportedUpdate, checked_timings, remember
 from rl_bridge.errors import (
     BridgeClosed,
     ChecksumMismatch,
     ForeignTransport,
     MalformedManifest,
-    StaleUpdate,
     UnknownUpdate,
     WeightBridgeUnavailableError,
     WeightUpdateRejectedError,
@@ -31,7 +32,7 @@ from rl_bridge.manifest.compare import mismatch
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.memory.control import UpdateReport
 from rl_bridge.memory.imported import ImportedTensors
-from rl_bridge.transports.base import ConsumerEnd, Transport
+from rl_bridge.transports.base import Attachment, ConsumerEnd, Transport
 
 __all__ = ["Consumer"]
 
@@ -61,44 +62,43 @@ class Consumer:
         self._lock = threading.RLock()
         self._pid = os.getpid()
         self._updates: OrderedDict[str, ImportedUpdate] = OrderedDict()
-        # Highest acknowledged version of each publisher: nothing below it gets in.
-        self._floors: dict[str, int] = {}
+        self._order = Order()
         self._is_closed = False
         self.active_weight_version: int | None = None
         self.active_update_id: str | None = None
 
     def import_update(self, manifest: WeightUpdateManifest | str) -> ImportedTensors:
         """Make an update's tensors readable here and verify every byte. See `TensorBridge`."""
-        if isinstance(manifest, str | bytes):
-            manifest = WeightUpdateManifest.from_json(manifest)
-        given: object = manifest
-        if not isinstance(given, WeightUpdateManifest):
-            kind = type(manifest).__name__
-            msg = f"import_update got a {kind}, expected a WeightUpdateManifest or its JSON."
-            raise MalformedManifest(msg)
+        manifest = as_manifest(manifest, caller="import_update")
         self._check_process()
         with self._lock:
             self._check_open()
             self._check_acceptable(manifest)
-            record = self._updates.get(manifest.update_id)
-            if record is not None and record.attachment is not None:
-                if record.manifest != manifest:
-                    msg = f"update {manifest.update_id} is imported already, from another manifest."
+            known = self._updates.get(manifest.update_id)
+            if known is not None and known.attachment is not None:
+                if known.manifest != manifest:
+                    msg = (
+                        f"update {manifest.update_id} is imported already, from another manifest. "
+                        "Import the one that its publisher sent, or release the update first."
+                    )
                     raise WeightUpdateRejectedError(msg)
-                return self._verified(manifest, record)
+                return _verified(manifest, known, known.attachment)
             record = self._announce(manifest.update_id, manifest)
             try:
                 start = time.perf_counter()
-                record.attachment = self._end.attach(manifest)
+                attachment = record.attachment = self._end.attach(manifest)
                 record.timings_ms["attach"] = (time.perf_counter() - start) * 1e3
                 record.lifecycle.fire(Event.IMPORT)
-                tensors = self._verified(manifest, record)
+                tensors = _verified(manifest, record, attachment)
                 record.lifecycle.fire(Event.VERIFY)
                 self._report(record)
                 return tensors  # noqa: TRY300 - an interrupt up to here must find the handler
             except WeightBridgeUnavailableError:
-                # This side's fault, not the update's: it may come again once that is mended.
+                # This side's fault, not the update's: it may come again once that is mended, and
+                # until then stands where it stood.
                 del self._updates[manifest.update_id]
+                if known is not None:
+                    self._updates[manifest.update_id] = known
                 raise
             except BaseException as error:
                 self._refuse(record, describe(error), forget=True)
@@ -127,9 +127,10 @@ class Consumer:
             # What cannot travel is refused before anything changes.
             evidence = thaw(freeze(proof or _IMPORT_PROOF, where="proof"))
             timings = checked_timings(timings_ms or {})
-            self._check_newest(record)
             if not record.lifecycle.allows(Event.ACKNOWLEDGE):
                 record.lifecycle.fire(Event.ACKNOWLEDGE)  # raises, and says why
+            if manifest is not None:
+                self._order.check_newest(manifest)
             try:
                 record.lifecycle.fire(Event.ACKNOWLEDGE)
             finally:  # the step is taken, also if an interrupt came right behind it
@@ -137,22 +138,30 @@ class Consumer:
                 record.timings_ms |= timings
                 if manifest is not None:
                     self.active_weight_version = manifest.weight_version
-                    self._floors[manifest.publisher_id] = manifest.weight_version
+                    self._order.acknowledged(manifest)
                 self.active_update_id = update_id
                 self._report(record)
 
     def reject(self, update: str | WeightUpdateManifest, reason: str) -> None:
         """Refuse an update, imported or not; rejecting it again changes nothing.
 
+        An id that nobody here has met is taken as well, and its update refused should it come: an
+        engine may know that it does not want one. A mistyped id is therefore not told.
+
         Raises:
             IllegalTransition: it was acknowledged already.
+            MalformedManifest: neither an id nor a manifest.
 
         """
         self._check_process()
         with self._lock:
             self._check_open()
             manifest = update if isinstance(update, WeightUpdateManifest) else None
-            update_id = manifest.update_id if manifest is not None else str(update)
+            update_id: object = update if manifest is None else manifest.update_id
+            if not isinstance(update_id, str):
+                kind = type(update).__name__
+                msg = f"reject got a {kind}, expected an update's id or its manifest."
+                raise MalformedManifest(msg)
             record = self._updates.get(update_id) or self._announce(update_id, manifest)
             if record.lifecycle.state is not State.REJECTED:
                 self._refuse(record, reason)
@@ -189,11 +198,16 @@ class Consumer:
         self._check_process()
         with self._lock:
             record = self._record(update_id, f"{event} update")
-            record.lifecycle.fire(event, reason=reason)
-            if event is Event.UNDO:
-                self._drop(record)
-            elif event is Event.TEAR:
-                self._report(record)
+            if not record.lifecycle.allows(event):
+                record.lifecycle.fire(event)  # raises, and says why
+            try:
+                record.lifecycle.fire(event, reason=reason)
+            finally:  # as in `acknowledge`
+                if event is Event.UNDO:
+                    self._order.rejected(update_id, record.manifest)
+                    self._drop(record)
+                elif event is Event.TEAR:
+                    self._report(record)
 
     def state(self, update_id: str) -> State:
         """Fine state of an update.
@@ -246,57 +260,12 @@ class Consumer:
         if manifest.transport != self._transport_name:
             msg = (
                 f"version {manifest.weight_version} travels by {manifest.transport!r}, this "
-                "bridge by "
-                f"{self._transport_name!r}. Use the same transport on both sides."
+                f"bridge by {self._transport_name!r}. Use the same transport on both sides."
             )
             raise ForeignTransport(msg)
         manifest.weight_layout.validate_supported()
-        name = f"update {manifest.update_id} (version {manifest.weight_version})"
-        record = self._updates.get(manifest.update_id)
-        if record is not None and record.lifecycle.state is State.REJECTED:
-            msg = (
-                f"weight {name} was rejected: {record.lifecycle.reason}. Publish again under a "
-                "new version."
-            )
-            raise WeightUpdateRejectedError(msg)
-        floor = self._floors.get(manifest.publisher_id)
-        if floor is None or manifest.weight_version > floor:
-            return
-        # The floor itself may come again once it was released: after a loss, into a fresh engine.
-        if record is not None and manifest.weight_version == floor:
-            return
-        msg = (
-            f"{name} is stale: version {floor} of publisher {manifest.publisher_id} was "
-            "acknowledged here already. A late or replayed manifest is never installed."
-        )
-        raise StaleUpdate(msg)
-
-    def _check_newest(self, record: ImportedUpdate) -> None:
-        manifest = record.manifest
-        if manifest is None or not record.lifecycle.allows(Event.ACKNOWLEDGE):
-            return
-        floor = self._floors.get(manifest.publisher_id, -1)
-        if manifest.weight_version < floor:
-            msg = (
-                f"cannot acknowledge version {manifest.weight_version}: version {floor} of "
-                f"publisher {manifest.publisher_id} was acknowledged already, and versions only "
-                "grow. Reject or release it."
-            )
-            raise StaleUpdate(msg)
-
-    def _verified(self, manifest: WeightUpdateManifest, record: ImportedUpdate) -> ImportedTensors:
-        attachment = record.attachment
-        if attachment is None:
-            msg = f"update {manifest.update_id} has no attachment: this cannot happen."
-            raise WeightUpdateRejectedError(msg)
-        start = time.perf_counter()
-        found = attachment.digests()
-        if found != manifest.digests:
-            found = attachment.refresh(manifest.digests, found)
-        if found != manifest.digests:
-            raise ChecksumMismatch(mismatch(manifest, found))
-        record.timings_ms["verify"] = (time.perf_counter() - start) * 1e3
-        return attachment.tensors
+        known = self._updates.get(manifest.update_id)
+        self._order.check(manifest, reason=None if known is None else known.lifecycle.reason)
 
     def _announce(self, update_id: str, manifest: WeightUpdateManifest | None) -> ImportedUpdate:
         lifecycle = Lifecycle(
@@ -305,7 +274,7 @@ class Consumer:
             weight_version=-1 if manifest is None else manifest.weight_version,
             observer=self._observer,
         )
-        record = ImportedUpdate(manifest, lifecycle)
+        record = ImportedUpdate(update_id, manifest, lifecycle)
         remember(self._updates, update_id, record)
         return record
 
@@ -315,6 +284,7 @@ class Consumer:
         try:
             record.lifecycle.fire(Event.REJECT, reason=reason)
         finally:  # as in `acknowledge`
+            self._order.rejected(record.update_id, record.manifest)
             self._drop(record, forget=forget)
 
     def _drop(self, record: ImportedUpdate, *, forget: bool = False) -> None:
@@ -329,7 +299,10 @@ class Consumer:
             return
         buffer = attachment.tensors.pin.buffer
         alive = weakref.ref(buffer)
-        weakref.finalize(buffer, _report_later, weakref.ref(self), weakref.ref(record.lifecycle))
+        later = weakref.finalize(
+            buffer, _report_later, weakref.ref(self), weakref.ref(record.lifecycle)
+        )
+        later.atexit = False  # where the process ends, the kernel tells: its lock is gone
         if forget:
             attachment.tensors.forget()
         del attachment, buffer
@@ -366,16 +339,25 @@ class Consumer:
         return record
 
     def _check_open(self) -> None:
-        self._check_process()
         if self._is_closed:
             msg = "this consumer is closed. Make a new bridge."
             raise BridgeClosed(msg)
 
     def _check_process(self) -> None:
-        # Before any lock is taken: at the fork, another thread of the parent may have held it.
-        if os.getpid() != self._pid:
-            msg = "this consumer belongs to the parent process. Make a bridge after the fork."
-            raise BridgeClosed(msg)
+        require_own_process(self._pid, "consumer")
+
+
+def _verified(
+    manifest: WeightUpdateManifest, record: ImportedUpdate, attachment: Attachment
+) -> ImportedTensors:
+    start = time.perf_counter()
+    found = attachment.digests()
+    if found != manifest.digests:
+        found = attachment.refresh(manifest.digests, found)
+    if found != manifest.digests:
+        raise ChecksumMismatch(mismatch(manifest, found))
+    record.timings_ms["verify"] = (time.perf_counter() - start) * 1e3
+    return attachment.tensors
 
 
 # What a caller vouches for who installs by himself: that the imported bytes were verified.

@@ -12,18 +12,14 @@ from typing import Any
 
 import torch
 
-from rl_bridge.errors import (
-    BridgeClosed,
-    MalformedManifest,
-    SuspiciousUpdate,
-    UnknownUpdate,
-)
+from rl_bridge.bridge.guards import look_for_suspicion, require_own_process
+from rl_bridge.errors import BridgeClosed, MalformedManifest, UnknownUpdate
 from rl_bridge.extractors.state_dict import Source, named_tensors, trainable_names
 from rl_bridge.lifecycle.journal import Journal
 from rl_bridge.lifecycle.machine import Lifecycle, Observer
 from rl_bridge.lifecycle.table import Event, Role, State
 from rl_bridge.manifest.canonical import JSONValue, freeze
-from rl_bridge.manifest.compare import Policy, compare
+from rl_bridge.manifest.compare import Policy
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.manifest.parallel import WeightLayout
 from rl_bridge.memory.control import Record
@@ -173,7 +169,7 @@ class Publisher:
                     digests=carried.digests,
                     table=plan.table,
                 )
-                self._look_for_suspicion(manifest)
+                look_for_suspicion(self._suspicious, self._latest, manifest)
                 # Last: a publication that failed leaves its number free, and one that is handed
                 # out has used it up for good.
                 self._journal.reserve(weight_version)
@@ -270,15 +266,6 @@ class Publisher:
             self._plan = PackPlan(tensors, trainable)
         return self._plan
 
-    def _look_for_suspicion(self, manifest: WeightUpdateManifest) -> None:
-        if self._suspicious is Policy.OFF:
-            return
-        findings = compare(self._latest, manifest)
-        for finding in findings:
-            _LOG.warning("suspicious update: %s", finding.message)
-        if findings and self._suspicious is Policy.REJECT:
-            raise SuspiciousUpdate("; ".join(finding.message for finding in findings))
-
     def _record(self, update_id: str) -> _Published:
         record = self._updates.get(update_id)
         if record is None:
@@ -295,16 +282,12 @@ class Publisher:
                 surplus -= 1
 
     def _check_open(self) -> None:
-        self._check_process()
         if self._is_closed:
             msg = "this publisher is closed. Make a new bridge."
             raise BridgeClosed(msg)
 
     def _check_process(self) -> None:
-        # Before any lock is taken: at the fork, another thread of the parent may have held it.
-        if os.getpid() != self._pid:
-            msg = "this publisher belongs to the parent process. Make a bridge after the fork."
-            raise BridgeClosed(msg)
+        require_own_process(self._pid, "publisher")
 
 
 def _flatten(record: Record) -> list[ConsumerReport]:

@@ -22,6 +22,7 @@ class ImportedUpdate:
     """One update on the consumer's side.
 
     Attributes:
+        update_id: the update.
         manifest: as it was imported; None for an id that was rejected unseen.
         lifecycle: where it stands.
         attachment: its bytes, while they are held.
@@ -30,6 +31,7 @@ class ImportedUpdate:
 
     """
 
+    update_id: str
     manifest: WeightUpdateManifest | None
     lifecycle: Lifecycle
     attachment: Attachment | None = None
@@ -60,7 +62,10 @@ def checked_timings(timings_ms: Mapping[str, float]) -> dict[str, float]:
     try:
         timings = {phase: float(ms) for phase, ms in timings_ms.items()}
     except (TypeError, ValueError) as error:
-        msg = f"timings_ms must map phases to milliseconds, got {dict(timings_ms)!r}: {error}."
+        msg = (
+            f"timings_ms must map phases to milliseconds, got {dict(timings_ms)!r}: {error}. Leave "
+            "out what has no duration."
+        )
         raise MalformedManifest(msg) from error
     freeze(timings, where="timings_ms")
     return timings

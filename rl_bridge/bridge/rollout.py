@@ -8,7 +8,9 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Self
 
 import torch
 
@@ -19,21 +21,19 @@ from rl_bridge.bridge.acknowledgement import (
     peak_rss_nbytes,
 )
 from rl_bridge.bridge.bridges import TensorBridge, make_weight_bridge
+from rl_bridge.bridge.guards import as_manifest, look_for_suspicion, require_own_process
+from rl_bridge.bridge.initial import sealed_initial
+from rl_bridge.bridge.no_engine import NoEngine
 from rl_bridge.bridge.protocols import WeightConsumer
+from rl_bridge.bridge.settling import settle
+from rl_bridge.bridge.standing import Standing
 from rl_bridge.bridge.steps import FineSteps
-from rl_bridge.errors import (
-    BridgeClosed,
-    ProofFailed,
-    StaleUpdate,
-    SuspiciousUpdate,
-    TornEngine,
-    WeightBridgeUnavailableError,
-)
+from rl_bridge.errors import BridgeClosed, ProofFailed, StaleUpdate, TornEngine
 from rl_bridge.installers.base import InstallProof, TransactionalAdapter, WeightInstallAdapter
-from rl_bridge.installers.wrapped import Version, as_transactional
+from rl_bridge.installers.wrapped import as_transactional
 from rl_bridge.lifecycle.table import Event, State
 from rl_bridge.manifest.canonical import JSONValue
-from rl_bridge.manifest.compare import Policy, compare
+from rl_bridge.manifest.compare import Policy
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.memory.imported import ImportedTensors
 
@@ -43,7 +43,17 @@ _LOG = logging.getLogger(__name__)
 
 
 class RolloutExecutor:
-    """Keeps one engine at exactly one version. Thread-safe: updates are taken in turn."""
+    """Keeps one engine at exactly one version. Thread-safe: updates are taken in turn.
+
+    Attributes:
+        bridge: the consumer's bridge, as given or made.
+        weight_install_adapter: as given.
+        shared_weights: the imported mapping of the active update; empty before the first and after
+            a release.
+        active_weight_update_id: the active update; None before the first and after a release.
+        last_ack: what the last acknowledged update left behind: proof, timings, memory.
+
+    """
 
     def __init__(
         self,
@@ -53,37 +63,49 @@ class RolloutExecutor:
         weight_install_adapter: WeightInstallAdapter | TransactionalAdapter | None = None,
         initial_weights: Mapping[str, torch.Tensor] | torch.nn.Module | None = None,
         suspicious: Policy | str = Policy.WARN,
+        num_threads: int | None = None,
     ) -> None:
         """Configure; the engine is not touched before the first update.
 
         Args:
-            weight_bridge: the consumer's bridge; None makes one for `weight_transport`.
+            weight_bridge: the consumer's bridge; None makes one for `weight_transport`, which
+                `close` closes.
             weight_transport: only read without a `weight_bridge`.
             weight_install_adapter: how tensors get into the engine. None: the imported mapping
                 itself is what the rollout uses.
-            initial_weights: the engine's weights before the first update, for adapters whose
-                engine cannot be seen: the undo of the first update installs them.
+            initial_weights: the engine's weights before the first update, for adapters without
+                ``undo`` whose engine cannot be seen: the undo of the first update installs them.
+                A copy is kept until that update is acknowledged.
             suspicious: what to do about a no-op or narrowed update: off, warn or reject.
+            num_threads: threads that copy and digest where an adapter without ``undo`` or ``prove``
+                leaves that to the executor; None takes the usable cores.
+
+        Raises:
+            TypeError: an adapter without ``install`` or ``release``.
+            ValueError: initial weights for an adapter that never uses them, no such policy, or
+                less than one thread.
+            WeightBridgeUnavailableError: no transport of that name.
 
         """
-        self.bridge: WeightConsumer = weight_bridge or make_weight_bridge(
-            weight_transport, source_worker="rollout"
-        )
+        self._own_bridge: TensorBridge | None = None
+        if weight_bridge is None:
+            self._own_bridge = make_weight_bridge(weight_transport, source_worker="rollout")
+            weight_bridge = self._own_bridge
+        self.bridge: WeightConsumer = weight_bridge
         self._steps = FineSteps(self.bridge)
+        self._standing = Standing(self.bridge, self._steps)
         self._suspicious = Policy(suspicious)
-        self._initial_bridge: TensorBridge | None = None
         self.weight_install_adapter = weight_install_adapter
-        self._adapter: TransactionalAdapter | None = None
+        initial = sealed_initial(weight_install_adapter, initial_weights)
+        self._adapter: TransactionalAdapter = NoEngine()
         if weight_install_adapter is not None:
-            initial = None if initial_weights is None else self._seal_initial(initial_weights)
-            self._adapter = as_transactional(weight_install_adapter, initial=initial)
+            self._adapter = as_transactional(
+                weight_install_adapter, initial=initial, num_threads=num_threads
+            )
         self._lock = threading.RLock()
         self._pid = os.getpid()
-        # The updates that tore the engine, each with its reason, the last one last.
-        self._torn: dict[str, tuple[WeightUpdateManifest, str]] = {}
-        self._active: WeightUpdateManifest | None = None
+        self._is_closed = False
         self.shared_weights: Mapping[str, torch.Tensor] = {}
-        self.active_weight_version: int | None = None
         self.active_weight_update_id: str | None = None
         self.last_ack: Acknowledgement | None = None
 
@@ -105,10 +127,10 @@ class RolloutExecutor:
             Exception: the adapter's own, unchanged, after the undo; a note tells what was done.
 
         """
-        if isinstance(manifest, str | bytes):
-            manifest = WeightUpdateManifest.from_json(manifest)
+        manifest = as_manifest(manifest, caller="update_weights")
         self._check_process()
         with self._lock:
+            self._check_open()
             self._refuse_active(manifest)
             start = time.perf_counter()
             clock = PhaseClock()
@@ -116,19 +138,16 @@ class RolloutExecutor:
             try:
                 tensors = self.bridge.import_update(manifest)
                 self._look_for_suspicion(manifest)
-                if self._adapter is not None:
-                    clock.run("prepare", lambda: self._prepare(manifest, tensors))
-                if manifest.update_id not in self._torn:
+                clock.run("prepare", lambda: self._adapter.prepare(manifest, tensors))
+                if not self._standing.is_torn_by(manifest):
                     self._steps.advance(manifest, Event.STAGE)
             except BaseException as error:
                 if tensors or self._steps.is_in(manifest, State.IMPORTED, State.VERIFIED):
-                    self._reject(manifest, error)
+                    self._standing.refused(manifest, error)
                     self._forget(manifest, tensors)
                 raise
             try:
-                if self._adapter is not None:
-                    adapter = self._adapter
-                    clock.run("install", lambda: adapter.install(manifest, tensors))
+                clock.run("install", lambda: self._adapter.install(manifest, tensors))
                 self._steps.advance(manifest, Event.INSTALL)
                 proof = clock.run("prove", lambda: self._prove(manifest))
                 clock.timings_ms["total"] = (time.perf_counter() - start) * 1e3
@@ -145,9 +164,14 @@ class RolloutExecutor:
             return tensors
 
     @property
+    def active_weight_version(self) -> int | None:
+        """The version that the engine holds; None before the first and while it is torn."""
+        return self._standing.version
+
+    @property
     def is_torn(self) -> bool:
         """Whether the engine is neither at its version nor at another: it must not serve."""
-        return bool(self._torn)
+        return self._standing.is_torn
 
     def check_servable(self) -> None:
         """Tell whether the engine may answer requests.
@@ -157,16 +181,7 @@ class RolloutExecutor:
             WeightBridgeUnavailableError: it never got a verified version.
 
         """
-        if self._torn:
-            manifest, reason = self._last_torn()
-            msg = (
-                f"the engine is torn by version {manifest.weight_version}: {reason}. "
-                "Call recover(), or install a later version in full."
-            )
-            raise TornEngine(msg)
-        if self._active is None:
-            msg = "the engine has no verified version yet. Install one with update_weights first."
-            raise WeightBridgeUnavailableError(msg)
+        self._standing.check_servable()
 
     def recover(self) -> None:
         """Try the undo of a torn engine once more.
@@ -177,17 +192,19 @@ class RolloutExecutor:
         """
         self._check_process()
         with self._lock:
-            if not self._torn or self._adapter is None:
+            if not self.is_torn:
                 return
-            manifest, _ = self._last_torn()
+            manifest, _ = self._standing.last_torn
             try:
                 self._adapter.undo()
             except Exception as error:
                 msg = (
-                    f"recover: the undo of version {manifest.weight_version} failed again: {error}"
+                    f"recover: the undo of version {manifest.weight_version} failed again: "
+                    f"{describe(error)}. The engine must not serve: mend the cause and call "
+                    "recover() once more, or install a later version in full."
                 )
                 raise TornEngine(msg) from error
-            self._heal()
+            self._standing.healed()
 
     def release_weights(self) -> None:
         """Release the active update; the engine goes on with the bytes that it has."""
@@ -197,15 +214,46 @@ class RolloutExecutor:
                 self.release_weight_update(self.active_weight_update_id)
 
     def release_weight_update(self, update_id: str) -> None:
-        """Release one update, active or superseded."""
+        """Release one update, active or superseded.
+
+        Raises:
+            Exception: the adapter's own; the bridge has let go of the update all the same.
+
+        """
         self._check_process()
         with self._lock:
-            if self._adapter is not None:
-                self._adapter.release(update_id)
             if self.active_weight_update_id == update_id:
                 self.shared_weights = {}
                 self.active_weight_update_id = None
-            self.bridge.release(update_id)
+            try:
+                self._adapter.release(update_id)
+            finally:
+                self.bridge.release(update_id)
+
+    def close(self) -> None:
+        """Release the active update, and close the bridge if the executor made it. Idempotent.
+
+        The engine goes on with the bytes that it has. A bridge that was given stays its giver's.
+        """
+        if os.getpid() != self._pid:
+            return  # before the lock: at the fork, another thread may have held it
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            try:
+                self.release_weights()
+            finally:
+                if self._own_bridge is not None:
+                    self._own_bridge.close()
+
+    def __enter__(self) -> Self:
+        """Use as a context manager."""
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        """Close."""
+        self.close()
 
     # ---- its steps ------------------------------------------------------------------------------
 
@@ -213,8 +261,8 @@ class RolloutExecutor:
         if manifest.update_id != self.active_weight_update_id:
             return
         name = f"version {manifest.weight_version} (update {manifest.update_id})"
-        if not self._torn:
-            msg = f"{name} is active already."
+        if not self.is_torn:
+            msg = f"{name} is active already. Publish a later version."
         else:
             msg = (
                 f"{name} is what the torn engine goes back to: call recover(), or install a later "
@@ -223,34 +271,17 @@ class RolloutExecutor:
         raise StaleUpdate(msg)
 
     def _look_for_suspicion(self, manifest: WeightUpdateManifest) -> None:
-        if self._suspicious is Policy.OFF:
-            return
-        previous = self._active
-        if previous is not None and previous.update_id == manifest.update_id:
-            return  # not a new update that changes nothing: this one once more, after its release
-        findings = compare(previous, manifest)
-        for finding in findings:
-            _LOG.warning("suspicious update: %s", finding.message)
-        if findings and self._suspicious is Policy.REJECT:
-            raise SuspiciousUpdate("; ".join(finding.message for finding in findings))
-
-    def _prepare(self, manifest: WeightUpdateManifest, tensors: Mapping[str, torch.Tensor]) -> None:
-        if self._adapter is not None:
-            self._adapter.prepare(manifest, tensors)
+        previous = self._standing.active
+        if previous is None or previous.update_id != manifest.update_id:
+            look_for_suspicion(self._suspicious, previous, manifest)
+        # Else it is not a new update that changes nothing, but this one again, after its release.
 
     def _prove(self, manifest: WeightUpdateManifest) -> InstallProof:
-        if self._adapter is None:
-            return InstallProof(
-                method="import",
-                root=manifest.root,
-                digested_nbytes=manifest.total_nbytes,
-                tensors=manifest.tensor_count,
-            )
         proof = self._adapter.prove()
         if proof.method != "unproven" and proof.root != manifest.root:
             msg = (
                 f"version {manifest.weight_version}: the proof is for root {proof.root}, expected "
-                f"{manifest.root}. The install was undone."
+                f"{manifest.root}. Let the adapter's prove() read what the engine holds."
             )
             raise ProofFailed(msg)
         return proof
@@ -276,10 +307,8 @@ class RolloutExecutor:
         timings_ms: dict[str, float],
     ) -> None:
         previous = self.active_weight_update_id
-        self._active = manifest
-        torn, self._torn = self._torn, {}
+        torn = self._standing.activated(manifest)
         self.shared_weights = tensors
-        self.active_weight_version = manifest.weight_version
         self.active_weight_update_id = manifest.update_id
         if isinstance(self.bridge, TensorBridge):
             timings_ms = {**self.bridge.timings(manifest.update_id), **timings_ms}
@@ -298,103 +327,50 @@ class RolloutExecutor:
             proof.method,
             timings_ms.get("total", 0.0),
         )
-        try:
-            if self._adapter is not None:
-                self._adapter.commit()
-            for update, _ in torn.values():
-                if update.update_id != manifest.update_id:
-                    self._steps.advance(update, Event.UNDO)
-            if previous is not None and previous != manifest.update_id:
-                self.release_weight_update(previous)
-        except Exception:  # noqa: BLE001 - logged in full
-            # The new version is installed, proven and acknowledged: telling the caller that the
-            # update failed would be wrong. What could not be let go is said in the log.
-            _LOG.exception(
-                "version %d is active, but the old one was not let go", manifest.weight_version
+        steps: dict[str, Callable[[], object]] = {"commit": self._adapter.commit}
+        for other in torn:
+            steps[f"undo of update {other.update_id}"] = partial(
+                self._steps.advance, other, Event.UNDO
             )
+        if previous is not None and previous != manifest.update_id:
+            steps[f"release of update {previous}"] = partial(self.release_weight_update, previous)
+        settle(manifest.weight_version, steps)
 
     # ---- failures -------------------------------------------------------------------------------
-
-    def _reject(self, manifest: WeightUpdateManifest, error: BaseException) -> None:
-        """Refused before a byte of the engine changed."""
-        if manifest.update_id not in self._torn:
-            self.bridge.reject(manifest.update_id, describe(error))
-        error.add_note(
-            f"rl_bridge: version {manifest.weight_version} was refused before the engine was "
-            f"touched; {self._standing()}"
-        )
 
     def _undo(self, manifest: WeightUpdateManifest, error: BaseException) -> None:
         """Failed while or after the engine changed: bring it back, or declare it torn."""
         try:
-            if self._adapter is not None:
-                self._adapter.undo()
-        except BaseException as second:  # noqa: BLE001 - told in every branch below
-            self._tear(manifest, f"{describe(error)}; undo: {describe(second)}")
-            error.add_note(
-                f"rl_bridge: the undo failed too ({describe(second)}); the engine is torn."
-            )
+            self._adapter.undo()
+        except BaseException as second:
+            self._standing.torn(manifest, error, second)
+            if not isinstance(second, Exception):
+                second.add_note(
+                    f"rl_bridge: this interrupted the undo of version {manifest.weight_version}; "
+                    "the engine is torn: call recover()."
+                )
+                raise
             if isinstance(error, Exception):
                 msg = (
-                    f"version {manifest.weight_version} failed to install ({describe(error)}) "
-                    "and its "
-                    f"undo failed too ({describe(second)}). The engine must not serve: call "
-                    "recover(), "
-                    "or install a later version in full."
+                    f"version {manifest.weight_version} failed to install ({describe(error)}) and "
+                    f"its undo failed too ({describe(second)}). The engine must not serve: call "
+                    "recover(), or install a later version in full."
                 )
                 raise TornEngine(msg) from error
             return
-        was_torn = manifest.update_id in self._torn
-        if not was_torn or self._steps.is_in(manifest, State.INSTALLED):
-            self.bridge.reject(
-                manifest.update_id, f"rollout weight install failed: {describe(error)}"
-            )
-        if was_torn:
-            self._heal()
-        error.add_note(
-            f"rl_bridge: version {manifest.weight_version} was undone; {self._standing()}"
-        )
-
-    def _tear(self, manifest: WeightUpdateManifest, reason: str) -> None:
-        was_torn = self._torn.pop(manifest.update_id, None) is not None
-        if not was_torn or self._steps.is_in(manifest, State.INSTALLED):
-            self._steps.advance(manifest, Event.TEAR, reason=reason)
-        self._torn[manifest.update_id] = (manifest, reason)
-        self.active_weight_version = None
-
-    def _last_torn(self) -> tuple[WeightUpdateManifest, str]:
-        return next(reversed(self._torn.values()))
-
-    def _heal(self) -> None:
-        torn, self._torn = self._torn, {}
-        for manifest, _ in torn.values():
-            if not self._steps.is_in(manifest, State.REJECTED):
-                self._steps.advance(manifest, Event.UNDO)
-        if self._active is not None:
-            self.active_weight_version = self._active.weight_version
-
-    def _standing(self) -> str:
-        if self._torn:
-            return "the engine is still torn."
-        if self._active is None:
-            return "the engine holds its initial weights, version None."
-        return f"the engine holds version {self._active.weight_version}."
+        self._standing.undone(manifest, error)
 
     def _forget(self, manifest: WeightUpdateManifest, tensors: Mapping[str, torch.Tensor]) -> None:
         """Give a refused update's memory back, although the frames of its exception hold it."""
-        if not isinstance(self.bridge, TensorBridge) or manifest.update_id in self._torn:
+        if not isinstance(self.bridge, TensorBridge) or self._standing.is_torn_by(manifest):
             return
         if isinstance(tensors, ImportedTensors):
             tensors.forget()
 
-    def _check_process(self) -> None:
-        # Before the lock is taken: at the fork, another thread of the parent may have held it.
-        if os.getpid() != self._pid:
-            msg = "this executor belongs to the parent process. Make one after the fork."
+    def _check_open(self) -> None:
+        if self._is_closed:
+            msg = "this executor is closed. Make a new one."
             raise BridgeClosed(msg)
 
-    def _seal_initial(self, weights: Mapping[str, torch.Tensor] | torch.nn.Module) -> Version:
-        """Keep the initial weights as a version of their own, for the undo of the first update."""
-        self._initial_bridge = make_weight_bridge("local-clone", source_worker="initial")
-        manifest = self._initial_bridge.publish(weights, weight_version=0)
-        return manifest, self._initial_bridge.import_update(manifest)
+    def _check_process(self) -> None:
+        require_own_process(self._pid, "executor")

@@ -38,7 +38,9 @@ class CopyWay(Way):
         # While an update is neither undone nor committed, the engine may be a mixture: what `undo`
         # goes back to must then not be taken from it.
         if self._pending is None:
-            self._snapshot = None if self._is_covered(manifest) else Snapshot(self.memory.engine)
+            self._snapshot = None
+            if not self._is_covered(manifest):
+                self._snapshot = Snapshot(self.memory.engine, num_threads=self.num_threads)
         self._pending = (manifest, tensors, bound)
 
     def _is_covered(self, manifest: WeightUpdateManifest) -> bool:
@@ -90,7 +92,9 @@ class CopyWay(Way):
         try:
             self.memory.prove(bound, manifest)
         except WeightBridgeError as error:
-            msg = f"undo failed: after copying version {manifest.weight_version} back, {error}"
+            msg = (
+                f"undo failed, although version {manifest.weight_version} was copied back: {error}"
+            )
             raise TornEngine(msg) from error
 
     def commit(self) -> None:

@@ -20,6 +20,7 @@ from rl_bridge.installers.base import InstallProof, TransactionalAdapter
 from rl_bridge.installers.copying import CopyWay
 from rl_bridge.installers.engine_memory import Engine, EngineMemory
 from rl_bridge.installers.rebinding import AliasWay, FlipWay
+from rl_bridge.installers.threads import checked_threads
 from rl_bridge.installers.way import Way, require_imported
 from rl_bridge.manifest.model import WeightUpdateManifest
 
@@ -54,7 +55,7 @@ class ModuleInstallAdapter(TransactionalAdapter):
             num_threads: threads that copy and digest; None takes the usable cores.
 
         Raises:
-            ValueError: unknown mode.
+            ValueError: unknown mode, or less than one thread.
 
         """
         if mode not in _WAYS:
@@ -62,6 +63,7 @@ class ModuleInstallAdapter(TransactionalAdapter):
             raise ValueError(msg)
         self.mode = mode
         self._quiesce = quiesce
+        num_threads = checked_threads(num_threads)
         memory = EngineMemory(engine, num_threads=num_threads)
         self._way = _WAYS[mode](memory, strict=strict, num_threads=num_threads)
 

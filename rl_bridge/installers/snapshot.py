@@ -5,7 +5,8 @@ import torch
 
 from rl_bridge.errors import IncompatibleUpdate, TornEngine
 from rl_bridge.installers.engine_memory import Engine, named_engine_tensors, put_back, take_out
-from rl_bridge.memory.packing import raw_elements, tensor_key
+from rl_bridge.memory.facts import tensor_key
+from rl_bridge.memory.packing import raw_elements
 from rl_bridge.memory.passes import BytePlan
 from rl_bridge.memory.plain import not_plain
 from rl_bridge.memory.views import anonymous_pin
@@ -88,7 +89,10 @@ class Snapshot:
             or (name in self._others and not torch.equal(raw_elements(owner), self._others[name]))
         ]
         lost += now.keys() - self._owners.keys()
-        same = self._plan.digest(self._homes) == self._plan.digest(self._copies)
+        threads = self._num_threads
+        same = self._plan.digest(self._homes, num_threads=threads) == self._plan.digest(
+            self._copies, num_threads=threads
+        )
         if lost or not same:
             what = f"tensor {lost[0]!r} does" if lost else "weights do"
             msg = f"undo failed: the engine's {what} not take back what was there before."

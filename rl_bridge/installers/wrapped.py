@@ -16,11 +16,12 @@ from rl_bridge.errors import IncompatibleUpdate, ProofFailed, TornEngine
 from rl_bridge.installers.base import InstallProof, TransactionalAdapter, WeightInstallAdapter
 from rl_bridge.installers.engine_memory import Engine, EngineMemory
 from rl_bridge.installers.snapshot import Snapshot, every_engine_tensor
+from rl_bridge.installers.threads import checked_threads
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.memory.imported import ImportedTensors
 from rl_bridge.memory.passes import BytePlan
 
-__all__ = ["WrappedAdapter", "as_transactional", "engine_of"]
+__all__ = ["Version", "WrappedAdapter", "as_transactional", "engine_of"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -67,10 +68,24 @@ class WrappedAdapter(TransactionalAdapter):
         Args:
             adapter: the user's.
             initial: the engine's weights before the first update, for the undo of that one.
-            num_threads: threads that digest.
+            num_threads: threads that copy aside, restore and digest; None takes the usable cores.
+
+        Raises:
+            TypeError: an adapter that cannot install or release.
+            ValueError: less than one thread.
 
         """
+        missing = [verb for verb in ("install", "release") if not _has(adapter, verb)]
+        if missing:
+            kind = type(adapter).__name__
+            msg = (
+                f"weight_install_adapter: {kind} has no {' and no '.join(missing)}. An adapter "
+                "needs install(manifest, tensors) and release(update_id); one that keeps nothing "
+                "for an update has a release that does nothing."
+            )
+            raise TypeError(msg)
         self.adapter = adapter
+        self._num_threads = checked_threads(num_threads)
         self._engine = engine_of(adapter)
         self._memory = None
         if self._engine is not None:
@@ -95,8 +110,8 @@ class WrappedAdapter(TransactionalAdapter):
         if not self._has("undo"):
             limits.append(
                 "its engine cannot be seen, so undo installs the previous version through it "
-                "again, "
-                "which is not checked. Keep the engine's module in an attribute, or add undo()."
+                "again, which is not checked. Keep the engine's module in an attribute, or add "
+                "undo()."
             )
         return limits
 
@@ -108,7 +123,7 @@ class WrappedAdapter(TransactionalAdapter):
             # (While an update is pending, the engine may be a mixture: see `CopyWay`.)
             self._snapshot = None
             if self._engine is not None and self._could_hold(manifest):
-                self._snapshot = Snapshot(self._engine)
+                self._snapshot = Snapshot(self._engine, num_threads=self._num_threads)
         self._pending = (manifest, tensors)
 
     def _could_hold(self, manifest: WeightUpdateManifest) -> bool:
@@ -188,13 +203,13 @@ class WrappedAdapter(TransactionalAdapter):
         elif self._snapshot is not None:
             self._snapshot.restore()
         elif self._previous is not None:
-            _require_unwritten(*self._previous)
+            _require_unwritten(*self._previous, num_threads=self._num_threads)
             self.adapter.install(*self._previous)
         else:
             msg = (
                 "the first install failed and cannot be undone: the adapter's engine cannot be "
-                "seen. "
-                "Pass initial_weights= to RolloutExecutor, or keep the module in an attribute."
+                "seen. Pass initial_weights= to RolloutExecutor, or keep the module in an "
+                "attribute."
             )
             raise TornEngine(msg)
         self._pending = self._snapshot = None
@@ -213,13 +228,22 @@ class WrappedAdapter(TransactionalAdapter):
         self.adapter.release(update_id)
 
     def _has(self, verb: str) -> bool:
-        return callable(getattr(self.adapter, verb, None))
+        return _has(self.adapter, verb)
 
     def _call(self, verb: str, *arguments: object) -> Any:
         return getattr(self.adapter, verb)(*arguments) if self._has(verb) else None
 
 
-def _require_unwritten(manifest: WeightUpdateManifest, tensors: Mapping[str, torch.Tensor]) -> None:
+def _has(adapter: object, verb: str) -> bool:
+    return callable(getattr(adapter, verb, None))
+
+
+def _require_unwritten(
+    manifest: WeightUpdateManifest,
+    tensors: Mapping[str, torch.Tensor],
+    *,
+    num_threads: int | None,
+) -> None:
     """Make sure that a retained version is still what was imported: its user may write to it.
 
     Raises:
@@ -230,7 +254,8 @@ def _require_unwritten(manifest: WeightUpdateManifest, tensors: Mapping[str, tor
         return
     if tensors.pin.view is not None:
         tensors.pin.view.refresh(tensors.pin.address, tensors.pin.nbytes)
-    if BytePlan(manifest.table.nbytes_column).digest(tensors.addresses) != manifest.digests:
+    plan = BytePlan(manifest.table.nbytes_column)
+    if plan.digest(tensors.addresses, num_threads=num_threads) != manifest.digests:
         msg = (
             f"the undo needs version {manifest.weight_version}, and somebody wrote into its "
             "tensors. Do not write to what update_weights returns, or add undo() to the adapter."
@@ -244,7 +269,14 @@ def as_transactional(
     initial: Version | None = None,
     num_threads: int | None = None,
 ) -> TransactionalAdapter:
-    """The adapter itself where it is transactional, else wrapped."""
+    """The adapter itself where it is transactional, else wrapped.
+
+    Raises:
+        TypeError: an adapter that cannot install or release.
+        ValueError: less than one thread.
+
+    """
+    checked_threads(num_threads)
     if isinstance(adapter, TransactionalAdapter):
         return adapter
     return WrappedAdapter(adapter, initial=initial, num_threads=num_threads)

@@ -68,11 +68,14 @@ class Journal:
         """
         self._lock = threading.Lock()
         self._directory = None if state_dir is None else Path(state_dir)
-        self._lock_fd: int | None = None
+        # Open as long as the lock is held. A journal that is dropped without `close` must not keep
+        # its directory until the process ends. (Called once at most: `close` makes it void.)
+        self._unlock: weakref.finalize[[int], Journal] | None = None
         self._last: int | None = None
         self.publisher_id = uuid.uuid4().hex
         if self._directory is not None:
-            self._lock_fd = self._acquire(self._directory)
+            self._unlock = weakref.finalize(self, os.close, self._acquire(self._directory))
+            self._unlock.atexit = False
             _OPEN.add(self)
             self._load(self._directory / _FILE)
 
@@ -106,7 +109,7 @@ class Journal:
 
         """
         with self._lock:
-            if self._directory is not None and self._lock_fd is None:
+            if self._unlock is not None and not self._unlock.alive:
                 msg = f"the journal in {self._directory} is closed. Make a new publisher."
                 raise BridgeClosed(msg)
             self.check(version)
@@ -117,9 +120,8 @@ class Journal:
     def close(self) -> None:
         """Let another publisher use the directory."""
         with self._lock:
-            if self._lock_fd is not None:
-                os.close(self._lock_fd)
-                self._lock_fd = None
+            if self._unlock is not None:
+                self._unlock()
 
     def abandon(self) -> None:
         """Let go in a forked child: there, another thread's lock would stay taken for ever."""

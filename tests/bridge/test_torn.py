@@ -66,7 +66,9 @@ def test_recovering_completes_the_undo(
     manifest = tear(publisher, executor, adapter, 2)
     assert content(adapter.engine) != before
     adapter.fails = {"undo": OSError("still out of memory")}
-    with pytest.raises(TornEngine, match="recover: the undo of version 2 failed again: still out"):
+    with pytest.raises(
+        TornEngine, match="recover: the undo of version 2 failed again: OSError: still out"
+    ):
         executor.recover()
     torn = [executor.is_torn]
     adapter.fails = {}

@@ -1,5 +1,6 @@
 """The journal: a number is never handed out twice, whatever happens to the publisher."""
 
+import gc
 import json
 import os
 import re
@@ -192,6 +193,16 @@ def test_a_second_live_publisher_is_refused(tmp_path: Path) -> None:
         assert caught.value.kind == WeightBridgeUnavailableError.__name__
     with Journal(tmp_path):
         pass
+
+
+def test_a_journal_that_is_dropped_without_a_close_gives_directory_and_descriptor_back(
+    tmp_path: Path,
+) -> None:
+    before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208 - names are all that is needed
+    for version in range(3):
+        Journal(tmp_path).reserve(version)
+        gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == before  # noqa: PTH208
 
 
 def test_closing_twice_is_fine(tmp_path: Path) -> None:

@@ -1,0 +1,64 @@
+"""Checks that publisher, consumer and executor share."""
+
+import logging
+import os
+
+from rl_bridge.errors import BridgeClosed, MalformedManifest, SuspiciousUpdate
+from rl_bridge.manifest.compare import Policy, compare
+from rl_bridge.manifest.model import WeightUpdateManifest
+
+__all__ = ["as_manifest", "look_for_suspicion", "require_own_process"]
+
+_LOG = logging.getLogger(__name__)
+
+
+def as_manifest(given: object, *, caller: str) -> WeightUpdateManifest:
+    """Read a manifest that is given as an object or as its JSON text.
+
+    Raises:
+        MalformedManifest: it is neither.
+        WeightManifestValidationError: its text describes none that could be imported.
+
+    """
+    if isinstance(given, str | bytes):
+        return WeightUpdateManifest.from_json(given)
+    if isinstance(given, WeightUpdateManifest):
+        return given
+    msg = (
+        f"{caller} got a {type(given).__name__}, expected a WeightUpdateManifest or its JSON. Pass "
+        "what publish returned, or the text of its to_json()."
+    )
+    raise MalformedManifest(msg)
+
+
+def require_own_process(pid: int, what: str) -> None:
+    """Refuse the use of what a parent process made.
+
+    To be asked before any lock is taken: at the fork, another thread of the parent may have held
+    it.
+
+    Raises:
+        BridgeClosed: this process is not `pid`.
+
+    """
+    if os.getpid() != pid:
+        msg = f"this {what} belongs to the parent process. Make a new one after the fork."
+        raise BridgeClosed(msg)
+
+
+def look_for_suspicion(
+    policy: Policy, previous: WeightUpdateManifest | None, manifest: WeightUpdateManifest
+) -> None:
+    """Tell of an update that changes nothing, or fewer tensors than its predecessor.
+
+    Raises:
+        SuspiciousUpdate: there is something to tell, and the policy is to reject.
+
+    """
+    if policy is Policy.OFF:
+        return
+    findings = compare(previous, manifest)
+    for finding in findings:
+        _LOG.warning("suspicious update: %s", finding.message)
+    if findings and policy is Policy.REJECT:
+        raise SuspiciousUpdate("; ".join(finding.message for finding in findings))

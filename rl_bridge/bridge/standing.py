@@ -1,0 +1,115 @@
+"""Where an engine stands: at the version that was proven last, or torn between two.
+
+The executor does things to the engine; this remembers what they made of it, and tells the bridge.
+"""
+
+from rl_bridge.bridge.acknowledgement import describe
+from rl_bridge.bridge.protocols import WeightConsumer
+from rl_bridge.bridge.steps import FineSteps
+from rl_bridge.errors import TornEngine, WeightBridgeUnavailableError
+from rl_bridge.lifecycle.table import Event, State
+from rl_bridge.manifest.model import WeightUpdateManifest
+
+__all__ = ["Standing"]
+
+
+class Standing:
+    """The version that an engine holds, and the updates that tore it."""
+
+    def __init__(self, bridge: WeightConsumer, steps: FineSteps) -> None:
+        """Begin with an engine that holds its initial weights."""
+        self._bridge = bridge
+        self._steps = steps
+        self.active: WeightUpdateManifest | None = None
+        """What was installed and proven last; a torn engine goes back to it."""
+        # The updates that tore the engine, each with its reason, the last one last.
+        self._torn: dict[str, tuple[WeightUpdateManifest, str]] = {}
+
+    @property
+    def is_torn(self) -> bool:
+        """Whether the engine is neither at its version nor at another."""
+        return bool(self._torn)
+
+    @property
+    def version(self) -> int | None:
+        """The version that the engine holds; None before the first and while it is torn."""
+        return None if self._torn or self.active is None else self.active.weight_version
+
+    @property
+    def last_torn(self) -> tuple[WeightUpdateManifest, str]:
+        """The update that tore it last, and how."""
+        return next(reversed(self._torn.values()))
+
+    def is_torn_by(self, manifest: WeightUpdateManifest) -> bool:
+        """Whether this update is one of those that tore it."""
+        return manifest.update_id in self._torn
+
+    def check_servable(self) -> None:
+        """Tell whether the engine may answer requests.
+
+        Raises:
+            TornEngine: it may not.
+            WeightBridgeUnavailableError: it never got a verified version.
+
+        """
+        if self._torn:
+            manifest, reason = self.last_torn
+            msg = (
+                f"the engine is torn by version {manifest.weight_version}: {reason}. "
+                "Call recover(), or install a later version in full."
+            )
+            raise TornEngine(msg)
+        if self.active is None:
+            msg = "the engine has no verified version yet. Install one with update_weights first."
+            raise WeightBridgeUnavailableError(msg)
+
+    def refused(self, manifest: WeightUpdateManifest, error: BaseException) -> None:
+        """An update failed before a byte of the engine changed."""
+        if not self.is_torn_by(manifest):
+            self._bridge.reject(manifest.update_id, describe(error))
+        error.add_note(
+            f"rl_bridge: version {manifest.weight_version} was refused before the engine was "
+            f"touched; {self._told()}"
+        )
+
+    def undone(self, manifest: WeightUpdateManifest, error: BaseException) -> None:
+        """An update failed at the engine, which is back at what it held before."""
+        was_torn = self.is_torn_by(manifest)
+        if not was_torn or self._steps.is_in(manifest, State.INSTALLED):
+            self._bridge.reject(
+                manifest.update_id, f"rollout weight install failed: {describe(error)}"
+            )
+        if was_torn:
+            self.healed()
+        error.add_note(f"rl_bridge: version {manifest.weight_version} was undone; {self._told()}")
+
+    def torn(
+        self, manifest: WeightUpdateManifest, error: BaseException, undo: BaseException
+    ) -> None:
+        """An update failed at the engine, and so did its undo."""
+        reason = f"{describe(error)}; undo: {describe(undo)}"
+        was_torn = self._torn.pop(manifest.update_id, None) is not None
+        self._torn[manifest.update_id] = (manifest, reason)
+        error.add_note(f"rl_bridge: the undo failed too ({describe(undo)}); the engine is torn.")
+        if not was_torn or self._steps.is_in(manifest, State.INSTALLED):
+            self._steps.advance(manifest, Event.TEAR, reason=reason)
+
+    def healed(self) -> None:
+        """The undo of all that tore the engine is complete."""
+        torn, self._torn = self._torn, {}
+        for manifest, _ in torn.values():
+            if not self._steps.is_in(manifest, State.REJECTED):
+                self._steps.advance(manifest, Event.UNDO)
+
+    def activated(self, manifest: WeightUpdateManifest) -> list[WeightUpdateManifest]:
+        """An update is installed in full; returns those that tore the engine before it."""
+        torn, self._torn = self._torn, {}
+        self.active = manifest
+        return [other for other, _ in torn.values() if other.update_id != manifest.update_id]
+
+    def _told(self) -> str:
+        if self._torn:
+            return "the engine is still torn."
+        if self.active is None:
+            return "the engine holds its initial weights, version None."
+        return f"the engine holds version {self.active.weight_version}."
