@@ -15,8 +15,9 @@ import torch
 from rich.console import Console
 
 from rl_bridge.demo.failures import LogprobMismatch, PeerGone, UpdateLost
-from rl_bridge.demo.faults import MIN_STEPS, Fault
+from rl_bridge.demo.faults import Fault
 from rl_bridge.demo.live import LiveView, sparkline
+from rl_bridge.demo.options import MIN_STEPS
 from rl_bridge.demo.phases import BETWEEN, grouped, phase_series
 from rl_bridge.demo.records import DemoResult
 from rl_bridge.demo.rollout import InstallReply, RolloutConfig, RolloutWorker, SampleReply
@@ -206,6 +207,21 @@ def test_what_is_printed_names_the_faults_and_the_files(
     assert str(out / "demo.json") in screen
     assert str(out / "demo.png") in screen
     assert "\x1b" not in screen
+
+
+def test_without_a_terminal_each_step_is_a_line_with_the_phases_of_its_update(
+    local_run: tuple[DemoResult, str, Path],
+) -> None:
+    result, screen, _ = local_run
+    lines = [line for line in screen.splitlines() if line.startswith("step ")]
+    assert len(lines) == len(result.rows)
+    for line, row in zip(lines, result.rows, strict=True):
+        assert f"version {row.version:>3}" in line
+        for side, phases in (("trainer", row.publish_ms), ("rollout", row.install_ms)):
+            assert phases
+            told = line.partition(f"{side}: ")[2]
+            for name, milliseconds in phases.items():
+                assert f"{name} {milliseconds:.2f}" in told
 
 
 def test_a_terminal_gets_a_panel(local_run: tuple[DemoResult, str, Path]) -> None:

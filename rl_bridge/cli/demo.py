@@ -1,20 +1,15 @@
 """`rl-bridge demo`: train a small policy over the bridge, plant faults, draw what happened."""
 
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from rl_bridge.cli.screen import screen
+from rl_bridge.demo.options import DEFAULT_STEPS, MIN_STEPS, Engine
+from rl_bridge.demo.run import run_demo
 
-__all__ = ["Engine", "demo"]
-
-
-class Engine(StrEnum):
-    """What the rollout can sample with."""
-
-    MODULE = "module"
+__all__ = ["demo"]
 
 
 def demo(
@@ -23,8 +18,8 @@ def demo(
     ] = "shared-memory",
     engine: Annotated[Engine, typer.Option(help="What the rollout samples with.")] = Engine.MODULE,
     steps: Annotated[
-        int, typer.Option(min=6, help="Training steps, one update of the weights each.")
-    ] = 80,
+        int, typer.Option(min=MIN_STEPS, help="Training steps, one update of the weights each.")
+    ] = DEFAULT_STEPS,
     seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same rewards.")] = 0,
     out: Annotated[
         Path, typer.Option(file_okay=False, help="Where demo.json and demo.png go.")
@@ -37,9 +32,6 @@ def demo(
     reports. In the middle one update is corrupted, one is stale and one
     install fails half-way: each is refused or undone, and training goes on.
     """
-    # Imported here: `rl-bridge --help` need not wait for it.
-    from rl_bridge.demo.run import run_demo
-
     run_demo(
         transport=transport,
         engine=engine.value,

@@ -5,12 +5,10 @@ from enum import StrEnum
 from typing import Literal
 
 from rl_bridge.demo.failures import FaultUnnoticed
+from rl_bridge.demo.options import MIN_STEPS
 from rl_bridge.demo.rollout import InstallReply
 
-__all__ = ["MIN_STEPS", "Expectation", "Fault", "examine", "plan_faults"]
-
-MIN_STEPS = 6
-"""Fewer leave no room for three faults after the two versions that a replay needs."""
+__all__ = ["Expectation", "Fault", "examine", "plan_faults"]
 
 
 class Fault(StrEnum):

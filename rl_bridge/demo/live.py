@@ -1,4 +1,4 @@
-"""What a run shows while it goes on: a panel on a terminal, a line every few steps elsewhere."""
+"""What a run shows while it goes on: a panel on a terminal, a line for each step elsewhere."""
 
 from collections.abc import Mapping
 from types import TracebackType
@@ -16,7 +16,6 @@ from rl_bridge.demo.records import FaultRow, StepRow
 __all__ = ["LiveView", "sparkline"]
 
 _BARS = " ▁▂▃▄▅▆▇█"
-_LINES_IN_ALL = 20
 
 
 def sparkline(values: list[float], width: int) -> str:
@@ -40,7 +39,6 @@ class LiveView:
         self._title = title
         self._num_steps = num_steps
         self._rows: list[StepRow] = []
-        self._stride = max(1, num_steps // _LINES_IN_ALL)
         self._live = (
             Live(self._panel(), console=console, refresh_per_second=10, transient=True)
             if console.is_terminal
@@ -74,13 +72,12 @@ class LiveView:
         self._rows.append(row)
         if self._live is not None:
             self._live.update(self._panel())
-        elif row.step in {1, self._num_steps} or row.step % self._stride == 0:
+        else:
             self._console.print(
                 f"step {row.step:>3}/{self._num_steps}  reward {row.reward:.3f}  "
-                f"version {row.version:>3}  update {row.update_ms:6.2f} ms "
-                f"(trainer {sum(row.publish_ms.values()):.2f}, "
-                f"rollout {sum(row.install_ms.values()):.2f})  "
-                f"log-probs agree {row.logprob_max_abs_diff:.0e}",
+                f"version {row.version:>3}  log-probs agree {row.logprob_max_abs_diff:.0e}  "
+                f"update {row.update_ms:.2f} ms  trainer: {_phases_text(row.publish_ms)}  "
+                f"rollout: {_phases_text(row.install_ms)}",
                 soft_wrap=True,
                 highlight=False,
             )

@@ -11,6 +11,7 @@ from rich.console import Console
 
 from rl_bridge.demo.faults import plan_faults
 from rl_bridge.demo.live import LiveView
+from rl_bridge.demo.options import DEFAULT_STEPS, Engine
 from rl_bridge.demo.records import DemoResult
 from rl_bridge.demo.report import print_report, write_files
 from rl_bridge.demo.rollout import Rollout, RolloutConfig, RolloutWorker
@@ -19,16 +20,13 @@ from rl_bridge.demo.trainer import Trainer
 from rl_bridge.errors import TransportUnavailable, WeightBridgeUnavailableError
 from rl_bridge.transports.registry import canonical_name, transport_class
 
-__all__ = ["DEFAULT_STEPS", "ENGINES", "run_demo"]
-
-DEFAULT_STEPS = 80
-ENGINES = ("module",)
+__all__ = ["run_demo"]
 
 
 def run_demo(
     *,
     transport: str = "shared-memory",
-    engine: str = "module",
+    engine: str = Engine.MODULE,
     steps: int = DEFAULT_STEPS,
     seed: int = 0,
     out: Path = Path("demo-out"),
@@ -85,7 +83,7 @@ def run_demo(
         manifest = trainer.held
     result = DemoResult(
         transport=config.transport,
-        engine=engine,
+        engine=config.engine,
         seed=seed,
         num_processes=num_processes,
         num_tensors=manifest.tensor_count,
@@ -102,8 +100,8 @@ def run_demo(
 
 def _checked(transport: str, engine: str, seed: int) -> RolloutConfig:
     """Find every reason not to start before anything is started."""
-    if engine not in ENGINES:
-        raise ValueError(f"no engine {engine!r} for the demo, expected one of {', '.join(ENGINES)}")
+    if engine not in list(Engine):
+        raise ValueError(f"no engine {engine!r} for the demo, expected one of {', '.join(Engine)}")
     if importlib.util.find_spec("matplotlib") is None:
         raise WeightBridgeUnavailableError(
             "the demo draws its picture with matplotlib, which is not installed. "
@@ -113,7 +111,7 @@ def _checked(transport: str, engine: str, seed: int) -> RolloutConfig:
     found = transport_class(name).probe()
     if found.status != "pass":
         raise TransportUnavailable(name, found.cause, found.remedy)
-    return RolloutConfig(transport=name, seed=seed, engine=engine)
+    return RolloutConfig(transport=name, seed=seed, engine=str(engine))
 
 
 def _start_rollout(config: RolloutConfig) -> tuple[Rollout, int]:
