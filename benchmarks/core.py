@@ -9,6 +9,7 @@ import json
 import signal
 import sys
 import time
+from collections.abc import Collection
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Annotated, Any
 
 import typer
 from _lib.environment import collect_environment
-from _lib.groups import Group, Row, count_steps, run_group
+from _lib.groups import Group, Row, count_steps, run_group, share_probes
 from _lib.memory import MIB, warm_up
 from _lib.pair import Pair
 from _lib.plan import MANY_TENSORS, Plan, make_plan
@@ -55,21 +56,26 @@ def _run(plan: Plan, console: Console) -> tuple[dict[str, list[Row]], list[float
         warm = warm_up(plan.warm_up_nbytes)
         tick()
 
-        def run(group: Group, *, probe: bool) -> None:
+        def run(group: Group, *, probe: Collection[str] = (), weigh: bool = False) -> None:
             tick = task(group.name, count_steps(group, probe=probe))
-            results[group.name] = run_group(group, tick=tick, probe=probe)
+            results[group.name] = run_group(group, tick=tick, probe=probe, weigh=weigh)
 
-        # The peers probe the same lanes again: in a quick run once is enough.
-        run(plan.core, probe=not plan.quick)
-        run(plan.peers, probe=True)
-        run(plan.ray, probe=True)
-        run(plan.sizes, probe=False)
-        for flips in plan.flips:
-            run(flips, probe=False)
+        core, peers = _names(plan.core), _names(plan.peers)
+        # The peers probe most of these lanes again: in a quick run once is enough.
+        run(plan.core, probe=core - peers if plan.quick else core)
+        run(plan.peers, probe=peers)
+        share_probes(results[plan.core.name], results[plan.peers.name])
+        run(plan.ray, probe=_names(plan.ray))
+        for sized in (plan.sizes, *plan.flips):
+            run(sized, weigh=True)
         # The group of sizes began with one in fresh processes, too.
         firsts = [float(results[plan.sizes.name][0].warmup_samples[0]["loaded_s"])]
         firsts += _first_updates(plan, task("first updates", plan.first_plans))
     return results, firsts, warm
+
+
+def _names(group: Group) -> frozenset[str]:
+    return frozenset(lane.name for lane in group.lanes)
 
 
 def _figures(plan: Plan, results: dict[str, list[Row]], firsts: list[float]) -> Figures:

@@ -1,7 +1,7 @@
 """Runs lanes side by side in one pair of processes: probe each, then A B C A B C ..."""
 
 import importlib.util
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -11,10 +11,13 @@ from _lib.pair import LaneFailedError, Pair
 from _lib.payload import PayloadSpec
 from _lib.stats import summarise
 
-__all__ = ["Group", "Row", "count_steps", "run_group"]
+__all__ = ["Group", "Row", "count_steps", "run_group", "share_probes"]
 
 _TIMES = ("publish_s", "receive_s", "usable_s", "load_s", "loaded_s")
 _PROBE_UPDATES = 2
+_PROBED = frozenset({"memory", "survives_step", "survives_publish"})
+_ALONE = "alone; peak of two updates, the first held while the second arrives"
+_BESIDE = "beside other lanes, whose memory is taken off; peak of two updates, none held"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,12 +79,13 @@ class Row:
         }
 
 
-def count_steps(group: Group, *, probe: bool) -> int:
+def count_steps(group: Group, *, probe: Collection[str] = ()) -> int:
     """Return how many updates the group will run, for a progress bar."""
-    runnable = sum(_missing(lane) is None for lane in group.lanes)
-    if group.needs_all and runnable < len(group.lanes):
+    runnable = [lane.name for lane in group.lanes if _missing(lane) is None]
+    if group.needs_all and len(runnable) < len(group.lanes):
         return 0
-    return runnable * ((_PROBE_UPDATES if probe else 0) + group.warmup + group.reps)
+    probed = sum(name in probe for name in runnable)
+    return _PROBE_UPDATES * probed + len(runnable) * (group.warmup + group.reps)
 
 
 def _missing(lane: LaneSpec) -> str | None:
@@ -92,18 +96,31 @@ def _missing(lane: LaneSpec) -> str | None:
 
 
 def _peak(
-    samples: Sequence[dict[str, Any]], spec: PayloadSpec, shared_before: int
+    samples: Sequence[dict[str, Any]],
+    spec: PayloadSpec,
+    before: Mapping[str, Mapping[str, int]],
+    start: Mapping[str, Mapping[str, int]],
 ) -> dict[str, Any]:
-    """Return the peaks that the probed updates reached."""
+    """Return the peaks that the probed updates reached, less what other lanes held.
 
-    def peak(role: str, key: str) -> int:
-        return max(int(sample["memory"][role][key]) for sample in samples)
+    Args:
+        samples: the updates.
+        spec: the lane's payload.
+        before: what was in use before the lane was set up.
+        start: what was in use before any lane was.
 
-    shared = max(peak("trainer", "shared"), peak("engine", "shared")) - shared_before
-    private = peak("trainer", "rss_anon") + peak("engine", "rss_anon")
+    """
+
+    def peak(role: str, key: str, *others: str) -> int:
+        held = sum(before[role][other] - start[role][other] for other in others)
+        return max(int(sample["memory"][role][key]) for sample in samples) - held
+
+    resident = ("rss_anon", "rss_shmem", "rss_file")
+    shared = max(peak("trainer", "shared"), peak("engine", "shared")) - before["trainer"]["shared"]
+    private = peak("trainer", "rss_anon", "rss_anon") + peak("engine", "rss_anon", "rss_anon")
     return {
-        "trainer_peak_rss_nbytes": peak("trainer", "rss_peak"),
-        "engine_peak_rss_nbytes": peak("engine", "rss_peak"),
+        "trainer_peak_rss_nbytes": peak("trainer", "rss_peak", *resident),
+        "engine_peak_rss_nbytes": peak("engine", "rss_peak", *resident),
         "private_nbytes": private,
         "shared_memory_nbytes": shared,
         "total_nbytes": private + shared,
@@ -117,7 +134,7 @@ def _probe(pair: Pair, row: Row, spec: PayloadSpec, tick: Callable[[], None]) ->
     Alone in the pair, so that the memory is this lane's.
     """
     lane = row.lane
-    shared_before = pair.shared_nbytes()
+    before = pair.memory()
     pair.setup(lane)
     first = pair.update(lane, probe=True, keep=True)
     tick()
@@ -126,8 +143,28 @@ def _probe(pair: Pair, row: Row, spec: PayloadSpec, tick: Callable[[], None]) ->
     row.survives_step = second["survives_step"]
     row.survives_publish = second["survives_publish"]
     row.snapshot = bool(row.survives_step and row.survives_publish)
-    row.memory = _peak((first, second), spec, shared_before)
+    row.memory = _peak((first, second), spec, before, before) | {"how": _ALONE}
     pair.teardown(lane, free_resident=True)
+
+
+def _set_up_and_weigh(
+    pair: Pair,
+    row: Row,
+    spec: PayloadSpec,
+    start: Mapping[str, Mapping[str, int]],
+    tick: Callable[[], None],
+) -> None:
+    """Set a lane up; its first warm-up updates come at once and tell what it adds to memory."""
+    before = pair.memory()
+    pair.setup(row.lane)
+    samples = []
+    for _ in range(_PROBE_UPDATES):
+        samples.append(pair.update(row.lane, probe=True))
+        tick()
+    row.memory = _peak(samples, row.lane.spec or spec, before, start) | {"how": _BESIDE}
+    row.warmup_samples += [
+        {key: value for key, value in sample.items() if key not in _PROBED} for sample in samples
+    ]
 
 
 def _sample(pair: Pair, lane: LaneSpec, into: list[dict[str, Any]]) -> None:
@@ -146,8 +183,18 @@ def _try(row: Row, action: Callable[[], None]) -> None:
         row.status, row.reason = "failed", str(error)
 
 
-def run_group(group: Group, *, tick: Callable[[], None], probe: bool = True) -> list[Row]:
-    """Run a group and return one row per lane, in order."""
+def run_group(
+    group: Group, *, tick: Callable[[], None], probe: Collection[str] = (), weigh: bool = False
+) -> list[Row]:
+    """Run a group and return one row per lane, in order.
+
+    Args:
+        group: what to run.
+        tick: called after every update.
+        probe: names of the lanes that are looked at alone first: every byte, and their memory.
+        weigh: take the memory of the lanes from their warm-up, which costs no update.
+
+    """
     rows = [Row(lane=lane, group=group.name) for lane in group.lanes]
     for row in rows:
         reason = _missing(row.lane)
@@ -160,13 +207,36 @@ def run_group(group: Group, *, tick: Callable[[], None], probe: bool = True) -> 
     if not alive:
         return rows
     with Pair(group.spec, [row.lane for row in alive]) as pair:
-        for row in alive if probe else ():
-            _try(row, partial(_probe, pair, row, group.spec, tick))
         for row in alive:
-            _try(row, partial(pair.setup, row.lane))
-        for repetition in range(group.warmup + group.reps):
-            for row in alive:
-                into = row.warmup_samples if repetition < group.warmup else row.samples
-                _try(row, partial(_sample, pair, row.lane, into))
-                tick()
+            if row.lane.name in probe:
+                _try(row, partial(_probe, pair, row, group.spec, tick))
+        start = pair.memory()
+        for row in alive:
+            if weigh:
+                _try(row, partial(_set_up_and_weigh, pair, row, group.spec, start, tick))
+            else:
+                _try(row, partial(pair.setup, row.lane))
+        _repeat(pair, alive, group, tick)
     return rows
+
+
+def _repeat(pair: Pair, rows: Sequence[Row], group: Group, tick: Callable[[], None]) -> None:
+    """Run every lane once per repetition, in turn; the first ones warm up."""
+    for repetition in range(group.warmup + group.reps):
+        for row in rows:
+            into = row.warmup_samples if repetition < group.warmup else row.samples
+            if into is row.warmup_samples and repetition < len(into):
+                continue  # it was taken when the lane was weighed
+            _try(row, partial(_sample, pair, row.lane, into))
+            tick()
+
+
+def share_probes(rows: Sequence[Row], others: Sequence[Row]) -> None:
+    """Give rows that were not probed what the same lanes of another group showed."""
+    probed = {row.lane.name: row for row in others if row.memory is not None}
+    for row in rows:
+        twin = probed.get(row.lane.name)
+        if row.memory is None and twin is not None and twin.memory is not None:
+            row.snapshot = twin.snapshot
+            row.survives_step, row.survives_publish = twin.survives_step, twin.survives_publish
+            row.memory = twin.memory | {"how": f"{twin.memory['how']}; in the group {twin.group}"}

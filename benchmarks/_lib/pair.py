@@ -118,9 +118,9 @@ class Pair:
             raise failure
         return answers
 
-    def shared_nbytes(self) -> int:
-        """Return the shared memory that the machine uses now."""
-        return int(self.both({"do": "memory"}, self.timeout_s)["trainer"]["shared"])
+    def memory(self) -> dict[str, dict[str, int]]:
+        """Return what each process holds now, and with it the machine's shared memory."""
+        return self.both({"do": "memory"}, self.timeout_s)
 
     def setup(self, lane: LaneSpec) -> None:
         """Build both sides of a lane."""

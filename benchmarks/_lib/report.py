@@ -47,7 +47,9 @@ def print_figures(console: Console, figures: Figures) -> None:
         table.add_column(column, justify="right" if column == "value" else "left")
     for name, value in figures.ratios.items():
         details: dict[str, Any] = figures.details[name]
-        shown = f"{len(value)} ways" if isinstance(value, dict) else value
+        shown = value
+        if isinstance(value, dict):
+            shown = f"{sum(seconds is not None for seconds in value.values())} ways"
         text = "not measured" if shown is None else str(shown)
         against = str(details.get("baseline") or details.get("reason") or "")
         table.add_row(name, text, str(details["aim"]), _mark(details["aim_met"]), against)

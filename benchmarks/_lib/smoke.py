@@ -93,9 +93,13 @@ def blockers(mode: Mode) -> list[str]:
     if found.status != "pass":
         causes.append(f"{found.cause} (remedy: {found.remedy})" if found.remedy else found.cause)
     if mode in _NEEDS_VLLM:
+        # No remedy by installing it: this release could do nothing with it.
         if importlib.util.find_spec("vllm") is None:
-            causes.append("vllm is not installed (remedy: pip install 'rl_bridge[vllm]')")
-        causes.append("installing into vLLM is not part of this release of rl_bridge")
+            causes.append("vllm is not installed")
+        causes.append(
+            "installing into vLLM is not part of this release of rl_bridge, with or without it "
+            "(remedy: an install adapter of your own for an engine in this process)"
+        )
     return causes
 
 
