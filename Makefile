@@ -16,6 +16,10 @@ TORCH ?= torch==2.13.0
 # Test processes share few cores; more threads per process only make them fight.
 TEST_ENV := OMP_NUM_THREADS=1
 
+# How `check` runs the tests: `make check TESTS=coverage` takes the floors of coverage along, which
+# takes longer. CI does that.
+TESTS ?= test
+
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .PHONY: help setup demo test test-gpu lint types docs check format coverage mutants bench docs-serve clean
@@ -58,7 +62,7 @@ types: $(STAMP) ## Check types (mypy, strict)
 docs: $(STAMP) ## Build the documentation, strictly, into site/
 	$(BIN)/mkdocs build --strict
 
-check: lint types test docs ## Everything that a change must pass: lint, types, test, docs
+check: lint types $(TESTS) docs ## Everything that a change must pass: lint, types, tests, docs
 
 format: $(STAMP) ## Format the code and apply the safe fixes
 	$(BIN)/ruff check --fix-only .

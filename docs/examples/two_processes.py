@@ -51,6 +51,7 @@ def main() -> None:
     with torch.no_grad():
         expected = model(torch.ones(8)).tolist()
     assert reply == {"version": 1, "answer": expected}
+    assert report.proof is not None
     assert report.proof["root"] == manifest.root
     print(f"version {reply['version']} in process {report.pid}: proof by {report.proof['method']}")
 

@@ -1,0 +1,65 @@
+"""What is handed out: the source distribution is whole, and the version stands in one place."""
+
+import importlib.util
+import shutil
+import subprocess
+import sys
+import tarfile
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import rl_bridge
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def tracked() -> list[str]:
+    git = shutil.which("git")
+    if git is None or not (ROOT / ".git").exists():
+        pytest.skip("only a clone knows which files there are")
+    listed = subprocess.run(
+        [git, "-C", str(ROOT), "ls-files"], capture_output=True, text=True, timeout=60, check=True
+    )
+    return [name for name in listed.stdout.splitlines() if (ROOT / name).is_file()]
+
+
+@pytest.fixture(scope="module")
+def distribution(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """Every file of a source distribution that was made from what is tracked, by its path."""
+    if importlib.util.find_spec("setuptools") is None:
+        pytest.skip("setuptools is not installed")
+    tree = tmp_path_factory.mktemp("tree")
+    for name in {*tracked(), "MANIFEST.in"}:
+        (tree / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, tree / name)
+    code = "from setuptools import build_meta; build_meta.build_sdist('made')"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tree,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    (made,) = (tree / "made").iterdir()
+    with tarfile.open(made) as archive:
+        files = {item.name: archive.extractfile(item) for item in archive if item.isfile()}
+        return {name.partition("/")[2]: file.read() for name, file in files.items() if file}
+
+
+def test_the_source_distribution_has_every_file_of_the_repository(
+    distribution: dict[str, bytes],
+) -> None:
+    assert set(tracked()) - distribution.keys() == set()
+    assert not [name for name in distribution if name.endswith((".so", ".pyc"))]
+
+
+def test_the_version_is_said_once_and_the_distribution_has_it(
+    distribution: dict[str, bytes],
+) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    assert "version" not in project
+    assert f"\nVersion: {rl_bridge.__version__}\n".encode() in distribution["PKG-INFO"]
