@@ -1,0 +1,103 @@
+"""Reads, without running it, what the library raises and which words it raises it with."""
+
+import ast
+import re
+from collections.abc import Collection, Iterator
+from pathlib import Path
+
+import rl_bridge
+
+__all__ = ["errors_raised", "messages", "modules", "says_a_remedy"]
+
+ROOT = Path(rl_bridge.__file__).parent
+LAYERS = ["manifest", "lifecycle", "memory", "transports", "extractors", "installers", "bridge"]
+"""Those that users call."""
+
+_VERBS = (
+    "add|allow|ask|call|cast|choose|close|convert|copy|cut|do|drop|export|fix|flatten|free|get|give"
+    "|import|increment|install|keep|leave|let|load|lower|make|mend|move|name|open|pass|publish|put"
+    "|raise|read|register|reject|release|remove|restart|restore|run|see|send|set|split|start|stop|take"
+    "|tell|tie|try|update|upgrade|use|wait|wrap|write"
+)
+# What to do begins a sentence or a clause. Or the reader sees all that there is to choose from, or
+# is asked what nobody else can know.
+_REMEDY = re.compile(
+    rf"(?:[.:;] |\(|, or )(?:{_VERBS})\b|expected one of|allowed now|\?$", re.IGNORECASE
+)
+
+
+def says_a_remedy(text: str) -> bool:
+    """Whether a message tells its reader to do something."""
+    return _REMEDY.search(text) is not None
+
+
+def modules() -> Iterator[tuple[str, ast.Module]]:
+    """Every module of `LAYERS`, by its path."""
+    for layer in LAYERS:
+        for path in sorted((ROOT / layer).rglob("*.py")):
+            yield str(path.relative_to(ROOT)), ast.parse(path.read_text("utf-8"))
+
+
+def errors_raised(module: ast.Module) -> Iterator[tuple[int, str, list[ast.expr]]]:
+    """Line, class and arguments of each new error that a module raises."""
+    for node in ast.walk(module):
+        if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
+            yield node.lineno, getattr(node.exc.func, "id", ""), node.exc.args
+
+
+def messages(module: ast.Module, known: Collection[str]) -> Iterator[tuple[int, str]]:
+    """Line and text of every message that a module raises one of the `known` errors with."""
+    steps: list[tuple[int, ast.expr | tuple[str, list[ast.expr]]]] = [
+        (node.lineno, node.value)
+        for node in ast.walk(module)
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "msg"
+    ]
+    steps += [(line, (name, args)) for line, name, args in errors_raised(module)]
+    said: list[ast.expr] = []
+    for line, step in sorted(steps, key=lambda pair: pair[0]):
+        if isinstance(step, ast.expr):
+            said.append(step)
+            continue
+        name, args = step
+        # TransportUnavailable takes its remedy as an argument of its own.
+        if name in known and len(args) == 1:
+            for value in said if ast.unparse(args[0]) == "msg" else args:
+                yield from ((line, text) for text in _forms(value, module))
+        said = []
+
+
+def _forms(value: ast.expr, module: ast.Module) -> list[str]:
+    """Every form that a message can take; of one that a function makes, whatever it returns."""
+    if isinstance(value, ast.IfExp):
+        return _forms(value.body, module) + _forms(value.orelse, module)
+    if isinstance(value, ast.Call):
+        name = ast.unparse(value.func).split(".")[-1]
+        for other in [module, *(other for _, other in modules())]:
+            for node in ast.walk(other):
+                if isinstance(node, ast.FunctionDef) and node.name == name:
+                    ends = [end.value for end in ast.walk(node) if isinstance(end, ast.Return)]
+                    return [text for end in ends if end for text in _forms(end, other)]
+        return [ast.unparse(value)]
+    return [_text(value, module)]
+
+
+def _text(value: ast.expr, module: ast.Module) -> str:
+    """Literal text with what its module assigns to names filled in, and other values left open."""
+    if isinstance(value, ast.Constant):
+        return str(value.value)
+    if isinstance(value, ast.JoinedStr):
+        return "".join(_text(part, module) for part in value.values)
+    if isinstance(value, ast.BinOp):
+        return _text(value.left, module) + _text(value.right, module)
+    if isinstance(value, ast.FormattedValue) and isinstance(value.value, ast.Name):
+        name = value.value.id
+        for node in ast.walk(module):
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name:
+                return " | ".join(_forms(node.value, module)) if _is_text(node.value) else "{}"
+    return "{}"
+
+
+def _is_text(value: ast.expr) -> bool:
+    if isinstance(value, ast.Constant):
+        return isinstance(value.value, str)
+    return isinstance(value, ast.JoinedStr | ast.IfExp)
