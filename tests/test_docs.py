@@ -238,6 +238,31 @@ def test_every_module_that_users_may_import_is_in_the_reference() -> None:
     assert modules - referenced() == set(), "name them in docs/reference"
 
 
+SEAMS = sorted(
+    set(
+        re.findall(
+            r"`(rl_bridge\.[\w.]+)`",
+            (DOCS / "reference" / "index.md").read_text("utf-8").partition("**The seams**")[2],
+        )
+    )
+)
+
+
+@pytest.mark.parametrize("name", SEAMS)
+def test_a_seam_that_is_said_to_be_stable_exists(name: str) -> None:
+    home, _, last = name.rpartition(".")
+    names = importlib.import_module(home).__all__
+    assert last in names or importlib.import_module(name).__all__
+
+
+def test_the_names_of_a_seam_are_names_of_its_module() -> None:
+    page = (DOCS / "reference" / "index.md").read_text("utf-8")
+    listed = re.findall(r"`(rl_bridge\.[\w.]+)`(?:\]\([\w.]+\))?: ((?:`\w+`(?:, )?)+)", page)
+    assert len(listed) >= 5
+    for module, names in listed:
+        assert set(re.findall(r"\w+", names)) <= set(importlib.import_module(module).__all__)
+
+
 def test_every_error_has_a_row_that_says_what_to_do() -> None:
     tables = GUARANTEES.partition("## Errors")[2].partition("## Deaths")[0]
     named = set(re.findall(r"`(\w+)`", tables))

@@ -44,11 +44,16 @@ def _peers(results: dict[str, Any]) -> list[str]:
     ]
     for name, row in sorted(rows.items(), key=lambda item: item[1].get("usable_s") or 1e9):
         shown = _value(row.get("usable_s"))
-        if row.get("reason"):
-            shown = f"{row['status']}: {row['reason']}"
+        if row.get("usable_s") is None:
+            shown = f"not measured ({row.get('status', '-')}: {row.get('reason')})"
         ours = _value(row.get("ours_usable_s_in_the_same_rounds"))
         verified = "yes" if row.get("verified") else "no"
         lines.append(f"| `{name}` | {shown} | {ours} | {verified} | {row.get('kind', '-')} |")
+    peers = results["details"].get("peers", {})
+    if "aim" in peers:
+        why = f" ({peers['reason']})" if peers.get("reason") else ""
+        met = {True: "yes", False: "**no**"}.get(peers.get("aim_met"), "not known")
+        lines += ["", f"Aim: {peers['aim']}. Met: {met}{why}."]
     return lines
 
 

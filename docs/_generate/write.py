@@ -61,12 +61,24 @@ def _command_line() -> str:
     return "\n\n".join(parts)
 
 
+def _public_names() -> str:
+    import rl_bridge
+    from rl_bridge import errors
+
+    rest = [name for name in rl_bridge.__all__ if name not in errors.__all__]
+    lines = ["| Kind | Names |", "|---|---|"]
+    for kind, names in (("what users type", rest), ("errors", errors.__all__)):
+        lines.append(f"| {kind} | {', '.join(f'`{name}`' for name in names)} |")
+    return "\n".join(lines)
+
+
 PARTS: dict[str, Callable[[], str]] = {
     "publisher-diagram": lambda: _diagram(Role.PUBLISHER),
     "publisher-moves": lambda: _moves(Role.PUBLISHER),
     "consumer-diagram": lambda: _diagram(Role.CONSUMER),
     "consumer-moves": lambda: _moves(Role.CONSUMER),
     "command-line": _command_line,
+    "public-names": _public_names,
 }
 
 
