@@ -107,3 +107,9 @@ def test_a_gathered_state_of_many_ranks_is_supported(kind: str) -> None:
     WeightLayout(
         kind=kind, world_size=8, rank=7, data_parallel_size=8, zero_stage=3
     ).validate_supported()
+
+
+@pytest.mark.parametrize("metadata", [["layout"], "layout", 3], ids=["list", "text", "number"])
+def test_metadata_that_is_no_mapping_is_malformed(metadata: Any) -> None:
+    with pytest.raises(MalformedManifest, match=r"metadata is a \w+, expected a mapping.*Pass a"):
+        WeightLayout.from_metadata(metadata)
