@@ -15,7 +15,7 @@ from rl_bridge.manifest.canonical import canonical_json
 from rl_bridge.manifest.digest import DIGEST_NBYTES, text_digest
 from rl_bridge.manifest.model import FORMAT, WeightUpdateManifest
 from rl_bridge.manifest.table import KNOWN_LAYOUTS, TensorTable
-from rl_bridge.testing.leaks import _descriptors as open_fds
+from rl_bridge.testing.leaks import Holdings
 from rl_bridge.testing.processes import until
 
 __all__ = [
@@ -108,6 +108,11 @@ def weights(seed: int = 0, *, width: int = 64) -> dict[str, torch.Tensor]:
 
 # A fork in a process with threads: deliberate in tests, and deprecated since Python 3.12.
 forking = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+
+
+def open_fds() -> dict[int, str]:
+    """Open descriptors of this process, without those of earlier tests' garbage."""
+    return Holdings.now().descriptors
 
 
 def forked(function: Callable[[], bool]) -> bool:
