@@ -140,7 +140,7 @@ class TensorBridge:
 
     @property
     def published_nbytes(self) -> int:
-        """Bytes of memory that published updates take on this side."""
+        """Bytes of memory that published updates take on this side; 0 after `close`."""
         return 0 if self._publisher is None else self._publisher.nbytes
 
     @property
@@ -150,7 +150,7 @@ class TensorBridge:
 
     @property
     def latest_manifest(self) -> WeightUpdateManifest | None:
-        """The manifest that was published last here: what a late joiner needs."""
+        """The manifest published last here, for a late joiner; it is told also after `close`."""
         return None if self._publisher is None else self._publisher.latest
 
     def get_manifest(self, update_id: str) -> WeightUpdateManifest:

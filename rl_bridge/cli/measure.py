@@ -23,6 +23,7 @@ import torch
 
 from rl_bridge.bridge.bridges import SharedMemoryTensorBridge
 from rl_bridge.bridge.rollout import RolloutExecutor
+from rl_bridge.demo.frames import bound_sends
 from rl_bridge.errors import DeadlineExceeded, WeightBridgeError
 from rl_bridge.installers.module import ModuleInstallAdapter
 from rl_bridge.manifest.model import WeightUpdateManifest
@@ -183,10 +184,11 @@ def _consumer() -> Iterator[Callable[[dict[str, Any]], dict[str, Any]]]:
     process = context.Process(target=serve, args=(there,), name="rl-bridge-bench", daemon=True)
     process.start()
     there.close()
+    bound_sends(here, _ANSWER_TIMEOUT_S)
 
     def ask(message: dict[str, Any]) -> dict[str, Any]:
         try:
-            here.send_bytes(json.dumps(message).encode())
+            _send(here, json.dumps(message).encode(), process.pid)
             if not here.poll(_ANSWER_TIMEOUT_S):
                 msg = f"the consumer (pid {process.pid}) gave no answer for {_ANSWER_TIMEOUT_S} s."
                 raise DeadlineExceeded(msg)
@@ -210,6 +212,14 @@ def _consumer() -> Iterator[Callable[[dict[str, Any]], dict[str, Any]]]:
         if process.is_alive():
             process.kill()
             process.join(_STOP_TIMEOUT_S)
+
+
+def _send(connection: Connection, message: bytes, pid: int | None) -> None:
+    try:
+        connection.send_bytes(message)
+    except BlockingIOError as error:
+        msg = f"the consumer (pid {pid}) took no message for {_ANSWER_TIMEOUT_S} s. Run again."
+        raise DeadlineExceeded(msg) from error
 
 
 def serve(connection: Connection) -> None:

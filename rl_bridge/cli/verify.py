@@ -10,28 +10,17 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from pydantic import ValidationError
 from rich.table import Table
 from rich.text import Text
 
 from rl_bridge.cli.manifests import ManifestFile, read_manifest
 from rl_bridge.cli.screen import facts, plain, say_json, screen, size, status_text
-from rl_bridge.errors import (
-    ChecksumMismatch,
-    MalformedManifest,
-    RangeBeyondSegment,
-    SegmentError,
-    WeightBridgeError,
-)
-from rl_bridge.manifest.canonical import JSONValue, thaw
+from rl_bridge.errors import ChecksumMismatch, WeightBridgeError
+from rl_bridge.manifest.canonical import JSONValue
 from rl_bridge.manifest.digest import DIGEST_NBYTES
 from rl_bridge.manifest.model import WeightUpdateManifest
-from rl_bridge.memory import vm
-from rl_bridge.memory.passes import BytePlan
-from rl_bridge.memory.views import ViewCache, anonymous_pin
-from rl_bridge.transports.base import Attachment
 from rl_bridge.transports.registry import transport_class
-from rl_bridge.transports.shared_memory import SharedMemory, SharedMemoryHandle
+from rl_bridge.transports.shared_memory import SharedMemory
 
 __all__ = ["verify"]
 
@@ -90,18 +79,13 @@ def verify(
 
 def _read(manifest: WeightUpdateManifest, directory: Path | None) -> _Reading:
     start = time.perf_counter()
-    if manifest.transport == SharedMemory.name:
-        views = ViewCache(directory)
-        try:
-            digests = _attach_unseen(manifest, views, directory).digests()
-        finally:
-            views.close()
-    else:
-        end = transport_class(manifest.transport).create().consumer_end("rl-bridge-verify", 0)
-        try:
-            digests = end.attach(manifest).digests()
-        finally:
-            end.close()
+    kind = transport_class(manifest.transport)
+    options = {"directory": directory} if kind is SharedMemory else {}
+    end = kind.create(**options).consumer_end("rl-bridge-verify", 0)
+    try:
+        digests = end.look(manifest).digests()
+    finally:
+        end.close()
     seconds = time.perf_counter() - start
     table = manifest.table
     checksums = {
@@ -115,45 +99,6 @@ def _read(manifest: WeightUpdateManifest, directory: Path | None) -> _Reading:
             name for name, found in checksums.items() if found != expected[name].checksum
         )
     return _Reading(checksums, differing, table.root_plan.root(digests).hex(), seconds)
-
-
-def _attach_unseen(
-    manifest: WeightUpdateManifest, views: ViewCache, directory: Path | None
-) -> Attachment:
-    """Attach the way a consumer does, but claim no record of the publisher's control segment.
-
-    A record may be the last trace of a consumer that died; a look from outside must not replace it.
-    """
-    try:
-        handle = SharedMemoryHandle.model_validate(thaw(manifest.handle))
-    except ValidationError as error:
-        msg = (
-            f"update {manifest.update_id}: its handle is none of {SharedMemory.name}. "
-            "Use the manifest as it was published."
-        )
-        raise MalformedManifest(msg) from error
-    table = manifest.table
-    room = handle.slot.nbytes - vm.PAGE
-    if table.arena_nbytes > room:
-        msg = (
-            f"update {manifest.update_id}: its arena of {table.arena_nbytes} bytes does not fit "
-            f"its segment, which has room for {room}."
-        )
-        raise RangeBeyondSegment(msg)
-    view = views.get(handle.slot)
-    pin = view.pin(manifest.update_id, handle.generation, table.arena_nbytes)
-    if handle.slot.kind == "file":
-        # A file can be truncated under a mapping, which ends in a signal; a read only gets short.
-        copied = anonymous_pin(table.arena_nbytes)
-        got = vm.read_into(view.fd, copied.address, table.arena_nbytes)
-        if got != table.arena_nbytes:
-            msg = (
-                f"update {manifest.update_id}: segment {handle.slot.name} in {directory} ended "
-                f"after {got} of {table.arena_nbytes} bytes: it was truncated."
-            )
-            raise SegmentError(msg)
-        pin = copied
-    return Attachment(table, pin, BytePlan(table.nbytes_column))
 
 
 def _compare(manifest: WeightUpdateManifest, reading: _Reading) -> None:

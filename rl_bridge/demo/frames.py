@@ -2,11 +2,14 @@
 
 One frame is the header's length (4 bytes, little endian), the header as JSON, and the arrays one
 after the other. Nothing is pickled: a frame is parsed and checked before any byte of it is used.
-Every receive has a deadline.
+Every send and every receive has a deadline.
 """
 
 import json
 import math
+import os
+import socket
+import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
@@ -18,12 +21,13 @@ import numpy.typing as npt
 from rl_bridge.demo.failures import BadFrame, PeerGone
 from rl_bridge.errors import DeadlineExceeded
 
-__all__ = ["Array", "Channel", "Frame", "decode", "encode"]
+__all__ = ["Array", "Channel", "Frame", "bound_sends", "decode", "encode"]
 
 Array = npt.NDArray[Any]
 
 _DTYPES: dict[str, np.dtype[Any]] = {"int64": np.dtype("<i8"), "float32": np.dtype("<f4")}
 _LENGTH_BYTES = 4
+_SEND_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,21 +81,43 @@ def decode(data: bytes) -> Frame:
     return Frame(values, arrays)
 
 
+def bound_sends(connection: Connection, timeout_s: float) -> None:
+    """Let no send over a two-way pipe wait longer than `timeout_s` for its peer to make room.
+
+    A send that waited so long raises `BlockingIOError`; a part of the message may be under way.
+    """
+    seconds, rest = divmod(timeout_s, 1)
+    # Such a pipe is a pair of sockets, and the kernel keeps the time. The option belongs to the
+    # socket, so it holds for the connection although it is set by way of a duplicate.
+    with socket.socket(fileno=os.dup(connection.fileno())) as duplicate:
+        value = struct.pack("@ll", int(seconds), int(rest * 1e6))
+        duplicate.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, value)
+
+
 class Channel:
     """A pipe end that speaks frames.
 
     Requests and replies alternate, so a frame never waits behind another one.
     """
 
-    def __init__(self, connection: Connection, *, peer: str) -> None:
+    def __init__(
+        self, connection: Connection, *, peer: str, send_timeout_s: float = _SEND_TIMEOUT_S
+    ) -> None:
         """Take over one end of a pipe; `peer` is the other end's name in messages."""
         self._connection = connection
         self._peer = peer
+        self._send_timeout_s = send_timeout_s
+        bound_sends(connection, send_timeout_s)
 
     def send(self, frame: Frame) -> None:
-        """Send a frame."""
+        """Send a frame; a peer that reads nothing for long is a `DeadlineExceeded`."""
         try:
             self._connection.send_bytes(encode(frame))
+        except BlockingIOError as error:
+            raise DeadlineExceeded(
+                f"the {self._peer} took no message within {self._send_timeout_s:g} s. End it, and "
+                "start anew."
+            ) from error
         except OSError as error:
             raise PeerGone(f"the {self._peer} process has ended: {error}") from error
 

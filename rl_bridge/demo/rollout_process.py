@@ -125,7 +125,7 @@ class RolloutProcess:
 
     def close(self) -> None:
         """Stop the process; one that does not stop is killed. Idempotent."""
-        with contextlib.suppress(PeerGone):  # it may be gone already
+        with contextlib.suppress(PeerGone, DeadlineExceeded):  # it may be gone, or stuck
             self._channel.send(Frame({"do": "stop"}))
         self._process.join(_STOP_TIMEOUT_S)
         if self._process.is_alive():

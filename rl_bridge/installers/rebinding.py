@@ -8,6 +8,7 @@ from rl_bridge.errors import IncompatibleUpdate, SegmentError, WeightBridgeError
 from rl_bridge.installers.base import InstallProof
 from rl_bridge.installers.engine_memory import Binding, EngineMemory
 from rl_bridge.installers.way import Rebinding, Way, prove_identity
+from rl_bridge.manifest.collector import collector_paused
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.memory.flip import LiveRange
 from rl_bridge.memory.imported import ImportedTensors
@@ -40,7 +41,8 @@ class AliasWay(Way):
         """Rebind."""
         if self._pending is not None:
             manifest, tensors, _ = self._pending
-            self._rebinding.point({name: tensors[name] for name in manifest.table.rows})
+            with collector_paused():
+                self._rebinding.point({name: tensors[name] for name in manifest.table.rows})
 
     def prove(self) -> InstallProof:
         """Show that the tensors are the verified pages, and that nobody wrote there."""
@@ -73,6 +75,9 @@ class AliasWay(Way):
 
     def commit(self) -> None:
         """Let go of what the engine had before."""
+        if self._pending is not None and self._rebinding.has_pointed:
+            _, tensors, bound = self._pending
+            self.memory.moved(bound, tensors.addresses)
         self._rebinding.forget()
         self._pending = None
         self.end()
@@ -115,6 +120,9 @@ class FlipWay(Way):
             sizes = manifest.table.nbytes_column[bound.rows]
             if ((bound.addresses != places) & (sizes > 0)).any():
                 self._live = None  # somebody rebound the engine: bind it anew
+        # Before the flip, while the engine still runs. Verifying read every page, but through this
+        # mapping only if no other engine flipped them away since.
+        tensors.pin.view.prefault(manifest.table.arena_nbytes)
         self._pending = (manifest, tensors, bound)
 
     def install(self) -> None:
@@ -141,6 +149,10 @@ class FlipWay(Way):
         live = LiveRange(manifest.table.arena_nbytes)
         live.flip(tensors.pin)
         self._live, self._live_layout = live, manifest.table.digest
+        with collector_paused():
+            self._bind_to(live, manifest)
+
+    def _bind_to(self, live: LiveRange, manifest: WeightUpdateManifest) -> None:
         table = manifest.table
         views = [
             tensor_in(live.pin, *place)
@@ -176,6 +188,9 @@ class FlipWay(Way):
 
     def commit(self) -> None:
         """Let go of what was live before."""
+        if self._pending is not None and self._live is not None and self._rebinding.has_pointed:
+            manifest, _, bound = self._pending
+            self.memory.moved(bound, manifest.table.offset_column + np.uint64(self._live.address))
         self._rebinding.forget()
         self._before = self._pending = None
         self.end()

@@ -12,14 +12,13 @@ from typing import Final
 
 __all__ = [
     "CONSUMER",
+    "INITIAL",
     "PUBLISHER",
-    "SERVING",
     "STATUS",
     "TABLE",
     "Event",
     "Role",
     "State",
-    "reachable",
     "shortest_path",
 ]
 
@@ -123,9 +122,6 @@ TABLE: Final = MappingProxyType({Role.PUBLISHER: PUBLISHER, Role.CONSUMER: CONSU
 
 INITIAL: Final = MappingProxyType({Role.PUBLISHER: State.PREPARING, Role.CONSUMER: State.ANNOUNCED})
 
-# The only state in which an engine may answer with an update's weights.
-SERVING: Final = frozenset({State.ACKNOWLEDGED})
-
 # The five words of `update_status`, which users know, for the fine states.
 STATUS: Final = MappingProxyType(
     {
@@ -155,8 +151,3 @@ def shortest_path(role: Role, target: State) -> tuple[Event, ...] | None:
                 paths[successor] = (*paths[state], event)
                 queue.append(successor)
     return paths.get(target)
-
-
-def reachable(role: Role) -> frozenset[State]:
-    """All states that a role can be in."""
-    return frozenset(state for state in TABLE[role] if shortest_path(role, state) is not None)

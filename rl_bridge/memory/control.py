@@ -28,9 +28,16 @@ from pydantic import (
 from rl_bridge.errors import SegmentError, WeightBridgeUnavailableError
 from rl_bridge.manifest.canonical import canonical_json
 from rl_bridge.memory import leases, vm
-from rl_bridge.memory.segment import OwnedSegment, SegmentRef, close_fd, open_segment
+from rl_bridge.memory.segment import (
+    OwnedSegment,
+    SegmentRef,
+    close_fd,
+    open_segment,
+    require_resources,
+)
 
 __all__ = [
+    "RECORD_NBYTES",
     "ControlReader",
     "ControlWriter",
     "Record",
@@ -156,7 +163,10 @@ class ControlReader:
             # By read and not by mapping: a named file that somebody cut off must not kill us.
             raw = os.pread(self.segment.fd, RECORD_NBYTES, start)
             if len(raw) != RECORD_NBYTES:
-                msg = "the control segment was truncated: consumers' reports are lost."
+                msg = (
+                    f"the control segment ended after {start + len(raw)} of {self.segment.nbytes} "
+                    "bytes: it was truncated, and consumers' reports are lost. Make a new bridge."
+                )
                 raise SegmentError(msg)
             sequence, length, checksum = _HEAD.unpack_from(raw)
             if sequence == 0:
@@ -192,40 +202,41 @@ class ControlWriter:
 
         """
         self.ref = ref
-        self._fd = open_segment(ref, directory=directory, writable=True)
         self._identity = {"worker": legible(worker), "rank": rank, "pid": os.getpid()}
         self._updates: dict[str, UpdateReport] = {}
         self._lock = threading.RLock()
         self._sequence = 0
-        header = _header(publisher_id)
-        if os.pread(self._fd, len(header), 0) != header:
-            # A manifest must not be able to make us write into memory of somebody else's.
-            close_fd(self._fd)
-            msg = (
-                f"segment inode {ref.inode} of pid {ref.pid} is no control segment of publisher "
-                f"{publisher_id}. Use the manifest as it was published."
-            )
-            raise SegmentError(msg)
-        count = num_records(ref.nbytes)
-        start = self._claim(count)
-        if start is None:
-            close_fd(self._fd)
-            msg = (
-                f"the publisher (pid {ref.pid}) has room for {count} consumers and all are taken. "
-                "Close bridges that are not used, or raise max_consumers on the publisher."
-            )
-            raise WeightBridgeUnavailableError(msg)
-        self._start = start
+        self._num_reports = 0
         self._pid = os.getpid()
         self._is_closed = False
+        self._fd = open_segment(ref, directory=directory, writable=True)
         try:
+            self._check_header(publisher_id)
+            self._start = self._claim(num_records(ref.nbytes))
             self._write()
         except OSError as error:
             close_fd(self._fd)
-            msg = f"the publisher's control segment cannot be written: {error}."
+            require_resources(error)
+            msg = (
+                f"the control segment of publisher {publisher_id} cannot be written or read: "
+                f"{error}. Use the manifest as it was published, or publish again."
+            )
             raise SegmentError(msg) from error
+        except BaseException:
+            close_fd(self._fd)
+            raise
 
-    def _claim(self, count: int) -> int | None:
+    def _check_header(self, publisher_id: str) -> None:
+        header = _header(publisher_id)
+        if os.pread(self._fd, len(header), 0) != header:
+            # A manifest must not be able to make us write into memory of somebody else's.
+            msg = (
+                f"segment inode {self.ref.inode} of pid {self.ref.pid} is no control segment of "
+                f"publisher {publisher_id}. Use the manifest as it was published."
+            )
+            raise SegmentError(msg)
+
+    def _claim(self, count: int) -> int:
         """Lock a record: one that was never used, or else one whose consumer is gone."""
         starts = [_start(index) for index in range(count)]
         unused = bytes(_HEAD.size)
@@ -234,7 +245,11 @@ class ControlWriter:
         for start in starts:
             if leases.try_exclusive(self._fd, start=start, length=RECORD_NBYTES):
                 return start
-        return None
+        msg = (
+            f"the publisher (pid {self.ref.pid}) has room for {count} consumers and all are taken. "
+            "Close bridges that are not used, or raise max_consumers on the publisher."
+        )
+        raise WeightBridgeUnavailableError(msg)
 
     def report(self, report: UpdateReport) -> None:
         """Write what became of an update; the publisher sees the last few of each consumer."""
@@ -243,10 +258,11 @@ class ControlWriter:
         with self._lock:
             if self._is_closed:
                 return
+            self._num_reports += 1
             self._updates.pop(report.update_id, None)
             self._updates[report.update_id] = report
-            while len(self._updates) > _KEPT_UPDATES:
-                del self._updates[next(iter(self._updates))]
+            for oldest in list(self._updates)[:-_KEPT_UPDATES]:
+                self._updates.pop(oldest, None)
             try:
                 self._write()
             except OSError as error:
@@ -262,22 +278,35 @@ class ControlWriter:
                 close_fd(self._fd)
 
     def _write(self) -> None:
-        text = self._text()
-        while len(text) > RECORD_NBYTES - _HEAD.size and self._updates:
-            oldest = next(iter(self._updates))
-            if len(self._updates) > 1:
-                del self._updates[oldest]
-            else:  # what became of the newest is told in any case, if need be without details
-                newest = self._updates.pop(oldest)
-                plain = newest.model_copy(update={"proof": None, "timings_ms": {}, "reason": None})
-                if plain != newest:
-                    self._updates[oldest] = plain
+        # A tensor that dies at any point of this may report, in this very thread: what it says is
+        # written inside of what is being written here. Until none did, there is newer news.
+        seen = -1
+        while seen != self._num_reports:
+            seen = self._num_reports
+            text = self._fitting_text()
+            # All in one write: between two, another thread could run for as long as it likes.
+            # A reader that meets the middle of it finds a checksum that does not fit, and reads
+            # again.
+            self._sequence += 1
+            head = _HEAD.pack(self._sequence, len(text), xxhash.xxh3_64_intdigest(text))
+            os.pwrite(self._fd, head + text, self._start)
+
+    def _fitting_text(self) -> bytes:
+        while True:
+            seen = self._num_reports
             text = self._text()
-        # All in one write: between two, another thread could run for as long as it likes. A reader
-        # that meets the middle of it finds a checksum that does not fit, and reads again.
-        self._sequence += 1
-        head = _HEAD.pack(self._sequence, len(text), xxhash.xxh3_64_intdigest(text))
-        os.pwrite(self._fd, head + text, self._start)
+            if len(text) <= RECORD_NBYTES - _HEAD.size or not self._updates:
+                return text
+            if seen != self._num_reports:
+                continue  # what was too large is not what is there now
+            oldest, *others = list(self._updates)
+            report = self._updates.pop(oldest, None)
+            if report is None:
+                continue
+            # What became of the newest is told in any case, if need be without details.
+            plain = report.model_copy(update={"proof": None, "timings_ms": {}, "reason": None})
+            if not others and plain != report:
+                self._updates.setdefault(oldest, plain)
 
     def _text(self) -> bytes:
         # A copy: a tensor that dies meanwhile may report, in this very thread.

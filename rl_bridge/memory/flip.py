@@ -7,30 +7,41 @@ flip back. Between the moves the live range shows the old version: no hole ever 
 """
 
 import weakref
+from contextlib import suppress
 
-from rl_bridge.errors import SegmentError, TornEngine
+from rl_bridge.errors import SegmentError, TornEngine, WeightBridgeUnavailableError
 from rl_bridge.memory import vm
 from rl_bridge.memory.views import Pin, SegmentView
 
 __all__ = ["LiveRange"]
-
-_MOVES = 2
 
 
 class LiveRange:
     """A reserved range of addresses and the version that lies there now."""
 
     def __init__(self, arena_nbytes: int) -> None:
-        """Reserve room for an arena of `arena_nbytes`; nothing lies there yet."""
+        """Reserve room for an arena of `arena_nbytes`; nothing lies there yet.
+
+        Raises:
+            WeightBridgeUnavailableError: no address space left.
+
+        """
         self.nbytes = vm.round_up(max(arena_nbytes, 1))
-        address = vm.reserve(self.nbytes)
+        try:
+            address = vm.reserve(self.nbytes)
+        except OSError as error:
+            msg = (
+                f"no {self.nbytes} bytes of addresses are left for the engine's weights: {error}. "
+                "Raise the limit on address space (ulimit -v), or use mode='copy'."
+            )
+            raise WeightBridgeUnavailableError(msg) from error
         self.pin = Pin(address, self.nbytes)
         # The range stays mapped, and its content leased, until the last tensor of the engine that
         # looks at it dies: even if this object is long gone.
         self._held: list[Pin | None] = [None]
-        # The flip under way: new version; one entry for each move that the kernel made, and one
-        # for the move that takes a flip back.
-        self._flip: tuple[Pin, list[int], list[int]] | None = None
+        # The flip under way: new version; how many moves it takes; one entry for each move that
+        # the kernel made, and one for the move that takes a flip back.
+        self._flip: tuple[Pin, int, list[int], list[int]] | None = None
         weakref.finalize(self.pin.buffer, _let_go, address, self.nbytes, self._held).atexit = False
 
     @property
@@ -40,16 +51,14 @@ class LiveRange:
         return self._held[0]
 
     def _settle(self) -> None:
-        """End a flip that an interrupt cut off: before its second move, it did not happen."""
+        """End a flip that an interrupt cut off: before its last move, it did not happen."""
         if self._flip is None:
             return
-        new, moves, back = self._flip
+        new, needed, moves, back = self._flip
         old = self._held[0]
-        if old is None:
-            self._held[0] = new if moves else None
-        elif len(moves) == _MOVES:
+        if len(moves) == needed:
             self._held[0] = new
-        elif moves and not back:
+        elif old is not None and moves and not back:
             self._move(self._view(old).address, self.address, back)
         self._flip = None
 
@@ -70,16 +79,18 @@ class LiveRange:
         """
         target = self._view(new)
         old = self.content
-        if old is not None and old.view is new.view:
-            # Leased, so it is the same version, and live already. What was written over it since
-            # goes, as it would if another version came in between.
-            vm.drop_pages(self.address, self.nbytes)
-            self._held[0] = new
-            return old
+        # Leased, so it is the same version, and live already: its own pages replace it, and what
+        # was written over it since goes, as it would if another version came in between.
+        is_itself = old is not None and old.view is new.view
+        if is_itself:
+            # Its pages are at the live range, not here. If they cannot be had at once they fault in
+            # when they are read, and are the same.
+            with suppress(SegmentError, WeightBridgeUnavailableError):
+                target.prefault(self.nbytes)
         moves: list[int] = []
-        self._flip = (new, moves, [])
+        self._flip = (new, 1 if old is None or is_itself else 2, moves, [])
         try:
-            if old is not None:
+            if old is not None and not is_itself:
                 # The old version's pages go back to their own address, where the next verification
                 # of that slot finds them mapped.
                 self._move(self.address, self._view(old).address, moves)
@@ -121,8 +132,7 @@ class LiveRange:
         if pin.view is None or pin.view.nbytes < self.nbytes:
             msg = (
                 "a flip needs the mapped segment of a shared-memory update; this one was copied "
-                "in. "
-                "Use mode='copy' or 'alias' with this transport."
+                "in. Use mode='copy' or 'alias' with this transport."
             )
             raise SegmentError(msg)
         return pin.view

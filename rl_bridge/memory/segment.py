@@ -28,6 +28,7 @@ __all__ = [
     "forget_fd_in_children",
     "open_segment",
     "process_start_time",
+    "require_resources",
     "still_there",
     "sweep",
 ]
@@ -61,7 +62,7 @@ class SegmentRef(BaseModel):
     name: StrictStr = ""
 
 
-def _require_resources(error: OSError) -> None:
+def require_resources(error: OSError) -> None:
     """Tell this process's own shortage from a segment that is gone.
 
     Raises:
@@ -83,7 +84,7 @@ def process_start_time(pid: int) -> int | None:
     try:
         text = Path(f"/proc/{pid}/stat").read_text("utf-8", "replace")
     except OSError as error:
-        _require_resources(error)
+        require_resources(error)
         return None
     # The command name may hold spaces and brackets; field 22 counts from after the last one.
     return int(text.rpartition(")")[2].split()[19])
@@ -124,20 +125,24 @@ class OwnedSegment:
         self.nbytes = nbytes
         self._pid = os.getpid()
         self.address = vm.map_shared(nbytes, fd)
-        vm.guard_from_fork(self.address, nbytes)
-        if path is None:
-            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals | _F_SEAL_SEAL)
-        status = os.fstat(fd)
-        self.ref = SegmentRef(
-            kind="memfd" if path is None else "file",
-            device=status.st_dev,
-            inode=status.st_ino,
-            nbytes=nbytes,
-            pid=self._pid,
-            start_time=process_start_time(self._pid) or 0,
-            fd=fd if path is None else 0,
-            name="" if path is None else path.name,
-        )
+        try:
+            vm.guard_from_fork(self.address, nbytes)
+            if path is None:
+                fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals | _F_SEAL_SEAL)
+            status = os.fstat(fd)
+            self.ref = SegmentRef(
+                kind="memfd" if path is None else "file",
+                device=status.st_dev,
+                inode=status.st_ino,
+                nbytes=nbytes,
+                pid=self._pid,
+                start_time=process_start_time(self._pid) or 0,
+                fd=fd if path is None else 0,
+                name="" if path is None else path.name,
+            )
+        except BaseException:
+            vm.unmap(self.address, nbytes)
+            raise
         # Not at exit: a daemon thread may still be copying, and the kernel cleans up memory anyway.
         # It does not unlink names.
         self._unlinker = None
@@ -182,12 +187,15 @@ class OwnedSegment:
                 # /proc to the unnamed file; with an absolute path the kernel ignores it.
                 os.link(f"/proc/self/fd/{fd}", path, src_dir_fd=fd, follow_symlinks=True)
             return cls(fd, nbytes, path=path, seals=_SIZE_SEALS if writers else _DATA_SEALS)
-        except OSError as error:
+        except (OSError, WeightBridgeUnavailableError) as error:
             if fd >= 0:
-                os.close(fd)
+                if path is not None and _is_at(path, fd):
+                    path.unlink(missing_ok=True)
                 _PRIVATE_FDS.discard(fd)
+                os.close(fd)
+            remedy = "Free memory" if path is None else "Choose a directory= on a tmpfs with room"
             msg = (
-                f"cannot make shared memory {name!r} of {nbytes} bytes: {error}. Free memory, or "
+                f"cannot make shared memory {name!r} of {nbytes} bytes: {error}. {remedy}, or "
                 "lower max_slots."
             )
             raise SegmentError(msg) from error
@@ -253,7 +261,10 @@ def open_segment(ref: SegmentRef, *, directory: Path | None = None, writable: bo
             raise SegmentError(msg)
     else:
         if not _FILE_NAME.fullmatch(ref.name):
-            msg = f"segment name {ref.name!r} is no plain segment name of this transport."
+            msg = (
+                f"segment name {ref.name!r} is no plain segment name of this transport. Use the "
+                "manifest as it was published."
+            )
             raise BadSegmentName(msg)
         if directory is None:
             msg = (
@@ -268,7 +279,7 @@ def open_segment(ref: SegmentRef, *, directory: Path | None = None, writable: bo
         _check_file(os.stat(where), ref, where)  # noqa: PTH116 - a link of /proc, by nature
         fd = os.open(where, flags)
     except OSError as error:
-        _require_resources(error)
+        require_resources(error)
         msg = (
             f"segment {where} cannot be opened: {error}. It was released, or its publisher died: "
             "publish again."
@@ -288,7 +299,7 @@ def _check_identity(fd: int, ref: SegmentRef, where: str, *, writable: bool) -> 
     if status.st_size != ref.nbytes:
         msg = (
             f"segment {where} has {status.st_size} bytes, the manifest says {ref.nbytes}: it was "
-            "truncated or altered."
+            "truncated or altered. Publish again."
         )
         raise SegmentError(msg)
     if ref.kind == "memfd":
@@ -297,7 +308,7 @@ def _check_identity(fd: int, ref: SegmentRef, where: str, *, writable: bool) -> 
         if seals & needed != needed:
             msg = (
                 f"segment {where} is not sealed (seals {seals:#x}, expected {needed:#x}): its "
-                "owner could change it."
+                "owner could change it. Use the manifest as it was published."
             )
             raise SegmentError(msg)
 

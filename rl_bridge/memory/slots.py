@@ -51,6 +51,10 @@ class Slot:
         """First byte of the arena."""
         return self.segment.address
 
+    def fits(self, arena_nbytes: int) -> bool:
+        """Whether an arena has room here, without wasting more than as much again."""
+        return arena_nbytes <= self.capacity <= max(2 * arena_nbytes, vm.PAGE)
+
     def stamp(self, update_id: str | None, arena_nbytes: int) -> None:
         """Say what the arena holds; None while it is being written."""
         raw = _EMPTY if update_id is None else bytes.fromhex(update_id)
@@ -70,7 +74,7 @@ def read_stamp(fd: int, ref: SegmentRef) -> Stamp:
     if len(raw) != _STAMP.size or raw[:8] != _MAGIC:
         msg = (
             f"segment inode {ref.inode} holds no stamp of this transport: it is not a slot, or it "
-            "was truncated."
+            "was truncated. Use the manifest as it was published, or publish again."
         )
         raise SegmentError(msg)
     _, update_id, generation, arena_nbytes = _STAMP.unpack(raw)
@@ -131,14 +135,11 @@ class SlotRing:
             if not slot.segment.is_whole:
                 self._drop(slot)
                 continue
-            if usable is None and arena_nbytes <= slot.capacity <= max(2 * arena_nbytes, vm.PAGE):
+            if usable is None and slot.fits(arena_nbytes):
                 usable = slot
                 continue
             # Of the wrong size, or not needed for a long time.
-            if (
-                not arena_nbytes <= slot.capacity <= max(2 * arena_nbytes, vm.PAGE)
-                or self._uses - slot.last_used > _SURPLUS_AGE
-            ):
+            if not slot.fits(arena_nbytes) or self._uses - slot.last_used > _SURPLUS_AGE:
                 self._drop(slot)
             else:
                 leases.unlock(slot.segment.fd)
@@ -156,8 +157,10 @@ class SlotRing:
         leases.unlock(slot.segment.fd)
 
     def abandon(self, slot: Slot) -> None:
-        """Give a slot back whose update did not come about."""
+        """Give a slot back whose update did not come about, also in the middle of `publish`."""
         slot.layout_digest = None
+        slot.update_id = None
+        slot.stamp(None, 0)
         leases.unlock(slot.segment.fd)
 
     def release(self, update_id: str) -> None:
@@ -182,7 +185,10 @@ class SlotRing:
         slot = Slot(self._make_segment(vm.round_up(max(arena_nbytes, 1)) + vm.PAGE))
         if not leases.try_exclusive(slot.segment.fd):
             slot.segment.close()
-            msg = "a new slot was locked by somebody else before its first use: this cannot happen."
+            msg = (
+                f"a new slot of {slot.segment.nbytes} bytes was locked by somebody else before its "
+                "first use. Keep other programs out of this process's descriptors, and try again."
+            )
             raise WeightBridgeError(msg)
         self._slots.append(slot)
         return slot

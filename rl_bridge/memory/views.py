@@ -10,15 +10,22 @@ import ctypes
 import os
 import threading
 import weakref
+from contextlib import nullcontext
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from rl_bridge.errors import SegmentError, StaleUpdate
+from rl_bridge.errors import SegmentError, StaleUpdate, WeightBridgeUnavailableError
 from rl_bridge.memory import leases, vm
-from rl_bridge.memory.segment import SegmentRef, close_fd, open_segment, still_there
+from rl_bridge.memory.segment import (
+    SegmentRef,
+    close_fd,
+    open_segment,
+    require_resources,
+    still_there,
+)
 from rl_bridge.memory.slots import read_stamp
 
 __all__ = ["Pin", "SegmentView", "ViewCache", "anonymous_pin", "tensor_in"]
@@ -57,18 +64,31 @@ def tensor_in(
 
     Each tensor has a storage of its own, which starts at its first byte and keeps the pin.
     """
-    kind: torch.dtype = getattr(torch, dtype)
-    if nbytes == 0:
-        # By way of bytes: torch warns of some dtypes (complex32) when asked for them outright.
-        return torch.empty(0, dtype=torch.uint8).view(kind).view(shape)
-    raw = torch.frombuffer(pin.buffer, dtype=torch.uint8, count=nbytes, offset=offset)
-    return raw.view(kind).view(shape)
+    # No inference tensors: as an engine's weights, no later version could take their place.
+    with torch.inference_mode(mode=False) if torch.is_inference_mode_enabled() else nullcontext():
+        kind: torch.dtype = getattr(torch, dtype)
+        if nbytes == 0:
+            # By way of bytes: torch warns of some dtypes (complex32) when asked outright.
+            return torch.empty(0, dtype=torch.uint8, device="cpu").view(kind).view(shape)
+        flat = torch.frombuffer(
+            pin.buffer, dtype=kind, count=nbytes // kind.itemsize, offset=offset
+        )
+        return flat if len(shape) == 1 else flat.view(shape)
 
 
 def anonymous_pin(nbytes: int) -> Pin:
-    """Fresh zero-filled memory of this process, given back when its last tensor dies."""
+    """Fresh zero-filled memory of this process, given back when its last tensor dies.
+
+    Raises:
+        WeightBridgeUnavailableError: no memory.
+
+    """
     nbytes = vm.round_up(max(nbytes, 1))
-    address = vm.map_anonymous(nbytes)
+    try:
+        address = vm.map_anonymous(nbytes)
+    except OSError as error:
+        msg = f"no {nbytes} bytes of memory for a copy of an update: {error}. Free some, try again."
+        raise WeightBridgeUnavailableError(msg) from error
     pin = Pin(address, nbytes)
     weakref.finalize(pin.buffer, vm.unmap, address, nbytes).atexit = False
     return pin
@@ -82,6 +102,7 @@ class SegmentView:
 
         Raises:
             SegmentError: it is gone, or not what `ref` says.
+            WeightBridgeUnavailableError: this process is short of memory or descriptors.
 
         """
         self.ref = ref
@@ -90,10 +111,18 @@ class SegmentView:
         self.fd = open_segment(ref, directory=directory)
         try:
             self.address = vm.reserve(self.nbytes)
-            vm.map_fixed(self.address, self.nbytes, self.fd)
+            try:
+                vm.map_fixed(self.address, self.nbytes, self.fd)
+            except OSError:
+                vm.unmap(self.address, self.nbytes)
+                raise
         except OSError as error:
             close_fd(self.fd)
-            msg = f"the segment of {self.nbytes} bytes cannot be mapped: {error}."
+            require_resources(error)
+            msg = (
+                f"segment inode {ref.inode} of {self.nbytes} bytes cannot be mapped: {error}. "
+                "Publish again, or use local-clone in one process."
+            )
             raise SegmentError(msg) from error
         # Reentrant: a pin's finalizer may run inside any allocation, also under this lock.
         self._lock = threading.RLock()
@@ -118,15 +147,24 @@ class SegmentView:
             SegmentError: the segment shrank.
 
         """
+        if arena_nbytes > self.nbytes - vm.PAGE:
+            raise SegmentError(self._another_size(update_id, self.nbytes - vm.PAGE, arena_nbytes))
         with self._lock:
-            if not self.is_pinned and not leases.try_shared(self.fd):
-                raise StaleUpdate(self._overwritten(update_id, "is being overwritten"))
+            # Noted as living before the lease is taken and the stamp is read: a finalizer of an
+            # older pin, which may run in between, then does not give the lease back.
+            pin = self._make_pin(max(arena_nbytes, 1))
             try:
+                self._lease(update_id)
                 self._check_stamp(update_id, generation, arena_nbytes)
-                return self._make_pin(max(arena_nbytes, 1))
             except BaseException:
+                del pin
                 self.settle()
                 raise
+            return pin
+
+    def _lease(self, update_id: str) -> None:
+        if not leases.try_shared(self.fd):
+            raise StaleUpdate(self._overwritten(update_id, "is being overwritten"))
 
     def _make_pin(self, nbytes: int) -> Pin:
         pin = Pin(self.address, nbytes, self)
@@ -138,12 +176,15 @@ class SegmentView:
         stamp = read_stamp(self.fd, self.ref)
         if (stamp.update_id, stamp.generation) != (update_id, generation):
             raise StaleUpdate(self._overwritten(update_id, f"holds update {stamp.update_id}"))
-        if stamp.arena_nbytes != arena_nbytes or arena_nbytes > self.nbytes - vm.PAGE:
-            msg = (
-                f"update {update_id}: its slot holds {stamp.arena_nbytes} bytes, the "
-                f"manifest says {arena_nbytes}."
-            )
-            raise SegmentError(msg)
+        if stamp.arena_nbytes != arena_nbytes:
+            raise SegmentError(self._another_size(update_id, stamp.arena_nbytes, arena_nbytes))
+
+    @staticmethod
+    def _another_size(update_id: str, found: int, expected: int) -> str:
+        return (
+            f"update {update_id}: its slot holds {found} bytes, the manifest says {expected}. Use "
+            "the manifest as it was published, or publish again."
+        )
 
     def _overwritten(self, update_id: str, what: str) -> str:
         return (
@@ -190,6 +231,24 @@ class SegmentView:
             vm.drop_pages(start, size)
         return bool(own)
 
+    def prefault(self, nbytes: int) -> None:
+        """Have the pages of the first `nbytes` present at the segment's own address.
+
+        Raises:
+            WeightBridgeUnavailableError: this process is short of memory.
+            SegmentError: a page cannot be read.
+
+        """
+        try:
+            vm.prefault(self.address, vm.round_up(max(nbytes, 1)))
+        except OSError as error:
+            require_resources(error)
+            msg = (
+                f"pages of segment inode {self.ref.inode} cannot be read: {error}. The update is "
+                "lost: publish again."
+            )
+            raise SegmentError(msg) from error
+
 
 class ViewCache:
     """A consumer's mapped segments: mapped once, kept while their publisher keeps them."""
@@ -204,6 +263,7 @@ class ViewCache:
 
         Raises:
             SegmentError: it is gone, or not what `ref` says.
+            WeightBridgeUnavailableError: this process is short of memory or descriptors.
 
         """
         key = (ref.device, ref.inode)

@@ -6,6 +6,7 @@ this is the only module that knows the C library's signatures. Raw addresses are
 """
 
 import ctypes
+import errno
 import fcntl
 import mmap
 import os
@@ -19,6 +20,7 @@ import torch
 __all__ = [
     "PAGE",
     "MappedFile",
+    "absent_ranges",
     "drop_pages",
     "guard_from_fork",
     "map_anonymous",
@@ -27,6 +29,7 @@ __all__ = [
     "mapped_file",
     "move",
     "populate",
+    "prefault",
     "private_ranges",
     "read_into",
     "reserve",
@@ -227,6 +230,25 @@ def populate(address: int, nbytes: int) -> None:
     _advise(address, nbytes, _MADV_POPULATE_READ, "POPULATE_READ")
 
 
+def prefault(address: int, nbytes: int) -> None:
+    """Have every page of a file's mapping present, so that reading it faults no more.
+
+    Where all are there already this costs next to nothing: the page tables are looked through.
+
+    Raises:
+        OSError: no memory for page tables, or pages that cannot be read.
+
+    """
+    absent = absent_ranges(address, nbytes)
+    for start, size in [(address, nbytes)] if absent is None else absent:
+        try:
+            populate(start, size)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            return  # before Linux 5.14: they fault in when they are read
+
+
 def drop_pages(address: int, nbytes: int) -> None:
     """Forget a private mapping's own pages: the file's bytes show through again.
 
@@ -303,6 +325,24 @@ def private_ranges(address: int, nbytes: int) -> list[tuple[int, int]] | None:
         The ranges, page by page merged; None where the kernel cannot tell (before Linux 6.7).
 
     """
+    there = _IS_PRESENT | _IS_SWAPPED
+    return _scan(address, nbytes, inverted=_IS_FILE, needed=_IS_FILE, some=there)
+
+
+def absent_ranges(address: int, nbytes: int) -> list[tuple[int, int]] | None:
+    """Ranges (address, bytes) whose pages are not there: reading one would fault.
+
+    Returns:
+        The ranges, page by page merged; None where the kernel cannot tell (before Linux 6.7).
+
+    """
+    return _scan(address, nbytes, inverted=_IS_PRESENT, needed=_IS_PRESENT, some=0)
+
+
+def _scan(
+    address: int, nbytes: int, *, inverted: int, needed: int, some: int
+) -> list[tuple[int, int]] | None:
+    """Find pages with every flag of `needed` and one of `some`; `inverted` ones must be absent."""
     regions = ctypes.create_string_buffer(_REGION.size * _MAX_REGIONS)
     found: list[tuple[int, int]] = []
     end = address + nbytes
@@ -319,10 +359,10 @@ def private_ranges(address: int, nbytes: int) -> list[tuple[int, int]] | None:
                         ctypes.addressof(regions),
                         _MAX_REGIONS,
                         0,
-                        _IS_FILE,  # inverted: pages that are NOT the file's
-                        _IS_FILE,
-                        _IS_PRESENT | _IS_SWAPPED,
-                        _IS_FILE | _IS_PRESENT | _IS_SWAPPED,
+                        inverted,
+                        needed,
+                        some,
+                        needed | some,
                     )
                 )
                 count = fcntl.ioctl(pagemap, _PAGEMAP_SCAN, arguments, True)  # noqa: FBT003

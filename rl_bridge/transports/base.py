@@ -134,7 +134,7 @@ class PublisherEnd(ABC):
     @property
     @abstractmethod
     def nbytes(self) -> int:
-        """Bytes of memory held for published updates."""
+        """Bytes of memory held for published updates; 0 after `close`."""
 
     @abstractmethod
     def close(self) -> None:
@@ -154,6 +154,15 @@ class ConsumerEnd(ABC):
             StaleUpdate: another version is there by now.
 
         """
+
+    def look(self, manifest: WeightUpdateManifest) -> Attachment:
+        """Attach, and leave no trace at the publisher: for a look from outside.
+
+        Raises:
+            WeightBridgeError: what `attach` raises.
+
+        """
+        return self.attach(manifest)
 
     @abstractmethod
     def report(self, manifest: WeightUpdateManifest, report: UpdateReport) -> None:

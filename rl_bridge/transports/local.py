@@ -48,7 +48,7 @@ class LocalClone(Transport):
 
     @classmethod
     def probe(cls) -> Availability:
-        """It works everywhere."""
+        """It works wherever rl_bridge does: on Linux."""
         return Availability(cls.name, "pass")
 
     def publisher_end(self, publisher_id: str) -> PublisherEnd:
@@ -132,7 +132,7 @@ class _LocalConsumer(ConsumerEnd):
         if thaw(manifest.handle) != {}:
             msg = (
                 f"update {manifest.update_id}: a local-clone handle is empty, got "
-                f"{manifest.handle}."
+                f"{manifest.handle}. Send the manifest as it was published."
             )
             raise MalformedManifest(msg)
         publisher = _PUBLISHERS.get(manifest.publisher_id)
@@ -146,8 +146,9 @@ class _LocalConsumer(ConsumerEnd):
         table = manifest.table
         if table.arena_nbytes > source.nbytes:
             msg = (
-                f"update {manifest.update_id}: the manifest's arena is larger than what was "
-                "published."
+                f"update {manifest.update_id}: the manifest's arena of {table.arena_nbytes} bytes "
+                f"is larger than what was published, {source.nbytes} bytes. Send the manifest as "
+                "it was published."
             )
             raise SegmentError(msg)
         pin = anonymous_pin(table.arena_nbytes)

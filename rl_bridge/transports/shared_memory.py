@@ -50,6 +50,7 @@ from rl_bridge.transports.base import (
 __all__ = ["SharedMemory", "SharedMemoryHandle"]
 
 _LOG = logging.getLogger(__name__)
+_PROBED = "0" * 31 + "1"  # the id of the update that the probe leases
 
 
 class SharedMemoryHandle(BaseModel):
@@ -98,15 +99,21 @@ class SharedMemory(Transport):
 
     @classmethod
     def probe(cls) -> Availability:
-        """Make, seal, open and lock a segment the way publisher and consumer do."""
+        """Make, seal, open, lease and map a segment the way publisher and consumer do."""
         try:
-            segment = OwnedSegment.make("rl_bridge-probe", vm.PAGE)
+            ring = SlotRing(
+                lambda nbytes: OwnedSegment.make("rl_bridge-probe", nbytes),
+                limit=1,
+                name_holders=lambda _: [],
+            )
+            views = ViewCache()
             try:
-                views = ViewCache()
-                views.get(segment.ref)
-                views.close()
+                slot = ring.acquire(vm.PAGE)
+                ring.publish(slot, _PROBED, vm.PAGE)
+                views.get(slot.segment.ref).pin(_PROBED, slot.generation, vm.PAGE)
             finally:
-                segment.close()
+                views.close()
+                ring.close()
         except (WeightBridgeError, OSError) as error:
             return Availability(
                 cls.name,
@@ -118,10 +125,22 @@ class SharedMemory(Transport):
         return Availability(cls.name, "pass")
 
     def publisher_end(self, publisher_id: str) -> PublisherEnd:
-        """Open the trainer's end; named segments of dead publishers are swept first."""
+        """Open the trainer's end; named segments of dead publishers are swept first.
+
+        Raises:
+            SegmentError: no memory, or `directory` cannot be used.
+
+        """
         if self._directory is not None:
-            self._directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-            sweep(self._directory)
+            try:
+                self._directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+                sweep(self._directory)
+            except OSError as error:
+                msg = (
+                    f"directory={str(self._directory)!r} cannot hold segments: {error}. Give both "
+                    "sides a directory that this user may write to, best on a tmpfs."
+                )
+                raise SegmentError(msg) from error
         return _SharedPublisher(
             publisher_id,
             directory=self._directory,
@@ -149,6 +168,7 @@ class _SharedPublisher(PublisherEnd):
         self._directory = directory
         self._num_threads = num_threads
         self._made = 0
+        self._is_closed = False
         self._ring = SlotRing(self._make, limit=max_slots, name_holders=self._holders)
         self._control = ControlReader(
             OwnedSegment.make(
@@ -188,20 +208,20 @@ class _SharedPublisher(PublisherEnd):
             staged = time.perf_counter()
             digests = plan.pack(tensors, slot.address, num_threads=self._num_threads)
             self._ring.publish(slot, update_id, table.arena_nbytes)
+            handle = SharedMemoryHandle(
+                slot=slot.segment.ref, control=self._control.segment.ref, generation=slot.generation
+            )
+            return Carried(
+                digests=digests,
+                handle=handle.model_dump(),
+                timings_ms={
+                    "slot": (staged - start) * 1e3,
+                    "stage_digest": (time.perf_counter() - staged) * 1e3,
+                },
+            )
         except BaseException:
             self._ring.abandon(slot)
             raise
-        handle = SharedMemoryHandle(
-            slot=slot.segment.ref, control=self._control.segment.ref, generation=slot.generation
-        )
-        return Carried(
-            digests=digests,
-            handle=handle.model_dump(),
-            timings_ms={
-                "slot": (staged - start) * 1e3,
-                "stage_digest": (time.perf_counter() - staged) * 1e3,
-            },
-        )
 
     def release(self, update_id: str) -> None:
         self._ring.release(update_id)
@@ -211,9 +231,10 @@ class _SharedPublisher(PublisherEnd):
 
     @property
     def nbytes(self) -> int:
-        return self._ring.nbytes + self._control.segment.nbytes
+        return 0 if self._is_closed else self._ring.nbytes + self._control.segment.nbytes
 
     def close(self) -> None:
+        self._is_closed = True
         self._ring.close()
         self._control.close()
 
@@ -235,8 +256,15 @@ class _SharedConsumer(ConsumerEnd):
 
     def attach(self, manifest: WeightUpdateManifest) -> Attachment:
         handle = self._handle(manifest)
-        table = manifest.table
         self._writer(manifest.publisher_id, handle)
+        return self._map(manifest, handle)
+
+    def look(self, manifest: WeightUpdateManifest) -> Attachment:
+        # A record may be the last trace of a consumer that died: a look must not replace it.
+        return self._map(manifest, self._parse(manifest))
+
+    def _map(self, manifest: WeightUpdateManifest, handle: SharedMemoryHandle) -> Attachment:
+        table = manifest.table
         if handle.slot.kind == "memfd":
             view = self._views.get(handle.slot)
             pin = view.pin(manifest.update_id, handle.generation, table.arena_nbytes)
@@ -254,18 +282,37 @@ class _SharedConsumer(ConsumerEnd):
         # The lease is held until the copy is done; a truncated file shortens a read, and nothing
         # ever touches a page of it through a mapping.
         lease = view.pin(manifest.update_id, handle.generation, nbytes)
-        pin = anonymous_pin(nbytes)
-        got = vm.read_into(view.fd, pin.address, nbytes)
-        del lease
+        try:
+            pin = anonymous_pin(nbytes)
+            got = vm.read_into(view.fd, pin.address, nbytes)
+        except OSError as error:
+            msg = (
+                f"update {manifest.update_id}: segment {handle.slot.name} cannot be read: {error}. "
+                "Publish again."
+            )
+            raise SegmentError(msg) from error
+        finally:
+            del lease  # also for whoever keeps the exception
         if got != nbytes:
             msg = (
                 f"update {manifest.update_id}: segment {handle.slot.name} ended after {got} of "
-                f"{nbytes} bytes: it was truncated."
+                f"{nbytes} bytes: it was truncated. Publish again."
             )
             raise SegmentError(msg)
         return pin
 
     def _handle(self, manifest: WeightUpdateManifest) -> SharedMemoryHandle:
+        handle = self._parse(manifest)
+        if (handle.slot.kind == "file") != (self._directory is not None):
+            raise TransportUnavailable(
+                SharedMemory.name,
+                f"the publisher uses {handle.slot.kind} segments and this side is set up for the "
+                "other kind",
+                "Give both sides the same directory=, or neither.",
+            )
+        return handle
+
+    def _parse(self, manifest: WeightUpdateManifest) -> SharedMemoryHandle:
         try:
             handle = SharedMemoryHandle.model_validate(thaw(manifest.handle))
         except ValidationError as error:
@@ -280,16 +327,10 @@ class _SharedConsumer(ConsumerEnd):
         if manifest.table.arena_nbytes > room:
             msg = (
                 f"update {manifest.update_id}: its arena of {manifest.table.arena_nbytes} bytes "
-                f"does not fit its segment, which has room for {room}."
+                f"does not fit its segment, which has room for {room}. Send the manifest as it was "
+                "published."
             )
             raise RangeBeyondSegment(msg)
-        if (handle.slot.kind == "file") != (self._directory is not None):
-            raise TransportUnavailable(
-                SharedMemory.name,
-                f"the publisher uses {handle.slot.kind} segments and this side is set up for the "
-                "other kind",
-                "Give both sides the same directory=, or neither.",
-            )
         return handle
 
     def _writer(self, publisher_id: str, handle: SharedMemoryHandle) -> ControlWriter:

@@ -9,13 +9,11 @@ from rl_bridge.lifecycle.table import (
     CONSUMER,
     INITIAL,
     PUBLISHER,
-    SERVING,
     STATUS,
     TABLE,
     Event,
     Role,
     State,
-    reachable,
     shortest_path,
 )
 
@@ -57,7 +55,7 @@ def test_every_pair_is_the_tables_move_or_illegal_and_changes_nothing(
 
 @pytest.mark.parametrize("role", Role)
 def test_every_state_of_the_table_can_be_reached(role: Role) -> None:
-    assert reachable(role) == set(TABLE[role])
+    assert all(shortest_path(role, state) is not None for state in TABLE[role])
     assert shortest_path(role, INITIAL[role]) == ()
 
 
@@ -88,7 +86,6 @@ def test_nothing_unverified_becomes_active() -> None:
         State.STAGED: Event.INSTALL,
         State.TORN: Event.INSTALL,
     }
-    assert {State.ACKNOWLEDGED} == SERVING
 
 
 def test_torn_ends_by_a_completed_undo_or_a_full_install_only() -> None:

@@ -4,9 +4,7 @@ import os
 
 import pytest
 
-from rl_bridge.errors import (
-    SegmentError,
-)
+from rl_bridge.errors import SegmentError, WeightBridgeUnavailableError
 from rl_bridge.memory.slots import SlotRing
 from rl_bridge.memory.views import ViewCache
 from tests.helpers import open_fds
@@ -52,7 +50,7 @@ def test_a_segment_that_cannot_be_mapped_leaves_nothing(
     slot = write(ring, 1)
     before = open_fds()
     monkeypatch.setattr("rl_bridge.memory.views.vm.reserve", full)
-    with pytest.raises(SegmentError, match=r"cannot be mapped.*Cannot allocate"):
+    with pytest.raises(WeightBridgeUnavailableError, match="Cannot allocate memory"):
         ViewCache().get(slot.segment.ref)
     assert open_fds() == before
 

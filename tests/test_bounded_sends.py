@@ -1,0 +1,40 @@
+"""A peer that reads nothing, because it is stopped for instance, makes no sender wait for ever."""
+
+import multiprocessing
+import os
+import signal
+
+import pytest
+
+from rl_bridge.cli import measure
+from rl_bridge.demo.frames import Channel, Frame, bound_sends
+from rl_bridge.errors import DeadlineExceeded
+
+# More than a pair of sockets buffers.
+LONG = "x" * (4 << 20)
+
+
+def test_a_frame_that_nobody_reads_is_given_up() -> None:
+    here, there = multiprocessing.Pipe()
+    with here, there:
+        channel = Channel(here, peer="rollout", send_timeout_s=0.05)
+        with pytest.raises(DeadlineExceeded, match=r"the rollout took no message within 0.05 s"):
+            channel.send(Frame({"text": LONG}))
+
+
+def test_a_frame_that_is_read_slowly_arrives_whole() -> None:
+    here, there = multiprocessing.Pipe()
+    with here, there:
+        Channel(here, peer="rollout").send(Frame({"text": "short"}))
+        assert Channel(there, peer="trainer").receive(timeout_s=30).values == {"text": "short"}
+
+
+def test_a_consumer_of_the_bench_that_is_stopped_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "bound_sends", lambda pipe, _: bound_sends(pipe, 0.05))
+    monkeypatch.setattr(measure, "_STOP_TIMEOUT_S", 0.05)
+    with measure._consumer() as ask:
+        (child,) = multiprocessing.active_children()
+        os.kill(child.pid or 0, signal.SIGSTOP)
+        with pytest.raises(DeadlineExceeded, match=rf"pid {child.pid}\) took no message"):
+            ask({"do": "update", "manifest": LONG})
+    assert child.exitcode == -signal.SIGKILL
