@@ -30,9 +30,10 @@ from pydantic import (
 from rl_bridge.errors import DigestMismatch, LayoutUnknown, MalformedManifest
 from rl_bridge.manifest.canonical import JSONValue, canonical_json, decode_json, freeze, thaw
 from rl_bridge.manifest.collector import collector_paused
+from rl_bridge.manifest.descriptors import DescriptorMap
 from rl_bridge.manifest.digest import text_digest
 from rl_bridge.manifest.parallel import WeightLayout
-from rl_bridge.manifest.table import KNOWN_LAYOUTS, DescriptorMap, TensorTable
+from rl_bridge.manifest.table import KNOWN_LAYOUTS, TensorTable
 
 __all__ = ["FORMAT", "WeightUpdateManifest"]
 
@@ -40,6 +41,7 @@ FORMAT = "rl_bridge.manifest/1"
 _MAX_VERSION = 2**63 - 1
 _PREFIX = f'{{"format":"{FORMAT}","header":'
 _LAYOUT_KEY = ',"layout":'
+_WHITE = " \t\r\n"
 _REMEDY = "Send WeightUpdateManifest.to_json() as it is."
 
 Identifier = Annotated[StrictStr, Field(pattern=r"^[0-9a-f]{32}$")]
@@ -191,6 +193,8 @@ class WeightUpdateManifest(BaseModel):
     def from_json(cls, text: str | bytes) -> Self:
         """Read what `to_json` wrote, and nothing else: it must be canonical to the byte.
 
+        White space behind it is no part of it: what printed lines and files end with is let go.
+
         Raises:
             MalformedManifest: not the canonical text of a manifest of this format.
             LayoutUnknown: compact text whose layout this process has not seen.
@@ -287,9 +291,13 @@ def _text_of(document: Mapping[str, Any]) -> str:
         raise MalformedManifest(msg) from error
 
 
-def _ascii(text: str | bytes) -> str:
+def _ascii(text: object) -> str:
+    if not isinstance(text, str | bytes):
+        msg = f"from_json got a {type(text).__name__}, expected a manifest's text. {_REMEDY}"
+        raise MalformedManifest(msg)
     try:
-        return text.decode("ascii") if isinstance(text, bytes) else text.encode("ascii").decode()
+        ascii_text = text.decode("ascii") if isinstance(text, bytes) else text
+        return ascii_text.encode("ascii").decode().rstrip(_WHITE)
     except UnicodeError as error:
         msg = f"manifest text is not ASCII: {error}. {_REMEDY}"
         raise MalformedManifest(msg) from error

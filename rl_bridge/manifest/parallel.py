@@ -132,8 +132,9 @@ def _malformed(error: ValidationError) -> MalformedManifest:
     first = error.errors(include_url=False)[0]
     name = ".".join(map(str, first["loc"]))
     given = repr(first["input"])[:80]
+    wrong = "no such field" if first["type"] == "extra_forbidden" else first["msg"]
     fields = ", ".join(WeightLayout.model_fields)
     return MalformedManifest(
-        f'weight layout (metadata["layout"]) field {name}: {first["msg"]}, got {given}. '
+        f'weight layout (metadata["layout"]) field {name}: {wrong}, got {given}. '
         f"Its fields are {fields}."
     )

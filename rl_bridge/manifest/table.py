@@ -6,7 +6,7 @@ digest. It is kept in columns: 40,000 tensors are then six JSON arrays instead o
 
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -34,7 +34,6 @@ from rl_bridge.manifest.dtypes import DTYPE_NBYTES, dtype_nbytes
 __all__ = [
     "ALIGNMENT",
     "KNOWN_LAYOUTS",
-    "DescriptorMap",
     "LayoutCache",
     "TensorDescriptor",
     "TensorTable",
@@ -45,6 +44,7 @@ __all__ = [
 ALIGNMENT = 256
 _MAX_INT = 2**63 - 1
 _EASY = 2**50
+_REMEDY = "Send the manifest as it was published."
 
 
 def _align(value: int) -> int:
@@ -147,7 +147,10 @@ class TensorTable(BaseModel):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.algorithm != ALGORITHM:
-            msg = f"digest algorithm {self.algorithm!r} is unknown here, expected {ALGORITHM!r}."
+            msg = (
+                f"digest algorithm {self.algorithm!r} is unknown here, expected {ALGORITHM!r}. Use "
+                "the same rl_bridge release on both sides."
+            )
             raise MalformedManifest(msg)
         counts = {
             "names": len(self.names),
@@ -157,7 +160,7 @@ class TensorTable(BaseModel):
             "shapes": len(self.shapes),
         }
         if len(set(counts.values())) != 1:
-            msg = f"the columns of the layout differ in length: {counts}."
+            msg = f"the columns of the layout differ in length: {counts}. {_REMEDY}"
             raise MalformedManifest(msg)
         if not self.names:
             msg = "the update holds no tensors. Publish a model or a non-empty state dict."
@@ -167,20 +170,24 @@ class TensorTable(BaseModel):
         if self.trainable is not None and (
             len(self.trainable) != len(self.names) or set(self.trainable) - {"0", "1"}
         ):
-            msg = "the layout's trainable flags must be one 0 or 1 for each stored tensor."
+            msg = (
+                "the layout's trainable flags must be one 0 or 1 for each stored tensor, got "
+                f"{self.trainable[:48]!r}. {_REMEDY}"
+            )
             raise MalformedManifest(msg)
         return self
 
     def _check_names(self) -> None:
         for before, name in zip(self.names, self.names[1:], strict=False):
             if name == before:
-                msg = f"tensor {name!r} appears twice in the layout. Names must be unique."
+                msg = f"tensor {name!r} appears twice in the layout. {_REMEDY}"
                 raise DuplicateTensorName(msg)
             if name < before:
-                msg = f"tensor {name!r} stands after {before!r}: names must be sorted."
+                msg = f"tensor {name!r} stands after {before!r}, not sorted. {_REMEDY}"
                 raise MalformedManifest(msg)
         if not isinstance(self.ties, Mapping):
-            msg = f"ties is {type(self.ties).__name__}, expected a mapping of name to stored name."
+            kind = type(self.ties).__name__
+            msg = f"ties is {kind}, expected a mapping of name to stored name. {_REMEDY}"
             raise MalformedManifest(msg)
         stored = set(self.names)
         for name, target in self.ties.items():
@@ -188,7 +195,7 @@ class TensorTable(BaseModel):
                 msg = f"tensor {name!r} is stored and tied at once. Keep one of the two."
                 raise DuplicateTensorName(msg)
             if not isinstance(target, str) or target not in stored:
-                msg = f"tensor {name!r} is tied to {target!r}, which the layout does not store."
+                msg = f"tensor {name!r} is tied to {target!r}, which is not stored. {_REMEDY}"
                 raise MalformedManifest(msg)
 
     def _check_ranges(self) -> None:
@@ -225,43 +232,47 @@ class TensorTable(BaseModel):
             if offset < 0 or nbytes < 0 or min(shape, default=0) < 0:
                 msg = (
                     f"tensor {name!r}: offset {offset}, {nbytes} bytes, shape {list(shape)}: none "
-                    "may be negative."
+                    f"may be negative. {_REMEDY}"
                 )
                 raise NegativeRange(msg)
             # The product with zeros taken as ones: torch computes strides from it, so it must fit.
             if max(prod(dim or 1 for dim in shape) * 16, offset + nbytes) > _MAX_INT:
                 msg = (
-                    f"tensor {name!r}: shape {list(shape)} at offset {offset} does not fit 63 bits."
+                    f"tensor {name!r}: shape {list(shape)} at offset {offset} does not fit 63 "
+                    f"bits. {_REMEDY}"
                 )
                 raise RangeOverflow(msg)
             expected = prod(shape) * dtype_nbytes(dtype, tensor=name)
             if nbytes != expected:
                 msg = (
                     f"tensor {name!r}: {dtype}{list(shape)} has {expected} bytes, the manifest "
-                    f"says {nbytes}."
+                    f"says {nbytes}. {_REMEDY}"
                 )
                 raise ShapeMismatch(msg)
             if offset < end:
                 msg = (
                     f"tensor {name!r} starts at byte {offset}, inside the one before it, which "
-                    f"ends at {end}."
+                    f"ends at {end}. {_REMEDY}"
                 )
                 raise OverlappingRange(msg)
             if offset != end:
                 msg = (
                     f"tensor {name!r} starts at byte {offset}, expected {end}: the arena has no "
-                    "gaps."
+                    f"gaps. {_REMEDY}"
                 )
                 raise MalformedManifest(msg)
             if offset + nbytes > self.arena_nbytes:
                 msg = (
                     f"tensor {name!r} ends at byte {offset + nbytes}, beyond the arena of "
-                    f"{self.arena_nbytes}."
+                    f"{self.arena_nbytes}. {_REMEDY}"
                 )
                 raise RangeBeyondSegment(msg)
             end = _align(offset + nbytes)
         if self.arena_nbytes != end:
-            msg = f"the arena is said to have {self.arena_nbytes} bytes, its tensors need {end}."
+            msg = (
+                f"the arena is said to have {self.arena_nbytes} bytes, its tensors need {end}. "
+                f"{_REMEDY}"
+            )
             raise RangeBeyondSegment(msg) if self.arena_nbytes < end else MalformedManifest(msg)
 
     def document(self) -> dict[str, JSONValue]:
@@ -333,31 +344,6 @@ class TensorTable(BaseModel):
 def _readonly(values: Sequence[int]) -> npt.NDArray[np.uint64]:
     # Over immutable bytes: an array that owns its memory could be made writable again.
     return np.frombuffer(np.array(values, np.uint64).tobytes(), np.uint64)
-
-
-class DescriptorMap(Mapping[str, TensorDescriptor]):
-    """Name -> `TensorDescriptor`, each made when it is asked for."""
-
-    def __init__(self, table: TensorTable, digests: bytes) -> None:
-        """Look at `table` and the digest block; nothing is copied."""
-        self._table = table
-        self._digests = digests
-
-    def __getitem__(self, name: str) -> TensorDescriptor:
-        """Describe one tensor."""
-        return self._table.descriptor(name, self._digests)
-
-    def __iter__(self) -> Iterator[str]:
-        """Go over the names, stored ones first, each part sorted."""
-        return iter(self._table.rows)
-
-    def __len__(self) -> int:
-        """Count the names, tied ones included."""
-        return len(self._table.rows)
-
-    def __repr__(self) -> str:
-        """Say how many there are rather than listing them all."""
-        return f"<{len(self)} tensor descriptors>"
 
 
 class LayoutCache:

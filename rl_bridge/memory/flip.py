@@ -101,7 +101,10 @@ class LiveRange:
             except SegmentError as second:
                 # The old version's pages wait at their own address for another try.
                 self._held[0] = self._flip = None
-                msg = f"the flip failed ({error}) and so did the way back ({second})."
+                msg = (
+                    f"the flip failed ({error}) and so did the way back ({second}). Call recover() "
+                    "of the executor, or install a later version in full."
+                )
                 raise TornEngine(msg) from error
             raise
         self._settle()

@@ -357,6 +357,20 @@ def test_equal_content_is_equal_and_anything_else_is_not() -> None:
 # ---- compact ------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("end", ["\n", "\r\n", " \t\n\n"])
+def test_white_space_behind_the_text_is_ignored(end: str) -> None:
+    manifest = make_manifest()
+    for text in (manifest.to_json(), manifest.to_json(layout=False)):
+        assert WeightUpdateManifest.from_json(text + end) == manifest
+        assert WeightUpdateManifest.from_json((text + end).encode()) == manifest
+
+
+@pytest.mark.parametrize("given", [Path("manifest.json"), None, {"format": 1}])
+def test_what_is_no_text_is_malformed(given: Any) -> None:
+    with pytest.raises(MalformedManifest, match="expected a manifest's text"):
+        WeightUpdateManifest.from_json(given)
+
+
 def test_compact_text_names_its_layout_and_works_where_that_is_known() -> None:
     manifest = make_manifest()
     compact = manifest.to_json(layout=False)

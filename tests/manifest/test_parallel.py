@@ -66,6 +66,11 @@ def test_a_layout_that_is_made_by_hand_fails_with_an_error_of_ours(fields: dict[
         WeightLayout(**fields)
 
 
+def test_an_unknown_key_of_the_layout_is_told_in_our_own_words() -> None:
+    with pytest.raises(MalformedManifest, match=r"field tp: no such field, got 2\. Its fields are"):
+        WeightLayout.from_metadata({"layout": {"tp": 2}})
+
+
 @pytest.mark.parametrize(
     ("fields", "said"),
     [

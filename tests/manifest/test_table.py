@@ -23,11 +23,11 @@ from rl_bridge.errors import (
     WeightManifestValidationError,
 )
 from rl_bridge.manifest.canonical import canonical_json
+from rl_bridge.manifest.descriptors import DescriptorMap
 from rl_bridge.manifest.digest import text_digest
 from rl_bridge.manifest.dtypes import DTYPE_NBYTES
 from rl_bridge.manifest.table import (
     ALIGNMENT,
-    DescriptorMap,
     LayoutCache,
     TensorDescriptor,
     TensorTable,
