@@ -59,10 +59,10 @@ def run(*arguments: str | Path, text: str | None = None) -> Said:
     return Said(done.returncode, done.stdout, done.stderr)
 
 
-def call(*arguments: str | Path) -> Said:
+def call(*arguments: str | Path, columns: int = 100) -> Said:
     """Run the program in this process: the same, without the seconds that torch's import takes."""
     with (
-        mock.patch.dict(os.environ, PLAIN),
+        mock.patch.dict(os.environ, PLAIN | {"COLUMNS": str(columns)}),
         redirect_stdout(io.StringIO()) as out,
         redirect_stderr(io.StringIO()) as err,
         pytest.raises(SystemExit) as left,

@@ -6,6 +6,7 @@ What the machine decides (doctor, bench, gc, the demo) is in `test_cli_machine`.
 import os
 from collections.abc import Iterator
 from importlib import metadata
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,23 @@ def test_every_command_has_help(command: str, flag: str) -> None:
     assert said.out.count("--") > 1, "an option without a word of help"
 
 
+@pytest.mark.parametrize("columns", [60, 80])
+@pytest.mark.parametrize("command", sorted(COMMANDS))
+def test_help_fills_its_lines_and_fits_the_terminal(command: str, columns: int) -> None:
+    lines = call(command, "--help", columns=columns).out.splitlines()
+    assert max(map(len, lines)) <= columns
+    prose = lines[: next(i for i, line in enumerate(lines) if line in {"Arguments:", "Options:"})]
+    for line, after in pairwise(prose):
+        word = (after.split() or [" " * columns])[0]
+        assert not line or len(line) + 1 + len(word) > columns - 2, f"{line!r} has room for {word}"
+
+
+def test_a_switch_is_not_said_to_take_a_value() -> None:
+    said = "".join(call(*command.split(), "--help").out for command in ("", *COMMANDS))
+    assert "bool" not in said
+    assert "256 unless given" in said
+
+
 @pytest.mark.parametrize("command", sorted(COMMANDS - {"demo"}))
 def test_what_a_program_may_read_comes_as_json(command: str) -> None:
     assert "--json" in call(command, "--help").out
@@ -102,6 +120,7 @@ def test_what_a_program_may_read_comes_as_json(command: str) -> None:
         ("verify", "/"),
         ("verify", __file__, "--directory", "/nowhere"),
         ("gc", __file__),
+        ("gc", "/nowhere"),
         ("bench", "--mib", "0"),
         ("bench", "--mib", "1000000000"),
     ],
@@ -162,6 +181,18 @@ def test_inspect_shows_the_largest_tensors_and_all_on_request(
     assert all(name in full for name in weights)
     assert "tied = head" in full
     assert "tensors" not in call("inspect", file, "--json").json
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify"])
+def test_in_a_pipe_a_row_is_one_line_without_blanks_at_its_end(
+    bridge: BridgeOver, tmp_path: Path, command: str
+) -> None:
+    name = "model." + "deep.layers.of.many.experts." * 10 + "weight_scale_inv"
+    manifest = bridge.publish({name: torch.ones(3), "w": torch.ones(2)}, weight_version=1)
+    said = call(command, write(manifest, tmp_path))
+    (row,) = (line for line in said.out.splitlines() if name in line)
+    assert manifest.tensors[name].checksum[:12] in row
+    assert not any(line.endswith(" ") for line in said.out.splitlines())
 
 
 def test_inspect_says_how_many_tensors_are_trainable(bridge: BridgeOver, tmp_path: Path) -> None:

@@ -219,6 +219,13 @@ def test_gc_only_says_what_it_would_do_in_a_dry_run(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == left.keys()
 
 
+def test_gc_says_whether_there_was_any_segment_at_all(tmp_path: Path) -> None:
+    assert "no segment in" in call("gc", tmp_path).out
+    with make_weight_bridge("shared-memory", directory=tmp_path) as bridge:
+        bridge.publish(WEIGHTS, weight_version=1)
+        assert "no dead publisher's segment in" in call("gc", tmp_path).out
+
+
 # ------------------------------------------------------------------------------ bench
 
 
@@ -232,9 +239,21 @@ def test_bench_measures_every_phase_in_two_processes() -> None:
         samples = phase["samples_ms"]
         assert len(samples) == (2 if name.endswith(("_copy", "_flip")) else 4), name
         assert min(samples) <= phase["median_ms"] <= max(samples)
-        assert (phase["gb_per_s"] is None) == (name in {"install_flip", "prove_flip"})
+        has_no_rate = name in {"install_flip", "prove_flip"} or name[:4] in {"prep", "rest"}
+        assert (phase["gb_per_s"] is None) == has_no_rate
     rates = [first["phases"][name]["of_memcpy"] for name in ("memcpy_1", "memcpy_all")]
     assert max(rates) == 1
+
+
+def test_the_phases_of_the_bench_account_for_all_of_its_time() -> None:
+    said = call("bench", "--mib", "1", "--tensors", "2", "--repeats", "2", "--json").json
+    found = {name: phase["samples_ms"] for name, phase in said["sizes"][0]["phases"].items()}
+    for way, updates in (("copy", slice(0, 2)), ("flip", slice(2, 4))):
+        parts = [found[name][updates] for name in ("publish", "import_verify")]
+        parts += [found[f"{name}_{way}"] for name in ("prepare", "install", "prove", "rest")]
+        spent = [sum(update) for update in zip(*parts, strict=True)]
+        assert spent == pytest.approx(found[f"loaded_{way}"])
+        assert min(map(min, parts)) > 0
 
 
 def test_bench_shows_rates_next_to_memcpy() -> None:

@@ -252,6 +252,14 @@ def test_what_cannot_run_is_refused_before_anything_starts(
     assert not (tmp_path / "out").exists()
 
 
+def test_a_place_that_cannot_be_written_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    screen = io.StringIO()
+    with pytest.raises(WeightBridgeUnavailableError, match=r"file/out: .*--out"):
+        run_demo(out=tmp_path / "file" / "out", console=Console(file=screen))
+    assert screen.getvalue() == ""
+
+
 @pytest.mark.slow
 def test_the_policy_learns_to_sort(tmp_path: Path) -> None:
     result, _ = run("local-clone", tmp_path, steps=48)

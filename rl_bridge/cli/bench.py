@@ -25,15 +25,21 @@ _LABELS = {
     "memcpy_all": f"memcpy, {default_threads()} threads",
     "publish": "publish: copy and digest",
     "import_verify": "import, every byte verified",
+    "prepare_copy": "prepare the copy",
     "install_copy": "install by copy",
     "prove_copy": "prove the copy",
+    "rest_copy": "all the rest, by copy",
     "loaded_copy": "publish to loaded, by copy",
+    "prepare_flip": "prepare the flip",
     "install_flip": "install by flip",
     "prove_flip": "prove the flip",
+    "rest_flip": "all the rest, by flip",
     "loaded_flip": "publish to loaded, by flip",
 }
 # These read or write no weights: a rate in bytes would say nothing.
-_WITHOUT_RATE = frozenset({"install_flip", "prove_flip"})
+_WITHOUT_RATE = frozenset({"install_flip", "prove_flip"}).union(
+    f"{phase}_{way}" for phase in ("prepare", "rest") for way in WAYS
+)
 _ENDS_A_GROUP = frozenset({"memcpy_all", "import_verify", "loaded_copy"})
 
 
@@ -43,8 +49,8 @@ def bench(
         typer.Option(
             "--mib",
             min=1,
-            show_default=str(_DEFAULT_MIB),
-            help="Size of the state dict in MiB; give it again for more sizes.",
+            show_default=False,
+            help=f"Size of the state dict in MiB, {_DEFAULT_MIB} unless given; may be repeated.",
         ),
     ] = None,
     tensors: Annotated[int, typer.Option(min=1, help="How many tensors share it.")] = 64,
@@ -79,7 +85,9 @@ def bench(
     out.print(
         Text(
             "Medians. Loaded: from the start of publish to the acknowledgement of installed and "
-            "proven bytes, both processes and the pipe between them included.",
+            "proven bytes, both processes and the pipe between them included. Prepare: fit the "
+            "update to the engine; a flip reads its pages in. The rest: the manifest written, sent "
+            "and read, the update acknowledged and the one before released, two processes woken.",
             style="dim",
         )
     )

@@ -25,12 +25,12 @@ def demo(
         Path, typer.Option(file_okay=False, help="Where demo.json and demo.png go.")
     ] = Path("demo-out"),
 ) -> None:
-    """Train a small policy whose weights travel over the bridge, in about a minute.
+    """Train a small policy over the bridge, while faults are planted.
 
-    A trainer and a rollout process learn to sort digits by reinforcement.
-    Each step checks that the rollout samples with exactly the version that it
-    reports. In the middle one update is corrupted, one is stale and one
-    install fails half-way: each is refused or undone, and training goes on.
+    A trainer and a rollout process learn to sort digits by reinforcement, in about a minute. Each
+    step checks that the rollout samples with exactly the version that it reports. In the middle one
+    update is corrupted, one is stale and one install fails half-way: each is refused or undone, and
+    training goes on.
     """
     run_demo(
         transport=transport,

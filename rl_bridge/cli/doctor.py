@@ -46,10 +46,11 @@ class _Check:
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Write JSON.")] = False,
 ) -> None:
-    """Tell what works on this machine: transports, engines, kernel features.
+    """Tell what works on this machine, and why the rest does not.
 
-    What does not work says why, and what to do. The exit code is 1 only if shared-memory or
-    local-clone is blocked: everything else costs speed or is to come.
+    Transports, engines and features of the kernel; what does not work says what to do. The exit
+    code is 1 only if shared-memory or local-clone is blocked: everything else costs speed or is to
+    come.
     """
     checks = _run_checks()
     missing = sorted(

@@ -29,7 +29,7 @@ def gc(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Write JSON.")] = False,
 ) -> None:
-    """Remove what dead publishers left in a directory of named segments.
+    """Remove what dead publishers left in a directory.
 
     A publisher's start does the same by itself. Segments whose publisher lives are never touched,
     and neither is any other file. Without directory= there is nothing to remove: the kernel frees
@@ -50,7 +50,8 @@ def gc(
     out = screen()
     where = plain(str(directory))
     if not swept:
-        out.print(f"Nothing to remove: no dead publisher's segment in {where}.", markup=False)
+        found = "no dead publisher's segment" if any(directory.glob("rlb-*")) else "no segment"
+        out.print(f"Nothing to remove: {found} in {where}.", markup=False)
         return
     table = Table(box=None, pad_edge=False)
     table.add_column("segment", overflow="fold")

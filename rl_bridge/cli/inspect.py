@@ -27,7 +27,7 @@ def inspect(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Write JSON.")] = False,
 ) -> None:
-    """Show what a manifest says: who published what, its layout, its tensors.
+    """Show what a manifest says: its source, layout and tensors.
 
     Everything that can be wrong with a manifest is checked. The weights are not read: that is what
     verify does.
@@ -43,7 +43,7 @@ def inspect(
         _dtype_table(manifest.table),
         _tensor_table(manifest, every_tensor=tensors),
     ):
-        out.print(Padding(part, (0, 0, 1, 0)))
+        out.print(Padding(part, (0, 0, 1, 0), expand=False))
 
 
 def _by_size(manifest: WeightUpdateManifest) -> list[TensorDescriptor]:

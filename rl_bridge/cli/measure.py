@@ -99,7 +99,8 @@ def measure(sizes: Sizes, *, on_update: Callable[[str], None] = lambda _: None) 
 
     Returns:
         Samples of ``memcpy_1``, ``memcpy_all``, ``publish``, ``import_verify``, and for each way
-        ``install_WAY``, ``prove_WAY``, ``loaded_WAY`` (publish to acknowledged, both processes).
+        ``prepare_WAY``, ``install_WAY``, ``prove_WAY``, ``rest_WAY`` (manifest, messages and
+        bookkeeping) and ``loaded_WAY`` (the sum: publish to acknowledged, both processes).
 
     Raises:
         WeightBridgeError: the consumer failed or did not answer in time.
@@ -127,20 +128,38 @@ def measure(sizes: Sizes, *, on_update: Callable[[str], None] = lambda _: None) 
                 answer = ask({"do": "update", "manifest": manifest.to_json()})
                 loaded = time.perf_counter()
                 if is_sample:
-                    timings.add("publish", (published - start) * 1e3)
-                    timings.add(f"loaded_{way}", (loaded - start) * 1e3)
-                    _add_phases(timings, way, answer)
+                    _add_update(
+                        timings,
+                        way,
+                        answer["timings_ms"],
+                        publish_ms=(published - start) * 1e3,
+                        loaded_ms=(loaded - start) * 1e3,
+                    )
                 if held is not None:
                     bridge.release(held)
                 held = manifest.update_id
     return timings
 
 
-def _add_phases(timings: Timings, way: Way, answer: Mapping[str, Any]) -> None:
-    phases = answer["timings_ms"]
-    timings.add("import_verify", phases["attach"] + phases["verify"])
-    timings.add(f"install_{way}", phases["install"])
-    timings.add(f"prove_{way}", phases["prove"])
+def _add_update(
+    timings: Timings,
+    way: Way,
+    phases: Mapping[str, float],
+    *,
+    publish_ms: float,
+    loaded_ms: float,
+) -> None:
+    samples = {
+        "publish": publish_ms,
+        "import_verify": phases["attach"] + phases["verify"],
+        f"prepare_{way}": phases["prepare"],
+        f"install_{way}": phases["install"],
+        f"prove_{way}": phases["prove"],
+    }
+    samples[f"rest_{way}"] = loaded_ms - sum(samples.values())
+    samples[f"loaded_{way}"] = loaded_ms
+    for phase, value_ms in samples.items():
+        timings.add(phase, value_ms)
 
 
 def _change(source: Mapping[str, torch.Tensor]) -> None:

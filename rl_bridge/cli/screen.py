@@ -1,5 +1,9 @@
 """What all commands share about output: where it goes, and how sizes and strangers' text look."""
 
+import re
+import sys
+from typing import TextIO, cast
+
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -20,12 +24,34 @@ __all__ = [
 
 _UNITS = ("KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 _KIB = 1024
+# In a file or a pipe a row stays one line, however long: a name that is cut in two is not found.
+_UNFOLDED_COLUMNS = 1 << 16
+_TRAILING_BLANKS = re.compile(r" +$", re.MULTILINE)
 _STYLES = {"pass": "green", "blocked": "yellow", "failed": "bold red"}
 
 
+class _WithoutTrailingBlanks:
+    """A file whose lines lose the blanks by which a table fills up its last column."""
+
+    def __init__(self, file: TextIO) -> None:
+        self._file = file
+
+    def write(self, text: str) -> int:
+        return self._file.write(_TRAILING_BLANKS.sub("", text))
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._file, name)
+
+
 def screen(*, stderr: bool = False) -> Console:
-    """Make the console for people: plain text where the output is no terminal."""
-    return Console(stderr=stderr, highlight=False)
+    """Make the console for people: where the output is no terminal, plain text without folding."""
+    console = Console(stderr=stderr, highlight=False)
+    if console.is_terminal:
+        return console
+    file = _WithoutTrailingBlanks(sys.stderr if stderr else sys.stdout)
+    return Console(
+        file=cast("TextIO", file), stderr=stderr, highlight=False, width=_UNFOLDED_COLUMNS
+    )
 
 
 def say_json(value: JSONValue) -> None:

@@ -1,6 +1,7 @@
 """The demo: real reinforcement learning whose weights travel over the bridge, faults included."""
 
 import importlib.util
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -51,7 +52,8 @@ def run_demo(
 
     Raises:
         ValueError: too few steps, or no such engine.
-        WeightBridgeUnavailableError: the transport or the drawing library is not there.
+        WeightBridgeUnavailableError: the transport or the drawing library is not there, or nothing
+            can be written to `out`.
         WeightBridgeError: the bridge did not keep a promise: an update was lost, a planted fault
             went unnoticed, or log-probabilities disagree.
 
@@ -60,6 +62,7 @@ def run_demo(
     console = console or Console()
     faults = plan_faults(steps)
     config = _checked(transport, engine, seed)
+    _check_writable(out)
     rows, fault_rows = [], []
     with ExitStack() as stack:
         stack.enter_context(_one_thread())
@@ -112,6 +115,19 @@ def _checked(transport: str, engine: str, seed: int) -> RolloutConfig:
     if found.status != "pass":
         raise TransportUnavailable(name, found.cause, found.remedy)
     return RolloutConfig(transport=name, seed=seed, engine=str(engine))
+
+
+def _check_writable(out: Path) -> None:
+    """Find out before the run, not after its last step."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out):
+            pass
+    except OSError as error:
+        raise WeightBridgeUnavailableError(
+            f"the demo cannot write its results to {out}: {error.strerror or error}. Name another "
+            "directory with out= (--out)."
+        ) from error
 
 
 def _start_rollout(config: RolloutConfig) -> tuple[Rollout, int]:
