@@ -15,10 +15,9 @@ from collections.abc import Mapping
 from rl_bridge.bridge.acknowledgement import describe
 from rl_bridge.bridge.guards import as_manifest, require_own_process
 from rl_bridge.bridge.order import Order
-from rl_bridge.bridge.records import ImportedUpdate, checked_timings, remember
+from rl_bridge.bridge.records import ImportedUpdate, checked_timings, remember, verified
 from rl_bridge.errors import (
     BridgeClosed,
-    ChecksumMismatch,
     ForeignTransport,
     MalformedManifest,
     UnknownUpdate,
@@ -28,11 +27,10 @@ from rl_bridge.errors import (
 from rl_bridge.lifecycle.machine import Lifecycle, Observer
 from rl_bridge.lifecycle.table import Event, Role, State
 from rl_bridge.manifest.canonical import JSONValue, freeze, thaw
-from rl_bridge.manifest.compare import mismatch
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.memory.control import UpdateReport
 from rl_bridge.memory.imported import ImportedTensors
-from rl_bridge.transports.base import Attachment, ConsumerEnd, Transport
+from rl_bridge.transports.base import ConsumerEnd, Transport
 
 __all__ = ["Consumer"]
 
@@ -64,8 +62,34 @@ class Consumer:
         self._updates: OrderedDict[str, ImportedUpdate] = OrderedDict()
         self._order = Order()
         self._is_closed = False
-        self.active_weight_version: int | None = None
-        self.active_update_id: str | None = None
+        # The update acknowledged last, and the one that is being acknowledged: what became of that
+        # one is read off its life cycle, since an interrupt may come right behind the step.
+        self._active: ImportedUpdate | None = None
+        self._candidate: ImportedUpdate | None = None
+
+    @property
+    def active_weight_version(self) -> int | None:
+        """Version of the update that was acknowledged last; None before the first."""
+        active = self._settled()
+        return None if active is None or active.manifest is None else active.manifest.weight_version
+
+    @property
+    def active_update_id(self) -> str | None:
+        """The update that was acknowledged last; None before the first and after its release."""
+        active = self._settled()
+        if active is None or active.lifecycle.state is not State.ACKNOWLEDGED:
+            return None
+        return active.update_id
+
+    def _settled(self) -> ImportedUpdate | None:
+        candidate = self._candidate
+        if candidate is not None:
+            if candidate.lifecycle.state in {State.ACKNOWLEDGED, State.RELEASED}:
+                if candidate.manifest is not None:
+                    self._order.acknowledged(candidate.manifest)
+                self._active = candidate
+            self._candidate = None
+        return self._active
 
     def import_update(self, manifest: WeightUpdateManifest | str) -> ImportedTensors:
         """Make an update's tensors readable here and verify every byte. See `TensorBridge`."""
@@ -82,14 +106,14 @@ class Consumer:
                         "Import the one that its publisher sent, or release the update first."
                     )
                     raise WeightUpdateRejectedError(msg)
-                return _verified(manifest, known, known.attachment)
+                return verified(manifest, known, known.attachment)
             record = self._announce(manifest.update_id, manifest)
             try:
                 start = time.perf_counter()
                 attachment = record.attachment = self._end.attach(manifest)
                 record.timings_ms["attach"] = (time.perf_counter() - start) * 1e3
                 record.lifecycle.fire(Event.IMPORT)
-                tensors = _verified(manifest, record, attachment)
+                tensors = verified(manifest, record, attachment)
                 record.lifecycle.fire(Event.VERIFY)
                 self._report(record)
                 return tensors  # noqa: TRY300 - an interrupt up to here must find the handler
@@ -131,16 +155,16 @@ class Consumer:
                 record.lifecycle.fire(Event.ACKNOWLEDGE)  # raises, and says why
             if manifest is not None:
                 self._order.check_newest(manifest)
+            self._settled()
+            self._candidate = record
             try:
                 record.lifecycle.fire(Event.ACKNOWLEDGE)
-            finally:  # the step is taken, also if an interrupt came right behind it
-                record.proof = evidence
-                record.timings_ms |= timings
-                if manifest is not None:
-                    self.active_weight_version = manifest.weight_version
-                    self._order.acknowledged(manifest)
-                self.active_update_id = update_id
-                self._report(record)
+            finally:  # an interrupt may come right before the step is taken, or right behind it
+                if record.lifecycle.state is State.ACKNOWLEDGED:
+                    record.proof = evidence
+                    record.timings_ms |= timings
+                    self._settled()
+                    self._report(record)
 
     def reject(self, update: str | WeightUpdateManifest, reason: str) -> None:
         """Refuse an update, imported or not; rejecting it again changes nothing.
@@ -160,7 +184,10 @@ class Consumer:
             update_id: object = update if manifest is None else manifest.update_id
             if not isinstance(update_id, str):
                 kind = type(update).__name__
-                msg = f"reject got a {kind}, expected an update's id or its manifest."
+                msg = (
+                    f"reject got a {kind}, expected an update's id or its manifest. Pass what "
+                    "publish returned, or its update_id."
+                )
                 raise MalformedManifest(msg)
             record = self._updates.get(update_id) or self._announce(update_id, manifest)
             if record.lifecycle.state is not State.REJECTED:
@@ -177,14 +204,16 @@ class Consumer:
             record = self._updates.get(update_id)
             if record is None or self._is_closed:
                 return False
-            if record.lifecycle.allows(Event.RELEASE):
-                try:
+            self._settled()
+            # (If an interrupt came in between last time, it is released and still attached.)
+            is_due = record.lifecycle.allows(Event.RELEASE) or record.attachment is not None
+            try:
+                if record.lifecycle.allows(Event.RELEASE):
                     record.lifecycle.fire(Event.RELEASE)
-                finally:  # as in `acknowledge`
+            finally:  # as in `acknowledge`
+                if is_due and record.lifecycle.state is State.RELEASED:
                     self._drop(record)
-                    if self.active_update_id == update_id:
-                        self.active_update_id = None
-                self._end.settle()
+                    self._end.settle()
             return True
 
     def advance(self, update_id: str, event: Event, *, reason: str | None = None) -> None:
@@ -284,8 +313,9 @@ class Consumer:
         try:
             record.lifecycle.fire(Event.REJECT, reason=reason)
         finally:  # as in `acknowledge`
-            self._order.rejected(record.update_id, record.manifest)
-            self._drop(record, forget=forget)
+            if record.lifecycle.state is State.REJECTED:
+                self._order.rejected(record.update_id, record.manifest)
+                self._drop(record, forget=forget)
 
     def _drop(self, record: ImportedUpdate, *, forget: bool = False) -> None:
         """Let go of the bytes and tell the publisher, now and when the last tensor died.
@@ -345,19 +375,6 @@ class Consumer:
 
     def _check_process(self) -> None:
         require_own_process(self._pid, "consumer")
-
-
-def _verified(
-    manifest: WeightUpdateManifest, record: ImportedUpdate, attachment: Attachment
-) -> ImportedTensors:
-    start = time.perf_counter()
-    found = attachment.digests()
-    if found != manifest.digests:
-        found = attachment.refresh(manifest.digests, found)
-    if found != manifest.digests:
-        raise ChecksumMismatch(mismatch(manifest, found))
-    record.timings_ms["verify"] = (time.perf_counter() - start) * 1e3
-    return attachment.tensors
 
 
 # What a caller vouches for who installs by himself: that the imported bytes were verified.

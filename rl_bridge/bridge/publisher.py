@@ -1,6 +1,7 @@
 """The trainer's use case: publish a version, watch what becomes of it, release it."""
 
 import logging
+import operator
 import os
 import threading
 import time
@@ -132,9 +133,7 @@ class Publisher:
         trainable: Iterable[str] | None = None,
     ) -> WeightUpdateManifest:
         """Take a sealed snapshot of `source` and describe it. See `TensorBridge.publish`."""
-        if type(weight_version) is not int or weight_version < 0:
-            msg = f"weight_version {weight_version!r}: expected an int of 0 or more."
-            raise MalformedManifest(msg)
+        weight_version = _checked_version(weight_version)
         layout = WeightLayout.from_metadata(metadata)
         layout.validate_supported()
         self._check_process()
@@ -148,14 +147,15 @@ class Publisher:
             checked = freeze({**(metadata or {}), "layout": layout.to_metadata()})
             self._journal.check(weight_version)
             update_id = uuid.uuid4().hex
+            before = self._latest
             lifecycle = Lifecycle(
                 Role.PUBLISHER,
                 update_id=update_id,
                 weight_version=weight_version,
                 observer=self._observer,
             )
-            carried = self._end.carry(plan, tensors, update_id)
             try:
+                carried = self._end.carry(plan, tensors, update_id)
                 sealed = time.perf_counter()
                 manifest = WeightUpdateManifest(
                     update_id=update_id,
@@ -174,17 +174,20 @@ class Publisher:
                 # out has used it up for good.
                 self._journal.reserve(weight_version)
                 lifecycle.fire(Event.PUBLISH)
+                timings = {
+                    "gather": (gathered - start) * 1e3,
+                    **carried.timings_ms,
+                    "seal": (time.perf_counter() - sealed) * 1e3,
+                    "publish": (time.perf_counter() - start) * 1e3,
+                }
+                self._updates[update_id] = _Published(manifest, lifecycle, timings)
+                self._latest = manifest
             except BaseException:
+                # Also for an interrupt right behind the last step: nobody got the manifest.
+                self._updates.pop(update_id, None)
+                self._latest = before
                 self._end.release(update_id)
                 raise
-            timings = {
-                "gather": (gathered - start) * 1e3,
-                **carried.timings_ms,
-                "seal": (time.perf_counter() - sealed) * 1e3,
-                "publish": (time.perf_counter() - start) * 1e3,
-            }
-            self._latest = manifest
-            self._updates[update_id] = _Published(manifest, lifecycle, timings)
             self._forget()
         _LOG.info(
             "published version %d: %d tensors, %d bytes, %.1f ms, update %s",
@@ -288,6 +291,18 @@ class Publisher:
 
     def _check_process(self) -> None:
         require_own_process(self._pid, "publisher")
+
+
+def _checked_version(given: object) -> int:
+    """The version as a plain int, also where it came out of numpy or torch."""
+    try:
+        version = -1 if isinstance(given, bool) else operator.index(given)  # type: ignore[arg-type]
+    except TypeError:
+        version = -1
+    if version < 0:
+        msg = f"weight_version {given!r}: expected an int of 0 or more."
+        raise MalformedManifest(msg)
+    return version
 
 
 def _flatten(record: Record) -> list[ConsumerReport]:

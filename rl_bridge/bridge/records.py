@@ -1,17 +1,20 @@
 """What a consumer remembers of each update that it met."""
 
+import time
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from rl_bridge.errors import MalformedManifest
+from rl_bridge.errors import ChecksumMismatch, MalformedManifest
 from rl_bridge.lifecycle.machine import Lifecycle
 from rl_bridge.lifecycle.table import State
 from rl_bridge.manifest.canonical import JSONValue, freeze
+from rl_bridge.manifest.compare import mismatch
 from rl_bridge.manifest.model import WeightUpdateManifest
+from rl_bridge.memory.imported import ImportedTensors
 from rl_bridge.transports.base import Attachment
 
-__all__ = ["REMEMBERED", "ImportedUpdate", "checked_timings", "remember"]
+__all__ = ["REMEMBERED", "ImportedUpdate", "checked_timings", "remember", "verified"]
 
 # Each remembered update keeps its manifest: with 40,000 tensors that is a megabyte.
 REMEMBERED = 32
@@ -69,3 +72,22 @@ def checked_timings(timings_ms: Mapping[str, float]) -> dict[str, float]:
         raise MalformedManifest(msg) from error
     freeze(timings, where="timings_ms")
     return timings
+
+
+def verified(
+    manifest: WeightUpdateManifest, record: ImportedUpdate, attachment: Attachment
+) -> ImportedTensors:
+    """Read every byte of an imported update, and time that.
+
+    Raises:
+        ChecksumMismatch: a tensor's bytes are not what the manifest says.
+
+    """
+    start = time.perf_counter()
+    found = attachment.digests()
+    if found != manifest.digests:
+        found = attachment.refresh(manifest.digests, found)
+    if found != manifest.digests:
+        raise ChecksumMismatch(mismatch(manifest, found))
+    record.timings_ms["verify"] = (time.perf_counter() - start) * 1e3
+    return attachment.tensors

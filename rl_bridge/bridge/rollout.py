@@ -4,42 +4,31 @@ import -> verify -> prepare -> install -> prove -> acknowledge -> release the ol
 failure undo, reject with the reason, and the previous version is active and byte-identical.
 """
 
-import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from typing import Self
 
 import torch
 
-from rl_bridge.bridge.acknowledgement import (
-    Acknowledgement,
-    PhaseClock,
-    describe,
-    peak_rss_nbytes,
-)
+from rl_bridge.bridge.acknowledgement import Acknowledgement, describe
 from rl_bridge.bridge.bridges import TensorBridge, make_weight_bridge
 from rl_bridge.bridge.guards import as_manifest, look_for_suspicion, require_own_process
 from rl_bridge.bridge.initial import sealed_initial
 from rl_bridge.bridge.no_engine import NoEngine
 from rl_bridge.bridge.protocols import WeightConsumer
-from rl_bridge.bridge.settling import settle
 from rl_bridge.bridge.standing import Standing
 from rl_bridge.bridge.steps import FineSteps
-from rl_bridge.errors import BridgeClosed, ProofFailed, StaleUpdate, TornEngine
-from rl_bridge.installers.base import InstallProof, TransactionalAdapter, WeightInstallAdapter
+from rl_bridge.bridge.transaction import Transaction, forget, let_go
+from rl_bridge.errors import BridgeClosed, StaleUpdate, TornEngine, WeightUpdateRejectedError
+from rl_bridge.installers.base import TransactionalAdapter, WeightInstallAdapter
 from rl_bridge.installers.wrapped import as_transactional
-from rl_bridge.lifecycle.table import Event, State
-from rl_bridge.manifest.canonical import JSONValue
+from rl_bridge.lifecycle.table import State
 from rl_bridge.manifest.compare import Policy
 from rl_bridge.manifest.model import WeightUpdateManifest
-from rl_bridge.memory.imported import ImportedTensors
 
 __all__ = ["RolloutExecutor"]
-
-_LOG = logging.getLogger(__name__)
 
 
 class RolloutExecutor:
@@ -48,10 +37,6 @@ class RolloutExecutor:
     Attributes:
         bridge: the consumer's bridge, as given or made.
         weight_install_adapter: as given.
-        shared_weights: the imported mapping of the active update; empty before the first and after
-            a release.
-        active_weight_update_id: the active update; None before the first and after a release.
-        last_ack: what the last acknowledged update left behind: proof, timings, memory.
 
     """
 
@@ -103,11 +88,12 @@ class RolloutExecutor:
                 weight_install_adapter, initial=initial, num_threads=num_threads
             )
         self._lock = threading.RLock()
+        # Held, under the other one, for as long as an update runs: tells a running update from one
+        # that an interrupt left behind. (Locks are let go where no interrupt can come in between.)
+        self._busy = threading.Lock()
+        self._under_way: Transaction | None = None
         self._pid = os.getpid()
         self._is_closed = False
-        self.shared_weights: Mapping[str, torch.Tensor] = {}
-        self.active_weight_update_id: str | None = None
-        self.last_ack: Acknowledgement | None = None
 
     # ---- the transaction ------------------------------------------------------------------------
 
@@ -130,48 +116,78 @@ class RolloutExecutor:
         manifest = as_manifest(manifest, caller="update_weights")
         self._check_process()
         with self._lock:
-            self._check_open()
-            self._refuse_active(manifest)
-            start = time.perf_counter()
-            clock = PhaseClock()
-            tensors: Mapping[str, torch.Tensor] = {}
-            try:
-                tensors = self.bridge.import_update(manifest)
-                self._look_for_suspicion(manifest)
-                clock.run("prepare", lambda: self._adapter.prepare(manifest, tensors))
-                if not self._standing.is_torn_by(manifest):
-                    self._steps.advance(manifest, Event.STAGE)
-            except BaseException as error:
-                if tensors or self._steps.is_in(manifest, State.IMPORTED, State.VERIFIED):
-                    self._standing.refused(manifest, error)
-                    self._forget(manifest, tensors)
-                raise
-            try:
-                clock.run("install", lambda: self._adapter.install(manifest, tensors))
-                self._steps.advance(manifest, Event.INSTALL)
-                proof = clock.run("prove", lambda: self._prove(manifest))
-                clock.timings_ms["total"] = (time.perf_counter() - start) * 1e3
-                self._acknowledge(manifest, proof, clock.timings_ms)
-            except BaseException as error:
-                if self._steps.is_in(manifest, State.ACKNOWLEDGED):
-                    # An interrupt right behind the point of no return: the update stands.
-                    self._activate(manifest, tensors, proof, clock.timings_ms)
-                else:
-                    self._undo(manifest, error)
-                    self._forget(manifest, tensors)
-                raise
-            self._activate(manifest, tensors, proof, clock.timings_ms)
-            return tensors
+            if self._busy.locked():
+                msg = (
+                    f"version {manifest.weight_version}: update_weights was called from inside an "
+                    "update (an observer, a hook of the adapter). Call it when that one is over."
+                )
+                raise WeightUpdateRejectedError(msg)
+            with self._busy:
+                return self._update(manifest)
+
+    def _update(self, manifest: WeightUpdateManifest) -> Mapping[str, torch.Tensor]:
+        self._check_open()
+        self._settle()
+        self._refuse_active(manifest)
+        start = time.perf_counter()
+        tensors = self._import(manifest)
+        update = Transaction(
+            manifest,
+            tensors,
+            bridge=self.bridge,
+            standing=self._standing,
+            adapter=self._adapter,
+            start=start,
+        )
+        try:
+            self._under_way = update
+            update.run()
+        except BaseException as error:
+            update.end(error)
+            raise
+        update.activate()
+        return tensors
+
+    def _import(self, manifest: WeightUpdateManifest) -> Mapping[str, torch.Tensor]:
+        tensors: Mapping[str, torch.Tensor] = {}
+        try:
+            tensors = self.bridge.import_update(manifest)
+            self._look_for_suspicion(manifest)
+        except BaseException as error:
+            if tensors or self._steps.is_in(manifest, State.IMPORTED, State.VERIFIED):
+                self._standing.refused(manifest, error)
+                forget(self.bridge, tensors)
+            raise
+        return tensors
 
     @property
     def active_weight_version(self) -> int | None:
         """The version that the engine holds; None before the first and while it is torn."""
-        return self._standing.version
+        left = self._left_over()
+        if left is not None and left.is_acknowledged:
+            return left.manifest.weight_version
+        return None if self.is_torn else self._standing.version
+
+    @property
+    def active_weight_update_id(self) -> str | None:
+        """The active update; None before the first and after a release."""
+        return self._standing.update_id
+
+    @property
+    def shared_weights(self) -> Mapping[str, torch.Tensor]:
+        """The imported mapping of the active update; empty before the first, after a release."""
+        return self._standing.weights
+
+    @property
+    def last_ack(self) -> Acknowledgement | None:
+        """What the last acknowledged update left behind: proof, timings, memory."""
+        return self._standing.last_ack
 
     @property
     def is_torn(self) -> bool:
         """Whether the engine is neither at its version nor at another: it must not serve."""
-        return self._standing.is_torn
+        left = self._left_over()
+        return self._standing.is_torn or (left is not None and left.leaves_a_mixture)
 
     def check_servable(self) -> None:
         """Tell whether the engine may answer requests.
@@ -181,6 +197,11 @@ class RolloutExecutor:
             WeightBridgeUnavailableError: it never got a verified version.
 
         """
+        left = self._left_over()
+        if left is not None and left.is_acknowledged:
+            return
+        if left is not None and left.leaves_a_mixture:
+            raise TornEngine(_cut_off(left))
         self._standing.check_servable()
 
     def recover(self) -> None:
@@ -192,7 +213,8 @@ class RolloutExecutor:
         """
         self._check_process()
         with self._lock:
-            if not self.is_torn:
+            self._settle()
+            if not self._standing.is_torn:
                 return
             manifest, _ = self._standing.last_torn
             try:
@@ -210,6 +232,7 @@ class RolloutExecutor:
         """Release the active update; the engine goes on with the bytes that it has."""
         self._check_process()
         with self._lock:
+            self._settle()
             if self.active_weight_update_id is not None:
                 self.release_weight_update(self.active_weight_update_id)
 
@@ -222,13 +245,9 @@ class RolloutExecutor:
         """
         self._check_process()
         with self._lock:
-            if self.active_weight_update_id == update_id:
-                self.shared_weights = {}
-                self.active_weight_update_id = None
-            try:
-                self._adapter.release(update_id)
-            finally:
-                self.bridge.release(update_id)
+            self._settle()
+            self._standing.released(update_id)
+            let_go(update_id, adapter=self._adapter, bridge=self.bridge)
 
     def close(self) -> None:
         """Release the active update, and close the bridge if the executor made it. Idempotent.
@@ -276,96 +295,22 @@ class RolloutExecutor:
             look_for_suspicion(self._suspicious, previous, manifest)
         # Else it is not a new update that changes nothing, but this one again, after its release.
 
-    def _prove(self, manifest: WeightUpdateManifest) -> InstallProof:
-        proof = self._adapter.prove()
-        if proof.method != "unproven" and proof.root != manifest.root:
-            msg = (
-                f"version {manifest.weight_version}: the proof is for root {proof.root}, expected "
-                f"{manifest.root}. Let the adapter's prove() read what the engine holds."
-            )
-            raise ProofFailed(msg)
-        return proof
+    def _left_over(self) -> Transaction | None:
+        """An update that an interrupt left behind; None while one is in full swing."""
+        left = None if self._busy.locked() else self._under_way
+        return None if left is None or left.is_over else left
 
-    def _acknowledge(
-        self, manifest: WeightUpdateManifest, proof: InstallProof, timings_ms: dict[str, float]
-    ) -> None:
-        if not isinstance(self.bridge, TensorBridge):
-            self.bridge.acknowledge(manifest.update_id)
-            return
-        evidence: dict[str, JSONValue] = {
-            **proof.to_dict(),
-            "total_nbytes": manifest.total_nbytes,
-            "peak_rss_nbytes": peak_rss_nbytes(),
-        }
-        self.bridge.acknowledge(manifest.update_id, proof=evidence, timings_ms=timings_ms)
+    def _settle(self) -> None:
+        """End what an interrupt left behind, before anything else is done to the engine.
 
-    def _activate(
-        self,
-        manifest: WeightUpdateManifest,
-        tensors: Mapping[str, torch.Tensor],
-        proof: InstallProof,
-        timings_ms: dict[str, float],
-    ) -> None:
-        previous = self.active_weight_update_id
-        torn = self._standing.activated(manifest)
-        self.shared_weights = tensors
-        self.active_weight_update_id = manifest.update_id
-        if isinstance(self.bridge, TensorBridge):
-            timings_ms = {**self.bridge.timings(manifest.update_id), **timings_ms}
-        self.last_ack = Acknowledgement(
-            update_id=manifest.update_id,
-            weight_version=manifest.weight_version,
-            root=manifest.root,
-            proof=proof,
-            timings_ms=timings_ms,
-            total_nbytes=manifest.total_nbytes,
-            peak_rss_nbytes=peak_rss_nbytes(),
-        )
-        _LOG.info(
-            "version %d is active: %s, %.1f ms",
-            manifest.weight_version,
-            proof.method,
-            timings_ms.get("total", 0.0),
-        )
-        steps: dict[str, Callable[[], object]] = {"commit": self._adapter.commit}
-        for other in torn:
-            steps[f"undo of update {other.update_id}"] = partial(
-                self._steps.advance, other, Event.UNDO
-            )
-        if previous is not None and previous != manifest.update_id:
-            steps[f"release of update {previous}"] = partial(self.release_weight_update, previous)
-        settle(manifest.weight_version, steps)
+        Raises:
+            TornEngine: its undo fails.
 
-    # ---- failures -------------------------------------------------------------------------------
-
-    def _undo(self, manifest: WeightUpdateManifest, error: BaseException) -> None:
-        """Failed while or after the engine changed: bring it back, or declare it torn."""
-        try:
-            self._adapter.undo()
-        except BaseException as second:
-            self._standing.torn(manifest, error, second)
-            if not isinstance(second, Exception):
-                second.add_note(
-                    f"rl_bridge: this interrupted the undo of version {manifest.weight_version}; "
-                    "the engine is torn: call recover()."
-                )
-                raise
-            if isinstance(error, Exception):
-                msg = (
-                    f"version {manifest.weight_version} failed to install ({describe(error)}) and "
-                    f"its undo failed too ({describe(second)}). The engine must not serve: call "
-                    "recover(), or install a later version in full."
-                )
-                raise TornEngine(msg) from error
-            return
-        self._standing.undone(manifest, error)
-
-    def _forget(self, manifest: WeightUpdateManifest, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Give a refused update's memory back, although the frames of its exception hold it."""
-        if not isinstance(self.bridge, TensorBridge) or self._standing.is_torn_by(manifest):
-            return
-        if isinstance(tensors, ImportedTensors):
-            tensors.forget()
+        """
+        update = self._under_way
+        if update is not None and not update.is_over:
+            update.end(WeightUpdateRejectedError(_cut_off(update)))
+        self._under_way = None
 
     def _check_open(self) -> None:
         if self._is_closed:
@@ -374,3 +319,10 @@ class RolloutExecutor:
 
     def _check_process(self) -> None:
         require_own_process(self._pid, "executor")
+
+
+def _cut_off(update: Transaction) -> str:
+    return (
+        f"an interrupt cut version {update.manifest.weight_version} off before its undo was "
+        "complete. Call recover(), or install a later version in full."
+    )

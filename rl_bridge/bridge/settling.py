@@ -33,4 +33,7 @@ def settle(version: int, steps: Mapping[str, Callable[[], object]]) -> None:
         except BaseException as error:  # noqa: BLE001 - raised below
             interrupt = error
     if interrupt is not None:
-        raise interrupt
+        try:
+            raise interrupt
+        finally:
+            del interrupt  # else its traceback would hold this frame, and this frame it

@@ -3,7 +3,11 @@
 The executor does things to the engine; this remembers what they made of it, and tells the bridge.
 """
 
-from rl_bridge.bridge.acknowledgement import describe
+from collections.abc import Mapping
+
+import torch
+
+from rl_bridge.bridge.acknowledgement import Acknowledgement, describe
 from rl_bridge.bridge.protocols import WeightConsumer
 from rl_bridge.bridge.steps import FineSteps
 from rl_bridge.errors import TornEngine, WeightBridgeUnavailableError
@@ -22,6 +26,12 @@ class Standing:
         self._steps = steps
         self.active: WeightUpdateManifest | None = None
         """What was installed and proven last; a torn engine goes back to it."""
+        self.update_id: str | None = None
+        """The active update; None before the first and after its release."""
+        self.weights: Mapping[str, torch.Tensor] = {}
+        """Its imported mapping; empty before the first and after its release."""
+        self.last_ack: Acknowledgement | None = None
+        """What the last acknowledged update left behind."""
         # The updates that tore the engine, each with its reason, the last one last.
         self._torn: dict[str, tuple[WeightUpdateManifest, str]] = {}
 
@@ -98,14 +108,28 @@ class Standing:
         """The undo of all that tore the engine is complete."""
         torn, self._torn = self._torn, {}
         for manifest, _ in torn.values():
-            if not self._steps.is_in(manifest, State.REJECTED):
-                self._steps.advance(manifest, Event.UNDO)
+            self.given_up(manifest)
 
-    def activated(self, manifest: WeightUpdateManifest) -> list[WeightUpdateManifest]:
+    def activated(
+        self, manifest: WeightUpdateManifest, weights: Mapping[str, torch.Tensor]
+    ) -> list[WeightUpdateManifest]:
         """An update is installed in full; returns those that tore the engine before it."""
         torn, self._torn = self._torn, {}
         self.active = manifest
+        self.update_id = manifest.update_id
+        self.weights = weights
         return [other for other, _ in torn.values() if other.update_id != manifest.update_id]
+
+    def given_up(self, manifest: WeightUpdateManifest) -> None:
+        """An update that tore the engine is overwritten by one that was installed in full."""
+        if not self._steps.is_in(manifest, State.REJECTED):
+            self._steps.advance(manifest, Event.UNDO)
+
+    def released(self, update_id: str) -> None:
+        """An update is let go of; the engine goes on with the bytes that it has."""
+        if self.update_id == update_id:
+            self.weights = {}
+            self.update_id = None
 
     def _told(self) -> str:
         if self._torn:

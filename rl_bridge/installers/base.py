@@ -94,6 +94,13 @@ class TransactionalAdapter(ABC):
 
         """
 
+    def abandon(self) -> None:  # noqa: B027 - not every adapter keeps something after `prepare`
+        """`prepare` was called, and `install` will not be: the update was refused.
+
+        Forget what `prepare` noted, so that a later `undo` does not go back to it. Called while an
+        earlier install is neither undone nor committed, what that one's undo needs must stay.
+        """
+
     def commit(self) -> None:  # noqa: B027 - not every adapter keeps something for undo
         """The update is acknowledged: what `undo` would have needed may go."""
 

@@ -37,6 +37,11 @@ class AliasWay(Way):
         bound = self.begin(manifest)
         self._pending = (manifest, tensors, bound)
 
+    def abandon(self) -> None:
+        """Forget the update."""
+        self._pending = None
+        self.end()
+
     def install(self) -> None:
         """Rebind."""
         if self._pending is not None:
@@ -125,6 +130,11 @@ class FlipWay(Way):
         tensors.pin.view.prefault(manifest.table.arena_nbytes)
         self._pending = (manifest, tensors, bound)
 
+    def abandon(self) -> None:
+        """Forget the update."""
+        self._pending = None
+        self.end()
+
     def install(self) -> None:
         """Flip; the first time, and after a change of layout, bind the engine to the range."""
         if self._pending is None:
@@ -191,6 +201,11 @@ class FlipWay(Way):
         if self._pending is not None and self._live is not None and self._rebinding.has_pointed:
             manifest, _, bound = self._pending
             self.memory.moved(bound, manifest.table.offset_column + np.uint64(self._live.address))
+        content = None if self._before is None else self._before[2]
+        if content is not None and content.view is not None:
+            # What the engine wrote over the version before went with it to its own address, where
+            # tensors that the user holds would show it.
+            content.view.refresh(content.address, content.nbytes)
         self._rebinding.forget()
         self._before = self._pending = None
         self.end()

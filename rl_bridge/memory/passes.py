@@ -245,9 +245,13 @@ def _finish(shares: list[_Share]) -> None:
                 share.ended.wait()
             except BaseException as error:  # noqa: BLE001 - raised below, when nobody writes any more
                 interrupt = error
-    for problem in (interrupt, *(share.error for share in shares)):
-        if problem is not None:
-            raise problem
+    problems = [e for e in (interrupt, *(share.error for share in shares)) if e is not None]
+    if problems:
+        try:
+            raise problems[0]
+        finally:
+            # Else the traceback would hold this frame, this frame the error, and both the bytes.
+            del interrupt, problems, shares
 
 
 _POOL = _Pool()

@@ -2,13 +2,13 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
 
 from rl_bridge import ModuleInstallAdapter, RolloutExecutor, SharedMemoryTensorBridge
-from rl_bridge.errors import WeightBridgeError
+from rl_bridge.errors import WeightBridgeError, WeightUpdateRejectedError
 
 Mode = Literal["copy", "alias", "flip"]
 MODES: list[Mode] = ["copy", "alias", "flip"]
@@ -55,8 +55,8 @@ def test_two_objects_that_part_during_an_install_fail_the_proof(
     engine = {"embed": memory, "head": memory.view(4)}
 
     class Parting(ModuleInstallAdapter):
-        def install(self, manifest: object, tensors: object) -> None:
-            super().install(manifest, tensors)  # type: ignore[arg-type]
+        def install(self, manifest: Any, tensors: Any) -> None:
+            super().install(manifest, tensors)
             engine["head"].data = torch.full((4,), -7.0)
 
     executor = executor_of(Parting(engine))
@@ -103,11 +103,73 @@ def test_a_lazy_negative_of_one_element_fails_the_proof(
     engine = {"scale": torch.zeros(1)}
 
     class Negating(ModuleInstallAdapter):
-        def install(self, manifest: object, tensors: object) -> None:
-            super().install(manifest, tensors)  # type: ignore[arg-type]
-            engine["scale"].data = torch._neg_view(engine["scale"].data)  # type: ignore[attr-defined]  # torch's own
+        def install(self, manifest: Any, tensors: Any) -> None:
+            super().install(manifest, tensors)
+            engine["scale"].data = torch._neg_view(engine["scale"].data)
 
     executor = executor_of(Negating(engine, mode=mode))
     with pytest.raises(WeightBridgeError):
         executor.update_weights(trainer.publish({"scale": torch.ones(1)}, weight_version=1))
     assert executor.active_weight_version is None
+
+
+class Picky(ModuleInstallAdapter):
+    """Refuses, or fails behind the install, where it is told to."""
+
+    refuses = fails = False
+
+    def prepare(self, manifest: Any, tensors: Any) -> None:
+        super().prepare(manifest, tensors)
+        if self.refuses:
+            raise ConnectionRefusedError
+
+    def install(self, manifest: Any, tensors: Any) -> None:
+        super().install(manifest, tensors)
+        if self.fails:
+            raise ConnectionError
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_an_undo_goes_back_to_the_engine_as_it_was_then_not_as_a_refused_update_found_it(
+    mode: Mode, trainer: SharedMemoryTensorBridge
+) -> None:
+    engine = {"weight": torch.zeros(4)}
+    adapter = Picky(engine, mode=mode)
+    executor = executor_of(adapter)
+    adapter.refuses = True
+    with pytest.raises(ConnectionRefusedError):
+        executor.update_weights(trainer.publish({"weight": torch.ones(4)}, weight_version=1))
+    adapter.refuses, adapter.fails = False, True
+    engine["weight"] = torch.full((4,), 42.0)  # a checkpoint, loaded meanwhile
+    loaded = engine["weight"]
+    with pytest.raises(ConnectionError):
+        executor.update_weights(trainer.publish({"weight": torch.ones(4)}, weight_version=2))
+    assert engine["weight"] is loaded
+    assert loaded.tolist() == [42.0] * 4
+
+
+def test_an_update_from_inside_an_update_is_refused(trainer: SharedMemoryTensorBridge) -> None:
+    class Nesting(ModuleInstallAdapter):
+        def install(self, manifest: Any, tensors: Any) -> None:
+            super().install(manifest, tensors)
+            executor.update_weights(inner)
+
+    executor = executor_of(Nesting({"weight": torch.zeros(4)}))
+    outer = trainer.publish({"weight": torch.ones(4)}, weight_version=1)
+    inner = trainer.publish({"weight": torch.ones(4)}, weight_version=2)
+    with pytest.raises(WeightUpdateRejectedError, match=r"version 2: .* from inside an update"):
+        executor.update_weights(outer)
+    assert executor.active_weight_version is None
+
+
+def test_a_held_version_does_not_show_what_the_engine_wrote_over_it(
+    trainer: SharedMemoryTensorBridge,
+) -> None:
+    engine = {"weight": torch.zeros(4)}
+    executor = executor_of(ModuleInstallAdapter(engine, mode="flip"))
+    held = executor.update_weights(trainer.publish({"weight": torch.ones(4)}, weight_version=1))[
+        "weight"
+    ]
+    engine["weight"].fill_(77)
+    executor.update_weights(trainer.publish({"weight": torch.full((4,), 2.0)}, weight_version=2))
+    assert held.tolist() == [1.0] * 4

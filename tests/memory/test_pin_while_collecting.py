@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from rl_bridge import SharedMemoryTensorBridge
-from rl_bridge.memory import views
+from rl_bridge.memory import slots, views
 
 
 class Cycle:
@@ -21,7 +21,7 @@ class Cycle:
 def test_a_collection_inside_a_second_import_does_not_take_its_lease_away(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    read = views.read_stamp
+    read = slots.read_stamp
 
     def collecting(*arguments: Any) -> Any:
         gc.collect()
@@ -47,4 +47,4 @@ def test_a_collection_inside_a_second_import_does_not_take_its_lease_away(
                 {"weight": torch.full((4096,), float(version))}, weight_version=version
             )
             trainer.release(manifest.update_id)
-        assert held.unique().tolist() == [1.0]
+        assert set(held.tolist()) == {1.0}

@@ -1,0 +1,223 @@
+"""One update on its way into an engine: every step, and the way back from each.
+
+An interrupt may come between any two steps, also between a failure and its undo. A transaction
+therefore knows how far it got, and `end` may be called at any time, as often as it takes.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+
+import torch
+
+from rl_bridge.bridge.acknowledgement import (
+    Acknowledgement,
+    PhaseClock,
+    describe,
+    peak_rss_nbytes,
+)
+from rl_bridge.bridge.bridges import TensorBridge
+from rl_bridge.bridge.protocols import WeightConsumer
+from rl_bridge.bridge.settling import settle
+from rl_bridge.bridge.standing import Standing
+from rl_bridge.bridge.steps import FineSteps
+from rl_bridge.errors import ProofFailed, TornEngine
+from rl_bridge.installers.base import InstallProof, TransactionalAdapter
+from rl_bridge.lifecycle.table import Event, State
+from rl_bridge.manifest.canonical import JSONValue
+from rl_bridge.manifest.model import WeightUpdateManifest
+from rl_bridge.memory.imported import ImportedTensors
+
+__all__ = ["Transaction", "forget", "let_go"]
+
+_LOG = logging.getLogger(__name__)
+
+
+class Transaction:
+    """An imported update, from its preparation to its end.
+
+    Attributes:
+        manifest: the update.
+        is_over: nothing is left to do about it.
+
+    """
+
+    def __init__(
+        self,
+        manifest: WeightUpdateManifest,
+        tensors: Mapping[str, torch.Tensor],
+        *,
+        bridge: WeightConsumer,
+        standing: Standing,
+        adapter: TransactionalAdapter,
+        start: float,
+    ) -> None:
+        """Begin with an update that was imported and verified; the engine is not asked yet.
+
+        `start` is when the import began, by `time.perf_counter`.
+        """
+        self.manifest = manifest
+        self.is_over = False
+        self._tensors = tensors
+        self._bridge = bridge
+        self._steps = FineSteps(bridge)
+        self._standing = standing
+        self._adapter = adapter
+        self._clock = PhaseClock()
+        self._start = start
+        self._is_installing = False
+        self._proof = InstallProof(method="unproven")
+        # What comes after the acknowledgement: updates that had torn the engine, the one before.
+        self._torn: list[WeightUpdateManifest] = []
+        self._previous = standing.update_id
+
+    @property
+    def is_acknowledged(self) -> bool:
+        """Whether the point of no return is behind it."""
+        return self._steps.is_in(self.manifest, State.ACKNOWLEDGED)
+
+    @property
+    def leaves_a_mixture(self) -> bool:
+        """Whether the engine may hold parts of it, as long as `end` was not called."""
+        return self._is_installing and not self.is_over and not self.is_acknowledged
+
+    def run(self) -> None:
+        """Prepare, install, prove, acknowledge.
+
+        Raises:
+            Exception: whatever went wrong; call `end` with it.
+
+        """
+        manifest, run = self.manifest, self._clock.run
+        run("prepare", lambda: self._adapter.prepare(manifest, self._tensors))
+        if not self._standing.is_torn_by(manifest):
+            self._steps.advance(manifest, Event.STAGE)
+        self._is_installing = True
+        run("install", lambda: self._adapter.install(manifest, self._tensors))
+        self._steps.advance(manifest, Event.INSTALL)
+        self._proof = run("prove", self._prove)
+        self._clock.timings_ms["total"] = (time.perf_counter() - self._start) * 1e3
+        self._acknowledge()
+
+    def activate(self) -> None:
+        """Make an acknowledged update the active one, and let go of what was before."""
+        manifest = self.manifest
+        self._torn += self._standing.activated(manifest, self._tensors)
+        steps: dict[str, Callable[[], object]] = {"commit": self._adapter.commit}
+        for other in self._torn:
+            steps[f"undo of update {other.update_id}"] = partial(self._standing.given_up, other)
+        if self._previous is not None and self._previous != manifest.update_id:
+            steps[f"release of update {self._previous}"] = partial(
+                let_go, self._previous, adapter=self._adapter, bridge=self._bridge
+            )
+        settle(manifest.weight_version, steps)
+        timings_ms = dict(self._clock.timings_ms)
+        if isinstance(self._bridge, TensorBridge):
+            timings_ms = {**self._bridge.timings(manifest.update_id), **timings_ms}
+        self._standing.last_ack = Acknowledgement(
+            update_id=manifest.update_id,
+            weight_version=manifest.weight_version,
+            root=manifest.root,
+            proof=self._proof,
+            timings_ms=timings_ms,
+            total_nbytes=manifest.total_nbytes,
+            peak_rss_nbytes=peak_rss_nbytes(),
+        )
+        self.is_over = True
+        _LOG.info(
+            "version %d is active: %s, %.1f ms",
+            manifest.weight_version,
+            self._proof.method,
+            timings_ms.get("total", 0.0),
+        )
+
+    def end(self, error: BaseException) -> None:
+        """Bring an update that did not come through to its end, whatever that is.
+
+        Raises:
+            TornEngine: it could not be undone. Not raised beside an `error` that is an interrupt.
+
+        """
+        if self.is_over:
+            return
+        if self.is_acknowledged:
+            # An interrupt right behind the point of no return: the update stands.
+            self.activate()
+            return
+        if self._is_installing:
+            self._undo(error)
+        else:
+            self._adapter.abandon()
+            self._standing.refused(self.manifest, error)
+        self._forget()
+        self.is_over = True
+
+    # ---- its steps ------------------------------------------------------------------------------
+
+    def _prove(self) -> InstallProof:
+        manifest = self.manifest
+        proof = self._adapter.prove()
+        if proof.method != "unproven" and proof.root != manifest.root:
+            msg = (
+                f"version {manifest.weight_version}: the proof is for root {proof.root}, expected "
+                f"{manifest.root}. Let the adapter's prove() read what the engine holds."
+            )
+            raise ProofFailed(msg)
+        return proof
+
+    def _acknowledge(self) -> None:
+        manifest = self.manifest
+        if not isinstance(self._bridge, TensorBridge):
+            self._bridge.acknowledge(manifest.update_id)
+            return
+        evidence: dict[str, JSONValue] = {
+            **self._proof.to_dict(),
+            "total_nbytes": manifest.total_nbytes,
+            "peak_rss_nbytes": peak_rss_nbytes(),
+        }
+        timings_ms = self._clock.timings_ms
+        self._bridge.acknowledge(manifest.update_id, proof=evidence, timings_ms=timings_ms)
+
+    def _undo(self, error: BaseException) -> None:
+        """Failed while or after the engine changed: bring it back, or declare it torn."""
+        manifest = self.manifest
+        try:
+            self._adapter.undo()
+        except BaseException as second:
+            self._standing.torn(manifest, error, second)
+            self.is_over = True
+            if not isinstance(second, Exception):
+                second.add_note(
+                    f"rl_bridge: this interrupted the undo of version {manifest.weight_version}; "
+                    "the engine is torn: call recover()."
+                )
+                raise
+            if isinstance(error, Exception):
+                msg = (
+                    f"version {manifest.weight_version} failed to install ({describe(error)}) and "
+                    f"its undo failed too ({describe(second)}). The engine must not serve: call "
+                    "recover(), or install a later version in full."
+                )
+                raise TornEngine(msg) from error
+            return
+        self._standing.undone(manifest, error)
+
+    def _forget(self) -> None:
+        """Give a refused update's memory back, although the frames of its exception hold it."""
+        if not self._standing.is_torn_by(self.manifest):
+            forget(self._bridge, self._tensors)
+
+
+def forget(bridge: WeightConsumer, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Take an imported mapping's memory away from whoever still holds it."""
+    if isinstance(bridge, TensorBridge) and isinstance(tensors, ImportedTensors):
+        tensors.forget()
+
+
+def let_go(update_id: str, *, adapter: TransactionalAdapter, bridge: WeightConsumer) -> None:
+    """Release an update on both sides; an adapter that raises does not keep it in the bridge."""
+    try:
+        adapter.release(update_id)
+    finally:
+        bridge.release(update_id)

@@ -1,0 +1,155 @@
+"""An interrupt before any line of an update: versions and bytes agree, then and ever after.
+
+Python raises KeyboardInterrupt, and what other threads send, between two instructions of whatever
+runs. A tracer raises it here at one line after the other.
+"""
+
+import linecache
+import sys
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any, Literal
+
+import pytest
+import torch
+
+from rl_bridge import ModuleInstallAdapter, RolloutExecutor, SharedMemoryTensorBridge
+
+Mode = Literal["copy", "alias", "flip"]
+Weights = dict[str, torch.Tensor]
+
+# Every line would take minutes. The stride has no common factor with loops of 2, 3, 5 or 7 lines,
+# and each mode begins elsewhere.
+STRIDE = 11
+
+
+class InterruptBefore:
+    """Traces this thread and raises before the `number`-th line of the library, once."""
+
+    def __init__(self, number: int) -> None:
+        self._left = number
+        self.struck = False
+
+    def __call__(self, frame: FrameType, event: str, _: Any) -> Any:
+        if "/rl_bridge/" not in frame.f_code.co_filename:
+            return None
+        if event == "line" and not self.struck:
+            # Leaving a with block is traced as its line, where Python itself never interrupts.
+            line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+            if not line.lstrip().startswith("with "):
+                self._left -= 1
+                if self._left < 0:
+                    self.struck = True
+                    raise KeyboardInterrupt
+        return self
+
+
+class Failing(ModuleInstallAdapter):
+    """Fails behind the install where it is told to."""
+
+    fails = False
+
+    def install(self, manifest: Any, tensors: Any) -> None:
+        super().install(manifest, tensors)
+        if self.fails:
+            raise ConnectionError
+
+
+class Rig:
+    """A trainer and an engine at version 1, and version 2 on its way."""
+
+    def __init__(self, mode: Mode) -> None:
+        self.trainer = SharedMemoryTensorBridge(
+            source_worker="trainer", suspicious="off", max_slots=3
+        )
+        self.bridge = SharedMemoryTensorBridge(source_worker="rollout")
+        self.engine = self.weights(0)
+        self.adapter = Failing(self.engine, mode=mode)
+        self.executor = RolloutExecutor(
+            weight_bridge=self.bridge, weight_install_adapter=self.adapter, suspicious="off"
+        )
+        self.executor.update_weights(self.publish(1))
+
+    @staticmethod
+    def weights(version: int) -> Weights:
+        return {"a": torch.full((4,), float(version)), "b": torch.full((3,), float(version))}
+
+    def publish(self, version: int) -> Any:
+        manifest = self.trainer.publish(self.weights(version), weight_version=version)
+        self.trainer.release(manifest.update_id)  # what a reader holds stays
+        return manifest
+
+    @property
+    def held(self) -> set[float]:
+        return {value for tensor in self.engine.values() for value in tensor.tolist()}
+
+    def check(self) -> None:
+        """What is reported, what the engine holds and what the bridge knows are the same."""
+        version = self.executor.active_weight_version
+        assert self.executor.is_torn == (version is None)
+        if version is not None:
+            assert self.held == {float(version)}
+            assert self.bridge.active_weight_version == version
+
+    def interrupt(self, number: int) -> bool:
+        """Install version 2, interrupted before a line; False if the update was over before."""
+        manifest = self.publish(2)
+        tracer = InterruptBefore(number)
+        sys.settrace(tracer)
+        try:
+            self.executor.update_weights(manifest)
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(None)
+        return tracer.struck
+
+    def go_on(self) -> None:
+        """A failed update, then more good ones than there are slots."""
+        before = self.executor.active_weight_version
+        self.adapter.fails = True
+        with pytest.raises(ConnectionError):
+            self.executor.update_weights(self.publish(3))
+        self.adapter.fails = False
+        self.check()
+        assert before is None or self.executor.active_weight_version == before
+        for version in range(4, 9):
+            self.executor.update_weights(self.publish(version))
+            assert self.executor.active_weight_version == version
+            self.check()
+
+    def close(self) -> None:
+        self.executor.close()
+        self.bridge.close()
+        self.trainer.close()
+
+
+@pytest.fixture
+def no_coverage_tracer() -> Iterator[None]:
+    before = sys.gettrace()
+    yield
+    sys.settrace(before)
+
+
+# Inside a finalizer Python itself swallows an interrupt, and says so.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.usefixtures("no_coverage_tracer")
+@pytest.mark.parametrize(("mode", "first"), [("copy", 0), ("alias", 4), ("flip", 8)])
+def test_an_interrupt_before_any_line_leaves_version_and_bytes_in_agreement(
+    mode: Mode, first: int
+) -> None:
+    number = first
+    struck = True
+    while struck:
+        rig = Rig(mode)
+        try:
+            struck = rig.interrupt(number)
+            rig.check()
+            rig.go_on()
+        except AssertionError as error:
+            error.add_note(f"interrupted before line number {number}")
+            raise
+        finally:
+            rig.close()
+        number += STRIDE
+    assert number > 1000
