@@ -6,7 +6,6 @@ failure undo, reject with the reason, and the previous version is active and byt
 
 import os
 import threading
-import time
 from collections.abc import Mapping
 from typing import Self
 
@@ -20,11 +19,10 @@ from rl_bridge.bridge.no_engine import NoEngine
 from rl_bridge.bridge.protocols import WeightConsumer
 from rl_bridge.bridge.standing import Standing
 from rl_bridge.bridge.steps import FineSteps
-from rl_bridge.bridge.transaction import Transaction, forget, let_go
+from rl_bridge.bridge.transaction import Transaction, let_go
 from rl_bridge.errors import BridgeClosed, StaleUpdate, TornEngine, WeightUpdateRejectedError
 from rl_bridge.installers.base import TransactionalAdapter, WeightInstallAdapter
 from rl_bridge.installers.wrapped import as_transactional
-from rl_bridge.lifecycle.table import State
 from rl_bridge.manifest.compare import Policy
 from rl_bridge.manifest.model import WeightUpdateManifest
 
@@ -129,36 +127,19 @@ class RolloutExecutor:
         self._check_open()
         self._settle()
         self._refuse_active(manifest)
-        start = time.perf_counter()
-        tensors = self._import(manifest)
         update = Transaction(
-            manifest,
-            tensors,
-            bridge=self.bridge,
-            standing=self._standing,
-            adapter=self._adapter,
-            start=start,
+            manifest, bridge=self.bridge, standing=self._standing, adapter=self._adapter
         )
         try:
             self._under_way = update
-            update.run()
+            update.run(self._look_for_suspicion)
         except BaseException as error:
             update.end(error)
+            self._under_way = None
             raise
         update.activate()
-        return tensors
-
-    def _import(self, manifest: WeightUpdateManifest) -> Mapping[str, torch.Tensor]:
-        tensors: Mapping[str, torch.Tensor] = {}
-        try:
-            tensors = self.bridge.import_update(manifest)
-            self._look_for_suspicion(manifest)
-        except BaseException as error:
-            if tensors or self._steps.is_in(manifest, State.IMPORTED, State.VERIFIED):
-                self._standing.refused(manifest, error)
-                forget(self.bridge, tensors)
-            raise
-        return tensors
+        self._under_way = None
+        return update.tensors
 
     @property
     def active_weight_version(self) -> int | None:
@@ -213,7 +194,7 @@ class RolloutExecutor:
         """
         self._check_process()
         with self._lock:
-            self._settle()
+            self._settle_if_idle()
             if not self._standing.is_torn:
                 return
             manifest, _ = self._standing.last_torn
@@ -232,7 +213,7 @@ class RolloutExecutor:
         """Release the active update; the engine goes on with the bytes that it has."""
         self._check_process()
         with self._lock:
-            self._settle()
+            self._settle_if_idle()
             if self.active_weight_update_id is not None:
                 self.release_weight_update(self.active_weight_update_id)
 
@@ -245,7 +226,7 @@ class RolloutExecutor:
         """
         self._check_process()
         with self._lock:
-            self._settle()
+            self._settle_if_idle()
             self._standing.released(update_id)
             let_go(update_id, adapter=self._adapter, bridge=self.bridge)
 
@@ -308,9 +289,14 @@ class RolloutExecutor:
 
         """
         update = self._under_way
-        if update is not None and not update.is_over:
+        if update is not None:
             update.end(WeightUpdateRejectedError(_cut_off(update)))
-        self._under_way = None
+            self._under_way = None
+
+    def _settle_if_idle(self) -> None:
+        # Asked from inside an update, by a hook of the adapter, there is nothing left behind.
+        if not self._busy.locked():
+            self._settle()
 
     def _check_open(self) -> None:
         if self._is_closed:

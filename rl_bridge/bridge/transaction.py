@@ -29,16 +29,17 @@ from rl_bridge.manifest.canonical import JSONValue
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.memory.imported import ImportedTensors
 
-__all__ = ["Transaction", "forget", "let_go"]
+__all__ = ["Transaction", "let_go"]
 
 _LOG = logging.getLogger(__name__)
 
 
 class Transaction:
-    """An imported update, from its preparation to its end.
+    """One update, from its import to its end.
 
     Attributes:
         manifest: the update.
+        tensors: as imported; empty before.
         is_over: nothing is left to do about it.
 
     """
@@ -46,28 +47,23 @@ class Transaction:
     def __init__(
         self,
         manifest: WeightUpdateManifest,
-        tensors: Mapping[str, torch.Tensor],
         *,
         bridge: WeightConsumer,
         standing: Standing,
         adapter: TransactionalAdapter,
-        start: float,
     ) -> None:
-        """Begin with an update that was imported and verified; the engine is not asked yet.
-
-        `start` is when the import began, by `time.perf_counter`.
-        """
+        """Begin; nothing is asked of bridge and engine yet."""
         self.manifest = manifest
+        self.tensors: Mapping[str, torch.Tensor] = {}
         self.is_over = False
-        self._tensors = tensors
         self._bridge = bridge
         self._steps = FineSteps(bridge)
         self._standing = standing
         self._adapter = adapter
         self._clock = PhaseClock()
-        self._start = start
-        self._is_installing = False
         self._proof = InstallProof(method="unproven")
+        # How far it got; each is noted before the step that it tells of.
+        self._is_preparing = self._is_installing = self._is_acknowledging = False
         # What comes after the acknowledgement: updates that had torn the engine, the one before.
         self._torn: list[WeightUpdateManifest] = []
         self._previous = standing.update_id
@@ -75,35 +71,43 @@ class Transaction:
     @property
     def is_acknowledged(self) -> bool:
         """Whether the point of no return is behind it."""
-        return self._steps.is_in(self.manifest, State.ACKNOWLEDGED)
+        return self._is_acknowledging and self._steps.is_in(self.manifest, State.ACKNOWLEDGED)
 
     @property
     def leaves_a_mixture(self) -> bool:
         """Whether the engine may hold parts of it, as long as `end` was not called."""
         return self._is_installing and not self.is_over and not self.is_acknowledged
 
-    def run(self) -> None:
-        """Prepare, install, prove, acknowledge.
+    def run(self, look: Callable[[WeightUpdateManifest], None]) -> None:
+        """Import, prepare, install, prove, acknowledge.
+
+        Args:
+            look: refuses what is suspicious, as soon as it is imported and verified.
 
         Raises:
             Exception: whatever went wrong; call `end` with it.
 
         """
         manifest, run = self.manifest, self._clock.run
-        run("prepare", lambda: self._adapter.prepare(manifest, self._tensors))
+        start = time.perf_counter()
+        self.tensors = tensors = self._bridge.import_update(manifest)
+        look(manifest)
+        self._is_preparing = True
+        run("prepare", lambda: self._adapter.prepare(manifest, tensors))
         if not self._standing.is_torn_by(manifest):
             self._steps.advance(manifest, Event.STAGE)
         self._is_installing = True
-        run("install", lambda: self._adapter.install(manifest, self._tensors))
+        run("install", lambda: self._adapter.install(manifest, tensors))
         self._steps.advance(manifest, Event.INSTALL)
         self._proof = run("prove", self._prove)
-        self._clock.timings_ms["total"] = (time.perf_counter() - self._start) * 1e3
+        self._clock.timings_ms["total"] = (time.perf_counter() - start) * 1e3
+        self._is_acknowledging = True
         self._acknowledge()
 
     def activate(self) -> None:
         """Make an acknowledged update the active one, and let go of what was before."""
         manifest = self.manifest
-        self._torn += self._standing.activated(manifest, self._tensors)
+        self._torn += self._standing.activated(manifest, self.tensors)
         steps: dict[str, Callable[[], object]] = {"commit": self._adapter.commit}
         for other in self._torn:
             steps[f"undo of update {other.update_id}"] = partial(self._standing.given_up, other)
@@ -148,8 +152,10 @@ class Transaction:
         if self._is_installing:
             self._undo(error)
         else:
-            self._adapter.abandon()
-            self._standing.refused(self.manifest, error)
+            if self._is_preparing:
+                self._adapter.abandon()
+            if self.tensors or self._steps.is_in(self.manifest, State.IMPORTED, State.VERIFIED):
+                self._standing.refused(self.manifest, error)
         self._forget()
         self.is_over = True
 
@@ -205,14 +211,10 @@ class Transaction:
 
     def _forget(self) -> None:
         """Give a refused update's memory back, although the frames of its exception hold it."""
-        if not self._standing.is_torn_by(self.manifest):
-            forget(self._bridge, self._tensors)
-
-
-def forget(bridge: WeightConsumer, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Take an imported mapping's memory away from whoever still holds it."""
-    if isinstance(bridge, TensorBridge) and isinstance(tensors, ImportedTensors):
-        tensors.forget()
+        if self._standing.is_torn_by(self.manifest) or not isinstance(self._bridge, TensorBridge):
+            return
+        if isinstance(self.tensors, ImportedTensors):
+            self.tensors.forget()
 
 
 def let_go(update_id: str, *, adapter: TransactionalAdapter, bridge: WeightConsumer) -> None:

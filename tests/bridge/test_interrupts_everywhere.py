@@ -60,7 +60,7 @@ class Rig:
 
     def __init__(self, mode: Mode) -> None:
         self.trainer = SharedMemoryTensorBridge(
-            source_worker="trainer", suspicious="off", max_slots=3
+            source_worker="trainer", suspicious="off", max_slots=2
         )
         self.bridge = SharedMemoryTensorBridge(source_worker="rollout")
         self.engine = self.weights(0)
@@ -106,6 +106,8 @@ class Rig:
 
     def go_on(self) -> None:
         """A failed update, then more good ones than there are slots."""
+        self.executor.recover()  # an update that was cut off holds a slot until somebody calls
+        self.check()
         before = self.executor.active_weight_version
         self.adapter.fails = True
         with pytest.raises(ConnectionError):
@@ -125,15 +127,18 @@ class Rig:
 
 
 @pytest.fixture
-def no_coverage_tracer() -> Iterator[None]:
+def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No tracer but ours; and what Python swallows inside a finalizer is let go of, as always.
+
+    (The test runner would keep it, with all frames from there up, and with them the tensors.)
+    """
+    monkeypatch.setattr(sys, "unraisablehook", lambda _: None)
     before = sys.gettrace()
     yield
     sys.settrace(before)
 
 
-# Inside a finalizer Python itself swallows an interrupt, and says so.
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.usefixtures("no_coverage_tracer")
+@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize(("mode", "first"), [("copy", 0), ("alias", 4), ("flip", 8)])
 def test_an_interrupt_before_any_line_leaves_version_and_bytes_in_agreement(
     mode: Mode, first: int
@@ -146,7 +151,7 @@ def test_an_interrupt_before_any_line_leaves_version_and_bytes_in_agreement(
             struck = rig.interrupt(number)
             rig.check()
             rig.go_on()
-        except AssertionError as error:
+        except Exception as error:
             error.add_note(f"interrupted before line number {number}")
             raise
         finally:
