@@ -336,13 +336,21 @@ def test_a_forged_handle_is_refused(
     assert call("verify", write(bad, tmp_path)).complains(error)
 
 
+def test_what_an_import_would_refuse_does_not_verify(
+    manifest: WeightUpdateManifest, tmp_path: Path
+) -> None:
+    said = call("verify", write(manifest, tmp_path), "--directory", tmp_path)
+    assert said.complains("TransportUnavailable")
+    assert "set up for the other kind" in " ".join(said.err.split())
+
+
 def test_named_segments_are_verified_where_they_lie(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     shared = tmp_path / "segments"
     with make_weight_bridge("shared-memory", directory=shared) as bridge:
         file = write(bridge.publish(WEIGHTS, weight_version=1), tmp_path)
-        assert call("verify", file).complains("SegmentError")
+        assert call("verify", file).complains("TransportUnavailable")
         assert call("verify", file, "--directory", shared).code == 0
         with monkeypatch.context() as patch:
             patch.setattr(vm, "read_into", lambda _fd, _address, nbytes: nbytes - 1)

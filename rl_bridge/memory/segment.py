@@ -280,10 +280,13 @@ def open_segment(ref: SegmentRef, *, directory: Path | None = None, writable: bo
         fd = os.open(where, flags)
     except OSError as error:
         require_resources(error)
-        msg = (
-            f"segment {where} cannot be opened: {error}. It was released, or its publisher died: "
-            "publish again."
+        hint = (
+            "It was released, or its publisher's bridge was closed or dropped: publish again."
+            if ref.kind == "memfd"
+            else "It was released, its publisher died, or the publisher's bridge was closed or "
+            "dropped: publish again. Or directory= is not the publisher's: give both the same."
         )
+        msg = f"segment {where} cannot be opened: {error}. {hint}"
         raise SegmentError(msg) from error
     try:
         _check_identity(fd, ref, where, writable=writable)

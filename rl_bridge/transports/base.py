@@ -7,6 +7,7 @@ the same for all. To add a transport: these two ends, one line in `registry`, an
 suite of `rl_bridge.testing` (see ``docs/how-to/write-a-transport.md``).
 """
 
+import operator
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -31,7 +32,25 @@ __all__ = [
     "ConsumerEnd",
     "PublisherEnd",
     "Transport",
+    "checked_count",
 ]
+
+
+def checked_count(name: str, value: object) -> int:
+    """Check an option that counts: 1 or more; integers of any library's are taken.
+
+    Raises:
+        TypeError: it is no integer.
+        ValueError: it is less than 1.
+
+    """
+    try:
+        count = 0 if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]  # that is what is tried
+    except TypeError as error:
+        raise TypeError(f"{name}={value!r}: expected an int of 1 or more.") from error
+    if count < 1:
+        raise ValueError(f"{name}={value!r}: expected an int of 1 or more.")
+    return count
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +137,9 @@ class PublisherEnd(ABC):
     def carry(self, plan: PackPlan, tensors: Mapping[str, torch.Tensor], update_id: str) -> Carried:
         """Take a snapshot of `tensors` that never changes again (G1), and digest it.
 
+        ``plan.pack(tensors, address)`` does both, into ``plan.table.arena_nbytes`` bytes; of empty
+        tensors that is 0.
+
         Raises:
             WeightBridgeError: nothing was published and nothing is held.
 
@@ -129,7 +151,12 @@ class PublisherEnd(ABC):
 
     @abstractmethod
     def records(self) -> list[Record]:
-        """What consumers reported."""
+        """What consumers reported: one `Record` for each, with the updates it told of.
+
+        ``Record(worker=, rank=, pid=, presence=, updates=)`` takes what the consumer's end was made
+        with, its process (0: this one), whether it lives (``alive``, ``gone`` or ``unreadable``),
+        and the last report about each of its last few updates, the newest last.
+        """
 
     @property
     @abstractmethod

@@ -1,7 +1,7 @@
 """``cuda-vmm`` and ``cuda-ipc``: names that users know, not served by this release yet.
 
-They answer honestly: what this machine lacks, and where it lacks nothing, that the transport is to
-come. There is no fallback to another transport.
+They answer honestly: that the transport is to come, before anything else, so that nobody installs a
+driver for it; then what this machine lacks. There is no fallback to another transport.
 """
 
 import ctypes
@@ -41,7 +41,10 @@ class _CUDATransport(Transport):
     @classmethod
     def probe(cls) -> Availability:
         """Blocked, with the precise cause."""
-        cause = cuda_cause() or f"the {cls.name} transport is not part of this release of rl_bridge"
+        cause = f"the {cls.name} transport is not part of this release of rl_bridge"
+        lack = cuda_cause()
+        if lack is not None:
+            cause += f" (and {lack})"
         return Availability(cls.name, "blocked", cause, _REMEDY)
 
     def publisher_end(self, publisher_id: str) -> PublisherEnd:

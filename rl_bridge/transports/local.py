@@ -25,6 +25,7 @@ from rl_bridge.transports.base import (
     ConsumerEnd,
     PublisherEnd,
     Transport,
+    checked_count,
 )
 
 __all__ = ["LocalClone"]
@@ -43,8 +44,16 @@ class LocalClone(Transport):
     zero_copy_import: bool = False
 
     def __init__(self, *, num_threads: int | None = None) -> None:
-        """Copy on `num_threads` threads; None takes the usable cores."""
-        self._num_threads = num_threads
+        """Copy on `num_threads` threads; None takes the usable cores.
+
+        Raises:
+            TypeError: the number is no integer.
+            ValueError: it is below 1.
+
+        """
+        self._num_threads = (
+            None if num_threads is None else checked_count("num_threads", num_threads)
+        )
 
     @classmethod
     def probe(cls) -> Availability:

@@ -4,6 +4,7 @@ A transport of your own joins by `register_transport`; from then on its name is 
 the built-in ones, in `rl_bridge.make_weight_bridge` for instance.
 """
 
+import difflib
 import inspect
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -42,6 +43,9 @@ ALIASES: Mapping[str, str] = MappingProxyType(
     }
 )
 """Short form -> name."""
+
+# Taken, but not advertised: the name that seed users know cuda-vmm by.
+_SEED_NAMES = frozenset({"cuda-vmm-fd"})
 
 # Names that stand for what seed users know to be out of reach on one node's transports.
 _MULTI_NODE = frozenset({"multi-node", "rdma", "nccl-rdma", "nixl", "broadcast"})
@@ -106,8 +110,11 @@ def canonical_name(name: str) -> str:
             "Publish a gathered full-state update on one node with shared-memory."
         )
         raise WeightBridgeUnavailableError(msg)
-    known = ", ".join([*TRANSPORTS, *ALIASES])
-    msg = f"unknown weight bridge transport {name!r}, expected one of: {known}."
+    short = [alias for alias in ALIASES if alias not in _SEED_NAMES]
+    known = [*TRANSPORTS, *short]
+    near = difflib.get_close_matches(str(name).lower().replace("_", "-"), known, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else "."
+    msg = f"unknown weight bridge transport {name!r}, expected one of: {', '.join(known)}{hint}"
     raise WeightBridgeUnavailableError(msg)
 
 

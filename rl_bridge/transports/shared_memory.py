@@ -45,6 +45,7 @@ from rl_bridge.transports.base import (
     ConsumerEnd,
     PublisherEnd,
     Transport,
+    checked_count,
 )
 
 __all__ = ["SharedMemory", "SharedMemoryHandle"]
@@ -81,20 +82,24 @@ class SharedMemory(Transport):
         """Configure; both sides of a run take the same `directory`.
 
         Args:
-            directory: None for sealed memfds; else where named segments go (best a tmpfs).
+            directory: None for sealed memfds; else where named segments go (best a tmpfs). The
+                publisher makes it, but not what it lies in.
             max_slots: most versions held in memory at a time: 2 for serial updates, and one for
                 each consumer that lags.
             max_consumers: most consumers at a time.
             num_threads: threads that copy and digest; None takes the usable cores.
 
+        Raises:
+            TypeError: a count that is no integer.
+            ValueError: a count below 1.
+
         """
-        if max_slots < 1 or max_consumers < 1:
-            msg = f"max_slots={max_slots} and max_consumers={max_consumers} must be at least 1"
-            raise ValueError(msg)
         self._directory = None if directory is None else Path(directory).absolute()
-        self._max_slots = max_slots
-        self._max_consumers = max_consumers
-        self._num_threads = num_threads
+        self._max_slots = checked_count("max_slots", max_slots)
+        self._max_consumers = checked_count("max_consumers", max_consumers)
+        self._num_threads = (
+            None if num_threads is None else checked_count("num_threads", num_threads)
+        )
         self.zero_copy_import = directory is None
 
     @classmethod
@@ -133,7 +138,8 @@ class SharedMemory(Transport):
         """
         if self._directory is not None:
             try:
-                self._directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+                # Not what it lies in: a path with a typing mistake is to be told, not made.
+                self._directory.mkdir(exist_ok=True, mode=0o700)
                 sweep(self._directory)
             except OSError as error:
                 msg = (
@@ -261,7 +267,7 @@ class _SharedConsumer(ConsumerEnd):
 
     def look(self, manifest: WeightUpdateManifest) -> Attachment:
         # A record may be the last trace of a consumer that died: a look must not replace it.
-        return self._map(manifest, self._parse(manifest))
+        return self._map(manifest, self._handle(manifest))
 
     def _map(self, manifest: WeightUpdateManifest, handle: SharedMemoryHandle) -> Attachment:
         table = manifest.table
@@ -304,10 +310,11 @@ class _SharedConsumer(ConsumerEnd):
     def _handle(self, manifest: WeightUpdateManifest) -> SharedMemoryHandle:
         handle = self._parse(manifest)
         if (handle.slot.kind == "file") != (self._directory is not None):
+            mine = "no directory=" if self._directory is None else f"directory={self._directory}"
             raise TransportUnavailable(
                 SharedMemory.name,
                 f"the publisher uses {handle.slot.kind} segments and this side is set up for the "
-                "other kind",
+                f"other kind, with {mine}",
                 "Give both sides the same directory=, or neither.",
             )
         return handle

@@ -1,0 +1,128 @@
+"""What users hand to a bridge: checked where it arrives, and brought to one form."""
+
+import difflib
+import inspect
+import operator
+import os
+from collections.abc import Iterable
+
+from rl_bridge.errors import MalformedManifest
+from rl_bridge.manifest.model import WeightUpdateManifest
+from rl_bridge.transports.base import Transport
+
+__all__ = [
+    "UpdateRef",
+    "as_update",
+    "check_options",
+    "checked_rank",
+    "checked_state_dir",
+    "checked_worker",
+    "update_id_of",
+]
+
+UpdateRef = str | WeightUpdateManifest
+"""What names an update: its id, its manifest, or the manifest's JSON text."""
+
+# Of every bridge, whatever its transport.
+_OWN_OPTIONS = ("observer", "source_rank", "source_worker", "state_dir", "suspicious")
+
+
+def as_update(given: object, *, caller: str) -> UpdateRef:
+    """Read what names an update: an id or a manifest; JSON text becomes the manifest it is.
+
+    Raises:
+        MalformedManifest: it is neither.
+        WeightManifestValidationError: text that begins like a manifest and is none.
+
+    """
+    if isinstance(given, WeightUpdateManifest):
+        return given
+    if isinstance(given, str):
+        return WeightUpdateManifest.from_json(given) if given.startswith("{") else given
+    msg = (
+        f"{caller} got a {type(given).__name__}, expected an update's id or its manifest. Pass "
+        "what publish returned, or its update_id."
+    )
+    raise MalformedManifest(msg)
+
+
+def update_id_of(given: object, *, caller: str) -> str:
+    """The id of an update that `given` names.
+
+    Raises:
+        MalformedManifest: it names none.
+        WeightManifestValidationError: text that begins like a manifest and is none.
+
+    """
+    update = as_update(given, caller=caller)
+    return update if isinstance(update, str) else update.update_id
+
+
+def checked_worker(source_worker: object) -> str:
+    """Check a worker's name.
+
+    Raises:
+        TypeError: it is no text.
+
+    """
+    if not isinstance(source_worker, str):
+        kind = type(source_worker).__name__
+        raise TypeError(f"source_worker is a {kind}, expected a name such as 'trainer-0'.")
+    return source_worker
+
+
+def checked_rank(source_rank: object) -> int:
+    """Check a worker's rank; integers of any library's are taken.
+
+    Raises:
+        TypeError: it is no integer.
+        ValueError: it is negative.
+
+    """
+    try:
+        rank = -1 if isinstance(source_rank, bool) else operator.index(source_rank)  # type: ignore[arg-type]  # that is what is tried
+    except TypeError as error:
+        raise TypeError(f"source_rank={source_rank!r}: expected an int of 0 or more.") from error
+    if rank < 0:
+        raise ValueError(f"source_rank={source_rank!r}: expected an int of 0 or more.")
+    return rank
+
+
+def checked_state_dir(state_dir: object) -> str | os.PathLike[str] | None:
+    """Check a publisher's state directory; nothing is looked up yet.
+
+    Raises:
+        TypeError: it is no path.
+
+    """
+    if state_dir is None or isinstance(state_dir, str | os.PathLike):
+        return state_dir
+    raise TypeError(f"state_dir={state_dir!r}: expected the path of a directory, or None.")
+
+
+def check_options(kind: type[Transport], options: Iterable[str]) -> None:
+    """Check the names of a transport's options.
+
+    Raises:
+        TypeError: one that neither the transport nor the bridge has; the text names those there
+            are.
+
+    """
+    known = _option_names(kind)
+    unknown = [name for name in options if known is not None and name not in known]
+    for name in unknown:
+        near = difflib.get_close_matches(name, [*(known or ()), *_OWN_OPTIONS], n=1)
+        hint = f" Did you mean {near[0]}?" if near else ""
+        raise TypeError(
+            f"{name!r} is no option of transport {kind.name!r}.{hint} Its options: "
+            f"{', '.join(known or ()) or 'none'}; of every bridge: {', '.join(_OWN_OPTIONS)}."
+        )
+
+
+def _option_names(kind: type[Transport]) -> list[str] | None:
+    """What `create` takes; None where that cannot be told."""
+    for made_by in (kind.create, kind):
+        parameters = inspect.signature(made_by).parameters.values()
+        if all(one.kind is not one.VAR_KEYWORD for one in parameters):
+            return sorted(one.name for one in parameters if one.kind is not one.VAR_POSITIONAL)
+    return None

@@ -1,0 +1,397 @@
+"""`TensorBridge`: a publisher and a consumer over one transport, behind one object."""
+
+import os
+import threading
+from collections.abc import Iterable, Mapping
+from typing import ClassVar, NoReturn, Self
+
+import torch
+
+from rl_bridge.bridge.arguments import (
+    UpdateRef,
+    as_update,
+    check_options,
+    checked_rank,
+    checked_state_dir,
+    checked_worker,
+    update_id_of,
+)
+from rl_bridge.bridge.claims import Claim
+from rl_bridge.bridge.consumer import Consumer
+from rl_bridge.bridge.guards import require_own_process
+from rl_bridge.bridge.publisher import ConsumerReport, Publisher
+from rl_bridge.errors import BridgeClosed, UnknownUpdate
+from rl_bridge.extractors.state_dict import Source
+from rl_bridge.lifecycle.machine import Observer
+from rl_bridge.lifecycle.table import STATUS, State
+from rl_bridge.manifest.canonical import JSONValue
+from rl_bridge.manifest.compare import Policy
+from rl_bridge.manifest.model import WeightUpdateManifest
+from rl_bridge.transports.base import Transport
+from rl_bridge.transports.registry import transport_class
+
+__all__ = ["TensorBridge"]
+
+
+class TensorBridge:
+    """A publisher and a consumer over one transport; each opens when it is first used.
+
+    Usually the trainer's object only publishes and the rollout worker's only imports. Every method
+    may be called from any thread, none waits for another process. Wherever an update's id is
+    taken, its manifest or the manifest's JSON text is as well.
+    """
+
+    transport: ClassVar[str]
+
+    def __init__(
+        self,
+        *,
+        source_worker: str = "local-training",
+        source_rank: int = 0,
+        state_dir: str | os.PathLike[str] | None = None,
+        suspicious: Policy | str = Policy.WARN,
+        observer: Observer | None = None,
+        **options: object,
+    ) -> None:
+        """Configure; nothing is opened yet.
+
+        Args:
+            source_worker: this worker's name, for manifests and reports.
+            source_rank: its rank.
+            state_dir: directory in which the publisher keeps its last version across restarts.
+            suspicious: what `publish` does about a no-op or narrowed update: off, warn or reject.
+            observer: called with every lifecycle transition.
+            options: the transport's own, such as ``directory``, ``max_slots``, ``num_threads``.
+
+        Raises:
+            TypeError: an option that the transport does not have, or of the wrong type.
+            ValueError: an option out of its range; the text names what is expected.
+
+        """
+        self.source_worker = checked_worker(source_worker)
+        self.source_rank = checked_rank(source_rank)
+        self._state_dir = checked_state_dir(state_dir)
+        self._suspicious = Policy(suspicious)
+        self._observer = observer
+        self._transport = self._make_transport(options)
+        self._lock = threading.RLock()
+        self._pid: int | None = None
+        self._publisher: Publisher | None = None
+        self._consumer: Consumer | None = None
+        self._claim = Claim(f"the {type(self).__name__} of worker {source_worker!r}")
+        self._is_closed = False
+
+    def _make_transport(self, options: Mapping[str, object]) -> Transport:
+        kind = transport_class(self.transport)
+        check_options(kind, options)
+        return kind.create(**options)
+
+    # ---- publishing -----------------------------------------------------------------------------
+
+    def publish(
+        self,
+        source: Source,
+        *,
+        weight_version: int,
+        metadata: Mapping[str, JSONValue] | None = None,
+        trainable: Iterable[str] | None = None,
+    ) -> WeightUpdateManifest:
+        """Publish one complete version: a sealed snapshot that no later training step changes.
+
+        Args:
+            source: an ``nn.Module``, a state dict, or an iterable of ``(name, tensor)`` pairs or
+                chunks. CPU tensors of any shape and strides; views travel with their own bytes
+                only, tied tensors once.
+            weight_version: 0 or more, above every version that this publisher used before.
+            metadata: JSON values of your own; ``metadata["layout"]`` is checked and filled.
+            trainable: names that a training step changes, for the no-op detector; by default a
+                module's parameters that require gradients.
+
+        Returns:
+            The manifest: send its `to_json` to the rollout side.
+
+        Raises:
+            VersionNotMonotonic: the version is not above the last one.
+            WeightBridgeUnavailableError: this transport cannot serve these tensors here.
+            SlotsExhausted: consumers or unreleased updates hold every slot.
+            SuspiciousUpdate: only with ``suspicious="reject"``.
+
+        """
+        return self._publisher_end().publish(
+            source, weight_version=weight_version, metadata=metadata, trainable=trainable
+        )
+
+    def consumers(self) -> list[ConsumerReport]:
+        """One report per consumer and update, of the last few updates of each (publisher's side).
+
+        Consumers that are gone stay, with ``presence="gone"``, until their place is needed. Empty
+        before the first publication.
+
+        Raises:
+            BridgeClosed: this bridge published and is closed.
+
+        """
+        return [] if self._publisher is None else self._publisher.reports()
+
+    def holders(self, update_id: UpdateRef) -> list[ConsumerReport]:
+        """The reports of `consumers` about one update: everybody who told of it.
+
+        Who rejected or released it, and who is gone, is listed too, with that ``state`` and
+        ``presence``; ``tensors_held`` tells who still keeps tensors of it.
+
+        Raises:
+            BridgeClosed: this bridge published and is closed.
+            MalformedManifest: what is given names no update.
+
+        """
+        update_id = update_id_of(update_id, caller="holders")
+        return [] if self._publisher is None else self._publisher.reports(update_id)
+
+    @property
+    def published_nbytes(self) -> int:
+        """Bytes of memory that published updates take on this side; 0 after `close`."""
+        return 0 if self._publisher is None else self._publisher.nbytes
+
+    @property
+    def publisher_id(self) -> str:
+        """Names this bridge's stream of versions; opens the publisher if it was not used yet."""
+        return self._publisher_end().publisher_id
+
+    @property
+    def latest_manifest(self) -> WeightUpdateManifest | None:
+        """The manifest published last here, for a late joiner; it is told also after `close`."""
+        return None if self._publisher is None else self._publisher.latest
+
+    def get_manifest(self, update_id: UpdateRef) -> WeightUpdateManifest:
+        """The manifest of an update that was published here.
+
+        Raises:
+            UnknownUpdate: it was not.
+
+        """
+        return self._publisher_end().manifest(update_id_of(update_id, caller="get_manifest"))
+
+    # ---- consuming ------------------------------------------------------------------------------
+
+    def import_update(self, manifest: WeightUpdateManifest | str) -> Mapping[str, torch.Tensor]:
+        """Make an update's tensors readable here and verify every byte against the manifest.
+
+        Args:
+            manifest: the manifest, or its JSON text.
+
+        Returns:
+            Name -> tensor. With shared-memory they alias the published pages without a copy;
+            writing to one changes this process's own copy only. They stay valid for as long as
+            you hold them, also after `release`.
+
+        Raises:
+            ChecksumMismatch: bytes differ from the manifest; the update is rejected.
+            StaleUpdate: older than what was acknowledged, or overwritten meanwhile.
+            SegmentError: the memory is gone or not what the manifest says.
+            WeightManifestValidationError: its other subclasses, one per reason.
+
+        """
+        return self._consumer_end().import_update(manifest)
+
+    def acknowledge(
+        self,
+        update_id: UpdateRef,
+        *,
+        proof: Mapping[str, JSONValue] | None = None,
+        timings_ms: Mapping[str, float] | None = None,
+    ) -> None:
+        """Say that the full update is installed; it becomes the active version.
+
+        Args:
+            update_id: the update.
+            proof: what was checked in the engine; the publisher gets to see it.
+            timings_ms: phase -> milliseconds, joined to what import measured.
+
+        Raises:
+            UnknownUpdate: it was not imported here.
+            IllegalTransition: its state does not allow it.
+
+        """
+        update_id = update_id_of(update_id, caller="acknowledge")
+        self._consumer_end().acknowledge(update_id, proof=proof, timings_ms=timings_ms)
+
+    def reject(self, update_id: UpdateRef, reason: str) -> None:
+        """Refuse an update, imported or not, and let go of it.
+
+        Raises:
+            IllegalTransition: it was acknowledged already.
+
+        """
+        self._consumer_end().reject(as_update(update_id, caller="reject"), reason)
+
+    def release_imported(self, update_id: UpdateRef) -> None:
+        """Let go of an imported update; if this bridge published it as well, it stays published.
+
+        What an executor calls: it must not take an update from those that import it elsewhere.
+        Idempotent; unknown ids are ignored.
+
+        Raises:
+            MalformedManifest: what is given names no update.
+
+        """
+        update_id = update_id_of(update_id, caller="release_imported")
+        if self._consumer is not None:
+            self._consumer.release(update_id)
+
+    def claim(self, owner: object) -> None:
+        """Keep the consuming half for one owner, as long as it lives or until `give_up`.
+
+        What an executor calls, so that no second one installs through the same bridge: which of two
+        engines an acknowledgement speaks of, nobody could tell.
+
+        Raises:
+            WeightBridgeUnavailableError: another owner has it.
+
+        """
+        self._claim.take(owner)
+
+    def give_up(self, owner: object) -> None:
+        """End the claim of `owner`; another one's stands."""
+        self._claim.give_up(owner)
+
+    @property
+    def active_weight_version(self) -> int | None:
+        """The version acknowledged last on this side."""
+        return None if self._consumer is None else self._consumer.active_weight_version
+
+    @property
+    def active_update_id(self) -> str | None:
+        """The update acknowledged last on this side, unless it was released."""
+        return None if self._consumer is None else self._consumer.active_update_id
+
+    # ---- both -----------------------------------------------------------------------------------
+
+    def release(self, update_id: UpdateRef) -> None:
+        """Let go of an update on whichever side knows it. Idempotent; unknown ids are ignored.
+
+        Raises:
+            MalformedManifest: what is given names no update.
+
+        """
+        update_id = update_id_of(update_id, caller="release")
+        if self._consumer is not None:
+            self._consumer.release(update_id)
+        if self._publisher is not None:
+            self._publisher.release(update_id)
+
+    def update_status(self, update_id: UpdateRef) -> str:
+        """One of the words: published, imported, acknowledged, rejected, released.
+
+        Raises:
+            UnknownUpdate: nothing is known of the update here.
+
+        """
+        return STATUS[self.update_state(update_id)]
+
+    def update_state(self, update_id: UpdateRef) -> State:
+        """Fine state, such as ``verified`` or ``torn``; the consumer's where both sides know it.
+
+        Raises:
+            UnknownUpdate: nothing is known of the update here.
+
+        """
+        update_id = update_id_of(update_id, caller="update_state")
+        if self._consumer is not None and self._consumer.knows(update_id):
+            return self._consumer.state(update_id)
+        if self._publisher is not None and self._publisher.knows(update_id):
+            return self._publisher.state(update_id)
+        msg = (
+            f"unknown weight update {update_id}: neither published nor imported here, or forgotten "
+            "since. Ask with the update_id of a manifest that passed through this bridge."
+        )
+        raise UnknownUpdate(msg)
+
+    def rejection_reason(self, update_id: UpdateRef) -> str | None:
+        """Why an update was rejected or torn here; None if it was not, or is unknown."""
+        update_id = update_id_of(update_id, caller="rejection_reason")
+        if self._consumer is not None and self._consumer.knows(update_id):
+            return self._consumer.reason(update_id)
+        return None
+
+    def timings(self, update_id: UpdateRef) -> dict[str, float]:
+        """Phase -> milliseconds, of publishing and of importing; empty if unknown here."""
+        update_id = update_id_of(update_id, caller="timings")
+        found: dict[str, float] = {}
+        if self._publisher is not None and self._publisher.knows(update_id):
+            found |= self._publisher.timings_ms(update_id)
+        if self._consumer is not None and self._consumer.knows(update_id):
+            found |= self._consumer.timings_ms(update_id)
+        return found
+
+    def close(self) -> None:
+        """Give everything back; tensors that are still referenced stay valid. Idempotent."""
+        if self._pid not in {None, os.getpid()}:
+            return
+        with self._lock:
+            self._is_closed = True
+            if self._consumer is not None:
+                self._consumer.close()
+            if self._publisher is not None:
+                self._publisher.close()
+
+    def __enter__(self) -> Self:
+        """Use as a context manager."""
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        """Close."""
+        self.close()
+
+    def __reduce__(self) -> NoReturn:
+        """Refuse to be pickled or copied.
+
+        Raises:
+            TypeError: always.
+
+        """
+        msg = (
+            f"a {type(self).__name__} cannot be pickled or copied: its locks and memory belong to "
+            "this process. Make one in each process, and send manifests between them (to_json)."
+        )
+        raise TypeError(msg)
+
+    def _publisher_end(self) -> Publisher:
+        self._check_process()
+        with self._lock:
+            if self._publisher is None:
+                self._check_open()
+                self._publisher = Publisher(
+                    self._transport,
+                    source_worker=self.source_worker,
+                    source_rank=self.source_rank,
+                    state_dir=self._state_dir,
+                    suspicious=self._suspicious,
+                    observer=self._observer,
+                )
+            return self._publisher
+
+    def _consumer_end(self) -> Consumer:
+        """The consuming half, with the fine steps that an executor takes."""
+        self._check_process()
+        with self._lock:
+            if self._consumer is None:
+                self._check_open()
+                self._consumer = Consumer(
+                    self._transport,
+                    source_worker=self.source_worker,
+                    source_rank=self.source_rank,
+                    observer=self._observer,
+                )
+            return self._consumer
+
+    def _check_process(self) -> None:
+        # Before the lock is taken: at the fork, another thread of the parent may have held it. A
+        # bridge that was not used yet belongs to whoever uses it first.
+        if self._pid is None:
+            self._pid = os.getpid()
+        require_own_process(self._pid, type(self).__name__)
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            msg = f"this {type(self).__name__} is closed. Make a new one."
+            raise BridgeClosed(msg)
