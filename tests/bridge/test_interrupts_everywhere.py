@@ -158,3 +158,32 @@ def test_an_interrupt_before_any_line_leaves_version_and_bytes_in_agreement(
             rig.close()
         number += STRIDE
     assert number > 1000
+
+
+@pytest.mark.usefixtures("alone")
+def test_an_interrupt_before_any_line_of_a_publication_keeps_no_slot() -> None:
+    number = 0
+    struck = True
+    while struck:
+        with SharedMemoryTensorBridge(suspicious="off", max_slots=2) as trainer:
+            first = trainer.publish(Rig.weights(1), weight_version=1)
+            tracer = InterruptBefore(number)
+            sys.settrace(tracer)
+            try:
+                second = trainer.publish(Rig.weights(2), weight_version=2)
+                trainer.release(second.update_id)
+            except KeyboardInterrupt:
+                pass
+            finally:
+                sys.settrace(None)
+            struck = tracer.struck
+            latest = trainer.latest_manifest
+            assert latest is not None
+            assert trainer.update_status(latest.update_id) in {"published", "released"}
+            trainer.release(first.update_id)
+            trainer.release(latest.update_id)
+            for version in (3, 4, 5):
+                manifest = trainer.publish(Rig.weights(version), weight_version=version)
+                trainer.release(manifest.update_id)
+        number += STRIDE
+    assert number > 400
