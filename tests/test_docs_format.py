@@ -131,7 +131,7 @@ BREAKS: list[Callable[[], str]] = [
     lambda: shown_manifest().replace("manifest/1", "manifest/2"),
     lambda: shown_manifest().replace('"step":7', '"step":NaN'),
     lambda: header(more=1),
-    lambda: shown_manifest() + " ",
+    lambda: " " + shown_manifest(),
     lambda: shown_manifest().partition(',"layout":')[0].replace("787e8d86", "00000000") + "}",
     lambda: edited(lambda _, layout: layout["names"].reverse(), sign=False),
     lambda: fields(more=1),
