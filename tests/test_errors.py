@@ -287,8 +287,7 @@ def unknown():
 # What tells nobody what to do itself: module, part of the text, and why nobody needs it there.
 NO_REMEDY = {
     ("memory/packing.py", "tensor {} {}."): "the reason that is filled in ends in what to do",
-    ("installers/engine_memory.py", "of the engine {};"): "so does this one",
-    ("installers/snapshot.py", "of the engine {};"): "and this one",
+    ("installers/snapshot.py", "of the engine {};"): "so does this one",
     ("installers/wrapped.py", "and cannot now: {}"): "the error that is filled in says it",
     ("bridge/guards.py", "finding.message"): "each finding says it, or asks",
 }

@@ -1,7 +1,7 @@
 """Named tensors from what users have: a module, a state dict, or chunks of one."""
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 
@@ -23,9 +23,11 @@ def named_tensors(source: Source) -> dict[str, torch.Tensor]:
     Args:
         source: an ``nn.Module`` (its state dict: parameters and persistent buffers), a mapping,
             or an iterable of ``(name, tensor)`` pairs or of chunks with ``names`` and ``tensors``.
+            An iterable must not write again to a tensor that it gave: all are read at the end.
 
     Raises:
-        IncompatibleUpdate: something that is no tensor under a string name.
+        IncompatibleUpdate: something that is no tensor under a string name, or a tensor that was
+            written to after the iterable gave it.
         DuplicateTensorName: a name came twice.
 
     """
@@ -42,7 +44,7 @@ def named_tensors(source: Source) -> dict[str, torch.Tensor]:
         )
         raise IncompatibleUpdate(msg)
     else:
-        items = _pairs(source)
+        items = _kept(_pairs(source))
     if isinstance(source, Mapping) and _is_plain(source):
         return dict(source)
     found: dict[str, torch.Tensor] = {}
@@ -54,16 +56,21 @@ def named_tensors(source: Source) -> dict[str, torch.Tensor]:
             if name == _EXTRA or name.endswith("." + _EXTRA):
                 _LOG.warning("%s is not published: extra state is no tensor", name)
                 continue
-            msg = (
-                f"{name!r} is a {type(tensor).__name__}, expected a tensor. Leave it out of the "
-                "state dict."
-            )
-            raise IncompatibleUpdate(msg)
+            raise IncompatibleUpdate(_no_tensor(name, tensor))
         if name in found:
             msg = f"tensor {name!r} appears twice in what is to be published. Names must be unique."
             raise DuplicateTensorName(msg)
         found[name] = tensor
     return found
+
+
+def _no_tensor(name: str, item: object) -> str:
+    what = f"{name!r} is a {type(item).__name__}, expected a tensor."
+    if isinstance(item, Mapping):
+        return f"{what} Publish the inner state dict alone, such as checkpoint[{name!r}]."
+    if hasattr(item, "__array_interface__"):
+        return f"{what} Make it one without a copy: torch.from_numpy(array)."
+    return f"{what} Leave it out of the state dict."
 
 
 def _is_plain(source: Mapping[str, torch.Tensor]) -> bool:
@@ -90,13 +97,38 @@ def _pairs(source: Iterable[object]) -> Iterable[tuple[object, object]]:
             raise IncompatibleUpdate(msg)
 
 
+def _kept(pairs: Iterable[tuple[object, object]]) -> Iterator[tuple[object, object]]:
+    """See to it that tensors are not written to after they were given, as a reused buffer is."""
+    noted = []
+    for name, tensor in pairs:
+        # (Inference tensors do not count who writes to them.)
+        if isinstance(tensor, torch.Tensor) and not tensor.is_inference():
+            noted.append((name, tensor, tensor._version))  # noqa: SLF001 - torch has no public name
+        yield name, tensor
+    for name, tensor, version in noted:
+        if tensor._version != version:  # noqa: SLF001
+            msg = (
+                f"tensor {name!r} was written to after the iterable gave it, such as a buffer that "
+                "is used for several: all would have its last content. Give each a tensor of its "
+                "own, such as buffer.clone()."
+            )
+            raise IncompatibleUpdate(msg)
+
+
 def trainable_names(
     source: Source, tensors: Mapping[str, torch.Tensor], declared: Iterable[str] | None
 ) -> frozenset[str] | None:
     """Names that training is expected to change: as declared, or a module's ``requires_grad`` ones.
 
     None where nothing is known: a plain state dict does not say.
+
+    Raises:
+        IncompatibleUpdate: one name instead of several.
+
     """
+    if isinstance(declared, str):
+        msg = f"trainable={declared!r} is one str, expected names. Write trainable=[{declared!r}]."
+        raise IncompatibleUpdate(msg)
     if declared is not None:
         return frozenset(declared)
     if isinstance(source, torch.nn.Module):

@@ -43,6 +43,11 @@ class CopyWay(Way):
                 self._snapshot = Snapshot(self.memory.engine, num_threads=self.num_threads)
         self._pending = (manifest, tensors, bound)
 
+    def abandon(self) -> None:
+        """Drop the copy: it is of an engine that goes on and may change."""
+        self._pending = self._snapshot = None
+        self.end()
+
     def _is_covered(self, manifest: WeightUpdateManifest) -> bool:
         """Whether the retained version can undo an update to `manifest`.
 

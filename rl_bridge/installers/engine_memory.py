@@ -12,7 +12,9 @@ import numpy as np
 import torch
 
 from rl_bridge.errors import IncompatibleUpdate, ProofFailed, TornEngine
+from rl_bridge.installers.arguments import Engine, checked_engine
 from rl_bridge.installers.base import InstallProof
+from rl_bridge.installers.fit import check_fit, names_differ
 from rl_bridge.manifest.collector import collector_paused
 from rl_bridge.manifest.digest import DIGEST_NBYTES
 from rl_bridge.manifest.model import WeightUpdateManifest
@@ -20,14 +22,10 @@ from rl_bridge.manifest.table import TensorTable
 from rl_bridge.memory import vm
 from rl_bridge.memory.facts import TensorFacts, tensor_key
 from rl_bridge.memory.module_state import ModuleState
-from rl_bridge.memory.packing import dtype_name, raw_elements
+from rl_bridge.memory.packing import raw_elements
 from rl_bridge.memory.passes import Addresses, BytePlan
-from rl_bridge.memory.plain import not_plain
 
 __all__ = ["Binding", "Engine", "EngineMemory", "named_engine_tensors", "put_back", "take_out"]
-
-Engine = torch.nn.Module | Mapping[str, torch.Tensor]
-_SHOWN = 5
 
 
 def named_engine_tensors(engine: Engine) -> dict[str, torch.Tensor]:
@@ -56,9 +54,12 @@ class Binding:
         engine: name -> tensor of the whole engine, as it was then.
         engine_names: all names that the engine had then, in its order.
         engine_tensors: their tensor objects.
-        every_name: all names of the layout, also those that share an engine tensor's memory.
+        every_name: all names of the layout, also those that share an engine tensor's memory, and
+            names of the engine that are covered because the layout holds their tensor.
         every_tensor: the live tensor objects under these names.
-        every_row: their layout rows.
+        every_row: the layout rows that they take their bytes from.
+        tied: pairs of names that are one tensor of the engine and two of the layout: they need
+            equal bytes. Of each pair, the second takes the bytes of the first.
 
     """
 
@@ -78,6 +79,24 @@ class Binding:
     every_name: tuple[str, ...]
     every_tensor: tuple[torch.Tensor, ...]
     every_row: np.ndarray
+    tied: tuple[tuple[str, str], ...]
+
+    def require_equal(self, manifest: WeightUpdateManifest) -> None:
+        """Make sure that an update holds the same bytes for names that the engine ties.
+
+        Raises:
+            IncompatibleUpdate: it does not: the second would overwrite the first.
+
+        """
+        rows, digests = self.table.rows, manifest.digests
+        for one, other in self.tied:
+            if _rows(digests, [rows[one]]) != _rows(digests, [rows[other]]):
+                msg = (
+                    f"the engine ties {one!r} and {other!r}, the update holds different weights "
+                    "for them: the second would overwrite the first. Tie them on the trainer's "
+                    "side too."
+                )
+                raise IncompatibleUpdate(msg)
 
     def reads_as_stored(self) -> bool:
         """Whether no tensor is a lazy conjugate or negative: it would read otherwise than it is."""
@@ -119,6 +138,24 @@ class EngineMemory:
             return self._state.tensors()
         return named_engine_tensors(self.engine)
 
+    @property
+    def doubles(self) -> frozenset[str]:
+        """Names of the layout matched last whose engine tensor takes the bytes of another name."""
+        return frozenset() if self._binding is None else frozenset(b for _, b in self._binding.tied)
+
+    def bind_update(
+        self, manifest: WeightUpdateManifest, *, strict: bool = True, rebinds: bool = False
+    ) -> Binding:
+        """Match an update with the engine, as `bind` its layout, and look at what it ties.
+
+        Raises:
+            IncompatibleUpdate: as `bind`; or different bytes for names that the engine ties.
+
+        """
+        bound = self.bind(manifest.table, strict=strict, rebinds=rebinds)
+        bound.require_equal(manifest)
+        return bound
+
     def bind(self, table: TensorTable, *, strict: bool = True, rebinds: bool = False) -> Binding:
         """Match an update's layout with the engine, or say why it does not fit.
 
@@ -129,7 +166,7 @@ class EngineMemory:
                 two names is a tie, and two objects over the same memory are not.
 
         Raises:
-            IncompatibleUpdate: names, shapes or dtypes differ; tied tensors that the update unties.
+            IncompatibleUpdate: names, shapes or dtypes differ.
 
         """
         tensors = self.tensors()
@@ -143,6 +180,8 @@ class EngineMemory:
             and bound.facts.hold(bound.every_tensor)
         ):
             return bound
+        if self._state is None:
+            checked_engine(self.engine)
         with collector_paused():
             self._binding = _matched(table, tensors, strict=strict, rebinds=rebinds)
         return self._binding
@@ -232,7 +271,7 @@ class EngineMemory:
         )
 
 
-def _rows(digests: bytes, rows: np.ndarray) -> bytes:
+def _rows(digests: bytes, rows: np.ndarray | list[int]) -> bytes:
     picked: np.ndarray = np.frombuffer(digests, np.uint8).reshape(-1, DIGEST_NBYTES)[rows]
     return bytes(picked.tobytes())
 
@@ -252,8 +291,8 @@ def _difference(bound: Binding, found: bytes, expected: bytes, version: int) -> 
 def _matched(
     table: TensorTable, tensors: Mapping[str, torch.Tensor], *, strict: bool, rebinds: bool
 ) -> Binding:
-    _check_fit(table, tensors, strict=strict)
-    every = tuple(tensors[name] for name in table.rows)
+    missing = check_fit(table, tensors, strict=strict)
+    rows, tied = dict(table.rows), []
     targets: dict[object, tuple[str, int]] = {}
     for name, row in table.rows.items():
         tensor = tensors[name]
@@ -265,22 +304,27 @@ def _matched(
             raise IncompatibleUpdate(msg)
         earlier = targets.setdefault(key, (name, row))
         if earlier[1] != row:
-            msg = (
-                f"the engine ties {earlier[0]!r} and {name!r}, the update holds them apart: "
-                "the "
-                "second would overwrite the first. Tie them on the trainer's side too."
-            )
-            raise IncompatibleUpdate(msg)
+            tied.append((earlier[0], name))
+            rows[name] = earlier[1]
+    for name in missing:
+        tensor = tensors[name]
+        covering = targets.get(id(tensor) if rebinds else tensor_key(tensor))
+        if covering is not None:
+            rows[name] = covering[1]
+    lacking = [name for name in missing if name not in rows]
+    if lacking:
+        raise IncompatibleUpdate(names_differ([], lacking))
+    every = tuple(map(tensors.__getitem__, rows))
     names = tuple(name for name, _ in targets.values())
-    rows = np.array([row for _, row in targets.values()], np.int64)
+    target_rows = np.array([row for _, row in targets.values()], np.int64)
     found = tuple(tensors[name] for name in names)
     return Binding(
         table=table,
         names=names,
         tensors=found,
-        rows=rows,
+        rows=target_rows,
         addresses=np.array([tensor.data_ptr() for tensor in found], np.uint64),
-        plan=BytePlan(table.nbytes_column[rows]),
+        plan=BytePlan(table.nbytes_column[target_rows]),
         strided=tuple(i for i, tensor in enumerate(found) if not tensor.is_contiguous()),
         facts=TensorFacts(every),
         rebinds=rebinds,
@@ -288,50 +332,11 @@ def _matched(
         engine=tensors,
         engine_names=tuple(tensors),
         engine_tensors=tuple(tensors.values()),
-        every_name=tuple(table.rows),
+        every_name=tuple(rows),
         every_tensor=every,
-        every_row=np.fromiter(table.rows.values(), np.int64, len(table.rows)),
+        every_row=np.fromiter(rows.values(), np.int64, len(rows)),
+        tied=tuple(tied),
     )
-
-
-def _check_fit(table: TensorTable, tensors: Mapping[str, torch.Tensor], *, strict: bool) -> None:
-    unknown = [name for name in table.rows if name not in tensors]
-    missing = [name for name in tensors if name not in table.rows] if strict else []
-    if unknown or missing:
-        raise IncompatibleUpdate(_names_differ(unknown, missing))
-    rows, shapes, dtypes = table.rows, table.shapes, table.dtypes
-    for name, row in rows.items():
-        tensor = tensors[name]
-        if tensor.shape != shapes[row] or dtype_name(tensor) != dtypes[row]:
-            msg = (
-                f"tensor {name!r}: the engine has {dtype_name(tensor)}{list(tensor.shape)}, the "
-                f"update {dtypes[row]}{list(shapes[row])}. Publish in the engine's shape and dtype."
-            )
-            raise IncompatibleUpdate(msg)
-        reason = not_plain(tensor)
-        if reason is not None:
-            msg = f"tensor {name!r} of the engine {reason}; this installer writes CPU memory."
-            raise IncompatibleUpdate(msg)
-        if not tensor.is_contiguous() and any(
-            step == 0 < dim - 1 for step, dim in zip(tensor.stride(), tensor.shape, strict=True)
-        ):
-            msg = (
-                f"tensor {name!r} of the engine is expanded: several of its elements are one in "
-                "memory. Give the engine a contiguous() copy."
-            )
-            raise IncompatibleUpdate(msg)
-
-
-def _names_differ(unknown: list[str], missing: list[str]) -> str:
-    parts = []
-    if unknown:
-        parts.append(f"it holds {len(unknown)} tensors that the engine has not {unknown[:_SHOWN]}")
-    if missing:
-        parts.append(f"the engine has {len(missing)} that it does not hold {missing[:_SHOWN]}")
-    remedy = "Publish what the engine's own state dict names"
-    if not unknown:
-        remedy += ", or say strict=False if the rest never changes"
-    return f"the update does not fit the engine: {', and '.join(parts)}. {remedy}."
 
 
 def put_back(engine: Engine, name: str, tensor: torch.Tensor, *, persistent: bool = True) -> None:

@@ -38,10 +38,10 @@ class Way(ABC):
         """Match names, shapes and dtypes, and remember what `put_back` goes back to.
 
         Raises:
-            IncompatibleUpdate: they do not fit.
+            IncompatibleUpdate: they do not fit, or names that the engine ties differ.
 
         """
-        bound = self.memory.bind(manifest.table, strict=self.strict, rebinds=self.rebinds)
+        bound = self.memory.bind_update(manifest, strict=self.strict, rebinds=self.rebinds)
         if self._origin is None:
             self._origin = bound
         return bound
@@ -67,6 +67,10 @@ class Way(ABC):
     @abstractmethod
     def prepare(self, manifest: WeightUpdateManifest, tensors: ImportedTensors) -> None:
         """Refuse, or remember what `install` shall do and what `undo` needs."""
+
+    @abstractmethod
+    def abandon(self) -> None:
+        """Forget what was prepared: it will not be installed, and nothing else is under way."""
 
     @abstractmethod
     def install(self) -> None:
@@ -104,7 +108,9 @@ class Rebinding:
 
     def point(self, new: dict[str, torch.Tensor]) -> None:
         """Give each named engine tensor the storage of its counterpart; undone by `back`."""
-        engine = self._memory.tensors()
+        engine, doubles = self._memory.tensors(), self._memory.doubles
+        if doubles:  # of names that are one tensor here, only one is where the proof looks
+            new = {name: tensor for name, tensor in new.items() if name not in doubles}
         # Views made in inference mode would make inference tensors of the engine's: for good.
         with torch.inference_mode(mode=False):
             for name, tensor in new.items():

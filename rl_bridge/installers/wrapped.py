@@ -1,20 +1,26 @@
 """Adapters of the user's own, in the style of seed users: ``install`` and ``release``, no more.
 
-Such an adapter is wrapped into the transaction as far as its engine can be seen. If it holds an
-``nn.Module`` (or a dict of tensors) in an attribute, that engine is copied aside before each
-install, restored on failure, and read for the proof. If not, undo means installing the retained
-previous version through the adapter once more, and what cannot be promised is said in `limits`.
+Such an adapter is wrapped into the transaction as far as its engine can be seen. What it holds in
+an attribute named ``engine`` (an ``nn.Module`` or a dict of tensors), ``model`` or ``module`` (an
+``nn.Module``) is its engine: that is copied aside before each install, restored on failure, and
+read for the proof. No other attribute is looked at: it may be a staging buffer, a draft model or a
+skeleton. An adapter that shows no engine is undone by installing the retained previous version
+through it once more, and what cannot be promised is said in `limits`.
 """
 
+import inspect
 import logging
 from collections.abc import Mapping
+from itertools import chain
+from types import MemberDescriptorType
 from typing import Any
 
 import torch
 
 from rl_bridge.errors import IncompatibleUpdate, ProofFailed, TornEngine
+from rl_bridge.installers.arguments import Engine
 from rl_bridge.installers.base import InstallProof, TransactionalAdapter, WeightInstallAdapter
-from rl_bridge.installers.engine_memory import Engine, EngineMemory
+from rl_bridge.installers.engine_memory import EngineMemory
 from rl_bridge.installers.snapshot import Snapshot, every_engine_tensor
 from rl_bridge.installers.threads import checked_threads
 from rl_bridge.manifest.model import WeightUpdateManifest
@@ -28,29 +34,53 @@ _LOG = logging.getLogger(__name__)
 Version = tuple[WeightUpdateManifest, Mapping[str, torch.Tensor]]
 
 
+# Where an adapter declares its engine. Two of the others are not clear beside each other.
+_FIRST, _OTHERS = "engine", ("model", "module")
+_SHOW_IT = (
+    "Keep it in an attribute named 'engine' (an nn.Module or a dict of tensors), or 'model' or "
+    "'module' (an nn.Module; not two different ones)"
+)
+
+
 def engine_of(adapter: object) -> Engine | None:
-    """The engine that an adapter holds in an attribute, or None if it shows none, or several."""
-    try:
-        values = list(vars(adapter).values())
-    except TypeError:
-        return None
-    modules = {
-        id(item): item
-        for item in values
-        if isinstance(item, torch.nn.Module) and every_engine_tensor(item)
-    }
-    if len(modules) == 1:
-        return next(iter(modules.values()))
-    dicts = {
-        id(item): item
-        for item in values
-        if isinstance(item, dict)
-        and item
+    """The engine that an adapter declares by an attribute's name, or None.
+
+    ``engine`` decides if it is there: an ``nn.Module`` or a dict of tensors. Else ``model`` or
+    ``module``, if it is an ``nn.Module``; two different ones are none.
+    """
+    return _declared(adapter)[1]
+
+
+def _declared(adapter: object) -> tuple[str, Engine | None]:
+    """The engine, and the name of its attribute."""
+    engine = _attribute(adapter, _FIRST)
+    if engine is not None:
+        return _FIRST, engine if _is_module(engine) or _is_dict_of_tensors(engine) else None
+    found = {name: _attribute(adapter, name) for name in _OTHERS}
+    modules = {name: item for name, item in found.items() if _is_module(item)}
+    if len(set(map(id, modules.values()))) != 1:
+        return "", None
+    return modules.popitem()
+
+
+def _attribute(adapter: object, name: str) -> Any:
+    """What an adapter holds under a name; nothing is computed for it, as a property would."""
+    item = inspect.getattr_static(adapter, name, None)
+    return getattr(adapter, name, None) if isinstance(item, MemberDescriptorType) else item
+
+
+def _is_module(item: object) -> bool:
+    return isinstance(item, torch.nn.Module) and any(
+        True for _ in chain(item.parameters(), item.buffers())
+    )
+
+
+def _is_dict_of_tensors(item: object) -> bool:
+    return (
+        isinstance(item, dict)
+        and bool(item)
         and all(isinstance(tensor, torch.Tensor) for tensor in item.values())
-    }
-    if not modules and len(dicts) == 1:
-        return next(iter(dicts.values()))
-    return None
+    )
 
 
 class WrappedAdapter(TransactionalAdapter):
@@ -75,28 +105,31 @@ class WrappedAdapter(TransactionalAdapter):
             ValueError: less than one thread.
 
         """
-        missing = [verb for verb in ("install", "release") if not _has(adapter, verb)]
-        if missing:
-            kind = type(adapter).__name__
-            msg = (
-                f"weight_install_adapter: {kind} has no {' and no '.join(missing)}. An adapter "
-                "needs install(manifest, tensors) and release(update_id); one that keeps nothing "
-                "for an update has a release that does nothing."
-            )
-            raise TypeError(msg)
+        _require_adapter(adapter)
         self.adapter = adapter
         self._num_threads = checked_threads(num_threads)
-        self._engine = engine_of(adapter)
-        self._memory = None
-        if self._engine is not None:
-            self._memory = EngineMemory(self._engine, num_threads=num_threads)
+        self._engine: Engine | None = None
+        self._name = ""
+        self._memory: EngineMemory | None = None
+        self._look()
+        # The engine that was copied aside, with the name of its attribute.
+        self._copied: tuple[str, Engine | None] = ("", None)
         self._previous: Version | None = initial
         self._pending: Version | None = None
         self._snapshot: Snapshot | None = None
         self._fitted = False
+        self._has_begun = False
         self.limits = tuple(self._find_limits())
         for limit in self.limits:
             _LOG.warning("adapter %s: %s", type(adapter).__name__, limit)
+
+    def _look(self) -> None:
+        """Look up the engine: an adapter may load, or replace, it at any time."""
+        self._name, engine = _declared(self.adapter)
+        if engine is not self._engine:
+            self._engine, self._memory = engine, None
+            if engine is not None:
+                self._memory = EngineMemory(engine, num_threads=self._num_threads)
 
     def _find_limits(self) -> list[str]:
         if self._engine is not None:
@@ -104,33 +137,34 @@ class WrappedAdapter(TransactionalAdapter):
         limits = []
         if not self._has("prove"):
             limits.append(
-                "its engine cannot be seen, so acknowledgements carry no proof. Keep the engine's "
-                "module in an attribute, or add prove()."
+                "its engine cannot be seen, so acknowledgements carry no proof. "
+                f"{_SHOW_IT}, or add prove()."
             )
         if not self._has("undo"):
             limits.append(
                 "its engine cannot be seen, so undo installs the previous version through it "
-                "again, which is not checked. Keep the engine's module in an attribute, or add "
-                "undo()."
+                f"again, which is not checked. {_SHOW_IT}, or add undo()."
             )
         return limits
 
     def prepare(self, manifest: WeightUpdateManifest, tensors: Mapping[str, torch.Tensor]) -> None:
         """Let the adapter refuse, and copy its engine aside."""
         self._call("prepare", manifest, tensors)
+        self._look()
         self._fitted = self._fits(manifest)
         if not self._has("undo") and self._pending is None:
             # (While an update is pending, the engine may be a mixture: see `CopyWay`.)
             self._snapshot = None
             if self._engine is not None and self._could_hold(manifest):
                 self._snapshot = Snapshot(self._engine, num_threads=self._num_threads)
+                self._copied = (self._name, self._engine)
         self._pending = (manifest, tensors)
 
     def _could_hold(self, manifest: WeightUpdateManifest) -> bool:
         """Whether what can be seen may be the engine: by its names, or, if fused, by its bytes.
 
-        A loss, a tokenizer's table or a small head in an attribute is not the engine, and putting
-        it back would undo nothing.
+        A small head or an adapter's own table is not the engine, and putting it back would undo
+        nothing.
         """
         if self._fitted:
             return True
@@ -140,9 +174,10 @@ class WrappedAdapter(TransactionalAdapter):
             return True
         _LOG.warning(
             "adapter %s: the tensors that it shows are not the engine of version %d, so they are "
-            "neither proven nor restored. Keep the engine's module in an attribute, or add undo().",
+            "neither proven nor restored. %s, or add prove() and undo().",
             type(self.adapter).__name__,
             manifest.weight_version,
+            _SHOW_IT,
         )
         return False
 
@@ -151,13 +186,14 @@ class WrappedAdapter(TransactionalAdapter):
         if self._memory is None:
             return False
         try:
-            self._memory.bind(manifest.table, strict=False)
+            self._memory.bind_update(manifest, strict=False)
         except IncompatibleUpdate:
             return False
         return True
 
     def install(self, manifest: WeightUpdateManifest, tensors: Mapping[str, torch.Tensor]) -> None:
         """Install through the adapter."""
+        self._has_begun = True
         self._pending = (manifest, tensors)
         self.adapter.install(manifest, tensors)
 
@@ -172,11 +208,12 @@ class WrappedAdapter(TransactionalAdapter):
             proof = self._call("prove")
             if isinstance(proof, InstallProof):
                 return proof
+        self._look()
         if self._memory is None or self._pending is None:
             return InstallProof(method="unproven")
         manifest = self._pending[0]
         try:
-            bound = self._memory.bind(manifest.table, strict=False)
+            bound = self._memory.bind_update(manifest, strict=False)
         except IncompatibleUpdate as error:
             if self._fitted:
                 msg = (
@@ -202,21 +239,33 @@ class WrappedAdapter(TransactionalAdapter):
             self._call("undo")
         elif self._snapshot is not None:
             self._snapshot.restore()
+            name, engine = self._copied
+            if _attribute(self.adapter, name) is not engine:
+                setattr(self.adapter, name, engine)  # the install replaced it
         elif self._previous is not None:
             _require_unwritten(*self._previous, num_threads=self._num_threads)
             self.adapter.install(*self._previous)
         else:
             msg = (
                 "the first install failed and cannot be undone: the adapter's engine cannot be "
-                "seen. Pass initial_weights= to RolloutExecutor, or keep the module in an "
-                "attribute."
+                f"seen. Pass initial_weights= to RolloutExecutor. {_SHOW_IT}, or add undo()."
             )
             raise TornEngine(msg)
         self._pending = self._snapshot = None
+        self._has_begun = False
+
+    def abandon(self) -> None:
+        """Forget what was prepared, unless an earlier install still has to be undone."""
+        if not self._has_begun:
+            self._pending = self._snapshot = None
+        self._call("abandon")
 
     def commit(self) -> None:
         """Keep the version that the next undo goes back to."""
-        self._previous, self._pending, self._snapshot = self._pending, None, None
+        if self._pending is not None:
+            self._previous = self._pending
+        self._pending = self._snapshot = None
+        self._has_begun = False
         self._call("commit")  # last: if it raises, this update is committed here all the same
 
     def release(self, update_id: str) -> None:
@@ -236,6 +285,36 @@ class WrappedAdapter(TransactionalAdapter):
 
 def _has(adapter: object, verb: str) -> bool:
     return callable(getattr(adapter, verb, None))
+
+
+def _require_adapter(adapter: object) -> None:
+    """Make sure that an adapter can install and release.
+
+    Raises:
+        TypeError: it cannot, or is a class and no object.
+
+    """
+    missing = [verb for verb in ("install", "release") if not _has(adapter, verb)]
+    kind = type(adapter).__name__
+    if isinstance(adapter, type):
+        msg = (
+            f"weight_install_adapter: got the class {adapter.__name__}, expected an object of it. "
+            f"Make one, such as {adapter.__name__}(engine)."
+        )
+    elif missing and isinstance(adapter, torch.nn.Module | Mapping):
+        msg = (
+            f"weight_install_adapter: got a {kind}, which is an engine and no adapter. Pass "
+            "ModuleInstallAdapter(engine), or an adapter of your own that holds it."
+        )
+    elif missing:
+        msg = (
+            f"weight_install_adapter: {kind} has no {' and no '.join(missing)}. An adapter needs "
+            "install(manifest, tensors) and release(update_id); one that keeps nothing for an "
+            "update has a release that does nothing."
+        )
+    else:
+        return
+    raise TypeError(msg)
 
 
 def _require_unwritten(

@@ -2,7 +2,8 @@
 
 One small JSON file in a state directory, replaced atomically and synced before a version is handed
 out, so that a publisher that crashed at any point can never reuse a number (G6). A lock file keeps
-a second live publisher out. Without a state directory nothing is written, and a restarted publisher
+a second live publisher out; if something removes it, the next claim takes it again, or finds out
+that another publisher came. Without a state directory nothing is written, and a restarted publisher
 is another stream with an id of its own.
 """
 
@@ -58,7 +59,8 @@ class Journal:
         """Open or start the journal.
 
         Args:
-            state_dir: directory for the journal; made if missing. None keeps it in memory.
+            state_dir: directory for the journal; made if missing, but not what it lies in. None
+                keeps it in memory.
 
         Raises:
             WeightBridgeUnavailableError: another live publisher holds the directory.
@@ -71,13 +73,13 @@ class Journal:
         # Open as long as the lock is held. A journal that is dropped without `close` must not keep
         # its directory until the process ends. (Called once at most: `close` makes it void.)
         self._unlock: weakref.finalize[[int], Journal] | None = None
+        self._fd = -1
         self._last: int | None = None
         self.publisher_id = uuid.uuid4().hex
         if self._directory is not None:
-            self._unlock = weakref.finalize(self, os.close, self._acquire(self._directory))
-            self._unlock.atexit = False
+            self._hold(self._acquire(self._directory))
             _OPEN.add(self)
-            self._load(self._directory / _FILE)
+            self._load(self._directory)
 
     @property
     def last_version(self) -> int | None:
@@ -104,8 +106,11 @@ class Journal:
 
         Raises:
             VersionNotMonotonic: not above every version claimed before.
-            BridgeClosed: the directory is no longer this journal's.
-            WeightBridgeError: the journal could not be written; the version stays unclaimed.
+            BridgeClosed: this journal is closed.
+            WeightBridgeUnavailableError: the lock file was removed, and another live publisher has
+                the directory.
+            WeightBridgeError: the journal could not be written, or another publisher wrote it
+                meanwhile; the version stays unclaimed.
 
         """
         with self._lock:
@@ -114,6 +119,7 @@ class Journal:
                 raise BridgeClosed(msg)
             self.check(version)
             if self._directory is not None:
+                self._hold_on(self._directory, version)
                 self._write(self._directory, version)
             self._last = version
 
@@ -138,10 +144,14 @@ class Journal:
 
     def _acquire(self, directory: Path) -> int:
         try:
-            directory.mkdir(parents=True, exist_ok=True)
+            # Not what it lies in: a path with a typing mistake is to be told, not made.
+            directory.mkdir(exist_ok=True)
             fd = os.open(directory / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
-            msg = f"the state directory {directory} cannot be used: {error}. Choose another one."
+            msg = (
+                f"the state directory {directory} cannot be used: {error}. Make what it lies in, "
+                "or choose another one."
+            )
             raise WeightBridgeError(msg) from error
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -154,19 +164,49 @@ class Journal:
             raise WeightBridgeUnavailableError(msg) from error
         return fd
 
-    def _load(self, path: Path) -> None:
-        if not path.exists():
-            return
+    def _hold(self, fd: int) -> None:
+        self._fd = fd
+        self._unlock = weakref.finalize(self, os.close, fd)
+        self._unlock.atexit = False
+
+    def _hold_on(self, directory: Path, version: int) -> None:
+        """Make sure that the lock that is held is the one that another publisher would look at."""
         try:
-            record = _Record.model_validate_json(path.read_bytes())
-        except (ValidationError, OSError) as error:
-            self.close()
+            if os.path.samestat(os.fstat(self._fd), (directory / _LOCK).stat()):
+                return
+        except OSError:
+            pass  # removed, as by a cleaner of old files; what else it is, comes up below
+        fd = self._acquire(directory)
+        try:
+            self._require_unchanged(directory, version)
+        except WeightBridgeError:
+            os.close(fd)  # the next claim must find out again
+            raise
+        unlock = self._unlock
+        self._hold(fd)
+        if unlock is not None:
+            unlock()
+
+    def _require_unchanged(self, directory: Path, version: int) -> None:
+        record = _read(directory / _FILE)
+        written = None if record is None else (record.publisher_id, record.last_version)
+        if written not in {None, (self.publisher_id, self._last)}:
             msg = (
-                f"the publisher's journal {path} is damaged ({error!r}). Move it away to start a "
-                "new stream of versions, or restore it to go on with the old one."
+                f"version {version} was not published: the lock file in {directory} was removed, "
+                f"and since then another publisher wrote there: {written}, expected "
+                f"{(self.publisher_id, self._last)}. Make a new publisher, which goes on behind "
+                "that, and keep cleaners of old files away from the directory."
             )
-            raise WeightBridgeError(msg) from error
-        self._last, self.publisher_id = record.last_version, record.publisher_id
+            raise WeightBridgeError(msg)
+
+    def _load(self, directory: Path) -> None:
+        try:
+            record = _read(directory / _FILE)
+        except WeightBridgeError:
+            self.close()
+            raise
+        if record is not None:
+            self._last, self.publisher_id = record.last_version, record.publisher_id
 
     def _write(self, directory: Path, version: int) -> None:
         record = _Record(format=_FORMAT, last_version=version, publisher_id=self.publisher_id)
@@ -188,3 +228,16 @@ class Journal:
                 f"written ({error}). Free space or fix permissions, then publish again."
             )
             raise WeightBridgeError(msg) from error
+
+
+def _read(path: Path) -> _Record | None:
+    if not path.exists():
+        return None
+    try:
+        return _Record.model_validate_json(path.read_bytes())
+    except (ValidationError, OSError) as error:
+        msg = (
+            f"the publisher's journal {path} is damaged ({error!r}). Move it away to start a "
+            "new stream of versions, or restore it to go on with the old one."
+        )
+        raise WeightBridgeError(msg) from error

@@ -115,9 +115,12 @@ def freeze(value: JSONValue, *, where: str = "metadata", depth: int = 0) -> JSON
         return MappingProxyType(frozen)
     if isinstance(value, list | tuple):
         return tuple(freeze(item, where=f"{where}[]", depth=depth + 1) for item in value)
+    remedy = "Convert it, or leave it out."
+    if callable(getattr(value, "tolist", None)):  # numpy's and torch's
+        remedy = "Convert it: .item() gives a plain number, .tolist() a list."
     msg = (
         f"{where}: {type(value).__name__} cannot travel in a manifest, "
-        "expected str, int, float, bool, None, list or dict. Convert it, or leave it out."
+        f"expected str, int, float, bool, None, list or dict. {remedy}"
     )
     raise MalformedManifest(msg)
 

@@ -1,6 +1,7 @@
 """An imported update as a mapping: what bridges return and installers take."""
 
 from collections.abc import Iterator, Mapping
+from typing import NoReturn
 
 import numpy as np
 import torch
@@ -79,6 +80,20 @@ class ImportedTensors(Mapping[str, torch.Tensor]):
     def __repr__(self) -> str:
         """Say how many there are rather than printing weights."""
         return f"<{len(self)} imported tensors, {self.table.total_nbytes} bytes>"
+
+    def __reduce__(self) -> NoReturn:
+        """Refuse to be pickled or copied.
+
+        Raises:
+            TypeError: always.
+
+        """
+        msg = (
+            f"{len(self)} imported tensors cannot be pickled or copied as they are: they lie in "
+            "memory of a publisher. Copy the tensors, {name: t.clone() for name, t in ...items()}, "
+            "or send the manifest and import it in the other process."
+        )
+        raise TypeError(msg)
 
     @property
     def addresses(self) -> Addresses:

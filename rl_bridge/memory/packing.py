@@ -65,6 +65,20 @@ def _check_source(name: str, tensor: torch.Tensor) -> None:
         raise WeightBridgeUnavailableError(msg)
 
 
+def _check_trainable(trainable: frozenset[str], tensors: Mapping[str, torch.Tensor]) -> None:
+    strange = [kind.__name__ for kind in set(map(type, trainable)) if not issubclass(kind, str)]
+    if strange:
+        msg = (
+            f"trainable holds a {strange[0]}, expected names. Write, for a model's parameters, "
+            "[name for name, p in model.named_parameters() if p.requires_grad]."
+        )
+        raise IncompatibleUpdate(msg)
+    unknown = sorted(trainable - tensors.keys())
+    if unknown:
+        msg = f"trainable names tensors that the update does not hold: {unknown[:5]}."
+        raise IncompatibleUpdate(msg)
+
+
 def _stored_and_tied(
     tensors: Mapping[str, torch.Tensor],
 ) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
@@ -117,10 +131,7 @@ class PackPlan:
     ) -> None:
         stored, ties = _stored_and_tied(tensors)
         if trainable is not None:
-            unknown = sorted(trainable - tensors.keys())
-            if unknown:
-                msg = f"trainable names tensors that the update does not hold: {unknown[:5]}."
-                raise IncompatibleUpdate(msg)
+            _check_trainable(trainable, tensors)
             trainable = frozenset(ties.get(name, name) for name in trainable)
         self.trainable = trainable
         table = TensorTable.pack(

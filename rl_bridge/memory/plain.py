@@ -19,10 +19,15 @@ def is_lazy_view(tensor: torch.Tensor) -> bool:
 
 def not_plain(tensor: torch.Tensor) -> str | None:
     """Say why a tensor is not plain CPU memory, with the remedy; None if it is."""
-    if tensor.layout is not torch.strided:
-        return f"is {tensor.layout}: use dense tensors"
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        what = "a nested tensor" if tensor.is_nested else str(tensor.layout)
+        return f"is {what}: use dense tensors"
     if not tensor.is_cpu:
-        return f"is on {tensor.device}: move it to the CPU first, or use a CUDA transport"
+        if tensor.is_meta:
+            remedy = "and has no bytes: materialise it first (to_empty, then load the weights)"
+        else:
+            remedy = "and not on the CPU: copy it there first (.cpu())"
+        return f"is on {tensor.device} {remedy}"
     kind = type(tensor)
     if kind not in _PLAIN and (
         # A subclass that takes over dispatch is no plain memory: DTensor, FakeTensor, quantizers.

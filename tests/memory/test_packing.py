@@ -182,7 +182,7 @@ REFUSED: dict[str, tuple[Callable[[], torch.Tensor], type[Exception], str]] = {
     "meta": (
         lambda: torch.empty(3, device="meta"),
         WeightBridgeUnavailableError,
-        "'t' is on meta.*move it to the CPU",
+        "'t' is on meta and has no bytes: materialise it first",
     ),
     "conjugate": (
         lambda: torch.randn(3, dtype=torch.complex64).conj(),

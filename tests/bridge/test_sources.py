@@ -1,0 +1,127 @@
+"""What people publish by mistake is told in words that say what to write instead."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rl_bridge import SharedMemoryTensorBridge
+from rl_bridge.errors import (
+    IncompatibleUpdate,
+    MalformedManifest,
+    WeightBridgeError,
+    WeightBridgeUnavailableError,
+)
+
+
+@pytest.fixture
+def trainer() -> Iterator[SharedMemoryTensorBridge]:
+    with SharedMemoryTensorBridge(source_worker="trainer", suspicious="off") as bridge:
+        yield bridge
+
+
+def weights() -> dict[str, Any]:
+    return {"w": torch.ones(2), "b": torch.ones(1)}
+
+
+@pytest.mark.parametrize("version", [np.int64(3), np.uint8(3), np.array(3), torch.tensor(3)])
+def test_an_integer_of_another_library_is_a_version(
+    version: Any, trainer: SharedMemoryTensorBridge
+) -> None:
+    manifest = trainer.publish(weights(), weight_version=version)
+    assert manifest.weight_version == 3
+    assert type(manifest.weight_version) is int
+
+
+@pytest.mark.parametrize("version", [True, np.True_, 3.0, np.float32(3), "3", None, -1])
+def test_what_is_no_integer_of_0_or_more_is_no_version(
+    version: Any, trainer: SharedMemoryTensorBridge
+) -> None:
+    with pytest.raises(MalformedManifest, match="expected an int of 0 or more"):
+        trainer.publish(weights(), weight_version=version)
+
+
+@pytest.mark.parametrize("value", [np.float32(0.5), np.int64(7), torch.tensor(0.5)])
+def test_a_number_of_another_library_in_the_metadata_is_told_of_item(
+    value: Any, trainer: SharedMemoryTensorBridge
+) -> None:
+    with pytest.raises(MalformedManifest, match=r"metadata\.loss.*\.item\(\) gives a plain number"):
+        trainer.publish(weights(), weight_version=1, metadata={"loss": value})
+    trainer.publish(weights(), weight_version=1, metadata={"loss": value.item()})
+
+
+def test_a_tensor_without_bytes_is_to_be_materialised(trainer: SharedMemoryTensorBridge) -> None:
+    source = torch.nn.Linear(2, 2, device="meta")
+    with pytest.raises(WeightBridgeUnavailableError, match=r"materialise it first \(to_empty"):
+        trainer.publish(source, weight_version=1)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_nested_tensor_is_refused_by_name(trainer: SharedMemoryTensorBridge) -> None:
+    nested = torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)])
+    with pytest.raises(WeightBridgeUnavailableError, match="'w' is a nested tensor"):
+        trainer.publish({"w": nested}, weight_version=1)
+
+
+@pytest.mark.parametrize(
+    ("trainable", "message"),
+    [
+        ("weight", r"trainable='weight' is one str, expected names. Write trainable=\['weight'\]"),
+        (torch.nn.Linear(2, 2).parameters(), "trainable holds a Parameter, expected names"),
+        ([1, 2], "trainable holds a int, expected names"),
+    ],
+)
+def test_a_trainable_that_is_no_collection_of_names_is_refused(
+    trainable: Any, message: str, trainer: SharedMemoryTensorBridge
+) -> None:
+    with pytest.raises(IncompatibleUpdate, match=message):
+        trainer.publish(weights(), weight_version=1, trainable=trainable)
+
+
+@pytest.mark.parametrize(
+    ("source", "remedy"),
+    [
+        ({"w": np.zeros(2)}, r"torch\.from_numpy\(array\)"),
+        ({"model": weights(), "step": 3}, r"inner state dict alone, such as checkpoint\['model'\]"),
+        ({**weights(), "step": 3}, "Leave it out of the state dict"),
+    ],
+)
+def test_what_is_no_tensor_is_refused_with_what_to_publish_instead(
+    source: Any, remedy: str, trainer: SharedMemoryTensorBridge
+) -> None:
+    with pytest.raises(IncompatibleUpdate, match=remedy):
+        trainer.publish(source, weight_version=1)
+
+
+def reusing(buffer: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    for index in range(3):
+        yield f"w{index}", buffer[: index + 1].fill_(index)
+
+
+def test_a_buffer_that_an_iterator_uses_for_several_tensors_is_refused(
+    trainer: SharedMemoryTensorBridge,
+) -> None:
+    with pytest.raises(IncompatibleUpdate, match=r"'w0' was written to after .* buffer\.clone"):
+        trainer.publish(reusing(torch.zeros(4)), weight_version=1)
+    trainer.publish(((n, t.clone()) for n, t in reusing(torch.zeros(4))), weight_version=1)
+
+
+def test_a_tied_tensor_of_an_iterator_is_a_tie(trainer: SharedMemoryTensorBridge) -> None:
+    tied = torch.ones(2)
+    manifest = trainer.publish(iter([("a", tied), ("b", tied)]), weight_version=1)
+    assert manifest.total_nbytes == 8
+
+
+def test_an_iterator_of_inference_tensors_is_taken(trainer: SharedMemoryTensorBridge) -> None:
+    with torch.inference_mode():
+        made = [("a", torch.ones(2))]
+    assert trainer.publish(iter(made), weight_version=1).total_nbytes == 8
+
+
+def test_every_refusal_leaves_the_version_free(trainer: SharedMemoryTensorBridge) -> None:
+    for source in ({"w": 1}, reusing(torch.zeros(4))):
+        with pytest.raises(WeightBridgeError):
+            trainer.publish(source, weight_version=1)
+    trainer.publish(weights(), weight_version=1)

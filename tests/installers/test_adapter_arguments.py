@@ -1,0 +1,142 @@
+"""What an adapter is given wrongly is told when it is made, with what was expected and a remedy."""
+
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rl_bridge import ModuleInstallAdapter, RolloutExecutor, make_weight_bridge
+from rl_bridge.errors import IncompatibleUpdate
+from rl_bridge.installers.wrapped import as_transactional
+
+
+class Good:
+    def install(self, manifest: object, tensors: Mapping[str, torch.Tensor]) -> None:
+        pass
+
+    def release(self, update_id: str) -> None:
+        pass
+
+
+def weights() -> dict[str, Any]:
+    return {"w": torch.ones(2)}
+
+
+ENGINES = {
+    "none": (None, "got None, expected an nn.Module or a dict"),
+    "text": ("model", "got a str"),
+    "class": (torch.nn.Linear, "got the class Linear"),
+    "generator": (torch.nn.Linear(1, 1).named_parameters(), "got a generator"),
+    "array": ({"w": np.zeros(2)}, r"engine\['w'\]: got a ndarray.* torch.from_numpy"),
+    "nested": ({"model": weights()}, r"got a dict, expected a tensor. .*engine\['model'\]"),
+    "number": ({**weights(), "step": 3}, r"engine\['step'\]: got a int"),
+}
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_an_engine_that_is_none_is_refused_when_the_adapter_is_made(name: str) -> None:
+    engine, message = ENGINES[name]
+    with pytest.raises(TypeError, match=message):
+        ModuleInstallAdapter(engine)  # type: ignore[arg-type]  # that is what is tried
+
+
+def test_what_gets_into_the_engine_later_and_is_no_tensor_is_refused_by_name() -> None:
+    engine = weights()
+    executor, trainer = executor_of(ModuleInstallAdapter(engine, strict=False))
+    engine["step"] = 3
+    with pytest.raises(TypeError, match=r"engine\['step'\]"):
+        executor.update_weights(trainer.publish(weights(), weight_version=1))
+
+
+@contextmanager
+def given_out() -> Iterator[None]:
+    yield
+
+
+@pytest.mark.parametrize(
+    "quiesce", [torch.no_grad(), threading.Lock(), given_out(), lambda engine: engine]
+)
+def test_a_quiesce_that_is_no_function_without_arguments_is_refused(quiesce: Any) -> None:
+    with pytest.raises(TypeError, match=r"quiesce: got a .* such as lambda: lock"):
+        ModuleInstallAdapter(weights(), quiesce=quiesce)
+
+
+@pytest.mark.parametrize("quiesce", [torch.no_grad, given_out, threading.Lock])
+def test_a_quiesce_may_be_whatever_makes_a_context_manager(quiesce: Any) -> None:
+    executor, trainer = executor_of(ModuleInstallAdapter(engine := weights(), quiesce=quiesce))
+    executor.update_weights(trainer.publish({"w": torch.zeros(2)}, weight_version=1))
+    assert engine["w"].tolist() == [0, 0]
+
+
+def test_an_engine_that_never_came_to_rest_is_not_torn() -> None:
+    def stops() -> Any:
+        return None
+
+    executor, trainer = executor_of(ModuleInstallAdapter(engine := weights(), quiesce=stops))
+    with pytest.raises(TypeError, match="quiesce returned a NoneType, expected a context manager"):
+        executor.update_weights(trainer.publish({"w": torch.zeros(2)}, weight_version=1))
+    assert not executor.is_torn
+    assert engine["w"].tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("mode", [["copy"], "Copy", None])
+def test_a_mode_that_is_none_is_refused_with_those_there_are(mode: Any) -> None:
+    with pytest.raises(ValueError, match=r"expected one of \['alias', 'copy', 'flip'\]"):
+        ModuleInstallAdapter(weights(), mode=mode)
+
+
+@pytest.mark.parametrize("num_threads", ["2", 0, 1.0, True])
+def test_a_number_of_threads_that_is_none_is_refused(num_threads: Any) -> None:
+    with pytest.raises(ValueError, match=r"num_threads .*: expected an int of 1 or more"):
+        ModuleInstallAdapter(weights(), num_threads=num_threads)
+
+
+ADAPTERS = {
+    "class": (Good, r"got the class Good, .* such as Good\(engine\)"),
+    "transactional class": (ModuleInstallAdapter, "got the class ModuleInstallAdapter"),
+    "module": (torch.nn.Linear(1, 1), "an engine and no adapter. Pass ModuleInstallAdapter"),
+    "weights": (weights(), "an engine and no adapter"),
+    "function": (weights, "function has no install and no release"),
+    "text": ("copy", "str has no install and no release"),
+}
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_what_is_no_adapter_is_refused_with_what_to_pass(name: str) -> None:
+    adapter, message = ADAPTERS[name]
+    with pytest.raises(TypeError, match=message):
+        as_transactional(adapter)  # type: ignore[arg-type]  # that is what is tried
+
+
+def test_a_compiled_engine_is_refused_with_a_word_about_its_names() -> None:
+    class Compiled(torch.nn.Module):
+        """As torch.compile makes it: the module is a child of that name."""
+
+        def __init__(self, module: torch.nn.Module) -> None:
+            super().__init__()
+            self._orig_mod = module
+
+    executor, trainer = executor_of(ModuleInstallAdapter(Compiled(torch.nn.Linear(2, 2))))
+    with pytest.raises(IncompatibleUpdate, match=r"compiled \(compiled\._orig_mod\) on both sides"):
+        executor.update_weights(trainer.publish(torch.nn.Linear(2, 2), weight_version=1))
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_nested_tensor_in_an_engine_is_refused_by_name() -> None:
+    nested = torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)])
+    executor, trainer = executor_of(ModuleInstallAdapter({"w": nested}))
+    with pytest.raises(IncompatibleUpdate, match="'w' of the engine is a nested tensor"):
+        executor.update_weights(trainer.publish(weights(), weight_version=1))
+
+
+def executor_of(adapter: Any) -> tuple[RolloutExecutor, Any]:
+    return (
+        RolloutExecutor(
+            weight_bridge=make_weight_bridge("local-clone"), weight_install_adapter=adapter
+        ),
+        make_weight_bridge("local-clone"),
+    )
