@@ -10,11 +10,13 @@ A transport's test is a class::
             return {"max_slots": 3}
 
 `TransportSuite` and `InstallerSuite` are pytest classes and need ``pytest`` and ``hypothesis``,
-which rl_bridge itself does not; they are imported when they are asked for. Have pytest explain
-their assertions with ``pytest.register_assert_rewrite("rl_bridge.testing")`` in your conftest.
+which rl_bridge itself does not; they are imported when they are asked for. Where pytest runs, it
+explains their assertions.
 """
 
+import sys
 from importlib import import_module
+from pkgutil import iter_modules
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -43,6 +45,12 @@ _MODULES = {
     "TransportSuite": "transport_suite",
     "assert_nothing_leaks": "leaks",
 }
+
+# Before any of them is imported, and without importing pytest: a spawned child has none.
+if "pytest" in sys.modules:
+    sys.modules["pytest"].register_assert_rewrite(
+        *(f"{__name__}.{module.name}" for module in iter_modules(__path__))
+    )
 
 
 def __getattr__(name: str) -> Any:

@@ -136,15 +136,19 @@ def arena_address(end: PublisherEnd, update_id: str, handle: Mapping[str, Any]) 
     names. In local-clone through the snapshot that the publisher's end keeps.
 
     Raises:
-        LookupError: another transport: pass a `Locate` of its own.
+        LookupError: another transport, which needs a `Locate` of its own.
 
     """
     slot = handle.get("slot")
-    if slot is not None:
+    if isinstance(slot, Mapping) and {"device", "inode"} <= slot.keys():
         return _shared_mapping(int(slot["device"]), int(slot["inode"]))
     snapshot = getattr(end, "snapshot", None)
     if snapshot is None:
-        msg = f"where a {type(end).__name__} keeps update {update_id} is unknown: pass locate="
+        msg = (
+            f"where a {type(end).__name__} keeps update {update_id} is unknown. Give the suite's "
+            "class a `locate`: staticmethod(function), where function(end, update_id, handle) "
+            "tells the address of the published bytes in the publisher's process."
+        )
         raise LookupError(msg)
     return int(snapshot(update_id).address)
 

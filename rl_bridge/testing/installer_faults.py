@@ -151,9 +151,7 @@ class Sabotage:
         if self._stage is not Stage.HALF_WAY:
             yield
         elif not self._rebinds:
-            engine = named_engine_tensors(self.engine)
-            for name in list(tensors)[: self._count]:
-                raw_elements(engine[name]).copy_(raw_elements(tensors[name]))
+            self._write_half(tensors)
             self.at(Stage.HALF_WAY)
             yield
         else:
@@ -164,6 +162,19 @@ class Sabotage:
             finally:
                 BrittleTensor.num_left = None
             self._action()  # fewer tensors than planned were pointed elsewhere: fail at the end
+
+    def _write_half(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        engine = named_engine_tensors(self.engine)
+        if all(
+            name in engine and (engine[name].shape, engine[name].dtype) == (it.shape, it.dtype)
+            for name, it in tensors.items()
+        ):
+            for name in list(tensors)[: self._count]:
+                raw_elements(engine[name]).copy_(raw_elements(tensors[name]))
+            return
+        # Updates have other parts than the engine: some of its own are written, with anything.
+        for tensor in list(engine.values())[: self._count]:
+            raw_elements(tensor).fill_(90)
 
     def wrapped(self) -> WeightInstallAdapter | TransactionalAdapter:
         """The adapter for the executor: of the same style as the one under test."""

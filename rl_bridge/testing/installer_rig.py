@@ -1,6 +1,6 @@
 """What the installer suite sets up: a trainer, an engine behind an adapter, an executor between."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -35,9 +35,14 @@ class Rig:
         *,
         initial_weights: Mapping[str, torch.Tensor] | None,
         rebinds: bool,
+        published: Callable[[Engine], Mapping[str, torch.Tensor]] = named_engine_tensors,
     ) -> None:
-        """Put them together; `sabotage` stands between executor and adapter."""
+        """Put them together; `sabotage` stands between executor and adapter.
+
+        `published` tells what an engine holds, under the names and in the shapes of updates.
+        """
         self.engine = engine
+        self._published = published
         self.adapter = adapter
         self.trainer: TensorBridge = make_weight_bridge(transport, suspicious="off")
         self.consumer: TensorBridge = make_weight_bridge(transport, suspicious="off")
@@ -51,10 +56,10 @@ class Rig:
         self._version = 0
 
     def weights(self, seed: int) -> dict[str, torch.Tensor]:
-        """Random weights of the engine's names, shapes, dtypes and ties; contiguous."""
+        """Random weights of the published names, shapes, dtypes and ties; contiguous."""
         made: dict[tuple[int, tuple[int, ...]], torch.Tensor] = {}
         found = {}
-        for index, (name, tensor) in enumerate(named_engine_tensors(self.engine).items()):
+        for index, (name, tensor) in enumerate(self._published(self.engine).items()):
             key = (tensor.data_ptr() if tensor.numel() else -index, tuple(tensor.shape))
             dtype = str(tensor.dtype).removeprefix("torch.")
             found[name] = made.setdefault(
@@ -77,8 +82,8 @@ class Rig:
         return self.executor.active_weight_version
 
     def holds(self, weights: Mapping[str, torch.Tensor]) -> bool:
-        """Whether the engine holds these bytes, under all names."""
-        return {name: bytes_of(t) for name, t in named_engine_tensors(self.engine).items()} == {
+        """Whether the engine holds these bytes, under all published names."""
+        return {name: bytes_of(t) for name, t in self._published(self.engine).items()} == {
             name: bytes_of(t) for name, t in weights.items()
         }
 
@@ -106,10 +111,12 @@ def sample_engine() -> torch.nn.Module:
     return module
 
 
-def tied_like(engine: Engine, copies: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def tied_like(
+    tensors: Mapping[str, torch.Tensor], copies: dict[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
     """Tie the copies of an engine's tensors as the engine ties its own."""
     first: dict[tuple[int, tuple[int, ...]], str] = {}
-    for name, tensor in named_engine_tensors(engine).items():
+    for name, tensor in tensors.items():
         if tensor.numel():
             same = first.setdefault((tensor.data_ptr(), tuple(tensor.shape)), name)
             copies[name] = copies[same]

@@ -1,6 +1,6 @@
 """`InstallerSuite`: what every installer must keep, as tests that an adapter's class inherits."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, ClassVar
 
@@ -19,6 +19,7 @@ from rl_bridge.testing.installer_faults import (
     transpose,
 )
 from rl_bridge.testing.installer_rig import Adapter, Rig, engine_state, sample_engine, tied_like
+from rl_bridge.testing.transport_case import only_report
 
 __all__ = ["InstallerSuite"]
 
@@ -36,6 +37,8 @@ class InstallerSuite:
 
             def make_adapter(self, engine):
                 return MyAdapter(engine)
+
+    For an engine that stores its weights in another way than updates bring them, also `published`.
     """
 
     transport: ClassVar[str] = "shared-memory"
@@ -54,6 +57,16 @@ class InstallerSuite:
         """The adapter under test."""
         raise NotImplementedError
 
+    def published(self, engine: Engine) -> Mapping[str, torch.Tensor]:
+        """What an engine holds now, under the names and in the shapes that updates bring.
+
+        By default its own tensors. Override it where updates have other names, or other parts (q, k
+        and v of a weight that the engine fuses): views of the engine's tensors, or copies, in the
+        dtypes in which they are published. Random weights are made after it, and it tells what the
+        engine holds of them.
+        """
+        return named_engine_tensors(engine)
+
     @pytest.fixture
     def make_rig(self) -> Iterator[MakeRig]:
         """Make rigs that are closed at the end."""
@@ -61,13 +74,15 @@ class InstallerSuite:
 
         def make() -> Rig:
             engine = self.make_engine()
-            initial = {n: t.detach().clone() for n, t in named_engine_tensors(engine).items()}
+            held = self.published(engine)
+            initial = {name: tensor.detach().clone() for name, tensor in held.items()}
             rig = Rig(
                 engine,
                 self.make_adapter(engine),
                 self.transport,
-                initial_weights=tied_like(engine, initial) if self.needs_initial_weights else None,
+                initial_weights=tied_like(held, initial) if self.needs_initial_weights else None,
                 rebinds=self.rebinds,
+                published=self.published,
             )
             made.append(rig)
             return rig
@@ -102,7 +117,7 @@ class InstallerSuite:
     def test_the_proof_reaches_the_publisher(self, rig: Rig) -> None:
         """With the root of what the engine holds."""
         rig.install(rig.weights(1))
-        (told,) = (report for report in rig.trainer.consumers() if report.update_id)
+        told = only_report(report for report in rig.trainer.consumers() if report.update_id)
         assert told.state == "acknowledged"
         ack = rig.executor.last_ack
         assert ack is not None
@@ -218,7 +233,7 @@ class InstallerSuite:
         mine = rig.install(weights)
         if any(
             mine[name].data_ptr() == tensor.data_ptr()
-            for name, tensor in named_engine_tensors(rig.engine).items()
+            for name, tensor in self.published(rig.engine).items()
             if tensor.numel()
         ):
             pytest.skip("the engine's tensors are the imported ones: writing there is writing here")

@@ -1,7 +1,7 @@
 """What the parts of the transport suite share: class and arguments, bridges, raw access."""
 
-from collections.abc import Callable, Iterator
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, ClassVar, TypeVar
 
 import pytest
 
@@ -13,10 +13,11 @@ from rl_bridge.testing.peer import Peer
 from rl_bridge.testing.processes import Child
 from rl_bridge.transports.base import Transport
 
-__all__ = ["MakeBridge", "MakePeer", "TransportCase", "faults_of"]
+__all__ = ["MakeBridge", "MakePeer", "TransportCase", "faults_of", "only_report"]
 
 MakeBridge = Callable[..., BridgeOver]
 MakePeer = Callable[..., Child]
+_Report = TypeVar("_Report")
 
 
 def faults_of(bridge: TensorBridge) -> FaultInjecting:
@@ -26,6 +27,17 @@ def faults_of(bridge: TensorBridge) -> FaultInjecting:
         msg = f"{bridge!r} does not belong to the suite"
         raise TypeError(msg)
     return given
+
+
+def only_report(reports: Iterable[_Report]) -> _Report:
+    """The one report that a publisher's end has of an update, or a failure that says so."""
+    found = list(reports)
+    assert found, (
+        "records() shows no consumer that told of the update: the publisher's end must read what "
+        "the consumer's end reported"
+    )
+    assert len(found) == 1, f"records() shows {len(found)} reports of one consumer: {found}"
+    return found[0]
 
 
 class TransportCase:
@@ -38,7 +50,8 @@ class TransportCase:
     transport_class: ClassVar[type[Transport]]
     locate: ClassVar[Locate] = staticmethod(arena_address)
     """Finds the bytes behind a manifest in the publisher's process, without the transport's help.
-    A transport of your own needs one, as a static method that children can import."""
+    Required for a transport of your own: a static method that children can import. The one that
+    stands here knows the transports of rl_bridge only."""
 
     @pytest.fixture
     def transport_kwargs(self) -> dict[str, Any]:

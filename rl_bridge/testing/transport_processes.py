@@ -16,7 +16,7 @@ from rl_bridge.testing.over import BridgeOver
 from rl_bridge.testing.peer import hashes, sample_weights
 from rl_bridge.testing.processes import Child, ChildDied, ChildError, until
 from rl_bridge.testing.strategies import contents_of
-from rl_bridge.testing.transport_case import MakeBridge, MakePeer, TransportCase
+from rl_bridge.testing.transport_case import MakeBridge, MakePeer, TransportCase, only_report
 
 __all__ = ["ProcessesComeAndGo"]
 
@@ -72,7 +72,7 @@ class ProcessesComeAndGo(TransportCase):
             assert rollout.call("import_update", manifest=text) == hashes(sample_weights(version))
             rollout.call("write", update_id=update_id)
             rollout.call("acknowledge", update_id=update_id)
-            (told,) = trainer.call("reports", update_id=update_id)
+            told = only_report(trainer.call("reports", update_id=update_id))
             assert (told["worker"], told["state"]) == ("rollout", "acknowledged")
             assert told["pid"] == rollout.pid
             rollout.call("drop", update_id=update_id)

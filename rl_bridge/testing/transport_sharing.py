@@ -20,7 +20,7 @@ from rl_bridge.testing.over import BridgeOver
 from rl_bridge.testing.peer import sample_weights
 from rl_bridge.testing.processes import watchdog
 from rl_bridge.testing.strategies import bytes_of, contents_of, random_tensor
-from rl_bridge.testing.transport_case import MakeBridge, TransportCase, faults_of
+from rl_bridge.testing.transport_case import MakeBridge, TransportCase, faults_of, only_report
 
 __all__ = ["NobodyDisturbsAnybody"]
 
@@ -271,9 +271,9 @@ class NobodyDisturbsAnybody(TransportCase):
         manifest = publisher.publish(sample_weights(1), weight_version=1)
         held = consumer.import_update(manifest)["scale"]
         consumer.release(manifest.update_id)
-        assert [report.tensors_held for report in publisher.holders(manifest.update_id)] == [True]
+        assert only_report(publisher.holders(manifest.update_id)).tensors_held
         del held
-        assert [report.tensors_held for report in publisher.holders(manifest.update_id)] == [False]
+        assert not only_report(publisher.holders(manifest.update_id)).tensors_held
 
     def test_lost_reports_cost_nothing_but_knowledge(
         self, publisher: BridgeOver, consumer: BridgeOver
