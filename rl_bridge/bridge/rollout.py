@@ -12,7 +12,9 @@ from typing import Self
 import torch
 
 from rl_bridge.bridge.acknowledgement import Acknowledgement, describe
+from rl_bridge.bridge.arguments import UpdateRef, update_id_of
 from rl_bridge.bridge.bridges import TensorBridge, make_weight_bridge
+from rl_bridge.bridge.executor_arguments import checked_bridge
 from rl_bridge.bridge.guards import as_manifest, look_for_suspicion, require_own_process
 from rl_bridge.bridge.initial import sealed_initial
 from rl_bridge.bridge.no_engine import NoEngine
@@ -67,14 +69,15 @@ class RolloutExecutor:
             TypeError: an adapter without ``install`` or ``release``.
             ValueError: initial weights for an adapter that never uses them, no such policy, or
                 less than one thread.
-            WeightBridgeUnavailableError: no transport of that name.
+            WeightBridgeUnavailableError: no transport of that name, or a bridge that serves
+                another executor already.
 
         """
         self._own_bridge: TensorBridge | None = None
         if weight_bridge is None:
             self._own_bridge = make_weight_bridge(weight_transport, source_worker="rollout")
             weight_bridge = self._own_bridge
-        self.bridge: WeightConsumer = weight_bridge
+        self.bridge: WeightConsumer = checked_bridge(weight_bridge)
         self._steps = FineSteps(self.bridge)
         self._standing = Standing(self.bridge, self._steps)
         self._suspicious = Policy(suspicious)
@@ -92,6 +95,8 @@ class RolloutExecutor:
         self._under_way: Transaction | None = None
         self._pid = os.getpid()
         self._is_closed = False
+        if isinstance(self.bridge, TensorBridge):
+            self.bridge.claim(self)  # last: an executor that could not be made claims nothing
 
     # ---- the transaction ------------------------------------------------------------------------
 
@@ -217,13 +222,15 @@ class RolloutExecutor:
             if self.active_weight_update_id is not None:
                 self.release_weight_update(self.active_weight_update_id)
 
-    def release_weight_update(self, update_id: str) -> None:
-        """Release one update, active or superseded.
+    def release_weight_update(self, update_id: UpdateRef) -> None:
+        """Release one update, active or superseded, named by its id or its manifest.
 
         Raises:
+            MalformedManifest: what is given names no update.
             Exception: the adapter's own; the bridge has let go of the update all the same.
 
         """
+        update_id = update_id_of(update_id, caller="release_weight_update")
         self._check_process()
         with self._lock:
             self._settle_if_idle()
@@ -244,6 +251,8 @@ class RolloutExecutor:
             try:
                 self.release_weights()
             finally:
+                if isinstance(self.bridge, TensorBridge):
+                    self.bridge.give_up(self)
                 if self._own_bridge is not None:
                     self._own_bridge.close()
 

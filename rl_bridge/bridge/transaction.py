@@ -222,4 +222,7 @@ def let_go(update_id: str, *, adapter: TransactionalAdapter, bridge: WeightConsu
     try:
         adapter.release(update_id)
     finally:
-        bridge.release(update_id)
+        if isinstance(bridge, TensorBridge):
+            bridge.release_imported(update_id)  # where it publishes too, others may be reading
+        else:
+            bridge.release(update_id)

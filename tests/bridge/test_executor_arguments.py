@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from rl_bridge import SharedMemoryTensorBridge
+from rl_bridge import RolloutExecutor, SharedMemoryTensorBridge
 from rl_bridge.bridge.executor_arguments import checked_bridge
 
 
@@ -50,3 +50,8 @@ def test_a_bridge_is_whatever_has_its_verbs(bridge: SharedMemoryTensorBridge) ->
 def test_what_is_no_bridge_is_refused(given: Any, message: str) -> None:
     with pytest.raises(TypeError, match=f"weight_bridge: got {message}"):
         checked_bridge(given)
+
+
+def test_an_executor_refuses_the_name_of_a_transport_as_its_bridge() -> None:
+    with pytest.raises(TypeError, match="weight_bridge: got the str"):
+        RolloutExecutor(weight_bridge="shared-memory")  # type: ignore[arg-type]  # the mistake
