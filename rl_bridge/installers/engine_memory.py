@@ -138,11 +138,6 @@ class EngineMemory:
             return self._state.tensors()
         return named_engine_tensors(self.engine)
 
-    @property
-    def doubles(self) -> frozenset[str]:
-        """Names of the layout matched last whose engine tensor takes the bytes of another name."""
-        return frozenset() if self._binding is None else frozenset(b for _, b in self._binding.tied)
-
     def bind_update(
         self, manifest: WeightUpdateManifest, *, strict: bool = True, rebinds: bool = False
     ) -> Binding:

@@ -10,6 +10,7 @@ from rl_bridge.installers.engine_memory import Binding, EngineMemory
 from rl_bridge.installers.way import Rebinding, Way, prove_identity
 from rl_bridge.manifest.collector import collector_paused
 from rl_bridge.manifest.model import WeightUpdateManifest
+from rl_bridge.manifest.table import TensorTable
 from rl_bridge.memory.flip import LiveRange
 from rl_bridge.memory.imported import ImportedTensors
 from rl_bridge.memory.views import Pin, tensor_in
@@ -25,7 +26,7 @@ class AliasWay(Way):
     def __init__(self, memory: EngineMemory, *, strict: bool, num_threads: int | None) -> None:
         """Work on an engine's memory."""
         super().__init__(memory, strict=strict, num_threads=num_threads)
-        self._rebinding = Rebinding(memory)
+        self._rebinding = Rebinding()
         self._pending: tuple[WeightUpdateManifest, ImportedTensors, Binding] | None = None
 
     def is_prepared(self, manifest: WeightUpdateManifest) -> bool:
@@ -45,9 +46,11 @@ class AliasWay(Way):
     def install(self) -> None:
         """Rebind."""
         if self._pending is not None:
-            manifest, tensors, _ = self._pending
+            manifest, tensors, bound = self._pending
+            names = manifest.table.names
             with collector_paused():
-                self._rebinding.point({name: tensors[name] for name in manifest.table.rows})
+                views = [tensors[names[row]] for row in bound.rows.tolist()]
+                self._rebinding.point(bound.tensors, views)
 
     def prove(self) -> InstallProof:
         """Show that the tensors are the verified pages, and that nobody wrote there."""
@@ -99,7 +102,7 @@ class FlipWay(Way):
     def __init__(self, memory: EngineMemory, *, strict: bool, num_threads: int | None) -> None:
         """Work on an engine's memory."""
         super().__init__(memory, strict=strict, num_threads=num_threads)
-        self._rebinding = Rebinding(memory)
+        self._rebinding = Rebinding()
         self._live: LiveRange | None = None
         self._live_layout = ""
         # While an update is under way: what was live before, to go back to.
@@ -139,20 +142,22 @@ class FlipWay(Way):
         """Flip; the first time, and after a change of layout, bind the engine to the range."""
         if self._pending is None:
             return
-        manifest, tensors, _ = self._pending
+        manifest, tensors, bound = self._pending
         # An update whose undo failed goes on: its `undo` still leads back to where that one began.
         is_first = self._before is None
         if is_first:
             content = None if self._live is None else self._live.content
             self._before = (self._live, self._live_layout, content)
         try:
-            self._put(manifest, tensors)
+            self._put(manifest, tensors, bound)
         except SegmentError:
             if is_first:
                 self._before = None  # nothing changed
             raise
 
-    def _put(self, manifest: WeightUpdateManifest, tensors: ImportedTensors) -> None:
+    def _put(
+        self, manifest: WeightUpdateManifest, tensors: ImportedTensors, bound: Binding
+    ) -> None:
         if self._live is not None and self._live_layout == manifest.table.digest:
             self._live.flip(tensors.pin)
             return
@@ -160,15 +165,14 @@ class FlipWay(Way):
         live.flip(tensors.pin)
         self._live, self._live_layout = live, manifest.table.digest
         with collector_paused():
-            self._bind_to(live, manifest)
+            self._bind_to(live, manifest.table, bound)
 
-    def _bind_to(self, live: LiveRange, manifest: WeightUpdateManifest) -> None:
-        table = manifest.table
+    def _bind_to(self, live: LiveRange, table: TensorTable, bound: Binding) -> None:
         views = [
             tensor_in(live.pin, *place)
             for place in zip(table.offsets, table.nbytes, table.dtypes, table.shapes, strict=True)
         ]
-        self._rebinding.point({name: views[row] for name, row in table.rows.items()})
+        self._rebinding.point(bound.tensors, [views[row] for row in bound.rows.tolist()])
 
     def prove(self) -> InstallProof:
         """Show that the tensors lie in the range, and that it shows the verified segment."""

@@ -1,6 +1,7 @@
 """A way to install into memory of this process: what the ways have in common."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import ClassVar
 
 import numpy as np
@@ -96,9 +97,8 @@ class Way(ABC):
 class Rebinding:
     """Points an engine's tensor objects at other memory, and back."""
 
-    def __init__(self, memory: EngineMemory) -> None:
-        """Work on an engine's memory."""
-        self._memory = memory
+    def __init__(self) -> None:
+        """Begin with nothing pointed elsewhere."""
         self._before: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     @property
@@ -106,15 +106,11 @@ class Rebinding:
         """Whether anything was pointed elsewhere since the last `back` or `forget`."""
         return bool(self._before)
 
-    def point(self, new: dict[str, torch.Tensor]) -> None:
-        """Give each named engine tensor the storage of its counterpart; undone by `back`."""
-        engine, doubles = self._memory.tensors(), self._memory.doubles
-        if doubles:  # of names that are one tensor here, only one is where the proof looks
-            new = {name: tensor for name, tensor in new.items() if name not in doubles}
+    def point(self, owners: Sequence[torch.Tensor], counterparts: Sequence[torch.Tensor]) -> None:
+        """Give each engine tensor the storage of its counterpart; undone by `back`."""
         # Views made in inference mode would make inference tensors of the engine's: for good.
         with torch.inference_mode(mode=False):
-            for name, tensor in new.items():
-                owner = engine[name]
+            for owner, tensor in zip(owners, counterparts, strict=True):
                 # Remembered first: a failure in the middle must find everything that was changed.
                 self._before.append((owner, owner.detach()))
                 owner.data = tensor
