@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -26,6 +27,7 @@ __all__ = [
     "make_manifest",
     "make_table",
     "open_fds",
+    "tracing",
     "weights",
 ]
 
@@ -142,3 +144,20 @@ def forked(function: Callable[[], bool]) -> bool:
 
 def _exited(pid: int) -> bool:
     return os.waitpid(pid, os.WNOHANG)[0] == pid
+
+
+# ---- interrupts ---------------------------------------------------------------------------------
+
+
+@contextmanager
+def tracing(tracer: Callable[..., Any]) -> Iterator[None]:
+    """Trace this thread inside the block; whoever traced it before, a coverage run, goes on after.
+
+    The frame of the block's own function is not traced: nothing is raised between block and test.
+    """
+    before = sys.gettrace()
+    sys.settrace(tracer)
+    try:
+        yield
+    finally:
+        sys.settrace(before)

@@ -35,6 +35,7 @@ from rl_bridge.transports.base import ConsumerEnd, Transport
 __all__ = ["Consumer"]
 
 _LOG = logging.getLogger(__name__)
+_ACKNOWLEDGED = frozenset({State.ACKNOWLEDGED, State.RELEASED})
 
 
 class Consumer:
@@ -70,26 +71,32 @@ class Consumer:
     @property
     def active_weight_version(self) -> int | None:
         """Version of the update that was acknowledged last; None before the first."""
-        active = self._settled()
+        active = self._acknowledged_last()
         return None if active is None or active.manifest is None else active.manifest.weight_version
 
     @property
     def active_update_id(self) -> str | None:
         """The update that was acknowledged last; None before the first and after its release."""
-        active = self._settled()
+        active = self._acknowledged_last()
         if active is None or active.lifecycle.state is not State.ACKNOWLEDGED:
             return None
         return active.update_id
 
-    def _settled(self) -> ImportedUpdate | None:
+    def _acknowledged_last(self) -> ImportedUpdate | None:
+        candidate = self._candidate  # read without the lock, from any thread: nothing changes here
+        if candidate is not None and candidate.lifecycle.state in _ACKNOWLEDGED:
+            return candidate
+        return self._active
+
+    def _settle(self) -> None:
+        """Under the lock: take note of what became of the candidate."""
         candidate = self._candidate
         if candidate is not None:
-            if candidate.lifecycle.state in {State.ACKNOWLEDGED, State.RELEASED}:
+            if candidate.lifecycle.state in _ACKNOWLEDGED:
                 if candidate.manifest is not None:
                     self._order.acknowledged(candidate.manifest)
                 self._active = candidate
             self._candidate = None
-        return self._active
 
     def import_update(self, manifest: WeightUpdateManifest | str) -> ImportedTensors:
         """Make an update's tensors readable here and verify every byte. See `TensorBridge`."""
@@ -155,7 +162,7 @@ class Consumer:
                 record.lifecycle.fire(Event.ACKNOWLEDGE)  # raises, and says why
             if manifest is not None:
                 self._order.check_newest(manifest)
-            self._settled()
+            self._settle()
             self._candidate = record
             try:
                 record.lifecycle.fire(Event.ACKNOWLEDGE)
@@ -163,7 +170,7 @@ class Consumer:
                 if record.lifecycle.state is State.ACKNOWLEDGED:
                     record.proof = evidence
                     record.timings_ms |= timings
-                    self._settled()
+                    self._settle()
                     self._report(record)
 
     def reject(self, update: str | WeightUpdateManifest, reason: str) -> None:
@@ -204,7 +211,7 @@ class Consumer:
             record = self._updates.get(update_id)
             if record is None or self._is_closed:
                 return False
-            self._settled()
+            self._settle()
             # (If an interrupt came in between last time, it is released and still attached.)
             is_due = record.lifecycle.allows(Event.RELEASE) or record.attachment is not None
             try:
@@ -313,7 +320,8 @@ class Consumer:
         try:
             record.lifecycle.fire(Event.REJECT, reason=reason)
         finally:  # as in `acknowledge`
-            if record.lifecycle.state is State.REJECTED:
+            # (Released, if an observer of the step did that at once.)
+            if record.lifecycle.state in {State.REJECTED, State.RELEASED}:
                 self._order.rejected(record.update_id, record.manifest)
                 self._drop(record, forget=forget)
 

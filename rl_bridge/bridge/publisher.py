@@ -182,22 +182,22 @@ class Publisher:
                 }
                 self._updates[update_id] = _Published(manifest, lifecycle, timings)
                 self._latest = manifest
+                self._forget()
+                _LOG.info(
+                    "published version %d: %d tensors, %d bytes, %.1f ms, update %s",
+                    weight_version,
+                    manifest.tensor_count,
+                    manifest.total_nbytes,
+                    timings["publish"],
+                    update_id,
+                )
+                return manifest  # noqa: TRY300 - an interrupt up to here must find the handler
             except BaseException:
                 # Also for an interrupt right behind the last step: nobody got the manifest.
                 self._updates.pop(update_id, None)
                 self._latest = before
                 self._end.release(update_id)
                 raise
-            self._forget()
-        _LOG.info(
-            "published version %d: %d tensors, %d bytes, %.1f ms, update %s",
-            weight_version,
-            manifest.tensor_count,
-            manifest.total_nbytes,
-            timings["publish"],
-            update_id,
-        )
-        return manifest
 
     def release(self, update_id: str) -> bool:
         """Let the update's memory be reused once its readers are gone; False if unknown here."""

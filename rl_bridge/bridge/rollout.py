@@ -287,8 +287,9 @@ class RolloutExecutor:
 
     def _left_over(self) -> Transaction | None:
         """An update that an interrupt left behind; None while one is in full swing."""
-        left = None if self._busy.locked() else self._under_way
-        return None if left is None or left.is_over else left
+        # In this order: an update that begins in between is seen to run.
+        left = self._under_way
+        return None if left is None or self._busy.locked() or left.is_over else left
 
     def _settle(self) -> None:
         """End what an interrupt left behind, before anything else is done to the engine.

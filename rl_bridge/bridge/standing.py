@@ -3,6 +3,7 @@
 The executor does things to the engine; this remembers what they made of it, and tells the bridge.
 """
 
+import logging
 from collections.abc import Mapping
 
 import torch
@@ -15,6 +16,8 @@ from rl_bridge.lifecycle.table import Event, State
 from rl_bridge.manifest.model import WeightUpdateManifest
 
 __all__ = ["Standing"]
+
+_LOG = logging.getLogger(__name__)
 
 
 class Standing:
@@ -76,7 +79,7 @@ class Standing:
     def refused(self, manifest: WeightUpdateManifest, error: BaseException) -> None:
         """An update failed before a byte of the engine changed."""
         if not self.is_torn_by(manifest):
-            self._bridge.reject(manifest.update_id, describe(error))
+            self._reject(manifest, describe(error))
         error.add_note(
             f"rl_bridge: version {manifest.weight_version} was refused before the engine was "
             f"touched; {self._told()}"
@@ -86,9 +89,7 @@ class Standing:
         """An update failed at the engine, which is back at what it held before."""
         was_torn = self.is_torn_by(manifest)
         if not was_torn or self._steps.is_in(manifest, State.INSTALLED):
-            self._bridge.reject(
-                manifest.update_id, f"rollout weight install failed: {describe(error)}"
-            )
+            self._reject(manifest, f"rollout weight install failed: {describe(error)}")
         if was_torn:
             self.healed()
         error.add_note(f"rl_bridge: version {manifest.weight_version} was undone; {self._told()}")
@@ -106,9 +107,10 @@ class Standing:
 
     def healed(self) -> None:
         """The undo of all that tore the engine is complete."""
-        torn, self._torn = self._torn, {}
-        for manifest, _ in torn.values():
+        while self._torn:  # one at a time: an interrupt must not lose the others
+            manifest, _ = self.last_torn
             self.given_up(manifest)
+            self._torn.pop(manifest.update_id, None)
 
     def activated(
         self, manifest: WeightUpdateManifest, weights: Mapping[str, torch.Tensor]
@@ -122,14 +124,25 @@ class Standing:
 
     def given_up(self, manifest: WeightUpdateManifest) -> None:
         """An update that tore the engine is overwritten by one that was installed in full."""
-        if not self._steps.is_in(manifest, State.REJECTED):
+        if self._steps.is_in(manifest, State.TORN):
             self._steps.advance(manifest, Event.UNDO)
+        else:  # an interrupt came before it was said to be torn
+            self._reject(manifest, "it had torn the engine")
 
     def released(self, update_id: str) -> None:
         """An update is let go of; the engine goes on with the bytes that it has."""
         if self.update_id == update_id:
             self.weights = {}
             self.update_id = None
+
+    def _reject(self, manifest: WeightUpdateManifest, reason: str) -> None:
+        """Tell the bridge. The engine is as it should be, whatever the bridge makes of it."""
+        if self._steps.is_in(manifest, State.REJECTED, State.RELEASED):
+            return  # by an observer, or a trainer that shares the bridge
+        try:
+            self._bridge.reject(manifest.update_id, reason)
+        except Exception:  # noqa: BLE001 - logged in full
+            _LOG.exception("version %d could not be rejected: %s", manifest.weight_version, reason)
 
     def _told(self) -> str:
         if self._torn:

@@ -63,7 +63,9 @@ class Transaction:
         self._clock = PhaseClock()
         self._proof = InstallProof(method="unproven")
         # How far it got; each is noted before the step that it tells of.
+        self._was_known = False
         self._is_preparing = self._is_installing = self._is_acknowledging = False
+        self._has_acknowledged = False
         # What comes after the acknowledgement: updates that had torn the engine, the one before.
         self._torn: list[WeightUpdateManifest] = []
         self._previous = standing.update_id
@@ -71,7 +73,10 @@ class Transaction:
     @property
     def is_acknowledged(self) -> bool:
         """Whether the point of no return is behind it."""
-        return self._is_acknowledging and self._steps.is_in(self.manifest, State.ACKNOWLEDGED)
+        # Of a bridge of the user's own nothing but its return tells. An interrupt may come before.
+        return self._has_acknowledged or (
+            self._is_acknowledging and self._steps.is_in(self.manifest, State.ACKNOWLEDGED)
+        )
 
     @property
     def leaves_a_mixture(self) -> bool:
@@ -90,6 +95,8 @@ class Transaction:
         """
         manifest, run = self.manifest, self._clock.run
         start = time.perf_counter()
+        # Imported by somebody else before: then a refusal at the door is not about that one.
+        self._was_known = self._steps.is_in(manifest, State.IMPORTED, State.VERIFIED)
         self.tensors = tensors = self._bridge.import_update(manifest)
         look(manifest)
         self._is_preparing = True
@@ -103,6 +110,7 @@ class Transaction:
         self._clock.timings_ms["total"] = (time.perf_counter() - start) * 1e3
         self._is_acknowledging = True
         self._acknowledge()
+        self._has_acknowledged = True
 
     def activate(self) -> None:
         """Make an acknowledged update the active one, and let go of what was before."""
@@ -153,8 +161,11 @@ class Transaction:
             self._undo(error)
         else:
             if self._is_preparing:
-                self._adapter.abandon()
-            if self.tensors or self._steps.is_in(self.manifest, State.IMPORTED, State.VERIFIED):
+                self._abandon()
+            if self.tensors or (
+                not self._was_known
+                and self._steps.is_in(self.manifest, State.IMPORTED, State.VERIFIED)
+            ):
                 self._standing.refused(self.manifest, error)
         self._forget()
         self.is_over = True
@@ -184,6 +195,13 @@ class Transaction:
         }
         timings_ms = self._clock.timings_ms
         self._bridge.acknowledge(manifest.update_id, proof=evidence, timings_ms=timings_ms)
+
+    def _abandon(self) -> None:
+        try:
+            self._adapter.abandon()
+        except Exception:  # noqa: BLE001 - logged in full
+            # The update is refused for another reason, which the caller gets.
+            _LOG.exception("abandon failed for version %d", self.manifest.weight_version)
 
     def _undo(self, error: BaseException) -> None:
         """Failed while or after the engine changed: bring it back, or declare it torn."""

@@ -24,6 +24,7 @@ from rl_bridge.memory.facts import TensorFacts, tensor_key
 from rl_bridge.memory.module_state import ModuleState
 from rl_bridge.memory.packing import raw_elements
 from rl_bridge.memory.passes import Addresses, BytePlan
+from rl_bridge.memory.plain import not_plain
 
 __all__ = ["Binding", "Engine", "EngineMemory", "named_engine_tensors", "put_back", "take_out"]
 
@@ -303,9 +304,10 @@ def _matched(
             rows[name] = earlier[1]
     for name in missing:
         tensor = tensors[name]
-        covering = targets.get(id(tensor) if rebinds else tensor_key(tensor))
-        if covering is not None:
-            rows[name] = covering[1]
+        if rebinds or not_plain(tensor) is None:
+            covering = targets.get(id(tensor) if rebinds else tensor_key(tensor))
+            if covering is not None:
+                rows[name] = covering[1]
     lacking = [name for name in missing if name not in rows]
     if lacking:
         raise IncompatibleUpdate(names_differ([], lacking))

@@ -74,8 +74,8 @@ class AliasWay(Way):
         if self._pending is not None:
             # Where the version before is the same one (installed again after its release), the
             # engine has these very pages: what was written over them must not stay.
-            pin = self._pending[1].pin
-            if pin.view is not None:
+            pin = None if self._pending[1].is_forgotten else self._pending[1].pin
+            if pin is not None and pin.view is not None:
                 pin.view.refresh(pin.address, pin.nbytes)
         self.put_back()
         self._pending = None

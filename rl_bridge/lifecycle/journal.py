@@ -155,8 +155,10 @@ class Journal:
             raise WeightBridgeError(msg) from error
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
+        except BaseException as error:
             os.close(fd)
+            if not isinstance(error, OSError):
+                raise
             msg = (
                 f"another live publisher uses the state directory {directory}. "
                 "Stop it first, or give this publisher a directory of its own."
@@ -179,7 +181,7 @@ class Journal:
         fd = self._acquire(directory)
         try:
             self._require_unchanged(directory, version)
-        except WeightBridgeError:
+        except BaseException:
             os.close(fd)  # the next claim must find out again
             raise
         unlock = self._unlock

@@ -16,8 +16,8 @@ __all__ = ["collector_paused"]
 def collector_paused() -> Iterator[None]:
     """Pause the collector, if it is on, until the end of the block; freeing by count goes on."""
     was_on = gc.isenabled()
-    gc.disable()
     try:
+        gc.disable()
         yield
     finally:
         if was_on:

@@ -28,6 +28,7 @@ class ModuleState:
     def __init__(self, module: torch.nn.Module) -> None:
         """Look at `module`; nothing is walked yet."""
         self._module = module
+        self._kind = type(module)
         self._tensors: dict[str, torch.Tensor] = {}
         self._is_cached = False
         # What the walk went through: modules, each one's containers under `_PARTS`, the sizes of
@@ -48,15 +49,20 @@ class ModuleState:
         return self._tensors
 
     def _is_same(self) -> bool:
+        # Patched on the module itself, as some wrappers do; its parts are looked at in walks only.
+        if type(self._module) is not self._kind or not _is_plainly_filled(self._module.__dict__):
+            return False
         native = native_module()
         same_modules = _same_modules if native is None else native.same_modules
         noted = (self._parts, self._sizes, self._keys, self._values)
         return bool(same_modules(self._modules, _PARTS, len(_DICTS), *noted))
 
     def _walk(self) -> None:
+        self._is_cached = False  # until all of it is noted: an interrupt may come in between
         self._tensors, self._modules = {}, []
-        self._is_cached = self._walk_plain(self._module, "", {})
-        if not self._is_cached:
+        self._kind = type(self._module)
+        is_plain = self._walk_plain(self._module, "", {})
+        if not is_plain:
             found = self._module.state_dict(keep_vars=True)
             self._tensors = {n: item for n, item in found.items() if isinstance(item, torch.Tensor)}
             self._modules = []
@@ -66,6 +72,7 @@ class ModuleState:
         dicts = [own[name] for own in owned for name in _DICTS]
         self._keys = [key for part in dicts for key in part]
         self._values = [value for part in dicts for value in part.values()]
+        self._is_cached = is_plain
 
     def _walk_plain(self, module: torch.nn.Module, prefix: str, kinds: dict[type, bool]) -> bool:
         """Collect what ``state_dict`` would, in its order; False where a module has its own way.

@@ -136,7 +136,8 @@ class SegmentView:
     @property
     def is_pinned(self) -> bool:
         """Whether any tensor of this segment lives."""
-        self._pins = [pin for pin in self._pins if pin() is not None]
+        # In place: a collection inside `_make_pin` may come by here while that adds one.
+        self._pins[:] = [pin for pin in self._pins if pin() is not None]
         return bool(self._pins)
 
     def pin(self, update_id: str, generation: int, arena_nbytes: int) -> Pin:
@@ -168,7 +169,8 @@ class SegmentView:
 
     def _make_pin(self, nbytes: int) -> Pin:
         pin = Pin(self.address, nbytes, self)
-        self._pins.append(weakref.ref(pin.buffer))
+        life: weakref.ref[object] = weakref.ref(pin.buffer)
+        self._pins.append(life)
         weakref.finalize(pin.buffer, self.settle).atexit = False
         return pin
 

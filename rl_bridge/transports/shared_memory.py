@@ -343,16 +343,20 @@ class _SharedConsumer(ConsumerEnd):
     def _writer(self, publisher_id: str, handle: SharedMemoryHandle) -> ControlWriter:
         writer = self._writers.get(publisher_id)
         if writer is None or writer.ref != handle.control:
-            if writer is not None:
-                writer.close()
-            writer = ControlWriter(
-                handle.control,
-                publisher_id,
-                worker=self._worker,
-                rank=self._rank,
-                directory=self._directory,
+            known, writer = (
+                writer,
+                ControlWriter(
+                    handle.control,
+                    publisher_id,
+                    worker=self._worker,
+                    rank=self._rank,
+                    directory=self._directory,
+                ),
             )
+            # Only now: a manifest that leads nowhere must not cost the way back that works.
             self._writers[publisher_id] = writer
+            if known is not None:
+                known.close()
         return writer
 
     def report(self, manifest: WeightUpdateManifest, report: UpdateReport) -> None:

@@ -6,7 +6,7 @@ runs. A tracer raises it here at one line after the other.
 
 import linecache
 import sys
-from collections.abc import Iterator
+from contextlib import suppress
 from types import FrameType
 from typing import Any, Literal
 
@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from rl_bridge import ModuleInstallAdapter, RolloutExecutor, SharedMemoryTensorBridge
+from tests.helpers import tracing
 
 Mode = Literal["copy", "alias", "flip"]
 Weights = dict[str, torch.Tensor]
@@ -95,13 +96,8 @@ class Rig:
         """Install version 2, interrupted before a line; False if the update was over before."""
         manifest = self.publish(2)
         tracer = InterruptBefore(number)
-        sys.settrace(tracer)
-        try:
+        with suppress(KeyboardInterrupt), tracing(tracer):
             self.executor.update_weights(manifest)
-        except KeyboardInterrupt:
-            pass
-        finally:
-            sys.settrace(None)
         return tracer.struck
 
     def go_on(self) -> None:
@@ -127,18 +123,15 @@ class Rig:
 
 
 @pytest.fixture
-def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No tracer but ours; and what Python swallows inside a finalizer is let go of, as always.
+def nobody_keeps_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What Python swallows inside a finalizer is let go of, as it is outside of tests.
 
     (The test runner would keep it, with all frames from there up, and with them the tensors.)
     """
     monkeypatch.setattr(sys, "unraisablehook", lambda _: None)
-    before = sys.gettrace()
-    yield
-    sys.settrace(before)
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("nobody_keeps_errors")
 @pytest.mark.parametrize(("mode", "first"), [("copy", 0), ("alias", 4), ("flip", 8)])
 def test_an_interrupt_before_any_line_leaves_version_and_bytes_in_agreement(
     mode: Mode, first: int
@@ -160,7 +153,7 @@ def test_an_interrupt_before_any_line_leaves_version_and_bytes_in_agreement(
     assert number > 1000
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("nobody_keeps_errors")
 def test_an_interrupt_before_any_line_of_a_publication_keeps_no_slot() -> None:
     number = 0
     struck = True
@@ -168,14 +161,9 @@ def test_an_interrupt_before_any_line_of_a_publication_keeps_no_slot() -> None:
         with SharedMemoryTensorBridge(suspicious="off", max_slots=2) as trainer:
             first = trainer.publish(Rig.weights(1), weight_version=1)
             tracer = InterruptBefore(number)
-            sys.settrace(tracer)
-            try:
+            with suppress(KeyboardInterrupt), tracing(tracer):
                 second = trainer.publish(Rig.weights(2), weight_version=2)
                 trainer.release(second.update_id)
-            except KeyboardInterrupt:
-                pass
-            finally:
-                sys.settrace(None)
             struck = tracer.struck
             latest = trainer.latest_manifest
             assert latest is not None

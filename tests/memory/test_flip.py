@@ -1,7 +1,6 @@
 """Flip: versions exchanged under fixed addresses, back again, and whole when the kernel refuses."""
 
 import gc
-import sys
 from collections.abc import Iterator
 from types import FrameType
 from typing import Any
@@ -15,7 +14,7 @@ from rl_bridge.memory.flip import LiveRange
 from rl_bridge.memory.segment import OwnedSegment
 from rl_bridge.memory.slots import Slot, SlotRing
 from rl_bridge.memory.views import Pin, ViewCache, anonymous_pin, tensor_in
-from tests.helpers import open_fds
+from tests.helpers import open_fds, tracing
 
 SIZE = 3 * vm.PAGE
 
@@ -299,13 +298,11 @@ class _InterruptAt:
 
 def _flip_until(number: int, live: LiveRange, new: Pin) -> bool:
     """Flip, interrupted at an instruction; False if the flip ended before."""
-    sys.settrace(_InterruptAt(number))
     try:
-        live.flip(new)
+        with tracing(_InterruptAt(number)):
+            live.flip(new)
     except KeyboardInterrupt:
         return True
-    finally:
-        sys.settrace(None)
     return False
 
 
