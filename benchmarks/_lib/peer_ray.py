@@ -22,6 +22,7 @@ __all__ = ["RayConsumer", "RayPublisher"]
 
 # Room for the version in use, the one that arrives, and the store's own bookkeeping.
 _STORE_FACTOR = 4
+_STARTS = 3
 _STORE_EXTRA = 256 << 20
 _NAMESPACE = "benchmark"
 _MAILBOX = "mailbox"
@@ -81,19 +82,33 @@ class RayPublisher(BasePublisher):
         self._ray = _import_ray(token)
         # Ray puts sockets below this folder, and a socket's path must stay short.
         self._folder = tempfile.mkdtemp(prefix="ray-")
-        started = self._ray.init(
+        started = self._start(context.spec.nbytes * _STORE_FACTOR + _STORE_EXTRA)
+        self._hello = {"address": started.address_info["gcs_address"], "token": token}
+        actor = self._ray.remote(_mailbox_class()).options(name=_MAILBOX, num_cpus=0)
+        self._mailbox = actor.remote()
+        self._references: list[Any] = []
+
+    def _start(self, store_nbytes: int) -> Any:
+        """Start Ray; where memory was never used before, touching it may take a try too long."""
+        for _ in range(_STARTS - 1):
+            try:
+                return self._init(store_nbytes)
+            except Exception as error:  # Ray raises no class of its own here
+                if "timed out during startup" not in str(error):
+                    raise
+                self._ray.shutdown()
+        return self._init(store_nbytes)
+
+    def _init(self, store_nbytes: int) -> Any:
+        return self._ray.init(
             num_cpus=2,
             include_dashboard=False,
-            object_store_memory=context.spec.nbytes * _STORE_FACTOR + _STORE_EXTRA,
+            object_store_memory=store_nbytes,
             log_to_driver=False,
             logging_level="ERROR",
             namespace=_NAMESPACE,
             _temp_dir=self._folder,
         )
-        self._hello = {"address": started.address_info["gcs_address"], "token": token}
-        actor = self._ray.remote(_mailbox_class()).options(name=_MAILBOX, num_cpus=0)
-        self._mailbox = actor.remote()
-        self._references: list[Any] = []
 
     def hello(self) -> bytes:
         """Tell where this Ray is and what it asks for."""
