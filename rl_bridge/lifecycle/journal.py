@@ -167,9 +167,11 @@ class Journal:
         return fd
 
     def _hold(self, fd: int) -> None:
-        self._fd = fd
+        before, self._fd = self._unlock, fd
         self._unlock = weakref.finalize(self, os.close, fd)
         self._unlock.atexit = False
+        if before is not None:
+            before()  # the lock on a file that was removed meanwhile
 
     def _hold_on(self, directory: Path, version: int) -> None:
         """Make sure that the lock that is held is the one that another publisher would look at."""
@@ -184,10 +186,7 @@ class Journal:
         except BaseException:
             os.close(fd)  # the next claim must find out again
             raise
-        unlock = self._unlock
         self._hold(fd)
-        if unlock is not None:
-            unlock()
 
     def _require_unchanged(self, directory: Path, version: int) -> None:
         record = _read(directory / _FILE)

@@ -1,5 +1,6 @@
 """The journal: a number is never handed out twice, whatever happens to the publisher."""
 
+import fcntl
 import gc
 import json
 import os
@@ -397,3 +398,19 @@ def test_four_threads_that_claim_at_once_stay_monotonic(tmp_path: Path) -> None:
             thread.join(60)
         assert len(taken) == len(set(taken)), "a number was handed out twice"
         assert journal.last_version == max(taken) == 12
+
+
+def test_an_interrupt_while_the_lock_is_taken_leaves_the_directory_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(fd: int, how: int) -> None:
+        take(fd, how)
+        raise KeyboardInterrupt
+
+    take = fcntl.flock
+    monkeypatch.setattr(fcntl, "flock", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        Journal(tmp_path)
+    monkeypatch.undo()
+    with Journal(tmp_path) as journal:
+        journal.reserve(1)
