@@ -97,11 +97,11 @@ def make_plan(*, quick: bool, payload_nbytes: int | None = None) -> Plan:
     with_ray = tuple(lane for lane in PEER_LANES if lane.requires is not None)
 
     def group(name: str, lanes: tuple[LaneSpec, ...], reps: int) -> Group:
-        return Group(name=name, spec=spec, lanes=lanes, warmup=_WARMUP, reps=reps)
+        return Group(name=name, spec=spec, lanes=lanes, warmup=2 if quick else _WARMUP, reps=reps)
 
     # Ray brings processes of its own, which would take turns on the cores of everybody else.
     beside = (*ARENA_LANES, OURS, OURS_FLIP)
-    peer_reps = 3 if quick else 5
+    peer_reps = 2 if quick else 5
     ray = replace(group("ray", (*beside, *with_ray), peer_reps), needs_all=True)
     reps_flip = 3 if quick else 7
     sizes_flip = (_flip("flip_64mib", 64 * MIB), _flip("flip_1200mib", 1200 * MIB))
@@ -112,13 +112,13 @@ def make_plan(*, quick: bool, payload_nbytes: int | None = None) -> Plan:
     return Plan(
         quick=quick,
         payload=spec,
-        core=group("core", (*ARENA_LANES, measured_ours, OURS_FLIP, OURS_COPY), 5 if quick else 15),
+        core=group("core", (*ARENA_LANES, measured_ours, OURS_FLIP, OURS_COPY), 4 if quick else 15),
         peers=group("peers", (*beside, *without_ray), peer_reps),
         ray=ray,
-        sizes=group("sizes", (MANY_TENSORS, _FEW_TENSORS, _MANY_IMPORT), 3 if quick else 11),
+        sizes=group("sizes", (MANY_TENSORS, _FEW_TENSORS, _MANY_IMPORT), 2 if quick else 11),
         flips=tuple(flips),
         first_plans=0 if quick else 4,
         # The largest group holds its payload about a dozen times over, a flip of 4 GiB three times;
         # more than that, because the kernel does not always hand out the same pages again.
-        warm_up_nbytes=max(16 * spec.nbytes, 4 * GIB if quick else 16 * GIB),
+        warm_up_nbytes=max((8 if quick else 16) * spec.nbytes, 2 * GIB if quick else 16 * GIB),
     )
