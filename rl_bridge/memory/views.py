@@ -136,9 +136,10 @@ class SegmentView:
     @property
     def is_pinned(self) -> bool:
         """Whether any tensor of this segment lives."""
-        # In place: a collection inside `_make_pin` may come by here while that adds one.
-        self._pins[:] = [pin for pin in self._pins if pin() is not None]
-        return bool(self._pins)
+        with self._lock:
+            # It only looks, and at a copy: a tensor that dies meanwhile asks too, in this very
+            # thread. If both wrote, the outer one would strike out what the inner one had moved.
+            return any(pin() is not None for pin in list(self._pins))
 
     def pin(self, update_id: str, generation: int, arena_nbytes: int) -> Pin:
         """Lease the version that the segment holds.
@@ -168,11 +169,18 @@ class SegmentView:
             raise StaleUpdate(self._overwritten(update_id, "is being overwritten"))
 
     def _make_pin(self, nbytes: int) -> Pin:
+        self._prune()
         pin = Pin(self.address, nbytes, self)
         life: weakref.ref[object] = weakref.ref(pin.buffer)
         self._pins.append(life)
         weakref.finalize(pin.buffer, self.settle).atexit = False
         return pin
+
+    def _prune(self) -> None:
+        """Forget the pins that are dead, one at a time: a collection may come in anywhere."""
+        for life in list(self._pins):
+            if life() is None:
+                self._pins.remove(life)
 
     def _check_stamp(self, update_id: str, generation: int, arena_nbytes: int) -> None:
         stamp = read_stamp(self.fd, self.ref)
