@@ -10,6 +10,7 @@ import logging
 import os
 import struct
 import threading
+import weakref
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -210,12 +211,15 @@ class ControlWriter:
         self._pid = os.getpid()
         self._is_closed = False
         self._fd = open_segment(ref, directory=directory, writable=True)
+        # A writer that an interrupt loses must not keep its record for as long as the process runs.
+        self._finalizer = weakref.finalize(self, _dispose, self._pid, self._fd)
+        self._finalizer.atexit = False
         try:
             self._check_header(publisher_id)
             self._start = self._claim(num_records(ref.nbytes))
             self._write()
         except OSError as error:
-            close_fd(self._fd)
+            self._finalizer()
             require_resources(error)
             msg = (
                 f"the control segment of publisher {publisher_id} cannot be written or read: "
@@ -223,7 +227,7 @@ class ControlWriter:
             )
             raise SegmentError(msg) from error
         except BaseException:
-            close_fd(self._fd)
+            self._finalizer()
             raise
 
     def _check_header(self, publisher_id: str) -> None:
@@ -275,7 +279,7 @@ class ControlWriter:
         with self._lock:
             if not self._is_closed:
                 self._is_closed = True
-                close_fd(self._fd)
+                self._finalizer()
 
     def _write(self) -> None:
         # A tensor that dies at any point of this may report, in this very thread: what it says is
@@ -312,3 +316,8 @@ class ControlWriter:
         # A copy: a tensor that dies meanwhile may report, in this very thread.
         updates = [report.model_dump() for report in list(self._updates.values())]
         return canonical_json({**self._identity, "updates": updates}).encode("ascii")
+
+
+def _dispose(pid: int, fd: int) -> None:
+    if os.getpid() == pid:  # in a forked child the number may be another descriptor's by now
+        close_fd(fd)

@@ -3,6 +3,7 @@
 import errno
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,10 @@ import torch
 from rl_bridge.bridge.bridges import make_weight_bridge
 from rl_bridge.errors import BridgeClosed, SegmentError
 from rl_bridge.memory import leases, vm
+from rl_bridge.memory.control import ControlWriter
 from rl_bridge.memory.slots import Slot
 from rl_bridge.transports import shared_memory
-from rl_bridge.transports.shared_memory import SharedMemory
+from rl_bridge.transports.shared_memory import SharedMemory, SharedMemoryHandle
 
 WEIGHTS = {"w": torch.arange(1000.0), "b": torch.zeros(3)}
 
@@ -152,3 +154,32 @@ def test_the_probe_takes_a_lease(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(leases, "try_shared", failing(errno.ENOLCK))
     found = SharedMemory.probe()
     assert (found.status, "locks" in found.cause) == ("blocked", True)
+
+
+# ---- the way back --------------------------------------------------------------------------------
+
+
+def handle_of(publisher: Any) -> SharedMemoryHandle:
+    """Of a publisher's end that carried nothing yet: its way back is there already."""
+    ref = publisher._control.segment.ref
+    return SharedMemoryHandle(slot=ref, control=ref, generation=1)
+
+
+def test_a_record_is_given_back_although_an_interrupt_kept_its_writer_from_being_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def interrupted(_: ControlWriter) -> None:
+        raise KeyboardInterrupt
+
+    before, after = (SharedMemory().publisher_end("a" * 32) for _ in range(2))  # it was restarted
+    consumer: Any = SharedMemory().consumer_end("rollout", 0)
+    consumer._writer("a" * 32, handle_of(before))
+    monkeypatch.setattr(ControlWriter, "close", interrupted)
+    with suppress(KeyboardInterrupt):
+        consumer._writer("a" * 32, handle_of(after))
+    monkeypatch.undo()
+    seen = [record.presence for publisher in (before, after) for record in publisher.records()]
+    assert seen == ["gone", "alive"]
+    consumer.close()
+    before.close()
+    after.close()
