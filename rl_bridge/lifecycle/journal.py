@@ -52,6 +52,43 @@ def _close_in_child() -> None:
 os.register_at_fork(after_in_child=_close_in_child)
 
 
+class _LockFile:
+    """The lock file, open. Whoever loses it, to an interrupt for instance, lets go of the lock."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        try:
+            # Not what it lies in: a path with a typing mistake is to be told, not made.
+            directory.mkdir(exist_ok=True)
+            self.fd = os.open(directory / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            msg = (
+                f"the state directory {directory} cannot be used: {error}. Make what it lies in, "
+                "or choose another one."
+            )
+            raise WeightBridgeError(msg) from error
+        # (Called once at most: `close` makes it void.)
+        self._finalizer = weakref.finalize(self, os.close, self.fd)
+        self._finalizer.atexit = False
+
+    @property
+    def is_open(self) -> bool:
+        return self._finalizer.alive
+
+    def lock(self) -> None:
+        try:
+            fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            msg = (
+                f"another live publisher uses the state directory {self.directory}. "
+                "Stop it first, or give this publisher a directory of its own."
+            )
+            raise WeightBridgeUnavailableError(msg) from error
+
+    def close(self) -> None:
+        self._finalizer()
+
+
 class Journal:
     """Hands out versions that only grow; durable where a directory is given."""
 
@@ -69,17 +106,14 @@ class Journal:
 
         """
         self._lock = threading.Lock()
-        self._directory = None if state_dir is None else Path(state_dir)
-        # Open as long as the lock is held. A journal that is dropped without `close` must not keep
-        # its directory until the process ends. (Called once at most: `close` makes it void.)
-        self._unlock: weakref.finalize[[int], Journal] | None = None
-        self._fd = -1
+        self._held: _LockFile | None = None  # without a state directory
         self._last: int | None = None
         self.publisher_id = uuid.uuid4().hex
-        if self._directory is not None:
-            self._hold(self._acquire(self._directory))
+        if state_dir is not None:
+            directory = Path(state_dir)
+            self._acquire(directory)
             _OPEN.add(self)
-            self._load(self._directory)
+            self._load(directory)
 
     @property
     def last_version(self) -> int | None:
@@ -114,20 +148,21 @@ class Journal:
 
         """
         with self._lock:
-            if self._unlock is not None and not self._unlock.alive:
-                msg = f"the journal in {self._directory} is closed. Make a new publisher."
+            held = self._held
+            if held is not None and not held.is_open:
+                msg = f"the journal in {held.directory} is closed. Make a new publisher."
                 raise BridgeClosed(msg)
             self.check(version)
-            if self._directory is not None:
-                self._hold_on(self._directory, version)
-                self._write(self._directory, version)
+            if held is not None:
+                self._hold_on(held, version)
+                self._write(held.directory, version)
             self._last = version
 
     def close(self) -> None:
         """Let another publisher use the directory."""
         with self._lock:
-            if self._unlock is not None:
-                self._unlock()
+            if self._held is not None:
+                self._held.close()
 
     def abandon(self) -> None:
         """Let go in a forked child: there, another thread's lock would stay taken for ever."""
@@ -142,51 +177,29 @@ class Journal:
         """Close."""
         self.close()
 
-    def _acquire(self, directory: Path) -> int:
+    def _acquire(self, directory: Path, *, version: int | None = None) -> None:
+        """Take the lock; with a `version`, in place of one on a file that was removed."""
+        file = _LockFile(directory)
         try:
-            # Not what it lies in: a path with a typing mistake is to be told, not made.
-            directory.mkdir(exist_ok=True)
-            fd = os.open(directory / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        except OSError as error:
-            msg = (
-                f"the state directory {directory} cannot be used: {error}. Make what it lies in, "
-                "or choose another one."
-            )
-            raise WeightBridgeError(msg) from error
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BaseException as error:
-            os.close(fd)
-            if not isinstance(error, OSError):
-                raise
-            msg = (
-                f"another live publisher uses the state directory {directory}. "
-                "Stop it first, or give this publisher a directory of its own."
-            )
-            raise WeightBridgeUnavailableError(msg) from error
-        return fd
+            file.lock()
+            if version is not None:
+                self._require_unchanged(directory, version)
+            self._held = file
+        except BaseException:
+            # At once, whoever keeps the exception: the next claim must find out again.
+            if self._held is not file:
+                file.close()
+            raise
 
-    def _hold(self, fd: int) -> None:
-        before, self._fd = self._unlock, fd
-        self._unlock = weakref.finalize(self, os.close, fd)
-        self._unlock.atexit = False
-        if before is not None:
-            before()  # the lock on a file that was removed meanwhile
-
-    def _hold_on(self, directory: Path, version: int) -> None:
+    def _hold_on(self, held: _LockFile, version: int) -> None:
         """Make sure that the lock that is held is the one that another publisher would look at."""
         try:
-            if os.path.samestat(os.fstat(self._fd), (directory / _LOCK).stat()):
+            if os.path.samestat(os.fstat(held.fd), (held.directory / _LOCK).stat()):
                 return
         except OSError:
             pass  # removed, as by a cleaner of old files; what else it is, comes up below
-        fd = self._acquire(directory)
-        try:
-            self._require_unchanged(directory, version)
-        except BaseException:
-            os.close(fd)  # the next claim must find out again
-            raise
-        self._hold(fd)
+        self._acquire(held.directory, version=version)
+        held.close()
 
     def _require_unchanged(self, directory: Path, version: int) -> None:
         record = _read(directory / _FILE)

@@ -1,10 +1,12 @@
 """The journal when its publisher is killed or interrupted, or called from many threads."""
 
 import fcntl
+import linecache
 import os
 import signal
 import threading
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -14,7 +16,7 @@ from rl_bridge.errors import (
 )
 from rl_bridge.lifecycle.journal import Journal
 from rl_bridge.testing.processes import until
-from tests.helpers import forking
+from tests.helpers import forking, tracing
 
 # Each call of the operating system that `reserve` makes; the child dies just before it.
 POINTS = ["open", "fsync", "replace", "fsync-directory", "return"]
@@ -139,3 +141,59 @@ def test_an_interrupt_while_the_lock_is_taken_leaves_the_directory_free(
     monkeypatch.undo()
     with Journal(tmp_path) as journal:
         journal.reserve(1)
+
+
+class InterruptBehindTheLock:
+    """Traces this thread; raises before the `number`-th line of the journal behind the lock's."""
+
+    def __init__(self, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._left = number
+        self.is_locked = self.struck = False
+        self._take = fcntl.flock
+        monkeypatch.setattr(fcntl, "flock", self._locked)
+
+    def _locked(self, fd: int, how: int) -> None:
+        self._take(fd, how)
+        self.is_locked = True
+
+    def __call__(self, frame: FrameType, event: str, _: Any) -> Any:
+        if not frame.f_code.co_filename.endswith("journal.py"):
+            return None
+        if self.is_locked and not self.struck and event == "line":
+            # Leaving a with block is traced as its line, where Python itself never interrupts.
+            line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+            if not line.lstrip().startswith("with "):
+                self._left -= 1
+                if self._left < 0:
+                    self.struck = True
+                    raise KeyboardInterrupt
+        return self
+
+
+@pytest.mark.parametrize("has_lost_its_lock", [False, True])
+def test_an_interrupt_anywhere_behind_the_lock_leaves_the_directory_to_the_next_claim(
+    has_lost_its_lock: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    number, struck = 0, True
+    while struck:
+        directory = tmp_path / str(number)
+        journal = Journal(directory) if has_lost_its_lock else None
+        if journal is not None:
+            journal.reserve(1)
+            (directory / "publisher.lock").unlink()
+        tracer = InterruptBehindTheLock(number, monkeypatch)
+        try:
+            with tracing(tracer):
+                if journal is None:
+                    journal = Journal(directory)
+                else:
+                    journal.reserve(2)
+        except KeyboardInterrupt:
+            assert tracer.struck
+        struck = tracer.struck
+        with journal or Journal(directory) as again:
+            again.reserve(3)
+        with Journal(directory) as other:
+            assert other.last_version == 3
+        number += 1
+    assert number > 5
