@@ -15,9 +15,16 @@ from collections.abc import Mapping
 from rl_bridge.bridge.acknowledgement import describe
 from rl_bridge.bridge.guards import as_manifest, require_own_process
 from rl_bridge.bridge.order import Order
-from rl_bridge.bridge.records import ImportedUpdate, checked_timings, remember, verified
+from rl_bridge.bridge.records import (
+    ImportedUpdate,
+    checked_timings,
+    remember,
+    report_of,
+    verified,
+)
 from rl_bridge.errors import (
     BridgeClosed,
+    ChecksumMismatch,
     ForeignTransport,
     MalformedManifest,
     UnknownUpdate,
@@ -28,14 +35,15 @@ from rl_bridge.lifecycle.machine import Lifecycle, Observer
 from rl_bridge.lifecycle.table import Event, Role, State
 from rl_bridge.manifest.canonical import JSONValue, freeze, thaw
 from rl_bridge.manifest.model import WeightUpdateManifest
-from rl_bridge.memory.control import UpdateReport
 from rl_bridge.memory.imported import ImportedTensors
 from rl_bridge.transports.base import ConsumerEnd, Transport
 
 __all__ = ["Consumer"]
 
 _LOG = logging.getLogger(__name__)
+# (Released, if an observer of the step did that at once.)
 _ACKNOWLEDGED = frozenset({State.ACKNOWLEDGED, State.RELEASED})
+_OVER = frozenset({State.REJECTED, State.RELEASED})
 
 
 class Consumer:
@@ -113,7 +121,12 @@ class Consumer:
                         "Import the one that its publisher sent, or release the update first."
                     )
                     raise WeightUpdateRejectedError(msg)
-                return verified(manifest, known, known.attachment)
+                try:
+                    return verified(manifest, known, known.attachment)
+                except ChecksumMismatch as error:
+                    if known.lifecycle.allows(Event.REJECT):  # else an engine holds it already
+                        self._refuse(known, describe(error), forget=True)
+                    raise
             record = self._announce(manifest.update_id, manifest)
             try:
                 start = time.perf_counter()
@@ -167,7 +180,7 @@ class Consumer:
             try:
                 record.lifecycle.fire(Event.ACKNOWLEDGE)
             finally:  # an interrupt may come right before the step is taken, or right behind it
-                if record.lifecycle.state is State.ACKNOWLEDGED:
+                if record.lifecycle.state in _ACKNOWLEDGED:
                     record.proof = evidence
                     record.timings_ms |= timings
                     self._settle()
@@ -310,56 +323,44 @@ class Consumer:
             weight_version=-1 if manifest is None else manifest.weight_version,
             observer=self._observer,
         )
-        record = ImportedUpdate(update_id, manifest, lifecycle)
+        known = self._updates.get(update_id)  # tensors of an earlier import of it may live
+        buffers = [] if known is None else known.living_buffers
+        record = ImportedUpdate(update_id, manifest, lifecycle, buffers=buffers)
         remember(self._updates, update_id, record)
         return record
 
     def _refuse(self, record: ImportedUpdate, reason: str, *, forget: bool = False) -> None:
         if not record.lifecycle.allows(Event.REJECT):
             record.lifecycle.fire(Event.REJECT)  # raises, and says why
+        # With `forget` the mapping gives its memory back as well, whoever still holds it: the
+        # frames of the exception that is on its way, for instance.
+        attachment = record.attachment if forget else None
         try:
             record.lifecycle.fire(Event.REJECT, reason=reason)
         finally:  # as in `acknowledge`
-            # (Released, if an observer of the step did that at once.)
-            if record.lifecycle.state in {State.REJECTED, State.RELEASED}:
+            if record.lifecycle.state in _OVER:
                 self._order.rejected(record.update_id, record.manifest)
-                self._drop(record, forget=forget)
+                self._drop(record)
+                if attachment is not None:
+                    attachment.tensors.forget()
 
-    def _drop(self, record: ImportedUpdate, *, forget: bool = False) -> None:
-        """Let go of the bytes and tell the publisher, now and when the last tensor died.
-
-        With `forget` the mapping gives its memory back as well, whoever still holds it: the
-        frames of the exception that is on its way, for instance.
-        """
+    def _drop(self, record: ImportedUpdate) -> None:
+        """Let go of the bytes and tell the publisher, now and when the last tensor died."""
         attachment, record.attachment = record.attachment, None
-        if attachment is None or attachment.tensors.is_forgotten:
-            self._report(record)
-            return
-        buffer = attachment.tensors.pin.buffer
-        alive = weakref.ref(buffer)
-        later = weakref.finalize(
-            buffer, _report_later, weakref.ref(self), weakref.ref(record.lifecycle)
-        )
-        later.atexit = False  # where the process ends, the kernel tells: its lock is gone
-        if forget:
-            attachment.tensors.forget()
-        del attachment, buffer
-        self._report(record, held=alive() is not None)
+        if attachment is not None and not attachment.tensors.is_forgotten:
+            buffer = attachment.tensors.pin.buffer
+            record.buffers.append(weakref.ref(buffer))
+            later = weakref.finalize(buffer, _report_later, weakref.ref(self), record.update_id)
+            later.atexit = False  # where the process ends, the kernel tells: its lock is gone
+            del buffer
+        del attachment
+        self._report(record)
 
-    def _report(self, record: ImportedUpdate, *, held: bool = False) -> None:
+    def _report(self, record: ImportedUpdate) -> None:
         manifest = record.manifest
         if manifest is None or self._is_closed:
             return
-        lifecycle = record.lifecycle
-        report = UpdateReport(
-            update_id=manifest.update_id,
-            weight_version=manifest.weight_version,
-            state=str(lifecycle.state),
-            reason=lifecycle.reason,
-            proof=None if record.proof is None else dict(record.proof),
-            timings_ms=record.timings_ms,
-            tensors_held=held,
-        )
+        report = report_of(record, manifest)
         try:
             self._end.report(manifest, report)
         except Exception:  # noqa: BLE001 - logged in full
@@ -389,12 +390,9 @@ class Consumer:
 _IMPORT_PROOF: dict[str, JSONValue] = {"method": "import"}
 
 
-def _report_later(consumer: "weakref.ref[Consumer]", lifecycle: "weakref.ref[Lifecycle]") -> None:
-    """Tell the publisher that the last tensor of a released update died."""
-    owner, life = consumer(), lifecycle()
-    if owner is None or life is None:
-        return
-    for record in list(owner._updates.values()):  # noqa: SLF001 - this module's own class
-        if record.lifecycle is life:
-            owner._report(record)  # noqa: SLF001
-            return
+def _report_later(consumer: "weakref.ref[Consumer]", update_id: str) -> None:
+    """Tell the publisher that the last tensor of an update died that is over."""
+    owner = consumer()
+    record = None if owner is None else owner._updates.get(update_id)  # noqa: SLF001 - this module's own class
+    if owner is not None and record is not None and record.lifecycle.state in _OVER:
+        owner._report(record)  # noqa: SLF001

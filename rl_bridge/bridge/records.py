@@ -1,6 +1,7 @@
 """What a consumer remembers of each update that it met."""
 
 import time
+import weakref
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,10 +12,18 @@ from rl_bridge.lifecycle.table import State
 from rl_bridge.manifest.canonical import JSONValue, freeze
 from rl_bridge.manifest.compare import mismatch
 from rl_bridge.manifest.model import WeightUpdateManifest
+from rl_bridge.memory.control import UpdateReport
 from rl_bridge.memory.imported import ImportedTensors
 from rl_bridge.transports.base import Attachment
 
-__all__ = ["REMEMBERED", "ImportedUpdate", "checked_timings", "remember", "verified"]
+__all__ = [
+    "REMEMBERED",
+    "ImportedUpdate",
+    "checked_timings",
+    "remember",
+    "report_of",
+    "verified",
+]
 
 # Each remembered update keeps its manifest: with 40,000 tensors that is a megabyte.
 REMEMBERED = 32
@@ -31,6 +40,7 @@ class ImportedUpdate:
         attachment: its bytes, while they are held.
         proof: what the acknowledgement carried.
         timings_ms: phase -> milliseconds.
+        buffers: the memory of what was let go of here; it lives on with tensors of the update.
 
     """
 
@@ -40,6 +50,12 @@ class ImportedUpdate:
     attachment: Attachment | None = None
     proof: Mapping[str, JSONValue] | None = None
     timings_ms: dict[str, float] = field(default_factory=dict)
+    buffers: list[weakref.ref[object]] = field(default_factory=list)
+
+    @property
+    def living_buffers(self) -> list[weakref.ref[object]]:
+        """Those of `buffers` that tensors still hold."""
+        return [buffer for buffer in list(self.buffers) if buffer() is not None]
 
 
 def remember(
@@ -53,6 +69,19 @@ def remember(
         if surplus > 0 and updates[old].lifecycle.state in {State.RELEASED, State.REJECTED}:
             del updates[old]
             surplus -= 1
+
+
+def report_of(record: ImportedUpdate, manifest: WeightUpdateManifest) -> UpdateReport:
+    """What the publisher gets to know of an update, as it stands."""
+    return UpdateReport(
+        update_id=manifest.update_id,
+        weight_version=manifest.weight_version,
+        state=str(record.lifecycle.state),
+        reason=record.lifecycle.reason,
+        proof=None if record.proof is None else dict(record.proof),
+        timings_ms=record.timings_ms,
+        tensors_held=bool(record.living_buffers),
+    )
 
 
 def checked_timings(timings_ms: Mapping[str, float]) -> dict[str, float]:
