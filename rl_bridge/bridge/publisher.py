@@ -170,6 +170,15 @@ class Publisher:
                     table=plan.table,
                 )
                 look_for_suspicion(self._suspicious, self._latest, manifest)
+                # Before the number is used up: a filter of the user's logging may raise.
+                _LOG.info(
+                    "publishing version %d: %d tensors, %d bytes, %.1f ms so far, update %s",
+                    weight_version,
+                    manifest.tensor_count,
+                    manifest.total_nbytes,
+                    (time.perf_counter() - start) * 1e3,
+                    update_id,
+                )
                 # Last: a publication that failed leaves its number free, and one that is handed
                 # out has used it up for good.
                 self._journal.reserve(weight_version)
@@ -183,20 +192,16 @@ class Publisher:
                 self._updates[update_id] = _Published(manifest, lifecycle, timings)
                 self._latest = manifest
                 self._forget()
-                _LOG.info(
-                    "published version %d: %d tensors, %d bytes, %.1f ms, update %s",
-                    weight_version,
-                    manifest.tensor_count,
-                    manifest.total_nbytes,
-                    timings["publish"],
-                    update_id,
-                )
                 return manifest  # noqa: TRY300 - an interrupt up to here must find the handler
             except BaseException:
-                # Also for an interrupt right behind the last step: nobody got the manifest.
-                self._updates.pop(update_id, None)
-                self._latest = before
-                self._end.release(update_id)
+                # Also for an interrupt right behind the last step: nobody got the manifest. Twice,
+                # for one that comes in here: nobody else has the id that the slot goes by.
+                try:
+                    self._end.release(update_id)
+                finally:
+                    self._latest = before
+                    self._updates.pop(update_id, None)
+                    self._end.release(update_id)
                 raise
 
     def release(self, update_id: str) -> bool:
