@@ -25,6 +25,7 @@ from rl_bridge.bridge.transaction import Transaction, let_go
 from rl_bridge.errors import BridgeClosed, StaleUpdate, TornEngine, WeightUpdateRejectedError
 from rl_bridge.installers.base import TransactionalAdapter, WeightInstallAdapter
 from rl_bridge.installers.wrapped import as_transactional
+from rl_bridge.lifecycle.table import State
 from rl_bridge.manifest.compare import Policy
 from rl_bridge.manifest.model import WeightUpdateManifest
 
@@ -132,6 +133,7 @@ class RolloutExecutor:
         self._check_open()
         self._settle()
         self._refuse_active(manifest)
+        self._refuse_acknowledged(manifest)
         update = Transaction(
             manifest, bridge=self.bridge, standing=self._standing, adapter=self._adapter
         )
@@ -173,6 +175,8 @@ class RolloutExecutor:
     def is_torn(self) -> bool:
         """Whether the engine is neither at its version nor at another: it must not serve."""
         left = self._left_over()
+        if left is not None and left.is_acknowledged:
+            return False
         return self._standing.is_torn or (left is not None and left.leaves_a_mixture)
 
     def check_servable(self) -> None:
@@ -278,6 +282,16 @@ class RolloutExecutor:
                 "version in full."
             )
         raise StaleUpdate(msg)
+
+    def _refuse_acknowledged(self, manifest: WeightUpdateManifest) -> None:
+        """It says that another engine has it, by whoever shares the bridge: that must stand."""
+        if self._steps.is_in(manifest, State.ACKNOWLEDGED):
+            msg = (
+                f"version {manifest.weight_version} (update {manifest.update_id}) is acknowledged "
+                "on this bridge already, and not what this executor's engine holds. Publish a "
+                "later version, or call the bridge's release_imported() with it and try again."
+            )
+            raise StaleUpdate(msg)
 
     def _look_for_suspicion(self, manifest: WeightUpdateManifest) -> None:
         previous = self._standing.active

@@ -4,6 +4,7 @@ The executor does things to the engine; this remembers what they made of it, and
 """
 
 import logging
+from collections import OrderedDict
 from collections.abc import Mapping
 
 import torch
@@ -36,7 +37,7 @@ class Standing:
         self.last_ack: Acknowledgement | None = None
         """What the last acknowledged update left behind."""
         # The updates that tore the engine, each with its reason, the last one last.
-        self._torn: dict[str, tuple[WeightUpdateManifest, str]] = {}
+        self._torn: OrderedDict[str, tuple[WeightUpdateManifest, str]] = OrderedDict()
 
     @property
     def is_torn(self) -> bool:
@@ -99,35 +100,36 @@ class Standing:
     ) -> None:
         """An update failed at the engine, and so did its undo."""
         reason = f"{describe(error)}; undo: {describe(undo)}"
-        was_torn = self._torn.pop(manifest.update_id, None) is not None
+        # It is in the books all the time: between two lines an interrupt may come.
         self._torn[manifest.update_id] = (manifest, reason)
+        self._torn.move_to_end(manifest.update_id)
         error.add_note(f"rl_bridge: the undo failed too ({describe(undo)}); the engine is torn.")
-        if not was_torn or self._steps.is_in(manifest, State.INSTALLED):
+        # (Else it is torn already, or was released meanwhile, by whoever shares the bridge.)
+        if self._steps.is_in(manifest, State.STAGED, State.INSTALLED):
             self._steps.advance(manifest, Event.TEAR, reason=reason)
 
     def healed(self) -> None:
         """The undo of all that tore the engine is complete."""
         while self._torn:  # one at a time: an interrupt must not lose the others
-            manifest, _ = self.last_torn
-            self.given_up(manifest)
-            self._torn.pop(manifest.update_id, None)
+            self.given_up(self.last_torn[0])
 
     def activated(
         self, manifest: WeightUpdateManifest, weights: Mapping[str, torch.Tensor]
     ) -> list[WeightUpdateManifest]:
-        """An update is installed in full; returns those that tore the engine before it."""
-        torn, self._torn = self._torn, {}
+        """An update is installed in full; returns those that tore the engine before it.
+
+        They are in the books until each is given up.
+        """
         self.active = manifest
         self.update_id = manifest.update_id
         self.weights = weights
-        return [other for other, _ in torn.values() if other.update_id != manifest.update_id]
+        self._torn.pop(manifest.update_id, None)
+        return [other for other, _ in self._torn.values()]
 
     def given_up(self, manifest: WeightUpdateManifest) -> None:
-        """An update that tore the engine is overwritten by one that was installed in full."""
-        if self._steps.is_in(manifest, State.TORN):
-            self._steps.advance(manifest, Event.UNDO)
-        else:  # an interrupt came before it was said to be torn
-            self._reject(manifest, "it had torn the engine")
+        """Of an update that tore the engine, nothing is left there."""
+        self._reject(manifest, "it had torn the engine")
+        self._torn.pop(manifest.update_id, None)
 
     def released(self, update_id: str) -> None:
         """An update is let go of; the engine goes on with the bytes that it has."""
@@ -140,7 +142,10 @@ class Standing:
         if self._steps.is_in(manifest, State.REJECTED, State.RELEASED):
             return  # by an observer, or a trainer that shares the bridge
         try:
-            self._bridge.reject(manifest.update_id, reason)
+            if self._steps.is_in(manifest, State.TORN):
+                self._steps.advance(manifest, Event.UNDO)
+            else:
+                self._bridge.reject(manifest.update_id, reason)
         except Exception:  # noqa: BLE001 - logged in full
             _LOG.exception("version %d could not be rejected: %s", manifest.weight_version, reason)
 

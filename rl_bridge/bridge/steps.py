@@ -32,7 +32,10 @@ class FineSteps:
 
     def is_in(self, manifest: WeightUpdateManifest, *states: State) -> bool:
         """Whether an update is known to be in one of `states`."""
-        if self._bridge is None:
-            return False
-        consumer = self._bridge._consumer_end()  # noqa: SLF001 - the bridge's other half
-        return consumer.knows(manifest.update_id) and consumer.state(manifest.update_id) in states
+        # Not opened for the question: where it cannot be, as on a closed bridge, nothing is known.
+        consumer = None if self._bridge is None else self._bridge._consumer  # noqa: SLF001 - the bridge's other half
+        return (
+            consumer is not None
+            and consumer.knows(manifest.update_id)
+            and consumer.state(manifest.update_id) in states
+        )

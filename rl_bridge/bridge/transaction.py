@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
+from types import MappingProxyType
 
 import torch
 
@@ -32,6 +33,7 @@ from rl_bridge.memory.imported import ImportedTensors
 __all__ = ["Transaction", "let_go"]
 
 _LOG = logging.getLogger(__name__)
+_NOT_IMPORTED: Mapping[str, torch.Tensor] = MappingProxyType({})
 
 
 class Transaction:
@@ -54,7 +56,7 @@ class Transaction:
     ) -> None:
         """Begin; nothing is asked of bridge and engine yet."""
         self.manifest = manifest
-        self.tensors: Mapping[str, torch.Tensor] = {}
+        self.tensors = _NOT_IMPORTED
         self.is_over = False
         self._bridge = bridge
         self._steps = FineSteps(bridge)
@@ -63,12 +65,10 @@ class Transaction:
         self._clock = PhaseClock()
         self._proof = InstallProof(method="unproven")
         # How far it got; each is noted before the step that it tells of.
-        self._was_known = False
+        self._brings_it = False
         self._is_preparing = self._is_installing = self._is_acknowledging = False
         self._has_acknowledged = False
-        # What comes after the acknowledgement: updates that had torn the engine, the one before.
-        self._torn: list[WeightUpdateManifest] = []
-        self._previous = standing.update_id
+        self._previous = standing.update_id  # let go of behind the acknowledgement
 
     @property
     def is_acknowledged(self) -> bool:
@@ -95,8 +95,8 @@ class Transaction:
         """
         manifest, run = self.manifest, self._clock.run
         start = time.perf_counter()
-        # Imported by somebody else before: then a refusal at the door is not about that one.
-        self._was_known = self._steps.is_in(manifest, State.IMPORTED, State.VERIFIED)
+        # Else somebody imported it before: then a refusal at the door is not about that one.
+        self._brings_it = not self._steps.is_in(manifest, State.IMPORTED, State.VERIFIED)
         self.tensors = tensors = self._bridge.import_update(manifest)
         look(manifest)
         self._is_preparing = True
@@ -115,10 +115,10 @@ class Transaction:
     def activate(self) -> None:
         """Make an acknowledged update the active one, and let go of what was before."""
         manifest = self.manifest
-        self._torn += self._standing.activated(manifest, self.tensors)
-        steps: dict[str, Callable[[], object]] = {"commit": self._adapter.commit}
-        for other in self._torn:
+        steps: dict[str, Callable[[], object]] = {}
+        for other in self._standing.activated(manifest, self.tensors):
             steps[f"undo of update {other.update_id}"] = partial(self._standing.given_up, other)
+        steps["commit"] = self._adapter.commit
         if self._previous is not None and self._previous != manifest.update_id:
             steps[f"release of update {self._previous}"] = partial(
                 let_go, self._previous, adapter=self._adapter, bridge=self._bridge
@@ -162,9 +162,8 @@ class Transaction:
         else:
             if self._is_preparing:
                 self._abandon()
-            if self.tensors or (
-                not self._was_known
-                and self._steps.is_in(self.manifest, State.IMPORTED, State.VERIFIED)
+            if self.tensors is not _NOT_IMPORTED or (
+                self._brings_it and self._steps.is_in(self.manifest, State.IMPORTED, State.VERIFIED)
             ):
                 self._standing.refused(self.manifest, error)
         self._forget()
@@ -229,7 +228,9 @@ class Transaction:
 
     def _forget(self) -> None:
         """Give a refused update's memory back, although the frames of its exception hold it."""
-        if self._standing.is_torn_by(self.manifest) or not isinstance(self._bridge, TensorBridge):
+        # Where the bridge did not take the refusal, they are another one's.
+        is_refused = self._steps.is_in(self.manifest, State.REJECTED, State.RELEASED)
+        if self._standing.is_torn_by(self.manifest) or not is_refused:
             return
         if isinstance(self.tensors, ImportedTensors):
             self.tensors.forget()

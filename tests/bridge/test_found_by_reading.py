@@ -15,6 +15,7 @@ from rl_bridge.lifecycle.table import Event
 from rl_bridge.manifest.canonical import thaw
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.memory.module_state import ModuleState
+from tests.bridge.engines import InterruptAtLine
 from tests.helpers import tracing
 
 
@@ -92,24 +93,6 @@ def test_asking_for_the_active_version_at_any_moment_loses_no_acknowledgement(
         rollout.acknowledge(first.update_id)
 
 
-class _InterruptAtLine:
-    """Raises before the `number`-th line of a file, once."""
-
-    def __init__(self, number: int, file: str) -> None:
-        self._left, self._file = number, file
-        self.struck = False
-
-    def __call__(self, frame: Any, event: str, _: Any) -> Any:
-        if not frame.f_code.co_filename.endswith(self._file):
-            return None
-        if event == "line" and not self.struck:
-            self._left -= 1
-            if self._left < 0:
-                self.struck = True
-                raise KeyboardInterrupt
-        return self
-
-
 def test_an_interrupt_in_the_walk_of_a_module_is_made_good_by_the_next() -> None:
     number, struck = 0, True
     while struck:
@@ -117,7 +100,7 @@ def test_an_interrupt_in_the_walk_of_a_module_is_made_good_by_the_next() -> None
         state = ModuleState(module)
         state.tensors()
         module.append(torch.nn.Linear(2, 2))
-        tracer = _InterruptAtLine(number, "module_state.py")
+        tracer = InterruptAtLine(number, "module_state.py")
         try:
             with tracing(tracer):
                 state.tensors()
