@@ -28,6 +28,7 @@ The tree::
     │   ├── IncompatibleUpdate            prepare: names, shapes or dtypes do not fit the engine
     │   └── ProofFailed                   the engine does not hold what was installed
     ├── TornEngine                        an install failed and so did its undo
+    ├── EngineLost                        an engine in other processes died or cannot be reached
     ├── SegmentError                      shared memory that vanished, shrank or was replaced
     ├── SlotsExhausted                    every slot is held; the message names the holders
     ├── DeadlineExceeded(TimeoutError)
@@ -45,6 +46,7 @@ __all__ = [
     "DeadlineExceeded",
     "DigestMismatch",
     "DuplicateTensorName",
+    "EngineLost",
     "ForeignTransport",
     "IllegalTransition",
     "IncompatibleUpdate",
@@ -190,6 +192,13 @@ class TornEngine(WeightBridgeError):
     """An install failed and its undo failed too: the engine must not serve.
 
     The way out is a later update that installs in full, or a completed undo.
+    """
+
+
+class EngineLost(WeightBridgeError):
+    """An engine in other processes died, or cannot be reached any more.
+
+    The way out is a fresh engine, which gets the current version before it serves.
     """
 
 

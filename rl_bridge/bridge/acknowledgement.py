@@ -22,7 +22,9 @@ class Acknowledgement:
         weight_version: its version.
         root: its root; with the proof it says which bytes the engine holds.
         proof: what was found in the engine.
-        timings_ms: phase -> milliseconds: attach, verify, prepare, install, prove, total.
+        timings_ms: phase -> milliseconds: attach, verify, prepare, install, prove,
+            resume, total; engines tell more apart (pause, cache, label). All but the total add up
+            to it, but for what lies between them.
         total_nbytes: bytes of the update.
         peak_rss_nbytes: this process's peak resident memory so far.
 
@@ -43,6 +45,7 @@ class PhaseClock:
     def __init__(self) -> None:
         """Start with no phase."""
         self.timings_ms: dict[str, float] = {}
+        self._split: set[str] = set()
 
     def run(self, phase: str, action: Callable[[], T]) -> T:
         """Time `action` as `phase`, also if it fails."""
@@ -50,7 +53,18 @@ class PhaseClock:
         try:
             return action()
         finally:
-            self.timings_ms[phase] = (time.perf_counter() - start) * 1e3
+            self._add(phase, (time.perf_counter() - start) * 1e3)
+
+    def split(self, phase: str, inner: Mapping[str, float]) -> None:
+        """Tell phases inside of `phase` apart from it, each once: all together stay its time."""
+        for name, ms in inner.items():
+            if name not in self._split:
+                self._split.add(name)
+                self._add(name, ms)
+                self._add(phase, -ms)
+
+    def _add(self, phase: str, ms: float) -> None:
+        self.timings_ms[phase] = self.timings_ms.get(phase, 0.0) + ms
 
 
 def describe(error: BaseException) -> str:

@@ -1,8 +1,9 @@
 """The seam between an imported update and an engine.
 
-An adapter's life during one update: ``prepare`` (refuse before byte 0) -> ``install`` -> ``prove``,
-and ``undo`` after any failure. `RolloutExecutor` drives it. Adapters that have
-only ``install`` and ``release`` are wrapped by `rl_bridge.installers.wrapped`.
+An adapter's life during one update: ``prepare`` (refuse before byte 0) -> ``install`` -> ``prove``
+-> ``resume`` (let the engine serve it) -> ``commit``, and ``undo`` after any failure before that.
+`RolloutExecutor` drives it. Adapters that have only ``install`` and ``release`` are wrapped by
+`rl_bridge.installers.wrapped`.
 """
 
 from abc import ABC, abstractmethod
@@ -35,9 +36,10 @@ class InstallProof:
     """What was found in the engine after an install.
 
     Attributes:
-        method: how it was found: ``digest`` (every byte read in the engine), ``identity`` (the
-            engine's tensors are views of the mapping that was verified), ``import`` (no engine: the
-            verified mapping itself), ``unproven`` (the adapter shows nothing of its engine).
+        method: how it was found: ``digest`` (every byte read in the engine), ``digest+canary`` (the
+            same, and of weights that were packed away, products), ``identity`` (the engine's
+            tensors are views of the mapping that was verified), ``import`` (no engine: the verified
+            mapping itself), ``unproven`` (the adapter shows nothing of its engine).
         root: the root of what the engine holds; empty only where unproven.
         digested_nbytes: bytes read and digested in the engine.
         identical_nbytes: bytes shown to be the verified ones, without reading them again.
@@ -80,6 +82,17 @@ class TransactionalAdapter(ABC):
             ProofFailed: it is not the update that was installed.
 
         """
+
+    def resume(self) -> None:  # noqa: B027 - not every engine waits for something
+        """The install is proven: let the engine serve it. Any exception leads to `undo`."""
+
+    @property
+    def phases_ms(self) -> Mapping[str, float]:
+        """Phase -> milliseconds, of phases inside of `install`, `prove` and `resume`.
+
+        The acknowledgement tells them apart: what a step took is told without them.
+        """
+        return {}
 
     @abstractmethod
     def undo(self) -> None:

@@ -1,0 +1,1 @@
+"""Engine side of vLLM: from a verified update into a model that vLLM built and goes on serving."""

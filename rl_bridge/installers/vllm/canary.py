@@ -1,0 +1,106 @@
+"""Canaries: what shows that a packed copy of a weight is that weight's.
+
+On the CPU, vLLM packs the weights of linear layers for oneDNN and drops them. A pack cannot be read
+back, but it can be asked for products. A canary asks it for some of a fixed input, when the pack is
+made and the weight is still at hand, and compares them with the weight's own; after the install it
+asks again and must get the very same bits from the layer that serves.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from rl_bridge.errors import ProofFailed
+
+__all__ = ["Canary"]
+
+# Rows of the input. Each weight is asked about in one of them, and with an eighth of the others:
+# the fewer there are in a sum, the less of a wrong one is lost in rounding.
+_ROWS = 8
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Canary:
+    """A packed product, the layer that gets it, and what it answered when it was made.
+
+    Attributes:
+        path: name of the layer.
+        module: the layer.
+        product: the packed product.
+        inputs: columns of its weight.
+        answer: [8, out] in the layer's dtype.
+
+    """
+
+    path: str
+    module: torch.nn.Module
+    product: Any
+    inputs: int
+    answer: torch.Tensor
+
+    @classmethod
+    def make(
+        cls, path: str, module: torch.nn.Module, product: Any, weight: torch.Tensor
+    ) -> "Canary":
+        """Ask a new pack, and compare its answer with the weight's.
+
+        Raises:
+            ProofFailed: the pack is not that of `weight`, shape [out, in].
+
+        """
+        inputs = weight.shape[1]
+        asked = _question(inputs, weight.dtype)
+        weight = weight.detach()
+        answer = product(asked, weight, None)
+        wrong = _differ(answer, torch.nn.functional.linear(asked, weight), inputs)
+        if wrong:
+            msg = (
+                f"layer {path!r}: {wrong} of {answer.numel()} products of its packed weight differ "
+                "from the weight's own. The engine was not touched; publish again, and look at "
+                "the machine's memory if it happens again."
+            )
+            raise ProofFailed(msg)
+        return cls(path, module, product, inputs, answer)
+
+    def check(self) -> None:
+        """Ask the layer that serves.
+
+        Raises:
+            ProofFailed: it computes with something else.
+
+        """
+        serving: Any = vars(self.module).get("cpu_linear")
+        weight = self.module._parameters["weight"]  # noqa: SLF001 - torch has no other way in
+        what = "is not the one that was made for this version"
+        if serving is self.product:
+            asked = _question(self.inputs, self.answer.dtype)
+            if torch.equal(serving(asked, weight, None), self.answer):
+                return
+            what = "answers otherwise than when it was made"
+        msg = (
+            f"layer {self.path!r}: its packed weight {what}. Install the update again; if that "
+            "fails too, something else writes to the engine."
+        )
+        raise ProofFailed(msg)
+
+
+@lru_cache(maxsize=64)
+def _question(inputs: int, dtype: torch.dtype) -> torch.Tensor:
+    """The fixed input, [8, inputs]: every input in one row, as 1 or -1."""
+    signs = torch.randint(0, 2, (inputs,), generator=torch.Generator().manual_seed(inputs)) * 2 - 1
+    rows = torch.zeros(_ROWS, inputs)
+    rows[torch.arange(inputs) % _ROWS, torch.arange(inputs)] = signs.float()
+    return rows.to(dtype)
+
+
+def _differ(answer: torch.Tensor, expected: torch.Tensor, inputs: int) -> int:
+    """Count products that differ by more than rounding can make them differ.
+
+    Both sum in single precision, each in its own order, and round once.
+    """
+    rounding = torch.finfo(answer.dtype).eps * torch.maximum(answer.abs(), expected.abs()).float()
+    summing = 2 * (inputs / _ROWS) ** 0.5 * torch.finfo(torch.float32).eps
+    scale = expected.abs().amax(dim=1, keepdim=True).float()
+    return int(((answer.float() - expected.float()).abs() > rounding + summing * scale).sum())

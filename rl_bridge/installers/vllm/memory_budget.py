@@ -1,0 +1,44 @@
+"""Whether there is memory to stage an update, asked before a byte of it is."""
+
+from pathlib import Path
+
+from rl_bridge.errors import IncompatibleUpdate
+
+__all__ = ["available_nbytes", "check_budget"]
+
+
+def available_nbytes() -> int | None:
+    """Bytes that this process can still get on the host: the machine's, or its control group's."""
+    found = [
+        int(line.split()[1]) * 1024
+        for line in _lines(Path("/proc/meminfo"))
+        if line.startswith("MemAvailable:")
+    ]
+    limit, used = (_lines(Path("/sys/fs/cgroup") / f"memory.{name}") for name in ("max", "current"))
+    if limit and used and limit[0].strip() != "max":
+        found.append(int(limit[0]) - int(used[0]))
+    return min(found, default=None)
+
+
+def check_budget(needed: int, budget: int | None, version: int) -> None:
+    """Refuse what does not fit.
+
+    Raises:
+        IncompatibleUpdate: staging takes more than `budget`, or than there is.
+
+    """
+    given = available_nbytes() if budget is None else budget
+    if given is not None and needed > given:
+        whose = "the machine has" if budget is None else "memory_budget_nbytes allows"
+        msg = (
+            f"version {version}: staging it beside the serving one takes {needed} bytes more, "
+            f"{whose} {given}. Free memory, or give the engine's caches less."
+        )
+        raise IncompatibleUpdate(msg)
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text(encoding="ascii").splitlines()
+    except OSError:
+        return []  # not Linux, or no control group: then that one does not bound us

@@ -1,0 +1,224 @@
+"""`VLLMModelInstaller`: installs updates into the model of one vLLM worker, all or nothing.
+
+The next version is made beside the serving one (`rl_bridge.installers.vllm.staging`); the install
+itself exchanges references and takes microseconds a layer, whatever the model's size. Undoing it
+exchanges them back: the engine has the very objects again that it had before.
+"""
+
+import logging
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from rl_bridge.errors import IncompatibleUpdate, ProofFailed
+from rl_bridge.installers.base import InstallProof, TransactionalAdapter
+from rl_bridge.installers.threads import checked_threads
+from rl_bridge.installers.vllm.evidence import Evidence, Untouched
+from rl_bridge.installers.vllm.exchange import Exchange
+from rl_bridge.installers.vllm.memory_budget import check_budget
+from rl_bridge.installers.vllm.parts import unsupported
+from rl_bridge.installers.vllm.routes import LoadPlan, learn
+from rl_bridge.installers.vllm.staging import Spares, Staged, stage
+from rl_bridge.manifest.model import WeightUpdateManifest
+
+__all__ = ["VLLMModelInstaller"]
+
+_LOG = logging.getLogger(__name__)
+_PLANS = 4
+_SHOWN = 5
+
+
+class VLLMModelInstaller(TransactionalAdapter):
+    """Installs updates into one worker's model. Call it from the thread that runs the model.
+
+    The update's names, shapes and dtypes are those of a checkpoint of the model; where each tensor
+    goes (fused, sliced, tied, padded) is learned once from the engine's own loader.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        vllm_config: Any,
+        *,
+        cast: bool = False,
+        memory_budget_nbytes: int | None = None,
+        num_threads: int | None = None,
+    ) -> None:
+        """Configure; the model is only looked at.
+
+        Args:
+            model: the worker's model, loaded by vLLM.
+            vllm_config: the engine's configuration.
+            cast: True lets an update's dtype differ from the engine's; vLLM's loader casts then.
+            memory_budget_nbytes: what staging may take beyond what it holds; None takes what the
+                machine has to give.
+            num_threads: threads that digest; None takes the usable cores.
+
+        Raises:
+            ValueError: less than one thread, or a negative budget.
+
+        """
+        if memory_budget_nbytes is not None and memory_budget_nbytes < 0:
+            raise ValueError(f"memory_budget_nbytes={memory_budget_nbytes}: expected 0 or more.")
+        self._model = model
+        self._config = vllm_config
+        self._cast = cast
+        self._budget = memory_budget_nbytes
+        self._num_threads = checked_threads(num_threads)
+        self._plans: OrderedDict[str, LoadPlan] = OrderedDict()
+        self._spares = Spares()
+        self._staged: Staged | None = None
+        self._evidence: Evidence | None = None
+        self._untouched: Untouched | None = None
+        self._exchange = Exchange()
+
+    def prepare(self, manifest: WeightUpdateManifest, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Make the next version beside the serving one; nothing that serves is written.
+
+        Raises:
+            IncompatibleUpdate: names, shapes, dtypes, numbers that are not finite, or memory.
+            ProofFailed: what was made is not what the update says.
+
+        """
+        self.abandon()
+        plan = self._plan(manifest)
+        check_budget(self._spares.missing_nbytes(plan), self._budget, manifest.weight_version)
+        _check_finite(tensors, plan)
+        evidence = Evidence(manifest, tensors, plan, num_threads=self._num_threads)
+        self._staged = staged = Staged()  # noted first: what fails half-way is let go of
+        for assembled in stage(plan, tensors, self._spares, self._config, staged):
+            evidence.add(assembled)
+        evidence.seal(staged)
+        self._evidence = evidence
+
+    def install(self, manifest: WeightUpdateManifest, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Exchange. Prepares by itself where that was not done.
+
+        Raises:
+            WeightBridgeError: call `undo`.
+
+        """
+        if self._evidence is None:
+            self.prepare(manifest, tensors)
+        assert self._staged is not None
+        written = [change.live for change in self._staged.tensors]
+        self._untouched = Untouched(self._model, written, num_threads=self._num_threads)
+        self._exchange.apply(self._staged)
+
+    def prove(self) -> InstallProof:
+        """Read what the engine holds.
+
+        Raises:
+            ProofFailed: it is not what was installed.
+
+        """
+        if self._staged is None or self._evidence is None or self._untouched is None:
+            msg = "nothing was installed that could be proven. Call install first."
+            raise ProofFailed(msg)
+        proof = self._evidence.check(self._staged)
+        self._untouched.check()
+        return proof
+
+    def undo(self) -> None:
+        """Exchange back: the engine has the objects and bytes again that it had."""
+        self._exchange.undo()
+        self.abandon()
+
+    def abandon(self) -> None:
+        """Let go of what was staged; its memory is kept for the next update."""
+        if self._exchange.is_begun:
+            return
+        staged, self._staged = self._staged, None
+        self._evidence = self._untouched = None
+        for change in [] if staged is None else staged.tensors:
+            if change.index is not None:
+                self._spares.keep(change.index, change.fresh)
+
+    def commit(self) -> None:
+        """Keep the memory of the version before for the next one."""
+        for change, memory in self._exchange.forget():
+            if change.index is not None:
+                self._spares.keep(change.index, memory)
+        self._staged = self._evidence = self._untouched = None
+
+    def release(self, update_id: str) -> None:
+        """Nothing is kept of an update: the engine has memory of its own."""
+
+    # ---- inside ---------------------------------------------------------------------------------
+
+    def _plan(self, manifest: WeightUpdateManifest) -> LoadPlan:
+        table = manifest.table
+        plan = self._plans.get(table.digest)
+        if plan is None:
+            self._check_layers()
+            kinds = {
+                name: (getattr(torch, table.dtypes[row]), table.shapes[row])
+                for name, row in table.rows.items()
+            }
+            plan = learn(self._model, kinds, self._config)
+            self._check_landed(plan, manifest)
+            self._check_dtypes(plan, kinds)
+            self._plans[table.digest] = plan
+            while len(self._plans) > _PLANS:
+                self._plans.popitem(last=False)
+        self._plans.move_to_end(table.digest)
+        return plan
+
+    def _check_layers(self) -> None:
+        for name, layer in self._model.named_modules():
+            reason = unsupported(layer)
+            if reason is not None:
+                msg = (
+                    f"layer {name!r}: {reason}, which cannot be made beside the serving layer. "
+                    "Install it by VLLMReloadAdapter, which lets vLLM load it."
+                )
+                raise IncompatibleUpdate(msg)
+
+    def _check_landed(self, plan: LoadPlan, manifest: WeightUpdateManifest) -> None:
+        rows = manifest.table.rows
+        landed = {rows[name] for name in plan.landed}
+        lost = [name for name, row in rows.items() if row not in landed]
+        if lost:
+            msg = (
+                f"the engine's loader puts {len(lost)} tensors of the update nowhere: "
+                f"{lost[:_SHOWN]}. Publish the model that the engine serves, and no others."
+            )
+            raise IncompatibleUpdate(msg)
+
+    def _check_dtypes(
+        self, plan: LoadPlan, kinds: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+    ) -> None:
+        if self._cast:
+            return
+        for route in plan.routes():
+            target, dtype = plan.targets[route.target], kinds[route.source][0]
+            if dtype != target.meta.dtype:
+                msg = (
+                    f"tensor {route.source!r} is {_name(dtype)}, parameter {target.name!r} is "
+                    f"{_name(target.meta.dtype)}. Publish in the engine's dtype, or say cast=True."
+                )
+                raise IncompatibleUpdate(msg)
+
+
+def _check_finite(tensors: Mapping[str, torch.Tensor], plan: LoadPlan) -> None:
+    """Refuse NaN and Inf: a request that ran once with them leaves them in its cached blocks."""
+    for name in plan.landed:
+        tensor = tensors[name]
+        if not tensor.numel() or not tensor.is_floating_point():
+            continue
+        if tensor.element_size() == 1:
+            tensor = tensor.to(torch.float32)  # torch cannot compare float8
+        low, high = torch.aminmax(tensor)  # NaN wins over every number
+        if not (low.isfinite() and high.isfinite()):
+            bad = int((~torch.isfinite(tensor)).sum())
+            msg = (
+                f"tensor {name!r}: {bad} of its {tensor.numel()} numbers are NaN or Inf. Look at "
+                "the training step that made them; the engine keeps its version."
+            )
+            raise IncompatibleUpdate(msg)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

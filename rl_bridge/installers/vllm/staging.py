@@ -1,0 +1,262 @@
+"""The next version of a model's parameters, made beside the serving ones.
+
+Everything that takes time or may fail happens here, on memory that no request reads: parameters
+are assembled, and processed by vLLM's own code on a stand-in of each layer. What is left for the
+install is a list of exchanges.
+"""
+
+import copy
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from rl_bridge.errors import IncompatibleUpdate
+from rl_bridge.installers.vllm.canary import Canary
+from rl_bridge.installers.vllm.parts import config_context
+from rl_bridge.installers.vllm.routes import LoadPlan, Route
+from rl_bridge.installers.vllm.skeleton import Target, User
+
+__all__ = ["Assembled", "AttributeChange", "Spares", "Staged", "TensorChange", "stage"]
+
+_OWN = frozenset({"_parameters", "_buffers", "_modules", "quant_method"})
+
+
+@dataclass(slots=True, eq=False)
+class TensorChange:
+    """A serving parameter, and the memory that it gets.
+
+    Attributes:
+        name: full name.
+        live: the parameter object, which stays.
+        fresh: its next content.
+        index: position of the target that it is; None where processing made it.
+
+    """
+
+    name: str
+    live: torch.Tensor
+    fresh: torch.Tensor
+    index: int | None
+
+
+@dataclass(slots=True, eq=False)
+class AttributeChange:
+    """What a layer computes with instead of a parameter: a packed product, for instance."""
+
+    path: str
+    module: torch.nn.Module
+    key: str
+    value: object
+
+
+@dataclass(slots=True, eq=False)
+class Assembled:
+    """One parameter as its loader would have filled it.
+
+    Attributes:
+        index: position of the target.
+        tensor: the memory.
+        borrowed: whether that is the imported tensor itself: nothing was copied.
+
+    """
+
+    index: int
+    tensor: torch.Tensor
+    borrowed: bool
+
+
+@dataclass(slots=True)
+class Staged:
+    """Everything that an install exchanges, and what proves it.
+
+    Attributes:
+        tensors: parameters and their next content.
+        attributes: what layers compute with.
+        canaries: one for each packed product.
+        nbytes: bytes that were assembled.
+
+    """
+
+    tensors: list[TensorChange] = field(default_factory=list)
+    attributes: list[AttributeChange] = field(default_factory=list)
+    canaries: list[Canary] = field(default_factory=list)
+    nbytes: int = 0
+
+
+class Spares:
+    """Memory of the version before the active one, for the next: no page is touched anew."""
+
+    def __init__(self) -> None:
+        """Begin with none."""
+        self._tensors: dict[int, torch.Tensor] = {}
+        self._scratch = torch.empty(0, dtype=torch.uint8)
+
+    def take(self, index: int, target: Target) -> torch.Tensor:
+        """Memory for a parameter that stays."""
+        spare = self._tensors.pop(index, None)
+        return target.empty() if spare is None else spare
+
+    def keep(self, index: int, tensor: torch.Tensor) -> None:
+        """Keep what a parameter no longer needs."""
+        self._tensors[index] = tensor
+
+    def scratch(self, target: Target) -> torch.Tensor:
+        """Memory for a parameter that is packed at once and not kept; valid until the next call."""
+        meta = target.meta
+        nbytes = meta.numel() * meta.element_size()
+        if self._scratch.numel() < nbytes:
+            self._scratch = torch.empty(nbytes, dtype=torch.uint8)
+        flat = self._scratch[:nbytes].view(meta.dtype)
+        return torch.as_strided(flat, tuple(meta.shape), meta.stride())
+
+    def missing_nbytes(self, plan: LoadPlan) -> int:
+        """Bytes that the next update takes beyond what is here: parameters, packs, scratch."""
+        kept = packed = scratch = 0
+        for index in plan.steps:
+            target = plan.targets[index]
+            nbytes = target.meta.numel() * target.meta.element_size()
+            if target.is_consumed:
+                packed += nbytes
+                scratch = max(scratch, nbytes)
+            elif index not in self._tensors:
+                kept += nbytes
+        return kept + packed + max(0, scratch - self._scratch.numel())
+
+    def clear(self) -> None:
+        """Give all of it back."""
+        self._tensors = {}
+        self._scratch = torch.empty(0, dtype=torch.uint8)
+
+
+def stage(
+    plan: LoadPlan,
+    tensors: Mapping[str, torch.Tensor],
+    spares: Spares,
+    vllm_config: Any,
+    staged: Staged,
+) -> Iterator[Assembled]:
+    """Make the next version, one parameter after another; the serving model is only read.
+
+    Yields:
+        Each parameter when it is assembled and before it is processed: the one moment at which the
+        bytes of a packed parameter can be read.
+
+    Raises:
+        IncompatibleUpdate: vLLM's processing makes something else of it than the engine has.
+
+    """
+    layers: dict[int, list[int]] = {}
+    for index in plan.steps:
+        for user in plan.targets[index].users:
+            layers.setdefault(id(user.module), []).append(index)
+    done: set[int] = set()
+    fresh: dict[int, torch.Tensor] = {}
+    for index in plan.steps:
+        if index in done:
+            continue
+        # Together: all parameters of one layer (weight and bias, experts) are processed at once.
+        group = _closure(plan, index, layers)
+        done.update(group)
+        consumed = [i for i in group if plan.targets[i].is_consumed]
+        for i in group:
+            assembled = _assemble(plan, i, tensors, spares, alone=len(consumed) == 1)
+            fresh[i] = assembled.tensor
+            staged.nbytes += 0 if assembled.borrowed else assembled.tensor.nbytes
+            yield assembled
+        users = {id(user.module): user for i in group for user in plan.targets[i].users}
+        for user in users.values():
+            given = {
+                other.leaf: (i, plan.targets[i].like(fresh[i]))
+                for i in group
+                for other in plan.targets[i].users
+                if other.module is user.module
+            }
+            with config_context(vllm_config), torch.no_grad():
+                _process(user, given, staged)
+        for i in consumed:
+            del fresh[i]
+
+
+def _closure(plan: LoadPlan, index: int, layers: Mapping[int, list[int]]) -> list[int]:
+    group = [index]
+    for i in group:
+        for user in plan.targets[i].users:
+            group += [other for other in layers[id(user.module)] if other not in group]
+    return group
+
+
+def _assemble(
+    plan: LoadPlan,
+    index: int,
+    tensors: Mapping[str, torch.Tensor],
+    spares: Spares,
+    *,
+    alone: bool,
+) -> Assembled:
+    target, steps = plan.targets[index], plan.steps[index]
+    if target.is_consumed and len(steps) == 1:
+        step = steps[0]
+        if isinstance(step, Route) and step.is_whole:
+            tensor = tensors[step.source]
+            if tensor.dtype == target.meta.dtype and tensor.shape == target.meta.shape:
+                return Assembled(index, tensor, borrowed=True)
+    if target.is_consumed:
+        memory = spares.scratch(target) if alone else target.empty()
+    else:
+        memory = spares.take(index, target)
+    plan.assemble(index, tensors, memory)
+    return Assembled(index, memory, borrowed=False)
+
+
+def _process(user: User, given: Mapping[str, tuple[int, torch.Tensor]], staged: Staged) -> None:
+    """Let vLLM process a stand-in that has the fresh parameters, and note what came of it."""
+    module = user.module
+    stand_in: torch.nn.Module = object.__new__(type(module))
+    state = vars(stand_in)
+    state.update(vars(module))
+    live: Mapping[str, torch.Tensor | None] = module._parameters  # noqa: SLF001 - torch has no other way in
+    state["_parameters"] = {**live, **{leaf: tensor for leaf, (_, tensor) in given.items()}}
+    state["_buffers"] = dict(module._buffers)  # noqa: SLF001 - as above
+    method: Any = getattr(module, "quant_method", None)
+    if hasattr(method, "process_weights_after_loading"):
+        own = copy.copy(method)
+        if getattr(own, "moe_kernel", None) is not None:
+            own.moe_kernel = None  # else it takes the packed weights for the unpacked ones
+        state["quant_method"] = own
+        own.process_weights_after_loading(stand_in)
+    for leaf, fresh in state["_parameters"].items():
+        if fresh is not None and fresh is not live.get(leaf):
+            _note_tensor(User(user.path, module, leaf), fresh, given, staged)
+    for key, value in state.items():
+        if key not in _OWN and vars(module).get(key, _OWN) is not value:
+            staged.attributes.append(AttributeChange(user.path, module, key, value))
+            if key == "cpu_linear" and "weight" in given:
+                weight = given["weight"][1]
+                staged.canaries.append(Canary.make(user.path, module, value, weight))
+
+
+def _note_tensor(
+    user: User, fresh: torch.Tensor, given: Mapping[str, tuple[int, torch.Tensor]], staged: Staged
+) -> None:
+    live: torch.Tensor | None = user.module._parameters.get(user.leaf)  # noqa: SLF001 - as above
+    if live is None or (
+        live.shape != fresh.shape or live.dtype != fresh.dtype or live.stride() != fresh.stride()
+    ):
+        had = "none" if live is None else _kind(live)
+        msg = (
+            f"parameter {user.name}: vLLM makes {_kind(fresh)} of it, the engine has {had}. "
+            "Install it by VLLMReloadAdapter, which lets vLLM load it."
+        )
+        raise IncompatibleUpdate(msg)
+    if not fresh.numel() or any(change.live is live for change in staged.tensors):
+        return  # packed away; or tied, and noted with its other user
+    index: int | None = None
+    if user.leaf in given and given[user.leaf][1].data_ptr() == fresh.data_ptr():
+        index = given[user.leaf][0]  # else it is what processing made of what was assembled
+    staged.tensors.append(TensorChange(user.name, live, fresh.detach(), index))
+
+
+def _kind(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"

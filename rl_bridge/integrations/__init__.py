@@ -1,0 +1,1 @@
+"""Other people's systems, connected: each in a package of its own, imported where it is used."""

@@ -1,0 +1,1 @@
+"""vLLM: its plugin, what runs in its workers, and the executor's adapter around an engine."""

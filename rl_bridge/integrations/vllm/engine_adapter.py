@@ -1,0 +1,308 @@
+"""`VLLMEngineAdapter`: a whole vLLM engine, all of its ranks, behind the executor's adapter.
+
+    executor = RolloutExecutor(
+        weight_bridge=bridge, weight_install_adapter=VLLMEngineAdapter(llm)
+    )
+    executor.update_weights(manifest)
+
+All ranks stage the update before any installs it. From the pause to the resume, requests wait; in
+between, no request sees a mixture, whatever fails.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import torch
+
+from rl_bridge import errors
+from rl_bridge.errors import (
+    EngineLost,
+    ProofFailed,
+    TornEngine,
+    WeightBridgeError,
+    WeightUpdateRejectedError,
+)
+from rl_bridge.installers.base import InstallProof, TransactionalAdapter
+from rl_bridge.integrations.vllm.handles import (
+    AsyncLLMHandle,
+    EngineHandle,
+    LLMHandle,
+    PauseMode,
+    Replies,
+)
+from rl_bridge.integrations.vllm.server import ServerHandle
+from rl_bridge.manifest.model import WeightUpdateManifest
+
+__all__ = ["CachePolicy", "VLLMEngineAdapter", "default_label"]
+
+_LOG = logging.getLogger(__name__)
+
+CachePolicy = Literal["recompute", "reset", "keep"]
+"""What becomes of keys and values that the old weights made.
+
+``recompute``: all go, running requests' too; these are computed anew with the new weights.
+``reset``: cached prefixes go; refused while requests hold blocks.
+``keep``: all stay: for those who give each request a ``cache_salt`` of its version.
+"""
+
+
+def default_label(manifest: WeightUpdateManifest) -> str:
+    """``version@root``: the label on outputs tells which weights made them, not only a number."""
+    return f"{manifest.weight_version}@{manifest.root}"
+
+
+class VLLMEngineAdapter(TransactionalAdapter):
+    """Installs updates into a vLLM engine: an ``LLM``, an ``AsyncLLM``, or a server by its URL.
+
+    The engine's environment needs rl_bridge, no option, and for a server
+    ``VLLM_SERVER_DEV_MODE=1``. Its workers read the update themselves, so the transport must reach
+    their processes.
+    """
+
+    def __init__(
+        self,
+        engine: Any,
+        *,
+        pause: PauseMode | None = "keep",
+        cache: CachePolicy = "recompute",
+        label: Callable[[WeightUpdateManifest], str] | None = default_label,
+        cast: bool = False,
+        memory_budget_nbytes: int | None = None,
+        timeout_s: float = 600.0,
+        loop: Any = None,
+    ) -> None:
+        """Configure; the engine is not called.
+
+        Args:
+            engine: an ``LLM``, an ``AsyncLLM``, a server's URL, or an `EngineHandle`.
+            pause: what running requests do during the install. None does not pause: the install is
+                atomic between two steps of the model all the same, but the label on tokens of the
+                step beside it may be the other version's.
+            cache: what becomes of cached keys and values.
+            label: makes the version label that vLLM puts on outputs; None leaves it alone.
+            cast: True lets an update's dtype differ from the engine's.
+            memory_budget_nbytes: what staging may take on each rank; None takes what there is.
+            timeout_s: deadline of each call to the engine.
+            loop: of an ``AsyncLLM``; None takes the running one.
+
+        Raises:
+            ValueError: no such pause or cache policy.
+            WeightBridgeUnavailableError: a URL without httpx, an ``AsyncLLM`` without a loop.
+
+        """
+        if pause not in {"keep", "wait", "abort", None}:
+            raise ValueError(f"pause={pause!r}: expected 'keep', 'wait', 'abort' or None.")
+        if cache not in {"recompute", "reset", "keep"}:
+            raise ValueError(f"cache={cache!r}: expected 'recompute', 'reset' or 'keep'.")
+        self._handle = _handle_of(engine, timeout_s, loop)
+        self._pause: PauseMode | None = pause
+        self._cache: CachePolicy = cache
+        self._label = label
+        self._options = {"cast": cast, "memory_budget_nbytes": memory_budget_nbytes}
+        self._phases_ms: dict[str, float] = {}
+        self._manifest: WeightUpdateManifest | None = None
+        self._proofs: list[dict[str, Any]] = []
+        self._is_paused = self._is_installed = False
+        self._label_before: str | None = None
+
+    @property
+    def phases_ms(self) -> Mapping[str, float]:
+        """Phases of the update under way: pause, prove (the slowest rank's), cache, label."""
+        return self._phases_ms
+
+    # ---- the steps ------------------------------------------------------------------------------
+
+    def prepare(self, manifest: WeightUpdateManifest, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Import, verify and stage on all ranks; the engine goes on serving what it has.
+
+        Raises:
+            IncompatibleUpdate: a rank refuses it; no rank was touched.
+            EngineLost: the engine is gone.
+
+        """
+        del tensors  # the workers import it themselves
+        self._phases_ms = {}
+        self._manifest = manifest
+        payload = {"manifest": manifest.to_json(), "options": self._options}
+        self._all("prepare", payload)
+
+    def install(self, manifest: WeightUpdateManifest, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Pause, then exchange and prove on all ranks or on none.
+
+        Raises:
+            WeightBridgeError: a rank failed; all are back. Call `undo`, which resumes.
+
+        """
+        del manifest, tensors
+        if self._pause is not None:
+            pause = self._pause
+            self._is_paused = True  # noted first: an interrupt must not leave it paused
+            self._timed("pause", lambda: self._handle.pause(pause))
+        self._is_installed = True
+        replies = self._all("install", {})
+        self._proofs = [reply["proof"] for reply in replies]
+        slowest = max(reply["timings_ms"]["prove"] for reply in replies)
+        self._phases_ms["prove"] = slowest
+
+    def prove(self) -> InstallProof:
+        """What all ranks found in their models when they installed.
+
+        Raises:
+            ProofFailed: they do not agree.
+
+        """
+        roots = {proof["root"] for proof in self._proofs}
+        methods = {proof["method"] for proof in self._proofs}
+        if len(roots) != 1:
+            msg = (
+                f"the ranks hold different weights: roots {sorted(roots)}, expected one. Install "
+                "the update again."
+            )
+            raise ProofFailed(msg)
+        return InstallProof(
+            method=max(methods, key=len),
+            root=roots.pop(),
+            digested_nbytes=sum(proof["digested_nbytes"] for proof in self._proofs),
+            identical_nbytes=sum(proof["identical_nbytes"] for proof in self._proofs),
+            tensors=max(proof["tensors"] for proof in self._proofs),
+        )
+
+    def resume(self) -> None:
+        """Drop what the old weights cached, set the label, and let requests go on.
+
+        Raises:
+            WeightUpdateRejectedError: requests hold cached blocks that ``cache="reset"`` would
+                leave behind.
+
+        """
+        assert self._manifest is not None
+        self._drop_caches()
+        if self._label is not None:
+            label = self._label(self._manifest)
+            self._timed("label", lambda: self._relabel(label))
+        self._go_on()
+
+    def undo(self) -> None:
+        """Bring all ranks back, with caches and label, and let requests go on.
+
+        Raises:
+            TornEngine: a rank could not be brought back, or the engine is gone.
+
+        """
+        if not self._is_installed:
+            self.abandon()
+            return
+        try:
+            if not self._is_paused and self._pause is not None:
+                pause, self._is_paused = self._pause, True
+                self._handle.pause(pause)
+            self._all("undo", {})
+            if self._label_before is not None:
+                self._handle.set_label(self._label_before)
+                self._label_before = None
+                self._handle.reset_caches(running=True)
+            self._go_on()
+        except EngineLost as error:
+            raise TornEngine(str(error)) from error
+        self._is_installed = False
+        self._manifest = None
+
+    def abandon(self) -> None:
+        """Let all ranks forget what they staged."""
+        if not self._is_installed and self._manifest is not None:
+            self._manifest = None
+            self._all("abandon", {})
+
+    def commit(self) -> None:
+        """Let all ranks acknowledge."""
+        self._is_installed = False
+        self._manifest = self._label_before = None
+        self._all("commit", {})
+
+    def release(self, update_id: str) -> None:
+        """Nothing is kept of an update: the engine has memory of its own."""
+
+    def describe(self) -> list[dict[str, Any]]:
+        """What each rank holds: update, version, root."""
+        return self._all("describe", {})
+
+    def close(self) -> None:
+        """Close the connection to a server; the engine goes on."""
+        self._handle.close()
+
+    # ---- inside ---------------------------------------------------------------------------------
+
+    def _all(self, verb: str, payload: dict[str, Any]) -> Replies:
+        replies = self._handle.call(verb, payload)
+        failed = [reply for reply in replies if not reply["ok"]]
+        if failed:
+            # Where one failed, the others say that another one did: the cause is told first.
+            failed.sort(key=lambda reply: "another rank" in reply["message"])
+            raise _error(failed[0], len(replies))
+        for reply in replies:
+            if "not_told" in reply:
+                _LOG.warning(
+                    "rank %d: its trainer is not told: %s", reply["rank"], reply["not_told"]
+                )
+        return replies
+
+    def _drop_caches(self) -> None:
+        if self._cache == "keep":
+            return
+        running = self._cache == "recompute"
+        if not self._timed("cache", lambda: self._handle.reset_caches(running=running)):
+            msg = (
+                "requests hold cached blocks of the old weights, so the prefix cache cannot be "
+                "reset. Use cache='recompute', or pause='wait' or 'abort'."
+            )
+            raise WeightUpdateRejectedError(msg)
+
+    def _relabel(self, label: str) -> None:
+        self._label_before = self._handle.label()
+        if self._label_before is not None:
+            self._handle.set_label(label)
+
+    def _go_on(self) -> None:
+        if self._is_paused:
+            self._handle.resume()
+            self._is_paused = False
+
+    def _timed(self, phase: str, action: Callable[[], Any]) -> Any:
+        start = time.perf_counter()
+        try:
+            return action()
+        finally:
+            self._phases_ms[phase] = (time.perf_counter() - start) * 1e3
+
+
+def _handle_of(engine: Any, timeout_s: float, loop: Any) -> EngineHandle:
+    if isinstance(engine, EngineHandle):
+        return engine
+    if isinstance(engine, str):
+        return ServerHandle(engine, timeout_s)
+    if hasattr(engine, "pause_generation"):
+        return AsyncLLMHandle(engine, timeout_s, loop)
+    if hasattr(engine, "llm_engine"):
+        return LLMHandle(engine, timeout_s)
+    msg = (
+        f"engine is a {type(engine).__name__}, expected an LLM, an AsyncLLM or a server's URL "
+        "such as 'http://127.0.0.1:8000'. Pass one of these."
+    )
+    raise TypeError(msg)
+
+
+def _error(reply: dict[str, Any], ranks: int) -> Exception:
+    """A rank's failure, as the exception that it was if that is one of ours."""
+    kind = getattr(errors, reply["type"], None)
+    where = "" if ranks == 1 else f"rank {reply['rank']}: "
+    if isinstance(kind, type) and issubclass(kind, WeightBridgeError):
+        try:
+            return kind(where + reply["message"])
+        except TypeError:
+            pass  # it takes more than a text: the general one must do
+    return WeightUpdateRejectedError(
+        f"{where}{reply['type']}: {reply['message']}. The engine holds what it held before; its "
+        "log has the traceback."
+    )

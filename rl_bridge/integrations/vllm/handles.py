@@ -1,0 +1,236 @@
+"""An engine as the executor's adapter sees it: an ``LLM``, an ``AsyncLLM`` or a server's URL.
+
+Each handle does the same few things by what that engine offers: call all workers, pause and resume,
+drop cached prefixes, and read and set the label that vLLM puts on outputs.
+"""
+
+import asyncio
+import concurrent.futures
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Coroutine
+from typing import Any, Literal
+
+from rl_bridge.errors import DeadlineExceeded, EngineLost, WeightBridgeUnavailableError
+from rl_bridge.integrations.vllm.plugin import METHOD
+
+__all__ = ["AsyncLLMHandle", "EngineHandle", "LLMHandle", "PauseMode", "lost", "no_plugin"]
+
+PauseMode = Literal["keep", "wait", "abort"]
+"""What happens to running requests: they freeze, are waited for, or are aborted."""
+
+Replies = list[dict[str, Any]]
+
+
+class EngineHandle(ABC):
+    """One engine, whatever process it is in. Every call has a deadline."""
+
+    def __init__(self, timeout_s: float) -> None:
+        """Give every call `timeout_s` seconds."""
+        self.timeout_s = timeout_s
+
+    @abstractmethod
+    def call(self, verb: str, payload: dict[str, Any] | None = None) -> Replies:
+        """Ask all workers; one reply for each, by rank.
+
+        Raises:
+            EngineLost: the engine is gone.
+            DeadlineExceeded: it does not answer.
+            WeightBridgeUnavailableError: its workers do not have the plugin.
+
+        """
+
+    @abstractmethod
+    def pause(self, mode: PauseMode) -> None:
+        """Stop scheduling; requests that come meanwhile are queued."""
+
+    @abstractmethod
+    def resume(self) -> None:
+        """Go on."""
+
+    @abstractmethod
+    def reset_caches(self, *, running: bool) -> bool:
+        """Drop cached prefixes; with `running`, running requests are computed anew, too.
+
+        Returns:
+            False if requests hold blocks, so that nothing was dropped.
+
+        """
+
+    @abstractmethod
+    def label(self) -> str | None:
+        """The version label on outputs; None where this vLLM has none."""
+
+    @abstractmethod
+    def set_label(self, label: str) -> None:
+        """Set it; where this vLLM has none, nothing happens."""
+
+    def close(self) -> None:  # noqa: B027 - only some have something to close
+        """Let go of the connection; the engine goes on."""
+
+
+def lost(error: BaseException, doing: str) -> EngineLost:
+    """The engine is gone: what the caller gets instead of vLLM's own error."""
+    return EngineLost(
+        f"the engine was lost while it should {doing} ({type(error).__name__}: {error}). Start a "
+        "fresh engine and install the current version in it before it serves."
+    )
+
+
+def no_plugin(error: BaseException) -> WeightBridgeUnavailableError:
+    """The workers do not know our method."""
+    return WeightBridgeUnavailableError(
+        f"the engine's workers do not have rl_bridge's plugin ({error}). Install rl_bridge in the "
+        "engine's environment; where VLLM_PLUGINS is set, add rl_bridge to it."
+    )
+
+
+def _is_dead(error: BaseException) -> bool:
+    return type(error).__name__ in {"EngineDeadError", "EngineGenerateError"} or (
+        "Executor failed" in str(error) or "cancelled" in str(error)
+    )
+
+
+class LLMHandle(EngineHandle):
+    """An ``LLM`` of this process. Use it from the thread that generates: vLLM's own rule."""
+
+    def __init__(self, llm: Any, timeout_s: float) -> None:
+        """Look at `llm`; nothing is called."""
+        super().__init__(timeout_s)
+        self._llm = llm
+
+    def call(self, verb: str, payload: dict[str, Any] | None = None) -> Replies:
+        """Ask all workers. See `EngineHandle`."""
+        arguments = (verb, payload or {})
+        replies: Replies = self._do(
+            verb,
+            lambda: self._llm.collective_rpc(METHOD, timeout=self.timeout_s, args=arguments),
+        )
+        return replies
+
+    def pause(self, mode: PauseMode) -> None:
+        """Stop scheduling. An in-process engine cannot wait: it steps only in ``generate``."""
+        if mode == "wait" and self._is_in_process():
+            mode = "keep"  # nothing steps while this thread is here, so there is nothing to await
+        self._utility("pause_scheduler", mode, False)  # noqa: FBT003 - vLLM's own signature
+
+    def resume(self) -> None:
+        """Go on."""
+        self._utility("resume_scheduler")
+
+    def reset_caches(self, *, running: bool) -> bool:
+        """Drop cached prefixes."""
+        return bool(self._do("drop caches", lambda: self._llm.reset_prefix_cache(running)))
+
+    def label(self) -> str | None:
+        """The version label on outputs."""
+        get = getattr(self._llm, "get_weight_version", None)
+        return None if get is None else str(self._do("tell its label", get))
+
+    def set_label(self, label: str) -> None:
+        """Set it."""
+        update = getattr(self._llm, "update_weight_version", None)
+        if update is not None:
+            self._do("set its label", lambda: update(label))
+
+    def _is_in_process(self) -> bool:
+        return not hasattr(self._llm.llm_engine.engine_core, "call_utility")
+
+    def _utility(self, name: str, *arguments: Any) -> None:
+        core = self._llm.llm_engine.engine_core
+        if self._is_in_process():
+            self._do(name, lambda: getattr(core.engine_core, name)(*arguments))
+        else:
+            self._do(name, lambda: core.call_utility(name, *arguments))
+
+    def _do(self, doing: str, action: Callable[[], Any]) -> Any:
+        try:
+            return action()
+        except Exception as error:
+            raise _translated(error, doing, self.timeout_s) from error
+
+
+class AsyncLLMHandle(EngineHandle):
+    """An ``AsyncLLM``, whose event loop runs in another thread than the executor."""
+
+    def __init__(
+        self, engine: Any, timeout_s: float, loop: asyncio.AbstractEventLoop | None = None
+    ) -> None:
+        """Take the engine's loop; None takes the running one.
+
+        Raises:
+            WeightBridgeUnavailableError: no loop is running here, and none was given.
+
+        """
+        super().__init__(timeout_s)
+        self._engine = engine
+        try:
+            self._loop = loop or asyncio.get_running_loop()
+        except RuntimeError as error:
+            msg = "no event loop runs in this thread. Pass loop=, the one that the engine runs in."
+            raise WeightBridgeUnavailableError(msg) from error
+
+    def call(self, verb: str, payload: dict[str, Any] | None = None) -> Replies:
+        """Ask all workers. See `EngineHandle`."""
+        arguments = (verb, payload or {})
+        replies: Replies = self._do(
+            verb, self._engine.collective_rpc(METHOD, self.timeout_s, arguments)
+        )
+        return replies
+
+    def pause(self, mode: PauseMode) -> None:
+        """Stop scheduling."""
+        self._do("pause", self._engine.pause_generation(mode=mode, clear_cache=False))
+
+    def resume(self) -> None:
+        """Go on."""
+        self._do("resume", self._engine.resume_generation())
+
+    def reset_caches(self, *, running: bool) -> bool:
+        """Drop cached prefixes."""
+        return bool(self._do("drop caches", self._engine.reset_prefix_cache(running)))
+
+    def label(self) -> str | None:
+        """The version label on outputs."""
+        get = getattr(self._engine, "get_weight_version", None)
+        return None if get is None else str(self._do("tell its label", get()))
+
+    def set_label(self, label: str) -> None:
+        """Set it."""
+        update = getattr(self._engine, "update_weight_version", None)
+        if update is not None:
+            self._do("set its label", update(label))
+
+    def _do(self, doing: str, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        try:
+            if asyncio.get_running_loop() is self._loop:
+                coroutine.close()
+                msg = (
+                    "update_weights was called in the engine's own event loop, which it would "
+                    "block. Call `await asyncio.to_thread(executor.update_weights, manifest)`."
+                )
+                raise WeightBridgeUnavailableError(msg)
+        except RuntimeError as error:
+            if isinstance(error, WeightBridgeUnavailableError):
+                raise  # (else no loop runs in this thread, as it should be)
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        try:
+            return future.result(self.timeout_s)
+        except concurrent.futures.TimeoutError as error:
+            future.cancel()
+            raise _translated(TimeoutError(), doing, self.timeout_s) from error
+        except Exception as error:
+            raise _translated(error, doing, self.timeout_s) from error
+
+
+def _translated(error: Exception, doing: str, timeout_s: float) -> Exception:
+    """What the caller gets for an error of vLLM's: that error, where it is none of these."""
+    if isinstance(error, NotImplementedError) or (
+        "is not implemented" in str(error) and METHOD in str(error)
+    ):
+        return no_plugin(error)
+    if isinstance(error, TimeoutError) or "timed out" in str(error):
+        return DeadlineExceeded(
+            f"the engine did not {doing} within {timeout_s} s. Look at its log; give the adapter "
+            "a longer timeout_s if it was only slow."
+        )
+    return lost(error, doing) if _is_dead(error) else error

@@ -1,0 +1,96 @@
+"""A vLLM server, reached over HTTP by its development routes (``VLLM_SERVER_DEV_MODE=1``)."""
+
+import importlib
+from typing import Any
+
+from rl_bridge.errors import DeadlineExceeded, WeightBridgeUnavailableError
+from rl_bridge.integrations.vllm.handles import EngineHandle, PauseMode, Replies, lost, no_plugin
+from rl_bridge.integrations.vllm.plugin import METHOD
+
+__all__ = ["ServerHandle"]
+
+
+class ServerHandle(EngineHandle):
+    """A server on this machine: its workers read the trainer's memory."""
+
+    def __init__(self, url: str, timeout_s: float) -> None:
+        """Prepare the connection; nothing is sent.
+
+        Raises:
+            WeightBridgeUnavailableError: httpx is missing.
+
+        """
+        super().__init__(timeout_s)
+        try:
+            self._httpx = importlib.import_module("httpx")
+        except ImportError as error:
+            msg = "a server's URL needs httpx. Install it: pip install 'rl-bridge[vllm]'."
+            raise WeightBridgeUnavailableError(msg) from error
+        self._url = url.rstrip("/")
+        self._client = self._httpx.Client(base_url=self._url, timeout=timeout_s)
+
+    def call(self, verb: str, payload: dict[str, Any] | None = None) -> Replies:
+        """Ask all workers. See `EngineHandle`."""
+        body = {"method": METHOD, "args": [verb, payload or {}], "timeout": self.timeout_s}
+        replies: Replies = self._post("collective_rpc", verb, json=body)["results"]
+        return replies
+
+    def pause(self, mode: PauseMode) -> None:
+        """Stop scheduling."""
+        self._post("pause", "pause", params={"mode": mode, "clear_cache": "false"})
+
+    def resume(self) -> None:
+        """Go on."""
+        self._post("resume", "resume")
+
+    def reset_caches(self, *, running: bool) -> bool:
+        """Drop cached prefixes. The route does not say whether it could; so running ones go too."""
+        del running
+        self._post("reset_prefix_cache", "drop caches", params={"reset_running_requests": "true"})
+        return True
+
+    def label(self) -> str | None:
+        """The version label on outputs."""
+        reply = self._send("GET", "weight_info", "tell its label")
+        return str(reply["weight_version"]) if "weight_version" in reply else None
+
+    def set_label(self, label: str) -> None:
+        """Set it."""
+        self._post("update_weight_version", "set its label", json={"new_version": label})
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._client.close()
+
+    def _post(self, path: str, doing: str, **request: Any) -> Any:
+        return self._send("POST", path, doing, **request)
+
+    def _send(self, method: str, path: str, doing: str, **request: Any) -> Any:
+        try:
+            reply = self._client.request(method, path, **request)
+        except self._httpx.TimeoutException as error:
+            msg = (
+                f"the server at {self._url} did not {doing} within {self.timeout_s} s. Look at "
+                "its log; give the adapter a longer timeout_s if it was only slow."
+            )
+            raise DeadlineExceeded(msg) from error
+        except self._httpx.TransportError as error:
+            raise lost(error, doing) from error
+        if reply.status_code == self._httpx.codes.NOT_FOUND:
+            msg = (
+                f"the server at {self._url} has no route /{path}. Start it with "
+                "VLLM_SERVER_DEV_MODE=1 in its environment, and let nobody else reach it."
+            )
+            raise WeightBridgeUnavailableError(msg)
+        if not reply.is_success:
+            text = reply.text[:500]
+            if "is not implemented" in text:
+                raise no_plugin(RuntimeError(text))
+            if "EngineDeadError" in text or "EngineCore encountered an issue" in text:
+                raise lost(RuntimeError(text), doing)
+            msg = (
+                f"the server at {self._url} answered /{path} with status {reply.status_code}: "
+                f"{text}. Look at its log."
+            )
+            raise WeightBridgeUnavailableError(msg)
+        return reply.json() if reply.content else {}
