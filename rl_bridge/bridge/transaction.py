@@ -84,7 +84,7 @@ class Transaction:
         return self._is_installing and not self.is_over and not self.is_acknowledged
 
     def run(self, look: Callable[[WeightUpdateManifest], None]) -> None:
-        """Import, prepare, install, prove, acknowledge.
+        """Import, prepare, install, prove, resume, acknowledge.
 
         Args:
             look: refuses what is suspicious, as soon as it is imported and verified.
@@ -105,8 +105,11 @@ class Transaction:
             self._steps.advance(manifest, Event.STAGE)
         self._is_installing = True
         run("install", lambda: self._adapter.install(manifest, tensors))
+        self._clock.split("install", self._adapter.phases_ms)
         self._steps.advance(manifest, Event.INSTALL)
         self._proof = run("prove", self._prove)
+        run("resume", self._adapter.resume)
+        self._clock.split("resume", self._adapter.phases_ms)
         self._clock.timings_ms["total"] = (time.perf_counter() - start) * 1e3
         self._is_acknowledging = True
         self._acknowledge()
