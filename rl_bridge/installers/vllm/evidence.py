@@ -68,7 +68,7 @@ class Evidence:
             ProofFailed: it is not what the update says.
 
         """
-        if not self._plan.targets[assembled.index].is_consumed:
+        if not (self._plan.targets[assembled.index].is_consumed or assembled.replaced):
             return
         if assembled.borrowed:
             self._borrowed_nbytes += assembled.tensor.nbytes

@@ -59,12 +59,14 @@ class Assembled:
         index: position of the target.
         tensor: the memory.
         borrowed: whether that is the imported tensor itself: nothing was copied.
+        replaced: whether processing made something else of it, and this memory goes.
 
     """
 
     index: int
     tensor: torch.Tensor
     borrowed: bool
+    replaced: bool = False
 
 
 @dataclass(slots=True)
@@ -141,7 +143,8 @@ def stage(
 
     Yields:
         Each parameter when it is assembled and before it is processed: the one moment at which the
-        bytes of a packed parameter can be read.
+        bytes of a packed parameter can be read. Once more what processing replaced by tensors of
+        its own (the weights of packed experts): what was read to make them.
 
     Raises:
         IncompatibleUpdate: vLLM's processing makes something else of it than the engine has.
@@ -177,6 +180,9 @@ def stage(
                 _process(user, given, staged)
         for i in consumed:
             del fresh[i]
+        kept = {change.index for change in staged.tensors}
+        for i in (i for i in group if i in fresh and i not in kept):
+            yield Assembled(i, fresh.pop(i), borrowed=False, replaced=True)
 
 
 def _closure(plan: LoadPlan, index: int, layers: Mapping[int, list[int]]) -> list[int]:
