@@ -19,11 +19,11 @@ from rl_bridge.installers.vllm.skeleton import Skeleton, Target
 
 __all__ = ["Fill", "LoadPlan", "Route", "View", "learn"]
 
-# Elements that are checked at a time; each takes 8 bytes.
+# Elements that are checked at a time; each takes 8 bytes, where one parameter is not more.
 _CHUNK = 32 << 20
 _SHOWN = 5
 # Marks in the numbered memory: no element of a tensor has these numbers.
-_NEVER, _SEEN = -(1 << 41), -(1 << 40)
+_NEVER, _SEEN = -(1 << 30), -(1 << 29)
 # What `item()` says of a tensor without memory: the position of the tensor, above this.
 _ITEM = float(1 << 52)
 _ELSEWHERE = "Install it by VLLMReloadAdapter, which lets vLLM load it"
@@ -238,20 +238,21 @@ def _check(
     """Run the loader into memory, a different number in every element; compare with the plan."""
     _check_complete(plan)
     for chunk in _chunks(plan):
+        used = dict.fromkeys(
+            step.source for i in chunk for step in plan.steps[i] if isinstance(step, Route)
+        )
+        shapes = {name: torch.Size(kinds[name][1]) for name in used}
+        total = sum(shape.numel() for shape in shapes.values())
+        dtype = torch.int32 if total < -_NEVER else torch.int64
         memory = {
-            i: torch.full(tuple(plan.targets[i].meta.shape), _NEVER, dtype=torch.int64)
-            for i in chunk
+            i: torch.full(tuple(plan.targets[i].meta.shape), _NEVER, dtype=dtype) for i in chunk
         }
-        used = {
-            step.source: None for i in chunk for step in plan.steps[i] if isinstance(step, Route)
+        every = torch.arange(1, total + 1, dtype=dtype)
+        parts = torch.split(every, [shape.numel() for shape in shapes.values()])
+        numbered = {
+            name: part.view(shape)
+            for (name, shape), part in zip(shapes.items(), parts, strict=True)
         }
-        numbered: dict[str, torch.Tensor] = {}
-        first = 1
-        for name in used:
-            shape = kinds[name][1]
-            count = torch.Size(shape).numel()
-            numbered[name] = torch.arange(first, first + count).reshape(shape)
-            first += count
         with skeleton.holding(memory):
             _load(skeleton, numbered.items())
         for index, found in memory.items():
@@ -303,7 +304,7 @@ def _check_complete(plan: LoadPlan) -> None:
 
 
 def _chunks(plan: LoadPlan) -> Iterable[list[int]]:
-    """Positions of targets, some at a time: the check takes 16 bytes an element."""
+    """Positions of targets, some at a time: the check takes memory for each element."""
     chunk: list[int] = []
     size = 0
     for index in plan.steps:

@@ -7,7 +7,7 @@ install is a list of exchanges.
 
 import copy
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -169,6 +169,7 @@ def stage(
             staged.nbytes += 0 if assembled.borrowed else assembled.tensor.nbytes
             yield assembled
         users = {id(user.module): user for i in group for user in plan.targets[i].users}
+        made: dict[object, _Made] = {}
         for user in users.values():
             given = {
                 other.leaf: (i, plan.targets[i].like(fresh[i]))
@@ -176,13 +177,31 @@ def stage(
                 for other in plan.targets[i].users
                 if other.module is user.module
             }
+            # Tied layers compute with the same weight: one pack serves them all.
+            kind = type(getattr(user.module, "quant_method", None))
+            key = (kind, frozenset((leaf, i) for leaf, (i, _) in given.items()))
+            if key in made:
+                _share(made[key], user, staged)
+                continue
+            attributes, canaries = len(staged.attributes), len(staged.canaries)
             with config_context(vllm_config), torch.no_grad():
                 _process(user, given, staged)
+            made[key] = (staged.attributes[attributes:], staged.canaries[canaries:])
         for i in consumed:
             del fresh[i]
         kept = {change.index for change in staged.tensors}
         for i in (i for i in group if i in fresh and i not in kept):
             yield Assembled(i, fresh.pop(i), borrowed=False, replaced=True)
+
+
+_Made = tuple[list[AttributeChange], list[Canary]]
+
+
+def _share(made: _Made, user: User, staged: Staged) -> None:
+    attributes, canaries = made
+    path, module = user.path, user.module
+    staged.attributes += [replace(change, path=path, module=module) for change in attributes]
+    staged.canaries += [replace(canary, path=path, module=module) for canary in canaries]
 
 
 def _closure(plan: LoadPlan, index: int, layers: Mapping[int, list[int]]) -> list[int]:
