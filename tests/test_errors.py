@@ -10,6 +10,7 @@ import torch
 
 from rl_bridge import RolloutExecutor, errors, make_weight_bridge
 from rl_bridge.installers.base import InstallProof
+from rl_bridge.integrations.vllm.engine_adapter import VLLMEngineAdapter
 from rl_bridge.lifecycle.journal import Journal
 from rl_bridge.memory.segment import OwnedSegment, open_segment
 from rl_bridge.transports.registry import transport_class
@@ -178,6 +179,22 @@ def _blocked(_: Path) -> None:
     make_weight_bridge("cuda-ipc").publish(weights(), weight_version=1)
 
 
+def _dead(_: Path) -> None:
+    class EngineDeadError(Exception):
+        """What vLLM raises, by its name, once its processes are gone."""
+
+    class LLM:
+        llm_engine = None
+
+        def collective_rpc(self, *_arguments: object, **_named: object) -> object:
+            raise EngineDeadError("EngineCore encountered an issue")
+
+    with make_weight_bridge("local-clone") as bridge:
+        adapter = VLLMEngineAdapter(LLM())
+        executor = RolloutExecutor(weight_bridge=bridge, weight_install_adapter=adapter)
+        executor.update_weights(bridge.publish(weights(), weight_version=1))
+
+
 RAISED: dict[type[Exception], Callable[[Path], object]] = {
     errors.WeightBridgeError: _damaged_journal,
     errors.WeightBridgeUnavailableError: _multi_node,
@@ -204,6 +221,7 @@ RAISED: dict[type[Exception], Callable[[Path], object]] = {
     errors.IncompatibleUpdate: lambda _: make_weight_bridge("local").publish(5, weight_version=1),  # type: ignore[arg-type]  # that is the point
     errors.ProofFailed: lambda _: _install(proof=InstallProof(method="digest", root="0")),
     errors.TornEngine: lambda _: _install(install=OSError("x"), undo=OSError("y")),
+    errors.EngineLost: _dead,
     errors.SegmentError: lambda _: OwnedSegment.make("x", 1 << 60),
     errors.SlotsExhausted: _exhausted,
     errors.BridgeClosed: _closed,

@@ -214,8 +214,8 @@ def _check_finite(tensors: Mapping[str, torch.Tensor], plan: LoadPlan) -> None:
         if not (low.isfinite() and high.isfinite()):
             bad = int((~torch.isfinite(tensor)).sum())
             msg = (
-                f"tensor {name!r}: {bad} of its {tensor.numel()} numbers are NaN or Inf. Look at "
-                "the training step that made them; the engine keeps its version."
+                f"tensor {name!r}: {bad} of its {tensor.numel()} numbers are NaN or Inf; the "
+                "engine keeps its version. See which training step made them."
             )
             raise IncompatibleUpdate(msg)
 
