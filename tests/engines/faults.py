@@ -1,0 +1,171 @@
+"""Faults in the workers of an engine, planted from outside.
+
+vLLM mixes `FaultyWorker` into its worker class, wherever that runs; a test calls its methods by
+``collective_rpc``. Each fault hits the n-th call (from 0) of what it names.
+"""
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import torch
+
+from rl_bridge.installers.vllm import canary, evidence, exchange, routes, staging
+
+__all__ = ["FaultyWorker", "PlantedError", "flip_byte", "plant", "uproot"]
+
+T = TypeVar("T")
+_originals: list[tuple[Any, str, Any]] = []
+_calls = [0]
+# What the n-th call does, beside raising.
+_ACTIONS: dict[str, Callable[[], None]] = {
+    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+}
+
+
+class PlantedError(Exception):
+    """What a test planted."""
+
+
+class _Upto(list[T]):
+    """A list that fails when it is gone over, before its n-th item."""
+
+    limit = 0
+    action: Callable[[], None] | None = None
+
+    def __iter__(self) -> Iterator[T]:
+        for index, item in enumerate(super().__iter__()):
+            if index == self.limit:
+                _fail(self.action)
+            yield item
+
+
+def _fail(action: Callable[[], None] | None) -> None:
+    if action is not None:
+        action()
+    msg = f"planted at call {_calls[0]}"
+    raise PlantedError(msg)
+
+
+def _patch(owner: Any, name: str, made: Any) -> None:
+    _originals.append((owner, name, owner.__dict__[name]))
+    setattr(owner, name, made)
+
+
+def _counted(owner: Any, name: str, nth: int, action: Callable[[], None] | None) -> None:
+    original = owner.__dict__[name]
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        if _calls[0] == nth:
+            _fail(action)
+        _calls[0] += 1
+        return original(*args, **kwargs)
+
+    _patch(owner, name, counted)
+
+
+def _exchange(nth: int, action: Callable[[], None] | None) -> None:
+    """Fail before the n-th exchange, parameters first, then packed products."""
+    original = exchange.Exchange.__dict__["apply"]
+
+    def apply(self: Any, staged: staging.Staged) -> None:
+        tensors: _Upto[Any] = _Upto(staged.tensors)
+        attributes: _Upto[Any] = _Upto(staged.attributes)
+        tensors.limit, attributes.limit = nth, nth - len(staged.tensors)
+        tensors.action = attributes.action = action
+        _calls[0] += len(staged.tensors) + len(staged.attributes)
+        original(self, replace(staged, tensors=tensors, attributes=attributes))
+
+    _patch(exchange.Exchange, "apply", apply)
+
+
+def _wrong_pack(nth: int) -> None:
+    """Pack other weights than those that are given; nothing raises."""
+    from vllm import _custom_ops as ops
+
+    original = ops.__dict__["create_onednn_mm"]
+
+    def create(weight: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if _calls[0] == nth:
+            weight = weight.clone(memory_format=torch.preserve_format)
+            weight[0, 0] += 1
+        _calls[0] += 1
+        return original(weight, *args, **kwargs)
+
+    _patch(ops, "create_onednn_mm", create)
+
+
+def _corrupt(nth: int) -> None:
+    """Change one byte of the n-th parameter right behind the exchange."""
+    original = exchange.Exchange.__dict__["apply"]
+
+    def apply(self: Any, staged: staging.Staged) -> None:
+        original(self, staged)
+        _calls[0] += len(staged.tensors)
+        if nth < len(staged.tensors):
+            flip_byte(staged.tensors[nth].live)
+
+    _patch(exchange.Exchange, "apply", apply)
+
+
+def flip_byte(tensor: torch.Tensor) -> None:
+    """Change the lowest bit of a tensor's last byte."""
+    flat = tensor.detach().view(-1).view(torch.uint8) if tensor.is_contiguous() else None
+    assert flat is not None
+    flat[-1] ^= 1
+
+
+def plant(point: str, nth: int = 0, action: str = "") -> None:
+    """Plant one fault in this process; see `uproot`."""
+    uproot()
+    does = _ACTIONS.get(action)
+    if point == "exchange":
+        _exchange(nth, does)
+    elif point == "assemble":
+        _counted(routes.LoadPlan, "assemble", nth, does)
+    elif point == "process":
+        _counted(staging, "_process", nth, does)
+    elif point == "canary":
+        _counted(canary, "_question", nth, does)
+    elif point == "digest":
+        _counted(evidence, "digests_of", nth, does)
+    elif point == "pack":
+        from vllm import _custom_ops as ops
+
+        _counted(ops, "create_onednn_mm", nth, does)
+    elif point == "wrong pack":
+        _wrong_pack(nth)
+    elif point == "corrupt":
+        _corrupt(nth)
+    else:
+        raise ValueError(point)
+
+
+def uproot() -> int:
+    """Take the fault out; how many calls there were."""
+    while _originals:
+        owner, name, original = _originals.pop()
+        setattr(owner, name, original)
+    calls, _calls[0] = _calls[0], 0
+    return calls
+
+
+class FaultyWorker:
+    """Mixed into vLLM's workers."""
+
+    rank: int
+
+    def plant_fault(self, point: str, nth: int, action: str = "", rank: int = -1) -> None:
+        """Plant a fault in the worker of `rank`, -1 for all."""
+        if rank in {-1, self.rank}:
+            plant(point, nth, action)
+
+    def uproot_fault(self) -> int:
+        """Take it out."""
+        return uproot()
+
+    def tell_pid(self) -> int:
+        """The process of this worker."""
+        return os.getpid()

@@ -1,0 +1,106 @@
+"""Tiny random checkpoints of the families that the tests serve, made offline."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+__all__ = ["VOCABULARY", "Checkpoints", "Kind"]
+
+VOCABULARY = 512
+_SHAPE = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+_MOE = {
+    "moe_intermediate_size": 64,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "decoder_sparse_step": 1,
+    "norm_topk_prob": True,
+}
+# family -> configuration class, model class, what it has beside `_SHAPE`
+_FAMILIES: Mapping[str, tuple[str, str, Mapping[str, Any]]] = {
+    "qwen2": ("Qwen2Config", "Qwen2ForCausalLM", {}),
+    "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", {"head_dim": 32}),
+    "llama": ("LlamaConfig", "LlamaForCausalLM", {"head_dim": 32}),
+    "moe": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM", {"head_dim": 32, **_MOE}),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """One kind of model. Versions of it differ in every weight."""
+
+    family: str = "qwen3"
+    tied: bool = False
+    dtype: str = "float32"
+
+    def __str__(self) -> str:
+        return f"{self.family}-{'tied' if self.tied else 'untied'}-{self.dtype}"
+
+
+class Checkpoints:
+    """Checkpoints below one folder, each made when it is asked for."""
+
+    def __init__(self, root: Path) -> None:
+        """Begin with none."""
+        self.root = root
+
+    def path(self, kind: Kind, version: int) -> str:
+        """The folder of one version."""
+        home = self.root / str(kind) / f"v{version}"
+        if not (home / "config.json").exists():
+            _make(kind, version, home)
+        return str(home)
+
+    def weights(self, kind: Kind, version: int) -> dict[str, torch.Tensor]:
+        """What a trainer publishes of that version."""
+        return load_file(str(Path(self.path(kind, version)) / "model.safetensors"))
+
+    def changed(self, kind: Kind, version: int, weights: dict[str, torch.Tensor], tag: str) -> str:
+        """The folder of a checkpoint that has `weights` instead."""
+        import transformers
+
+        home = self.root / str(kind) / tag
+        model = _model(kind, transformers)
+        model.load_state_dict(weights, strict=not kind.tied)
+        model.save_pretrained(home)
+        return str(home)
+
+
+def _make(kind: Kind, version: int, home: Path) -> None:
+    import transformers
+
+    generator = torch.Generator().manual_seed(1000 + version)
+    model = _model(kind, transformers)
+    with torch.no_grad():
+        # Large: the next token depends on the weights, and not on the last token alone.
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if parameter.ndim > 1:
+                parameter.copy_(0.15 * noise)
+            elif "bias" in name:
+                parameter.copy_(0.1 * noise)
+            else:
+                parameter.copy_(1 + 0.2 * noise)
+    model.save_pretrained(home)
+
+
+def _model(kind: Kind, transformers: Any) -> Any:
+    config_name, model_name, extra = _FAMILIES[kind.family]
+    config = getattr(transformers, config_name)(
+        **_SHAPE, **extra, tie_word_embeddings=kind.tied, dtype=kind.dtype
+    )
+    return getattr(transformers, model_name)(config).to(getattr(torch, kind.dtype))
