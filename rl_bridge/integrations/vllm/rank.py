@@ -7,7 +7,8 @@ runs a step of the model: they vote, within one call.
 
 import logging
 import time
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -25,6 +26,7 @@ from rl_bridge.installers.base import InstallProof
 from rl_bridge.installers.vllm.model_installer import VLLMModelInstaller
 from rl_bridge.installers.vllm.parts import require
 from rl_bridge.manifest.model import WeightUpdateManifest
+from rl_bridge.memory.imported import ImportedTensors
 
 __all__ = ["VLLMRank", "rank_of"]
 
@@ -48,6 +50,7 @@ class VLLMRank:
         self._bridges: dict[str, TensorBridge] = {}
         self._active: WeightUpdateManifest | None = None
         self._pending: WeightUpdateManifest | None = None
+        self._tensors: Mapping[str, torch.Tensor] = {}
         self._proof: InstallProof | None = None
         self._timings_ms: dict[str, float] = {}
         self._torn = ""
@@ -82,6 +85,8 @@ class VLLMRank:
             return {"ok": True, "rank": self.rank, **verbs[verb](payload)}
         except Exception as error:  # noqa: BLE001 - it is the answer
             _LOG.warning("%s failed", verb, exc_info=True)
+            # Who keeps the log's records must not keep the trainer's slot by tensors in frames.
+            traceback.clear_frames(error.__traceback__)
             return {
                 "ok": False,
                 "rank": self.rank,
@@ -134,11 +139,11 @@ class VLLMRank:
             raise StaleUpdate(msg)
         bridge = self._bridge(manifest)
         start = time.perf_counter()
-        tensors = bridge.import_update(manifest)
+        self._tensors = bridge.import_update(manifest)
         imported = time.perf_counter()
         self._pending = manifest
         try:
-            self._engine().prepare(manifest, tensors)
+            self._engine().prepare(manifest, self._tensors)
         except BaseException as error:
             self._end(describe(error))
             raise
@@ -161,11 +166,13 @@ class VLLMRank:
         except Exception as error:  # noqa: BLE001 - told below, after the vote
             _LOG.warning("version %d is refused", manifest.weight_version, exc_info=True)
             problem = describe(error)
+            traceback.clear_frames(error.__traceback__)  # as in `call`
         if _all_agree(ok=not problem):
             try:
                 self.install()
             except Exception as error:  # noqa: BLE001 - as above
                 problem = describe(error)
+                traceback.clear_frames(error.__traceback__)
         else:
             self.undo("another rank refused it")
         # (All of them failed, or none: they voted.)
@@ -201,7 +208,10 @@ class VLLMRank:
                 # Nobody runs a step before all are back.
                 all_back = _all_agree(ok=not self._torn)
             if error is not None:
-                raise error
+                try:
+                    raise error
+                finally:
+                    error = None  # else it and this frame hold each other, and the update's memory
             msg = "another rank failed to install it; this one is back at its version."
             if not all_back:
                 msg = "another rank failed to install it and could not be undone."
@@ -235,7 +245,7 @@ class VLLMRank:
             msg = "no update is installed and proven on this rank. Call install first."
             raise WeightUpdateRejectedError(msg)
         self._engine().commit()
-        self._active, self._pending, self._proof = manifest, None, None
+        self._active, self._pending, self._proof, self._tensors = manifest, None, None, {}
         try:
             bridge = self._bridge(manifest)
             bridge.acknowledge(
@@ -279,7 +289,10 @@ class VLLMRank:
     def _end(self, reason: str) -> None:
         """The pending update is refused or undone: tell its publisher."""
         manifest, self._pending, self._proof = self._pending, None, None
+        tensors, self._tensors = self._tensors, {}
         assert manifest is not None
+        if isinstance(tensors, ImportedTensors):
+            tensors.forget()  # a kept exception's frames must not keep the trainer's slot
         try:
             self._engine().abandon()
             bridge = self._bridge(manifest)
