@@ -44,10 +44,12 @@ class ServerHandle(EngineHandle):
         self._post("resume", "resume")
 
     def reset_caches(self, *, running: bool) -> bool:
-        """Drop cached prefixes. The route does not say whether it could; so running ones go too."""
-        del running
-        self._post("reset_prefix_cache", "drop caches", params={"reset_running_requests": "true"})
-        return True
+        """Drop cached prefixes. Older servers do not say whether they could: taken for a no."""
+        flag = "true" if running else "false"
+        reply = self._post(
+            "reset_prefix_cache", "drop caches", params={"reset_running_requests": flag}
+        )
+        return bool(reply.get("success", running))
 
     def label(self) -> str | None:
         """The version label on outputs."""

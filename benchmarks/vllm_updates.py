@@ -1,0 +1,254 @@
+"""Measures updates of a real vLLM engine: `python benchmarks/vllm_updates.py [--quick]`.
+
+One engine of Qwen3-0.6B's shape with random bf16 weights; ours and vLLM's own ways in turn in one
+run, every update new bytes. README.md beside this file says how each figure comes about.
+"""
+
+import datetime as dt
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Any
+
+import torch
+import typer
+from _lib.environment import collect_environment
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+__all__ = ["main"]
+
+_OUT = Path(__file__).resolve().parent / "results" / "vllm.json"
+_SHAPE = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1_000_000.0,
+    "hidden_act": "silu",
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_QUICK = {"num_hidden_layers": 4, "vocab_size": 32768}
+
+Weights = dict[str, torch.Tensor]
+
+
+def _weights(shape: dict[str, Any], seed: int) -> Weights:
+    """A checkpoint's tensors, random, sorted by layer as a checkpoint has them."""
+    draw = torch.Generator().manual_seed(seed)
+    hidden, inner = shape["hidden_size"], shape["intermediate_size"]
+    heads = shape["num_attention_heads"] * shape["head_dim"]
+    pairs = shape["num_key_value_heads"] * shape["head_dim"]
+    sizes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (shape["vocab_size"], hidden),
+        "model.norm.weight": (hidden,),
+    }
+    for layer in range(shape["num_hidden_layers"]):
+        name = f"model.layers.{layer}"
+        sizes |= {
+            f"{name}.input_layernorm.weight": (hidden,),
+            f"{name}.self_attn.q_proj.weight": (heads, hidden),
+            f"{name}.self_attn.k_proj.weight": (pairs, hidden),
+            f"{name}.self_attn.v_proj.weight": (pairs, hidden),
+            f"{name}.self_attn.q_norm.weight": (shape["head_dim"],),
+            f"{name}.self_attn.k_norm.weight": (shape["head_dim"],),
+            f"{name}.self_attn.o_proj.weight": (hidden, heads),
+            f"{name}.post_attention_layernorm.weight": (hidden,),
+            f"{name}.mlp.gate_proj.weight": (inner, hidden),
+            f"{name}.mlp.up_proj.weight": (inner, hidden),
+            f"{name}.mlp.down_proj.weight": (hidden, inner),
+        }
+    weights = {}
+    for name, size in sizes.items():
+        weights[name] = torch.empty(size, dtype=torch.bfloat16)
+        weights[name].normal_(0, 0.02, generator=draw)
+    return weights
+
+
+def _timed(action: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    action()
+    return time.perf_counter() - start
+
+
+class _Bench:
+    """The engine, the trainer's weights, and each way of getting them in."""
+
+    def __init__(self, shape: dict[str, Any], folder: Path) -> None:
+        from vllm import LLM
+
+        from rl_bridge import RolloutExecutor, make_weight_bridge
+        from rl_bridge.integrations.vllm.engine_adapter import VLLMEngineAdapter
+
+        (folder / "config.json").write_text(json.dumps(shape), encoding="utf-8")
+        self.folder = folder
+        self.versions = [_weights(shape, seed) for seed in (0, 1)]
+        self.nbytes = sum(tensor.nbytes for tensor in self.versions[0].values())
+        self.llm = LLM(
+            model=str(folder),
+            load_format="dummy",
+            dtype="bfloat16",
+            skip_tokenizer_init=True,
+            enforce_eager=True,
+            kv_cache_memory_bytes=512 << 20,
+            max_model_len=512,
+        )
+        self.worker = self.llm.llm_engine.model_executor.driver_worker.worker
+        self.publisher = make_weight_bridge("shared-memory", source_worker="trainer")
+        self.executor = RolloutExecutor(
+            weight_bridge=make_weight_bridge("shared-memory", source_worker="rollout"),
+            weight_install_adapter=VLLMEngineAdapter(self.llm),
+        )
+        self.version = 0
+        self.published: str | None = None
+
+    def ours(self, weights: Weights) -> dict[str, Any]:
+        """Publish, then the executor's whole transaction."""
+        self.version += 1
+        start = time.perf_counter()
+        manifest = self.publisher.publish(weights, weight_version=self.version)
+        publish_s = time.perf_counter() - start
+        update_s = _timed(lambda: self.executor.update_weights(manifest))
+        if self.published is not None:
+            self.publisher.release(self.published)
+        self.published = manifest.update_id
+        ack = self.executor.last_ack
+        assert ack is not None
+        reports = [r for r in self.publisher.consumers() if r.worker == "vllm"]
+        return {
+            "publish_s": publish_s,
+            "update_s": update_s,
+            "phases_ms": dict(ack.timings_ms),
+            "rank_ms": dict(reports[-1].timings_ms),
+            "proof": ack.proof.to_dict(),
+        }
+
+    def loader(self, weights: Weights) -> dict[str, Any]:
+        """Feed vLLM's loader from memory; then what it leaves stale on the CPU: the tied head."""
+        reload_s = _timed(lambda: self._reload(weights_iterator=iter(weights.items())))
+        return {"reload_s": reload_s, "tied_head_s": _timed(self._pack_tied_head)}
+
+    def path(self, weights: Weights) -> dict[str, Any]:
+        """Safetensors on tmpfs, and vLLM's reload of that path."""
+        from safetensors.torch import save_file
+
+        save_s = _timed(lambda: save_file(weights, self.folder / "model.safetensors"))
+        reload_s = _timed(lambda: self._reload(weights_path=str(self.folder)))
+        return {"save_s": save_s, "reload_s": reload_s, "tied_head_s": _timed(self._pack_tied_head)}
+
+    def _reload(self, **source: Any) -> None:
+        from vllm.config import set_current_vllm_config
+
+        self.worker.vllm_config.load_config.load_format = "safetensors"
+        with set_current_vllm_config(self.worker.vllm_config):
+            self.worker.model_runner.reload_weights(**source)
+
+    def _pack_tied_head(self) -> None:
+        head = self.worker.model_runner.get_model().lm_head
+        head.quant_method.process_weights_after_loading(head)
+
+
+def _ratios(samples: dict[str, list[dict[str, Any]]]) -> dict[str, float]:
+    def mid(lane: str, *names: str) -> float:
+        return float(median(sum(sample[name] for name in names) for sample in samples[lane]))
+
+    def rank(*names: str) -> float:
+        return float(median(sum(s["rank_ms"][n] for n in names) for s in samples["ours"])) / 1e3
+
+    def phase(*names: str) -> float:
+        return float(median(sum(s["phases_ms"][n] for n in names) for s in samples["ours"])) / 1e3
+
+    loader = mid("loader", "reload_s", "tied_head_s")
+    told = [
+        sum(ms for name, ms in s["phases_ms"].items() if name != "total") / 1e3 / s["update_s"]
+        for s in samples["ours"]
+    ]
+    stopped = phase("pause", "install", "prove", "cache", "label", "resume")
+    return {
+        "update_vs_loader": mid("ours", "update_s") / loader,
+        "update_vs_loader_without_tied_head": mid("ours", "update_s") / mid("loader", "reload_s"),
+        "path_vs_update": mid("path", "save_s", "reload_s", "tied_head_s")
+        / mid("ours", "publish_s", "update_s"),
+        "pause_vs_loader": stopped / loader,
+        "stall_vs_loader": (stopped + phase("prepare")) / loader,
+        "prove_vs_install": rank("prove") / rank("stage", "install"),
+        "phases_vs_wall": median(told),
+        "update_s": mid("ours", "update_s"),
+        "pause_s": stopped,
+        "loader_s": loader,
+        "path_s": mid("path", "save_s", "reload_s", "tied_head_s"),
+    }
+
+
+def main(
+    quick: Annotated[bool, typer.Option(help="A small model, few repetitions.")] = False,  # noqa: FBT002 - a flag
+    reps: Annotated[int, typer.Option(min=1, help="Updates by each way that count.")] = 7,
+    warmups: Annotated[int, typer.Option(min=1, help="Updates by each way before.")] = 4,
+    out: Annotated[Path, typer.Option(dir_okay=False, help="Where the samples go.")] = _OUT,
+) -> None:
+    """Measure updates of a real vLLM engine on the CPU, ours beside vLLM's own."""
+    console = Console()
+    settings = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+    }
+    os.environ.update(settings)
+    shape = _SHAPE | (_QUICK if quick else {})
+    began = dt.datetime.now(dt.UTC)
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder, torch.no_grad():
+        bench = _Bench(shape, Path(folder))
+        lanes = {"ours": bench.ours, "loader": bench.loader, "path": bench.path}
+        first = bench.ours(bench.versions[1])
+        samples: dict[str, list[dict[str, Any]]] = {name: [] for name in lanes}
+        for turn in track(range(warmups + reps), "updates", console=console):
+            for offset, (name, lane) in enumerate(lanes.items()):
+                # Each way finds the other version in the engine.
+                sample = lane(bench.versions[(turn + offset) % 2])
+                if turn >= warmups:
+                    samples[name].append(sample)
+    ratios = _ratios(samples)
+    import vllm
+
+    document = {
+        "format": 1,
+        "began": began.isoformat(timespec="seconds"),
+        "environment": collect_environment() | {"vllm": vllm.__version__, "settings": settings},
+        "quick": quick,
+        "shape": shape,
+        "total_nbytes": bench.nbytes,
+        "warmups": warmups,
+        "ratios": ratios,
+        "first_update": first,
+        "samples": samples,
+    }
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(document, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    table = Table(
+        "figure", "value", title=f"{bench.nbytes / 2**30:.2f} GiB in bf16, {reps} updates"
+    )
+    for name, value in ratios.items():
+        table.add_row(name, f"{value:.3f}")
+    console.print(table)
+    console.print(f"all samples are in {out}")
+
+
+if __name__ == "__main__":
+    typer.run(main)
