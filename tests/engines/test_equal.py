@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from rl_bridge import WeightBridgeError, WeightUpdateManifest
+from rl_bridge import WeightUpdateManifest
 from tests.engines.drive import (
     Setting,
     answers,
@@ -25,7 +25,13 @@ from tests.engines.trainer import Trainer
 
 UPDATES = 20
 # What goes wrong before every third update: in the trainer, while staging, in the exchange.
-FAILURES = ("nan", "process", "exchange", "corrupt", "missing")
+FAILURES = {
+    "nan": "are NaN or Inf",
+    "process": "planted at call 3",
+    "exchange": "planted at call",
+    "corrupt": "does not hold",
+    "missing": "Publish the fused parts together",
+}
 
 CHOSEN = pairwise(every_setting())
 REST = [setting for setting in every_setting() if setting not in CHOSEN]
@@ -54,7 +60,7 @@ def test_an_engine_is_a_fresh_one_after_twenty_updates_and_failures(
         with executor_for(llm) as executor:
             for step in range(1, UPDATES + 1):
                 if step % 3 == 0:
-                    failure = FAILURES[step // 3 % len(FAILURES)]
+                    failure = list(FAILURES)[step // 3 % len(FAILURES)]
                     _fail(failure, llm, executor.update_weights, weights[step % 2], trainer)
                     assert answers(llm) == fresh[(step - 1) % 2], f"behind {failure} at {step}"
                 manifest = trainer.publish(weights[step % 2])
@@ -66,7 +72,7 @@ def test_an_engine_is_a_fresh_one_after_twenty_updates_and_failures(
         llm.init_weight_transfer_engine({"init_info": {}})
         for step in range(1, UPDATES + 1):
             if step % 3 == 0:
-                failure = FAILURES[step // 3 % len(FAILURES)]
+                failure = list(FAILURES)[step // 3 % len(FAILURES)]
                 _fail(failure, llm, lambda m: native_update(llm, m), weights[step % 2], trainer)
                 assert answers(llm) == fresh[(step - 1) % 2], f"native, behind {failure} at {step}"
             manifest = trainer.publish(weights[step % 2])
@@ -92,9 +98,8 @@ def _fail(
     else:
         llm.collective_rpc("plant_fault", args=(failure, 3))
     try:
-        with pytest.raises(Exception, match=r"NaN|parameter|planted") as caught:
+        # (vLLM's own calls raise what they like, around our text.)
+        with pytest.raises(Exception, match=FAILURES[failure]):
             update(trainer.publish(sent))
     finally:
-        calls = llm.collective_rpc("uproot_fault")
-    assert isinstance(caught.value, WeightBridgeError | RuntimeError)
-    assert failure in {"nan", "missing"} or all(calls)
+        llm.collective_rpc("uproot_fault")

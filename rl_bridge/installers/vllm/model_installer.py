@@ -19,7 +19,7 @@ from rl_bridge.installers.vllm.evidence import Evidence, Untouched
 from rl_bridge.installers.vllm.exchange import Exchange
 from rl_bridge.installers.vllm.memory_budget import check_budget
 from rl_bridge.installers.vllm.parts import unsupported
-from rl_bridge.installers.vllm.routes import LoadPlan, learn
+from rl_bridge.installers.vllm.routes import LoadPlan, Route, learn
 from rl_bridge.installers.vllm.staging import Spares, Staged, stage
 from rl_bridge.manifest.model import WeightUpdateManifest
 
@@ -159,6 +159,7 @@ class VLLMModelInstaller(TransactionalAdapter):
             }
             plan = learn(self._model, kinds, self._config)
             self._check_landed(plan, manifest)
+            self._check_whole(plan, kinds)
             self._check_dtypes(plan, kinds)
             self._plans[table.digest] = plan
             while len(self._plans) > _PLANS:
@@ -186,6 +187,32 @@ class VLLMModelInstaller(TransactionalAdapter):
                 f"{lost[:_SHOWN]}. Publish the model that the engine serves, and no others."
             )
             raise IncompatibleUpdate(msg)
+
+    def _check_whole(
+        self, plan: LoadPlan, kinds: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+    ) -> None:
+        """Loaders cut each rank's part out of a tensor, and do not see that it is too long."""
+        ranks = self._config.parallel_config.tensor_parallel_size
+        routes: dict[str, list[Route]] = {}
+        for route in plan.routes():
+            routes.setdefault(route.source, []).append(route)
+        for name, parts in routes.items():
+            if any(part.is_whole for part in parts):
+                continue
+            shape = kinds[name][1]
+            seen = torch.zeros(shape, dtype=torch.bool)
+            for part in parts:
+                part.source_view.once().of(seen).fill_(True)  # noqa: FBT003 - torch's own
+            taken = int(seen.sum())
+            padded = sum(plan.padding(index) for index in {part.target for part in parts})
+            if (taken + padded) * ranks < seen.numel():
+                targets = sorted({plan.targets[part.target].name for part in parts})
+                msg = (
+                    f"tensor {name!r} has shape {list(shape)}: each rank takes {taken} of its "
+                    f"{seen.numel()} elements, for {targets}, and the rest goes nowhere; expected "
+                    f"all of it on {ranks} ranks. Publish the model that the engine serves."
+                )
+                raise IncompatibleUpdate(msg)
 
     def _check_dtypes(
         self, plan: LoadPlan, kinds: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]

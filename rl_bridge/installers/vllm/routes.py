@@ -43,6 +43,11 @@ class View:
             tensor, self.shape, self.stride, tensor.storage_offset() + self.offset
         )
 
+    def once(self) -> "View":
+        """The same part, without the dimensions in which it repeats itself."""
+        shape = (1 if step == 0 else dim for dim, step in zip(self.shape, self.stride, strict=True))
+        return View(tuple(shape), self.stride, self.offset)
+
     @property
     def numel(self) -> int:
         """Count its elements."""
@@ -99,6 +104,11 @@ class LoadPlan:
         """Go over all copies."""
         for steps in self.steps.values():
             yield from (step for step in steps if isinstance(step, Route))
+
+    def padding(self, index: int) -> int:
+        """Elements of a parameter that its loader fills with a number."""
+        steps = self.steps[index]
+        return sum(step.target_view.numel for step in steps if isinstance(step, Fill))
 
     def assemble(
         self, index: int, tensors: Mapping[str, torch.Tensor], memory: torch.Tensor
