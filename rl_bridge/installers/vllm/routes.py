@@ -6,7 +6,7 @@ then checked once: the loader runs again, into memory, with a different number i
 every part must hold the numbers that the notes say. Nothing is learned from names.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -126,6 +126,8 @@ def learn(
     model: torch.nn.Module,
     kinds: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
     vllm_config: Any,
+    *,
+    is_optional: Callable[[Target], bool] = lambda _: False,
 ) -> LoadPlan:
     """Learn what the engine's loader does with tensors of these dtypes and shapes.
 
@@ -133,6 +135,7 @@ def learn(
         model: the serving model; only read.
         kinds: name -> dtype, shape, of an update's tensors.
         vllm_config: the engine's configuration.
+        is_optional: whether checkpoints may come without a parameter.
 
     Raises:
         IncompatibleUpdate: the loader refuses a tensor, computes with one, leaves a parameter
@@ -149,6 +152,7 @@ def learn(
         with recorder:
             _load(skeleton, sources.items())
         plan = recorder.plan()
+        _check_complete(plan, is_optional)
         _check(skeleton, plan, kinds)
     return plan
 
@@ -246,7 +250,6 @@ def _check(
     kinds: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
 ) -> None:
     """Run the loader into memory, a different number in every element; compare with the plan."""
-    _check_complete(plan)
     for chunk in _chunks(plan):
         used = dict.fromkeys(
             step.source for i in chunk for step in plan.steps[i] if isinstance(step, Route)
@@ -299,11 +302,11 @@ def _compare(
         raise IncompatibleUpdate(msg)
 
 
-def _check_complete(plan: LoadPlan) -> None:
+def _check_complete(plan: LoadPlan, is_optional: Callable[[Target], bool]) -> None:
     missing = [
         target.name
         for index, target in enumerate(plan.targets)
-        if index not in plan.steps and target.meta.numel()
+        if index not in plan.steps and target.meta.numel() and not is_optional(target)
     ]
     if missing:
         msg = (

@@ -1,0 +1,303 @@
+"""`VLLMReloadAdapter`: lets vLLM itself reload a model, and takes it back if anything fails.
+
+For the models that `VLLMModelInstaller` refuses: quantized ones, and those whose layers keep
+tensors derived from their weights. vLLM's reload writes into the serving model, so this way needs
+a copy of the whole model to go back to, and requests must wait from the install to the end.
+"""
+
+import logging
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from rl_bridge.errors import IncompatibleUpdate, ProofFailed
+from rl_bridge.installers.base import InstallProof, TransactionalAdapter
+from rl_bridge.installers.threads import checked_threads
+from rl_bridge.installers.vllm.evidence import Untouched
+from rl_bridge.installers.vllm.memory_budget import check_budget
+from rl_bridge.installers.vllm.module_snapshot import (
+    ModelSnapshot,
+    ReloadBooks,
+    refuse_half_way,
+)
+from rl_bridge.installers.vllm.parts import checkpoint_tensors, config_context, require, unsupported
+from rl_bridge.installers.vllm.reload_proof import prove_reload
+from rl_bridge.installers.vllm.routes import LoadPlan, learn
+from rl_bridge.installers.vllm.skeleton import Target
+from rl_bridge.manifest.model import WeightUpdateManifest
+
+__all__ = ["VLLMReloadAdapter"]
+
+_LOG = logging.getLogger(__name__)
+_SHOWN = 5
+_KEPT = "_rl_bridge_processed_from"
+
+
+class VLLMReloadAdapter(TransactionalAdapter):
+    """Reloads one worker's model. Call it from the thread that runs the model.
+
+    No step of the model may run between `install` and `commit` or `undo`: pause the engine. Drop
+    cached prefixes afterwards. Adapters (LoRA) stay loaded.
+
+    What the engine holds is read where it can be: parameters that are kept as they are loaded, and
+    products of packed ones. Layers that vLLM processes into something else cannot be read back;
+    then the proof's method is ``unproven``, and a warning names them.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        vllm_config: Any,
+        *,
+        memory_budget_nbytes: int | None = None,
+        num_threads: int | None = None,
+    ) -> None:
+        """Configure; the model is only looked at.
+
+        Args:
+            model: the worker's model, loaded by vLLM.
+            vllm_config: the engine's configuration.
+            memory_budget_nbytes: what the copy of the model and its next layers may take on the
+                host; None takes what the machine has to give.
+            num_threads: threads that digest; None takes the usable cores.
+
+        Raises:
+            ValueError: less than one thread, or a negative budget.
+
+        """
+        if memory_budget_nbytes is not None and memory_budget_nbytes < 0:
+            raise ValueError(f"memory_budget_nbytes={memory_budget_nbytes}: expected 0 or more.")
+        self._model = model
+        self._config = vllm_config
+        self._budget = memory_budget_nbytes
+        self._num_threads = checked_threads(num_threads)
+        self._plan: LoadPlan | None = None
+        self._planned = ""
+        self._update: tuple[WeightUpdateManifest, Mapping[str, torch.Tensor]] | None = None
+        self._snapshot: tuple[ModelSnapshot, ReloadBooks] | None = None
+        self._untouched: Untouched | None = None
+
+    def prepare(self, manifest: WeightUpdateManifest, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Run the engine's loader on a model without memory, and look for memory.
+
+        Raises:
+            IncompatibleUpdate: names, shapes, numbers that are not finite, or memory.
+
+        """
+        if self._snapshot is None:
+            refuse_half_way(self._model)
+        _check_finite(tensors)
+        self._learn(manifest)
+        needed = manifest.total_nbytes  # the layers that vLLM makes anew
+        if self._snapshot is None:
+            needed += ModelSnapshot(self._model).nbytes
+        check_budget(needed, self._budget, manifest.weight_version)
+
+    def install(self, manifest: WeightUpdateManifest, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Copy the model, then let vLLM reload it from `tensors`.
+
+        Raises:
+            Exception: what vLLM raises. Call `undo`.
+
+        """
+        if self._snapshot is None:
+            refuse_half_way(self._model)
+            snapshot, books = ModelSnapshot(self._model), ReloadBooks(self._model)
+            snapshot.copy_bytes()
+            self._snapshot = snapshot, books
+        else:
+            snapshot, books = self._snapshot
+            self._restore()  # a whole model again, of one whose undo failed
+        self._update = manifest, tensors
+        # What is processed in place is vLLM's business; buffers of all other layers must stay.
+        free: list[torch.Tensor] = [*self._model.parameters()]
+        for layer in self._model.modules():
+            if unsupported(layer) is not None:
+                free += layer.buffers()
+        self._untouched = Untouched(self._model, free, num_threads=self._num_threads)
+        reload: Any = require("vllm.model_executor.model_loader.reload.layerwise")
+        model: Any = self._model
+        with config_context(self._config), torch.no_grad():
+            reload.initialize_layerwise_reload(model)
+            loads = _loads(self._model, reload)
+            model.load_weights(iter(tensors.items()))
+            self._check_loaded(reload)
+            reload.finalize_layerwise_reload(model, self._config.model_config)
+            self._pack_anew(snapshot)
+        _keep_processed(loads)
+        books.unwrap()
+
+    def prove(self) -> InstallProof:
+        """Read what can be read.
+
+        Raises:
+            ProofFailed: it is not what was installed.
+
+        """
+        if self._update is None or self._untouched is None:
+            msg = "nothing was installed that could be proven. Call install first."
+            raise ProofFailed(msg)
+        lost = [
+            name
+            for name, tensor in (*self._model.named_parameters(), *self._model.named_buffers())
+            if tensor.is_meta
+        ]
+        if lost:
+            msg = (
+                f"vLLM's reload left {len(lost)} tensors without memory: {lost[:_SHOWN]}. Publish "
+                "the whole model."
+            )
+            raise ProofFailed(msg)
+        self._untouched.check()
+        manifest, tensors = self._update
+        proof, unproven = prove_reload(
+            manifest, tensors, self._plan, self._model, num_threads=self._num_threads
+        )
+        if unproven:
+            _LOG.warning(
+                "version %d: what %d layers hold cannot be read back, so it is unproven: %s",
+                manifest.weight_version,
+                len(unproven),
+                ", ".join(_patterns(unproven)),
+            )
+        return proof
+
+    def undo(self) -> None:
+        """Bring the model back to the objects and bytes that it had before the install."""
+        self._restore()
+        self._snapshot = self._update = self._untouched = None
+
+    def commit(self) -> None:
+        """Let go of the copy."""
+        self._snapshot = self._update = self._untouched = None
+
+    def release(self, update_id: str) -> None:
+        """Nothing is kept of an update: the model has memory of its own."""
+
+    # ---- inside ---------------------------------------------------------------------------------
+
+    def _restore(self) -> None:
+        if self._snapshot is not None:
+            snapshot, books = self._snapshot
+            books.restore()
+            snapshot.restore()
+
+    def _learn(self, manifest: WeightUpdateManifest) -> None:
+        table = manifest.table
+        if self._planned == table.digest:
+            return
+        kinds = {
+            name: (getattr(torch, table.dtypes[row]), table.shapes[row])
+            for name, row in table.rows.items()
+        }
+        try:
+            self._plan = learn(self._model, kinds, self._config, is_optional=_is_optional)
+        except IncompatibleUpdate as error:
+            if "VLLMReloadAdapter" not in str(error):
+                raise
+            # What vLLM's loader computes instead of copying cannot be followed; the message says so
+            # by naming this adapter.
+            self._plan = None
+        if self._plan is not None:
+            lost = sorted(table.rows.keys() - self._plan.landed)
+            tied = {row for name, row in table.rows.items() if name in self._plan.landed}
+            lost = [name for name in lost if table.rows[name] not in tied]
+            if lost:
+                msg = (
+                    f"the engine's loader puts {len(lost)} tensors of the update nowhere: "
+                    f"{lost[:_SHOWN]}. Publish the model that the engine serves, and no others."
+                )
+                raise IncompatibleUpdate(msg)
+        self._planned = table.digest
+
+    def _check_loaded(self, reload: Any) -> None:
+        """Refuse to go on with layers that got nothing: vLLM would give them their old weights."""
+        loaded: set[int] = set()
+        empty: dict[str, list[torch.Tensor]] = {}
+        for name, layer in self._model.named_modules():
+            info = reload.get_layerwise_info(layer)
+            weights = [meta for meta in info.restore_metadata[0].values() if meta.numel()]
+            if not weights or reload.is_deferred_attention_layer(layer):
+                continue
+            held = [] if info.kernel_tensors is None else list(info.kernel_tensors[0].values())
+            if not info.can_load() or info.load_numel > 0:
+                loaded |= {id(tensor) for tensor in layer.parameters(recurse=False)}
+                loaded |= {id(tensor) for tensor in held}
+            else:
+                empty[name] = held
+        # A tied layer gets its weights through the other one.
+        lost = [name for name, held in empty.items() if not {id(t) for t in held} <= loaded]
+        if lost:
+            msg = (
+                f"the update leaves {len(lost)} layers of the engine as they are: {lost[:_SHOWN]}. "
+                "Publish the whole model."
+            )
+            raise IncompatibleUpdate(msg)
+
+    def _pack_anew(self, snapshot: ModelSnapshot) -> None:
+        """Pack the weights whose layer vLLM did not process: tied ones, that got no load of theirs.
+
+        vLLM leaves them with the pack of the old weights, on the CPU (0.27.1 to 0.33.0 at least).
+        """
+        for layer in self._model.modules():
+            pack = vars(layer).get("cpu_linear")
+            weight = layer._parameters.get("weight")  # noqa: SLF001 - torch has no other way in
+            if pack is None or weight is None or not weight.numel():
+                continue
+            if pack is snapshot.attribute(layer, "cpu_linear"):
+                method: Any = layer.quant_method
+                method.process_weights_after_loading(layer)
+
+
+def _patterns(names: Iterable[str]) -> dict[str, None]:
+    """The names of layers with their numbers left out, each once."""
+    return dict.fromkeys(re.sub(r"\b\d+\b", "*", name) for name in names)
+
+
+def _loads(model: torch.nn.Module, reload: Any) -> list[tuple[torch.nn.Module, list[Any]]]:
+    """The lists in which vLLM notes, during a reload, what processed layers are loaded with."""
+    return [
+        (layer, reload.get_layerwise_info(layer).loaded_weights)
+        for layer in model.modules()
+        if unsupported(layer) is not None
+    ]
+
+
+def _keep_processed(loads: list[tuple[torch.nn.Module, list[Any]]]) -> None:
+    """Keep what layers were processed from for as long as they compute with it.
+
+    Kernels for the CPU keep pointers to scales, without a reference. vLLM copies these scales back
+    into the parameters that it had, and lets go of what the kernels point to.
+    """
+    for layer, noted in loads:
+        parameters = [arguments.arguments.get("param") for _, arguments in noted]
+        if any(parameter.device.type == "cpu" for parameter in parameters):
+            vars(layer)[_KEPT] = parameters
+
+
+def _is_optional(target: Target) -> bool:
+    """Whether checkpoints come without a parameter: vLLM made it, or it is a scale of attention."""
+    reload: Any = require("vllm.model_executor.model_loader.reload.layerwise")
+    never_on_meta = require("vllm.model_executor.model_loader.reload.meta").SKIP_TENSORS
+    return all(
+        reload.is_deferred_attention_layer(user.module)
+        or (user.leaf not in checkpoint_tensors(user.module) and user.leaf not in never_on_meta)
+        for user in target.users
+    )
+
+
+def _check_finite(tensors: Mapping[str, torch.Tensor]) -> None:
+    """Refuse NaN and Inf: a request that ran once with them leaves them in its cached blocks."""
+    for name, given in tensors.items():
+        if not given.numel() or not given.is_floating_point():
+            continue
+        tensor = given.to(torch.float32) if given.element_size() == 1 else given
+        low, high = torch.aminmax(tensor)  # NaN wins over every number
+        if not (low.isfinite() and high.isfinite()):
+            msg = (
+                f"tensor {name!r} has numbers that are NaN or Inf; the engine keeps its version. "
+                "See which training step made them."
+            )
+            raise IncompatibleUpdate(msg)
