@@ -14,15 +14,17 @@ import pytest
 import torch
 from rich.console import Console
 
+from rl_bridge.demo.config import RolloutConfig
 from rl_bridge.demo.failures import LogprobMismatch, PeerGone, UpdateLost
 from rl_bridge.demo.faults import Fault
 from rl_bridge.demo.live import LiveView, sparkline
 from rl_bridge.demo.options import MIN_STEPS
 from rl_bridge.demo.phases import BETWEEN, grouped, phase_series
 from rl_bridge.demo.records import DemoResult
-from rl_bridge.demo.rollout import InstallReply, RolloutConfig, RolloutWorker, SampleReply
+from rl_bridge.demo.rollout import InstallReply, RolloutWorker, SampleReply
 from rl_bridge.demo.rollout_process import RolloutProcess
 from rl_bridge.demo.run import run_demo
+from rl_bridge.demo.sampler import ModuleSampler
 from rl_bridge.demo.trainer import LOGPROB_TOLERANCE, Trainer
 from rl_bridge.errors import WeightBridgeError, WeightBridgeUnavailableError
 from rl_bridge.manifest.model import WeightUpdateManifest
@@ -66,7 +68,8 @@ class TornRollout(RolloutWorker):
 
     def sample(self, *, num_groups: int, group_size: int) -> SampleReply:
         with torch.no_grad():
-            self._model.tokens.weight.mul_(1.01)
+            assert isinstance(self._sampler, ModuleSampler)
+            self._sampler.model.tokens.weight.mul_(1.01)
         return super().sample(num_groups=num_groups, group_size=group_size)
 
 

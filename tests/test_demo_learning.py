@@ -8,8 +8,9 @@ from rl_bridge.demo.failures import BadFrame, FaultUnnoticed
 from rl_bridge.demo.faults import Fault, examine, plan_faults
 from rl_bridge.demo.frames import Array, Frame, decode, encode
 from rl_bridge.demo.learner import Learner, LearnerConfig, group_advantages
-from rl_bridge.demo.model import CausalTransformer, ModelConfig, build_model, log_probs
+from rl_bridge.demo.model import CausalTransformer, ModelConfig, build_model
 from rl_bridge.demo.options import MIN_STEPS
+from rl_bridge.demo.policy import log_probs
 from rl_bridge.demo.rollout import InstallReply
 from rl_bridge.demo.sampler import SampleBatch, sample
 from rl_bridge.demo.task import SortTask

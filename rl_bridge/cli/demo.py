@@ -16,7 +16,9 @@ def demo(
     transport: Annotated[
         str, typer.Option(help="How the weights travel: shared-memory, or local-clone.")
     ] = "shared-memory",
-    engine: Annotated[Engine, typer.Option(help="What the rollout samples with.")] = Engine.MODULE,
+    engine: Annotated[
+        Engine, typer.Option(help="What the rollout samples with: module, or vllm.")
+    ] = Engine.MODULE,
     steps: Annotated[
         int, typer.Option(min=MIN_STEPS, help="Training steps, one update of the weights each.")
     ] = DEFAULT_STEPS,

@@ -2,7 +2,14 @@
 
 from rl_bridge.errors import WeightBridgeError
 
-__all__ = ["BadFrame", "FaultUnnoticed", "LogprobMismatch", "PeerGone", "UpdateLost"]
+__all__ = [
+    "BadFrame",
+    "FaultUnnoticed",
+    "LabelMismatch",
+    "LogprobMismatch",
+    "PeerGone",
+    "UpdateLost",
+]
 
 
 class BadFrame(WeightBridgeError):
@@ -15,6 +22,10 @@ class PeerGone(WeightBridgeError):
 
 class LogprobMismatch(WeightBridgeError):
     """The rollout's log-probabilities are not those of the version that it reports."""
+
+
+class LabelMismatch(WeightBridgeError):
+    """The engine labels its outputs with another version than the one that it was asked for."""
 
 
 class FaultUnnoticed(WeightBridgeError):

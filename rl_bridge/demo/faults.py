@@ -5,7 +5,7 @@ from enum import StrEnum
 from typing import Literal
 
 from rl_bridge.demo.failures import FaultUnnoticed
-from rl_bridge.demo.options import MIN_STEPS
+from rl_bridge.demo.options import MIN_STEPS, Engine
 from rl_bridge.demo.rollout import InstallReply
 
 __all__ = ["Expectation", "Fault", "examine", "plan_faults"]
@@ -28,6 +28,8 @@ class Expectation:
 
     outcome: Literal["refused", "undone"]
     error: str
+    message: str = ""
+    """How the error's text begins, where its type alone does not tell."""
 
 
 _EXPECTED = {
@@ -38,6 +40,10 @@ _EXPECTED = {
 }
 
 
+# From vLLM's workers it comes as text, whatever process they are in.
+_HALF_WAY_IN_VLLM = Expectation("undone", "WeightUpdateRejectedError", "EngineFault: ")
+
+
 def plan_faults(num_steps: int) -> dict[int, Fault]:
     """Say before which step's own update which fault is planted: around the middle."""
     if num_steps < MIN_STEPS:
@@ -46,10 +52,18 @@ def plan_faults(num_steps: int) -> dict[int, Fault]:
     return {middle - gap: Fault.CORRUPTED, middle: Fault.STALE, middle + gap: Fault.HALF_WAY}
 
 
-def examine(fault: Fault, reply: InstallReply, *, active_version: int | None) -> Expectation:
+def examine(
+    fault: Fault,
+    reply: InstallReply,
+    *,
+    active_version: int | None,
+    engine: str = Engine.MODULE,
+) -> Expectation:
     """Return what the fault was expected to lead to, or raise if it led to something else."""
     expected = _EXPECTED[fault]
-    if reply.error != expected.error:
+    if fault is Fault.HALF_WAY and engine == Engine.VLLM:
+        expected = _HALF_WAY_IN_VLLM
+    if reply.error != expected.error or not reply.message.startswith(expected.message):
         raise FaultUnnoticed(
             f"the {fault} update should have been {expected.outcome} with {expected.error}, "
             f"the rollout says {reply.error or 'installed'}: {reply.message}"

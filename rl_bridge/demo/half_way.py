@@ -1,14 +1,17 @@
-"""An engine that fails in the middle of an install, on request."""
+"""Engines that fail in the middle of an install, on request."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
 from rl_bridge.installers.module import ModuleInstallAdapter
+from rl_bridge.installers.vllm.exchange import Exchange
+from rl_bridge.installers.vllm.staging import Staged
 from rl_bridge.manifest.model import WeightUpdateManifest
 
-__all__ = ["EngineFault", "HalfWayAdapter"]
+__all__ = ["EngineFault", "HalfWayAdapter", "failing_exchange"]
 
 
 class EngineFault(RuntimeError):
@@ -38,3 +41,25 @@ class HalfWayAdapter(ModuleInstallAdapter):
             for name in half:
                 mine[name].copy_(tensors[name])
         raise EngineFault(f"the engine failed after {len(half)} of {len(mine)} tensors")
+
+
+@contextmanager
+def failing_exchange() -> Iterator[None]:
+    """Within this context, every install into a vLLM model of this process fails half-way.
+
+    Half of the exchange has really been made when it does: the serving model is a mixture.
+    """
+    apply = Exchange.apply
+
+    def apply_half(exchange: Exchange, staged: Staged) -> None:
+        steps = len(staged.tensors) + len(staged.attributes)
+        half = steps // 2
+        tensors = staged.tensors[:half]
+        apply(exchange, Staged(tensors, staged.attributes[: half - len(tensors)]))
+        raise EngineFault(f"the engine failed after {half} of {steps} exchanges")
+
+    Exchange.apply = apply_half  # type: ignore[method-assign,assignment]  # the planted fault
+    try:
+        yield
+    finally:
+        Exchange.apply = apply  # type: ignore[method-assign]

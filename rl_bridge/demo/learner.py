@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from rl_bridge.demo.model import CausalTransformer, answer_logits
+from rl_bridge.demo.policy import Policy, answer_logits
 from rl_bridge.demo.sampler import SampleBatch
 
 __all__ = ["LearnStats", "Learner", "LearnerConfig", "group_advantages"]
@@ -54,7 +54,7 @@ class Learner:
     """Owns the optimizer of a model; the model itself stays the caller's."""
 
     def __init__(
-        self, model: CausalTransformer, *, num_steps: int, config: LearnerConfig | None = None
+        self, model: Policy, *, num_steps: int, config: LearnerConfig | None = None
     ) -> None:
         """Prepare for `num_steps` calls of `update`."""
         self._model = model
@@ -81,7 +81,7 @@ class Learner:
         """Do one pass over the whole batch with one optimizer step."""
         config = self._config
         policy = answer_logits(self._model, batch.tokens)
-        chosen = self._model.config.task.answers(batch.tokens).unsqueeze(-1)
+        chosen = self._model.task.answers(batch.tokens).unsqueeze(-1)
         ratio = (policy.gather(2, chosen).squeeze(-1) - batch.log_probs).exp()
         clipped = ratio.clamp(1.0 - config.clip, 1.0 + config.clip)
         gain = torch.minimum(ratio * advantages, clipped * advantages).mean()

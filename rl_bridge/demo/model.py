@@ -1,8 +1,6 @@
 """A small causal transformer in plain torch, in fp32 on the CPU.
 
-Pre-norm blocks, learned positions, a key-value cache for sampling. `log_probs` defines what "the
-log-probability of the answer" is: the trainer computes it in a single pass over whole sequences,
-the sampler token by token over the cache, and the demo insists that the two agree.
+Pre-norm blocks, learned positions, a key-value cache for sampling.
 """
 
 from dataclasses import dataclass
@@ -11,9 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from rl_bridge.demo.policy import Policy
 from rl_bridge.demo.task import SortTask
 
-__all__ = ["CausalTransformer", "ModelConfig", "answer_logits", "build_model", "log_probs"]
+__all__ = ["CausalTransformer", "ModelConfig", "build_model"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +60,7 @@ class Block(nn.Module):
         return hidden + narrowed
 
 
-class CausalTransformer(nn.Module):
+class CausalTransformer(Policy):
     """Tokens in, logits over the digits out."""
 
     def __init__(self, config: ModelConfig) -> None:
@@ -79,6 +78,21 @@ class CausalTransformer(nn.Module):
         # A nearly flat first policy: REINFORCE learns only from what it happens to try.
         nn.init.normal_(self.head.weight, std=0.02)
         nn.init.zeros_(self.head.bias)
+
+    @property
+    def task(self) -> SortTask:
+        """See `Policy`."""
+        return self.config.task
+
+    @property
+    def weights(self) -> nn.Module:
+        """See `Policy`."""
+        return self
+
+    def digit_logits(self, tokens: Tensor) -> Tensor:
+        """See `Policy`."""
+        logits: Tensor = self(tokens)
+        return logits
 
     def empty_cache(self) -> list[list[Tensor]]:
         """Return a cache for `forward`, which fills it: keys and values per block."""
@@ -101,15 +115,3 @@ def build_model(config: ModelConfig, seed: int) -> CausalTransformer:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return CausalTransformer(config)
-
-
-def answer_logits(model: CausalTransformer, tokens: Tensor) -> Tensor:
-    """Return the normalised logits at the answer's positions: (sequences, num_digits, base)."""
-    logits: Tensor = model(tokens[:, :-1])
-    return logits[:, model.config.task.num_digits :].log_softmax(dim=-1)
-
-
-def log_probs(model: CausalTransformer, tokens: Tensor) -> Tensor:
-    """Return the log-probability of each answer token: (sequences, num_digits)."""
-    chosen = model.config.task.answers(tokens).unsqueeze(-1)
-    return answer_logits(model, tokens).gather(2, chosen).squeeze(-1)

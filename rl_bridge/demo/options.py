@@ -14,3 +14,5 @@ class Engine(StrEnum):
 
     MODULE = "module"
     """A torch module, updated in place."""
+    VLLM = "vllm"
+    """A vLLM engine that serves a small Qwen3."""

@@ -72,9 +72,10 @@ def draw_picture(result: DemoResult, path: Path) -> None:
 
 def _draw_title(figure: Any, result: DemoResult) -> None:
     processes = "one process" if result.num_processes == 1 else "two processes"
-    figure.text(
-        0.085, 0.955, "A policy learns to sort while its weights travel", fontsize=15, weight="bold"
-    )
+    title = "A policy learns to sort while its weights travel"
+    if result.engine_name:
+        title += f" to {result.engine_name}"
+    figure.text(0.085, 0.955, title, fontsize=15, weight="bold")
     figure.text(
         0.085,
         0.925,

@@ -68,6 +68,10 @@ class DemoResult:
     seconds: float
     rows: tuple[StepRow, ...]
     faults: tuple[FaultRow, ...]
+    engine_name: str = ""
+    """The engine and its version, for people; empty for the module, which has none."""
+    labels_checked: int = 0
+    """Outputs that carried the engine's own label of the version that was asked for."""
 
     @property
     def reward_first(self) -> float:
@@ -107,9 +111,12 @@ class DemoResult:
         return min((diff for diff in found if diff is not None), default=None)
 
     def to_json(self) -> dict[str, Any]:
-        """Return everything as JSON values."""
+        """Return everything as JSON values; what only real engines have, only for these."""
+        values = asdict(self)
+        if not self.engine_name:
+            del values["engine_name"], values["labels_checked"]
         return {
-            **asdict(self),
+            **values,
             "steps": len(self.rows),
             "reward_first": self.reward_first,
             "reward_last": self.reward_last,

@@ -50,6 +50,11 @@ def _summary(result: DemoResult) -> Table:
     table.add_row(
         "log-probs", f"agree within {result.logprob_max_abs_diff:.1e} at every step{control}"
     )
+    if result.engine_name:
+        labels = f"{result.labels_checked:,} outputs, each with the label of the version asked for"
+        # An old vLLM labels nothing; then nothing is claimed.
+        table.add_row("labels", labels if result.labels_checked else "none: too old an engine")
+        table.add_row("engine", result.engine_name)
     table.add_row("time", f"{result.seconds:.1f} s, {result.transport}, seed {result.seed}")
     return table
 

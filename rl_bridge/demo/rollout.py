@@ -7,38 +7,21 @@ it runs in this process or in one of its own (`rl_bridge.demo.rollout_process`).
 import os
 import time
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Protocol
 
-import torch
-
 from rl_bridge.bridge.bridges import make_weight_bridge
 from rl_bridge.bridge.rollout import RolloutExecutor
+from rl_bridge.demo.config import RolloutConfig
+from rl_bridge.demo.engines import make_sampler
 from rl_bridge.demo.failures import UpdateLost
-from rl_bridge.demo.half_way import EngineFault, HalfWayAdapter
-from rl_bridge.demo.model import ModelConfig, build_model
-from rl_bridge.demo.sampler import SampleBatch, sample
-from rl_bridge.demo.task import SortTask
+from rl_bridge.demo.half_way import EngineFault
+from rl_bridge.demo.sampler import SampleBatch
 from rl_bridge.errors import WeightBridgeError
 from rl_bridge.manifest.model import WeightUpdateManifest
 
-__all__ = ["InstallReply", "Rollout", "RolloutConfig", "RolloutWorker", "SampleReply"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RolloutConfig:
-    """What a rollout needs to know before the first message."""
-
-    transport: str
-    seed: int
-    engine: str = "module"
-    num_digits: int = 6
-    base: int = 10
-
-    @property
-    def model(self) -> ModelConfig:
-        """The model that trainer and rollout share."""
-        return ModelConfig(task=SortTask(num_digits=self.num_digits, base=self.base))
+__all__ = ["InstallReply", "Rollout", "RolloutWorker", "SampleReply"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +45,8 @@ class SampleReply:
     batch: SampleBatch
     version: int | None
     sample_ms: float
+    labels: Mapping[str, int] = field(default_factory=dict)
+    """How many sequences carry each of the engine's own labels; empty where it puts none."""
 
 
 class Rollout(Protocol):
@@ -82,17 +67,20 @@ class Rollout(Protocol):
 
 
 class RolloutWorker:
-    """Owns the sampler's model and the consumer's end of the bridge."""
+    """Owns the sampler and the consumer's end of the bridge."""
 
     def __init__(self, config: RolloutConfig) -> None:
-        """Build the model from other random weights than the trainer's: none may be left over."""
-        self._model = build_model(config.model, seed=config.seed + 1_000_003)
-        self._generator = torch.Generator().manual_seed(config.seed)
+        """Start the engine with other random weights than the trainer's: none may be left over."""
+        self._sampler = make_sampler(config, model_seed=config.seed + 1_000_003)
         self._bridge = make_weight_bridge(config.transport, source_worker="rollout", num_threads=1)
-        self._adapter = HalfWayAdapter(self._model)
         self._executor = RolloutExecutor(
-            weight_bridge=self._bridge, weight_install_adapter=self._adapter
+            weight_bridge=self._bridge, weight_install_adapter=self._sampler.adapter
         )
+
+    @property
+    def engine_name(self) -> str:
+        """What samples, for people."""
+        return self._sampler.name
 
     @property
     def pid(self) -> int:
@@ -101,13 +89,13 @@ class RolloutWorker:
 
     def install(self, manifest_json: str, *, fail_half_way: bool = False) -> InstallReply:
         """Run one update as a transaction and say what became of it."""
-        self._adapter.is_armed = fail_half_way
         start = time.perf_counter()
         timings = {}
         try:
             manifest = WeightUpdateManifest.from_json(manifest_json)
             timings["parse"] = (time.perf_counter() - start) * 1e3
-            self._executor.update_weights(manifest)
+            with self._sampler.failing_half_way() if fail_half_way else nullcontext():
+                self._executor.update_weights(manifest)
         except (WeightBridgeError, EngineFault) as error:
             timings["failed"] = (time.perf_counter() - start) * 1e3 - sum(timings.values())
             return InstallReply(
@@ -116,8 +104,6 @@ class RolloutWorker:
                 message=str(error),
                 timings_ms=timings,
             )
-        finally:
-            self._adapter.is_armed = False
         acknowledged = self._executor.last_ack
         if acknowledged is None:
             raise UpdateLost("update_weights returned and left no acknowledgement")
@@ -132,18 +118,18 @@ class RolloutWorker:
         )
 
     def sample(self, *, num_groups: int, group_size: int) -> SampleReply:
-        """Sample with whatever the model's memory holds, and say which version that should be."""
+        """Sample with whatever the engine's memory holds, and say which version that should be."""
         start = time.perf_counter()
-        batch = sample(
-            self._model, num_groups=num_groups, group_size=group_size, generator=self._generator
-        )
+        sampled = self._sampler.sample(num_groups=num_groups, group_size=group_size)
         return SampleReply(
-            batch=batch,
+            batch=sampled.batch,
             version=self._executor.active_weight_version,
             sample_ms=(time.perf_counter() - start) * 1e3,
+            labels=sampled.labels,
         )
 
     def close(self) -> None:
-        """Release the active update and close the bridge."""
+        """Release the active update, close the bridge, and stop the engine."""
         self._executor.release_weights()
         self._bridge.close()
+        self._sampler.close()

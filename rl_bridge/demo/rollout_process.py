@@ -7,23 +7,25 @@ when the other one is gone.
 
 import contextlib
 import multiprocessing
+import os
 import signal
 from dataclasses import asdict
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from rl_bridge.demo.config import RolloutConfig
+from rl_bridge.demo.engines import start_timeout_s
 from rl_bridge.demo.failures import BadFrame, PeerGone
 from rl_bridge.demo.frames import Channel, Frame
-from rl_bridge.demo.rollout import InstallReply, RolloutConfig, RolloutWorker, SampleReply
+from rl_bridge.demo.rollout import InstallReply, RolloutWorker, SampleReply
 from rl_bridge.demo.sampler import SampleBatch
-from rl_bridge.errors import DeadlineExceeded
+from rl_bridge.errors import DeadlineExceeded, WeightBridgeUnavailableError
 
 __all__ = ["RolloutProcess", "serve"]
 
-# Starting means importing torch, which takes long on a busy machine with a cold disk.
-_START_TIMEOUT_S = 120.0
 _ANSWER_TIMEOUT_S = 60.0
 # A trainer that says nothing for so long has been forgotten by everybody.
 _IDLE_TIMEOUT_S = 600.0
@@ -35,15 +37,28 @@ def serve(connection: Connection, config: RolloutConfig) -> None:
     # Ctrl-C reaches the whole group: the trainer decides, and closes the pipe.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
+    if config.engine_log:
+        _print_into(config.engine_log)
     channel = Channel(connection, peer="trainer")
-    worker = RolloutWorker(config)
     try:
-        channel.send(Frame({"ready": True}))
+        worker = RolloutWorker(config)
+    except WeightBridgeUnavailableError as error:
+        channel.send(Frame({"unavailable": str(error)}))
+        return
+    try:
+        channel.send(Frame({"engine": worker.engine_name}))
         while (request := _next_request(channel)) is not None:
             channel.send(_answer(worker, request))
     finally:
         worker.close()
         channel.close()
+
+
+def _print_into(log: str) -> None:
+    """From now on, what this process prints goes into a file; what C libraries print, too."""
+    with Path(log).open("wb") as file:
+        for descriptor in (1, 2):
+            os.dup2(file.fileno(), descriptor)
 
 
 def _next_request(channel: Channel) -> Frame | None:
@@ -68,7 +83,11 @@ def _answer(worker: RolloutWorker, request: Frame) -> Frame:
             )
             batch = sampled.batch
             return Frame(
-                {"version": sampled.version, "sample_ms": sampled.sample_ms},
+                {
+                    "version": sampled.version,
+                    "sample_ms": sampled.sample_ms,
+                    "labels": dict(sampled.labels),
+                },
                 {
                     "tokens": batch.tokens.numpy(),
                     "log_probs": batch.log_probs.numpy(),
@@ -84,6 +103,8 @@ class RolloutProcess:
 
     def __init__(self, config: RolloutConfig) -> None:
         """Start the process; `wait_until_ready` waits for it, so that both sides start at once."""
+        self._log = config.engine_log
+        self._start_timeout_s = start_timeout_s(config.engine)
         context = multiprocessing.get_context("spawn")
         here, there = context.Pipe()
         self._process = context.Process(
@@ -99,9 +120,18 @@ class RolloutProcess:
         """The rollout's process id."""
         return self._process.pid or 0
 
-    def wait_until_ready(self) -> None:
-        """Wait until the model is built."""
-        self._channel.receive(timeout_s=_START_TIMEOUT_S)
+    def wait_until_ready(self) -> str:
+        """Wait until the engine has started, and return its name for people.
+
+        Raises:
+            WeightBridgeUnavailableError: it did not start.
+
+        """
+        values = self._receive(self._start_timeout_s).values
+        if "unavailable" in values:
+            log = f" ({self._log})" if self._log else ""
+            raise WeightBridgeUnavailableError(f"{values['unavailable']}{log}")
+        return str(values["engine"])
 
     def install(self, manifest_json: str, *, fail_half_way: bool = False) -> InstallReply:
         """Send a manifest and wait for what became of it."""
@@ -135,4 +165,12 @@ class RolloutProcess:
 
     def _ask(self, values: dict[str, Any]) -> Frame:
         self._channel.send(Frame(values))
-        return self._channel.receive(timeout_s=_ANSWER_TIMEOUT_S)
+        return self._receive(_ANSWER_TIMEOUT_S)
+
+    def _receive(self, timeout_s: float) -> Frame:
+        try:
+            return self._channel.receive(timeout_s=timeout_s)
+        except (PeerGone, DeadlineExceeded) as error:
+            if not self._log:
+                raise
+            raise type(error)(f"{error}. What it said last is in {self._log}.") from error

@@ -5,17 +5,20 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from rich.console import Console
 
+from rl_bridge.demo.config import RolloutConfig
+from rl_bridge.demo.engines import check_engine
 from rl_bridge.demo.faults import plan_faults
 from rl_bridge.demo.live import LiveView
 from rl_bridge.demo.options import DEFAULT_STEPS, Engine
 from rl_bridge.demo.records import DemoResult
 from rl_bridge.demo.report import print_report, write_files
-from rl_bridge.demo.rollout import Rollout, RolloutConfig, RolloutWorker
+from rl_bridge.demo.rollout import Rollout, RolloutWorker
 from rl_bridge.demo.rollout_process import RolloutProcess
 from rl_bridge.demo.trainer import Trainer
 from rl_bridge.errors import TransportUnavailable, WeightBridgeUnavailableError
@@ -41,7 +44,8 @@ def run_demo(
 
     Args:
         transport: name or short form.
-        engine: what the rollout samples with: ``module``, a torch module.
+        engine: what the rollout samples with: ``module``, a torch module, or ``vllm``, a vLLM
+            engine, which takes half a minute to start.
         steps: training steps, one update of the weights each.
         seed: of the weights and of the samples; the same seed gives the same rewards.
         out: where `demo.json` and `demo.png` go; made if it is not there.
@@ -52,8 +56,8 @@ def run_demo(
 
     Raises:
         ValueError: too few steps, or no such engine.
-        WeightBridgeUnavailableError: the transport or the drawing library is not there, or nothing
-            can be written to `out`.
+        WeightBridgeUnavailableError: the transport, the engine or the drawing library is not
+            there, or nothing can be written to `out`.
         WeightBridgeError: the bridge did not keep a promise: an update was lost, a planted fault
             went unnoticed, or log-probabilities disagree.
 
@@ -63,6 +67,9 @@ def run_demo(
     faults = plan_faults(steps)
     config = _checked(transport, engine, seed)
     _check_writable(out)
+    if config.engine != Engine.MODULE:
+        config = replace(config, engine_log=str((out / f"{config.engine}.log").absolute()))
+        console.print(f"starting {config.engine}, its log is {config.engine_log}", soft_wrap=True)
     rows, fault_rows = [], []
     with ExitStack() as stack:
         stack.enter_context(_one_thread())
@@ -70,9 +77,12 @@ def run_demo(
         stack.callback(rollout.close)
         trainer = Trainer(config, rollout, num_steps=steps)
         stack.callback(trainer.close)
-        if isinstance(rollout, RolloutProcess):
-            rollout.wait_until_ready()
+        engine_name = rollout.wait_until_ready() if isinstance(rollout, RolloutProcess) else ""
+        if config.engine == Engine.MODULE:
+            engine_name = ""
         title = f"rl_bridge demo: sort {config.num_digits} digits, {config.transport}"
+        if engine_name:
+            title += f", {engine_name}"
         view = stack.enter_context(LiveView(console, title=title, num_steps=steps))
         where = "this process" if num_processes == 1 else f"process {rollout.pid}"
         view.say(f"the rollout samples in {where}, its weights come over {config.transport}")
@@ -83,7 +93,7 @@ def run_demo(
                 view.fault(fault_row)
             rows.append(row)
             view.step(row)
-        manifest = trainer.held
+        manifest, labels_checked = trainer.held, trainer.labels_checked
     result = DemoResult(
         transport=config.transport,
         engine=config.engine,
@@ -94,6 +104,8 @@ def run_demo(
         seconds=time.perf_counter() - start,
         rows=tuple(rows),
         faults=tuple(fault_rows),
+        engine_name=engine_name,
+        labels_checked=labels_checked,
     )
     paths = write_files(result, out)
     print_report(result, console)
@@ -103,14 +115,13 @@ def run_demo(
 
 def _checked(transport: str, engine: str, seed: int) -> RolloutConfig:
     """Find every reason not to start before anything is started."""
-    if engine not in list(Engine):
-        raise ValueError(f"no engine {engine!r} for the demo, expected one of {', '.join(Engine)}")
+    name = canonical_name(transport)
+    check_engine(engine, name)
     if importlib.util.find_spec("matplotlib") is None:
         raise WeightBridgeUnavailableError(
             "the demo draws its picture with matplotlib, which is not installed. "
             "Install it with: pip install 'rl_bridge[demo]'"
         )
-    name = canonical_name(transport)
     found = transport_class(name).probe()
     if found.status != "pass":
         raise TransportUnavailable(name, found.cause, found.remedy)

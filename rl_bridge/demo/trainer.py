@@ -4,13 +4,15 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from rl_bridge.demo.failures import LogprobMismatch, UpdateLost
+from rl_bridge.demo.config import RolloutConfig
+from rl_bridge.demo.engines import build_policy, learner_config
+from rl_bridge.demo.failures import LabelMismatch, LogprobMismatch, UpdateLost
 from rl_bridge.demo.faults import Fault, examine
 from rl_bridge.demo.learner import Learner
-from rl_bridge.demo.model import build_model
 from rl_bridge.demo.records import FaultRow, StepRow
-from rl_bridge.demo.rollout import InstallReply, Rollout, RolloutConfig, SampleReply
+from rl_bridge.demo.rollout import InstallReply, Rollout, SampleReply
 from rl_bridge.demo.versions import Agreement, VersionShelf
+from rl_bridge.integrations.vllm.engine_adapter import default_label
 from rl_bridge.manifest.compare import Policy
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.testing.faults import FaultInjecting
@@ -44,13 +46,17 @@ class Trainer:
     def __init__(self, config: RolloutConfig, rollout: Rollout, *, num_steps: int) -> None:
         """Start with random weights; the rollout is the caller's and has no version yet."""
         self._rollout = rollout
-        self._model = build_model(config.model, seed=config.seed)
-        self._learner = Learner(self._model, num_steps=num_steps)
+        self._engine = config.engine
+        self._model = build_policy(config.engine, config.task, config.seed)
+        self._learner = Learner(
+            self._model, num_steps=num_steps, config=learner_config(config.engine)
+        )
         self._shelf = VersionShelf(self._model)
         # The transport itself, wrapped so that a byte can be damaged behind a manifest's back.
         self._transport = FaultInjecting(transport_class(config.transport).create(num_threads=1))
         self._bridge = BridgeOver(self._transport, source_worker="trainer", suspicious=Policy.WARN)
         self._version = 0
+        self._labels_checked = 0
         self._held: WeightUpdateManifest | None = None
         self._held_before: WeightUpdateManifest | None = None
 
@@ -60,6 +66,11 @@ class Trainer:
         if self._held is None:
             raise UpdateLost("the rollout has not acknowledged any update yet")
         return self._held
+
+    @property
+    def labels_checked(self) -> int:
+        """How many outputs carried the engine's own label of the version that was asked for."""
+        return self._labels_checked
 
     def close(self) -> None:
         """Take back everything that was published."""
@@ -139,7 +150,7 @@ class Trainer:
                 self._transport.corrupt(manifest, middle)
             over = self._hand_over(manifest, start, fail_half_way=fault is Fault.HALF_WAY)
             self._bridge.release(manifest.update_id)
-        expected = examine(fault, over.reply, active_version=before)
+        expected = examine(fault, over.reply, active_version=before, engine=self._engine)
         _, agreement = self._sample(_CHECK_GROUPS)
         row = FaultRow(
             step=number,
@@ -155,7 +166,7 @@ class Trainer:
 
     def _publish(self) -> WeightUpdateManifest:
         self._version += 1
-        manifest = self._bridge.publish(self._model, weight_version=self._version)
+        manifest = self._bridge.publish(self._model.weights, weight_version=self._version)
         self._shelf.keep(self._version, self._model)
         return manifest
 
@@ -185,6 +196,7 @@ class Trainer:
             raise LogprobMismatch(
                 f"the rollout reports version {sampled.version}, it acknowledged {expected}"
             )
+        self._check_labels(sampled)
         agreement = self._shelf.compare(expected, sampled.batch)
         # Written so that NaN fails too.
         if not agreement.max_abs_diff <= LOGPROB_TOLERANCE:
@@ -194,3 +206,14 @@ class Trainer:
                 "it samples with stale or torn weights"
             )
         return sampled, agreement
+
+    def _check_labels(self, sampled: SampleReply) -> None:
+        """Insist that each output, where the engine labels them, names the version asked for."""
+        expected = default_label(self.held)
+        wrong = {label: count for label, count in sampled.labels.items() if label != expected}
+        if wrong:
+            raise LabelMismatch(
+                f"outputs of the engine are labelled {wrong}, expected {expected!r} on each: they "
+                "were not sampled with the version that the rollout reports"
+            )
+        self._labels_checked += sum(sampled.labels.values())

@@ -4,13 +4,14 @@ Keeps an independent copy of the weights per version, so that log-probabilities 
 version can be recomputed under exactly that version, whatever the trainer has learnt since.
 """
 
+import copy
 from collections import OrderedDict
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from rl_bridge.demo.model import CausalTransformer, build_model, log_probs
+from rl_bridge.demo.policy import Policy, log_probs
 from rl_bridge.demo.sampler import SampleBatch
 
 __all__ = ["Agreement", "VersionShelf"]
@@ -30,13 +31,13 @@ class Agreement:
 class VersionShelf:
     """Copies of the last few published versions."""
 
-    def __init__(self, model: CausalTransformer, *, capacity: int = 4) -> None:
+    def __init__(self, model: Policy, *, capacity: int = 4) -> None:
         """Take over the model's shape; nothing is on the shelf yet."""
-        self._scratch = build_model(model.config, seed=0)
+        self._scratch = copy.deepcopy(model)
         self._capacity = capacity
         self._kept: OrderedDict[int, dict[str, Tensor]] = OrderedDict()
 
-    def keep(self, version: int, model: CausalTransformer) -> None:
+    def keep(self, version: int, model: Policy) -> None:
         """Copy the model's weights under a version; the oldest copy beyond the capacity goes."""
         state = model.state_dict()
         self._kept[version] = {name: tensor.clone() for name, tensor in state.items()}

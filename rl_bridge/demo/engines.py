@@ -1,0 +1,71 @@
+"""What differs between engines: the model that is trained, and what samples with it.
+
+Nothing else of the demo asks which engine it is, but for what an engine's failure looks like
+(`rl_bridge.demo.faults`) and its name on the screen.
+"""
+
+import importlib.util
+
+from rl_bridge.demo.config import RolloutConfig
+from rl_bridge.demo.learner import LearnerConfig
+from rl_bridge.demo.model import ModelConfig, build_model
+from rl_bridge.demo.options import Engine
+from rl_bridge.demo.policy import Policy
+from rl_bridge.demo.qwen import build_qwen
+from rl_bridge.demo.sampler import ModuleSampler, Sampler
+from rl_bridge.demo.task import SortTask
+from rl_bridge.demo.vllm_sampler import VLLMSampler
+from rl_bridge.errors import WeightBridgeUnavailableError
+from rl_bridge.transports.registry import transport_class
+
+__all__ = ["build_policy", "check_engine", "learner_config", "make_sampler", "start_timeout_s"]
+
+
+def check_engine(engine: str, transport: str) -> None:
+    """Find every reason why an engine cannot sample here, without starting it.
+
+    Raises:
+        ValueError: no such engine.
+        WeightBridgeUnavailableError: it is not installed, or the transport does not reach it.
+
+    """
+    if engine not in list(Engine):
+        raise ValueError(f"no engine {engine!r} for the demo, expected one of {', '.join(Engine)}")
+    if engine != Engine.VLLM:
+        return
+    missing = [name for name in ("vllm", "transformers") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise WeightBridgeUnavailableError(
+            f"the demo's engine 'vllm' needs {' and '.join(missing)}, not installed here. "
+            "Install it with: pip install 'rl_bridge[demo,vllm]'"
+        )
+    if not transport_class(transport).crosses_processes:
+        raise WeightBridgeUnavailableError(
+            f"vLLM samples in a process of its own, and {transport} does not leave this one. "
+            "Take another transport: --transport shared-memory"
+        )
+
+
+def start_timeout_s(engine: str) -> float:
+    """How long the rollout's process may take to start, on a busy machine with a cold disk."""
+    # It imports torch. vLLM also looks at the model, the first time in one more process.
+    return 300.0 if engine == Engine.VLLM else 120.0
+
+
+def build_policy(engine: str, task: SortTask, seed: int) -> Policy:
+    """Make what is trained, with random weights from a seed."""
+    if engine == Engine.VLLM:
+        return build_qwen(task, seed)
+    return build_model(ModelConfig(task=task), seed)
+
+
+def learner_config(engine: str) -> LearnerConfig:
+    """Return the settings that learn the task reliably with this engine's model."""
+    return LearnerConfig(learning_rate=3e-3) if engine == Engine.VLLM else LearnerConfig()
+
+
+def make_sampler(config: RolloutConfig, *, model_seed: int) -> Sampler:
+    """Start the engine with random weights from `model_seed`; it draws from the config's seed."""
+    if config.engine == Engine.VLLM:
+        return VLLMSampler(config.task, model_seed=model_seed, seed=config.seed)
+    return ModuleSampler(config.task, model_seed=model_seed, seed=config.seed)

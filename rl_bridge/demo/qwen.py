@@ -1,0 +1,73 @@
+"""A small Qwen3 in fp32: an architecture that vLLM serves, trained with transformers and torch.
+
+Its vocabulary is the task's tokens, padded to what engines like; the digits are tokens 0 and up.
+"""
+
+import importlib
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rl_bridge.demo.policy import Policy
+from rl_bridge.demo.task import SortTask
+
+__all__ = ["QwenPolicy", "build_qwen"]
+
+_WIDTH = 64
+_HEAD_WIDTH = 32  # the smallest for which vLLM has attention on the CPU
+_NUM_LAYERS = 2
+_VOCABULARY_UNIT = 64
+
+
+class QwenPolicy(Policy):
+    """A Qwen3 of transformers that answers with digits."""
+
+    def __init__(self, model: Any, task: SortTask) -> None:
+        """Take a ``Qwen3ForCausalLM``."""
+        super().__init__()
+        self.model: Any = model
+        self._task = task
+
+    @property
+    def task(self) -> SortTask:
+        """See `Policy`."""
+        return self._task
+
+    @property
+    def weights(self) -> nn.Module:
+        """See `Policy`."""
+        weights: nn.Module = self.model
+        return weights
+
+    def digit_logits(self, tokens: Tensor) -> Tensor:
+        """See `Policy`."""
+        logits: Tensor = self.model(input_ids=tokens, use_cache=False).logits
+        return logits[..., : self._task.base]
+
+
+def build_qwen(task: SortTask, seed: int) -> QwenPolicy:
+    """Make a model from a seed and leave the global random state as it was."""
+    transformers: Any = importlib.import_module("transformers")
+    num_tokens = task.base + 1
+    config = transformers.Qwen3Config(
+        vocab_size=-(-num_tokens // _VOCABULARY_UNIT) * _VOCABULARY_UNIT,
+        hidden_size=_WIDTH,
+        intermediate_size=4 * _WIDTH,
+        num_hidden_layers=_NUM_LAYERS,
+        num_attention_heads=_WIDTH // _HEAD_WIDTH,
+        num_key_value_heads=_WIDTH // _HEAD_WIDTH,
+        head_dim=_HEAD_WIDTH,
+        max_position_embeddings=max(64, task.num_tokens),
+        # Positions are few: turned by much from one to the next, they are easy to tell apart.
+        rope_parameters={"rope_type": "default", "rope_theta": 100.0},
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = transformers.Qwen3ForCausalLM(config).float()
+        # As in the module's policy: tokens that differ clearly, and a nearly flat first policy.
+        nn.init.normal_(model.model.embed_tokens.weight, std=0.5)
+    return QwenPolicy(model, task)
