@@ -1,26 +1,29 @@
 """The exchange of a staged version for the serving one, and back."""
 
-from typing import Any
-
 import torch
 
-from rl_bridge.installers.vllm.staging import Staged, TensorChange
+from rl_bridge.installers.vllm.staging import AttributeChange, Staged, TensorChange
 
-__all__ = ["Exchange"]
+__all__ = ["Exchange", "Freed"]
 
 _ABSENT = object()
+
+Freed = tuple[list[tuple[TensorChange, torch.Tensor]], list[tuple[AttributeChange, object]]]
+"""What the version before had: memory, each with its change, and what layers computed with."""
 
 
 class Exchange:
     """Exchanges, and remembers what was there: the oldest state since the last `forget`.
 
-    Each step is noted before it is taken, so that an interrupt at any line can be undone.
+    A parameter gets other memory where only it looks at its own; else it is written in place, so
+    that views, captured graphs and whoever else knows its address follow. Each step is noted before
+    it is taken: an interrupt at any line can be undone.
     """
 
     def __init__(self) -> None:
         """Begin with nothing exchanged."""
-        self._tensors: list[tuple[TensorChange, torch.Tensor]] = []
-        self._attributes: list[tuple[dict[str, Any], str, object]] = []
+        self._tensors: list[tuple[TensorChange, torch.Tensor, bool]] = []
+        self._attributes: list[tuple[AttributeChange, object]] = []
 
     @property
     def is_begun(self) -> bool:
@@ -30,41 +33,58 @@ class Exchange:
     def apply(self, staged: Staged) -> None:
         """Exchange everything that was staged."""
         for change in staged.tensors:
-            if _rebinds(change.live):
-                self._tensors.append((change, change.live.data))
+            if _is_alone(change.live):
+                self._tensors.append((change, change.live.data, True))
                 change.live.data = change.fresh
             else:
-                self._tensors.append((change, change.live.detach().clone()))
+                self._tensors.append((change, change.live.detach().clone(), False))
                 change.live.data.copy_(change.fresh)
         for attribute in staged.attributes:
             state = vars(attribute.module)
-            self._attributes.append((state, attribute.key, state.get(attribute.key, _ABSENT)))
+            self._attributes.append((attribute, state.get(attribute.key, _ABSENT)))
             state[attribute.key] = attribute.value
 
     def undo(self) -> None:
         """Exchange back, the last step first. May be called again after an interrupt."""
         while self._attributes:
-            state, key, before = self._attributes[-1]
+            attribute, before = self._attributes[-1]
             if before is _ABSENT:
-                state.pop(key, None)
+                vars(attribute.module).pop(attribute.key, None)
             else:
-                state[key] = before
+                vars(attribute.module)[attribute.key] = before
             self._attributes.pop()
         while self._tensors:
-            change, before = self._tensors[-1]
-            assert isinstance(before, torch.Tensor)
-            if _rebinds(change.live):
-                change.live.data = before
+            change, memory, rebound = self._tensors[-1]
+            if rebound:
+                change.live.data = memory
             else:
-                change.live.data.copy_(before)
+                change.live.data.copy_(memory)
             self._tensors.pop()
 
-    def forget(self) -> list[tuple[TensorChange, torch.Tensor]]:
-        """The exchange stands; returns the memory that it freed, each with its change."""
-        freed, self._tensors, self._attributes = self._tensors, [], []
-        return [(change, memory) for change, memory in freed if _rebinds(change.live)]
+    def forget(self) -> Freed:
+        """The exchange stands; returns what it freed and the next update can use.
+
+        Of a parameter that was written in place, that is the memory that was staged for it.
+        """
+        tensors, self._tensors = self._tensors, []
+        attributes, self._attributes = self._attributes, []
+        return (
+            [(change, memory if rebound else change.fresh) for change, memory, rebound in tensors],
+            attributes,
+        )
 
 
-def _rebinds(live: torch.Tensor) -> bool:
-    """Whether a parameter may get other memory: not where captured graphs know its address."""
-    return live.device.type == "cpu"
+def _is_alone(live: torch.Tensor) -> bool:
+    """Whether nobody but this parameter looks at its memory, as far as torch counts.
+
+    On an accelerator a captured graph knows the address, which nobody counts.
+    """
+    return live.device.type == "cpu" and _looking_at(live) <= _ALONE
+
+
+def _looking_at(tensor: torch.Tensor) -> int:
+    count: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)  # noqa: SLF001 - torch has no public name
+    return count
+
+
+_ALONE = _looking_at(torch.nn.Parameter(torch.empty(1, device="cpu"), requires_grad=False))

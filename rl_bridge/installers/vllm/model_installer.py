@@ -138,9 +138,11 @@ class VLLMModelInstaller(TransactionalAdapter):
 
     def commit(self) -> None:
         """Keep the memory of the version before for the next one."""
-        for change, memory in self._exchange.forget():
+        tensors, attributes = self._exchange.forget()
+        for change, memory in tensors:
             if change.index is not None:
                 self._spares.keep(change.index, memory)
+        self._spares.keep_packs((change.module, value) for change, value in attributes)
         self._staged = self._evidence = self._untouched = None
 
     def release(self, update_id: str) -> None:

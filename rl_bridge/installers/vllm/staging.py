@@ -6,7 +6,7 @@ install is a list of exchanges.
 """
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -93,6 +93,7 @@ class Spares:
     def __init__(self) -> None:
         """Begin with none."""
         self._tensors: dict[int, torch.Tensor] = {}
+        self._packs: dict[int, list[object]] = {}
         self._scratch = torch.empty(0, dtype=torch.uint8)
 
     def take(self, index: int, target: Target) -> torch.Tensor:
@@ -103,6 +104,19 @@ class Spares:
     def keep(self, index: int, tensor: torch.Tensor) -> None:
         """Keep what a parameter no longer needs."""
         self._tensors[index] = tensor
+
+    def keep_packs(self, packs: Iterable[tuple[torch.nn.Module, object]]) -> None:
+        """Keep what layers computed with, until each gets its next: then the allocator has room.
+
+        All of them freed at once would go back to the system, and be touched anew page by page.
+        """
+        self._packs = {}
+        for module, value in packs:
+            self._packs.setdefault(id(module), []).append(value)
+
+    def make_room(self, module: torch.nn.Module) -> None:
+        """A layer gets its next pack now."""
+        self._packs.pop(id(module), None)
 
     def scratch(self, target: Target) -> torch.Tensor:
         """Memory for a parameter that is packed at once and not kept; valid until the next call."""
@@ -120,16 +134,12 @@ class Spares:
             target = plan.targets[index]
             nbytes = target.meta.numel() * target.meta.element_size()
             if target.is_consumed:
-                packed += nbytes
+                has_room = all(id(user.module) in self._packs for user in target.users)
+                packed += 0 if has_room else nbytes
                 scratch = max(scratch, nbytes)
             elif index not in self._tensors:
                 kept += nbytes
         return kept + packed + max(0, scratch - self._scratch.numel())
-
-    def clear(self) -> None:
-        """Give all of it back."""
-        self._tensors = {}
-        self._scratch = torch.empty(0, dtype=torch.uint8)
 
 
 def stage(
@@ -184,6 +194,7 @@ def stage(
                 _share(made[key], user, staged)
                 continue
             attributes, canaries = len(staged.attributes), len(staged.canaries)
+            spares.make_room(user.module)
             with config_context(vllm_config), torch.no_grad():
                 _process(user, given, staged)
             made[key] = (staged.attributes[attributes:], staged.canaries[canaries:])
