@@ -12,13 +12,17 @@ from typing import Any
 
 import torch
 
-from rl_bridge.errors import ProofFailed
+from rl_bridge.errors import IncompatibleUpdate, ProofFailed
 
-__all__ = ["Canary"]
+__all__ = ["Canary", "NotFinite"]
 
 # Rows of the input. Each weight is asked about in one of them, and with an eighth of the others:
 # the fewer there are in a sum, the less of a wrong one is lost in rounding.
 _ROWS = 8
+
+
+class NotFinite(IncompatibleUpdate):
+    """A weight that cannot be computed with."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,14 +51,21 @@ class Canary:
         """Ask a new pack, and compare its answer with the weight's.
 
         Raises:
-            ProofFailed: the pack is not that of `weight`, shape [out, in].
+            NotFinite: `weight`, shape [out, in], holds NaN or Inf: each number is in a product.
+            ProofFailed: the pack is not that of `weight`.
 
         """
         inputs = weight.shape[1]
         asked = _question(inputs, weight.dtype)
         weight = weight.detach()
-        answer = product(asked, weight, None)
-        wrong = _differ(answer, torch.nn.functional.linear(asked, weight), inputs)
+        answer, expected = product(asked, weight, None), torch.nn.functional.linear(asked, weight)
+        if not expected.isfinite().all():
+            msg = (
+                f"layer {path!r}: products of its weight are NaN or Inf; the engine keeps its "
+                "version. See which training step made such weights."
+            )
+            raise NotFinite(msg)
+        wrong = _differ(answer, expected, inputs)
         if wrong:
             msg = (
                 f"layer {path!r}: {wrong} of {answer.numel()} products of its packed weight differ "
@@ -103,4 +114,5 @@ def _differ(answer: torch.Tensor, expected: torch.Tensor, inputs: int) -> int:
     rounding = torch.finfo(answer.dtype).eps * torch.maximum(answer.abs(), expected.abs()).float()
     summing = 2 * (inputs / _ROWS) ** 0.5 * torch.finfo(torch.float32).eps
     scale = expected.abs().amax(dim=1, keepdim=True).float()
-    return int(((answer.float() - expected.float()).abs() > rounding + summing * scale).sum())
+    fits = (answer.float() - expected.float()).abs() <= rounding + summing * scale
+    return int((~fits).sum())  # (NaN does not fit)

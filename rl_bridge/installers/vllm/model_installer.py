@@ -7,7 +7,7 @@ exchanges them back: the engine has the very objects again that it had before.
 
 import logging
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ import torch
 from rl_bridge.errors import IncompatibleUpdate, ProofFailed
 from rl_bridge.installers.base import InstallProof, TransactionalAdapter
 from rl_bridge.installers.threads import checked_threads
+from rl_bridge.installers.vllm.canary import NotFinite
 from rl_bridge.installers.vllm.evidence import Evidence, Untouched
 from rl_bridge.installers.vllm.exchange import Exchange
 from rl_bridge.installers.vllm.memory_budget import check_budget
@@ -85,11 +86,15 @@ class VLLMModelInstaller(TransactionalAdapter):
         self.abandon()
         plan = self._plan(manifest)
         check_budget(self._spares.missing_nbytes(plan), self._budget, manifest.weight_version)
-        _check_finite(tensors, plan)
         evidence = Evidence(manifest, tensors, plan, num_threads=self._num_threads)
         self._staged = staged = Staged()  # noted first: what fails half-way is let go of
-        for assembled in stage(plan, tensors, self._spares, self._config, staged):
-            evidence.add(assembled)
+        try:
+            for assembled in stage(plan, tensors, self._spares, self._config, staged):
+                evidence.add(assembled)
+        except NotFinite:
+            _check_finite(tensors, plan.landed)  # names the tensor
+            raise
+        _check_finite(tensors, plan.landed - _asked_about(plan, staged))
         evidence.seal(staged)
         self._evidence = evidence
 
@@ -231,9 +236,20 @@ class VLLMModelInstaller(TransactionalAdapter):
                 raise IncompatibleUpdate(msg)
 
 
-def _check_finite(tensors: Mapping[str, torch.Tensor], plan: LoadPlan) -> None:
+def _asked_about(plan: LoadPlan, staged: Staged) -> set[str]:
+    """Tensors that need no pass of their own: each of their numbers is in a canary's product."""
+    modules = {id(canary.module) for canary in staged.canaries}
+    asked: set[str] = set()
+    for index, steps in plan.steps.items():
+        users = plan.targets[index].users
+        if any(user.leaf == "weight" and id(user.module) in modules for user in users):
+            asked.update(step.source for step in steps if isinstance(step, Route))
+    return asked
+
+
+def _check_finite(tensors: Mapping[str, torch.Tensor], names: Iterable[str]) -> None:
     """Refuse NaN and Inf: a request that ran once with them leaves them in its cached blocks."""
-    for name in plan.landed:
+    for name in names:
         tensor = tensors[name]
         if not tensor.numel() or not tensor.is_floating_point():
             continue
