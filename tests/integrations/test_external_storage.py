@@ -1,0 +1,208 @@
+"""Installing by exchanging storages. CUDA itself is replaced by the CPU; modules are real ones."""
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from rl_bridge import (
+    IncompatibleUpdate,
+    ProofFailed,
+    RolloutExecutor,
+    TensorBridge,
+    WeightBridgeUnavailableError,
+    make_weight_bridge,
+)
+from rl_bridge.integrations.vllm.external_storage import VLLMCUDAVMMExternalStorageAdapter
+
+
+class Model(torch.nn.Module):
+    """An embedding, a layer, and a head that is the embedding's weight."""
+
+    def __init__(self, seed: int) -> None:
+        """Random weights."""
+        super().__init__()
+        torch.manual_seed(seed)
+        self.embed = torch.nn.Embedding(7, 4)
+        self.layer = torch.nn.Linear(4, 4)
+        self.norm = torch.nn.BatchNorm1d(4)
+        self.head = torch.nn.Linear(4, 7, bias=False)
+        self.head.weight = self.embed.weight
+        self.eval()
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Logits."""
+        found: torch.Tensor = self.head(self.norm(self.layer(self.embed(tokens))))
+        return found
+
+
+TOKENS = torch.arange(7)
+
+
+@pytest.fixture
+def bridge() -> Iterator[TensorBridge]:
+    with make_weight_bridge("local-clone") as bridge:
+        yield bridge
+
+
+def adapter_for(engine: Any) -> VLLMCUDAVMMExternalStorageAdapter:
+    return VLLMCUDAVMMExternalStorageAdapter(engine, _device="cpu")
+
+
+def places(model: torch.nn.Module) -> dict[str, tuple[int, int]]:
+    return {n: (id(t), t.data_ptr()) for n, t in model.state_dict(keep_vars=True).items()}
+
+
+@torch.no_grad()
+def logits(model: torch.nn.Module) -> torch.Tensor:
+    found: torch.Tensor = model(TOKENS)
+    return found
+
+
+def test_the_engine_computes_with_the_imported_memory(bridge: TensorBridge) -> None:
+    engine, trained = Model(0), Model(1)
+    assert not torch.equal(logits(engine), logits(trained))
+    objects = {name: place[0] for name, place in places(engine).items()}
+    executor = RolloutExecutor(weight_bridge=bridge, weight_install_adapter=adapter_for(engine))
+    imported = executor.update_weights(bridge.publish(trained, weight_version=1))
+    assert torch.equal(logits(engine), logits(trained))
+    for name, tensor in engine.state_dict(keep_vars=True).items():
+        assert tensor.data_ptr() == imported[name].data_ptr(), name
+        assert id(tensor) == objects[name], name
+    assert engine.head.weight is engine.embed.weight
+    assert executor.last_ack is not None
+    proof = executor.last_ack.proof
+    assert (proof.method, proof.digested_nbytes) == ("identity", 0)
+    assert proof.tensors == len(engine.state_dict())
+
+
+@pytest.mark.parametrize("at", [0, 1, 3])
+def test_an_install_that_fails_half_way_is_taken_back(bridge: TensorBridge, at: int) -> None:
+    engine = Model(0)
+    before, answers = places(engine), logits(engine)
+
+    adapter = adapter_for(engine)
+    manifest = bridge.publish(Model(1), weight_version=1)
+    tensors = dict(bridge.import_update(manifest))
+    bad = list(tensors)[at]
+    adapter.prepare(manifest, tensors)
+    tensors[bad] = torch.ones(1, dtype=torch.complex64).to_sparse()  # no storage to exchange
+    with pytest.raises((RuntimeError, TypeError, NotImplementedError)):
+        adapter.install(manifest, tensors)
+    adapter.undo()
+    assert places(engine) == before
+    assert torch.equal(logits(engine), answers)
+    adapter.undo()
+    assert places(engine) == before
+
+
+def test_a_failure_behind_the_install_is_undone_by_the_executor(bridge: TensorBridge) -> None:
+    engine = Model(0)
+    before, answers = places(engine), logits(engine)
+
+    class Moved(VLLMCUDAVMMExternalStorageAdapter):
+        def install(self, manifest: Any, tensors: Any) -> None:
+            super().install(manifest, tensors)
+            engine.layer.weight.data = engine.layer.weight.data.clone()  # same bytes, elsewhere
+
+    adapter = Moved(engine, _device="cpu")
+    executor = RolloutExecutor(weight_bridge=bridge, weight_install_adapter=adapter)
+    with pytest.raises(ProofFailed, match=r"'layer\.weight'.*not the imported tensor"):
+        executor.update_weights(bridge.publish(Model(1), weight_version=1))
+    assert places(engine) == before
+    assert torch.equal(logits(engine), answers)
+    assert executor.active_weight_version is None
+
+
+def test_the_tensors_are_kept_until_their_update_is_released(bridge: TensorBridge) -> None:
+    engine = Model(0)
+    adapter = adapter_for(engine)
+    manifest = bridge.publish(Model(1), weight_version=1)
+    adapter.install(manifest, bridge.import_update(manifest))
+    adapter.commit()
+    assert set(adapter._kept) == {manifest.update_id}
+    adapter.release("another")
+    assert set(adapter._kept) == {manifest.update_id}
+    adapter.release(manifest.update_id)
+    assert not adapter._kept
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ("missing", r"\['layer\.weight'\] are not in the update"),
+        ("strange", r"\['more'\] not in the engine"),
+        ("shape", r"'layer\.bias' is float32\[3\]"),
+        ("dtype", r"'layer\.bias' is float64\[4\]"),
+        ("stride", r"'layer\.weight' is .* strides \[1, 4\]"),
+        ("untied", "one parameter of the engine and two"),
+        ("device", "is on meta, expected cpu"),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_anything_is_touched(
+    bridge: TensorBridge, wrong: str, words: str
+) -> None:
+    engine = Model(0)
+    before = places(engine)
+    manifest = bridge.publish(Model(1), weight_version=1)
+    tensors = dict(bridge.import_update(manifest))
+    if wrong == "missing":
+        del tensors["layer.weight"]
+    elif wrong == "strange":
+        tensors["more"] = torch.ones(1)
+    elif wrong == "shape":
+        tensors["layer.bias"] = torch.ones(3)
+    elif wrong == "dtype":
+        tensors["layer.bias"] = tensors["layer.bias"].double()
+    elif wrong == "stride":
+        tensors["layer.weight"] = tensors["layer.weight"].t()
+    elif wrong == "untied":
+        tensors["head.weight"] = tensors["head.weight"].clone()
+    else:
+        tensors["layer.bias"] = tensors["layer.bias"].to("meta")
+    with pytest.raises(IncompatibleUpdate, match=words):
+        adapter_for(engine).install(manifest, tensors)
+    assert places(engine) == before
+
+
+def test_one_name_of_a_tied_parameter_is_enough(bridge: TensorBridge) -> None:
+    engine, trained = Model(0), Model(1)
+    state = {name: t for name, t in trained.state_dict().items() if name != "head.weight"}
+    manifest = bridge.publish(state, weight_version=1)
+    adapter_for(engine).install(manifest, bridge.import_update(manifest))
+    assert torch.equal(logits(engine), logits(trained))
+
+
+def test_without_cuda_the_cause_and_the_way_out_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    from rl_bridge.integrations.vllm import external_storage
+
+    monkeypatch.setattr(external_storage, "cuda_cause", lambda: "no driver today")
+    with pytest.raises(WeightBridgeUnavailableError, match=r"no driver today\. Use VLLMEngine"):
+        VLLMCUDAVMMExternalStorageAdapter(Model(0))
+
+
+def test_every_holder_of_a_model_is_understood() -> None:
+    model = Model(0)
+    runner = SimpleNamespace(get_model=lambda: model)
+    core = SimpleNamespace(engine_core=object())
+    config = SimpleNamespace(model_config=SimpleNamespace(enforce_eager=True))
+    llm = SimpleNamespace(
+        llm_engine=SimpleNamespace(engine_core=core, vllm_config=config),
+        apply_model=lambda function: [function(model)],
+    )
+    for engine in (model, runner, SimpleNamespace(model_runner=runner), llm):
+        assert adapter_for(engine)._model is model
+    with pytest.raises(TypeError, match="engine is a str"):
+        adapter_for("http://127.0.0.1")
+
+
+def test_an_engine_whose_memory_is_out_of_reach_is_refused() -> None:
+    config = SimpleNamespace(model_config=SimpleNamespace(enforce_eager=False))
+    elsewhere = SimpleNamespace(llm_engine=SimpleNamespace(engine_core=object()))
+    with pytest.raises(WeightBridgeUnavailableError, match="another process"):
+        adapter_for(elsewhere)
+    runner = SimpleNamespace(get_model=lambda: Model(0), vllm_config=config)
+    with pytest.raises(WeightBridgeUnavailableError, match="enforce_eager=True"):
+        adapter_for(runner)
