@@ -97,17 +97,79 @@ def _wrong_pack(nth: int) -> None:
     _patch(ops, "create_onednn_mm", create)
 
 
-def _corrupt(nth: int) -> None:
-    """Change one byte of the n-th parameter right behind the exchange."""
+def _behind_the_exchange(does: Callable[[staging.Staged], int]) -> None:
+    """Do something to the engine right behind the exchange; it says how much there is of it."""
     original = exchange.Exchange.__dict__["apply"]
 
     def apply(self: Any, staged: staging.Staged) -> None:
         original(self, staged)
-        _calls[0] += len(staged.tensors)
-        if nth < len(staged.tensors):
-            flip_byte(staged.tensors[nth].live)
+        _calls[0] += does(staged)
 
     _patch(exchange.Exchange, "apply", apply)
+
+
+def _corrupt(nth: int) -> None:
+    """Change one byte of the n-th parameter right behind the exchange."""
+
+    def does(staged: staging.Staged) -> int:
+        if nth < len(staged.tensors):
+            flip_byte(staged.tensors[nth].live)
+        return len(staged.tensors)
+
+    _behind_the_exchange(does)
+
+
+def _swap(nth: int, what: str) -> None:
+    """Give the n-th packed layer another product, or its product another packed weight."""
+
+    def does(staged: staging.Staged) -> int:
+        if nth < len(staged.canaries):
+            serving: Any = staged.canaries[nth].module
+            other = packed(staged.canaries[nth])
+            if what == "product":
+                serving.cpu_linear = other
+            else:
+                cell(serving.cpu_linear).cell_contents = cell(other).cell_contents
+        return len(staged.canaries)
+
+    _behind_the_exchange(does)
+
+
+def packed(like: canary.Canary) -> Any:
+    """A product that vLLM packed, of weights that nobody published."""
+    from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+
+    made = torch.nn.Module()
+    weight = torch.randn(like.answer.shape[1], like.inputs, dtype=like.answer.dtype)
+    made.weight = torch.nn.Parameter(weight, requires_grad=False)
+    dispatch_cpu_unquantized_gemm(made, remove_weight=False)
+    return made.cpu_linear
+
+
+def cell(product: Any) -> Any:
+    """Where a packed product keeps the weight that it computes with."""
+    (found,) = [
+        c for c in product.__closure__ if type(c.cell_contents).__name__.endswith("Handler")
+    ]
+    return found
+
+
+def _buffer(nth: int) -> None:
+    """Change the n-th buffer or parameter that no update writes, behind the exchange."""
+    original = evidence.Untouched.__dict__["check"]
+
+    def check(self: Any) -> None:
+        tensors = list(self._tensors.values())
+        _calls[0] += len(tensors)
+        if nth < len(tensors):
+            flip_byte(tensors[nth])
+        try:
+            original(self)
+        finally:
+            if nth < len(tensors):
+                flip_byte(tensors[nth])  # nobody else can bring it back
+
+    _patch(evidence.Untouched, "check", check)
 
 
 def flip_byte(tensor: torch.Tensor) -> None:
@@ -121,26 +183,22 @@ def plant(point: str, nth: int = 0, action: str = "") -> None:
     """Plant one fault in this process; see `uproot`."""
     uproot()
     does = _ACTIONS.get(action)
-    if point == "exchange":
-        _exchange(nth, does)
-    elif point == "assemble":
-        _counted(routes.LoadPlan, "assemble", nth, does)
-    elif point == "process":
-        _counted(staging, "_process", nth, does)
-    elif point == "canary":
-        _counted(canary, "_question", nth, does)
-    elif point == "digest":
-        _counted(evidence, "digests_of", nth, does)
-    elif point == "pack":
-        from vllm import _custom_ops as ops
+    from vllm import _custom_ops as ops
 
-        _counted(ops, "create_onednn_mm", nth, does)
-    elif point == "wrong pack":
-        _wrong_pack(nth)
-    elif point == "corrupt":
-        _corrupt(nth)
-    else:
-        raise ValueError(point)
+    points: dict[str, Callable[[], None]] = {
+        "exchange": lambda: _exchange(nth, does),
+        "assemble": lambda: _counted(routes.LoadPlan, "assemble", nth, does),
+        "process": lambda: _counted(staging, "_process", nth, does),
+        "pack": lambda: _counted(ops, "create_onednn_mm", nth, does),
+        "canary": lambda: _counted(canary, "_question", nth, does),
+        "digest": lambda: _counted(evidence, "digests_of", nth, does),
+        "wrong pack": lambda: _wrong_pack(nth),
+        "corrupt": lambda: _corrupt(nth),
+        "product": lambda: _swap(nth, "product"),
+        "packed weight": lambda: _swap(nth, "packed weight"),
+        "buffer": lambda: _buffer(nth),
+    }
+    points[point]()
 
 
 def uproot() -> int:

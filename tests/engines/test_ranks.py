@@ -1,0 +1,136 @@
+"""Two ranks, each in a process of its own: both have a version, or neither has it.
+
+One rank fails while the other has finished its part, at each step and by both ways of updating;
+then the engine is what it was and takes the next update. A rank that is killed is a typed error.
+"""
+
+from collections.abc import Iterator
+
+import pytest
+
+from rl_bridge import EngineLost, TornEngine, WeightBridgeUnavailableError
+from tests.engines.drive import Setting, answers, executor_for, start
+from tests.engines.engines import Bench, bench
+from tests.engines.models import Checkpoints, Kind
+from tests.engines.references import References
+
+SETTING = Setting(Kind("qwen3", tied=True), in_process=False, ranks=2)
+BOTH_WAYS = pytest.mark.parametrize("by", ["executor", "vLLM's calls"])
+EACH_RANK = pytest.mark.parametrize("rank", [0, 1])
+# What fails, at which of its calls: in the exchange early, late and at its last step; in staging;
+# while the root is proven; and a byte that goes wrong, which only the proof sees.
+STEPS = [
+    ("exchange", 0, "planted"),
+    ("exchange", 9, "planted"),
+    ("exchange", -1, "planted"),
+    ("assemble", 4, "planted"),
+    ("pack", 2, "planted"),
+    ("digest", -1, "planted"),
+    ("corrupt", 3, "does not hold"),
+    ("wrong pack", 1, "differ from the weight's own"),
+]
+
+
+@pytest.fixture(scope="module")
+def engine(checkpoints: Checkpoints, references: References) -> Iterator[Bench]:
+    with bench(SETTING, checkpoints, references) as made:
+        yield made
+
+
+def plant(engine: Bench, point: str, nth: int, rank: int, action: str = "") -> None:
+    if nth < 0:  # the last one: count them first, in an update that goes through
+        engine.llm.collective_rpc("plant_fault", args=(point, 10_000))
+        engine.update()
+        nth += engine.llm.collective_rpc("uproot_fault")[rank]
+    engine.llm.collective_rpc("plant_fault", args=(point, nth, action, rank))
+
+
+def states(engine: Bench) -> list[tuple[object, object, object]]:
+    told = engine.llm.collective_rpc("rl_bridge", args=("describe",))
+    return [(rank["root"], rank["pending"], rank["torn"]) for rank in told]
+
+
+@pytest.mark.timeout(240)  # the first one starts engines
+@BOTH_WAYS
+@EACH_RANK
+@pytest.mark.parametrize("step", STEPS, ids=lambda step: f"{step[0]}-{step[1]}")
+def test_a_rank_that_fails_takes_the_others_back_and_the_next_update_works(
+    engine: Bench, step: tuple[str, int, str], rank: int, by: str
+) -> None:
+    point, nth, told = step
+    engine.trainer.release_all()
+    engine.update(by)
+    plant(engine, point, nth, rank)
+    before = states(engine)
+    with pytest.raises(Exception, match=f"rank {rank}: .*{told}"):
+        engine.update(by)
+    engine.llm.collective_rpc("uproot_fault")
+    assert states(engine) == before
+    assert before[0] == before[1]
+    engine.check(f"{point} {nth} failed on rank {rank}")
+    engine.update(by)
+    engine.check("the next update")
+
+
+@BOTH_WAYS
+def test_all_ranks_may_fail_at_once(engine: Bench, by: str) -> None:
+    engine.trainer.release_all()
+    plant(engine, "exchange", 3, -1)
+    with pytest.raises(Exception, match="planted"):
+        engine.update(by)
+    engine.llm.collective_rpc("uproot_fault")
+    engine.check()
+    engine.update(by)
+    engine.check()
+
+
+def test_both_ways_may_take_turns(engine: Bench) -> None:
+    for by in ("executor", "vLLM's calls", "executor", "vLLM's calls"):
+        engine.update(by)
+        engine.check(by)
+    (first, second) = states(engine)
+    assert first == second
+
+
+def test_an_acknowledgement_of_each_rank_reaches_the_trainer(engine: Bench) -> None:
+    manifest = engine.update()
+    told = {
+        (report.worker, report.rank): (report.state, dict(report.proof or {}))
+        for report in engine.trainer.holders(manifest)
+    }
+    for rank in (0, 1):
+        state, proof = told["vllm", rank]
+        assert state == "acknowledged"
+        assert proof["root"] == manifest.root
+
+
+# The last test of this file: there is no engine behind it.
+@pytest.mark.timeout(240)
+def test_a_killed_rank_is_a_typed_error_and_a_fresh_engine_serves_only_what_it_was_given(
+    engine: Bench, checkpoints: Checkpoints, references: References
+) -> None:
+    setting = Setting(SETTING.kind)
+    fresh = references.of(setting, 1)
+    engine.trainer.release_all()
+    if engine.holds == 0:
+        engine.update()
+    plant(engine, "exchange", 5, rank=1, action="kill")
+    with pytest.raises((EngineLost, TornEngine)) as caught:
+        engine.update()
+    assert "fresh engine" in str(caught.value)
+    with pytest.raises((EngineLost, TornEngine)):
+        engine.executor.check_servable()
+    with pytest.raises((EngineLost, TornEngine)):
+        engine.executor.recover()
+    manifest = engine.trainer.publish(engine.weights[1])
+    with pytest.raises((EngineLost, TornEngine)):
+        engine.executor.update_weights(manifest)
+    with (
+        start(setting, checkpoints.path(setting.kind, 0)) as llm,
+        executor_for(llm) as executor,
+    ):
+        with pytest.raises(WeightBridgeUnavailableError):
+            executor.check_servable()
+        executor.update_weights(manifest)
+        executor.check_servable()
+        assert answers(llm) == fresh

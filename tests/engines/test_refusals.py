@@ -1,0 +1,147 @@
+"""Updates that do not fit are refused before anything changes, by name, expected and got."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from rl_bridge import IncompatibleUpdate, WeightUpdateManifest
+from tests.engines.drive import Setting, executor_for, native_update
+from tests.engines.engines import Bench, bench
+from tests.engines.models import Checkpoints, Kind
+from tests.engines.references import References
+
+KIND = Kind("qwen2", tied=True)
+
+
+@pytest.fixture(scope="module")
+def engine(checkpoints: Checkpoints, references: References) -> Iterator[Bench]:
+    with bench(Setting(KIND), checkpoints, references) as made:
+        yield made
+
+
+def refuse(engine: Bench, sent: dict[str, torch.Tensor], by: str = "executor") -> str:
+    """The text of the refusal; the engine must not notice."""
+    engine.trainer.release_all()
+    manifest: WeightUpdateManifest = engine.trainer.publish(sent)
+    if by == "executor":
+        with pytest.raises(IncompatibleUpdate) as caught:
+            engine.executor.update_weights(manifest)
+    else:
+        with pytest.raises(Exception, match="IncompatibleUpdate") as caught:  # type: ignore[assignment]
+            native_update(engine.llm, manifest)
+    engine.check()
+    assert all(
+        report.state in {"rejected", "released"} for report in engine.trainer.holders(manifest)
+    )
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("by", ["executor", "vLLM's calls"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_every_tensor_is_looked_at_for_numbers_that_are_none(
+    engine: Bench, value: float, by: str
+) -> None:
+    for name in engine.weights[0]:
+        damaged = engine.next()[name].clone()
+        damaged.view(-1)[-1] = value
+        text = refuse(engine, engine.next(**{name: damaged}), by)
+        assert f"{name!r}: 1 of its {damaged.numel()}" in text.replace("\\'", "'")
+
+
+def test_every_tensor_is_missed(engine: Bench) -> None:
+    for name in engine.weights[0]:
+        sent = engine.next()
+        del sent[name]
+        text = refuse(engine, sent)
+        module = name.rpartition(".")[0].rpartition(".")[0]
+        assert module in text or "embed_tokens" in text, text
+
+
+def test_a_tensor_too_many_is_named(engine: Bench) -> None:
+    sent = engine.next()
+    sent["model.layers.1.mlp.extra.weight"] = torch.ones(3)
+    assert "model.layers.1.mlp.extra.weight" in refuse(engine, sent)
+
+
+@pytest.mark.parametrize(
+    "shaped",
+    [
+        lambda tensor: torch.cat([tensor, tensor]),
+        lambda tensor: tensor[: len(tensor) // 2].clone(),
+        lambda tensor: tensor[:-1].clone(),
+        lambda tensor: torch.cat([tensor, tensor[:1]]),
+        lambda tensor: torch.cat([tensor, tensor], -1),
+        lambda tensor: tensor[..., :-1].clone(),
+        lambda tensor: tensor.unsqueeze(0).contiguous(),
+        lambda tensor: tensor.t().contiguous() if tensor.ndim > 1 else tensor[::2].clone(),
+    ],
+    ids=["twice", "half", "less", "more", "twice-across", "less-across", "deeper", "turned"],
+)
+def test_every_tensor_of_another_shape_is_refused(engine: Bench, shaped: object) -> None:
+    assert callable(shaped)
+    wrong = []
+    for name, tensor in engine.next().items():
+        changed = shaped(tensor)
+        if changed.shape == tensor.shape:
+            continue  # a square matrix
+        try:
+            engine.executor.update_weights(engine.trainer.publish(engine.next(**{name: changed})))
+        except IncompatibleUpdate as error:
+            leaf = name.rpartition(".")[0]
+            if leaf not in str(error) and "qkv_proj" not in str(error):
+                wrong.append(f"{name}: {error}")
+        else:
+            engine.holds = 1 - engine.holds
+            wrong.append(f"{name}: {list(changed.shape)} for {list(tensor.shape)} was taken")
+    assert wrong == []
+    engine.check()
+
+
+@pytest.mark.parametrize("by", ["executor", "vLLM's calls"])
+def test_every_tensor_of_another_dtype_is_refused_with_both_names(engine: Bench, by: str) -> None:
+    for name, tensor in engine.next().items():
+        text = refuse(engine, engine.next(**{name: tensor.to(torch.bfloat16)}), by)
+        assert name in text
+        assert "bfloat16" in text
+        assert "float32" in text
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama", "moe"])
+def test_another_familys_update_is_refused(
+    engine: Bench, family: str, checkpoints: Checkpoints
+) -> None:
+    text = refuse(engine, checkpoints.weights(Kind(family), 1))
+    assert "Publish" in text
+
+
+def test_an_untied_update_of_a_tied_model_is_refused_by_the_name_of_its_head(
+    engine: Bench,
+) -> None:
+    sent = engine.next()
+    sent["lm_head.weight"] = torch.randn_like(sent["model.embed_tokens.weight"])
+    assert "lm_head" in refuse(engine, sent)
+
+
+def test_a_budget_that_is_too_small_is_told_in_bytes(engine: Bench) -> None:
+    engine.update()
+    with executor_for(engine.llm, memory_budget_nbytes=1000) as small:
+        with pytest.raises(IncompatibleUpdate, match=r"takes \d+ bytes more.*allows 1000"):
+            small.update_weights(engine.trainer.publish(engine.next()))
+        engine.check()
+    engine.update()
+    engine.check()
+
+
+def test_an_update_may_be_cast_where_that_is_said(engine: Bench) -> None:
+    narrow = {name: tensor.to(torch.bfloat16) for name, tensor in engine.next().items()}
+    engine.trainer.release_all()
+    with executor_for(engine.llm, cast=True) as casting:
+        casting.update_weights(engine.trainer.publish(narrow))
+        cast = engine.answers()
+        wide = {name: tensor.to(torch.float32) for name, tensor in narrow.items()}
+    engine.executor.update_weights(engine.trainer.publish(wide))
+    assert engine.answers() == cast
+    engine.executor.update_weights(engine.trainer.publish(engine.next()))
+    engine.holds = 1 - engine.holds
+    engine.check()
