@@ -6,6 +6,8 @@ drop cached prefixes, and read and set the label that vLLM puts on outputs.
 
 import asyncio
 import concurrent.futures
+import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine
 from typing import Any, Literal
@@ -19,6 +21,9 @@ PauseMode = Literal["keep", "wait", "abort"]
 """What happens to running requests: they freeze, are waited for, or are aborted."""
 
 Replies = list[dict[str, Any]]
+
+# How often a call under way looks whether its engine is still there.
+_LOOK_S = 0.1
 
 
 class EngineHandle(ABC):
@@ -85,8 +90,10 @@ def no_plugin(error: BaseException) -> WeightBridgeUnavailableError:
 
 
 def _is_dead(error: BaseException) -> bool:
-    return type(error).__name__ in {"EngineDeadError", "EngineGenerateError"} or (
-        "Executor failed" in str(error) or "cancelled" in str(error)
+    # What vLLM says of a worker that died, by how far its executor has got in noticing it.
+    texts = ("Executor failed", "cancelled", "should not be called on follower node")
+    return type(error).__name__ in {"EngineDeadError", "EngineGenerateError"} or any(
+        text in str(error) for text in texts
     )
 
 
@@ -143,10 +150,19 @@ class LLMHandle(EngineHandle):
             self._do(name, lambda: core.call_utility(name, *arguments))
 
     def _do(self, doing: str, action: Callable[[], Any]) -> Any:
-        try:
-            return action()
-        except Exception as error:
-            raise _translated(error, doing, self.timeout_s) from error
+        if self._is_in_process():
+            try:
+                return action()
+            except Exception as error:
+                raise _translated(error, doing, self.timeout_s) from error
+        future: concurrent.futures.Future[Any] = concurrent.futures.Future()
+        threading.Thread(
+            target=_answer, args=(future, action), name="rl_bridge-vllm-call", daemon=True
+        ).start()
+        resources = getattr(self._llm.llm_engine.engine_core, "resources", None)
+        return _watched(
+            future, doing, self.timeout_s, lambda: getattr(resources, "engine_dead", False)
+        )
 
 
 class AsyncLLMHandle(EngineHandle):
@@ -213,13 +229,43 @@ class AsyncLLMHandle(EngineHandle):
             if isinstance(error, WeightBridgeUnavailableError):
                 raise  # (else no loop runs in this thread, as it should be)
         future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-        try:
-            return future.result(self.timeout_s)
-        except concurrent.futures.TimeoutError as error:
+        return _watched(
+            future, doing, self.timeout_s, lambda: getattr(self._engine, "errored", False)
+        )
+
+
+def _answer(future: "concurrent.futures.Future[Any]", action: Callable[[], Any]) -> None:
+    try:
+        future.set_result(action())
+    except BaseException as error:  # noqa: BLE001 - raised where the future is read
+        future.set_exception(error)
+
+
+def _watched(
+    future: "concurrent.futures.Future[Any]",
+    doing: str,
+    timeout_s: float,
+    is_dead: Callable[[], bool],
+) -> Any:
+    """Wait for an answer, within the deadline and as long as there is an engine to give it.
+
+    vLLM's clients wait forever for what an engine was asked before it died.
+    """
+    end = time.monotonic() + timeout_s
+    while not future.done():
+        left = end - time.monotonic()
+        # (In this order: an answer that came before the death is found below.)
+        if (gone := is_dead()) or left <= 0:
+            if future.done():
+                break
             future.cancel()
-            raise _translated(TimeoutError(), doing, self.timeout_s) from error
-        except Exception as error:
-            raise _translated(error, doing, self.timeout_s) from error
+            cause = RuntimeError("its process ended") if gone else TimeoutError()
+            raise lost(cause, doing) if gone else _translated(cause, doing, timeout_s)
+        concurrent.futures.wait([future], min(_LOOK_S, left))
+    try:
+        return future.result()
+    except Exception as error:
+        raise _translated(error, doing, timeout_s) from error
 
 
 def _translated(error: Exception, doing: str, timeout_s: float) -> Exception:

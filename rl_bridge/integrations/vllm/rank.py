@@ -85,8 +85,7 @@ class VLLMRank:
             return {"ok": True, "rank": self.rank, **verbs[verb](payload)}
         except Exception as error:  # noqa: BLE001 - it is the answer
             _LOG.warning("%s failed", verb, exc_info=True)
-            # Who keeps the log's records must not keep the trainer's slot by tensors in frames.
-            traceback.clear_frames(error.__traceback__)
+            _clear_frames(error)
             return {
                 "ok": False,
                 "rank": self.rank,
@@ -166,13 +165,13 @@ class VLLMRank:
         except Exception as error:  # noqa: BLE001 - told below, after the vote
             _LOG.warning("version %d is refused", manifest.weight_version, exc_info=True)
             problem = describe(error)
-            traceback.clear_frames(error.__traceback__)  # as in `call`
+            _clear_frames(error)
         if _all_agree(ok=not problem):
             try:
                 self.install()
             except Exception as error:  # noqa: BLE001 - as above
                 problem = describe(error)
-                traceback.clear_frames(error.__traceback__)
+                _clear_frames(error)
         else:
             self.undo("another rank refused it")
         # (All of them failed, or none: they voted.)
@@ -312,6 +311,14 @@ def rank_of(model: torch.nn.Module, vllm_config: Any) -> VLLMRank:
     if rank is None:
         rank = _RANKS[model] = VLLMRank(model, vllm_config)
     return rank
+
+
+def _clear_frames(error: BaseException) -> None:
+    """Who keeps the log's records must not keep the trainer's slot, by tensors in frames."""
+    seen: BaseException | None = error
+    while seen is not None:
+        traceback.clear_frames(seen.__traceback__)
+        seen = seen.__cause__ or seen.__context__
 
 
 def _group() -> Any:
