@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from rl_bridge.errors import IncompatibleUpdate
+from rl_bridge.errors import IncompatibleUpdate, ProofFailed
 from rl_bridge.installers.vllm.canary import Canary
 from rl_bridge.installers.vllm.parts import config_context
 from rl_bridge.installers.vllm.routes import LoadPlan, Route
@@ -20,7 +20,10 @@ from rl_bridge.installers.vllm.skeleton import Target, User
 
 __all__ = ["Assembled", "AttributeChange", "Spares", "Staged", "TensorChange", "stage"]
 
-_OWN = frozenset({"_parameters", "_buffers", "_modules", "quant_method"})
+# What a stand-in has of its own, so that processing it cannot reach the serving layer.
+_OWN = frozenset(
+    {"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "quant_method"}
+)
 
 
 @dataclass(slots=True, eq=False)
@@ -249,28 +252,66 @@ def _assemble(
 def _process(user: User, given: Mapping[str, tuple[int, torch.Tensor]], staged: Staged) -> None:
     """Let vLLM process a stand-in that has the fresh parameters, and note what came of it."""
     module = user.module
-    stand_in: torch.nn.Module = object.__new__(type(module))
-    state = vars(stand_in)
-    state.update(vars(module))
     live: Mapping[str, torch.Tensor | None] = module._parameters  # noqa: SLF001 - torch has no other way in
-    state["_parameters"] = {**live, **{leaf: tensor for leaf, (_, tensor) in given.items()}}
-    state["_buffers"] = dict(module._buffers)  # noqa: SLF001 - as above
-    method: Any = getattr(module, "quant_method", None)
-    if hasattr(method, "process_weights_after_loading"):
-        own = copy.copy(method)
-        if getattr(own, "moe_kernel", None) is not None:
-            own.moe_kernel = None  # else it takes the packed weights for the unpacked ones
-        state["quant_method"] = own
-        own.process_weights_after_loading(stand_in)
+    state = _processed(module, given)
+    repacked = {}
     for leaf, fresh in state["_parameters"].items():
         if fresh is not None and fresh is not live.get(leaf):
             _note_tensor(User(user.path, module, leaf), fresh, given, staged)
+            if leaf in given and fresh.numel() and not _is_same(given[leaf][1], fresh):
+                repacked[leaf] = fresh
+    if repacked:
+        _check_repacked(user, repacked, _processed(module, given)["_parameters"])
     for key, value in state.items():
         if key not in _OWN and vars(module).get(key, _OWN) is not value:
             staged.attributes.append(AttributeChange(user.path, module, key, value))
             if key == "cpu_linear" and "weight" in given:
                 weight = given["weight"][1]
                 staged.canaries.append(Canary.make(user.path, module, value, weight))
+
+
+def _processed(
+    module: torch.nn.Module, given: Mapping[str, tuple[int, torch.Tensor]]
+) -> dict[str, Any]:
+    """State of a stand-in for a layer, with fresh parameters, after vLLM's processing."""
+    stand_in: torch.nn.Module = object.__new__(type(module))
+    state: dict[str, Any] = vars(stand_in)
+    state.update(vars(module))
+    for own in _OWN - {"quant_method"}:
+        state[own] = copy.copy(state[own])
+    state["_parameters"].update({leaf: tensor for leaf, (_, tensor) in given.items()})
+    method: Any = getattr(module, "quant_method", None)
+    if hasattr(method, "process_weights_after_loading"):
+        state["quant_method"] = method = copy.copy(method)
+        if getattr(method, "moe_kernel", None) is not None:
+            method.moe_kernel = None  # else it takes the packed weights for the unpacked ones
+        method.process_weights_after_loading(stand_in)
+    return state
+
+
+def _check_repacked(
+    user: User, first: Mapping[str, torch.Tensor], second: Mapping[str, torch.Tensor]
+) -> None:
+    """Compare two packs of one weight: what comes out wrong once does not come out so twice.
+
+    Packed experts cannot be asked for products, as linear layers can; but they can be read.
+    """
+    for leaf, tensor in first.items():
+        if not torch.equal(_bytes(tensor), _bytes(second[leaf])):
+            msg = (
+                f"parameter {user.path}.{leaf}: vLLM packs the same weight into different bytes. "
+                "The engine was not touched; publish again, and look at the machine's memory if it "
+                "happens again."
+            )
+            raise ProofFailed(msg)
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous().view(torch.uint8)
+
+
+def _is_same(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    return tensor.data_ptr() == other.data_ptr()
 
 
 def _note_tensor(
@@ -289,7 +330,7 @@ def _note_tensor(
     if not fresh.numel() or any(change.live is live for change in staged.tensors):
         return  # packed away; or tied, and noted with its other user
     index: int | None = None
-    if user.leaf in given and given[user.leaf][1].data_ptr() == fresh.data_ptr():
+    if user.leaf in given and _is_same(given[user.leaf][1], fresh):
         index = given[user.leaf][0]  # else it is what processing made of what was assembled
     staged.tensors.append(TensorChange(user.name, live, fresh.detach(), index))
 
