@@ -14,15 +14,11 @@ import torch
 
 from rl_bridge.errors import IncompatibleUpdate, ProofFailed
 
-__all__ = ["Canary", "NotFinite"]
+__all__ = ["Canary"]
 
 # Rows of the input. Each weight is asked about in one of them, and with an eighth of the others:
 # the fewer there are in a sum, the less of a wrong one is lost in rounding.
 _ROWS = 8
-
-
-class NotFinite(IncompatibleUpdate):
-    """A weight that cannot be computed with."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -51,7 +47,7 @@ class Canary:
         """Ask a new pack, and compare its answer with the weight's.
 
         Raises:
-            NotFinite: `weight`, shape [out, in], holds NaN or Inf: each number is in a product.
+            IncompatibleUpdate: `weight`, shape [out, in], holds NaN or Inf: each number is in a product.
             ProofFailed: the pack is not that of `weight`.
 
         """
@@ -64,7 +60,7 @@ class Canary:
                 f"layer {path!r}: products of its weight are NaN or Inf; the engine keeps its "
                 "version. See which training step made such weights."
             )
-            raise NotFinite(msg)
+            raise IncompatibleUpdate(msg)
         wrong = _differ(answer, expected, inputs)
         if wrong:
             msg = (

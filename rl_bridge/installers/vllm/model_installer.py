@@ -15,7 +15,6 @@ import torch
 from rl_bridge.errors import IncompatibleUpdate, ProofFailed
 from rl_bridge.installers.base import InstallProof, TransactionalAdapter
 from rl_bridge.installers.threads import checked_threads
-from rl_bridge.installers.vllm.canary import NotFinite
 from rl_bridge.installers.vllm.evidence import Evidence, Untouched
 from rl_bridge.installers.vllm.exchange import Exchange
 from rl_bridge.installers.vllm.memory_budget import check_budget
@@ -91,8 +90,8 @@ class VLLMModelInstaller(TransactionalAdapter):
         try:
             for assembled in stage(plan, tensors, self._spares, self._config, staged):
                 evidence.add(assembled)
-        except NotFinite:
-            _check_finite(tensors, plan.landed)  # names the tensor
+        except IncompatibleUpdate:
+            _check_finite(tensors, plan.landed)  # a canary names the layer, this the tensor
             raise
         _check_finite(tensors, plan.landed - _asked_about(plan, staged))
         evidence.seal(staged)
