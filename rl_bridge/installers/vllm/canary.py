@@ -47,7 +47,8 @@ class Canary:
         """Ask a new pack, and compare its answer with the weight's.
 
         Raises:
-            IncompatibleUpdate: `weight`, shape [out, in], holds NaN or Inf: each number is in a product.
+            IncompatibleUpdate: `weight`, shape [out, in], holds NaN or Inf (each number is in a
+                product).
             ProofFailed: the pack is not that of `weight`.
 
         """

@@ -140,7 +140,7 @@ class LLMHandle(EngineHandle):
             self._do("set its label", lambda: update(label))
 
     def _is_in_process(self) -> bool:
-        return not hasattr(self._llm.llm_engine.engine_core, "call_utility")
+        return not hasattr(getattr(self._llm.llm_engine, "engine_core", None), "call_utility")
 
     def _utility(self, name: str, *arguments: Any) -> None:
         core = self._llm.llm_engine.engine_core
