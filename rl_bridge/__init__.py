@@ -4,8 +4,6 @@ Sealed, verified, installed atomically, undone to the byte on failure, proven af
 acknowledged with that proof, released without a leak.
 """
 
-from typing import TYPE_CHECKING, NoReturn
-
 from rl_bridge.bridge.acknowledgement import Acknowledgement
 from rl_bridge.bridge.bridges import (
     CUDAIPCTensorBridge,
@@ -53,6 +51,15 @@ from rl_bridge.errors import (
 )
 from rl_bridge.installers.base import InstallProof, TransactionalAdapter, WeightInstallAdapter
 from rl_bridge.installers.module import ModuleInstallAdapter
+from rl_bridge.installers.vllm.model_installer import VLLMModelInstaller
+from rl_bridge.installers.vllm.reload import VLLMReloadAdapter
+from rl_bridge.integrations.vllm.checkpoint_reload import VLLMCheckpointReloadAdapter
+from rl_bridge.integrations.vllm.engine_adapter import VLLMEngineAdapter
+from rl_bridge.integrations.vllm.external_storage import VLLMCUDAVMMExternalStorageAdapter
+from rl_bridge.integrations.vllm.requests import (
+    VLLMIPCWeightUpdateRequestBuilder,
+    VLLMNCCLWeightUpdateRequestBuilder,
+)
 from rl_bridge.lifecycle.table import State
 from rl_bridge.manifest.compare import Policy
 from rl_bridge.manifest.model import WeightUpdateManifest
@@ -102,6 +109,13 @@ __all__ = [
     "TransportUnavailable",
     "UnknownDtype",
     "UnknownUpdate",
+    "VLLMCUDAVMMExternalStorageAdapter",
+    "VLLMCheckpointReloadAdapter",
+    "VLLMEngineAdapter",
+    "VLLMIPCWeightUpdateRequestBuilder",
+    "VLLMModelInstaller",
+    "VLLMNCCLWeightUpdateRequestBuilder",
+    "VLLMReloadAdapter",
     "VersionNotMonotonic",
     "WeightBridge",
     "WeightBridgeError",
@@ -116,25 +130,3 @@ __all__ = [
     "__version__",
     "make_weight_bridge",
 ]
-
-_LATER = ("VLLMCUDAVMMExternalStorageAdapter", "VLLMIPCWeightUpdateRequestBuilder")
-
-if not TYPE_CHECKING:  # to a type checker, it would make every name exist
-
-    def __getattr__(name: str) -> NoReturn:
-        """Tell of names that other libraries of this kind have and this one lacks as yet.
-
-        Raises:
-            ImportError: one of those. (``from rl_bridge import`` would hide what an AttributeError
-                says.)
-            AttributeError: no name that anybody knows.
-
-        """
-        if name in _LATER:
-            msg = (
-                f"{name} is not part of this release of rl_bridge {__version__}: it needs the CUDA "
-                "transports. Write an adapter with install and release, and use shared-memory."
-            )
-            raise ImportError(msg, name=__name__)
-        msg = f"module {__name__!r} has no attribute {name!r}"
-        raise AttributeError(msg, name=name)
