@@ -1,6 +1,8 @@
 """What users hand to a bridge: taken in every sensible form, refused with the words that help."""
 
 import gc
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
