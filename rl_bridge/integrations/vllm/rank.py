@@ -315,10 +315,10 @@ def rank_of(model: torch.nn.Module, vllm_config: Any) -> VLLMRank:
 
 def _clear_frames(error: BaseException) -> None:
     """Who keeps the log's records must not keep the trainer's slot, by tensors in frames."""
-    seen: BaseException | None = error
-    while seen is not None:
-        traceback.clear_frames(seen.__traceback__)
-        seen = seen.__cause__ or seen.__context__
+    chain: list[BaseException] = [error]
+    for link in chain:
+        traceback.clear_frames(link.__traceback__)
+        chain += [e for e in (link.__cause__, link.__context__) if e is not None and e not in chain]
 
 
 def _group() -> Any:
