@@ -1,12 +1,13 @@
 """Tiny random checkpoints of the families that the tests serve, made offline."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 __all__ = ["VOCABULARY", "Checkpoints", "Kind"]
 
@@ -36,6 +37,27 @@ _FAMILIES: Mapping[str, tuple[str, str, Mapping[str, Any]]] = {
     "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", {"head_dim": 32}),
     "llama": ("LlamaConfig", "LlamaForCausalLM", {"head_dim": 32}),
     "moe": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM", {"head_dim": 32, **_MOE}),
+}
+# layer -> inputs, outputs
+_ADAPTED = {
+    "self_attn.q_proj": (128, 128),
+    "self_attn.k_proj": (128, 64),
+    "self_attn.v_proj": (128, 64),
+    "self_attn.o_proj": (128, 128),
+    "mlp.gate_proj": (128, 256),
+    "mlp.up_proj": (128, 256),
+    "mlp.down_proj": (256, 128),
+}
+_ADAPTER = {
+    "peft_type": "LORA",
+    "task_type": "CAUSAL_LM",
+    "r": 8,
+    "lora_alpha": 16,
+    "lora_dropout": 0.0,
+    "bias": "none",
+    "target_modules": [name.rpartition(".")[2] for name in _ADAPTED],
+    "base_model_name_or_path": "",
+    "inference_mode": True,
 }
 
 
@@ -69,14 +91,12 @@ class Checkpoints:
         """What a trainer publishes of that version."""
         return load_file(str(Path(self.path(kind, version)) / "model.safetensors"))
 
-    def changed(self, kind: Kind, version: int, weights: dict[str, torch.Tensor], tag: str) -> str:
-        """The folder of a checkpoint that has `weights` instead."""
-        import transformers
-
-        home = self.root / str(kind) / tag
-        model = _model(kind, transformers)
-        model.load_state_dict(weights, strict=not kind.tied)
-        model.save_pretrained(home)
+    def adapter(self, number: int) -> str:
+        """The folder of a LoRA adapter for qwen3."""
+        home = self.root / f"adapter{number}"
+        home.mkdir(exist_ok=True)
+        save_file(_adapter(number), home / "adapter_model.safetensors")
+        (home / "adapter_config.json").write_text(json.dumps(_ADAPTER), "utf-8")
         return str(home)
 
 
@@ -104,3 +124,14 @@ def _model(kind: Kind, transformers: Any) -> Any:
         **_SHAPE, **extra, tie_word_embeddings=kind.tied, dtype=kind.dtype
     )
     return getattr(transformers, model_name)(config).to(getattr(torch, kind.dtype))
+
+
+def _adapter(number: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(number)
+    made = {}
+    for layer in range(_SHAPE["num_hidden_layers"]):
+        for name, (inputs, outputs) in _ADAPTED.items():
+            path = f"base_model.model.model.layers.{layer}.{name}"
+            made[f"{path}.lora_A.weight"] = 0.3 * torch.randn(8, inputs, generator=generator)
+            made[f"{path}.lora_B.weight"] = 0.3 * torch.randn(outputs, 8, generator=generator)
+    return made
