@@ -18,6 +18,7 @@ import torch
 
 from rl_bridge.bridge.bridges import make_weight_bridge
 from rl_bridge.cli import environment, measure, probes
+from rl_bridge.integrations.vllm import probe as vllm
 from rl_bridge.memory import leases, vm
 from rl_bridge.memory.segment import OwnedSegment
 from rl_bridge.transports import registry
@@ -42,6 +43,7 @@ def test_doctor_checks_every_transport_every_engine_and_the_machine() -> None:
         *registry.TRANSPORTS,
         *probes.ENGINES,
         *probes.FEATURES,
+        *(item.name for item in probes.vllm_features()),
         "torch module",
         "compiled pass",
     }
@@ -56,7 +58,7 @@ def test_doctor_checks_every_transport_every_engine_and_the_machine() -> None:
 def test_doctor_tells_people_cause_and_remedy() -> None:
     said = call("doctor")
     assert said.code == 0
-    for words in ("shared-memory", "vllm is not installed", "→ Give RolloutExecutor", "Ready:"):
+    for words in ("shared-memory", "sglang is not installed", "→ Give RolloutExecutor", "Ready:"):
         assert words in said.out
 
 
@@ -87,9 +89,34 @@ def test_doctor_names_an_installed_engine_without_importing_it(
     monkeypatch.setattr(importlib.util, "find_spec", found)
     assert "(of unknown version)" in probes.engine("sglang").cause
     monkeypatch.setattr(metadata, "version", lambda _: "9.9")
-    assert probes.engine("vllm").cause == (
-        "vllm 9.9 is installed; its adapter is not part of this release"
+    assert probes.engine("sglang").cause == (
+        "sglang 9.9 is installed; its adapter is not part of this release"
     )
+
+
+def test_doctor_tells_how_to_install_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm, "find_spec", lambda _: None)
+    found = checks(call("doctor", "--json"))
+    assert found["vllm"]["cause"] == "vllm is not installed"
+    assert found["vllm"]["remedy"] == "Install it: pip install 'rl-bridge[vllm]'."
+    assert not found.keys() & vllm.FEATURES.keys()
+
+
+def test_doctor_has_a_row_for_each_feature_of_an_installed_vllm(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(vllm, "version", lambda: "0.30.0")
+    monkeypatch.setattr(vllm, "_ask", lambda _: {"vllm version spans": "no spans"})
+    said = call("doctor", "--json")
+    found = checks(said)
+    assert found.keys() >= vllm.FEATURES.keys()
+    assert (said.code, found["vllm"]["status"]) == (0, "pass")
+    assert found["vllm backend"]["status"] == "pass"
+    assert all(found[name]["purpose"] for name in vllm.FEATURES)
+    spans = found["vllm version spans"]
+    assert spans["cause"] == "vLLM 0.30.0 is installed, expected 0.32.0 or later"
+    assert "pip install" in spans["remedy"]
+    assert "What vLLM offers" in call("doctor").out
 
 
 def test_doctor_says_why_the_compiled_pass_is_not_in_use(monkeypatch: pytest.MonkeyPatch) -> None:

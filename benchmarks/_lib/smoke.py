@@ -1,6 +1,5 @@
 """What the smoke command runs per mode, and what it says where a mode cannot run."""
 
-import importlib.util
 import multiprocessing
 import statistics
 import time
@@ -21,6 +20,7 @@ from rl_bridge import (
     WeightUpdateManifest,
     make_weight_bridge,
 )
+from rl_bridge.integrations.vllm import probe as vllm
 from rl_bridge.transports.registry import probe
 
 __all__ = ["Mode", "Outcome", "SmokeConfig", "run_mode"]
@@ -93,13 +93,14 @@ def blockers(mode: Mode) -> list[str]:
     if found.status != "pass":
         causes.append(f"{found.cause} (remedy: {found.remedy})" if found.remedy else found.cause)
     if mode in _NEEDS_VLLM:
-        # No remedy by installing it: this release could do nothing with it.
-        if importlib.util.find_spec("vllm") is None:
+        if causes:
+            causes.append(
+                f"vLLM would be given what {_TRANSPORTS[mode]} carries (remedy: VLLMEngineAdapter, "
+                "which installs over shared-memory, on the CPU too)"
+            )
+        # No remedy by installing it: without the transport there is nothing to give to it.
+        if vllm.version() is None:
             causes.append("vllm is not installed")
-        causes.append(
-            "installing into vLLM is not part of this release of rl_bridge, with or without it "
-            "(remedy: an install adapter of your own for an engine in this process)"
-        )
     return causes
 
 
@@ -110,6 +111,9 @@ def _runtime_blockers() -> Outcome:
         causes = blockers(mode)
         blocked = blocked or bool(causes)
         notes.append(f"{mode}: {'; '.join(causes) if causes else 'nothing is missing'}")
+    for item in vllm.probe():
+        blocked = blocked or item.status != "pass"
+        notes.append(f"{item.name}: {item.cause or 'nothing is missing'}")
     return Outcome(status="blocked" if blocked else "pass", notes=notes)
 
 

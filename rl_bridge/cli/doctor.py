@@ -14,6 +14,7 @@ from rich.text import Text
 from rl_bridge.cli import probes
 from rl_bridge.cli.environment import memory_nbytes, version
 from rl_bridge.cli.screen import facts, plain, say_json, screen, size, status_text
+from rl_bridge.integrations.vllm import probe as vllm
 from rl_bridge.manifest.canonical import JSONValue
 from rl_bridge.memory.passes import default_threads
 from rl_bridge.transports import registry
@@ -30,6 +31,7 @@ _PURPOSES = {
     "cuda-vmm": "CUDA tensors between processes",
     "cuda-ipc": "CUDA tensors between processes, the older way",
     "torch module": "any torch.nn.Module: copy, alias and flip",
+    "vllm": "is installed; what of it works is told below",
     "compiled pass": "copies and digests at memory speed, without the GIL",
 }
 
@@ -70,12 +72,15 @@ def _run_checks() -> list[_Check]:
     found = [("transports", registry.probe(name)) for name in registry.TRANSPORTS]
     found.append(("engines", Availability("torch module", "pass")))
     found += [("engines", probes.engine(name)) for name in probes.ENGINES]
+    found += [("what vLLM offers", item) for item in probes.vllm_features()]
     found.append(("machine", probes.compiled_pass()))
     found += [("machine", probes.feature(name)) for name in probes.FEATURES]
     return [_Check(group, item, _purpose(item.name)) for group, item in found]
 
 
 def _purpose(name: str) -> str:
+    if name in vllm.FEATURES:
+        return vllm.FEATURES[name].purpose
     return probes.FEATURES[name][0] if name in probes.FEATURES else _PURPOSES.get(name, "")
 
 
@@ -126,7 +131,7 @@ def _show(checks: list[_Check], missing: list[str], out: Console) -> None:
             if group:
                 table.add_row()
             group = check.group
-            table.add_row(Text(group.capitalize(), style="bold"))
+            table.add_row(Text(group[:1].upper() + group[1:], style="bold"))
         table.add_row(f"  {check.found.name}", status_text(check.found.status), _words(check))
     out.print(table)
     out.print()

@@ -10,12 +10,13 @@ from contextlib import contextmanager
 from importlib import metadata
 
 from rl_bridge.errors import WeightBridgeError
+from rl_bridge.integrations.vllm import probe as vllm
 from rl_bridge.memory import leases, vm
 from rl_bridge.memory.passes import native_cause
 from rl_bridge.memory.segment import OwnedSegment, close_fd, open_segment
 from rl_bridge.transports.base import Availability
 
-__all__ = ["ENGINES", "FEATURES", "compiled_pass", "engine", "feature"]
+__all__ = ["ENGINES", "FEATURES", "compiled_pass", "engine", "feature", "vllm_features"]
 
 # Engines of others that users ask for; the adapters join here as they are released.
 ENGINES = ("vllm", "sglang")
@@ -164,14 +165,26 @@ def compiled_pass() -> Availability:
 def engine(name: str) -> Availability:
     """Tell whether an engine of somebody else's can be served, without importing it.
 
-    Importing one takes many seconds and may take the GPU.
+    Importing one takes many seconds and may take the GPU. What of vLLM works is asked for by
+    `vllm_features`.
     """
+    if name == "vllm":
+        if vllm.version() is not None:
+            return Availability(name, "pass")
+        return Availability(
+            name, "blocked", "vllm is not installed", f"Install it: {vllm.INSTALL}."
+        )
     remedy = "Give RolloutExecutor an adapter of your own: two methods, install and release."
     if importlib.util.find_spec(name) is None:
         cause = f"{name} is not installed, and its adapter is not part of this release"
     else:
         cause = f"{name} {_version_of(name)} is installed; its adapter is not part of this release"
     return Availability(name, "blocked", cause, remedy)
+
+
+def vllm_features() -> list[Availability]:
+    """What works with the vLLM that is installed, tried in a child; empty where none is."""
+    return vllm.probe()
 
 
 def _version_of(name: str) -> str:
