@@ -78,7 +78,15 @@ class Evidence:
         self._packed_nbytes += self._compare(self._parts(assembled.index, assembled.tensor))
 
     def seal(self, staged: Staged) -> None:
-        """Note what processing made of parameters, as it was staged."""
+        """Note what processing made of parameters, as it was staged.
+
+        Raises:
+            ProofFailed: bytes of the update went bad since it was imported, or a parameter is not
+                among what was staged.
+
+        """
+        self._check_complete(staged)
+        self._check_sources()
         changes = [change for change in staged.tensors if change.index is None]
         digests = digests_of([c.fresh for c in changes], num_threads=self._num_threads)
         self._processed = list(zip(changes, digests, strict=True))
@@ -97,6 +105,7 @@ class Evidence:
             for part in self._parts(change.index, change.live)
         ]
         nbytes = self._compare(parts)
+        self._check_complete(staged)
         for change in staged.tensors:
             if change.index is not None:
                 self._check_padding(change.index, change)
@@ -123,6 +132,49 @@ class Evidence:
         )
 
     # ---- inside ---------------------------------------------------------------------------------
+
+    def _check_complete(self, staged: Staged) -> None:
+        """Each layer that an update writes to gets other memory, or a pack that answers for it."""
+        changed = {id(change.live) for change in staged.tensors}
+        asked = {id(canary.module) for canary in staged.canaries}
+        for index in self._plan.steps:
+            target = self._plan.targets[index]
+            for user in target.users:
+                live = user.module._parameters.get(user.leaf)  # noqa: SLF001 - torch has no other way in
+                if id(live) in changed or (target.is_consumed and id(user.module) in asked):
+                    continue
+                if live is not None and not live.numel() and not target.meta.numel():
+                    continue
+                msg = (
+                    f"parameter {user.name!r}: vLLM's processing left no trace of this version in "
+                    "its layer. Install it by VLLMReloadAdapter, which lets vLLM load it."
+                )
+                raise ProofFailed(msg)
+
+    def _check_sources(self) -> None:
+        """Read tensors again whose bytes elsewhere are not compared with the manifest's digest.
+
+        Of slices and casts the expectation was made of the imported memory, and weights that were
+        packed straight from it were read by nobody else.
+        """
+        names = {
+            step.source: None
+            for index in self._plan.steps
+            for step in self._routes(index)
+            if not step.is_whole
+            or self._tensors[step.source].dtype != self._plan.targets[index].meta.dtype
+            or self._plan.targets[index].is_consumed
+        }
+        found = digests_of([self._tensors[n] for n in names], num_threads=self._num_threads)
+        for name, digest in zip(names, found, strict=True):
+            start = self._manifest.table.rows[name] * DIGEST_NBYTES
+            expected = self._manifest.digests[start : start + DIGEST_NBYTES]
+            if digest != expected:
+                msg = (
+                    f"tensor {name!r} went bad after it was imported: digest {digest.hex()}, "
+                    f"expected {expected.hex()}. The engine was not touched; publish again."
+                )
+                raise ProofFailed(msg)
 
     def _routes(self, index: int) -> list[Route]:
         return [step for step in self._plan.steps[index] if isinstance(step, Route)]
@@ -184,12 +236,13 @@ class Untouched:
         self, model: torch.nn.Module, written: Iterable[torch.Tensor], *, num_threads: int | None
     ) -> None:
         """Digest them as they are now."""
-        skip = {id(tensor) for tensor in written}
+        # By storage: where a parameter is written in place, its views change with it.
+        storages = {_storage(tensor) for tensor in written}
         self._num_threads = num_threads
         self._tensors = {
             name: tensor
             for name, tensor in (*model.named_parameters(), *model.named_buffers())
-            if id(tensor) not in skip and tensor.numel() and not tensor.is_meta
+            if tensor.numel() and not tensor.is_meta and _storage(tensor) not in storages
         }
         self._digests = self._read()
 
@@ -206,6 +259,10 @@ class Untouched:
         for name, before, now in zip(self._tensors, self._digests, self._read(), strict=True):
             if before != now:
                 raise ProofFailed(_text(name, "what it was before the install", now, before))
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 def _text(name: str, what: str, found: bytes, expected: bytes) -> str:

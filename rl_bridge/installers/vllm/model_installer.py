@@ -20,7 +20,7 @@ from rl_bridge.installers.vllm.exchange import Exchange
 from rl_bridge.installers.vllm.memory_budget import check_budget
 from rl_bridge.installers.vllm.parts import unsupported
 from rl_bridge.installers.vllm.routes import LoadPlan, Route, learn
-from rl_bridge.installers.vllm.staging import Spares, Staged, stage
+from rl_bridge.installers.vllm.staging import Spares, Staged, TensorChange, stage
 from rl_bridge.manifest.model import WeightUpdateManifest
 
 __all__ = ["VLLMModelInstaller"]
@@ -73,6 +73,7 @@ class VLLMModelInstaller(TransactionalAdapter):
         self._evidence: Evidence | None = None
         self._untouched: Untouched | None = None
         self._exchange = Exchange()
+        self._is_committing = False
 
     def prepare(self, manifest: WeightUpdateManifest, tensors: Mapping[str, torch.Tensor]) -> None:
         """Make the next version beside the serving one; nothing that serves is written.
@@ -127,27 +128,39 @@ class VLLMModelInstaller(TransactionalAdapter):
 
     def undo(self) -> None:
         """Exchange back: the engine has the objects and bytes again that it had."""
+        if self._is_committing:
+            self.commit()  # an interrupt cut it off: half of it is no state to go back to
         self._exchange.undo()
         self.abandon()
 
     def abandon(self) -> None:
         """Let go of what was staged; its memory is kept for the next update."""
+        if self._is_committing:
+            self.commit()
         if self._exchange.is_begun:
             return
         staged, self._staged = self._staged, None
         self._evidence = self._untouched = None
         for change in [] if staged is None else staged.tensors:
-            if change.index is not None:
-                self._spares.keep(change.index, change.fresh)
+            self._keep(change, change.fresh)
 
     def commit(self) -> None:
-        """Keep the memory of the version before for the next one."""
-        tensors, attributes = self._exchange.forget()
-        for change, memory in tensors:
-            if change.index is not None:
-                self._spares.keep(change.index, memory)
-        self._spares.keep_packs((change.module, value) for change, value in attributes)
+        """Keep the memory of the version before for the next one.
+
+        An interrupt may come anywhere: from the first line on it is undone by nothing, only ended.
+        """
+        self._is_committing = True
         self._staged = self._evidence = self._untouched = None
+        tensors, attributes = self._exchange.forget()
+        self._is_committing = False
+        for change, memory in tensors:
+            self._keep(change, memory)
+        self._spares.keep_packs((change.module, value) for change, value in attributes)
+
+    def _keep(self, change: TensorChange, memory: torch.Tensor) -> None:
+        # What serves is never a spare, whatever was cut off where.
+        if change.index is not None and memory.data_ptr() != change.live.data_ptr():
+            self._spares.keep(change.index, memory)
 
     def release(self, update_id: str) -> None:
         """Nothing is kept of an update: the engine has memory of its own."""

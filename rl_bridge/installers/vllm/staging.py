@@ -181,26 +181,7 @@ def stage(
             fresh[i] = assembled.tensor
             staged.nbytes += 0 if assembled.borrowed else assembled.tensor.nbytes
             yield assembled
-        users = {id(user.module): user for i in group for user in plan.targets[i].users}
-        made: dict[object, _Made] = {}
-        for user in users.values():
-            given = {
-                other.leaf: (i, plan.targets[i].like(fresh[i]))
-                for i in group
-                for other in plan.targets[i].users
-                if other.module is user.module
-            }
-            # Tied layers compute with the same weight: one pack serves them all.
-            kind = type(getattr(user.module, "quant_method", None))
-            key = (kind, frozenset((leaf, i) for leaf, (i, _) in given.items()))
-            if key in made:
-                _share(made[key], user, staged)
-                continue
-            attributes, canaries = len(staged.attributes), len(staged.canaries)
-            spares.make_room(user.module)
-            with config_context(vllm_config), torch.no_grad():
-                _process(user, given, staged)
-            made[key] = (staged.attributes[attributes:], staged.canaries[canaries:])
+        _process_group(plan, {i: fresh[i] for i in group}, spares, vllm_config, staged)
         for i in consumed:
             del fresh[i]
         kept = {change.index for change in staged.tensors}
@@ -208,7 +189,44 @@ def stage(
             yield Assembled(i, fresh.pop(i), borrowed=False, replaced=True)
 
 
+def _process_group(
+    plan: LoadPlan,
+    fresh: Mapping[int, torch.Tensor],
+    spares: Spares,
+    vllm_config: Any,
+    staged: Staged,
+) -> None:
+    users = {id(user.module): user for i in fresh for user in plan.targets[i].users}
+    made: dict[object, _Made] = {}
+    for user in users.values():
+        given = _given(plan, user.module, fresh)
+        # Tied layers compute with the same weight: one pack serves them all.
+        kind = type(getattr(user.module, "quant_method", None))
+        key = (kind, frozenset((leaf, i) for leaf, (i, _, _) in given.items()))
+        if key in made:
+            _share(made[key], user, staged)
+            continue
+        attributes, canaries = len(staged.attributes), len(staged.canaries)
+        for other in users.values():
+            spares.make_room(other.module)
+        with config_context(vllm_config), torch.no_grad():
+            _process(user, given, staged)
+        made[key] = (staged.attributes[attributes:], staged.canaries[canaries:])
+
+
+Given = Mapping[str, tuple[int, torch.Tensor, Target]]
+"""What a layer's parameters are made of: leaf -> position of the target, memory, target."""
+
 _Made = tuple[list[AttributeChange], list[Canary]]
+
+
+def _given(plan: LoadPlan, module: torch.nn.Module, fresh: Mapping[int, torch.Tensor]) -> Given:
+    return {
+        user.leaf: (index, memory, plan.targets[index])
+        for index, memory in fresh.items()
+        for user in plan.targets[index].users
+        if user.module is module
+    }
 
 
 def _share(made: _Made, user: User, staged: Staged) -> None:
@@ -249,11 +267,12 @@ def _assemble(
     return Assembled(index, memory, borrowed=False)
 
 
-def _process(user: User, given: Mapping[str, tuple[int, torch.Tensor]], staged: Staged) -> None:
+def _process(user: User, given: Given, staged: Staged) -> None:
     """Let vLLM process a stand-in that has the fresh parameters, and note what came of it."""
     module = user.module
     live: Mapping[str, torch.Tensor | None] = module._parameters  # noqa: SLF001 - torch has no other way in
     state = _processed(module, given)
+    _check_derived(user, state)
     repacked = {}
     for leaf, fresh in state["_parameters"].items():
         if fresh is not None and fresh is not live.get(leaf):
@@ -266,20 +285,22 @@ def _process(user: User, given: Mapping[str, tuple[int, torch.Tensor]], staged: 
         if key not in _OWN and vars(module).get(key, _OWN) is not value:
             staged.attributes.append(AttributeChange(user.path, module, key, value))
             if key == "cpu_linear" and "weight" in given:
-                weight = given["weight"][1]
-                staged.canaries.append(Canary.make(user.path, module, value, weight))
+                weight = state["_parameters"]["weight"]
+                plain = weight if weight.numel() else given["weight"][1]
+                staged.canaries.append(Canary.make(user.path, module, value, plain))
 
 
-def _processed(
-    module: torch.nn.Module, given: Mapping[str, tuple[int, torch.Tensor]]
-) -> dict[str, Any]:
+def _processed(module: torch.nn.Module, given: Given) -> dict[str, Any]:
     """State of a stand-in for a layer, with fresh parameters, after vLLM's processing."""
     stand_in: torch.nn.Module = object.__new__(type(module))
     state: dict[str, Any] = vars(stand_in)
     state.update(vars(module))
     for own in _OWN - {"quant_method"}:
         state[own] = copy.copy(state[own])
-    state["_parameters"].update({leaf: tensor for leaf, (_, tensor) in given.items()})
+    # Objects of their own: processing may give them other memory.
+    state["_parameters"].update(
+        {leaf: target.like(memory) for leaf, (_, memory, target) in given.items()}
+    )
     method: Any = getattr(module, "quant_method", None)
     if hasattr(method, "process_weights_after_loading"):
         state["quant_method"] = method = copy.copy(method)
@@ -287,6 +308,20 @@ def _processed(
             method.moe_kernel = None  # else it takes the packed weights for the unpacked ones
         method.process_weights_after_loading(stand_in)
     return state
+
+
+def _check_derived(user: User, state: Mapping[str, Any]) -> None:
+    """Refuse layers whose processing makes more than parameters and attributes."""
+    for kind in ("_buffers", "_modules"):
+        live = vars(user.module)[kind]
+        derived = [name for name, made in state[kind].items() if live.get(name) is not made]
+        if derived:
+            msg = (
+                f"layer {user.path!r}: vLLM derives {derived} from its weights, which cannot be "
+                "made beside the serving layer. Install it by VLLMReloadAdapter, which lets vLLM "
+                "load it."
+            )
+            raise IncompatibleUpdate(msg)
 
 
 def _check_repacked(
@@ -311,12 +346,10 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _is_same(tensor: torch.Tensor, other: torch.Tensor) -> bool:
-    return tensor.data_ptr() == other.data_ptr()
+    return tensor.data_ptr() == other.data_ptr() and tensor.dtype == other.dtype
 
 
-def _note_tensor(
-    user: User, fresh: torch.Tensor, given: Mapping[str, tuple[int, torch.Tensor]], staged: Staged
-) -> None:
+def _note_tensor(user: User, fresh: torch.Tensor, given: Given, staged: Staged) -> None:
     live: torch.Tensor | None = user.module._parameters.get(user.leaf)  # noqa: SLF001 - as above
     if live is None or (
         live.shape != fresh.shape or live.dtype != fresh.dtype or live.stride() != fresh.stride()

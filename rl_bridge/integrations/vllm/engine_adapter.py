@@ -22,6 +22,7 @@ from rl_bridge.errors import (
     ProofFailed,
     TornEngine,
     WeightBridgeError,
+    WeightBridgeUnavailableError,
     WeightUpdateRejectedError,
 )
 from rl_bridge.installers.base import InstallProof, TransactionalAdapter
@@ -102,9 +103,11 @@ class VLLMEngineAdapter(TransactionalAdapter):
         self._label = label
         self._options = {"cast": cast, "memory_budget_nbytes": memory_budget_nbytes}
         self._phases_ms: dict[str, float] = {}
+        self._calls = 0
         self._manifest: WeightUpdateManifest | None = None
         self._proofs: list[dict[str, Any]] = []
-        self._is_paused = self._is_installed = False
+        # Each is noted before the step that it tells of: an interrupt may come behind any.
+        self._is_paused = self._is_installed = self._may_have_run = False
         self._label_before: str | None = None
 
     @property
@@ -124,6 +127,7 @@ class VLLMEngineAdapter(TransactionalAdapter):
         """
         del tensors  # the workers import it themselves
         self._phases_ms = {}
+        self._look_at_ranks()
         self._manifest = manifest
         payload = {"manifest": manifest.to_json(), "options": self._options}
         self._all("prepare", payload)
@@ -141,6 +145,7 @@ class VLLMEngineAdapter(TransactionalAdapter):
             self._is_paused = True  # noted first: an interrupt must not leave it paused
             self._timed("pause", lambda: self._handle.pause(pause))
         self._is_installed = True
+        self._may_have_run = self._pause is None
         replies = self._all("install", {})
         self._proofs = [reply["proof"] for reply in replies]
         slowest = max(reply["timings_ms"]["prove"] for reply in replies)
@@ -182,6 +187,7 @@ class VLLMEngineAdapter(TransactionalAdapter):
         if self._label is not None:
             label = self._label(self._manifest)
             self._timed("label", lambda: self._relabel(label))
+        self._may_have_run = True
         self._go_on()
 
     def undo(self) -> None:
@@ -191,21 +197,34 @@ class VLLMEngineAdapter(TransactionalAdapter):
             TornEngine: a rank could not be brought back, or the engine is gone.
 
         """
-        if not self._is_installed:
-            self.abandon()
-            return
         try:
-            if not self._is_paused and self._pause is not None:
-                pause, self._is_paused = self._pause, True
-                self._handle.pause(pause)
-            self._all("undo", {})
-            if self._label_before is not None:
-                self._handle.set_label(self._label_before)
-                self._label_before = None
-                self._handle.reset_caches(running=True)
-            self._go_on()
+            if self._is_installed:
+                self._back()
+            else:
+                self.abandon()
         except EngineLost as error:
             raise TornEngine(str(error)) from error
+        finally:
+            if not self._is_installed:
+                self._go_on()  # also where the pause itself failed, or was cut off
+
+    def _back(self) -> None:
+        if not self._is_paused and self._pause is not None:
+            pause, self._is_paused = self._pause, True
+            self._handle.pause(pause)
+        self._all("undo", {})
+        if self._may_have_run:
+            # Requests may have cached keys and values of what is undone now.
+            if not self._handle.reset_caches(running=True):
+                msg = (
+                    "the engine keeps cached blocks of the version that was undone. Call "
+                    "recover() when its requests are done."
+                )
+                raise TornEngine(msg)
+            self._may_have_run = False
+        if self._label_before is not None:
+            self._handle.set_label(self._label_before)
+            self._label_before = None
         self._is_installed = False
         self._manifest = None
 
@@ -213,11 +232,11 @@ class VLLMEngineAdapter(TransactionalAdapter):
         """Let all ranks forget what they staged."""
         if not self._is_installed and self._manifest is not None:
             self._manifest = None
-            self._all("abandon", {})
+            self._all("abandon", {"reason": "another rank, or the executor, refused it"})
 
     def commit(self) -> None:
         """Let all ranks acknowledge."""
-        self._is_installed = False
+        self._is_installed = self._may_have_run = False
         self._manifest = self._label_before = None
         self._all("commit", {})
 
@@ -234,8 +253,42 @@ class VLLMEngineAdapter(TransactionalAdapter):
 
     # ---- inside ---------------------------------------------------------------------------------
 
+    def _look_at_ranks(self) -> None:
+        """Refuse engines whose ranks cannot decide together, and end what a driver left behind.
+
+        An update that all ranks hold, proven, and that nobody committed, was left by a driver that
+        ended in between. Requests may have been served by it, so the way is forward: it is
+        committed, and what was cached before it goes.
+        """
+        replies = self._all("describe", {})
+        degree = max(int(reply["data_parallel_size"]) for reply in replies)
+        if degree != 1:
+            msg = (
+                f"the engine has data_parallel_size={degree}, expected 1: its replicas do not "
+                "decide together. Use one engine and one executor for each replica."
+            )
+            raise WeightBridgeUnavailableError(msg)
+        left = next((reply["installed"] for reply in replies if reply["installed"]), None)
+        if left is None:
+            return
+        manifest = WeightUpdateManifest.from_json(left)
+        _LOG.warning("version %d was left uncommitted: it is now", manifest.weight_version)
+        self._all("commit", {"if_installed": True})
+        self._handle.reset_caches(running=True)
+        if self._label is not None and self._handle.label() is not None:
+            self._handle.set_label(self._label(manifest))
+
     def _all(self, verb: str, payload: dict[str, Any]) -> Replies:
-        replies = self._handle.call(verb, payload)
+        self._calls += 1
+        replies = self._handle.call(verb, {**payload, "call": self._calls})
+        for reply in replies:
+            if reply["call"] != self._calls:
+                msg = (
+                    f"rank {reply['rank']} answers to call {reply['call']}, expected "
+                    f"{self._calls}: the engine's replies are out of step. Start a fresh engine "
+                    "and install the current version in it before it serves."
+                )
+                raise EngineLost(msg)
         failed = [reply for reply in replies if not reply["ok"]]
         if failed:
             # Where one failed, the others say that another one did: the cause is told first.

@@ -108,10 +108,8 @@ class LLMHandle(EngineHandle):
     def call(self, verb: str, payload: dict[str, Any] | None = None) -> Replies:
         """Ask all workers. See `EngineHandle`."""
         arguments = (verb, payload or {})
-        replies: Replies = self._do(
-            verb,
-            lambda: self._llm.collective_rpc(METHOD, timeout=self.timeout_s, args=arguments),
-        )
+        # Without a deadline inside: vLLM would give up and take the late answers for the next ones.
+        replies: Replies = self._do(verb, lambda: self._llm.collective_rpc(METHOD, args=arguments))
         return replies
 
     def pause(self, mode: PauseMode) -> None:
@@ -126,7 +124,11 @@ class LLMHandle(EngineHandle):
 
     def reset_caches(self, *, running: bool) -> bool:
         """Drop cached prefixes."""
-        return bool(self._do("drop caches", lambda: self._llm.reset_prefix_cache(running)))
+        engine = self._llm.llm_engine
+        if hasattr(engine, "reset_encoder_cache"):
+            self._do("drop its encoder's cache", engine.reset_encoder_cache)
+        options = {"reset_running_requests": running, "reset_connector": True}
+        return bool(self._do("drop caches", lambda: self._llm.reset_prefix_cache(**options)))
 
     def label(self) -> str | None:
         """The version label on outputs."""
@@ -188,9 +190,7 @@ class AsyncLLMHandle(EngineHandle):
     def call(self, verb: str, payload: dict[str, Any] | None = None) -> Replies:
         """Ask all workers. See `EngineHandle`."""
         arguments = (verb, payload or {})
-        replies: Replies = self._do(
-            verb, self._engine.collective_rpc(METHOD, self.timeout_s, arguments)
-        )
+        replies: Replies = self._do(verb, self._engine.collective_rpc(METHOD, None, arguments))
         return replies
 
     def pause(self, mode: PauseMode) -> None:
@@ -203,7 +203,10 @@ class AsyncLLMHandle(EngineHandle):
 
     def reset_caches(self, *, running: bool) -> bool:
         """Drop cached prefixes."""
-        return bool(self._do("drop caches", self._engine.reset_prefix_cache(running)))
+        if hasattr(self._engine, "reset_encoder_cache"):
+            self._do("drop its encoder's cache", self._engine.reset_encoder_cache())
+        options = {"reset_running_requests": running, "reset_connector": True}
+        return bool(self._do("drop caches", self._engine.reset_prefix_cache(**options)))
 
     def label(self) -> str | None:
         """The version label on outputs."""
@@ -235,6 +238,8 @@ class AsyncLLMHandle(EngineHandle):
 
 
 def _answer(future: "concurrent.futures.Future[Any]", action: Callable[[], Any]) -> None:
+    if not future.set_running_or_notify_cancel():
+        return
     try:
         future.set_result(action())
     except BaseException as error:  # noqa: BLE001 - raised where the future is read

@@ -7,10 +7,8 @@ runs a step of the model: they vote, within one call.
 
 import logging
 import time
-import traceback
 from collections.abc import Callable, Mapping
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 
@@ -20,11 +18,13 @@ from rl_bridge.errors import (
     StaleUpdate,
     TornEngine,
     WeightBridgeError,
+    WeightBridgeUnavailableError,
     WeightUpdateRejectedError,
 )
 from rl_bridge.installers.base import InstallProof
 from rl_bridge.installers.vllm.model_installer import VLLMModelInstaller
-from rl_bridge.installers.vllm.parts import require
+from rl_bridge.integrations.vllm.frames import clear_frames
+from rl_bridge.integrations.vllm.votes import all_agree, first_said, group
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.memory.imported import ImportedTensors
 
@@ -34,8 +34,8 @@ _LOG = logging.getLogger(__name__)
 
 Payload = dict[str, Any]
 
-_TEXT_NBYTES = 1024
 _OTHER = "WeightUpdateRejectedError: another rank"
+_ATTRIBUTE = "_rl_bridge_rank"
 
 
 class VLLMRank:
@@ -54,17 +54,18 @@ class VLLMRank:
         self._proof: InstallProof | None = None
         self._timings_ms: dict[str, float] = {}
         self._torn = ""
+        self._is_installed = self._is_committing = False
 
     @property
     def rank(self) -> int:
         """Rank among the workers of this engine."""
-        return int(_group().rank_in_group)
+        return int(group().rank_in_group)
 
     @property
     def is_last(self) -> bool:
         """Whether it is the last of the workers."""
-        group = _group()
-        return bool(group.rank_in_group == group.world_size - 1)
+        ranks = group()
+        return bool(ranks.rank_in_group == ranks.world_size - 1)
 
     # ---- by remote call -------------------------------------------------------------------------
 
@@ -75,41 +76,57 @@ class VLLMRank:
             "prepare": self._prepare,
             "install": lambda _: self.install(),
             "undo": lambda _: self.undo("undone by the executor"),
-            "abandon": lambda _: self.undo("another rank refused it"),
-            "commit": lambda _: self.commit(),
+            "abandon": lambda given: self.undo(str(given.get("reason", "it was refused"))),
+            "commit": lambda given: self.commit(if_installed=bool(given.get("if_installed"))),
         }
         try:
             if verb not in verbs:
                 msg = f"{verb!r} is no verb of a rank, expected one of {sorted(verbs)}."
                 raise WeightUpdateRejectedError(msg)  # noqa: TRY301 - answered like all others
-            return {"ok": True, "rank": self.rank, **verbs[verb](payload)}
+            answer = verbs[verb](payload)
         except Exception as error:  # noqa: BLE001 - it is the answer
             _LOG.warning("%s failed", verb, exc_info=True)
-            _clear_frames(error)
+            clear_frames(error)
             return {
                 "ok": False,
                 "rank": self.rank,
+                "call": payload.get("call"),
                 "type": type(error).__name__,
                 "message": str(error),
             }
+        return {"ok": True, "rank": self.rank, "call": payload.get("call"), **answer}
 
     def describe(self) -> Payload:
         """What this rank holds."""
         active = self._active
         return {
-            "world_size": int(_group().world_size),
+            "world_size": int(group().world_size),
             "update_id": None if active is None else active.update_id,
             "weight_version": None if active is None else active.weight_version,
             "root": None if active is None else active.root,
             "pending": None if self._pending is None else self._pending.update_id,
+            "installed": self._pending.to_json() if self._pending and self._holds_it() else None,
+            "data_parallel_size": int(self._config.parallel_config.data_parallel_size),
             "torn": self._torn,
             "model": type(self._model).__name__,
         }
 
+    def _holds_it(self) -> bool:
+        """Whether the model holds the pending update, proven and not committed."""
+        return self._is_installed and not self._torn and self._proof is not None
+
     def configure(self, options: Payload) -> None:
-        """Options of the installer: ``cast``, ``memory_budget_nbytes``, ``num_threads``."""
-        if options != self._options and self._pending is None:
-            self._options, self._installer = dict(options), None
+        """Options of the installer: ``cast``, ``memory_budget_nbytes``, ``num_threads``.
+
+        Raises:
+            TypeError: no such option.
+            ValueError: a value that it cannot have.
+
+        """
+        if options == self._options or self._pending is not None:
+            return
+        installer = VLLMModelInstaller(self._model, self._config, **options)
+        self._options, self._installer = dict(options), installer
 
     def _prepare(self, payload: Payload) -> Payload:
         self.configure(payload.get("options") or {})
@@ -124,12 +141,21 @@ class VLLMRank:
             WeightBridgeError: refused; nothing of the model was written.
 
         """
+        self._require_supported()
+        if self._is_committing:
+            self._finish_commit()
+        if self._torn:
+            msg = f"the engine is torn: {self._torn}. Undo it again before the next update."
+            raise TornEngine(msg)
+        if self._is_installed and self._pending is not None:
+            # Requests may have been served by it: that is not this call's to take back.
+            msg = (
+                f"version {self._pending.weight_version} (update {self._pending.update_id}) is "
+                "installed on this rank, and neither committed nor undone. Commit it, or undo it."
+            )
+            raise WeightUpdateRejectedError(msg)
         if self._pending is not None:
-            if not self._torn:
-                self.undo("a later update came before it was finished")
-            else:
-                msg = f"the engine is torn: {self._torn}. Undo it again before the next update."
-                raise TornEngine(msg)
+            self.undo("a later update came before it was installed")
         if self._active is not None and manifest.update_id == self._active.update_id:
             msg = (
                 f"version {manifest.weight_version} (update {manifest.update_id}) is active on "
@@ -138,10 +164,10 @@ class VLLMRank:
             raise StaleUpdate(msg)
         bridge = self._bridge(manifest)
         start = time.perf_counter()
-        self._tensors = bridge.import_update(manifest)
-        imported = time.perf_counter()
         self._pending = manifest
         try:
+            self._tensors = bridge.import_update(manifest)
+            imported = time.perf_counter()
             self._engine().prepare(manifest, self._tensors)
         except BaseException as error:
             self._end(describe(error))
@@ -152,8 +178,11 @@ class VLLMRank:
         }
         return {"timings_ms": self._timings_ms}
 
-    def receive(self, manifest: WeightUpdateManifest) -> str:
+    def receive(self, given: Any) -> str:
         """Prepare and install, on all ranks or on none: for callers with one call for both.
+
+        Args:
+            given: a manifest's JSON text, or that text parsed.
 
         Returns:
             Why no rank has it now, the same text on all ranks; empty if all have.
@@ -161,21 +190,27 @@ class VLLMRank:
         """
         problem = ""
         try:
+            manifest = (
+                WeightUpdateManifest.from_json(given)
+                if isinstance(given, str)
+                else WeightUpdateManifest.model_validate(given)
+            )
+            self.undo("the next update came before it was finished")
             self.prepare(manifest)
         except Exception as error:  # noqa: BLE001 - told below, after the vote
-            _LOG.warning("version %d is refused", manifest.weight_version, exc_info=True)
+            _LOG.warning("an update is refused", exc_info=True)
             problem = describe(error)
-            _clear_frames(error)
-        if _all_agree(ok=not problem):
+            clear_frames(error)
+        if all_agree(ok=not problem):
             try:
                 self.install()
             except Exception as error:  # noqa: BLE001 - as above
                 problem = describe(error)
-                _clear_frames(error)
+                clear_frames(error)
         else:
-            self.undo("another rank refused it")
+            problem = problem or self._undo_quietly("another rank refused it")
         # (All of them failed, or none: they voted.)
-        return _first_said(problem) if problem or self._pending is None else ""
+        return first_said(problem, echo=_OTHER) if problem else ""
 
     def install(self) -> Payload:
         """Exchange and prove, on all ranks or on none.
@@ -190,6 +225,7 @@ class VLLMRank:
                 msg = "no update is prepared on this rank. Call prepare first."
                 raise WeightUpdateRejectedError(msg)  # noqa: TRY301 - it has a vote, too
             start = time.perf_counter()
+            self._is_installed = True
             self._engine().install(manifest, {})
             installed = time.perf_counter()
             self._proof = self._engine().prove()
@@ -200,12 +236,12 @@ class VLLMRank:
             self._timings_ms["prove"] = (time.perf_counter() - installed) * 1e3
         except Exception as caught:  # noqa: BLE001 - raised below, after the vote
             error = caught
-        if not _all_agree(ok=error is None):
+        if not all_agree(ok=error is None):
             try:
                 self.undo("a rank failed to install it" if error is None else describe(error))
             finally:
                 # Nobody runs a step before all are back.
-                all_back = _all_agree(ok=not self._torn)
+                all_back = all_agree(ok=not self._torn)
             if error is not None:
                 try:
                     raise error
@@ -226,6 +262,8 @@ class VLLMRank:
             TornEngine: it could not be exchanged back.
 
         """
+        if self._is_committing:
+            self._finish_commit()  # it was proven on all ranks: forward is the only way
         if self._pending is not None:
             try:
                 self._engine().undo()
@@ -237,14 +275,38 @@ class VLLMRank:
             self._end(reason)
         return {}
 
-    def commit(self) -> Payload:
-        """Acknowledge the proven update; it is what an undo goes back to from now on."""
+    def _undo_quietly(self, reason: str) -> str:
+        try:
+            self.undo(reason)
+        except TornEngine as error:
+            return describe(error)
+        return f"{_OTHER} refused it"
+
+    def commit(self, *, if_installed: bool = False) -> Payload:
+        """Acknowledge the proven update; it is what an undo goes back to from now on.
+
+        Raises:
+            WeightUpdateRejectedError: there is none, and that is not `if_installed`.
+
+        """
         manifest, proof = self._pending, self._proof
+        if if_installed and not self._holds_it() and not self._is_committing:
+            return {}
         if manifest is None or proof is None:
             msg = "no update is installed and proven on this rank. Call install first."
             raise WeightUpdateRejectedError(msg)
+        self._is_committing = True
+        return self._finish_commit()
+
+    def _finish_commit(self) -> Payload:
+        """What an interrupt cut off is ended here: of a commit there is no undo."""
+        manifest, proof = self._pending, self._proof
         self._engine().commit()
+        if manifest is None or proof is None:  # it was cut off at the very end
+            self._is_committing = self._is_installed = False
+            return {}
         self._active, self._pending, self._proof, self._tensors = manifest, None, None, {}
+        self._is_committing = self._is_installed = False
         try:
             bridge = self._bridge(manifest)
             bridge.acknowledge(
@@ -289,64 +351,45 @@ class VLLMRank:
         """The pending update is refused or undone: tell its publisher."""
         manifest, self._pending, self._proof = self._pending, None, None
         tensors, self._tensors = self._tensors, {}
+        self._is_installed = False
         assert manifest is not None
         if isinstance(tensors, ImportedTensors):
             tensors.forget()  # a kept exception's frames must not keep the trainer's slot
-        try:
-            self._engine().abandon()
-            bridge = self._bridge(manifest)
-            bridge.reject(manifest.update_id, reason)
-            bridge.release_imported(manifest.update_id)
-        except WeightBridgeError:
-            # The model is as it should be; that its trainer is not told must not change this.
-            _LOG.exception("version %d could not be rejected", manifest.weight_version)
+        steps: list[Callable[[], object]] = [
+            lambda: self._bridge(manifest).reject(manifest.update_id, reason),
+            lambda: self._bridge(manifest).release_imported(manifest.update_id),
+        ]
+        if self._installer is not None:
+            steps.insert(0, self._installer.abandon)
+        for step in steps:
+            try:
+                step()
+            except Exception:  # noqa: BLE001 - logged in full
+                # The model is as it should be; that its trainer is not told must not change this.
+                _LOG.exception("version %d could not be rejected", manifest.weight_version)
 
-
-_RANKS: "WeakKeyDictionary[torch.nn.Module, VLLMRank]" = WeakKeyDictionary()
+    def _require_supported(self) -> None:
+        parallel = self._config.parallel_config
+        degrees = {
+            "data_parallel_size": parallel.data_parallel_size,
+            "pipeline_parallel_size": parallel.pipeline_parallel_size,
+        }
+        for name, degree in degrees.items():
+            if degree != 1:
+                msg = (
+                    f"the engine has {name}={degree}, expected 1: its ranks cannot decide "
+                    "together here. Use tensor parallelism, and one executor for each engine."
+                )
+                raise WeightBridgeUnavailableError(msg)
 
 
 def rank_of(model: torch.nn.Module, vllm_config: Any) -> VLLMRank:
-    """The rank whose model this is; vLLM's backend and the executor's calls share one."""
-    rank = _RANKS.get(model)
-    if rank is None:
-        rank = _RANKS[model] = VLLMRank(model, vllm_config)
+    """The rank whose model this is; vLLM's backend and the executor's calls share one.
+
+    The model keeps it, so that both go together.
+    """
+    state = vars(model)
+    if _ATTRIBUTE not in state:
+        state[_ATTRIBUTE] = VLLMRank(model, vllm_config)
+    rank: VLLMRank = state[_ATTRIBUTE]
     return rank
-
-
-def _clear_frames(error: BaseException) -> None:
-    """Who keeps the log's records must not keep the trainer's slot, by tensors in frames."""
-    chain: list[BaseException] = [error]
-    for link in chain:
-        traceback.clear_frames(link.__traceback__)
-        chain += [e for e in (link.__cause__, link.__context__) if e is not None and e not in chain]
-
-
-def _group() -> Any:
-    """The workers of this engine: its tensor and pipeline parallel ranks."""
-    state = require("vllm.distributed.parallel_state")
-    inner = getattr(state, "_INNER_DP_WORLD", None)
-    return inner if inner is not None else state.get_world_group()
-
-
-def _first_said(problem: str) -> str:
-    """What the first rank with a cause of its own says; all ranks must ask."""
-    group = _group()
-    if group.world_size == 1:
-        return problem
-    said = torch.zeros(group.world_size, _TEXT_NBYTES, dtype=torch.uint8)
-    own = "" if problem.startswith(_OTHER) else f"rank {group.rank_in_group}: {problem}"
-    text = (own if problem else "").encode()[:_TEXT_NBYTES]
-    said[group.rank_in_group, : len(text)] = torch.tensor(list(text), dtype=torch.uint8)
-    torch.distributed.all_reduce(said, torch.distributed.ReduceOp.MAX, group=group.cpu_group)
-    texts = [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in said]
-    return next(filter(None, texts), "a rank failed")
-
-
-def _all_agree(*, ok: bool) -> bool:
-    """Whether all ranks say yes; each waits for all, as long as vLLM's own groups do."""
-    group = _group()
-    if group.world_size == 1:
-        return ok
-    vote = torch.tensor([int(ok)])
-    torch.distributed.all_reduce(vote, torch.distributed.ReduceOp.MIN, group=group.cpu_group)
-    return bool(vote.item())

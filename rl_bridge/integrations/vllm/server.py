@@ -31,8 +31,15 @@ class ServerHandle(EngineHandle):
 
     def call(self, verb: str, payload: dict[str, Any] | None = None) -> Replies:
         """Ask all workers. See `EngineHandle`."""
-        body = {"method": METHOD, "args": [verb, payload or {}], "timeout": self.timeout_s}
-        replies: Replies = self._post("collective_rpc", verb, json=body)["results"]
+        # Without a deadline inside: vLLM would give up and take the late answers for the next ones.
+        body = {"method": METHOD, "args": [verb, payload or {}]}
+        replies = self._post("collective_rpc", verb, json=body).get("results")
+        if not isinstance(replies, list) or not all(isinstance(r, dict) for r in replies):
+            msg = (
+                f"the server at {self._url} answered /collective_rpc with {str(replies)[:200]!r}, "
+                "expected one reply for each rank. Is it a vLLM server?"
+            )
+            raise WeightBridgeUnavailableError(msg)
         return replies
 
     def pause(self, mode: PauseMode) -> None:
@@ -45,10 +52,9 @@ class ServerHandle(EngineHandle):
 
     def reset_caches(self, *, running: bool) -> bool:
         """Drop cached prefixes. Older servers do not say whether they could: taken for a no."""
-        flag = "true" if running else "false"
-        reply = self._post(
-            "reset_prefix_cache", "drop caches", params={"reset_running_requests": flag}
-        )
+        self._post("reset_encoder_cache", "drop its encoder's cache")
+        flags = {"reset_running_requests": str(running).lower(), "reset_external": "true"}
+        reply = self._post("reset_prefix_cache", "drop caches", params=flags)
         return bool(reply.get("success", running))
 
     def label(self) -> str | None:

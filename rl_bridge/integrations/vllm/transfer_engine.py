@@ -6,6 +6,8 @@ old version or the new one. Prefix cache and version label are the caller's, as 
 """
 
 import inspect
+import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,11 +17,14 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
+from rl_bridge.bridge.acknowledgement import describe
 from rl_bridge.errors import WeightUpdateRejectedError
 from rl_bridge.integrations.vllm.rank import VLLMRank, rank_of
-from rl_bridge.manifest.model import WeightUpdateManifest
+from rl_bridge.integrations.vllm.votes import first_said
 
 __all__ = ["RLBridgeInitInfo", "RLBridgeTransferEngine", "RLBridgeUpdateInfo"]
+
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass
@@ -51,36 +56,45 @@ class RLBridgeTransferEngine(
         """This worker's part."""
         return rank_of(self.model, self.vllm_config)
 
-    def init_transfer_engine(self, init_info: RLBridgeInitInfo) -> None:
-        """Take the options; there is no connection to make."""
-        self.rank.configure({key: value for key, value in vars(init_info).items() if value})
+    def parse_init_info(self, init_dict: dict[str, Any]) -> Any:
+        """Leave it to `init_transfer_engine`, where a mistake is told by all ranks together."""
+        return init_dict
+
+    def init_transfer_engine(self, init_info: Any) -> None:
+        """Take the options; there is no connection to make.
+
+        Raises:
+            WeightUpdateRejectedError: an option that there is not, or that is wrong.
+
+        """
+
+        def configure() -> str:
+            options = RLBridgeInitInfo(**init_info)
+            self.rank.configure({key: value for key, value in vars(options).items() if value})
+            return ""
+
+        self._together(configure)
 
     def start_weight_update(self) -> None:
-        """Begin: an update that was left half-way before is undone."""
-        self.rank.undo("the next update began before it was finished")
+        """Begin. What was left half-way before is undone when the next update comes."""
 
-    def receive_weights(self, update_info: RLBridgeUpdateInfo) -> None:
+    def update_weights(self, update_info: dict[str, Any]) -> None:
         """Install and prove, on all ranks or on none.
 
         Raises:
-            WeightBridgeError: the engine is at its version, on all ranks.
+            WeightUpdateRejectedError: the engine is at its version, on all ranks.
 
         """
-        given = update_info.manifest
-        if isinstance(given, str):
-            manifest = WeightUpdateManifest.from_json(given)
-        else:
-            manifest = WeightUpdateManifest.model_validate(given)
-        problem = self.rank.receive(manifest)
-        if not problem:
-            return
-        if not self.rank.is_last:
-            # vLLM reads the ranks' answers in order and stops at the first error: what is behind it
-            # would be taken for the answer to the next call. So the last rank tells for all.
-            _end_session(self)
-            return
-        msg = f"version {manifest.weight_version}: {problem}"
-        raise WeightUpdateRejectedError(msg)
+        self._together(lambda: self.rank.receive(_manifest_in(update_info)))
+
+    def receive_weights(self, update_info: RLBridgeUpdateInfo) -> None:
+        """Do the same, for a caller that parsed the info.
+
+        Raises:
+            WeightUpdateRejectedError: the engine is at its version, on all ranks.
+
+        """
+        self._together(lambda: self.rank.receive(update_info.manifest))
 
     def finish_weight_update(self) -> None:
         """Acknowledge.
@@ -89,11 +103,34 @@ class RLBridgeTransferEngine(
             WeightUpdateRejectedError: no update is installed.
 
         """
-        self.rank.commit()
+
+        def commit() -> str:
+            self.rank.commit()
+            return ""
+
+        self._together(commit)
 
     def shutdown(self) -> None:
         """Let go of the trainer."""
         self.rank.close()
+
+    def _together(self, action: Callable[[], str]) -> None:
+        """Do something on all ranks; what went wrong on any is told by the last one.
+
+        vLLM reads the ranks' answers in order and stops at the first error: an answer behind it
+        would be taken for the answer to the next call. So the last rank tells for all.
+        """
+        try:
+            problem = action()
+        except Exception as error:  # noqa: BLE001 - raised below, by one rank
+            _LOG.warning("a call of vLLM's failed", exc_info=True)
+            problem = describe(error)
+        problem = first_said(problem, echo="\0")
+        if not problem:
+            return
+        _end_session(self)
+        if self.rank.is_last:
+            raise WeightUpdateRejectedError(problem)
 
     @staticmethod
     def trainer_send_weights(*_args: Any, **_kwargs: Any) -> None:
@@ -105,6 +142,12 @@ class RLBridgeTransferEngine(
         """
         msg = "publish over a bridge: make_weight_bridge(...).publish(model, weight_version=...)"
         raise NotImplementedError(msg)
+
+
+def _manifest_in(update_info: dict[str, Any]) -> Any:
+    """What stands for the manifest; what is none is refused where manifests are read."""
+    known = {"manifest"}
+    return update_info["manifest"] if set(update_info) == known else {"update_info": update_info}
 
 
 def _end_session(engine: RLBridgeTransferEngine) -> None:
