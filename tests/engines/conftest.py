@@ -3,6 +3,7 @@
 import importlib.util
 import os
 import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,11 +28,13 @@ os.environ.update(
 )
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        # vLLM and what it imports warn of each other; rl_bridge's own warnings stay errors.
-        item.add_marker(pytest.mark.filterwarnings("ignore"), append=False)
-        item.add_marker(pytest.mark.filterwarnings("error:::rl_bridge"))
+def pytest_configure(config: pytest.Config) -> None:
+    # vLLM and what it imports warn of each other, and leave sockets of dead engines behind; what
+    # rl_bridge itself warns of stays an error.
+    config.addinivalue_line("filterwarnings", "ignore")
+    config.addinivalue_line("filterwarnings", "error:::rl_bridge")
+    # And behind the last test, where pytest itself looks for what died too late.
+    warnings.filterwarnings("ignore", category=pytest.PytestUnraisableExceptionWarning)
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,7 @@ them along when it ends: there is one at a time.
 import gc
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -140,10 +140,9 @@ def executor_for(engine: Any, **options: Any) -> Iterator[RolloutExecutor]:
     """An executor of its own bridge around an engine."""
     with (
         make_weight_bridge("shared-memory", source_worker="rollout") as bridge,
+        closing(VLLMEngineAdapter(engine, **options)) as adapter,
         RolloutExecutor(
-            weight_bridge=bridge,
-            weight_install_adapter=VLLMEngineAdapter(engine, **options),
-            suspicious="off",
+            weight_bridge=bridge, weight_install_adapter=adapter, suspicious="off"
         ) as executor,
     ):
         yield executor

@@ -100,7 +100,7 @@ def test_an_acknowledgement_of_each_rank_reaches_the_trainer(engine: Bench) -> N
     }
     for rank in (0, 1):
         state, proof = told["vllm", rank]
-        assert state == "acknowledged"
+        assert state in {"acknowledged", "released"}  # nothing of it is held behind the commit
         assert proof["root"] == manifest.root
 
 

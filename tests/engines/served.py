@@ -1,0 +1,108 @@
+"""vLLM's HTTP server in a process of its own."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from rl_bridge.testing.processes import until
+from tests.engines.drive import MAX_TOKENS, PROMPTS, Answers, Setting, arguments
+
+__all__ = ["Served", "served"]
+
+ROOT = Path(__file__).resolve().parents[2]
+START_S = 150
+END_S = 30
+CALL_S = 60
+
+
+@dataclass(slots=True)
+class Served:
+    """A server that is ready."""
+
+    url: str
+    process: "subprocess.Popen[bytes]"
+
+    def call(self, path: str, *, method: str = "POST", **request: Any) -> httpx.Response:
+        """Call one route."""
+        return httpx.request(method, f"{self.url}/{path}", timeout=CALL_S, **request)
+
+    def generate(self, prompt: Sequence[int], tokens: int = MAX_TOKENS) -> dict[str, Any]:
+        """One request's only choice: tokens, log-probabilities, versions."""
+        sampling = {"temperature": 0, "max_tokens": tokens, "ignore_eos": True, "logprobs": 3}
+        reply = self.call(
+            "inference/v1/generate",
+            json={"token_ids": list(prompt), "sampling_params": sampling},
+        )
+        assert reply.is_success, reply.text
+        (choice,) = reply.json()["choices"]
+        return dict(choice)
+
+    def tokens(self) -> tuple[tuple[int, ...], ...]:
+        """What it answers to the prompts, computed anew."""
+        assert self.call("reset_prefix_cache").is_success
+        return tuple(tuple(self.generate(prompt)["token_ids"]) for prompt in PROMPTS)
+
+    def end(self) -> None:
+        """Kill it, with all of its processes."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait(END_S)
+
+
+@contextmanager
+def served(setting: Setting, path: str, log: Path, **environment: str) -> Iterator[Served]:
+    """Start it; it is killed with the block."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    flags = [*_flags(setting, path), "--host", "127.0.0.1", "--port", str(port)]
+    with log.open("wb") as written:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *flags],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+            stdout=written,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    server = Served(f"http://127.0.0.1:{port}", process)
+    try:
+        until(lambda: _is_ready(server), what=f"server is ready, see {log}", deadline_s=START_S)
+        yield server
+    finally:
+        server.end()
+
+
+def _is_ready(server: Served) -> bool:
+    assert server.process.poll() is None, "the server ended by itself"
+    try:
+        return bool(server.call("health", method="GET").is_success)
+    except httpx.TransportError:
+        return False
+
+
+def _flags(setting: Setting, path: str) -> list[str]:
+    flags = ["--enable-scale-out"]  # tokens in, tokens out, with their versions
+    for name, value in arguments(setting, path).items():
+        flag = f"--{name.replace('_', '-')}"
+        if value is True:
+            flags.append(flag)
+        elif name == "weight_transfer_config":
+            flags += [flag, '{"backend": "rl_bridge"}']
+        elif value is not False:
+            flags += [flag, str(value)]
+    return flags
+
+
+def tokens_of(answers: Answers) -> tuple[tuple[int, ...], ...]:
+    """The tokens alone."""
+    return tuple(tokens for tokens, _ in answers)

@@ -1,0 +1,190 @@
+"""vLLM's HTTP server is updated by its URL, from another process."""
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from rl_bridge import (
+    EngineLost,
+    IncompatibleUpdate,
+    RolloutExecutor,
+    TornEngine,
+    WeightBridgeUnavailableError,
+)
+from tests.engines.drive import PROMPTS, Setting, executor_for
+from tests.engines.models import Checkpoints, Kind
+from tests.engines.references import References
+from tests.engines.served import Served, served, tokens_of
+from tests.engines.trainer import Trainer
+
+SETTING = Setting(Kind("llama"), in_process=False)
+
+Tokens = tuple[tuple[int, ...], ...]
+
+
+@pytest.fixture(scope="module")
+def fresh(references: References) -> list[Tokens]:
+    return [tokens_of(references.of(SETTING, version)) for version in (0, 1)]
+
+
+@pytest.fixture(scope="module")
+def server(
+    checkpoints: Checkpoints, fresh: list[Tokens], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Served]:
+    log = tmp_path_factory.mktemp("server") / "log"
+    path = checkpoints.path(SETTING.kind, 0)
+    with served(SETTING, path, log, VLLM_SERVER_DEV_MODE="1") as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def weights(checkpoints: Checkpoints) -> list[dict[str, torch.Tensor]]:
+    return [checkpoints.weights(SETTING.kind, version) for version in (0, 1)]
+
+
+@pytest.fixture
+def executor(server: Served) -> Iterator[RolloutExecutor]:
+    with executor_for(server.url, timeout_s=60) as made:
+        yield made
+
+
+@pytest.mark.timeout(240)
+def test_it_is_a_fresh_engine_after_updates_and_refusals(
+    server: Served,
+    executor: RolloutExecutor,
+    trainer: Trainer,
+    weights: list[dict[str, torch.Tensor]],
+    fresh: list[Tokens],
+) -> None:
+    assert fresh[0] != fresh[1]
+    assert server.tokens() == fresh[0]
+    for step in range(1, 7):
+        manifest = trainer.publish(weights[step % 2])
+        executor.update_weights(manifest)
+        assert server.tokens() == fresh[step % 2]
+        told = server.call("weight_info", method="GET").json()["weight_version"]
+        assert told == f"{manifest.weight_version}@{manifest.root}"
+        sent = dict(weights[(step + 1) % 2])
+        del sent["model.norm.weight"]
+        with pytest.raises(IncompatibleUpdate, match=r"model\.norm\.weight"):
+            executor.update_weights(trainer.publish(sent))
+        assert server.tokens() == fresh[step % 2]
+        assert server.call("weight_info", method="GET").json()["weight_version"] == told
+
+
+def test_it_is_a_fresh_engine_after_updates_by_its_own_routes(
+    server: Served,
+    trainer: Trainer,
+    weights: list[dict[str, torch.Tensor]],
+    fresh: list[Tokens],
+) -> None:
+    assert server.call("init_weight_transfer_engine", json={"init_info": {}}).is_success
+    for step in range(4):
+        manifest = trainer.publish(weights[step % 2])
+        info = {"update_info": {"manifest": manifest.to_json()}}
+        assert server.call("start_weight_update").is_success
+        assert server.call("update_weights", json=info).is_success
+        finish = {"weight_version": str(manifest.weight_version)}
+        assert server.call("finish_weight_update", json=finish).is_success
+        assert server.tokens() == fresh[step % 2]
+        damaged = {**weights[0], "model.norm.weight": torch.full((128,), float("inf"))}
+        info = {"update_info": {"manifest": trainer.publish(damaged).to_json()}}
+        assert server.call("start_weight_update").is_success
+        assert not server.call("update_weights", json=info).is_success
+        assert server.tokens() == fresh[step % 2]
+
+
+def test_a_fault_in_its_worker_is_undone(
+    server: Served,
+    executor: RolloutExecutor,
+    trainer: Trainer,
+    weights: list[dict[str, torch.Tensor]],
+    fresh: list[Tokens],
+) -> None:
+    executor.update_weights(trainer.publish(weights[0]))
+    for point, nth in (("exchange", 6), ("pack", 3), ("corrupt", 2), ("wrong pack", 1)):
+        fault = {"method": "plant_fault", "args": [point, nth]}
+        assert server.call("collective_rpc", json=fault).is_success
+        with pytest.raises(Exception, match=r"planted|does not hold|differ from the weight"):
+            executor.update_weights(trainer.publish(weights[1]))
+        assert server.call("collective_rpc", json={"method": "uproot_fault"}).is_success
+        assert server.tokens() == fresh[0], point
+    executor.update_weights(trainer.publish(weights[1]))
+    assert server.tokens() == fresh[1]
+
+
+def test_requests_under_way_change_version_at_a_token_that_they_tell(
+    server: Served,
+    executor: RolloutExecutor,
+    trainer: Trainer,
+    weights: list[dict[str, torch.Tensor]],
+    fresh: list[Tokens],
+) -> None:
+    old = trainer.publish(weights[0])
+    executor.update_weights(old)
+    choices: list[dict[str, Any]] = []
+    asking = [
+        threading.Thread(target=lambda p=prompt: choices.append(server.generate(p, 400)))
+        for prompt in PROMPTS
+    ]
+    for thread in asking:
+        thread.start()
+    manifests = [old]
+    while any(thread.is_alive() for thread in asking) and len(manifests) < 40:
+        manifests.append(trainer.publish(weights[len(manifests) % 2]))
+        executor.update_weights(manifests[-1])
+    for thread in asking:
+        thread.join(60)
+    labels = [f"{manifest.weight_version}@{manifest.root}" for manifest in manifests]
+    assert len(choices) == len(PROMPTS)
+    for choice in choices:
+        spans = choice["weight_versions"]
+        assert [span["start"] for span in spans] == [0, *(span["end"] for span in spans[:-1])]
+        assert spans[-1]["end"] == len(choice["token_ids"]) == 400
+        order = [labels.index(span["version"]) for span in spans]
+        assert order == sorted(set(order))
+    executor.update_weights(trainer.publish(weights[1]))
+    assert server.tokens() == fresh[1]
+
+
+# The last test of this file: there is no server behind it.
+def test_a_server_that_was_killed_is_a_typed_error(
+    server: Served,
+    executor: RolloutExecutor,
+    trainer: Trainer,
+    weights: list[dict[str, torch.Tensor]],
+) -> None:
+    executor.update_weights(trainer.publish(weights[0]))
+    server.end()
+    with pytest.raises((EngineLost, TornEngine), match="fresh engine"):
+        executor.update_weights(trainer.publish(weights[1]))
+
+
+def test_a_server_without_its_development_routes_says_which_variable_is_missing(
+    trainer: Trainer,
+) -> None:
+    import http.server
+
+    class Bare(http.server.BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.send_error(404)
+
+        def log_request(self, code: object = "-", size: object = "-") -> None:
+            """Say nothing."""
+
+        def log_error(self, *args: object) -> None:
+            """Say nothing."""
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Bare) as bare:
+        thread = threading.Thread(target=bare.serve_forever, daemon=True)
+        thread.start()
+        with (
+            executor_for(f"http://127.0.0.1:{bare.server_port}", timeout_s=20) as executor,
+            pytest.raises(WeightBridgeUnavailableError, match="VLLM_SERVER_DEV_MODE=1"),
+        ):
+            executor.update_weights(trainer.publish({"w": torch.ones(2)}))
+        bare.shutdown()
+        thread.join(20)
