@@ -15,21 +15,23 @@ import torch
 from rich.console import Console
 
 from rl_bridge.demo.config import RolloutConfig
-from rl_bridge.demo.failures import LogprobMismatch, PeerGone, UpdateLost
+from rl_bridge.demo.engines import logprob_tolerance
+from rl_bridge.demo.failures import LabelMismatch, LogprobMismatch, PeerGone, UpdateLost
 from rl_bridge.demo.faults import Fault
 from rl_bridge.demo.live import LiveView, sparkline
-from rl_bridge.demo.options import MIN_STEPS
+from rl_bridge.demo.options import MIN_STEPS, Engine
 from rl_bridge.demo.phases import BETWEEN, grouped, phase_series
 from rl_bridge.demo.records import DemoResult
 from rl_bridge.demo.rollout import InstallReply, RolloutWorker, SampleReply
 from rl_bridge.demo.rollout_process import RolloutProcess
 from rl_bridge.demo.run import run_demo
 from rl_bridge.demo.sampler import ModuleSampler
-from rl_bridge.demo.trainer import LOGPROB_TOLERANCE, Trainer
+from rl_bridge.demo.trainer import Trainer
 from rl_bridge.errors import WeightBridgeError, WeightBridgeUnavailableError
 from rl_bridge.manifest.model import WeightUpdateManifest
 
 LOCAL = RolloutConfig(transport="local-clone", seed=3, num_digits=3, base=4)
+LOGPROB_TOLERANCE = logprob_tolerance(Engine.MODULE)
 PROMISED_KEYS = {
     "logprob_max_abs_diff",
     "refused",
@@ -81,6 +83,27 @@ class ForgetfulRollout(RolloutWorker):
         return replace(honest, version=None)
 
 
+class MislabelledRollout(RolloutWorker):
+    """Samples as it should; its engine labels one output with another version's root."""
+
+    def sample(self, *, num_groups: int, group_size: int) -> SampleReply:
+        honest = super().sample(num_groups=num_groups, group_size=group_size)
+        return replace(honest, labels={f"1@{self.told}": 511, f"1@{'0' * 32}": 1})
+
+    def install(self, manifest_json: str, *, fail_half_way: bool = False) -> InstallReply:
+        reply = super().install(manifest_json, fail_half_way=fail_half_way)
+        self.told = reply.root
+        return reply
+
+
+class LabelledRollout(MislabelledRollout):
+    """The same, with the right label on all of them."""
+
+    def sample(self, *, num_groups: int, group_size: int) -> SampleReply:
+        reply = super().sample(num_groups=num_groups, group_size=group_size)
+        return replace(reply, labels={f"1@{self.told}": 512})
+
+
 class WrongRootRollout(RolloutWorker):
     """Acknowledges with the root of something else."""
 
@@ -95,6 +118,7 @@ class WrongRootRollout(RolloutWorker):
         (StaleRollout, LogprobMismatch, 3),
         (TornRollout, LogprobMismatch, 1),
         (ForgetfulRollout, LogprobMismatch, 1),
+        (MislabelledRollout, LabelMismatch, 1),
         (WrongRootRollout, UpdateLost, 1),
     ],
 )
@@ -106,6 +130,15 @@ def test_a_rollout_that_does_not_hold_what_it_says_is_found_out(
             trainer.step(number, None)
         with pytest.raises(error):
             trainer.step(in_step, None)
+
+
+def test_labels_of_the_right_version_are_counted() -> None:
+    with (
+        closing(LabelledRollout(LOCAL)) as rollout,
+        closing(Trainer(LOCAL, rollout, num_steps=9)) as trainer,
+    ):
+        trainer.step(1, None)
+        assert trainer.labels_checked == 512
 
 
 def test_a_healthy_update_that_is_refused_stops_the_run() -> None:

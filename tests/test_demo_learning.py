@@ -4,19 +4,20 @@ import numpy as np
 import pytest
 import torch
 
+from rl_bridge.demo.engines import logprob_tolerance
 from rl_bridge.demo.failures import BadFrame, FaultUnnoticed
 from rl_bridge.demo.faults import Fault, examine, plan_faults
 from rl_bridge.demo.frames import Array, Frame, decode, encode
 from rl_bridge.demo.learner import Learner, LearnerConfig, group_advantages
 from rl_bridge.demo.model import CausalTransformer, ModelConfig, build_model
-from rl_bridge.demo.options import MIN_STEPS
+from rl_bridge.demo.options import MIN_STEPS, Engine
 from rl_bridge.demo.policy import log_probs
 from rl_bridge.demo.rollout import InstallReply
 from rl_bridge.demo.sampler import SampleBatch, sample
 from rl_bridge.demo.task import SortTask
-from rl_bridge.demo.trainer import LOGPROB_TOLERANCE
 from rl_bridge.demo.versions import VersionShelf
 
+LOGPROB_TOLERANCE = logprob_tolerance(Engine.MODULE)
 SMALL = ModelConfig(task=SortTask(num_digits=3, base=4), width=32, num_layers=1, num_heads=2)
 
 

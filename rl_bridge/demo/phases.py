@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
+from rl_bridge.demo.options import Engine
 from rl_bridge.demo.records import StepRow
 
 __all__ = ["BETWEEN", "PhaseSeries", "grouped", "phase_series"]
@@ -24,6 +25,19 @@ _GROUPS = {
         "prepare": "install",
         "finish": "acknowledge",
         "failed": "refuse, undo",
+    },
+}
+# vLLM stages a version beside the one that serves, which takes time; what
+# stands between its pause and its resume is the install.
+_GROUPS_OF_VLLM = {
+    "trainer": _GROUPS["trainer"],
+    "rollout": {
+        **_GROUPS["rollout"],
+        "prepare": "stage",
+        "pause": "install",
+        "cache": "install",
+        "label": "install",
+        "resume": "install",
     },
 }
 
@@ -64,11 +78,12 @@ def phase_series(rows: Sequence[StepRow]) -> list[PhaseSeries]:
     return [*series, PhaseSeries(side="", name=BETWEEN, values_ms=between)]
 
 
-def grouped(series: Sequence[PhaseSeries]) -> list[PhaseSeries]:
+def grouped(series: Sequence[PhaseSeries], engine: str = Engine.MODULE) -> list[PhaseSeries]:
     """Sum up phases of one purpose; nothing is left out."""
+    groups = _GROUPS_OF_VLLM if engine == Engine.VLLM else _GROUPS
     sums: dict[tuple[str, str], tuple[float, ...]] = {}
     for one in series:
-        key = one.side, _GROUPS.get(one.side, {}).get(one.name, one.name)
+        key = one.side, groups.get(one.side, {}).get(one.name, one.name)
         before = sums.get(key, (0.0,) * len(one.values_ms))
         sums[key] = tuple(a + b for a, b in zip(before, one.values_ms, strict=True))
     return [

@@ -166,7 +166,7 @@ def _draw_phases(axes: "Axes", result: DemoResult) -> None:
     steps = [row.step for row in result.rows]
     base = [0.0] * len(steps)
     seen: dict[str, int] = {}
-    for series in grouped(phase_series(result.rows)):
+    for series in grouped(phase_series(result.rows), result.engine):
         shades = _SIDES[series.side]
         colour = shades[seen.get(series.side, 0) % len(shades)]
         seen[series.side] = seen.get(series.side, 0) + 1

@@ -62,6 +62,7 @@ def build_qwen(task: SortTask, seed: int) -> QwenPolicy:
         # Positions are few: turned by much from one to the next, they are easy to tell apart.
         rope_parameters={"rope_type": "default", "rope_theta": 100.0},
         tie_word_embeddings=False,
+        initializer_range=0.1,  # about what keeps the scale in layers this narrow
         bos_token_id=None,
         eos_token_id=None,
     )
@@ -70,4 +71,5 @@ def build_qwen(task: SortTask, seed: int) -> QwenPolicy:
         model = transformers.Qwen3ForCausalLM(config).float()
         # As in the module's policy: tokens that differ clearly, and a nearly flat first policy.
         nn.init.normal_(model.model.embed_tokens.weight, std=0.5)
+        nn.init.normal_(model.lm_head.weight, std=0.02)
     return QwenPolicy(model, task)

@@ -129,8 +129,8 @@ class RolloutProcess:
         """
         values = self._receive(self._start_timeout_s).values
         if "unavailable" in values:
-            log = f" ({self._log})" if self._log else ""
-            raise WeightBridgeUnavailableError(f"{values['unavailable']}{log}")
+            where = f" It is in {self._log}." if self._log else ""
+            raise WeightBridgeUnavailableError(f"{values['unavailable']}{where}")
         return str(values["engine"])
 
     def install(self, manifest_json: str, *, fail_half_way: bool = False) -> InstallReply:
@@ -173,4 +173,4 @@ class RolloutProcess:
         except (PeerGone, DeadlineExceeded) as error:
             if not self._log:
                 raise
-            raise type(error)(f"{error}. What it said last is in {self._log}.") from error
+            raise type(error)(f"{error}. What it printed is in {self._log}.") from error

@@ -69,7 +69,11 @@ def run_demo(
     _check_writable(out)
     if config.engine != Engine.MODULE:
         config = replace(config, engine_log=str((out / f"{config.engine}.log").absolute()))
-        console.print(f"starting {config.engine}, its log is {config.engine_log}", soft_wrap=True)
+        console.print(
+            f"starting {config.engine}, which takes half a minute; its log is {config.engine_log}",
+            soft_wrap=True,
+            highlight=False,
+        )
     rows, fault_rows = [], []
     with ExitStack() as stack:
         stack.enter_context(_one_thread())

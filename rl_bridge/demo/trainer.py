@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rl_bridge.demo.config import RolloutConfig
-from rl_bridge.demo.engines import build_policy, learner_config
+from rl_bridge.demo.engines import build_policy, learner_config, logprob_tolerance
 from rl_bridge.demo.failures import LabelMismatch, LogprobMismatch, UpdateLost
 from rl_bridge.demo.faults import Fault, examine
 from rl_bridge.demo.learner import Learner
@@ -19,10 +19,7 @@ from rl_bridge.testing.faults import FaultInjecting
 from rl_bridge.testing.over import BridgeOver
 from rl_bridge.transports.registry import transport_class
 
-__all__ = ["LOGPROB_TOLERANCE", "Trainer"]
-
-LOGPROB_TOLERANCE = 1e-4
-"""Between one pass and token by token only the rounding differs; another version is far away."""
+__all__ = ["Trainer"]
 
 _NUM_GROUPS = 64
 _GROUP_SIZE = 8
@@ -199,10 +196,11 @@ class Trainer:
         self._check_labels(sampled)
         agreement = self._shelf.compare(expected, sampled.batch)
         # Written so that NaN fails too.
-        if not agreement.max_abs_diff <= LOGPROB_TOLERANCE:
+        tolerance = logprob_tolerance(self._engine)
+        if not agreement.max_abs_diff <= tolerance:
             raise LogprobMismatch(
                 f"the rollout's log-probabilities differ by {agreement.max_abs_diff:.3g} from "
-                f"those of version {expected}, which it reports (tolerance {LOGPROB_TOLERANCE:g}): "
+                f"those of version {expected}, which it reports (tolerance {tolerance:g}): "
                 "it samples with stale or torn weights"
             )
         return sampled, agreement

@@ -68,7 +68,7 @@ class VLLMSampler:
                 )
         except Exception as error:
             raise WeightBridgeUnavailableError(
-                f"vLLM did not start ({type(error).__name__}: {error}). Look at its log."
+                f"vLLM did not start ({type(error).__name__}: {error}). Look at what it printed."
             ) from error
         self.name = f"vLLM {str(vllm.__version__).partition('+')[0]}"
         self.adapter = VLLMEngineAdapter(self._llm)

@@ -1,0 +1,135 @@
+"""What a real engine adds to the demo, as far as it shows without one."""
+
+import importlib.util
+import io
+import os
+import signal
+from contextlib import closing
+from dataclasses import replace
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from rl_bridge.demo.config import RolloutConfig
+from rl_bridge.demo.failures import FaultUnnoticed, PeerGone
+from rl_bridge.demo.faults import Fault, examine
+from rl_bridge.demo.half_way import EngineFault, failing_exchange
+from rl_bridge.demo.options import MIN_STEPS, Engine
+from rl_bridge.demo.phases import BETWEEN, grouped, phase_series
+from rl_bridge.demo.records import DemoResult
+from rl_bridge.demo.report import print_report
+from rl_bridge.demo.rollout import InstallReply
+from rl_bridge.demo.rollout_process import RolloutProcess
+from rl_bridge.demo.run import run_demo
+from rl_bridge.errors import WeightBridgeUnavailableError
+from rl_bridge.installers.vllm.exchange import Exchange
+from rl_bridge.installers.vllm.staging import AttributeChange, Staged, TensorChange
+
+WITH_VLLM = importlib.util.find_spec("vllm") is not None
+LOCAL = RolloutConfig(transport="local-clone", seed=3, num_digits=3, base=4)
+
+
+@pytest.mark.skipif(WITH_VLLM, reason="vLLM is installed: it would start")
+def test_an_engine_that_does_not_start_says_why_and_where_it_printed(tmp_path: Path) -> None:
+    log = str(tmp_path / "vllm.log")
+    config = replace(LOCAL, transport="shared-memory", engine=Engine.VLLM.value, engine_log=log)
+    with closing(RolloutProcess(config)) as rollout:
+        with pytest.raises(WeightBridgeUnavailableError, match=r"did not start.*vllm") as caught:
+            rollout.wait_until_ready()
+        assert log in str(caught.value)
+
+
+def test_what_a_killed_process_printed_is_named(tmp_path: Path) -> None:
+    log = tmp_path / "engine.log"
+    config = replace(LOCAL, transport="shared-memory", engine_log=str(log))
+    with closing(RolloutProcess(config)) as rollout:
+        rollout.wait_until_ready()
+        assert log.exists()
+        os.kill(rollout.pid, signal.SIGKILL)
+        with pytest.raises(PeerGone, match=r"engine\.log"):
+            rollout.sample(num_groups=1, group_size=1)
+
+
+@pytest.mark.parametrize(
+    ("installed", "transport", "words"),
+    [
+        (False, "shared-memory", r"needs vllm and transformers.*rl_bridge\[demo,vllm\]"),
+        (True, "local-clone", "local-clone does not leave this one.*--transport shared-memory"),
+    ],
+)
+def test_a_vllm_that_cannot_sample_is_refused_before_anything_starts(
+    installed: bool,
+    transport: str,
+    words: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def found(name: str) -> ModuleSpec | None:
+        return ModuleSpec(name, None) if installed or name == "matplotlib" else None
+
+    monkeypatch.setattr(importlib.util, "find_spec", found)
+    with pytest.raises(WeightBridgeUnavailableError, match=words):
+        run_demo(engine="vllm", transport=transport, out=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.fixture(scope="module")
+def result(tmp_path_factory: pytest.TempPathFactory) -> DemoResult:
+    return run_demo(
+        transport="local-clone",
+        steps=MIN_STEPS,
+        out=tmp_path_factory.mktemp("out"),
+        console=Console(file=io.StringIO()),
+    )
+
+
+def test_what_vllm_does_between_pause_and_resume_is_told_as_the_install(result: DemoResult) -> None:
+    phases = {"prepare": 8.0, "pause": 0.5, "install": 1.0, "cache": 0.25, "resume": 0.25}
+    row = replace(result.rows[0], publish_ms={}, install_ms=phases, update_ms=10.0)
+    told = {one.name: one.median_ms for one in grouped(phase_series([row]), Engine.VLLM)}
+    assert told == {"stage": 8.0, "install": 2.0, BETWEEN: 0.0}
+
+
+def test_only_a_real_engine_adds_its_name_and_labels(result: DemoResult) -> None:
+    extra: dict[str, Any] = {"engine_name": "vLLM 1.2", "labels_checked": 5}
+    assert not result.to_json().keys() & extra.keys()
+    real = replace(result, engine="vllm", **extra)
+    assert real.to_json().items() >= extra.items()
+    screen = io.StringIO()
+    print_report(real, Console(file=screen, width=120))
+    assert "vLLM 1.2" in screen.getvalue()
+    assert "5 outputs, each with the label" in screen.getvalue()
+
+
+@pytest.mark.parametrize("said", ["EngineFault: the engine failed", "OutOfMemory: the engine"])
+def test_a_half_way_install_in_vllm_is_told_by_the_cause_that_its_workers_name(said: str) -> None:
+    reply = InstallReply(active_version=4, error="WeightUpdateRejectedError", message=said)
+    if said.startswith("EngineFault"):
+        found = examine(Fault.HALF_WAY, reply, active_version=4, engine=Engine.VLLM)
+        assert (found.outcome, found.error) == ("undone", "WeightUpdateRejectedError")
+        return
+    with pytest.raises(FaultUnnoticed, match="OutOfMemory"):
+        examine(Fault.HALF_WAY, reply, active_version=4, engine=Engine.VLLM)
+
+
+def test_a_failing_exchange_leaves_a_mixture_that_its_undo_takes_back() -> None:
+    held = [torch.full((2,), float(index)) for index in range(3)]
+    layer = torch.nn.Module()
+    layer.packed = "old"  # type: ignore[assignment]
+    staged = Staged(
+        [TensorChange(str(index), live, live + 10, index) for index, live in enumerate(held)],
+        [AttributeChange("layer", layer, "packed", "new")],
+    )
+    exchange = Exchange()
+    with failing_exchange(), pytest.raises(EngineFault, match="after 2 of 4 exchanges"):
+        exchange.apply(staged)
+    assert [tensor[0].item() for tensor in held] == [10, 11, 2]
+    exchange.undo()
+    assert [tensor[0].item() for tensor in held] == [0, 1, 2]
+    exchange.apply(staged)
+    assert [tensor[0].item() for tensor in held] == [10, 11, 12]
+    assert layer.packed == "new"
