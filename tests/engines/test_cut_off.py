@@ -66,8 +66,12 @@ def test_an_interrupted_commit_of_vllms_calls_ends_forward(
         interrupted_once(patch, owner, method, after=after)
         with pytest.raises(KeyboardInterrupt):
             engine.llm.finish_weight_update("cut off")
-    engine.llm.collective_rpc("finish_weight_update")  # vLLM's session is still open
+    (undone,) = engine.llm.collective_rpc("rl_bridge", args=("undo",))
+    (rank,) = engine.llm.collective_rpc("rl_bridge", args=("describe",))
+    assert (undone["ok"], rank["update_id"]) == (True, manifest.update_id)
     engine.check("committed all the same")
+    with pytest.raises(Exception, match="no update is installed"):  # vLLM's session is still open
+        engine.llm.finish_weight_update()
     engine.update("vLLM's calls")
     engine.check("the next one")
 
