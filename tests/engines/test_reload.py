@@ -5,6 +5,7 @@ What fails anywhere on the way leaves the very objects and bytes that were there
 
 import json
 import logging
+import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rl_bridge import IncompatibleUpdate, ProofFailed, RolloutExecutor, make_weight_bridge
+from rl_bridge.installers.vllm import reload
 from rl_bridge.installers.vllm.model_installer import VLLMModelInstaller
 from rl_bridge.installers.vllm.reload import VLLMReloadAdapter
 from tests.engines.drive import Answers, Setting, answers, model_of, start
@@ -175,6 +177,40 @@ def test_the_other_installer_works_behind_a_reload(
         RolloutExecutor(weight_bridge=bridge, weight_install_adapter=installer).update_weights(
             manifest
         )
+    assert answers(served.llm) == served.fresh[0]
+
+
+@pytest.fixture
+def unlearnable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine's loader computes with what it loads, so that nobody can follow it."""
+
+    def learn(*_: Any, **__: Any) -> Any:
+        raise IncompatibleUpdate("computed. Install it by VLLMReloadAdapter")
+
+    monkeypatch.setattr(reload, "learn", learn)
+
+
+@pytest.mark.usefixtures("unlearnable")
+def test_a_loader_that_cannot_be_followed_installs_unproven(
+    served: Served, update: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, logger="rl_bridge"):
+        assert update(served.weights[1]).proof.method == "unproven"
+    assert "unproven: Qwen2ForCausalLM" in caplog.text
+    assert answers(served.llm) == served.fresh[1]
+
+
+@pytest.mark.usefixtures("unlearnable")
+@pytest.mark.parametrize("part", ["layers.1.mlp.down_proj", "embed_tokens", "model.norm"])
+def test_a_layer_that_gets_nothing_is_refused_however_it_is_loaded(
+    served: Served, update: Callable[..., Any], part: str
+) -> None:
+    before = state(served.model)
+    weights = {name: t for name, t in served.weights[1].items() if part not in name}
+    assert len(weights) < len(served.weights[1])
+    with pytest.raises(IncompatibleUpdate, match=re.escape(part)):
+        update(weights)
+    assert state(served.model) == before
     assert answers(served.llm) == served.fresh[0]
 
 

@@ -46,16 +46,19 @@ def prove_reload(
     """
     if plan is None:
         return InstallProof(method="unproven"), [type(model).__name__]
+    unproven: dict[str, None] = {}
+    readable = {}
+    for index, steps in plan.steps.items():
+        target = plan.targets[index]
+        if all(_is_readable(user, target) for user in target.users):
+            readable[index] = steps
+        else:
+            unproven.update((user.path, None) for user in target.users)
+    plan = replace(plan, steps=readable)
     evidence = Evidence(manifest, tensors, plan, num_threads=num_threads)
     staged = Staged()
-    unproven: dict[str, None] = {}
-    proven = 0
-    for index in plan.steps:
+    for index in readable:
         target = plan.targets[index]
-        if not all(_is_readable(user, target) for user in target.users):
-            unproven.update((user.path, None) for user in target.users)
-            continue
-        proven += 1
         weight = _live(target.users[0])
         if target.is_consumed:
             # The pack's weight is gone: it is assembled once more, and asked the same questions.
@@ -71,7 +74,8 @@ def prove_reload(
     evidence.seal(staged)
     proof = evidence.check(staged)
     if unproven:
-        proof = replace(proof, method="unproven", root="", tensors=proven)
+        sources = {route.source for route in plan.routes()}
+        proof = replace(proof, method="unproven", root="", tensors=len(sources))
     return proof, list(unproven)
 
 
