@@ -24,6 +24,7 @@ from rl_bridge.integrations.vllm.requests import (
     VLLMIPCWeightUpdateRequestBuilder,
     VLLMNCCLWeightUpdateRequestBuilder,
 )
+from rl_bridge.integrations.vllm.requests_packed import full_buffers, overfull_buffers
 
 Update = tuple[WeightUpdateManifest, dict[str, torch.Tensor]]
 
@@ -261,3 +262,11 @@ def test_the_workers_are_told_how_it_is_packed() -> None:
 def test_sizes_below_one_are_refused(name: str) -> None:
     with pytest.raises(ValueError, match=f"{name}=0"):
         VLLMNCCLWeightUpdateRequestBuilder(**{name: 0})  # type: ignore[arg-type]  # one of two
+
+
+def test_a_buffer_that_is_exactly_full_goes_on_or_ends_as_its_backend_has_it() -> None:
+    names, sizes = ["a", "b", "c"], [4, 4, 4]
+    assert [b.names for b in overfull_buffers(names, sizes, 8)] == [("a", "b", "c")]
+    assert [b.names for b in overfull_buffers(names, sizes, 7)] == [("a", "b"), ("c",)]
+    assert [b.names for b in full_buffers(names, sizes, 8)] == [("a", "b"), ("c",)]
+    assert [b.names for b in full_buffers(names, sizes, 7)] == [("a",), ("b",), ("c",)]
