@@ -112,7 +112,7 @@ def test_an_engine_that_cannot_go_back_is_torn_until_it_can(
     llm: Any, executor: RolloutExecutor, fresh: Any, weights: Any, trainer: Trainer
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        processing_fails(patch, None, 3)  # from there on, always
+        processing_fails(patch, None, 3)  # type: ignore[arg-type]  # from there on, always
         with pytest.raises(TornEngine):
             executor.update_weights(trainer.publish(weights[1]))
     executor.recover()

@@ -166,8 +166,7 @@ def test_bytes_that_go_bad_behind_the_import_are_found_before_the_install(
 ) -> None:
     from rl_bridge.errors import ProofFailed
     from rl_bridge.installers.vllm import model_installer
-
-    real = model_installer.stage
+    from rl_bridge.installers.vllm.staging import stage as real
 
     def spoils(plan: Any, tensors: Any, *rest: Any) -> Any:
         # Weights that are packed straight from the imported memory: nobody else reads these.

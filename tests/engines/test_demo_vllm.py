@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
 
 from rl_bridge.demo.config import RolloutConfig
@@ -91,6 +92,11 @@ def engine_of(rollout: RolloutWorker) -> Any:
     return rollout._sampler._llm
 
 
+def overwrite_a_norm(model: Any) -> None:
+    with torch.no_grad():
+        model.model.norm.weight.mul_(1.5)
+
+
 @pytest.mark.timeout(420)
 def test_an_engine_that_does_not_hold_what_it_says_is_found_out(rollout: RolloutWorker) -> None:
     with closing(Trainer(CONFIG, rollout, num_steps=9)) as trainer:
@@ -103,6 +109,6 @@ def test_an_engine_that_does_not_hold_what_it_says_is_found_out(rollout: Rollout
             trainer._sample(1)
         llm.update_weight_version(label)
         trainer._sample(1)
-        llm.apply_model(lambda model: model.model.norm.weight.data.mul_(1.01) and None)
+        llm.apply_model(overwrite_a_norm)
         with pytest.raises(LogprobMismatch, match="stale or torn"):
             trainer._sample(1)

@@ -46,7 +46,7 @@ def test_an_ipc_request_is_one_for_vllm(manifest: WeightUpdateManifest) -> None:
 
 def test_packed_ipc_requests_unpack_to_the_tensors(manifest: WeightUpdateManifest) -> None:
     builder = VLLMIPCWeightUpdateRequestBuilder(_export=exported)
-    seen = {}
+    seen: dict[str, torch.Tensor] = {}
     count = 0
     for request in builder.packed(manifest, WEIGHTS, buffer_nbytes=200):
         count += 1

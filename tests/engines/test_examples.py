@@ -1,0 +1,26 @@
+"""The programs that the documentation shows for vLLM run as they stand."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.engines.models import Checkpoints, Kind
+
+EXAMPLES = sorted((Path(__file__).parents[2] / "docs" / "examples" / "vllm_engines").glob("*.py"))
+SAYS = {"in_process.py": "\n3 [", "native.py": "vllm 1 released"}
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.name)
+def test_an_example_of_the_documentation_runs(example: Path, checkpoints: Checkpoints) -> None:
+    path = checkpoints.path(Kind("qwen3", tied=True), 0)
+    done = subprocess.run(
+        [sys.executable, str(example), str(path)],
+        capture_output=True,
+        text=True,
+        timeout=140,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert SAYS[example.name] in done.stdout, done.stdout[-2000:]
