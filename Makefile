@@ -45,8 +45,9 @@ $(STAMP): pyproject.toml setup.py $(wildcard rl_bridge/memory/_native.c)
 	$(BIN)/python -m pip install -e ".[demo,bench]" --group dev
 	@touch $@
 
-demo: $(STAMP) ## Train a small model over the bridge (STEPS= SEED= TRANSPORT= ENGINE= OUT= ARGS=)
-	$(BIN)/python -m rl_bridge demo \
+# The vLLM engine needs vLLM's own environment; the demo's picture is drawn there as well.
+demo: $(if $(filter vllm,$(ENGINE)),$(STAMP_VLLM),$(STAMP)) ## Train a small model over the bridge (STEPS= SEED= TRANSPORT= ENGINE= OUT= ARGS=)
+	$(if $(filter vllm,$(ENGINE)),$(BIN_VLLM),$(BIN))/python -m rl_bridge demo \
 	  $(if $(TRANSPORT),--transport $(TRANSPORT)) $(if $(ENGINE),--engine $(ENGINE)) \
 	  $(if $(STEPS),--steps $(STEPS)) $(if $(SEED),--seed $(SEED)) $(if $(OUT),--out $(OUT)) $(ARGS)
 
