@@ -193,6 +193,7 @@ class Trainer:
             raise LogprobMismatch(
                 f"the rollout reports version {sampled.version}, it acknowledged {expected}"
             )
+        self._check_labels(sampled)
         agreement = self._shelf.compare(expected, sampled.batch)
         # Written so that NaN fails too.
         tolerance = logprob_tolerance(self._engine)
