@@ -107,6 +107,56 @@ def test_what_a_dead_driver_left_uncommitted_is_committed_by_the_next(
     bridge.close()
 
 
+def test_a_driver_that_starts_anew_may_send_the_current_version_again(
+    engine: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest = engine.trainer.publish(engine.next())
+    adapter = VLLMEngineAdapter(engine.llm)
+    monkeypatch.setattr(adapter, "commit", lambda: None)
+    bridge = make_weight_bridge("shared-memory", source_worker="dead driver")
+    dead = RolloutExecutor(weight_bridge=bridge, weight_install_adapter=adapter)
+    dead.update_weights(manifest)
+    engine.holds = 1 - engine.holds
+    with executor_for(engine.llm) as executor:
+        executor.update_weights(manifest)
+        executor.check_servable()
+        assert executor.active_weight_version == manifest.weight_version
+        engine.check()
+    dead.close()
+    bridge.close()
+
+
+def test_a_pause_that_a_dead_driver_left_ends_with_the_next_update_refused_or_not(
+    engine: Bench,
+) -> None:
+    core = engine.llm.llm_engine.engine_core.engine_core
+    core.pause_scheduler("keep", False)
+    with executor_for(engine.llm) as executor:
+        refused(engine, executor)
+    assert not core.is_scheduler_paused()
+    engine.check()
+
+
+def test_an_exchange_that_a_dead_driver_left_unproven_is_taken_back_by_the_next(
+    engine: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from rl_bridge.installers.vllm.model_installer import VLLMModelInstaller
+
+    manifest = engine.trainer.publish(engine.next())
+    prepared = {"manifest": manifest.to_json(), "call": 1}
+    engine.llm.collective_rpc("rl_bridge", args=("prepare", prepared))
+    with monkeypatch.context() as patch:
+        interrupted_once(patch, VLLMModelInstaller, "prove", after=False)
+        with pytest.raises(KeyboardInterrupt):
+            engine.llm.collective_rpc("rl_bridge", args=("install",))
+    with executor_for(engine.llm) as executor:
+        refused(engine, executor)
+        engine.check("taken back")
+        executor.update_weights(engine.trainer.publish(engine.next()))
+        engine.holds = 1 - engine.holds
+        engine.check("the next one")
+
+
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
 def test_an_engine_whose_pause_fails_does_not_stay_paused(
     engine: Bench, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]

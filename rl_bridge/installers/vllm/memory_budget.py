@@ -16,7 +16,13 @@ def available_nbytes() -> int | None:
     ]
     limit, used = (_lines(Path("/sys/fs/cgroup") / f"memory.{name}") for name in ("max", "current"))
     if limit and used and limit[0].strip() != "max":
-        found.append(int(limit[0]) - int(used[0]))
+        # What files left in the cache counts as used, and is given back when it is needed.
+        cached = sum(
+            int(line.split()[1])
+            for line in _lines(Path("/sys/fs/cgroup/memory.stat"))
+            if line.split()[0] in {"inactive_file", "active_file"}
+        )
+        found.append(int(limit[0]) - int(used[0]) + cached)
     return min(found, default=None)
 
 

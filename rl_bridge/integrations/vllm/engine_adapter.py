@@ -40,6 +40,11 @@ __all__ = ["CachePolicy", "VLLMEngineAdapter", "default_label"]
 
 _LOG = logging.getLogger(__name__)
 
+_HELD = (
+    "requests hold cached blocks of other weights, so the prefix cache cannot be reset. Use "
+    "cache='recompute', or pause='wait' or 'abort'; try again when a KV connector is done."
+)
+
 CachePolicy = Literal["recompute", "reset", "keep"]
 """What becomes of keys and values that the old weights made.
 
@@ -107,7 +112,10 @@ class VLLMEngineAdapter(TransactionalAdapter):
         self._manifest: WeightUpdateManifest | None = None
         self._proofs: list[dict[str, Any]] = []
         # Each is noted before the step that it tells of: an interrupt may come behind any.
-        self._is_paused = self._is_installed = self._may_have_run = False
+        self._is_installed = self._may_have_run = False
+        # A driver before this one may have ended in its pause: the first update resumes, whatever
+        # becomes of it.
+        self._is_paused = pause is not None
         self._label_before: str | None = None
 
     @property
@@ -145,7 +153,7 @@ class VLLMEngineAdapter(TransactionalAdapter):
             self._is_paused = True  # noted first: an interrupt must not leave it paused
             self._timed("pause", lambda: self._handle.pause(pause))
         self._is_installed = True
-        self._may_have_run = self._pause is None
+        self._may_have_run |= self._pause is None
         replies = self._all("install", {})
         self._proofs = [reply["proof"] for reply in replies]
         slowest = max(reply["timings_ms"]["prove"] for reply in replies)
@@ -209,9 +217,9 @@ class VLLMEngineAdapter(TransactionalAdapter):
                 self._go_on()  # also where the pause itself failed, or was cut off
 
     def _back(self) -> None:
-        if not self._is_paused and self._pause is not None:
-            pause, self._is_paused = self._pause, True
-            self._handle.pause(pause)
+        if self._pause is not None:  # again, where it is not known whether the engine goes on
+            self._is_paused = True
+            self._handle.pause(self._pause)
         self._all("undo", {})
         if self._may_have_run:
             # Requests may have cached keys and values of what is undone now.
@@ -230,9 +238,14 @@ class VLLMEngineAdapter(TransactionalAdapter):
 
     def abandon(self) -> None:
         """Let all ranks forget what they staged."""
-        if not self._is_installed and self._manifest is not None:
-            self._manifest = None
-            self._all("abandon", {"reason": "another rank, or the executor, refused it"})
+        if self._is_installed:
+            return
+        try:
+            if self._manifest is not None:
+                self._manifest = None
+                self._all("abandon", {"reason": "another rank, or the executor, refused it"})
+        finally:
+            self._go_on()
 
     def commit(self) -> None:
         """Let all ranks acknowledge."""
@@ -256,27 +269,35 @@ class VLLMEngineAdapter(TransactionalAdapter):
     def _look_at_ranks(self) -> None:
         """Refuse engines whose ranks cannot decide together, and end what a driver left behind.
 
-        An update that all ranks hold, proven, and that nobody committed, was left by a driver that
-        ended in between. Requests may have been served by it, so the way is forward: it is
-        committed, and what was cached before it goes.
+        An update that ranks hold, proven, and that nobody committed, was left by a driver that
+        ended in between. Requests may have been served by it, so the way is forward. What is not
+        proven is taken back.
         """
-        replies = self._all("describe", {})
-        degree = max(int(reply["data_parallel_size"]) for reply in replies)
+        degree = self._handle.data_parallel_size()
         if degree != 1:
             msg = (
                 f"the engine has data_parallel_size={degree}, expected 1: its replicas do not "
                 "decide together. Use one engine and one executor for each replica."
             )
             raise WeightBridgeUnavailableError(msg)
+        replies = self._all("describe", {})
+        if any(
+            reply["torn"] or (reply["exchanged"] and not reply["installed"]) for reply in replies
+        ):
+            _LOG.warning("what was left half-way is undone")
+            self._is_installed = self._may_have_run = True
+            self._back()
         left = next((reply["installed"] for reply in replies if reply["installed"]), None)
-        if left is None:
+        if left is None or self._is_installed:
             return
+        # In this order: cut off anywhere, it is done again.
         manifest = WeightUpdateManifest.from_json(left)
         _LOG.warning("version %d was left uncommitted: it is now", manifest.weight_version)
-        self._all("commit", {"if_installed": True})
-        self._handle.reset_caches(running=True)
+        if not self._handle.reset_caches(running=True):
+            raise WeightUpdateRejectedError(_HELD)
         if self._label is not None and self._handle.label() is not None:
             self._handle.set_label(self._label(manifest))
+        self._all("commit", {"if_installed": True})
 
     def _all(self, verb: str, payload: dict[str, Any]) -> Replies:
         self._calls += 1
@@ -306,15 +327,13 @@ class VLLMEngineAdapter(TransactionalAdapter):
             return
         running = self._cache == "recompute"
         if not self._timed("cache", lambda: self._handle.reset_caches(running=running)):
-            msg = (
-                "requests hold cached blocks of the old weights, so the prefix cache cannot be "
-                "reset. Use cache='recompute', or pause='wait' or 'abort'."
-            )
-            raise WeightUpdateRejectedError(msg)
+            raise WeightUpdateRejectedError(_HELD)
 
     def _relabel(self, label: str) -> None:
-        self._label_before = self._handle.label()
-        if self._label_before is not None:
+        before = self._handle.label()
+        if self._label_before is None:  # (else an undo that failed still has to bring it back)
+            self._label_before = before
+        if before is not None:
             self._handle.set_label(label)
 
     def _go_on(self) -> None:

@@ -45,6 +45,10 @@ class EngineHandle(ABC):
         """
 
     @abstractmethod
+    def data_parallel_size(self) -> int:
+        """How many replicas there are behind this engine."""
+
+    @abstractmethod
     def pause(self, mode: PauseMode) -> None:
         """Stop scheduling; requests that come meanwhile are queued."""
 
@@ -111,6 +115,10 @@ class LLMHandle(EngineHandle):
         # Without a deadline inside: vLLM would give up and take the late answers for the next ones.
         replies: Replies = self._do(verb, lambda: self._llm.collective_rpc(METHOD, args=arguments))
         return replies
+
+    def data_parallel_size(self) -> int:
+        """How many replicas there are."""
+        return int(self._llm.llm_engine.vllm_config.parallel_config.data_parallel_size)
 
     def pause(self, mode: PauseMode) -> None:
         """Stop scheduling. An in-process engine cannot wait: it steps only in ``generate``."""
@@ -192,6 +200,10 @@ class AsyncLLMHandle(EngineHandle):
         arguments = (verb, payload or {})
         replies: Replies = self._do(verb, self._engine.collective_rpc(METHOD, None, arguments))
         return replies
+
+    def data_parallel_size(self) -> int:
+        """How many replicas there are."""
+        return int(self._engine.vllm_config.parallel_config.data_parallel_size)
 
     def pause(self, mode: PauseMode) -> None:
         """Stop scheduling."""

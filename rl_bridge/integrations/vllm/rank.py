@@ -15,7 +15,6 @@ import torch
 from rl_bridge.bridge.acknowledgement import describe
 from rl_bridge.bridge.bridges import TensorBridge, make_weight_bridge
 from rl_bridge.errors import (
-    StaleUpdate,
     TornEngine,
     WeightBridgeError,
     WeightBridgeUnavailableError,
@@ -34,7 +33,7 @@ _LOG = logging.getLogger(__name__)
 
 Payload = dict[str, Any]
 
-_OTHER = "WeightUpdateRejectedError: another rank"
+_OTHER = ("WeightUpdateRejectedError: another rank", "TornEngine: another rank")
 _ATTRIBUTE = "_rl_bridge_rank"
 
 
@@ -106,7 +105,7 @@ class VLLMRank:
             "root": None if active is None else active.root,
             "pending": None if self._pending is None else self._pending.update_id,
             "installed": self._pending.to_json() if self._pending and self._holds_it() else None,
-            "data_parallel_size": int(self._config.parallel_config.data_parallel_size),
+            "exchanged": self._is_installed,
             "torn": self._torn,
             "model": type(self._model).__name__,
         }
@@ -123,8 +122,9 @@ class VLLMRank:
             ValueError: a value that it cannot have.
 
         """
-        if options == self._options or self._pending is not None:
+        if options == self._options or self._is_installed:
             return
+        self.undo("other options came before it was installed")
         installer = VLLMModelInstaller(self._model, self._config, **options)
         self._options, self._installer = dict(options), installer
 
@@ -156,12 +156,6 @@ class VLLMRank:
             raise WeightUpdateRejectedError(msg)
         if self._pending is not None:
             self.undo("a later update came before it was installed")
-        if self._active is not None and manifest.update_id == self._active.update_id:
-            msg = (
-                f"version {manifest.weight_version} (update {manifest.update_id}) is active on "
-                "this rank already. Publish a later version."
-            )
-            raise StaleUpdate(msg)
         bridge = self._bridge(manifest)
         start = time.perf_counter()
         self._pending = manifest
@@ -280,7 +274,7 @@ class VLLMRank:
             self.undo(reason)
         except TornEngine as error:
             return describe(error)
-        return f"{_OTHER} refused it"
+        return f"{_OTHER[0]} refused it"
 
     def commit(self, *, if_installed: bool = False) -> Payload:
         """Acknowledge the proven update; it is what an undo goes back to from now on.
@@ -300,26 +294,32 @@ class VLLMRank:
 
     def _finish_commit(self) -> Payload:
         """What an interrupt cut off is ended here: of a commit there is no undo."""
-        manifest, proof = self._pending, self._proof
         self._engine().commit()
-        if manifest is None or proof is None:  # it was cut off at the very end
-            self._is_committing = self._is_installed = False
-            return {}
-        self._active, self._pending, self._proof, self._tensors = manifest, None, None, {}
-        self._is_committing = self._is_installed = False
+        manifest, proof = self._pending, self._proof
+        answer: Payload = {}
+        if manifest is not None and proof is not None:
+            self._active = manifest
+            answer = self._tell(manifest, proof)
+        self._pending, self._proof, self._tensors = None, None, {}
+        self._is_committing = self._is_installed = False  # last: until here it is done again
+        return answer
+
+    def _tell(self, manifest: WeightUpdateManifest, proof: InstallProof) -> Payload:
+        bridge = self._bridge(manifest)
         try:
-            bridge = self._bridge(manifest)
-            bridge.acknowledge(
-                manifest.update_id, proof=proof.to_dict(), timings_ms=dict(self._timings_ms)
-            )
-            # The model has memory of its own: the trainer's slot is free for the next version.
-            bridge.release_imported(manifest.update_id)
+            if bridge.active_update_id != manifest.update_id:
+                bridge.acknowledge(
+                    manifest.update_id, proof=proof.to_dict(), timings_ms=dict(self._timings_ms)
+                )
         except WeightBridgeError as error:
             # Other ranks have committed: there is no way back, and none is needed.
             _LOG.exception(
                 "version %d is active, but its trainer is not told", manifest.weight_version
             )
             return {"not_told": describe(error)}
+        finally:
+            # The model has memory of its own: the trainer's slot is free for the next version.
+            bridge.release_imported(manifest.update_id)
         return {}
 
     def close(self) -> None:
@@ -372,6 +372,7 @@ class VLLMRank:
         parallel = self._config.parallel_config
         degrees = {
             "data_parallel_size": parallel.data_parallel_size,
+            "data_parallel_index": getattr(parallel, "data_parallel_index", 0) + 1,
             "pipeline_parallel_size": parallel.pipeline_parallel_size,
         }
         for name, degree in degrees.items():

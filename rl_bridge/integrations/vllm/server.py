@@ -27,7 +27,8 @@ class ServerHandle(EngineHandle):
             msg = "a server's URL needs httpx. Install it: pip install 'rl-bridge[vllm]'."
             raise WeightBridgeUnavailableError(msg) from error
         self._url = url.rstrip("/")
-        self._client = self._httpx.Client(base_url=self._url, timeout=timeout_s)
+        # Not by a proxy: the server is on this machine.
+        self._client = self._httpx.Client(base_url=self._url, timeout=timeout_s, trust_env=False)
 
     def call(self, verb: str, payload: dict[str, Any] | None = None) -> Replies:
         """Ask all workers. See `EngineHandle`."""
@@ -41,6 +42,18 @@ class ServerHandle(EngineHandle):
             )
             raise WeightBridgeUnavailableError(msg)
         return replies
+
+    def data_parallel_size(self) -> int:
+        """How many replicas there are behind the server."""
+        sizes = [
+            int(
+                self._send("GET", "get_world_size", "tell its size", params={"include_dp": flag})[
+                    "world_size"
+                ]
+            )
+            for flag in ("true", "false")
+        ]
+        return sizes[0] // sizes[1]
 
     def pause(self, mode: PauseMode) -> None:
         """Stop scheduling."""

@@ -31,7 +31,7 @@ _LOG = logging.getLogger(__name__)
 class RLBridgeInitInfo(WeightTransferInitInfo):  # type: ignore[misc]  # vLLM has no types here
     """Options of `VLLMModelInstaller`; all may be left out."""
 
-    cast: bool = False
+    cast: bool | None = None
     memory_budget_nbytes: int | None = None
     num_threads: int | None = None
 
@@ -70,7 +70,8 @@ class RLBridgeTransferEngine(
 
         def configure() -> str:
             options = RLBridgeInitInfo(**init_info)
-            self.rank.configure({key: value for key, value in vars(options).items() if value})
+            given = vars(options).items()
+            self.rank.configure({key: value for key, value in given if value is not None})
             return ""
 
         self._together(configure)
@@ -125,7 +126,7 @@ class RLBridgeTransferEngine(
         except Exception as error:  # noqa: BLE001 - raised below, by one rank
             _LOG.warning("a call of vLLM's failed", exc_info=True)
             problem = describe(error)
-        problem = first_said(problem, echo="\0")
+        problem = first_said(problem)
         if not problem:
             return
         _end_session(self)

@@ -37,12 +37,12 @@ def all_agree(*, ok: bool) -> bool:
     return bool(vote.item())
 
 
-def first_said(problem: str, *, echo: str) -> str:
+def first_said(problem: str, *, echo: tuple[str, ...] = ()) -> str:
     """What the first rank with a cause of its own says; all ranks must ask.
 
     Args:
         problem: of this rank; empty if it has none.
-        echo: how a problem begins that only tells of another rank's.
+        echo: how problems begin that only tell of another rank's.
 
     """
     ranks = group()
