@@ -48,6 +48,6 @@ def pairwise(settings: Sequence[Setting]) -> list[Setting]:
 
 
 def _cost_s(setting: Setting) -> int:
-    """Seconds that a test of it takes, about."""
-    start = 3 if setting.in_process else 25
-    return 2 * (start + 20 * setting.compiled + 5 * (setting.ranks - 1))
+    """Seconds that a test of it takes, about, on two busy cores."""
+    start = 14 if setting.in_process else 45
+    return start + 60 * (setting.ranks - 1) + 18 * setting.compiled

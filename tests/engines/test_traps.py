@@ -72,7 +72,9 @@ def test_a_slot_that_is_written_again_right_after_the_update_changes_nothing(
     engine: Bench,
 ) -> None:
     for by in ("executor", "vLLM's calls"):
-        engine.update(by)
+        manifest = engine.update(by)
+        (worker,) = (r for r in engine.trainer.holders(manifest) if r.worker == "vllm")
+        assert not worker.tensors_held  # it has memory of its own
         ids = engine.begin(f"slots-{by[0]}", steps=3)
         for value in range(8):  # twice over all slots
             engine.trainer.release_all()
