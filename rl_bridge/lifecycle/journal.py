@@ -184,12 +184,11 @@ class Journal:
             file.lock()
             if version is not None:
                 self._require_unchanged(directory, version)
-            self._held = file
         except BaseException:
             # At once, whoever keeps the exception: the next claim must find out again.
-            if self._held is not file:
-                file.close()
+            file.close()
             raise
+        self._held = file
 
     def _hold_on(self, held: _LockFile, version: int) -> None:
         """Make sure that the lock that is held is the one that another publisher would look at."""
