@@ -183,8 +183,10 @@ def _dead(_: Path) -> None:
     class EngineDeadError(Exception):
         """What vLLM raises, by its name, once its processes are gone."""
 
+    config = SimpleNamespace(parallel_config=SimpleNamespace(data_parallel_size=1))
+
     class LLM:
-        llm_engine = None
+        llm_engine = SimpleNamespace(vllm_config=config, engine_core=None)
 
         def collective_rpc(self, *_arguments: object, **_named: object) -> object:
             raise EngineDeadError("EngineCore encountered an issue")
