@@ -1,6 +1,7 @@
 """What all tests share: hypothesis profiles, one thread for torch, readable assertions."""
 
 import os
+import signal
 
 import pytest
 import torch
@@ -10,6 +11,10 @@ pytest.register_assert_rewrite("rl_bridge.testing")
 
 # Spawned children inherit the environment; this process has loaded its libraries already.
 torch.set_num_threads(1)
+
+# A run in the background of a script begins with interrupts ignored; the tests of interrupts, and the
+# processes that they start, need them.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 _COMMON = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("default", _COMMON, max_examples=60, stateful_step_count=25)
