@@ -12,8 +12,8 @@ pytest.register_assert_rewrite("rl_bridge.testing")
 # Spawned children inherit the environment; this process has loaded its libraries already.
 torch.set_num_threads(1)
 
-# A run in the background of a script begins with interrupts ignored; the tests of interrupts, and the
-# processes that they start, need them.
+# A run in the background of a script begins with interrupts ignored; the tests of interrupts, and
+# the processes that they start, need them.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 _COMMON = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
