@@ -18,7 +18,7 @@ from rl_bridge.memory import leases, vm
 from rl_bridge.memory.control import Record, UpdateReport
 from rl_bridge.memory.packing import PackPlan
 from rl_bridge.memory.passes import BytePlan
-from rl_bridge.memory.views import anonymous_pin
+from rl_bridge.memory.pins import anonymous_pin
 from rl_bridge.transports.base import (
     Attachment,
     Availability,

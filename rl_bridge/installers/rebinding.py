@@ -13,7 +13,7 @@ from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.manifest.table import TensorTable
 from rl_bridge.memory.flip import LiveRange
 from rl_bridge.memory.imported import ImportedTensors
-from rl_bridge.memory.views import Pin, tensor_in
+from rl_bridge.memory.pins import Pin, tensor_in
 
 __all__ = ["AliasWay", "FlipWay"]
 

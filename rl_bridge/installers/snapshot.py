@@ -8,8 +8,8 @@ from rl_bridge.installers.engine_memory import Engine, named_engine_tensors, put
 from rl_bridge.memory.facts import tensor_key
 from rl_bridge.memory.packing import raw_elements
 from rl_bridge.memory.passes import BytePlan
+from rl_bridge.memory.pins import anonymous_pin
 from rl_bridge.memory.plain import not_plain
-from rl_bridge.memory.views import anonymous_pin
 
 __all__ = ["Snapshot", "every_engine_tensor"]
 

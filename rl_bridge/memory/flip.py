@@ -11,7 +11,8 @@ from contextlib import suppress
 
 from rl_bridge.errors import SegmentError, TornEngine, WeightBridgeUnavailableError
 from rl_bridge.memory import vm
-from rl_bridge.memory.views import Pin, SegmentView
+from rl_bridge.memory.pins import Pin
+from rl_bridge.memory.views import SegmentView
 
 __all__ = ["LiveRange"]
 
@@ -132,7 +133,7 @@ class LiveRange:
         return True
 
     def _view(self, pin: Pin) -> SegmentView:
-        if pin.view is None or pin.view.nbytes < self.nbytes:
+        if not isinstance(pin.view, SegmentView) or pin.view.nbytes < self.nbytes:
             msg = (
                 "a flip needs the mapped segment of a shared-memory update; this one was copied "
                 "in. Use mode='copy' or 'alias' with this transport."

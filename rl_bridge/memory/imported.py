@@ -9,7 +9,7 @@ import torch
 from rl_bridge.errors import WeightUpdateRejectedError
 from rl_bridge.manifest.table import TensorTable
 from rl_bridge.memory.passes import Addresses
-from rl_bridge.memory.views import Pin, tensor_in
+from rl_bridge.memory.pins import Pin, tensor_in
 
 __all__ = ["ImportedTensors"]
 

@@ -1,22 +1,24 @@
 """The publisher's ring of slots: where the next version goes without touching a new page.
 
 A slot is one segment: an arena of packed tensors and one last page with a stamp (which update the
-arena holds). A slot may be written again once its update was released here *and* the kernel says
-that no reader holds its lease. Two slots serve updates that follow each other; each reader that
-lags behind costs one more, up to a limit, and then an error that names the holder: a reader that
-hangs can pin a slot, it can never make a publisher wait.
+arena holds). Where the arena lies in memory of another kind, the segment is that last page alone.
+A slot may be written again once its update was released here *and* the kernel says that no reader
+holds its lease. Two slots serve updates that follow each other; each reader that lags behind costs
+one more, up to a limit, and then an error that names the holder: a reader that hangs can pin a
+slot, it can never make a publisher wait.
 """
 
 import os
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 from rl_bridge.errors import SegmentError, SlotsExhausted, WeightBridgeError
 from rl_bridge.memory import leases, vm
 from rl_bridge.memory.segment import OwnedSegment, SegmentRef
 
-__all__ = ["Slot", "SlotRing", "Stamp", "read_stamp"]
+__all__ = ["Arena", "Slot", "SlotRing", "Stamp", "read_stamp", "slot_segment_nbytes"]
 
 _STAMP = struct.Struct("<8s16sQQ")
 _MAGIC = b"rl_brdg1"
@@ -34,13 +36,39 @@ class Stamp:
     arena_nbytes: int
 
 
-class Slot:
-    """One segment of the ring."""
+class Arena(Protocol):
+    """Memory for packed tensors that is not part of the slot's segment."""
 
-    def __init__(self, segment: OwnedSegment) -> None:
-        """Use a whole segment: its last page is the stamp's."""
+    @property
+    def address(self) -> int:
+        """First byte."""
+
+    @property
+    def nbytes(self) -> int:
+        """Size."""
+
+    def close(self) -> None:
+        """Give it back; readers keep what they mapped. Idempotent."""
+
+
+class Slot:
+    """One place of the ring."""
+
+    def __init__(
+        self, segment: OwnedSegment, arena: Arena | None = None, *, granularity: int = vm.PAGE
+    ) -> None:
+        """Use a segment, whose last page is the stamp's.
+
+        Args:
+            segment: holds lease and stamp, and the packed tensors where there is no `arena`.
+            arena: where the packed tensors go.
+            granularity: an arena of fewer bytes would take as much.
+
+        """
         self.segment = segment
-        self.capacity = segment.nbytes - vm.PAGE
+        self.arena = arena
+        self.capacity = segment.nbytes - vm.PAGE if arena is None else arena.nbytes
+        self._granularity = granularity
         self.generation = 0
         self.update_id: str | None = None
         self.last_used = 0
@@ -49,18 +77,34 @@ class Slot:
     @property
     def address(self) -> int:
         """First byte of the arena."""
-        return self.segment.address
+        return self.segment.address if self.arena is None else self.arena.address
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that it takes."""
+        return self.segment.nbytes + (0 if self.arena is None else self.arena.nbytes)
+
+    def close(self) -> None:
+        """Give the memory back; readers keep what they mapped."""
+        self.segment.close()
+        if self.arena is not None:
+            self.arena.close()
 
     def fits(self, arena_nbytes: int) -> bool:
         """Whether an arena has room here, without wasting more than as much again."""
-        return arena_nbytes <= self.capacity <= max(2 * arena_nbytes, vm.PAGE)
+        return arena_nbytes <= self.capacity <= max(2 * arena_nbytes, self._granularity)
 
     def stamp(self, update_id: str | None, arena_nbytes: int) -> None:
         """Say what the arena holds; None while it is being written."""
         raw = _EMPTY if update_id is None else bytes.fromhex(update_id)
         record = _STAMP.pack(_MAGIC, raw, self.generation, arena_nbytes)
         # The seal forbids write(2) even to the owner; its own mapping is the only way in.
-        vm.store(self.address + self.capacity, record)
+        vm.store(self.segment.address + self.segment.nbytes - vm.PAGE, record)
+
+
+def slot_segment_nbytes(arena_nbytes: int) -> int:
+    """Size of the segment of a slot whose arena of `arena_nbytes` lies in it."""
+    return vm.round_up(max(arena_nbytes, 1)) + vm.PAGE
 
 
 def read_stamp(fd: int, ref: SegmentRef) -> Stamp:
@@ -70,7 +114,7 @@ def read_stamp(fd: int, ref: SegmentRef) -> Stamp:
         SegmentError: the segment is too short or holds no stamp.
 
     """
-    raw = os.pread(fd, _STAMP.size, ref.nbytes - vm.PAGE) if ref.nbytes > vm.PAGE else b""
+    raw = os.pread(fd, _STAMP.size, ref.nbytes - vm.PAGE) if ref.nbytes >= vm.PAGE else b""
     if len(raw) != _STAMP.size or raw[:8] != _MAGIC:
         msg = (
             f"segment inode {ref.inode} holds no stamp of this transport: it is not a slot, or it "
@@ -86,7 +130,7 @@ class SlotRing:
 
     def __init__(
         self,
-        make_segment: Callable[[int], OwnedSegment],
+        make_slot: Callable[[int], Slot],
         *,
         limit: int,
         name_holders: Callable[[str], list[str]],
@@ -94,12 +138,12 @@ class SlotRing:
         """Start empty.
 
         Args:
-            make_segment: makes a segment of a number of bytes.
+            make_slot: makes a slot with room for an arena of a number of bytes.
             limit: most slots at a time.
             name_holders: who holds an update, for the error message.
 
         """
-        self._make_segment = make_segment
+        self._make_slot = make_slot
         self._limit = limit
         self._name_holders = name_holders
         self._slots: list[Slot] = []
@@ -107,8 +151,8 @@ class SlotRing:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all segments."""
-        return sum(slot.segment.nbytes for slot in self._slots)
+        """Bytes of all slots."""
+        return sum(slot.nbytes for slot in self._slots)
 
     def __len__(self) -> int:
         """Count the slots."""
@@ -172,21 +216,21 @@ class SlotRing:
     def close(self) -> None:
         """Give all segments back; readers keep what they mapped."""
         for slot in self._slots:
-            slot.segment.close()
+            slot.close()
         self._slots.clear()
 
     def _drop(self, slot: Slot) -> None:
         self._slots.remove(slot)
-        slot.segment.close()
+        slot.close()
 
     def _grow(self, arena_nbytes: int) -> Slot:
         if len(self._slots) >= self._limit:
             raise SlotsExhausted(self._exhausted())
-        slot = Slot(self._make_segment(vm.round_up(max(arena_nbytes, 1)) + vm.PAGE))
+        slot = self._make_slot(arena_nbytes)
         if not leases.try_exclusive(slot.segment.fd):
-            slot.segment.close()
+            slot.close()
             msg = (
-                f"a new slot of {slot.segment.nbytes} bytes was locked by somebody else before its "
+                f"a new slot of {slot.nbytes} bytes was locked by somebody else before its "
                 "first use. Keep other programs out of this process's descriptors, and try again."
             )
             raise WeightBridgeError(msg)

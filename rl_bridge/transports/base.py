@@ -23,7 +23,7 @@ from rl_bridge.memory.control import Record, UpdateReport
 from rl_bridge.memory.imported import ImportedTensors
 from rl_bridge.memory.packing import PackPlan
 from rl_bridge.memory.passes import BytePlan
-from rl_bridge.memory.views import Pin
+from rl_bridge.memory.pins import Pin
 
 __all__ = [
     "Attachment",

@@ -35,9 +35,10 @@ from rl_bridge.memory.control import (
 )
 from rl_bridge.memory.packing import PackPlan
 from rl_bridge.memory.passes import BytePlan
+from rl_bridge.memory.pins import Pin, anonymous_pin
 from rl_bridge.memory.segment import OwnedSegment, SegmentRef, still_there, sweep
-from rl_bridge.memory.slots import SlotRing
-from rl_bridge.memory.views import Pin, ViewCache, anonymous_pin
+from rl_bridge.memory.slots import Slot, SlotRing, slot_segment_nbytes
+from rl_bridge.memory.views import ViewCache
 from rl_bridge.transports.base import (
     Attachment,
     Availability,
@@ -107,7 +108,9 @@ class SharedMemory(Transport):
         """Make, seal, open, lease and map a segment the way publisher and consumer do."""
         try:
             ring = SlotRing(
-                lambda nbytes: OwnedSegment.make("rl_bridge-probe", nbytes),
+                lambda nbytes: Slot(
+                    OwnedSegment.make("rl_bridge-probe", slot_segment_nbytes(nbytes))
+                ),
                 limit=1,
                 name_holders=lambda _: [],
             )
@@ -186,10 +189,14 @@ class _SharedPublisher(PublisherEnd):
             publisher_id,
         )
 
-    def _make(self, nbytes: int) -> OwnedSegment:
+    def _make(self, arena_nbytes: int) -> Slot:
         self._made += 1
-        return OwnedSegment.make(
-            f"{self._label}-{self._made}.seg", nbytes, directory=self._directory
+        return Slot(
+            OwnedSegment.make(
+                f"{self._label}-{self._made}.seg",
+                slot_segment_nbytes(arena_nbytes),
+                directory=self._directory,
+            )
         )
 
     def _holders(self, update_id: str) -> list[str]:

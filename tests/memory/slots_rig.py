@@ -3,9 +3,10 @@
 import torch
 
 from rl_bridge.memory import vm
+from rl_bridge.memory.pins import Pin, tensor_in
 from rl_bridge.memory.segment import OwnedSegment
-from rl_bridge.memory.slots import Slot, SlotRing
-from rl_bridge.memory.views import Pin, SegmentView, tensor_in
+from rl_bridge.memory.slots import Slot, SlotRing, slot_segment_nbytes
+from rl_bridge.memory.views import SegmentView
 
 __all__ = ["SIZE", "new_ring", "pin_of", "tensor_of", "uid", "view_of", "write"]
 
@@ -20,7 +21,7 @@ def uid(number: int) -> str:
 def new_ring(limit: int, holders: dict[str, list[str]] | None = None) -> SlotRing:
     """A ring of anonymous segments; `holders` are told as the readers of updates."""
     return SlotRing(
-        lambda nbytes: OwnedSegment.make("rl_bridge-test", nbytes),
+        lambda nbytes: Slot(OwnedSegment.make("rl_bridge-test", slot_segment_nbytes(nbytes))),
         limit=limit,
         name_holders=lambda update_id: (holders or {}).get(update_id, []),
     )

@@ -11,9 +11,10 @@ import torch
 from rl_bridge.errors import SegmentError, TornEngine
 from rl_bridge.memory import leases, vm
 from rl_bridge.memory.flip import LiveRange
+from rl_bridge.memory.pins import Pin, anonymous_pin, tensor_in
 from rl_bridge.memory.segment import OwnedSegment
-from rl_bridge.memory.slots import Slot, SlotRing
-from rl_bridge.memory.views import Pin, ViewCache, anonymous_pin, tensor_in
+from rl_bridge.memory.slots import Slot, SlotRing, slot_segment_nbytes
+from rl_bridge.memory.views import ViewCache
 from tests.helpers import open_fds, tracing
 
 SIZE = 3 * vm.PAGE
@@ -24,7 +25,7 @@ class Versions:
 
     def __init__(self) -> None:
         self.ring = SlotRing(
-            lambda nbytes: OwnedSegment.make("rl_bridge-test", nbytes),
+            lambda nbytes: Slot(OwnedSegment.make("rl_bridge-test", slot_segment_nbytes(nbytes))),
             limit=4,
             name_holders=lambda _: [],
         )

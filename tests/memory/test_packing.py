@@ -13,7 +13,7 @@ from rl_bridge.manifest.dtypes import DTYPE_NBYTES
 from rl_bridge.memory import vm
 from rl_bridge.memory.facts import tensor_key
 from rl_bridge.memory.packing import PackPlan, dtype_name
-from rl_bridge.memory.views import anonymous_pin
+from rl_bridge.memory.pins import anonymous_pin
 from rl_bridge.testing.strategies import bytes_of
 
 State = dict[str, torch.Tensor]

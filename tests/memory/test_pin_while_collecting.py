@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from rl_bridge import SharedMemoryTensorBridge
-from rl_bridge.memory import slots, views
+from rl_bridge.memory import leased, slots
 
 
 class Cycle:
@@ -36,7 +36,7 @@ def test_a_collection_inside_a_second_import_does_not_take_its_lease_away(
         try:
             Cycle(rollout.import_update(first)["weight"])
             rollout.release(first.update_id)
-            monkeypatch.setattr(views, "read_stamp", collecting)
+            monkeypatch.setattr(leased, "read_stamp", collecting)
             held = rollout.import_update(first)["weight"]
             monkeypatch.undo()
         finally:

@@ -9,7 +9,7 @@ import pytest
 from rl_bridge.errors import SegmentError, SlotsExhausted, WeightBridgeError
 from rl_bridge.memory import leases, vm
 from rl_bridge.memory.segment import OwnedSegment, close_fd, open_segment
-from rl_bridge.memory.slots import Slot, SlotRing, Stamp, read_stamp
+from rl_bridge.memory.slots import Slot, SlotRing, Stamp, read_stamp, slot_segment_nbytes
 from tests.helpers import open_fds
 from tests.memory.slots_rig import SIZE, new_ring, uid, write
 
@@ -252,7 +252,9 @@ def test_a_new_slot_that_somebody_locked_first_is_refused(
 def test_a_slot_whose_file_was_cut_off_is_given_up_instead_of_written(tmp_path: Path) -> None:
     names = iter(f"rlb-000000000000-{number}.seg" for number in range(9))
     ring = SlotRing(
-        lambda nbytes: OwnedSegment.make(next(names), nbytes, directory=tmp_path),
+        lambda nbytes: Slot(
+            OwnedSegment.make(next(names), slot_segment_nbytes(nbytes), directory=tmp_path)
+        ),
         limit=2,
         name_holders=lambda _: [],
     )

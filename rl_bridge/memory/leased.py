@@ -1,0 +1,182 @@
+"""A publisher's slot seen from a consumer: its arena is made readable once, its version is leased.
+
+What comes and goes per version is a *pin*: it holds the lease, and every tensor holds the pin. The
+lease ends when the last tensor dies. How the arena is reached is each kind's own affair: see
+`views.SegmentView` for memory of the CPU and `vmm.view.DeviceView` for a device's.
+"""
+
+import os
+import threading
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Hashable
+from pathlib import Path
+
+from rl_bridge.errors import SegmentError, StaleUpdate
+from rl_bridge.memory import leases
+from rl_bridge.memory.pins import Pin
+from rl_bridge.memory.places import CPU_PLACE, Place
+from rl_bridge.memory.segment import SegmentRef, close_fd, open_segment
+from rl_bridge.memory.slots import read_stamp
+
+__all__ = ["LeasedView"]
+
+
+class LeasedView(ABC):
+    """A publisher's slot, reached from here; `pin` leases the version that it holds now."""
+
+    place: Place = CPU_PLACE
+
+    def __init__(self, ref: SegmentRef, directory: Path | None) -> None:
+        """Open and check the slot's segment, and make its arena readable.
+
+        Raises:
+            SegmentError: it is gone, or not what `ref` says.
+            WeightBridgeUnavailableError: this process is short of memory or descriptors.
+
+        """
+        self.ref = ref
+        self.directory = directory
+        self.fd = open_segment(ref, directory=directory)
+        try:
+            self.address = self._open()
+        except BaseException:
+            close_fd(self.fd)
+            raise
+        # Reentrant: a pin's finalizer may run inside any allocation, also under this lock.
+        self._lock = threading.RLock()
+        # Whose lives count is asked, not kept in a counter: an interrupt in the middle of a
+        # finalizer would leave a counter wrong for good.
+        self._pins: list[weakref.ref[object]] = []
+        self._retired = False
+        self._is_unmapped = False
+        self._pid = os.getpid()
+
+    @property
+    def where(self) -> Hashable:
+        """What leads here: another one leads to another slot."""
+        return self.ref
+
+    @property
+    @abstractmethod
+    def capacity(self) -> int:
+        """Bytes that the arena has room for."""
+
+    @abstractmethod
+    def _open(self) -> int:
+        """Make the arena readable; returns its first address. `fd` is closed if it raises."""
+
+    @abstractmethod
+    def _unmap(self) -> None:
+        """Give back what `_open` made."""
+
+    @abstractmethod
+    def refresh(self, address: int, nbytes: int) -> bool:
+        """Drop this process's own copies of pages, which date from an earlier version.
+
+        Returns:
+            Whether there could be any: the caller then reads again.
+
+        """
+
+    @abstractmethod
+    def prefault(self, nbytes: int) -> None:
+        """Have the first `nbytes` present at the slot's own address.
+
+        Raises:
+            WeightBridgeUnavailableError: this process is short of memory.
+            SegmentError: a page cannot be read.
+
+        """
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether any tensor of this segment lives."""
+        with self._lock:
+            # It only looks, and at a copy: a tensor that dies meanwhile asks too, in this very
+            # thread. If both wrote, the outer one would strike out what the inner one had moved.
+            return any(pin() is not None for pin in list(self._pins))
+
+    def pin(self, update_id: str, generation: int, arena_nbytes: int) -> Pin:
+        """Lease the version that the segment holds.
+
+        Raises:
+            StaleUpdate: the slot holds another version by now, or is being written.
+            SegmentError: the segment shrank.
+
+        """
+        if arena_nbytes > self.capacity:
+            raise SegmentError(self._another_size(update_id, self.capacity, arena_nbytes))
+        with self._lock:
+            # Noted as living before the lease is taken and the stamp is read: a finalizer of an
+            # older pin, which may run in between, then does not give the lease back.
+            pin = self._make_pin(max(arena_nbytes, 1))
+            try:
+                self._lease(update_id)
+                self._check_stamp(update_id, generation, arena_nbytes)
+            except BaseException:
+                del pin
+                self.settle()
+                raise
+            return pin
+
+    def _lease(self, update_id: str) -> None:
+        if not leases.try_shared(self.fd):
+            raise StaleUpdate(self._overwritten(update_id, "is being overwritten"))
+
+    def _make_pin(self, nbytes: int) -> Pin:
+        self._prune()
+        pin = Pin(self.address, nbytes, self, place=self.place)
+        life: weakref.ref[object] = weakref.ref(pin.buffer)
+        self._pins.append(life)
+        weakref.finalize(pin.buffer, self.settle).atexit = False
+        return pin
+
+    def _prune(self) -> None:
+        """Forget the pins that are dead, one at a time: a collection may come in anywhere."""
+        for life in list(self._pins):
+            if life() is None:
+                self._pins.remove(life)
+
+    def _check_stamp(self, update_id: str, generation: int, arena_nbytes: int) -> None:
+        stamp = read_stamp(self.fd, self.ref)
+        if (stamp.update_id, stamp.generation) != (update_id, generation):
+            raise StaleUpdate(self._overwritten(update_id, f"holds update {stamp.update_id}"))
+        if stamp.arena_nbytes != arena_nbytes:
+            raise SegmentError(self._another_size(update_id, stamp.arena_nbytes, arena_nbytes))
+
+    @staticmethod
+    def _another_size(update_id: str, found: int, expected: int) -> str:
+        return (
+            f"update {update_id}: its slot holds {found} bytes, the manifest says {expected}. Use "
+            "the manifest as it was published, or publish again."
+        )
+
+    def _overwritten(self, update_id: str, what: str) -> str:
+        return (
+            f"update {update_id} is gone: its slot {what}. The publisher released it before this "
+            "side imported it. Import the publisher's latest manifest."
+        )
+
+    def settle(self) -> None:
+        """Give the lease back if no tensor lives; harmless at any time."""
+        if os.getpid() != self._pid:
+            return  # before the lock: at the fork, another thread of the parent may have held it
+        with self._lock:
+            if self.is_pinned or self._is_unmapped:
+                return
+            leases.unlock(self.fd)
+            if self._retired:
+                self._close()
+
+    def retire(self) -> None:
+        """Unmap as soon as no tensor needs it any more."""
+        with self._lock:
+            self._retired = True
+            if not (self.is_pinned or self._is_unmapped):
+                self._close()
+
+    def _close(self) -> None:
+        self._is_unmapped = True
+        self._unmap()
+        close_fd(self.fd)
