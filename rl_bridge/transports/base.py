@@ -22,8 +22,8 @@ from rl_bridge.manifest.table import TensorTable
 from rl_bridge.memory.control import Record, UpdateReport
 from rl_bridge.memory.imported import ImportedTensors
 from rl_bridge.memory.packing import PackPlan
-from rl_bridge.memory.passes import BytePlan
 from rl_bridge.memory.pins import Pin
+from rl_bridge.memory.places import Pass
 
 __all__ = [
     "Attachment",
@@ -91,7 +91,7 @@ class Attachment:
     """An update's bytes, readable in this process."""
 
     def __init__(
-        self, table: TensorTable, pin: Pin, plan: BytePlan, *, num_threads: int | None = None
+        self, table: TensorTable, pin: Pin, plan: Pass, *, num_threads: int | None = None
     ) -> None:
         """Attach to a pinned arena."""
         self.tensors = ImportedTensors(table, pin)
@@ -125,7 +125,8 @@ class Attachment:
         places = zip(addresses.tolist(), sizes.tolist(), strict=True)
         dropped = [view.refresh(address, nbytes) for address, nbytes in places]
         if any(dropped):
-            again = BytePlan(sizes).digest(addresses, num_threads=self._num_threads)
+            plan = self.tensors.pin.place.plan(sizes)
+            again = plan.digest(addresses, num_threads=self._num_threads)
             have[rows] = np.frombuffer(again, np.uint8).reshape(-1, 16)
         return have.tobytes()
 

@@ -5,44 +5,25 @@ are named files in a directory that both sides share, for containers and users t
 other's processes; an import then copies, because a file cannot be sealed against truncation.
 """
 
-import logging
 import os
-import time
-import weakref
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, ClassVar
-
-import torch
-from pydantic import BaseModel, ConfigDict, Field, StrictInt, ValidationError
+from typing import ClassVar
 
 from rl_bridge.errors import (
-    MalformedManifest,
     RangeBeyondSegment,
     SegmentError,
     TransportUnavailable,
     WeightBridgeError,
 )
-from rl_bridge.manifest.canonical import thaw
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.memory import vm
-from rl_bridge.memory.control import (
-    ControlReader,
-    ControlWriter,
-    Record,
-    UpdateReport,
-    control_nbytes,
-)
-from rl_bridge.memory.packing import PackPlan
-from rl_bridge.memory.passes import BytePlan
 from rl_bridge.memory.pins import Pin, anonymous_pin
-from rl_bridge.memory.segment import OwnedSegment, SegmentRef, still_there, sweep
+from rl_bridge.memory.segment import OwnedSegment, SegmentRef, sweep
 from rl_bridge.memory.slots import Slot, SlotRing, slot_segment_nbytes
 from rl_bridge.memory.views import ViewCache
+from rl_bridge.transports._slots import SlotConsumer, SlotHandle, SlotPublisher
 from rl_bridge.transports.base import (
-    Attachment,
     Availability,
-    Carried,
     ConsumerEnd,
     PublisherEnd,
     Transport,
@@ -51,18 +32,11 @@ from rl_bridge.transports.base import (
 
 __all__ = ["SharedMemory", "SharedMemoryHandle"]
 
-_LOG = logging.getLogger(__name__)
 _PROBED = "0" * 31 + "1"  # the id of the update that the probe leases
 
 
-class SharedMemoryHandle(BaseModel):
-    """The JSON handle: the slot, which write of it, and the way back."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    slot: SegmentRef
-    control: SegmentRef
-    generation: Annotated[StrictInt, Field(ge=1, lt=2**63)]
+class SharedMemoryHandle(SlotHandle):
+    """The JSON handle: the segment that holds the slot."""
 
 
 class SharedMemory(Transport):
@@ -160,10 +134,12 @@ class SharedMemory(Transport):
 
     def consumer_end(self, worker: str, rank: int) -> ConsumerEnd:
         """Open the engine's end."""
-        return _SharedConsumer(worker, rank, self._directory, self._num_threads)
+        return _SharedConsumer(
+            worker, rank, num_threads=self._num_threads, directory=self._directory
+        )
 
 
-class _SharedPublisher(PublisherEnd):
+class _SharedPublisher(SlotPublisher):
     def __init__(
         self,
         publisher_id: str,
@@ -173,23 +149,17 @@ class _SharedPublisher(PublisherEnd):
         max_consumers: int,
         num_threads: int | None,
     ) -> None:
-        self._label = f"rlb-{publisher_id[:12]}"
         self._directory = directory
-        self._num_threads = num_threads
         self._made = 0
-        self._is_closed = False
-        self._ring = SlotRing(self._make, limit=max_slots, name_holders=self._holders)
-        self._control = ControlReader(
-            OwnedSegment.make(
-                f"{self._label}-control",
-                control_nbytes(max_consumers),
-                directory=directory,
-                writers=True,
-            ),
+        super().__init__(
             publisher_id,
+            max_slots=max_slots,
+            max_consumers=max_consumers,
+            num_threads=num_threads,
+            directory=directory,
         )
 
-    def _make(self, arena_nbytes: int) -> Slot:
+    def _make_slot(self, arena_nbytes: int) -> Slot:
         self._made += 1
         return Slot(
             OwnedSegment.make(
@@ -199,95 +169,21 @@ class _SharedPublisher(PublisherEnd):
             )
         )
 
-    def _holders(self, update_id: str) -> list[str]:
-        return [
-            f"worker {record.worker!r} rank {record.rank} (pid {record.pid}, {report.state}"
-            + (", tensors still referenced)" if report.tensors_held else ")")
-            for record in self._control.records()
-            if record.presence == "alive"
-            for report in record.updates
-            if report.update_id == update_id
-            and (report.tensors_held or report.state not in {"rejected", "released"})
-        ]
-
-    def carry(self, plan: PackPlan, tensors: Mapping[str, torch.Tensor], update_id: str) -> Carried:
-        table = plan.table
-        start = time.perf_counter()
-        slot = self._ring.acquire(table.arena_nbytes)
-        try:
-            if slot.layout_digest != table.digest:
-                plan.clear_padding(slot.address)
-                slot.layout_digest = table.digest
-            staged = time.perf_counter()
-            digests = plan.pack(tensors, slot.address, num_threads=self._num_threads)
-            self._ring.publish(slot, update_id, table.arena_nbytes)
-            handle = SharedMemoryHandle(
-                slot=slot.segment.ref, control=self._control.segment.ref, generation=slot.generation
-            )
-            return Carried(
-                digests=digests,
-                handle=handle.model_dump(),
-                timings_ms={
-                    "slot": (staged - start) * 1e3,
-                    "stage_digest": (time.perf_counter() - staged) * 1e3,
-                },
-            )
-        except BaseException:
-            self._ring.abandon(slot)
-            raise
-
-    def release(self, update_id: str) -> None:
-        self._ring.release(update_id)
-
-    def records(self) -> list[Record]:
-        return self._control.records()
-
-    @property
-    def nbytes(self) -> int:
-        return 0 if self._is_closed else self._ring.nbytes + self._control.segment.nbytes
-
-    def close(self) -> None:
-        self._is_closed = True
-        self._ring.close()
-        self._control.close()
+    def _handle(self, slot: Slot, control: SegmentRef) -> SharedMemoryHandle:
+        return SharedMemoryHandle(
+            slot=slot.segment.ref, control=control, generation=slot.generation
+        )
 
 
-class _SharedConsumer(ConsumerEnd):
-    def __init__(
-        self, worker: str, rank: int, directory: Path | None, num_threads: int | None
-    ) -> None:
-        self._worker = worker
-        self._rank = rank
-        self._directory = directory
-        self._num_threads = num_threads
-        self._views = ViewCache(directory)
-        self._writers: dict[str, ControlWriter] = {}
-        self._plans: dict[str, BytePlan] = {}
-        self._is_closed = False
-        # A bridge that is dropped instead of closed must not leave descriptors and mappings.
-        weakref.finalize(self, _abandon, os.getpid(), self._views, self._writers).atexit = False
+class _SharedConsumer(SlotConsumer[SharedMemoryHandle]):
+    _handle_type = SharedMemoryHandle
 
-    def attach(self, manifest: WeightUpdateManifest) -> Attachment:
-        handle = self._handle(manifest)
-        self._writer(manifest.publisher_id, handle)
-        return self._map(manifest, handle)
-
-    def look(self, manifest: WeightUpdateManifest) -> Attachment:
-        # A record may be the last trace of a consumer that died: a look must not replace it.
-        return self._map(manifest, self._handle(manifest))
-
-    def _map(self, manifest: WeightUpdateManifest, handle: SharedMemoryHandle) -> Attachment:
-        table = manifest.table
-        if handle.slot.kind == "memfd":
-            view = self._views.get(handle.slot)
-            pin = view.pin(manifest.update_id, handle.generation, table.arena_nbytes)
-        else:
-            pin = self._copy_in(manifest, handle)
-        plan = self._plans.get(table.digest)
-        if plan is None:
-            self._plans.clear()  # one layout at a time is the rule; keeping more would only grow
-            plan = self._plans[table.digest] = BytePlan(table.nbytes_column)
-        return Attachment(table, pin, plan, num_threads=self._num_threads)
+    def _pin(self, manifest: WeightUpdateManifest, handle: SharedMemoryHandle) -> Pin:
+        if handle.slot.kind != "memfd":
+            return self._copy_in(manifest, handle)
+        return self._views.get(handle.slot).pin(
+            manifest.update_id, handle.generation, manifest.table.arena_nbytes
+        )
 
     def _copy_in(self, manifest: WeightUpdateManifest, handle: SharedMemoryHandle) -> Pin:
         view = self._views.get(handle.slot)
@@ -314,29 +210,7 @@ class _SharedConsumer(ConsumerEnd):
             raise SegmentError(msg)
         return pin
 
-    def _handle(self, manifest: WeightUpdateManifest) -> SharedMemoryHandle:
-        handle = self._parse(manifest)
-        if (handle.slot.kind == "file") != (self._directory is not None):
-            mine = "no directory=" if self._directory is None else f"directory={self._directory}"
-            raise TransportUnavailable(
-                SharedMemory.name,
-                f"the publisher uses {handle.slot.kind} segments and this side is set up for the "
-                f"other kind, with {mine}",
-                "Give both sides the same directory=, or neither.",
-            )
-        return handle
-
-    def _parse(self, manifest: WeightUpdateManifest) -> SharedMemoryHandle:
-        try:
-            handle = SharedMemoryHandle.model_validate(thaw(manifest.handle))
-        except ValidationError as error:
-            first = error.errors(include_url=False)[0]
-            where = ".".join(str(part) for part in first["loc"])
-            msg = (
-                f"update {manifest.update_id}: handle field {where}: {first['msg']}. Send the "
-                "manifest as it was published."
-            )
-            raise MalformedManifest(msg) from error
+    def _check(self, manifest: WeightUpdateManifest, handle: SharedMemoryHandle) -> None:
         room = handle.slot.nbytes - vm.PAGE
         if manifest.table.arena_nbytes > room:
             msg = (
@@ -345,54 +219,11 @@ class _SharedConsumer(ConsumerEnd):
                 "published."
             )
             raise RangeBeyondSegment(msg)
-        return handle
-
-    def _writer(self, publisher_id: str, handle: SharedMemoryHandle) -> ControlWriter:
-        writer = self._writers.get(publisher_id)
-        if writer is None or writer.ref != handle.control:
-            known, writer = (
-                writer,
-                ControlWriter(
-                    handle.control,
-                    publisher_id,
-                    worker=self._worker,
-                    rank=self._rank,
-                    directory=self._directory,
-                ),
+        if (handle.slot.kind == "file") != (self._directory is not None):
+            mine = "no directory=" if self._directory is None else f"directory={self._directory}"
+            raise TransportUnavailable(
+                SharedMemory.name,
+                f"the publisher uses {handle.slot.kind} segments and this side is set up for the "
+                f"other kind, with {mine}",
+                "Give both sides the same directory=, or neither.",
             )
-            # Only now: a manifest that leads nowhere must not cost the way back that works.
-            self._writers[publisher_id] = writer
-            if known is not None:
-                known.close()
-        return writer
-
-    def report(self, manifest: WeightUpdateManifest, report: UpdateReport) -> None:
-        writer = self._writers.get(manifest.publisher_id)
-        if writer is None and not self._is_closed:
-            try:  # refused before anything of it was opened: that is news as well
-                writer = self._writer(manifest.publisher_id, self._handle(manifest))
-            except WeightBridgeError as error:
-                _LOG.info("the publisher will not hear of %s: %s", report.update_id, error)
-        if writer is not None:
-            writer.report(report)
-
-    def settle(self) -> None:
-        self._views.sweep()
-        for publisher_id, writer in list(self._writers.items()):
-            if not still_there(writer.ref, directory=self._directory):
-                writer.close()
-                del self._writers[publisher_id]
-
-    def close(self) -> None:
-        self._is_closed = True
-        self._views.close()
-        for writer in self._writers.values():
-            writer.close()
-        self._writers.clear()
-
-
-def _abandon(pid: int, views: ViewCache, writers: dict[str, ControlWriter]) -> None:
-    if os.getpid() == pid:
-        views.close()
-        for writer in writers.values():
-            writer.close()
