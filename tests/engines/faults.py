@@ -227,3 +227,9 @@ class FaultyWorker:
     def tell_pid(self) -> int:
         """The process of this worker."""
         return os.getpid()
+
+    def forget_proof(self, rank: int) -> None:
+        """Let a rank stand where it exchanged and has not proven yet."""
+        if rank == self.rank:
+            state: Any = self
+            vars(state.model_runner.get_model())["_rl_bridge_rank"]._proof = None

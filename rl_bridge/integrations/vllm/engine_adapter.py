@@ -287,6 +287,7 @@ class VLLMEngineAdapter(TransactionalAdapter):
             _LOG.warning("what was left half-way is undone")
             self._is_installed = self._may_have_run = True
             self._back()
+            return  # on all ranks: nothing is left that could be committed
         left = next((reply["installed"] for reply in replies if reply["installed"]), None)
         if left is None or self._is_installed:
             return

@@ -1,0 +1,122 @@
+"""vLLM's own calls at the wrong moment: all ranks refuse them together, and the engine goes on.
+
+vLLM reads the ranks' answers in order and stops at the first error. Where more than the last rank
+fails, what the others said is taken for the answers to the next calls.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from rl_bridge import IncompatibleUpdate
+from tests.engines.drive import Setting, answers, executor_for, native_update, start
+from tests.engines.models import Checkpoints, Kind
+from tests.engines.trainer import Trainer
+
+SETTING = Setting(Kind("qwen3", tied=True), in_process=False, ranks=2)
+
+
+@pytest.fixture(scope="module")
+def llm(checkpoints: Checkpoints) -> Iterator[Any]:
+    with start(SETTING, checkpoints.path(SETTING.kind, 0)) as made:
+        made.init_weight_transfer_engine({"init_info": {}})
+        yield made
+
+
+@pytest.fixture(scope="module")
+def weights(checkpoints: Checkpoints) -> list[dict[str, torch.Tensor]]:
+    return [checkpoints.weights(SETTING.kind, version) for version in (0, 1)]
+
+
+def damaged(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    name = "model.norm.weight"
+    return {**weights, name: torch.full_like(weights[name], float("nan"))}
+
+
+def info(manifest: Any) -> dict[str, Any]:
+    return {"update_info": {"manifest": manifest.to_json()}}
+
+
+def told(llm: Any) -> list[dict[str, Any]]:
+    replies = llm.collective_rpc("rl_bridge", args=("describe",))
+    assert [reply["rank"] for reply in replies] == [0, 1]
+    return list(replies)
+
+
+def began(llm: Any) -> None:
+    llm.start_weight_update()
+
+
+CALLS: dict[str, tuple[Callable[[Any], None] | None, Callable[[Any, Any], None], str]] = {
+    "update": (None, lambda llm, good: llm.update_weights(info(good)), "must be called before"),
+    "finish": (None, lambda llm, _: llm.finish_weight_update("v"), "without a matching start"),
+    "start again": (began, lambda llm, _: llm.start_weight_update(), "already"),
+    "draft": (None, lambda llm, _: llm.start_draft_weight_update(), "draft"),
+    "shut down": (began, lambda llm, _: llm.shutdown_weight_transfer_engine(), "active"),
+    "one of two": (
+        began,
+        lambda llm, good: llm.collective_rpc("update_weights", args=([info(good)["update_info"]],)),
+        "expected one for each",
+    ),
+}
+
+
+@pytest.mark.timeout(240)  # the first one starts the engine
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_outside_of_its_session_is_one_error_and_the_ranks_stay_in_step(
+    llm: Any, trainer: Trainer, weights: list[dict[str, torch.Tensor]], name: str
+) -> None:
+    before, call, says = CALLS[name]
+    with executor_for(llm) as executor:
+        executor.update_weights(trainer.publish(weights[0]))
+        old = answers(llm)
+    good = trainer.publish(weights[1])
+    if before is not None:
+        before(llm)
+    with pytest.raises(Exception, match=says):
+        call(llm, good)
+    assert [reply["pending"] for reply in told(llm)] == [None, None]
+    assert answers(llm) == old
+    if before is not None and name != "one of two":  # the session goes on
+        llm.update_weights(info(good))
+        llm.finish_weight_update("v")
+    else:
+        native_update(llm, good)
+    assert {reply["update_id"] for reply in told(llm)} == {good.update_id}
+    assert answers(llm) != old
+
+
+def test_finishing_behind_a_refusal_is_one_error_and_the_ranks_stay_in_step(
+    llm: Any, trainer: Trainer, weights: list[dict[str, torch.Tensor]]
+) -> None:
+    native_update(llm, trainer.publish(weights[0]))
+    old = answers(llm)
+    llm.start_weight_update()
+    with pytest.raises(Exception, match="NaN"):
+        llm.update_weights(info(trainer.publish(damaged(weights[1]))))
+    for _ in range(3):  # as a `finally` does, again and again
+        with pytest.raises(Exception, match="without a matching start"):
+            llm.finish_weight_update("v")
+    assert answers(llm) == old
+    native_update(llm, trainer.publish(weights[1]))
+    assert answers(llm) != old
+
+
+def test_what_was_taken_back_leaves_no_label(
+    llm: Any, trainer: Trainer, weights: list[dict[str, torch.Tensor]]
+) -> None:
+    with executor_for(llm) as executor:
+        executor.update_weights(trainer.publish(weights[0]))
+        old, label = answers(llm), llm.get_weight_version()
+    llm.start_weight_update()
+    llm.update_weights(info(trainer.publish(weights[1])))
+    llm.collective_rpc("forget_proof", args=(0,))  # as if a dead driver's rank got no further
+    with executor_for(llm) as executor, pytest.raises(IncompatibleUpdate, match="NaN"):
+        executor.update_weights(trainer.publish(damaged(weights[1])))
+    assert (answers(llm), llm.get_weight_version()) == (old, label)
+    with pytest.raises(Exception, match="no update is installed"):  # the session is still open
+        llm.finish_weight_update()
+    native_update(llm, trainer.publish(weights[1]))
+    assert answers(llm) != old
