@@ -10,7 +10,10 @@ import rl_bridge
 __all__ = ["errors_raised", "messages", "modules", "says_a_remedy"]
 
 ROOT = Path(rl_bridge.__file__).parent
-LAYERS = ["manifest", "lifecycle", "memory", "transports", "extractors", "installers", "bridge"]
+LAYERS = [
+    *("manifest", "lifecycle", "memory", "transports", "extractors", "installers", "bridge"),
+    "integrations",
+]
 """Those that users call."""
 
 _VERBS = (
@@ -62,8 +65,21 @@ def messages(module: ast.Module, known: Collection[str]) -> Iterator[tuple[int, 
         # TransportUnavailable takes its remedy as an argument of its own.
         if name in known and len(args) == 1:
             for value in said if ast.unparse(args[0]) == "msg" else args:
-                yield from ((line, text) for text in _forms(value, module))
+                if not _is_handed_on(value, module):
+                    yield from ((line, text) for text in _forms(value, module))
         said = []
+
+
+def _is_handed_on(value: ast.expr, module: ast.Module) -> bool:
+    """Whether it is another error's message, or one that came in from elsewhere, as it is."""
+    if isinstance(value, ast.Name):
+        return _text(value, module) == "{}"
+    if isinstance(value, ast.JoinedStr):
+        # Where it comes from is put before it, and nothing is said about it.
+        *_, joint, last = [ast.Constant(""), *value.values]
+        is_error = isinstance(last, ast.FormattedValue) and ast.unparse(last.value) == "error"
+        return is_error and ast.unparse(joint) == "': '"
+    return ast.unparse(value) == "str(error)"
 
 
 def _forms(value: ast.expr, module: ast.Module) -> list[str]:
@@ -90,7 +106,9 @@ def _text(value: ast.expr, module: ast.Module) -> str:
     if isinstance(value, ast.BinOp):
         return _text(value.left, module) + _text(value.right, module)
     if isinstance(value, ast.FormattedValue) and isinstance(value.value, ast.Name):
-        name = value.value.id
+        value = value.value
+    if isinstance(value, ast.Name):
+        name = value.id
         for node in ast.walk(module):
             if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name:
                 return " | ".join(_forms(node.value, module)) if _is_text(node.value) else "{}"

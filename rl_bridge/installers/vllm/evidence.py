@@ -13,6 +13,7 @@ import torch
 
 from rl_bridge.errors import ProofFailed
 from rl_bridge.installers.base import InstallProof
+from rl_bridge.installers.vllm.parts import RELOAD
 from rl_bridge.installers.vllm.routes import Fill, LoadPlan, Route
 from rl_bridge.installers.vllm.staging import Assembled, Staged, TensorChange
 from rl_bridge.manifest.digest import DIGEST_NBYTES
@@ -147,7 +148,7 @@ class Evidence:
                     continue
                 msg = (
                     f"parameter {user.name!r}: vLLM's processing left no trace of this version in "
-                    "its layer. Install it by VLLMReloadAdapter, which lets vLLM load it."
+                    f"its layer. Install it by {RELOAD}."
                 )
                 raise ProofFailed(msg)
 

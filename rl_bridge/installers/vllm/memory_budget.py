@@ -4,7 +4,7 @@ from pathlib import Path
 
 from rl_bridge.errors import IncompatibleUpdate
 
-__all__ = ["available_nbytes", "check_budget"]
+__all__ = ["available_nbytes", "check_budget", "checked_budget"]
 
 
 def available_nbytes() -> int | None:
@@ -24,6 +24,18 @@ def available_nbytes() -> int | None:
         )
         found.append(int(limit[0]) - int(used[0]) + cached)
     return min(found, default=None)
+
+
+def checked_budget(memory_budget_nbytes: int | None) -> int | None:
+    """The budget as it was given; None stands for what the machine has to give.
+
+    Raises:
+        ValueError: it is negative.
+
+    """
+    if memory_budget_nbytes is not None and memory_budget_nbytes < 0:
+        raise ValueError(f"memory_budget_nbytes={memory_budget_nbytes}: expected 0 or more.")
+    return memory_budget_nbytes
 
 
 def check_budget(needed: int, budget: int | None, version: int) -> None:

@@ -17,8 +17,8 @@ from rl_bridge.installers.base import InstallProof, TransactionalAdapter
 from rl_bridge.installers.threads import checked_threads
 from rl_bridge.installers.vllm.evidence import Evidence, Untouched
 from rl_bridge.installers.vllm.exchange import Exchange
-from rl_bridge.installers.vllm.memory_budget import check_budget
-from rl_bridge.installers.vllm.parts import unsupported
+from rl_bridge.installers.vllm.memory_budget import check_budget, checked_budget
+from rl_bridge.installers.vllm.parts import RELOAD, unsupported
 from rl_bridge.installers.vllm.routes import LoadPlan, Route, learn
 from rl_bridge.installers.vllm.staging import Spares, Staged, TensorChange, stage
 from rl_bridge.manifest.model import WeightUpdateManifest
@@ -57,15 +57,16 @@ class VLLMModelInstaller(TransactionalAdapter):
             num_threads: threads that digest; None takes the usable cores.
 
         Raises:
+            TypeError: `cast` is no bool.
             ValueError: less than one thread, or a negative budget.
 
         """
-        if memory_budget_nbytes is not None and memory_budget_nbytes < 0:
-            raise ValueError(f"memory_budget_nbytes={memory_budget_nbytes}: expected 0 or more.")
+        if not isinstance(cast, bool):
+            raise TypeError(f"cast={cast!r}: expected True or False.")
         self._model = model
         self._config = vllm_config
         self._cast = cast
-        self._budget = memory_budget_nbytes
+        self._budget = checked_budget(memory_budget_nbytes)
         self._num_threads = checked_threads(num_threads)
         self._plans: OrderedDict[str, LoadPlan] = OrderedDict()
         self._spares = Spares()
@@ -192,7 +193,7 @@ class VLLMModelInstaller(TransactionalAdapter):
             if reason is not None:
                 msg = (
                     f"layer {name!r}: {reason}, which cannot be made beside the serving layer. "
-                    "Install it by VLLMReloadAdapter, which lets vLLM load it."
+                    f"Install it by {RELOAD}."
                 )
                 raise IncompatibleUpdate(msg)
 

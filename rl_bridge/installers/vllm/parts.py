@@ -15,6 +15,7 @@ from rl_bridge.errors import WeightBridgeUnavailableError
 
 __all__ = [
     "MINIMUM",
+    "RELOAD",
     "bound_anew",
     "checkpoint_tensors",
     "config_context",
@@ -31,6 +32,8 @@ MINIMUM = "0.27.1"
 _METHODS = frozenset(
     {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "UnquantizedFusedMoEMethod"}
 )
+RELOAD = "VLLMEngineAdapter(..., reload=True) or VLLMReloadAdapter: they let vLLM load it"
+"""What serves models that cannot be staged beside the serving version."""
 _REMEDY = "pip install 'rl-bridge[vllm]'"
 
 

@@ -16,7 +16,7 @@ from rl_bridge.errors import IncompatibleUpdate, ProofFailed
 from rl_bridge.installers.base import InstallProof, TransactionalAdapter
 from rl_bridge.installers.threads import checked_threads
 from rl_bridge.installers.vllm.evidence import Untouched
-from rl_bridge.installers.vllm.memory_budget import check_budget
+from rl_bridge.installers.vllm.memory_budget import check_budget, checked_budget
 from rl_bridge.installers.vllm.module_snapshot import (
     ModelSnapshot,
     ReloadBooks,
@@ -67,11 +67,9 @@ class VLLMReloadAdapter(TransactionalAdapter):
             ValueError: less than one thread, or a negative budget.
 
         """
-        if memory_budget_nbytes is not None and memory_budget_nbytes < 0:
-            raise ValueError(f"memory_budget_nbytes={memory_budget_nbytes}: expected 0 or more.")
         self._model = model
         self._config = vllm_config
-        self._budget = memory_budget_nbytes
+        self._budget = checked_budget(memory_budget_nbytes)
         self._num_threads = checked_threads(num_threads)
         self._plan: LoadPlan | None = None
         self._planned = ""

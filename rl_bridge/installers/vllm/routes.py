@@ -14,7 +14,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rl_bridge.errors import IncompatibleUpdate
-from rl_bridge.installers.vllm.parts import config_context
+from rl_bridge.installers.vllm.parts import RELOAD, config_context
 from rl_bridge.installers.vllm.skeleton import Skeleton, Target
 
 __all__ = ["Fill", "LoadPlan", "Route", "View", "learn"]
@@ -26,7 +26,7 @@ _SHOWN = 5
 _NEVER, _SEEN = -(1 << 30), -(1 << 29)
 # What `item()` says of a tensor without memory: the position of the tensor, above this.
 _ITEM = float(1 << 52)
-_ELSEWHERE = "Install it by VLLMReloadAdapter, which lets vLLM load it"
+_ELSEWHERE = f"Install it by {RELOAD}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +148,7 @@ def learn(
         for name, (dtype, shape) in kinds.items()
     }
     with config_context(vllm_config), torch.no_grad():
-        recorder = _Recorder(skeleton.targets, sources)
+        recorder = _Recorder(skeleton, sources)
         with recorder:
             _load(skeleton, sources.items())
         plan = recorder.plan()
@@ -171,6 +171,8 @@ def _load(skeleton: Skeleton, sources: Iterable[tuple[str, torch.Tensor]]) -> No
 
     try:
         load(watched())
+    except IncompatibleUpdate:
+        raise  # our own: it says what to do
     except Exception as error:
         msg = (
             f"tensor {last[0]!r} does not fit {type(skeleton.model).__name__}: its loader says "
@@ -183,9 +185,10 @@ def _load(skeleton: Skeleton, sources: Iterable[tuple[str, torch.Tensor]]) -> No
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no types here
     """Notes what is written into the targets."""
 
-    def __init__(self, targets: Sequence[Target], sources: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, skeleton: Skeleton, sources: Mapping[str, torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # as above
-        self._targets = targets
+        targets = self._targets = skeleton.targets
+        self._buffers = {_storage(b): name for name, b in skeleton.model.named_buffers()}
         self._sources = sources
         self._index = {_storage(target.meta): i for i, target in enumerate(targets)}
         self._names = {_storage(tensor): name for name, tensor in sources.items()}
@@ -201,7 +204,27 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ha
             index = self._index.get(_storage(written)) if _is_tensor(written) else None
             if index is not None:
                 self._note(function, index, args)
+            elif _is_tensor(written) and self._is_given(args[1:]):
+                self._refuse_buffer(_storage(written))
         return function(*args, **(kwargs or {}))
+
+    def _is_given(self, values: Sequence[Any]) -> bool:
+        """Whether what is written comes from the update."""
+        return any(
+            _storage(value) in self._names
+            if _is_tensor(value)
+            else isinstance(value, float) and value >= _ITEM
+            for value in values
+        )
+
+    def _refuse_buffer(self, storage: int) -> None:
+        if storage not in self._buffers:
+            return  # the loader's own memory, on the way
+        msg = (
+            f"buffer {self._buffers[storage]!r} is loaded from the checkpoint; buffers cannot be "
+            f"made beside the serving layer. {_ELSEWHERE}."
+        )
+        raise IncompatibleUpdate(msg)
 
     def _item(self, tensor: torch.Tensor) -> float:
         """Tensors of one element are often handed over as a number."""

@@ -14,7 +14,7 @@ import torch
 
 from rl_bridge.errors import IncompatibleUpdate, ProofFailed
 from rl_bridge.installers.vllm.canary import Canary
-from rl_bridge.installers.vllm.parts import config_context
+from rl_bridge.installers.vllm.parts import RELOAD, config_context
 from rl_bridge.installers.vllm.routes import LoadPlan, Route
 from rl_bridge.installers.vllm.skeleton import Target, User
 
@@ -80,14 +80,12 @@ class Staged:
         tensors: parameters and their next content.
         attributes: what layers compute with.
         canaries: one for each packed product.
-        nbytes: bytes that were assembled.
 
     """
 
     tensors: list[TensorChange] = field(default_factory=list)
     attributes: list[AttributeChange] = field(default_factory=list)
     canaries: list[Canary] = field(default_factory=list)
-    nbytes: int = 0
 
 
 class Spares:
@@ -179,7 +177,6 @@ def stage(
         for i in group:
             assembled = _assemble(plan, i, tensors, spares, alone=len(consumed) == 1)
             fresh[i] = assembled.tensor
-            staged.nbytes += 0 if assembled.borrowed else assembled.tensor.nbytes
             yield assembled
         _process_group(plan, {i: fresh[i] for i in group}, spares, vllm_config, staged)
         for i in consumed:
@@ -318,8 +315,7 @@ def _check_derived(user: User, state: Mapping[str, Any]) -> None:
         if derived:
             msg = (
                 f"layer {user.path!r}: vLLM derives {derived} from its weights, which cannot be "
-                "made beside the serving layer. Install it by VLLMReloadAdapter, which lets vLLM "
-                "load it."
+                f"made beside the serving layer. Install it by {RELOAD}."
             )
             raise IncompatibleUpdate(msg)
 
@@ -357,7 +353,7 @@ def _note_tensor(user: User, fresh: torch.Tensor, given: Given, staged: Staged) 
         had = "none" if live is None else _kind(live)
         msg = (
             f"parameter {user.name}: vLLM makes {_kind(fresh)} of it, the engine has {had}. "
-            "Install it by VLLMReloadAdapter, which lets vLLM load it."
+            f"Install it by {RELOAD}."
         )
         raise IncompatibleUpdate(msg)
     if not fresh.numel() or any(change.live is live for change in staged.tensors):

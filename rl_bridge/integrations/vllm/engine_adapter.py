@@ -26,14 +26,8 @@ from rl_bridge.errors import (
     WeightUpdateRejectedError,
 )
 from rl_bridge.installers.base import InstallProof, TransactionalAdapter
-from rl_bridge.integrations.vllm.handles import (
-    AsyncLLMHandle,
-    EngineHandle,
-    LLMHandle,
-    PauseMode,
-    Replies,
-)
-from rl_bridge.integrations.vllm.server import ServerHandle
+from rl_bridge.integrations.vllm.handles import PauseMode, Replies
+from rl_bridge.integrations.vllm.server import handle_of
 from rl_bridge.manifest.model import WeightUpdateManifest
 
 __all__ = ["CachePolicy", "VLLMEngineAdapter", "default_label"]
@@ -75,6 +69,7 @@ class VLLMEngineAdapter(TransactionalAdapter):
         cache: CachePolicy = "recompute",
         label: Callable[[WeightUpdateManifest], str] | None = default_label,
         cast: bool = False,
+        reload: bool = False,
         memory_budget_nbytes: int | None = None,
         timeout_s: float = 600.0,
         loop: Any = None,
@@ -89,12 +84,15 @@ class VLLMEngineAdapter(TransactionalAdapter):
             cache: what becomes of cached keys and values.
             label: makes the version label that vLLM puts on outputs; None leaves it alone.
             cast: True lets an update's dtype differ from the engine's.
+            reload: True lets vLLM reload the model, with a copy to go back to: for quantized models
+                and others that are refused without it. What cannot be read back makes the proof
+                ``unproven``. Requests wait for all of it; vLLM's loader casts.
             memory_budget_nbytes: what staging may take on each rank; None takes what there is.
             timeout_s: deadline of each call to the engine.
             loop: of an ``AsyncLLM``; None takes the running one.
 
         Raises:
-            ValueError: no such pause or cache policy.
+            ValueError: no such pause or cache policy; a reload without a pause, or with a cast.
             WeightBridgeUnavailableError: a URL without httpx, an ``AsyncLLM`` without a loop.
 
         """
@@ -102,11 +100,14 @@ class VLLMEngineAdapter(TransactionalAdapter):
             raise ValueError(f"pause={pause!r}: expected 'keep', 'wait', 'abort' or None.")
         if cache not in {"recompute", "reset", "keep"}:
             raise ValueError(f"cache={cache!r}: expected 'recompute', 'reset' or 'keep'.")
-        self._handle = _handle_of(engine, timeout_s, loop)
+        if reload and (pause is None or cast):
+            raise ValueError("reload=True: expected a pause, and no cast; vLLM's loader casts.")
+        self._handle = handle_of(engine, timeout_s, loop)
         self._pause: PauseMode | None = pause
         self._cache: CachePolicy = cache
         self._label = label
-        self._options = {"cast": cast, "memory_budget_nbytes": memory_budget_nbytes}
+        self._options: dict[str, Any] = {"reload": True} if reload else {"cast": cast}
+        self._options["memory_budget_nbytes"] = memory_budget_nbytes
         self._phases_ms: dict[str, float] = {}
         self._calls = 0
         self._manifest: WeightUpdateManifest | None = None
@@ -117,6 +118,7 @@ class VLLMEngineAdapter(TransactionalAdapter):
         # becomes of it.
         self._is_paused = pause is not None
         self._label_before: str | None = None
+        self._held = ""  # by the ranks, as they said last
 
     @property
     def phases_ms(self) -> Mapping[str, float]:
@@ -138,7 +140,12 @@ class VLLMEngineAdapter(TransactionalAdapter):
         self._look_at_ranks()
         self._manifest = manifest
         payload = {"manifest": manifest.to_json(), "options": self._options}
-        self._all("prepare", payload)
+        try:
+            self._all("prepare", payload)
+        except Exception as error:
+            # An executor that begins anew knows of no version that was installed before.
+            error.add_note(f"rl_bridge: the engine's ranks hold {self._held}.")
+            raise
 
     def install(self, manifest: WeightUpdateManifest, tensors: Mapping[str, torch.Tensor]) -> None:
         """Pause, then exchange and prove on all ranks or on none.
@@ -167,6 +174,8 @@ class VLLMEngineAdapter(TransactionalAdapter):
 
         """
         roots = {proof["root"] for proof in self._proofs}
+        if len(roots) > 1:
+            roots.discard("")  # of ranks that can read only part of what they hold
         methods = {proof["method"] for proof in self._proofs}
         if len(roots) != 1:
             msg = (
@@ -175,8 +184,8 @@ class VLLMEngineAdapter(TransactionalAdapter):
             )
             raise ProofFailed(msg)
         return InstallProof(
-            method=max(methods, key=len),
-            root=roots.pop(),
+            method="unproven" if "unproven" in methods else max(methods, key=len),
+            root="" if "unproven" in methods else roots.pop(),
             digested_nbytes=sum(proof["digested_nbytes"] for proof in self._proofs),
             identical_nbytes=sum(proof["identical_nbytes"] for proof in self._proofs),
             tensors=max(proof["tensors"] for proof in self._proofs),
@@ -281,6 +290,7 @@ class VLLMEngineAdapter(TransactionalAdapter):
             )
             raise WeightBridgeUnavailableError(msg)
         replies = self._all("describe", {})
+        self._held = _version(replies[0]["weight_version"])
         if any(
             reply["torn"] or (reply["exchanged"] and not reply["installed"]) for reply in replies
         ):
@@ -299,6 +309,7 @@ class VLLMEngineAdapter(TransactionalAdapter):
         if self._label is not None and self._handle.label() is not None:
             self._handle.set_label(self._label(manifest))
         self._all("commit", {"if_installed": True})
+        self._held = _version(manifest.weight_version)
 
     def _all(self, verb: str, payload: dict[str, Any]) -> Replies:
         self._calls += 1
@@ -350,20 +361,8 @@ class VLLMEngineAdapter(TransactionalAdapter):
             self._phases_ms[phase] = (time.perf_counter() - start) * 1e3
 
 
-def _handle_of(engine: Any, timeout_s: float, loop: Any) -> EngineHandle:
-    if isinstance(engine, EngineHandle):
-        return engine
-    if isinstance(engine, str):
-        return ServerHandle(engine, timeout_s)
-    if hasattr(engine, "pause_generation"):
-        return AsyncLLMHandle(engine, timeout_s, loop)
-    if hasattr(engine, "llm_engine"):
-        return LLMHandle(engine, timeout_s)
-    msg = (
-        f"engine is a {type(engine).__name__}, expected an LLM, an AsyncLLM or a server's URL "
-        "such as 'http://127.0.0.1:8000'. Pass one of these."
-    )
-    raise TypeError(msg)
+def _version(number: int | None) -> str:
+    return "the weights that they were started with" if number is None else f"version {number}"
 
 
 def _error(reply: dict[str, Any], ranks: int) -> Exception:

@@ -160,7 +160,7 @@ class LLMHandle(EngineHandle):
             self._do(name, lambda: core.call_utility(name, *arguments))
 
     def _do(self, doing: str, action: Callable[[], Any]) -> Any:
-        if self._is_in_process():
+        if self._is_in_process() and self._workers() == 1:
             try:
                 return action()
             except Exception as error:
@@ -169,10 +169,16 @@ class LLMHandle(EngineHandle):
         threading.Thread(
             target=_answer, args=(future, action), name="rl_bridge-vllm-call", daemon=True
         ).start()
-        resources = getattr(self._llm.llm_engine.engine_core, "resources", None)
-        return _watched(
-            future, doing, self.timeout_s, lambda: getattr(resources, "engine_dead", False)
-        )
+        return _watched(future, doing, self.timeout_s, self._is_dead)
+
+    def _workers(self) -> int:
+        return int(getattr(self._llm.llm_engine.vllm_config.parallel_config, "world_size", 1))
+
+    def _is_dead(self) -> bool:
+        core = self._llm.llm_engine.engine_core
+        if self._is_in_process():  # the engine is here, its workers may be gone
+            return bool(getattr(core.engine_core.model_executor, "is_failed", False))
+        return bool(getattr(getattr(core, "resources", None), "engine_dead", False))
 
 
 class AsyncLLMHandle(EngineHandle):

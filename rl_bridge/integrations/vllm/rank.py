@@ -13,16 +13,14 @@ from typing import Any
 import torch
 
 from rl_bridge.bridge.acknowledgement import describe
-from rl_bridge.bridge.bridges import TensorBridge, make_weight_bridge
 from rl_bridge.errors import (
     TornEngine,
     WeightBridgeError,
-    WeightBridgeUnavailableError,
     WeightUpdateRejectedError,
 )
-from rl_bridge.installers.base import InstallProof
-from rl_bridge.installers.vllm.model_installer import VLLMModelInstaller
+from rl_bridge.installers.base import InstallProof, TransactionalAdapter
 from rl_bridge.integrations.vllm.frames import clear_frames
+from rl_bridge.integrations.vllm.support import Bridges, make_installer, require_supported
 from rl_bridge.integrations.vllm.votes import all_agree, first_said, group
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.memory.imported import ImportedTensors
@@ -45,8 +43,8 @@ class VLLMRank:
         self._model = model
         self._config = vllm_config
         self._options: Payload = {}
-        self._installer: VLLMModelInstaller | None = None
-        self._bridges: dict[str, TensorBridge] = {}
+        self._installer: TransactionalAdapter | None = None
+        self._bridges = Bridges()
         self._active: WeightUpdateManifest | None = None
         self._pending: WeightUpdateManifest | None = None
         self._tensors: Mapping[str, torch.Tensor] = {}
@@ -115,7 +113,7 @@ class VLLMRank:
         return self._is_installed and not self._torn and self._proof is not None
 
     def configure(self, options: Payload) -> None:
-        """Options of the installer: ``cast``, ``memory_budget_nbytes``, ``num_threads``.
+        """Options of `make_installer`.
 
         Raises:
             TypeError: no such option.
@@ -125,8 +123,19 @@ class VLLMRank:
         if options == self._options or self._is_installed:
             return
         self.undo("other options came before it was installed")
-        installer = VLLMModelInstaller(self._model, self._config, **options)
+        installer = make_installer(self._model, self._config, **options)
         self._options, self._installer = dict(options), installer
+
+    def require_idle(self) -> None:
+        """Refuse other options for an update that is installed with those before.
+
+        Raises:
+            WeightUpdateRejectedError: finish it first.
+
+        """
+        if self._is_installed:
+            msg = "an update is installed and not finished. Call finish_weight_update first."
+            raise WeightUpdateRejectedError(msg)
 
     def _prepare(self, payload: Payload) -> Payload:
         self.configure(payload.get("options") or {})
@@ -141,11 +150,11 @@ class VLLMRank:
             WeightBridgeError: refused; nothing of the model was written.
 
         """
-        self._require_supported()
+        require_supported(self._config)
         if self._is_committing:
             self._finish_commit()
         if self._torn:
-            msg = f"the engine is torn: {self._torn}. Undo it again before the next update."
+            msg = f"the engine is torn: {self._torn}. Call recover(), or start a fresh engine."
             raise TornEngine(msg)
         if self._is_installed and self._pending is not None:
             # Requests may have been served by it: that is not this call's to take back.
@@ -156,7 +165,7 @@ class VLLMRank:
             raise WeightUpdateRejectedError(msg)
         if self._pending is not None:
             self.undo("a later update came before it was installed")
-        bridge = self._bridge(manifest)
+        bridge = self._bridges.of(manifest)
         start = time.perf_counter()
         self._pending = manifest
         try:
@@ -189,7 +198,7 @@ class VLLMRank:
                 if isinstance(given, str)
                 else WeightUpdateManifest.model_validate(given)
             )
-            self.undo("the next update came before it was finished")
+            self._make_way(manifest)
             self.prepare(manifest)
         except Exception as error:  # noqa: BLE001 - told below, after the vote
             _LOG.warning("an update is refused", exc_info=True)
@@ -205,6 +214,21 @@ class VLLMRank:
             problem = problem or self._undo_quietly("another rank refused it")
         # (All of them failed, or none: they voted.)
         return first_said(problem, echo=_OTHER) if problem else ""
+
+    def _make_way(self, manifest: WeightUpdateManifest) -> None:
+        """Take an unfinished update back, and say so: requests may have been served by it."""
+        if self._options.get("reload"):
+            msg = "the executor updates this engine by reloads. Use the executor, which pauses it."
+            raise WeightUpdateRejectedError(msg)
+        earlier = self._pending
+        reason = "the next update came before it was installed"
+        if earlier is not None and self._holds_it() and not self._is_committing:
+            reason = (
+                f"it was installed, and taken back: version {manifest.weight_version} came before "
+                "finish_weight_update. Requests may have been served by it."
+            )
+            _LOG.warning("version %d: %s", earlier.weight_version, reason)
+        self.undo(reason)
 
     def install(self) -> Payload:
         """Exchange and prove, on all ranks or on none.
@@ -223,8 +247,11 @@ class VLLMRank:
             self._engine().install(manifest, {})
             installed = time.perf_counter()
             self._proof = self._engine().prove()
-            if self._proof.root != manifest.root:
-                msg = f"the engine holds root {self._proof.root}, expected {manifest.root}."
+            if self._proof.method != "unproven" and self._proof.root != manifest.root:
+                msg = (
+                    f"the engine holds root {self._proof.root}, expected {manifest.root}. "
+                    "Install the update again."
+                )
                 raise WeightUpdateRejectedError(msg)  # noqa: TRY301 - as above
             self._timings_ms["install"] = (installed - start) * 1e3
             self._timings_ms["prove"] = (time.perf_counter() - installed) * 1e3
@@ -241,9 +268,9 @@ class VLLMRank:
                     raise error
                 finally:
                     error = None  # else it and this frame hold each other, and the update's memory
-            msg = "another rank failed to install it; this one is back at its version."
+            msg = "another rank failed to install it; this one is back. See that rank's error."
             if not all_back:
-                msg = "another rank failed to install it and could not be undone."
+                msg = "another rank failed to install it and is torn. Start a fresh engine."
                 raise TornEngine(msg)
             raise WeightUpdateRejectedError(msg)
         assert self._proof is not None
@@ -263,7 +290,8 @@ class VLLMRank:
                 self._engine().undo()
             except Exception as error:
                 self._torn = describe(error)
-                msg = f"version {self._pending.weight_version}: the undo failed: {self._torn}."
+                version = self._pending.weight_version
+                msg = f"version {version}: the undo failed: {self._torn}. Call recover()."
                 raise TornEngine(msg) from error
             self._torn = ""
             self._end(reason)
@@ -305,7 +333,7 @@ class VLLMRank:
         return answer
 
     def _tell(self, manifest: WeightUpdateManifest, proof: InstallProof) -> Payload:
-        bridge = self._bridge(manifest)
+        bridge = self._bridges.of(manifest)
         try:
             if bridge.active_update_id != manifest.update_id:
                 bridge.acknowledge(
@@ -327,25 +355,14 @@ class VLLMRank:
         try:
             self.undo("the engine shut down")
         finally:
-            bridges, self._bridges = self._bridges, {}
-            for bridge in bridges.values():
-                bridge.close()
+            self._bridges.close()
 
     # ---- inside ---------------------------------------------------------------------------------
 
-    def _engine(self) -> VLLMModelInstaller:
+    def _engine(self) -> TransactionalAdapter:
         if self._installer is None:
-            self._installer = VLLMModelInstaller(self._model, self._config, **self._options)
+            self._installer = make_installer(self._model, self._config, **self._options)
         return self._installer
-
-    def _bridge(self, manifest: WeightUpdateManifest) -> TensorBridge:
-        bridge = self._bridges.get(manifest.transport)
-        if bridge is None:
-            bridge = make_weight_bridge(
-                manifest.transport, source_worker="vllm", source_rank=self.rank
-            )
-            self._bridges[manifest.transport] = bridge
-        return bridge
 
     def _end(self, reason: str) -> None:
         """The pending update is refused or undone: tell its publisher."""
@@ -356,8 +373,8 @@ class VLLMRank:
         if isinstance(tensors, ImportedTensors):
             tensors.forget()  # a kept exception's frames must not keep the trainer's slot
         steps: list[Callable[[], object]] = [
-            lambda: self._bridge(manifest).reject(manifest.update_id, reason),
-            lambda: self._bridge(manifest).release_imported(manifest.update_id),
+            lambda: self._bridges.of(manifest).reject(manifest.update_id, reason),
+            lambda: self._bridges.of(manifest).release_imported(manifest.update_id),
         ]
         if self._installer is not None:
             steps.insert(0, self._installer.abandon)
@@ -367,21 +384,6 @@ class VLLMRank:
             except Exception:  # noqa: BLE001 - logged in full
                 # The model is as it should be; that its trainer is not told must not change this.
                 _LOG.exception("version %d could not be rejected", manifest.weight_version)
-
-    def _require_supported(self) -> None:
-        parallel = self._config.parallel_config
-        degrees = {
-            "data_parallel_size": parallel.data_parallel_size,
-            "data_parallel_index": getattr(parallel, "data_parallel_index", 0) + 1,
-            "pipeline_parallel_size": parallel.pipeline_parallel_size,
-        }
-        for name, degree in degrees.items():
-            if degree != 1:
-                msg = (
-                    f"the engine has {name}={degree}, expected 1: its ranks cannot decide "
-                    "together here. Use tensor parallelism, and one executor for each engine."
-                )
-                raise WeightBridgeUnavailableError(msg)
 
 
 def rank_of(model: torch.nn.Module, vllm_config: Any) -> VLLMRank:

@@ -174,10 +174,7 @@ class VLLMIPCWeightUpdateRequestBuilder:
         """
         first, *others = (request["update_info"] for request in requests)
         if any(_described(info) != _described(first) for info in others):
-            msg = (
-                "the requests are of different updates. Merge those that were made from one "
-                "manifest."
-            )
+            msg = "the requests are of different updates. Pass those of one manifest."
             raise IncompatibleUpdate(msg)
         merged: Any
         if isinstance(first["ipc_handles"], dict):

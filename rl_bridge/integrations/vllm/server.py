@@ -1,13 +1,24 @@
-"""A vLLM server, reached over HTTP by its development routes (``VLLM_SERVER_DEV_MODE=1``)."""
+"""A vLLM server, reached over HTTP by its development routes (``VLLM_SERVER_DEV_MODE=1``).
+
+And `handle_of`, which finds the handle for any engine.
+"""
 
 import importlib
 from typing import Any
 
 from rl_bridge.errors import DeadlineExceeded, WeightBridgeUnavailableError
-from rl_bridge.integrations.vllm.handles import EngineHandle, PauseMode, Replies, lost, no_plugin
+from rl_bridge.integrations.vllm.handles import (
+    AsyncLLMHandle,
+    EngineHandle,
+    LLMHandle,
+    PauseMode,
+    Replies,
+    lost,
+    no_plugin,
+)
 from rl_bridge.integrations.vllm.plugin import METHOD
 
-__all__ = ["ServerHandle"]
+__all__ = ["ServerHandle", "handle_of"]
 
 
 class ServerHandle(EngineHandle):
@@ -105,13 +116,42 @@ class ServerHandle(EngineHandle):
             raise WeightBridgeUnavailableError(msg)
         if not reply.is_success:
             text = reply.text[:500]
+            timeouts = {self._httpx.codes.REQUEST_TIMEOUT, self._httpx.codes.GATEWAY_TIMEOUT}
+            if reply.status_code in timeouts or "timed out" in text or "TimeoutError" in text:
+                msg = (
+                    f"the server at {self._url} did not {doing} in time: it answered with status "
+                    f"{reply.status_code}: {text}. See its log; what it began may still be done."
+                )
+                raise DeadlineExceeded(msg)
             if "is not implemented" in text:
                 raise no_plugin(RuntimeError(text))
             if "EngineDeadError" in text or "EngineCore encountered an issue" in text:
                 raise lost(RuntimeError(text), doing)
             msg = (
                 f"the server at {self._url} answered /{path} with status {reply.status_code}: "
-                f"{text}. Look at its log."
+                f"{text}. See its log."
             )
             raise WeightBridgeUnavailableError(msg)
         return reply.json() if reply.content else {}
+
+
+def handle_of(engine: Any, timeout_s: float, loop: Any) -> EngineHandle:
+    """The handle of an engine, whatever it is.
+
+    Raises:
+        TypeError: it is no engine.
+
+    """
+    if isinstance(engine, EngineHandle):
+        return engine
+    if isinstance(engine, str):
+        return ServerHandle(engine, timeout_s)
+    if hasattr(engine, "pause_generation"):
+        return AsyncLLMHandle(engine, timeout_s, loop)
+    if hasattr(engine, "llm_engine"):
+        return LLMHandle(engine, timeout_s)
+    msg = (
+        f"engine is a {type(engine).__name__}, expected an LLM, an AsyncLLM or a server's URL "
+        "such as 'http://127.0.0.1:8000'. Pass one of these."
+    )
+    raise TypeError(msg)

@@ -18,7 +18,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from rl_bridge.bridge.acknowledgement import describe
-from rl_bridge.errors import WeightUpdateRejectedError
+from rl_bridge.errors import WeightBridgeUnavailableError, WeightUpdateRejectedError
 from rl_bridge.integrations.vllm.rank import VLLMRank, rank_of
 from rl_bridge.integrations.vllm.votes import first_said
 
@@ -64,13 +64,15 @@ class RLBridgeTransferEngine(
         """Take the options; there is no connection to make.
 
         Raises:
-            WeightUpdateRejectedError: an option that there is not, or that is wrong.
+            WeightUpdateRejectedError: an option that there is not, or that is wrong; or an update
+                is installed and not finished.
 
         """
 
         def configure() -> str:
             options = RLBridgeInitInfo(**init_info)
             given = vars(options).items()
+            self.rank.require_idle()
             self.rank.configure({key: value for key, value in given if value is not None})
             return ""
 
@@ -138,11 +140,14 @@ class RLBridgeTransferEngine(
         """Trainers publish over a bridge (vLLM up to 0.27.1 asks every backend for this).
 
         Raises:
-            NotImplementedError: always.
+            WeightBridgeUnavailableError: always.
 
         """
-        msg = "publish over a bridge: make_weight_bridge(...).publish(model, weight_version=...)"
-        raise NotImplementedError(msg)
+        msg = (
+            "the backend rl_bridge sends nothing. Publish over a bridge: "
+            "make_weight_bridge(...).publish(model, weight_version=...)"
+        )
+        raise WeightBridgeUnavailableError(msg)
 
 
 def _manifest_in(update_info: dict[str, Any]) -> Any:

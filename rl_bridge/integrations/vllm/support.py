@@ -1,0 +1,82 @@
+"""What a rank needs of others: bridges, one of two ways of installing, an engine that fits."""
+
+from typing import Any
+
+import torch
+
+from rl_bridge.bridge.bridges import TensorBridge, make_weight_bridge
+from rl_bridge.errors import WeightBridgeUnavailableError
+from rl_bridge.installers.base import TransactionalAdapter
+from rl_bridge.installers.vllm.model_installer import VLLMModelInstaller
+from rl_bridge.installers.vllm.reload import VLLMReloadAdapter
+from rl_bridge.integrations.vllm.votes import group
+from rl_bridge.manifest.model import WeightUpdateManifest
+
+__all__ = ["Bridges", "make_installer", "require_supported"]
+
+
+class Bridges:
+    """One bridge for each transport that updates came by."""
+
+    def __init__(self) -> None:
+        """Begin with none."""
+        self._made: dict[str, TensorBridge] = {}
+
+    def of(self, manifest: WeightUpdateManifest) -> TensorBridge:
+        """The bridge that imports this update."""
+        bridge = self._made.get(manifest.transport)
+        if bridge is None:
+            bridge = make_weight_bridge(
+                manifest.transport,
+                source_worker="vllm",
+                source_rank=int(group().rank_in_group),
+            )
+            self._made[manifest.transport] = bridge
+        return bridge
+
+    def close(self) -> None:
+        """Close all of them."""
+        made, self._made = self._made, {}
+        for bridge in made.values():
+            bridge.close()
+
+
+def make_installer(
+    model: torch.nn.Module, vllm_config: Any, *, reload: bool = False, **options: Any
+) -> TransactionalAdapter:
+    """What installs into a worker's model: beside the serving version, or by vLLM's reload.
+
+    Raises:
+        TypeError: no such option.
+        ValueError: a value that it cannot have.
+
+    """
+    kind = VLLMReloadAdapter if reload else VLLMModelInstaller
+    made: TransactionalAdapter = kind(model, vllm_config, **options)
+    return made
+
+
+def require_supported(vllm_config: Any) -> None:
+    """Refuse engines whose ranks cannot decide together.
+
+    Raises:
+        WeightBridgeUnavailableError: replicas or pipeline stages.
+
+    """
+    parallel = vllm_config.parallel_config
+    index = getattr(parallel, "data_parallel_index", 0)
+    if index:
+        msg = (
+            f"the engine is replica {index} of a data-parallel group (data_parallel_index), "
+            "expected one that stands alone: replicas do not decide together. Start it without "
+            "data parallelism, and use one executor for each engine."
+        )
+        raise WeightBridgeUnavailableError(msg)
+    for name in ("data_parallel_size", "pipeline_parallel_size"):
+        degree = getattr(parallel, name)
+        if degree != 1:
+            msg = (
+                f"the engine has {name}={degree}, expected 1: its ranks cannot decide together "
+                "here. Use tensor parallelism, and one executor for each engine."
+            )
+            raise WeightBridgeUnavailableError(msg)
