@@ -244,7 +244,7 @@ class VLLMRank:
                 raise WeightUpdateRejectedError(msg)  # noqa: TRY301 - it has a vote, too
             start = time.perf_counter()
             self._is_installed = True
-            self._engine().install(manifest, {})
+            self._engine().install(manifest, self._tensors)
             installed = time.perf_counter()
             self._proof = self._engine().prove()
             if self._proof.method != "unproven" and self._proof.root != manifest.root:

@@ -1,0 +1,105 @@
+"""A whole engine of a quantized model, two ranks, updated by vLLM's own reload: all or none."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from rl_bridge import IncompatibleUpdate
+from tests.engines.drive import Answers, Setting, answers, executor_for, native_update, start
+from tests.engines.models import Checkpoints, Kind
+from tests.engines.test_reload import quantized
+from tests.engines.trainer import Trainer
+
+SETTING = Setting(Kind("qwen2"), in_process=False, ranks=2)
+
+
+@pytest.fixture(scope="module")
+def paths(checkpoints: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    home = tmp_path_factory.mktemp("int8")
+    return [quantized(checkpoints.path(SETTING.kind, n), home / str(n)) for n in (0, 1)]
+
+
+@pytest.fixture(scope="module")
+def second(paths: list[str]) -> Answers:
+    with start(SETTING, paths[1]) as llm:
+        return answers(llm)
+
+
+@pytest.fixture(scope="module")
+def engine(paths: list[str], second: Answers) -> Iterator[tuple[Any, list[Answers]]]:
+    with start(SETTING, paths[0]) as made:
+        first = answers(made)
+        assert first != second
+        yield made, [first, second]
+
+
+@pytest.fixture
+def llm(engine: tuple[Any, list[Answers]]) -> Any:
+    return engine[0]
+
+
+@pytest.fixture
+def fresh(engine: tuple[Any, list[Answers]]) -> list[Answers]:
+    return engine[1]
+
+
+@pytest.fixture(scope="module")
+def weights(paths: list[str]) -> list[dict[str, torch.Tensor]]:
+    return [load_file(f"{path}/model.safetensors") for path in paths]
+
+
+@pytest.mark.timeout(300)  # two engines start
+def test_it_is_a_fresh_engine_after_each_update_and_claims_no_proof(
+    llm: Any, trainer: Trainer, weights: list[dict[str, torch.Tensor]], fresh: list[Answers]
+) -> None:
+    with executor_for(llm) as executor, pytest.raises(IncompatibleUpdate, match="reload=True"):
+        executor.update_weights(trainer.publish(weights[1]))
+    assert answers(llm) == fresh[0]
+    with executor_for(llm, reload=True) as executor:
+        for step in (1, 2, 3):
+            executor.update_weights(trainer.publish(weights[step % 2]))
+            assert answers(llm) == fresh[step % 2]
+            proof = executor.last_ack.proof
+            assert (proof.method, proof.root) == ("unproven", "")
+            assert 0 < proof.tensors < len(weights[0])
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_fails_takes_the_other_back(
+    llm: Any,
+    trainer: Trainer,
+    weights: list[dict[str, torch.Tensor]],
+    fresh: list[Answers],
+    rank: int,
+) -> None:
+    with executor_for(llm, reload=True) as executor:
+        executor.update_weights(trainer.publish(weights[0]))
+        for nth in (1, 2):  # behind vLLM's reload: while it is proven
+            llm.collective_rpc("plant_fault", args=("digest", nth, "", rank))
+            with pytest.raises(Exception, match=f"rank {rank}: .*planted"):
+                executor.update_weights(trainer.publish(weights[1]))
+            llm.collective_rpc("uproot_fault")
+            assert answers(llm) == fresh[0]
+        executor.update_weights(trainer.publish(weights[1]))
+    assert answers(llm) == fresh[1]
+
+
+def test_vllms_own_calls_are_refused_where_the_executor_reloads(
+    llm: Any, trainer: Trainer, weights: list[dict[str, torch.Tensor]], fresh: list[Answers]
+) -> None:
+    with executor_for(llm, reload=True) as executor:
+        executor.update_weights(trainer.publish(weights[0]))
+    with pytest.raises(Exception, match="by reloads"):
+        native_update(llm, trainer.publish(weights[1]))
+    assert answers(llm) == fresh[0]
+
+
+@pytest.mark.parametrize("wrong", [{"pause": None}, {"cast": True}])
+def test_a_reload_needs_a_pause_and_takes_no_cast(wrong: dict[str, Any]) -> None:
+    from rl_bridge import VLLMEngineAdapter
+
+    with pytest.raises(ValueError, match="reload=True"):
+        VLLMEngineAdapter("http://127.0.0.1:1", reload=True, **wrong)
