@@ -66,6 +66,10 @@ class LeasedView(ABC):
     def _open(self) -> int:
         """Make the arena readable; returns its first address. `fd` is closed if it raises."""
 
+    def _is_quiet(self) -> bool:
+        """Whether nobody reads any more what the last tensor showed. Asked again if not."""
+        return True
+
     @abstractmethod
     def _unmap(self) -> None:
         """Give back what `_open` made."""
@@ -163,7 +167,7 @@ class LeasedView(ABC):
         if os.getpid() != self._pid:
             return  # before the lock: at the fork, another thread of the parent may have held it
         with self._lock:
-            if self.is_pinned or self._is_unmapped:
+            if self.is_pinned or self._is_unmapped or not self._is_quiet():
                 return
             leases.unlock(self.fd)
             if self._retired:
@@ -173,7 +177,7 @@ class LeasedView(ABC):
         """Unmap as soon as no tensor needs it any more."""
         with self._lock:
             self._retired = True
-            if not (self.is_pinned or self._is_unmapped):
+            if not (self.is_pinned or self._is_unmapped) and self._is_quiet():
                 self._close()
 
     def _close(self) -> None:

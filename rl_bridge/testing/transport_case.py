@@ -110,6 +110,11 @@ class TransportCase:
         if not self.transport_class.create(**transport_kwargs).crosses_processes:
             pytest.skip(f"{self.transport_class.name} declares that it crosses no process")
 
+    @pytest.fixture
+    def may_write(self, transport_kwargs: dict[str, Any]) -> bool:
+        """Whether the transport says that a consumer may write to what it imported."""
+        return self.transport_class.create(**transport_kwargs).writable_import
+
     @staticmethod
     def arena_of(bridge: TensorBridge, manifest: WeightUpdateManifest) -> int:
         """Address of the published bytes in the publisher's, this, process."""
