@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 
 from rl_bridge.errors import SegmentError
-from rl_bridge.memory.device.device_pass import DevicePass
+from rl_bridge.memory.device.address_pass import AddressPass
 from rl_bridge.memory.places import Pass, Place
 
 __all__ = ["CUDAPlace", "cuda_place"]
@@ -19,7 +19,7 @@ class _Bytes:
     """Memory as torch takes it: ``__cuda_array_interface__``, version 3.
 
     torch keeps this object for as long as the storage that it makes of it, and this object keeps
-    `owner`. Its reference: https://numba.readthedocs.io/en/stable/cuda/cuda_array_interface.html
+    `owner`. https://numba.readthedocs.io/en/stable/cuda/cuda_array_interface.html
     """
 
     def __init__(self, owner: Any, address: int, nbytes: int) -> None:
@@ -43,12 +43,11 @@ class CUDAPlace(Place):
 
     def plan(self, nbytes: npt.NDArray[np.uint64]) -> Pass:
         """The pass on this GPU, on torch's current stream."""
-        return DevicePass(nbytes, self.device)
+        return AddressPass(nbytes, self.device)
 
     def tensor(self, owner: Any, offset: int, nbytes: int, dtype: torch.dtype) -> torch.Tensor:
         """Look at memory; the tensor's storage keeps `owner` alive."""
-        address = ctypes.addressof(owner) + offset
-        return self._wrapped(owner, address, nbytes).view(dtype)
+        return self._wrapped(owner, ctypes.addressof(owner) + offset, nbytes).view(dtype)
 
     def bytes_at(self, address: int, nbytes: int) -> torch.Tensor:
         """Look at memory."""
@@ -60,8 +59,10 @@ class CUDAPlace(Place):
         return []
 
     def _wrapped(self, owner: Any, address: int, nbytes: int) -> torch.Tensor:
+        if nbytes == 0:
+            return torch.empty(0, dtype=torch.uint8, device=self.device)
         found = torch.as_tensor(_Bytes(owner, address, nbytes), device=self.device)
-        if nbytes and (found.data_ptr() != address or found.device != self.device):
+        if found.data_ptr() != address or found.device != self.device:
             # torch copies, without a word, where it takes the memory for another device's.
             msg = (
                 f"memory at {address:#x} is not on {self.device}: torch took it for "
