@@ -65,6 +65,8 @@ class AddressPass:
     ) -> bytes:
         """Copy and digest; a tensor whose two addresses are equal is digested only.
 
+        Where `dst` is a packed arena, its padding is written as zeros.
+
         Raises:
             DeadlineExceeded: as `copy`.
 
