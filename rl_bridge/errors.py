@@ -214,6 +214,7 @@ class DriverError(WeightBridgeError):
     Attributes:
         call: the driver's function, by CUDA's name, e.g. ``cuMemMap``.
         code: symbolic name of what it answered, e.g. ``CUDA_ERROR_INVALID_VALUE``.
+        cause: the message without its remedy.
         remedy: what the user can do about it.
 
     """

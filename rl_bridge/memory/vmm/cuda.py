@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from rl_bridge.errors import DriverError
 from rl_bridge.memory.vmm.driver import (
     CAPTURING,
     INVALID_VALUE,
@@ -58,8 +59,12 @@ class _Library:
         try:
             self.call("cuInit", 0)
         except ImportError as error:
-            cause = f"libcuda.so.1 cannot be loaded ({error})"
-            raise driver_error("cuInit", "LIBCUDA_NOT_FOUND", cause) from error
+            raise self._no_library() from error
+
+    @staticmethod
+    def _no_library() -> DriverError:
+        cause = "libcuda.so.1, the NVIDIA driver's library, cannot be loaded"
+        return driver_error("cuInit", "LIBCUDA_NOT_FOUND", cause)
 
     def call(self, name: str, *arguments: Any, about: str = "") -> Any:
         """Call a function of the driver.
@@ -77,8 +82,10 @@ class _Library:
             # Its class cannot be asked: the package that defines it has changed its place.
             if "NotFound" not in type(error).__name__ and "not found" not in str(error):
                 raise
-            missing = "LIBCUDA_NOT_FOUND" if name == "cuInit" else "CUDA_ERROR_NOT_FOUND"
-            raise driver_error(name, missing, str(error).rstrip(". ")) from error
+            if name == "cuInit":
+                raise self._no_library() from error
+            cause = f"this driver has no such function ({error})"
+            raise driver_error(name, "CUDA_ERROR_NOT_FOUND", cause) from error
         if int(code) != _SUCCESS:
             symbol = getattr(code, "name", f"CUDA_ERROR_{int(code)}")
             raise driver_error(name, symbol, about or "the driver refused")
