@@ -24,7 +24,7 @@ from rl_bridge.memory.pins import Pin
 from rl_bridge.memory.segment import OwnedSegment, SegmentRef
 from rl_bridge.memory.slots import Slot
 from rl_bridge.memory.vmm.driver import VMMDriver
-from rl_bridge.memory.vmm.local import DriverName, driver_at, place_at
+from rl_bridge.memory.vmm.local import DriverName, cuda_cause, driver_at, place_at
 from rl_bridge.memory.vmm.owners import AddressRange, Allocation
 from rl_bridge.memory.vmm.view import ArenaRef, DeviceView
 from rl_bridge.transports._slots import SlotConsumer, SlotHandle, SlotPublisher
@@ -37,6 +37,8 @@ from rl_bridge.transports.base import (
 )
 
 __all__ = ["CUDAVMM", "CUDAVMMHandle"]
+
+_REMEDY = "Use shared-memory with a CPU copy of the weights on one machine."
 
 
 class CUDAVMMHandle(SlotHandle):
@@ -57,10 +59,14 @@ class _Options:
 
     def open_driver(self) -> VMMDriver:
         """The driver of the device that was named, or else of torch's current one."""
+        ordinal = self.device
+        if self.driver == "cuda":
+            cause = cuda_cause()
+            if cause is not None:
+                raise TransportUnavailable(self.name, cause, _REMEDY)
+            if ordinal is None:
+                ordinal = torch.cuda.current_device()
         try:
-            ordinal = self.device
-            if ordinal is None and self.driver == "cuda":
-                ordinal = torch.cuda.current_device() if torch.cuda.is_available() else 0
             return driver_at(self.driver, ordinal)
         except DriverError as error:
             raise TransportUnavailable(self.name, error.cause, error.remedy) from error
@@ -237,6 +243,9 @@ class _VMMConsumer(SlotConsumer[CUDAVMMHandle]):
                 f"{self._options.driver!r}",
                 "Make both sides of the same transport.",
             )
+        cause = cuda_cause() if arena.driver == "cuda" else None
+        if cause is not None:
+            raise TransportUnavailable(self._options.name, cause, _REMEDY)
         if manifest.table.arena_nbytes > arena.nbytes or handle.slot.kind != "memfd":
             msg = (
                 f"update {manifest.update_id}: its arena of {manifest.table.arena_nbytes} bytes "

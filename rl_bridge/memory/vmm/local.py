@@ -1,15 +1,18 @@
 """One driver object for each device of this process: owners of one cannot be used with another."""
 
+import ctypes
 import os
 import threading
 from typing import Literal
+
+import torch
 
 from rl_bridge.memory.places import CPU_PLACE, Place
 from rl_bridge.memory.vmm.cuda import CUDADriver, ordinal_of
 from rl_bridge.memory.vmm.driver import Device, VMMDriver
 from rl_bridge.memory.vmm.host import HostDriver
 
-__all__ = ["DriverName", "driver_at", "driver_of", "place_at"]
+__all__ = ["DriverName", "cuda_cause", "driver_at", "driver_of", "place_at"]
 
 DriverName = Literal["cuda", "host"]
 
@@ -19,6 +22,19 @@ _DRIVERS: dict[tuple[int, str, int | None], VMMDriver] = {}
 os.register_at_fork(
     before=_LOCK.acquire, after_in_parent=_LOCK.release, after_in_child=_LOCK.release
 )
+
+
+def cuda_cause() -> str | None:
+    """What this machine lacks for CUDA memory sharing; None if it lacks nothing."""
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        return f"libcuda.so.1, the NVIDIA driver's library, cannot be loaded ({error})"
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} is built without CUDA"
+    if not torch.cuda.is_available():
+        return "the NVIDIA driver reports no usable device"
+    return None
 
 
 def driver_at(name: DriverName, ordinal: int | None) -> VMMDriver:
