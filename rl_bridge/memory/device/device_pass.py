@@ -80,10 +80,13 @@ class DevicePass:
         self._engine = kind(self._table, self._offsets, self.device)
         self._lock = threading.Lock()
         words = self._table.num_words
-        self._out = torch.zeros(words, dtype=torch.int64, device=self.device)
-        self._host = torch.zeros(words, dtype=torch.int64, pin_memory=self._is_cuda)
+        self._out = torch.empty(words, dtype=torch.int64, device=self.device)
+        self._host = torch.empty(words, dtype=torch.int64, pin_memory=self._is_cuda)
         make_event: Any = torch.cuda.Event  # torch does not annotate it
         self._event = make_event() if self._is_cuda else None
+        if self._is_cuda:
+            # Torch may have given memory that work on this stream still uses; calls come on others.
+            torch.cuda.current_stream(self.device).synchronize()
         self._unfinished = False
         self._timeout_s = self._deadline = 0.0
 
