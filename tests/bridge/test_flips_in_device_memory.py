@@ -9,8 +9,9 @@ import torch
 from rl_bridge import ModuleInstallAdapter, RolloutExecutor, make_weight_bridge
 from rl_bridge.bridge.tensor_bridge import TensorBridge
 from rl_bridge.errors import IncompatibleUpdate, ProofFailed, SegmentError, TornEngine
+from rl_bridge.memory import leases
 from rl_bridge.memory.places import CPUPlace
-from rl_bridge.memory.vmm.driver import driver_error
+from rl_bridge.memory.vmm.driver import CAPTURING, driver_error
 from rl_bridge.memory.vmm.host import HostDriver
 from rl_bridge.memory.vmm.local import driver_at
 from rl_bridge.memory.vmm.owners import AddressRange
@@ -172,6 +173,52 @@ def test_an_engine_on_another_device_is_refused_with_both_named(
     with pytest.raises(IncompatibleUpdate, match="lies on cuda:5 and the engine on cpu"):
         rig.update(1)
     assert rig.executor.active_weight_version is None
+
+
+def test_the_device_is_drained_before_a_lease_ends(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Kernels may still read what a tensor showed that is gone: the slot must not be written yet.
+    manifest = rig.trainer.publish({"w": torch.ones(5)}, weight_version=1)
+    tensors = rig.rollout.import_update(manifest)
+    held = tensors["w"]
+    rig.rollout.acknowledge(manifest.update_id)
+    del tensors
+    rig.rollout.release(manifest.update_id)
+    calls: list[str] = []
+    for owner, name in ((HostDriver, "fence"), (leases, "unlock")):
+        inner = getattr(owner, name)
+
+        def call(*args: Any, _name: str = name, _inner: Any = inner, **kwargs: Any) -> Any:
+            calls.append(_name)
+            return _inner(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, call)
+    del held
+    assert calls[:2] == ["fence", "unlock"]
+
+
+def test_a_lease_goes_on_while_a_graph_is_captured(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest = rig.trainer.publish({"w": torch.ones(5)}, weight_version=1)
+    held = rig.rollout.import_update(manifest)["w"]
+    rig.rollout.acknowledge(manifest.update_id)
+    rig.rollout.release(manifest.update_id)
+    end: Any = rig.trainer._publisher_end()
+    fd = end._end._ring._slots[0].segment.fd
+    with monkeypatch.context() as patch:
+
+        def refuse(driver: HostDriver) -> None:
+            raise driver_error("cuCtxSynchronize", CAPTURING, f"{driver.name} captures")
+
+        patch.setattr(HostDriver, "fence", refuse)
+        del held
+        assert leases.is_held(fd)
+    other = rig.trainer.publish({"w": torch.zeros(5)}, weight_version=2)
+    rig.rollout.import_update(other)  # whatever comes next asks again
+    rig.rollout.reject(other, "enough")
+    assert not leases.is_held(fd)
 
 
 def test_a_hundred_flips_leave_nothing_behind(rig: Rig) -> None:
