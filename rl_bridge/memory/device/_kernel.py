@@ -216,10 +216,12 @@ def digest_leaves(
     groups = whole // 4
     for group in range(groups):
         at = source + group * (4 * READ)
+        # Counted in words from one pointer: a constant added to the address would take the hint of
+        # `_words` away from it, and the wide loads with it.
         first = _block(at, word, WIDTH, CAST)
-        second = _block(at + READ, word, WIDTH, CAST)
-        third = _block(at + 2 * READ, word, WIDTH, CAST)
-        fourth = _block(at + 3 * READ, word, WIDTH, CAST)
+        second = _block(at, word + _BLOCK, WIDTH, CAST)
+        third = _block(at, word + 2 * _BLOCK, WIDTH, CAST)
+        fourth = _block(at, word + 3 * _BLOCK, WIDTH, CAST)
         if COPY:
             to = target + group * (4 * _BLOCK_NBYTES)
             _store(to, word, first, None)

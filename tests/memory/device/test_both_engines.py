@@ -1,7 +1,7 @@
 """Digest and pack on a device: the kernel, interpreted by Triton, and torch's own operations.
 
-Both are asked the same questions about memory of the CPU. The answers of the kernel come from a child
-process, since Triton has to be told to interpret before it is imported.
+Both are asked the same questions about memory of the CPU. The answers of the kernel come from a
+child process, since Triton has to be told to interpret before it is imported.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,7 +22,9 @@ def interpreted() -> Iterator[Child]:
     if rig.NO_TRITON:
         pytest.skip(rig.NO_TRITON)
     with Child(rig.Interpreted) as child:
-        yield child.ready()
+        if cause := child.ready().call("lacks"):
+            pytest.skip(cause)
+        yield child
 
 
 @pytest.fixture(params=["torch", "triton"])
