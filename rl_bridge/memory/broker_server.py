@@ -25,7 +25,8 @@ from enum import IntEnum
 from pathlib import Path
 
 from rl_bridge.errors import TransportUnavailable
-from rl_bridge.memory.segment import close_fd, forget_fd_in_children, process_start_time
+from rl_bridge.memory.holding import close_fd, forget_fd_in_children
+from rl_bridge.memory.segment import process_start_time
 from rl_bridge.memory.vmm.owners import Descriptor
 
 __all__ = [

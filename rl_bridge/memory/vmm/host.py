@@ -16,7 +16,7 @@ import threading
 from dataclasses import dataclass, field
 
 from rl_bridge.memory import vm
-from rl_bridge.memory.segment import close_fd, forget_fd_in_children
+from rl_bridge.memory.holding import close_fd, forget_fd_in_children
 from rl_bridge.memory.vmm.driver import INVALID_VALUE, Device, VMMDriver, driver_error
 
 __all__ = ["HostDriver", "Live"]

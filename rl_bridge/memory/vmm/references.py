@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Self
 
 from rl_bridge.errors import DriverError, SegmentError
-from rl_bridge.memory.segment import close_fd, forget_fd_in_children
+from rl_bridge.memory.holding import close_fd, forget_fd_in_children
 from rl_bridge.memory.vmm.driver import CAPTURING, VMMDriver
 
 __all__ = ["Allocation", "Descriptor", "Reference", "quietly", "settle_late"]
