@@ -75,7 +75,7 @@ def _config(
     else:
         try:
             weights = load_checkpoint(model)
-        except FileNotFoundError as error:
+        except (OSError, ValueError) as error:
             raise typer.BadParameter(str(error), param_hint="--model") from error
     return SmokeConfig(
         weights=weights,
@@ -116,9 +116,14 @@ def main(
         traceback.print_exc(file=sys.stderr)
         outcome = Outcome(status="failed", notes=[f"{type(error).__name__}: {error}"])
     row = _row(mode, outcome)
-    if output is not None:
-        _append_csv(output, row)
     print(json.dumps(row, sort_keys=True))
+    if output is not None:
+        try:
+            _append_csv(output, row)
+        except OSError as error:
+            # The row is on the screen; a measurement must not be lost for a path.
+            print(f"--output {output}: {error}. Give a file in a folder of yours.", file=sys.stderr)
+            raise typer.Exit(1) from error
     if outcome.status == "failed":
         raise typer.Exit(1)
 

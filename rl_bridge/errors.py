@@ -30,6 +30,7 @@ The tree::
     ├── TornEngine                        an install failed and so did its undo
     ├── EngineLost                        an engine in other processes died or cannot be reached
     ├── SegmentError                      shared memory that vanished, shrank or was replaced
+    ├── DriverError                       a call of a memory driver failed: CUDA's, or its stand-in
     ├── SlotsExhausted                    every slot is held; the message names the holders
     ├── DeadlineExceeded(TimeoutError)
     └── BridgeClosed
@@ -45,6 +46,7 @@ __all__ = [
     "ChecksumMismatch",
     "DeadlineExceeded",
     "DigestMismatch",
+    "DriverError",
     "DuplicateTensorName",
     "EngineLost",
     "ForeignTransport",
@@ -204,6 +206,26 @@ class EngineLost(WeightBridgeError):
 
 class SegmentError(WeightBridgeError):
     """A shared-memory segment vanished, was truncated, replaced, or is not what it should be."""
+
+
+class DriverError(WeightBridgeError):
+    """A call of a memory driver failed: CUDA's, or the one on host memory that stands in for it.
+
+    Attributes:
+        call: the driver's function, by CUDA's name, e.g. ``cuMemMap``.
+        code: symbolic name of what it answered, e.g. ``CUDA_ERROR_INVALID_VALUE``.
+        cause: the message without its remedy.
+        remedy: what the user can do about it.
+
+    """
+
+    def __init__(self, call: str, code: str, detail: str, remedy: str) -> None:
+        """Build the message from its parts, which stay readable as attributes."""
+        self.cause = f"{call} failed with {code}: {detail}"
+        super().__init__(f"{self.cause}. {remedy}")
+        self.call = call
+        self.code = code
+        self.remedy = remedy
 
 
 class SlotsExhausted(WeightBridgeError):

@@ -139,3 +139,22 @@ def test_an_unknown_mode_is_refused_with_the_list() -> None:
     assert "telepathy" in result.stderr
     for mode in MODES:
         assert mode in result.stderr
+
+
+def test_a_damaged_checkpoint_is_a_usage_error(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(b"no such thing")
+    result = run_command("--smoke", "--mode", "local", "--model", str(path))
+    assert result.returncode == 2
+    assert "Traceback" not in result.stderr
+    assert "model.safetensors" in result.stderr
+
+
+def test_a_row_is_not_lost_with_the_file_that_cannot_take_it(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    path = tmp_path / "file" / "rows.csv"
+    result = run_command("--smoke", "--mode", "local", "--output", str(path))
+    assert result.returncode == 1
+    assert json.loads(result.stdout.splitlines()[-1])["status"] == "pass"
+    assert "Traceback" not in result.stderr
+    assert "--output" in result.stderr

@@ -167,6 +167,14 @@ def test_inspect_as_json_says_what_the_manifest_says(
     }
 
 
+def test_inspect_as_json_says_what_is_wrong_with_a_manifest(tmp_path: Path) -> None:
+    broken = tmp_path / "manifest.json"
+    broken.write_text("{}")
+    said = call("inspect", broken, "--json")
+    assert said.code == 1
+    assert said.json["error"]["type"] == "MalformedManifest"
+
+
 def test_inspect_shows_the_largest_tensors_and_all_on_request(
     bridge: BridgeOver, tmp_path: Path
 ) -> None:

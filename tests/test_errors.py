@@ -14,6 +14,7 @@ from rl_bridge.installers.base import InstallProof
 from rl_bridge.integrations.vllm.engine_adapter import VLLMEngineAdapter
 from rl_bridge.lifecycle.journal import Journal
 from rl_bridge.memory.segment import OwnedSegment, open_segment
+from rl_bridge.memory.vmm.host import HostDriver
 from rl_bridge.transports.registry import transport_class
 from tests.bridge.engines import Recording
 from tests.helpers import make_manifest, make_table, weights
@@ -226,6 +227,7 @@ RAISED: dict[type[Exception], Callable[[Path], object]] = {
     errors.TornEngine: lambda _: _install(install=OSError("x"), undo=OSError("y")),
     errors.EngineLost: _dead,
     errors.SegmentError: lambda _: OwnedSegment.make("x", 1 << 60),
+    errors.DriverError: lambda _: HostDriver().create(1),
     errors.SlotsExhausted: _exhausted,
     errors.BridgeClosed: _closed,
 }

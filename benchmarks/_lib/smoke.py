@@ -5,7 +5,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from multiprocessing.connection import Connection
 from typing import Any, Self
@@ -67,6 +67,12 @@ class SmokeConfig:
     first_version: int
     warmup: int
     updates: int
+    transport: str = "shared-memory"
+
+    @property
+    def device(self) -> str:
+        """Where the weights lie that the transport carries."""
+        return "cuda" if self.transport.startswith("cuda") else "cpu"
 
     @property
     def versions(self) -> range:
@@ -181,7 +187,8 @@ def _local(config: SmokeConfig) -> Outcome:
 def _consume(connection: Connection) -> None:
     """Import, acknowledge and release what the trainer announces (in a process of its own)."""
     watch = _Stopwatch()
-    with make_weight_bridge("shared-memory", source_worker="rollout") as bridge:
+    transport = recv_json(connection, _TIMEOUT_S, "the trainer")["transport"]
+    with make_weight_bridge(transport, source_worker="rollout") as bridge:
         while True:
             command = recv_json(connection, _TIMEOUT_S, "the trainer")
             if command["do"] == "end":
@@ -201,12 +208,12 @@ def _consume(connection: Connection) -> None:
 def _roll_out(connection: Connection) -> None:
     """Install what the trainer announces through a RolloutExecutor (in a process of its own)."""
     watch = _Stopwatch()
-    shapes = recv_json(connection, _TIMEOUT_S, "the trainer")
+    told = recv_json(connection, _TIMEOUT_S, "the trainer")
     engine = {
-        name: torch.zeros(shape, dtype=getattr(torch, dtype))
-        for name, (shape, dtype) in shapes.items()
+        name: torch.zeros(shape, dtype=getattr(torch, dtype), device=told["device"])
+        for name, (shape, dtype) in told["shapes"].items()
     }
-    with make_weight_bridge("shared-memory", source_worker="rollout") as bridge:
+    with make_weight_bridge(told["transport"], source_worker="rollout") as bridge:
         executor = RolloutExecutor(
             weight_bridge=bridge,
             weight_install_adapter=ModuleInstallAdapter(engine, mode="copy"),
@@ -260,12 +267,13 @@ class _Child:
 def _hand_over(config: SmokeConfig, child: _Child, watch: _Stopwatch) -> Outcome:
     """Publish every version to a child that answers with the version it is on."""
     active: int | None = None
-    with make_weight_bridge("shared-memory", source_worker="trainer") as bridge:
+    weights = {name: tensor.to(config.device) for name, tensor in config.weights.items()}
+    with make_weight_bridge(config.transport, source_worker="trainer") as bridge:
         held: str | None = None
         for version in config.versions:
-            train_a_little(config.weights)
+            train_a_little(weights)
             with watch("publish_ms"):
-                manifest = bridge.publish(config.weights, weight_version=version)
+                manifest = bridge.publish(weights, weight_version=version)
             active = child.ask({"do": "import", "manifest": manifest.to_json()})["active"]
             if active != version:
                 raise BenchmarkError(f"the rollout process is on {active}, expected {version}")
@@ -286,10 +294,11 @@ def _hand_over(config: SmokeConfig, child: _Child, watch: _Stopwatch) -> Outcome
     )
 
 
-def _shared_memory(config: SmokeConfig) -> Outcome:
+def _two_processes(config: SmokeConfig) -> Outcome:
     """Publisher here, consumer in a spawned process."""
     watch = _Stopwatch()
     with _Child(_consume) as child:
+        send_json(child.connection, {"transport": config.transport})
         outcome = _hand_over(config, child, watch)
     outcome.notes = _notes(config, "imported, acknowledged and released in a spawned process")
     outcome.times_ms = watch.medians(config.warmup)
@@ -304,22 +313,25 @@ def _rollout_update(config: SmokeConfig) -> Outcome:
             name: (list(tensor.shape), str(tensor.dtype).removeprefix("torch."))
             for name, tensor in config.weights.items()
         }
-        send_json(child.connection, shapes)
+        told = {"transport": config.transport, "device": config.device, "shapes": shapes}
+        send_json(child.connection, told)
         outcome = _hand_over(config, child, watch)
     times = watch.medians(config.warmup)
     phases = {name: times.pop(name) for name in list(times) if name.startswith("phase ")}
     whole = times.pop("update_ms")
     outcome.notes = _notes(config, "through RolloutExecutor.update_weights in a spawned process")
-    told = ", ".join(f"{name.removeprefix('phase ')} {value}" for name, value in phases.items())
-    outcome.notes.append(f"update_weights took {whole} ms, of that: {told}")
+    listed = ", ".join(f"{name.removeprefix('phase ')} {value}" for name, value in phases.items())
+    outcome.notes.append(f"update_weights took {whole} ms, of that: {listed}")
     outcome.times_ms = times
     return outcome
 
 
 _RUNNERS: dict[Mode, Callable[[SmokeConfig], Outcome]] = {
     Mode.LOCAL: _local,
-    Mode.SHARED_MEMORY: _shared_memory,
+    Mode.SHARED_MEMORY: _two_processes,
     Mode.ROLLOUT_UPDATE: _rollout_update,
+    Mode.CUDA_VMM: _two_processes,
+    Mode.CUDA_VMM_ROLLOUT_UPDATE: _rollout_update,
 }
 
 
@@ -339,4 +351,4 @@ def run_mode(mode: Mode, config: SmokeConfig) -> Outcome:
         causes = [f"this command has no run for {mode} yet"]
     if causes or runner is None:
         return Outcome(status="blocked", notes=causes)
-    return runner(config)
+    return runner(replace(config, transport=_TRANSPORTS[mode]))

@@ -34,8 +34,10 @@ def load_checkpoint(path: Path) -> dict[str, torch.Tensor]:
 
     Raises:
         FileNotFoundError: there is none.
+        ValueError: one of them is no such file.
 
     """
+    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
@@ -43,7 +45,10 @@ def load_checkpoint(path: Path) -> dict[str, torch.Tensor]:
         raise FileNotFoundError(f"no .safetensors file at {path}")
     weights: dict[str, torch.Tensor] = {}
     for file in files:
-        weights |= load_file(file)
+        try:
+            weights |= load_file(file)
+        except SafetensorError as error:
+            raise ValueError(f"{file} is no .safetensors file: {error}") from error
     return weights
 
 

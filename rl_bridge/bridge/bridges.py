@@ -28,7 +28,7 @@ class SharedMemoryTensorBridge(TensorBridge):
 
 
 class CUDAVMMTensorBridge(TensorBridge):
-    """``cuda-vmm``: blocked in this release; publishing and importing say why."""
+    """``cuda-vmm``: GPU tensors between processes of one machine, no copy on import."""
 
     transport: ClassVar[str] = "cuda-vmm"
 

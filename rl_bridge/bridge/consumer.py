@@ -15,13 +15,7 @@ from collections.abc import Mapping
 from rl_bridge.bridge.acknowledgement import describe
 from rl_bridge.bridge.guards import as_manifest, require_own_process
 from rl_bridge.bridge.order import Order
-from rl_bridge.bridge.records import (
-    ImportedUpdate,
-    checked_timings,
-    remember,
-    report_of,
-    verified,
-)
+from rl_bridge.bridge.records import ImportedUpdate, checked_timings, remember, report_of, verified
 from rl_bridge.errors import (
     BridgeClosed,
     ChecksumMismatch,
@@ -363,6 +357,9 @@ class Consumer:
         report = report_of(record, manifest)
         try:
             self._end.report(manifest, report)
+            if report.tensors_held and not report_of(record, manifest).tensors_held:
+                # The last tensor died meanwhile, in a thread that told so before this one.
+                self._end.report(manifest, report_of(record, manifest))
         except Exception:  # noqa: BLE001 - logged in full
             # What it tells of has happened: a way back that fails must not look like its failure.
             _LOG.exception("the publisher was not told of %s", report)

@@ -271,7 +271,7 @@ class Publisher:
         self, tensors: dict[str, torch.Tensor], trainable: frozenset[str] | None
     ) -> PackPlan:
         if self._plan is None or not self._plan.fits(tensors, trainable):
-            self._plan = PackPlan(tensors, trainable)
+            self._plan = PackPlan(tensors, trainable, place=self._end.place)
         return self._plan
 
     def _record(self, update_id: str) -> _Published:

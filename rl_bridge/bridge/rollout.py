@@ -151,25 +151,28 @@ class RolloutExecutor:
     @property
     def active_weight_version(self) -> int | None:
         """The version that the engine holds; None before the first and while it is torn."""
-        left = self._left_over()
-        if left is not None and left.is_acknowledged:
+        left = self._not_activated()
+        if left is not None:
             return left.manifest.weight_version
         return None if self.is_torn else self._standing.version
 
     @property
     def active_weight_update_id(self) -> str | None:
         """The active update; None before the first and after a release."""
-        return self._standing.update_id
+        left = self._not_activated()
+        return self._standing.update_id if left is None else left.manifest.update_id
 
     @property
     def shared_weights(self) -> Mapping[str, torch.Tensor]:
         """The imported mapping of the active update; empty before the first, after a release."""
-        return self._standing.weights
+        left = self._not_activated()
+        return self._standing.weights if left is None else left.tensors
 
     @property
     def last_ack(self) -> Acknowledgement | None:
         """What the last acknowledged update left behind: proof, timings, memory."""
-        return self._standing.last_ack
+        left = self._not_activated()
+        return self._standing.last_ack if left is None else left.acknowledgement()
 
     @property
     def is_torn(self) -> bool:
@@ -187,9 +190,9 @@ class RolloutExecutor:
             WeightBridgeUnavailableError: it never got a verified version.
 
         """
-        left = self._left_over()
-        if left is not None and left.is_acknowledged:
+        if self._not_activated() is not None:
             return
+        left = self._left_over()
         if left is not None and left.leaves_a_mixture:
             raise TornEngine(_cut_off(left))
         self._standing.check_servable()
@@ -304,6 +307,11 @@ class RolloutExecutor:
         # In this order: an update that begins in between is seen to run.
         left = self._under_way
         return None if left is None or self._busy.locked() or left.is_over else left
+
+    def _not_activated(self) -> Transaction | None:
+        """An update that an interrupt left behind its acknowledgement: the engine has it."""
+        left = self._left_over()
+        return left if left is not None and left.is_acknowledged else None
 
     def _settle(self) -> None:
         """End what an interrupt left behind, before anything else is done to the engine.

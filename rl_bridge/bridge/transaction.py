@@ -74,8 +74,25 @@ class Transaction:
     def is_acknowledged(self) -> bool:
         """Whether the point of no return is behind it."""
         # Of a bridge of the user's own nothing but its return tells. An interrupt may come before.
+        # Released, where an observer did that at once: there is no other way to it from here.
         return self._has_acknowledged or (
-            self._is_acknowledging and self._steps.is_in(self.manifest, State.ACKNOWLEDGED)
+            self._is_acknowledging
+            and self._steps.is_in(self.manifest, State.ACKNOWLEDGED, State.RELEASED)
+        )
+
+    def acknowledgement(self) -> Acknowledgement:
+        """What an acknowledged update leaves behind."""
+        manifest, timings_ms = self.manifest, dict(self._clock.timings_ms)
+        if isinstance(self._bridge, TensorBridge):
+            timings_ms = {**self._bridge.timings(manifest.update_id), **timings_ms}
+        return Acknowledgement(
+            update_id=manifest.update_id,
+            weight_version=manifest.weight_version,
+            root=manifest.root,
+            proof=self._proof,
+            timings_ms=timings_ms,
+            total_nbytes=manifest.total_nbytes,
+            peak_rss_nbytes=peak_rss_nbytes(),
         )
 
     @property
@@ -127,24 +144,13 @@ class Transaction:
                 let_go, self._previous, adapter=self._adapter, bridge=self._bridge
             )
         settle(manifest.weight_version, steps)
-        timings_ms = dict(self._clock.timings_ms)
-        if isinstance(self._bridge, TensorBridge):
-            timings_ms = {**self._bridge.timings(manifest.update_id), **timings_ms}
-        self._standing.last_ack = Acknowledgement(
-            update_id=manifest.update_id,
-            weight_version=manifest.weight_version,
-            root=manifest.root,
-            proof=self._proof,
-            timings_ms=timings_ms,
-            total_nbytes=manifest.total_nbytes,
-            peak_rss_nbytes=peak_rss_nbytes(),
-        )
+        self._standing.last_ack = ack = self.acknowledgement()
         self.is_over = True
         _LOG.info(
             "version %d is active: %s, %.1f ms",
             manifest.weight_version,
             self._proof.method,
-            timings_ms.get("total", 0.0),
+            ack.timings_ms.get("total", 0.0),
         )
 
     def end(self, error: BaseException) -> None:

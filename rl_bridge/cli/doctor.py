@@ -31,7 +31,7 @@ _PURPOSES = {
     "cuda-vmm": "CUDA tensors between processes",
     "cuda-ipc": "CUDA tensors between processes, the older way",
     "torch module": "any torch.nn.Module: copy, alias and flip",
-    "vllm": "is installed; what of it works is told below",
+    "vllm": "engines of vLLM; what of it works is told below",
     "compiled pass": "copies and digests at memory speed, without the GIL",
 }
 

@@ -11,6 +11,7 @@ from rich.text import Text
 
 from rl_bridge.cli.manifests import ManifestFile, read_manifest
 from rl_bridge.cli.screen import duration, facts, plain, say_json, screen, size
+from rl_bridge.errors import WeightBridgeError
 from rl_bridge.manifest.canonical import JSONValue, canonical_json
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.manifest.table import TensorDescriptor, TensorTable
@@ -32,7 +33,13 @@ def inspect(
     Everything that can be wrong with a manifest is checked. The weights are not read: that is what
     verify does.
     """
-    manifest = read_manifest(file)
+    try:
+        manifest = read_manifest(file)
+    except WeightBridgeError as error:
+        if as_json:
+            failure: dict[str, JSONValue] = {"type": type(error).__name__, "message": str(error)}
+            say_json({"error": failure})
+        raise
     if as_json:
         say_json(_document(manifest, every_tensor=tensors))
         return

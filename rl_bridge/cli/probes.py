@@ -12,8 +12,9 @@ from importlib import metadata
 from rl_bridge.errors import WeightBridgeError
 from rl_bridge.integrations.vllm import probe as vllm
 from rl_bridge.memory import leases, vm
+from rl_bridge.memory.holding import close_fd
 from rl_bridge.memory.passes import native_cause
-from rl_bridge.memory.segment import OwnedSegment, close_fd, open_segment
+from rl_bridge.memory.segment import OwnedSegment, open_segment
 from rl_bridge.transports.base import Availability
 
 __all__ = ["ENGINES", "FEATURES", "compiled_pass", "engine", "feature", "vllm_features"]

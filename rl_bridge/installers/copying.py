@@ -34,7 +34,7 @@ class CopyWay(Way):
 
     def prepare(self, manifest: WeightUpdateManifest, tensors: ImportedTensors) -> None:
         """Match names, shapes and dtypes; copy the engine aside if nothing else can restore it."""
-        bound = self.begin(manifest)
+        bound = self.begin(manifest, tensors)
         # While an update is neither undone nor committed, the engine may be a mixture: what `undo`
         # goes back to must then not be taken from it.
         if self._pending is None:

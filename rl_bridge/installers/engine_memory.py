@@ -19,12 +19,11 @@ from rl_bridge.manifest.collector import collector_paused
 from rl_bridge.manifest.digest import DIGEST_NBYTES
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.manifest.table import TensorTable
-from rl_bridge.memory import vm
 from rl_bridge.memory.facts import TensorFacts, tensor_key
 from rl_bridge.memory.module_state import ModuleState
 from rl_bridge.memory.packing import raw_elements
-from rl_bridge.memory.passes import Addresses, BytePlan
-from rl_bridge.memory.plain import not_plain
+from rl_bridge.memory.passes import Addresses
+from rl_bridge.memory.places import Pass, Place, place_of
 
 __all__ = ["Binding", "Engine", "EngineMemory", "named_engine_tensors", "put_back", "take_out"]
 
@@ -47,7 +46,8 @@ class Binding:
         tensors: the live tensors.
         rows: layout row that each target takes its bytes from.
         addresses: where each target lies, uint64.
-        plan: the targets' sizes.
+        plan: the pass over the targets.
+        place: where they lie.
         strided: targets that are not contiguous: torch copies them.
         facts: what `every_tensor` was when it was matched.
         rebinds: whether it was made for an install that exchanges storages.
@@ -69,7 +69,8 @@ class Binding:
     tensors: tuple[torch.Tensor, ...]
     rows: np.ndarray
     addresses: Addresses
-    plan: BytePlan
+    plan: Pass
+    place: Place
     strided: tuple[int, ...]
     facts: TensorFacts
     rebinds: bool
@@ -221,7 +222,7 @@ class EngineMemory:
                 for index in bound.strided:
                     elements = raw_elements(bound.tensors[index])
                     nbytes = elements.numel() * elements.element_size()
-                    raw = vm.tensor_at(int(origins[index]), nbytes)
+                    raw = bound.place.bytes_at(int(origins[index]), nbytes)
                     elements.copy_(raw.view(elements.dtype).view(elements.shape))
                     targets[index] = origins[index]  # equal addresses: nothing left to copy
         bound.plan.copy(origins, targets, num_threads=self._num_threads)
@@ -287,7 +288,8 @@ def _difference(bound: Binding, found: bytes, expected: bytes, version: int) -> 
 def _matched(
     table: TensorTable, tensors: Mapping[str, torch.Tensor], *, strict: bool, rebinds: bool
 ) -> Binding:
-    missing = check_fit(table, tensors, strict=strict)
+    place = place_of(map(tensors.__getitem__, filter(tensors.__contains__, table.rows)))
+    missing = check_fit(table, tensors, place, strict=strict)
     rows, tied = dict(table.rows), []
     targets: dict[object, tuple[str, int]] = {}
     for name, row in table.rows.items():
@@ -304,7 +306,7 @@ def _matched(
             rows[name] = earlier[1]
     for name in missing:
         tensor = tensors[name]
-        if rebinds or not_plain(tensor) is None:
+        if rebinds or place.not_plain(tensor) is None:
             covering = targets.get(id(tensor) if rebinds else tensor_key(tensor))
             if covering is not None:
                 rows[name] = covering[1]
@@ -321,7 +323,8 @@ def _matched(
         tensors=found,
         rows=target_rows,
         addresses=np.array([tensor.data_ptr() for tensor in found], np.uint64),
-        plan=BytePlan(table.nbytes_column[target_rows]),
+        plan=place.plan(table.nbytes_column[target_rows]),
+        place=place,
         strided=tuple(i for i, tensor in enumerate(found) if not tensor.is_contiguous()),
         facts=TensorFacts(every),
         rebinds=rebinds,

@@ -7,7 +7,7 @@ import torch
 from rl_bridge.errors import IncompatibleUpdate
 from rl_bridge.manifest.table import TensorTable
 from rl_bridge.memory.packing import dtype_name
-from rl_bridge.memory.plain import not_plain
+from rl_bridge.memory.places import Place
 
 __all__ = ["check_fit", "names_differ"]
 
@@ -16,13 +16,14 @@ _COMPILED = "_orig_mod."
 
 
 def check_fit(
-    table: TensorTable, tensors: Mapping[str, torch.Tensor], *, strict: bool
+    table: TensorTable, tensors: Mapping[str, torch.Tensor], place: Place, *, strict: bool
 ) -> list[str]:
     """Compare a layout with the engine's tensors (name -> tensor).
 
     Args:
         table: the layout.
         tensors: the engine's.
+        place: where they must lie.
         strict: whether the layout has to cover every engine tensor.
 
     Returns:
@@ -40,10 +41,11 @@ def check_fit(
     rows, shapes, dtypes = table.rows, table.shapes, table.dtypes
     for name, row in rows.items():
         tensor = tensors[name]
-        reason = not_plain(tensor)
+        reason = place.not_plain(tensor)
         if reason is not None:
             msg = (
-                f"tensor {name!r} of the engine {reason}. This installer writes plain CPU memory. "
+                f"tensor {name!r} of the engine {reason}. This installer writes plain memory of "
+                "one device. "
                 "Write an adapter of its own, with install and release, for any other engine."
             )
             raise IncompatibleUpdate(msg)

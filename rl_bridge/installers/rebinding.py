@@ -11,8 +11,8 @@ from rl_bridge.installers.way import Rebinding, Way, prove_identity
 from rl_bridge.manifest.collector import collector_paused
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.manifest.table import TensorTable
-from rl_bridge.memory.flip import LiveRange
 from rl_bridge.memory.imported import ImportedTensors
+from rl_bridge.memory.live import Live, live_range
 from rl_bridge.memory.pins import Pin, tensor_in
 
 __all__ = ["AliasWay", "FlipWay"]
@@ -35,7 +35,7 @@ class AliasWay(Way):
 
     def prepare(self, manifest: WeightUpdateManifest, tensors: ImportedTensors) -> None:
         """Match names, shapes and dtypes."""
-        bound = self.begin(manifest)
+        bound = self.begin(manifest, tensors)
         self._pending = (manifest, tensors, bound)
 
     def abandon(self) -> None:
@@ -103,10 +103,10 @@ class FlipWay(Way):
         """Work on an engine's memory."""
         super().__init__(memory, strict=strict, num_threads=num_threads)
         self._rebinding = Rebinding()
-        self._live: LiveRange | None = None
+        self._live: Live | None = None
         self._live_layout = ""
         # While an update is under way: what was live before, to go back to.
-        self._before: tuple[LiveRange | None, str, Pin | None] | None = None
+        self._before: tuple[Live | None, str, Pin | None] | None = None
         self._pending: tuple[WeightUpdateManifest, ImportedTensors, Binding] | None = None
 
     def is_prepared(self, manifest: WeightUpdateManifest) -> bool:
@@ -115,7 +115,7 @@ class FlipWay(Way):
 
     def prepare(self, manifest: WeightUpdateManifest, tensors: ImportedTensors) -> None:
         """Match names, shapes and dtypes; make sure that the update lies in a mapped segment."""
-        bound = self.begin(manifest)
+        bound = self.begin(manifest, tensors)
         if tensors.pin.view is None:
             msg = (
                 "a flip needs the mapped segment of a shared-memory update, this transport copied "
@@ -161,13 +161,13 @@ class FlipWay(Way):
         if self._live is not None and self._live_layout == manifest.table.digest:
             self._live.flip(tensors.pin)
             return
-        live = LiveRange(manifest.table.arena_nbytes)
+        live = live_range(tensors.pin, manifest.table.arena_nbytes)
         live.flip(tensors.pin)
         self._live, self._live_layout = live, manifest.table.digest
         with collector_paused():
             self._bind_to(live, manifest.table, bound)
 
-    def _bind_to(self, live: LiveRange, table: TensorTable, bound: Binding) -> None:
+    def _bind_to(self, live: Live, table: TensorTable, bound: Binding) -> None:
         views = [
             tensor_in(live.pin, *place)
             for place in zip(table.offsets, table.nbytes, table.dtypes, table.shapes, strict=True)

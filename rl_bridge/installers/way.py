@@ -16,7 +16,7 @@ from rl_bridge.manifest.table import TensorTable
 from rl_bridge.memory import vm
 from rl_bridge.memory.imported import ImportedTensors
 from rl_bridge.memory.packing import dtype_name
-from rl_bridge.memory.passes import Addresses, BytePlan
+from rl_bridge.memory.passes import Addresses
 
 __all__ = ["Rebinding", "Way", "prove_identity", "require_imported"]
 
@@ -35,14 +35,22 @@ class Way(ABC):
         # The engine as it was matched before the first install since the last commit or undo.
         self._origin: Binding | None = None
 
-    def begin(self, manifest: WeightUpdateManifest) -> Binding:
+    def begin(self, manifest: WeightUpdateManifest, tensors: ImportedTensors) -> Binding:
         """Match names, shapes and dtypes, and remember what `put_back` goes back to.
 
         Raises:
-            IncompatibleUpdate: they do not fit, or names that the engine ties differ.
+            IncompatibleUpdate: they do not fit, lie on another device, or names that the engine
+                ties differ.
 
         """
         bound = self.memory.bind_update(manifest, strict=self.strict, rebinds=self.rebinds)
+        here, there = bound.place.device, tensors.pin.place.device
+        if here != there and len(bound.tensors):
+            msg = (
+                f"the update lies on {there} and the engine on {here}. Use a transport that ends "
+                "where the engine is: cuda-vmm or cuda-ipc for a GPU, shared-memory for the CPU."
+            )
+            raise IncompatibleUpdate(msg)
         if self._origin is None:
             self._origin = bound
         return bound
@@ -153,7 +161,8 @@ def prove_identity(
     """
     table = manifest.table
     _require_views(way, manifest, bound, expected)
-    own = vm.private_ranges(base, vm.round_up(max(table.arena_nbytes, 1))) if is_verified else None
+    extent = vm.round_up(max(table.arena_nbytes, 1))
+    own = bound.place.private_ranges(base, extent) if is_verified else None
     if own == []:
         return InstallProof(
             method="identity",
@@ -162,7 +171,7 @@ def prove_identity(
             tensors=len(table.rows),
         )
     # Somebody wrote here (or the kernel cannot tell): what was written decides.
-    found = BytePlan(table.nbytes_column).digest(expected, num_threads=way.num_threads)
+    found = bound.place.plan(table.nbytes_column).digest(expected, num_threads=way.num_threads)
     if found != manifest.digests:
         have = np.frombuffer(found, np.uint8).reshape(-1, DIGEST_NBYTES)
         want = np.frombuffer(manifest.digests, np.uint8).reshape(-1, DIGEST_NBYTES)

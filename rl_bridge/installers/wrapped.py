@@ -25,7 +25,6 @@ from rl_bridge.installers.snapshot import Snapshot, every_engine_tensor
 from rl_bridge.installers.threads import checked_threads
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.memory.imported import ImportedTensors
-from rl_bridge.memory.passes import BytePlan
 
 __all__ = ["Version", "WrappedAdapter", "as_transactional", "engine_of"]
 
@@ -333,7 +332,7 @@ def _require_unwritten(
         return
     if tensors.pin.view is not None:
         tensors.pin.view.refresh(tensors.pin.address, tensors.pin.nbytes)
-    plan = BytePlan(manifest.table.nbytes_column)
+    plan = tensors.pin.place.plan(manifest.table.nbytes_column)
     if plan.digest(tensors.addresses, num_threads=num_threads) != manifest.digests:
         msg = (
             f"the undo needs version {manifest.weight_version}, and somebody wrote into its "

@@ -42,14 +42,22 @@ class _Record(BaseModel):
 # A forked child shares the lock's file description: unless it lets go, the directory would stay
 # locked after this publisher died.
 _OPEN: "weakref.WeakSet[Journal]" = weakref.WeakSet()
+_FILES: "weakref.WeakSet[_LockFile]" = weakref.WeakSet()
+# Held where a fork must not come in between: the child would keep what is not noted yet.
+_FORKS = threading.RLock()
 
 
 def _close_in_child() -> None:
     for journal in list(_OPEN):
         journal.abandon()
+    for file in list(_FILES):
+        file.close()
+    _FORKS.release()
 
 
-os.register_at_fork(after_in_child=_close_in_child)
+os.register_at_fork(
+    before=_FORKS.acquire, after_in_parent=_FORKS.release, after_in_child=_close_in_child
+)
 
 
 class _LockFile:
@@ -57,19 +65,28 @@ class _LockFile:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
+        self._fds: list[int] = []
+        # (Called once at most: `close` makes it void.)
+        self._finalizer = weakref.finalize(self, _close_all, self._fds)
+        self._finalizer.atexit = False
+        _FILES.add(self)
         try:
             # Not what it lies in: a path with a typing mistake is to be told, not made.
             directory.mkdir(exist_ok=True)
-            self.fd = os.open(directory / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+            with _FORKS:
+                # One step of the interpreter: no interrupt comes in between opening and noting.
+                self._fds.extend(map(os.open, [directory / _LOCK], [flags], [0o600]))
         except OSError as error:
             msg = (
                 f"the state directory {directory} cannot be used: {error}. Make what it lies in, "
                 "or choose another one."
             )
             raise WeightBridgeError(msg) from error
-        # (Called once at most: `close` makes it void.)
-        self._finalizer = weakref.finalize(self, os.close, self.fd)
-        self._finalizer.atexit = False
+
+    @property
+    def fd(self) -> int:
+        return self._fds[0]
 
     @property
     def is_open(self) -> bool:
@@ -87,6 +104,11 @@ class _LockFile:
 
     def close(self) -> None:
         self._finalizer()
+
+
+def _close_all(fds: list[int]) -> None:
+    while fds:
+        os.close(fds.pop())
 
 
 class Journal:

@@ -29,10 +29,10 @@ from pydantic import (
 from rl_bridge.errors import SegmentError, WeightBridgeUnavailableError
 from rl_bridge.manifest.canonical import canonical_json
 from rl_bridge.memory import leases, vm
+from rl_bridge.memory.holding import Holding
 from rl_bridge.memory.segment import (
     OwnedSegment,
     SegmentRef,
-    close_fd,
     open_segment,
     require_resources,
 )
@@ -210,10 +210,11 @@ class ControlWriter:
         self._num_reports = 0
         self._pid = os.getpid()
         self._is_closed = False
-        self._fd = open_segment(ref, directory=directory, writable=True)
         # A writer that an interrupt loses must not keep its record for as long as the process runs.
-        self._finalizer = weakref.finalize(self, _dispose, self._pid, self._fd)
+        held = Holding()
+        self._finalizer = weakref.finalize(self, held.dispose)
         self._finalizer.atexit = False
+        self._fd = open_segment(ref, directory=directory, writable=True, held=held)
         try:
             self._check_header(publisher_id)
             self._start = self._claim(num_records(ref.nbytes))
@@ -316,8 +317,3 @@ class ControlWriter:
         # A copy: a tensor that dies meanwhile may report, in this very thread.
         updates = [report.model_dump() for report in list(self._updates.values())]
         return canonical_json({**self._identity, "updates": updates}).encode("ascii")
-
-
-def _dispose(pid: int, fd: int) -> None:
-    if os.getpid() == pid:  # in a forked child the number may be another descriptor's by now
-        close_fd(fd)

@@ -14,9 +14,10 @@ from pathlib import Path
 
 from rl_bridge.errors import SegmentError, StaleUpdate
 from rl_bridge.memory import leases
+from rl_bridge.memory.holding import Holding
 from rl_bridge.memory.pins import Pin
 from rl_bridge.memory.places import CPU_PLACE, Place
-from rl_bridge.memory.segment import SegmentRef, close_fd, open_segment
+from rl_bridge.memory.segment import SegmentRef, open_segment
 from rl_bridge.memory.slots import read_stamp
 
 __all__ = ["LeasedView"]
@@ -37,11 +38,16 @@ class LeasedView(ABC):
         """
         self.ref = ref
         self.directory = directory
-        self.fd = open_segment(ref, directory=directory)
+        # A view that an interrupt loses must not keep the slot for as long as the process runs. One
+        # that is pinned is not lost: its pins' finalizers hold it.
+        held = self._held = Holding()
+        self._finalizer = weakref.finalize(self, held.dispose)
+        self._finalizer.atexit = False
+        self.fd = open_segment(ref, directory=directory, held=held)
         try:
             self.address = self._open()
         except BaseException:
-            close_fd(self.fd)
+            self._finalizer()  # at once, whoever keeps the exception
             raise
         # Reentrant: a pin's finalizer may run inside any allocation, also under this lock.
         self._lock = threading.RLock()
@@ -64,11 +70,14 @@ class LeasedView(ABC):
 
     @abstractmethod
     def _open(self) -> int:
-        """Make the arena readable; returns its first address. `fd` is closed if it raises."""
+        """Make the arena readable; returns its first address."""
 
-    @abstractmethod
-    def _unmap(self) -> None:
-        """Give back what `_open` made."""
+    def _is_quiet(self) -> bool:
+        """Whether nobody reads any more what the last tensor showed. Asked again if not."""
+        return True
+
+    def _unmap(self) -> None:  # noqa: B027 - what is noted suffices as a rule
+        """Give back what `_open` made, but for what it noted in `_held`."""
 
     @abstractmethod
     def refresh(self, address: int, nbytes: int) -> bool:
@@ -92,10 +101,17 @@ class LeasedView(ABC):
     @property
     def is_pinned(self) -> bool:
         """Whether any tensor of this segment lives."""
-        with self._lock:
-            # It only looks, and at a copy: a tensor that dies meanwhile asks too, in this very
-            # thread. If both wrote, the outer one would strike out what the inner one had moved.
-            return any(pin() is not None for pin in list(self._pins))
+        return bool(self._living())
+
+    def _living(self) -> list[object]:
+        """The pins that live. Whoever holds the lock keeps them until he has let go of it.
+
+        Another thread may drop the last tensor meanwhile: then the pin dies here, and what it has
+        to tell the publisher waits for locks of others, who may wait for this one.
+        """
+        # It only looks, and at a copy: a tensor that dies meanwhile asks too, in this very thread.
+        # If both wrote, the outer one would strike out what the inner one had moved.
+        return [found for pin in list(self._pins) if (found := pin()) is not None]
 
     def pin(self, update_id: str, generation: int, arena_nbytes: int) -> Pin:
         """Lease the version that the segment holds.
@@ -107,7 +123,9 @@ class LeasedView(ABC):
         """
         if arena_nbytes > self.capacity:
             raise SegmentError(self._another_size(update_id, self.capacity, arena_nbytes))
+        living: list[object] = []
         with self._lock:
+            living += self._prune()
             # Noted as living before the lease is taken and the stamp is read: a finalizer of an
             # older pin, which may run in between, then does not give the lease back.
             pin = self._make_pin(max(arena_nbytes, 1))
@@ -125,18 +143,27 @@ class LeasedView(ABC):
             raise StaleUpdate(self._overwritten(update_id, "is being overwritten"))
 
     def _make_pin(self, nbytes: int) -> Pin:
-        self._prune()
         pin = Pin(self.address, nbytes, self, place=self.place)
         life: weakref.ref[object] = weakref.ref(pin.buffer)
         self._pins.append(life)
         weakref.finalize(pin.buffer, self.settle).atexit = False
         return pin
 
-    def _prune(self) -> None:
-        """Forget the pins that are dead, one at a time: a collection may come in anywhere."""
+    def _prune(self) -> list[object]:
+        """Forget the pins that are dead, one at a time: a collection may come in anywhere.
+
+        Returns:
+            Those that live, to be kept as `_living` says.
+
+        """
+        living = []
         for life in list(self._pins):
-            if life() is None:
+            found = life()
+            if found is None:
                 self._pins.remove(life)
+            else:
+                living.append(found)
+        return living
 
     def _check_stamp(self, update_id: str, generation: int, arena_nbytes: int) -> None:
         stamp = read_stamp(self.fd, self.ref)
@@ -162,8 +189,10 @@ class LeasedView(ABC):
         """Give the lease back if no tensor lives; harmless at any time."""
         if os.getpid() != self._pid:
             return  # before the lock: at the fork, another thread of the parent may have held it
+        living: list[object] = []
         with self._lock:
-            if self.is_pinned or self._is_unmapped:
+            living += self._living()
+            if living or self._is_unmapped or not self._is_quiet():
                 return
             leases.unlock(self.fd)
             if self._retired:
@@ -171,12 +200,14 @@ class LeasedView(ABC):
 
     def retire(self) -> None:
         """Unmap as soon as no tensor needs it any more."""
+        living: list[object] = []
         with self._lock:
             self._retired = True
-            if not (self.is_pinned or self._is_unmapped):
+            living += self._living()
+            if not (living or self._is_unmapped) and self._is_quiet():
                 self._close()
 
     def _close(self) -> None:
         self._is_unmapped = True
         self._unmap()
-        close_fd(self.fd)
+        self._finalizer()

@@ -13,10 +13,10 @@ from rl_bridge.errors import IncompatibleUpdate, WeightBridgeUnavailableError
 from rl_bridge.manifest.collector import collector_paused
 from rl_bridge.manifest.dtypes import DTYPE_NBYTES, dtype_nbytes
 from rl_bridge.manifest.table import KNOWN_LAYOUTS, TensorTable
-from rl_bridge.memory import vm
 from rl_bridge.memory.facts import TensorFacts, tensor_key
-from rl_bridge.memory.passes import Addresses, BytePlan
-from rl_bridge.memory.plain import is_lazy_view, not_plain
+from rl_bridge.memory.passes import Addresses
+from rl_bridge.memory.places import CPU_PLACE, Place
+from rl_bridge.memory.plain import is_lazy_view
 
 __all__ = ["PackPlan", "dtype_name", "raw_elements"]
 
@@ -55,11 +55,11 @@ def raw_elements(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(_SAME_SIZE[tensor.element_size()])
 
 
-def _check_source(name: str, tensor: torch.Tensor) -> None:
-    """Refuse what cannot travel as the bytes of a CPU tensor."""
+def _check_source(name: str, tensor: torch.Tensor, place: Place) -> None:
+    """Refuse what cannot travel as the bytes of a tensor of that place."""
     if dtype_name(tensor) not in DTYPE_NBYTES:
         dtype_nbytes(dtype_name(tensor), tensor=name)
-    reason = not_plain(tensor)
+    reason = place.not_plain(tensor)
     if reason is not None:
         msg = f"tensor {name!r} {reason}."
         raise WeightBridgeUnavailableError(msg)
@@ -80,7 +80,7 @@ def _check_trainable(trainable: frozenset[str], tensors: Mapping[str, torch.Tens
 
 
 def _stored_and_tied(
-    tensors: Mapping[str, torch.Tensor],
+    tensors: Mapping[str, torch.Tensor], place: Place
 ) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """Tell tensors to store, by name in order, from names tied to one of them."""
     stored: dict[str, torch.Tensor] = {}
@@ -90,7 +90,7 @@ def _stored_and_tied(
     others_at: dict[int, list[str]] = {}
     for name in sorted(tensors):
         tensor = tensors[name]
-        _check_source(name, tensor)
+        _check_source(name, tensor, place)
         address = tensor.data_ptr()
         first = first_at.setdefault(address, name)
         if first is not name and tensor.numel():
@@ -109,13 +109,18 @@ class PackPlan:
     """How one set of tensors is packed into an arena."""
 
     def __init__(
-        self, tensors: Mapping[str, torch.Tensor], trainable: frozenset[str] | None = None
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        trainable: frozenset[str] | None = None,
+        *,
+        place: Place = CPU_PLACE,
     ) -> None:
         """Lay out `tensors`.
 
         Args:
-            tensors: what to publish: dense CPU tensors, of any strides.
+            tensors: what to publish: dense tensors, of any strides.
             trainable: names that a training step is expected to change; None if not declared.
+            place: where all of them, and the arena, lie.
 
         Raises:
             WeightBridgeUnavailableError: a tensor that cannot travel this way; nothing was touched.
@@ -123,13 +128,14 @@ class PackPlan:
             IncompatibleUpdate: `trainable` names a tensor that is not there.
 
         """
+        self._place = place
         with collector_paused():
             self._lay_out(tensors, trainable)
 
     def _lay_out(
         self, tensors: Mapping[str, torch.Tensor], trainable: frozenset[str] | None
     ) -> None:
-        stored, ties = _stored_and_tied(tensors)
+        stored, ties = _stored_and_tied(tensors, self._place)
         if trainable is not None:
             _check_trainable(trainable, tensors)
             trainable = frozenset(ties.get(name, name) for name in trainable)
@@ -140,7 +146,7 @@ class PackPlan:
             trainable=trainable,
         )
         self.table = KNOWN_LAYOUTS.add(table)
-        self.byte_plan = BytePlan(self.table.nbytes_column)
+        self.byte_plan = self._place.plan(self.table.nbytes_column)
         self._names = tuple(tensors)
         position = {name: index for index, name in enumerate(self._names)}
         self._order = [position[name] for name in self.table.names]
@@ -187,7 +193,7 @@ class PackPlan:
             sources = sources.copy()
             values = list(tensors.values())
             for row, index in self._gathered:
-                target = vm.tensor_at(int(targets[row]), self.table.nbytes[row])
+                target = self._place.bytes_at(int(targets[row]), self.table.nbytes[row])
                 elements = raw_elements(values[index])
                 target.view(elements.dtype).view(elements.shape).copy_(elements)
                 sources[row] = targets[row]
@@ -199,4 +205,4 @@ class PackPlan:
         starts = [*self.table.offsets[1:], self.table.arena_nbytes]
         for end, start in zip(ends, starts, strict=True):
             if start > end:
-                vm.store(address + end, bytes(start - end))
+                self._place.bytes_at(address + end, start - end).zero_()

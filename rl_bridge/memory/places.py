@@ -5,6 +5,7 @@ that runs where the bytes are, and makes tensors that look at them.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 import numpy as np
@@ -15,7 +16,7 @@ from rl_bridge.memory import vm
 from rl_bridge.memory.passes import Addresses, BytePlan
 from rl_bridge.memory.plain import not_plain
 
-__all__ = ["CPU_PLACE", "CPUPlace", "Pass", "Place"]
+__all__ = ["CPU_PLACE", "CPUPlace", "Pass", "Place", "place_of"]
 
 
 class Pass(Protocol):
@@ -59,9 +60,9 @@ class Place(ABC):
     def private_ranges(self, address: int, nbytes: int) -> list[tuple[int, int]] | None:
         """Pages of a mapped version that this process wrote to; None where nobody can tell."""
 
-    @abstractmethod
     def not_plain(self, tensor: torch.Tensor) -> str | None:
         """Say why a tensor's bytes are not plain memory here, with the remedy; None if they are."""
+        return not_plain(tensor, self.device)
 
 
 class CPUPlace(Place):
@@ -85,9 +86,19 @@ class CPUPlace(Place):
         """Ask the kernel."""
         return vm.private_ranges(address, nbytes)
 
-    def not_plain(self, tensor: torch.Tensor) -> str | None:
-        """Plain CPU memory."""
-        return not_plain(tensor)
-
 
 CPU_PLACE = CPUPlace()
+
+
+def place_of(tensors: Iterable[torch.Tensor]) -> Place:
+    """Where tensors lie that must lie together: the first decides, the CPU if there is none.
+
+    Of a device that is neither the CPU nor CUDA the CPU's place says what is wrong with it.
+    """
+    for tensor in tensors:
+        if tensor.is_cuda:
+            from rl_bridge.memory.cuda_place import cuda_place
+
+            return cuda_place(tensor.device.index)
+        break
+    return CPU_PLACE

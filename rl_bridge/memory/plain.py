@@ -9,6 +9,7 @@ from torch.nn.parameter import is_lazy
 
 __all__ = ["is_lazy_view", "not_plain"]
 
+_CPU = torch.device("cpu")
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
@@ -17,16 +18,18 @@ def is_lazy_view(tensor: torch.Tensor) -> bool:
     return tensor.is_conj() or tensor.is_neg()
 
 
-def not_plain(tensor: torch.Tensor) -> str | None:
-    """Say why a tensor is not plain CPU memory, with the remedy; None if it is."""
+def not_plain(tensor: torch.Tensor, device: torch.device = _CPU) -> str | None:
+    """Say why a tensor is not plain memory of a device, with the remedy; None if it is."""
     if tensor.layout is not torch.strided or tensor.is_nested:
         what = "a nested tensor" if tensor.is_nested else str(tensor.layout)
         return f"is {what}: use dense tensors"
-    if not tensor.is_cpu:
+    if tensor.device != device:
         if tensor.is_meta:
             remedy = "and has no bytes: materialise it first (to_empty, then load the weights)"
-        else:
+        elif device == _CPU:
             remedy = "and not on the CPU: copy it there first (.cpu())"
+        else:
+            remedy = f"and not on {device}: copy it there first (.to({str(device)!r}))"
         return f"is on {tensor.device} {remedy}"
     kind = type(tensor)
     if kind not in _PLAIN and (

@@ -20,12 +20,11 @@ from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr
 
 from rl_bridge.errors import BadSegmentName, SegmentError, WeightBridgeUnavailableError
 from rl_bridge.memory import leases, vm
+from rl_bridge.memory.holding import FORKS, Holding
 
 __all__ = [
     "OwnedSegment",
     "SegmentRef",
-    "close_fd",
-    "forget_fd_in_children",
     "open_segment",
     "process_start_time",
     "require_resources",
@@ -90,68 +89,57 @@ def process_start_time(pid: int) -> int | None:
     return int(text.rpartition(")")[2].split()[19])
 
 
-# Descriptors that a forked child must not keep: they would hold leases, locks and memory.
-_PRIVATE_FDS: set[int] = set()
-
-
-def forget_fd_in_children(fd: int) -> int:
-    """Have `fd` closed in forked children; returns it. Close it through `close_fd`."""
-    _PRIVATE_FDS.add(fd)
-    return fd
-
-
-def close_fd(fd: int) -> None:
-    """Close a descriptor that `forget_fd_in_children` took; a no-op in a forked child."""
-    if fd in _PRIVATE_FDS:
-        _PRIVATE_FDS.discard(fd)
-        os.close(fd)
-
-
-def _close_in_child() -> None:
-    for fd in _PRIVATE_FDS:
-        os.close(fd)
-    _PRIVATE_FDS.clear()
-
-
-os.register_at_fork(after_in_child=_close_in_child)
-
-
 class OwnedSegment:
     """A segment that this process made: mapped shared and writable, by nobody else."""
 
-    def __init__(self, fd: int, nbytes: int, *, path: Path | None, seals: int) -> None:
-        """Take over `fd`, map it and seal it. Use `make`."""
-        self.fd = forget_fd_in_children(fd)
+    def __init__(self, name: str, nbytes: int, *, directory: Path | None, seals: int) -> None:
+        """Make, map and seal it. Use `make`."""
         self.nbytes = nbytes
-        self._pid = os.getpid()
-        self.address = vm.map_shared(nbytes, fd)
+        held = self._held = Holding()
+        # Not at exit: a daemon thread may still be copying, and the kernel cleans up memory anyway.
+        # It does not unlink names.
+        self._unlinker = weakref.finalize(self, held.unlink)
+        self._finalizer = weakref.finalize(self, held.dispose)
+        self._finalizer.atexit = False
         try:
-            vm.guard_from_fork(self.address, nbytes)
-            if path is None:
-                fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals | _F_SEAL_SEAL)
-            status = os.fstat(fd)
+            self.fd = self._open(held, name, directory)
+            self.address = held.reserve(nbytes)
+            with FORKS:
+                vm.map_shared(self.address, nbytes, self.fd)
+                vm.guard_from_fork(self.address, nbytes)
+            if directory is None:
+                fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, seals | _F_SEAL_SEAL)
+            status = os.fstat(self.fd)
             self.ref = SegmentRef(
-                kind="memfd" if path is None else "file",
+                kind="memfd" if directory is None else "file",
                 device=status.st_dev,
                 inode=status.st_ino,
                 nbytes=nbytes,
-                pid=self._pid,
-                start_time=process_start_time(self._pid) or 0,
-                fd=fd if path is None else 0,
-                name="" if path is None else path.name,
+                pid=held.pid,
+                start_time=process_start_time(held.pid) or 0,
+                fd=self.fd if directory is None else 0,
+                name="" if directory is None else name,
             )
         except BaseException:
-            vm.unmap(self.address, nbytes)
+            self.close()  # at once, whoever keeps the exception
             raise
-        # Not at exit: a daemon thread may still be copying, and the kernel cleans up memory anyway.
-        # It does not unlink names.
-        self._unlinker = None
-        if path is not None:
-            self._unlinker = weakref.finalize(self, _unlink, self._pid, path, fd)
-        self._finalizer = weakref.finalize(
-            self, _dispose, self._pid, fd, self.address, nbytes, path
-        )
-        self._finalizer.atexit = False
+
+    def _open(self, held: Holding, name: str, directory: Path | None) -> int:
+        if directory is None:
+            fd = held.open(os.memfd_create, name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            os.ftruncate(fd, self.nbytes)
+            return fd
+        # Without a name first: a sweep must never see the file before its owner's lock.
+        fd = held.open(os.open, directory, os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC, 0o600)
+        leases.try_exclusive(fd, start=_OWNER_BYTE)
+        os.ftruncate(fd, self.nbytes)
+        # A full file system must say so here, and not by SIGBUS in the middle of a copy.
+        os.posix_fallocate(fd, 0, self.nbytes)
+        held.path = directory / name
+        # The directory descriptor makes Python call linkat, which alone follows the link of /proc
+        # to the unnamed file; with an absolute path the kernel ignores it.
+        os.link(f"/proc/self/fd/{fd}", held.path, src_dir_fd=fd, follow_symlinks=True)
+        return fd
 
     @classmethod
     def make(
@@ -170,30 +158,13 @@ class OwnedSegment:
 
         """
         nbytes = vm.round_up(max(nbytes, 1))
-        path = None if directory is None else directory / name
-        fd = -1
         try:
-            if path is None:
-                fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-            else:
-                # Without a name first: a sweep must never see the file before its owner's lock.
-                fd = os.open(path.parent, os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC, 0o600)
-                leases.try_exclusive(fd, start=_OWNER_BYTE)
-            os.ftruncate(fd, nbytes)
-            if path is not None:
-                # A full file system must say so here, and not by SIGBUS in the middle of a copy.
-                os.posix_fallocate(fd, 0, nbytes)
-                # The directory descriptor makes Python call linkat, which alone follows the link of
-                # /proc to the unnamed file; with an absolute path the kernel ignores it.
-                os.link(f"/proc/self/fd/{fd}", path, src_dir_fd=fd, follow_symlinks=True)
-            return cls(fd, nbytes, path=path, seals=_SIZE_SEALS if writers else _DATA_SEALS)
+            seals = _SIZE_SEALS if writers else _DATA_SEALS
+            return cls(name, nbytes, directory=directory, seals=seals)
         except (OSError, WeightBridgeUnavailableError) as error:
-            if fd >= 0:
-                if path is not None and _is_at(path, fd):
-                    path.unlink(missing_ok=True)
-                _PRIVATE_FDS.discard(fd)
-                os.close(fd)
-            remedy = "Free memory" if path is None else "Choose a directory= on a tmpfs with room"
+            remedy = (
+                "Free memory" if directory is None else "Choose a directory= on a tmpfs with room"
+            )
             msg = (
                 f"cannot make shared memory {name!r} of {nbytes} bytes: {error}. {remedy}, or "
                 "lower max_slots."
@@ -207,46 +178,37 @@ class OwnedSegment:
 
     def close(self) -> None:
         """Unmap and close; the memory goes when the last reader lets go too."""
-        if self._unlinker is not None:
-            # Else it would look again when this object dies: by then, name and descriptor number
-            # may be those of another segment.
-            self._unlinker.detach()
         self._finalizer()
+        # Else it would look again when this object dies: by then, name and descriptor number may be
+        # those of another segment.
+        self._unlinker.detach()
 
 
-def _unlink(pid: int, path: Path, fd: int) -> None:
-    if os.getpid() == pid and fd in _PRIVATE_FDS and _is_at(path, fd):
-        path.unlink(missing_ok=True)
-
-
-def _dispose(pid: int, fd: int, address: int, nbytes: int, path: Path | None) -> None:
-    if os.getpid() != pid:
-        return  # a forked child: the mapping never came along, the descriptor is closed
-    vm.unmap(address, nbytes)
-    if path is not None and _is_at(path, fd):
-        path.unlink(missing_ok=True)
-    close_fd(fd)
-
-
-def _is_at(path: Path, fd: int) -> bool:
-    """Whether the open file is the one under that name: what replaced it is not ours to remove."""
-    try:
-        return os.path.samestat(path.lstat(), os.fstat(fd))
-    except OSError:
-        return False
-
-
-def open_segment(ref: SegmentRef, *, directory: Path | None = None, writable: bool = False) -> int:
+def open_segment(
+    ref: SegmentRef,
+    *,
+    directory: Path | None = None,
+    writable: bool = False,
+    held: Holding | None = None,
+) -> int:
     """Open another process's segment and make sure that it is the one that `ref` names.
 
+    Args:
+        ref: which one.
+        directory: where named segments are looked for.
+        writable: to write to it, as consumers do to the control segment.
+        held: what owns the descriptor from its first moment; without it, the caller does once it is
+            returned.
+
     Returns:
-        A descriptor, closed in forked children; close it with `close_fd`.
+        A descriptor, closed in forked children; dispose of `held`, or close it with `close_fd`.
 
     Raises:
         BadSegmentName: the name is not a plain segment name.
         SegmentError: gone, replaced, of another size, not sealed, or out of reach.
 
     """
+    held = Holding() if held is None else held
     # O_NONBLOCK: a pipe in the segment's place must not make the opener wait for a writer.
     flags = (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
     if ref.kind == "memfd":
@@ -277,7 +239,7 @@ def open_segment(ref: SegmentRef, *, directory: Path | None = None, writable: bo
     try:
         # Looked at before it is opened: opening a terminal or a device is an act.
         _check_file(os.stat(where), ref, where)  # noqa: PTH116 - a link of /proc, by nature
-        fd = os.open(where, flags)
+        fd = held.open(os.open, where, flags)
     except OSError as error:
         require_resources(error)
         hint = (
@@ -290,10 +252,10 @@ def open_segment(ref: SegmentRef, *, directory: Path | None = None, writable: bo
         raise SegmentError(msg) from error
     try:
         _check_identity(fd, ref, where, writable=writable)
-    except (SegmentError, OSError):
-        os.close(fd)
+    except BaseException:
+        held.dispose()  # at once, whoever keeps the exception
         raise
-    return forget_fd_in_children(fd)
+    return fd
 
 
 def _check_identity(fd: int, ref: SegmentRef, where: str, *, writable: bool) -> None:

@@ -62,7 +62,7 @@ class Slot:
         Args:
             segment: holds lease and stamp, and the packed tensors where there is no `arena`.
             arena: where the packed tensors go.
-            granularity: an arena of fewer bytes would take as much.
+            granularity: of what sizes the arena's are multiples.
 
         """
         self.segment = segment
@@ -91,8 +91,13 @@ class Slot:
             self.arena.close()
 
     def fits(self, arena_nbytes: int) -> bool:
-        """Whether an arena has room here, without wasting more than as much again."""
-        return arena_nbytes <= self.capacity <= max(2 * arena_nbytes, self._granularity)
+        """Whether an arena has room here, without wasting more than as much again.
+
+        An arena of its own has to have the very size: an engine's fixed range is mapped as a whole.
+        """
+        if self.arena is not None:
+            return self.capacity == vm.round_up(max(arena_nbytes, 1), self._granularity)
+        return arena_nbytes <= self.capacity <= max(2 * arena_nbytes, vm.PAGE)
 
     def stamp(self, update_id: str | None, arena_nbytes: int) -> None:
         """Say what the arena holds; None while it is being written."""

@@ -35,12 +35,8 @@ class SegmentView(LeasedView):
 
     def _open(self) -> int:
         try:
-            address = vm.reserve(self.nbytes)
-            try:
-                vm.map_fixed(address, self.nbytes, self.fd)
-            except OSError:
-                vm.unmap(address, self.nbytes)
-                raise
+            address: int = self._held.reserve(self.nbytes)
+            vm.map_fixed(address, self.nbytes, self.fd)
         except OSError as error:
             require_resources(error)
             msg = (
@@ -49,9 +45,6 @@ class SegmentView(LeasedView):
             )
             raise SegmentError(msg) from error
         return address
-
-    def _unmap(self) -> None:
-        vm.unmap(self.address, self.nbytes)
 
     def refresh(self, address: int, nbytes: int) -> bool:
         """Drop this process's own copies of pages, which date from an earlier version.

@@ -164,14 +164,15 @@ def map_anonymous(nbytes: int) -> int:
     return _mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags)
 
 
-def map_shared(nbytes: int, fd: int) -> int:
-    """Map `fd` shared and writable, anywhere; returns the address.
+def map_shared(address: int, nbytes: int, fd: int) -> None:
+    """Map `fd` shared and writable over a reserved range.
 
     Raises:
         OSError: the kernel refuses.
 
     """
-    return _mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, fd)
+    flags = mmap.MAP_SHARED | _MAP_FIXED
+    _mmap(address, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd)
 
 
 def unmap(address: int, nbytes: int) -> None:

@@ -17,9 +17,9 @@ import torch
 
 from rl_bridge.lifecycle.machine import Transition
 from rl_bridge.manifest.model import WeightUpdateManifest
-from rl_bridge.memory import vm
 from rl_bridge.memory.control import Record, UpdateReport
 from rl_bridge.memory.packing import PackPlan
+from rl_bridge.memory.places import CPU_PLACE, Place
 from rl_bridge.transports.base import (
     Attachment,
     Availability,
@@ -170,9 +170,9 @@ def _shared_mapping(device: int, inode: int) -> int:
     raise LookupError(msg)
 
 
-def flip_byte(address: int) -> None:
-    """Turn the bits of one byte of this process's memory around."""
-    byte = vm.tensor_at(address, 1)
+def flip_byte(address: int, place: Place = CPU_PLACE) -> None:
+    """Turn the bits of one byte around, in memory of this process or of a device."""
+    byte = place.bytes_at(address, 1)
     byte ^= 255
 
 
@@ -239,22 +239,26 @@ class FaultInjecting(Transport):
             LookupError: it was not published through this object.
 
         """
+        end = self._publisher_of(manifest)
+        return self.locate(end.inner, manifest.update_id, end.handles[manifest.update_id])
+
+    def _publisher_of(self, manifest: WeightUpdateManifest) -> "_FaultyPublisher":
         for end in self.publishers:
             if manifest.update_id in end.handles:
-                handle = end.handles[manifest.update_id]
-                return self.locate(end.inner, manifest.update_id, handle)
+                return end
         msg = f"update {manifest.update_id} was not published here"
         raise LookupError(msg)
 
     def corrupt(self, manifest: WeightUpdateManifest, offset: int) -> None:
         """Flip one byte of a published update, at `offset` of its arena."""
-        flip_byte(self.arena(manifest) + offset)
+        flip_byte(self.arena(manifest) + offset, self._publisher_of(manifest).place)
 
 
 class _FaultyPublisher(PublisherEnd):
     def __init__(self, owner: FaultInjecting, inner: PublisherEnd) -> None:
         self.owner = owner
         self.inner = inner
+        self.place = inner.place
         self.handles: dict[str, Mapping[str, Any]] = {}
 
     def carry(self, plan: PackPlan, tensors: Mapping[str, torch.Tensor], update_id: str) -> Carried:
@@ -264,7 +268,8 @@ class _FaultyPublisher(PublisherEnd):
         try:
             if self.owner.corrupt_next and plan.table.arena_nbytes:
                 self.owner.corrupt_next = False
-                flip_byte(self.owner.locate(self.inner, update_id, carried.handle))
+                address = self.owner.locate(self.inner, update_id, carried.handle)
+                flip_byte(address, self.place)
             self.owner.reach(Step.AFTER_CARRY)
         except BaseException:
             self.inner.release(update_id)

@@ -20,6 +20,7 @@ from rl_bridge.testing.installer_faults import (
 )
 from rl_bridge.testing.installer_rig import Adapter, Rig, engine_state, sample_engine, tied_like
 from rl_bridge.testing.transport_case import only_report
+from rl_bridge.transports.registry import transport_class
 
 __all__ = ["InstallerSuite"]
 
@@ -46,6 +47,8 @@ class InstallerSuite:
     """Whether the engine's memory can be read for the proof, and restored without the adapter."""
     rebinds: ClassVar[bool] = False
     """Whether it points the engine's tensors at other memory instead of writing to theirs."""
+    is_read_only: ClassVar[bool] = False
+    """Whether nobody in the engine's process can write to its weights once an update is in."""
     needs_initial_weights: ClassVar[bool] = False
     """Whether the first undo needs ``initial_weights=``."""
 
@@ -237,6 +240,8 @@ class InstallerSuite:
             if tensor.numel()
         ):
             pytest.skip("the engine's tensors are the imported ones: writing there is writing here")
+        if not transport_class(self.transport).create().writable_import:
+            pytest.skip(f"what {self.transport} imports cannot be written to")
         for tensor in mine.values():
             tensor.zero_()
         rig.sabotage.plan(Stage.AFTER_INSTALL)
@@ -267,6 +272,8 @@ class InstallerSuite:
         """First and last byte of every tensor, changed behind the installer's back; then undone."""
         if not self.shows_engine:
             pytest.skip("this adapter says that it proves nothing")
+        if self.is_read_only:
+            pytest.skip("nobody in this process can change a byte of the engine's")
         rig = make_rig()
         rig.install(rig.weights(1))
         for name in self._names():

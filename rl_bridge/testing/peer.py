@@ -77,6 +77,7 @@ class Peer:
         mode: Any = "copy",
         max_files: int | None = None,
         state_dir: str | None = None,
+        device: str = "cpu",
     ) -> None:
         """Build the bridge.
 
@@ -91,8 +92,11 @@ class Peer:
             mode: how the engine's updates are installed.
             max_files: limit of open descriptors from here on.
             state_dir: of the publisher.
+            device: where weights are made.
 
         """
+        if device != "cpu":
+            torch.set_default_device(device)
         if max_files is not None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (max_files, max_files))
         self._given = FaultInjecting(

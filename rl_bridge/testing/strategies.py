@@ -82,12 +82,15 @@ def names() -> st.SearchStrategy[str]:
 
 
 def random_tensor(dtype: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
-    """A contiguous tensor of random bytes: every bit pattern that the dtype's size allows."""
+    """A contiguous tensor of random bytes: every bit pattern that the dtype's size allows.
+
+    It lies on torch's default device, and its bytes are the same on each.
+    """
     nbytes = prod(shape) * DTYPE_NBYTES[dtype]
     kind: torch.dtype = getattr(torch, dtype)
-    generator = torch.Generator().manual_seed(seed)
-    raw = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=generator)
-    return raw.view(kind).view(shape)
+    generator = torch.Generator("cpu").manual_seed(seed)
+    raw = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=generator, device="cpu")
+    return raw.to(torch.get_default_device()).view(kind).view(shape)
 
 
 def _lay_out(tensor: torch.Tensor, layout: str) -> torch.Tensor:
@@ -130,12 +133,14 @@ def bytes_of(tensor: torch.Tensor) -> bytes:
     if tensor.numel() == 0:
         return b""
     tensor = tensor.detach()
-    storage = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+    storage = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    storage = storage.set_(tensor.untyped_storage())
     dense = storage.as_strided(
         (*tensor.shape, size),
         (*(step * size for step in tensor.stride()), 1),
         tensor.storage_offset() * size,
-    ).contiguous()
+    )
+    dense = dense.contiguous().cpu()
     return ctypes.string_at(dense.data_ptr(), dense.numel())
 
 

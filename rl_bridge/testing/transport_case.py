@@ -1,9 +1,11 @@
 """What the parts of the transport suite share: class and arguments, bridges, raw access."""
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from typing import Any, ClassVar, TypeVar
 
 import pytest
+import torch
 
 from rl_bridge.bridge.bridges import TensorBridge
 from rl_bridge.manifest.model import WeightUpdateManifest
@@ -53,6 +55,15 @@ class TransportCase:
     Required for a transport of your own: a static method that children can import. The one that
     stands here knows the transports of rl_bridge only."""
 
+    device: ClassVar[str] = "cpu"
+    """Where the tensors lie that the transport carries."""
+
+    @pytest.fixture(autouse=True)
+    def on_device(self) -> Iterator[None]:
+        """Make the suite's tensors where the transport takes them."""
+        with nullcontext() if self.device == "cpu" else torch.device(self.device):
+            yield
+
     @pytest.fixture
     def transport_kwargs(self) -> dict[str, Any]:
         """The transport's options; both ends, in whatever process, are made from them."""
@@ -94,6 +105,7 @@ class TransportCase:
                 transport_class=self.transport_class,
                 transport_kwargs=transport_kwargs,
                 locate=type(self).locate,
+                device=self.device,
                 **options,
             )
             started.append(child)
@@ -109,6 +121,11 @@ class TransportCase:
         """Skip where the transport says that it crosses no process; another test checks that."""
         if not self.transport_class.create(**transport_kwargs).crosses_processes:
             pytest.skip(f"{self.transport_class.name} declares that it crosses no process")
+
+    @pytest.fixture
+    def may_write(self, transport_kwargs: dict[str, Any]) -> bool:
+        """Whether the transport says that a consumer may write to what it imported."""
+        return self.transport_class.create(**transport_kwargs).writable_import
 
     @staticmethod
     def arena_of(bridge: TensorBridge, manifest: WeightUpdateManifest) -> int:

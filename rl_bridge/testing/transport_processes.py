@@ -61,7 +61,7 @@ class ProcessesComeAndGo(TransportCase):
 
     @pytest.mark.usefixtures("crossing")
     def test_two_children_of_one_parent_are_publisher_and_consumer(
-        self, make_peer: MakePeer
+        self, make_peer: MakePeer, *, may_write: bool
     ) -> None:
         """Neither is the other's ancestor; the source is overwritten, the consumer writes."""
         trainer, rollout = make_peer(worker="trainer"), make_peer(worker="rollout")
@@ -70,7 +70,8 @@ class ProcessesComeAndGo(TransportCase):
             update_id = self._id(text)
             trainer.call("overwrite_source")
             assert rollout.call("import_update", manifest=text) == hashes(sample_weights(version))
-            rollout.call("write", update_id=update_id)
+            if may_write:
+                rollout.call("write", update_id=update_id)
             rollout.call("acknowledge", update_id=update_id)
             told = only_report(trainer.call("reports", update_id=update_id))
             assert (told["worker"], told["state"]) == ("rollout", "acknowledged")
@@ -81,20 +82,29 @@ class ProcessesComeAndGo(TransportCase):
         assert [rollout.stop(), trainer.stop()] == [0, 0]
 
     @pytest.mark.usefixtures("crossing")
-    def test_a_write_in_one_process_shows_in_no_other(
-        self, publisher: BridgeOver, make_bridge: MakeBridge, make_peer: MakePeer
+    def test_a_write_ends_its_writer_exactly_if_it_is_not_allowed(
+        self,
+        publisher: BridgeOver,
+        make_bridge: MakeBridge,
+        make_peer: MakePeer,
+        *,
+        may_write: bool,
     ) -> None:
-        """Consumers cannot reach the published bytes."""
+        """Consumers cannot reach the published bytes, whatever becomes of those who try."""
         source = sample_weights(1)
         manifest = publisher.publish(source, weight_version=1)
         mine = make_bridge().import_update(manifest)
         child = make_peer()
         child.call("import_update", manifest=manifest.to_json())
-        child.call("write", update_id=manifest.update_id)
-        changed = child.call("held", update_id=manifest.update_id)
+        if may_write:
+            child.call("write", update_id=manifest.update_id)
+            changed = child.call("held", update_id=manifest.update_id)
+            assert changed["scale"] != hashes(source)["scale"]
+        else:
+            with pytest.raises(ChildDied):
+                child.call("write", update_id=manifest.update_id)
         late = make_bridge().import_update(manifest)
         child.kill()
-        assert changed["scale"] != hashes(source)["scale"]
         assert contents_of(mine) == contents_of(late) == contents_of(source)
 
     @pytest.mark.usefixtures("crossing")

@@ -21,6 +21,7 @@ __all__ = ["EXERCISED", "TransportSuite", "capabilities"]
 EXERCISED = {
     "crosses_processes": "test_the_manifest_crosses_a_process_exactly_if_declared",
     "zero_copy_import": "test_an_import_without_a_copy_takes_no_memory",
+    "writable_import": "test_a_write_ends_its_writer_exactly_if_it_is_not_allowed",
 }
 """Each capability, and the test that does not believe it."""
 

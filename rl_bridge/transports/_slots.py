@@ -87,9 +87,6 @@ class SlotPublisher(PublisherEnd):
     def _handle(self, slot: Slot, control: SegmentRef) -> SlotHandle:
         """Say where a written slot is."""
 
-    def _require_plan(self, plan: PackPlan) -> None:
-        """Refuse tensors that this transport cannot carry, before a slot is taken."""
-
     def _holders(self, update_id: str) -> list[str]:
         return [
             f"worker {record.worker!r} rank {record.rank} (pid {record.pid}, {report.state}"
@@ -102,7 +99,6 @@ class SlotPublisher(PublisherEnd):
         ]
 
     def carry(self, plan: PackPlan, tensors: Mapping[str, torch.Tensor], update_id: str) -> Carried:
-        self._require_plan(plan)
         table = plan.table
         start = time.perf_counter()
         slot = self._ring.acquire(table.arena_nbytes)

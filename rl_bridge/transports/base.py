@@ -23,7 +23,7 @@ from rl_bridge.memory.control import Record, UpdateReport
 from rl_bridge.memory.imported import ImportedTensors
 from rl_bridge.memory.packing import PackPlan
 from rl_bridge.memory.pins import Pin
-from rl_bridge.memory.places import Pass
+from rl_bridge.memory.places import CPU_PLACE, Pass, Place
 
 __all__ = [
     "Attachment",
@@ -132,7 +132,14 @@ class Attachment:
 
 
 class PublisherEnd(ABC):
-    """The trainer's end of a transport. The bridge calls it under one lock."""
+    """The trainer's end of a transport. The bridge calls it under one lock.
+
+    Attributes:
+        place: where the tensors that it carries lie.
+
+    """
+
+    place: Place = CPU_PLACE
 
     @abstractmethod
     def carry(self, plan: PackPlan, tensors: Mapping[str, torch.Tensor], update_id: str) -> Carried:
@@ -215,6 +222,8 @@ class Transport(ABC):
     name: ClassVar[str]
     crosses_processes: bool
     zero_copy_import: bool
+    writable_import: bool = True
+    """Whether a consumer may write to what it imported: only it sees that. Else a write faults."""
 
     @classmethod
     @abstractmethod

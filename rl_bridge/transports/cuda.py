@@ -1,36 +1,24 @@
-"""``cuda-vmm`` and ``cuda-ipc``: names that users know, not served by this release yet.
+"""``cuda-ipc``: a name that users know, not served by this release yet.
 
-They answer honestly: that the transport is to come, before anything else, so that nobody installs a
+It answers honestly: that the transport is to come, before anything else, so that nobody installs a
 driver for it; then what this machine lacks. There is no fallback to another transport.
 """
 
-import ctypes
 from typing import ClassVar
 
-import torch
-
 from rl_bridge.errors import TransportUnavailable
+from rl_bridge.memory.vmm.local import cuda_cause
 from rl_bridge.transports.base import Availability, ConsumerEnd, PublisherEnd, Transport
 
-__all__ = ["CUDAIPC", "CUDAVMM", "cuda_cause"]
+__all__ = ["CUDAIPC", "cuda_cause"]
 
-_REMEDY = "Use shared-memory with a CPU copy of the weights on one machine."
-
-
-def cuda_cause() -> str | None:
-    """What this machine lacks for CUDA memory sharing; None if it lacks nothing."""
-    try:
-        ctypes.CDLL("libcuda.so.1")
-    except OSError as error:
-        return f"libcuda.so.1, the NVIDIA driver's library, cannot be loaded ({error})"
-    if torch.version.cuda is None:
-        return f"torch {torch.__version__} is built without CUDA"
-    if not torch.cuda.is_available():
-        return "the NVIDIA driver reports no usable device"
-    return None
+_REMEDY = "Use cuda-vmm, or shared-memory with a CPU copy of the weights, on one machine."
 
 
-class _CUDATransport(Transport):
+class CUDAIPC(Transport):
+    """The ``cuda-ipc`` transport."""
+
+    name: ClassVar[str] = "cuda-ipc"
     crosses_processes: bool = True
     zero_copy_import: bool = True
 
@@ -70,15 +58,3 @@ class _CUDATransport(Transport):
     def _refusal(self) -> TransportUnavailable:
         found = self.probe()
         return TransportUnavailable(found.name, found.cause, found.remedy)
-
-
-class CUDAVMM(_CUDATransport):
-    """The ``cuda-vmm`` transport."""
-
-    name: ClassVar[str] = "cuda-vmm"
-
-
-class CUDAIPC(_CUDATransport):
-    """The ``cuda-ipc`` transport."""
-
-    name: ClassVar[str] = "cuda-ipc"

@@ -5,7 +5,8 @@ import pytest
 from rl_bridge import ConsumerReport, TensorBridge, WeightUpdateManifest, make_weight_bridge
 from rl_bridge.errors import SlotsExhausted, WeightBridgeUnavailableError
 from rl_bridge.memory.control import RECORD_NBYTES
-from rl_bridge.memory.segment import close_fd, open_segment
+from rl_bridge.memory.holding import close_fd
+from rl_bridge.memory.segment import open_segment
 from rl_bridge.testing.processes import Child, until
 from tests.bridge.engines import publish
 

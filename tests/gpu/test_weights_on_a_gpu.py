@@ -42,7 +42,7 @@ def test_what_was_trained_on_the_gpu_arrives_to_the_byte() -> None:
             assert torch.equal(there, weights[name].view(torch.uint8)), name
 
 
-@pytest.mark.parametrize("name", ["cuda-vmm", "cuda-ipc"])
+@pytest.mark.parametrize("name", ["cuda-ipc"])
 def test_a_cuda_transport_says_that_it_is_not_in_this_release(name: str) -> None:
     assert probe(name).status == "blocked"
     assert "not part of this release" in probe(name).cause

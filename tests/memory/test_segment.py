@@ -16,10 +16,10 @@ from pydantic import ValidationError
 
 from rl_bridge.errors import SegmentError, WeightBridgeUnavailableError
 from rl_bridge.memory import vm
+from rl_bridge.memory.holding import close_fd
 from rl_bridge.memory.segment import (
     OwnedSegment,
     SegmentRef,
-    close_fd,
     open_segment,
     process_start_time,
     still_there,

@@ -153,9 +153,9 @@ def test_a_segment_that_cannot_be_sealed_leaves_nothing(monkeypatch: pytest.Monk
     mapped: list[int] = []
     map_shared = vm.map_shared
 
-    def noted(nbytes: int, fd: int) -> int:
-        mapped.append(map_shared(nbytes, fd))
-        return mapped[0]
+    def noted(address: int, nbytes: int, fd: int) -> None:
+        map_shared(address, nbytes, fd)
+        mapped.append(address)
 
     def full(*_: Any) -> None:
         raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))

@@ -8,7 +8,8 @@ import pytest
 
 from rl_bridge.errors import SegmentError, SlotsExhausted, WeightBridgeError
 from rl_bridge.memory import leases, vm
-from rl_bridge.memory.segment import OwnedSegment, close_fd, open_segment
+from rl_bridge.memory.holding import close_fd
+from rl_bridge.memory.segment import OwnedSegment, open_segment
 from rl_bridge.memory.slots import Slot, SlotRing, Stamp, read_stamp, slot_segment_nbytes
 from tests.helpers import open_fds
 from tests.memory.slots_rig import SIZE, new_ring, uid, write

@@ -78,7 +78,8 @@ def test_a_private_mapping_shows_the_file_and_keeps_writes_to_itself(file: int) 
 
 
 def test_a_shared_mapping_writes_to_the_file(file: int) -> None:
-    address = vm.map_shared(NBYTES, file)
+    address = vm.reserve(NBYTES)
+    vm.map_shared(address, NBYTES, file)
     vm.store(address + 5, b"xyz")
     assert os.pread(file, 3, 5) == b"xyz"
     vm.unmap(address, NBYTES)
@@ -145,7 +146,9 @@ def test_populating_beyond_a_truncated_file_is_an_error_and_no_signal(file: int)
 
 @forking
 def test_a_guarded_mapping_is_not_there_in_a_forked_child(file: int) -> None:
-    guarded, plain = vm.map_shared(NBYTES, file), vm.map_shared(NBYTES, file)
+    guarded, plain = vm.reserve(NBYTES), vm.reserve(NBYTES)
+    for address in (guarded, plain):
+        vm.map_shared(address, NBYTES, file)
     vm.guard_from_fork(guarded, NBYTES)
     assert forked(lambda: is_mapped(plain) and not is_mapped(guarded))
     vm.unmap(guarded, NBYTES)

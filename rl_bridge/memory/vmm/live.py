@@ -1,0 +1,106 @@
+"""Flip in device memory: exchange the allocation that lies at an engine's fixed addresses.
+
+The addresses never change, so the engine's tensors and its captured CUDA graphs stay valid. The
+device is drained before anything is unmapped; the engine must not submit work meanwhile (its caller
+quiesces it). Undo is the flip back. What lies there can be read and not written to: the memory is
+its publisher's, and other engines may look at it too.
+"""
+
+import weakref
+
+from rl_bridge.errors import DriverError, SegmentError, WeightBridgeUnavailableError
+from rl_bridge.memory.pins import Pin
+from rl_bridge.memory.vmm.owners import AddressRange, Allocation
+from rl_bridge.memory.vmm.references import quietly
+from rl_bridge.memory.vmm.view import DeviceView
+
+__all__ = ["DeviceRange"]
+
+
+class DeviceRange:
+    """A range of a device's addresses and the version that lies there now."""
+
+    def __init__(self, view: DeviceView) -> None:
+        """Reserve room for versions of the size of `view`'s; nothing lies there yet.
+
+        Raises:
+            WeightBridgeUnavailableError: no address space left.
+
+        """
+        try:
+            self._range = AddressRange(view.allocation.driver, view.allocation.nbytes)
+        except DriverError as error:
+            msg = f"no addresses are left for the engine's weights: {error} Or use mode='copy'."
+            raise WeightBridgeUnavailableError(msg) from error
+        self.pin = Pin(self._range.address, self._range.nbytes, place=view.place)
+        # Whoever of them has the allocation that lies there is the content, and keeps its lease.
+        # The range outlives this object for as long as a tensor of the engine looks at it.
+        self._held: list[Pin] = []
+        weakref.finalize(self.pin.buffer, _let_go, self._range, self._held).atexit = False
+
+    @property
+    def address(self) -> int:
+        """First byte; never changes."""
+        return self._range.address
+
+    @property
+    def content(self) -> Pin | None:
+        """The version that lies there now.
+
+        Raises:
+            TornEngine: a flip was cut off, and what lay there before cannot be put back.
+
+        """
+        there = self._range.content
+        # The newest first: an update that was installed over itself has two pins.
+        found = next((pin for pin in reversed(self._held) if _allocation(pin) is there), None)
+        self._held[:] = [] if found is None else [found]
+        return found
+
+    def flip(self, new: Pin) -> Pin | None:
+        """Put `new` there; returns what was there before. To undo, flip the returned pin.
+
+        Raises:
+            SegmentError: `new` is no such memory, or the driver refuses; nothing changed.
+            TornEngine: the driver refused half-way and again on the way back.
+
+        """
+        allocation = _allocation(new)
+        if allocation is None or allocation.nbytes != self._range.nbytes:
+            msg = (
+                "a flip needs an update in device memory of the size of the one before; this one "
+                "is not. Use mode='copy', or the transport cuda-vmm."
+            )
+            raise SegmentError(msg)
+        old = self.content
+        self._held.append(new)
+        try:
+            self._range.swap(allocation, writable=False)
+        except DriverError as error:
+            self._held.remove(new)
+            msg = f"the flip failed and changed nothing: {error}"
+            raise SegmentError(msg) from error
+        return old if self.content is new else None
+
+    def empty(self) -> None:
+        """Take the content out, so that only a reservation is left (undo of the first flip).
+
+        Raises:
+            DriverError: the driver refuses; it lies there still.
+
+        """
+        self._range.unmap()
+        self._held.clear()
+
+    def shows(self, pin: Pin) -> bool:
+        """Whether `pin`'s allocation is the one that lies here."""
+        return self._range.content is _allocation(pin)
+
+
+def _allocation(pin: Pin) -> Allocation | None:
+    return pin.view.allocation if isinstance(pin.view, DeviceView) else None
+
+
+def _let_go(place: AddressRange, held: list[Pin]) -> None:
+    quietly(place.close)
+    held.clear()

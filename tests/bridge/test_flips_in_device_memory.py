@@ -1,0 +1,232 @@
+"""What goes wrong while versions are exchanged in device memory, on host memory here."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from rl_bridge import ModuleInstallAdapter, RolloutExecutor, make_weight_bridge
+from rl_bridge.bridge.tensor_bridge import TensorBridge
+from rl_bridge.errors import IncompatibleUpdate, ProofFailed, SegmentError, TornEngine
+from rl_bridge.memory import leases
+from rl_bridge.memory.places import CPUPlace
+from rl_bridge.memory.vmm.driver import CAPTURING, driver_error
+from rl_bridge.memory.vmm.host import HostDriver
+from rl_bridge.memory.vmm.local import driver_at
+from rl_bridge.memory.vmm.owners import AddressRange
+from rl_bridge.testing.host_vmm import HostVMM
+from rl_bridge.transports.registry import register_transport
+
+register_transport(HostVMM)
+
+
+class Rig:
+    """A trainer and an engine that is flipped."""
+
+    def __init__(self) -> None:
+        self.trainer: TensorBridge = make_weight_bridge(HostVMM.name)
+        self.rollout: TensorBridge = make_weight_bridge(HostVMM.name)
+        self.engine = torch.nn.Linear(300, 200)
+        self.executor = RolloutExecutor(
+            weight_bridge=self.rollout,
+            weight_install_adapter=ModuleInstallAdapter(self.engine, mode="flip"),
+        )
+
+    def update(self, version: int) -> None:
+        weights = {
+            name: torch.full_like(t, version) for name, t in self.engine.state_dict().items()
+        }
+        manifest = self.trainer.publish(weights, weight_version=version)
+        try:
+            self.executor.update_weights(manifest.to_json())
+        finally:
+            self.trainer.release(manifest.update_id)
+
+    def holds(self) -> set[float]:
+        return {v for t in self.engine.state_dict().values() for v in t.unique().tolist()}
+
+    def addresses(self) -> list[int]:
+        return [t.data_ptr() for t in self.engine.state_dict().values()]
+
+
+@pytest.fixture
+def rig() -> Iterator[Rig]:
+    rig = Rig()
+    yield rig
+    rig.rollout.close()
+    rig.trainer.close()
+
+
+class Refusing:
+    """A call of the driver that refuses, at the calls that are named, from 1."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, name: str, *failing: int) -> None:
+        self.calls = 0
+        inner: Callable[..., Any] = getattr(HostDriver, name)
+
+        def call(driver: HostDriver, *args: Any, **kwargs: Any) -> Any:
+            self.calls += 1
+            if self.calls in failing:
+                raise driver_error(name, "CUDA_ERROR_OUT_OF_MEMORY", "refused, as planned")
+            return inner(driver, *args, **kwargs)
+
+        monkeypatch.setattr(HostDriver, name, call)
+
+
+def test_addresses_stay_while_versions_are_exchanged(rig: Rig) -> None:
+    rig.update(1)
+    places = rig.addresses()
+    for version in (2, 3, 4):
+        rig.update(version)
+        assert rig.holds() == {version}
+        assert rig.addresses() == places
+
+
+def test_the_device_is_drained_before_anything_is_unmapped(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig.update(1)
+    rig.update(2)
+    calls: list[str] = []
+    for name in ("fence", "unmap", "map", "set_access"):
+        inner = getattr(HostDriver, name)
+
+        def call(
+            driver: HostDriver, *args: Any, _name: str = name, _inner: Any = inner, **kwargs: Any
+        ) -> Any:
+            calls.append(_name)
+            return _inner(driver, *args, **kwargs)
+
+        monkeypatch.setattr(HostDriver, name, call)
+    rig.update(3)
+    flip = calls.index("unmap")
+    assert calls[flip - 1 : flip + 3] == ["fence", "unmap", "map", "set_access"]
+
+
+@pytest.mark.parametrize("name", ["unmap", "map", "set_access"])
+def test_a_driver_that_refuses_a_flip_leaves_the_version_before(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    for version in (1, 2, 3):  # both slots are mapped: what comes is the flip alone
+        rig.update(version)
+    with monkeypatch.context() as patch:
+        refusing = Refusing(patch, name, 1)
+        with pytest.raises(SegmentError, match="refused, as planned"):
+            rig.update(4)
+        assert refusing.calls
+    assert (rig.holds(), rig.executor.active_weight_version) == ({3.0}, 3)
+    rig.update(5)
+    assert (rig.holds(), rig.executor.active_weight_version) == ({5.0}, 5)
+
+
+def test_a_first_flip_that_is_refused_leaves_the_initial_weights(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = {name: tensor.clone() for name, tensor in rig.engine.state_dict().items()}
+    places = rig.addresses()
+    # The third mapping: the publisher's own and the import's come first.
+    Refusing(monkeypatch, "map", 3)
+    with pytest.raises(SegmentError, match="refused, as planned"):
+        rig.update(1)
+    assert rig.addresses() == places
+    assert all(torch.equal(t, before[name]) for name, t in rig.engine.state_dict().items())
+    assert rig.executor.active_weight_version is None
+
+
+def test_a_driver_that_refuses_the_way_back_too_tears_the_engine(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for version in (1, 2, 3):
+        rig.update(version)
+    with monkeypatch.context() as patch:
+        Refusing(patch, "map", 1, 2, 3, 4)
+        with pytest.raises(TornEngine, match="refused, as planned"):
+            rig.update(4)
+        assert rig.executor.is_torn
+    rig.update(5)
+    after = (rig.holds(), rig.executor.active_weight_version, rig.executor.is_torn)
+    assert after == ({5.0}, 5, False)
+
+
+def test_an_exchange_that_did_not_happen_fails_the_proof(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig.update(1)
+    with monkeypatch.context() as patch:
+        patch.setattr(AddressRange, "swap", lambda *_, **__: None)
+        with pytest.raises(ProofFailed, match="does not hold version 2"):
+            rig.update(2)
+    assert (rig.holds(), rig.executor.active_weight_version) == ({1.0}, 1)
+    rig.update(3)
+    assert (rig.holds(), rig.executor.active_weight_version) == ({3.0}, 3)
+
+
+def test_an_engine_on_another_device_is_refused_with_both_named(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Elsewhere(CPUPlace):
+        device = torch.device("cuda", 5)
+
+    # Verification runs where the memory really is; only what it is called is another device.
+    monkeypatch.setattr("rl_bridge.memory.vmm.view.place_at", lambda _: Elsewhere())
+    with pytest.raises(IncompatibleUpdate, match="lies on cuda:5 and the engine on cpu"):
+        rig.update(1)
+    assert rig.executor.active_weight_version is None
+
+
+def test_the_device_is_drained_before_a_lease_ends(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Kernels may still read what a tensor showed that is gone: the slot must not be written yet.
+    manifest = rig.trainer.publish({"w": torch.ones(5)}, weight_version=1)
+    tensors = rig.rollout.import_update(manifest)
+    held = tensors["w"]
+    rig.rollout.acknowledge(manifest.update_id)
+    del tensors
+    rig.rollout.release(manifest.update_id)
+    calls: list[str] = []
+    for owner, name in ((HostDriver, "fence"), (leases, "unlock")):
+        inner = getattr(owner, name)
+
+        def call(*args: Any, _name: str = name, _inner: Any = inner, **kwargs: Any) -> Any:
+            calls.append(_name)
+            return _inner(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, call)
+    del held
+    assert calls[:2] == ["fence", "unlock"]
+
+
+def test_a_lease_goes_on_while_a_graph_is_captured(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest = rig.trainer.publish({"w": torch.ones(5)}, weight_version=1)
+    held = rig.rollout.import_update(manifest)["w"]
+    rig.rollout.acknowledge(manifest.update_id)
+    rig.rollout.release(manifest.update_id)
+    end: Any = rig.trainer._publisher_end()
+    fd = end._end._ring._slots[0].segment.fd
+    with monkeypatch.context() as patch:
+
+        def refuse(driver: HostDriver) -> None:
+            raise driver_error("cuCtxSynchronize", CAPTURING, f"{driver.name} captures")
+
+        patch.setattr(HostDriver, "fence", refuse)
+        del held
+        assert leases.is_held(fd)
+    other = rig.trainer.publish({"w": torch.zeros(5)}, weight_version=2)
+    rig.rollout.import_update(other)  # whatever comes next asks again
+    rig.rollout.reject(other, "enough")
+    assert not leases.is_held(fd)
+
+
+def test_a_hundred_flips_leave_nothing_behind(rig: Rig) -> None:
+    driver = driver_at("host", None)
+    assert isinstance(driver, HostDriver)
+    for version in range(1, 6):
+        rig.update(version)
+    before = driver.live()
+    for version in range(6, 106):
+        rig.update(version)
+    assert driver.live() == before

@@ -1,0 +1,36 @@
+"""Installs of versions that lie in device memory: copy, alias and flip, on host memory here."""
+
+from typing import ClassVar
+
+from rl_bridge.installers.engine_memory import Engine
+from rl_bridge.installers.module import ModuleInstallAdapter
+from rl_bridge.testing import InstallerSuite
+from rl_bridge.testing.host_vmm import HostVMM
+from rl_bridge.transports.registry import register_transport
+
+register_transport(HostVMM)
+
+
+class TestCopyFromDeviceMemory(InstallerSuite):
+    transport: ClassVar[str] = HostVMM.name
+
+    def make_adapter(self, engine: Engine) -> ModuleInstallAdapter:
+        return ModuleInstallAdapter(engine, mode="copy")
+
+
+class TestAliasOfDeviceMemory(InstallerSuite):
+    transport: ClassVar[str] = HostVMM.name
+    rebinds = True
+    is_read_only = True
+
+    def make_adapter(self, engine: Engine) -> ModuleInstallAdapter:
+        return ModuleInstallAdapter(engine, mode="alias")
+
+
+class TestFlipInDeviceMemory(InstallerSuite):
+    transport: ClassVar[str] = HostVMM.name
+    rebinds = True
+    is_read_only = True
+
+    def make_adapter(self, engine: Engine) -> ModuleInstallAdapter:
+        return ModuleInstallAdapter(engine, mode="flip")

@@ -1,0 +1,103 @@
+"""Digest and pack on a device: the kernel, interpreted by Triton, and torch's own operations.
+
+Both are asked the same questions about memory of the CPU. The answers of the kernel come from a
+child process, since Triton has to be told to interpret before it is imported.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from rl_bridge.manifest.digest import LEAF_NBYTES
+from rl_bridge.testing.processes import Child
+from tests.memory.device import rig
+from tests.test_docs_format import VECTORS
+
+Ask = Callable[..., Any]
+
+
+@pytest.fixture(scope="module")
+def interpreted() -> Iterator[Child]:
+    if rig.NO_TRITON:
+        pytest.skip(rig.NO_TRITON)
+    with Child(rig.Interpreted) as child:
+        if cause := child.ready().call("lacks"):
+            pytest.skip(cause)
+        yield child
+
+
+@pytest.fixture(params=["torch", "triton"])
+def ask(request: pytest.FixtureRequest) -> Ask:
+    """Asks one engine: the name of a function of the rig, and its arguments."""
+    if request.param == "torch":
+        return lambda name, *arguments: getattr(rig, name)("torch", *arguments)
+    child = request.getfixturevalue("interpreted")
+    return lambda name, *arguments: child.call("ask", question=name, arguments=list(arguments))
+
+
+def test_the_digests_of_the_normative_page_come_out_of_one_call(ask: Ask) -> None:
+    assert ask("of_the_page") == [digest for *_, digest in VECTORS]
+
+
+@pytest.mark.parametrize("shift", [0, 16, 8, 4, 2, 1, 3])
+def test_small_tensors_of_each_size_and_alignment_are_digested_and_packed(
+    ask: Ask, shift: int
+) -> None:
+    assert ask("of_sizes", rig.SMALL, [shift]) == []
+
+
+@pytest.mark.parametrize(("shift", "sizes"), [(0, rig.BORDERS), (1, [LEAF_NBYTES + 1])])
+def test_tensors_around_the_end_of_a_leaf_are_digested_and_packed(
+    ask: Ask, shift: int, sizes: list[int]
+) -> None:
+    assert ask("of_sizes", sizes, [shift]) == []
+
+
+def test_later_updates_are_digested_too_also_when_they_lie_elsewhere(ask: Ask) -> None:
+    assert ask("of_sizes", [5000, 0, 77], [2, 2, 16, 32, 5]) == []
+
+
+def test_many_tensors_are_digested_in_one_call(ask: Ask) -> None:
+    assert ask("of_sizes", [index * 7 % 300 for index in range(40)], [2]) == []
+
+
+def test_each_dtype_and_any_strides_are_packed_as_torch_sees_them(ask: Ask) -> None:
+    assert ask("packed_tensors") == []
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "float16"])
+def test_a_cast_on_the_way_is_torchs_cast(ask: Ask, name: str) -> None:
+    assert ask("casted", name) == [0, 0]
+
+
+def test_offsets_beyond_4_gib_are_reached(ask: Ask) -> None:
+    assert ask("far_away") == []
+
+
+@pytest.mark.parametrize("size", [1, 7, 100, 1024, 4095, 5003])
+def test_nothing_is_read_before_or_behind_a_tensor(ask: Ask, size: int) -> None:
+    assert ask("guarded", size)
+
+
+def test_a_flip_of_any_bit_of_a_kib_changes_the_digest() -> None:
+    assert rig.flipped("torch", range(8192)) == 8193
+
+
+def test_a_flip_in_any_word_of_a_kib_changes_the_kernels_digest(interpreted: Child) -> None:
+    # One bit in each word, and each of 64 twice: interpreting all 8,192 would take minutes.
+    bits = [64 * word + word * 5 % 64 for word in range(128)]
+    assert interpreted.call("ask", question="flipped", arguments=[bits]) == 129
+
+
+def test_all_aligned_tensors_are_one_launch_and_its_rows_are_kept(interpreted: Child) -> None:
+    aligned, odd, gathered = interpreted.call("launches")
+    assert aligned == [[16, 0, 3], [1]]
+    assert odd == [[1, 0, 1], [4, 0, 1], [16, 0, 1], [1]]
+    assert gathered == [[16, 0, 1], [16, 0, 2], [1]]
+
+
+def test_a_kernel_that_is_wrong_here_is_not_used(interpreted: Child) -> None:
+    cause, engine = interpreted.call("cause_with_a_wrong_key")
+    assert "disagrees with xxhash" in cause
+    assert engine == "torch"

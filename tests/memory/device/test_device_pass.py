@@ -1,0 +1,247 @@
+"""What a pass on a device refuses, waits for and says; on CPU memory, which needs no GPU."""
+
+import logging
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rl_bridge.errors import DeadlineExceeded, WeightBridgeUnavailableError
+from rl_bridge.memory.device import choice
+from rl_bridge.memory.device.choice import choose_engine, full_device, kernel_cause
+from rl_bridge.memory.device.device_pass import DevicePass
+from rl_bridge.memory.device.leaves import CAST_BF16
+from tests.memory.device.rig import Laid
+
+CPU = torch.device("cpu")
+
+
+def numbers(*values: int) -> np.ndarray:
+    return np.array(values, np.uint64)
+
+
+# ---- refusals -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("offsets", "nbytes", "said"),
+    [
+        ([0, 256], [300, 5], "overlap"),
+        ([0, 100], [5, 5], "multiples of 256"),
+        ([256, 0], [5, 257], "overlap"),
+        ([0], [5, 5], "offsets for"),
+    ],
+)
+def test_a_layout_whose_rooms_overlap_is_refused(
+    offsets: list[int], nbytes: list[int], said: str
+) -> None:
+    with pytest.raises(ValueError, match=said):
+        DevicePass(numbers(*offsets), numbers(*nbytes), device="cpu", engine="torch")
+
+
+def test_tensors_may_lie_in_any_order_and_with_gaps() -> None:
+    plan = DevicePass(numbers(1024, 0), numbers(5, 256), device="cpu", engine="torch")
+    assert len(plan) == 2
+
+
+@pytest.mark.parametrize("arena", [0, -256, 8])
+def test_an_arena_that_no_arena_begins_at_is_refused(arena: int) -> None:
+    laid = Laid([5])
+    plan = laid.plan("torch")
+    with pytest.raises(ValueError, match="expected a multiple of 256"):
+        plan.digest(arena)
+    with pytest.raises(ValueError, match="expected a multiple of 256"):
+        plan.pack(laid.sources, arena)
+
+
+@pytest.mark.parametrize("row", [0, 2])
+def test_a_tensor_at_address_0_is_refused_unless_it_is_empty(row: int) -> None:
+    laid = Laid([5, 0, 300])
+    plan, sources = laid.plan("torch"), laid.sources
+    sources[1] = 0
+    assert plan.digest_at(sources) == laid.digests()
+    sources[row] = 0
+    with pytest.raises(ValueError, match="at address 0"):
+        plan.digest_at(sources)
+    with pytest.raises(ValueError, match="at address 0"):
+        plan.pack(sources, laid.arena)
+
+
+def test_addresses_and_casts_of_another_number_are_refused() -> None:
+    laid = Laid([5, 4])
+    plan = laid.plan("torch")
+    with pytest.raises(ValueError, match="for a plan of 2 tensors"):
+        plan.digest_at(laid.sources[:1])
+    for casts in (np.zeros(1, np.uint8), np.array([0, 7], np.uint8)):
+        with pytest.raises(ValueError, match="for 2 tensors"):
+            plan.pack(laid.sources, laid.arena, casts=casts)
+
+
+def test_a_source_to_cast_that_no_float32_begins_at_is_refused() -> None:
+    laid = Laid([4])
+    with pytest.raises(ValueError, match="multiple of 4"):
+        laid.plan("torch").pack(
+            laid.sources + np.uint64(2), laid.arena, casts=np.array([CAST_BF16], np.uint8)
+        )
+
+
+@pytest.mark.parametrize(
+    ("tensor", "said"),
+    [
+        (torch.zeros(4, dtype=torch.complex64).conj(), "resolve_conj"),
+        (torch.zeros(8, 4).to_sparse(), "dense"),
+        (torch.zeros(32, device="meta", dtype=torch.uint8), "copy it there"),
+    ],
+    ids=["lazy", "sparse", "elsewhere"],
+)
+def test_a_tensor_whose_bytes_are_not_its_values_is_refused(
+    tensor: torch.Tensor, said: str
+) -> None:
+    laid = Laid([32])
+    with pytest.raises(WeightBridgeUnavailableError, match=said):
+        laid.plan("torch").pack_tensors([tensor], laid.arena)
+    assert (laid.packed(0, 32) == 0xA5).all()
+
+
+def test_a_tensor_of_another_size_than_planned_is_refused_by_number() -> None:
+    laid = Laid([32, 8])
+    good = torch.zeros(32, dtype=torch.uint8)
+    with pytest.raises(ValueError, match=r"tensor 1 .* expected 8 bytes"):
+        laid.plan("torch").pack_tensors([good, torch.zeros(3)], laid.arena)
+    with pytest.raises(ValueError, match="argument"):
+        laid.plan("torch").pack_tensors([good], laid.arena)
+
+
+def test_other_casts_are_torchs_affair_and_digested_where_they_end() -> None:
+    laid = Laid([24, 6])
+    parts = [torch.arange(3, dtype=torch.int16), torch.randn(3, 2)[:, 0]]
+    found = laid.plan("torch").pack_tensors(
+        parts, laid.arena, dtypes=[torch.float64, torch.bfloat16]
+    )
+    packed = torch.from_numpy(laid.packed(0, 24)).view(torch.float64)
+    assert packed.tolist() == [0.0, 1.0, 2.0]
+    halves = torch.from_numpy(laid.packed(256, 6)).view(torch.bfloat16)
+    assert torch.equal(halves, parts[1].bfloat16())
+    assert found == laid.plan("torch").digest(laid.arena)
+
+
+# ---- which engine -------------------------------------------------------------------------------
+
+
+def test_without_a_gpu_torch_is_taken_and_that_is_said_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(choice, "_CAUSES", {})
+    with caplog.at_level(logging.INFO, logger=choice.__name__):
+        engines = [Laid([5]).plan().engine for _ in range(2)]
+    assert engines == ["torch", "torch"]
+    assert len(caplog.records) == 1
+    assert "digests on cpu run in torch: Triton" in caplog.text
+    assert str(kernel_cause("cpu")) in caplog.text
+
+
+def test_the_kernel_is_refused_where_it_does_not_work_with_the_cause() -> None:
+    with pytest.raises(WeightBridgeUnavailableError, match=r"on cpu: Triton .* engine='torch'"):
+        Laid([5]).plan("triton")
+
+
+def test_an_engine_that_is_none_is_refused() -> None:
+    unknown: Any = "cuda"
+    with pytest.raises(ValueError, match="expected 'triton', 'torch' or None"):
+        choose_engine(unknown, CPU)
+
+
+def test_a_gpu_is_loud_about_running_in_torch(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(choice, "_CAUSES", {})
+    monkeypatch.setattr(choice, "_try_kernel", lambda device: f"no wings on {device}")
+    gpu = torch.device("cuda", 3)
+    assert choose_engine(None, gpu) == "torch"
+    assert choose_engine("torch", gpu) == "torch"
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "digests on cuda:3 run in torch: no wings on cuda:3" in caplog.text
+    with pytest.raises(WeightBridgeUnavailableError, match="no wings on cuda:3"):
+        choose_engine("triton", gpu)
+    monkeypatch.setattr(choice, "_CAUSES", {gpu: None})
+    assert (choose_engine(None, gpu), choose_engine("triton", gpu)) == ("triton", "triton")
+
+
+def test_a_device_is_known_by_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
+    assert full_device("cuda") == torch.device("cuda", 2)
+    assert full_device("cuda:1") == torch.device("cuda", 1)
+    assert full_device("cpu") == CPU
+
+
+# ---- waiting ------------------------------------------------------------------------------------
+
+
+class Late:
+    """An event that comes true when it was asked often enough, or never."""
+
+    def __init__(self, asked: float) -> None:
+        self.left = asked
+        self.recorded = 0
+
+    def record(self) -> None:
+        self.recorded += 1
+
+    def query(self) -> bool:
+        self.left -= 1
+        return self.left < 0
+
+
+def waiting(laid: Laid, event: Late) -> DevicePass:
+    plan: Any = laid.plan("torch")
+    plan._event = event
+    return plan  # type: ignore[no-any-return]
+
+
+def test_digests_are_read_when_the_event_says_so() -> None:
+    laid, event = Laid([5000]), Late(3)
+    assert waiting(laid, event).digest_at(laid.sources) == laid.digests()
+    assert (event.left, event.recorded) == (-1, 1)
+
+
+def test_a_device_that_does_not_get_there_is_given_up_and_waited_for_by_the_next_call() -> None:
+    laid, event = Laid([5000]), Late(float("inf"))
+    plan = waiting(laid, event)
+    with pytest.raises(DeadlineExceeded, match=r"from cpu within 0.01 s"):
+        plan.digest_at(laid.sources, timeout_s=0.01)
+    # Nothing new is begun while the device may still write where it would.
+    with pytest.raises(DeadlineExceeded):
+        plan.digest_at(laid.sources, timeout_s=0.01)
+    assert event.recorded == 1
+    event.left = 0
+    assert plan.digest_at(laid.sources) == laid.digests()
+    assert event.recorded == 2
+
+
+def test_calls_take_turns_and_do_not_wait_for_ever() -> None:
+    laid = Laid([5])
+    plan = laid.plan("torch")
+    with plan._lock, pytest.raises(DeadlineExceeded):
+        plan.digest_at(laid.sources, timeout_s=0.01)
+    assert plan.digest_at(laid.sources) == laid.digests()
+
+
+def test_threads_that_share_a_plan_each_get_their_own_digests() -> None:
+    laid = Laid([3000, 70_000])
+    other = Laid([3000, 70_000])
+    other.fill(shift=3, seed=9)
+    plan = laid.plan("torch")
+    wrong: list[int] = []
+
+    def ask(mine: Laid) -> None:
+        expected = mine.digests()
+        wrong.extend(turn for turn in range(30) if plan.digest_at(mine.sources) != expected)
+
+    threads = [threading.Thread(target=ask, args=(mine,)) for mine in (laid, other)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert wrong == []

@@ -1,0 +1,1 @@
+"""Tests of the drivers and of what owns their memory."""

@@ -1,0 +1,124 @@
+"""A host driver that notes its calls and fails where it is told, and ways to read and write."""
+
+import ctypes
+from collections.abc import Callable
+
+from rl_bridge.memory import vm
+from rl_bridge.memory.vmm.driver import driver_error
+from rl_bridge.memory.vmm.host import HostDriver, Live
+from rl_bridge.memory.vmm.owners import AddressRange, Allocation
+
+__all__ = ["NBYTES", "NOTHING", "SMALL", "Scripted", "filled", "peek", "poke"]
+
+SMALL = 4 * vm.PAGE
+"""The granularity of the drivers in these tests."""
+NBYTES = 2 * SMALL
+"""The size of what they allocate."""
+NOTHING = Live(0, 0, 0)
+
+
+class Scripted(HostDriver):
+    """Notes each call by its name; raises before or behind chosen ones."""
+
+    def __init__(self) -> None:
+        super().__init__(granularity=SMALL)
+        self.calls: list[str] = []
+        # What is asked at each call, with its name and number since `calls` was cleared, before it
+        # is done and again behind it.
+        self.before: Callable[[str, int], None] = lambda name, number: None
+        self.behind: Callable[[str, int], None] = lambda name, number: None
+
+    def fail(self, *names: str, code: str = "CUDA_ERROR_OUT_OF_MEMORY") -> None:
+        """Refuse the next calls of these names, in this order."""
+        waiting = list(names)
+
+        def refuse(name: str, _: int) -> None:
+            if waiting and waiting[0] == name:
+                waiting.pop(0)
+                raise driver_error(name, code, "as the test wants it")
+
+        self.before = refuse
+
+    def interrupt(self, *numbers: int, behind: bool) -> None:
+        """Raise KeyboardInterrupt at these calls, counted from now, before them or behind them."""
+        self.calls.clear()
+
+        def strike(_: str, at: int) -> None:
+            if at in numbers:
+                raise KeyboardInterrupt
+
+        self.before, self.behind = (
+            (lambda *_: None, strike) if behind else (strike, lambda *_: None)
+        )
+
+    def calm(self) -> None:
+        """Raise nothing any more."""
+        self.before = self.behind = lambda *_: None
+
+    def _step(self, name: str) -> int:
+        self.calls.append(name)
+        number = len(self.calls)
+        self.before(name, number)
+        return number
+
+    def create(self, nbytes: int) -> int:
+        number = self._step("create")
+        found = super().create(nbytes)
+        self.behind("create", number)
+        return found
+
+    def release(self, handle: int) -> None:
+        number = self._step("release")
+        super().release(handle)
+        self.behind("release", number)
+
+    def reserve(self, nbytes: int, align: int = 0) -> int:
+        number = self._step("reserve")
+        found = super().reserve(nbytes, align)
+        self.behind("reserve", number)
+        return found
+
+    def free(self, address: int, nbytes: int) -> None:
+        number = self._step("free")
+        super().free(address, nbytes)
+        self.behind("free", number)
+
+    def map(self, address: int, nbytes: int, handle: int) -> None:
+        number = self._step("map")
+        super().map(address, nbytes, handle)
+        self.behind("map", number)
+
+    def set_access(self, address: int, nbytes: int, *, writable: bool) -> None:
+        number = self._step("set_access")
+        super().set_access(address, nbytes, writable=writable)
+        self.behind("set_access", number)
+
+    def unmap(self, address: int, nbytes: int) -> None:
+        number = self._step("unmap")
+        super().unmap(address, nbytes)
+        self.behind("unmap", number)
+
+    def fence(self) -> None:
+        number = self._step("fence")
+        super().fence()
+        self.behind("fence", number)
+
+
+def poke(address: int, byte: int, nbytes: int = NBYTES) -> None:
+    """Fill host memory."""
+    ctypes.memset(address, byte, nbytes)
+
+
+def peek(address: int, nbytes: int = NBYTES) -> set[int]:
+    """Which bytes lie in host memory."""
+    return set(ctypes.string_at(address, nbytes))
+
+
+def filled(driver: HostDriver, byte: int, nbytes: int = NBYTES) -> Allocation:
+    """Memory full of one byte, mapped nowhere."""
+    allocation = Allocation.create(driver, nbytes)
+    window = AddressRange(driver, nbytes)
+    window.map(allocation, writable=True)
+    poke(window.address, byte, nbytes)
+    window.close()
+    return allocation

@@ -1,0 +1,244 @@
+"""Descriptors between processes that are killed, stopped or forked at each step."""
+
+import os
+import select
+import signal
+import socket
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from rl_bridge.errors import (
+    BridgeClosed,
+    DeadlineExceeded,
+    SegmentError,
+)
+from rl_bridge.memory import broker as client
+from rl_bridge.memory import broker_server as server
+from rl_bridge.memory.broker import Broker, BrokerRef, fetch_fd
+from rl_bridge.memory.broker_server import MAGIC, REQUEST, sweep_brokers
+from rl_bridge.memory.segment import process_start_time
+from rl_bridge.memory.vmm.host import HostDriver
+from rl_bridge.memory.vmm.owners import Descriptor
+from rl_bridge.testing.processes import Child, until
+from tests.helpers import forked, forking, open_fds
+from tests.memory.vmm.publishers import (
+    FOREVER_S,
+    Consumer,
+    Publisher,
+    connected,
+    fetched,
+    offering,
+    short_folder,
+    shown,
+    soon,
+)
+from tests.memory.vmm.rig import SMALL
+
+
+@pytest.fixture
+def root() -> Iterator[Path]:
+    with short_folder() as folder:
+        yield folder
+
+
+@pytest.fixture
+def driver() -> HostDriver:
+    return HostDriver(granularity=SMALL)
+
+
+@pytest.fixture
+def broker(driver: HostDriver, root: Path) -> Iterator[Broker]:
+    with offering(driver, root) as made:
+        yield made
+
+
+# ---- processes that die -------------------------------------------------------------------------
+
+
+def test_an_import_outlives_its_exporter(driver: HostDriver, root: Path) -> None:
+    with Child(Publisher, root=str(root)) as publisher:
+        ref = BrokerRef.model_validate(publisher.call("ref"))
+        fd, nbytes = fetch_fd(ref, 1, timeout_s=FOREVER_S)
+        publisher.kill()
+    assert shown(driver, fd, nbytes) == {7}
+
+
+def test_an_exporter_killed_between_sending_and_receiving_leaves_the_bytes(
+    driver: HostDriver, root: Path
+) -> None:
+    with Child(Publisher, root=str(root)) as publisher:
+        ref = BrokerRef.model_validate(publisher.call("ref"))
+        with connected(ref) as connection:
+            connection.send(REQUEST.pack(MAGIC, bytes.fromhex(ref.token), 1))
+            assert select.select([connection], [], [], FOREVER_S)[0], "the answer is on its way"
+            publisher.kill()
+            fd, nbytes = client._receive(connection, ref, 1, soon())
+    assert shown(driver, fd, nbytes) == {7}
+
+
+def test_a_broker_killed_while_a_client_waits_is_told(root: Path) -> None:
+    before = open_fds()
+    with Child(Publisher, root=str(root)) as publisher:
+        ref = BrokerRef.model_validate(publisher.call("ref"))
+        os.kill(publisher.pid, signal.SIGSTOP)  # the kernel still takes connections
+        with connected(ref) as connection:
+            client._check_peer(connection, ref)
+            client._ask(connection, ref, 1, soon())
+            publisher.kill()
+            with pytest.raises(SegmentError, match=r"is gone|ended before it answered"):
+                client._receive(connection, ref, 1, soon())
+    assert open_fds() == before
+
+
+def test_a_broker_that_hangs_is_not_waited_for_beyond_the_deadline(root: Path) -> None:
+    before = open_fds()
+    with Child(Publisher, root=str(root)) as publisher:
+        ref = BrokerRef.model_validate(publisher.call("ref"))
+        os.kill(publisher.pid, signal.SIGSTOP)
+        with pytest.raises(DeadlineExceeded, match="did not answer in time"):
+            fetch_fd(ref, 1, timeout_s=0.1)
+        waiting = []
+        with suppress(BlockingIOError):
+            for _ in range(1000):  # until its queue is full, and connecting itself must wait
+                waiting.append(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+                waiting[-1].setblocking(False)
+                waiting[-1].connect(ref.path)
+        assert len(waiting) < 1000
+        with pytest.raises(DeadlineExceeded, match="did not answer in time"):
+            fetch_fd(ref, 1, timeout_s=0.1)
+        for connection in waiting:
+            connection.close()
+        os.kill(publisher.pid, signal.SIGCONT)
+        fd, _ = fetch_fd(ref, 1, timeout_s=FOREVER_S)
+        os.close(fd)
+    assert len(open_fds()) == len(before)
+
+
+def test_an_importer_that_is_killed_costs_its_exporter_nothing(
+    driver: HostDriver, root: Path
+) -> None:
+    with Child(Publisher, root=str(root)) as publisher:
+        ref = publisher.call("ref")
+        before = publisher.call("num_fds")
+        with Child(Consumer, ref=ref) as consumer:
+            assert consumer.call("take") == [7]
+            consumer.kill()
+        half = connected(BrokerRef.model_validate(ref))  # and one that never asks
+        half.close()
+        found = fetch_fd(BrokerRef.model_validate(ref), 1, timeout_s=FOREVER_S)
+        assert shown(driver, *found) == {7}
+        assert publisher.call("bytes") == [7]
+        until(lambda: publisher.call("num_fds") == before, what="its connections are gone")
+
+
+def test_memory_is_held_by_the_importer_when_the_exporter_let_go(root: Path) -> None:
+    with Child(Publisher, root=str(root)) as publisher:
+        ref = publisher.call("ref")
+        with Child(Consumer, ref=ref) as consumer:
+            consumer.call("take")
+            publisher.call("let_go")
+            with pytest.raises(SegmentError, match="it was released"):
+                fetch_fd(BrokerRef.model_validate(ref), 1, timeout_s=FOREVER_S)
+            publisher.kill()
+            assert consumer.call("look") == [7]
+
+
+def test_a_killed_publishers_directory_is_swept_by_the_next(root: Path) -> None:
+    with Child(Publisher, root=str(root)) as publisher:
+        ref = BrokerRef.model_validate(publisher.call("ref"))
+        assert sweep_brokers(root) == []
+        publisher.kill()
+    left = Path(ref.path).parent
+    assert left.is_dir()
+    with pytest.raises(SegmentError, match=r"is gone or not visible.*Publish again"):
+        fetch_fd(ref, 1, timeout_s=FOREVER_S)
+    assert sweep_brokers(root, dry_run=True) == [left.name]
+    assert left.is_dir()
+    made = Broker(root=root)
+    assert [path.name for path in root.iterdir()] == [Path(made.ref.path).parent.name]
+    made.close()
+
+
+def test_only_dead_brokers_of_ours_are_swept(root: Path) -> None:
+    dead = "rlb-broker-1-1-" + "0" * 16
+    alive = f"rlb-broker-{os.getpid()}-{process_start_time(os.getpid())}-" + "0" * 16
+    names = [dead, alive, "rlb-broker-1-1-" + "1" * 15, "rlb-broker-1-1-" + "1" * 17, "other"]
+    for name in names:
+        (root / name).mkdir()
+    (root / dead / "s").touch()
+    elsewhere = root / "elsewhere"
+    elsewhere.mkdir()
+    link = root / ("rlb-broker-1-1-" + "2" * 16)
+    link.symlink_to(elsewhere)
+    (root / ("rlb-broker-1-1-" + "3" * 16)).touch()
+    locked = root / ("rlb-broker-1-1-" + "4" * 16)
+    locked.mkdir()
+    fd = os.open(locked, os.O_RDONLY)
+    assert server._try_lock(fd)
+    assert sweep_brokers(root) == [dead]
+    assert not (root / dead).exists()
+    assert elsewhere.is_dir()
+    os.close(fd)
+    assert sweep_brokers(root) == [locked.name]
+
+
+def test_another_users_directory_is_not_swept(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dead = root / ("rlb-broker-1-1-" + "0" * 16)
+    dead.mkdir()
+    monkeypatch.setattr("rl_bridge.memory.broker_server.os.geteuid", lambda: os.getuid() + 1)
+    assert sweep_brokers(root) == []
+    assert dead.is_dir()
+
+
+@forking
+def test_a_forked_child_serves_nothing_and_removes_nothing(
+    driver: HostDriver, broker: Broker
+) -> None:
+    waiting = connected(broker.ref)
+    until(lambda: broker._server._clients, what="the broker has the connection")
+
+    def in_child() -> bool:
+        held = [target for target in open_fds().values() if "memfd" in target]
+        sockets = [target for target in open_fds().values() if target.startswith("socket:")]
+        broker.close()
+        try:
+            broker.offer(5, Descriptor(os.dup(0)), 1)
+        except BridgeClosed:
+            return not held and len(sockets) == 1 and not broker.is_serving
+        return False
+
+    assert forked(in_child)
+    waiting.close()
+    assert broker.is_serving
+    assert fetched(driver, broker) == {7}
+
+
+@forking
+def test_a_child_does_not_keep_clients_waiting_for_a_dead_publisher(root: Path) -> None:
+    with Child(ForkingPublisher, root=str(root)) as publisher:
+        ref = BrokerRef.model_validate(publisher.call("ref"))
+        grandchild = publisher.call("fork")
+        try:
+            publisher.kill()
+            with pytest.raises(SegmentError, match="cannot be reached"):
+                fetch_fd(ref, 1, timeout_s=FOREVER_S)
+            assert sweep_brokers(root) == [Path(ref.path).parent.name]
+        finally:
+            os.kill(grandchild, signal.SIGKILL)
+
+
+class ForkingPublisher(Publisher):
+    """Has a child that outlives it."""
+
+    def fork(self) -> int:
+        pid = os.fork()
+        if pid == 0:
+            for fd, target in open_fds().items():
+                if target.startswith("pipe:"):
+                    os.close(fd)  # the test waits for these
+            while True:
+                signal.pause()
+        return pid

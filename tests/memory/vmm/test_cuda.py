@@ -1,0 +1,147 @@
+"""The CUDA driver: what it says without CUDA, and its calls over a stand-in for libcuda."""
+
+import ctypes
+import os
+import re
+import shutil
+import subprocess
+import sys
+from enum import IntEnum
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rl_bridge.errors import DriverError
+from rl_bridge.memory.vmm.cuda import CUDADriver, _is_capturing, ordinal_of
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[2]
+
+
+def has_libcuda() -> bool:
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return True
+
+
+# ---- without CUDA -------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(has_libcuda(), reason="libcuda.so.1 is installed here")
+def test_a_missing_libcuda_has_its_type() -> None:
+    pytest.importorskip("cuda.bindings.driver", reason="cuda-bindings is not installed")
+    for act in (CUDADriver, lambda: ordinal_of("x")):
+        with pytest.raises(DriverError, match="Install the NVIDIA driver") as caught:
+            act()
+        assert (caught.value.call, caught.value.code) == ("cuInit", "LIBCUDA_NOT_FOUND")
+
+
+def test_a_missing_package_has_its_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.split(".")[0] == "cuda"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "cuda", None)
+    with pytest.raises(DriverError, match="pip install cuda-bindings") as caught:
+        CUDADriver()
+    assert caught.value.code == "BINDINGS_NOT_FOUND"
+
+
+class Code(IntEnum):
+    """Answers of a driver."""
+
+    CUDA_SUCCESS = 0
+    CUDA_ERROR_NO_DEVICE = 100
+
+
+class FunctionNotFoundError(RuntimeError):
+    """What the bindings raise for a function that an old libcuda lacks."""
+
+
+def bindings_with(**functions: Any) -> Any:
+    return SimpleNamespace(**{"cuInit": lambda _: (Code.CUDA_SUCCESS,), **functions})
+
+
+def test_a_machine_without_a_device_has_its_type() -> None:
+    with pytest.raises(DriverError, match="Make a GPU visible") as caught:
+        CUDADriver(bindings=bindings_with(cuInit=lambda _: (Code.CUDA_ERROR_NO_DEVICE,)))
+    assert (caught.value.call, caught.value.code) == ("cuInit", "CUDA_ERROR_NO_DEVICE")
+
+
+def test_a_code_that_the_bindings_do_not_know_is_told_by_its_number() -> None:
+    with pytest.raises(DriverError, match="cuInit failed with CUDA_ERROR_12345"):
+        CUDADriver(bindings=bindings_with(cuInit=lambda _: (12345,)))
+
+
+def test_a_function_that_an_old_driver_lacks_has_its_type() -> None:
+    def missing(*_: object) -> object:
+        raise FunctionNotFoundError("function cuDeviceGet is not found")
+
+    with pytest.raises(DriverError, match="Update the NVIDIA driver") as caught:
+        CUDADriver(bindings=bindings_with(cuDeviceGet=missing))
+    assert (caught.value.call, caught.value.code) == ("cuDeviceGet", "CUDA_ERROR_NOT_FOUND")
+
+
+def test_an_error_of_another_kind_is_not_taken_for_a_missing_driver() -> None:
+    def broken(*_: object) -> object:
+        raise RuntimeError("something else")
+
+    with pytest.raises(RuntimeError, match="something else") as caught:
+        CUDADriver(bindings=bindings_with(cuDeviceGet=broken))
+    assert type(caught.value) is RuntimeError
+
+
+def test_nothing_is_captured_without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert _is_capturing() is False
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert _is_capturing() is True
+
+
+# ---- over the stand-in --------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def stand_in(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("cuda.bindings.driver", reason="cuda-bindings is not installed")
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if compiler is None:
+        pytest.skip("no C compiler to build the stand-in for libcuda with")
+    folder = tmp_path_factory.mktemp("stand-in")
+    subprocess.run(
+        [
+            *(compiler, "-O1", "-shared", "-fPIC", "-Wall", "-Wextra", "-Werror"),
+            *("-Wl,-soname,libcuda.so.1", "-o", str(folder / "libcuda.so.1")),
+            str(HERE / "libcuda_stand_in.c"),
+        ],
+        check=True,
+        timeout=120,
+    )
+    return folder
+
+
+def test_the_real_bindings_make_the_right_calls_over_a_stand_in(stand_in: Path) -> None:
+    environment = {
+        **os.environ,
+        "LD_LIBRARY_PATH": f"{stand_in}:{os.environ.get('LD_LIBRARY_PATH', '')}",
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "on_stand_in.py"],
+        cwd=HERE,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
+    passed = re.search(r"(\d+) passed in", done.stdout)
+    assert passed is not None
+    assert int(passed[1]) > 35
+    assert "skipped" not in done.stdout

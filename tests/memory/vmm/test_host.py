@@ -1,0 +1,348 @@
+"""Host memory under CUDA's rules."""
+
+import ctypes
+import errno
+import fcntl
+import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from types import SimpleNamespace
+
+import pytest
+
+from rl_bridge.errors import DriverError
+from rl_bridge.memory import vm
+from rl_bridge.memory.vmm import driver as seam
+from rl_bridge.memory.vmm.driver import CAPTURING, INVALID_VALUE, NOT_INITIALIZED, driver_error
+from rl_bridge.memory.vmm.host import HostDriver, Live
+from rl_bridge.testing.processes import Child, ChildDied
+from tests.helpers import forked, forking, open_fds
+from tests.memory.vmm.driver_suite import DriverSuite
+from tests.memory.vmm.rig import NOTHING, SMALL, peek, poke
+from tests.raise_sites import says_a_remedy
+
+
+class TestHostDriver(DriverSuite[HostDriver]):
+    def make(self) -> HostDriver:
+        return HostDriver()
+
+    def write(self, driver: HostDriver, address: int, data: bytes) -> None:
+        vm.store(address, data)
+
+    def read(self, driver: HostDriver, address: int, nbytes: int) -> bytes:
+        return ctypes.string_at(address, nbytes)
+
+
+@pytest.fixture
+def driver() -> Iterator[HostDriver]:
+    made = HostDriver(granularity=SMALL)
+    yield made
+    give_back(made)
+
+
+def give_back(driver: HostDriver) -> None:
+    """Undo what a test left: a driver that dies leaves all of it, as CUDA's does."""
+    for handle in list(driver._memory):
+        driver.release(handle)
+    for address, found in list(driver._reserved.items()):
+        for at, nbytes in list(found.mappings.items()):
+            driver.unmap(at, nbytes)
+        driver.free(address, found.nbytes)
+    assert driver.live() == NOTHING
+
+
+def mapped(driver: HostDriver, *, writable: bool = True) -> tuple[int, int]:
+    """A handle, and an address where its memory lies."""
+    handle, address = driver.create(SMALL), driver.reserve(SMALL)
+    driver.map(address, SMALL, handle)
+    driver.set_access(address, SMALL, writable=writable)
+    return handle, address
+
+
+@pytest.mark.parametrize("granularity", [0, -vm.PAGE, 1, vm.PAGE + 1])
+def test_a_granularity_is_made_of_pages(granularity: int) -> None:
+    with pytest.raises(ValueError, match="a multiple of the page"):
+        HostDriver(granularity=granularity)
+
+
+def test_the_default_granularity_is_that_of_a_gpu() -> None:
+    assert HostDriver().granularity() == 2 << 20
+
+
+def test_what_is_out_is_counted(driver: HostDriver) -> None:
+    handle, address = mapped(driver)
+    assert driver.live() == Live(handles=1, reservations=1, mappings=1)
+    driver.unmap(address, SMALL)
+    driver.release(handle)
+    driver.free(address, SMALL)
+    assert driver.live() == NOTHING
+
+
+def test_fresh_memory_is_zero(driver: HostDriver) -> None:
+    _, address = mapped(driver)
+    assert peek(address, SMALL) == {0}
+
+
+# ---- access -------------------------------------------------------------------------------------
+
+
+class Toucher:
+    """Touches memory in a process of its own, which may end by that."""
+
+    def __init__(self) -> None:
+        self.driver = HostDriver(granularity=SMALL)
+        self.handle = self.driver.create(SMALL)
+        self.address = self.driver.reserve(SMALL)
+
+    def map(self) -> None:
+        self.driver.map(self.address, SMALL, self.handle)
+
+    def grant(self, writable: bool) -> None:
+        self.driver.set_access(self.address, SMALL, writable=writable)
+
+    def unmap(self) -> None:
+        self.driver.unmap(self.address, SMALL)
+
+    def read(self) -> list[int]:
+        return sorted(peek(self.address, SMALL))
+
+    def write(self) -> None:
+        poke(self.address, 7, SMALL)
+
+
+def dies(child: Child, call: str) -> bool:
+    with pytest.raises(ChildDied) as caught:
+        child.call(call)
+    return caught.value.exitcode == -signal.SIGSEGV
+
+
+@pytest.mark.parametrize("steps", [[], ["map"], ["map", "grant", "unmap"]], ids=len)
+def test_what_is_not_mapped_with_access_cannot_be_read(steps: list[str]) -> None:
+    with Child(Toucher) as child:
+        for step in steps:
+            child.call(step, **({"writable": True} if step == "grant" else {}))
+        assert dies(child, "read")
+
+
+def test_a_read_only_mapping_is_read_and_a_write_to_it_is_a_fault() -> None:
+    with Child(Toucher) as child:
+        child.call("map")
+        child.call("grant", writable=True)
+        child.call("write")
+        child.call("grant", writable=False)
+        assert child.call("read") == [7]
+        assert dies(child, "write")
+
+
+# ---- refusals that CUDA leaves undefined, or that are the host's own ----------------------------
+
+
+NOT_THERE: dict[str, tuple[str, Callable[[HostDriver], object]]] = {
+    "release": ("cuMemRelease", lambda driver: driver.release(99)),
+    "export": ("cuMemExportToShareableHandle", lambda driver: driver.export_fd(99)),
+    "map a stranger": ("cuMemMap", lambda driver: driver.map(driver.reserve(SMALL), SMALL, 99)),
+    "map outside": ("cuMemMap", lambda driver: driver.map(SMALL, SMALL, driver.create(SMALL))),
+    "unmap": ("cuMemUnmap", lambda driver: driver.unmap(SMALL, SMALL)),
+    "access": ("cuMemSetAccess", lambda driver: driver.set_access(SMALL, SMALL, writable=True)),
+    "free": ("cuMemAddressFree", lambda driver: driver.free(SMALL, SMALL)),
+    "free a part": (
+        "cuMemAddressFree",
+        lambda driver: driver.free(driver.reserve(2 * SMALL), SMALL),
+    ),
+    "reserve odd": ("cuMemAddressReserve", lambda driver: driver.reserve(SMALL + 1)),
+    "align odd": ("cuMemAddressReserve", lambda driver: driver.reserve(SMALL, 3)),
+    "align below 0": ("cuMemAddressReserve", lambda driver: driver.reserve(SMALL, -SMALL)),
+}
+
+
+@pytest.mark.parametrize("case", NOT_THERE)
+def test_what_is_not_there_is_refused(driver: HostDriver, case: str) -> None:
+    call, act = NOT_THERE[case]
+    with pytest.raises(DriverError) as caught:
+        act(driver)
+    assert (caught.value.call, caught.value.code) == (call, INVALID_VALUE)
+    assert caught.value.remedy in str(caught.value)
+
+
+def test_a_handle_is_released_once(driver: HostDriver) -> None:
+    handle = driver.create(SMALL)
+    driver.release(handle)
+    with pytest.raises(DriverError, match="no handle of this driver"):
+        driver.release(handle)
+
+
+def test_a_reservation_with_something_in_it_is_not_freed(driver: HostDriver) -> None:
+    _, address = mapped(driver)
+    with pytest.raises(DriverError, match="holds 1 mappings"):
+        driver.free(address, SMALL)
+    assert peek(address, SMALL) == {0}
+
+
+def test_a_mapping_begins_at_a_granular_address(driver: HostDriver) -> None:
+    handle, address = driver.create(SMALL), driver.reserve(2 * SMALL)
+    with pytest.raises(DriverError, match="no multiple of"):
+        driver.map(address + vm.PAGE, SMALL, handle)
+
+
+def test_mappings_do_not_overlap(driver: HostDriver) -> None:
+    one, two = driver.create(SMALL), driver.create(2 * SMALL)
+    address = driver.reserve(3 * SMALL)
+    driver.map(address + SMALL, SMALL, one)
+    for at in (address, address + SMALL):
+        with pytest.raises(DriverError, match="something is mapped"):
+            driver.map(at, 2 * SMALL, two)
+
+
+@pytest.mark.parametrize("seals", [0, 2, 4, 2 | 4, 2 | 1, 4 | 1])
+def test_memory_that_could_be_cut_is_not_imported(driver: HostDriver, seals: int) -> None:
+    fd = os.memfd_create("unsealed", os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, SMALL)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+    with pytest.raises(DriverError, match="is not sealed") as caught:
+        driver.import_fd(fd, SMALL)
+    os.close(fd)
+    assert caught.value.code == INVALID_VALUE
+    assert driver.live() == NOTHING
+
+
+@pytest.mark.parametrize("nbytes", [SMALL, 3 * SMALL])
+def test_memory_of_another_size_is_not_imported(driver: HostDriver, nbytes: int) -> None:
+    fd = driver.export_fd(driver.create(2 * SMALL))
+    with pytest.raises(DriverError, match=rf"has {2 * SMALL} bytes, expected {nbytes}"):
+        driver.import_fd(fd, nbytes)
+    os.close(fd)
+
+
+def test_exported_memory_cannot_be_cut(driver: HostDriver) -> None:
+    fd = driver.export_fd(driver.create(SMALL))
+    for nbytes in (0, 2 * SMALL):
+        with pytest.raises(PermissionError):
+            os.ftruncate(fd, nbytes)
+    os.close(fd)
+
+
+def test_a_shortage_of_memory_leaves_nothing(
+    driver: HostDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_space(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    before = open_fds()
+    with pytest.raises(DriverError, match="CUDA_ERROR_OUT_OF_MEMORY"):
+        driver.reserve(1 << 62)
+    monkeypatch.setattr("rl_bridge.memory.vmm.host.os.ftruncate", no_space)
+    with pytest.raises(DriverError, match="cuMemCreate failed with CUDA_ERROR_OUT_OF_MEMORY"):
+        driver.create(SMALL)
+    assert open_fds() == before
+    assert driver.live() == NOTHING
+
+
+def test_a_shortage_of_descriptors_has_its_type(
+    driver: HostDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none_left(*_: object) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    handle = driver.create(SMALL)
+    monkeypatch.setattr("rl_bridge.memory.vmm.host.fcntl.fcntl", none_left)
+    with pytest.raises(DriverError, match="CUDA_ERROR_OUT_OF_MEMORY") as caught:
+        driver.export_fd(handle)
+    assert caught.value.call == "cuMemExportToShareableHandle"
+
+
+def test_a_mapping_that_the_kernel_refuses_has_its_type(
+    driver: HostDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handle, address = driver.create(SMALL), driver.reserve(SMALL)
+    with monkeypatch.context() as patch:
+        failing = SimpleNamespace(mmap=lambda *_: (1 << 64) - 1, mprotect=lambda *_: -1)
+        patch.setattr("rl_bridge.memory.vmm.host._libc", failing)
+        with pytest.raises(DriverError, match="cuMemMap failed with"):
+            driver.map(address, SMALL, handle)
+    driver.map(address, SMALL, handle)
+    with monkeypatch.context() as patch:
+        patch.setattr("rl_bridge.memory.vmm.host._libc", failing)
+        with pytest.raises(DriverError, match="cuMemSetAccess failed with"):
+            driver.set_access(address, SMALL, writable=True)
+        with pytest.raises(DriverError, match="cuMemUnmap failed with"):
+            driver.unmap(address, SMALL)
+    driver.set_access(address, SMALL, writable=True)
+    assert peek(address, SMALL) == {0}
+
+
+def test_a_mapping_that_was_refused_can_be_made(driver: HostDriver) -> None:
+    handle, address = driver.create(SMALL), driver.reserve(SMALL)
+    with pytest.raises(DriverError):
+        driver.map(address, 2 * SMALL, handle)
+    driver.map(address, SMALL, handle)
+
+
+# ---- forked children ----------------------------------------------------------------------------
+
+
+@forking
+def test_a_forked_child_holds_no_memory_and_may_not_call(driver: HostDriver) -> None:
+    handle, address = mapped(driver)
+    poke(address, 5, SMALL)
+    memfds = {fd for fd, target in open_fds().items() if "rl_bridge-vmm" in target}
+    assert len(memfds) == 1
+
+    def refused(call: Callable[[], object]) -> bool:
+        try:
+            call()
+        except DriverError as error:
+            return error.code == NOT_INITIALIZED
+        return False
+
+    def in_child() -> bool:
+        return (
+            not any("rl_bridge-vmm" in target for target in open_fds().values())
+            and vm.mapped_file(address) is None
+            and refused(lambda: driver.create(SMALL))
+            and refused(lambda: driver.release(handle))
+            and refused(lambda: driver.unmap(address, SMALL))
+            and refused(lambda: driver.free(address, SMALL))
+            and refused(driver.fence)
+        )
+
+    assert forked(in_child)
+    assert peek(address, SMALL) == {5}
+    assert driver.live() == Live(1, 1, 1)
+
+
+# ---- words --------------------------------------------------------------------------------------
+
+
+def test_every_code_has_a_remedy() -> None:
+    assert len(seam._REMEDIES) > 15
+    for code in [*seam._REMEDIES, "CUDA_ERROR_UNKNOWN"]:
+        error = seam.driver_error("cuMemMap", code, "why")
+        assert error.code == code
+        assert str(error).startswith(f"cuMemMap failed with {code}: why. ")
+        assert says_a_remedy(str(error)), str(error)
+
+
+def test_codes_are_cudas_own() -> None:
+    bindings = pytest.importorskip("cuda.bindings.driver", reason="cuda-bindings is not installed")
+    names = {result.name for result in bindings.CUresult}
+    assert {INVALID_VALUE, NOT_INITIALIZED, CAPTURING} <= names
+    ours = {"BINDINGS_NOT_FOUND", "LIBCUDA_NOT_FOUND"}
+    assert set(seam._REMEDIES) - ours <= names
+
+
+def test_the_probe_gives_back_what_it_took_when_a_call_fails(
+    driver: HostDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = open_fds()
+    for name in ("export_fd", "import_fd", "reserve", "map", "set_access"):
+
+        def refuse(*_: object, **__: object) -> int:
+            raise driver_error("cuMemMap", INVALID_VALUE, "no")
+
+        with monkeypatch.context() as patch, ExitStack():
+            patch.setattr(driver, name, refuse)
+            with pytest.raises(DriverError):
+                driver.probe()
+        assert driver.live() == NOTHING, name
+        assert open_fds() == before, name
