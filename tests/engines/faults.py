@@ -6,8 +6,10 @@ vLLM mixes `FaultyWorker` into its worker class, wherever that runs; a test call
 
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -233,3 +235,13 @@ class FaultyWorker:
         if rank == self.rank:
             state: Any = self
             vars(state.model_runner.get_model())["_rl_bridge_rank"]._proof = None
+
+    def halt_in_exchange(self, marks: str) -> None:
+        """Stand still in the middle of the next exchange, for good; a file tells that it does."""
+        mark = Path(marks) / str(self.rank)
+
+        def stand() -> None:
+            mark.touch()
+            threading.Event().wait()
+
+        _exchange(5, stand)
