@@ -1,12 +1,13 @@
 """Updates that do not fit are refused before anything changes, by name, expected and got."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import pytest
 import torch
 
 from rl_bridge import IncompatibleUpdate, WeightUpdateManifest
-from tests.engines.drive import Setting, executor_for, native_update
+from tests.engines.drive import Setting, executor_for, model_of, native_update
 from tests.engines.engines import Bench, bench
 from tests.engines.models import Checkpoints, Kind
 from tests.engines.references import References
@@ -145,3 +146,31 @@ def test_an_update_may_be_cast_where_that_is_said(engine: Bench) -> None:
     engine.executor.update_weights(engine.trainer.publish(engine.next()))
     engine.holds = 1 - engine.holds
     engine.check()
+
+
+def test_a_buffer_that_checkpoints_load_is_named_with_the_way_that_takes_it(
+    engine: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = model_of(engine.llm)
+    real = type(model).load_weights
+
+    def load(self: Any, given: Iterable[tuple[str, torch.Tensor]]) -> Any:
+        rest = []
+        for name, tensor in given:
+            if name == "rotation":
+                self.rotation.copy_(tensor)
+            else:
+                rest.append((name, tensor))
+        return real(self, rest)
+
+    model.register_buffer("rotation", torch.zeros(4))
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(type(model), "load_weights", load)
+            text = refuse(engine, engine.next(rotation=torch.ones(4)))
+        assert "buffer 'rotation' is loaded from the checkpoint" in text
+        assert "reload=True" in text
+        assert "nowhere" not in text
+        assert not model.rotation.any()
+    finally:
+        del model.rotation

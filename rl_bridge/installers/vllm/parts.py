@@ -19,6 +19,7 @@ __all__ = [
     "bound_anew",
     "checkpoint_tensors",
     "config_context",
+    "repacks",
     "require",
     "unsupported",
     "version",
@@ -108,3 +109,8 @@ def unsupported(layer: torch.nn.Module) -> str | None:
     if name.startswith("MLAAttention") or "MultiHeadLatent" in name:
         return f"{name} keeps tensors derived from its weights"
     return None
+
+
+def repacks(layer: torch.nn.Module) -> bool:
+    """Whether a layer's parameters may keep their shape and hold something else: experts do."""
+    return type(getattr(layer, "quant_method", None)).__name__ == "UnquantizedFusedMoEMethod"

@@ -9,7 +9,7 @@ import torch
 from rl_bridge.installers.base import InstallProof
 from rl_bridge.installers.vllm.canary import Canary
 from rl_bridge.installers.vllm.evidence import Evidence
-from rl_bridge.installers.vllm.parts import unsupported
+from rl_bridge.installers.vllm.parts import repacks, unsupported
 from rl_bridge.installers.vllm.routes import LoadPlan
 from rl_bridge.installers.vllm.skeleton import Target, User
 from rl_bridge.installers.vllm.staging import Assembled, Staged, TensorChange
@@ -90,13 +90,8 @@ def _is_readable(user: User, target: Target) -> bool:
         live.shape == target.meta.shape
         and live.dtype == target.meta.dtype
         and live.stride() == target.meta.stride()
-        and not _repacks(user.module)
+        and not repacks(user.module)
     )
-
-
-def _repacks(layer: torch.nn.Module) -> bool:
-    """Whether a layer's parameters may keep their shape and hold something else."""
-    return type(getattr(layer, "quant_method", None)).__name__ == "UnquantizedFusedMoEMethod"
 
 
 def _live(user: User) -> torch.Tensor:

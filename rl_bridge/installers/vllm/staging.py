@@ -14,7 +14,7 @@ import torch
 
 from rl_bridge.errors import IncompatibleUpdate, ProofFailed
 from rl_bridge.installers.vllm.canary import Canary
-from rl_bridge.installers.vllm.parts import RELOAD, config_context
+from rl_bridge.installers.vllm.parts import RELOAD, config_context, repacks
 from rl_bridge.installers.vllm.routes import LoadPlan, Route
 from rl_bridge.installers.vllm.skeleton import Target, User
 
@@ -131,6 +131,7 @@ class Spares:
     def missing_nbytes(self, plan: LoadPlan) -> int:
         """Bytes that the next update takes beyond what is here: parameters, packs, scratch."""
         kept = packed = scratch = 0
+        experts: dict[int, int] = {}
         for index in plan.steps:
             target = plan.targets[index]
             nbytes = target.meta.numel() * target.meta.element_size()
@@ -138,9 +139,14 @@ class Spares:
                 has_room = all(id(user.module) in self._packs for user in target.users)
                 packed += 0 if has_room else nbytes
                 scratch = max(scratch, nbytes)
+            elif repacks(layer := target.users[0].module):
+                # Assembled, and packed twice to be compared; what stays is one of the packs.
+                kept += nbytes
+                experts[id(layer)] = experts.get(id(layer), 0) + 2 * nbytes
             elif index not in self._tensors:
                 kept += nbytes
-        return kept + packed + max(0, scratch - self._scratch.numel())
+        scratch = max(0, scratch - self._scratch.numel())
+        return kept + packed + scratch + max(experts.values(), default=0)
 
 
 def stage(

@@ -1,0 +1,39 @@
+"""Engines that a rank refuses, by what their configuration says; and what a deadline looks like."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from rl_bridge import WeightBridgeUnavailableError
+from rl_bridge.integrations.vllm.support import require_supported
+
+
+def config(**parallel: int) -> SimpleNamespace:
+    alone = {"data_parallel_size": 1, "data_parallel_index": 0, "pipeline_parallel_size": 1}
+    return SimpleNamespace(parallel_config=SimpleNamespace(**{**alone, **parallel}))
+
+
+def test_an_engine_that_stands_alone_is_supported() -> None:
+    require_supported(config())
+    require_supported(
+        SimpleNamespace(
+            parallel_config=SimpleNamespace(data_parallel_size=1, pipeline_parallel_size=1)
+        )
+    )  # an older vLLM has no index
+
+
+@pytest.mark.parametrize(
+    ("parallel", "says"),
+    [
+        ({"data_parallel_size": 2}, "data_parallel_size=2, expected 1"),
+        ({"pipeline_parallel_size": 3}, "pipeline_parallel_size=3, expected 1"),
+        # By its number, as vLLM counts: the first one of its group has 0.
+        ({"data_parallel_index": 1}, r"is replica 1 of a data-parallel group"),
+    ],
+    ids=str,
+)
+def test_what_cannot_decide_together_is_refused_by_its_own_number(
+    parallel: dict[str, int], says: str
+) -> None:
+    with pytest.raises(WeightBridgeUnavailableError, match=says):
+        require_supported(config(**parallel))
