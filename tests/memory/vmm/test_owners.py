@@ -285,7 +285,7 @@ def test_a_finalizer_tells_what_it_cannot_give_back(
 
 @forking
 def test_a_forked_child_gives_nothing_back(driver: Scripted) -> None:
-    one = filled(driver, 1)
+    one, spare = filled(driver, 1), Allocation.create(driver, NBYTES)
     descriptor = one.export()
     live = AddressRange(driver, NBYTES)
     live.map(one, writable=True)
@@ -293,13 +293,13 @@ def test_a_forked_child_gives_nothing_back(driver: Scripted) -> None:
     driver.calls.clear()
 
     def in_child() -> bool:
-        nonlocal live, one, descriptor
+        nonlocal live, one, spare, descriptor
         own: list[int] = []
         while not own or own[-1] < number:  # the number belongs to the child's own file now
             own.append(os.open("/dev/null", os.O_RDONLY))
-        for owner in (live, one, descriptor):
+        for owner in (spare, live, one, descriptor):
             owner.close()
-        del live, one, descriptor, owner
+        del live, one, spare, descriptor, owner
         gc.collect()
         os.fstat(number)
         return driver.calls == []
@@ -310,6 +310,7 @@ def test_a_forked_child_gives_nothing_back(driver: Scripted) -> None:
     os.fstat(descriptor.fd)
     live.close()
     one.close()
+    spare.close()
     descriptor.close()
 
 
