@@ -29,14 +29,13 @@ from rl_bridge.lifecycle.machine import Lifecycle, Observer
 from rl_bridge.lifecycle.table import Event, Role, State
 from rl_bridge.manifest.canonical import JSONValue, freeze, thaw
 from rl_bridge.manifest.model import WeightUpdateManifest
+from rl_bridge.memory.control import UpdateReport
 from rl_bridge.memory.imported import ImportedTensors
 from rl_bridge.transports.base import ConsumerEnd, Transport
 
 __all__ = ["Consumer"]
 
 _LOG = logging.getLogger(__name__)
-# (Released, if an observer of the step did that at once.)
-_ACKNOWLEDGED = frozenset({State.ACKNOWLEDGED, State.RELEASED})
 _OVER = frozenset({State.REJECTED, State.RELEASED})
 
 
@@ -86,7 +85,7 @@ class Consumer:
 
     def _acknowledged_last(self) -> ImportedUpdate | None:
         candidate = self._candidate  # read without the lock, from any thread: nothing changes here
-        if candidate is not None and candidate.lifecycle.state in _ACKNOWLEDGED:
+        if candidate is not None and candidate.lifecycle.has_taken(Event.ACKNOWLEDGE):
             return candidate
         return self._active
 
@@ -94,7 +93,7 @@ class Consumer:
         """Under the lock: take note of what became of the candidate."""
         candidate = self._candidate
         if candidate is not None:
-            if candidate.lifecycle.state in _ACKNOWLEDGED:
+            if candidate.lifecycle.has_taken(Event.ACKNOWLEDGE):
                 if candidate.manifest is not None:
                     self._order.acknowledged(candidate.manifest)
                 self._active = candidate
@@ -174,7 +173,7 @@ class Consumer:
             try:
                 record.lifecycle.fire(Event.ACKNOWLEDGE)
             finally:  # an interrupt may come right before the step is taken, or right behind it
-                if record.lifecycle.state in _ACKNOWLEDGED:
+                if record.lifecycle.has_taken(Event.ACKNOWLEDGE):
                     record.proof = evidence
                     record.timings_ms |= timings
                     self._settle()
@@ -279,6 +278,11 @@ class Consumer:
         """
         return dict(self._record(update_id, "tell the timings of update").timings_ms)
 
+    def has_acknowledged(self, update_id: str) -> bool:
+        """Whether an update was acknowledged here; it may be released by now."""
+        record = self._updates.get(update_id)
+        return record is not None and record.lifecycle.has_taken(Event.ACKNOWLEDGE)
+
     def knows(self, update_id: str) -> bool:
         """Whether anything is known of the update here."""
         return update_id in self._updates
@@ -354,12 +358,12 @@ class Consumer:
         manifest = record.manifest
         if manifest is None or self._is_closed:
             return
-        report = report_of(record, manifest)
+        report: UpdateReport | None = None
         try:
-            self._end.report(manifest, report)
-            if report.tensors_held and not report_of(record, manifest).tensors_held:
-                # The last tensor died meanwhile, in a thread that told so before this one.
-                self._end.report(manifest, report_of(record, manifest))
+            # Another thread, in which a tensor died, may have told newer news meanwhile.
+            while report != (news := report_of(record, manifest)):
+                report = news
+                self._end.report(manifest, report)
         except Exception:  # noqa: BLE001 - logged in full
             # What it tells of has happened: a way back that fails must not look like its failure.
             _LOG.exception("the publisher was not told of %s", report)

@@ -39,3 +39,8 @@ class FineSteps:
             and consumer.knows(manifest.update_id)
             and consumer.state(manifest.update_id) in states
         )
+
+    def has_acknowledged(self, manifest: WeightUpdateManifest) -> bool:
+        """Whether an update was acknowledged; an observer may have released it at once."""
+        consumer = None if self._bridge is None else self._bridge._consumer  # noqa: SLF001 - the bridge's other half
+        return consumer is not None and consumer.has_acknowledged(manifest.update_id)

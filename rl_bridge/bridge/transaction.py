@@ -74,10 +74,8 @@ class Transaction:
     def is_acknowledged(self) -> bool:
         """Whether the point of no return is behind it."""
         # Of a bridge of the user's own nothing but its return tells. An interrupt may come before.
-        # Released, where an observer did that at once: there is no other way to it from here.
         return self._has_acknowledged or (
-            self._is_acknowledging
-            and self._steps.is_in(self.manifest, State.ACKNOWLEDGED, State.RELEASED)
+            self._is_acknowledging and self._steps.has_acknowledged(self.manifest)
         )
 
     def acknowledgement(self) -> Acknowledgement:

@@ -69,30 +69,35 @@ class Lifecycle:
         self._weight_version = weight_version
         self._observer = observer
         self._clock = clock
-        self._lock = threading.Lock()
-        self._state = INITIAL[role]
-        self._history: list[Transition] = []
+        # Reentrant, and a step is taken by its number, all at once: a collection may run code of
+        # the user's in the middle of `fire`, which takes a step of its own.
+        self._lock = threading.RLock()
+        self._steps: dict[int, Transition] = {}
         self.reason: str | None = None
         """Why it was rejected or torn."""
 
     @property
     def state(self) -> State:
         """The fine state."""
-        return self._state
+        return self._behind(len(self._steps))
 
     @property
     def status(self) -> str:
         """One of the five words: published, imported, acknowledged, rejected, released."""
-        return STATUS[self._state]
+        return STATUS[self.state]
 
     @property
     def history(self) -> tuple[Transition, ...]:
         """Every step so far."""
-        return tuple(self._history)
+        return tuple(self._steps[number] for number in range(len(self._steps)))
+
+    def has_taken(self, event: Event) -> bool:
+        """Whether one of the steps so far was `event`."""
+        return any(step.event is event for step in self.history)
 
     def allows(self, event: Event) -> bool:
         """Tell whether the table has a move for `event` from here."""
-        return event in TABLE[self._role][self._state]
+        return event in TABLE[self._role][self.state]
 
     def fire(self, event: Event, *, reason: str | None = None) -> State:
         """Take the step that the table has for `event`.
@@ -102,22 +107,7 @@ class Lifecycle:
 
         """
         with self._lock:
-            source = self._state
-            moves = TABLE[self._role][source]
-            if event not in moves:
-                raise IllegalTransition(self._refusal(event, source, tuple(moves)))
-            target = moves[event]
-            step = Transition(
-                role=self._role,
-                update_id=self._update_id,
-                weight_version=self._weight_version,
-                event=event,
-                source=source,
-                target=target,
-                at_s=self._clock(),
-            )
-            self._history.append(step)
-            self._state = target
+            step = self._take(event)
             if reason is not None:
                 self.reason = reason
         if self._observer is not None:
@@ -126,7 +116,31 @@ class Lifecycle:
             except Exception:  # noqa: BLE001 - logged in full
                 # The step is taken: whoever only watches can neither stop nor undo it.
                 _LOG.exception("the observer of %s failed", step)
-        return target
+        return step.target
+
+    def _behind(self, number: int) -> State:
+        """The state behind so many steps."""
+        return self._steps[number - 1].target if number else INITIAL[self._role]
+
+    def _take(self, event: Event) -> Transition:
+        while True:
+            number = len(self._steps)
+            source = self._behind(number)
+            moves = TABLE[self._role][source]
+            if event not in moves:
+                raise IllegalTransition(self._refusal(event, source, tuple(moves)))
+            step = Transition(
+                role=self._role,
+                update_id=self._update_id,
+                weight_version=self._weight_version,
+                event=event,
+                source=source,
+                target=moves[event],
+                at_s=self._clock(),
+            )
+            if self._steps.setdefault(number, step) is step:
+                return step
+            # Another one was taken inside of this call: where that led, counts.
 
     def _refusal(self, event: Event, source: State, moves: tuple[Event, ...]) -> str:
         update = f"update {self._update_id} (version {self._weight_version})"

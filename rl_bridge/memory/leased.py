@@ -51,8 +51,10 @@ class LeasedView(ABC):
             raise
         # Reentrant: a pin's finalizer may run inside any allocation, also under this lock.
         self._lock = threading.RLock()
-        # Whose lives count is asked, not kept in a counter: an interrupt in the middle of a
-        # finalizer would leave a counter wrong for good.
+        # The pins that live. One that dies is taken out by a function in C: no interrupt can leave
+        # it in. Nobody looks at a pin to see whether it lives: that takes a reference, which may be
+        # the last one by the time it is dropped. The pin would die under this lock, and what it has
+        # to tell the publisher waits for a lock whose holder may wait for this one.
         self._pins: list[weakref.ref[object]] = []
         self._retired = False
         self._is_unmapped = False
@@ -101,17 +103,7 @@ class LeasedView(ABC):
     @property
     def is_pinned(self) -> bool:
         """Whether any tensor of this segment lives."""
-        return bool(self._living())
-
-    def _living(self) -> list[object]:
-        """The pins that live. Whoever holds the lock keeps them until he has let go of it.
-
-        Another thread may drop the last tensor meanwhile: then the pin dies here, and what it has
-        to tell the publisher waits for locks of others, who may wait for this one.
-        """
-        # It only looks, and at a copy: a tensor that dies meanwhile asks too, in this very thread.
-        # If both wrote, the outer one would strike out what the inner one had moved.
-        return [found for pin in list(self._pins) if (found := pin()) is not None]
+        return bool(self._pins)
 
     def pin(self, update_id: str, generation: int, arena_nbytes: int) -> Pin:
         """Lease the version that the segment holds.
@@ -123,9 +115,7 @@ class LeasedView(ABC):
         """
         if arena_nbytes > self.capacity:
             raise SegmentError(self._another_size(update_id, self.capacity, arena_nbytes))
-        living: list[object] = []
         with self._lock:
-            living += self._prune()
             # Noted as living before the lease is taken and the stamp is read: a finalizer of an
             # older pin, which may run in between, then does not give the lease back.
             pin = self._make_pin(max(arena_nbytes, 1))
@@ -144,26 +134,10 @@ class LeasedView(ABC):
 
     def _make_pin(self, nbytes: int) -> Pin:
         pin = Pin(self.address, nbytes, self, place=self.place)
-        life: weakref.ref[object] = weakref.ref(pin.buffer)
-        self._pins.append(life)
+        # In this order: when the pin dies, what was registered last is called first.
         weakref.finalize(pin.buffer, self.settle).atexit = False
+        self._pins.append(weakref.ref(pin.buffer, self._pins.remove))
         return pin
-
-    def _prune(self) -> list[object]:
-        """Forget the pins that are dead, one at a time: a collection may come in anywhere.
-
-        Returns:
-            Those that live, to be kept as `_living` says.
-
-        """
-        living = []
-        for life in list(self._pins):
-            found = life()
-            if found is None:
-                self._pins.remove(life)
-            else:
-                living.append(found)
-        return living
 
     def _check_stamp(self, update_id: str, generation: int, arena_nbytes: int) -> None:
         stamp = read_stamp(self.fd, self.ref)
@@ -189,10 +163,8 @@ class LeasedView(ABC):
         """Give the lease back if no tensor lives; harmless at any time."""
         if os.getpid() != self._pid:
             return  # before the lock: at the fork, another thread of the parent may have held it
-        living: list[object] = []
         with self._lock:
-            living += self._living()
-            if living or self._is_unmapped or not self._is_quiet():
+            if self.is_pinned or self._is_unmapped or not self._is_quiet():
                 return
             leases.unlock(self.fd)
             if self._retired:
@@ -200,11 +172,9 @@ class LeasedView(ABC):
 
     def retire(self) -> None:
         """Unmap as soon as no tensor needs it any more."""
-        living: list[object] = []
         with self._lock:
             self._retired = True
-            living += self._living()
-            if not (living or self._is_unmapped) and self._is_quiet():
+            if not (self.is_pinned or self._is_unmapped) and self._is_quiet():
                 self._close()
 
     def _close(self) -> None:

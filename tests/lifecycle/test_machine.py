@@ -160,3 +160,34 @@ def test_an_observer_that_fails_neither_stops_nor_undoes_a_step(
     assert life.fire(Event.IMPORT) is State.IMPORTED
     assert life.state is State.IMPORTED
     assert "no screen" in caplog.text
+
+
+def test_a_step_taken_inside_of_a_step_counts_and_the_outer_one_starts_from_there() -> None:
+    # As by code of the user's that a collection runs in the middle of `fire`; here by the clock.
+    inner = [Event.RELEASE]
+
+    def clock() -> float:
+        if life.state is State.VERIFIED and inner:
+            life.fire(inner.pop())
+        return 0.0
+
+    life = Lifecycle(Role.CONSUMER, update_id="u1", weight_version=7, clock=clock)
+    life.fire(Event.IMPORT)
+    life.fire(Event.VERIFY)
+    refused: list[IllegalTransition] = []
+
+    def acknowledge() -> None:
+        try:
+            life.fire(Event.ACKNOWLEDGE)
+        except IllegalTransition as error:
+            refused.append(error)
+
+    thread = threading.Thread(target=acknowledge, daemon=True)
+    thread.start()
+    thread.join(30)
+    assert not thread.is_alive(), "it waits for itself"
+    assert "it is released" in str(refused[0])
+    assert [step.target for step in life.history][-2:] == [State.VERIFIED, State.RELEASED]
+    assert life.state is State.RELEASED
+    assert life.has_taken(Event.VERIFY)
+    assert not life.has_taken(Event.ACKNOWLEDGE)
