@@ -96,7 +96,7 @@ class AddressPass:
             if time.monotonic() > deadline:
                 msg = (
                     f"a copy on {self._device} did not end within {_TIMEOUT_S:.0f} s: work before "
-                    "it on the stream takes longer, or the device hangs. Look at what runs there."
+                    "it on the stream takes longer, or the device hangs. See what runs there."
                 )
                 raise DeadlineExceeded(msg)
             time.sleep(_POLL_S)

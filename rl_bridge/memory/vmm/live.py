@@ -30,7 +30,7 @@ class DeviceRange:
         try:
             self._range = AddressRange(view.allocation.driver, view.allocation.nbytes)
         except DriverError as error:
-            msg = f"no addresses are left for the engine's weights: {error} Or use mode='copy'."
+            msg = f"no addresses for the engine's weights: {error.cause}. Use mode='copy'."
             raise WeightBridgeUnavailableError(msg) from error
         self.pin = Pin(self._range.address, self._range.nbytes, place=view.place)
         # Whoever of them has the allocation that lies there is the content, and keeps its lease.
@@ -78,7 +78,10 @@ class DeviceRange:
             self._range.swap(allocation, writable=False)
         except DriverError as error:
             self._held.remove(new)
-            msg = f"the flip failed and changed nothing: {error}"
+            msg = (
+                f"the flip failed and changed nothing: {error.cause}. Publish again, or "
+                f"use mode='copy'. {error.remedy}"
+            )
             raise SegmentError(msg) from error
         return old if self.content is new else None
 
