@@ -30,9 +30,10 @@ DEAD = (EngineLost, TornEngine)
 
 
 def family(pid: int) -> list[int]:
-    """A process and all below it."""
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return [pid, *(each for child in children for each in family(int(child)))]
+    """A process and all below it, whichever thread started them."""
+    lists = Path(f"/proc/{pid}/task").glob("*/children")
+    children = [int(child) for path in lists for child in path.read_text().split()]
+    return [pid, *(each for child in children for each in family(child))]
 
 
 def send(pids: Sequence[int], number: int) -> None:
