@@ -25,6 +25,8 @@ from tests.engines.served import served
 from tests.engines.trainer import Trainer
 
 SETTING = Setting(Kind("qwen3"), in_process=False, ranks=2)
+# Four minutes: with every combination of the others, in `make test-engines-full`.
+pytestmark = pytest.mark.full
 DEADLINE_S = 60
 DEAD = (EngineLost, TornEngine)
 
