@@ -97,7 +97,16 @@ def test_all_aligned_tensors_are_one_launch_and_its_rows_are_kept(interpreted: C
     assert gathered == [[16, 0, 1], [16, 0, 2], [1]]
 
 
-def test_a_kernel_that_is_wrong_here_is_not_used(interpreted: Child) -> None:
-    cause, engine = interpreted.call("cause_with_a_wrong_key")
+def test_the_kernel_is_compared_with_the_reference_before_it_is_used(interpreted: Child) -> None:
+    assert interpreted.call("found_out", planted="nothing") == [None, "triton"]
+    cause, engine = interpreted.call("found_out", planted="wrong key")
     assert "disagrees with xxhash" in cause
+    assert engine == "torch"
+
+
+def test_a_kernel_that_cannot_be_launched_is_not_used_and_the_cause_is_told(
+    interpreted: Child,
+) -> None:
+    cause, engine = interpreted.call("found_out", planted="no compiler")
+    assert "(RuntimeError: Failed to find C compiler)" in cause
     assert engine == "torch"
