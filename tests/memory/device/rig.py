@@ -1,34 +1,30 @@
-"""Tensors laid out in memory, what a pass makes of them, and a process where Triton interprets."""
+"""Tensors laid out in memory, and what a pass makes of them with one engine or the other."""
 
 import importlib.util
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import numpy as np
-import pytest
 import torch
 
 from rl_bridge.manifest.digest import LEAF_NBYTES, digest_bytes
 from rl_bridge.manifest.dtypes import DTYPE_NBYTES
 from rl_bridge.memory import vm
-from rl_bridge.memory.device import choice, leaves
-from rl_bridge.memory.device.choice import EngineName, kernel_cause
+from rl_bridge.memory.device.choice import EngineName
 from rl_bridge.memory.device.device_pass import DevicePass
-from rl_bridge.memory.device.engines import KernelEngine
 from tests.test_docs_format import PATTERNS, VECTORS
 
 __all__ = [
     "BORDERS",
     "NO_TRITON",
     "SMALL",
-    "Interpreted",
     "Laid",
     "casted",
     "far_away",
     "flipped",
     "guarded",
+    "half_in_an_arena",
     "of_sizes",
     "of_the_page",
     "packed_tensors",
@@ -145,6 +141,17 @@ def flipped(engine: EngineName, bits: Sequence[int]) -> int:
     plan = DevicePass(offsets, sizes, device="cpu", engine=engine)
     found = plan.digest_at(offsets + np.uint64(copies.ctypes.data))
     return len({found[at : at + 16] for at in range(0, len(found), 16)})
+
+
+def half_in_an_arena(engine: EngineName) -> bool:
+    """Whether tensors of which only some lie where an arena has them get their digests."""
+    laid = Laid([300, 77, 5000])
+    plan, expected = laid.plan(engine), laid.digests()
+    plan.pack(laid.sources, laid.arena)
+    sources = laid.offsets + np.uint64(laid.arena)
+    sources[1] = laid.sources[1]
+    vm.store(laid.arena + int(laid.offsets[1]), bytes(77))
+    return plan.digest_at(sources) == expected
 
 
 @contextmanager
@@ -268,68 +275,3 @@ def casted(engine: EngineName, name: str, *, device: str = "cpu") -> list[int]:
     is_nan = torch.from_numpy(laid.packed(0, 10)).view(dtype).isnan()
     wrong[0] += int((~is_nan).sum())
     return wrong
-
-
-def _broken_interpreter() -> str | None:
-    """Why Triton's interpreter cannot even count here (some do not work with later numpys)."""
-    from tests.memory.device.loop_kernel import count
-
-    out = torch.zeros(1, dtype=torch.int64)
-    try:
-        count[(1,)](out, 6)
-    except Exception as error:  # noqa: BLE001 - whatever it is, it is not of our kernel
-        return f"Triton's interpreter does not work here ({type(error).__name__}: {error})"
-    return None if out.item() == 3 else f"Triton's interpreter counts to {out.item()}, not 3"
-
-
-class Interpreted:
-    """What a child serves in which Triton interprets: the same questions, asked of the kernel."""
-
-    def __init__(self) -> None:
-        # Triton looks when it is imported: nothing in this process has done so yet.
-        os.environ["TRITON_INTERPRET"] = "1"
-        self.broken = _broken_interpreter()
-        # The tests look themselves; a wrong kernel is to fail them and not to be refused to them.
-        choice._CAUSES[torch.device("cpu")] = None
-
-    def lacks(self) -> str | None:
-        """Why nothing can be interpreted here, or None."""
-        return self.broken
-
-    def ask(self, question: str, arguments: list[Any]) -> Any:
-        """Call one of the functions above, by name."""
-        return globals()[question]("triton", *arguments)
-
-    def launches(self) -> list[list[list[int]]]:
-        """Width, cast, and leaves of each launch: aligned sources, odd ones, some in the arena."""
-        laid = Laid([300, 5000, 0, 5])
-        plan = laid.plan("triton")
-        engine = plan._engine
-        assert isinstance(engine, KernelEngine)
-        told = []
-        for sources in (
-            laid.sources,
-            laid.sources + np.array([0, 4, 0, 1], np.uint64),
-            np.where([True, False, True, True], laid.offsets + np.uint64(laid.arena), laid.sources),
-        ):
-            plan.pack(sources, laid.arena)
-            before = list(engine._packed.launches)
-            plan.pack(sources, laid.arena)
-            kept = all(a is b for a, b in zip(before, engine._packed.launches, strict=True))
-            told.append([[one.width, one.cast, len(one.rows)] for one in before] + [[int(kept)]])
-        return told
-
-    def found_out(self, planted: str) -> list[Any]:
-        """Why the kernel is left out, if it is, with something wrong in it, and what is taken."""
-        with pytest.MonkeyPatch.context() as patch:
-            if planted == "wrong key":
-                right = leaves.key_words()
-                patch.setattr(leaves, "key_words", lambda: right ^ (np.arange(8) == 3))
-            elif planted == "no compiler":
-                patch.setattr(KernelEngine, "digest", _no_compiler)
-            patch.setattr(choice, "_CAUSES", {})
-            return [kernel_cause("cpu"), Laid([5]).plan().engine]
-
-
-def _no_compiler(*_: object) -> None:
-    raise RuntimeError("Failed to find C compiler")
