@@ -1,6 +1,7 @@
 """The two ways in which a `DevicePass` gets its digests: a Triton kernel, or torch's operations."""
 
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -17,6 +18,8 @@ __all__ = ["Engine", "KernelEngine", "TorchEngine", "bytes_at"]
 
 Places = npt.NDArray[np.int64]
 _NOWHERE = 0
+# Sets of addresses whose rows are kept: a trainer has one, an engine as many as it has slots.
+_NUM_KEPT = 4
 
 
 class Engine(Protocol):
@@ -80,18 +83,20 @@ class _Launch:
 
 
 class _Kept:
-    """The launches for the addresses that came last: as a rule, the same come again."""
+    """The launches for the addresses that came last: as a rule, the same few come again."""
 
     def __init__(self) -> None:
-        self._places: tuple[Places, ...] = ()
-        self.launches: list[_Launch] = []
+        self._launches: OrderedDict[bytes, list[_Launch]] = OrderedDict()
 
-    def serves(self, *places: Places) -> bool:
-        """Whether these are the same; if not, they are from now on."""
-        same = len(places) == len(self._places) and all(map(np.array_equal, places, self._places))
-        if not same:
-            self._places = tuple(place.copy() for place in places)
-        return same
+    def get(self, make: Callable[..., list[_Launch]], *places: Places) -> list[_Launch]:
+        """The launches for some addresses; made if they are new here."""
+        key = b"".join(place.tobytes() for place in places)
+        if key not in self._launches:
+            self._launches[key] = make(*places)
+        self._launches.move_to_end(key)
+        while len(self._launches) > _NUM_KEPT:
+            self._launches.popitem(last=False)
+        return self._launches[key]
 
 
 class KernelEngine:
@@ -114,10 +119,12 @@ class KernelEngine:
 
     def digest_at(self, sources: Places, out: torch.Tensor) -> None:
         """Digest the tensors at addresses of their own."""
-        if not self._sources.serves(sources):
-            casts = np.zeros(len(sources), np.int64)
-            self._sources.launches = self._sorted(sources, casts)
-        self._run(self._sources.launches, _NOWHERE, out, copy=False)
+        if arena := self._arena_of(sources):
+            self._run(self._arena, arena, out, copy=False)
+            return
+        casts = np.zeros(len(sources), np.int64)
+        launches = self._sources.get(self._sorted, sources, casts)
+        self._run(launches, _NOWHERE, out, copy=False)
 
     def pack(
         self, sources: Places, arena: int, casts: npt.NDArray[np.uint8], out: torch.Tensor
@@ -125,10 +132,15 @@ class KernelEngine:
         """Copy, or cast, into the arena, clear the padding, and digest."""
         # What was gathered into the arena is there, whichever arena it is.
         sources = np.where(sources == self._offsets + arena, _NOWHERE, sources)
-        wide = casts.astype(np.int64)
-        if not self._packed.serves(sources, wide):
-            self._packed.launches = self._sorted(sources, wide)
-        self._run(self._packed.launches, arena, out, copy=True)
+        launches = self._packed.get(self._sorted, sources, casts.astype(np.int64))
+        self._run(launches, arena, out, copy=True)
+
+    def _arena_of(self, sources: Places) -> int | None:
+        """Where the arena is, if the tensors lie in one as planned: its rows are there already."""
+        starts = (sources - self._offsets)[self._table.nbytes != 0]
+        if len(starts) and starts[0] % ALIGNMENT == 0 and (starts == starts[0]).all():
+            return int(starts[0])
+        return None
 
     def _sorted(self, sources: Places, casts: Places) -> list[_Launch]:
         """One launch for each alignment and cast; as a rule that is one."""

@@ -154,15 +154,16 @@ class TorchDigest:
         return ((one * other) ^ _high_product(one, other)).sum(1)
 
 
-def _joined(
-    copies: list[tuple[int, int, int, int]],
-) -> list[tuple[int, int, int, int]]:
-    """Join copies that go on where the one before ended, there and here."""
+def _joined(copies: list[tuple[int, int, int, int]]) -> list[tuple[int, int, int, int]]:
+    """Join copies of leaves that follow each other in a tensor.
+
+    They do so here too: a leaf that another one follows is whole, and nothing lies between.
+    """
     joined: list[tuple[int, int, int, int]] = []
     for tensor, there, here, size in copies:
         if joined:
             other, before, place, length = joined[-1]
-            if (other, before + length, place + length) == (tensor, there, here):
+            if (other, before + length) == (tensor, there):
                 joined[-1] = (tensor, before, place, length + size)
                 continue
         joined.append((tensor, there, here, size))

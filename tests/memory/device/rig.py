@@ -1,10 +1,9 @@
-"""Tensors laid out in memory, what a pass makes of them, and a process where Triton interprets."""
+"""Tensors laid out in memory, and what a pass makes of them with one engine or the other."""
 
 import importlib.util
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import numpy as np
 import torch
@@ -12,22 +11,20 @@ import torch
 from rl_bridge.manifest.digest import LEAF_NBYTES, digest_bytes
 from rl_bridge.manifest.dtypes import DTYPE_NBYTES
 from rl_bridge.memory import vm
-from rl_bridge.memory.device import choice, leaves
-from rl_bridge.memory.device.choice import EngineName, kernel_cause
+from rl_bridge.memory.device.choice import EngineName
 from rl_bridge.memory.device.device_pass import DevicePass
-from rl_bridge.memory.device.engines import KernelEngine
 from tests.test_docs_format import PATTERNS, VECTORS
 
 __all__ = [
     "BORDERS",
     "NO_TRITON",
     "SMALL",
-    "Interpreted",
     "Laid",
     "casted",
     "far_away",
     "flipped",
     "guarded",
+    "half_in_an_arena",
     "of_sizes",
     "of_the_page",
     "packed_tensors",
@@ -36,9 +33,11 @@ __all__ = [
 NO_TRITON = None if importlib.util.find_spec("triton") else "Triton is not installed"
 
 SMALL = [0, 1, 3, 4, 8, 9, 16, 17, 128, 129, 240, 241, 255, 256, 257, 1023, 1024, 1025, 4095, 4096]
-SMALL += [4097, 5120, 5121, 9000]
+SMALL += [4097, 5120, 5121, 9000, 5]
 BORDERS = [LEAF_NBYTES - 1, 2 * LEAF_NBYTES + 1025]
 GUARD = 0xA5
+# A whole block behind the arena, which a pack could write by mistake.
+_BEHIND = 2048
 
 
 class Laid:
@@ -51,7 +50,7 @@ class Laid:
         self.offsets = self._starts.astype(np.uint64)
         self.total = int(rooms.sum())
         self._source = self._aligned(self.total + 512, device)
-        self._memory = self._aligned(self.total + 512, device)
+        self._memory = self._aligned(256 + self.total + _BEHIND, device)
         self.arena = self._memory.data_ptr() + 256
         self.fill(shift=0, seed=0)
 
@@ -89,7 +88,7 @@ class Laid:
 
     def arena_is_right(self) -> bool:
         """Each tensor in its place, zeros behind it, and nothing written before or after."""
-        expected = np.full(self.total + 512, GUARD, np.uint8)
+        expected = np.full(256 + self.total + _BEHIND, GUARD, np.uint8)
         expected[256 : 256 + self.total] = 0
         for start, data in zip(self._starts.tolist(), self.tensors(), strict=True):
             expected[256 + start : 256 + start + len(data)] = np.frombuffer(data, np.uint8)
@@ -142,6 +141,17 @@ def flipped(engine: EngineName, bits: Sequence[int]) -> int:
     plan = DevicePass(offsets, sizes, device="cpu", engine=engine)
     found = plan.digest_at(offsets + np.uint64(copies.ctypes.data))
     return len({found[at : at + 16] for at in range(0, len(found), 16)})
+
+
+def half_in_an_arena(engine: EngineName) -> bool:
+    """Whether tensors of which only some lie where an arena has them get their digests."""
+    laid = Laid([300, 77, 5000])
+    plan, expected = laid.plan(engine), laid.digests()
+    plan.pack(laid.sources, laid.arena)
+    sources = laid.offsets + np.uint64(laid.arena)
+    sources[1] = laid.sources[1]
+    vm.store(laid.arena + int(laid.offsets[1]), bytes(77))
+    return plan.digest_at(sources) == expected
 
 
 @contextmanager
@@ -265,64 +275,3 @@ def casted(engine: EngineName, name: str, *, device: str = "cpu") -> list[int]:
     is_nan = torch.from_numpy(laid.packed(0, 10)).view(dtype).isnan()
     wrong[0] += int((~is_nan).sum())
     return wrong
-
-
-def _broken_interpreter() -> str | None:
-    """Why Triton's interpreter cannot even count here (some do not work with later numpys)."""
-    from tests.memory.device.loop_kernel import count
-
-    out = torch.zeros(1, dtype=torch.int64)
-    try:
-        count[(1,)](out, 6)
-    except Exception as error:  # noqa: BLE001 - whatever it is, it is not of our kernel
-        return f"Triton's interpreter does not work here ({type(error).__name__}: {error})"
-    return None if out.item() == 3 else f"Triton's interpreter counts to {out.item()}, not 3"
-
-
-class Interpreted:
-    """What a child serves in which Triton interprets: the same questions, asked of the kernel."""
-
-    def __init__(self) -> None:
-        # Triton looks when it is imported: nothing in this process has done so yet.
-        os.environ["TRITON_INTERPRET"] = "1"
-        self.broken = _broken_interpreter()
-        if self.broken is None and (cause := kernel_cause("cpu")):
-            raise RuntimeError(cause)
-
-    def lacks(self) -> str | None:
-        """Why nothing can be interpreted here, or None."""
-        return self.broken
-
-    def ask(self, question: str, arguments: list[Any]) -> Any:
-        """Call one of the functions above, by name."""
-        return globals()[question]("triton", *arguments)
-
-    def launches(self) -> list[list[list[int]]]:
-        """Width, cast, and leaves of each launch: aligned sources, odd ones, some in the arena."""
-        laid = Laid([300, 5000, 0, 5])
-        plan = laid.plan("triton")
-        engine = plan._engine
-        assert isinstance(engine, KernelEngine)
-        told = []
-        for sources in (
-            laid.sources,
-            laid.sources + np.array([0, 4, 0, 1], np.uint64),
-            np.where([True, False, True, True], laid.offsets + np.uint64(laid.arena), laid.sources),
-        ):
-            plan.pack(sources, laid.arena)
-            before = list(engine._packed.launches)
-            plan.pack(sources, laid.arena)
-            kept = all(a is b for a, b in zip(before, engine._packed.launches, strict=True))
-            told.append([[one.width, one.cast, len(one.rows)] for one in before] + [[int(kept)]])
-        return told
-
-    def cause_with_a_wrong_key(self) -> list[Any]:
-        """Why the kernel is left out when a word of the secret is wrong, and what is taken."""
-        right = leaves.key_words
-        try:
-            leaves.key_words = lambda: right() ^ (np.arange(21 * 8).reshape(21, 8) == 3)
-            choice._CAUSES.clear()
-            return [kernel_cause("cpu"), Laid([5]).plan().engine]
-        finally:
-            leaves.key_words = right
-            choice._CAUSES.clear()

@@ -12,6 +12,7 @@ import pytest
 from rl_bridge.manifest.digest import LEAF_NBYTES
 from rl_bridge.testing.processes import Child
 from tests.memory.device import rig
+from tests.memory.device.interpreted import Interpreted
 from tests.test_docs_format import VECTORS
 
 Ask = Callable[..., Any]
@@ -21,7 +22,7 @@ Ask = Callable[..., Any]
 def interpreted() -> Iterator[Child]:
     if rig.NO_TRITON:
         pytest.skip(rig.NO_TRITON)
-    with Child(rig.Interpreted) as child:
+    with Child(Interpreted) as child:
         if cause := child.ready().call("lacks"):
             pytest.skip(cause)
         yield child
@@ -58,6 +59,10 @@ def test_later_updates_are_digested_too_also_when_they_lie_elsewhere(ask: Ask) -
     assert ask("of_sizes", [5000, 0, 77], [2, 2, 16, 32, 5]) == []
 
 
+def test_tensors_of_which_some_lie_in_an_arena_are_digested_where_they_lie(ask: Ask) -> None:
+    assert ask("half_in_an_arena")
+
+
 def test_many_tensors_are_digested_in_one_call(ask: Ask) -> None:
     assert ask("of_sizes", [index * 7 % 300 for index in range(40)], [2]) == []
 
@@ -90,14 +95,32 @@ def test_a_flip_in_any_word_of_a_kib_changes_the_kernels_digest(interpreted: Chi
     assert interpreted.call("ask", question="flipped", arguments=[bits]) == 129
 
 
-def test_all_aligned_tensors_are_one_launch_and_its_rows_are_kept(interpreted: Child) -> None:
+def test_all_aligned_tensors_are_one_launch(interpreted: Child) -> None:
     aligned, odd, gathered = interpreted.call("launches")
-    assert aligned == [[16, 0, 3], [1]]
-    assert odd == [[1, 0, 1], [4, 0, 1], [16, 0, 1], [1]]
-    assert gathered == [[16, 0, 1], [16, 0, 2], [1]]
+    assert aligned == [[16, 0, 3]]
+    assert odd == [[1, 0, 1], [4, 0, 1], [16, 0, 1]]
+    assert gathered == [[16, 0, 1], [16, 0, 2]]
 
 
-def test_a_kernel_that_is_wrong_here_is_not_used(interpreted: Child) -> None:
-    cause, engine = interpreted.call("cause_with_a_wrong_key")
+def test_rows_are_laid_out_once_for_each_set_of_addresses(interpreted: Child) -> None:
+    # An arena's are the plan's; what is partly gathered takes two launches, of rows of their own.
+    assert interpreted.call("rows_made") == [0, 1, 0, 0, 0, 1, 1, 0, 2, 0]
+
+
+def test_rows_of_addresses_that_do_not_come_again_are_given_up(interpreted: Child) -> None:
+    assert interpreted.call("kept") == 4
+
+
+def test_the_kernel_is_compared_with_the_reference_before_it_is_used(interpreted: Child) -> None:
+    assert interpreted.call("found_out", planted="nothing") == [None, "triton"]
+    cause, engine = interpreted.call("found_out", planted="wrong key")
     assert "disagrees with xxhash" in cause
+    assert engine == "torch"
+
+
+def test_a_kernel_that_cannot_be_launched_is_not_used_and_the_cause_is_told(
+    interpreted: Child,
+) -> None:
+    cause, engine = interpreted.call("found_out", planted="no compiler")
+    assert "(RuntimeError: Failed to find C compiler)" in cause
     assert engine == "torch"

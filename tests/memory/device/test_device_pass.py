@@ -29,7 +29,7 @@ def numbers(*values: int) -> np.ndarray:
     ("offsets", "nbytes", "said"),
     [
         ([0, 256], [300, 5], "overlap"),
-        ([0, 100], [5, 5], "multiples of 256"),
+        ([0, 300], [5, 5], "multiples of 256"),
         ([256, 0], [5, 257], "overlap"),
         ([0], [5, 5], "offsets for"),
     ],
