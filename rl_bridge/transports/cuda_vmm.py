@@ -57,15 +57,18 @@ class _Options:
     num_threads: int | None
     timeout_s: float
 
+    def require_device(self) -> None:
+        """Raise `TransportUnavailable` where there is no device at all."""
+        cause = cuda_cause() if self.driver == "cuda" else None
+        if cause is not None:
+            raise TransportUnavailable(self.name, cause, _REMEDY)
+
     def open_driver(self) -> VMMDriver:
         """The driver of the device that was named, or else of torch's current one."""
+        self.require_device()
         ordinal = self.device
-        if self.driver == "cuda":
-            cause = cuda_cause()
-            if cause is not None:
-                raise TransportUnavailable(self.name, cause, _REMEDY)
-            if ordinal is None:
-                ordinal = torch.cuda.current_device()
+        if self.driver == "cuda" and ordinal is None:
+            ordinal = torch.cuda.current_device()
         try:
             return driver_at(self.driver, ordinal)
         except DriverError as error:
@@ -149,7 +152,13 @@ class CUDAVMM(Transport):
         return _VMMPublisher(publisher_id, self._options)
 
     def consumer_end(self, worker: str, rank: int) -> ConsumerEnd:
-        """Open the engine's end; the device is looked for when the first manifest names it."""
+        """Open the engine's end; which device it is, the first manifest says.
+
+        Raises:
+            TransportUnavailable: no device at all, with the cause.
+
+        """
+        self._options.require_device()
         return _VMMConsumer(worker, rank, self._options)
 
 
@@ -243,9 +252,6 @@ class _VMMConsumer(SlotConsumer[CUDAVMMHandle]):
                 f"{self._options.driver!r}",
                 "Make both sides of the same transport.",
             )
-        cause = cuda_cause() if arena.driver == "cuda" else None
-        if cause is not None:
-            raise TransportUnavailable(self._options.name, cause, _REMEDY)
         if manifest.table.arena_nbytes > arena.nbytes or handle.slot.kind != "memfd":
             msg = (
                 f"update {manifest.update_id}: its arena of {manifest.table.arena_nbytes} bytes "

@@ -16,9 +16,13 @@ from rl_bridge.memory.vmm.host import HostDriver
 from rl_bridge.memory.vmm.local import driver_at
 from rl_bridge.memory.vmm.owners import AddressRange
 from rl_bridge.testing.host_vmm import HostVMM
-from rl_bridge.transports.registry import register_transport
+from rl_bridge.transports import registry
 
-register_transport(HostVMM)
+
+@pytest.fixture(autouse=True)
+def by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the transport known by its name, for as long as a test runs."""
+    monkeypatch.setitem(registry._KINDS, HostVMM.name, HostVMM)
 
 
 class Rig:
@@ -51,7 +55,8 @@ class Rig:
 
 
 @pytest.fixture
-def rig() -> Iterator[Rig]:
+def rig(by_name: None) -> Iterator[Rig]:
+    del by_name
     rig = Rig()
     yield rig
     rig.rollout.close()

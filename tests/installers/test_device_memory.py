@@ -2,13 +2,19 @@
 
 from typing import ClassVar
 
+import pytest
+
 from rl_bridge.installers.engine_memory import Engine
 from rl_bridge.installers.module import ModuleInstallAdapter
 from rl_bridge.testing import InstallerSuite
 from rl_bridge.testing.host_vmm import HostVMM
-from rl_bridge.transports.registry import register_transport
+from rl_bridge.transports import registry
 
-register_transport(HostVMM)
+
+@pytest.fixture(autouse=True)
+def by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the transport known by its name, for as long as a test runs."""
+    monkeypatch.setitem(registry._KINDS, HostVMM.name, HostVMM)
 
 
 class TestCopyFromDeviceMemory(InstallerSuite):
