@@ -62,7 +62,9 @@ def test_it_is_a_fresh_engine_after_each_update_and_claims_no_proof(
         for step in (1, 2, 3):
             executor.update_weights(trainer.publish(weights[step % 2]))
             assert answers(llm) == fresh[step % 2]
-            proof = executor.last_ack.proof
+            ack = executor.last_ack
+            assert ack is not None
+            proof = ack.proof
             assert (proof.method, proof.root) == ("unproven", "")
             assert 0 < proof.tensors < len(weights[0])
 

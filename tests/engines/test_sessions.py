@@ -137,8 +137,9 @@ def test_an_unfinished_update_that_the_next_one_takes_back_is_told_to_its_traine
     reports = [report for report in trainer.holders(first) if report.worker == "vllm"]
     assert {report.rank for report in reports} == {0, 1}
     for report in reports:
-        assert "installed, and taken back" in report.reason, report
-        assert f"version {second.weight_version} came before" in report.reason
+        reason = report.reason or ""
+        assert "installed, and taken back" in reason, report
+        assert f"version {second.weight_version} came before" in reason
     assert {reply["update_id"] for reply in told(llm)} == {second.update_id}
 
 

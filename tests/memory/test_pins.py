@@ -11,6 +11,7 @@ import torch
 from rl_bridge import SharedMemoryTensorBridge
 from rl_bridge.errors import SlotsExhausted
 from rl_bridge.memory.control import ControlWriter, UpdateReport
+from rl_bridge.memory.imported import ImportedTensors
 from rl_bridge.memory.leased import LeasedView
 from tests.helpers import tracing
 from tests.memory.slots_rig import SIZE, new_ring, pin_of, tensor_of, uid, view_of, write
@@ -23,13 +24,14 @@ def test_a_tensor_that_dies_takes_no_other_ones_lease() -> None:
     held = tensor_of(pin_of(view, 1))
     del dying
     view.settle()
-    assert view.is_pinned
+    pinned = [view.is_pinned]
     ring.release(uid(1))
     with pytest.raises(SlotsExhausted):
         write(ring, 2)
     assert held.tolist() == [1] * SIZE
     del held
-    assert not view.is_pinned
+    pinned.append(view.is_pinned)
+    assert pinned == [True, False]
     write(ring, 2)
     view.retire()
     ring.close()
@@ -90,6 +92,7 @@ def test_a_report_that_comes_to_the_books_and_books_that_have_to_report_wait_for
     ):
         manifest = trainer.publish({"weight": torch.ones(8)}, weight_version=1)
         tensors = rollout.import_update(manifest)
+        assert isinstance(tensors, ImportedTensors)
         view, held = tensors.pin.view, [tensors.pin.buffer]
         assert isinstance(view, LeasedView)
         del tensors
