@@ -93,11 +93,25 @@ def run_tests(tree: Path, tests: str) -> tuple[int, str]:
     return run(tree, "-m", "pytest", *options, *tests.split())
 
 
-def build(tree: Path) -> None:
-    """Compile the extension of the copy."""
-    status, output = run(tree, "setup.py", "-q", "build_ext", "--inplace", "--force")
-    if status:
-        raise SystemExit(f"the extension of the copy does not build:\n{output}")
+def build(tree: Path) -> bytes:
+    """Compile the extension of the copy; returns the module's bytes.
+
+    Without a compiler the package does without the module, and says so in passing: what an earlier
+    build left would then be tested in place of this one. Nothing of it is kept, therefore.
+
+    Raises:
+        SystemExit: it was not built.
+
+    """
+    folder = tree / "rl_bridge" / "memory"
+    for old in folder.glob("_native*.so"):
+        old.unlink()
+    shutil.rmtree(tree / "build", ignore_errors=True)
+    status, output = run(tree, "setup.py", "build_ext", "--inplace", "--force")
+    built = list(folder.glob("_native*.so"))
+    if status or len(built) != 1:
+        raise SystemExit(f"the extension of the copy does not build ({status}):\n{output[-3000:]}")
+    return built[0].read_bytes()
 
 
 def planted(text: str, mutant: Mutant) -> str:
@@ -114,17 +128,24 @@ def planted(text: str, mutant: Mutant) -> str:
 
 
 def judge(tree: Path, mutant: Mutant) -> str:
-    """Plant one defect, run its tests, take it out again: ``caught``, or what is wrong."""
+    """Plant one defect, run its tests, take it out again: ``caught``, or what is wrong.
+
+    Raises:
+        SystemExit: the compiled module does not build, with the defect or without it.
+
+    """
     is_compiled = mutant.path.endswith(".c")
     path = tree / "rl_bridge" / mutant.path
     text = path.read_text("utf-8")
     try:
-        path.write_text(planted(text, mutant), "utf-8")
+        changed = planted(text, mutant)
     except ValueError as error:
         return str(error)
+    whole = build(tree) if is_compiled else b""
     try:
-        if is_compiled:
-            build(tree)
+        path.write_text(changed, "utf-8")
+        if is_compiled and build(tree) == whole:
+            return "not compiled here: the module is the same with the defect"
         status, output = run_tests(tree, mutant.tests)
     finally:
         path.write_text(text, "utf-8")
@@ -137,10 +158,22 @@ def judge(tree: Path, mutant: Mutant) -> str:
 
 
 def sanity(tree: Path, chosen: dict[str, Mutant]) -> None:
-    """Without a defect every chosen test passes, in the copy and nowhere else."""
+    """Without a defect every chosen test passes, in the copy and nowhere else.
+
+    Raises:
+        SystemExit: one fails, or a defect of the compiled module would go unnoticed, as that is not
+            in use.
+
+    """
     _, where = run(tree, "-c", "import rl_bridge; print(rl_bridge.__file__)")
     if not where.strip().startswith(str(tree)):
         raise SystemExit(f"the tests would run {where.strip()} instead of the copy in {tree}")
+    if any(mutant.path.endswith(".c") for mutant in chosen.values()):
+        build(tree)
+        ask = "from rl_bridge.memory.passes import native_cause; print(native_cause())"
+        status, cause = run(tree, "-c", ask)
+        if status or cause.strip() != "None":
+            raise SystemExit(f"the compiled module of the copy is not in use: {cause.strip()}")
     for tests in sorted({mutant.tests for mutant in chosen.values()}):
         status, output = run_tests(tree, tests)
         if status:

@@ -99,6 +99,20 @@ def test_large_passes_stream_on_threads_and_equal_the_reference(
 
 
 @compiled
+@pytest.mark.parametrize("shift", [0, 16, 32, 48, 64])
+def test_a_streamed_copy_has_every_byte_whatever_is_left_at_its_end(shift: int) -> None:
+    ends = (4096, LEAF_NBYTES - 64, LEAF_NBYTES + 4096, 3 * LEAF_NBYTES - 64)
+    tails = (0, 1, 15, 16, 17, 31, 33, 48, 63)
+    sizes = [8 << 20, *(end + tail for end in ends for tail in tails)]
+    source = Buffers(sizes)
+    target = Buffers(sizes, shift=shift, fill=False)
+    for mine, theirs in zip(target.views, source.views, strict=True):
+        mine[:] = ~theirs  # no byte is right before it is copied
+    BytePlan(source.sizes).copy(source.addresses, target.addresses, num_threads=2)
+    assert target.holds(source)
+
+
+@compiled
 def test_forty_thousand_small_tensors_equal_the_reference() -> None:
     sizes = [(index * 7) % 300 for index in range(40_000)]
     data = np.arange(400, dtype=np.uint8)
