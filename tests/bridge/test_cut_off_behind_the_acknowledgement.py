@@ -51,8 +51,8 @@ def test_what_was_acknowledged_is_shown_as_active_in_every_respect(
     assert (ack.proof.method, ack.proof.root) == ("digest", manifest.root)
     assert {"attach", "prepare", "install", "total"} <= ack.timings_ms.keys()
     executor.release_weights()
-    after = (executor.active_weight_update_id, dict(executor.shared_weights))
-    assert after == (None, {})
+    after: list[object] = [executor.active_weight_update_id, dict(executor.shared_weights)]
+    assert after == [None, {}]
     assert bridge.update_state(manifest) is State.RELEASED
 
 

@@ -93,8 +93,9 @@ def test_a_report_that_comes_to_the_books_and_books_that_have_to_report_wait_for
         manifest = trainer.publish({"weight": torch.ones(8)}, weight_version=1)
         tensors = rollout.import_update(manifest)
         assert isinstance(tensors, ImportedTensors)
-        view, held = tensors.pin.view, [tensors.pin.buffer]
-        assert isinstance(view, LeasedView)
+        found, held = tensors.pin.view, [tensors.pin.buffer]
+        assert isinstance(found, LeasedView)
+        view: LeasedView = found
         del tensors
         rollout.release(manifest.update_id)
         usual = sys.getrefcount(held[0])
