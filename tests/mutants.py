@@ -22,7 +22,7 @@ from rich.table import Table
 __all__ = ["Mutant", "main", "planted", "read_mutants"]
 
 ROOT = Path(__file__).resolve().parents[1]
-COPIED = ("rl_bridge", "tests", "pyproject.toml", "setup.py", "README.md", "LICENSE")
+COPIED = ("rl_bridge", "tests", "docs", "pyproject.toml", "setup.py", "README.md", "LICENSE")
 TIMEOUT_S = 180
 
 
