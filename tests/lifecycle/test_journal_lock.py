@@ -31,6 +31,7 @@ def test_a_child_that_another_thread_forks_meanwhile_does_not_keep_the_directory
     moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held, release = os.pipe()
+    ready, begun = os.pipe()
     children: list[int] = []
     take = fcntl.flock
 
@@ -38,8 +39,10 @@ def test_a_child_that_another_thread_forks_meanwhile_does_not_keep_the_directory
         children.append(os.fork())
         if children[0] == 0:
             os.close(release)
+            os.write(begun, b"1")  # what has to be closed is closed
             os.read(held, 1)  # until the parent has tried
             os._exit(0)
+        os.read(ready, 1)
 
     def locking(fd: int, how: int) -> None:
         if moment == "locked":
@@ -59,8 +62,8 @@ def test_a_child_that_another_thread_forks_meanwhile_does_not_keep_the_directory
         with Journal(tmp_path) as again:
             assert again.last_version == 1
     finally:
-        os.close(release)
-        os.close(held)
+        for end in (release, held, ready, begun):
+            os.close(end)
         for child in children:
             os.waitpid(child, 0)
 
