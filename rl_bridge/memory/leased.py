@@ -56,6 +56,7 @@ class LeasedView(ABC):
         # the last one by the time it is dropped. The pin would die under this lock, and what it has
         # to tell the publisher waits for a lock whose holder may wait for this one.
         self._pins: list[weakref.ref[object]] = []
+        self._is_leased = False
         self._retired = False
         self._is_unmapped = False
         self._pid = os.getpid()
@@ -129,6 +130,7 @@ class LeasedView(ABC):
             return pin
 
     def _lease(self, update_id: str) -> None:
+        self._is_leased = True  # first: an interrupt in between must not lose the lease
         if not leases.try_shared(self.fd):
             raise StaleUpdate(self._overwritten(update_id, "is being overwritten"))
 
@@ -164,9 +166,13 @@ class LeasedView(ABC):
         if os.getpid() != self._pid:
             return  # before the lock: at the fork, another thread of the parent may have held it
         with self._lock:
-            if self.is_pinned or self._is_unmapped or not self._is_quiet():
+            if self.is_pinned or self._is_unmapped:
                 return
-            leases.unlock(self.fd)
+            if self._is_leased:
+                if not self._is_quiet():
+                    return
+                leases.unlock(self.fd)
+                self._is_leased = False
             if self._retired:
                 self._close()
 
@@ -174,7 +180,9 @@ class LeasedView(ABC):
         """Unmap as soon as no tensor needs it any more."""
         with self._lock:
             self._retired = True
-            if not (self.is_pinned or self._is_unmapped) and self._is_quiet():
+            if self.is_pinned or self._is_unmapped:
+                return
+            if not self._is_leased or self._is_quiet():
                 self._close()
 
     def _close(self) -> None:

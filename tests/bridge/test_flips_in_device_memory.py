@@ -203,6 +203,29 @@ def test_the_device_is_drained_before_a_lease_ends(
     assert calls[:2] == ["fence", "unlock"]
 
 
+def test_only_the_end_of_a_lease_drains_the_device(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for version in (1, 2):  # both slots are known, and leased by nobody
+        manifest = rig.trainer.publish({"w": torch.ones(5)}, weight_version=version)
+        rig.rollout.import_update(manifest)
+        rig.rollout.reject(manifest, "enough")
+    rig.trainer.release(manifest.update_id)
+    drained: list[str] = []
+
+    def fence(driver: HostDriver) -> None:
+        drained.append(driver.name)
+
+    monkeypatch.setattr(HostDriver, "fence", fence)
+    manifest = rig.trainer.publish({"w": torch.ones(5)}, weight_version=3)
+    held = rig.rollout.import_update(manifest)["w"]
+    rig.rollout.acknowledge(manifest.update_id)
+    rig.rollout.release(manifest.update_id)
+    assert drained == []
+    del held
+    assert drained == ["host"]
+
+
 def test_a_lease_goes_on_while_a_graph_is_captured(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
