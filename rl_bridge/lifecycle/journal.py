@@ -107,8 +107,9 @@ class _LockFile:
 
 
 def _close_all(fds: list[int]) -> None:
-    while fds:
-        os.close(fds.pop())
+    with _FORKS:  # a child that is forked in between would keep it
+        while fds:
+            os.close(fds.pop())
 
 
 class Journal:

@@ -26,9 +26,10 @@ def forget_fd_in_children(fd: int) -> int:
 
 def close_fd(fd: int) -> None:
     """Close a descriptor that `forget_fd_in_children` took; a no-op in a forked child."""
-    if fd in _PRIVATE_FDS:
-        _PRIVATE_FDS.discard(fd)
-        os.close(fd)
+    with FORKS:  # a child that is forked in between would keep it
+        if fd in _PRIVATE_FDS:
+            _PRIVATE_FDS.discard(fd)
+            os.close(fd)
 
 
 def _close_in_child() -> None:

@@ -169,7 +169,8 @@ class LeasedView(ABC):
             if self.is_pinned or self._is_unmapped:
                 return
             if self._is_leased:
-                if not self._is_quiet():
+                # A signal's handler may import in the middle of the wait, in this very thread.
+                if not self._is_quiet() or self.is_pinned:
                     return
                 leases.unlock(self.fd)
                 self._is_leased = False
@@ -182,10 +183,12 @@ class LeasedView(ABC):
             self._retired = True
             if self.is_pinned or self._is_unmapped:
                 return
-            if not self._is_leased or self._is_quiet():
+            if (not self._is_leased or self._is_quiet()) and not self.is_pinned:
                 self._close()
 
     def _close(self) -> None:
         self._is_unmapped = True
-        self._unmap()
-        self._finalizer()
+        try:
+            self._unmap()
+        finally:
+            self._finalizer()

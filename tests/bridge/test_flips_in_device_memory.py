@@ -249,6 +249,46 @@ def test_a_lease_goes_on_while_a_graph_is_captured(
     assert not leases.is_held(fd)
 
 
+def test_an_import_in_the_middle_of_a_drain_keeps_its_lease(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As a signal's handler may, in the very thread that waits for the device.
+    manifest = rig.trainer.publish({"w": torch.ones(5)}, weight_version=1)
+    held = [rig.rollout.import_update(manifest)["w"]]
+    rig.rollout.acknowledge(manifest.update_id)
+    rig.rollout.release(manifest.update_id)
+    end: Any = rig.trainer._publisher_end()
+    fd = end._end._ring._slots[0].segment.fd
+    consumer: Any = rig.rollout._consumer_end()
+    (view,) = consumer._end._views._views.values()
+    again: list[object] = []
+    fence = HostDriver.fence
+
+    def interrupted(driver: HostDriver) -> None:
+        if not again:
+            again.append(view.pin(manifest.update_id, 1, manifest.table.arena_nbytes))
+        fence(driver)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(HostDriver, "fence", interrupted)
+        held.clear()
+    assert leases.is_held(fd)
+    again.clear()
+    assert not leases.is_held(fd)
+
+
+def test_a_device_that_is_lost_does_not_stop_a_bridge_from_closing(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig.update(1)
+    with monkeypatch.context() as patch:
+        Refusing(patch, "fence", *range(1, 100))
+        rig.executor.close()
+        rig.rollout.close()
+    reports = rig.trainer.holders(rig.trainer.latest_manifest or "")
+    assert [report.presence for report in reports] == ["gone"]
+
+
 def test_a_hundred_flips_leave_nothing_behind(rig: Rig) -> None:
     driver = driver_at("host", None)
     assert isinstance(driver, HostDriver)

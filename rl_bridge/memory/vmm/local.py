@@ -16,7 +16,7 @@ __all__ = ["DriverName", "cuda_cause", "driver_at", "driver_of", "place_at"]
 
 DriverName = Literal["cuda", "host"]
 
-_LOCK = threading.Lock()
+_LOCK = threading.RLock()
 # By process: owners of a parent's drivers do nothing in a forked child, which has its own.
 _DRIVERS: dict[tuple[int, str, int | None], VMMDriver] = {}
 os.register_at_fork(

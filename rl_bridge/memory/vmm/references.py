@@ -38,8 +38,11 @@ def quietly(undo: Callable[[], None]) -> None:
 
 def settle_late() -> None:
     """Try again what died while a graph was captured; each new owner does."""
-    waiting = [_LATE.pop() for _ in range(len(_LATE))]
-    for undo in waiting:
+    for _ in range(len(_LATE)):
+        try:
+            undo = _LATE.pop(0)
+        except IndexError:
+            return  # another thread was faster
         quietly(undo)
 
 

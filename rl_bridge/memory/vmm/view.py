@@ -13,6 +13,7 @@ from rl_bridge.memory.segment import SegmentRef
 from rl_bridge.memory.vmm.driver import CAPTURING
 from rl_bridge.memory.vmm.local import driver_of, place_at
 from rl_bridge.memory.vmm.owners import AddressRange, Allocation
+from rl_bridge.memory.vmm.references import quietly
 
 __all__ = ["ArenaRef", "DeviceView"]
 
@@ -82,8 +83,9 @@ class DeviceView(LeasedView):
         return self._range.address
 
     def _unmap(self) -> None:
-        self._range.close()
-        self.allocation.close()
+        # What a lost device does not take back must not stop the rest of a bridge from closing.
+        quietly(self._range.close)
+        quietly(self.allocation.close)
 
     def _is_quiet(self) -> bool:
         # A tensor may be dead while kernels that read it still run. The publisher may overwrite the
