@@ -280,12 +280,13 @@ def test_an_import_in_the_middle_of_a_drain_keeps_its_lease(
 def test_a_device_that_is_lost_does_not_stop_a_bridge_from_closing(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rig.update(1)
+    manifest = rig.trainer.publish({"w": torch.ones(5)}, weight_version=1)
+    rig.rollout.import_update(manifest)
+    rig.rollout.reject(manifest, "enough")
     with monkeypatch.context() as patch:
         Refusing(patch, "fence", *range(1, 100))
-        rig.executor.close()
         rig.rollout.close()
-    reports = rig.trainer.holders(rig.trainer.latest_manifest or "")
+    reports = rig.trainer.holders(manifest)
     assert [report.presence for report in reports] == ["gone"]
 
 
