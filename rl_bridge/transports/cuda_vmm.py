@@ -26,6 +26,7 @@ from rl_bridge.memory.slots import Slot
 from rl_bridge.memory.vmm.driver import VMMDriver
 from rl_bridge.memory.vmm.local import DriverName, cuda_cause, driver_at, place_at
 from rl_bridge.memory.vmm.owners import AddressRange, Allocation
+from rl_bridge.memory.vmm.references import quietly
 from rl_bridge.memory.vmm.view import ArenaRef, DeviceView
 from rl_bridge.transports._slots import SlotConsumer, SlotHandle, SlotPublisher
 from rl_bridge.transports.base import (
@@ -183,8 +184,9 @@ class _Arena:
 
     def close(self) -> None:
         self._broker.withdraw(self.key)
-        self._range.close()
-        self._allocation.close()
+        # What a lost device does not take back must not stop the rest of a bridge from closing.
+        quietly(self._range.close)
+        quietly(self._allocation.close)
 
 
 class _VMMPublisher(SlotPublisher):

@@ -1,5 +1,6 @@
 """What goes wrong while versions are exchanged in device memory, on host memory here."""
 
+import gc
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,6 +16,7 @@ from rl_bridge.memory.vmm.driver import CAPTURING, driver_error
 from rl_bridge.memory.vmm.host import HostDriver
 from rl_bridge.memory.vmm.local import driver_at
 from rl_bridge.memory.vmm.owners import AddressRange
+from rl_bridge.memory.vmm.references import settle_late
 from rl_bridge.testing.host_vmm import HostVMM
 from rl_bridge.transports import registry
 
@@ -247,6 +249,38 @@ def test_a_lease_goes_on_while_a_graph_is_captured(
     rig.rollout.import_update(other)  # whatever comes next asks again
     rig.rollout.reject(other, "enough")
     assert not leases.is_held(fd)
+
+
+def test_a_bridge_that_closes_while_a_graph_is_captured_keeps_its_lease_until_then(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest = rig.trainer.publish({"w": torch.ones(5)}, weight_version=1)
+    held = rig.rollout.import_update(manifest)["w"]
+    rig.rollout.acknowledge(manifest.update_id)
+    end: Any = rig.trainer._publisher_end()
+    fd = end._end._ring._slots[0].segment.fd
+    with monkeypatch.context() as patch:
+
+        def refuse(driver: HostDriver) -> None:
+            raise driver_error("cuCtxSynchronize", CAPTURING, f"{driver.name} captures")
+
+        patch.setattr(HostDriver, "fence", refuse)
+        rig.rollout.close()
+        del held
+        gc.collect()
+        assert leases.is_held(fd)
+    settle_late()
+    assert not leases.is_held(fd)
+
+
+def test_a_publisher_closes_although_its_device_is_lost(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig.trainer.publish({"w": torch.ones(5)}, weight_version=1)
+    with monkeypatch.context() as patch:
+        Refusing(patch, "fence", *range(1, 100))
+        rig.trainer.close()
+    assert rig.trainer.published_nbytes == 0
 
 
 def test_an_import_in_the_middle_of_a_drain_keeps_its_lease(

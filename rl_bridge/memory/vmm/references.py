@@ -16,7 +16,7 @@ from rl_bridge.errors import DriverError, SegmentError
 from rl_bridge.memory.holding import close_fd, forget_fd_in_children
 from rl_bridge.memory.vmm.driver import CAPTURING, VMMDriver
 
-__all__ = ["Allocation", "Descriptor", "Reference", "quietly", "settle_late"]
+__all__ = ["Allocation", "Descriptor", "Reference", "put_off", "quietly", "settle_late"]
 
 _LOG = logging.getLogger(__name__)
 # What died while a graph was captured: its end would have broken the capture. Tried again by the
@@ -34,6 +34,11 @@ def quietly(undo: Callable[[], None]) -> None:
         else:
             # As text: a log that keeps the error would keep the frames, and their memory, as well.
             _LOG.warning("memory of a driver could not be given back and is lost: %s", str(error))
+
+
+def put_off(undo: Callable[[], None]) -> None:
+    """Keep what cannot be undone now; the next owner that is made tries it again."""
+    _LATE.append(undo)
 
 
 def settle_late() -> None:

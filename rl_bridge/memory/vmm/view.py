@@ -13,7 +13,7 @@ from rl_bridge.memory.segment import SegmentRef
 from rl_bridge.memory.vmm.driver import CAPTURING
 from rl_bridge.memory.vmm.local import driver_of, place_at
 from rl_bridge.memory.vmm.owners import AddressRange, Allocation
-from rl_bridge.memory.vmm.references import quietly
+from rl_bridge.memory.vmm.references import put_off, quietly
 
 __all__ = ["ArenaRef", "DeviceView"]
 
@@ -94,6 +94,8 @@ class DeviceView(LeasedView):
             self.allocation.driver.fence()
         except DriverError as error:
             if error.code == CAPTURING:
+                # Nobody else may look at a view that was retired: it must not die with its lease.
+                put_off(self.settle)
                 return False
             _LOG.warning("a lease ends although the device does not answer: %s", error)
         return True
