@@ -9,7 +9,6 @@ import socket
 import stat
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -33,28 +32,14 @@ from tests.memory.vmm.publishers import (
     Publisher,
     connected,
     fetched,
-    offering,
-    short_folder,
     shown,
 )
 from tests.memory.vmm.rig import NBYTES, SMALL, filled
 
 
 @pytest.fixture
-def root() -> Iterator[Path]:
-    with short_folder() as folder:
-        yield folder
-
-
-@pytest.fixture
 def driver() -> HostDriver:
     return HostDriver(granularity=SMALL)
-
-
-@pytest.fixture
-def broker(driver: HostDriver, root: Path) -> Iterator[Broker]:
-    with offering(driver, root) as made:
-        yield made
 
 
 # ---- the way of a descriptor --------------------------------------------------------------------

@@ -4,7 +4,6 @@ import os
 import select
 import signal
 import socket
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -30,8 +29,6 @@ from tests.memory.vmm.publishers import (
     Publisher,
     connected,
     fetched,
-    offering,
-    short_folder,
     shown,
     soon,
 )
@@ -39,20 +36,8 @@ from tests.memory.vmm.rig import SMALL
 
 
 @pytest.fixture
-def root() -> Iterator[Path]:
-    with short_folder() as folder:
-        yield folder
-
-
-@pytest.fixture
 def driver() -> HostDriver:
     return HostDriver(granularity=SMALL)
-
-
-@pytest.fixture
-def broker(driver: HostDriver, root: Path) -> Iterator[Broker]:
-    with offering(driver, root) as made:
-        yield made
 
 
 # ---- processes that die -------------------------------------------------------------------------

@@ -4,7 +4,6 @@ import errno
 import os
 import select
 import socket
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,28 +25,14 @@ from tests.memory.vmm.publishers import (
     FOREVER_S,
     FakeBroker,
     connected,
-    offering,
-    short_folder,
     soon,
 )
 from tests.memory.vmm.rig import NBYTES, SMALL
 
 
 @pytest.fixture
-def root() -> Iterator[Path]:
-    with short_folder() as folder:
-        yield folder
-
-
-@pytest.fixture
 def driver() -> HostDriver:
     return HostDriver(granularity=SMALL)
-
-
-@pytest.fixture
-def broker(driver: HostDriver, root: Path) -> Iterator[Broker]:
-    with offering(driver, root) as made:
-        yield made
 
 
 # ---- references that come from anywhere ---------------------------------------------------------
