@@ -12,6 +12,7 @@ import os
 import threading
 import uuid
 import weakref
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Final, Literal, Self
 
@@ -23,6 +24,7 @@ from rl_bridge.errors import (
     WeightBridgeError,
     WeightBridgeUnavailableError,
 )
+from rl_bridge.lifecycle.forks import FORKS, in_forked_children
 
 __all__ = ["Journal"]
 
@@ -43,8 +45,6 @@ class _Record(BaseModel):
 # locked after this publisher died.
 _OPEN: "weakref.WeakSet[Journal]" = weakref.WeakSet()
 _FILES: "weakref.WeakSet[_LockFile]" = weakref.WeakSet()
-# Held where a fork must not come in between: the child would keep what is not noted yet.
-_FORKS = threading.RLock()
 
 
 def _close_in_child() -> None:
@@ -52,12 +52,9 @@ def _close_in_child() -> None:
         journal.abandon()
     for file in list(_FILES):
         file.close()
-    _FORKS.release()
 
 
-os.register_at_fork(
-    before=_FORKS.acquire, after_in_parent=_FORKS.release, after_in_child=_close_in_child
-)
+in_forked_children(_close_in_child)
 
 
 class _LockFile:
@@ -74,7 +71,7 @@ class _LockFile:
             # Not what it lies in: a path with a typing mistake is to be told, not made.
             directory.mkdir(exist_ok=True)
             flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
-            with _FORKS:
+            with FORKS:
                 # One step of the interpreter: no interrupt comes in between opening and noting.
                 self._fds.extend(map(os.open, [directory / _LOCK], [flags], [0o600]))
         except OSError as error:
@@ -107,9 +104,10 @@ class _LockFile:
 
 
 def _close_all(fds: list[int]) -> None:
-    with _FORKS:  # a child that is forked in between would keep it
+    with FORKS:  # a child that is forked in between would keep it
         while fds:
-            os.close(fds.pop())
+            with suppress(OSError):  # whoever closed it by its number: the next one is closed too
+                os.close(fds.pop())
 
 
 class Journal:

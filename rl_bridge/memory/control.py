@@ -277,10 +277,11 @@ class ControlWriter:
         """Let go of the record; the publisher sees this consumer as gone."""
         if os.getpid() != self._pid:
             return
-        with self._lock:
-            if not self._is_closed:
-                self._is_closed = True
-                self._finalizer()
+        with self._lock:  # who writes now is waited for, and nobody begins any more
+            self._is_closed = True
+        # Not under the lock: the end of a descriptor waits for forks, and whoever is in between may
+        # be collecting a tensor, which reports.
+        self._finalizer()
 
     def _write(self) -> None:
         # A tensor that dies at any point of this may report, in this very thread: what it says is

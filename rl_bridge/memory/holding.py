@@ -4,18 +4,17 @@ Descriptors are closed in forked children, where they would hold leases, locks a
 """
 
 import os
-import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
+from rl_bridge.lifecycle.forks import FORKS, in_forked_children
 from rl_bridge.memory import vm
 
 __all__ = ["FORKS", "Holding", "close_fd", "forget_fd_in_children"]
 
 # Descriptors that a forked child must not keep: they would hold leases, locks and memory.
 _PRIVATE_FDS: set[int] = set()
-FORKS = threading.RLock()
-"""Held where a fork must not come in between: the child would keep what is not noted yet."""
 
 
 def forget_fd_in_children(fd: int) -> int:
@@ -34,14 +33,12 @@ def close_fd(fd: int) -> None:
 
 def _close_in_child() -> None:
     for fd in _PRIVATE_FDS:
-        os.close(fd)
+        with suppress(OSError):  # somebody closed it by its number: the rest is closed all the same
+            os.close(fd)
     _PRIVATE_FDS.clear()
-    FORKS.release()
 
 
-os.register_at_fork(
-    before=FORKS.acquire, after_in_parent=FORKS.release, after_in_child=_close_in_child
-)
+in_forked_children(_close_in_child)
 
 
 class Holding:
@@ -92,14 +89,16 @@ class Holding:
         """Give everything back. Idempotent; in a forked child a no-op."""
         if os.getpid() != self.pid:
             return  # its descriptors are closed there
-        if self.address:
-            address, self.address = self.address, 0
-            vm.unmap(address, self.nbytes)
-        self.unlink()
-        with FORKS:
-            _PRIVATE_FDS.difference_update(self.fds)
-            while self.fds:
-                os.close(self.fds.pop())
+        try:
+            if self.address:
+                address, self.address = self.address, 0
+                vm.unmap(address, self.nbytes)
+            self.unlink()
+        finally:  # a lease must end also where the kernel is short of something
+            with FORKS:
+                _PRIVATE_FDS.difference_update(self.fds)
+                while self.fds:
+                    os.close(self.fds.pop())
 
     def unlink(self) -> None:
         """Remove the name of the file, if it is ours."""

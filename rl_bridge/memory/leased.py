@@ -116,18 +116,19 @@ class LeasedView(ABC):
         """
         if arena_nbytes > self.capacity:
             raise SegmentError(self._another_size(update_id, self.capacity, arena_nbytes))
-        with self._lock:
-            # Noted as living before the lease is taken and the stamp is read: a finalizer of an
-            # older pin, which may run in between, then does not give the lease back.
-            pin = self._make_pin(max(arena_nbytes, 1))
-            try:
+        pin: Pin | None = None
+        try:
+            with self._lock:
+                # Noted as living before the lease is taken and the stamp is read: a finalizer of an
+                # older pin, which may run in between, then does not give the lease back.
+                pin = self._make_pin(max(arena_nbytes, 1))
                 self._lease(update_id)
                 self._check_stamp(update_id, generation, arena_nbytes)
-            except BaseException:
-                del pin
-                self.settle()
-                raise
-            return pin
+                return pin
+        except BaseException:
+            pin = None  # also for whoever keeps the exception
+            self.settle()
+            raise
 
     def _lease(self, update_id: str) -> None:
         self._is_leased = True  # first: an interrupt in between must not lose the lease
@@ -165,30 +166,30 @@ class LeasedView(ABC):
         """Give the lease back if no tensor lives; harmless at any time."""
         if os.getpid() != self._pid:
             return  # before the lock: at the fork, another thread of the parent may have held it
-        with self._lock:
-            if self.is_pinned or self._is_unmapped:
-                return
-            if self._is_leased:
-                # A signal's handler may import in the middle of the wait, in this very thread.
-                if not self._is_quiet() or self.is_pinned:
+        try:
+            with self._lock:
+                if self.is_pinned or self._is_unmapped:
                     return
-                leases.unlock(self.fd)
-                self._is_leased = False
-            if self._retired:
-                self._close()
+                if self._is_leased:
+                    # A signal's handler may import in the middle of the wait, in this very thread.
+                    if not self._is_quiet() or self.is_pinned:
+                        return
+                    leases.unlock(self.fd)
+                    self._is_leased = False
+                self._is_unmapped = self._retired
+        finally:
+            self._close_if_over()
 
     def retire(self) -> None:
         """Unmap as soon as no tensor needs it any more."""
-        with self._lock:
-            self._retired = True
-            if self.is_pinned or self._is_unmapped:
-                return
-            if (not self._is_leased or self._is_quiet()) and not self.is_pinned:
-                self._close()
+        self._retired = True
+        self.settle()
 
-    def _close(self) -> None:
-        self._is_unmapped = True
-        try:
-            self._unmap()
-        finally:
-            self._finalizer()
+    def _close_if_over(self) -> None:
+        # Not under the lock: the end of a descriptor waits for forks, and whoever is in between may
+        # be collecting a tensor, whose end waits for this lock.
+        if self._is_unmapped and self._finalizer.alive:
+            try:
+                self._unmap()
+            finally:
+                self._finalizer()

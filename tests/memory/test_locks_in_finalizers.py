@@ -1,0 +1,140 @@
+"""No deadlock through the garbage collector: whoever waits for a fork holds no other lock.
+
+A collection may run in the middle of anything, also where a thread holds `FORKS`; what dies there
+takes the lock of its slot, or of its publisher's control segment.
+"""
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from rl_bridge.lifecycle import forks
+from rl_bridge.lifecycle.forks import FORKS
+from rl_bridge.lifecycle.journal import Journal
+from rl_bridge.memory import holding
+from rl_bridge.memory.control import ControlReader, ControlWriter, UpdateReport, control_nbytes
+from rl_bridge.memory.holding import Holding
+from rl_bridge.memory.segment import OwnedSegment
+from rl_bridge.memory.slots import SlotRing
+from tests.helpers import forked, forking, open_fds
+from tests.memory.slots_rig import new_ring, view_of, write
+
+LONG_S = 30.0
+
+
+@pytest.fixture
+def ring() -> Iterator[SlotRing]:
+    made = new_ring(2)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def disposing(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Set as soon as something begins to give its descriptors back."""
+    begun, dispose = threading.Event(), Holding.dispose
+
+    def telling(self: Holding) -> None:
+        begun.set()
+        dispose(self)
+
+    monkeypatch.setattr(Holding, "dispose", telling)
+    return begun
+
+
+def gets_through(
+    dies: Callable[[], object], *, beside: Callable[[], object], until: threading.Event
+) -> bool:
+    """Whether `dies` comes back while `beside` waits, in another thread, for a fork to be over."""
+    through = threading.Event()
+
+    def dying() -> None:
+        dies()
+        through.set()
+
+    threads = [threading.Thread(target=beside), threading.Thread(target=dying)]
+    with FORKS:
+        threads[0].start()
+        assert until.wait(LONG_S)
+        threads[1].start()
+        got_through = through.wait(5.0)
+    for thread in threads:
+        thread.join(LONG_S)
+    return got_through
+
+
+def test_a_tensor_may_die_while_its_slots_end_waits_for_a_fork(
+    ring: SlotRing, disposing: threading.Event
+) -> None:
+    view = view_of(write(ring, 1))
+    assert gets_through(view.settle, beside=view.retire, until=disposing)
+
+
+def test_a_tensor_may_report_while_the_way_backs_end_waits_for_a_fork(
+    disposing: threading.Event,
+) -> None:
+    segment = OwnedSegment.make("rl_bridge-test", control_nbytes(2), writers=True)
+    reader = ControlReader(segment, "c" * 32)
+    writer = ControlWriter(segment.ref, "c" * 32, worker="r", rank=0, directory=None)
+    news = UpdateReport(update_id="1" * 32, weight_version=1, state="released")
+    assert gets_through(lambda: writer.report(news), beside=writer.close, until=disposing)
+    reader.close()
+
+
+def test_journals_and_segments_wait_for_the_same_lock(tmp_path: Path) -> None:
+    before = open_fds()
+    journal = Journal(tmp_path)
+    ended = threading.Event()
+
+    def end() -> None:
+        journal.close()
+        ended.set()
+
+    with FORKS:
+        thread = threading.Thread(target=end)
+        thread.start()
+        assert not ended.wait(0.1)
+    thread.join(LONG_S)
+    assert ended.is_set()
+    assert open_fds() == before
+
+
+# ---- what a forked child does first -------------------------------------------------------------
+
+
+@forking
+def test_a_descriptor_that_somebody_closed_does_not_leave_the_rest_to_a_child(
+    monkeypatch: pytest.MonkeyPatch, ring: SlotRing, tmp_path: Path
+) -> None:
+    ours = {write(ring, 1).segment.fd, write(ring, 2).segment.fd}
+    # Numbers that are not open, and some that a set goes over first: it goes by the lowest bits.
+    closed = set(range(512_000, 512_064))
+    monkeypatch.setattr(holding, "_PRIVATE_FDS", holding._PRIVATE_FDS | closed)
+
+    def is_clean() -> bool:
+        taken = threading.Event()
+
+        def take() -> None:
+            with FORKS:
+                taken.set()
+
+        threading.Thread(target=take, daemon=True).start()
+        return taken.wait(LONG_S) and not open_fds().keys() & ours
+
+    with Journal(tmp_path):
+        assert forked(is_clean)
+
+
+@forking
+def test_a_clean_up_that_fails_does_not_keep_the_next_one_from_a_child(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    done: list[str] = []
+
+    def failing() -> None:
+        raise RuntimeError
+
+    monkeypatch.setattr(forks, "_IN_CHILD", [failing, lambda: done.append("second")])
+    assert forked(lambda: done == ["second"])
