@@ -320,16 +320,26 @@ def sweep(directory: Path, *, dry_run: bool = False) -> list[tuple[str, int]]:
     for path in sorted(directory.glob("rlb-*")):
         if not _FILE_NAME.fullmatch(path.name):
             continue
+        opened = _Opened()
         try:
-            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+            flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+            fd = opened.held.open(os.open, path, flags)
         except OSError:
             continue  # removed meanwhile, or another user's: not ours to sweep
-        try:
+        else:
             if leases.is_held(fd, start=_OWNER_BYTE):
                 continue
             swept.append((path.name, os.fstat(fd).st_size))
             if not dry_run:
                 path.unlink(missing_ok=True)
         finally:
-            os.close(fd)
+            opened.held.dispose()
     return swept
+
+
+class _Opened:
+    """Owns a descriptor for a while; whoever loses it, to an interrupt for instance, closes it."""
+
+    def __init__(self) -> None:
+        self.held = Holding()
+        weakref.finalize(self, self.held.dispose)

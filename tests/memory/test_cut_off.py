@@ -23,7 +23,7 @@ import torch
 
 from rl_bridge import SharedMemoryTensorBridge
 from rl_bridge.memory import vm
-from rl_bridge.memory.segment import OwnedSegment, open_segment
+from rl_bridge.memory.segment import OwnedSegment, open_segment, sweep
 from tests.helpers import forking, tracing
 from tests.memory.slots_rig import new_ring, view_of, write
 
@@ -195,6 +195,19 @@ def test_a_view_that_nobody_got_hold_of_gives_its_mapping_back() -> None:
     view_of(slot)  # dropped, neither retired nor in a cache
     assert holdings(None) == before
     ring.close()
+
+
+@pytest.mark.usefixtures("nobody_keeps_garbage")
+def test_an_interrupt_before_any_line_of_a_sweep_leaves_no_descriptor(tmp_path: Path) -> None:
+    path = tmp_path / NAME
+    number, struck = 0, "begin"
+    while struck:
+        path.touch()
+        before = holdings(tmp_path)[0]
+        struck = interrupted(number, partial(sweep, tmp_path))
+        assert holdings(tmp_path)[0] == before, f"interrupted before {struck}"
+        number += 1
+    assert not path.exists()
 
 
 # ---- forks in another thread --------------------------------------------------------------------
