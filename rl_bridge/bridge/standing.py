@@ -25,7 +25,7 @@ class Standing:
     """The version that an engine holds, and the updates that tore it."""
 
     def __init__(self, bridge: WeightConsumer, steps: FineSteps) -> None:
-        """Begin with an engine that holds its initial weights."""
+        """Begin with an engine of which nothing is known."""
         self._bridge = bridge
         self._steps = steps
         self.active: WeightUpdateManifest | None = None
@@ -153,5 +153,5 @@ class Standing:
         if self._torn:
             return "the engine is still torn."
         if self.active is None:
-            return "the engine holds its initial weights, version None."
+            return "this executor has installed nothing yet."
         return f"the engine holds version {self.active.weight_version}."
