@@ -10,6 +10,7 @@ asks the kernel who the other one is (``SO_PEERCRED``); what arrives is checked,
 import array
 import os
 import secrets
+import select
 import socket
 import struct
 import time
@@ -37,6 +38,7 @@ from rl_bridge.memory.broker_server import (
     may_talk,
     peer_of,
 )
+from rl_bridge.memory.holding import FORKS, close_fd, forget_fd_in_children
 from rl_bridge.memory.segment import process_start_time, require_resources
 from rl_bridge.memory.vmm.owners import Descriptor
 
@@ -172,6 +174,18 @@ class Broker:
         self._server.close(timeout_s=timeout_s)
 
 
+# Connections of fetches that run: a forked child's copy would keep what arrives there.
+_CONNECTIONS: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+
+
+def _forget_in_child() -> None:
+    for connection in list(_CONNECTIONS):
+        connection.close()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)
+
+
 def fetch_fd(ref: BrokerRef, key: int, *, timeout_s: float) -> tuple[int, int]:
     """Ask a broker for a descriptor.
 
@@ -181,7 +195,8 @@ def fetch_fd(ref: BrokerRef, key: int, *, timeout_s: float) -> tuple[int, int]:
         timeout_s: how long all of it may take.
 
     Returns:
-        A descriptor, close-on-exec, which the caller closes, and the size of its memory in bytes.
+        A descriptor, close-on-exec and closed in forked children, and the size of its memory in
+        bytes. The caller closes it with `close_fd`, or makes a `Descriptor` of it.
 
     Raises:
         SegmentError: the publisher is gone, is another process, or does not have it any more.
@@ -211,7 +226,9 @@ def _name(ref: BrokerRef) -> str:
 
 def _connect(ref: BrokerRef, deadline: float) -> socket.socket:
     try:
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with FORKS:  # a child that is forked in between would keep what arrives there
+            connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            _CONNECTIONS.add(connection)
     except OSError as error:
         require_resources(error)
         raise TransportUnavailable(
@@ -265,24 +282,35 @@ def _ask(connection: socket.socket, ref: BrokerRef, key: int, deadline: float) -
 def _receive(
     connection: socket.socket, ref: BrokerRef, key: int, deadline: float
 ) -> tuple[int, int]:
-    connection.settimeout(_left(ref, deadline))
+    _await_answer(connection, ref, deadline)
     fds = array.array("i")
     # Not socket.recv_fds: it drops the flag that closes the descriptor when another program starts.
     room = socket.CMSG_LEN(fds.itemsize)
+    options = socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT
     try:
-        data, found, flags, _ = connection.recvmsg(ANSWER.size + 1, room, socket.MSG_CMSG_CLOEXEC)
+        with FORKS:  # no wait in here: every fork of this process waits for it
+            data, found, flags, _ = connection.recvmsg(ANSWER.size + 1, room, options)
+            for level, kind, payload in found:
+                if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                    fds.frombytes(payload[: len(payload) - len(payload) % fds.itemsize])
+            for fd in fds:
+                forget_fd_in_children(fd)
     except OSError as error:
         raise _lost(ref, f"it hung up: {error}", error) from error
-    for level, kind, payload in found:
-        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-            fds.frombytes(payload[: len(payload) - len(payload) % fds.itemsize])
     try:
         nbytes = _read_answer(data, flags, len(fds), ref, key)
     except BaseException:
         for fd in fds:
-            os.close(fd)
+            close_fd(fd)
         raise
     return fds[0], nbytes
+
+
+def _await_answer(connection: socket.socket, ref: BrokerRef, deadline: float) -> None:
+    poll = select.poll()
+    poll.register(connection, select.POLLIN)
+    while not poll.poll(_left(ref, deadline) * 1e3):
+        pass  # `_left` ends it
 
 
 def _read_answer(data: bytes, flags: int, num_fds: int, ref: BrokerRef, key: int) -> int:

@@ -25,7 +25,7 @@ from enum import IntEnum
 from pathlib import Path
 
 from rl_bridge.errors import TransportUnavailable
-from rl_bridge.memory.holding import close_fd, forget_fd_in_children
+from rl_bridge.memory.holding import FORKS, close_fd, forget_fd_in_children
 from rl_bridge.memory.segment import process_start_time
 from rl_bridge.memory.vmm.owners import Descriptor
 
@@ -103,7 +103,7 @@ def sweep_brokers(root: Path | None = None, *, dry_run: bool = False) -> list[st
         if match is None or process_start_time(int(match[1])) == int(match[2]):
             continue
         try:
-            fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            fd = _open_directory(path)
         except OSError:
             continue  # removed meanwhile, or another user's
         try:
@@ -113,8 +113,15 @@ def sweep_brokers(root: Path | None = None, *, dry_run: bool = False) -> list[st
                 if not dry_run:
                     _remove(path, fd)
         finally:
-            os.close(fd)
+            close_fd(fd)
     return swept
+
+
+def _open_directory(path: Path) -> int:
+    # Each of these is for a lock, which a child's copy would hold on to.
+    with FORKS:
+        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+        return forget_fd_in_children(os.open(path, flags))
 
 
 def _try_lock(fd: int) -> bool:
@@ -175,16 +182,18 @@ class Server:
         self._listener = None
         try:
             self.path.parent.mkdir(mode=0o700)
-            flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-            self._directory_fd = forget_fd_in_children(os.open(self.path.parent, flags))
+            self._directory_fd = _open_directory(self.path.parent)
             fcntl.flock(self._directory_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self._listener = socket.socket(
-                socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK
-            )
             _SERVERS.add(self)
+            with FORKS:
+                self._listener = socket.socket(
+                    socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK
+                )
             self._listener.bind(str(self.path))
             self._listener.listen(_BACKLOG)
-            self._wake = forget_fd_in_children(os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC))
+            with FORKS:
+                flags = os.EFD_NONBLOCK | os.EFD_CLOEXEC
+                self._wake = forget_fd_in_children(os.eventfd(0, flags))
             self._thread = threading.Thread(target=self._run, name="rlb-broker", daemon=True)
             self._thread.start()
         except BaseException as error:
@@ -260,7 +269,9 @@ class Server:
 
     def _accept(self, listener: socket.socket) -> None:
         try:
-            client, _ = listener.accept()
+            with FORKS:  # it does not wait: the listener is not to block
+                client, _ = listener.accept()
+                self._clients[client] = time.monotonic() + self._client_timeout_s
         except OSError as error:
             if error.errno in {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS}:
                 # Nobody is accepted now; the connection waits, and must not be polled in a circle.
@@ -269,7 +280,6 @@ class Server:
                 pause.register(self._wake, select.POLLIN)
                 pause.poll(_PAUSE_MS)
             return
-        self._clients[client] = time.monotonic() + self._client_timeout_s
         client.setblocking(False)  # noqa: FBT003 - Python's own signature
         if len(self._clients) > self._max_clients:
             self._drop_oldest()

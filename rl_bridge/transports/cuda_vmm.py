@@ -6,6 +6,8 @@ to whoever has the manifest and is the same user; leases, stamps and the way bac
 """
 
 import itertools
+import weakref
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -169,10 +171,17 @@ class _Arena:
     def __init__(self, driver: VMMDriver, broker: Broker, key: int, nbytes: int) -> None:
         self.key = key
         self._broker = broker
-        self._allocation = Allocation.create(driver, nbytes)
-        self._range = AddressRange(driver, self._allocation.nbytes)
-        self._range.map(self._allocation, writable=True)
-        self._broker.offer(key, self._allocation.export(), self._allocation.nbytes)
+        # An arena that an interrupt loses on its way to the ring must not be offered for good.
+        weakref.finalize(self, broker.withdraw, key).atexit = False
+        with ExitStack() as undo:  # at once, whoever keeps the exception
+            self._allocation = Allocation.create(driver, nbytes)
+            undo.callback(quietly, self._allocation.close)
+            self._range = AddressRange(driver, self._allocation.nbytes)
+            undo.callback(quietly, self._range.close)
+            self._range.map(self._allocation, writable=True)
+            undo.callback(broker.withdraw, key)
+            broker.offer(key, self._allocation.export(), self._allocation.nbytes)
+            undo.pop_all()
 
     @property
     def address(self) -> int:

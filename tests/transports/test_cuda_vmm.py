@@ -1,12 +1,248 @@
-"""``cuda-vmm`` keeps every promise of a transport, on host memory."""
+"""``cuda-vmm`` keeps every promise of a transport, on host memory; and what only it can refuse."""
 
-from typing import ClassVar
+import gc
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar
 
+import pytest
+import torch
+
+from rl_bridge.errors import (
+    DeadlineExceeded,
+    DriverError,
+    MalformedManifest,
+    RangeBeyondSegment,
+    SegmentError,
+    TransportUnavailable,
+    WeightBridgeUnavailableError,
+)
+from rl_bridge.manifest.canonical import thaw
+from rl_bridge.manifest.model import WeightUpdateManifest
+from rl_bridge.memory.broker import Broker
+from rl_bridge.memory.vmm.driver import INVALID_VALUE, driver_error
+from rl_bridge.memory.vmm.host import HostDriver, Live
+from rl_bridge.memory.vmm.local import driver_at
 from rl_bridge.testing import TransportSuite
 from rl_bridge.testing.faults import Locate
 from rl_bridge.testing.host_vmm import HostVMM, published_address
+from rl_bridge.testing.over import BridgeOver
+from rl_bridge.transports.cuda_vmm import CUDAVMM
+from tests.helpers import open_fds
 
 
 class TestOnHostMemory(TransportSuite):
     transport_class = HostVMM
     locate: ClassVar[Locate] = staticmethod(published_address)
+
+
+@pytest.fixture
+def trainer() -> Iterator[BridgeOver]:
+    with BridgeOver(HostVMM()) as made:
+        yield made
+
+
+@pytest.fixture
+def rollout() -> Iterator[BridgeOver]:
+    with BridgeOver(HostVMM()) as made:
+        yield made
+
+
+def publish(trainer: BridgeOver, version: int = 1) -> WeightUpdateManifest:
+    return trainer.publish({"w": torch.full((300,), float(version))}, weight_version=version)
+
+
+def shown(rollout: BridgeOver, manifest: WeightUpdateManifest) -> set[float]:
+    """Which numbers the update has, once it is imported."""
+    return set(rollout.import_update(manifest)["w"].tolist())
+
+
+def changed(manifest: WeightUpdateManifest, part: str, **fields: Any) -> WeightUpdateManifest:
+    """The manifest with other fields in a part of its handle."""
+    handle: dict[str, Any] = thaw(manifest.handle)
+    handle[part] = handle[part] | fields
+    return manifest.model_copy(update={"handle": handle})
+
+
+def held() -> Live:
+    driver = driver_at("host", None)
+    assert isinstance(driver, HostDriver)
+    return driver.live()
+
+
+def refuse_once(monkeypatch: pytest.MonkeyPatch, name: str, code: str) -> None:
+    """The driver refuses the next call of that name."""
+    inner: Callable[..., Any] = getattr(HostDriver, name)
+    refused: list[str] = []
+
+    def call(driver: HostDriver, *args: Any, **kwargs: Any) -> Any:
+        if not refused:
+            refused.append(name)
+            raise driver_error(name, code, "refused, as planned")
+        return inner(driver, *args, **kwargs)
+
+    monkeypatch.setattr(HostDriver, name, call)
+
+
+# ---- options ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", [-1, True, 0.0, "0"])
+def test_a_device_that_is_no_number_of_one_is_refused(device: Any) -> None:
+    with pytest.raises(ValueError, match="expected the number of a GPU, or None"):
+        CUDAVMM(device=device)
+
+
+@pytest.mark.parametrize("timeout_s", [0, -1.0, float("inf"), float("nan"), "1", None])
+def test_a_time_that_nobody_can_wait_for_is_refused(timeout_s: Any) -> None:
+    with pytest.raises(ValueError, match="expected a positive number of seconds"):
+        CUDAVMM(timeout_s=timeout_s)
+
+
+def test_without_a_gpu_both_ends_say_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rl_bridge.transports.cuda_vmm.cuda_cause", lambda: "there is no GPU")
+    for open_end in (
+        lambda: CUDAVMM().publisher_end("a" * 32),
+        lambda: CUDAVMM().consumer_end("w", 0),
+    ):
+        with pytest.raises(TransportUnavailable, match="there is no GPU") as caught:
+            open_end()
+        assert caught.value.transport == "cuda-vmm"
+
+
+# ---- manifests that cannot be right here --------------------------------------------------------
+
+
+def test_memory_of_another_kind_is_refused_and_may_come_again(
+    trainer: BridgeOver, rollout: BridgeOver
+) -> None:
+    manifest = publish(trainer)
+    with pytest.raises(TransportUnavailable, match="memory of 'cuda' and this side of 'host'"):
+        rollout.import_update(changed(manifest, "arena", driver="cuda"))
+    assert shown(rollout, manifest) == {1.0}
+
+
+def test_a_side_that_was_given_a_device_takes_no_update_of_another(trainer: BridgeOver) -> None:
+    manifest = publish(trainer)
+    with BridgeOver(HostVMM(device=0)) as rollout:
+        with pytest.raises(TransportUnavailable, match=r"lies on GPU elsewhere .* device=0"):
+            rollout.import_update(changed(manifest, "arena", device="elsewhere"))
+        assert shown(rollout, manifest) == {1.0}
+
+
+def test_an_arena_that_is_too_small_for_its_tensors_is_refused_unseen(
+    trainer: BridgeOver, rollout: BridgeOver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest = publish(trainer)
+    monkeypatch.setattr("rl_bridge.memory.vmm.view.fetch_fd", pytest.fail)
+    with pytest.raises(RangeBeyondSegment, match="does not fit its allocation of 1024"):
+        rollout.import_update(changed(manifest, "arena", nbytes=1024))
+    assert rollout.update_status(manifest.update_id) == "rejected"
+
+
+def test_a_size_that_is_not_the_memorys_is_refused_by_the_driver(
+    trainer: BridgeOver, rollout: BridgeOver
+) -> None:
+    manifest, before = publish(trainer), held()
+    nbytes = 2 * manifest.handle["arena"]["nbytes"]
+    with pytest.raises(DriverError, match=f"expected {nbytes}") as caught:
+        rollout.import_update(changed(manifest, "arena", nbytes=nbytes))
+    assert caught.value.code == INVALID_VALUE
+    assert rollout.update_status(manifest.update_id) == "rejected"
+    assert held() == before
+
+
+def test_a_token_that_is_not_the_brokers_opens_nothing(
+    trainer: BridgeOver, rollout: BridgeOver
+) -> None:
+    manifest, before = publish(trainer), held()
+    broker = manifest.handle["arena"]["broker"] | {"token": "0" * 32}
+    with pytest.raises(SegmentError, match="the token is not its own"):
+        rollout.import_update(changed(manifest, "arena", broker=broker))
+    assert held() == before
+
+
+@pytest.mark.parametrize(
+    "fields", [{"driver": "rocm"}, {"device": "x" * 65}, {"nbytes": 0}, {"key": -1}, {"fd": 3}]
+)
+def test_a_reference_that_is_none_is_refused(
+    trainer: BridgeOver, rollout: BridgeOver, fields: dict[str, Any]
+) -> None:
+    manifest = publish(trainer)
+    with pytest.raises(MalformedManifest, match=f"handle field arena.{next(iter(fields))}"):
+        rollout.import_update(changed(manifest, "arena", **fields))
+
+
+# ---- shortages: the update is as good as before -------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["import_fd", "reserve", "map", "set_access"])
+def test_a_driver_that_is_short_of_something_does_not_cost_the_update(
+    trainer: BridgeOver, rollout: BridgeOver, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    manifest, before = publish(trainer), held()
+    refuse_once(monkeypatch, name, "CUDA_ERROR_OUT_OF_MEMORY")
+    with pytest.raises(WeightBridgeUnavailableError, match="import it again") as kept:
+        rollout.import_update(manifest)
+    # Whoever keeps the exception keeps its frames, and must not keep memory with them.
+    assert isinstance(kept.value.__cause__, DriverError)
+    assert held() == before
+    assert shown(rollout, manifest) == {1.0}
+
+
+def test_a_broker_that_is_late_does_not_cost_the_update(
+    trainer: BridgeOver, rollout: BridgeOver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def late(*_: object, **__: object) -> object:
+        raise DeadlineExceeded("the broker did not answer. Wait for it.")
+
+    manifest = publish(trainer)
+    with monkeypatch.context() as patch:
+        patch.setattr("rl_bridge.memory.vmm.view.fetch_fd", late)
+        with pytest.raises(WeightBridgeUnavailableError, match=r"import it again.*did not answer"):
+            rollout.import_update(manifest)
+    assert shown(rollout, manifest) == {1.0}
+
+
+# ---- a publisher that is refused, or interrupted ------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["create", "reserve", "map", "set_access", "export_fd"])
+def test_a_slot_that_the_driver_refuses_leaves_nothing(
+    trainer: BridgeOver, rollout: BridgeOver, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    publish(trainer)  # what is made once is there
+    before = (held(), set(open_fds()))
+    refuse_once(monkeypatch, name, "CUDA_ERROR_OUT_OF_MEMORY")
+    with pytest.raises(DriverError, match="refused, as planned"):
+        publish(trainer, 2)
+    assert (held(), set(open_fds())) == before
+    assert shown(rollout, publish(trainer, 3)) == {3.0}
+
+
+def test_a_slot_that_an_interrupt_loses_is_not_offered_for_good(
+    trainer: BridgeOver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish(trainer)
+    end: Any = trainer._publisher_end()
+    offers = end._end._broker._server.offers
+    before = (held(), set(open_fds()), set(offers))
+    cuts: list[Callable[..., Any]] = [Broker.offer, end._end._make_slot]
+
+    def and_cut(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> object:
+            function(*args)
+            raise KeyboardInterrupt
+
+        return call
+
+    for owner, name, function in (
+        (Broker, "offer", cuts[0]),
+        (end._end._ring, "_make_slot", cuts[1]),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, and_cut(function))
+            with pytest.raises(KeyboardInterrupt):
+                publish(trainer, 2)
+        gc.collect()
+        assert (held(), set(open_fds()), set(offers)) == before
+    publish(trainer, 3)

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from rl_bridge.errors import DriverError
+from rl_bridge.memory.holding import FORKS, forget_fd_in_children
 from rl_bridge.memory.vmm.driver import (
     CAPTURING,
     INVALID_VALUE,
@@ -232,7 +233,9 @@ class CUDADriver(VMMDriver):
         """Export as a POSIX descriptor."""
         about = f"handle {handle:#x}"
         call = "cuMemExportToShareableHandle"
-        fd = int(self._call(call, handle, self._fd_type, 0, about=about))
+        with FORKS:  # a child that is forked in between would keep it
+            fd = int(self._call(call, handle, self._fd_type, 0, about=about))
+            forget_fd_in_children(fd)
         os.set_inheritable(fd, False)  # noqa: FBT003 - Python's own signature
         return fd
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from rl_bridge.errors import DriverError
 from rl_bridge.memory import vm
+from rl_bridge.memory.holding import close_fd
 
 __all__ = ["CAPTURING", "INVALID_VALUE", "NOT_INITIALIZED", "Device", "VMMDriver", "driver_error"]
 
@@ -137,7 +138,8 @@ class VMMDriver(ABC):
         """Make a descriptor of the memory for other processes.
 
         Returns:
-            A descriptor, a reference of its own, close-on-exec. The caller closes it.
+            A descriptor, a reference of its own, close-on-exec and closed in forked children. The
+            caller closes it with `close_fd`, or makes a `Descriptor` of it.
 
         """
 
@@ -213,7 +215,7 @@ class VMMDriver(ABC):
             handle = self.create(nbytes)
             undo.callback(self.release, handle)
             fd = self.export_fd(handle)
-            undo.callback(os.close, fd)
+            undo.callback(close_fd, fd)
             imported = self.import_fd(fd, nbytes)
             undo.callback(self.release, imported)
             address = self.reserve(nbytes)

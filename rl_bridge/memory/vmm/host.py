@@ -16,7 +16,7 @@ import threading
 from dataclasses import dataclass, field
 
 from rl_bridge.memory import vm
-from rl_bridge.memory.holding import close_fd, forget_fd_in_children
+from rl_bridge.memory.holding import FORKS, close_fd, forget_fd_in_children
 from rl_bridge.memory.vmm.driver import INVALID_VALUE, Device, VMMDriver, driver_error
 
 __all__ = ["HostDriver", "Live"]
@@ -109,7 +109,8 @@ class HostDriver(VMMDriver):
         fd = -1
         try:
             flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
-            fd = forget_fd_in_children(os.memfd_create("rl_bridge-vmm", flags))
+            with FORKS:  # a child that is forked in between would keep it
+                fd = forget_fd_in_children(os.memfd_create("rl_bridge-vmm", flags))
             os.ftruncate(fd, nbytes)
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
             return self._keep(fd, nbytes)
@@ -130,12 +131,12 @@ class HostDriver(VMMDriver):
         with self._lock:
             memory = self._find_memory("cuMemRelease", handle)
             del self._memory[handle]
-            close_fd(memory.fd)
+        close_fd(memory.fd)  # not under the lock: it waits for another one
 
     def export_fd(self, handle: int) -> int:
         """Duplicate the handle's memfd."""
         call = "cuMemExportToShareableHandle"
-        with self._lock:
+        with FORKS, self._lock:
             memory = self._find_memory(call, handle)
             return _duplicate(call, memory.fd)
 
@@ -154,7 +155,7 @@ class HostDriver(VMMDriver):
         if found != nbytes:
             detail = f"descriptor {fd} has {found} bytes, expected {nbytes}"
             raise driver_error(call, INVALID_VALUE, detail)
-        return self._keep(forget_fd_in_children(_duplicate(call, fd)), nbytes)
+        return self._keep(_duplicate(call, fd), nbytes)
 
     # ---- addresses ------------------------------------------------------------------------------
 
@@ -293,6 +294,7 @@ def _mmap(call: str, address: int, nbytes: int, flags: int, fd: int) -> None:
 
 def _duplicate(call: str, fd: int) -> int:
     try:
-        return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 0)
+        with FORKS:
+            return forget_fd_in_children(fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 0))
     except OSError as error:
         raise driver_error(call, _code(error), f"descriptor {fd}: {error}") from error

@@ -2,15 +2,16 @@
 
 import logging
 from collections.abc import Hashable
+from contextlib import ExitStack
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr
 
-from rl_bridge.errors import DriverError
+from rl_bridge.errors import DeadlineExceeded, DriverError, WeightBridgeUnavailableError
 from rl_bridge.memory.broker import BrokerRef, fetch_fd
 from rl_bridge.memory.leased import LeasedView
 from rl_bridge.memory.segment import SegmentRef
-from rl_bridge.memory.vmm.driver import CAPTURING
+from rl_bridge.memory.vmm.driver import CAPTURING, INVALID_VALUE
 from rl_bridge.memory.vmm.local import driver_of, place_at
 from rl_bridge.memory.vmm.owners import AddressRange, Allocation
 from rl_bridge.memory.vmm.references import put_off, quietly
@@ -54,7 +55,9 @@ class DeviceView(LeasedView):
 
         Raises:
             SegmentError: it is gone, or not what the references say.
-            DriverError: this process does not see the device, or cannot map its memory.
+            DriverError: the descriptor is no memory of that size on that device.
+            WeightBridgeUnavailableError: this process does not see the device, cannot map its
+                memory now, or the broker did not answer in time: the update is as good as before.
 
         """
         self.arena = arena
@@ -72,14 +75,27 @@ class DeviceView(LeasedView):
         return self.arena.nbytes
 
     def _open(self) -> int:
+        try:
+            return self._import()
+        except (DeadlineExceeded, DriverError) as error:
+            if isinstance(error, DriverError) and error.code == INVALID_VALUE:
+                raise  # that is how a driver names a descriptor of something else
+            msg = f"this side cannot have the update now: import it again once it can. {error}"
+            raise WeightBridgeUnavailableError(msg) from error
+
+    def _import(self) -> int:
         driver = driver_of(self.arena.driver, self.arena.device)
         self.place = place_at(driver.device)
         fd, nbytes = fetch_fd(self.arena.broker, self.arena.key, timeout_s=self._timeout_s)
         # What the manifest says counts: the driver refuses a descriptor of another size.
         del nbytes
-        self.allocation = Allocation.received(driver, fd, self.arena.nbytes)
-        self._range = AddressRange(driver, self.arena.nbytes)
-        self._range.map(self.allocation, writable=False)
+        with ExitStack() as undo:  # at once, whoever keeps the exception
+            self.allocation = Allocation.received(driver, fd, self.arena.nbytes)
+            undo.callback(quietly, self.allocation.close)
+            self._range = AddressRange(driver, self.arena.nbytes)
+            undo.callback(quietly, self._range.close)
+            self._range.map(self.allocation, writable=False)
+            undo.pop_all()
         return self._range.address
 
     def _unmap(self) -> None:

@@ -9,8 +9,9 @@ from typing import Generic, TypeVar
 import pytest
 
 from rl_bridge.errors import DriverError
+from rl_bridge.memory.holding import close_fd
 from rl_bridge.memory.vmm.driver import INVALID_VALUE, VMMDriver
-from tests.helpers import open_fds
+from tests.helpers import forked, forking, open_fds
 
 __all__ = ["DriverSuite"]
 
@@ -111,7 +112,7 @@ class DriverSuite(ABC, Generic[D]):
         driver.release(handle)
         imported = driver.import_fd(fd, nbytes)
         undo.callback(driver.release, imported)
-        os.close(fd)  # the import is a reference of its own
+        close_fd(fd)  # the import is a reference of its own
         with ExitStack() as second:
             self.show(driver, second, address, nbytes, imported)
             assert self.read(driver, address, 4) == b"kept"
@@ -119,15 +120,30 @@ class DriverSuite(ABC, Generic[D]):
     def test_a_descriptor_is_not_inherited(self, driver: D, undo: ExitStack) -> None:
         handle, _ = self.memory(driver, undo)
         fd = driver.export_fd(handle)
-        undo.callback(os.close, fd)
+        undo.callback(close_fd, fd)
         assert os.get_inheritable(fd) is False
+
+    @forking
+    def test_a_forked_child_does_not_keep_a_descriptor(self, driver: D, undo: ExitStack) -> None:
+        handle, _ = self.memory(driver, undo)
+        fd = driver.export_fd(handle)
+        undo.callback(close_fd, fd)
+
+        def is_gone() -> bool:
+            try:
+                os.fstat(fd)
+            except OSError:
+                return True
+            return False
+
+        assert forked(is_gone)
 
     def test_an_import_does_not_take_the_descriptor(self, driver: D, undo: ExitStack) -> None:
         handle, nbytes = self.memory(driver, undo)
         fd = driver.export_fd(handle)
         for _ in range(2):
             undo.callback(driver.release, driver.import_fd(fd, nbytes))
-        os.close(fd)
+        close_fd(fd)
 
     def test_other_memory_takes_the_place_of_what_was_unmapped(
         self, driver: D, undo: ExitStack

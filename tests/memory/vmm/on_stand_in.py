@@ -6,7 +6,6 @@ finds it in libcuda's place.
 
 import ctypes
 import importlib
-import os
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -16,6 +15,7 @@ import pytest
 
 from rl_bridge.errors import DriverError
 from rl_bridge.memory import vm
+from rl_bridge.memory.holding import close_fd
 from rl_bridge.memory.vmm.cuda import IPC_HANDLE_NBYTES, CUDADriver, ordinal_of
 from rl_bridge.memory.vmm.driver import CAPTURING, INVALID_VALUE, NOT_INITIALIZED
 from rl_bridge.memory.vmm.owners import AddressRange, Allocation
@@ -85,7 +85,7 @@ def test_each_call_is_made_once_with_what_the_reference_asks_for(
     handle = driver.create(2 * UNIT)
     fd = driver.export_fd(handle)
     imported = driver.import_fd(fd, 2 * UNIT)
-    os.close(fd)
+    close_fd(fd)
     at = driver.reserve(2 * UNIT, 1 << 25)
     driver.map(at, 2 * UNIT, imported)
     driver.set_access(at, 2 * UNIT, writable=False)

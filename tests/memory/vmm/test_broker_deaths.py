@@ -18,6 +18,7 @@ from rl_bridge.memory import broker as client
 from rl_bridge.memory import broker_server as server
 from rl_bridge.memory.broker import Broker, BrokerRef, fetch_fd
 from rl_bridge.memory.broker_server import MAGIC, REQUEST, sweep_brokers
+from rl_bridge.memory.holding import close_fd
 from rl_bridge.memory.segment import process_start_time
 from rl_bridge.memory.vmm.host import HostDriver
 from rl_bridge.memory.vmm.owners import Descriptor
@@ -111,7 +112,7 @@ def test_a_broker_that_hangs_is_not_waited_for_beyond_the_deadline(root: Path) -
             connection.close()
         os.kill(publisher.pid, signal.SIGCONT)
         fd, _ = fetch_fd(ref, 1, timeout_s=FOREVER_S)
-        os.close(fd)
+        close_fd(fd)
     assert len(open_fds()) == len(before)
 
 

@@ -13,6 +13,7 @@ import pytest
 
 from rl_bridge.errors import DriverError
 from rl_bridge.memory import vm
+from rl_bridge.memory.holding import close_fd
 from rl_bridge.memory.vmm import driver as seam
 from rl_bridge.memory.vmm.driver import CAPTURING, INVALID_VALUE, NOT_INITIALIZED, driver_error
 from rl_bridge.memory.vmm.host import HostDriver, Live
@@ -211,7 +212,7 @@ def test_memory_of_another_size_is_not_imported(driver: HostDriver, nbytes: int)
     fd = driver.export_fd(driver.create(2 * SMALL))
     with pytest.raises(DriverError, match=rf"has {2 * SMALL} bytes, expected {nbytes}"):
         driver.import_fd(fd, nbytes)
-    os.close(fd)
+    close_fd(fd)
 
 
 def test_exported_memory_cannot_be_cut(driver: HostDriver) -> None:
@@ -219,7 +220,7 @@ def test_exported_memory_cannot_be_cut(driver: HostDriver) -> None:
     for nbytes in (0, 2 * SMALL):
         with pytest.raises(PermissionError):
             os.ftruncate(fd, nbytes)
-    os.close(fd)
+    close_fd(fd)
 
 
 def test_a_shortage_of_memory_leaves_nothing(
