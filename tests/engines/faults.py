@@ -85,18 +85,33 @@ def _exchange(nth: int, action: Callable[[], None] | None) -> None:
 
 def _wrong_pack(nth: int) -> None:
     """Pack other weights than those that are given; nothing raises."""
+    for owner, name in _packers():
+        original = owner.__dict__[name]
+
+        def create(weight: torch.Tensor, *args: Any, _pack: Any = original, **kwargs: Any) -> Any:
+            if _calls[0] == nth:
+                weight = weight.clone(memory_format=torch.preserve_format)
+                weight[0, 0] += 1
+            _calls[0] += 1
+            return _pack(weight, *args, **kwargs)
+
+        _patch(owner, name, create)
+
+
+def _packers() -> list[tuple[Any, str]]:
+    """What packs the weights of linear layers: oneDNN, and for CPUs with AMX a kernel of vLLM's."""
     from vllm import _custom_ops as ops
 
-    original = ops.__dict__["create_onednn_mm"]
+    found: list[tuple[Any, str]] = [(ops, "create_onednn_mm")]
+    # (Asked for once, it is an attribute that can be replaced.)
+    if hasattr(torch.ops._C, "convert_weight_packed"):
+        found.append((torch.ops._C, "convert_weight_packed"))
+    return found
 
-    def create(weight: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if _calls[0] == nth:
-            weight = weight.clone(memory_format=torch.preserve_format)
-            weight[0, 0] += 1
-        _calls[0] += 1
-        return original(weight, *args, **kwargs)
 
-    _patch(ops, "create_onednn_mm", create)
+def _pack_fails(nth: int, action: Callable[[], None] | None) -> None:
+    for owner, name in _packers():
+        _counted(owner, name, nth, action)
 
 
 def _behind_the_exchange(does: Callable[[staging.Staged], int]) -> None:
@@ -151,7 +166,10 @@ def packed(like: canary.Canary) -> Any:
 def cell(product: Any) -> Any:
     """Where a packed product keeps the weight that it computes with."""
     (found,) = [
-        c for c in product.__closure__ if type(c.cell_contents).__name__.endswith("Handler")
+        held
+        for held in product.__closure__
+        if isinstance(held.cell_contents, torch.Tensor)
+        or type(held.cell_contents).__name__.endswith("Handler")
     ]
     return found
 
@@ -185,13 +203,11 @@ def plant(point: str, nth: int = 0, action: str = "") -> None:
     """Plant one fault in this process; see `uproot`."""
     uproot()
     does = _ACTIONS.get(action)
-    from vllm import _custom_ops as ops
-
     points: dict[str, Callable[[], None]] = {
         "exchange": lambda: _exchange(nth, does),
         "assemble": lambda: _counted(routes.LoadPlan, "assemble", nth, does),
         "process": lambda: _counted(staging, "_process", nth, does),
-        "pack": lambda: _counted(ops, "create_onednn_mm", nth, does),
+        "pack": lambda: _pack_fails(nth, does),
         "canary": lambda: _counted(canary, "_question", nth, does),
         "digest": lambda: _counted(evidence, "digests_of", nth, does),
         "wrong pack": lambda: _wrong_pack(nth),

@@ -195,7 +195,8 @@ class Evidence:
             if step.is_whole and source.dtype == memory.dtype:
                 expected = self._digest(step)
             else:
-                piece = step.source_view.of(source).to(memory.dtype)
+                loaded = step.source_view.of(source).to(self._plan.targets[index].meta.dtype)
+                piece = loaded.to(memory.dtype)
                 (expected,) = digests_of([piece], num_threads=self._num_threads)
             parts.append(_Part(name, step, step.target_view.of(memory), expected))
         return parts

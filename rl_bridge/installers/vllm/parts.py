@@ -19,6 +19,7 @@ __all__ = [
     "bound_anew",
     "checkpoint_tensors",
     "config_context",
+    "loaded_dtype",
     "repacks",
     "require",
     "unsupported",
@@ -84,6 +85,18 @@ def checkpoint_tensors(layer: torch.nn.Module) -> Mapping[str, torch.Tensor]:
     reload = require("vllm.model_executor.model_loader.reload.layerwise")
     parameters: Mapping[str, torch.Tensor] = reload.get_layerwise_info(layer).restore_metadata[0]
     return parameters
+
+
+def loaded_dtype(layer: torch.nn.Module, leaf: str, parameter: torch.Tensor) -> torch.dtype:
+    """The dtype in which a parameter is loaded, which may not be the one that it is kept in.
+
+    On CPUs with AMX, vLLM widens the bias of what it packs for them, and does not record biases.
+    """
+    made = vars(layer).get("params_dtype")
+    if leaf == "bias" and isinstance(made, torch.dtype):
+        is_widened = torch.promote_types(made, parameter.dtype) == parameter.dtype
+        return made if is_widened else parameter.dtype
+    return parameter.dtype
 
 
 def bound_anew(

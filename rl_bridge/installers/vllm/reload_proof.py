@@ -9,7 +9,7 @@ import torch
 from rl_bridge.installers.base import InstallProof
 from rl_bridge.installers.vllm.canary import Canary
 from rl_bridge.installers.vllm.evidence import Evidence
-from rl_bridge.installers.vllm.parts import repacks, unsupported
+from rl_bridge.installers.vllm.parts import loaded_dtype, repacks, unsupported
 from rl_bridge.installers.vllm.routes import LoadPlan
 from rl_bridge.installers.vllm.skeleton import Target, User
 from rl_bridge.installers.vllm.staging import Assembled, Staged, TensorChange
@@ -88,7 +88,7 @@ def _is_readable(user: User, target: Target) -> bool:
     live = _live(user)
     return (
         live.shape == target.meta.shape
-        and live.dtype == target.meta.dtype
+        and target.meta.dtype == loaded_dtype(user.module, user.leaf, live)
         and live.stride() == target.meta.stride()
         and not repacks(user.module)
     )

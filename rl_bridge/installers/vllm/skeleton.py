@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from rl_bridge.installers.vllm.parts import bound_anew, checkpoint_tensors
+from rl_bridge.installers.vllm.parts import bound_anew, checkpoint_tensors, loaded_dtype
 
 __all__ = ["Skeleton", "Target", "User"]
 
@@ -116,7 +116,7 @@ class Skeleton:
             if target is None:
                 source = meta if meta is not None else parameter
                 assert source is not None
-                twin = source.detach().to("meta")
+                twin = source.detach().to("meta", dtype=loaded_dtype(module, leaf, source))
                 twin.__class__ = source.__class__
                 twin.__dict__.update(bound_anew(vars(source), module, clone))
                 target = Target(twin, is_consumed=is_consumed)

@@ -128,6 +128,16 @@ class Spares:
         flat = self._scratch[:nbytes].view(meta.dtype)
         return torch.as_strided(flat, tuple(meta.shape), meta.stride())
 
+    def _has_pack(self, target: Target) -> bool:
+        """Whether a parameter needs no room for a pack: there is some, or it gets none."""
+        # (Heads and embeddings keep their weight beside the pack.)
+        packing = [
+            user.module
+            for user in target.users
+            if target.is_consumed or (user.leaf == "weight" and "cpu_linear" in vars(user.module))
+        ]
+        return all(id(layer) in self._packs for layer in packing)
+
     def missing_nbytes(self, plan: LoadPlan) -> int:
         """Bytes that the next update takes beyond what is here: parameters, packs, scratch."""
         kept = packed = scratch = 0
@@ -135,9 +145,8 @@ class Spares:
         for index in plan.steps:
             target = plan.targets[index]
             nbytes = target.meta.numel() * target.meta.element_size()
+            packed += 0 if self._has_pack(target) else nbytes
             if target.is_consumed:
-                has_room = all(id(user.module) in self._packs for user in target.users)
-                packed += 0 if has_room else nbytes
                 scratch = max(scratch, nbytes)
             elif repacks(layer := target.users[0].module):
                 # Assembled, and packed twice to be compared; what stays is one of the packs.
@@ -280,7 +289,7 @@ def _process(user: User, given: Given, staged: Staged) -> None:
     for leaf, fresh in state["_parameters"].items():
         if fresh is not None and fresh is not live.get(leaf):
             _note_tensor(User(user.path, module, leaf), fresh, given, staged)
-            if leaf in given and fresh.numel() and not _is_same(given[leaf][1], fresh):
+            if leaf in given and fresh.numel() and not _is_kept(given[leaf][1], fresh):
                 repacked[leaf] = fresh
     if repacked:
         _check_repacked(user, repacked, _processed(module, given)["_parameters"])
@@ -349,6 +358,13 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 def _is_same(tensor: torch.Tensor, other: torch.Tensor) -> bool:
     return tensor.data_ptr() == other.data_ptr() and tensor.dtype == other.dtype
+
+
+def _is_kept(tensor: torch.Tensor, fresh: torch.Tensor) -> bool:
+    """Whether processing left a tensor as it was, or only in another dtype."""
+    if tensor.dtype == fresh.dtype or tensor.shape != fresh.shape:
+        return _is_same(tensor, fresh)
+    return torch.equal(tensor.to(fresh.dtype), fresh)
 
 
 def _note_tensor(user: User, fresh: torch.Tensor, given: Given, staged: Staged) -> None:
