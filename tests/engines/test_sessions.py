@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from rl_bridge import IncompatibleUpdate
+from rl_bridge import IncompatibleUpdate, VLLMEngineAdapter, WeightUpdateRejectedError
 from tests.engines.drive import Setting, answers, executor_for, native_update, start
 from tests.engines.models import Checkpoints, Kind
 from tests.engines.trainer import Trainer
@@ -164,3 +164,105 @@ def test_an_option_of_another_type_is_refused(llm: Any) -> None:
     with pytest.raises(Exception, match="expected True or False"):
         llm.init_weight_transfer_engine({"init_info": {"cast": "false"}})
     llm.init_weight_transfer_engine({"init_info": {}})
+
+
+# ---- what a worker is given -----------------------------------------------------------------
+
+
+def test_ranks_that_are_given_different_updates_install_neither(
+    llm: Any, trainer: Trainer, weights: list[dict[str, torch.Tensor]]
+) -> None:
+    native_update(llm, trainer.publish(weights[0]))
+    old = answers(llm)
+    first, second = trainer.publish(weights[0]), trainer.publish(weights[1])
+    each = [info(manifest)["update_info"] for manifest in (first, second)]
+    llm.start_weight_update()
+    with pytest.raises(Exception, match="given different updates"):
+        llm.collective_rpc("update_weights", args=(each,))
+    assert [reply["pending"] for reply in told(llm)] == [None, None]
+    assert answers(llm) == old
+    third = trainer.publish(weights[1])
+    llm.start_weight_update()
+    llm.collective_rpc("update_weights", args=([info(third)["update_info"]] * 2,))
+    llm.finish_weight_update("v")
+    assert {reply["update_id"] for reply in told(llm)} == {third.update_id}
+    assert answers(llm) != old
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        ("prepare", {}),
+        ("prepare", {"manifest": 5}),
+        ("prepare", {"manifest": "{}"}),
+        ("prepare", ["manifest"]),
+        ("prepare", "manifest"),
+        ("install", {"update_id": ["x"]}),
+        ("commit", {}),
+        ("commit", {"update_id": {}}),
+        ("no such verb", {}),
+        (["describe"], {}),
+        ({}, 0),
+    ],
+    ids=str,
+)
+def test_whatever_a_rank_is_asked_it_answers(llm: Any, wrong: tuple[Any, Any]) -> None:
+    before = told(llm)
+    replies = llm.collective_rpc("rl_bridge", args=wrong)
+    assert [(reply["rank"], reply["ok"]) for reply in replies] == [(0, False), (1, False)]
+    assert all(reply["message"] for reply in replies)
+    assert told(llm) == before
+
+
+@pytest.mark.parametrize("given", [None, 7, "manifest", [0, {}], {}, {"manifest": None}, {"x": 1}])
+def test_an_update_info_that_is_none_is_one_error(llm: Any, given: object) -> None:
+    before = told(llm)
+    llm.start_weight_update()
+    with pytest.raises(Exception, match="MalformedManifest"):
+        llm.collective_rpc("update_weights", args=(given,))
+    assert told(llm) == before
+    with pytest.raises(Exception, match="without a matching start"):
+        llm.finish_weight_update("v")
+
+
+# ---- two drivers ----------------------------------------------------------------------------
+
+
+def test_a_driver_installs_its_own_update_or_none(
+    llm: Any, trainer: Trainer, weights: list[dict[str, torch.Tensor]]
+) -> None:
+    native_update(llm, trainer.publish(weights[0]))
+    old = answers(llm)
+    one, other = VLLMEngineAdapter(llm), VLLMEngineAdapter(llm)
+    mine, theirs = trainer.publish(weights[0]), trainer.publish(weights[1])
+    one.prepare(mine, {})
+    other.prepare(theirs, {})
+    with pytest.raises(WeightUpdateRejectedError, match="another driver"):
+        one.install(mine, {})
+    one.undo()
+    assert {reply["pending"] for reply in told(llm)} == {theirs.update_id}
+    assert answers(llm) == old
+    other.install(theirs, {})
+    other.resume()
+    other.commit()
+    assert {reply["update_id"] for reply in told(llm)} == {theirs.update_id}
+    assert answers(llm) != old
+
+
+def test_a_driver_that_comes_back_late_commits_and_undoes_nothing_of_the_next(
+    llm: Any, trainer: Trainer, weights: list[dict[str, torch.Tensor]]
+) -> None:
+    late, again = VLLMEngineAdapter(llm), VLLMEngineAdapter(llm)
+    first, second = trainer.publish(weights[0]), trainer.publish(weights[1])
+    late.prepare(first, {})
+    late.install(first, {})
+    again.prepare(second, {})  # takes over: the first is committed by that
+    assert {reply["update_id"] for reply in told(llm)} == {first.update_id}
+    late.commit()
+    again.install(second, {})
+    with pytest.raises(WeightUpdateRejectedError, match="another driver"):
+        late.install(first, {})
+    late.undo()
+    again.resume()
+    again.commit()
+    assert {reply["update_id"] for reply in told(llm)} == {second.update_id}

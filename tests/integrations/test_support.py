@@ -1,11 +1,13 @@
 """Engines that a rank refuses, by what their configuration says; and what a deadline looks like."""
 
+import json
 from types import SimpleNamespace
 
 import pytest
+import torch
 
-from rl_bridge import WeightBridgeUnavailableError
-from rl_bridge.integrations.vllm.support import require_supported
+from rl_bridge import MalformedManifest, WeightBridgeUnavailableError, make_weight_bridge
+from rl_bridge.integrations.vllm.support import manifest_of, require_supported
 
 
 def config(**parallel: int) -> SimpleNamespace:
@@ -37,3 +39,15 @@ def test_what_cannot_decide_together_is_refused_by_its_own_number(
 ) -> None:
     with pytest.raises(WeightBridgeUnavailableError, match=says):
         require_supported(config(**parallel))
+
+
+def test_a_manifest_is_read_from_its_text_or_from_that_text_parsed() -> None:
+    with make_weight_bridge("local-clone") as bridge:
+        text = bridge.publish({"w": torch.ones(2)}, weight_version=1).to_json()
+    assert manifest_of(text).to_json() == manifest_of(json.loads(text)).to_json() == text
+
+
+@pytest.mark.parametrize("given", [None, 7, ["w"], {}, {"update_info": 1}, {"w": {"w": 1}}, "w"])
+def test_what_is_no_manifest_is_refused_as_one(given: object) -> None:
+    with pytest.raises(MalformedManifest):
+        manifest_of(given)

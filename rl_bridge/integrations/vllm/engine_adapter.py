@@ -154,14 +154,15 @@ class VLLMEngineAdapter(TransactionalAdapter):
             WeightBridgeError: a rank failed; all are back. Call `undo`, which resumes.
 
         """
-        del manifest, tensors
+        del tensors
+        self._manifest = manifest
         if self._pause is not None:
             pause = self._pause
             self._is_paused = True  # noted first: an interrupt must not leave it paused
             self._timed("pause", lambda: self._handle.pause(pause))
         self._is_installed = True
         self._may_have_run |= self._pause is None
-        replies = self._all("install", {})
+        replies = self._all("install", {"update_id": manifest.update_id})
         self._proofs = [reply["proof"] for reply in replies]
         slowest = max(reply["timings_ms"]["prove"] for reply in replies)
         self._phases_ms["prove"] = slowest
@@ -229,7 +230,7 @@ class VLLMEngineAdapter(TransactionalAdapter):
         if self._pause is not None:  # again, where it is not known whether the engine goes on
             self._is_paused = True
             self._handle.pause(self._pause)
-        self._all("undo", {})
+        self._all("undo", self._meant())
         if self._may_have_run:
             # Requests may have cached keys and values of what is undone now.
             if not self._handle.reset_caches(running=True):
@@ -251,16 +252,19 @@ class VLLMEngineAdapter(TransactionalAdapter):
             return
         try:
             if self._manifest is not None:
-                self._manifest = None
-                self._all("abandon", {"reason": "another rank, or the executor, refused it"})
+                meant, self._manifest = self._meant(), None
+                self._all(
+                    "abandon", {"reason": "another rank, or the executor, refused it", **meant}
+                )
         finally:
             self._go_on()
 
     def commit(self) -> None:
         """Let all ranks acknowledge."""
+        meant = self._meant()
         self._is_installed = self._may_have_run = False
         self._manifest = self._label_before = None
-        self._all("commit", {})
+        self._all("commit", meant)
 
     def release(self, update_id: str) -> None:
         """Nothing is kept of an update: the engine has memory of its own."""
@@ -296,6 +300,7 @@ class VLLMEngineAdapter(TransactionalAdapter):
         ):
             _LOG.warning("what was left half-way is undone")
             self._is_installed = self._may_have_run = True
+            self._manifest = None  # whosever it is
             self._back()
             return  # on all ranks: nothing is left that could be committed
         left = next((reply["installed"] for reply in replies if reply["installed"]), None)
@@ -310,6 +315,10 @@ class VLLMEngineAdapter(TransactionalAdapter):
             self._handle.set_label(self._label(manifest))
         self._all("commit", {"if_installed": True})
         self._held = _version(manifest.weight_version)
+
+    def _meant(self) -> dict[str, Any]:
+        """Names the update to the ranks: by now they may have another driver's."""
+        return {} if self._manifest is None else {"update_id": self._manifest.update_id}
 
     def _all(self, verb: str, payload: dict[str, Any]) -> Replies:
         self._calls += 1

@@ -53,9 +53,11 @@ def register() -> None:
 
 def _call(worker: Any, verb: str, payload: dict[str, Any] | None = None) -> dict[str, Any]:
     """The workers' method. Never raises: a rank's failure is part of its answer."""
+    from rl_bridge.integrations.vllm.calls import answer
     from rl_bridge.integrations.vllm.rank import rank_of
 
-    return rank_of(worker.model_runner.get_model(), worker.vllm_config).call(verb, payload or {})
+    rank = rank_of(worker.model_runner.get_model(), worker.vllm_config)
+    return answer(rank, verb, {} if payload is None else payload)
 
 
 def _together(name: str) -> Callable[..., Any]:

@@ -20,8 +20,13 @@ from rl_bridge.errors import (
 )
 from rl_bridge.installers.base import InstallProof, TransactionalAdapter
 from rl_bridge.integrations.vllm.frames import clear_frames
-from rl_bridge.integrations.vllm.support import Bridges, make_installer, require_supported
-from rl_bridge.integrations.vllm.votes import all_agree, first_said, group
+from rl_bridge.integrations.vllm.support import (
+    Bridges,
+    make_installer,
+    manifest_of,
+    require_supported,
+)
+from rl_bridge.integrations.vllm.votes import all_agree, first_said, group, require_one
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.memory.imported import ImportedTensors
 
@@ -64,34 +69,7 @@ class VLLMRank:
         ranks = group()
         return bool(ranks.rank_in_group == ranks.world_size - 1)
 
-    # ---- by remote call -------------------------------------------------------------------------
-
-    def call(self, verb: str, payload: Payload) -> Payload:
-        """Do what the executor's adapter asks for; JSON in, JSON out, no exception."""
-        verbs: dict[str, Callable[[Payload], Payload]] = {
-            "describe": lambda _: self.describe(),
-            "prepare": self._prepare,
-            "install": lambda _: self.install(),
-            "undo": lambda _: self.undo("undone by the executor"),
-            "abandon": lambda given: self.undo(str(given.get("reason", "it was refused"))),
-            "commit": lambda given: self.commit(if_installed=bool(given.get("if_installed"))),
-        }
-        try:
-            if verb not in verbs:
-                msg = f"{verb!r} is no verb of a rank, expected one of {sorted(verbs)}."
-                raise WeightUpdateRejectedError(msg)  # noqa: TRY301 - answered like all others
-            answer = verbs[verb](payload)
-        except Exception as error:  # noqa: BLE001 - it is the answer
-            _LOG.warning("%s failed", verb, exc_info=True)
-            clear_frames(error)
-            return {
-                "ok": False,
-                "rank": self.rank,
-                "call": payload.get("call"),
-                "type": type(error).__name__,
-                "message": str(error),
-            }
-        return {"ok": True, "rank": self.rank, "call": payload.get("call"), **answer}
+    # ---- what it holds --------------------------------------------------------------------------
 
     def describe(self) -> Payload:
         """What this rank holds."""
@@ -136,10 +114,6 @@ class VLLMRank:
         if self._is_installed:
             msg = "an update is installed and not finished. Call finish_weight_update first."
             raise WeightUpdateRejectedError(msg)
-
-    def _prepare(self, payload: Payload) -> Payload:
-        self.configure(payload.get("options") or {})
-        return self.prepare(WeightUpdateManifest.from_json(payload["manifest"]))
 
     # ---- the steps ------------------------------------------------------------------------------
 
@@ -193,11 +167,7 @@ class VLLMRank:
         """
         problem = ""
         try:
-            manifest = (
-                WeightUpdateManifest.from_json(given)
-                if isinstance(given, str)
-                else WeightUpdateManifest.model_validate(given)
-            )
+            manifest = manifest_of(given)
             self._make_way(manifest)
             self.prepare(manifest)
         except Exception as error:  # noqa: BLE001 - told below, after the vote
@@ -210,6 +180,7 @@ class VLLMRank:
             except Exception as error:  # noqa: BLE001 - as above
                 problem = describe(error)
                 clear_frames(error)
+                self._forget_staged(problem)
         else:
             problem = problem or self._undo_quietly("another rank refused it")
         # (All of them failed, or none: they voted.)
@@ -230,14 +201,18 @@ class VLLMRank:
             _LOG.warning("version %d: %s", earlier.weight_version, reason)
         self.undo(reason)
 
-    def install(self) -> Payload:
+    def install(self, update_id: str | None = None) -> Payload:
         """Exchange and prove, on all ranks or on none.
+
+        Args:
+            update_id: what must be prepared; None takes what is.
 
         Raises:
             WeightBridgeError: this rank failed, or another one did; all are at the old version.
 
         """
         manifest, error = self._pending, None
+        require_one("" if manifest is None else manifest.update_id, update_id)
         try:
             if manifest is None:
                 msg = "no update is prepared on this rank. Call prepare first."
@@ -276,8 +251,12 @@ class VLLMRank:
         assert self._proof is not None
         return {"proof": self._proof.to_dict(), "timings_ms": self._timings_ms}
 
-    def undo(self, reason: str) -> Payload:
+    def undo(self, reason: str, update_id: str | None = None) -> Payload:
         """Exchange back what is not committed; without any, nothing happens.
+
+        Args:
+            reason: for its trainer.
+            update_id: of the update that is meant: another one stays. None means any.
 
         Raises:
             TornEngine: it could not be exchanged back.
@@ -285,7 +264,7 @@ class VLLMRank:
         """
         if self._is_committing:
             self._finish_commit()  # it was proven on all ranks: forward is the only way
-        if self._pending is not None:
+        if self._pending is not None and update_id in {None, self._pending.update_id}:
             try:
                 self._engine().undo()
             except Exception as error:
@@ -297,6 +276,11 @@ class VLLMRank:
             self._end(reason)
         return {}
 
+    def _forget_staged(self, reason: str) -> None:
+        """Let go of what was staged and not begun to be installed."""
+        if self._pending is not None and not self._is_installed:
+            self._undo_quietly(reason)
+
     def _undo_quietly(self, reason: str) -> str:
         try:
             self.undo(reason)
@@ -304,16 +288,26 @@ class VLLMRank:
             return describe(error)
         return f"{_OTHER[0]} refused it"
 
-    def commit(self, *, if_installed: bool = False) -> Payload:
+    def commit(self, update_id: str | None = None, *, if_installed: bool = False) -> Payload:
         """Acknowledge the proven update; it is what an undo goes back to from now on.
 
+        Args:
+            update_id: of the update that is meant; None means any.
+            if_installed: without one that is proven, nothing happens.
+
         Raises:
-            WeightUpdateRejectedError: there is none, and that is not `if_installed`.
+            WeightUpdateRejectedError: there is none, or another one.
 
         """
         manifest, proof = self._pending, self._proof
         if if_installed and not self._holds_it() and not self._is_committing:
             return {}
+        if update_id is not None and (manifest is None or manifest.update_id != update_id):
+            if self._active is not None and self._active.update_id == update_id:
+                return {}  # the next driver did it
+            held = "none" if manifest is None else f"update {manifest.update_id}"
+            msg = f"update {update_id} is not pending here, {held} is. Publish a later version."
+            raise WeightUpdateRejectedError(msg)
         if manifest is None or proof is None:
             msg = "no update is installed and proven on this rank. Call install first."
             raise WeightUpdateRejectedError(msg)

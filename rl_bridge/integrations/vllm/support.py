@@ -5,14 +5,15 @@ from typing import Any
 import torch
 
 from rl_bridge.bridge.bridges import TensorBridge, make_weight_bridge
-from rl_bridge.errors import WeightBridgeUnavailableError
+from rl_bridge.errors import MalformedManifest, WeightBridgeUnavailableError
 from rl_bridge.installers.base import TransactionalAdapter
 from rl_bridge.installers.vllm.model_installer import VLLMModelInstaller
 from rl_bridge.installers.vllm.reload import VLLMReloadAdapter
 from rl_bridge.integrations.vllm.votes import group
+from rl_bridge.manifest.canonical import canonical_json
 from rl_bridge.manifest.model import WeightUpdateManifest
 
-__all__ = ["Bridges", "make_installer", "require_supported"]
+__all__ = ["Bridges", "make_installer", "manifest_of", "require_supported"]
 
 
 class Bridges:
@@ -39,6 +40,25 @@ class Bridges:
         made, self._made = self._made, {}
         for bridge in made.values():
             bridge.close()
+
+
+def manifest_of(given: object) -> WeightUpdateManifest:
+    """Read a manifest from its JSON text, or from that text parsed.
+
+    Raises:
+        MalformedManifest: it is neither.
+        WeightManifestValidationError: it describes none that could be imported.
+
+    """
+    if isinstance(given, dict):
+        given = canonical_json(given)
+    if not isinstance(given, str):
+        msg = (
+            f"update_info has a {type(given).__name__} for its manifest. Pass "
+            "{'manifest': manifest.to_json()}."
+        )
+        raise MalformedManifest(msg)
+    return WeightUpdateManifest.from_json(given)
 
 
 def make_installer(

@@ -150,10 +150,11 @@ class RLBridgeTransferEngine(
         raise WeightBridgeUnavailableError(msg)
 
 
-def _manifest_in(update_info: dict[str, Any]) -> Any:
+def _manifest_in(update_info: Any) -> Any:
     """What stands for the manifest; what is none is refused where manifests are read."""
-    known = {"manifest"}
-    return update_info["manifest"] if set(update_info) == known else {"update_info": update_info}
+    if isinstance(update_info, dict) and set(update_info) == {"manifest"}:
+        return update_info["manifest"]
+    return {"update_info": update_info}
 
 
 def _end_session(engine: RLBridgeTransferEngine) -> None:

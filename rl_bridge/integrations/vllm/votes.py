@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
+from rl_bridge.errors import WeightUpdateRejectedError
 from rl_bridge.installers.vllm.parts import require
 
-__all__ = ["all_agree", "first_said", "group"]
+__all__ = ["all_agree", "first_said", "group", "require_one"]
 
 _LOG = logging.getLogger(__name__)
 _TEXT_NBYTES = 1024
@@ -48,17 +49,57 @@ def first_said(problem: str, *, echo: tuple[str, ...] = ()) -> str:
     ranks = group()
     if ranks.world_size == 1:
         return problem
-    said = torch.zeros(ranks.world_size, _TEXT_NBYTES, dtype=torch.uint8)
     own = problem
     if problem.startswith(echo):
         own = ""
     elif problem and not problem.startswith("rank "):
         own = f"rank {ranks.rank_in_group}: {problem}"
-    text = own.encode()[:_TEXT_NBYTES]
-    said[ranks.rank_in_group, : len(text)] = torch.tensor(list(text), dtype=torch.uint8)
     try:
-        torch.distributed.all_reduce(said, torch.distributed.ReduceOp.MAX, group=ranks.cpu_group)
+        texts = _all_say(own)
     except RuntimeError as error:
         return f"rank {ranks.rank_in_group} cannot ask the others: {error}"
-    texts = [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in said]
     return next(filter(None, texts), problem)
+
+
+def require_one(update_id: str, expected: str | None) -> None:
+    """Refuse, on all ranks together, what is not one update on all of them; all ranks must ask.
+
+    Args:
+        update_id: what this rank would install; empty if that is nothing.
+        expected: what the caller means; None if it did not say.
+
+    Raises:
+        WeightUpdateRejectedError: the ranks have several updates, or another one.
+
+    """
+    try:
+        texts = [update_id] if group().world_size == 1 else _all_say(update_id)
+    except RuntimeError as error:
+        msg = f"rank {group().rank_in_group} cannot ask the others: {error}. Start a fresh engine."
+        raise WeightUpdateRejectedError(msg) from error
+    if len(set(texts)) > 1:
+        msg = (
+            f"the ranks were given different updates: {texts}, expected one for all of them. Pass "
+            "each rank the same manifest."
+        )
+        raise WeightUpdateRejectedError(msg)
+    if expected is not None and texts[0] != expected:
+        msg = (
+            f"{_who_holds(texts[0])}, expected update {expected}: another driver came in between. "
+            "Let one driver at a time update an engine, and publish again."
+        )
+        raise WeightUpdateRejectedError(msg)
+
+
+def _who_holds(update_id: str) -> str:
+    return f"update {update_id} is prepared here" if update_id else "no update is prepared here"
+
+
+def _all_say(text: str) -> list[str]:
+    """What every rank says, by rank; all ranks must ask."""
+    ranks = group()
+    said = torch.zeros(ranks.world_size, _TEXT_NBYTES, dtype=torch.uint8)
+    own = text.encode()[:_TEXT_NBYTES]
+    said[ranks.rank_in_group, : len(own)] = torch.tensor(list(own), dtype=torch.uint8)
+    torch.distributed.all_reduce(said, torch.distributed.ReduceOp.MAX, group=ranks.cpu_group)
+    return [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in said]

@@ -1,0 +1,63 @@
+"""What the executor's adapter asks a worker over vLLM's remote calls: JSON in, JSON out."""
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from rl_bridge.errors import WeightUpdateRejectedError
+from rl_bridge.integrations.vllm.frames import clear_frames
+from rl_bridge.integrations.vllm.rank import VLLMRank
+from rl_bridge.manifest.model import WeightUpdateManifest
+
+__all__ = ["answer"]
+
+_LOG = logging.getLogger(__name__)
+
+Payload = Mapping[str, Any]
+
+
+def answer(rank: VLLMRank, verb: str, payload: object) -> dict[str, Any]:
+    """Do what is asked. Never raises: a failure is an answer, too.
+
+    A rank that raised would leave the answers of those behind it to be taken for the next call's.
+    """
+    given = payload if isinstance(payload, Mapping) else {}
+    reply = {"rank": rank.rank, "call": given.get("call")}
+    try:
+        if not isinstance(payload, Mapping):
+            msg = f"payload is a {type(payload).__name__}, expected an object. Pass one."
+            raise WeightUpdateRejectedError(msg)  # noqa: TRY301 - answered like all others
+        if verb not in _VERBS:
+            msg = f"{verb!r} is no verb of a rank, expected one of {sorted(_VERBS)}."
+            raise WeightUpdateRejectedError(msg)  # noqa: TRY301 - as above
+        return {"ok": True, **reply, **_VERBS[verb](rank, given)}
+    except Exception as error:  # noqa: BLE001 - it is the answer
+        _LOG.warning("%s failed", verb, exc_info=True)
+        clear_frames(error)
+        return {"ok": False, **reply, "type": type(error).__name__, "message": str(error)}
+
+
+def _prepare(rank: VLLMRank, given: Payload) -> Payload:
+    if not isinstance(given.get("manifest"), str):
+        msg = "prepare came without a manifest. Pass its JSON text as 'manifest'."
+        raise WeightUpdateRejectedError(msg)
+    rank.configure(given.get("options") or {})
+    return rank.prepare(WeightUpdateManifest.from_json(given["manifest"]))
+
+
+def _abandon(rank: VLLMRank, given: Payload) -> Payload:
+    return rank.undo(str(given.get("reason", "it was refused")), given.get("update_id"))
+
+
+def _commit(rank: VLLMRank, given: Payload) -> Payload:
+    return rank.commit(given.get("update_id"), if_installed=bool(given.get("if_installed")))
+
+
+_VERBS: dict[str, Callable[[VLLMRank, Payload], Payload]] = {
+    "describe": lambda rank, _: rank.describe(),
+    "prepare": _prepare,
+    "install": lambda rank, given: rank.install(given.get("update_id")),
+    "undo": lambda rank, given: rank.undo("undone by the executor", given.get("update_id")),
+    "abandon": _abandon,
+    "commit": _commit,
+}
