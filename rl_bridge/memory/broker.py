@@ -206,10 +206,15 @@ def fetch_fd(ref: BrokerRef, key: int, *, timeout_s: float) -> tuple[int, int]:
 
     """
     deadline = time.monotonic() + timeout_s
-    with closing(_connect(ref, deadline)) as connection:
-        _check_peer(connection, ref)
-        _ask(connection, ref, key, deadline)
-        return _receive(connection, ref, key, deadline)
+    while True:
+        with closing(_connect(ref, deadline)) as connection:
+            _check_peer(connection, ref)
+            if _ask(connection, ref, key, deadline):
+                found = _receive(connection, ref, key, deadline)
+                if found is not None:
+                    return found
+        # In a crowd it drops whoever waits longest. If it is gone, connecting again tells.
+        time.sleep(min(_RETRY_S, _left(ref, deadline)))
 
 
 def _left(ref: BrokerRef, deadline: float) -> float:
@@ -271,17 +276,22 @@ def _check_peer(connection: socket.socket, ref: BrokerRef) -> None:
         raise SegmentError(msg)
 
 
-def _ask(connection: socket.socket, ref: BrokerRef, key: int, deadline: float) -> None:
+def _ask(connection: socket.socket, ref: BrokerRef, key: int, deadline: float) -> bool:
+    """Send the request; False if the broker hung up."""
     connection.settimeout(_left(ref, deadline))
     try:
         connection.send(REQUEST.pack(MAGIC, bytes.fromhex(ref.token), key))
+    except (BrokenPipeError, ConnectionResetError):
+        return False
     except OSError as error:
-        raise _lost(ref, f"it hung up: {error}", error) from error
+        raise _lost(ref, f"nothing can be sent: {error}", error) from error
+    return True
 
 
 def _receive(
     connection: socket.socket, ref: BrokerRef, key: int, deadline: float
-) -> tuple[int, int]:
+) -> tuple[int, int] | None:
+    """Receive the answer; None if the broker hung up without one."""
     _await_answer(connection, ref, deadline)
     fds = array.array("i")
     # Not socket.recv_fds: it drops the flag that closes the descriptor when another program starts.
@@ -295,8 +305,12 @@ def _receive(
                     fds.frombytes(payload[: len(payload) - len(payload) % fds.itemsize])
             for fd in fds:
                 forget_fd_in_children(fd)
+    except ConnectionResetError:
+        return None
     except OSError as error:
-        raise _lost(ref, f"it hung up: {error}", error) from error
+        raise _lost(ref, f"nothing can be received: {error}", error) from error
+    if not data and not fds:
+        return None
     try:
         nbytes = _read_answer(data, flags, len(fds), ref, key)
     except BaseException:
@@ -314,9 +328,6 @@ def _await_answer(connection: socket.socket, ref: BrokerRef, deadline: float) ->
 
 
 def _read_answer(data: bytes, flags: int, num_fds: int, ref: BrokerRef, key: int) -> int:
-    if not data:
-        msg = f"{_name(ref)} ended before it answered. {_GONE}"
-        raise SegmentError(msg)
     try:
         magic, status, nbytes = ANSWER.unpack(data)
     except struct.error:

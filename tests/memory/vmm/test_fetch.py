@@ -11,6 +11,7 @@ import pytest
 from pydantic import ValidationError
 
 from rl_bridge.errors import (
+    DeadlineExceeded,
     SegmentError,
     TransportUnavailable,
     WeightBridgeUnavailableError,
@@ -20,11 +21,13 @@ from rl_bridge.memory.broker import Broker, BrokerRef, fetch_fd
 from rl_bridge.memory.broker_server import ANSWER, MAGIC, Status
 from rl_bridge.memory.segment import process_start_time
 from rl_bridge.memory.vmm.host import HostDriver
+from rl_bridge.testing.processes import until
 from tests.helpers import open_fds
 from tests.memory.vmm.publishers import (
     FOREVER_S,
     FakeBroker,
     connected,
+    shown,
     soon,
 )
 from tests.memory.vmm.rig import NBYTES, SMALL
@@ -125,7 +128,6 @@ ANSWERS = {
     "a short answer": (OK[:-1], 1, "something else"),
     "a long answer": (OK + b"x", 1, "something else"),
     "a very long answer": (OK + b"x" * 1000, 1, "something else"),
-    "an empty answer": (b"", 0, "ended before it answered"),
 }
 
 
@@ -142,6 +144,42 @@ def test_a_bad_answer_is_refused_and_its_descriptors_are_closed(root: Path, kind
         fetch_fd(ref, 1, timeout_s=FOREVER_S)
     fake.close()
     assert set(open_fds()) <= set(before)
+
+
+def dropping(broker: Broker, monkeypatch: pytest.MonkeyPatch, times: float) -> list[int]:
+    """The broker hangs up on the first of its clients, as it does in a crowd."""
+    dropped: list[int] = []
+    server = broker._server
+    answer = server._answer
+
+    def crowded(one: socket.socket) -> None:
+        if len(dropped) < times:
+            dropped.append(one.fileno())
+            server._drop(one)
+        else:
+            answer(one)
+
+    monkeypatch.setattr(server, "_answer", crowded)
+    return dropped
+
+
+def test_a_client_that_is_dropped_in_a_crowd_asks_again(
+    driver: HostDriver, broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dropped = dropping(broker, monkeypatch, 3)
+    assert shown(driver, *fetch_fd(broker.ref, 1, timeout_s=FOREVER_S)) == {7}
+    assert len(dropped) == 3
+
+
+def test_a_client_that_is_always_dropped_gives_up_in_time(
+    broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = open_fds()
+    dropped = dropping(broker, monkeypatch, float("inf"))
+    with pytest.raises(DeadlineExceeded, match="did not answer in time"):
+        fetch_fd(broker.ref, 1, timeout_s=0.1)
+    assert dropped
+    until(lambda: open_fds() == before, what="both ends of the connections are closed")
 
 
 def test_a_receiver_without_descriptors_says_so(
