@@ -151,7 +151,7 @@ class LayoutUnknown(WeightManifestValidationError):
 
 
 class DigestMismatch(WeightManifestValidationError):
-    """The layout digest or the root does not belong to the manifest's content."""
+    """Layout digest or root are not the manifest's, or its header not what was published."""
 
 
 class ChecksumMismatch(WeightManifestValidationError):

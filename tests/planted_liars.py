@@ -40,6 +40,9 @@ class _Publisher(PublisherEnd):
     def carry(self, plan: PackPlan, tensors: Tensors, update_id: str) -> Carried:
         return self.inner.carry(plan, tensors, update_id)
 
+    def seal_header(self, update_id: str, digest: bytes) -> None:
+        self.inner.seal_header(update_id, digest)
+
     def release(self, update_id: str) -> None:
         self.inner.release(update_id)
 

@@ -9,20 +9,27 @@ import os
 import threading
 import time
 import weakref
-from collections import OrderedDict
 from collections.abc import Mapping
 
 from rl_bridge.bridge.acknowledgement import describe
-from rl_bridge.bridge.guards import as_manifest, require_own_process
+from rl_bridge.bridge.books import Books
+from rl_bridge.bridge.guards import as_manifest, require_own_process, require_transport
 from rl_bridge.bridge.order import Order
-from rl_bridge.bridge.records import ImportedUpdate, checked_timings, remember, report_of, verified
+from rl_bridge.bridge.records import (
+    ImportedUpdate,
+    checked_timings,
+    is_as_published,
+    is_shortage,
+    never_let_in,
+    remember,
+    report_of,
+    verified,
+)
 from rl_bridge.errors import (
     BridgeClosed,
     ChecksumMismatch,
-    ForeignTransport,
     MalformedManifest,
-    UnknownUpdate,
-    WeightBridgeUnavailableError,
+    WeightBridgeError,
     WeightUpdateRejectedError,
 )
 from rl_bridge.lifecycle.machine import Lifecycle, Observer
@@ -39,7 +46,7 @@ _LOG = logging.getLogger(__name__)
 _OVER = frozenset({State.REJECTED, State.RELEASED})
 
 
-class Consumer:
+class Consumer(Books):
     """Imports versions over one transport. Thread-safe: concurrent calls are taken in turn."""
 
     def __init__(
@@ -56,12 +63,12 @@ class Consumer:
             TransportUnavailable: the transport is blocked here.
 
         """
+        super().__init__()
         self._transport_name = transport.name
         self._end: ConsumerEnd = transport.consumer_end(source_worker, source_rank)
         self._observer = observer
         self._lock = threading.RLock()
         self._pid = os.getpid()
-        self._updates: OrderedDict[str, ImportedUpdate] = OrderedDict()
         self._order = Order()
         self._is_closed = False
         # The update acknowledged last, and the one that is being acknowledged: what became of that
@@ -105,8 +112,9 @@ class Consumer:
         self._check_process()
         with self._lock:
             self._check_open()
-            self._check_acceptable(manifest)
+            require_transport(manifest, self._transport_name)
             known = self._updates.get(manifest.update_id)
+            self._check_acceptable(manifest, known)
             if known is not None and known.attachment is not None:
                 if known.manifest != manifest:
                     msg = (
@@ -130,15 +138,8 @@ class Consumer:
                 record.lifecycle.fire(Event.VERIFY)
                 self._report(record)
                 return tensors  # noqa: TRY300 - an interrupt up to here must find the handler
-            except WeightBridgeUnavailableError:
-                # This side's fault, not the update's: it may come again once that is mended, and
-                # until then stands where it stood.
-                del self._updates[manifest.update_id]
-                if known is not None:
-                    self._updates[manifest.update_id] = known
-                raise
             except BaseException as error:
-                self._refuse(record, describe(error), forget=True)
+                self._refuse_import(record, manifest, error, known=known)
                 raise
 
     def acknowledge(
@@ -251,42 +252,6 @@ class Consumer:
                 elif event is Event.TEAR:
                     self._report(record)
 
-    def state(self, update_id: str) -> State:
-        """Fine state of an update.
-
-        Raises:
-            UnknownUpdate: nothing is known of it here.
-
-        """
-        return self._record(update_id, "tell the state of update").lifecycle.state
-
-    def reason(self, update_id: str) -> str | None:
-        """Why an update was rejected or torn.
-
-        Raises:
-            UnknownUpdate: nothing is known of it here.
-
-        """
-        return self._record(update_id, "tell the reason of update").lifecycle.reason
-
-    def timings_ms(self, update_id: str) -> dict[str, float]:
-        """Phase -> milliseconds on this side.
-
-        Raises:
-            UnknownUpdate: nothing is known of it here.
-
-        """
-        return dict(self._record(update_id, "tell the timings of update").timings_ms)
-
-    def has_acknowledged(self, update_id: str) -> bool:
-        """Whether an update was acknowledged here; it may be released by now."""
-        record = self._updates.get(update_id)
-        return record is not None and record.lifecycle.has_taken(Event.ACKNOWLEDGE)
-
-    def knows(self, update_id: str) -> bool:
-        """Whether anything is known of the update here."""
-        return update_id in self._updates
-
     def close(self) -> None:
         """Let go of everything; tensors still referenced keep their bytes. Idempotent."""
         if os.getpid() != self._pid:
@@ -302,17 +267,40 @@ class Consumer:
 
     # ---- inside ---------------------------------------------------------------------------------
 
-    def _check_acceptable(self, manifest: WeightUpdateManifest) -> None:
-        """Refuse before anything is touched; what is refused here leaves no record."""
-        if manifest.transport != self._transport_name:
-            msg = (
-                f"version {manifest.weight_version} travels by {manifest.transport!r}, this "
-                f"bridge by {self._transport_name!r}. Use the same transport on both sides."
-            )
-            raise ForeignTransport(msg)
-        manifest.weight_layout.validate_supported()
-        known = self._updates.get(manifest.update_id)
-        self._order.check(manifest, reason=None if known is None else known.lifecycle.reason)
+    def _check_acceptable(
+        self, manifest: WeightUpdateManifest, known: ImportedUpdate | None
+    ) -> None:
+        """Refuse before anything is touched; what is refused here leaves no record of ours."""
+        try:
+            manifest.weight_layout.validate_supported()
+            self._order.check(manifest, reason=None if known is None else known.lifecycle.reason)
+        except WeightBridgeError as error:
+            if known is None or known.manifest is None:  # else the publisher was told what it is
+                self._report(never_let_in(manifest, describe(error)))
+            raise
+
+    def _refuse_import(
+        self,
+        record: ImportedUpdate,
+        manifest: WeightUpdateManifest,
+        error: BaseException,
+        *,
+        known: ImportedUpdate | None,
+    ) -> None:
+        """Refuse for good only what is wrong with the update: else it may come again."""
+        is_altered = not is_as_published(manifest, record.attachment)
+        if not is_shortage(error):
+            self._refuse(record, describe(error), forget=True, for_good=not is_altered)
+            if not is_altered or known is None:
+                return
+        # Until then it stands where it stood.
+        attachment, record.attachment = record.attachment, None
+        if attachment is not None:
+            attachment.tensors.forget()
+        del self._updates[manifest.update_id]
+        if known is not None:
+            self._updates[manifest.update_id] = known
+            self._report(known)
 
     def _announce(self, update_id: str, manifest: WeightUpdateManifest | None) -> ImportedUpdate:
         lifecycle = Lifecycle(
@@ -327,7 +315,9 @@ class Consumer:
         remember(self._updates, update_id, record)
         return record
 
-    def _refuse(self, record: ImportedUpdate, reason: str, *, forget: bool = False) -> None:
+    def _refuse(
+        self, record: ImportedUpdate, reason: str, *, forget: bool = False, for_good: bool = True
+    ) -> None:
         if not record.lifecycle.allows(Event.REJECT):
             record.lifecycle.fire(Event.REJECT)  # raises, and says why
         # With `forget` the mapping gives its memory back as well, whoever still holds it: the
@@ -337,7 +327,8 @@ class Consumer:
             record.lifecycle.fire(Event.REJECT, reason=reason)
         finally:  # as in `acknowledge`
             if record.lifecycle.state in _OVER:
-                self._order.rejected(record.update_id, record.manifest)
+                if for_good:
+                    self._order.rejected(record.update_id, record.manifest)
                 self._drop(record)
                 if attachment is not None:
                     attachment.tensors.forget()
@@ -367,16 +358,6 @@ class Consumer:
         except Exception:  # noqa: BLE001 - logged in full
             # What it tells of has happened: a way back that fails must not look like its failure.
             _LOG.exception("the publisher was not told of %s", report)
-
-    def _record(self, update_id: str, purpose: str) -> ImportedUpdate:
-        record = self._updates.get(update_id)
-        if record is None:
-            msg = (
-                f"cannot {purpose}: unknown weight update {update_id}. Call "
-                "import_update(manifest) first."
-            )
-            raise UnknownUpdate(msg)
-        return record
 
     def _check_open(self) -> None:
         if self._is_closed:

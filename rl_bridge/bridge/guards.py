@@ -3,11 +3,11 @@
 import logging
 import os
 
-from rl_bridge.errors import BridgeClosed, MalformedManifest, SuspiciousUpdate
+from rl_bridge.errors import BridgeClosed, ForeignTransport, MalformedManifest, SuspiciousUpdate
 from rl_bridge.manifest.compare import Policy, compare
 from rl_bridge.manifest.model import WeightUpdateManifest
 
-__all__ = ["as_manifest", "look_for_suspicion", "require_own_process"]
+__all__ = ["as_manifest", "look_for_suspicion", "require_own_process", "require_transport"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -29,6 +29,21 @@ def as_manifest(given: object, *, caller: str) -> WeightUpdateManifest:
         "what publish returned, or the text of its to_json()."
     )
     raise MalformedManifest(msg)
+
+
+def require_transport(manifest: WeightUpdateManifest, name: str) -> None:
+    """Refuse what another transport carries: its handle means nothing here.
+
+    Raises:
+        ForeignTransport: it is another one's.
+
+    """
+    if manifest.transport != name:
+        msg = (
+            f"version {manifest.weight_version} travels by {manifest.transport!r}, this bridge by "
+            f"{name!r}. Use the same transport on both sides."
+        )
+        raise ForeignTransport(msg)
 
 
 def require_own_process(pid: int, what: str) -> None:

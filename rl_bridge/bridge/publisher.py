@@ -169,6 +169,7 @@ class Publisher:
                     digests=carried.digests,
                     table=plan.table,
                 )
+                self._end.seal_header(update_id, manifest.header_digest)
                 look_for_suspicion(self._suspicious, self._latest, manifest)
                 # Before the number is used up: a filter of the user's logging may raise.
                 _LOG.info(

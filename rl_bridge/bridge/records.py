@@ -1,14 +1,20 @@
 """What a consumer remembers of each update that it met."""
 
+import errno
 import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from rl_bridge.errors import ChecksumMismatch, MalformedManifest
+from rl_bridge.errors import (
+    ChecksumMismatch,
+    DigestMismatch,
+    MalformedManifest,
+    WeightBridgeUnavailableError,
+)
 from rl_bridge.lifecycle.machine import Lifecycle
-from rl_bridge.lifecycle.table import State
+from rl_bridge.lifecycle.table import Event, Role, State
 from rl_bridge.manifest.canonical import JSONValue, freeze
 from rl_bridge.manifest.compare import mismatch
 from rl_bridge.manifest.model import WeightUpdateManifest
@@ -20,6 +26,9 @@ __all__ = [
     "REMEMBERED",
     "ImportedUpdate",
     "checked_timings",
+    "is_as_published",
+    "is_shortage",
+    "never_let_in",
     "remember",
     "report_of",
     "verified",
@@ -27,6 +36,7 @@ __all__ = [
 
 # Each remembered update keeps its manifest: with 40,000 tensors that is a megabyte.
 REMEMBERED = 32
+_SHORT = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOLCK, errno.EAGAIN})
 
 
 @dataclass(slots=True)
@@ -71,6 +81,15 @@ def remember(
             surplus -= 1
 
 
+def never_let_in(manifest: WeightUpdateManifest, reason: str) -> ImportedUpdate:
+    """An update that was refused before anything of it was touched, as its publisher is told."""
+    lifecycle = Lifecycle(
+        Role.CONSUMER, update_id=manifest.update_id, weight_version=manifest.weight_version
+    )
+    lifecycle.fire(Event.REJECT, reason=reason)
+    return ImportedUpdate(manifest.update_id, manifest, lifecycle)
+
+
 def report_of(record: ImportedUpdate, manifest: WeightUpdateManifest) -> UpdateReport:
     """What the publisher gets to know of an update, as it stands."""
     return UpdateReport(
@@ -110,6 +129,7 @@ def verified(
 
     Raises:
         ChecksumMismatch: a tensor's bytes are not what the manifest says.
+        DigestMismatch: the bytes are right, and were published under another header.
 
     """
     start = time.perf_counter()
@@ -118,5 +138,33 @@ def verified(
         found = attachment.refresh(manifest.digests, found)
     if found != manifest.digests:
         raise ChecksumMismatch(mismatch(manifest, found))
+    if not is_as_published(manifest, attachment):
+        msg = (
+            f"version {manifest.weight_version}: the manifest's header (weight_version, metadata, "
+            "source_worker, source_rank, created_at, handle) was changed on its way: its digest is "
+            f"{manifest.header_digest.hex()}, expected {_sealed(attachment).hex()}. Import the "
+            "manifest as it was published."
+        )
+        raise DigestMismatch(msg)
     record.timings_ms["verify"] = (time.perf_counter() - start) * 1e3
     return attachment.tensors
+
+
+def is_as_published(manifest: WeightUpdateManifest, attachment: Attachment | None) -> bool:
+    """Whether a manifest's header is the one that was sealed; True where nobody can tell."""
+    return _sealed(attachment) in {b"", manifest.header_digest}
+
+
+def _sealed(attachment: Attachment | None) -> bytes:
+    """Digest of the header that was sealed with the bytes; empty where there is none."""
+    if attachment is None or attachment.tensors.is_forgotten:
+        return b""
+    return attachment.tensors.pin.header or b""
+
+
+def is_shortage(error: BaseException) -> bool:
+    """Whether this side lacks something that it may have later: nothing is wrong with an update."""
+    if isinstance(error, RuntimeError) and "can't start new thread" in str(error):
+        return True
+    is_refused = isinstance(error, OSError) and error.errno in _SHORT
+    return is_refused or isinstance(error, MemoryError | WeightBridgeUnavailableError)

@@ -158,9 +158,12 @@ class WeightUpdateManifest(BaseModel):
 
     def header(self) -> dict[str, JSONValue]:
         """Plain JSON form of the update part."""
+        digests = base64.b64encode(self.digests).decode("ascii")
+        return {**self._header_but_digests(), "digests": digests}
+
+    def _header_but_digests(self) -> dict[str, JSONValue]:
         return {
             "created_at": self.created_at,
-            "digests": base64.b64encode(self.digests).decode("ascii"),
             "handle": thaw(self.handle),
             "layout_digest": self.layout_digest,
             "metadata": thaw(self.metadata),
@@ -172,6 +175,12 @@ class WeightUpdateManifest(BaseModel):
             "update_id": self.update_id,
             "weight_version": self.weight_version,
         }
+
+    @cached_property
+    def header_digest(self) -> bytes:
+        """16 bytes over the update part: what a transport keeps beside the bytes that it names."""
+        # The root stands for the digests, which it covers: they are long.
+        return bytes.fromhex(text_digest(canonical_json(self._header_but_digests())))
 
     @model_serializer(mode="plain")
     def document(self) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from rl_bridge.memory.holding import Holding
 from rl_bridge.memory.pins import Pin
 from rl_bridge.memory.places import CPU_PLACE, Place
 from rl_bridge.memory.segment import SegmentRef, open_segment
-from rl_bridge.memory.slots import read_stamp
+from rl_bridge.memory.slots import Stamp, read_stamp
 
 __all__ = ["LeasedView"]
 
@@ -123,7 +123,7 @@ class LeasedView(ABC):
                 # older pin, which may run in between, then does not give the lease back.
                 pin = self._make_pin(max(arena_nbytes, 1))
                 self._lease(update_id)
-                self._check_stamp(update_id, generation, arena_nbytes)
+                pin.header = self._check_stamp(update_id, generation, arena_nbytes).header
                 return pin
         except BaseException:
             pin = None  # also for whoever keeps the exception
@@ -142,12 +142,13 @@ class LeasedView(ABC):
         self._pins.append(weakref.ref(pin.buffer, self._pins.remove))
         return pin
 
-    def _check_stamp(self, update_id: str, generation: int, arena_nbytes: int) -> None:
+    def _check_stamp(self, update_id: str, generation: int, arena_nbytes: int) -> Stamp:
         stamp = read_stamp(self.fd, self.ref)
         if (stamp.update_id, stamp.generation) != (update_id, generation):
             raise StaleUpdate(self._overwritten(update_id, f"holds update {stamp.update_id}"))
         if stamp.arena_nbytes != arena_nbytes:
             raise SegmentError(self._another_size(update_id, stamp.arena_nbytes, arena_nbytes))
+        return stamp
 
     @staticmethod
     def _another_size(update_id: str, found: int, expected: int) -> str:

@@ -34,6 +34,8 @@ class Pin:
         nbytes: size.
         view: the leased slot behind it; None for memory that no publisher writes.
         place: what can read and write there.
+        header: digest of the header of the manifest that the bytes were published with; None where
+            nobody sealed one.
 
     """
 
@@ -51,6 +53,7 @@ class Pin:
         self.nbytes = nbytes
         self.view = view
         self.place = place
+        self.header: bytes | None = None
 
 
 def tensor_in(

@@ -20,7 +20,7 @@ from rl_bridge.memory.segment import OwnedSegment, SegmentRef
 
 __all__ = ["Arena", "Slot", "SlotRing", "Stamp", "read_stamp", "slot_segment_nbytes"]
 
-_STAMP = struct.Struct("<8s16sQQ")
+_STAMP = struct.Struct("<8s16sQQ16s")
 _MAGIC = b"rl_brdg1"
 _EMPTY = b"\0" * 16
 # Updates after which a slot that served a lagging reader, and nobody since, is given back.
@@ -29,11 +29,20 @@ _SURPLUS_AGE = 8
 
 @dataclass(frozen=True, slots=True)
 class Stamp:
-    """Which update an arena holds, and which write of the slot that was."""
+    """Which update an arena holds, and which write of the slot that was.
+
+    Attributes:
+        update_id: the update.
+        generation: counts the writes of the slot.
+        arena_nbytes: size of what was written.
+        header: digest of its manifest's header; None where the publisher sealed none.
+
+    """
 
     update_id: str
     generation: int
     arena_nbytes: int
+    header: bytes | None = None
 
 
 class Arena(Protocol):
@@ -71,6 +80,7 @@ class Slot:
         self._granularity = granularity
         self.generation = 0
         self.update_id: str | None = None
+        self.arena_nbytes = 0
         self.last_used = 0
         self.layout_digest: str | None = None
 
@@ -99,10 +109,11 @@ class Slot:
             return self.capacity == vm.round_up(max(arena_nbytes, 1), self._granularity)
         return arena_nbytes <= self.capacity <= max(2 * arena_nbytes, vm.PAGE)
 
-    def stamp(self, update_id: str | None, arena_nbytes: int) -> None:
+    def stamp(self, update_id: str | None, arena_nbytes: int, header: bytes | None = None) -> None:
         """Say what the arena holds; None while it is being written."""
+        self.arena_nbytes = arena_nbytes
         raw = _EMPTY if update_id is None else bytes.fromhex(update_id)
-        record = _STAMP.pack(_MAGIC, raw, self.generation, arena_nbytes)
+        record = _STAMP.pack(_MAGIC, raw, self.generation, arena_nbytes, header or _EMPTY)
         # The seal forbids write(2) even to the owner; its own mapping is the only way in.
         vm.store(self.segment.address + self.segment.nbytes - vm.PAGE, record)
 
@@ -126,8 +137,10 @@ def read_stamp(fd: int, ref: SegmentRef) -> Stamp:
             "was truncated. Use the manifest as it was published, or publish again."
         )
         raise SegmentError(msg)
-    _, update_id, generation, arena_nbytes = _STAMP.unpack(raw)
-    return Stamp(update_id.hex(), generation, arena_nbytes)
+    _, update_id, generation, arena_nbytes, header = _STAMP.unpack(raw)
+    return Stamp(
+        update_id.hex(), generation, arena_nbytes, header=None if header == _EMPTY else header
+    )
 
 
 class SlotRing:
@@ -204,6 +217,16 @@ class SlotRing:
         slot.update_id = update_id
         slot.stamp(update_id, arena_nbytes)
         leases.unlock(slot.segment.fd)
+
+    def seal_header(self, update_id: str, digest: bytes) -> None:
+        """Note the digest of a published update's header in its stamp, before anybody knows it.
+
+        A reader of an earlier update may read the stamp at this moment: all that it compares is
+        written again as it was.
+        """
+        for slot in self._slots:
+            if slot.update_id == update_id:
+                slot.stamp(update_id, slot.arena_nbytes, digest)
 
     def abandon(self, slot: Slot) -> None:
         """Give a slot back whose update did not come about, also in the middle of `publish`."""

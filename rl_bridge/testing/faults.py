@@ -200,6 +200,7 @@ class FaultInjecting(Transport):
         vars(self)["name"] = inner.name
         self.crosses_processes = inner.crosses_processes
         self.zero_copy_import = inner.zero_copy_import
+        self.binds_header = inner.binds_header
         self.inner = inner
         self.faults = list(faults)
         self.publishers: list[_FaultyPublisher] = []
@@ -275,6 +276,9 @@ class _FaultyPublisher(PublisherEnd):
             self.inner.release(update_id)
             raise
         return carried
+
+    def seal_header(self, update_id: str, digest: bytes) -> None:
+        self.inner.seal_header(update_id, digest)
 
     def release(self, update_id: str) -> None:
         self.owner.reach(Step.BEFORE_RELEASE)

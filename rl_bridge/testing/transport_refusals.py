@@ -141,6 +141,30 @@ class TheWrongIsRefused(TransportCase):
         with pytest.raises(ChecksumMismatch):
             consumer.import_update(manifest.model_copy(update={"digests": digests}))
 
+    def test_a_changed_header_is_refused_and_the_update_still_arrives(
+        self, publisher: BridgeOver, make_bridge: MakeBridge, transport_kwargs: dict[str, Any]
+    ) -> None:
+        """What names the bytes was sealed with them; the manifest as it was published is good."""
+        if not self.transport_class.create(**transport_kwargs).binds_header:
+            pytest.skip(f"{self.transport_class.name} declares that it binds no header")
+        source = sample_weights(1)
+        manifest = publisher.publish(source, weight_version=3, metadata={"step": 1})
+        changes: list[dict[str, Any]] = [
+            {"weight_version": 4},
+            {"metadata": {"step": 2}},
+            {"source_worker": "another"},
+            {"source_rank": manifest.source_rank + 1},
+            {"created_at": manifest.created_at + 1.0},
+        ]
+        consumer = make_bridge()
+        for changed in changes:
+            with pytest.raises(DigestMismatch, match="weight_version") as caught:
+                consumer.import_update(manifest.model_copy(update=changed))
+            assert manifest.header_digest.hex() in str(caught.value)
+        assert contents_of(consumer.import_update(manifest)) == contents_of(source)
+        consumer.acknowledge(manifest.update_id)
+        assert consumer.active_weight_version == 3
+
     def test_a_changed_manifest_text_is_refused(
         self, publisher: BridgeOver, consumer: BridgeOver
     ) -> None:

@@ -22,6 +22,7 @@ EXERCISED = {
     "crosses_processes": "test_the_manifest_crosses_a_process_exactly_if_declared",
     "zero_copy_import": "test_an_import_without_a_copy_takes_no_memory",
     "writable_import": "test_a_write_ends_its_writer_exactly_if_it_is_not_allowed",
+    "binds_header": "test_a_changed_header_is_refused_and_the_update_still_arrives",
 }
 """Each capability, and the test that does not believe it."""
 

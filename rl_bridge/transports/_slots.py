@@ -121,6 +121,9 @@ class SlotPublisher(PublisherEnd):
             self._ring.abandon(slot)
             raise
 
+    def seal_header(self, update_id: str, digest: bytes) -> None:
+        self._ring.seal_header(update_id, digest)
+
     def release(self, update_id: str) -> None:
         self._ring.release(update_id)
 

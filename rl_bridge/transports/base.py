@@ -153,6 +153,17 @@ class PublisherEnd(ABC):
 
         """
 
+    def seal_header(self, update_id: str, digest: bytes) -> None:  # noqa: B027 - not all can
+        """Keep the digest of the manifest's header beside the bytes; called behind `carry`.
+
+        The consumer's end gives it back as ``pin.header`` of its attachment. A transport that does
+        both says so: `Transport.binds_header`.
+
+        Raises:
+            WeightBridgeError: it is gone; nothing was published.
+
+        """
+
     @abstractmethod
     def release(self, update_id: str) -> None:
         """Let go of an update; readers that hold it keep it. Unknown ids are ignored."""
@@ -224,6 +235,8 @@ class Transport(ABC):
     zero_copy_import: bool
     writable_import: bool = True
     """Whether a consumer may write to what it imported: only it sees that. Else a write faults."""
+    binds_header: bool = False
+    """Whether a manifest whose header was changed on the way is refused: see `seal_header`."""
 
     @classmethod
     @abstractmethod

@@ -91,6 +91,7 @@ class CUDAVMM(Transport):
     crosses_processes: bool = True
     zero_copy_import: bool = True
     writable_import: bool = False
+    binds_header: bool = True
 
     def __init__(
         self,

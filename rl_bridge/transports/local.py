@@ -42,6 +42,7 @@ class LocalClone(Transport):
     name: ClassVar[str] = "local-clone"
     crosses_processes: bool = False
     zero_copy_import: bool = False
+    binds_header: bool = True
 
     def __init__(self, *, num_threads: int | None = None) -> None:
         """Copy on `num_threads` threads; None takes the usable cores.
@@ -95,6 +96,9 @@ class _LocalPublisher(PublisherEnd):
             )
             raise SegmentError(msg)
         return pin
+
+    def seal_header(self, update_id: str, digest: bytes) -> None:
+        self.snapshot(update_id).header = digest
 
     def release(self, update_id: str) -> None:
         self._snapshots.pop(update_id, None)
@@ -161,6 +165,7 @@ class _LocalConsumer(ConsumerEnd):
             )
             raise SegmentError(msg)
         pin = anonymous_pin(table.arena_nbytes)
+        pin.header = source.header
         plan = BytePlan(table.nbytes_column)
         attachment = Attachment(table, pin, plan, num_threads=self._num_threads)
         sources = table.offset_column + source.address

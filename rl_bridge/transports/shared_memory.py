@@ -18,7 +18,7 @@ from rl_bridge.errors import (
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.memory import vm
 from rl_bridge.memory.pins import Pin, anonymous_pin
-from rl_bridge.memory.segment import OwnedSegment, SegmentRef, sweep
+from rl_bridge.memory.segment import OwnedSegment, SegmentRef, require_resources, sweep
 from rl_bridge.memory.slots import Slot, SlotRing, slot_segment_nbytes
 from rl_bridge.memory.views import ViewCache
 from rl_bridge.transports._slots import SlotConsumer, SlotHandle, SlotPublisher
@@ -45,6 +45,7 @@ class SharedMemory(Transport):
     name: ClassVar[str] = "shared-memory"
     crosses_processes: bool = True
     zero_copy_import: bool = True
+    binds_header: bool = True
 
     def __init__(
         self,
@@ -193,8 +194,10 @@ class _SharedConsumer(SlotConsumer[SharedMemoryHandle]):
         lease = view.pin(manifest.update_id, handle.generation, nbytes)
         try:
             pin = anonymous_pin(nbytes)
+            pin.header = lease.header
             got = vm.read_into(view.fd, pin.address, nbytes)
         except OSError as error:
+            require_resources(error)
             msg = (
                 f"update {manifest.update_id}: segment {handle.slot.name} cannot be read: {error}. "
                 "Publish again."

@@ -17,6 +17,7 @@ from rl_bridge.errors import (
     WeightBridgeUnavailableError,
     WeightUpdateRejectedError,
 )
+from rl_bridge.transports.base import Attachment
 from tests.bridge.engines import Recording, bridge_of, content, publish
 from tests.helpers import make_manifest, weights
 
@@ -37,9 +38,10 @@ def unseen(consumer: TensorBridge, manifest: WeightUpdateManifest) -> None:
 
 
 def damaged(consumer: TensorBridge, manifest: WeightUpdateManifest) -> None:
-    altered = manifest.model_copy(update={"digests": bytes(len(manifest.digests))})
-    with pytest.raises(ChecksumMismatch):
-        consumer.import_update(altered)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Attachment, "digests", lambda _: bytes(len(manifest.digests)))
+        with pytest.raises(ChecksumMismatch):
+            consumer.import_update(manifest)
 
 
 def torn(consumer: TensorBridge, manifest: WeightUpdateManifest) -> None:
@@ -87,6 +89,7 @@ def test_a_sibling_of_the_acknowledged_version_is_never_acknowledged() -> None:
     with make_weight_bridge("local-clone") as bridge:
         manifest = publish(bridge, 1)
         end: Any = bridge._publisher_end()._end
+        end.seal_header(manifest.update_id, b"")  # as where nobody seals one
         sibling = manifest.model_copy(update={"update_id": "c" * 32})
         end._snapshots[sibling.update_id] = end.snapshot(manifest.update_id)
         bridge.import_update(manifest)
