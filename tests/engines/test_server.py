@@ -1,6 +1,7 @@
 """vLLM's HTTP server is updated by its URL, from another process."""
 
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -23,6 +24,7 @@ from tests.engines.served import Served, served
 from tests.engines.trainer import Trainer
 
 SETTING = Setting(Kind("llama"), in_process=False)
+DEADLINE_S = 60
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +54,7 @@ def weights(checkpoints: Checkpoints) -> list[dict[str, torch.Tensor]]:
 
 @pytest.fixture
 def executor(server: Served) -> Iterator[RolloutExecutor]:
-    with executor_for(server.url, timeout_s=60) as made:
+    with executor_for(server.url, timeout_s=DEADLINE_S) as made:
         yield made
 
 
@@ -178,8 +180,10 @@ def test_a_killed_worker_is_a_typed_error_and_a_fresh_server_serves_only_what_it
 
     asking = threading.Thread(target=ask)
     asking.start()
+    begin = time.monotonic()
     with pytest.raises((EngineLost, TornEngine), match="fresh engine"):
         executor.update_weights(manifest)
+    assert time.monotonic() - begin < DEADLINE_S / 2, "it waited for an engine that was gone"
     with pytest.raises(TornEngine):
         executor.check_servable()
     asking.join(60)
