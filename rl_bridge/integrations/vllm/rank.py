@@ -13,15 +13,12 @@ from typing import Any
 import torch
 
 from rl_bridge.bridge.acknowledgement import describe
-from rl_bridge.errors import (
-    TornEngine,
-    WeightBridgeError,
-    WeightUpdateRejectedError,
-)
+from rl_bridge.errors import TornEngine, WeightUpdateRejectedError
 from rl_bridge.installers.base import InstallProof, TransactionalAdapter
 from rl_bridge.integrations.vllm.frames import clear_frames
 from rl_bridge.integrations.vllm.support import (
     Bridges,
+    acknowledge,
     make_installer,
     manifest_of,
     require_supported,
@@ -165,32 +162,31 @@ class VLLMRank:
             Why no rank has it now, the same text on all ranks; empty if all have.
 
         """
-        problem = ""
-        try:
-            manifest = manifest_of(given)
-            self._make_way(manifest)
-            self.prepare(manifest)
-        except Exception as error:  # noqa: BLE001 - told below, after the vote
-            _LOG.warning("an update is refused", exc_info=True)
-            problem = describe(error)
-            clear_frames(error)
-        if all_agree(ok=not problem):
-            try:
-                self.install()
-            except Exception as error:  # noqa: BLE001 - as above
-                problem = describe(error)
-                clear_frames(error)
-                self._forget_staged(problem)
-        else:
-            problem = problem or self._undo_quietly("another rank refused it")
+        manifest: list[WeightUpdateManifest] = []
+        problem = _tried(lambda: manifest.append(self._read(given)))
+        # A vote of its own: nobody takes anything back for what another rank cannot read.
+        if not all_agree(ok=not problem):
+            problem = problem or f"{_OTHER[0]} refused it"
+        elif not all_agree(ok=not (problem := _tried(lambda: self._take(manifest[0])))):
+            undone = self._undo_quietly("another rank refused it")
+            problem = problem or undone
+        elif problem := _tried(self.install):
+            self._forget_staged(problem)
         # (All of them failed, or none: they voted.)
         return first_said(problem, echo=_OTHER) if problem else ""
 
-    def _make_way(self, manifest: WeightUpdateManifest) -> None:
-        """Take an unfinished update back, and say so: requests may have been served by it."""
+    def _read(self, given: object) -> WeightUpdateManifest:
         if self._options.get("reload"):
             msg = "the executor updates this engine by reloads. Use the executor, which pauses it."
             raise WeightUpdateRejectedError(msg)
+        return manifest_of(given)
+
+    def _take(self, manifest: WeightUpdateManifest) -> None:
+        self._make_way(manifest)
+        self.prepare(manifest)
+
+    def _make_way(self, manifest: WeightUpdateManifest) -> None:
+        """Take an unfinished update back, and say so: requests may have been served by it."""
         earlier = self._pending
         reason = "the next update came before it was installed"
         if earlier is not None and self._holds_it() and not self._is_committing:
@@ -321,28 +317,11 @@ class VLLMRank:
         answer: Payload = {}
         if manifest is not None and proof is not None:
             self._active = manifest
-            answer = self._tell(manifest, proof)
+            bridge = self._bridges.of(manifest)
+            answer = acknowledge(bridge, manifest, proof, self._timings_ms)
         self._pending, self._proof, self._tensors = None, None, {}
         self._is_committing = self._is_installed = False  # last: until here it is done again
         return answer
-
-    def _tell(self, manifest: WeightUpdateManifest, proof: InstallProof) -> Payload:
-        bridge = self._bridges.of(manifest)
-        try:
-            if bridge.active_update_id != manifest.update_id:
-                bridge.acknowledge(
-                    manifest.update_id, proof=proof.to_dict(), timings_ms=dict(self._timings_ms)
-                )
-        except WeightBridgeError as error:
-            # Other ranks have committed: there is no way back, and none is needed.
-            _LOG.exception(
-                "version %d is active, but its trainer is not told", manifest.weight_version
-            )
-            return {"not_told": describe(error)}
-        finally:
-            # The model has memory of its own: the trainer's slot is free for the next version.
-            bridge.release_imported(manifest.update_id)
-        return {}
 
     def close(self) -> None:
         """Undo what is not committed, and let go of the bridges."""
@@ -378,6 +357,18 @@ class VLLMRank:
             except Exception:  # noqa: BLE001 - logged in full
                 # The model is as it should be; that its trainer is not told must not change this.
                 _LOG.exception("version %d could not be rejected", manifest.weight_version)
+
+
+def _tried(step: Callable[[], object]) -> str:
+    """Why a step failed, to be told behind a vote; empty if it did not."""
+    try:
+        step()
+    except Exception as error:  # noqa: BLE001 - its text is the answer
+        _LOG.warning("an update is refused", exc_info=True)
+        problem = describe(error)
+        clear_frames(error)
+        return problem
+    return ""
 
 
 def rank_of(model: torch.nn.Module, vllm_config: Any) -> VLLMRank:
