@@ -3,6 +3,8 @@
 What real engines make of them is asked in `tests/engines/test_ranks.py`.
 """
 
+import errno
+import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +15,13 @@ from typing import Any
 import pytest
 import torch
 
-from rl_bridge import TensorBridge, WeightUpdateManifest, make_weight_bridge
+from rl_bridge import (
+    TensorBridge,
+    WeightUpdateManifest,
+    WeightUpdateRejectedError,
+    make_weight_bridge,
+)
+from rl_bridge.errors import DigestMismatch, WeightBridgeUnavailableError
 from rl_bridge.installers.base import InstallProof, TransactionalAdapter
 from rl_bridge.integrations.vllm import rank as rank_module
 from rl_bridge.integrations.vllm import support
@@ -142,3 +150,45 @@ def test_ranks_hold_one_version_where_one_of_them_cannot_read_the_next(
     assert [model.version for model in models] == [2, 2]
     for rank in ranks:
         rank.close()
+
+
+def test_a_worker_that_was_short_of_descriptors_takes_the_same_update_later(
+    trainer: TensorBridge, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Group(monkeypatch, 1)
+    rank, manifest = rank_with(Model()), publish(trainer, 1)
+
+    def exhausted(*_args: Any, **_kwargs: Any) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", exhausted)
+        with pytest.raises((OSError, WeightBridgeUnavailableError)):
+            rank.prepare(manifest)
+    rank.prepare(manifest)
+    rank.close()
+
+
+def test_a_manifest_that_was_altered_on_its_way_does_not_cost_a_worker_the_update(
+    trainer: TensorBridge, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Group(monkeypatch, 1)
+    rank, manifest = rank_with(Model()), publish(trainer, 1)
+    with pytest.raises(DigestMismatch):
+        rank.prepare(manifest.model_copy(update={"weight_version": 2}))
+    rank.prepare(manifest)
+    rank.close()
+
+
+def test_an_update_that_was_undone_is_told_to_its_trainer_and_never_let_in_again(
+    trainer: TensorBridge, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Group(monkeypatch, 1)
+    rank, manifest = rank_with(Model()), publish(trainer, 1)
+    rank.prepare(manifest)
+    rank.undo("not wanted")
+    (report,) = [report for report in trainer.holders(manifest) if report.worker == "vllm"]
+    assert report.reason == "not wanted"
+    with pytest.raises(WeightUpdateRejectedError, match="was rejected"):
+        rank.prepare(manifest)
+    rank.close()

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from rl_bridge.bridge.acknowledgement import describe
+from rl_bridge.bridge.steps import FineSteps
 from rl_bridge.errors import TornEngine, WeightUpdateRejectedError
 from rl_bridge.installers.base import InstallProof, TransactionalAdapter
 from rl_bridge.integrations.vllm.frames import clear_frames
@@ -24,6 +25,7 @@ from rl_bridge.integrations.vllm.support import (
     require_supported,
 )
 from rl_bridge.integrations.vllm.votes import all_agree, first_said, group, require_one
+from rl_bridge.lifecycle.table import State
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.memory.imported import ImportedTensors
 
@@ -345,10 +347,13 @@ class VLLMRank:
         assert manifest is not None
         if isinstance(tensors, ImportedTensors):
             tensors.forget()  # a kept exception's frames must not keep the trainer's slot
+        bridge = self._bridges.of(manifest)
         steps: list[Callable[[], object]] = [
-            lambda: self._bridges.of(manifest).reject(manifest.update_id, reason),
-            lambda: self._bridges.of(manifest).release_imported(manifest.update_id),
+            lambda: bridge.release_imported(manifest.update_id),
         ]
+        if FineSteps(bridge).is_in(manifest, State.IMPORTED, State.VERIFIED):
+            # Else the import failed: the bridge knows whether that may be tried again.
+            steps.insert(0, lambda: bridge.reject(manifest.update_id, reason))
         if self._installer is not None:
             steps.insert(0, self._installer.abandon)
         for step in steps:
