@@ -51,6 +51,8 @@ class ImportedUpdate:
         proof: what the acknowledgement carried.
         timings_ms: phase -> milliseconds.
         buffers: the memory of what was let go of here; it lives on with tensors of the update.
+        is_of_a_copy: what was refused is one manifest, which may have been changed on its way; the
+            update itself may come.
 
     """
 
@@ -61,6 +63,7 @@ class ImportedUpdate:
     proof: Mapping[str, JSONValue] | None = None
     timings_ms: dict[str, float] = field(default_factory=dict)
     buffers: list[weakref.ref[object]] = field(default_factory=list)
+    is_of_a_copy: bool = False
 
     @property
     def living_buffers(self) -> list[weakref.ref[object]]:
