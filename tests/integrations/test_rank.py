@@ -25,6 +25,7 @@ from rl_bridge.errors import DigestMismatch, WeightBridgeUnavailableError
 from rl_bridge.installers.base import InstallProof, TransactionalAdapter
 from rl_bridge.integrations.vllm import rank as rank_module
 from rl_bridge.integrations.vllm import support
+from rl_bridge.integrations.vllm.calls import answer
 from rl_bridge.integrations.vllm.rank import VLLMRank
 
 RANKS = 2
@@ -191,4 +192,39 @@ def test_an_update_that_was_undone_is_told_to_its_trainer_and_never_let_in_again
     assert report.reason == "not wanted"
     with pytest.raises(WeightUpdateRejectedError, match="was rejected"):
         rank.prepare(manifest)
+    rank.close()
+
+
+def test_an_undo_of_what_another_driver_has_committed_is_refused(
+    trainer: TensorBridge, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Group(monkeypatch, 1)
+    model = Model()
+    rank, first, second = rank_with(model), publish(trainer, 1), publish(trainer, 2)
+    mine = {"update_id": first.update_id}
+    rank.prepare(first)
+    assert answer(rank, "install", mine)["ok"]
+    assert answer(rank, "commit", {"if_installed": True})["ok"]  # the other driver's look
+    for _ in range(2):  # also behind that driver's next update
+        reply = answer(rank, "undo", mine)
+        assert not reply["ok"]
+        assert "another driver has committed it" in reply["message"]
+        if rank.describe()["pending"] is None:
+            rank.prepare(second)
+            rank.install(second.update_id)
+    assert model.version == 2
+    rank.close()
+
+
+def test_an_undo_by_the_driver_that_committed_itself_changes_nothing(
+    trainer: TensorBridge, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Group(monkeypatch, 1)
+    model = Model()
+    rank, manifest = rank_with(model), publish(trainer, 1)
+    mine = {"update_id": manifest.update_id}
+    rank.prepare(manifest)
+    for verb in ("install", "commit", "undo"):
+        assert answer(rank, verb, mine)["ok"]
+    assert model.version == 1
     rank.close()

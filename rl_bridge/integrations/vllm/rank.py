@@ -7,7 +7,9 @@ runs a step of the model: they vote, within one call.
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -16,13 +18,13 @@ from rl_bridge.bridge.acknowledgement import describe
 from rl_bridge.bridge.steps import FineSteps
 from rl_bridge.errors import TornEngine, WeightUpdateRejectedError
 from rl_bridge.installers.base import InstallProof, TransactionalAdapter
-from rl_bridge.integrations.vllm.frames import clear_frames
 from rl_bridge.integrations.vllm.support import (
     Bridges,
     acknowledge,
     make_installer,
     manifest_of,
     require_supported,
+    tried,
 )
 from rl_bridge.integrations.vllm.votes import all_agree, first_said, group, require_one
 from rl_bridge.lifecycle.table import State
@@ -37,6 +39,7 @@ Payload = dict[str, Any]
 
 _OTHER = ("WeightUpdateRejectedError: another rank", "TornEngine: another rank")
 _ATTRIBUTE = "_rl_bridge_rank"
+_TAKEN_OVER = 16
 
 
 class VLLMRank:
@@ -56,6 +59,8 @@ class VLLMRank:
         self._timings_ms: dict[str, float] = {}
         self._torn = ""
         self._is_installed = self._is_committing = False
+        # Committed by who did not name it: the driver that installed it may not know.
+        self._taken_over: deque[str] = deque(maxlen=_TAKEN_OVER)
 
     @property
     def rank(self) -> int:
@@ -140,6 +145,7 @@ class VLLMRank:
             self.undo("a later update came before it was installed")
         bridge = self._bridges.of(manifest)
         start = time.perf_counter()
+        self._is_own(manifest.update_id)
         self._pending = manifest
         try:
             self._tensors = bridge.import_update(manifest)
@@ -165,14 +171,14 @@ class VLLMRank:
 
         """
         manifest: list[WeightUpdateManifest] = []
-        problem = _tried(lambda: manifest.append(self._read(given)))
+        problem = tried(lambda: manifest.append(self._read(given)))
         # A vote of its own: nobody takes anything back for what another rank cannot read.
         if not all_agree(ok=not problem):
             problem = problem or f"{_OTHER[0]} refused it"
-        elif not all_agree(ok=not (problem := _tried(lambda: self._take(manifest[0])))):
+        elif not all_agree(ok=not (problem := tried(lambda: self._take(manifest[0])))):
             undone = self._undo_quietly("another rank refused it")
             problem = problem or undone
-        elif problem := _tried(self.install):
+        elif problem := tried(self.install):
             self._forget_staged(problem)
         # (All of them failed, or none: they voted.)
         return first_said(problem, echo=_OTHER) if problem else ""
@@ -258,6 +264,7 @@ class VLLMRank:
 
         Raises:
             TornEngine: it could not be exchanged back.
+            WeightUpdateRejectedError: another driver has committed it: there is no way back.
 
         """
         if self._is_committing:
@@ -272,6 +279,12 @@ class VLLMRank:
                 raise TornEngine(msg) from error
             self._torn = ""
             self._end(reason)
+        elif update_id in self._taken_over:
+            msg = (
+                f"update {update_id} cannot be undone: another driver has committed it. Let one "
+                "driver at a time update an engine, and publish a later version."
+            )
+            raise WeightUpdateRejectedError(msg)
         return {}
 
     def _forget_staged(self, reason: str) -> None:
@@ -302,6 +315,7 @@ class VLLMRank:
             return {}
         if update_id is not None and (manifest is None or manifest.update_id != update_id):
             if self._active is not None and self._active.update_id == update_id:
+                self._is_own(update_id)
                 return {}  # the next driver did it
             held = "none" if manifest is None else f"update {manifest.update_id}"
             msg = f"update {update_id} is not pending here, {held} is. Publish a later version."
@@ -310,7 +324,14 @@ class VLLMRank:
             msg = "no update is installed and proven on this rank. Call install first."
             raise WeightUpdateRejectedError(msg)
         self._is_committing = True
+        if update_id is None:
+            self._taken_over.append(manifest.update_id)
         return self._finish_commit()
+
+    def _is_own(self, update_id: str) -> None:
+        """The driver of an update knows from now on what became of it."""
+        with suppress(ValueError):
+            self._taken_over.remove(update_id)
 
     def _finish_commit(self) -> Payload:
         """What an interrupt cut off is ended here: of a commit there is no undo."""
@@ -362,18 +383,6 @@ class VLLMRank:
             except Exception:  # noqa: BLE001 - logged in full
                 # The model is as it should be; that its trainer is not told must not change this.
                 _LOG.exception("version %d could not be rejected", manifest.weight_version)
-
-
-def _tried(step: Callable[[], object]) -> str:
-    """Why a step failed, to be told behind a vote; empty if it did not."""
-    try:
-        step()
-    except Exception as error:  # noqa: BLE001 - its text is the answer
-        _LOG.warning("an update is refused", exc_info=True)
-        problem = describe(error)
-        clear_frames(error)
-        return problem
-    return ""
 
 
 def rank_of(model: torch.nn.Module, vllm_config: Any) -> VLLMRank:

@@ -1,7 +1,7 @@
 """What a rank needs of others: bridges, one of two ways of installing, an engine that fits."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -12,11 +12,12 @@ from rl_bridge.errors import MalformedManifest, WeightBridgeError, WeightBridgeU
 from rl_bridge.installers.base import InstallProof, TransactionalAdapter
 from rl_bridge.installers.vllm.model_installer import VLLMModelInstaller
 from rl_bridge.installers.vllm.reload import VLLMReloadAdapter
+from rl_bridge.integrations.vllm.frames import clear_frames
 from rl_bridge.integrations.vllm.votes import group
 from rl_bridge.manifest.canonical import canonical_json
 from rl_bridge.manifest.model import WeightUpdateManifest
 
-__all__ = ["Bridges", "acknowledge", "make_installer", "manifest_of", "require_supported"]
+__all__ = ["Bridges", "acknowledge", "make_installer", "manifest_of", "require_supported", "tried"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -126,3 +127,15 @@ def require_supported(vllm_config: Any) -> None:
                 "here. Use tensor parallelism, and one executor for each engine."
             )
             raise WeightBridgeUnavailableError(msg)
+
+
+def tried(step: Callable[[], object]) -> str:
+    """Why a step failed, to be told behind a vote; empty if it did not."""
+    try:
+        step()
+    except Exception as error:  # noqa: BLE001 - its text is the answer
+        _LOG.warning("an update is refused", exc_info=True)
+        problem = describe(error)
+        clear_frames(error)
+        return problem
+    return ""
