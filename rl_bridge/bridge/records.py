@@ -7,9 +7,13 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import torch
+
 from rl_bridge.errors import (
     ChecksumMismatch,
+    DeadlineExceeded,
     DigestMismatch,
+    DriverError,
     MalformedManifest,
     WeightBridgeUnavailableError,
 )
@@ -20,6 +24,7 @@ from rl_bridge.manifest.compare import mismatch
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.memory.control import UpdateReport
 from rl_bridge.memory.imported import ImportedTensors
+from rl_bridge.memory.vmm.driver import INVALID_VALUE
 from rl_bridge.transports.base import Attachment
 
 __all__ = [
@@ -36,6 +41,9 @@ __all__ = [
 
 # Each remembered update keeps its manifest: with 40,000 tensors that is a megabyte.
 REMEMBERED = 32
+# What Python and torch's allocator of CPU memory say, whose errors have no type of their own.
+_SAID = ("can't start new thread", "can't allocate memory")
+_LACKS = (MemoryError, torch.OutOfMemoryError, WeightBridgeUnavailableError, DeadlineExceeded)
 _SHORT = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOLCK, errno.EAGAIN})
 
 
@@ -167,7 +175,9 @@ def _sealed(attachment: Attachment | None) -> bytes:
 
 def is_shortage(error: BaseException) -> bool:
     """Whether this side lacks something that it may have later: nothing is wrong with an update."""
-    if isinstance(error, RuntimeError) and "can't start new thread" in str(error):
+    if isinstance(error, DriverError):
+        return error.code != INVALID_VALUE  # that is how a driver names a descriptor of no memory
+    if isinstance(error, RuntimeError) and any(said in str(error) for said in _SAID):
         return True
     is_refused = isinstance(error, OSError) and error.errno in _SHORT
-    return is_refused or isinstance(error, MemoryError | WeightBridgeUnavailableError)
+    return is_refused or isinstance(error, _LACKS)
