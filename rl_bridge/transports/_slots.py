@@ -179,7 +179,7 @@ class SlotConsumer(ConsumerEnd, Generic[_Handle]):
 
     def _attachment(self, manifest: WeightUpdateManifest, handle: _Handle) -> Attachment:
         table = manifest.table
-        pin: Pin | None = self._pin(manifest, handle)
+        pin = self._pin(manifest, handle)
         try:
             key = (table.digest, pin.place.device)
             plan = self._plans.get(key)
@@ -188,7 +188,7 @@ class SlotConsumer(ConsumerEnd, Generic[_Handle]):
                 plan = self._plans[key] = pin.place.plan(table.nbytes_column)
             return Attachment(table, pin, plan, num_threads=self._num_threads)
         except BaseException:
-            pin = None  # whoever keeps the exception must not keep the lease
+            del pin  # whoever keeps the exception must not keep the lease
             raise
 
     def _handle(self, manifest: WeightUpdateManifest) -> _Handle:

@@ -16,7 +16,7 @@ Handle = dict[str, Any]
 
 def with_handle(change: Callable[[Handle], object]) -> Callable[..., WeightUpdateManifest]:
     def altered(manifest: WeightUpdateManifest) -> WeightUpdateManifest:
-        handle: Handle = thaw(manifest.handle)  # type: ignore[assignment]
+        handle: Handle = thaw(manifest.handle)
         change(handle)
         return manifest.model_copy(update={"handle": handle})
 
