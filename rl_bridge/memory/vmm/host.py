@@ -136,9 +136,8 @@ class HostDriver(VMMDriver):
     def export_fd(self, handle: int) -> int:
         """Duplicate the handle's memfd."""
         call = "cuMemExportToShareableHandle"
-        with FORKS, self._lock:
-            memory = self._find_memory(call, handle)
-            return _duplicate(call, memory.fd)
+        # Without this driver's lock: under the one of forks nothing else is waited for.
+        return _duplicate(call, self._find_memory(call, handle).fd)
 
     def import_fd(self, fd: int, nbytes: int) -> int:
         """Take a reference to a memfd that is sealed as `create` seals it."""
