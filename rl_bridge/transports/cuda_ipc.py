@@ -14,10 +14,16 @@ from rl_bridge.errors import DriverError, TransportUnavailable, WeightBridgeErro
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.memory import vm
 from rl_bridge.memory.pins import Pin
-from rl_bridge.memory.segment import OwnedSegment, SegmentRef
+from rl_bridge.memory.segment import OwnedSegment, SegmentRef, process_start_time
 from rl_bridge.memory.slots import Slot
 from rl_bridge.memory.vmm.ipc import IPC_UNIT, PlainMemory
-from rl_bridge.memory.vmm.ipc_view import IPCArenaRef, IPCView, ipc_namespace, private_pin
+from rl_bridge.memory.vmm.ipc_view import (
+    SHARE_NAMESPACES,
+    IPCArenaRef,
+    IPCView,
+    ipc_namespace,
+    private_pin,
+)
 from rl_bridge.memory.vmm.local import DriverName, place_at
 from rl_bridge.transports._device import DeviceOptions
 from rl_bridge.transports._slots import SlotConsumer, SlotHandle, SlotPublisher
@@ -182,6 +188,11 @@ class _IPCConsumer(SlotConsumer[CUDAIPCHandle]):
 
     def _check(self, manifest: WeightUpdateManifest, handle: CUDAIPCHandle) -> None:
         self._options.check_arena(manifest, handle.arena, handle.slot.kind)
+        apart, slot = handle.arena.apart, handle.slot
+        if apart is not None and process_start_time(slot.pid) != slot.start_time:
+            # Nobody died: the update is as good as before, and out of reach from here.
+            cause = f"{apart}, from which its process, pid {slot.pid}, is not to be seen"
+            raise TransportUnavailable(self._options.name, cause, SHARE_NAMESPACES)
 
     def _view(self, handle: CUDAIPCHandle) -> IPCView:
         return self._views.find(
@@ -197,5 +208,8 @@ class _IPCConsumer(SlotConsumer[CUDAIPCHandle]):
 
     def _attachment(self, manifest: WeightUpdateManifest, handle: CUDAIPCHandle) -> Attachment:
         source = super()._attachment(manifest, handle)
-        # The lease ends with `source`, as soon as the copy is there.
-        return _Copy(source, private_pin(self._view(handle), manifest.table.arena_nbytes))
+        try:
+            return _Copy(source, private_pin(self._view(handle), manifest.table.arena_nbytes))
+        finally:
+            # The lease ends here, whoever keeps an exception.
+            source.tensors.forget()

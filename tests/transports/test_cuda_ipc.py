@@ -19,7 +19,7 @@ from rl_bridge.errors import (
 )
 from rl_bridge.manifest.canonical import thaw
 from rl_bridge.manifest.model import WeightUpdateManifest
-from rl_bridge.memory import vm
+from rl_bridge.memory import leases, vm
 from rl_bridge.memory.vmm import ipc_view
 from rl_bridge.memory.vmm.driver import INVALID_VALUE, driver_error
 from rl_bridge.memory.vmm.host_ipc import HostIPCDriver
@@ -280,6 +280,19 @@ def test_another_ipc_namespace_is_named_as_the_cause(
     assert hashes(rollout.import_update(manifest)) == hashes(sample_weights(1))
 
 
+def test_a_publisher_in_another_container_is_out_of_reach_and_not_dead(
+    elsewhere: Child, rollout: BridgeOver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest = published(elsewhere)
+    mine = ipc_view.ipc_namespace()
+    with monkeypatch.context() as patch:
+        patch.setattr(ipc_view, "ipc_namespace", lambda: mine + 1)
+        patch.setattr("rl_bridge.transports.cuda_ipc.process_start_time", lambda _: None)
+        with pytest.raises(TransportUnavailable, match=r"is not to be seen.*one process namespace"):
+            rollout.import_update(manifest)
+    assert hashes(rollout.import_update(manifest)) == hashes(sample_weights(1))
+
+
 def test_a_gpu_that_this_process_does_not_see_is_named(
     trainer: BridgeOver, rollout: BridgeOver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -303,8 +316,11 @@ def test_a_side_that_is_short_of_memory_for_its_copy_may_try_again(
     manifest = publish(trainer)
     with monkeypatch.context() as patch:
         patch.setattr("rl_bridge.memory.pins.vm.map_anonymous", none)
-        with pytest.raises(WeightBridgeUnavailableError, match="memory for a copy"):
+        with pytest.raises(WeightBridgeUnavailableError, match="memory for a copy") as kept:
             rollout.import_update(manifest)
+    end: Any = trainer._publisher_end()
+    held = leases.is_held(end._end._ring._slots[0].segment.fd)
+    assert not held, f"although {kept.value!r} is kept"
     assert shown(rollout, manifest) == {1.0}
 
 

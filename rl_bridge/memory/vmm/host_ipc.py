@@ -11,6 +11,7 @@ import os
 import struct
 import threading
 from dataclasses import dataclass
+from typing import overload
 
 from rl_bridge.memory import vm
 from rl_bridge.memory.holding import FORKS, Holding
@@ -118,13 +119,26 @@ class HostIPCDriver(HostDriver, IPCDriver):
             raise driver_error(call, "CUDA_ERROR_INVALID_CONTEXT", detail)
         if pid <= 0 or process_start_time(pid) != start:
             raise driver_error(call, _GONE, f"its owner, pid {pid}, is gone")
+        if (known := self._count_up(handle)) is None:
+            # Not under the lock: what is opened waits for forks.
+            fresh = self._open(call, pid, place)
+            if (known := self._count_up(handle, fresh)) is not fresh:
+                fresh.held.dispose()
+        return known.address
+
+    @overload
+    def _count_up(self, handle: bytes) -> _Mapped | None: ...
+    @overload
+    def _count_up(self, handle: bytes, fresh: _Mapped) -> _Mapped: ...
+    def _count_up(self, handle: bytes, fresh: _Mapped | None = None) -> _Mapped | None:
         with self._ipc_lock:
             found = self._opened.get(handle)
-            if found is None:
-                found = self._opened[handle] = self._open(call, pid, place)
-            else:
+            if found is not None:
                 found.count += 1
-            return found.address
+                return found
+            if fresh is not None:
+                self._opened[handle] = fresh
+            return fresh
 
     def _open(self, call: str, pid: int, place: list[int]) -> _Mapped:
         fd, device, inode, nbytes = place

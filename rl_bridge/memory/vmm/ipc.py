@@ -79,6 +79,10 @@ class IPCDriver(ABC):
         """Give back one `open_ipc`."""
 
     @abstractmethod
+    def fence(self) -> None:
+        """Wait until every kernel of this process on this device has ended."""
+
+    @abstractmethod
     def size_at(self, address: int) -> int | None:
         """Size of the memory that begins at `address`; None where the driver cannot tell."""
 
@@ -157,10 +161,12 @@ class PlainMemory:
         """First byte; 0 once it is freed."""
         return self._core.address
 
-    @property
-    def is_own(self) -> bool:
-        """Whether this process made it, and not its parent."""
-        return self._core.held.pid == os.getpid()
+    def lies_behind(self, segment: SegmentRef) -> bool:
+        """Whether it is this process's, not its parent's, and that segment travels with it."""
+        if self._core.held.pid != os.getpid() or not self.address:
+            return False
+        status = os.fstat(self._core.held.fd)
+        return (status.st_dev, status.st_ino) == (segment.device, segment.inode)
 
     def close(self) -> None:
         """Free it as soon as nobody has it open. Idempotent."""
@@ -222,11 +228,11 @@ class Opening:
             fd = open_segment(segment, held=core.held)
             _begin_use(fd, segment)
             own = _OWN.get(handle)
-            self.is_pointer = own is not None and own.is_own
-            if own is not None and self.is_pointer:
-                self.address = own.address
+            if own is not None and own.lies_behind(segment):
+                self.address, self.is_pointer = own.address, True
             else:
                 self.address = core.address = driver.open_ipc(handle)
+                self.is_pointer = False
         except BaseException:
             self.close()  # at once, whoever keeps the exception
             raise

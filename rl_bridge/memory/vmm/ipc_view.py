@@ -29,10 +29,13 @@ from rl_bridge.memory.vmm.ipc import IPC_HANDLE_NBYTES, IPC_UNIT, IPCDriver, Ope
 from rl_bridge.memory.vmm.local import driver_of, place_at
 from rl_bridge.memory.vmm.references import quietly, settle_late
 
-__all__ = ["IPCArenaRef", "IPCView", "ipc_namespace", "private_pin"]
+__all__ = ["SHARE_NAMESPACES", "IPCArenaRef", "IPCView", "ipc_namespace", "private_pin"]
 
 _USE_VMM = "Use cuda-vmm, or run CUDA IPC on a runtime where it was seen to work."
-_SHARE = "Start both sides in one IPC namespace (--ipc=host, or --ipc=container:NAME)."
+SHARE_NAMESPACES = (
+    "Start both sides in one IPC and one process namespace (--ipc=host --pid=host, or those of one "
+    "container)."
+)
 
 
 def ipc_namespace() -> int:
@@ -62,6 +65,14 @@ class IPCArenaRef(BaseModel):
     nbytes: Annotated[StrictInt, Field(ge=1, lt=2**63)]
     handle: Annotated[StrictStr, Field(pattern=rf"^[0-9a-f]{{{2 * IPC_HANDLE_NBYTES}}}$")]
     namespace: Annotated[StrictInt, Field(ge=0, lt=2**63)]
+
+    @property
+    def apart(self) -> str | None:
+        """That the publisher is in another IPC namespace, if it is."""
+        theirs, mine = self.namespace, ipc_namespace()
+        if theirs == mine or 0 in {theirs, mine}:
+            return None
+        return f"the publisher is in IPC namespace {theirs} and this process in {mine}"
 
 
 class IPCView(LeasedView):
@@ -124,10 +135,9 @@ class IPCView(LeasedView):
 
     def _blocked(self, error: DriverError) -> TransportUnavailable:
         cause, remedy = f"CUDA IPC handle reconstruction failed: {error.cause}", error.remedy
-        theirs, mine = self.arena.namespace, ipc_namespace()
-        if theirs != mine and 0 not in {theirs, mine}:
-            cause += f"; the publisher is in IPC namespace {theirs} and this process in {mine}"
-            remedy = f"{_SHARE} {_USE_VMM}"
+        apart = self.arena.apart
+        if apart is not None:
+            cause, remedy = f"{cause}; {apart}", f"{SHARE_NAMESPACES} {_USE_VMM}"
         elif error.call == "cuIpcOpenMemHandle":
             cause += "; the publisher lives, and the memory is there"
             remedy = f"{error.remedy} {_USE_VMM}"
@@ -179,8 +189,10 @@ class _Private:
     address: int
 
     def close(self) -> None:
-        """Free it; the driver waits for the kernels that may use it still."""
+        """Free it, when every kernel that may use it has ended."""
         if self.address and os.getpid() == self.pid:
+            # A tensor may be dead while kernels that read it still run.
+            self.driver.fence()
             address, self.address = self.address, 0
             try:
                 self.driver.dealloc(address)
@@ -200,11 +212,18 @@ def private_pin(view: IPCView, nbytes: int) -> Pin:
         return anonymous_pin(nbytes)
     settle_late()
     nbytes = -(-max(nbytes, 1) // IPC_UNIT) * IPC_UNIT
+    memory = _Private(view.driver, os.getpid(), 0)
     try:
-        memory = _Private(view.driver, os.getpid(), view.driver.alloc(nbytes))
-    except DriverError as error:
-        msg = f"{error.cause}: no memory for a copy of the update. Free some, then import it again."
-        raise WeightBridgeUnavailableError(msg) from error
-    pin = Pin(memory.address, nbytes, place=view.place)
-    weakref.finalize(pin.buffer, quietly, memory.close).atexit = False
+        memory.address = view.driver.alloc(nbytes)
+        pin = Pin(memory.address, nbytes, place=view.place)
+        weakref.finalize(pin.buffer, quietly, memory.close).atexit = False
+    except BaseException as error:
+        quietly(memory.close)
+        if isinstance(error, DriverError):
+            msg = (
+                f"{error.cause}: no memory for a copy of the update. Free some, then import it "
+                "again."
+            )
+            raise WeightBridgeUnavailableError(msg) from error
+        raise
     return pin

@@ -10,7 +10,8 @@ import pytest
 
 from rl_bridge.errors import DriverError, SegmentError
 from rl_bridge.memory import vm
-from rl_bridge.memory.segment import OwnedSegment, SegmentRef
+from rl_bridge.memory.segment import OwnedSegment, SegmentRef, open_segment
+from rl_bridge.memory.vmm import ipc as ipc_module
 from rl_bridge.memory.vmm.driver import INVALID_VALUE
 from rl_bridge.memory.vmm.ipc import (
     IPC_HANDLE_NBYTES,
@@ -203,6 +204,31 @@ class IPCSuite(ABC):
         opening.close()
         assert owner.call("is_freed") is True
 
+    def test_what_is_given_up_in_the_middle_of_an_opening_is_not_opened(
+        self, ipc: IPCDriver, owner: Child, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        where, before = owner.call("where"), open_fds()
+        real = open_segment
+
+        def and_given_up(*args: Any, **kwargs: Any) -> int:
+            fd = real(*args, **kwargs)
+            assert owner.call("give_up") is True
+            return fd
+
+        monkeypatch.setattr(ipc_module, "open_segment", and_given_up)
+        with pytest.raises(SegmentError, match="the publisher freed the memory"):
+            opened(ipc, where)
+        assert open_fds() == before
+
+    def test_a_pointer_is_taken_with_its_own_segment_only(self, ipc: IPCDriver) -> None:
+        mine, other = (OwnedSegment.make("rlb-test", vm.PAGE) for _ in range(2))
+        memory = PlainMemory(ipc, IPC_UNIT, mine.fd)
+        with pytest.raises(DriverError, match="use its pointer there"):
+            Opening(ipc, memory.handle, other.ref)
+        for one in (mine, other, memory):
+            one.close()
+        assert memory.address == 0
+
     def test_a_refused_handle_holds_nothing(self, ipc: IPCDriver, owner: Child) -> None:
         before, where = open_fds(), owner.call("where")
         with pytest.raises(DriverError) as kept:
@@ -244,7 +270,7 @@ class IPCSuite(ABC):
         def in_child() -> bool:
             memory.close()
             opening.close()
-            return not memory.is_own
+            return not memory.lies_behind(segment.ref)
 
         assert forked(in_child)
         for address in (memory.address, opening.address):
