@@ -46,10 +46,27 @@ class Served:
         (choice,) = reply.json()["choices"]
         return dict(choice)
 
-    def tokens(self) -> tuple[tuple[int, ...], ...]:
-        """What it answers to the prompts, computed anew."""
+    def answers(self) -> Answers:
+        """What it answers to the prompts, one after the other, computed anew."""
         assert self.call("reset_prefix_cache").is_success
-        return tuple(tuple(self.generate(prompt)["token_ids"]) for prompt in PROMPTS)
+        choices = [self.generate(prompt) for prompt in PROMPTS]
+        return tuple(
+            (
+                tuple(choice["token_ids"]),
+                tuple(
+                    candidate["logprob"]
+                    for position in choice["logprobs"]["content"]
+                    for candidate in sorted(position["top_logprobs"], key=lambda c: c["token_id"])
+                ),
+            )
+            for choice in choices
+        )
+
+    def collective_rpc(self, method: str, args: Sequence[Any] = ()) -> Any:
+        """Call a method of all workers, as an ``LLM`` does."""
+        reply = self.call("collective_rpc", json={"method": method, "args": list(args)})
+        assert reply.is_success, reply.text
+        return reply.json()["results"]
 
     def end(self) -> None:
         """Kill it, with all of its processes."""
@@ -101,8 +118,3 @@ def _flags(setting: Setting, path: str) -> list[str]:
         elif value is not False:
             flags += [flag, str(value)]
     return flags
-
-
-def tokens_of(answers: Answers) -> tuple[tuple[int, ...], ...]:
-    """The tokens alone."""
-    return tuple(tokens for tokens, _ in answers)

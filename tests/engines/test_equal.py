@@ -4,34 +4,16 @@ Over twenty updates there and back, with failures in between that must leave no 
 executor, then by vLLM's own calls, in every kind of engine.
 """
 
-from collections.abc import Callable, Mapping
-from typing import Any
-
 import pytest
-import torch
 
-from rl_bridge import WeightUpdateManifest
-from tests.engines.drive import (
-    Setting,
-    answers,
-    executor_for,
-    native_update,
-    start,
-)
+from tests.engines.drive import Setting, answers, executor_for, native_update, start
+from tests.engines.mishaps import FAILURES, fail
 from tests.engines.models import Checkpoints
 from tests.engines.pairs import every_setting, pairs_of, pairwise
 from tests.engines.references import References
 from tests.engines.trainer import Trainer
 
 UPDATES = 20
-# What goes wrong before every third update: in the trainer, while staging, in the exchange.
-FAILURES = {
-    "nan": "are NaN or Inf",
-    "process": "planted at call 3",
-    "exchange": "planted at call",
-    "corrupt": "does not hold",
-    "missing": "Publish the fused parts together",
-}
 
 CHOSEN = pairwise(every_setting())
 REST = [setting for setting in every_setting() if setting not in CHOSEN]
@@ -61,7 +43,7 @@ def test_an_engine_is_a_fresh_one_after_twenty_updates_and_failures(
             for step in range(1, UPDATES + 1):
                 if step % 3 == 0:
                     failure = list(FAILURES)[step // 3 % len(FAILURES)]
-                    _fail(failure, llm, executor.update_weights, weights[step % 2], trainer)
+                    fail(failure, llm, executor.update_weights, weights[step % 2], trainer)
                     assert answers(llm) == fresh[(step - 1) % 2], f"behind {failure} at {step}"
                 manifest = trainer.publish(weights[step % 2])
                 executor.update_weights(manifest)
@@ -73,33 +55,9 @@ def test_an_engine_is_a_fresh_one_after_twenty_updates_and_failures(
         for step in range(1, UPDATES + 1):
             if step % 3 == 0:
                 failure = list(FAILURES)[step // 3 % len(FAILURES)]
-                _fail(failure, llm, lambda m: native_update(llm, m), weights[step % 2], trainer)
+                fail(failure, llm, lambda m: native_update(llm, m), weights[step % 2], trainer)
                 assert answers(llm) == fresh[(step - 1) % 2], f"native, behind {failure} at {step}"
             manifest = trainer.publish(weights[step % 2])
             native_update(llm, manifest)
             assert answers(llm) == fresh[step % 2], f"native, update {step}"
             assert llm.get_weight_version() == f"v{manifest.weight_version}"
-
-
-def _fail(
-    failure: str,
-    llm: Any,
-    update: Callable[[WeightUpdateManifest], object],
-    weights: Mapping[str, torch.Tensor],
-    trainer: Trainer,
-) -> None:
-    sent = dict(weights)
-    name = max(name for name in sent if "q_proj" in name)
-    if failure == "nan":
-        sent[name] = sent[name].clone()
-        sent[name].view(-1)[5] = float("nan")
-    elif failure == "missing":
-        del sent[name]
-    else:
-        llm.collective_rpc("plant_fault", args=(failure, 3))
-    try:
-        # (vLLM's own calls raise what they like, around our text.)
-        with pytest.raises(Exception, match=FAILURES[failure]):
-            update(trainer.publish(sent))
-    finally:
-        llm.collective_rpc("uproot_fault")

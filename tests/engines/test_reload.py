@@ -23,6 +23,8 @@ from tests.engines.models import Checkpoints, Kind
 from tests.engines.trainer import Trainer
 
 TIED = Setting(Kind("qwen2", tied=True))
+# vLLM's kernel for 8 bits takes no float32 on CPUs with AMX.
+WITH_INT8 = "bfloat16" if torch.cpu._is_amx_tile_supported() else "float32"
 INT8: Mapping[str, Any] = {
     "quant_method": "compressed-tensors",
     "format": "int-quantized",
@@ -62,9 +64,9 @@ def quantized(path: str, home: Path) -> str:
         if "proj" not in name or not name.endswith("weight"):
             made[name] = weight
             continue
-        scale = weight.abs().amax(dim=1, keepdim=True) / 127
-        made[name] = (weight / scale).round().to(torch.int8)
-        made[f"{name}_scale"] = scale
+        scale = weight.float().abs().amax(dim=1, keepdim=True) / 127
+        made[name] = (weight.float() / scale).round().to(torch.int8)
+        made[f"{name}_scale"] = scale.to(weight.dtype)
     save_file(made, home / "model.safetensors")
     return str(home)
 
@@ -98,11 +100,14 @@ def serve(paths: list[str], setting: Setting) -> Iterator[Served]:
 def served(
     request: pytest.FixtureRequest, checkpoints: Checkpoints, tmp_path_factory: Any
 ) -> Iterator[Served]:
-    paths = [checkpoints.path(TIED.kind, version) for version in (0, 1)]
+    setting = TIED
+    if request.param == "int8":
+        setting = Setting(Kind("qwen2", tied=True, dtype=WITH_INT8))
+    paths = [checkpoints.path(setting.kind, version) for version in (0, 1)]
     if request.param == "int8":
         home = tmp_path_factory.mktemp("int8")
         paths = [quantized(path, home / str(n)) for n, path in enumerate(paths)]
-    yield from serve(paths, TIED)
+    yield from serve(paths, setting)
 
 
 @pytest.fixture

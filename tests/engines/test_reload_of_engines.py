@@ -10,10 +10,10 @@ from safetensors.torch import load_file
 from rl_bridge import IncompatibleUpdate
 from tests.engines.drive import Answers, Setting, answers, executor_for, native_update, start
 from tests.engines.models import Checkpoints, Kind
-from tests.engines.test_reload import quantized
+from tests.engines.test_reload import WITH_INT8, quantized
 from tests.engines.trainer import Trainer
 
-SETTING = Setting(Kind("qwen2"), in_process=False, ranks=2)
+SETTING = Setting(Kind("qwen2", dtype=WITH_INT8), in_process=False, ranks=2)
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,15 @@ from typing import Any, Literal
 from rl_bridge.errors import DeadlineExceeded, EngineLost, WeightBridgeUnavailableError
 from rl_bridge.integrations.vllm.plugin import METHOD
 
-__all__ = ["AsyncLLMHandle", "EngineHandle", "LLMHandle", "PauseMode", "lost", "no_plugin"]
+__all__ = [
+    "AsyncLLMHandle",
+    "EngineHandle",
+    "LLMHandle",
+    "PauseMode",
+    "in_thread",
+    "lost",
+    "no_plugin",
+]
 
 PauseMode = Literal["keep", "wait", "abort"]
 """What happens to running requests: they freeze, are waited for, or are aborted."""
@@ -165,11 +173,7 @@ class LLMHandle(EngineHandle):
                 return action()
             except Exception as error:
                 raise _translated(error, doing, self.timeout_s) from error
-        future: concurrent.futures.Future[Any] = concurrent.futures.Future()
-        threading.Thread(
-            target=_answer, args=(future, action), name="rl_bridge-vllm-call", daemon=True
-        ).start()
-        return _watched(future, doing, self.timeout_s, self._is_dead)
+        return _watched(in_thread(action), doing, self.timeout_s, self._is_dead)
 
     def _workers(self) -> int:
         return int(getattr(self._llm.llm_engine.vllm_config.parallel_config, "world_size", 1))
@@ -253,6 +257,15 @@ class AsyncLLMHandle(EngineHandle):
         return _watched(
             future, doing, self.timeout_s, lambda: getattr(self._engine, "errored", False)
         )
+
+
+def in_thread(action: Callable[[], Any]) -> "concurrent.futures.Future[Any]":
+    """Do something that may never end, in a thread that nobody has to wait for."""
+    future: concurrent.futures.Future[Any] = concurrent.futures.Future()
+    threading.Thread(
+        target=_answer, args=(future, action), name="rl_bridge-vllm-call", daemon=True
+    ).start()
+    return future
 
 
 def _answer(future: "concurrent.futures.Future[Any]", action: Callable[[], Any]) -> None:

@@ -3,6 +3,7 @@
 And `handle_of`, which finds the handle for any engine.
 """
 
+import concurrent.futures
 import importlib
 from typing import Any
 
@@ -13,12 +14,17 @@ from rl_bridge.integrations.vllm.handles import (
     LLMHandle,
     PauseMode,
     Replies,
+    in_thread,
     lost,
     no_plugin,
 )
 from rl_bridge.integrations.vllm.plugin import METHOD
 
 __all__ = ["ServerHandle", "handle_of"]
+
+# A call under way asks this often whether the engine lives, and waits so long for the answer.
+_LOOK_S = 1.0
+_HEALTH_S = 5.0
 
 
 class ServerHandle(EngineHandle):
@@ -97,9 +103,26 @@ class ServerHandle(EngineHandle):
     def _post(self, path: str, doing: str, **request: Any) -> Any:
         return self._send("POST", path, doing, **request)
 
+    def _request(self, doing: str, method: str, path: str, **request: Any) -> Any:
+        """Wait for an answer as long as there is an engine to give it: the server would not."""
+        asked = in_thread(lambda: self._client.request(method, path, **request))
+        while not concurrent.futures.wait([asked], _LOOK_S).done:
+            if self._is_dead() and not asked.done():
+                raise lost(RuntimeError("its engine ended"), doing)
+        return asked.result()
+
+    def _is_dead(self) -> bool:
+        try:
+            reply = self._httpx.get(f"{self._url}/health", timeout=_HEALTH_S, trust_env=False)
+        except self._httpx.ConnectError:
+            return True  # it shuts down, and keeps what is under way
+        except self._httpx.TransportError:
+            return False  # busy; there is a deadline
+        return bool(reply.status_code == self._httpx.codes.SERVICE_UNAVAILABLE)
+
     def _send(self, method: str, path: str, doing: str, **request: Any) -> Any:
         try:
-            reply = self._client.request(method, path, **request)
+            reply = self._request(doing, method, path, **request)
         except self._httpx.TimeoutException as error:
             msg = (
                 f"the server at {self._url} did not {doing} within {self.timeout_s} s. Look at "
