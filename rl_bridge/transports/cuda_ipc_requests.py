@@ -57,6 +57,9 @@ class ImportRequest:
     def of(cls, request: Mapping[str, Any]) -> Self:
         """Take a request: of Python objects as the trainer made it, or `to_dict`'s.
 
+        A request that is refused is not declined: who could tell which exports are meant by it? Its
+        trainer keeps the memory.
+
         Args:
             request: ``names``, ``dtypes``, ``shapes`` and ``extras``, a list of
                 ``{"ipc_handles": {uuid: export}}``; with ``packed``, ``sizes`` in elements.

@@ -4,6 +4,7 @@ import gc
 import itertools
 import json
 import os
+import struct
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
@@ -239,16 +240,18 @@ def test_what_is_remembered_of_exports_is_bounded(monkeypatch: pytest.MonkeyPatc
 # ---- exports that are refused before anything is opened -----------------------------------------
 
 
-def test_an_expandable_segment_is_refused_with_the_reason() -> None:
-    exporter = Exporter(head=b"\2e")
+@pytest.mark.parametrize("num_pieces", [1, 9, 10, 4000])
+def test_an_expandable_segment_is_refused_with_the_reason(num_pieces: int) -> None:
+    # Process, size of a piece, how many there are; then a descriptor for each.
+    raw = struct.pack(f"=i4xQQ{num_pieces}i", 7, 20 << 20, num_pieces, *range(num_pieces))
     told = r"expandable segment: .*descriptors.*expandable_segments:True"
-    with pytest.raises(TransportUnavailable, match=told):
-        ImportRequest.of(unpacked(exporter))
-    assert exporter.opened == []
+    for version in (b"\1", b"\2"):
+        with pytest.raises(TransportUnavailable, match=told):
+            TorchHandle.of(with_argument(7, version + b"e" + raw))
 
 
-@pytest.mark.parametrize("head", [b"", b"\0c", b"\1c", b"\2c"])
-def test_handles_of_older_torches_are_known(head: bytes) -> None:
+@pytest.mark.parametrize("head", [b"", b"\1c", b"\2c", b"\3c", b"\x7fc"])
+def test_handles_of_older_and_later_torches_are_known(head: bytes) -> None:
     assert TorchHandle.of(Exporter(head=head).reduce(torch.ones(3))).shape == (3,)
 
 
@@ -284,7 +287,7 @@ BAD |= {
     "no handle": (with_argument(7, b""), MalformedManifest, "has no handle"),
     "a short handle": (with_argument(7, RAW[:-1]), MalformedManifest, "no known form"),
     "a long handle": (with_argument(7, RAW + b"x"), MalformedManifest, "no known form"),
-    "a later handle": (with_argument(7, b"\3" + RAW[1:]), MalformedManifest, "no known form"),
+    "another kind": (with_argument(7, b"\2x" + RAW[2:]), MalformedManifest, "no known form"),
     "a handle in text": (with_argument(7, "x" * 66), MalformedManifest, "other types"),
     "a small storage": (with_argument(8, 23), RangeBeyondSegment, "storage of 23 bytes"),
     "a storage below 0": (with_argument(9, -1), MalformedManifest, "other types"),

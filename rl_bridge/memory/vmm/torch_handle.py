@@ -198,11 +198,13 @@ class TorchHandle:
             if self.numel:
                 raise MalformedManifest(f"an export of elements has no handle. {_SAY_AGAIN}")
             return
-        head = self.handle[:-IPC_HANDLE_NBYTES]
-        if head[1:2] == b"e":
+        # A version and a kind stand before the rest; older torches had neither. Which versions it
+        # knows, torch says when it opens one.
+        if len(self.handle) != IPC_HANDLE_NBYTES and self.handle[1:2] == b"e":
             raise TransportUnavailable(TRANSPORT, _EXPANDABLE, _NO_EXPANDABLE)
-        # A version and a kind; torch before 2.5 had neither.
-        if len(self.handle) < IPC_HANDLE_NBYTES or head not in {b"", b"\0c", b"\1c", b"\2c"}:
+        head = self.handle[:-IPC_HANDLE_NBYTES]
+        is_plain = not head or head[1:] == b"c"
+        if len(self.handle) < IPC_HANDLE_NBYTES or not is_plain:
             msg = f"an export's handle of {len(self.handle)} bytes has no known form. {_SAY_AGAIN}"
             raise MalformedManifest(msg)
         if _COUNTER_FILE.fullmatch(self.counter) is None:
