@@ -21,7 +21,7 @@ from rl_bridge.manifest.canonical import thaw
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.memory import leases, vm
 from rl_bridge.memory.vmm import ipc_view
-from rl_bridge.memory.vmm.driver import INVALID_VALUE, driver_error
+from rl_bridge.memory.vmm.driver import CAPTURING, INVALID_VALUE, driver_error
 from rl_bridge.memory.vmm.host_ipc import HostIPCDriver
 from rl_bridge.memory.vmm.local import driver_at
 from rl_bridge.memory.vmm.references import settle_late
@@ -321,6 +321,16 @@ def test_a_side_that_is_short_of_memory_for_its_copy_may_try_again(
     end: Any = trainer._publisher_end()
     held = leases.is_held(end._end._ring._slots[0].segment.fd)
     assert not held, f"although {kept.value!r} is kept"
+    assert shown(rollout, manifest) == {1.0}
+
+
+def test_an_import_while_a_graph_is_captured_may_come_again(
+    trainer: BridgeOver, rollout: BridgeOver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest = publish(trainer)
+    refuse_once(monkeypatch, "size_at", CAPTURING)
+    with pytest.raises(TransportUnavailable, match="Let the capture of the CUDA graph end"):
+        rollout.import_update(manifest)
     assert shown(rollout, manifest) == {1.0}
 
 

@@ -122,15 +122,15 @@ class IPCView(LeasedView):
             self.place = place_at(self._driver.device)
             handle = bytes.fromhex(self.arena.handle)
             self._opening = Opening(self._driver, handle, self.ref)
+            try:
+                self._check_size()
+            except BaseException:
+                self._opening.close()  # at once, whoever keeps the exception
+                raise
         except DriverError as error:
             if error.code == INVALID_VALUE:
                 raise  # that is how a driver names a handle that is none
             raise self._blocked(error) from error
-        try:
-            self._check_size()
-        except BaseException:
-            self._opening.close()  # at once, whoever keeps the exception
-            raise
         return self._opening.address
 
     def _blocked(self, error: DriverError) -> TransportUnavailable:
