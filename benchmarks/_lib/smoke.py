@@ -17,6 +17,7 @@ from _lib.wire import BenchmarkError, recv_json, send_json
 from rl_bridge import (
     ModuleInstallAdapter,
     RolloutExecutor,
+    TransportUnavailable,
     WeightUpdateManifest,
     make_weight_bridge,
 )
@@ -194,8 +195,12 @@ def _consume(connection: Connection) -> None:
             if command["do"] == "end":
                 break
             manifest = WeightUpdateManifest.from_json(command["manifest"])
-            with watch("import_ms"):
-                bridge.import_update(manifest)
+            try:
+                with watch("import_ms"):
+                    bridge.import_update(manifest)
+            except TransportUnavailable as error:
+                send_json(connection, {"blocked": [error.transport, error.cause, error.remedy]})
+                return
             with watch("ack_ms"):
                 bridge.acknowledge(manifest.update_id)
             active = bridge.active_weight_version
@@ -261,7 +266,11 @@ class _Child:
     def ask(self, value: dict[str, Any]) -> dict[str, Any]:
         """Send a message and return the answer."""
         send_json(self.connection, value)
-        return recv_json(self.connection, _TIMEOUT_S, "the rollout process")
+        answer = recv_json(self.connection, _TIMEOUT_S, "the rollout process")
+        if "blocked" in answer:
+            # What a runtime can do is seen only where another process tries it.
+            raise TransportUnavailable(*answer["blocked"])
+        return answer
 
 
 def _hand_over(config: SmokeConfig, child: _Child, watch: _Stopwatch) -> Outcome:
@@ -330,6 +339,7 @@ _RUNNERS: dict[Mode, Callable[[SmokeConfig], Outcome]] = {
     Mode.LOCAL: _local,
     Mode.SHARED_MEMORY: _two_processes,
     Mode.ROLLOUT_UPDATE: _rollout_update,
+    Mode.CUDA_IPC: _two_processes,
     Mode.CUDA_VMM: _two_processes,
     Mode.CUDA_VMM_ROLLOUT_UPDATE: _rollout_update,
 }
@@ -351,4 +361,7 @@ def run_mode(mode: Mode, config: SmokeConfig) -> Outcome:
         causes = [f"this command has no run for {mode} yet"]
     if causes or runner is None:
         return Outcome(status="blocked", notes=causes)
-    return runner(replace(config, transport=_TRANSPORTS[mode]))
+    try:
+        return runner(replace(config, transport=_TRANSPORTS[mode]))
+    except TransportUnavailable as error:
+        return Outcome(status="blocked", notes=[f"{error.cause} (remedy: {error.remedy})"])

@@ -34,7 +34,7 @@ class CUDAVMMTensorBridge(TensorBridge):
 
 
 class CUDAIPCTensorBridge(TensorBridge):
-    """``cuda-ipc``: blocked in this release; publishing and importing say why."""
+    """``cuda-ipc``: GPU tensors between processes of one machine, copied on import."""
 
     transport: ClassVar[str] = "cuda-ipc"
 

@@ -28,6 +28,7 @@ from rl_bridge.errors import (
     TransportUnavailable,
     WeightBridgeUnavailableError,
 )
+from rl_bridge.lifecycle.forks import in_forked_children
 from rl_bridge.memory.broker_server import (
     ANSWER,
     MAGIC,
@@ -183,7 +184,7 @@ def _forget_in_child() -> None:
         connection.close()
 
 
-os.register_at_fork(after_in_child=_forget_in_child)
+in_forked_children(_forget_in_child)
 
 
 def fetch_fd(ref: BrokerRef, key: int, *, timeout_s: float) -> tuple[int, int]:

@@ -8,14 +8,10 @@ to whoever has the manifest and is the same user; leases, stamps and the way bac
 import itertools
 import weakref
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import ClassVar
-
-import torch
 
 from rl_bridge.errors import (
     DriverError,
-    RangeBeyondSegment,
     TransportUnavailable,
     WeightBridgeError,
 )
@@ -26,56 +22,26 @@ from rl_bridge.memory.pins import Pin
 from rl_bridge.memory.segment import OwnedSegment, SegmentRef
 from rl_bridge.memory.slots import Slot
 from rl_bridge.memory.vmm.driver import VMMDriver
-from rl_bridge.memory.vmm.local import DriverName, cuda_cause, driver_at, place_at
+from rl_bridge.memory.vmm.local import DriverName, place_at
 from rl_bridge.memory.vmm.owners import AddressRange, Allocation
 from rl_bridge.memory.vmm.references import quietly
 from rl_bridge.memory.vmm.view import ArenaRef, DeviceView
+from rl_bridge.transports._device import DeviceOptions
 from rl_bridge.transports._slots import SlotConsumer, SlotHandle, SlotPublisher
 from rl_bridge.transports.base import (
     Availability,
     ConsumerEnd,
     PublisherEnd,
     Transport,
-    checked_count,
 )
 
 __all__ = ["CUDAVMM", "CUDAVMMHandle"]
-
-_REMEDY = "Use shared-memory with a CPU copy of the weights on one machine."
 
 
 class CUDAVMMHandle(SlotHandle):
     """The JSON handle: the slot's lease and stamp, and where its arena is."""
 
     arena: ArenaRef
-
-
-@dataclass(frozen=True, slots=True)
-class _Options:
-    name: str
-    driver: DriverName
-    device: int | None
-    max_slots: int
-    max_consumers: int
-    num_threads: int | None
-    timeout_s: float
-
-    def require_device(self) -> None:
-        """Raise `TransportUnavailable` where there is no device at all."""
-        cause = cuda_cause() if self.driver == "cuda" else None
-        if cause is not None:
-            raise TransportUnavailable(self.name, cause, _REMEDY)
-
-    def open_driver(self) -> VMMDriver:
-        """The driver of the device that was named, or else of torch's current one."""
-        self.require_device()
-        ordinal = self.device
-        if self.driver == "cuda" and ordinal is None:
-            ordinal = torch.cuda.current_device()
-        try:
-            return driver_at(self.driver, ordinal)
-        except DriverError as error:
-            raise TransportUnavailable(self.name, error.cause, error.remedy) from error
 
 
 class CUDAVMM(Transport):
@@ -119,20 +85,14 @@ class CUDAVMM(Transport):
             ValueError: a count below 1, a device below 0, or a time that is not positive.
 
         """
-        if device is not None and (type(device) is not int or device < 0):
-            raise ValueError(f"device={device!r}: expected the number of a GPU, or None.")
-        if not isinstance(timeout_s, int | float) or not 0 < timeout_s < float("inf"):
-            raise ValueError(f"timeout_s={timeout_s!r}: expected a positive number of seconds.")
-        self._options = _Options(
-            name=self.name,
-            driver=self.driver_name,
+        self._options = DeviceOptions.checked(
+            self.name,
+            self.driver_name,
             device=device,
-            max_slots=checked_count("max_slots", max_slots),
-            max_consumers=checked_count("max_consumers", max_consumers),
-            num_threads=(
-                None if num_threads is None else checked_count("num_threads", num_threads)
-            ),
-            timeout_s=float(timeout_s),
+            max_slots=max_slots,
+            max_consumers=max_consumers,
+            num_threads=num_threads,
+            timeout_s=timeout_s,
         )
 
     @classmethod
@@ -140,9 +100,7 @@ class CUDAVMM(Transport):
         """Allocate, export, import and map a little memory of torch's current device."""
         try:
             cls()._options.open_driver().probe()  # noqa: SLF001 - its own
-        except TransportUnavailable as error:
-            return Availability(cls.name, "blocked", error.cause, error.remedy)
-        except DriverError as error:
+        except (TransportUnavailable, DriverError) as error:
             return Availability(cls.name, "blocked", error.cause, error.remedy)
         return Availability(cls.name, "pass")
 
@@ -200,7 +158,7 @@ class _Arena:
 
 
 class _VMMPublisher(SlotPublisher):
-    def __init__(self, publisher_id: str, options: _Options) -> None:
+    def __init__(self, publisher_id: str, options: DeviceOptions) -> None:
         self._driver = options.open_driver()
         self.place = place_at(self._driver.device)
         self._keys = itertools.count(1)
@@ -251,35 +209,12 @@ class _VMMPublisher(SlotPublisher):
 class _VMMConsumer(SlotConsumer[CUDAVMMHandle]):
     _handle_type = CUDAVMMHandle
 
-    def __init__(self, worker: str, rank: int, options: _Options) -> None:
+    def __init__(self, worker: str, rank: int, options: DeviceOptions) -> None:
         super().__init__(worker, rank, num_threads=options.num_threads)
         self._options = options
 
     def _check(self, manifest: WeightUpdateManifest, handle: CUDAVMMHandle) -> None:
-        arena = handle.arena
-        if arena.driver != self._options.driver:
-            raise TransportUnavailable(
-                self._options.name,
-                f"the publisher uses memory of {arena.driver!r} and this side of "
-                f"{self._options.driver!r}",
-                "Make both sides of the same transport.",
-            )
-        if manifest.table.arena_nbytes > arena.nbytes or handle.slot.kind != "memfd":
-            msg = (
-                f"update {manifest.update_id}: its arena of {manifest.table.arena_nbytes} bytes "
-                f"does not fit its allocation of {arena.nbytes}. Send the manifest as it was "
-                "published."
-            )
-            raise RangeBeyondSegment(msg)
-        if self._options.device is not None:
-            mine = self._options.open_driver().device.uuid
-            if mine != arena.device:
-                raise TransportUnavailable(
-                    self._options.name,
-                    f"the update lies on GPU {arena.device} and this side was given device="
-                    f"{self._options.device}, which is {mine}",
-                    "Publish on the engine's GPU, or carry the update over shared-memory.",
-                )
+        self._options.check_arena(manifest, handle.arena, handle.slot.kind)
 
     def _pin(self, manifest: WeightUpdateManifest, handle: CUDAVMMHandle) -> Pin:
         where = (handle.slot, handle.arena)

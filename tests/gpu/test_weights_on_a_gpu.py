@@ -3,13 +3,8 @@
 import pytest
 import torch
 
-from rl_bridge import (
-    TransportUnavailable,
-    WeightBridgeUnavailableError,
-    make_weight_bridge,
-)
+from rl_bridge import WeightBridgeUnavailableError, make_weight_bridge
 from rl_bridge.transports.cuda import cuda_cause
-from rl_bridge.transports.registry import probe
 
 _CAUSE = cuda_cause()
 
@@ -40,14 +35,3 @@ def test_what_was_trained_on_the_gpu_arrives_to_the_byte() -> None:
         for name, tensor in rollout.import_update(manifest).items():
             there = tensor.cuda().view(torch.uint8)
             assert torch.equal(there, weights[name].view(torch.uint8)), name
-
-
-@pytest.mark.parametrize("name", ["cuda-ipc"])
-def test_a_cuda_transport_says_that_it_is_not_in_this_release(name: str) -> None:
-    assert probe(name).status == "blocked"
-    assert "not part of this release" in probe(name).cause
-    with (
-        make_weight_bridge(name) as bridge,
-        pytest.raises(TransportUnavailable, match="not part of this release"),
-    ):
-        bridge.publish({"w": torch.ones(1)}, weight_version=1)

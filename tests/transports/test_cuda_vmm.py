@@ -99,7 +99,7 @@ def test_a_time_that_nobody_can_wait_for_is_refused(timeout_s: Any) -> None:
 
 
 def test_without_a_gpu_both_ends_say_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rl_bridge.transports.cuda_vmm.cuda_cause", lambda: "there is no GPU")
+    monkeypatch.setattr("rl_bridge.transports._device.cuda_cause", lambda: "there is no GPU")
     for open_end in (
         lambda: CUDAVMM().publisher_end("a" * 32),
         lambda: CUDAVMM().consumer_end("w", 0),

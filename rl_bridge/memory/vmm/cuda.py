@@ -30,15 +30,17 @@ from rl_bridge.memory.vmm.driver import (
     VMMDriver,
     driver_error,
 )
+from rl_bridge.memory.vmm.ipc import IPC_HANDLE_NBYTES, IPCDriver
 
 __all__ = ["IPC_HANDLE_NBYTES", "CUDADriver", "ordinal_of"]
 
-IPC_HANDLE_NBYTES = 64
 _SUCCESS = 0
 _NEEDED = (
     "CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED",
     "CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED",
 )
+
+_NEEDED_FOR_IPC = "CU_DEVICE_ATTRIBUTE_IPC_EVENT_SUPPORTED"
 
 
 def _is_capturing() -> bool:
@@ -123,7 +125,7 @@ def ordinal_of(device_uuid: str, *, bindings: Any = None) -> int:
     return found.index(device_uuid)
 
 
-class CUDADriver(VMMDriver):
+class CUDADriver(VMMDriver, IPCDriver):
     """`VMMDriver` on one GPU, and the calls of legacy IPC. Calls may come from any thread.
 
     It retains the device's primary context until the process ends, as torch does.
@@ -291,39 +293,21 @@ class CUDADriver(VMMDriver):
     # ---- legacy IPC -----------------------------------------------------------------------------
 
     def alloc(self, nbytes: int) -> int:
-        """Allocate plain device memory, which `ipc_handle` can name; returns its address.
-
-        Use a multiple of 2 MiB: smaller memory shares a block with others, which a handle exposes.
-        """
+        """Allocate plain device memory."""
         about = f"{nbytes} bytes on GPU {self.device.uuid}"
         return int(self._call("cuMemAlloc", nbytes, about=about))
 
     def dealloc(self, address: int) -> None:
-        """Free what `alloc` returned, after every importer closed it.
-
-        What an importer that has not would then see is undefined.
-        """
+        """Free what `alloc` returned."""
         self._call("cuMemFree", address, about=f"address {address:#x}")
 
     def ipc_handle(self, address: int) -> bytes:
-        """Name memory of `alloc` for other processes: 64 bytes.
-
-        Raises:
-            DriverError: CUDA_ERROR_INVALID_VALUE for memory of `create`, which needs `export_fd`.
-
-        """
+        """Name memory of `alloc` for other processes."""
         handle = self._call("cuIpcGetMemHandle", address, about=f"address {address:#x}")
         return ctypes.string_at(int(handle.getPtr()), IPC_HANDLE_NBYTES)
 
     def open_ipc(self, handle: bytes) -> int:
-        """Map another process's memory; returns an address, which `close_ipc` takes.
-
-        Opening a handle twice gives the same address and counts: close it twice.
-
-        Raises:
-            DriverError: not 64 bytes, gone, of another GPU, or made by this very process.
-
-        """
+        """Map another process's memory."""
         call = "cuIpcOpenMemHandle"
         if len(handle) != IPC_HANDLE_NBYTES:
             detail = f"a handle of {len(handle)} bytes, expected {IPC_HANDLE_NBYTES}"
@@ -338,6 +322,24 @@ class CUDADriver(VMMDriver):
     def close_ipc(self, address: int) -> None:
         """Give back one `open_ipc`."""
         self._call("cuIpcCloseMemHandle", address, about=f"address {address:#x}")
+
+    def size_at(self, address: int) -> int | None:
+        """Ask for the range around an address. Of opened memory not every driver tells it."""
+        try:
+            base, nbytes = self._call("cuMemGetAddressRange", address)
+        except DriverError as error:
+            if error.code == CAPTURING:
+                raise
+            return None
+        return int(nbytes) if int(base) == address else None
+
+    def probe_ipc(self) -> None:
+        """Ask for the attribute, then allocate and name a little memory."""
+        attribute = getattr(self._library.types.CUdevice_attribute, _NEEDED_FOR_IPC)
+        if not self._call("cuDeviceGetAttribute", attribute, self._device):
+            detail = f"{_NEEDED_FOR_IPC} is 0 on GPU {self.device.uuid}"
+            raise driver_error("cuDeviceGetAttribute", "CUDA_ERROR_NOT_SUPPORTED", detail)
+        super().probe_ipc()
 
     # ---- which device ---------------------------------------------------------------------------
 

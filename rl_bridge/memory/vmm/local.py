@@ -9,8 +9,8 @@ import torch
 
 from rl_bridge.memory.places import CPU_PLACE, Place
 from rl_bridge.memory.vmm.cuda import CUDADriver, ordinal_of
-from rl_bridge.memory.vmm.driver import Device, VMMDriver
-from rl_bridge.memory.vmm.host import HostDriver
+from rl_bridge.memory.vmm.driver import Device
+from rl_bridge.memory.vmm.host_ipc import HostIPCDriver
 
 __all__ = ["DriverName", "cuda_cause", "driver_at", "driver_of", "place_at"]
 
@@ -18,7 +18,7 @@ DriverName = Literal["cuda", "host"]
 
 _LOCK = threading.RLock()
 # By process: owners of a parent's drivers do nothing in a forked child, which has its own.
-_DRIVERS: dict[tuple[int, str, int | None], VMMDriver] = {}
+_DRIVERS: dict[tuple[int, str, int | None], CUDADriver | HostIPCDriver] = {}
 os.register_at_fork(
     before=_LOCK.acquire, after_in_parent=_LOCK.release, after_in_child=_LOCK.release
 )
@@ -37,7 +37,7 @@ def cuda_cause() -> str | None:
     return None
 
 
-def driver_at(name: DriverName, ordinal: int | None) -> VMMDriver:
+def driver_at(name: DriverName, ordinal: int | None) -> CUDADriver | HostIPCDriver:
     """Find or make the driver of one device.
 
     Args:
@@ -52,12 +52,12 @@ def driver_at(name: DriverName, ordinal: int | None) -> VMMDriver:
     with _LOCK:
         driver = _DRIVERS.get(key)
         if driver is None:
-            driver = HostDriver() if name == "host" else CUDADriver(ordinal or 0)
+            driver = HostIPCDriver() if name == "host" else CUDADriver(ordinal or 0)
             _DRIVERS[key] = driver
         return driver
 
 
-def driver_of(name: DriverName, uuid: str) -> VMMDriver:
+def driver_of(name: DriverName, uuid: str) -> CUDADriver | HostIPCDriver:
     """Find or make the driver of the device that another process names by its UUID.
 
     Raises:

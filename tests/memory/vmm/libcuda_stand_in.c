@@ -78,7 +78,7 @@ int cuDeviceGetUuid(unsigned char *uuid, int dev) {
 }
 int cuDeviceGetAttribute(int *value, int attribute, int dev) {
     (void)dev;
-    *value = attribute == 102 || attribute == 103;
+    *value = attribute == 102 || attribute == 103 || attribute == 125;
     return OK;
 }
 int cuDevicePrimaryCtxRetain(void **ctx, int dev) { *ctx = &contexts[dev]; return OK; }
@@ -254,6 +254,15 @@ int cuIpcOpenMemHandle(uintptr_t *at, Ipc handle, unsigned flags) {
     *at = r->at;
     return OK;
 }
+int cuMemGetAddressRange(uintptr_t *base, size_t *size, uintptr_t at) {
+    ENTER()
+    Range *r = around(allocated, at, 1);
+    if (!r) r = around(opened, at, 1);
+    if (!r) return NOT_FOUND;
+    *base = r->at;
+    *size = r->size;
+    return OK;
+}
 int cuIpcCloseMemHandle(uintptr_t at) {
     ENTER()
     Range *r = find(opened, at, 0);
@@ -275,7 +284,7 @@ static const struct { const char *name; void *function; } table[] = {
     NAMED(cuMemRelease), NAMED(cuMemExportToShareableHandle), NAMED(cuMemImportFromShareableHandle),
     NAMED(cuMemAddressReserve), NAMED(cuMemAddressFree), NAMED(cuMemMap), NAMED(cuMemSetAccess), NAMED(cuMemUnmap),
     NAMED(cuPointerGetAttribute), NAMED(cuMemAlloc), NAMED(cuMemFree), NAMED(cuIpcGetMemHandle),
-    NAMED(cuIpcOpenMemHandle), NAMED(cuIpcCloseMemHandle), {"cuGetProcAddress", (void *)cuGetProcAddress_v2},
+    NAMED(cuIpcOpenMemHandle), NAMED(cuMemGetAddressRange), NAMED(cuIpcCloseMemHandle), {"cuGetProcAddress", (void *)cuGetProcAddress_v2},
     NAMED(cuGetProcAddress_v2),
 };
 int cuGetProcAddress_v2(const char *symbol, void **out, int version, uint64_t flags, int *status) {

@@ -19,7 +19,6 @@ from rl_bridge.memory.holding import close_fd
 from rl_bridge.memory.vmm.cuda import IPC_HANDLE_NBYTES, CUDADriver, ordinal_of
 from rl_bridge.memory.vmm.driver import CAPTURING, INVALID_VALUE, NOT_INITIALIZED
 from rl_bridge.memory.vmm.owners import AddressRange, Allocation
-from rl_bridge.testing.processes import Child
 from tests.helpers import forked, forking, open_fds
 from tests.memory.vmm.driver_suite import DriverSuite
 
@@ -290,71 +289,6 @@ def test_a_probe_believes_no_attribute() -> None:
 
 def test_free_and_total_memory_are_told(driver: CUDADriver) -> None:
     assert driver.memory_info() == (1, 2)
-
-
-# ---- between processes --------------------------------------------------------------------------
-
-
-class Exporter:
-    """Holds memory of both kinds for others."""
-
-    def __init__(self) -> None:
-        self.driver = CUDADriver(1)
-        self.address = self.driver.alloc(UNIT)
-        vm.store(self.address, b"trained")
-
-    def handle(self) -> str:
-        return self.driver.ipc_handle(self.address).hex()
-
-    def free(self) -> None:
-        self.driver.dealloc(self.address)
-
-
-def test_a_legacy_handle_opens_in_another_process_and_counts(
-    driver: CUDADriver, record: Recording
-) -> None:
-    with Child(Exporter) as exporter:
-        raw = bytes.fromhex(exporter.call("handle"))
-        assert len(raw) == IPC_HANDLE_NBYTES
-        at = driver.open_ipc(raw)
-        _, passed, flags = record.calls[-1]
-        assert isinstance(passed, bindings.CUipcMemHandle)
-        assert ctypes.string_at(int(passed.getPtr()), IPC_HANDLE_NBYTES) == raw
-        assert flags == 1
-        assert driver.open_ipc(raw) == at
-        assert ctypes.string_at(at, 7) == b"trained"
-        driver.close_ipc(at)
-        assert ctypes.string_at(at, 7) == b"trained"
-        driver.close_ipc(at)
-        with pytest.raises(DriverError):
-            driver.close_ipc(at)
-        exporter.call("free")
-        with pytest.raises(DriverError, match="publish again") as caught:
-            driver.open_ipc(raw)
-        assert caught.value.code == "CUDA_ERROR_INVALID_HANDLE"
-
-
-def test_a_legacy_handle_does_not_open_where_it_was_made(driver: CUDADriver) -> None:
-    at = driver.alloc(UNIT)
-    with pytest.raises(DriverError, match="use its pointer there"):
-        driver.open_ipc(driver.ipc_handle(at))
-    driver.dealloc(at)
-
-
-@pytest.mark.parametrize("nbytes", [0, 63, 65, 66])
-def test_a_legacy_handle_has_64_bytes(driver: CUDADriver, nbytes: int) -> None:
-    with pytest.raises(DriverError, match=f"a handle of {nbytes} bytes, expected 64"):
-        driver.open_ipc(bytes(nbytes))
-
-
-def test_memory_that_is_exported_as_a_descriptor_has_no_legacy_handle(driver: CUDADriver) -> None:
-    allocation, live = Allocation.create(driver, UNIT), AddressRange(driver, UNIT)
-    live.map(allocation, writable=True)
-    with pytest.raises(DriverError) as caught:
-        driver.ipc_handle(live.address)
-    assert (caught.value.call, caught.value.code) == ("cuIpcGetMemHandle", INVALID_VALUE)
-    live.close()
-    allocation.close()
 
 
 def test_nothing_is_left_open(driver: CUDADriver) -> None:

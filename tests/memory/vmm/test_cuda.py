@@ -125,14 +125,17 @@ def stand_in(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_the_real_bindings_make_the_right_calls_over_a_stand_in(stand_in: Path) -> None:
+@pytest.mark.parametrize(("file", "least"), [("on_stand_in.py", 35), ("on_stand_in_ipc.py", 20)])
+def test_the_real_bindings_make_the_right_calls_over_a_stand_in(
+    stand_in: Path, file: str, least: int
+) -> None:
     environment = {
         **os.environ,
         "LD_LIBRARY_PATH": f"{stand_in}:{os.environ.get('LD_LIBRARY_PATH', '')}",
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
     }
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "on_stand_in.py"],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", file],
         cwd=HERE,
         env=environment,
         capture_output=True,
@@ -143,5 +146,5 @@ def test_the_real_bindings_make_the_right_calls_over_a_stand_in(stand_in: Path) 
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
     passed = re.search(r"(\d+) passed in", done.stdout)
     assert passed is not None
-    assert int(passed[1]) > 35
+    assert int(passed[1]) > least
     assert "skipped" not in done.stdout

@@ -1,0 +1,74 @@
+"""Legacy IPC on host memory keeps CUDA's rules; what only host memory can show."""
+
+import ctypes
+import os
+import struct
+
+import pytest
+
+from rl_bridge.errors import DriverError
+from rl_bridge.memory.vmm.host_ipc import FREED, HostIPCDriver
+from rl_bridge.memory.vmm.ipc import IPC_HANDLE_NBYTES, IPC_UNIT, IPCDriver
+from rl_bridge.testing.processes import Child
+from tests.helpers import open_fds
+from tests.memory.vmm.ipc_suite import TRAINED, Exporter, Importer, IPCSuite
+
+
+class HostExporter(Exporter):
+    def make(self) -> IPCDriver:
+        return HostIPCDriver()
+
+
+class HostImporter(Importer):
+    def make(self) -> IPCDriver:
+        return HostIPCDriver()
+
+
+class TestHostIPC(IPCSuite):
+    exporter = HostExporter
+    importer = HostImporter
+
+    def make(self) -> IPCDriver:
+        return HostIPCDriver()
+
+
+def test_what_is_freed_too_early_is_seen() -> None:
+    driver = HostIPCDriver()
+    with Child(HostExporter) as owner:
+        at = driver.open_ipc(bytes.fromhex(owner.call("where")["handle"]))
+        assert ctypes.string_at(at, len(TRAINED)) == TRAINED
+        owner.call("give_up")  # nobody said that it is open
+        assert ctypes.string_at(at, 3) == bytes([FREED]) * 3
+        driver.close_ipc(at)
+    assert driver.num_plain() == (0, 0)
+
+
+@pytest.mark.parametrize("word", range(7))
+def test_a_handle_that_was_changed_opens_nothing(word: int) -> None:
+    driver = HostIPCDriver()
+    with Child(HostExporter) as owner:
+        raw = bytearray.fromhex(owner.call("where")["handle"])
+        before = open_fds()
+        for change in (1, 1 << 40, -(1 << 62)):
+            told = bytearray(raw)
+            (value,) = struct.unpack_from("<q", raw, 8 * word)
+            struct.pack_into("<q", told, 8 * word, value ^ change)
+            with pytest.raises(DriverError) as caught:
+                driver.open_ipc(bytes(told))
+            assert caught.value.code == "CUDA_ERROR_INVALID_HANDLE"
+        assert open_fds() == before
+
+
+@pytest.mark.parametrize("nbytes", [0, -IPC_UNIT, IPC_UNIT + 1])
+def test_an_odd_size_is_refused(nbytes: int) -> None:
+    with pytest.raises(DriverError, match="expected a multiple of"):
+        HostIPCDriver().alloc(nbytes)
+
+
+def test_a_handle_tells_nothing_but_where_the_memory_is() -> None:
+    driver = HostIPCDriver()
+    at = driver.alloc(IPC_UNIT)
+    raw = driver.ipc_handle(at)
+    assert (len(raw), raw) == (IPC_HANDLE_NBYTES, driver.ipc_handle(at))
+    assert struct.unpack_from("<q", raw, 8)[0] == os.getpid()
+    driver.dealloc(at)

@@ -1,0 +1,121 @@
+"""Memory for a copy of a version, as it is on a GPU: whose it is, and when it is freed."""
+
+import gc
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from rl_bridge.errors import WeightBridgeUnavailableError
+from rl_bridge.memory.places import CPUPlace
+from rl_bridge.memory.vmm.driver import CAPTURING, driver_error
+from rl_bridge.memory.vmm.host_ipc import FREED, HostIPCDriver
+from rl_bridge.memory.vmm.ipc import IPC_UNIT
+from rl_bridge.memory.vmm.ipc_view import private_pin
+from rl_bridge.memory.vmm.references import settle_late
+from tests.helpers import forked, forking
+
+
+class OnAGPU(CPUPlace):
+    """Host memory that is called a GPU's."""
+
+    device = torch.device("cuda", 5)
+
+
+class Noting(HostIPCDriver):
+    """Notes what is waited for and freed; is told to refuse."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[str] = []
+        self.refuses: dict[str, str] = {}
+
+    def _note(self, name: str) -> None:
+        self.calls.append(name)
+        if code := self.refuses.get(name):
+            raise driver_error(name, code, "refused, as planned")
+
+    def alloc(self, nbytes: int) -> int:
+        self._note("alloc")
+        return super().alloc(nbytes)
+
+    def fence(self) -> None:
+        self._note("fence")
+
+    def dealloc(self, address: int) -> None:
+        self._note("dealloc")
+        super().dealloc(address)
+
+
+@pytest.fixture
+def driver() -> Iterator[Noting]:
+    made = Noting()
+    yield made
+    made.refuses.clear()
+    gc.collect()
+    settle_late()
+    assert made.num_plain() == (0, 0)
+
+
+def view_on(driver: Noting) -> Any:
+    return SimpleNamespace(place=OnAGPU(), driver=driver)
+
+
+def test_it_is_plain_memory_of_whole_units_that_ends_with_its_last_tensor(driver: Noting) -> None:
+    pin = private_pin(view_on(driver), 1000)
+    assert (pin.nbytes, pin.view) == (IPC_UNIT, None)
+    tensor = OnAGPU().tensor(pin.buffer, 0, 1000, torch.uint8)
+    del pin
+    assert driver.calls == ["alloc"]
+    tensor.fill_(7)
+    part = tensor[3:5]
+    del tensor
+    assert part.tolist() == [7, 7] != [FREED] * 2
+    del part
+    gc.collect()
+    # A tensor may be dead while kernels that read it still run.
+    assert driver.calls == ["alloc", "fence", "dealloc"]
+
+
+def test_a_shortage_is_this_sides_and_leaves_nothing(driver: Noting) -> None:
+    driver.refuses["alloc"] = "CUDA_ERROR_OUT_OF_MEMORY"
+    with pytest.raises(WeightBridgeUnavailableError, match=r"OUT_OF_MEMORY.*import it again"):
+        private_pin(view_on(driver), 1000)
+
+
+def test_what_dies_while_a_graph_is_captured_is_freed_later(driver: Noting) -> None:
+    pin = private_pin(view_on(driver), 1000)
+    driver.refuses["fence"] = CAPTURING
+    del pin
+    gc.collect()
+    assert driver.num_plain() == (1, 0)
+    driver.refuses.clear()
+    settle_late()
+    assert driver.num_plain() == (0, 0)
+
+
+@forking
+def test_a_forked_child_frees_nothing(driver: Noting) -> None:
+    pins = [private_pin(view_on(driver), 1000)]
+    driver.calls.clear()
+
+    def in_child() -> bool:
+        pins.clear()
+        gc.collect()
+        return driver.calls == []
+
+    assert forked(in_child)
+
+
+def test_an_interrupt_right_behind_the_allocation_loses_nothing(
+    driver: Noting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def cut(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("rl_bridge.memory.vmm.ipc_view.Pin", cut)
+    with pytest.raises(KeyboardInterrupt):
+        private_pin(view_on(driver), 1000)
+    assert driver.num_plain() == (0, 0)
