@@ -19,7 +19,9 @@ The tree::
     │   ├── LayoutUnknown                 compact manifest whose layout never arrived here
     │   ├── DigestMismatch                layout digest or root do not belong to the content
     │   ├── ChecksumMismatch              "tensor checksum mismatch": bytes differ from the manifest
-    │   └── VersionNotMonotonic           "weight_version must increase monotonically"
+    │   ├── VersionNotMonotonic           "weight_version must increase monotonically"
+    │   ├── IncompleteCoverage            a group misses a range of a tensor, or has it twice
+    │   └── RanksDisagree                 ranks of an update group contradict each other
     ├── WeightUpdateRejectedError         the update may not be imported, acknowledged or installed
     │   ├── UnknownUpdate
     │   ├── IllegalTransition             the lifecycle table has no such move
@@ -31,6 +33,7 @@ The tree::
     ├── EngineLost                        an engine in other processes died or cannot be reached
     ├── SegmentError                      shared memory that vanished, shrank or was replaced
     ├── DriverError                       a call of a memory driver failed: CUDA's, or its stand-in
+    ├── GroupAborted                      a rank of an update group failed or died: none published
     ├── SlotsExhausted                    every slot is held; the message names the holders
     ├── DeadlineExceeded(TimeoutError)
     └── BridgeClosed
@@ -50,8 +53,10 @@ __all__ = [
     "DuplicateTensorName",
     "EngineLost",
     "ForeignTransport",
+    "GroupAborted",
     "IllegalTransition",
     "IncompatibleUpdate",
+    "IncompleteCoverage",
     "LayoutUnknown",
     "MalformedManifest",
     "NegativeRange",
@@ -59,6 +64,7 @@ __all__ = [
     "ProofFailed",
     "RangeBeyondSegment",
     "RangeOverflow",
+    "RanksDisagree",
     "SegmentError",
     "ShapeMismatch",
     "SlotsExhausted",
@@ -162,6 +168,14 @@ class VersionNotMonotonic(WeightManifestValidationError):
     """The publisher was asked to reuse or go below an earlier version."""
 
 
+class IncompleteCoverage(WeightManifestValidationError):
+    """The ranks of an update group do not hold every element of every tensor exactly once."""
+
+
+class RanksDisagree(WeightManifestValidationError):
+    """The ranks of an update group contradict each other: dtypes, shapes, versions, world size."""
+
+
 class WeightUpdateRejectedError(WeightBridgeError):
     """An update cannot be imported, acknowledged or installed."""
 
@@ -226,6 +240,20 @@ class DriverError(WeightBridgeError):
         self.call = call
         self.code = code
         self.remedy = remedy
+
+
+class GroupAborted(WeightBridgeError):
+    """A rank of an update group failed, died or did not answer: no rank's part is published.
+
+    Attributes:
+        ranks: which ones, as far as it is known.
+
+    """
+
+    def __init__(self, message: str, ranks: tuple[int, ...] = ()) -> None:
+        """Keep the ranks readable."""
+        super().__init__(message)
+        self.ranks = ranks
 
 
 class SlotsExhausted(WeightBridgeError):

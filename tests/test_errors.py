@@ -13,6 +13,8 @@ from rl_bridge import RolloutExecutor, errors, make_weight_bridge
 from rl_bridge.installers.base import InstallProof
 from rl_bridge.integrations.vllm.engine_adapter import VLLMEngineAdapter
 from rl_bridge.lifecycle.journal import Journal
+from rl_bridge.manifest.coverage import held_pieces, prove_coverage
+from rl_bridge.manifest.placement import Piece, Placement
 from rl_bridge.memory.segment import OwnedSegment, open_segment
 from rl_bridge.memory.vmm.host import HostDriver
 from rl_bridge.transports.registry import transport_class
@@ -171,6 +173,19 @@ def _multi_node(_: Path) -> None:
     transport_class("rdma")
 
 
+def _cover(*ranges: tuple[int, int], dtypes: tuple[str, ...] = ("int8", "int8")) -> None:
+    """Prove that ranks with these ranges (first, number) hold a tensor of 4 elements."""
+    pieces = [
+        Piece(name="w", global_shape=(4,), offset=(at,), shape=(n,), local_offset=(0,))
+        for at, n in ranges
+    ]
+    ranks = [
+        {"w": Placement(dtype=dtype, shape=piece.shape, pieces=(piece,))}
+        for piece, dtype in zip(pieces, dtypes, strict=False)
+    ]
+    prove_coverage(held_pieces(ranks))
+
+
 def _reused_version(_: Path) -> None:
     journal = Journal()
     journal.reserve(1)
@@ -217,6 +232,8 @@ RAISED: dict[type[Exception], Callable[[Path], object]] = {
     errors.DigestMismatch: lambda _: make_manifest(root="0" * 32),
     errors.ChecksumMismatch: _corrupt,
     errors.VersionNotMonotonic: _reused_version,
+    errors.IncompleteCoverage: lambda _: _cover((0, 2)),
+    errors.RanksDisagree: lambda _: _cover((0, 2), (2, 2), dtypes=("float32", "int8")),
     errors.WeightUpdateRejectedError: _rejected,
     errors.UnknownUpdate: lambda _: make_weight_bridge("local").update_status("x"),
     errors.IllegalTransition: _illegal,
@@ -233,6 +250,7 @@ RAISED: dict[type[Exception], Callable[[Path], object]] = {
 }
 # Raised by no path that a test could take here, each with its reason.
 NOT_HERE = {
+    errors.GroupAborted: "raised between the ranks of a group, which have tests of their own",
     errors.WeightManifestValidationError: "only its subclasses are raised: one per reason",
     errors.DeadlineExceeded: "raised where peers talk: the demo's frames have their own tests",
 }

@@ -1,9 +1,9 @@
 """Where a rank's tensors lie in the whole tensors: no bytes, no torch.
 
-A trainer's rank holds parts of tensors. Each of its tensors consists of one or more *pieces*; a piece
-is a box of a whole tensor, or a range of its elements in row-major order (``is_flat``), which is how
-ZeRO-3 and FSDP1 cut. Fused tensors that are cut per rank (gate and up of one rank side by side) have
-several pieces.
+A trainer's rank holds parts of tensors. Each of its tensors consists of one or more *pieces*; a
+piece is a box of a whole tensor, or a range of its elements in row-major order (``is_flat``), which
+is how ZeRO-3 and FSDP1 cut. Fused tensors that are cut per rank (gate and up of one rank side by
+side) have several pieces.
 """
 
 from dataclasses import dataclass
