@@ -74,8 +74,15 @@ class _Pattern(NamedTuple):
     local_shape: tuple[int, ...]
 
 
-def held_pieces(ranks: Sequence[Mapping[str, Placement]]) -> dict[str, list[Held]]:
-    """Whole tensor's name -> every piece of it, by rank; `ranks` are the placements of each rank.
+def held_pieces(
+    ranks: Sequence[Mapping[str, Placement]], *, allow_ties: bool = False
+) -> dict[str, list[Held]]:
+    """Whole tensor's name -> every piece of it, by rank.
+
+    Args:
+        ranks: the placements of each rank.
+        allow_ties: pieces of different tensors may lie at the same place of a rank's own tensor, as
+            where two names share one tensor.
 
     Raises:
         RangeBeyondSegment: a piece reaches beyond its whole tensor or the rank's own tensor.
@@ -83,10 +90,10 @@ def held_pieces(ranks: Sequence[Mapping[str, Placement]]) -> dict[str, list[Held
 
     """
     with collector_paused():
-        return _held(ranks)
+        return _held(ranks, allow_ties)
 
 
-def _held(ranks: Sequence[Mapping[str, Placement]]) -> dict[str, list[Held]]:
+def _held(ranks: Sequence[Mapping[str, Placement]], allow_ties: bool) -> dict[str, list[Held]]:  # noqa: FBT001 - private
     found: dict[str, list[Held]] = {}
     sound: set[object] = set()
     for rank, placements in enumerate(ranks):
@@ -107,7 +114,12 @@ def _held(ranks: Sequence[Mapping[str, Placement]]) -> dict[str, list[Held]]:
                 else:
                     found[name] = [held]
             if len(placement.pieces) > 1:
-                _check_local(rank, local, placement)
+                if allow_ties:
+                    for name in {piece.name for piece in placement.pieces}:
+                        own = [piece for piece in placement.pieces if piece.name == name]
+                        _check_local(rank, local, shape, own)
+                else:
+                    _check_local(rank, local, shape, placement.pieces)
     return found
 
 
@@ -189,13 +201,13 @@ def _check_piece(rank: int, local: str, pattern: _Pattern, name: str) -> None:
             raise RangeBeyondSegment(msg)
 
 
-def _check_local(rank: int, local: str, placement: Placement) -> None:
+def _check_local(rank: int, local: str, shape: tuple[int, ...], pieces: Sequence[Piece]) -> None:
     boxes: list[Box] = []
     names: list[str] = []
-    for piece in placement.pieces:
+    for piece in pieces:
         start = piece.local_offset[0] if piece.is_flat else 0
         mine = (
-            flat_boxes(start, start + piece.shape[0], placement.shape)
+            flat_boxes(start, start + piece.shape[0], shape)
             if piece.is_flat
             else [box_of(piece.local_offset, piece.shape)]
         )
