@@ -6,6 +6,7 @@ acknowledged with that proof, released without a leak.
 
 from rl_bridge.bridge.acknowledgement import Acknowledgement
 from rl_bridge.bridge.bridges import (
+    BroadcastTensorBridge,
     CUDAIPCTensorBridge,
     CUDAVMMTensorBridge,
     LocalTensorCopyBridge,
@@ -44,6 +45,7 @@ from rl_bridge.errors import (
     StaleUpdate,
     SuspiciousUpdate,
     TornEngine,
+    TransferTimeout,
     TransportUnavailable,
     UnknownDtype,
     UnknownUpdate,
@@ -53,6 +55,12 @@ from rl_bridge.errors import (
     WeightManifestValidationError,
     WeightUpdateRejectedError,
 )
+from rl_bridge.extractors.base import WeightExtractor, WeightMetadata
+from rl_bridge.extractors.chunks import WeightChunk
+from rl_bridge.extractors.deepspeed import DeepSpeedExtractor, DeepSpeedWeightExtractor
+from rl_bridge.extractors.fsdp import FSDPExtractor, FSDPWeightExtractor
+from rl_bridge.extractors.megatron import MegatronExtractor, MegatronWeightExtractor
+from rl_bridge.extractors.state_dict import StateDictExtractor
 from rl_bridge.installers.base import InstallProof, TransactionalAdapter, WeightInstallAdapter
 from rl_bridge.installers.module import ModuleInstallAdapter
 from rl_bridge.installers.vllm.model_installer import VLLMModelInstaller
@@ -76,15 +84,20 @@ __all__ = [
     "Acknowledgement",
     "BadSegmentName",
     "BridgeClosed",
+    "BroadcastTensorBridge",
     "CUDAIPCTensorBridge",
     "CUDAVMMTensorBridge",
     "ChecksumMismatch",
     "ConsumerReport",
     "DeadlineExceeded",
+    "DeepSpeedExtractor",
+    "DeepSpeedWeightExtractor",
     "DigestMismatch",
     "DriverError",
     "DuplicateTensorName",
     "EngineLost",
+    "FSDPExtractor",
+    "FSDPWeightExtractor",
     "ForeignTransport",
     "GroupAborted",
     "IllegalTransition",
@@ -94,6 +107,8 @@ __all__ = [
     "LayoutUnknown",
     "LocalTensorCopyBridge",
     "MalformedManifest",
+    "MegatronExtractor",
+    "MegatronWeightExtractor",
     "ModuleInstallAdapter",
     "NegativeRange",
     "OverlappingRange",
@@ -109,11 +124,13 @@ __all__ = [
     "SlotsExhausted",
     "StaleUpdate",
     "State",
+    "StateDictExtractor",
     "SuspiciousUpdate",
     "TensorBridge",
     "TensorDescriptor",
     "TornEngine",
     "TransactionalAdapter",
+    "TransferTimeout",
     "TransportUnavailable",
     "UnknownDtype",
     "UnknownUpdate",
@@ -128,10 +145,13 @@ __all__ = [
     "WeightBridge",
     "WeightBridgeError",
     "WeightBridgeUnavailableError",
+    "WeightChunk",
     "WeightConsumer",
+    "WeightExtractor",
     "WeightInstallAdapter",
     "WeightLayout",
     "WeightManifestValidationError",
+    "WeightMetadata",
     "WeightPublisher",
     "WeightUpdateManifest",
     "WeightUpdateRejectedError",

@@ -4,7 +4,8 @@ The tree::
 
     WeightBridgeError(RuntimeError)
     ├── WeightBridgeUnavailableError      this machine, transport or engine cannot do it ("blocked")
-    │   └── TransportUnavailable          a transport is blocked, with cause and remedy
+    │   ├── TransportUnavailable          a transport is blocked, with cause and remedy
+    │   └── TransferTimeout               (DeadlineExceeded too) bytes did not arrive in time
     ├── WeightManifestValidationError     manifest or bytes are not what they claim
     │   ├── MalformedManifest             no canonical JSON of a known format, wrong field
     │   ├── DuplicateTensorName
@@ -71,6 +72,7 @@ __all__ = [
     "StaleUpdate",
     "SuspiciousUpdate",
     "TornEngine",
+    "TransferTimeout",
     "TransportUnavailable",
     "UnknownDtype",
     "UnknownUpdate",
@@ -262,6 +264,10 @@ class SlotsExhausted(WeightBridgeError):
 
 class DeadlineExceeded(WeightBridgeError, TimeoutError):
     """A wait reached its deadline."""
+
+
+class TransferTimeout(WeightBridgeUnavailableError, DeadlineExceeded):
+    """Nothing of an update arrived for as long as was agreed; it may be imported again."""
 
 
 class BridgeClosed(WeightBridgeError):

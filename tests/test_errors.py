@@ -2,6 +2,7 @@
 
 import ast
 import re
+import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +18,8 @@ from rl_bridge.manifest.coverage import held_pieces, prove_coverage
 from rl_bridge.manifest.placement import Piece, Placement
 from rl_bridge.memory.segment import OwnedSegment, open_segment
 from rl_bridge.memory.vmm.host import HostDriver
+from rl_bridge.transports.broadcast.init_info import BroadcastInitInfo
+from rl_bridge.transports.broadcast.transport import Broadcast
 from rl_bridge.transports.registry import transport_class
 from tests.bridge.engines import Recording
 from tests.helpers import make_manifest, make_table, weights
@@ -196,6 +199,20 @@ def _blocked(_: Path) -> None:
     make_weight_bridge("cuda-ipc").publish(weights(), weight_version=1)
 
 
+def _silent(_: Path) -> None:
+    """Somebody listens, and says nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        info = BroadcastInitInfo(
+            address="127.0.0.1",
+            port=listener.getsockname()[1],
+            token="0" * 64,
+            publisher_id="0" * 32,
+            group_name="silent",
+            backend="gloo",
+        )
+        Broadcast(init_info=info, timeout_s=0.05).consumer_end("rollout", 0)
+
+
 def _dead(_: Path) -> None:
     class EngineDeadError(Exception):
         """What vLLM raises, by its name, once its processes are gone."""
@@ -246,6 +263,7 @@ RAISED: dict[type[Exception], Callable[[Path], object]] = {
     errors.SegmentError: lambda _: OwnedSegment.make("x", 1 << 60),
     errors.DriverError: lambda _: HostDriver().create(1),
     errors.SlotsExhausted: _exhausted,
+    errors.TransferTimeout: _silent,
     errors.BridgeClosed: _closed,
 }
 # Raised by no path that a test could take here, each with its reason.
