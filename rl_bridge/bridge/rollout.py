@@ -117,7 +117,10 @@ class RolloutExecutor:
             Exception: the adapter's own, unchanged, after the undo; a note tells what was done.
 
         """
-        manifest = as_manifest(manifest, caller="update_weights")
+        # A bridge may know manifests of its own, such as a group's, and make an update of them.
+        resolve = getattr(self.bridge, "resolve_update", None)
+        given = manifest if resolve is None else resolve(manifest)
+        manifest = as_manifest(given, caller="update_weights")
         self._check_process()
         with self._lock:
             if self._busy.locked():

@@ -28,6 +28,11 @@ class LeafPlan(BytePlan):
     def _note(self, table: npt.NDArray[np.uint8]) -> None:
         self._table = table
 
+    @property
+    def leaf_counts(self) -> npt.NDArray[np.int64]:
+        """Leaves of each tensor."""
+        return (self._start[1:] - self._start[:-1]).astype(np.int64)
+
     def take_block(self) -> npt.NDArray[np.uint8]:
         """The leaf list of the last run, as `rl_bridge.manifest.group_leaves` describes it."""
         table, self._table = self._table, np.empty(0, np.uint8)
