@@ -58,7 +58,8 @@ class DeepSpeedExtractor(WeightExtractor):
 
     def _tensors_known(self) -> Sequence[RankTensor]:
         model = self._engine.module
-        self._slots = ModuleSlots(model, naming_of(model, self._adapters))
+        self._names = naming_of(model, self._adapters)
+        self._slots = ModuleSlots(model, self._names)
         ties = self._slots.ties()
         return [
             self._described(slot.name, slot.tensor(), tied_to)
@@ -90,6 +91,7 @@ class DeepSpeedExtractor(WeightExtractor):
         )
 
     def _tensors_now(self) -> Sequence[torch.Tensor | None] | None:
+        self._names.check()
         tensors = self._slots.tensors()
         if tensors is None:
             return None

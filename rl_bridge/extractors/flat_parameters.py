@@ -68,6 +68,14 @@ class FlatUnit:
         self._device = torch.device(handle.device)
         across = getattr(unit, "_inter_node_pg", None)
         self._across = torch.distributed.get_process_group_ranks(across) if across else [self.rank]
+        # Who holds the same range as each rank of the group: a mesh tells it for all of them.
+        mesh = getattr(unit, "_device_mesh", None) if across else None
+        self._copies = {rank: (rank,) for rank in ranks} | {self.rank: tuple(self._across)}
+        if mesh is not None:
+            columns = mesh.mesh.t().tolist()
+            self._copies = {
+                column[self._across.index(self.rank)]: tuple(column) for column in columns
+            }
         self.replica: int = self._across.index(self.rank)
         if not self.is_cut:
             self.replica = self.number
@@ -91,7 +99,7 @@ class FlatUnit:
     @property
     def ranks(self) -> tuple[int, ...]:
         """Every rank that this one knows to hold the unit, or a part or a copy of it."""
-        return tuple(sorted({*self._group_ranks, *self._across}))
+        return tuple(sorted({rank for copies in self._copies.values() for rank in copies}))
 
     @property
     def number(self) -> int:
@@ -102,10 +110,7 @@ class FlatUnit:
         """Ranks that hold elements of a tensor, as far as they are known here."""
         if not self.is_cut:
             return tuple(self._group_ranks)
-        owning = {rank for rank, _ in self._parts(tensor)}
-        if self.rank in owning:
-            owning |= set(self._across)
-        return tuple(sorted(owning))
+        return tuple(sorted(r for rank, _ in self._parts(tensor) for r in self._copies[rank]))
 
     def piece(self, tensor: FlatTensor) -> Piece | None:
         """What this rank holds of a tensor."""

@@ -76,7 +76,7 @@ class FSDPExtractor(WeightExtractor):
     # ---- what is there
 
     def _tensors_known(self) -> Sequence[RankTensor]:
-        naming = naming_of(self._model, self._adapters)
+        naming = self._names = naming_of(self._model, self._adapters)
         self._splits = {}
         self._reshard()
         self._units = flat_units(self._model, naming)
@@ -130,6 +130,7 @@ class FSDPExtractor(WeightExtractor):
     # ---- bytes
 
     def _tensors_now(self) -> Sequence[torch.Tensor | None] | None:
+        self._names.check()
         tensors = self._slots.tensors()
         if tensors is not None and not self._is_sharded(tensors):
             # A forward pass may leave whole parameters in their places; a state dict puts the

@@ -5,16 +5,39 @@ engines know the names of the model itself.
 """
 
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 
 from rl_bridge.errors import IncompatibleUpdate
 
-__all__ = ["Adapters", "Naming", "clean_name", "naming_of"]
+__all__ = ["Adapters", "ModelNames", "Naming", "clean_name", "naming_of"]
 
 Naming = Callable[[str], str | None]
 """From a name inside wrappers to the one that is published; None for what is left out."""
+
+
+class ModelNames:
+    """How the tensors of one model are called; a `Naming`."""
+
+    def __init__(self, naming: Naming, layers: Mapping[str, torch.nn.Module]) -> None:
+        """Know the names, and the `layers` whose adapters must be merged."""
+        self._naming = naming
+        self._layers = layers
+
+    def __call__(self, name: str) -> str | None:
+        """The name that is published."""
+        return self._naming(name)
+
+    def check(self) -> None:
+        """Look, before each update, whether weights hold what their names promise.
+
+        Raises:
+            IncompatibleUpdate: merged weights are asked for, and the adapters are not merged.
+
+        """
+        _require_merged(self._layers)
+
 
 # Words that wrappers put between two dots.
 _WRAPPERS = frozenset({"_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod"})
@@ -43,7 +66,7 @@ def clean_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
-def naming_of(model: torch.nn.Module, adapters: Adapters | str = Adapters.MERGED) -> Naming:
+def naming_of(model: torch.nn.Module, adapters: Adapters | str = Adapters.MERGED) -> ModelNames:
     """How the tensors of `model` are called.
 
     Args:
@@ -52,7 +75,6 @@ def naming_of(model: torch.nn.Module, adapters: Adapters | str = Adapters.MERGED
 
     Raises:
         ValueError: no such choice.
-        IncompatibleUpdate: merged weights are asked for, and the adapters are not merged.
 
     """
     try:
@@ -62,11 +84,12 @@ def naming_of(model: torch.nn.Module, adapters: Adapters | str = Adapters.MERGED
         raise ValueError(f"adapters={adapters!r}: expected one of {known}.") from None
     layers = {name: one for name, one in model.named_modules() if _is_adapted(one)}
     if not layers:
-        return clean_name
-    if wanted is Adapters.MERGED:
-        _require_merged(layers)
+        return ModelNames(clean_name, {})
     active = {name for layer in layers.values() for name in _active(layer)}
-    return lambda name: _peft_name(clean_name(name), wanted, active)
+    return ModelNames(
+        lambda name: _peft_name(clean_name(name), wanted, active),
+        layers if wanted is Adapters.MERGED else {},
+    )
 
 
 def _is_adapted(module: torch.nn.Module) -> bool:
@@ -81,7 +104,7 @@ def _active(layer: torch.nn.Module) -> list[str]:
     return [names] if isinstance(names, str) else list(names)
 
 
-def _require_merged(layers: dict[str, torch.nn.Module]) -> None:
+def _require_merged(layers: Mapping[str, torch.nn.Module]) -> None:
     for name, layer in layers.items():
         if hasattr(layer, _PEFT_LAYER) and _active(layer) and not getattr(layer, "merged", False):
             msg = (

@@ -9,7 +9,7 @@ from rl_bridge.errors import DuplicateTensorName, IncompatibleUpdate
 from rl_bridge.extractors.base import RankTensor, WeightExtractor
 from rl_bridge.extractors.chunks import DEFAULT_CHUNK_NBYTES
 from rl_bridge.extractors.layouts import whole_piece
-from rl_bridge.extractors.names import Adapters, naming_of
+from rl_bridge.extractors.names import Adapters, ModelNames, naming_of
 
 __all__ = ["Source", "StateDictExtractor", "named_tensors", "trainable_names"]
 
@@ -184,13 +184,16 @@ class StateDictExtractor(WeightExtractor):
         self._rank = rank
         self._owners = tuple(range(world_size))
         self._adapters = adapters
-        self._names: list[str] = []
+        self._paths: list[str] = []
 
     def _tensors_known(self) -> Sequence[RankTensor]:
-        tensors = self._named()
-        trainable = trainable_names(self._source, tensors, None)
+        tensors = named_tensors(self._source)
+        trainable = trainable_names(self._source, tensors, None) or frozenset()
+        self._naming, self._count = self._names(), len(tensors)
+        named = ((self._naming(path), path, tensor) for path, tensor in tensors.items())
+        kept = [(name, path, tensor) for name, path, tensor in named if name is not None]
+        self._paths = [path for _, path, _ in kept]
         first: dict[int, int] = {}
-        self._names = list(tensors)
         return [
             RankTensor(
                 name=name,
@@ -200,15 +203,23 @@ class StateDictExtractor(WeightExtractor):
                 pieces=(whole_piece(name, tensor.shape, self._rank),),
                 owners=self._owners,
                 is_whole=True,
-                is_trainable=trainable is not None and name in trainable,
+                is_trainable=path in trainable,
                 tied_to=None if (at := first.setdefault(id(tensor), index)) == index else at,
             )
-            for index, (name, tensor) in enumerate(tensors.items())
+            for index, (name, path, tensor) in enumerate(kept)
         ]
 
+    def _names(self) -> ModelNames:
+        if isinstance(self._source, torch.nn.Module):
+            return naming_of(self._source, self._adapters)
+        return ModelNames(str, {})
+
     def _tensors_now(self) -> Sequence[torch.Tensor | None] | None:
-        tensors = self._named()
-        return list(tensors.values()) if list(tensors) == self._names else None
+        self._naming.check()
+        tensors = named_tensors(self._source)
+        if len(tensors) != self._count or not tensors.keys() >= set(self._paths):
+            return None
+        return [tensors[path] for path in self._paths]
 
     def _fill(
         self,
@@ -218,11 +229,3 @@ class StateDictExtractor(WeightExtractor):
     ) -> None:
         for view, source in zip(views, sources, strict=True):
             view.copy_(tensors[source])  # type: ignore[arg-type]  # this process holds all of them
-
-    def _named(self) -> dict[str, torch.Tensor]:
-        tensors = named_tensors(self._source)
-        if not isinstance(self._source, torch.nn.Module):
-            return tensors
-        naming = naming_of(self._source, self._adapters)
-        named = ((naming(name), tensor) for name, tensor in tensors.items())
-        return {name: tensor for name, tensor in named if name is not None}

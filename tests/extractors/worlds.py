@@ -13,7 +13,7 @@ import torch
 from rl_bridge.extractors.base import WeightExtractor
 from rl_bridge.extractors.chunks import WeightChunk
 from rl_bridge.manifest.placement import Piece, Placement
-from rl_bridge.testing.processes import Child
+from rl_bridge.testing.processes import Child, ChildError
 
 __all__ = ["Rank", "World", "assembled", "described", "filled", "placements_of", "reference"]
 
@@ -55,7 +55,15 @@ class World:
         """What each rank answers."""
         for child in self.ranks:
             child.tell("run", case=case, options=options)
-        return [child.answer() for child in self.ranks]
+        answers, failure = [], None
+        for child in self.ranks:  # all of them: what is left unread would answer the next call
+            try:
+                answers.append(child.answer())
+            except ChildError as error:
+                failure = failure or error
+        if failure is not None:
+            raise failure
+        return answers
 
     def __enter__(self) -> Self:
         return self
