@@ -15,12 +15,26 @@ from pydantic import (
 
 from rl_bridge.errors import MalformedManifest
 
-__all__ = ["BACKENDS", "Backend", "BroadcastHandle", "BroadcastInitInfo", "checked_address"]
+__all__ = [
+    "BACKENDS",
+    "STEPS_IN_TIME",
+    "Backend",
+    "BroadcastHandle",
+    "BroadcastInitInfo",
+    "checked_address",
+]
 
 Backend = Literal["gloo", "nccl"]
 BACKENDS: tuple[Backend, ...] = ("gloo", "nccl")
 
 _MAX_TEXT = 8192
+
+STEPS_IN_TIME = 3
+"""One wait for a peer, of a slice or an answer, takes at most this part of ``timeout_s``.
+
+An import that waits all of it then sees a transfer that breaks off, the answers of those who are
+left, and the next transfer, before its own patience ends.
+"""
 
 
 def checked_address(address: str) -> str:

@@ -17,7 +17,7 @@ from rl_bridge.errors import (
 from rl_bridge.memory.control import UpdateReport
 from rl_bridge.memory.holding import close_fd, forget_fd_in_children
 from rl_bridge.transports.broadcast.arrivals import Arrivals
-from rl_bridge.transports.broadcast.init_info import BroadcastInitInfo
+from rl_bridge.transports.broadcast.init_info import STEPS_IN_TIME, BroadcastInitInfo
 from rl_bridge.transports.broadcast.intake import Intake
 from rl_bridge.transports.broadcast.joining import join_group, parsed
 from rl_bridge.transports.broadcast.messages import (
@@ -100,7 +100,7 @@ class Link:
             say=self._channel.send,
             tell=self._tell,
             address=self._channel.socket.getsockname()[0],
-            timeout_s=timeout_s,
+            timeout_s=timeout_s / STEPS_IN_TIME,
         )
         self._thread = threading.Thread(target=self._run, name="rlb-broadcast-link", daemon=True)
         self._thread.start()
@@ -222,7 +222,7 @@ class Link:
         self._lose("this side closed")
         self._poke()
         self._thread.join(self._timeout_s)
-        self._has_ended = self._intake.close(timeout_s=2 * self._timeout_s)
+        self._has_ended = self._intake.close(timeout_s=self._timeout_s)
         self._channel.close()
         close_fd(self._wake)
         return self._has_ended

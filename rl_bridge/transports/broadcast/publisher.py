@@ -15,7 +15,12 @@ from rl_bridge.memory.slots import Slot, SlotRing
 from rl_bridge.transports.base import Carried, PublisherEnd
 from rl_bridge.transports.broadcast.arenas import Arenas
 from rl_bridge.transports.broadcast.hub import Hub
-from rl_bridge.transports.broadcast.init_info import Backend, BroadcastHandle, BroadcastInitInfo
+from rl_bridge.transports.broadcast.init_info import (
+    STEPS_IN_TIME,
+    Backend,
+    BroadcastHandle,
+    BroadcastInitInfo,
+)
 from rl_bridge.transports.broadcast.schedule import Offered
 from rl_bridge.transports.broadcast.sender import Sender
 
@@ -71,7 +76,7 @@ class BroadcastPublisher(PublisherEnd):
         self._sender = Sender(
             self._hub,
             arenas,
-            timeout_s=timeout_s,
+            timeout_s=timeout_s / STEPS_IN_TIME,
             free=self._ring.release,
             at_end=_Closing(self._hub, self._ring, arenas),
         )
@@ -166,4 +171,4 @@ def _end(hub: Hub, sender: Sender, timeout_s: float) -> None:
     # Receivers are told first: those in the middle of a transfer then end their side of it.
     sender.stop()
     hub.close()
-    sender.close(timeout_s=2 * timeout_s)
+    sender.close(timeout_s=timeout_s)

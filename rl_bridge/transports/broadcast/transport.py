@@ -92,8 +92,8 @@ class Broadcast(Transport):
             max_slots: most versions held in the publisher's memory at a time.
             max_consumers: most receivers at a time.
             num_threads: threads that copy and digest; None takes the usable cores.
-            timeout_s: longest wait for a peer that does nothing: to join, to answer, to take or
-                send a slice.
+            timeout_s: longest that an import waits while nothing of its update arrives. Each single
+                wait for a peer, to answer or to take or send a slice, takes at most a third.
 
         Raises:
             TypeError: an option of the wrong type.
