@@ -3,13 +3,14 @@
 The parts are leased meanwhile: a publisher writes to none of them between the two.
 """
 
+import ctypes
 from collections.abc import Mapping
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from rl_bridge.bridge.resharding_plan import PartNeeds, PlacedBox, ReshardPlan
+from rl_bridge.bridge.resharding_plan import PartNeeds, ReshardPlan
 from rl_bridge.errors import ChecksumMismatch, WeightBridgeUnavailableError
 from rl_bridge.manifest.digest import DIGEST_NBYTES
 from rl_bridge.manifest.group import GroupManifest
@@ -24,7 +25,7 @@ from rl_bridge.transports.base import Attachment
 
 __all__ = ["Assembly", "AssemblyPlan"]
 
-_ITEMS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_ITEMS = {size: np.dtype(f"u{size}") for size in (1, 2, 4, 8)} | {16: np.dtype("c16")}
 
 
 class Assembly:
@@ -39,6 +40,12 @@ class Assembly:
             for needs in plan.parts
         ]
         self._copies = BytePlan(plan.run_nbytes.astype(np.uint64))
+        # Of each part, the bytes up to the end of the last tensor that is read.
+        self._reach = {
+            needs.part: int((needs.starts + needs.nbytes).max())
+            for needs in plan.parts
+            if len(needs.starts)
+        }
         self._digests = BytePlan(plan.table.nbytes_column)
 
     def run(
@@ -83,9 +90,7 @@ class Assembly:
         if not needs.has_leaves:
             found = np.frombuffer(verify.digest(addresses, num_threads=self._num_threads), np.uint8)
             given = np.frombuffer(part.digests, np.uint8).reshape(-1, DIGEST_NBYTES)
-            differs = (found.reshape(-1, DIGEST_NBYTES) != given[list(needs.range_rows)]).any(
-                axis=1
-            )
+            differs = (found.reshape(-1, DIGEST_NBYTES) != given[needs.rows]).any(axis=1)
             if differs.any():
                 raise ChecksumMismatch(_damaged(part, needs, int(np.flatnonzero(differs)[0])))
             return
@@ -108,8 +113,35 @@ class Assembly:
             sources = bases[plan.run_parts] + plan.run_sources.astype(np.uint64)
             targets = plan.run_targets.astype(np.uint64) + np.uint64(address)
             self._copies.copy(sources, targets, num_threads=self._num_threads)
-        for placed in plan.boxes:
-            _copy_box(placed, int(bases[placed.part]), address)
+        if plan.boxes:
+            self._copy_boxes(bases, address)
+
+    def _copy_boxes(self, bases: npt.NDArray[np.uint64], address: int) -> None:
+        """Copy what lies in rows; as integers, so that every bit stays as it is."""
+        target = (ctypes.c_char * self.plan.table.arena_nbytes).from_address(address)
+        sources = {
+            part: (ctypes.c_char * self._reach[part]).from_address(int(bases[part]))
+            for part in {placed.part for placed in self.plan.boxes}
+        }
+        for part, source, at, item, box in self.plan.boxes:
+            kind = _ITEMS[item]
+            # One call each, on no copy of anything: with tens of thousands of small tensors this is
+            # all that their assembly consists of.
+            here = np.ndarray(
+                box.shape,
+                kind,
+                target,  # type: ignore[arg-type]  # a buffer, as numpy sees it
+                at + box.target * item,
+                [stride * item for stride in box.target_strides],
+            )
+            there = np.ndarray(
+                box.shape,
+                kind,
+                sources[part],  # type: ignore[arg-type]
+                source + box.source * item,
+                [stride * item for stride in box.source_strides],
+            )
+            np.copyto(here, there)
 
     def _compare(self, group: GroupManifest, digests: bytes) -> None:
         """Hold whole tensors against the digests that the group has for them."""
@@ -146,33 +178,8 @@ class AssemblyPlan(PackPlan):
         return self._assembly.run(self._group, self._attachments, address)
 
 
-def _copy_box(placed: PlacedBox, base: int, address: int) -> None:
-    box, item = placed.box, placed.item
-    source = _elements(
-        base + placed.source + box.source * item, box.shape, box.source_strides, item
-    )
-    target = _elements(
-        address + placed.target + box.target * item, box.shape, box.target_strides, item
-    )
-    target.copy_(source)
-
-
-def _elements(
-    address: int, shape: tuple[int, ...], strides: tuple[int, ...], item: int
-) -> torch.Tensor:
-    """Look at a box as integers: every bit is copied as it is."""
-    wide = 1
-    if item not in _ITEMS:  # complex128: two words each
-        wide, item = item // 8, 8
-    reach = wide * (1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True)))
-    flat = tensor_at(address, reach * item).view(_ITEMS[item])
-    if wide == 1:
-        return flat.as_strided(shape, strides)
-    return flat.as_strided((*shape, wide), (*(wide * s for s in strides), 1))
-
-
 def _damaged(part: WeightUpdateManifest, needs: PartNeeds, place: int) -> str:
-    row = needs.range_rows[place]
+    row = int(needs.rows[place])
     table = part.table
     first = int(needs.starts[place]) - table.offsets[row]
     return (

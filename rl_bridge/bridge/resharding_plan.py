@@ -5,14 +5,15 @@ so one plan serves every version of a run.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import prod
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from rl_bridge.bridge.resharding import WantedLayout, WantedTensor, WholeSlice
-from rl_bridge.bridge.resharding_copies import BoxCopy, Copies, copies_for, merged
+from rl_bridge.bridge.resharding_copies import BoxCopy, Copies, copies_for
 from rl_bridge.errors import IncompatibleUpdate
 from rl_bridge.manifest.collector import collector_paused
 from rl_bridge.manifest.coverage import Held
@@ -28,8 +29,7 @@ __all__ = ["PartNeeds", "PlacedBox", "ReshardPlan", "make_plan"]
 _Column = npt.NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True)
-class PlacedBox:
+class PlacedBox(NamedTuple):
     """A copy that lies in rows: first bytes in the two arenas, and the box."""
 
     part: int
@@ -45,21 +45,19 @@ class PartNeeds:
 
     Attributes:
         part: its rank.
-        rows: stored tensors that are read.
         has_leaves: whether single leaves can be verified; else whole tensors are.
         starts: first byte, in the part's arena, of each range that is verified.
         nbytes: size of each.
-        range_rows: stored tensor that each lies in.
+        rows: stored tensor that each lies in.
         expected: first byte, in the part's leaf list, of each leaf of these ranges.
 
     """
 
     part: int
-    rows: tuple[int, ...]
     has_leaves: bool
     starts: _Column
     nbytes: _Column
-    range_rows: tuple[int, ...]
+    rows: _Column
     expected: _Column
 
 
@@ -114,16 +112,6 @@ def make_plan(group: GroupLayout, wanted: WantedLayout) -> ReshardPlan:
         return _Planner(group).plan(wanted)
 
 
-@dataclass(slots=True)
-class _Run:
-    """The columns of the contiguous copies, while they are made."""
-
-    parts: list[int] = field(default_factory=list)
-    sources: list[int] = field(default_factory=list)
-    targets: list[int] = field(default_factory=list)
-    nbytes: list[int] = field(default_factory=list)
-
-
 class _Planner:
     def __init__(self, group: GroupLayout) -> None:
         self._group = group
@@ -131,8 +119,8 @@ class _Planner:
         self._pattern_of: dict[str, int] = {}
         self._copies: dict[object, Copies] = {}
         self._sound: set[object] = set()
-        self._leaves: list[dict[int, list[tuple[int, int]]]] = [{} for _ in group.parts]
-        self._runs = _Run()
+        self._leaves: list[list[tuple[int, int, int]]] = [[] for _ in group.parts]
+        self._runs: list[tuple[int, int, int, int]] = []
         self._boxes: list[PlacedBox] = []
         self._needed = 0
 
@@ -150,16 +138,16 @@ class _Planner:
             if len(one.sources) == 1 and one.shape == group.wholes[one.sources[0].name].shape:
                 wholes[row] = one.sources[0].name
         parts = tuple(self._needs(part) for part, rows in enumerate(self._leaves) if rows)
-        runs = self._runs
+        runs = np.array(self._runs, np.int64).reshape(-1, 4)
         return ReshardPlan(
             group_digest=group.digest,
             wanted_digest=wanted.digest,
             table=table,
             parts=parts,
-            run_parts=np.array(runs.parts, np.int64),
-            run_sources=np.array(runs.sources, np.int64),
-            run_targets=np.array(runs.targets, np.int64),
-            run_nbytes=np.array(runs.nbytes, np.int64),
+            run_parts=np.ascontiguousarray(runs[:, 0]),
+            run_sources=np.ascontiguousarray(runs[:, 1]),
+            run_targets=np.ascontiguousarray(runs[:, 2]),
+            run_nbytes=np.ascontiguousarray(runs[:, 3]),
             boxes=tuple(self._boxes),
             wholes=wholes,
             needed_nbytes=self._needed,
@@ -220,23 +208,22 @@ class _Planner:
                 item=item,
             )
         self._needed += copies.nbytes
-        tables, runs = group.tables, self._runs
+        runs, tables = self._runs, group.tables
+        placed: list[tuple[int, int, int]] = []
+        for one in held:
+            table = tables[one.rank]
+            row = table.rows[one.local]
+            placed.append((one.rank, row, table.offsets[row]))
         for place, ranges in copies.leaves:
-            one = held[place]
-            row = tables[one.rank].rows[one.local]
-            self._leaves[one.rank].setdefault(row, []).extend(ranges)
+            rank, row, _ = placed[place]
+            for first, end in ranges:
+                self._leaves[rank].append((row, first, end))
         for run in copies.runs:
-            one = held[run.held]
-            table = tables[one.rank]
-            runs.parts.append(one.rank)
-            runs.sources.append(table.offsets[table.rows[one.local]] + run.source)
-            runs.targets.append(target + run.target)
-            runs.nbytes.append(run.nbytes)
+            rank, _, offset = placed[run.held]
+            runs.append((rank, offset + run.source, target + run.target, run.nbytes))
         for box in copies.boxes:
-            one = held[box.held]
-            table = tables[one.rank]
-            start = table.offsets[table.rows[one.local]]
-            self._boxes.append(PlacedBox(one.rank, start, target, item, box))
+            rank, _, offset = placed[box.held]
+            self._boxes.append(PlacedBox(rank, offset, target, item, box))
 
     def _pattern(self, name: str, held: Sequence[Held]) -> int:
         """A number for how a tensor is cut: the same for all that are cut alike."""
@@ -256,31 +243,41 @@ class _Planner:
     def _needs(self, part: int) -> PartNeeds:
         table = self._group.tables[part]
         index = leaf_index(table)
-        starts: list[int] = []
-        nbytes: list[int] = []
-        range_rows: list[int] = []
-        expected: list[_Column] = []
-        for row, ranges in sorted(self._leaves[part].items()):
-            size, offset = table.nbytes[row], table.offsets[row]
-            if index is None:
-                starts.append(offset)
-                nbytes.append(size)
-                range_rows.append(row)
-                continue
-            for first, end in merged(ranges):
-                starts.append(offset + first * LEAF_NBYTES)
-                nbytes.append(min(size, end * LEAF_NBYTES) - first * LEAF_NBYTES)
-                range_rows.append(row)
-                expected.append(int(index.starts[row]) + np.arange(first, end) * DIGEST_NBYTES)
+        sizes = table.nbytes_column.astype(np.int64)
+        offsets = table.offset_column.astype(np.int64)
+        wanted = np.array(self._leaves[part], np.int64).reshape(-1, 3)
+        rows, first, end = _joined(wanted, -(-sizes // LEAF_NBYTES))
+        if index is None:
+            rows = np.unique(rows)
+            first, end = np.zeros_like(rows), -(-sizes[rows] // LEAF_NBYTES)
+        expected = np.empty(0, np.int64)
+        if index is not None:
+            counts = end - first
+            within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+            starts = index.starts[rows] + first * DIGEST_NBYTES
+            expected = np.repeat(starts, counts) + within * DIGEST_NBYTES
         return PartNeeds(
             part=part,
-            rows=tuple(sorted(self._leaves[part])),
             has_leaves=index is not None,
-            starts=np.array(starts, np.int64),
-            nbytes=np.array(nbytes, np.int64),
-            range_rows=tuple(range_rows),
-            expected=np.concatenate(expected) if expected else np.empty(0, np.int64),
+            starts=offsets[rows] + first * LEAF_NBYTES,
+            nbytes=np.minimum(sizes[rows], end * LEAF_NBYTES) - first * LEAF_NBYTES,
+            rows=rows,
+            expected=expected,
         )
+
+
+def _joined(ranges: _Column, counts: _Column) -> tuple[_Column, _Column, _Column]:
+    """Ranges of leaves (row, first, end), in order, those of a row that meet joined into one."""
+    # All leaves of a part in one line, with a leaf between the rows that nobody asks for.
+    bases = np.cumsum(counts + 1) - (counts + 1)
+    rows, first, end = ranges.T
+    line = bases[rows]
+    order = np.argsort(line + first, kind="stable")
+    low, high = (line + first)[order], np.maximum.accumulate((line + end)[order])
+    begins = np.flatnonzero(np.concatenate(([True], low[1:] > high[:-1])))
+    ends = high[np.concatenate((begins[1:], [len(low)])) - 1]
+    rows = rows[order][begins]
+    return rows, low[begins] - bases[rows], ends - bases[rows]
 
 
 def _check_inside(name: str, source: WholeSlice, whole: tuple[int, ...]) -> None:
