@@ -208,8 +208,6 @@ class GroupManifest(BaseModel):
             )
             raise DigestMismatch(msg)
 
-    # ---- what users read ------------------------------------------------------------------------
-
     @property
     def tensors(self) -> Mapping[str, WholeTensor]:
         """Name -> whole tensor."""
@@ -224,6 +222,11 @@ class GroupManifest(BaseModel):
     def total_nbytes(self) -> int:
         """Bytes of the whole tensors."""
         return self.layout.total_nbytes
+
+    @property
+    def publisher_id(self) -> str:
+        """Whose stream of versions it is of, by the name that an update's manifest has for it."""
+        return self.group_id
 
     @property
     def world_size(self) -> int:
