@@ -115,9 +115,9 @@ class DeepSpeedExtractor(WeightExtractor):
                 view.copy_(parameter.detach().view(view.shape))
 
     def _aside_nbytes(self, known: RankTensor, dtype: torch.dtype) -> int:  # noqa: ARG002 - it gathers in its own
-        # DeepSpeed gathers into the parameter, in the parameter's own dtype.
+        # DeepSpeed gathers into a buffer and then into the parameter, in the parameter's own dtype.
         padded = math.prod(known.shape) + len(self._ranks)
-        return 0 if known.is_whole else padded * known.dtype.itemsize
+        return 0 if known.is_whole else 2 * padded * known.dtype.itemsize
 
 
 def _require_plain(engine: Any) -> None:

@@ -40,7 +40,7 @@ def test_the_parts_of_all_ranks_are_the_model(world: World, build: str) -> None:
 
 @pytest.mark.parametrize(("world", "build"), EVERY, indirect=["world"])
 def test_every_rank_gathers_the_model(world: World, build: str) -> None:
-    assert world.run("full", build=build) == [WHOLE] * len(world.ranks)
+    assert world.run("full", build=build) == [WHOLE] * world.size
 
 
 @pytest.mark.parametrize(("world", "build"), EVERY, indirect=["world"])

@@ -4,16 +4,18 @@ import importlib
 import math
 import os
 from collections.abc import Sequence
+from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import torch
 
+from rl_bridge.errors import WeightBridgeError
 from rl_bridge.extractors.base import WeightExtractor
 from rl_bridge.extractors.chunks import WeightChunk
 from rl_bridge.manifest.placement import Piece, Placement
-from rl_bridge.testing.processes import Child, ChildError
+from rl_bridge.testing.processes import Child
 
 __all__ = ["Rank", "World", "assembled", "described", "filled", "placements_of", "reference"]
 
@@ -32,7 +34,11 @@ class Rank:
         )
         self.cases = importlib.import_module(cases)
         torch.distributed.init_process_group(
-            "gloo", init_method=f"file://{meeting}", rank=rank, world_size=size
+            "gloo",
+            init_method=f"file://{meeting}",
+            rank=rank,
+            world_size=size,
+            timeout=timedelta(seconds=40),
         )
 
     def run(self, case: str, options: dict[str, Any]) -> Any:
@@ -43,27 +49,43 @@ class Rank:
 
 
 class World:
-    """Several ranks that call the same function together."""
+    """Several ranks that call the same function together.
+
+    Where one of them fails, the others may wait for it for ever: then all are killed, and the next
+    call starts new ones.
+    """
 
     def __init__(self, size: int, tmp_path: Path, cases: str) -> None:
-        meeting = str(tmp_path / f"meeting-{size}")
-        self.ranks = [
-            Child(Rank, rank=rank, size=size, meeting=meeting, cases=cases) for rank in range(size)
-        ]
+        self.size = size
+        self._tmp_path = tmp_path
+        self._cases = cases
+        self._ranks: list[Child] = []
+        self._num_starts = 0
 
     def run(self, case: str, **options: Any) -> list[Any]:
         """What each rank answers."""
-        for child in self.ranks:
-            child.tell("run", case=case, options=options)
-        answers, failure = [], None
-        for child in self.ranks:  # all of them: what is left unread would answer the next call
-            try:
-                answers.append(child.answer())
-            except ChildError as error:
-                failure = failure or error
-        if failure is not None:
-            raise failure
-        return answers
+        self._start()
+        try:
+            for child in self._ranks:
+                child.tell("run", case=case, options=options)
+            return [child.answer() for child in self._ranks]
+        except WeightBridgeError:
+            self._kill()
+            raise
+
+    def _start(self) -> None:
+        if not self._ranks:
+            self._num_starts += 1
+            meeting = str(self._tmp_path / f"meeting-{self._num_starts}")
+            self._ranks = [
+                Child(Rank, rank=rank, size=self.size, meeting=meeting, cases=self._cases)
+                for rank in range(self.size)
+            ]
+
+    def _kill(self) -> None:
+        for child in self._ranks:
+            child.__exit__(None, None, None)
+        self._ranks = []
 
     def __enter__(self) -> Self:
         return self
@@ -75,12 +97,11 @@ class World:
         trace: TracebackType | None,
     ) -> None:
         if kind is None:
-            for child in self.ranks:
+            for child in self._ranks:
                 child.tell("leave")
-            for child in self.ranks:
+            for child in self._ranks:
                 child.answer()
-        for child in self.ranks:
-            child.__exit__(None, None, None)
+        self._kill()
 
 
 # ---- values that tell where they belong ----------------------------------------------------------

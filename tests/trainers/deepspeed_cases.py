@@ -1,5 +1,7 @@
 """What the ranks of the DeepSpeed tests run: they train a model a little and report."""
 
+import os
+import types
 from typing import Any
 
 import deepspeed
@@ -7,6 +9,7 @@ import deepspeed.ops
 import torch
 from torch import nn
 
+from rl_bridge.errors import WeightBridgeError
 from rl_bridge.extractors.deepspeed import DeepSpeedExtractor
 from tests.extractors.counting import Collectives, peak_nbytes
 from tests.extractors.worlds import described, filled, local_report
@@ -16,6 +19,7 @@ WIDTH = 7
 # DeepSpeed would compile an extension for shared memory when it begins, which needs ninja and a
 # compiler; the backend alone does.
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+os.environ["PATH"] = "/nonexistent"  # so that it would be noticed
 
 
 class Model(nn.Module):
@@ -96,3 +100,27 @@ def peak(stage: int, chunk_nbytes: int) -> Any:
     for _ in extractor.full(torch.bfloat16):
         pass
     return peak_nbytes(extractor.full(torch.bfloat16))
+
+
+def has_no_ninja() -> bool:
+    """Whether this process, whose engines work, could not have compiled anything."""
+    from torch.utils.cpp_extension import is_ninja_available
+
+    return not is_ninja_available() and deepspeed.comm.is_initialized()
+
+
+def refusals() -> Any:
+    made = engine(1)
+    asked = {"module": told(plain())}
+    parts = {"module": made.module, "seq_data_parallel_group": made.seq_data_parallel_group}
+    one = types.SimpleNamespace(**parts, mp_world_size=1, has_moe_layers=True)
+    two = types.SimpleNamespace(**parts, mp_world_size=2, has_moe_layers=False)
+    return {**asked, "experts": told(one), "tensor_parallel": told(two)}
+
+
+def told(given: Any) -> str:
+    try:
+        DeepSpeedExtractor(given)
+    except WeightBridgeError as error:
+        return str(error)
+    return "nothing"

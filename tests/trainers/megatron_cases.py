@@ -1,5 +1,6 @@
 """What the ranks of the Megatron tests run: they load a model, or build one, and report."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from rl_bridge.errors import WeightBridgeError
 from rl_bridge.extractors.megatron import MegatronExtractor
 from tests.extractors.counting import Collectives
 from tests.extractors.worlds import described, local_report
@@ -115,3 +117,29 @@ def experts(tp: int = 1, ep: int = 1) -> Any:
             for parameter in expert.parameters():
                 parameter.fill_(number * count + at + 1)
     return local_report(MegatronExtractor(model))
+
+
+def refusals(path: str) -> Any:
+    bridge, model = loaded(path)
+
+    class Converter(type(bridge)):  # type: ignore[misc]  # whatever class it is
+        def _weight_to_hf_format(self, *arguments: Any) -> Any:
+            return super()._weight_to_hf_format(*arguments)
+
+    answers = {
+        "no_module": told(lambda: MegatronExtractor([])),
+        "no_bridge": told(lambda: MegatronExtractor(model, bridge=object())),
+    }
+    bridge.__class__ = Converter
+    answers["own_conversion"] = told(lambda: MegatronExtractor(model, bridge=bridge).placements())
+    parallel_state.destroy_model_parallel()
+    answers["no_groups"] = told(lambda: MegatronExtractor(model))
+    return answers
+
+
+def told(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except WeightBridgeError as error:
+        return str(error)
+    return "nothing"

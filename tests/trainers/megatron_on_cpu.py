@@ -17,6 +17,8 @@ def prepare_megatron() -> None:
 
     cuda: Any = torch.cuda
     cuda.current_device = lambda: torch.device("cpu")
+    tensor: Any = torch.Tensor
+    tensor.cuda = lambda self, *_, **__: self
     cuda.manual_seed = torch.manual_seed
     cuda.get_rng_state = lambda device="cpu": torch.get_rng_state()
     megatron_random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
