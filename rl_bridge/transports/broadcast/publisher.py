@@ -1,5 +1,6 @@
 """The trainer's end: seals a version in a slot of its own, and leaves the rest to the sender."""
 
+import itertools
 import secrets
 import socket
 import time
@@ -68,10 +69,13 @@ class BroadcastPublisher(PublisherEnd):
         self._num_threads = num_threads
         self._timeout_s = timeout_s
         self._is_closed = False
-        self._made = 0
-        self._arenas = arenas
-        self._label = f"rlb-{info.publisher_id[:12]}"
-        self._ring = SlotRing(self._make_slot, limit=max_slots, name_holders=self._holders)
+        receivers = _Receivers()
+        # Neither knows this object, which ends with its last reference: the threads hold them.
+        self._ring = SlotRing(
+            _SlotMaker(arenas, f"rlb-{info.publisher_id[:12]}"),
+            limit=max_slots,
+            name_holders=receivers,
+        )
         self._hub = Hub(listener, info, max_members=max_consumers, timeout_s=timeout_s)
         self._sender = Sender(
             self._hub,
@@ -80,15 +84,9 @@ class BroadcastPublisher(PublisherEnd):
             free=self._ring.release,
             at_end=_Closing(self._hub, self._ring, arenas),
         )
+        receivers.sender = self._sender
         # A bridge that is dropped instead of closed must not go on serving.
         self._finalizer = weakref.finalize(self, _end, self._hub, self._sender, timeout_s)
-
-    def _make_slot(self, arena_nbytes: int) -> Slot:
-        self._made += 1
-        return self._arenas.make_slot(f"{self._label}-{self._made}", arena_nbytes)
-
-    def _holders(self, update_id: str) -> list[str]:
-        return self._sender.receivers_of(update_id)
 
     def carry(self, plan: PackPlan, tensors: Mapping[str, torch.Tensor], update_id: str) -> Carried:
         """Seal a version, and leave it to the sender."""
@@ -151,6 +149,26 @@ class BroadcastPublisher(PublisherEnd):
         """Tell the receivers, and end both threads."""
         self._is_closed = True
         self._finalizer()
+
+
+class _SlotMaker:
+    """Makes the ring's slots."""
+
+    def __init__(self, arenas: Arenas, label: str) -> None:
+        self._arenas = arenas
+        self._names = (f"{label}-{number}" for number in itertools.count(1))
+
+    def __call__(self, arena_nbytes: int) -> Slot:
+        return self._arenas.make_slot(next(self._names), arena_nbytes)
+
+
+class _Receivers:
+    """Names who still needs the bytes of an update."""
+
+    sender: Sender | None = None
+
+    def __call__(self, update_id: str) -> list[str]:
+        return [] if self.sender is None else self.sender.receivers_of(update_id)
 
 
 class _Closing:
