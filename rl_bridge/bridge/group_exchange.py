@@ -189,7 +189,8 @@ class StoreExchange(GroupExchange):
     def _await(self, step: str, key: str, end: float, keys: Sequence[str]) -> None:
         verdict, pause = self._key("verdict"), threading.Event()
         while not self._store.check([key]):
-            if self._store.check([verdict]):
+            # (Where it was decided meanwhile, everybody may have come meanwhile as well.)
+            if self._store.check([verdict]) and not self._store.check(list(keys)):
                 what = self._store.get(verdict).decode()
                 raise GroupAborted(_lost(step, self.rank, f"another rank ended it: {what}"))
             if time.monotonic() > end:

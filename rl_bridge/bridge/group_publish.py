@@ -132,6 +132,7 @@ class GroupPublisher:
             self._commit(run)
         except BaseException as error:
             # Where this rank had voted, the others may have gone through with it: then it stands.
+            # (Asked first in any case: that is how they are told.)
             if self._has_ended(error) or run.voted is None:
                 if run.part is not None:
                     self.bridge.release(run.part.update_id)
@@ -187,16 +188,15 @@ class GroupPublisher:
             ]
             prove_coverage(held_pieces(self._placements))
         parts = self._share("parts", lambda: self._publish_part(run))
-        merged: list[GroupManifest] = []
-        votes = self._share("votes", lambda: self._vote(parts, merged))
+        votes = self._share("votes", lambda: self._vote(run, parts))
         if any(one != votes[0] for one in votes):
             msg = (
                 f"version {run.version}: the ranks made different groups of the same parts: "
                 f"{votes}. Use the same rl_bridge release on every rank."
             )
             raise RanksDisagree(msg)
-        self._known, self._layout = known, merged[0].layout
-        run.voted = merged[0]
+        assert run.voted is not None
+        self._known, self._layout = known, run.voted.layout
 
     def _commit(self, run: "_Run") -> None:
         verdict = self._exchange.decide(_COMMIT)
@@ -278,11 +278,9 @@ class GroupPublisher:
             leaves = base64.b64encode(self._leaves.block).decode("ascii")
         return {"part": mine.to_json(layout=is_new), "leaves": leaves}
 
-    def _vote(
-        self, parts: list[dict[str, Any]], merged: list[GroupManifest]
-    ) -> dict[str, JSONValue]:
-        manifest = self._merge(parts)
-        merged.append(manifest)
+    def _vote(self, run: "_Run", parts: list[dict[str, Any]]) -> dict[str, JSONValue]:
+        # Noted before the others get to know of it: from then on they may go through with it.
+        run.voted = manifest = self._merge(parts)
         return {"update_id": manifest.update_id, "root": manifest.root}
 
     def _merge(self, bodies: list[dict[str, Any]]) -> GroupManifest:

@@ -14,10 +14,12 @@ from rl_bridge.bridge.group_publish import GroupPublisher
 from rl_bridge.manifest.group import GroupManifest
 from tests.groups.meshes import Shards
 
-__all__ = ["Trainers", "everywhere", "trainers"]
+__all__ = ["HashStore", "Trainers", "everywhere", "trainers"]
 
 T = TypeVar("T")
 TIMEOUT_S = 20.0
+HashStore = torch._C._distributed_c10d.HashStore
+"""A store within one process."""
 
 
 def everywhere(tasks: Sequence[Callable[[], T]]) -> list[T | BaseException]:
@@ -43,7 +45,7 @@ class Trainers:
     """
 
     def __init__(self, bridges: Sequence[TensorBridge], timeout_s: float = TIMEOUT_S) -> None:
-        store = torch._C._distributed_c10d.HashStore()
+        store = HashStore()
         self.bridges = list(bridges)
         self.publishers = [
             GroupPublisher(

@@ -20,8 +20,9 @@ from rl_bridge.manifest.digest import digest_bytes
 from rl_bridge.manifest.group import GroupManifest
 from rl_bridge.manifest.group_leaves import LEAVES
 from rl_bridge.manifest.placement import Placement
+from rl_bridge.testing.processes import until
 from tests.groups.meshes import Shards, cut, flat_cut, model, placed
-from tests.groups.rig import Trainers, trainers
+from tests.groups.rig import HashStore, Trainers, trainers
 
 SHAPES = {"embed": (7, 5), "layer.w": (6, 8), "norm": (5,), "scale": ()}
 DIMS = {"embed": 0, "layer.w": 1, "norm": None, "scale": None}
@@ -246,6 +247,52 @@ def test_an_interrupt_behind_the_decision_leaves_what_the_others_have() -> None:
         assert group.bridges[1].update_status(other.parts[1]) == "published"
         group.publishers[1].release(other)
         assert group.bridges[1].update_status(other.parts[1]) == "released"
+
+
+def test_a_rank_that_misses_the_decision_learns_what_it_was() -> None:
+    """All votes are in, the others go through with it, and this rank does not see their votes."""
+    with trainers(2) as group:
+        exchange = group.publishers[1]._exchange
+        assert isinstance(exchange, StoreExchange)
+        gather, store = exchange.gather, exchange._store
+
+        def deaf(step: str, payload: bytes, *, timeout_s: float) -> list[bytes]:
+            found = gather(step, payload, timeout_s=timeout_s)
+            if step == "votes":
+                until(lambda: store.check([exchange._key("verdict")]), what="the decision")
+                raise GroupAborted("the line is dead")
+            return found
+
+        exchange.gather = deaf  # type: ignore[method-assign]
+        other, own = group.try_publish(shards(1), 1)
+        assert isinstance(own, GroupManifest)
+        assert own == other
+        assert group.bridges[1].update_status(own.parts[1]) == "published"
+
+
+def test_a_decision_in_the_middle_of_the_wait_does_not_hide_that_all_came() -> None:
+    exchange = StoreExchange(HashStore(), rank=0, world_size=2)
+    exchange.begin()
+    store = exchange._store
+
+    class Sudden:
+        """A store in which everything happens between two questions."""
+
+        asked = False
+
+        def check(self, keys: list[str]) -> bool:
+            found = bool(store.check(keys))
+            if not self.asked and keys == [exchange._key("step/1")]:
+                self.asked = True
+                store.set(keys[0], "theirs")
+                store.set(exchange._key("verdict"), "commit")
+            return found
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(store, name)
+
+    exchange._store = Sudden()
+    assert exchange.gather("step", b"mine", timeout_s=5.0) == [b"mine", b"theirs"]
 
 
 def test_nothing_stays_in_the_store() -> None:
