@@ -175,17 +175,19 @@ class StepSender(StepHook):
             Exception: whatever failed; the update is withdrawn.
 
         """
-        if asyncio._get_running_loop() is not None:  # noqa: SLF001 - the public one raises instead
-            msg = (
-                "an event loop runs in this thread, which a step would block. Train in a thread of "
-                "its own, or await sender.send_chunks(...) behind each step instead of this hook."
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            return asyncio.run(
+                self._sender.send_chunks(
+                    self._extractor.extract_weights(self._dtype),
+                    self._client,
+                    metadata={"step": self.step},
+                    trainable=self._extractor.trainable_names(),
+                )
             )
-            raise WeightBridgeUnavailableError(msg)
-        return asyncio.run(
-            self._sender.send_chunks(
-                self._extractor.extract_weights(self._dtype),
-                self._client,
-                metadata={"step": self.step},
-                trainable=self._extractor.trainable_names(),
-            )
+        msg = (
+            "an event loop runs in this thread, which a step would block. Train in a thread of its "
+            "own, or await sender.send_chunks(...) behind each step instead of this hook."
         )
+        raise WeightBridgeUnavailableError(msg)

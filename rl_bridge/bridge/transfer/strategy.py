@@ -77,7 +77,7 @@ class WeightTransferStrategy(ABC):
 
     async def create_sender(
         self,
-        init_info: WeightSyncInitInfo,
+        init_info: WeightSyncInitInfo | None,
         *,
         rank: int = 0,
         exchange: GroupExchange | None = None,
@@ -85,7 +85,7 @@ class WeightTransferStrategy(ABC):
         """Make a trainer rank's half, in its process.
 
         Args:
-            init_info: what `create_init_info` gave.
+            init_info: what `create_init_info` gave; ranks above 0 may not know it, and pass None.
             rank: of the trainer; rank 0 sends.
             exchange: how the trainer's ranks talk; None where there is one.
 
@@ -94,7 +94,8 @@ class WeightTransferStrategy(ABC):
                 exchange.
 
         """
-        self._check_info(init_info)
+        if rank == 0 or init_info is not None:
+            self._check_info(init_info)
         if rank != 0 and exchange is None:
             msg = (
                 f"rank {rank} of the trainer has no exchange to learn from what became of a sync. "
@@ -140,7 +141,7 @@ class WeightTransferStrategy(ABC):
     # ---- what a strategy fills in
 
     @abstractmethod
-    def _check_info(self, init_info: WeightSyncInitInfo) -> None:
+    def _check_info(self, init_info: object) -> None:
         """Refuse another strategy's init info."""
 
     def _make_sender(
@@ -175,7 +176,7 @@ class WeightTransferStrategy(ABC):
 class _WithoutInitInfo(WeightTransferStrategy):
     """Manifests say where the bytes are; nothing has to be known before."""
 
-    def _check_info(self, init_info: WeightSyncInitInfo) -> None:
+    def _check_info(self, init_info: object) -> None:
         if not isinstance(init_info, EmptyWeightSyncInitInfo):
             raise MalformedManifest(_foreign(self, init_info))
 
@@ -277,7 +278,7 @@ class BroadcastTransferStrategy(WeightTransferStrategy):
         mine = init_info.model_copy(update={"rank_offset": rank_offset})
         return {"backend": init_info.backend, "init_info": mine}
 
-    def _check_info(self, init_info: WeightSyncInitInfo) -> None:
+    def _check_info(self, init_info: object) -> None:
         if not isinstance(init_info, TorchDistributedWeightSyncInitInfo):
             raise MalformedManifest(_foreign(self, init_info))
 
@@ -318,6 +319,6 @@ def _gpu_uuid(device: object) -> str:
 
 def _foreign(strategy: WeightTransferStrategy, given: object) -> str:
     return (
-        f"{type(strategy).__name__} got a {type(given).__name__}, which another strategy made. "
-        "Make strategies from the same config on all sides."
+        f"{type(strategy).__name__} got a {type(given).__name__}, not what its create_init_info "
+        "makes. Make strategies from the same config on all sides."
     )
