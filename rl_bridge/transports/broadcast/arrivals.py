@@ -3,6 +3,7 @@
 import threading
 from collections import OrderedDict
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -22,7 +23,8 @@ __all__ = ["Arrival", "Arrivals", "ArrivedAttachment"]
 # matter: the newest, and one more for an import that is under way.
 _MAX_UNCLAIMED = 2
 _UNLIMITED = 1 << 30
-_KEPT_LAYOUTS = 2
+# Layouts that take turns, such as whole models and adapters.
+_KEPT_LAYOUTS = 4
 
 
 @dataclass(slots=True)
@@ -62,6 +64,11 @@ class ArrivedAttachment(Attachment):
             if pin.place.private_ranges(pin.address, vm.round_up(pin.nbytes)) == []:
                 return arrived
         return super().digests()
+
+
+def _keep_newest(kept: OrderedDict[str, Any]) -> None:
+    for oldest in list(kept)[:-_KEPT_LAYOUTS]:
+        del kept[oldest]
 
 
 class Arrivals:
@@ -109,8 +116,8 @@ class Arrivals:
                 return None
             plan = self._plans.get(layout_digest)
             if plan is None or plan.slice_nbytes != slice_nbytes:
-                self._plans.clear()  # one layout at a time is the rule
                 plan = self._plans[layout_digest] = ArrivalPlan(table, slice_nbytes)
+                _keep_newest(self._plans)
             return plan.start(slot.address)
 
     def commit(self, arrival: Arrival) -> None:
@@ -165,8 +172,7 @@ class Arrivals:
             arrival.is_claimed = True
             self._tables[table.digest] = table
             self._tables.move_to_end(table.digest)
-            for oldest in list(self._tables)[:-_KEPT_LAYOUTS]:
-                del self._tables[oldest]
+            _keep_newest(self._tables)
             is_same = arrival.layout_digest == table.digest
             return ArrivedAttachment(
                 table,
