@@ -14,6 +14,8 @@ from rl_bridge.bridge.bridges import (
     TensorBridge,
     make_weight_bridge,
 )
+from rl_bridge.bridge.group_import import GroupBridge
+from rl_bridge.bridge.group_publish import GroupPublisher
 from rl_bridge.bridge.protocols import WeightBridge, WeightConsumer, WeightPublisher
 from rl_bridge.bridge.publisher import ConsumerReport
 from rl_bridge.bridge.rollout import RolloutExecutor
@@ -74,8 +76,10 @@ from rl_bridge.integrations.vllm.requests import (
 )
 from rl_bridge.lifecycle.table import State
 from rl_bridge.manifest.compare import Policy
+from rl_bridge.manifest.group import GroupManifest
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.manifest.parallel import WeightLayout
+from rl_bridge.manifest.placement import Piece, Placement
 from rl_bridge.manifest.table import TensorDescriptor
 
 __version__ = "0.1.0"
@@ -100,6 +104,9 @@ __all__ = [
     "FSDPWeightExtractor",
     "ForeignTransport",
     "GroupAborted",
+    "GroupBridge",
+    "GroupManifest",
+    "GroupPublisher",
     "IllegalTransition",
     "IncompatibleUpdate",
     "IncompleteCoverage",
@@ -112,6 +119,8 @@ __all__ = [
     "ModuleInstallAdapter",
     "NegativeRange",
     "OverlappingRange",
+    "Piece",
+    "Placement",
     "Policy",
     "ProofFailed",
     "RangeBeyondSegment",

@@ -28,7 +28,13 @@ from rl_bridge.bridge.group_messages import (
 )
 from rl_bridge.bridge.publisher import ConsumerReport
 from rl_bridge.bridge.tensor_bridge import TensorBridge
-from rl_bridge.errors import DuplicateTensorName, GroupAborted, RanksDisagree, UnknownUpdate
+from rl_bridge.errors import (
+    ChecksumMismatch,
+    DuplicateTensorName,
+    GroupAborted,
+    RanksDisagree,
+    UnknownUpdate,
+)
 from rl_bridge.extractors.state_dict import Source, named_tensors, trainable_names
 from rl_bridge.manifest.canonical import JSONValue, canonical_json, thaw
 from rl_bridge.manifest.coverage import held_pieces, prove_coverage
@@ -171,6 +177,33 @@ class GroupPublisher:
             )
             raise UnknownUpdate(msg)
         return self.bridge.holders(part)
+
+    def assembled_roots(self, update_id: str | GroupManifest) -> dict[str, str]:
+        """Wanted layout -> root of what its consumers assembled, of those that acknowledged.
+
+        Where no digest of a whole tensor is known, because it is cut beside its leaves, this is how
+        two assemblies of it are held against each other.
+
+        Raises:
+            ChecksumMismatch: consumers that wanted the same have assembled different bytes.
+            UnknownUpdate: the update was not published here.
+
+        """
+        roots: dict[str, tuple[str, ConsumerReport]] = {}
+        for report in self.consumers(update_id):
+            proof = report.proof or {}
+            wanted, root = proof.get("wanted"), proof.get("assembled_root")
+            if not isinstance(wanted, str) or not isinstance(root, str):
+                continue
+            known, first = roots.setdefault(wanted, (root, report))
+            if known != root:
+                msg = (
+                    f"version {report.weight_version}: {first.worker!r} rank {first.rank} and "
+                    f"{report.worker!r} rank {report.rank} wanted the same and assembled different "
+                    f"bytes, root {known} and {root}. Stop the engines, and publish again."
+                )
+                raise ChecksumMismatch(msg)
+        return {wanted: root for wanted, (root, _) in roots.items()}
 
     # ---- the steps ------------------------------------------------------------------------------
 

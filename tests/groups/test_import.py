@@ -149,6 +149,26 @@ def test_every_rank_hears_what_became_of_a_version() -> None:
         assert [p.consumers(manifest)[0].state for p in group.publishers] == ["released"] * 3
 
 
+def test_assemblies_of_the_same_wish_are_held_against_each_other() -> None:
+    half = slices({"embed": [slice(0, 4)]})
+    with trainers(2) as group, ExitStack() as stack:
+        engines = [stack.enter_context(GroupBridge(one)) for one in (half, half, everything())]
+        manifest = group.publish(shards(1), 1)
+        for engine in engines:
+            engine.import_update(manifest)
+            engine.acknowledge(manifest)
+        publisher = group.publishers[1]
+        assert len(publisher.assembled_roots(manifest)) == 2
+        other = slices({"embed": [slice(4, 8)]})
+        liar = stack.enter_context(GroupBridge(other))
+        liar.import_update(manifest)
+        known = liar._consumer_end()._end._groups  # type: ignore[attr-defined]
+        known[manifest.update_id][1]["wanted"] = engines[0].plan(manifest.layout).wanted_digest
+        liar.acknowledge(manifest)
+        with pytest.raises(ChecksumMismatch, match="wanted the same and assembled different bytes"):
+            publisher.assembled_roots(manifest)
+
+
 def test_the_parts_are_free_as_soon_as_they_are_assembled() -> None:
     with trainers(2, max_slots=1) as group, GroupBridge() as bridge:
         for version in (1, 2, 3):
