@@ -97,7 +97,7 @@ class MegatronExtractor(WeightExtractor):
         tensor = slot.tensor()
         if hasattr(tensor, "device_mesh"):
             msg = (
-                f"tensor {slot.name!r} is a DTensor: Megatron-FSDP is not supported. Train with "
+                f"tensor {slot.name!r} is a DTensor: Megatron-FSDP is not supported. Use "
                 "Megatron's distributed optimizer instead."
             )
             raise WeightBridgeUnavailableError(msg)
