@@ -18,7 +18,7 @@ from torch._C._distributed_c10d import Store  # what torch.distributed shows wit
 from rl_bridge.errors import DeadlineExceeded, SegmentError
 from rl_bridge.transports.broadcast.init_info import Backend
 
-__all__ = ["Group", "GroupStore", "send_slices"]
+__all__ = ["Group", "GroupStore", "gloo_cause", "send_slices"]
 
 # Slices that are under way at a time: one on the wire, one whose receiver is ready, one that is
 # being digested.
@@ -189,9 +189,22 @@ class Group:
         del group  # the last reference: Gloo's threads and sockets end with it
 
 
-def _make_gloo(store: Store, rank: int, size: int, address: str, timeout: timedelta) -> object:
+def gloo_cause(address: str) -> str | None:
+    """Why Gloo cannot use the interface of an address; None if it can."""
+    try:
+        _gloo().create_device(hostname=address)
+    except RuntimeError as error:
+        return f"Gloo cannot use {address}: {error}"
+    return None
+
+
+def _gloo() -> Any:
     # Untyped: what names an interface is in no stub of torch's.
-    kind: Any = importlib.import_module("torch.distributed").ProcessGroupGloo
+    return importlib.import_module("torch.distributed").ProcessGroupGloo
+
+
+def _make_gloo(store: Store, rank: int, size: int, address: str, timeout: timedelta) -> object:
+    kind = _gloo()
     options = kind._Options()  # noqa: SLF001 - torch has no public name for it
     # By address: the name of this machine may well lead to an interface that nobody can reach.
     options._devices = [kind.create_device(hostname=address)]  # noqa: SLF001

@@ -21,6 +21,7 @@ __all__ = [
     "Backend",
     "BroadcastHandle",
     "BroadcastInitInfo",
+    "TorchDistributedWeightSyncInitInfo",
     "checked_address",
 ]
 
@@ -111,6 +112,10 @@ class BroadcastInitInfo(BaseModel):
                 "to_json wrote."
             )
             raise MalformedManifest(msg) from error
+
+
+TorchDistributedWeightSyncInitInfo = BroadcastInitInfo
+"""The same class, by the name that transfer strategies have for it."""
 
 
 class BroadcastHandle(BaseModel):

@@ -125,6 +125,10 @@ class Broadcast(Transport):
     def probe(cls) -> Availability:
         """Whether Gloo is there; NCCL's part is `backend_cause("nccl")`."""
         cause = backend_cause("gloo")
+        if cause is None:
+            from rl_bridge.transports.broadcast.group import gloo_cause
+
+            cause = gloo_cause("127.0.0.1")
         if cause is not None:
             return Availability(cls.name, "blocked", cause, _REMEDIES["gloo"])
         return Availability(cls.name, "pass")
