@@ -19,6 +19,31 @@ from rl_bridge.bridge.group_publish import GroupPublisher
 from rl_bridge.bridge.protocols import WeightBridge, WeightConsumer, WeightPublisher
 from rl_bridge.bridge.publisher import ConsumerReport
 from rl_bridge.bridge.rollout import RolloutExecutor
+from rl_bridge.bridge.transfer.config import WeightTransferConfig
+from rl_bridge.bridge.transfer.init_info import (
+    EmptyWeightSyncInitInfo,
+    WeightSyncInitInfo,
+    init_info_from_json,
+)
+from rl_bridge.bridge.transfer.loader import BatchedLoadAdapter, ExecutorWeightLoader, WeightLoader
+from rl_bridge.bridge.transfer.receiver import WeightTransferReceiver
+from rl_bridge.bridge.transfer.requests import (
+    AbandonedWeightUpdateRequest,
+    BroadcastWeightUpdateRequest,
+    CudaIpcWeightUpdateRequest,
+    PackedCudaIpcWeightUpdateRequest,
+    SharedMemoryWeightUpdateRequest,
+    WeightUpdateRequest,
+)
+from rl_bridge.bridge.transfer.sender import InferenceClient, WeightTransferSender
+from rl_bridge.bridge.transfer.strategy import (
+    BroadcastTransferStrategy,
+    CudaIpcTransferStrategy,
+    PackedCudaIpcTransferStrategy,
+    SharedMemoryTransferStrategy,
+    WeightTransferStrategy,
+    make_transfer_strategy,
+)
 from rl_bridge.errors import (
     BadSegmentName,
     BridgeClosed,
@@ -67,9 +92,12 @@ from rl_bridge.installers.base import InstallProof, TransactionalAdapter, Weight
 from rl_bridge.installers.module import ModuleInstallAdapter
 from rl_bridge.installers.vllm.model_installer import VLLMModelInstaller
 from rl_bridge.installers.vllm.reload import VLLMReloadAdapter
+from rl_bridge.integrations.step_hooks import StepPublisher, StepSender
+from rl_bridge.integrations.trl import weight_sync_callback
 from rl_bridge.integrations.vllm.checkpoint_reload import VLLMCheckpointReloadAdapter
 from rl_bridge.integrations.vllm.engine_adapter import VLLMEngineAdapter
 from rl_bridge.integrations.vllm.external_storage import VLLMCUDAVMMExternalStorageAdapter
+from rl_bridge.integrations.vllm.loader import VLLMWeightLoader
 from rl_bridge.integrations.vllm.requests import (
     VLLMIPCWeightUpdateRequestBuilder,
     VLLMNCCLWeightUpdateRequestBuilder,
@@ -81,25 +109,34 @@ from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.manifest.parallel import WeightLayout
 from rl_bridge.manifest.placement import Piece, Placement
 from rl_bridge.manifest.table import TensorDescriptor
+from rl_bridge.transports.broadcast.init_info import TorchDistributedWeightSyncInitInfo
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "AbandonedWeightUpdateRequest",
     "Acknowledgement",
     "BadSegmentName",
+    "BatchedLoadAdapter",
     "BridgeClosed",
     "BroadcastTensorBridge",
+    "BroadcastTransferStrategy",
+    "BroadcastWeightUpdateRequest",
     "CUDAIPCTensorBridge",
     "CUDAVMMTensorBridge",
     "ChecksumMismatch",
     "ConsumerReport",
+    "CudaIpcTransferStrategy",
+    "CudaIpcWeightUpdateRequest",
     "DeadlineExceeded",
     "DeepSpeedExtractor",
     "DeepSpeedWeightExtractor",
     "DigestMismatch",
     "DriverError",
     "DuplicateTensorName",
+    "EmptyWeightSyncInitInfo",
     "EngineLost",
+    "ExecutorWeightLoader",
     "FSDPExtractor",
     "FSDPWeightExtractor",
     "ForeignTransport",
@@ -110,6 +147,7 @@ __all__ = [
     "IllegalTransition",
     "IncompatibleUpdate",
     "IncompleteCoverage",
+    "InferenceClient",
     "InstallProof",
     "LayoutUnknown",
     "LocalTensorCopyBridge",
@@ -119,6 +157,8 @@ __all__ = [
     "ModuleInstallAdapter",
     "NegativeRange",
     "OverlappingRange",
+    "PackedCudaIpcTransferStrategy",
+    "PackedCudaIpcWeightUpdateRequest",
     "Piece",
     "Placement",
     "Policy",
@@ -130,13 +170,18 @@ __all__ = [
     "SegmentError",
     "ShapeMismatch",
     "SharedMemoryTensorBridge",
+    "SharedMemoryTransferStrategy",
+    "SharedMemoryWeightUpdateRequest",
     "SlotsExhausted",
     "StaleUpdate",
     "State",
     "StateDictExtractor",
+    "StepPublisher",
+    "StepSender",
     "SuspiciousUpdate",
     "TensorBridge",
     "TensorDescriptor",
+    "TorchDistributedWeightSyncInitInfo",
     "TornEngine",
     "TransactionalAdapter",
     "TransferTimeout",
@@ -150,6 +195,7 @@ __all__ = [
     "VLLMModelInstaller",
     "VLLMNCCLWeightUpdateRequestBuilder",
     "VLLMReloadAdapter",
+    "VLLMWeightLoader",
     "VersionNotMonotonic",
     "WeightBridge",
     "WeightBridgeError",
@@ -159,11 +205,21 @@ __all__ = [
     "WeightExtractor",
     "WeightInstallAdapter",
     "WeightLayout",
+    "WeightLoader",
     "WeightManifestValidationError",
     "WeightMetadata",
     "WeightPublisher",
+    "WeightSyncInitInfo",
+    "WeightTransferConfig",
+    "WeightTransferReceiver",
+    "WeightTransferSender",
+    "WeightTransferStrategy",
     "WeightUpdateManifest",
     "WeightUpdateRejectedError",
+    "WeightUpdateRequest",
     "__version__",
+    "init_info_from_json",
+    "make_transfer_strategy",
     "make_weight_bridge",
+    "weight_sync_callback",
 ]

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
+from rl_bridge import TorchDistributedWeightSyncInitInfo
 from rl_bridge.bridge.transfer.init_info import (
     EmptyWeightSyncInitInfo,
-    TorchDistributedWeightSyncInitInfo,
     WeightSyncInitInfo,
     init_info_from_json,
 )

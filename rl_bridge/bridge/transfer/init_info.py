@@ -6,17 +6,9 @@ from pydantic import BaseModel, ConfigDict
 
 from rl_bridge.errors import MalformedManifest
 from rl_bridge.manifest.canonical import canonical_json, decode_json
-from rl_bridge.transports.broadcast.init_info import BroadcastInitInfo
+from rl_bridge.transports.broadcast.init_info import TorchDistributedWeightSyncInitInfo
 
-__all__ = [
-    "EmptyWeightSyncInitInfo",
-    "TorchDistributedWeightSyncInitInfo",
-    "WeightSyncInitInfo",
-    "init_info_from_json",
-]
-
-TorchDistributedWeightSyncInitInfo = BroadcastInitInfo
-"""Where a broadcast group is, and what lets an engine in; the transport's own type."""
+__all__ = ["EmptyWeightSyncInitInfo", "WeightSyncInitInfo", "init_info_from_json"]
 
 
 @runtime_checkable
@@ -39,7 +31,9 @@ class EmptyWeightSyncInitInfo(BaseModel):
         return canonical_json(self.model_dump())
 
 
-def init_info_from_json(text: object) -> EmptyWeightSyncInitInfo | BroadcastInitInfo:
+def init_info_from_json(
+    text: object,
+) -> EmptyWeightSyncInitInfo | TorchDistributedWeightSyncInitInfo:
     """Read what ``to_json`` of either kind wrote.
 
     Raises:
@@ -50,6 +44,6 @@ def init_info_from_json(text: object) -> EmptyWeightSyncInitInfo | BroadcastInit
         value, end = decode_json(text)
         if value == {"kind": "empty"} and end == len(text):
             return EmptyWeightSyncInitInfo()
-        return BroadcastInitInfo.from_json(text)
+        return TorchDistributedWeightSyncInitInfo.from_json(text)
     msg = f"the init info is a {type(text).__name__}, expected JSON text. Send what to_json wrote."
     raise MalformedManifest(msg)

@@ -15,11 +15,7 @@ from rl_bridge.bridge.group_exchange import GroupExchange
 from rl_bridge.bridge.tensor_bridge import TensorBridge
 from rl_bridge.bridge.transfer.clean_up import CleanUp, cuda_calls
 from rl_bridge.bridge.transfer.config import WeightTransferConfig, choose
-from rl_bridge.bridge.transfer.init_info import (
-    EmptyWeightSyncInitInfo,
-    TorchDistributedWeightSyncInitInfo,
-    WeightSyncInitInfo,
-)
+from rl_bridge.bridge.transfer.init_info import EmptyWeightSyncInitInfo, WeightSyncInitInfo
 from rl_bridge.bridge.transfer.ipc_sender import CudaIpcTransferSender
 from rl_bridge.bridge.transfer.receiver import BridgeTransferReceiver
 from rl_bridge.bridge.transfer.requests import (
@@ -35,6 +31,7 @@ from rl_bridge.bridge.transfer.sender import (
     WeightTransferSender,
 )
 from rl_bridge.errors import MalformedManifest, WeightBridgeUnavailableError
+from rl_bridge.transports.broadcast.init_info import TorchDistributedWeightSyncInitInfo
 from rl_bridge.transports.broadcast.transport import Broadcast
 
 __all__ = [
