@@ -19,6 +19,7 @@ from rl_bridge.extractors.chunks import (
     wire_dtype,
     wire_name,
 )
+from rl_bridge.manifest.collector import collector_paused
 from rl_bridge.manifest.placement import Piece, Placement
 
 __all__ = ["RankTensor", "WeightExtractor", "WeightMetadata"]
@@ -91,14 +92,20 @@ class WeightExtractor(ABC):
     of the loop's body where memory is short.
     """
 
-    def __init__(self, *, chunk_nbytes: int = DEFAULT_CHUNK_NBYTES) -> None:
+    def __init__(
+        self, *, chunk_nbytes: int = DEFAULT_CHUNK_NBYTES, keep_buffers: bool = False
+    ) -> None:
         """Make an extractor.
 
         Args:
             chunk_nbytes: bytes of one chunk, with all that is needed to make it.
+            keep_buffers: `local` casts into the same memory in every update, and overwrites the
+                last one's tensors: it takes this rank's part once more for good, but no new page
+                in any further update, and a bridge that publishes them need not plan anew.
 
         """
         self._chunk_nbytes = checked_threshold(chunk_nbytes)
+        self._keep_buffers = bool(keep_buffers)
         self._known: list[RankTensor] | None = None
         self._local_plans: dict[torch.dtype | None, list[ChunkPlan]] = {}
         self._full_plans: dict[torch.dtype | None, list[ChunkPlan]] = {}
@@ -164,7 +171,7 @@ class WeightExtractor(ABC):
         if dtype not in self._local_plans:
             self._local_plans[dtype] = self._plan_local(dtype)
         for plan in self._local_plans[dtype]:
-            yield _local_chunk(plan, tensors)
+            yield _local_chunk(plan, tensors, in_kept_buffer=self._keep_buffers)
 
     def full(self, dtype: torch.dtype | None = None) -> Iterator[WeightChunk]:
         """Yield whole tensors, one chunk at a time. Every rank of the trainer iterates it.
@@ -251,9 +258,9 @@ class WeightExtractor(ABC):
         """The tensors of this moment as the plans expect them; else the model is looked at anew."""
         for is_last in (False, True):
             known = self._all_known()
-            with torch.no_grad():
+            with collector_paused(), torch.no_grad():
                 tensors = self._tensors_now()
-            wrong = _first_unlike(known, tensors)
+                wrong = _first_unlike(known, tensors)
             if wrong is None and tensors is not None:
                 return tensors
             if is_last:
@@ -316,11 +323,16 @@ class WeightExtractor(ABC):
             )
 
 
-def _local_chunk(plan: ChunkPlan, tensors: Sequence[torch.Tensor | None]) -> WeightChunk:
-    held = [tensors[source] for source in plan.sources]
-    with torch.no_grad():
+def _local_chunk(
+    plan: ChunkPlan, tensors: Sequence[torch.Tensor | None], *, in_kept_buffer: bool = False
+) -> WeightChunk:
+    # Thousands of small objects are made, and none of them is garbage.
+    with collector_paused(), torch.no_grad():
+        held = [tensors[source] for source in plan.sources]
         live = plan.live(held)  # type: ignore[arg-type]  # planned: this rank holds each of them
-        return plan.copied(held) if live is None else plan.chunk(live)  # type: ignore[arg-type]
+        if live is not None:
+            return plan.chunk(live)
+        return plan.copied(held, in_kept_buffer=in_kept_buffer)  # type: ignore[arg-type]
 
 
 def _first_unlike(

@@ -90,6 +90,7 @@ class ChunkPlan:
         self._buffer = BufferPlan(list(zip(self._dtypes, self._shapes, strict=True)))
         self._offsets = tuple(self._buffer.offsets[at] for at in self._positions)
         self._is_tied = len(self._positions) != len(position)
+        self._kept: tuple[torch.Tensor, list[torch.Tensor]] | None = None
 
     def live(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
         """The tensors themselves, one per source, if they can travel as they are."""
@@ -98,20 +99,38 @@ class ChunkPlan:
                 return None
         return [one.detach() if one.requires_grad else one for one in tensors]
 
-    def copied(self, tensors: Sequence[torch.Tensor]) -> WeightChunk:
-        """A chunk of `tensors`, cast and packed into one buffer."""
+    def copied(
+        self, tensors: Sequence[torch.Tensor], *, in_kept_buffer: bool = False
+    ) -> WeightChunk:
+        """A chunk of `tensors`, cast and packed into one buffer.
+
+        Args:
+            tensors: one per source.
+            in_kept_buffer: into the one of the last call, whose chunk they overwrite.
+
+        """
 
         def fill(views: Sequence[torch.Tensor]) -> None:
-            for view, tensor in zip(views, tensors, strict=True):
-                view.copy_(tensor)
+            # (All in one call: a loop takes as long as small copies do.)
+            torch._foreach_copy_(list(views), list(tensors))
 
-        return self.filled(fill, tensors[0].device if tensors else None)
+        device = tensors[0].device if tensors else None
+        return self.filled(fill, device, in_kept_buffer=in_kept_buffer)
 
     def filled(
-        self, fill: Callable[[list[torch.Tensor]], None], device: torch.device | None
+        self,
+        fill: Callable[[list[torch.Tensor]], None],
+        device: torch.device | None,
+        *,
+        in_kept_buffer: bool = False,
     ) -> WeightChunk:
-        """A chunk in a new buffer that `fill` writes, one view per source."""
-        buffer, views = self._buffer.allocate(device)
+        """A chunk in a buffer that `fill` writes, one view per source."""
+        kept = self._kept if in_kept_buffer else None
+        if kept is None or (device is not None and kept[0].device != device):
+            kept = self._buffer.allocate(device)
+        if in_kept_buffer:
+            self._kept = kept
+        buffer, views = kept
         fill(views)
         return self.chunk(views, PackedTensors(buffer=buffer, offsets=self._offsets))
 

@@ -11,6 +11,7 @@ from itertools import accumulate
 from typing import Self, TypeVar
 
 import torch
+from torch._utils import _unflatten_dense_tensors
 
 from rl_bridge.errors import IncompatibleUpdate
 from rl_bridge.manifest.dtypes import dtype_nbytes
@@ -180,31 +181,60 @@ class BufferPlan:
         for index, (dtype, _) in enumerate(kinds):
             by_dtype.setdefault(dtype, []).append(index)
         offsets = [0] * len(kinds)
-        self._runs: list[tuple[torch.dtype, int, int, list[int], list[int]]] = []
+        self._runs: list[_Run] = []
         end = 0
         for dtype in sorted(by_dtype, key=lambda dtype: -dtype.itemsize):
             indices = by_dtype[dtype]
-            sizes = [math.prod(kinds[index][1]) for index in indices]
+            shapes = [kinds[index][1] for index in indices]
+            sizes = [math.prod(shape) for shape in shapes]
             begins = accumulate(sizes, initial=0)
             for index, begin in zip(indices, begins, strict=False):
                 offsets[index] = end + begin * dtype.itemsize
             nbytes = sum(sizes) * dtype.itemsize
-            self._runs.append((dtype, end, end + nbytes, sizes, indices))
+            self._runs.append(_Run(dtype, end, end + nbytes, indices, shapes))
             end += nbytes
-        self._shapes = [shape for _, shape in kinds]
         self.offsets = tuple(offsets)
         self.nbytes = end
 
     def allocate(self, device: torch.device | None) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Make a new buffer: itself as ``uint8``, and the tensors in it."""
-        # As the widest type: the allocator then aligns it, and every view is of the same storage.
         buffer = torch.empty(self.nbytes, dtype=torch.uint8, device=device)
-        views: list[torch.Tensor] = [buffer] * len(self._shapes)
-        for dtype, begin, end, sizes, indices in self._runs:
-            flat = buffer[begin:end].view(dtype)
-            for index, part in zip(indices, flat.split_with_sizes(sizes), strict=True):
-                views[index] = part.view(self._shapes[index])
+        views: list[torch.Tensor] = [buffer] * len(self.offsets)
+        for run in self._runs:
+            for index, view in zip(run.indices, run.views(buffer), strict=True):
+                views[index] = view
         return buffer, views
+
+
+class _Run:
+    """The tensors of one dtype in a buffer."""
+
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        begin: int,
+        end: int,
+        indices: list[int],
+        shapes: list[tuple[int, ...]],
+    ) -> None:
+        self.indices = indices
+        self._dtype = dtype
+        self._begin = begin // dtype.itemsize
+        self._numel = (end - begin) // dtype.itemsize
+        # One call makes all views, an update of thousands of tensors else waits for them; it knows
+        # shapes by tensors that have them, and forgets those of empty ones.
+        self._like = [torch.empty(shape, device="meta") for shape in shapes]
+        self._empty = [(at, shape) for at, shape in enumerate(shapes) if 0 in shape]
+
+    def views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
+        """The tensors, in `buffer`."""
+        # On the buffer's storage, but no view of it: views of a view take twice as long to make.
+        flat = torch.empty(0, dtype=self._dtype, device=buffer.device)
+        flat.set_(buffer.untyped_storage(), self._begin, (self._numel,), (1,))
+        views = list(_unflatten_dense_tensors(flat, self._like))  # type: ignore[no-untyped-call]
+        for at, shape in self._empty:
+            views[at] = flat[:0].view(shape)
+        return views
 
 
 def wire_name(dtype: torch.dtype) -> str:

@@ -30,6 +30,7 @@ class DeepSpeedExtractor(WeightExtractor):
         *,
         adapters: Adapters | str = Adapters.MERGED,
         chunk_nbytes: int = DEFAULT_CHUNK_NBYTES,
+        keep_buffers: bool = False,
     ) -> None:
         """Make an extractor; nothing is read yet, no rank is asked.
 
@@ -37,13 +38,14 @@ class DeepSpeedExtractor(WeightExtractor):
             engine: what ``deepspeed.initialize`` returned.
             adapters: what is published of a model with peft adapters.
             chunk_nbytes: bytes of one chunk.
+            keep_buffers: cast into the same memory in every update; see `WeightExtractor`.
 
         Raises:
             IncompatibleUpdate: no engine of DeepSpeed's.
             WeightBridgeUnavailableError: it cuts tensors or layers in a way that is not known here.
 
         """
-        super().__init__(chunk_nbytes=chunk_nbytes)
+        super().__init__(chunk_nbytes=chunk_nbytes, keep_buffers=keep_buffers)
         if not hasattr(engine, "seq_data_parallel_group") or not hasattr(engine, "module"):
             msg = (
                 f"cannot extract from a {type(engine).__name__}, expected a DeepSpeed engine. Pass "

@@ -44,6 +44,7 @@ class FSDPExtractor(WeightExtractor):
         adapters: Adapters | str = Adapters.MERGED,
         mesh: "DeviceMesh | None" = None,
         chunk_nbytes: int = DEFAULT_CHUNK_NBYTES,
+        keep_buffers: bool = False,
     ) -> None:
         """Make an extractor; nothing is read yet, no rank is asked.
 
@@ -52,12 +53,13 @@ class FSDPExtractor(WeightExtractor):
             adapters: what is published of a model with peft adapters.
             mesh: of all ranks that hold the model; by default the largest among its tensors'.
             chunk_nbytes: bytes of one chunk.
+            keep_buffers: cast into the same memory in every update; see `WeightExtractor`.
 
         Raises:
             IncompatibleUpdate: `model` is no module.
 
         """
-        super().__init__(chunk_nbytes=chunk_nbytes)
+        super().__init__(chunk_nbytes=chunk_nbytes, keep_buffers=keep_buffers)
         given: object = model
         if not isinstance(given, torch.nn.Module):
             msg = (

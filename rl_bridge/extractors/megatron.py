@@ -46,6 +46,7 @@ class MegatronExtractor(WeightExtractor):
         *,
         bridge: Any = None,
         chunk_nbytes: int = DEFAULT_CHUNK_NBYTES,
+        keep_buffers: bool = False,
     ) -> None:
         """Make an extractor; no rank is asked.
 
@@ -53,13 +54,14 @@ class MegatronExtractor(WeightExtractor):
             model: the model of this rank, or its parts of a virtual pipeline.
             bridge: of mbridge (``AutoBridge``) or of Megatron-Bridge, which made the model.
             chunk_nbytes: bytes of one chunk.
+            keep_buffers: cast into the same memory in every update; see `WeightExtractor`.
 
         Raises:
             IncompatibleUpdate: no modules, or no bridge.
             WeightBridgeUnavailableError: Megatron is not installed, or not initialized.
 
         """
-        super().__init__(chunk_nbytes=chunk_nbytes)
+        super().__init__(chunk_nbytes=chunk_nbytes, keep_buffers=keep_buffers)
         given: object = model
         self._models = [given] if isinstance(given, torch.nn.Module) else list(model)  # type: ignore[arg-type]
         if not self._models or not all(isinstance(one, torch.nn.Module) for one in self._models):

@@ -48,7 +48,8 @@ class ModuleSlots:
             naming: gives the published name; what gets none is left out.
 
         """
-        self._keepers: list[tuple[dict[str, Any], int]] = []
+        self._keepers: list[dict[str, Any]] = []
+        self._counts: list[int] = []
         self.slots: list[Slot] = []
         for prefix, owner in module.named_modules(remove_duplicate=False):
             transient = owner._non_persistent_buffers_set  # noqa: SLF001 - torch has no public name
@@ -57,7 +58,8 @@ class ModuleSlots:
                 (owner._buffers, False),  # noqa: SLF001
             )
             for keeper, is_parameter in kinds:
-                self._keepers.append((keeper, len(keeper)))
+                self._keepers.append(keeper)
+                self._counts.append(len(keeper))
                 for key, tensor in keeper.items():
                     path = f"{prefix}.{key}" if prefix else key
                     is_kept = tensor is not None and (is_parameter or key not in transient)
@@ -71,7 +73,7 @@ class ModuleSlots:
 
     def tensors(self) -> list[torch.Tensor] | None:
         """The tensors that are there now; None where the modules hold more or fewer than before."""
-        if any(len(keeper) != count for keeper, count in self._keepers):
+        if list(map(len, self._keepers)) != self._counts:
             return None
         return [slot.keeper[slot.key] for slot in self.slots]
 

@@ -155,6 +155,7 @@ class StateDictExtractor(WeightExtractor):
         world_size: int = 1,
         adapters: Adapters | str = Adapters.MERGED,
         chunk_nbytes: int = DEFAULT_CHUNK_NBYTES,
+        keep_buffers: bool = False,
     ) -> None:
         """Make an extractor; nothing is read yet.
 
@@ -164,13 +165,14 @@ class StateDictExtractor(WeightExtractor):
             world_size: how many copies there are.
             adapters: what is published of a model with peft adapters.
             chunk_nbytes: bytes of one chunk.
+            keep_buffers: cast into the same memory in every update; see `WeightExtractor`.
 
         Raises:
             IncompatibleUpdate: something else, such as an iterator, which can be read only once.
             ValueError: a rank outside the world.
 
         """
-        super().__init__(chunk_nbytes=chunk_nbytes)
+        super().__init__(chunk_nbytes=chunk_nbytes, keep_buffers=keep_buffers)
         given: object = source
         if not isinstance(given, torch.nn.Module | Mapping):
             msg = (

@@ -29,6 +29,25 @@ def test_weights_that_need_no_cast_are_the_module_s_own() -> None:
     assert cast.packed().buffer is cast.packing.buffer
 
 
+def test_kept_buffers_are_written_again_in_the_next_update() -> None:
+    model = nn.Linear(3, 2)
+    extractor = StateDictExtractor(model, keep_buffers=True)
+    (first,) = extractor.local(torch.bfloat16)
+    with torch.no_grad():
+        model.weight += 1
+    (second,) = extractor.local(torch.bfloat16)
+    assert [t.data_ptr() for t in first.tensors] == [t.data_ptr() for t in second.tensors]
+    assert torch.equal(second.tensors[0], model.weight.bfloat16())
+    (gathered,) = extractor.full(torch.bfloat16)
+    assert gathered.tensors[0].data_ptr() != second.tensors[0].data_ptr()
+    with make_weight_bridge("local-clone") as bridge:
+        roots = [
+            bridge.publish(extractor.local(torch.bfloat16), weight_version=version).root
+            for version in (1, 2)
+        ]
+    assert roots[0] == roots[1]
+
+
 def test_integers_keep_their_dtype() -> None:
     tensors = {"steps": torch.tensor(3), "w": torch.ones(2)}
     extractor = StateDictExtractor(tensors)
