@@ -12,7 +12,13 @@ import torch
 
 from rl_bridge.errors import ChecksumMismatch, MalformedManifest
 from rl_bridge.manifest.digest import DIGEST_NBYTES, digest_bytes
-from rl_bridge.manifest.group_leaves import LEAVES, LeafIndex, leaf_block_nbytes, leaf_index
+from rl_bridge.manifest.group_leaves import (
+    LEAVES,
+    LENGTH_NBYTES,
+    LeafIndex,
+    leaf_block_nbytes,
+    leaf_index,
+)
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.manifest.table import TensorTable
 from rl_bridge.memory.packing import PackPlan
@@ -146,6 +152,11 @@ def checked_block(part: WeightUpdateManifest, block: bytes) -> bytes:
     found = np.frombuffer(_combined(table, index, block), np.uint8).reshape(-1, DIGEST_NBYTES)
     given = np.frombuffer(part.digests, np.uint8).reshape(-1, DIGEST_NBYTES)
     differs = (found != given).any(axis=1)
+    # The pass fills in the lengths that it knows; those in the list must be the same.
+    ends = (index.starts + index.counts * DIGEST_NBYTES)[:, None] + np.arange(LENGTH_NBYTES)
+    ends[index.row] = 0
+    lengths = np.frombuffer(block or bytes(LENGTH_NBYTES), np.uint8)[ends]
+    differs |= np.ascontiguousarray(lengths).view("<u8").ravel() != table.nbytes_column
     differs[index.row] = False
     if differs.any():
         name = table.names[int(np.flatnonzero(differs)[0])]
