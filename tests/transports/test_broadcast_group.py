@@ -211,6 +211,7 @@ def test_nccl_without_a_gpu_is_blocked_with_its_cause(make: Make) -> None:
         ({"timeout_s": float("nan")}, ValueError),
         ({"timeout_s": "soon"}, TypeError),
         ({"world_size": 0}, ValueError),
+        ({"world_size": 1}, ValueError),
         ({"group_name": 3}, TypeError),
         ({"init_info": 3}, MalformedManifest),
     ],

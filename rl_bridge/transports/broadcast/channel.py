@@ -33,7 +33,7 @@ GREETING_NBYTES = {
 """Length of the parts: the publisher's hello, the receiver's answer, the publisher's proof."""
 
 _LENGTH = struct.Struct("!I")
-_MAX_PENDING_NBYTES = 4 << 20
+_MAX_PENDING = 1024
 _CHUNK = 1 << 16
 
 
@@ -96,7 +96,6 @@ class Channel:
         self.is_lost = False
         self._incoming = bytearray()
         self._outgoing: deque[bytes] = deque()
-        self._pending_nbytes = 0
         # Not reentrant on purpose: a finalizer that runs inside of `_flush`, in this very thread,
         # must not send into the middle of a message. It leaves its own to the one it interrupted.
         self._sending = threading.Lock()
@@ -123,9 +122,8 @@ class Channel:
         if self.is_lost:
             return
         self._outgoing.append(data)
-        self._pending_nbytes += len(data)
         self.flush()
-        if self._pending_nbytes > _MAX_PENDING_NBYTES:
+        if len(self._outgoing) > _MAX_PENDING:
             self.is_lost = True  # a peer that does not read must not cost memory
 
     def flush(self) -> None:
@@ -148,7 +146,6 @@ class Channel:
             except OSError:
                 self.is_lost = True
                 return False
-            self._pending_nbytes -= num
             if num == len(data):
                 self._outgoing.popleft()
             else:

@@ -9,6 +9,7 @@ import importlib
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -161,7 +162,8 @@ class Group:
         options.rootRank = 0
         options.rootTensor = 0
         options.timeout = self._timeout
-        return self._group.broadcast([tensor], options)
+        with torch.cuda.device(tensor.device) if self._is_device else nullcontext():
+            return self._group.broadcast([tensor], options)
 
     def finish(self, work: Any) -> None:
         """Wait for what `broadcast` began.
@@ -242,27 +244,29 @@ def send_slices(
         meanwhile: called with the number of bytes that are complete, while the next slices travel.
 
     Raises:
-        RuntimeError: a slice failed or did not come in time; every slice that was begun has ended.
+        SegmentError: a slice failed or did not come in time; every slice that was begun has ended.
 
     """
     total = arena.numel()
     starts = range(0, total, slice_nbytes)
     works: list[Any] = []
-    failure: Exception | None = None
+    reason: str | None = None
     for index in range(len(starts) + _WINDOW - 1):
+        done = index - _WINDOW + 1
         try:
-            if index < len(starts) and failure is None:
+            if index < len(starts) and reason is None:
                 start = starts[index]
                 works.append(group.broadcast(arena[start : start + slice_nbytes]))
-            done = index - _WINDOW + 1
             if 0 <= done < len(works):
-                work, works[done] = works[done], None
-                group.finish(work)
-                del work
-                if meanwhile is not None and failure is None:
+                group.finish(works[done])
+                if meanwhile is not None and reason is None:
                     meanwhile(min(starts[done] + slice_nbytes, total))
         except RuntimeError as error:
-            # What was begun still writes to the arena: nobody may use it again before it ends.
-            failure = failure or error
-    if failure is not None:
-        raise failure
+            # What was begun still writes to the arena: nobody may use it again before it ends. Only
+            # the text is kept: the traceback would keep the work, and that the group's sockets,
+            # whose end is how others learn of this.
+            reason = reason or (str(error).splitlines() or [type(error).__name__])[0][:500]
+        if 0 <= done < len(works):
+            works[done] = None
+    if reason is not None:
+        raise SegmentError(f"a slice did not get through: {reason}. Send the version again.")

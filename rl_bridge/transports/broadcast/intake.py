@@ -135,7 +135,8 @@ class Intake:
             try:
                 self._take(message)
             except Exception as error:  # noqa: BLE001 - told to the publisher, who judges
-                _LOG.warning("a transfer failed", exc_info=True)
+                is_known = isinstance(error, RuntimeError)
+                _LOG.warning("a transfer failed: %s", error, exc_info=not is_known)
                 self._fail(message.transfer, error)
         self._drop_reserved()
         self._leave()

@@ -97,7 +97,7 @@ class Broadcast(Transport):
 
         Raises:
             TypeError: an option of the wrong type.
-            ValueError: an option out of its range.
+            ValueError: an option out of its range; a `world_size` of less than 2.
             MalformedManifest: `init_info` is none.
 
         """
@@ -110,6 +110,8 @@ class Broadcast(Transport):
             raise TypeError(f"group_name={group_name!r}: expected a name such as 'weights'.")
         self._group_name = group_name
         self._world_size = 0 if world_size is None else checked_count("world_size", world_size)
+        if self._world_size == 1:
+            raise ValueError("world_size=1: expected the trainer and at least one engine, so 2.")
         self._init_info = _checked_info(init_info)
         self._override = bool(override)
         self._device = device
