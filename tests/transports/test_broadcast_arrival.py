@@ -1,5 +1,7 @@
 """``broadcast``: what arrives is verified, once, and while the rest is on its way."""
 
+import threading
+import weakref
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -8,7 +10,7 @@ import pytest
 import torch
 
 from rl_bridge import BroadcastTensorBridge, RolloutExecutor, make_weight_bridge
-from rl_bridge.errors import ChecksumMismatch, StaleUpdate
+from rl_bridge.errors import ChecksumMismatch, SegmentError, StaleUpdate
 from rl_bridge.installers.module import ModuleInstallAdapter
 from rl_bridge.manifest.digest import digest_bytes
 from rl_bridge.manifest.table import TensorTable
@@ -19,7 +21,7 @@ from rl_bridge.testing.strategies import contents_of, random_tensor
 from rl_bridge.transports.base import Attachment
 from rl_bridge.transports.broadcast import group, intake, sender
 from rl_bridge.transports.broadcast.arrival_digest import ArrivalPlan
-from tests.transports.broadcast_rig import at_transfer
+from tests.transports.broadcast_rig import at_transfer, big_weights
 
 
 def bridge(worker: str, **options: Any) -> BroadcastTensorBridge:
@@ -146,6 +148,59 @@ def test_only_contiguous_memory_is_sent_whatever_the_sources_strides_are(
     }
     manifest = trainer.publish(source, weight_version=1)
     assert contents_of(rollout.import_update(manifest)) == contents_of(source)
+
+
+def test_a_version_that_is_released_on_the_wire_arrives_whole(
+    trainer: BroadcastTensorBridge, rollout: BroadcastTensorBridge
+) -> None:
+    """Its slot is not written again before its last byte is out."""
+    rollout.import_update(trainer.publish(big_weights(1), weight_version=1))
+    is_under_way, may_go_on = threading.Event(), threading.Event()
+
+    def wait(_: torch.Tensor) -> None:
+        is_under_way.set()
+        assert may_go_on.wait(60)
+
+    with at_transfer(sender, 1, wait):
+        second = trainer.publish(big_weights(2), weight_version=2)
+        assert is_under_way.wait(60)
+        trainer.release(second.update_id)
+        for version in (3, 4):
+            trainer.publish(big_weights(version), weight_version=version)
+        may_go_on.set()
+        assert contents_of(rollout.import_update(second)) == contents_of(big_weights(2))
+
+
+def test_a_transfer_that_broke_off_keeps_nothing_of_the_group_alive() -> None:
+    """What was begun is waited for, nothing more is begun, and the error holds no sockets."""
+
+    class Work:
+        pass
+
+    class Broken:
+        def __init__(self) -> None:
+            self.works: list[weakref.ref[Work]] = []
+            self.num_finished = 0
+
+        def broadcast(self, _: torch.Tensor) -> Work:
+            work = Work()
+            self.works.append(weakref.ref(work))
+            return work
+
+        def finish(self, work: Work) -> None:
+            self.num_finished += 1
+            if self.num_finished == 2:
+                raise RuntimeError("Connection reset by peer\nand much more")
+
+    broken: Any = Broken()
+    arena = torch.zeros(100, dtype=torch.uint8)
+    marks: list[int] = []
+    with pytest.raises(SegmentError, match=r"by peer\. Send") as caught:
+        group.send_slices(broken, arena, 10, meanwhile=marks.append)
+    assert caught.value.__traceback__ is not None
+    assert broken.num_finished == len(broken.works) == 4
+    assert marks == [10]
+    assert [work() for work in broken.works] == [None] * 4
 
 
 def test_two_receivers_cost_one_transfer(
