@@ -4,7 +4,15 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
-from pydantic import BaseModel, ConfigDict, StrictBool, StrictInt, StrictStr, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    StrictBool,
+    StrictInt,
+    StrictStr,
+    TypeAdapter,
+    ValidationError,
+)
 
 from rl_bridge.errors import (
     GroupAborted,
@@ -15,6 +23,7 @@ from rl_bridge.errors import (
     VersionNotMonotonic,
 )
 from rl_bridge.manifest.canonical import canonical_json, decode_json
+from rl_bridge.manifest.collector import collector_paused
 from rl_bridge.manifest.placement import Piece, Placement
 
 __all__ = [
@@ -169,16 +178,8 @@ def placements_text(placements: Mapping[str, Placement]) -> str:
         raise MalformedManifest(msg) from error
 
 
-class _PieceRow(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    name: StrictStr
-    global_shape: _Numbers
-    offset: _Numbers
-    shape: _Numbers
-    local_offset: _Numbers
-    is_flat: StrictBool
-    replica: StrictInt
+_PieceRow = tuple[*(StrictStr, _Numbers, _Numbers, _Numbers, _Numbers, StrictBool, StrictInt),]
+_DOCUMENT = TypeAdapter(dict[str, tuple[StrictStr, _Numbers, list[_PieceRow]]])
 
 
 def placements_from(text: str, rank: int) -> dict[str, Placement]:
@@ -189,24 +190,30 @@ def placements_from(text: str, rank: int) -> dict[str, Placement]:
 
     """
     try:
-        document, _ = decode_json(text)
-        return {name: _placement(row) for name, row in document.items()}
-    except (ValidationError, AttributeError, TypeError, ValueError, MalformedManifest) as error:
+        with collector_paused():
+            document = _DOCUMENT.validate_python(decode_json(text)[0])
+            return {
+                name: Placement(dtype=dtype, shape=shape, pieces=tuple(map(_piece, rows)))
+                for name, (dtype, shape, rows) in document.items()
+            }
+    except (ValidationError, MalformedManifest) as error:
         msg = (
-            f"the placements of rank {rank} cannot be read: {error}. Use the same rl_bridge "
-            "release on every rank."
+            f"the placements of rank {rank} cannot be read: {str(error)[:400]}. Use the same "
+            "rl_bridge release on every rank."
         )
         raise GroupAborted(msg, (rank,)) from error
 
 
-def _placement(row: Any) -> Placement:
-    dtype, shape, rows = row
-    fields = tuple(_PieceRow.model_fields)
-    pieces = tuple(_PieceRow(**dict(zip(fields, one, strict=True))) for one in rows)
-    return Placement(
-        dtype=str(dtype),
-        shape=tuple(map(int, shape)),
-        pieces=tuple(Piece(**dict(piece)) for piece in pieces),
+def _piece(row: Any) -> Piece:
+    name, global_shape, offset, shape, local_offset, is_flat, replica = row
+    return Piece(
+        name=name,
+        global_shape=global_shape,
+        offset=offset,
+        shape=shape,
+        local_offset=local_offset,
+        is_flat=is_flat,
+        replica=replica,
     )
 
 

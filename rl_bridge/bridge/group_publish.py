@@ -96,6 +96,8 @@ class GroupPublisher:
         self._exchange = exchange
         self._timeout_s = timeout_s
         self._leaves = LeafSource()
+        # This rank's placements of the last version, and their text.
+        self._mine: tuple[Mapping[str, Placement], str] | None = None
         # What all ranks hold, and the name that the ranks know it by.
         self._known: str | None = None
         self._placements: list[dict[str, Placement]] = []
@@ -266,7 +268,9 @@ class GroupPublisher:
     def _hello(self, run: "_Run") -> dict[str, JSONValue]:
         run.tensors = self._checked(run.source, run.placements)
         run.flags = trainable_names(run.source, run.tensors, run.trainable)
-        run.text = placements_text(run.placements)
+        if self._mine is None or self._mine[0] != run.placements:
+            self._mine = dict(run.placements), placements_text(run.placements)
+        run.text = self._mine[1]
         publisher = self.bridge._publisher_end()  # noqa: SLF001 - the bridge's other half
         return {
             "rank": self._exchange.rank,

@@ -120,8 +120,8 @@ class GroupLayout(BaseModel):
             _part(rank, table, placed, places)
             for rank, (table, placed) in enumerate(zip(tables, placements, strict=True))
         ]
-        held = held_pieces(placements)  # names the disagreement on shapes, if there is one
-        prove_coverage(held)
+        if any(piece.global_shape != shapes[piece.name] for piece in pieces):
+            prove_coverage(held_pieces(placements))  # names the ranks that disagree
         return cls(names=names, parts=tuple(parts), shapes=tuple(shapes[name] for name in names))
 
     @model_validator(mode="after")

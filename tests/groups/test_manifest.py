@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_bridge import make_weight_bridge
+from rl_bridge import GroupBridge, Piece, make_weight_bridge
 from rl_bridge.errors import (
     DigestMismatch,
     IncompleteCoverage,
@@ -28,7 +28,7 @@ from rl_bridge.manifest.digest import LEAF_NBYTES, text_digest
 from rl_bridge.manifest.group import GroupManifest
 from rl_bridge.manifest.group_layout import KNOWN_GROUPS
 from rl_bridge.manifest.group_leaves import LEAVES
-from tests.groups.meshes import Shards, chunked, cut, flat_cut, model, numbered
+from tests.groups.meshes import Shards, chunked, cut, flat_cut, model, numbered, placed
 from tests.groups.rig import trainers
 
 LEAF = LEAF_NBYTES // 4  # elements of int32
@@ -105,6 +105,29 @@ def test_a_cut_beside_a_leaf_is_none_at_a_leaf(shift: int) -> None:
             placements["w"] = kind(dtype="int32", shape=(len(part),), pieces=(placed,))
             ranks.append((shards, placements))
     assert published(ranks).is_unsharded_root is (shift == 0)
+
+
+def test_a_range_that_begins_beside_a_leaf_of_its_ranks_tensor_is_none_at_a_leaf() -> None:
+    a, b = numbered((10,)), numbered((2 * LEAF,), 100)
+    ranks: list[Shards] = []
+    for rank in range(2):
+        fused = torch.cat([a.chunk(2)[rank], b.chunk(2)[rank]])
+        pieces = [
+            Piece(
+                name=name,
+                global_shape=tuple(whole.shape),
+                offset=(rank * num,),
+                shape=(num,),
+                local_offset=(at,),
+            )
+            for name, whole, num, at in (("a", a, 5, 0), ("b", b, LEAF, 5))
+        ]
+        ranks.append(({"ab": fused}, {"ab": placed(fused, *pieces)}))
+    made = published(ranks)
+    assert made.whole_digest("b") is None
+    with trainers(2) as group, GroupBridge() as bridge:
+        found = bridge.import_update(group.publish(ranks, 1))
+        assert torch.equal(found["b"], b)
 
 
 # ---- there and back -----------------------------------------------------------------------------
