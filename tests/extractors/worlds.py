@@ -17,7 +17,16 @@ from rl_bridge.extractors.chunks import WeightChunk
 from rl_bridge.manifest.placement import Piece, Placement
 from rl_bridge.testing.processes import Child
 
-__all__ = ["Rank", "World", "assembled", "described", "filled", "placements_of", "reference"]
+__all__ = [
+    "Rank",
+    "World",
+    "as_lists",
+    "assembled",
+    "described",
+    "filled",
+    "placements_of",
+    "reference",
+]
 
 
 class Rank:

@@ -12,7 +12,7 @@ from torch import nn
 from rl_bridge.errors import WeightBridgeError
 from rl_bridge.extractors.deepspeed import DeepSpeedExtractor
 from tests.extractors.counting import Collectives, peak_nbytes
-from tests.extractors.worlds import described, filled, local_report
+from tests.extractors.worlds import as_lists, described, filled, local_report
 
 WIDTH = 7
 
@@ -46,8 +46,10 @@ def plain() -> Model:
     return model
 
 
-def engine(stage: int, *, dtype: str = "float32", model: nn.Module | None = None) -> Any:
-    """An engine whose optimizer moves nothing: what comes out is what went in."""
+def engine(
+    stage: int, *, dtype: str = "float32", model: nn.Module | None = None, lr: float = 0.0
+) -> Any:
+    """An engine whose optimizer moves nothing by default: what comes out is what went in."""
     if not deepspeed.comm.is_initialized():
         deepspeed.init_distributed(dist_backend="gloo")
     config: dict[str, Any] = {
@@ -57,7 +59,7 @@ def engine(stage: int, *, dtype: str = "float32", model: nn.Module | None = None
         "bf16": {"enabled": dtype == "bfloat16"},
     }
     model = model or plain()
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.0)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=lr)
     made, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
     return made
 
@@ -124,3 +126,18 @@ def told(given: Any) -> str:
     except WeightBridgeError as error:
         return str(error)
     return "nothing"
+
+
+def trained(stage: int) -> Any:
+    """After real steps: this rank's part, and the whole as DeepSpeed itself tells it."""
+    model = plain()
+    made = engine(stage, model=model, lr=1e4)  # of gradients that DeepSpeed cut to a norm of 1
+    extractor = DeepSpeedExtractor(made, chunk_nbytes=100)
+    for _ in range(2):
+        list(extractor.local())
+        step(made)
+    told_by_deepspeed = {}
+    for name, parameter in made.module.named_parameters():
+        with deepspeed.zero.GatheredParameters([parameter], enabled=stage == 3):
+            told_by_deepspeed[name] = as_lists(parameter)
+    return {**local_report(extractor), "whole": told_by_deepspeed}

@@ -57,6 +57,18 @@ def test_tensors_travel_in_the_dtype_that_is_asked_for(two: World, stage: int) -
     assert two.run("full", stage=stage, dtype="bfloat16") == [cast, cast]
 
 
+@STAGES
+def test_an_update_sees_the_optimizer_s_steps(two: World, stage: int) -> None:
+    """Those of tensors too that ZeRO-3 keeps whole on every rank because they are small."""
+    reports = two.run("trained", stage=stage)
+    found = assembled(reports)
+    for name, values in reports[0]["whole"].items():
+        assert found[name][2] == values, name
+    assert found["up.bias"] != WHOLE["up.bias"]
+    assert found["gain"] != WHOLE["gain"]
+    assert found["down.weight"] == WHOLE["down.weight"], "it is frozen"
+
+
 def test_stages_without_cuts_say_that_ranks_hold_copies(two: World) -> None:
     for rank, report in enumerate(two.run("local", stage=2)):
         placed = placements_of(report)["up.weight"]
