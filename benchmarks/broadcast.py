@@ -230,11 +230,14 @@ def main(
     out: Annotated[Path, typer.Option(help="Where the JSON goes.")] = _OUT,
     mib: Annotated[int | None, typer.Option(help="Another payload size.")] = None,
     reps: Annotated[int | None, typer.Option(help="Another number of repetitions.")] = None,
+    slice_mib: Annotated[int | None, typer.Option(help="Slices of another size.")] = None,
 ) -> None:
     """Measure and write the results."""
     console = Console(stderr=True)
     # OpenMP's threads would spin on and take a core from whatever is timed next.
     torch.set_num_threads(1)
+    if slice_mib is not None:
+        sender.SLICE_NBYTES = slice_mib * MIB
     started = time.monotonic()
     environment = collect_environment()
     nbytes = mib * MIB if mib else (64 * MIB if quick else GIB)

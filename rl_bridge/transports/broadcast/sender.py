@@ -35,6 +35,7 @@ __all__ = ["SLICE_NBYTES", "Sender"]
 _LOG = logging.getLogger(__name__)
 
 SLICE_NBYTES = 16 << 20
+"""Small enough to be digested out of the cache, large enough that a slice's own cost is nothing."""
 # How long members may take to say what became of a transfer that broke off: those that live are
 # told at once, by sockets that close.
 _GRACE_S = 5.0
@@ -53,7 +54,7 @@ class Sender:
         timeout_s: float,
         free: Callable[[str], None],
         at_end: Callable[[], None],
-        slice_nbytes: int = SLICE_NBYTES,
+        slice_nbytes: int | None = None,
     ) -> None:
         """Start the thread.
 
@@ -63,7 +64,7 @@ class Sender:
             timeout_s: longest wait for a receiver, and for a slice.
             free: lets a released version's slot be written again; called under the hub's lock.
             at_end: called by the thread when nothing reads the arenas any more.
-            slice_nbytes: bytes that go over the wire at a time.
+            slice_nbytes: bytes that go over the wire at a time; None takes `SLICE_NBYTES`.
 
         """
         self._hub = hub
@@ -71,7 +72,7 @@ class Sender:
         self._timeout_s = timeout_s
         self._free = free
         self._at_end = at_end
-        self._slice_nbytes = slice_nbytes
+        self._slice_nbytes = SLICE_NBYTES if slice_nbytes is None else slice_nbytes
         self._schedule = Schedule(hub, timeout_s=timeout_s)
         self._sending: Offered | None = None
         self._receivers: tuple[Member, ...] = ()
