@@ -62,7 +62,9 @@ def sync(sender: Any, client: Client, weights: dict[str, torch.Tensor]) -> None:
     ("setting", "placement"),
     [
         pytest.param(IN_PROCESS, {"is_colocated": True}, id="in-process-shared-memory"),
-        pytest.param(TWO_RANKS, {"is_colocated": True}, id="two-ranks-shared-memory"),
+        pytest.param(
+            TWO_RANKS, {"is_colocated": True}, id="two-ranks-shared-memory", marks=pytest.mark.full
+        ),
         pytest.param(TWO_RANKS, {"is_elastic": True}, id="two-ranks-broadcast"),
     ],
 )
