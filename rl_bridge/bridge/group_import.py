@@ -153,7 +153,9 @@ class GroupBridge(TensorBridge):
         self, manifest: WeightUpdateManifest | GroupManifest | str
     ) -> Mapping[str, torch.Tensor]:
         """Assemble a group's version and import it. See `TensorBridge.import_update`."""
-        return super().import_update(self.resolve_update(manifest))
+        # Held over both: another thread's update must not take the memory in between.
+        with self._consumer_end()._lock:  # noqa: SLF001 - the bridge's other half
+            return super().import_update(self.resolve_update(manifest))
 
     def acknowledge(
         self,

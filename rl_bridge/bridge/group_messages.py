@@ -178,7 +178,7 @@ def placements_text(placements: Mapping[str, Placement]) -> str:
         raise MalformedManifest(msg) from error
 
 
-_PieceRow = tuple[*(StrictStr, _Numbers, _Numbers, _Numbers, _Numbers, StrictBool, StrictInt),]
+_PieceRow = tuple[StrictStr, _Numbers, _Numbers, _Numbers, _Numbers, StrictBool, StrictInt]
 _DOCUMENT = TypeAdapter(dict[str, tuple[StrictStr, _Numbers, list[_PieceRow]]])
 
 

@@ -73,7 +73,10 @@ class _Run:
 
 
 class GroupPublisher:
-    """One rank's half of an update group. Every rank makes one, and calls `publish` together."""
+    """One rank's share in an update group. Every rank makes one, and all call `publish` together.
+
+    One publication at a time: a rank takes part in the next when this one is over.
+    """
 
     def __init__(
         self, bridge: TensorBridge, exchange: GroupExchange, *, timeout_s: float = 120.0

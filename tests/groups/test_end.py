@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from collections.abc import Mapping
 
 import torch
 
@@ -9,7 +10,7 @@ from rl_bridge import GroupBridge, ModuleInstallAdapter, RolloutExecutor
 from rl_bridge.bridge.resharding import TensorParallel, parallel
 from rl_bridge.testing.leaks import assert_nothing_leaks
 from tests.groups.meshes import Shards, cut, model
-from tests.groups.rig import trainers
+from tests.groups.rig import everywhere, trainers
 
 SHAPES = {"embed": (8, 6), "layer.w": (6, 8), "norm": (5,)}
 DIMS: dict[str, int | None] = {"embed": 0, "layer.w": 1, "norm": None}
@@ -27,6 +28,18 @@ def test_the_memory_of_a_released_version_is_used_again() -> None:
             bridge.acknowledge(manifest)
             bridge.release(manifest)
             group.release(manifest)
+
+
+def test_threads_that_import_in_turn_do_not_take_each_others_memory() -> None:
+    with trainers(2) as group, GroupBridge(max_slots=3) as bridge:
+        manifests = [group.publish(shards(version), version) for version in (1, 2, 3)]
+        for found, version in zip(
+            everywhere([lambda m=m: bridge.import_update(m) for m in manifests]),  # type: ignore[misc]
+            (1, 2, 3),
+            strict=True,
+        ):
+            assert isinstance(found, Mapping)
+            assert torch.equal(found["embed"], model(SHAPES, version)["embed"])
 
 
 def test_many_updates_leave_nothing_behind() -> None:

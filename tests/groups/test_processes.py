@@ -21,6 +21,7 @@ from rl_bridge.testing.faults import die
 from rl_bridge.testing.processes import Child, ChildDied, ChildError
 from tests.groups.meshes import cut, model
 
+TCPStore = torch._C._distributed_c10d.TCPStore
 SHAPES = {"embed": (8, 6), "layer.w": (12, 8), "norm": (5,), "scale": ()}
 DIMS = {"embed": 0, "layer.w": 1}
 CUTS: dict[str, int | None] = {**DIMS, "norm": None, "scale": None}
@@ -41,7 +42,7 @@ class TrainerRank:
 
     def _exchange(self, port: int, way: str) -> GroupExchange:
         limit = timedelta(seconds=60)
-        store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=limit)
+        store = TCPStore("127.0.0.1", port, is_master=False, timeout=limit)
         if way == "store":
             return StoreExchange(store, rank=self.rank, world_size=self.world_size)
         dist.init_process_group(
@@ -62,7 +63,7 @@ class TrainerRank:
             os.kill(os.getpid(), signal.SIGSTOP)
             return vote(*arguments)
 
-        self.publisher._vote = stopped  # type: ignore[method-assign]
+        self.publisher._vote = stopped  # type: ignore[assignment,method-assign]
         self.publish(version)
 
     def release(self, manifest: str) -> None:
@@ -114,7 +115,7 @@ class EngineRank:
 @contextmanager
 def ranks_of(num: int, **options: Any) -> Iterator[tuple[list[Child], int]]:
     """The ranks of a trainer, and the port of the store that they meet at."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with ExitStack() as stack:
         children = [
             stack.enter_context(

@@ -287,7 +287,7 @@ def test_a_decision_in_the_middle_of_the_wait_does_not_hide_that_all_came() -> N
         def __getattr__(self, name: str) -> object:
             return getattr(store, name)
 
-    exchange._store = Sudden()
+    exchange._store = Sudden()  # type: ignore[assignment]
     assert exchange.gather("step", b"mine", timeout_s=5.0) == [b"mine", b"theirs"]
 
 
