@@ -187,7 +187,7 @@ class StepSender(StepHook):
                 )
             )
         msg = (
-            "an event loop runs in this thread, which a step would block. Train in a thread of its "
-            "own, or await sender.send_chunks(...) behind each step instead of this hook."
+            "an event loop runs in this thread, which a step would block. Run the training in a "
+            "thread of its own, or await sender.send_chunks(...) behind each step instead of this hook."
         )
         raise WeightBridgeUnavailableError(msg)

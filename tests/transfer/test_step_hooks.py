@@ -130,7 +130,7 @@ def test_a_step_inside_an_event_loop_is_refused_before_anything_is_sent() -> Non
         with rig() as r:
             StepSender(r.sender, StateDictExtractor(make_model(1)), r.client).publish()
 
-    with pytest.raises(WeightBridgeUnavailableError, match="Train in a thread of its own"):
+    with pytest.raises(WeightBridgeUnavailableError, match="Run the training in a thread"):
         asyncio.run(inside())
 
 

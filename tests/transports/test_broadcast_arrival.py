@@ -20,7 +20,9 @@ from rl_bridge.testing.processes import until
 from rl_bridge.testing.strategies import contents_of, random_tensor
 from rl_bridge.transports.base import Attachment
 from rl_bridge.transports.broadcast import group, intake, sender
+from rl_bridge.transports.broadcast.arenas import CPUArenas
 from rl_bridge.transports.broadcast.arrival_digest import ArrivalPlan
+from rl_bridge.transports.broadcast.arrivals import Arrivals
 from tests.transports.broadcast_rig import at_transfer, big_weights
 
 
@@ -134,6 +136,18 @@ def test_an_update_of_nothing_but_empty_tensors_is_digested() -> None:
     digest = ArrivalPlan(table, 4096).start(4096)
     digest.advance(0)
     assert digest.digests() == digest_bytes(b"") * 2
+
+
+def test_a_layout_of_another_size_than_was_offered_is_not_digested_on_arrival() -> None:
+    """A publisher that says so must not make a receiver read beyond its slot."""
+    table = TensorTable.pack({"w": ("uint8", (1 << 20,))})
+    arrivals = Arrivals(CPUArenas(), "rlb-test")
+    arrivals._tables[table.digest] = table
+    slot = arrivals.reserve(4096)
+    assert arrivals.digest_of(table.digest, 4096, slot, 4096) is None
+    assert arrivals.digest_of(table.digest, 4096, slot, 1 << 20) is not None
+    arrivals.abandon(slot)
+    arrivals.close()
 
 
 def test_only_contiguous_memory_is_sent_whatever_the_sources_strides_are(

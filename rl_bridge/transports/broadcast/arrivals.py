@@ -106,14 +106,16 @@ class Arrivals:
         """The slot's bytes."""
         return self._arenas.tensor(slot, arena_nbytes)
 
-    def digest_of(self, layout_digest: str, slice_nbytes: int, slot: Slot) -> ArrivalDigest | None:
+    def digest_of(
+        self, layout_digest: str, slice_nbytes: int, slot: Slot, arena_nbytes: int
+    ) -> ArrivalDigest | None:
         """What digests a version while it arrives; None where its layout is not known yet."""
         if self._arenas.place.device.type != "cpu":
             return None
         with self._lock:
             table = self._tables.get(layout_digest)
-            if table is None:
-                return None
+            if table is None or table.arena_nbytes != arena_nbytes:
+                return None  # a digest of more bytes than were offered would read beyond the slot
             plan = self._plans.get(layout_digest)
             if plan is None or plan.slice_nbytes != slice_nbytes:
                 plan = self._plans[layout_digest] = ArrivalPlan(table, slice_nbytes)

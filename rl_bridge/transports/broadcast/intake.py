@@ -185,7 +185,9 @@ class Intake:
         try:
             group = self._join(go)
             arena = self.arrivals.tensor(slot, offer.arena_nbytes)
-            digest = self.arrivals.digest_of(offer.layout_digest, go.slice_nbytes, slot)
+            digest = self.arrivals.digest_of(
+                offer.layout_digest, go.slice_nbytes, slot, offer.arena_nbytes
+            )
 
             def advance(watermark: int) -> None:
                 with self._changed:

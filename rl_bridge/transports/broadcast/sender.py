@@ -160,7 +160,9 @@ class Sender:
                 self._is_suspect |= self._schedule.hear_out()
                 task = self._schedule.choose()
                 if task is not None:
+                    # At once: an answer to the transfer before must not be taken for this one's.
                     self._sending, self._receivers = task
+                    self._transfer = next(self._transfers)
                     return task
                 self._hub.changed.wait(self._schedule.patience_s())
         return None
@@ -168,8 +170,7 @@ class Sender:
     # ---- one transfer ---------------------------------------------------------------------------
 
     def _carry_out(self, offered: Offered, members: tuple[Member, ...]) -> None:
-        with self._hub.changed:
-            transfer = self._transfer = next(self._transfers)
+        transfer = self._transfer
         try:
             ready = self._gather(transfer, offered, members)
             if ready:
@@ -241,7 +242,7 @@ class Sender:
             arena = self._arenas.tensor(offered.slot, offered.arena_nbytes)
             send_slices(group, arena, self._slice_nbytes)
         except (RuntimeError, TimeoutError) as error:
-            self._part(transfer, members, error)
+            self._part(transfer, offered, members, error)
             return
         with self._hub.changed:
             for member in members:
@@ -296,7 +297,9 @@ class Sender:
             )
             self._hub.send([member], go)
 
-    def _part(self, transfer: int, members: tuple[Member, ...], error: Exception) -> None:
+    def _part(
+        self, transfer: int, offered: Offered, members: tuple[Member, ...], error: Exception
+    ) -> None:
         """Give the group up, and find out who is to blame."""
         reason = str(error).splitlines()[0][:500] if str(error) else type(error).__name__
         _LOG.warning("transfer %d broke off: %s", transfer, reason)
@@ -310,9 +313,13 @@ class Sender:
             if member not in ends:
                 self._hub.drop(member, f"hung in a transfer for more than {self._timeout_s} s")
                 is_explained = True
-        if not is_explained:
-            for member in ends:
-                self._schedule.blame(member)
+        with self._hub.changed:
+            for member, end in ends.items():
+                if isinstance(end, Arrived):
+                    member.has.add(offered.update_id)
+                    member.wants.pop(offered.update_id, None)
+                elif not is_explained:
+                    self._schedule.blame(member)
 
     def _end_group(self) -> None:
         self._is_suspect = False
