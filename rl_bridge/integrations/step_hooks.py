@@ -188,6 +188,6 @@ class StepSender(StepHook):
             )
         msg = (
             "an event loop runs in this thread, which a step would block. Run the training in a "
-            "thread of its own, or await sender.send_chunks(...) behind each step instead of this hook."
+            "thread of its own, or await sender.send_chunks(...) behind each step."
         )
         raise WeightBridgeUnavailableError(msg)
