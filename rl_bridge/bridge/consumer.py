@@ -65,6 +65,7 @@ class Consumer(Books):
         """
         super().__init__()
         self._transport_name = transport.name
+        self._binds = transport.binds_header
         self._end: ConsumerEnd = transport.consumer_end(source_worker, source_rank)
         self._observer = observer
         self._lock = threading.RLock()
@@ -123,7 +124,7 @@ class Consumer(Books):
                     )
                     raise WeightUpdateRejectedError(msg)
                 try:
-                    return verified(manifest, known, known.attachment)
+                    return verified(manifest, known, known.attachment, binds_header=self._binds)
                 except ChecksumMismatch as error:
                     if known.lifecycle.allows(Event.REJECT):  # else an engine holds it already
                         self._refuse(known, describe(error), forget=True)
@@ -134,7 +135,7 @@ class Consumer(Books):
                 attachment = record.attachment = self._end.attach(manifest)
                 record.timings_ms["attach"] = (time.perf_counter() - start) * 1e3
                 record.lifecycle.fire(Event.IMPORT)
-                tensors = verified(manifest, record, attachment)
+                tensors = verified(manifest, record, attachment, binds_header=self._binds)
                 record.lifecycle.fire(Event.VERIFY)
                 self._report(record)
                 return tensors  # noqa: TRY300 - an interrupt up to here must find the handler

@@ -36,6 +36,7 @@ __all__ = [
     "never_let_in",
     "remember",
     "report_of",
+    "require_header",
     "verified",
 ]
 
@@ -134,13 +135,17 @@ def checked_timings(timings_ms: Mapping[str, float]) -> dict[str, float]:
 
 
 def verified(
-    manifest: WeightUpdateManifest, record: ImportedUpdate, attachment: Attachment
+    manifest: WeightUpdateManifest,
+    record: ImportedUpdate,
+    attachment: Attachment,
+    *,
+    binds_header: bool,
 ) -> ImportedTensors:
     """Read every byte of an imported update, and time that.
 
     Raises:
         ChecksumMismatch: a tensor's bytes are not what the manifest says.
-        DigestMismatch: the bytes are right, and were published under another header.
+        DigestMismatch: the bytes are right, and were published under another header or none.
 
     """
     start = time.perf_counter()
@@ -149,6 +154,33 @@ def verified(
         found = attachment.refresh(manifest.digests, found)
     if found != manifest.digests:
         raise ChecksumMismatch(mismatch(manifest, found))
+    require_header(manifest, attachment, binds_header=binds_header)
+    record.timings_ms["verify"] = (time.perf_counter() - start) * 1e3
+    return attachment.tensors
+
+
+def require_header(
+    manifest: WeightUpdateManifest, attachment: Attachment, *, binds_header: bool
+) -> None:
+    """Compare a manifest's header with what was sealed with the bytes; they come first.
+
+    Args:
+        manifest: whose bytes are right.
+        attachment: those bytes.
+        binds_header: the transport's word that a header is sealed with them.
+
+    Raises:
+        DigestMismatch: another header was sealed, or none where one has to be.
+
+    """
+    if binds_header and not _sealed(attachment):
+        msg = (
+            f"version {manifest.weight_version}: no header was sealed with the bytes of update "
+            f"{manifest.update_id}, expected {manifest.header_digest.hex()}: nobody can tell "
+            "whether the manifest was changed on its way. Use the same release of rl_bridge on "
+            "both sides, and publish again."
+        )
+        raise DigestMismatch(msg)
     if not is_as_published(manifest, attachment):
         msg = (
             f"version {manifest.weight_version}: the manifest's header (weight_version, metadata, "
@@ -157,8 +189,6 @@ def verified(
             "manifest as it was published."
         )
         raise DigestMismatch(msg)
-    record.timings_ms["verify"] = (time.perf_counter() - start) * 1e3
-    return attachment.tensors
 
 
 def is_as_published(manifest: WeightUpdateManifest, attachment: Attachment | None) -> bool:

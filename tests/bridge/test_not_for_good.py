@@ -21,7 +21,9 @@ from rl_bridge.errors import (
 from rl_bridge.memory import leases
 from rl_bridge.memory.passes import BytePlan
 from rl_bridge.memory.places import CPUPlace
+from rl_bridge.memory.slots import SlotRing
 from rl_bridge.memory.vmm.driver import driver_error
+from rl_bridge.transports.local import _LocalPublisher
 from tests.bridge.engines import Recording, content, publish
 from tests.helpers import weights
 
@@ -57,6 +59,17 @@ def test_a_header_that_was_changed_is_refused_and_the_one_that_was_published_is_
     assert content(consumer.import_update(manifest)) == content(weights(1))
     (report,) = publisher.holders(manifest.update_id)
     assert (report.state, report.weight_version) == ("verified", 1)
+
+
+def test_bytes_without_a_header_are_refused_where_the_transport_seals_one(
+    publisher: TensorBridge, consumer: TensorBridge, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SlotRing, "seal_header", lambda *_: None)
+    monkeypatch.setattr(_LocalPublisher, "seal_header", lambda *_: None)
+    manifest = publish(publisher, 1)
+    with pytest.raises(DigestMismatch, match="no header was sealed"):
+        consumer.import_update(manifest.model_copy(update={"weight_version": 10**6}))
+    assert consumer.active_weight_version is None
 
 
 def test_digests_that_were_changed_are_told_by_tensor_and_do_not_cost_the_update(
