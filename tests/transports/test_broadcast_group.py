@@ -378,14 +378,11 @@ def test_a_forked_child_keeps_no_connection_alive(make: Make) -> None:
 
 def _is_at_port(fd: int, ports: set[int]) -> bool:
     """Whether a descriptor is a socket of the publisher's port, on either end."""
-    try:
-        with socket.socket(fileno=os.dup(fd)) as found:
-            names = [found.getsockname()]
-            with suppress(OSError):
-                names.append(found.getpeername())
-            return any(isinstance(name, tuple) and name[1] in ports for name in names)
-    except OSError:
-        return False
+    names: list[Any] = []
+    with suppress(OSError), socket.socket(fileno=os.dup(fd)) as found:
+        names.append(found.getsockname())
+        names.append(found.getpeername())
+    return any(isinstance(name, tuple) and name[1] in ports for name in names)
 
 
 def test_an_import_of_a_silent_publisher_ends_at_its_deadline(make: Make) -> None:
