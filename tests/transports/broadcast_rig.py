@@ -2,9 +2,10 @@
 
 import os
 import signal
+import socket
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from rl_bridge.transports.broadcast import intake, sender
 from rl_bridge.transports.broadcast.group import Group, send_slices
 from rl_bridge.transports.broadcast.transport import Broadcast
 
-__all__ = ["ROWS", "BreakingPeer", "at_transfer", "big_weights"]
+__all__ = ["ROWS", "BreakingPeer", "at_transfer", "big_weights", "is_at_port"]
 
 ROWS = 1_000_000
 """Of the largest tensor, 96 MB: six slices, far more than sockets hold."""
@@ -114,3 +115,15 @@ class BreakingPeer(Peer):
         torch.distributed.all_reduce(ones)
         assert torch.distributed.get_rank() == 0
         return int(ones.item()) * torch.distributed.get_world_size()
+
+
+def is_at_port(fd: int, ports: set[int]) -> bool:
+    """Whether a descriptor is a socket of the publisher's port, on either end."""
+    try:
+        with socket.socket(fileno=os.dup(fd)) as found:
+            names = [found.getsockname()]
+            with suppress(OSError):
+                names.append(found.getpeername())
+            return any(isinstance(name, tuple) and name[1] in ports for name in names)
+    except OSError:
+        return False

@@ -1,7 +1,6 @@
 """``broadcast``: who gets into a group, under which name, and what is left when it ends."""
 
 import json
-import os
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -30,6 +29,7 @@ from rl_bridge.transports.broadcast.channel import GREETING_NBYTES
 from rl_bridge.transports.broadcast.init_info import BroadcastInitInfo
 from rl_bridge.transports.broadcast.transport import Broadcast
 from tests.helpers import forked, forking
+from tests.transports.broadcast_rig import is_at_port
 
 Make = Callable[..., BroadcastTensorBridge]
 
@@ -368,21 +368,12 @@ def test_a_forked_child_keeps_no_connection_alive(make: Make) -> None:
     def child() -> bool:
         ports = {info.port}
         fds = [int(path.name) for path in Path("/proc/self/fd").iterdir()]
-        held = [fd for fd in fds if _is_at_port(fd, ports)]
+        held = [fd for fd in fds if is_at_port(fd, ports)]
         return held == []
 
     assert forked(child)
     newer = publish(trainer, 2)
     assert contents_of(engine.import_update(newer)) == contents_of(sample_weights(2))
-
-
-def _is_at_port(fd: int, ports: set[int]) -> bool:
-    """Whether a descriptor is a socket of the publisher's port, on either end."""
-    names: list[Any] = []
-    with suppress(OSError), socket.socket(fileno=os.dup(fd)) as found:
-        names.append(found.getsockname())
-        names.append(found.getpeername())
-    return any(isinstance(name, tuple) and name[1] in ports for name in names)
 
 
 def test_an_import_of_a_silent_publisher_ends_at_its_deadline(make: Make) -> None:
