@@ -207,8 +207,6 @@ def _byte_ranges(one: Held, item: int) -> tuple[int, int, int] | None:
     piece = one.piece
     if piece.is_flat:
         return piece.offset[0] * item, piece.local_offset[0] * item, piece.shape[0] * item
-    if not piece.shape:
-        return 0, 0, item
     inner = piece.shape[1:]
     if inner != piece.global_shape[1:] or inner != one.shape[1:]:
         return None
