@@ -282,6 +282,19 @@ def test_verify_as_json_says_which_tensor_differs(
     assert results == {"layers.0.weight": "pass", "layers.1.weight": "pass", "scale": "failed"}
 
 
+def test_an_altered_header_does_not_verify_although_every_byte_fits(
+    manifest: WeightUpdateManifest, tmp_path: Path
+) -> None:
+    altered = manifest.model_copy(update={"weight_version": 9, "metadata": {"step": 99}})
+    said = call("verify", write(altered, tmp_path))
+    assert said.complains("DigestMismatch")
+    assert f"expected {manifest.header_digest.hex()}" in " ".join(said.err.split())
+    assert "failed: every byte fits, the manifest's header does not" in said.out
+    document = call("verify", write(altered, tmp_path), "--json").json
+    assert (document["status"], document["error"]["type"]) == ("failed", "DigestMismatch")
+    assert {tensor["status"] for tensor in document["tensors"]} == {"pass"}
+
+
 def test_verify_leaves_no_trace_at_the_publisher(
     bridge: BridgeOver, manifest: WeightUpdateManifest, file: Path
 ) -> None:

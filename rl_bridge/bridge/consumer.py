@@ -65,6 +65,7 @@ class Consumer(Books):
         """
         super().__init__()
         self._transport_name = transport.name
+        self._binds = transport.binds_header
         self._end: ConsumerEnd = transport.consumer_end(source_worker, source_rank)
         self._observer = observer
         self._lock = threading.RLock()
@@ -123,7 +124,7 @@ class Consumer(Books):
                     )
                     raise WeightUpdateRejectedError(msg)
                 try:
-                    return verified(manifest, known, known.attachment)
+                    return verified(manifest, known, known.attachment, binds_header=self._binds)
                 except ChecksumMismatch as error:
                     if known.lifecycle.allows(Event.REJECT):  # else an engine holds it already
                         self._refuse(known, describe(error), forget=True)
@@ -134,7 +135,7 @@ class Consumer(Books):
                 attachment = record.attachment = self._end.attach(manifest)
                 record.timings_ms["attach"] = (time.perf_counter() - start) * 1e3
                 record.lifecycle.fire(Event.IMPORT)
-                tensors = verified(manifest, record, attachment)
+                tensors = verified(manifest, record, attachment, binds_header=self._binds)
                 record.lifecycle.fire(Event.VERIFY)
                 self._report(record)
                 return tensors  # noqa: TRY300 - an interrupt up to here must find the handler
@@ -203,7 +204,11 @@ class Consumer(Books):
                     "publish returned, or its update_id."
                 )
                 raise MalformedManifest(msg)
-            record = self._updates.get(update_id) or self._announce(update_id, manifest)
+            record = self._updates.get(update_id)
+            if record is None:
+                record = self._announce(update_id, manifest)
+            elif record.is_of_a_copy:  # whose update this is, its manifest cannot tell
+                record = self._announce(update_id, None)
             if record.lifecycle.state is not State.REJECTED:
                 self._refuse(record, reason)
 
@@ -288,10 +293,12 @@ class Consumer(Books):
         known: ImportedUpdate | None,
     ) -> None:
         """Refuse for good only what is wrong with the update: else it may come again."""
-        is_altered = not is_as_published(manifest, record.attachment)
+        # Where nothing was attached, it is the copy that leads nowhere, altered or not.
+        is_of_a_copy = record.attachment is None or not is_as_published(manifest, record.attachment)
         if not is_shortage(error):
-            self._refuse(record, describe(error), forget=True, for_good=not is_altered)
-            if not is_altered or known is None:
+            record.is_of_a_copy = is_of_a_copy
+            self._refuse(record, describe(error), forget=True)
+            if not is_of_a_copy or known is None or known.manifest == manifest:
                 return
         # Until then it stands where it stood.
         attachment, record.attachment = record.attachment, None
@@ -315,9 +322,7 @@ class Consumer(Books):
         remember(self._updates, update_id, record)
         return record
 
-    def _refuse(
-        self, record: ImportedUpdate, reason: str, *, forget: bool = False, for_good: bool = True
-    ) -> None:
+    def _refuse(self, record: ImportedUpdate, reason: str, *, forget: bool = False) -> None:
         if not record.lifecycle.allows(Event.REJECT):
             record.lifecycle.fire(Event.REJECT)  # raises, and says why
         # With `forget` the mapping gives its memory back as well, whoever still holds it: the
@@ -327,7 +332,9 @@ class Consumer(Books):
             record.lifecycle.fire(Event.REJECT, reason=reason)
         finally:  # as in `acknowledge`
             if record.lifecycle.state in _OVER:
-                if for_good:
+                if record.is_of_a_copy and record.manifest is not None:
+                    self._order.rejected_copy(record.manifest)
+                else:
                     self._order.rejected(record.update_id, record.manifest)
                 self._drop(record)
                 if attachment is not None:

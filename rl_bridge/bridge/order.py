@@ -12,6 +12,7 @@ __all__ = ["UNSEEN", "Order"]
 # Ids that were rejected before any manifest of theirs came: nobody knows whose they are, so no
 # later version can make them superfluous. The oldest go when there are more.
 UNSEEN = 4096
+_ANY = b""
 
 
 class Order:
@@ -20,7 +21,9 @@ class Order:
     def __init__(self) -> None:
         """Begin with no publisher known."""
         self._floors: dict[str, tuple[int, str]] = {}
-        self._rejected: dict[str, tuple[str, int]] = {}
+        # By id and header: of an update of which nothing could be seen but a manifest that may have
+        # been changed on its way, that manifest alone. The empty header is any.
+        self._rejected: dict[tuple[str, bytes], tuple[str, int]] = {}
         self._unseen: dict[str, None] = {}
 
     def check(self, manifest: WeightUpdateManifest, *, reason: str | None) -> None:
@@ -36,7 +39,7 @@ class Order:
 
         """
         name = f"update {manifest.update_id} (version {manifest.weight_version})"
-        if manifest.update_id in self._rejected or manifest.update_id in self._unseen:
+        if self._has_rejected(manifest):
             because = f": {reason}" if reason else ""
             msg = f"weight {name} was rejected{because}. Publish again under a new version."
             raise WeightUpdateRejectedError(msg)
@@ -52,6 +55,15 @@ class Order:
             "publisher's latest one."
         )
         raise StaleUpdate(msg)
+
+    def _has_rejected(self, manifest: WeightUpdateManifest) -> bool:
+        update_id = manifest.update_id
+        return (
+            update_id in self._unseen
+            or (update_id, _ANY) in self._rejected
+            # (Digested only where it decides: that takes a while.)
+            or (bool(self._rejected) and (update_id, manifest.header_digest) in self._rejected)
+        )
 
     def check_newest(self, manifest: WeightUpdateManifest) -> None:
         """Refuse to acknowledge what something later has overtaken since its import.
@@ -77,15 +89,20 @@ class Order:
         self._floors[manifest.publisher_id] = (version, manifest.update_id)
         # What the floor has passed is stale: it need not be known by its id any more.
         self._rejected = {
-            update_id: (publisher_id, rejected)
-            for update_id, (publisher_id, rejected) in self._rejected.items()
+            key: (publisher_id, rejected)
+            for key, (publisher_id, rejected) in self._rejected.items()
             if publisher_id != manifest.publisher_id or rejected > version
         }
+
+    def rejected_copy(self, manifest: WeightUpdateManifest) -> None:
+        """Never let this very manifest in again; its update may come with another header."""
+        key = (manifest.update_id, manifest.header_digest)
+        self._rejected[key] = (manifest.publisher_id, manifest.weight_version)
 
     def rejected(self, update_id: str, manifest: WeightUpdateManifest | None) -> None:
         """Never let this update in again; `manifest` is None for an id that came without one."""
         if manifest is not None:
-            self._rejected[update_id] = (manifest.publisher_id, manifest.weight_version)
+            self._rejected[update_id, _ANY] = (manifest.publisher_id, manifest.weight_version)
             return
         self._unseen.pop(update_id, None)
         self._unseen[update_id] = None

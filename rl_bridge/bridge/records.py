@@ -7,9 +7,13 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import torch
+
 from rl_bridge.errors import (
     ChecksumMismatch,
+    DeadlineExceeded,
     DigestMismatch,
+    DriverError,
     MalformedManifest,
     WeightBridgeUnavailableError,
 )
@@ -20,6 +24,7 @@ from rl_bridge.manifest.compare import mismatch
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.memory.control import UpdateReport
 from rl_bridge.memory.imported import ImportedTensors
+from rl_bridge.memory.vmm.driver import INVALID_VALUE
 from rl_bridge.transports.base import Attachment
 
 __all__ = [
@@ -31,11 +36,15 @@ __all__ = [
     "never_let_in",
     "remember",
     "report_of",
+    "require_header",
     "verified",
 ]
 
 # Each remembered update keeps its manifest: with 40,000 tensors that is a megabyte.
 REMEMBERED = 32
+# What Python and torch's allocator of CPU memory say, whose errors have no type of their own.
+_SAID = ("can't start new thread", "can't allocate memory")
+_LACKS = (MemoryError, torch.OutOfMemoryError, WeightBridgeUnavailableError, DeadlineExceeded)
 _SHORT = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOLCK, errno.EAGAIN})
 
 
@@ -51,6 +60,8 @@ class ImportedUpdate:
         proof: what the acknowledgement carried.
         timings_ms: phase -> milliseconds.
         buffers: the memory of what was let go of here; it lives on with tensors of the update.
+        is_of_a_copy: what was refused is one manifest, which may have been changed on its way; the
+            update itself may come.
 
     """
 
@@ -61,6 +72,7 @@ class ImportedUpdate:
     proof: Mapping[str, JSONValue] | None = None
     timings_ms: dict[str, float] = field(default_factory=dict)
     buffers: list[weakref.ref[object]] = field(default_factory=list)
+    is_of_a_copy: bool = False
 
     @property
     def living_buffers(self) -> list[weakref.ref[object]]:
@@ -123,13 +135,17 @@ def checked_timings(timings_ms: Mapping[str, float]) -> dict[str, float]:
 
 
 def verified(
-    manifest: WeightUpdateManifest, record: ImportedUpdate, attachment: Attachment
+    manifest: WeightUpdateManifest,
+    record: ImportedUpdate,
+    attachment: Attachment,
+    *,
+    binds_header: bool,
 ) -> ImportedTensors:
     """Read every byte of an imported update, and time that.
 
     Raises:
         ChecksumMismatch: a tensor's bytes are not what the manifest says.
-        DigestMismatch: the bytes are right, and were published under another header.
+        DigestMismatch: the bytes are right, and were published under another header or none.
 
     """
     start = time.perf_counter()
@@ -138,6 +154,33 @@ def verified(
         found = attachment.refresh(manifest.digests, found)
     if found != manifest.digests:
         raise ChecksumMismatch(mismatch(manifest, found))
+    require_header(manifest, attachment, binds_header=binds_header)
+    record.timings_ms["verify"] = (time.perf_counter() - start) * 1e3
+    return attachment.tensors
+
+
+def require_header(
+    manifest: WeightUpdateManifest, attachment: Attachment, *, binds_header: bool
+) -> None:
+    """Compare a manifest's header with what was sealed with the bytes; they come first.
+
+    Args:
+        manifest: whose bytes are right.
+        attachment: those bytes.
+        binds_header: the transport's word that a header is sealed with them.
+
+    Raises:
+        DigestMismatch: another header was sealed, or none where one has to be.
+
+    """
+    if binds_header and not _sealed(attachment):
+        msg = (
+            f"version {manifest.weight_version}: no header was sealed with the bytes of update "
+            f"{manifest.update_id}, expected {manifest.header_digest.hex()}: nobody can tell "
+            "whether the manifest was changed on its way. Use the same release of rl_bridge on "
+            "both sides, and publish again."
+        )
+        raise DigestMismatch(msg)
     if not is_as_published(manifest, attachment):
         msg = (
             f"version {manifest.weight_version}: the manifest's header (weight_version, metadata, "
@@ -146,8 +189,6 @@ def verified(
             "manifest as it was published."
         )
         raise DigestMismatch(msg)
-    record.timings_ms["verify"] = (time.perf_counter() - start) * 1e3
-    return attachment.tensors
 
 
 def is_as_published(manifest: WeightUpdateManifest, attachment: Attachment | None) -> bool:
@@ -164,7 +205,9 @@ def _sealed(attachment: Attachment | None) -> bytes:
 
 def is_shortage(error: BaseException) -> bool:
     """Whether this side lacks something that it may have later: nothing is wrong with an update."""
-    if isinstance(error, RuntimeError) and "can't start new thread" in str(error):
+    if isinstance(error, DriverError):
+        return error.code != INVALID_VALUE  # that is how a driver names a descriptor of no memory
+    if isinstance(error, RuntimeError) and any(said in str(error) for said in _SAID):
         return True
     is_refused = isinstance(error, OSError) and error.errno in _SHORT
-    return is_refused or isinstance(error, MemoryError | WeightBridgeUnavailableError)
+    return is_refused or isinstance(error, _LACKS)

@@ -13,9 +13,10 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
+from rl_bridge.bridge.records import require_header
 from rl_bridge.cli.manifests import ManifestFile, read_manifest
 from rl_bridge.cli.screen import facts, plain, say_json, screen, size, status_text
-from rl_bridge.errors import ChecksumMismatch, WeightBridgeError
+from rl_bridge.errors import ChecksumMismatch, DigestMismatch, WeightBridgeError
 from rl_bridge.manifest.canonical import JSONValue
 from rl_bridge.manifest.digest import DIGEST_NBYTES
 from rl_bridge.manifest.model import WeightUpdateManifest
@@ -36,6 +37,7 @@ class _Reading:
     differing: tuple[str, ...]
     root: str
     seconds: float
+    header: DigestMismatch | None  # what is wrong with the manifest's, where every byte is right
 
 
 def verify(
@@ -55,7 +57,8 @@ def verify(
     """Verify every byte of the update that a manifest names, on this machine.
 
     The publisher must be alive and the update not released. It is not told: nothing is acknowledged
-    or rejected. The exit code is 0 only if every tensor verifies.
+    or rejected. The exit code is 0 only if every tensor verifies, and so does the manifest's
+    header.
     """
     manifest: WeightUpdateManifest | None = None
     reading: _Reading | None = None
@@ -81,9 +84,16 @@ def _read(manifest: WeightUpdateManifest, directory: Path | None) -> _Reading:
     start = time.perf_counter()
     kind = transport_class(manifest.transport)
     options = {"directory": directory} if kind is SharedMemory else {}
-    end = kind.create(**options).consumer_end("rl-bridge-verify", 0)
+    transport = kind.create(**options)
+    end = transport.consumer_end("rl-bridge-verify", 0)
+    header: DigestMismatch | None = None
     try:
-        digests = end.look(manifest).digests()
+        attachment = end.look(manifest)
+        digests = attachment.digests()
+        if digests == manifest.digests:
+            require_header(manifest, attachment, binds_header=transport.binds_header)
+    except DigestMismatch as error:
+        header = error.with_traceback(None)  # whose frames hold the lease
     finally:
         end.close()
     seconds = time.perf_counter() - start
@@ -98,7 +108,7 @@ def _read(manifest: WeightUpdateManifest, directory: Path | None) -> _Reading:
         differing = tuple(
             name for name, found in checksums.items() if found != expected[name].checksum
         )
-    return _Reading(checksums, differing, table.root_plan.root(digests).hex(), seconds)
+    return _Reading(checksums, differing, table.root_plan.root(digests).hex(), seconds, header)
 
 
 def _compare(manifest: WeightUpdateManifest, reading: _Reading) -> None:
@@ -111,6 +121,8 @@ def _compare(manifest: WeightUpdateManifest, reading: _Reading) -> None:
             "Do not install this update: publish again."
         )
         raise ChecksumMismatch(msg)
+    if reading.header is not None:
+        raise reading.header
 
 
 # ---- showing ------------------------------------------------------------------------------------
@@ -160,8 +172,10 @@ def _show(manifest: WeightUpdateManifest, reading: _Reading, *, every_tensor: bo
     if num_left:
         out.print(Text(f"and {num_left} more, all pass (--tensors lists them)", style="dim"))
     out.print()
-    status = "failed" if bad else "pass"
+    status = "failed" if bad or reading.header else "pass"
     verdict = f"{len(bad)} of {manifest.tensor_count} tensors differ" if bad else "every byte fits"
+    if reading.header is not None:
+        verdict += ", the manifest's header does not"
     rate = manifest.total_nbytes / reading.seconds / 1e9
     rows: dict[str, str | Text] = {
         "result": Text.assemble(status_text(status), f": {verdict}"),

@@ -167,6 +167,7 @@ class LeasedView(ABC):
         """Give the lease back if no tensor lives; harmless at any time."""
         if os.getpid() != self._pid:
             return  # before the lock: at the fork, another thread of the parent may have held it
+        is_over = False
         try:
             with self._lock:
                 if self.is_pinned or self._is_unmapped:
@@ -177,20 +178,22 @@ class LeasedView(ABC):
                         return
                     leases.unlock(self.fd)
                     self._is_leased = False
-                self._is_unmapped = self._retired
+                # Whoever notes it ends it, and nobody else: unmapped twice, the addresses may be
+                # another's by then. (In one line: no interrupt comes in between.)
+                is_over = self._is_unmapped = self._retired
         finally:
-            self._close_if_over()
+            if is_over:
+                self._end()
 
     def retire(self) -> None:
         """Unmap as soon as no tensor needs it any more."""
         self._retired = True
         self.settle()
 
-    def _close_if_over(self) -> None:
-        # Not under the lock: the end of a descriptor waits for forks, and whoever is in between may
-        # be collecting a tensor, whose end waits for this lock.
-        if self._is_unmapped and self._finalizer.alive:
-            try:
-                self._unmap()
-            finally:
-                self._finalizer()
+    def _end(self) -> None:
+        # Not under the lock: whoever waits in here may be waited for by one that collects a tensor,
+        # whose end waits for this lock.
+        try:
+            self._unmap()
+        finally:
+            self._finalizer()

@@ -21,7 +21,7 @@ from rl_bridge.memory.segment import OwnedSegment, SegmentRef
 __all__ = ["Arena", "Slot", "SlotRing", "Stamp", "read_stamp", "slot_segment_nbytes"]
 
 _STAMP = struct.Struct("<8s16sQQ16s")
-_MAGIC = b"rl_brdg1"
+_MAGIC = b"rl_brdg2"  # (1 had no header: who reads that would take any)
 _EMPTY = b"\0" * 16
 # Updates after which a slot that served a lagging reader, and nobody since, is given back.
 _SURPLUS_AGE = 8
@@ -133,8 +133,9 @@ def read_stamp(fd: int, ref: SegmentRef) -> Stamp:
     raw = os.pread(fd, _STAMP.size, ref.nbytes - vm.PAGE) if ref.nbytes >= vm.PAGE else b""
     if len(raw) != _STAMP.size or raw[:8] != _MAGIC:
         msg = (
-            f"segment inode {ref.inode} holds no stamp of this transport: it is not a slot, or it "
-            "was truncated. Use the manifest as it was published, or publish again."
+            f"segment inode {ref.inode} holds no stamp of this transport: it is not a slot, it was "
+            "written by another release of rl_bridge, or it was truncated. Use one release and the "
+            "manifest as it was published, or publish again."
         )
         raise SegmentError(msg)
     _, update_id, generation, arena_nbytes, header = _STAMP.unpack(raw)

@@ -180,12 +180,16 @@ class SlotConsumer(ConsumerEnd, Generic[_Handle]):
     def _attachment(self, manifest: WeightUpdateManifest, handle: _Handle) -> Attachment:
         table = manifest.table
         pin = self._pin(manifest, handle)
-        key = (table.digest, pin.place.device)
-        plan = self._plans.get(key)
-        if plan is None:
-            self._plans.clear()  # one layout at a time is the rule; keeping more would only grow
-            plan = self._plans[key] = pin.place.plan(table.nbytes_column)
-        return Attachment(table, pin, plan, num_threads=self._num_threads)
+        try:
+            key = (table.digest, pin.place.device)
+            plan = self._plans.get(key)
+            if plan is None:
+                self._plans.clear()  # one layout at a time is the rule; more would only grow
+                plan = self._plans[key] = pin.place.plan(table.nbytes_column)
+            return Attachment(table, pin, plan, num_threads=self._num_threads)
+        except BaseException:
+            del pin  # whoever keeps the exception must not keep the lease
+            raise
 
     def _handle(self, manifest: WeightUpdateManifest) -> _Handle:
         try:

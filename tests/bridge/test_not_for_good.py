@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from rl_bridge import RolloutExecutor, TensorBridge, WeightUpdateManifest, make_weight_bridge
 from rl_bridge.errors import (
     ChecksumMismatch,
+    DeadlineExceeded,
     DigestMismatch,
     StaleUpdate,
     WeightBridgeUnavailableError,
@@ -18,6 +20,10 @@ from rl_bridge.errors import (
 )
 from rl_bridge.memory import leases
 from rl_bridge.memory.passes import BytePlan
+from rl_bridge.memory.places import CPUPlace
+from rl_bridge.memory.slots import SlotRing
+from rl_bridge.memory.vmm.driver import driver_error
+from rl_bridge.transports.local import _LocalPublisher
 from tests.bridge.engines import Recording, content, publish
 from tests.helpers import weights
 
@@ -53,6 +59,17 @@ def test_a_header_that_was_changed_is_refused_and_the_one_that_was_published_is_
     assert content(consumer.import_update(manifest)) == content(weights(1))
     (report,) = publisher.holders(manifest.update_id)
     assert (report.state, report.weight_version) == ("verified", 1)
+
+
+def test_bytes_without_a_header_are_refused_where_the_transport_seals_one(
+    publisher: TensorBridge, consumer: TensorBridge, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SlotRing, "seal_header", lambda *_: None)
+    monkeypatch.setattr(_LocalPublisher, "seal_header", lambda *_: None)
+    manifest = publish(publisher, 1)
+    with pytest.raises(DigestMismatch, match="no header was sealed"):
+        consumer.import_update(manifest.model_copy(update={"weight_version": 10**6}))
+    assert consumer.active_weight_version is None
 
 
 def test_digests_that_were_changed_are_told_by_tensor_and_do_not_cost_the_update(
@@ -116,8 +133,16 @@ def fails_once(error: Exception, then: Callable[..., Any]) -> Callable[..., Any]
 
 @pytest.mark.parametrize(
     "error",
-    [MemoryError("no"), RuntimeError("can't start new thread"), OSError(errno.ENOMEM, "no")],
-    ids=["memory", "thread", "kernel"],
+    [
+        MemoryError("no"),
+        RuntimeError("can't start new thread"),
+        OSError(errno.ENOMEM, "no"),
+        torch.OutOfMemoryError("CUDA out of memory"),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate"),
+        DeadlineExceeded("the device did not get there"),
+        driver_error("cuMemMap", "CUDA_ERROR_OUT_OF_MEMORY", "no"),
+    ],
+    ids=["memory", "thread", "kernel", "gpu", "torch", "deadline", "driver"],
 )
 def test_a_shortage_while_the_bytes_are_read_does_not_cost_the_update(
     error: Exception,
@@ -131,6 +156,22 @@ def test_a_shortage_while_the_bytes_are_read_does_not_cost_the_update(
         consumer.import_update(manifest)
     assert caught.value is error
     assert content(consumer.import_update(manifest)) == content(weights(1))
+
+
+def test_a_shortage_while_an_update_is_attached_leaves_its_slot_free_for_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with (
+        make_weight_bridge("shared-memory", max_slots=1) as publisher,
+        make_weight_bridge("shared-memory") as consumer,
+    ):
+        manifest = publish(publisher, 1)
+        monkeypatch.setattr(CPUPlace, "plan", fails_once(MemoryError("no"), CPUPlace.plan))
+        with pytest.raises(MemoryError) as caught:
+            consumer.import_update(manifest)
+        publisher.release(manifest.update_id)
+        publish(publisher, 2)
+        assert caught.value.__traceback__ is not None  # its frames are still there
 
 
 def test_a_kernel_without_room_for_a_lease_does_not_cost_the_update(

@@ -130,10 +130,24 @@ def test_a_pause_that_a_dead_driver_left_ends_with_the_next_update_refused_or_no
     engine: Bench,
 ) -> None:
     core = engine.llm.llm_engine.engine_core.engine_core
+    VLLMEngineAdapter(engine.llm).prepare(engine.trainer.publish(engine.next()), {})
     core.pause_scheduler("keep", False)
     with executor_for(engine.llm) as executor:
         refused(engine, executor)
     assert not core.is_scheduler_paused()
+    engine.check()
+
+
+def test_a_pause_of_the_users_own_ends_with_no_update(engine: Bench) -> None:
+    core = engine.llm.llm_engine.engine_core.engine_core
+    core.pause_scheduler("keep", False)
+    with executor_for(engine.llm) as executor:
+        refused(engine, executor)
+        assert core.is_scheduler_paused()
+        executor.update_weights(engine.trainer.publish(engine.next()))
+        engine.holds = 1 - engine.holds
+    assert core.is_scheduler_paused()
+    core.resume_scheduler()
     engine.check()
 
 

@@ -1,22 +1,39 @@
-"""What a server answers that is no success: each gets the error that says what to do."""
+"""What a server answers that is no success: each gets the error that says what to do.
 
+And what a driver is short of while the server is well: nobody takes that for the engine's death.
+"""
+
+import errno
 import http.server
+import os
+import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 
 from rl_bridge import DeadlineExceeded, EngineLost, WeightBridgeError, WeightBridgeUnavailableError
 from rl_bridge.integrations.vllm.server import ServerHandle
 
+WAIT_S = 20
+
+
+def nothing(server: http.server.HTTPServer) -> None:
+    """What most servers do while they are asked."""
+
 
 @contextmanager
-def answering(status: int, text: str) -> Iterator[str]:
+def answering(
+    status: int, text: str, meanwhile: Callable[[http.server.HTTPServer], None] = nothing
+) -> Iterator[str]:
     """A server that answers everything alike; its URL."""
 
     class Alike(http.server.BaseHTTPRequestHandler):
         def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            meanwhile(server)
             self.send_response(status)
             self.send_header("Content-Length", str(len(text)))
             self.end_headers()
@@ -53,3 +70,64 @@ def test_each_status_is_the_error_that_it_stands_for(
             handle.call("describe")
         handle.close()
     assert type(caught.value) is kind, caught.value
+
+
+def exhausted(*_args: Any, **_kwargs: Any) -> socket.socket:
+    raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+
+def test_a_driver_without_descriptors_does_not_take_a_living_server_for_dead(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    looked = threading.Event()
+
+    def looks(*_args: Any, **_kwargs: Any) -> socket.socket:
+        looked.set()
+        return exhausted()
+
+    def wait(_server: http.server.HTTPServer) -> None:
+        monkeypatch.setattr(socket, "create_connection", looks)
+        assert looked.wait(WAIT_S)
+
+    with answering(200, '{"results": [{"ok": true}]}', wait) as url:
+        handle = ServerHandle(url, WAIT_S)
+        assert handle.call("describe") == [{"ok": True}]
+        handle.close()
+
+
+def test_a_server_that_refuses_connections_in_the_middle_of_a_call_is_dead() -> None:
+    told = threading.Event()
+
+    def shut(server: http.server.HTTPServer) -> None:
+        server.socket.shutdown(socket.SHUT_RDWR)
+        assert told.wait(WAIT_S)
+
+    with answering(200, "{}", shut) as url:
+        handle = ServerHandle(url, WAIT_S)
+        with pytest.raises(EngineLost, match="its engine ended"):
+            handle.call("describe")
+        told.set()
+        handle.close()
+
+
+def test_a_connection_that_could_not_be_opened_for_a_shortage_is_no_lost_engine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(socket, "create_connection", exhausted)
+    handle = ServerHandle("http://127.0.0.1:9", WAIT_S)
+    with pytest.raises(WeightBridgeUnavailableError, match="Nothing was sent"):
+        handle.call("describe")
+    handle.close()
+
+
+def test_a_driver_that_can_start_no_thread_is_told_that_nothing_was_asked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fails(_thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    handle = ServerHandle("http://127.0.0.1:9", WAIT_S)
+    monkeypatch.setattr(threading.Thread, "start", fails)
+    with pytest.raises(WeightBridgeUnavailableError, match=r"no thread .*can't start new"):
+        handle.call("describe")
+    handle.close()

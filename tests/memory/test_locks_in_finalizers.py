@@ -18,6 +18,8 @@ from rl_bridge.memory.control import ControlReader, ControlWriter, UpdateReport,
 from rl_bridge.memory.holding import Holding
 from rl_bridge.memory.segment import OwnedSegment
 from rl_bridge.memory.slots import SlotRing
+from rl_bridge.memory.vmm.host import HostDriver
+from rl_bridge.memory.vmm.owners import Allocation
 from tests.helpers import forked, forking, open_fds
 from tests.memory.slots_rig import new_ring, view_of, write
 
@@ -99,6 +101,28 @@ def test_journals_and_segments_wait_for_the_same_lock(tmp_path: Path) -> None:
     thread.join(LONG_S)
     assert ended.is_set()
     assert open_fds() == before
+
+
+def test_whoever_exports_memory_does_not_keep_forks_waiting_for_the_drivers_lock() -> None:
+    driver = HostDriver()
+    allocation = Allocation.create(driver, driver.granularity())
+    exported = threading.Event()
+
+    def export() -> None:
+        allocation.export().close()
+        exported.set()
+
+    thread = threading.Thread(target=export)
+    with driver._lock:  # a collection in here may wait for a fork
+        thread.start()
+        assert not exported.wait(0.1)
+        is_free = FORKS.acquire(timeout=5.0)
+        if is_free:
+            FORKS.release()
+    thread.join(LONG_S)
+    assert is_free
+    assert exported.is_set()
+    allocation.close()
 
 
 # ---- what a forked child does first -------------------------------------------------------------

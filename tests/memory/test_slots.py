@@ -59,7 +59,14 @@ def test_a_stamp_lies_behind_the_arena(make_ring: MakeRing) -> None:
     slot = write(make_ring(), 1, nbytes=vm.PAGE + 1)
     assert slot.capacity == 2 * vm.PAGE
     assert slot.segment.nbytes == 3 * vm.PAGE
-    assert os.pread(slot.segment.fd, 8, slot.capacity) == b"rl_brdg1"
+    assert os.pread(slot.segment.fd, 8, slot.capacity) == b"rl_brdg2"
+
+
+def test_a_stamp_of_the_form_that_had_no_header_is_refused(make_ring: MakeRing) -> None:
+    slot = write(make_ring(), 1)
+    vm.store(slot.segment.address + slot.capacity, b"rl_brdg1")
+    with pytest.raises(SegmentError, match="holds no stamp"):
+        stamp_of(slot)
 
 
 def test_a_segment_without_a_stamp_is_no_slot() -> None:

@@ -16,17 +16,15 @@ from typing import Any, Literal
 
 import torch
 
-from rl_bridge import errors
 from rl_bridge.errors import (
     EngineLost,
     ProofFailed,
     TornEngine,
-    WeightBridgeError,
     WeightBridgeUnavailableError,
     WeightUpdateRejectedError,
 )
 from rl_bridge.installers.base import InstallProof, TransactionalAdapter
-from rl_bridge.integrations.vllm.handles import PauseMode, Replies
+from rl_bridge.integrations.vllm.handles import PauseMode, Replies, failure
 from rl_bridge.integrations.vllm.server import handle_of
 from rl_bridge.manifest.model import WeightUpdateManifest
 
@@ -114,10 +112,9 @@ class VLLMEngineAdapter(TransactionalAdapter):
         self._proofs: list[dict[str, Any]] = []
         # Each is noted before the step that it tells of: an interrupt may come behind any.
         self._is_installed = self._may_have_run = False
-        # A driver before this one may have ended in its pause: the first update resumes, whatever
-        # becomes of it.
-        self._is_paused = pause is not None
+        self._is_paused = False  # by this driver, or one before it that ended in its pause
         self._label_before: str | None = None
+        self._label_set: str | None = None
         self._held = ""  # by the ranks, as they said last
 
     @property
@@ -157,9 +154,7 @@ class VLLMEngineAdapter(TransactionalAdapter):
         del tensors
         self._manifest = manifest
         if self._pause is not None:
-            pause = self._pause
-            self._is_paused = True  # noted first: an interrupt must not leave it paused
-            self._timed("pause", lambda: self._handle.pause(pause))
+            self._timed("pause", self._stop)
         self._is_installed = True
         self._may_have_run |= self._pause is None
         replies = self._all("install", {"update_id": manifest.update_id})
@@ -228,9 +223,14 @@ class VLLMEngineAdapter(TransactionalAdapter):
 
     def _back(self) -> None:
         if self._pause is not None:  # again, where it is not known whether the engine goes on
-            self._is_paused = True
-            self._handle.pause(self._pause)
-        self._all("undo", self._meant())
+            self._stop()
+        try:
+            self._all("undo", self._meant())
+        except WeightUpdateRejectedError:
+            # Another driver has committed it: from now on cache and label are that one's.
+            self._label_before = None
+            self._go_on()
+            raise
         if self._may_have_run:
             # Requests may have cached keys and values of what is undone now.
             if not self._handle.reset_caches(running=True):
@@ -241,7 +241,8 @@ class VLLMEngineAdapter(TransactionalAdapter):
                 raise TornEngine(msg)
             self._may_have_run = False
         if self._label_before is not None:
-            self._handle.set_label(self._label_before)
+            if self._handle.label() == self._label_set:  # else somebody set another one since
+                self._handle.set_label(self._label_before)
             self._label_before = None
         self._is_installed = False
         self._manifest = None
@@ -295,6 +296,9 @@ class VLLMEngineAdapter(TransactionalAdapter):
             raise WeightBridgeUnavailableError(msg)
         replies = self._all("describe", {})
         self._held = _version(replies[0]["weight_version"])
+        if not self._is_paused and any(reply["pending"] or reply["torn"] for reply in replies):
+            # Who left an update half-way may have left its pause: that ends with this update.
+            self._is_paused = self._pause is not None and self._handle.is_paused()
         if any(
             reply["torn"] or (reply["exchanged"] and not reply["installed"]) for reply in replies
         ):
@@ -335,7 +339,7 @@ class VLLMEngineAdapter(TransactionalAdapter):
         if failed:
             # Where one failed, the others say that another one did: the cause is told first.
             failed.sort(key=lambda reply: "another rank" in reply["message"])
-            raise _error(failed[0], len(replies))
+            raise failure(failed[0], len(replies))
         for reply in replies:
             if "not_told" in reply:
                 _LOG.warning(
@@ -355,7 +359,14 @@ class VLLMEngineAdapter(TransactionalAdapter):
         if self._label_before is None:  # (else an undo that failed still has to bring it back)
             self._label_before = before
         if before is not None:
+            self._label_set = label
             self._handle.set_label(label)
+
+    def _stop(self) -> None:
+        assert self._pause is not None
+        # Noted first: an interrupt must not leave it paused. Another's pause is not ended here.
+        self._is_paused = self._is_paused or not self._handle.is_paused()
+        self._handle.pause(self._pause)
 
     def _go_on(self) -> None:
         if self._is_paused:
@@ -372,18 +383,3 @@ class VLLMEngineAdapter(TransactionalAdapter):
 
 def _version(number: int | None) -> str:
     return "the weights that they were started with" if number is None else f"version {number}"
-
-
-def _error(reply: dict[str, Any], ranks: int) -> Exception:
-    """A rank's failure, as the exception that it was if that is one of ours."""
-    kind = getattr(errors, reply["type"], None)
-    where = "" if ranks == 1 else f"rank {reply['rank']}: "
-    if isinstance(kind, type) and issubclass(kind, WeightBridgeError):
-        try:
-            return kind(where + reply["message"])
-        except TypeError:
-            pass  # it takes more than a text: the general one must do
-    return WeightUpdateRejectedError(
-        f"{where}{reply['type']}: {reply['message']}. The engine holds what it held before; its "
-        "log has the traceback."
-    )

@@ -12,7 +12,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine
 from typing import Any, Literal
 
-from rl_bridge.errors import DeadlineExceeded, EngineLost, WeightBridgeUnavailableError
+from rl_bridge import errors
+from rl_bridge.errors import (
+    DeadlineExceeded,
+    EngineLost,
+    WeightBridgeError,
+    WeightBridgeUnavailableError,
+    WeightUpdateRejectedError,
+)
 from rl_bridge.integrations.vllm.plugin import METHOD
 
 __all__ = [
@@ -20,6 +27,7 @@ __all__ = [
     "EngineHandle",
     "LLMHandle",
     "PauseMode",
+    "failure",
     "in_thread",
     "lost",
     "no_plugin",
@@ -64,6 +72,10 @@ class EngineHandle(ABC):
     def resume(self) -> None:
         """Go on."""
 
+    def is_paused(self) -> bool:
+        """Whether it is stopped, by whomever; False where an engine does not tell."""
+        return False
+
     @abstractmethod
     def reset_caches(self, *, running: bool) -> bool:
         """Drop cached prefixes; with `running`, running requests are computed anew, too.
@@ -98,6 +110,21 @@ def no_plugin(error: BaseException) -> WeightBridgeUnavailableError:
     return WeightBridgeUnavailableError(
         f"the engine's workers do not have rl_bridge's plugin ({error}). Install rl_bridge in the "
         "engine's environment; where VLLM_PLUGINS is set, add rl_bridge to it."
+    )
+
+
+def failure(reply: dict[str, Any], ranks: int) -> Exception:
+    """A rank's failure, as the exception that it was if that is one of ours."""
+    kind = getattr(errors, reply["type"], None)
+    where = "" if ranks == 1 else f"rank {reply['rank']}: "
+    if isinstance(kind, type) and issubclass(kind, WeightBridgeError):
+        try:
+            return kind(where + reply["message"])
+        except TypeError:
+            pass  # it takes more than a text: the general one must do
+    return WeightUpdateRejectedError(
+        f"{where}{reply['type']}: {reply['message']}. The engine holds what it held before; its "
+        "log has the traceback."
     )
 
 
@@ -138,6 +165,10 @@ class LLMHandle(EngineHandle):
         """Go on."""
         self._utility("resume_scheduler")
 
+    def is_paused(self) -> bool:
+        """Whether it is stopped, by whomever."""
+        return bool(self._utility("is_scheduler_paused"))
+
     def reset_caches(self, *, running: bool) -> bool:
         """Drop cached prefixes."""
         engine = self._llm.llm_engine
@@ -160,12 +191,11 @@ class LLMHandle(EngineHandle):
     def _is_in_process(self) -> bool:
         return not hasattr(getattr(self._llm.llm_engine, "engine_core", None), "call_utility")
 
-    def _utility(self, name: str, *arguments: Any) -> None:
+    def _utility(self, name: str, *arguments: Any) -> Any:
         core = self._llm.llm_engine.engine_core
         if self._is_in_process():
-            self._do(name, lambda: getattr(core.engine_core, name)(*arguments))
-        else:
-            self._do(name, lambda: core.call_utility(name, *arguments))
+            return self._do(name, lambda: getattr(core.engine_core, name)(*arguments))
+        return self._do(name, lambda: core.call_utility(name, *arguments))
 
     def _do(self, doing: str, action: Callable[[], Any]) -> Any:
         if self._is_in_process() and self._workers() == 1:
@@ -223,6 +253,10 @@ class AsyncLLMHandle(EngineHandle):
         """Go on."""
         self._do("resume", self._engine.resume_generation())
 
+    def is_paused(self) -> bool:
+        """Whether it is stopped, by whomever."""
+        return bool(self._do("tell whether it is paused", self._engine.is_paused()))
+
     def reset_caches(self, *, running: bool) -> bool:
         """Drop cached prefixes."""
         if hasattr(self._engine, "reset_encoder_cache"):
@@ -260,11 +294,24 @@ class AsyncLLMHandle(EngineHandle):
 
 
 def in_thread(action: Callable[[], Any]) -> "concurrent.futures.Future[Any]":
-    """Do something that may never end, in a thread that nobody has to wait for."""
+    """Do something that may never end, in a thread that nobody has to wait for.
+
+    Raises:
+        WeightBridgeUnavailableError: this process can start no thread; nothing was done.
+
+    """
     future: concurrent.futures.Future[Any] = concurrent.futures.Future()
-    threading.Thread(
+    thread = threading.Thread(
         target=_answer, args=(future, action), name="rl_bridge-vllm-call", daemon=True
-    ).start()
+    )
+    try:
+        thread.start()
+    except RuntimeError as error:
+        msg = (
+            f"this process can start no thread to call the engine from ({error}). Nothing was "
+            "asked of it: end other threads, or raise the limit, and try again."
+        )
+        raise WeightBridgeUnavailableError(msg) from error
     return future
 
 

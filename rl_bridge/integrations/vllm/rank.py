@@ -7,26 +7,27 @@ runs a step of the model: they vote, within one call.
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
 
 from rl_bridge.bridge.acknowledgement import describe
-from rl_bridge.errors import (
-    TornEngine,
-    WeightBridgeError,
-    WeightUpdateRejectedError,
-)
+from rl_bridge.bridge.steps import FineSteps
+from rl_bridge.errors import TornEngine, WeightUpdateRejectedError
 from rl_bridge.installers.base import InstallProof, TransactionalAdapter
-from rl_bridge.integrations.vllm.frames import clear_frames
 from rl_bridge.integrations.vllm.support import (
     Bridges,
+    acknowledge,
     make_installer,
     manifest_of,
     require_supported,
+    tried,
 )
 from rl_bridge.integrations.vllm.votes import all_agree, first_said, group, require_one
+from rl_bridge.lifecycle.table import State
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.memory.imported import ImportedTensors
 
@@ -38,6 +39,7 @@ Payload = dict[str, Any]
 
 _OTHER = ("WeightUpdateRejectedError: another rank", "TornEngine: another rank")
 _ATTRIBUTE = "_rl_bridge_rank"
+_TAKEN_OVER = 16
 
 
 class VLLMRank:
@@ -57,6 +59,8 @@ class VLLMRank:
         self._timings_ms: dict[str, float] = {}
         self._torn = ""
         self._is_installed = self._is_committing = False
+        # Committed by who did not name it: the driver that installed it may not know.
+        self._taken_over: deque[str] = deque(maxlen=_TAKEN_OVER)
 
     @property
     def rank(self) -> int:
@@ -141,6 +145,7 @@ class VLLMRank:
             self.undo("a later update came before it was installed")
         bridge = self._bridges.of(manifest)
         start = time.perf_counter()
+        self._is_own(manifest.update_id)
         self._pending = manifest
         try:
             self._tensors = bridge.import_update(manifest)
@@ -165,32 +170,31 @@ class VLLMRank:
             Why no rank has it now, the same text on all ranks; empty if all have.
 
         """
-        problem = ""
-        try:
-            manifest = manifest_of(given)
-            self._make_way(manifest)
-            self.prepare(manifest)
-        except Exception as error:  # noqa: BLE001 - told below, after the vote
-            _LOG.warning("an update is refused", exc_info=True)
-            problem = describe(error)
-            clear_frames(error)
-        if all_agree(ok=not problem):
-            try:
-                self.install()
-            except Exception as error:  # noqa: BLE001 - as above
-                problem = describe(error)
-                clear_frames(error)
-                self._forget_staged(problem)
-        else:
-            problem = problem or self._undo_quietly("another rank refused it")
+        manifest: list[WeightUpdateManifest] = []
+        problem = tried(lambda: manifest.append(self._read(given)))
+        # A vote of its own: nobody takes anything back for what another rank cannot read.
+        if not all_agree(ok=not problem):
+            problem = problem or f"{_OTHER[0]} refused it"
+        elif not all_agree(ok=not (problem := tried(lambda: self._take(manifest[0])))):
+            undone = self._undo_quietly("another rank refused it")
+            problem = problem or undone
+        elif problem := tried(self.install):
+            self._forget_staged(problem)
         # (All of them failed, or none: they voted.)
         return first_said(problem, echo=_OTHER) if problem else ""
 
-    def _make_way(self, manifest: WeightUpdateManifest) -> None:
-        """Take an unfinished update back, and say so: requests may have been served by it."""
+    def _read(self, given: object) -> WeightUpdateManifest:
         if self._options.get("reload"):
             msg = "the executor updates this engine by reloads. Use the executor, which pauses it."
             raise WeightUpdateRejectedError(msg)
+        return manifest_of(given)
+
+    def _take(self, manifest: WeightUpdateManifest) -> None:
+        self._make_way(manifest)
+        self.prepare(manifest)
+
+    def _make_way(self, manifest: WeightUpdateManifest) -> None:
+        """Take an unfinished update back, and say so: requests may have been served by it."""
         earlier = self._pending
         reason = "the next update came before it was installed"
         if earlier is not None and self._holds_it() and not self._is_committing:
@@ -260,6 +264,7 @@ class VLLMRank:
 
         Raises:
             TornEngine: it could not be exchanged back.
+            WeightUpdateRejectedError: another driver has committed it: there is no way back.
 
         """
         if self._is_committing:
@@ -274,6 +279,12 @@ class VLLMRank:
                 raise TornEngine(msg) from error
             self._torn = ""
             self._end(reason)
+        elif update_id in self._taken_over:
+            msg = (
+                f"update {update_id} cannot be undone: another driver has committed it. Let one "
+                "driver at a time update an engine, and publish a later version."
+            )
+            raise WeightUpdateRejectedError(msg)
         return {}
 
     def _forget_staged(self, reason: str) -> None:
@@ -304,6 +315,7 @@ class VLLMRank:
             return {}
         if update_id is not None and (manifest is None or manifest.update_id != update_id):
             if self._active is not None and self._active.update_id == update_id:
+                self._is_own(update_id)
                 return {}  # the next driver did it
             held = "none" if manifest is None else f"update {manifest.update_id}"
             msg = f"update {update_id} is not pending here, {held} is. Publish a later version."
@@ -312,7 +324,14 @@ class VLLMRank:
             msg = "no update is installed and proven on this rank. Call install first."
             raise WeightUpdateRejectedError(msg)
         self._is_committing = True
+        if update_id is None:
+            self._taken_over.append(manifest.update_id)
         return self._finish_commit()
+
+    def _is_own(self, update_id: str) -> None:
+        """The driver of an update knows from now on what became of it."""
+        with suppress(ValueError):
+            self._taken_over.remove(update_id)
 
     def _finish_commit(self) -> Payload:
         """What an interrupt cut off is ended here: of a commit there is no undo."""
@@ -321,28 +340,11 @@ class VLLMRank:
         answer: Payload = {}
         if manifest is not None and proof is not None:
             self._active = manifest
-            answer = self._tell(manifest, proof)
+            bridge = self._bridges.of(manifest)
+            answer = acknowledge(bridge, manifest, proof, self._timings_ms)
         self._pending, self._proof, self._tensors = None, None, {}
         self._is_committing = self._is_installed = False  # last: until here it is done again
         return answer
-
-    def _tell(self, manifest: WeightUpdateManifest, proof: InstallProof) -> Payload:
-        bridge = self._bridges.of(manifest)
-        try:
-            if bridge.active_update_id != manifest.update_id:
-                bridge.acknowledge(
-                    manifest.update_id, proof=proof.to_dict(), timings_ms=dict(self._timings_ms)
-                )
-        except WeightBridgeError as error:
-            # Other ranks have committed: there is no way back, and none is needed.
-            _LOG.exception(
-                "version %d is active, but its trainer is not told", manifest.weight_version
-            )
-            return {"not_told": describe(error)}
-        finally:
-            # The model has memory of its own: the trainer's slot is free for the next version.
-            bridge.release_imported(manifest.update_id)
-        return {}
 
     def close(self) -> None:
         """Undo what is not committed, and let go of the bridges."""
@@ -366,10 +368,13 @@ class VLLMRank:
         assert manifest is not None
         if isinstance(tensors, ImportedTensors):
             tensors.forget()  # a kept exception's frames must not keep the trainer's slot
+        bridge = self._bridges.of(manifest)
         steps: list[Callable[[], object]] = [
-            lambda: self._bridges.of(manifest).reject(manifest.update_id, reason),
-            lambda: self._bridges.of(manifest).release_imported(manifest.update_id),
+            lambda: bridge.release_imported(manifest.update_id),
         ]
+        if FineSteps(bridge).is_in(manifest, State.IMPORTED, State.VERIFIED):
+            # Else the import failed: the bridge knows whether that may be tried again.
+            steps.insert(0, lambda: bridge.reject(manifest.update_id, reason))
         if self._installer is not None:
             steps.insert(0, self._installer.abandon)
         for step in steps:

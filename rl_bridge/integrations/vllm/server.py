@@ -4,6 +4,7 @@ And `handle_of`, which finds the handle for any engine.
 """
 
 import concurrent.futures
+import errno
 import importlib
 from typing import Any
 
@@ -26,6 +27,9 @@ __all__ = ["ServerHandle", "handle_of"]
 _LOOK_S = 1.0
 _HEALTH_S = 5.0
 
+# What this process may be short of when it opens a connection.
+_SHORTAGES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS})
+
 
 class ServerHandle(EngineHandle):
     """A server on this machine: its workers read the trainer's memory."""
@@ -45,7 +49,10 @@ class ServerHandle(EngineHandle):
             raise WeightBridgeUnavailableError(msg) from error
         self._url = url.rstrip("/")
         # Not by a proxy: the server is on this machine.
-        self._client = self._httpx.Client(base_url=self._url, timeout=timeout_s, trust_env=False)
+        self._client, self._looker = (
+            self._httpx.Client(base_url=self._url, timeout=timeout, trust_env=False)
+            for timeout in (timeout_s, _HEALTH_S)
+        )
 
     def call(self, verb: str, payload: dict[str, Any] | None = None) -> Replies:
         """Ask all workers. See `EngineHandle`."""
@@ -80,6 +87,10 @@ class ServerHandle(EngineHandle):
         """Go on."""
         self._post("resume", "resume")
 
+    def is_paused(self) -> bool:
+        """Whether it is stopped, by whomever."""
+        return bool(self._send("GET", "is_paused", "tell whether it is paused")["is_paused"])
+
     def reset_caches(self, *, running: bool) -> bool:
         """Drop cached prefixes. Older servers do not say whether they could: taken for a no."""
         self._post("reset_encoder_cache", "drop its encoder's cache")
@@ -97,8 +108,9 @@ class ServerHandle(EngineHandle):
         self._post("update_weight_version", "set its label", json={"new_version": label})
 
     def close(self) -> None:
-        """Close the connection."""
+        """Close the connections."""
         self._client.close()
+        self._looker.close()
 
     def _post(self, path: str, doing: str, **request: Any) -> Any:
         return self._send("POST", path, doing, **request)
@@ -113,11 +125,12 @@ class ServerHandle(EngineHandle):
 
     def _is_dead(self) -> bool:
         try:
-            reply = self._httpx.get(f"{self._url}/health", timeout=_HEALTH_S, trust_env=False)
-        except self._httpx.ConnectError:
-            return True  # it shuts down, and keeps what is under way
-        except self._httpx.TransportError:
-            return False  # busy; there is a deadline
+            reply = self._looker.get("health")
+        except self._httpx.ConnectError as error:
+            # Where it shuts down it keeps what is under way. All else is a shortage on this side.
+            return _errno(error) in {errno.ECONNREFUSED, errno.ECONNRESET}
+        except (self._httpx.TransportError, OSError):
+            return False  # busy, or as above; there is a deadline
         return bool(reply.status_code == self._httpx.codes.SERVICE_UNAVAILABLE)
 
     def _send(self, method: str, path: str, doing: str, **request: Any) -> Any:
@@ -130,6 +143,12 @@ class ServerHandle(EngineHandle):
             )
             raise DeadlineExceeded(msg) from error
         except self._httpx.TransportError as error:
+            if isinstance(error, self._httpx.ConnectError) and _errno(error) in _SHORTAGES:
+                msg = (
+                    f"the server at {self._url} could not be asked to {doing}: {error}. Nothing "
+                    "was sent: close files, or raise this process's limits, and try again."
+                )
+                raise WeightBridgeUnavailableError(msg) from error
             raise lost(error, doing) from error
         if reply.status_code == self._httpx.codes.NOT_FOUND:
             msg = (
@@ -156,6 +175,16 @@ class ServerHandle(EngineHandle):
             )
             raise WeightBridgeUnavailableError(msg)
         return reply.json() if reply.content else {}
+
+
+def _errno(error: BaseException) -> int | None:
+    """Of the operating system's error behind one of httpx's; None if there is none."""
+    link: BaseException | None = error
+    while link is not None:
+        if isinstance(link, OSError) and link.errno is not None:
+            return link.errno
+        link = link.__cause__ or link.__context__
+    return None
 
 
 def handle_of(engine: Any, timeout_s: float, loop: Any) -> EngineHandle:

@@ -1,19 +1,25 @@
 """What a rank needs of others: bridges, one of two ways of installing, an engine that fits."""
 
+import logging
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
+from rl_bridge.bridge.acknowledgement import describe
 from rl_bridge.bridge.bridges import TensorBridge, make_weight_bridge
-from rl_bridge.errors import MalformedManifest, WeightBridgeUnavailableError
-from rl_bridge.installers.base import TransactionalAdapter
+from rl_bridge.errors import MalformedManifest, WeightBridgeError, WeightBridgeUnavailableError
+from rl_bridge.installers.base import InstallProof, TransactionalAdapter
 from rl_bridge.installers.vllm.model_installer import VLLMModelInstaller
 from rl_bridge.installers.vllm.reload import VLLMReloadAdapter
+from rl_bridge.integrations.vllm.frames import clear_frames
 from rl_bridge.integrations.vllm.votes import group
 from rl_bridge.manifest.canonical import canonical_json
 from rl_bridge.manifest.model import WeightUpdateManifest
 
-__all__ = ["Bridges", "make_installer", "manifest_of", "require_supported"]
+__all__ = ["Bridges", "acknowledge", "make_installer", "manifest_of", "require_supported", "tried"]
+
+_LOG = logging.getLogger(__name__)
 
 
 class Bridges:
@@ -40,6 +46,27 @@ class Bridges:
         made, self._made = self._made, {}
         for bridge in made.values():
             bridge.close()
+
+
+def acknowledge(
+    bridge: TensorBridge,
+    manifest: WeightUpdateManifest,
+    proof: InstallProof,
+    timings_ms: Mapping[str, float],
+) -> dict[str, Any]:
+    """Tell the trainer that its update is active here; where that fails, the answer says so."""
+    try:
+        if bridge.active_update_id != manifest.update_id:
+            evidence, timings = proof.to_dict(), dict(timings_ms)
+            bridge.acknowledge(manifest.update_id, proof=evidence, timings_ms=timings)
+    except WeightBridgeError as error:
+        # Other ranks have committed: there is no way back, and none is needed.
+        _LOG.exception("version %d is active, but its trainer is not told", manifest.weight_version)
+        return {"not_told": describe(error)}
+    finally:
+        # The model has memory of its own: the trainer's slot is free for the next version.
+        bridge.release_imported(manifest.update_id)
+    return {}
 
 
 def manifest_of(given: object) -> WeightUpdateManifest:
@@ -100,3 +127,15 @@ def require_supported(vllm_config: Any) -> None:
                 "here. Use tensor parallelism, and one executor for each engine."
             )
             raise WeightBridgeUnavailableError(msg)
+
+
+def tried(step: Callable[[], object]) -> str:
+    """Why a step failed, to be told behind a vote; empty if it did not."""
+    try:
+        step()
+    except Exception as error:  # noqa: BLE001 - its text is the answer
+        _LOG.warning("an update is refused", exc_info=True)
+        problem = describe(error)
+        clear_frames(error)
+        return problem
+    return ""

@@ -136,8 +136,10 @@ class HostDriver(VMMDriver):
     def export_fd(self, handle: int) -> int:
         """Duplicate the handle's memfd."""
         call = "cuMemExportToShareableHandle"
-        # Without this driver's lock: under the one of forks nothing else is waited for.
-        return _duplicate(call, self._find_memory(call, handle).fd)
+        with self._lock:
+            memory = self._find_memory(call, handle)
+        # Not under the lock: it waits for another one.
+        return _duplicate(call, memory.fd)
 
     def import_fd(self, fd: int, nbytes: int) -> int:
         """Take a reference to a memfd that is sealed as `create` seals it."""

@@ -1,0 +1,160 @@
+"""What an engine's adapter leaves alone: another's pause and label. No vLLM is needed here."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from rl_bridge import (
+    RolloutExecutor,
+    TensorBridge,
+    TornEngine,
+    VLLMEngineAdapter,
+    make_weight_bridge,
+)
+from rl_bridge.integrations.vllm.calls import answer
+from rl_bridge.integrations.vllm.handles import EngineHandle, PauseMode, Replies
+from rl_bridge.integrations.vllm.rank import VLLMRank
+from tests.integrations.test_rank import Group, Model, publish, rank_with
+
+
+class Engine(EngineHandle):
+    """An engine of one rank, with its scheduler and its label."""
+
+    def __init__(self, rank: VLLMRank) -> None:
+        super().__init__(20)
+        self.rank = rank
+        self.stopped = False
+        self.shown = "user's"
+
+    def call(self, verb: str, payload: dict[str, Any] | None = None) -> Replies:
+        return [json.loads(json.dumps(answer(self.rank, verb, payload or {})))]
+
+    def data_parallel_size(self) -> int:
+        return 1
+
+    def pause(self, mode: PauseMode) -> None:
+        del mode
+        self.stopped = True
+
+    def resume(self) -> None:
+        self.stopped = False
+
+    def is_paused(self) -> bool:
+        return self.stopped
+
+    def reset_caches(self, *, running: bool) -> bool:
+        return running
+
+    def label(self) -> str:
+        return self.shown
+
+    def set_label(self, label: str) -> None:
+        self.shown = label
+
+
+@pytest.fixture
+def trainer() -> Iterator[TensorBridge]:
+    with make_weight_bridge("shared-memory", source_worker="trainer") as bridge:
+        yield bridge
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
+    Group(monkeypatch, 1)
+    monkeypatch.setattr(VLLMRank, "configure", lambda _rank, _options: None)
+    rank = rank_with(Model())
+    yield Engine(rank)
+    rank.close()
+
+
+@contextmanager
+def driver(engine: Engine) -> Iterator[tuple[RolloutExecutor, TensorBridge]]:
+    with (
+        make_weight_bridge("shared-memory", source_worker="driver") as bridge,
+        RolloutExecutor(
+            weight_bridge=bridge, weight_install_adapter=VLLMEngineAdapter(engine)
+        ) as executor,
+    ):
+        yield executor, bridge
+
+
+def broken(*_args: Any, **_kwargs: Any) -> None:
+    raise RuntimeError("planted")
+
+
+@pytest.mark.parametrize("is_refused", [False, True])
+def test_a_pause_of_the_users_own_outlasts_an_update(
+    engine: Engine, trainer: TensorBridge, *, is_refused: bool
+) -> None:
+    engine.pause("keep")
+    with driver(engine) as (executor, bridge):
+        if is_refused:
+            bridge.acknowledge = broken  # type: ignore[method-assign]
+            with pytest.raises(RuntimeError, match="planted"):
+                executor.update_weights(publish(trainer, 1))
+        else:
+            executor.update_weights(publish(trainer, 1))
+    assert engine.is_paused()
+
+
+def test_a_pause_of_the_drivers_own_ends_with_its_update(
+    engine: Engine, trainer: TensorBridge
+) -> None:
+    with driver(engine) as (executor, _):
+        executor.update_weights(publish(trainer, 1))
+        assert not engine.is_paused()
+
+
+def test_a_pause_that_a_dead_driver_left_ends_with_the_next_update(
+    engine: Engine, trainer: TensorBridge
+) -> None:
+    dead, manifest = VLLMEngineAdapter(engine), publish(trainer, 1)
+    dead.prepare(manifest, {})
+    dead.install(manifest, {})
+    with driver(engine) as (executor, _):
+        executor.update_weights(publish(trainer, 2))
+    assert not engine.is_paused()
+
+
+def test_a_label_that_somebody_set_since_is_not_taken_back(
+    engine: Engine, trainer: TensorBridge
+) -> None:
+    late, manifest = VLLMEngineAdapter(engine), publish(trainer, 1)
+    late.prepare(manifest, {})
+    late.install(manifest, {})
+    late.resume()
+    assert engine.shown == f"1@{manifest.root}"
+    engine.set_label("another's")
+    late.undo()
+    assert engine.shown == "another's"
+
+
+def test_a_label_of_its_own_is_taken_back(engine: Engine, trainer: TensorBridge) -> None:
+    adapter, manifest = VLLMEngineAdapter(engine), publish(trainer, 1)
+    adapter.prepare(manifest, {})
+    adapter.install(manifest, {})
+    adapter.resume()
+    adapter.undo()
+    assert engine.shown == "user's"
+
+
+def test_a_driver_whose_acknowledgement_fails_behind_the_next_driver_is_torn_and_in_nobodys_way(
+    engine: Engine, trainer: TensorBridge
+) -> None:
+    mine, theirs = publish(trainer, 1), publish(trainer, 2)
+
+    def taken_over(*_args: Any, **_kwargs: Any) -> None:
+        with driver(engine) as (other, _):
+            other.update_weights(theirs)
+        raise RuntimeError("planted")
+
+    with driver(engine) as (late, bridge):
+        bridge.acknowledge = taken_over  # type: ignore[method-assign]
+        with pytest.raises(TornEngine, match="another driver has committed it"):
+            late.update_weights(mine)
+    assert engine.rank.describe()["update_id"] == theirs.update_id
+    assert engine.shown == f"2@{theirs.root}"
+    assert not engine.is_paused()
