@@ -4,7 +4,8 @@ The tree::
 
     WeightBridgeError(RuntimeError)
     ├── WeightBridgeUnavailableError      this machine, transport or engine cannot do it ("blocked")
-    │   └── TransportUnavailable          a transport is blocked, with cause and remedy
+    │   ├── TransportUnavailable          a transport is blocked, with cause and remedy
+    │   └── TransferTimeout               (DeadlineExceeded too) bytes did not arrive in time
     ├── WeightManifestValidationError     manifest or bytes are not what they claim
     │   ├── MalformedManifest             no canonical JSON of a known format, wrong field
     │   ├── DuplicateTensorName
@@ -19,7 +20,9 @@ The tree::
     │   ├── LayoutUnknown                 compact manifest whose layout never arrived here
     │   ├── DigestMismatch                layout digest or root do not belong to the content
     │   ├── ChecksumMismatch              "tensor checksum mismatch": bytes differ from the manifest
-    │   └── VersionNotMonotonic           "weight_version must increase monotonically"
+    │   ├── VersionNotMonotonic           "weight_version must increase monotonically"
+    │   ├── IncompleteCoverage            a group misses a range of a tensor, or has it twice
+    │   └── RanksDisagree                 ranks of an update group contradict each other
     ├── WeightUpdateRejectedError         the update may not be imported, acknowledged or installed
     │   ├── UnknownUpdate
     │   ├── IllegalTransition             the lifecycle table has no such move
@@ -31,6 +34,7 @@ The tree::
     ├── EngineLost                        an engine in other processes died or cannot be reached
     ├── SegmentError                      shared memory that vanished, shrank or was replaced
     ├── DriverError                       a call of a memory driver failed: CUDA's, or its stand-in
+    ├── GroupAborted                      a rank of an update group failed or died: none published
     ├── SlotsExhausted                    every slot is held; the message names the holders
     ├── DeadlineExceeded(TimeoutError)
     └── BridgeClosed
@@ -50,8 +54,10 @@ __all__ = [
     "DuplicateTensorName",
     "EngineLost",
     "ForeignTransport",
+    "GroupAborted",
     "IllegalTransition",
     "IncompatibleUpdate",
+    "IncompleteCoverage",
     "LayoutUnknown",
     "MalformedManifest",
     "NegativeRange",
@@ -59,12 +65,14 @@ __all__ = [
     "ProofFailed",
     "RangeBeyondSegment",
     "RangeOverflow",
+    "RanksDisagree",
     "SegmentError",
     "ShapeMismatch",
     "SlotsExhausted",
     "StaleUpdate",
     "SuspiciousUpdate",
     "TornEngine",
+    "TransferTimeout",
     "TransportUnavailable",
     "UnknownDtype",
     "UnknownUpdate",
@@ -162,6 +170,14 @@ class VersionNotMonotonic(WeightManifestValidationError):
     """The publisher was asked to reuse or go below an earlier version."""
 
 
+class IncompleteCoverage(WeightManifestValidationError):
+    """The ranks of an update group do not hold every element of every tensor exactly once."""
+
+
+class RanksDisagree(WeightManifestValidationError):
+    """The ranks of an update group contradict each other: dtypes, shapes, versions, world size."""
+
+
 class WeightUpdateRejectedError(WeightBridgeError):
     """An update cannot be imported, acknowledged or installed."""
 
@@ -228,12 +244,30 @@ class DriverError(WeightBridgeError):
         self.remedy = remedy
 
 
+class GroupAborted(WeightBridgeError):
+    """A rank of an update group failed, died or did not answer: no rank's part is published.
+
+    Attributes:
+        ranks: which ones, as far as it is known.
+
+    """
+
+    def __init__(self, message: str, ranks: tuple[int, ...] = ()) -> None:
+        """Keep the ranks readable."""
+        super().__init__(message)
+        self.ranks = ranks
+
+
 class SlotsExhausted(WeightBridgeError):
     """Every slot of the publisher is still held; the message names the holders."""
 
 
 class DeadlineExceeded(WeightBridgeError, TimeoutError):
     """A wait reached its deadline."""
+
+
+class TransferTimeout(WeightBridgeUnavailableError, DeadlineExceeded):
+    """Nothing of an update arrived for as long as was agreed; it may be imported again."""
 
 
 class BridgeClosed(WeightBridgeError):

@@ -7,12 +7,14 @@ that have to see it. The working tree is never touched.
 
 import argparse
 import os
+import queue
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
 import tomllib
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -157,7 +159,7 @@ def judge(tree: Path, mutant: Mutant) -> str:
     return "SURVIVED" if status == 0 else f"no verdict, pytest said {status}: {last}"
 
 
-def sanity(tree: Path, chosen: dict[str, Mutant]) -> None:
+def sanity(tree: Path, chosen: dict[str, Mutant], jobs: int = 1) -> None:
     """Without a defect every chosen test passes, in the copy and nowhere else.
 
     Raises:
@@ -174,17 +176,41 @@ def sanity(tree: Path, chosen: dict[str, Mutant]) -> None:
         status, cause = run(tree, "-c", ask)
         if status or cause.strip() != "None":
             raise SystemExit(f"the compiled module of the copy is not in use: {cause.strip()}")
-    for tests in sorted({mutant.tests for mutant in chosen.values()}):
-        status, output = run_tests(tree, tests)
+    every = sorted({mutant.tests for mutant in chosen.values()})
+    # Nothing is changed in the copy: several may run in it at a time.
+    with ThreadPoolExecutor(jobs) as pool:
+        verdicts = list(pool.map(lambda tests: run_tests(tree, tests), every))
+    for tests, (status, output) in zip(every, verdicts, strict=True):
         if status:
             raise SystemExit(f"without any defect, {tests} fails ({status}):\n{output[-3000:]}")
+
+
+def trees(folder: Path, jobs: int) -> "queue.SimpleQueue[Path]":
+    """Copies of the tree, one for each mutant that is judged at a time."""
+    free: queue.SimpleQueue[Path] = queue.SimpleQueue()
+    for job in range(jobs):
+        copy_tree(folder / str(job))
+        free.put(folder / str(job))
+    return free
+
+
+def timed(free: "queue.SimpleQueue[Path]", mutant: Mutant) -> tuple[str, float]:
+    """Judge a mutant in a copy that nobody else uses: the verdict and its seconds."""
+    tree = free.get()
+    start = time.monotonic()
+    try:
+        return judge(tree, mutant), time.monotonic() - start
+    finally:
+        free.put(tree)
 
 
 def main() -> int:
     """Judge all mutants, or those whose name holds a word; 1 if one of them survives."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("words", nargs="*", help="only mutants whose name holds one of these")
-    words = parser.parse_args().words
+    parser.add_argument("--jobs", type=int, default=2, help="how many are judged at a time")
+    given = parser.parse_args()
+    words = given.words
     chosen = {
         name: mutant
         for name, mutant in read_mutants().items()
@@ -195,18 +221,20 @@ def main() -> int:
     for column in ("defect", "file", "verdict", "seconds"):
         table.add_column(column, justify="right" if column == "seconds" else "left")
     bad = 0
-    with tempfile.TemporaryDirectory(prefix="rl_bridge-mutants-") as folder:
-        tree = Path(folder).resolve()
-        copy_tree(tree)
-        sanity(tree, chosen)
-        for name, mutant in chosen.items():
-            start = time.monotonic()
-            verdict = judge(tree, mutant)
+    with (
+        tempfile.TemporaryDirectory(prefix="rl_bridge-mutants-") as folder,
+        ThreadPoolExecutor(given.jobs) as pool,
+    ):
+        free = trees(Path(folder).resolve(), given.jobs)
+        sanity(Path(folder).resolve() / "0", chosen, given.jobs)
+        running = {pool.submit(timed, free, mutant): name for name, mutant in chosen.items()}
+        for done in as_completed(running):
+            name, (verdict, seconds) = running[done], done.result()
             bad += verdict != "caught"
-            took = f"{time.monotonic() - start:.1f}"
+            took = f"{seconds:.1f}"
             colour = "green" if verdict == "caught" else "red"
             console.print(f"{name}: [{colour}]{verdict}[/] in {took} s")
-            table.add_row(name, mutant.path, f"[{colour}]{verdict}[/]", took)
+            table.add_row(name, chosen[name].path, f"[{colour}]{verdict}[/]", took)
     console.print(table)
     console.print(f"{len(chosen) - bad} of {len(chosen)} planted bugs were caught.")
     return 1 if bad else 0

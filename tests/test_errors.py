@@ -2,6 +2,7 @@
 
 import ast
 import re
+import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,8 +14,12 @@ from rl_bridge import RolloutExecutor, errors, make_weight_bridge
 from rl_bridge.installers.base import InstallProof
 from rl_bridge.integrations.vllm.engine_adapter import VLLMEngineAdapter
 from rl_bridge.lifecycle.journal import Journal
+from rl_bridge.manifest.coverage import held_pieces, prove_coverage
+from rl_bridge.manifest.placement import Piece, Placement
 from rl_bridge.memory.segment import OwnedSegment, open_segment
 from rl_bridge.memory.vmm.host import HostDriver
+from rl_bridge.transports.broadcast.init_info import BroadcastInitInfo
+from rl_bridge.transports.broadcast.transport import Broadcast
 from rl_bridge.transports.registry import transport_class
 from tests.bridge.engines import Recording
 from tests.helpers import make_manifest, make_table, weights
@@ -171,6 +176,19 @@ def _multi_node(_: Path) -> None:
     transport_class("rdma")
 
 
+def _cover(*ranges: tuple[int, int], dtypes: tuple[str, ...] = ("int8", "int8")) -> None:
+    """Prove that ranks with these ranges (first, number) hold a tensor of 4 elements."""
+    pieces = [
+        Piece(name="w", global_shape=(4,), offset=(at,), shape=(n,), local_offset=(0,))
+        for at, n in ranges
+    ]
+    ranks = [
+        {"w": Placement(dtype=dtype, shape=piece.shape, pieces=(piece,))}
+        for piece, dtype in zip(pieces, dtypes, strict=False)
+    ]
+    prove_coverage(held_pieces(ranks))
+
+
 def _reused_version(_: Path) -> None:
     journal = Journal()
     journal.reserve(1)
@@ -179,6 +197,20 @@ def _reused_version(_: Path) -> None:
 
 def _blocked(_: Path) -> None:
     make_weight_bridge("cuda-ipc").publish(weights(), weight_version=1)
+
+
+def _silent(_: Path) -> None:
+    """Somebody listens, and says nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        info = BroadcastInitInfo(
+            address="127.0.0.1",
+            port=listener.getsockname()[1],
+            token="0" * 64,
+            publisher_id="0" * 32,
+            group_name="silent",
+            backend="gloo",
+        )
+        Broadcast(init_info=info, timeout_s=0.05).consumer_end("rollout", 0)
 
 
 def _dead(_: Path) -> None:
@@ -217,6 +249,8 @@ RAISED: dict[type[Exception], Callable[[Path], object]] = {
     errors.DigestMismatch: lambda _: make_manifest(root="0" * 32),
     errors.ChecksumMismatch: _corrupt,
     errors.VersionNotMonotonic: _reused_version,
+    errors.IncompleteCoverage: lambda _: _cover((0, 2)),
+    errors.RanksDisagree: lambda _: _cover((0, 2), (2, 2), dtypes=("float32", "int8")),
     errors.WeightUpdateRejectedError: _rejected,
     errors.UnknownUpdate: lambda _: make_weight_bridge("local").update_status("x"),
     errors.IllegalTransition: _illegal,
@@ -229,10 +263,12 @@ RAISED: dict[type[Exception], Callable[[Path], object]] = {
     errors.SegmentError: lambda _: OwnedSegment.make("x", 1 << 60),
     errors.DriverError: lambda _: HostDriver().create(1),
     errors.SlotsExhausted: _exhausted,
+    errors.TransferTimeout: _silent,
     errors.BridgeClosed: _closed,
 }
 # Raised by no path that a test could take here, each with its reason.
 NOT_HERE = {
+    errors.GroupAborted: "raised between the ranks of a group, which have tests of their own",
     errors.WeightManifestValidationError: "only its subclasses are raised: one per reason",
     errors.DeadlineExceeded: "raised where peers talk: the demo's frames have their own tests",
 }
@@ -312,7 +348,6 @@ NO_REMEDY = {
     ("memory/packing.py", "tensor {} {}."): "the reason that is filled in ends in what to do",
     ("installers/snapshot.py", "of the engine {};"): "so does this one",
     ("installers/wrapped.py", "and cannot now: {}"): "the error that is filled in says it",
-    ("bridge/guards.py", "finding.message"): "each finding says it, or asks",
 }
 # Parts of messages that lack it still. Whoever gives one its remedy takes its line away here.
 YET_TO_SAY = [

@@ -3,9 +3,12 @@
 from typing import Any, ClassVar
 
 from rl_bridge.bridge.tensor_bridge import TensorBridge
+from rl_bridge.transports.broadcast.init_info import BroadcastInitInfo
+from rl_bridge.transports.broadcast.transport import Broadcast
 from rl_bridge.transports.registry import canonical_name
 
 __all__ = [
+    "BroadcastTensorBridge",
     "CUDAIPCTensorBridge",
     "CUDAVMMTensorBridge",
     "LocalTensorCopyBridge",
@@ -39,6 +42,41 @@ class CUDAIPCTensorBridge(TensorBridge):
     transport: ClassVar[str] = "cuda-ipc"
 
 
+class BroadcastTensorBridge(TensorBridge):
+    """``broadcast``: one trainer to many engines over Gloo or NCCL, also on other machines."""
+
+    transport: ClassVar[str] = "broadcast"
+
+    def init_info(self, *, rank_offset: int = 1) -> BroadcastInitInfo:
+        """What an engine's side takes as ``init_info=`` to join before the first version.
+
+        Engines that only get manifests need none: a manifest says it as well.
+
+        Args:
+            rank_offset: the place in the group of that engine's rank 0.
+
+        Raises:
+            TransportUnavailable: the backend is blocked here, or the port is taken.
+
+        """
+        self._publisher_end()
+        assert isinstance(self._transport, Broadcast)
+        return self._transport.init_info(rank_offset=rank_offset)
+
+    def join(self) -> None:
+        """Join the group that ``init_info=`` names now, and be sent every version from here on.
+
+        Without it the first `import_update` joins.
+
+        Raises:
+            SegmentError: its publisher is gone.
+            WeightBridgeUnavailableError: it has no room for this side.
+            TransferTimeout: it does not answer in time.
+
+        """
+        self._consumer_end()
+
+
 # Transports whose bridges users know by a class name. Every other one gets a class when asked for.
 _NAMED: dict[str, type[TensorBridge]] = {
     kind.transport: kind
@@ -47,6 +85,7 @@ _NAMED: dict[str, type[TensorBridge]] = {
         SharedMemoryTensorBridge,
         CUDAVMMTensorBridge,
         CUDAIPCTensorBridge,
+        BroadcastTensorBridge,
     )
 }
 
@@ -61,8 +100,8 @@ def make_weight_bridge(
     """Make the bridge of a transport.
 
     Args:
-        transport: ``local-clone``, ``shared-memory``, ``cuda-vmm`` or ``cuda-ipc``; short forms
-            ``local``, ``shm``, ``ipc``; or one that was registered with
+        transport: ``local-clone``, ``shared-memory``, ``cuda-vmm``, ``cuda-ipc`` or
+            ``broadcast``; short forms ``local``, ``shm``, ``ipc``; or one that was registered with
             `rl_bridge.transports.registry.register_transport`.
         source_worker: this worker's name.
         source_rank: its rank.

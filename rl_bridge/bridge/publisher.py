@@ -24,6 +24,7 @@ from rl_bridge.manifest.compare import Policy
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.manifest.parallel import WeightLayout
 from rl_bridge.memory.control import Record
+from rl_bridge.memory.leaf_packing import pack_plan
 from rl_bridge.memory.packing import PackPlan
 from rl_bridge.transports.base import PublisherEnd, Transport
 
@@ -118,6 +119,11 @@ class Publisher:
     def latest(self) -> WeightUpdateManifest | None:
         """The manifest that was published last."""
         return self._latest
+
+    @property
+    def last_version(self) -> int | None:
+        """The version that was used up last, also by a publication that was withdrawn."""
+        return self._journal.last_version
 
     @property
     def nbytes(self) -> int:
@@ -272,7 +278,7 @@ class Publisher:
         self, tensors: dict[str, torch.Tensor], trainable: frozenset[str] | None
     ) -> PackPlan:
         if self._plan is None or not self._plan.fits(tensors, trainable):
-            self._plan = PackPlan(tensors, trainable, place=self._end.place)
+            self._plan = pack_plan(tensors, trainable, place=self._end.place)
         return self._plan
 
     def _record(self, update_id: str) -> _Published:

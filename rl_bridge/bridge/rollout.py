@@ -117,17 +117,23 @@ class RolloutExecutor:
             Exception: the adapter's own, unchanged, after the undo; a note tells what was done.
 
         """
-        manifest = as_manifest(manifest, caller="update_weights")
+        # A bridge may know manifests of its own, such as a group's, and make an update of them.
+        resolve = getattr(self.bridge, "resolve_update", None)
+        if resolve is None:
+            manifest = as_manifest(manifest, caller="update_weights")
         self._check_process()
         with self._lock:
             if self._busy.locked():
+                version = getattr(manifest, "weight_version", "of a group")
                 msg = (
-                    f"version {manifest.weight_version}: update_weights was called from inside an "
-                    "update (an observer, a hook of the adapter). Call it when that one is over."
+                    f"version {version}: update_weights was called from inside an update (an "
+                    "observer, a hook of the adapter). Call it when that one is over."
                 )
                 raise WeightUpdateRejectedError(msg)
             with self._busy:
-                return self._update(manifest)
+                if resolve is not None:
+                    manifest = resolve(manifest)
+                return self._update(as_manifest(manifest, caller="update_weights"))
 
     def _update(self, manifest: WeightUpdateManifest) -> Mapping[str, torch.Tensor]:
         self._check_open()

@@ -29,6 +29,7 @@ _PURPOSES = {
     "local-clone": "one process, every update copied",
     "shared-memory": "CPU tensors between processes, no copy on import",
     "cuda-vmm": "CUDA tensors between processes",
+    "broadcast": "one trainer to many engines, also on other machines",
     "cuda-ipc": "CUDA tensors between processes, the older way",
     "torch module": "any torch.nn.Module: copy, alias and flip",
     "vllm": "engines of vLLM; what of it works is told below",

@@ -16,6 +16,7 @@ from rl_bridge.memory.holding import close_fd
 from rl_bridge.memory.passes import native_cause
 from rl_bridge.memory.segment import OwnedSegment, open_segment
 from rl_bridge.transports.base import Availability
+from rl_bridge.transports.broadcast.transport import backend_cause
 
 __all__ = ["ENGINES", "FEATURES", "compiled_pass", "engine", "feature", "vllm_features"]
 
@@ -140,6 +141,11 @@ FEATURES: dict[str, tuple[str, Callable[[], str | None], str]] = {
         "proves an install by flip or alias without reading the bytes again",
         _page_scan,
         "Linux 6.7 or later. Until then such a proof digests the bytes: slower, as strong.",
+    ),
+    "NCCL": (
+        "broadcast between GPUs, with backend='nccl'",
+        lambda: backend_cause("nccl"),
+        "Install torch for CUDA where GPUs are. Until then broadcast goes over Gloo, on the CPU.",
     ),
 }
 

@@ -1,13 +1,17 @@
 """Named tensors from what users have: a module, a state dict, or chunks of one."""
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 
 from rl_bridge.errors import DuplicateTensorName, IncompatibleUpdate
+from rl_bridge.extractors.base import RankTensor, WeightExtractor
+from rl_bridge.extractors.chunks import DEFAULT_CHUNK_NBYTES
+from rl_bridge.extractors.layouts import whole_piece
+from rl_bridge.extractors.names import Adapters, ModelNames, naming_of
 
-__all__ = ["Source", "named_tensors", "trainable_names"]
+__all__ = ["Source", "StateDictExtractor", "named_tensors", "trainable_names"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -134,3 +138,96 @@ def trainable_names(
     if isinstance(source, torch.nn.Module):
         return frozenset(name for name, tensor in tensors.items() if tensor.requires_grad)
     return None
+
+
+class StateDictExtractor(WeightExtractor):
+    """Weights of a module, or of a mapping of tensors, that this process holds as a whole.
+
+    Ranks that hold copies of the same model (data parallelism without shards) say which one they
+    are: then their tensors are told as copies.
+    """
+
+    def __init__(
+        self,
+        source: torch.nn.Module | Mapping[str, torch.Tensor],
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        adapters: Adapters | str = Adapters.MERGED,
+        chunk_nbytes: int = DEFAULT_CHUNK_NBYTES,
+        keep_buffers: bool = False,
+    ) -> None:
+        """Make an extractor; nothing is read yet.
+
+        Args:
+            source: a module (parameters and persistent buffers) or a mapping.
+            rank: of this copy.
+            world_size: how many copies there are.
+            adapters: what is published of a model with peft adapters.
+            chunk_nbytes: bytes of one chunk.
+            keep_buffers: cast into the same memory in every update; see `WeightExtractor`.
+
+        Raises:
+            IncompatibleUpdate: something else, such as an iterator, which can be read only once.
+            ValueError: a rank outside the world.
+
+        """
+        super().__init__(chunk_nbytes=chunk_nbytes, keep_buffers=keep_buffers)
+        given: object = source
+        if not isinstance(given, torch.nn.Module | Mapping):
+            msg = (
+                f"cannot extract from a {type(source).__name__}, expected a module or a mapping: "
+                "they are read in every update. Pass dict(pairs)."
+            )
+            raise IncompatibleUpdate(msg)
+        if not 0 <= rank < world_size:
+            raise ValueError(f"rank={rank}, world_size={world_size}: expected 0 <= rank < world.")
+        self._source = source
+        self._rank = rank
+        self._owners = tuple(range(world_size))
+        self._adapters = adapters
+        self._paths: list[str] = []
+
+    def _tensors_known(self) -> Sequence[RankTensor]:
+        tensors = named_tensors(self._source)
+        trainable = trainable_names(self._source, tensors, None) or frozenset()
+        self._naming, self._count = self._names(), len(tensors)
+        named = ((self._naming(path), path, tensor) for path, tensor in tensors.items())
+        kept = [(name, path, tensor) for name, path, tensor in named if name is not None]
+        self._paths = [path for _, path, _ in kept]
+        first: dict[int, int] = {}
+        return [
+            RankTensor(
+                name=name,
+                shape=tuple(tensor.shape),
+                dtype=tensor.dtype,
+                local_shape=tuple(tensor.shape),
+                pieces=(whole_piece(name, tensor.shape, self._rank),),
+                owners=self._owners,
+                is_whole=True,
+                is_trainable=path in trainable,
+                tied_to=None if (at := first.setdefault(id(tensor), index)) == index else at,
+            )
+            for index, (name, path, tensor) in enumerate(kept)
+        ]
+
+    def _names(self) -> ModelNames:
+        if isinstance(self._source, torch.nn.Module):
+            return naming_of(self._source, self._adapters)
+        return ModelNames(str, {})
+
+    def _tensors_now(self) -> Sequence[torch.Tensor | None] | None:
+        self._naming.check()
+        tensors = named_tensors(self._source)
+        if len(tensors) != self._count or not tensors.keys() >= set(self._paths):
+            return None
+        return [tensors[path] for path in self._paths]
+
+    def _fill(
+        self,
+        views: Sequence[torch.Tensor],
+        sources: Sequence[int],
+        tensors: Sequence[torch.Tensor | None],
+    ) -> None:
+        for view, source in zip(views, sources, strict=True):
+            view.copy_(tensors[source])  # type: ignore[arg-type]  # this process holds all of them

@@ -12,7 +12,7 @@ from functools import cached_property
 from itertools import accumulate
 from math import prod
 from types import MappingProxyType
-from typing import Annotated, Self
+from typing import Annotated, Generic, Protocol, Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -346,16 +346,24 @@ def _readonly(values: Sequence[int]) -> npt.NDArray[np.uint64]:
     return np.frombuffer(np.array(values, np.uint64).tobytes(), np.uint64)
 
 
-class LayoutCache:
+class _Named(Protocol):
+    @property
+    def digest(self) -> str: ...
+
+
+_Layout = TypeVar("_Layout", bound=_Named)
+
+
+class LayoutCache(Generic[_Layout]):
     """Layouts seen in this process, by digest; the oldest go when there are too many."""
 
     def __init__(self, limit: int = 32) -> None:
         """Keep at most `limit` layouts."""
         self._limit = limit
-        self._tables: OrderedDict[str, TensorTable] = OrderedDict()
+        self._tables: OrderedDict[str, _Layout] = OrderedDict()
         self._lock = threading.Lock()
 
-    def add(self, table: TensorTable) -> TensorTable:
+    def add(self, table: _Layout) -> _Layout:
         """Remember a layout; an equal one that is known already is returned instead."""
         with self._lock:
             known = self._tables.setdefault(table.digest, table)
@@ -364,7 +372,7 @@ class LayoutCache:
                 self._tables.popitem(last=False)
             return known
 
-    def get(self, digest: str) -> TensorTable | None:
+    def get(self, digest: str) -> _Layout | None:
         """Find a layout, or None."""
         with self._lock:
             table = self._tables.get(digest)
@@ -373,4 +381,4 @@ class LayoutCache:
             return table
 
 
-KNOWN_LAYOUTS = LayoutCache()
+KNOWN_LAYOUTS: LayoutCache[TensorTable] = LayoutCache()

@@ -12,6 +12,7 @@ from typing import TypeVar
 
 from rl_bridge.errors import WeightBridgeUnavailableError
 from rl_bridge.transports.base import Availability, Transport
+from rl_bridge.transports.broadcast.transport import Broadcast
 from rl_bridge.transports.cuda_ipc import CUDAIPC
 from rl_bridge.transports.cuda_vmm import CUDAVMM
 from rl_bridge.transports.local import LocalClone
@@ -29,7 +30,7 @@ __all__ = [
 _Kind = TypeVar("_Kind", bound=type[Transport])
 
 _KINDS: dict[str, type[Transport]] = {
-    kind.name: kind for kind in (LocalClone, SharedMemory, CUDAVMM, CUDAIPC)
+    kind.name: kind for kind in (LocalClone, SharedMemory, CUDAVMM, CUDAIPC, Broadcast)
 }
 
 TRANSPORTS: Mapping[str, type[Transport]] = MappingProxyType(_KINDS)
@@ -49,7 +50,7 @@ ALIASES: Mapping[str, str] = MappingProxyType(
 _SEED_NAMES = frozenset({"cuda-vmm-fd"})
 
 # Names that stand for what seed users know to be out of reach on one node's transports.
-_MULTI_NODE = frozenset({"multi-node", "rdma", "nccl-rdma", "nixl", "broadcast"})
+_MULTI_NODE = frozenset({"multi-node", "rdma", "nccl-rdma", "nixl"})
 
 
 def register_transport(kind: _Kind) -> _Kind:

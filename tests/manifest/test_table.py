@@ -274,7 +274,7 @@ def _numbered(index: int) -> TensorTable:
 
 
 def test_an_equal_layout_is_remembered_once() -> None:
-    cache = LayoutCache()
+    cache: LayoutCache[TensorTable] = LayoutCache()
     first, second = _numbered(0), _numbered(0)
     assert cache.add(first) is first
     assert cache.add(second) is first
@@ -283,7 +283,7 @@ def test_an_equal_layout_is_remembered_once() -> None:
 
 
 def test_the_layout_that_was_used_longest_ago_is_forgotten_first() -> None:
-    cache = LayoutCache(limit=2)
+    cache: LayoutCache[TensorTable] = LayoutCache(limit=2)
     tables = [_numbered(index) for index in range(3)]
     cache.add(tables[0])
     cache.add(tables[1])

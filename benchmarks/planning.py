@@ -1,0 +1,197 @@
+"""Measures update groups: `python benchmarks/planning.py [--quick] [--out FILE]`.
+
+How long the arithmetic takes, once per layout: proving coverage, reading a layout, planning. And
+what a version costs: assembling it beside copying and digesting as many bytes, publishing it beside
+publishing the same tensors without a group. All in one process. README.md beside this file says how
+each figure comes about.
+"""
+
+import datetime as dt
+import json
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+import typer
+from _lib.environment import collect_environment
+from _lib.memory import GIB, MIB, warm_up
+from rich.console import Console
+from rich.table import Table
+
+from rl_bridge import GroupBridge, GroupManifest, GroupPublisher, Piece, Placement
+from rl_bridge import SharedMemoryTensorBridge as Bridge
+from rl_bridge.bridge.group_exchange import FunctionExchange
+from rl_bridge.bridge.resharding import TensorParallel, Wanted, everything, parallel
+from rl_bridge.bridge.resharding_plan import make_plan
+from rl_bridge.manifest.coverage import held_pieces, prove_coverage
+from rl_bridge.manifest.group_layout import KNOWN_GROUPS, GroupLayout
+from rl_bridge.manifest.table import TensorTable
+from rl_bridge.memory.passes import BytePlan
+
+__all__ = ["main"]
+
+_FORMAT = 1
+_OUT = Path(__file__).resolve().parent / "results" / "planning.json"
+_RANKS = 8
+_WARM_UP = 2
+_AIMS = {"coverage_s": 2.0, "plan_reshard_s": 2.0, "plan_whole_s": 2.0, "plan_again_s": 0.001}
+
+Ranks = list[dict[str, Placement]]
+
+
+def _placement(name: str, whole: tuple[int, int], dim: int, rank: int, num: int) -> Placement:
+    shape = tuple(size // num if d == dim else size for d, size in enumerate(whole))
+    offset = tuple(rank * size if d == dim else 0 for d, size in enumerate(shape))
+    piece = Piece(name=name, global_shape=whole, offset=offset, shape=shape, local_offset=(0, 0))
+    return Placement(dtype="bfloat16", shape=shape, pieces=(piece,))
+
+
+def _cut(num_tensors: int) -> Ranks:
+    """Half of the tensors by rows, half by columns."""
+    names = [f"layers.{i // 2}.{('row', 'column')[i % 2]}.weight" for i in range(num_tensors)]
+    return [
+        {name: _placement(name, (64, 64), i % 2, rank, _RANKS) for i, name in enumerate(names)}
+        for rank in range(_RANKS)
+    ]
+
+
+def _table(placements: dict[str, Placement]) -> TensorTable:
+    return TensorTable.pack({name: (one.dtype, one.shape) for name, one in placements.items()})
+
+
+def _timed(action: Callable[[], Any]) -> tuple[float, Any]:
+    start = time.perf_counter()
+    found = action()
+    return time.perf_counter() - start, found
+
+
+def _read(text: str) -> GroupLayout:
+    KNOWN_GROUPS._tables.clear()  # noqa: SLF001 - read anew
+    return GroupLayout.from_text(text)
+
+
+def _arithmetic(num_tensors: int, repetitions: int) -> dict[str, list[float]]:
+    ranks = _cut(num_tensors)
+    layout = GroupLayout.build([_table(one) for one in ranks], ranks)
+    layout.held, layout.wholes, layout.digest  # noqa: B018 - computed once per layout
+    wishes: dict[str, Wanted] = {
+        "plan_whole_s": everything(),
+        "plan_reshard_s": parallel(tensor=TensorParallel(2, 1, {"*.row.*": 1, "*.column.*": 0})),
+    }
+    samples: dict[str, list[float]] = {}
+    for _ in range(repetitions):
+        found = {
+            "coverage_s": _timed(lambda: prove_coverage(held_pieces(ranks)))[0],
+            "read_layout_s": _timed(lambda: _read(layout.text))[0],
+        }
+        for name, wish in wishes.items():
+            found[name] = _timed(lambda wish=wish: make_plan(layout, wish(layout.wholes)))[0]  # type: ignore[misc]
+        for name, seconds in found.items():
+            samples.setdefault(name, []).append(seconds)
+    with GroupBridge() as bridge:
+        bridge.plan(layout)
+        samples["plan_again_s"] = [_timed(lambda: bridge.plan(layout))[0] for _ in range(20)]
+    return samples
+
+
+def _alone(payload: bytes, _limit: float) -> list[bytes]:
+    return [payload]
+
+
+def _updates(nbytes: int, repetitions: int) -> dict[str, list[float]]:
+    """One rank, 300 matrices; the engine wants half of the rows of each."""
+    rows = nbytes // 300 // 2 // 1024 // 4 * 4
+    whole = {f"layers.{i}.weight": torch.ones(rows, 1024, dtype=torch.bfloat16) for i in range(300)}
+    placements = {name: _placement(name, (rows, 1024), 0, 0, 1) for name in whole}
+    half = sum(one.nbytes for one in whole.values()) // 2
+    samples: dict[str, list[float]] = {}
+    with ExitStack() as stack:
+        plain, mine = (
+            stack.enter_context(Bridge(source_worker="trainer", suspicious="off")) for _ in "ab"
+        )
+        group = GroupPublisher(mine, FunctionExchange(_alone, rank=0, world_size=1))
+        wish = parallel(tensor=TensorParallel(2, 1, {"*": 0}))
+        engine = stack.enter_context(GroupBridge(wish))
+        source, target = (np.ones(half, np.uint8) for _ in "ab")
+        copy = BytePlan(np.full(300, half // 300, np.uint64))
+        offsets = np.arange(300, dtype=np.uint64) * np.uint64(half // 300)
+        pointers = [np.uint64(one.ctypes.data) + offsets for one in (source, target)]
+        for version in range(1, _WARM_UP + repetitions + 1):
+            for tensor in whole.values():
+                tensor.view(torch.int16).add_(0x0101)
+            seconds, manifest = _timed(lambda v=version: plain.publish(whole, weight_version=v))  # type: ignore[misc]
+            plain.release(manifest)
+            found = {"publish": seconds}
+            found["group_publish"], made = _timed(
+                lambda v=version: group.publish(whole, placements, weight_version=v)  # type: ignore[misc]
+            )
+            text = made.to_json(layout=version == 1)
+            found["copy_digest"] = _timed(lambda: copy.copy_digest(*pointers))[0]
+            found["assemble"] = _timed(
+                lambda t=text: engine.resolve_update(GroupManifest.from_json(t))  # type: ignore[misc]
+            )[0]
+            found["import"] = _timed(lambda m=made: engine.import_update(m))[0]  # type: ignore[misc]
+            engine.acknowledge(made)
+            engine.release(made)
+            group.release(made)
+            for name, one in found.items():
+                if version > _WARM_UP:
+                    samples.setdefault(name, []).append(one)
+    return samples
+
+
+def main(
+    *,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="64 MiB, 4,000 tensors, fewer times.")
+    ] = False,
+    out: Annotated[Path, typer.Option(help="Where the JSON goes.")] = _OUT,
+) -> None:
+    """Measure and write the results."""
+    console = Console(stderr=True)
+    torch.set_num_threads(1)
+    started = time.monotonic()
+    nbytes, num_tensors = (64 * MIB, 4_000) if quick else (GIB, 40_000)
+    repetitions = 3 if quick else 7
+    environment = collect_environment()
+    warm = warm_up(5 * nbytes)
+    samples = _arithmetic(num_tensors, repetitions)
+    updates = _updates(nbytes, 2 * repetitions)
+    figures = {name: median(found) for name, found in samples.items()}
+    ratios = {
+        "assemble_vs_copy_digest": median(updates["copy_digest"]) / median(updates["assemble"]),
+        "group_publish_vs_publish": median(updates["publish"]) / median(updates["group_publish"]),
+    }
+    document = {
+        "format": _FORMAT,
+        "timestamp": dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
+        "quick": quick,
+        "seconds": round(time.monotonic() - started, 1),
+        "environment": environment,
+        "warm_up": warm,
+        "tensors": num_tensors,
+        "ranks": _RANKS,
+        "payload_nbytes": nbytes,
+        "repetitions": repetitions,
+        "figures_s": figures,
+        "ratios": ratios,
+        "aims": _AIMS,
+        "samples": {**samples, **updates},
+    }
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(document, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    table = Table("figure", "value", "aim")
+    for name, value in {**figures, **ratios}.items():
+        aim = _AIMS.get(name)
+        table.add_row(name, f"{value:.4f}", "" if aim is None else f"<= {aim}")
+    console.print(table)
+    console.print(f"{document['seconds']} s; all samples are in {out}")
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,266 @@
+"""The consuming end of a group: parts come in by their transports, an assembled version goes out.
+
+What is assembled lies in a ring of sealed slots of this process's own, as a shared-memory
+publisher's would; the engine's side reads it as any other update. Slots are used again, and one
+that an engine still reads is left alone, so the version before is there for an undo.
+"""
+
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from typing import ClassVar
+
+from rl_bridge.bridge.group_assembly import Assembly, AssemblyPlan
+from rl_bridge.bridge.resharding_plan import ReshardPlan
+from rl_bridge.errors import TransportUnavailable
+from rl_bridge.lifecycle.table import State
+from rl_bridge.manifest.canonical import JSONValue, thaw
+from rl_bridge.manifest.group import GroupManifest
+from rl_bridge.manifest.model import WeightUpdateManifest
+from rl_bridge.memory.control import UpdateReport
+from rl_bridge.transports.base import (
+    Attachment,
+    Availability,
+    Carried,
+    ConsumerEnd,
+    PublisherEnd,
+    Transport,
+    checked_count,
+)
+from rl_bridge.transports.registry import transport_class
+from rl_bridge.transports.shared_memory import SharedMemory
+
+__all__ = ["GROUP", "GroupEnd", "GroupTransport"]
+
+_LOG = logging.getLogger(__name__)
+GROUP = "group"
+# Each holds its manifest: some megabytes where there are many tensors and ranks.
+_REMEMBERED = 8
+_OVER = frozenset({str(State.REJECTED), str(State.RELEASED)})
+
+
+class GroupTransport(Transport):
+    """How assembled versions get from a group's parts to an engine: within one process."""
+
+    name: ClassVar[str] = GROUP
+    crosses_processes: bool = True
+    zero_copy_import: bool = False
+
+    def __init__(
+        self,
+        *,
+        transports: Mapping[str, Mapping[str, object]] | None = None,
+        max_slots: int = 4,
+        num_threads: int | None = None,
+    ) -> None:
+        """Configure; nothing is opened yet.
+
+        Args:
+            transports: name of a transport -> its options, for parts that need some, such as
+                ``{"shared-memory": {"directory": path}}``.
+            max_slots: most assembled versions held in memory at a time.
+            num_threads: threads that verify, copy and digest; None takes the usable cores.
+
+        Raises:
+            TypeError: a count that is no integer, or an option that a transport does not have.
+            ValueError: a count below 1.
+
+        """
+        self._options = {name: dict(given) for name, given in (transports or {}).items()}
+        self.max_slots = checked_count("max_slots", max_slots)
+        self.num_threads = (
+            None if num_threads is None else checked_count("num_threads", num_threads)
+        )
+        for name in self._options:
+            self.part_transport(name)
+
+    @classmethod
+    def probe(cls) -> Availability:
+        """Assembled versions lie in shared memory."""
+        found = SharedMemory.probe()
+        return Availability(cls.name, found.status, found.cause, found.remedy)
+
+    def part_transport(self, name: str) -> Transport:
+        """The transport of a part, with the options that were given for it."""
+        return transport_class(name).create(**self._options.get(name, {}))
+
+    def publisher_end(self, publisher_id: str) -> PublisherEnd:  # noqa: ARG002 - whoever asks
+        """Refuse: a group is published by its ranks.
+
+        Raises:
+            TransportUnavailable: always.
+
+        """
+        raise TransportUnavailable(
+            GROUP,
+            "this bridge only imports what a group's ranks published",
+            "Publish with GroupPublisher, through a bridge of each rank.",
+        )
+
+    def consumer_end(self, worker: str, rank: int) -> "GroupEnd":
+        """Open the engine's end."""
+        return GroupEnd(self, worker, rank)
+
+
+class GroupEnd(ConsumerEnd):
+    """Holds the ends of the parts' transports, and the ring of assembled versions."""
+
+    def __init__(self, transport: GroupTransport, worker: str, rank: int) -> None:
+        """Open nothing yet."""
+        self._transport = transport
+        self._worker = worker
+        self._rank = rank
+        self._memory = SharedMemory(
+            max_slots=transport.max_slots, max_consumers=1, num_threads=transport.num_threads
+        )
+        self._reader = self._memory.consumer_end(worker, rank)
+        self._ring: tuple[str, PublisherEnd] | None = None
+        self._ends: dict[str, ConsumerEnd] = {}
+        self._groups: OrderedDict[str, tuple[GroupManifest, Mapping[str, JSONValue]]] = (
+            OrderedDict()
+        )
+        self._made: dict[str, WeightUpdateManifest] = {}
+        self.timings_ms: dict[str, float] = {}
+        """Update -> milliseconds that its assembly took."""
+
+    # ---- assembling -----------------------------------------------------------------------------
+
+    def made(self, update_id: str) -> WeightUpdateManifest | None:
+        """What was assembled of an update and is still here."""
+        return self._made.get(update_id)
+
+    def group(self, update_id: str) -> GroupManifest | None:
+        """The group manifest of one of the last updates."""
+        known = self._groups.get(update_id)
+        return None if known is None else known[0]
+
+    def remember(self, group: GroupManifest, evidence: Mapping[str, JSONValue]) -> None:
+        """Note whose publishers are to hear of an update, and what besides its proof."""
+        self._groups.pop(group.update_id, None)
+        self._groups[group.update_id] = (group, evidence)
+        while len(self._groups) > _REMEMBERED:
+            update_id, _ = self._groups.popitem(last=False)
+            self.timings_ms.pop(update_id, None)
+
+    def forget_unless(self, is_known: Callable[[str], bool]) -> None:
+        """Give back what was assembled and never imported."""
+        for update_id in [one for one in self._made if not is_known(one)]:
+            self._release(update_id)
+
+    def assemble(self, group: GroupManifest, assembly: Assembly) -> WeightUpdateManifest:
+        """Import the parts that are needed, assemble them, and let go of them.
+
+        Raises:
+            WeightBridgeError: whatever a part's transport raises, or the assembly; nothing is held.
+
+        """
+        start = time.perf_counter()
+        attachments: dict[int, Attachment] = {}
+        try:
+            for needs in assembly.plan.parts:
+                part = group.parts[needs.part]
+                attachments[needs.part] = self._end_of(part).attach(part)
+            plan = AssemblyPlan(assembly, group, attachments)
+            carried = self._ring_of(group.group_id).carry(plan, {}, group.update_id)
+            manifest = self._manifest(group, carried, assembly.plan)
+            self.timings_ms[group.update_id] = (time.perf_counter() - start) * 1e3
+            self._made[group.update_id] = manifest
+            return manifest  # noqa: TRY300 - an interrupt up to here must find the handler
+        except BaseException:
+            self._made.pop(group.update_id, None)
+            if self._ring is not None:
+                self._ring[1].release(group.update_id)
+            raise
+        finally:
+            # Whoever keeps the exception must not keep the publishers' slots.
+            for attachment in attachments.values():
+                attachment.tensors.forget()
+            attachments.clear()
+            for end in self._ends.values():
+                end.settle()
+
+    @staticmethod
+    def _manifest(
+        group: GroupManifest, carried: Carried, plan: ReshardPlan
+    ) -> WeightUpdateManifest:
+        """What was assembled, as an update of the group's stream of versions."""
+        return WeightUpdateManifest(
+            update_id=group.update_id,
+            publisher_id=group.group_id,
+            source_worker=group.parts[0].source_worker,
+            source_rank=0,
+            weight_version=group.weight_version,
+            transport=GROUP,
+            created_at=group.created_at,
+            metadata={**thaw(group.metadata), "group_root": group.root},
+            handle=dict(carried.handle),
+            digests=carried.digests,
+            table=plan.table,
+        )
+
+    def _ring_of(self, group_id: str) -> PublisherEnd:
+        if self._ring is not None and self._ring[0] != group_id:
+            # Another stream of versions. What an engine still reads of the old one stays mapped.
+            _, ring = self._ring
+            self._ring = None
+            self._made.clear()
+            ring.close()
+        if self._ring is None:
+            self._ring = (group_id, self._memory.publisher_end(group_id))
+        return self._ring[1]
+
+    def _end_of(self, part: WeightUpdateManifest) -> ConsumerEnd:
+        end = self._ends.get(part.transport)
+        if end is None:
+            transport = self._transport.part_transport(part.transport)
+            end = self._ends[part.transport] = transport.consumer_end(self._worker, self._rank)
+        return end
+
+    def _release(self, update_id: str) -> None:
+        if self._made.pop(update_id, None) is not None and self._ring is not None:
+            self._ring[1].release(update_id)
+
+    # ---- a consumer's end -----------------------------------------------------------------------
+
+    def attach(self, manifest: WeightUpdateManifest) -> Attachment:
+        """Read what was assembled here."""
+        return self._reader.look(manifest)
+
+    def report(self, manifest: WeightUpdateManifest, report: UpdateReport) -> None:
+        """Tell every rank that published a part."""
+        known = self._groups.get(manifest.update_id)
+        if known is not None:
+            extra = {**known[1], "assembled_root": manifest.root}
+            self.tell(known[0], report, None if report.proof is None else {**report.proof, **extra})
+        if report.state in _OVER:
+            self._release(manifest.update_id)
+
+    def tell(
+        self, group: GroupManifest, report: UpdateReport, proof: Mapping[str, JSONValue] | None
+    ) -> None:
+        """Tell every rank that published a part; best effort where one is gone."""
+        for part in group.parts:
+            # The parts themselves are let go of as soon as they are assembled.
+            changes = {"update_id": part.update_id, "tensors_held": False}
+            mine = report.model_copy(update={**changes, "proof": proof and dict(proof)})
+            try:
+                self._end_of(part).report(part, mine)
+            except Exception:  # noqa: BLE001 - logged in full
+                _LOG.exception("the publisher of a part was not told of %s", mine)
+
+    def settle(self) -> None:
+        """Let go of what nobody needs."""
+        self._reader.settle()
+        for end in self._ends.values():
+            end.settle()
+
+    def close(self) -> None:
+        """Let go of everything that no tensor needs. Idempotent."""
+        self._reader.close()
+        for end in self._ends.values():
+            end.close()
+        self._made.clear()
+        if self._ring is not None:
+            self._ring[1].close()
+            self._ring = None

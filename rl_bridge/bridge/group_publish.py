@@ -1,0 +1,364 @@
+"""`GroupPublisher`: many ranks publish one version together, all of them or none.
+
+Each rank publishes what it holds through a bridge of its own; nothing is gathered. The ranks agree
+on what they are about to do, publish, see each other's manifests, and vote. Before a byte moves it
+is known that versions grow everywhere and that the ranges cover every tensor. Where a rank fails or
+does not come in time, every other one withdraws its part and says which rank it was.
+"""
+
+import base64
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from rl_bridge.bridge.acknowledgement import describe
+from rl_bridge.bridge.arguments import update_id_of
+from rl_bridge.bridge.group_exchange import GroupExchange
+from rl_bridge.bridge.group_messages import (
+    Hello,
+    check_hellos,
+    check_placements,
+    placements_from,
+    placements_text,
+    read_messages,
+)
+from rl_bridge.bridge.publisher import ConsumerReport
+from rl_bridge.bridge.tensor_bridge import TensorBridge
+from rl_bridge.errors import (
+    ChecksumMismatch,
+    DuplicateTensorName,
+    GroupAborted,
+    RanksDisagree,
+    UnknownUpdate,
+)
+from rl_bridge.extractors.state_dict import Source, named_tensors, trainable_names
+from rl_bridge.manifest.canonical import JSONValue, canonical_json, thaw
+from rl_bridge.manifest.coverage import held_pieces, prove_coverage
+from rl_bridge.manifest.digest import text_digest
+from rl_bridge.manifest.group import GroupManifest
+from rl_bridge.manifest.group_layout import KNOWN_GROUPS, GroupLayout
+from rl_bridge.manifest.group_leaves import LEAVES
+from rl_bridge.manifest.model import WeightUpdateManifest
+from rl_bridge.manifest.parallel import WeightLayout
+from rl_bridge.manifest.placement import Placement
+from rl_bridge.manifest.table import KNOWN_LAYOUTS
+from rl_bridge.memory.leaf_packing import LeafSource, checked_block
+from rl_bridge.memory.packing import dtype_name
+
+__all__ = ["GroupPublisher"]
+
+_LOG = logging.getLogger(__name__)
+_REMEMBERED = 32
+_COMMIT = "commit"
+
+
+@dataclass(slots=True)
+class _Run:
+    """One publication on this rank, and how far it got."""
+
+    source: Source
+    placements: Mapping[str, Placement]
+    version: int
+    metadata: Mapping[str, JSONValue]
+    trainable: Iterable[str] | None
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    flags: frozenset[str] | None = None
+    text: str = ""
+    part: WeightUpdateManifest | None = None
+    voted: GroupManifest | None = None
+
+
+class GroupPublisher:
+    """One rank's share in an update group. Every rank makes one, and all call `publish` together.
+
+    One publication at a time: a rank takes part in the next when this one is over.
+    """
+
+    def __init__(
+        self, bridge: TensorBridge, exchange: GroupExchange, *, timeout_s: float = 120.0
+    ) -> None:
+        """Publish through `bridge`.
+
+        Args:
+            bridge: of this rank; any transport. It stays its giver's: close it when the run ends.
+            exchange: how the ranks talk.
+            timeout_s: how long this rank waits for the others in one step, their copying included.
+
+        Raises:
+            ValueError: a limit that is not above 0.
+
+        """
+        if not timeout_s > 0:
+            msg = f"timeout_s={timeout_s!r}: expected a number of seconds above 0."
+            raise ValueError(msg)
+        self.bridge = bridge
+        self._exchange = exchange
+        self._timeout_s = timeout_s
+        self._leaves = LeafSource()
+        # This rank's placements of the last version, and their text.
+        self._mine: tuple[Mapping[str, Placement], str] | None = None
+        # What all ranks hold, and the name that the ranks know it by.
+        self._known: str | None = None
+        self._placements: list[dict[str, Placement]] = []
+        self._layout: GroupLayout | None = None
+        self._parts: OrderedDict[str, str] = OrderedDict()
+
+    def publish(
+        self,
+        source: Source,
+        placements: Mapping[str, Placement],
+        *,
+        weight_version: int,
+        metadata: Mapping[str, JSONValue] | None = None,
+        trainable: Iterable[str] | None = None,
+    ) -> GroupManifest:
+        """Publish this rank's part of one version, when all others publish theirs.
+
+        Args:
+            source: this rank's own tensors: what `TensorBridge.publish` takes.
+            placements: where each of them lies in the whole tensors.
+            weight_version: the same on every rank, above what any of them used before.
+            metadata: JSON values of your own; the group's are those of rank 0.
+            trainable: as for `TensorBridge.publish`.
+
+        Returns:
+            The group's manifest, the same on every rank.
+
+        Raises:
+            IncompleteCoverage: a range of a tensor is missing or doubled; nothing was published.
+            RanksDisagree: on version, world size, dtypes, shapes, or the content of replicas.
+            VersionNotMonotonic: a rank used this version already.
+            GroupAborted: a rank failed, died or was late; no rank's part is published.
+            Exception: this rank's own failure, unchanged; the others get `GroupAborted`.
+
+        """
+        self._exchange.begin()
+        run = _Run(source, placements, weight_version, metadata or {}, trainable)
+        try:
+            self._agree(run)
+            self._commit(run)
+        except BaseException as error:
+            # Where this rank had voted, the others may have gone through with it: then it stands.
+            # (Asked first in any case: that is how they are told.)
+            if self._has_ended(error) or run.voted is None:
+                if run.part is not None:
+                    self.bridge.release(run.part.update_id)
+                raise
+            self._remember(run.voted)
+            if not isinstance(error, Exception):
+                raise
+        assert run.voted is not None
+        self._remember(run.voted)
+        return run.voted
+
+    def release(self, update_id: str | GroupManifest) -> None:
+        """Let go of this rank's part of an update. Idempotent; unknown ids are ignored.
+
+        Raises:
+            MalformedManifest: what is given names no update.
+
+        """
+        part = self._parts.get(_group_id_of(update_id, caller="release"))
+        if part is not None:
+            self.bridge.release(part)
+
+    def consumers(self, update_id: str | GroupManifest) -> list[ConsumerReport]:
+        """What consumers told this rank about an update; each tells every rank.
+
+        Raises:
+            UnknownUpdate: it was not published here.
+
+        """
+        group_id = _group_id_of(update_id, caller="consumers")
+        part = self._parts.get(group_id)
+        if part is None:
+            msg = (
+                f"unknown update {group_id}: this rank took no part in it, or forgot it. Ask with "
+                "a manifest that publish returned."
+            )
+            raise UnknownUpdate(msg)
+        return self.bridge.holders(part)
+
+    def assembled_roots(self, update_id: str | GroupManifest) -> dict[str, str]:
+        """Wanted layout -> root of what its consumers assembled, of those that acknowledged.
+
+        Where no digest of a whole tensor is known, because it is cut beside its leaves, this is how
+        two assemblies of it are held against each other.
+
+        Raises:
+            ChecksumMismatch: consumers that wanted the same have assembled different bytes.
+            UnknownUpdate: the update was not published here.
+
+        """
+        roots: dict[str, tuple[str, ConsumerReport]] = {}
+        for report in self.consumers(update_id):
+            proof = report.proof or {}
+            wanted, root = proof.get("wanted"), proof.get("assembled_root")
+            if not isinstance(wanted, str) or not isinstance(root, str):
+                continue
+            known, first = roots.setdefault(wanted, (root, report))
+            if known != root:
+                msg = (
+                    f"version {report.weight_version}: {first.worker!r} rank {first.rank} and "
+                    f"{report.worker!r} rank {report.rank} wanted the same and assembled different "
+                    f"bytes, root {known} and {root}. Stop the engines, and publish again."
+                )
+                raise ChecksumMismatch(msg)
+        return {wanted: root for wanted, (root, _) in roots.items()}
+
+    # ---- the steps ------------------------------------------------------------------------------
+
+    def _agree(self, run: "_Run") -> None:
+        bodies = self._share("hello", lambda: self._hello(run))
+        hellos = [Hello.read(body, rank) for rank, body in enumerate(bodies)]
+        check_hellos(hellos)
+        known = text_digest(",".join(one.placements for one in hellos))
+        if {one.known for one in hellos} != {known}:
+            self._known, self._layout = None, None
+            bodies = self._share("placements", lambda: {"placements": run.text})
+            self._placements = [
+                placements_from(str(body.get("placements")), rank)
+                for rank, body in enumerate(bodies)
+            ]
+            prove_coverage(held_pieces(self._placements))
+        parts = self._share("parts", lambda: self._publish_part(run))
+        votes = self._share("votes", lambda: self._vote(run, parts))
+        if any(one != votes[0] for one in votes):
+            msg = (
+                f"version {run.version}: the ranks made different groups of the same parts: "
+                f"{votes}. Use the same rl_bridge release on every rank."
+            )
+            raise RanksDisagree(msg)
+        assert run.voted is not None
+        self._known, self._layout = known, run.voted.layout
+
+    def _commit(self, run: "_Run") -> None:
+        verdict = self._exchange.decide(_COMMIT)
+        if verdict != _COMMIT:
+            msg = (
+                f"version {run.version}: no rank publishes it, another one ended it: {verdict}. "
+                "This rank has withdrawn its part. Mend the cause, then publish a later version."
+            )
+            raise GroupAborted(msg)
+
+    def _share(self, step: str, make: Callable[[], Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """One step: do it here, tell the others how it went, and hear the same from them."""
+        failure: Exception | None = None
+        try:
+            body = make()
+        except Exception as error:  # noqa: BLE001 - raised below, once the others know
+            failure, body = error, {"error": describe(error)}
+        payload = canonical_json(body).encode("ascii")
+        try:
+            payloads = self._exchange.gather(step, payload, timeout_s=self._timeout_s)
+        except GroupAborted:
+            if failure is None:
+                raise
+            _LOG.warning("the other ranks were not told of a failure in step %r", step)
+            payloads = []
+        if failure is not None:
+            failure.add_note("rl_bridge: no rank of the group publishes this version.")
+            try:
+                raise failure
+            finally:
+                del failure  # else its traceback would hold this frame, and this frame it
+        return read_messages(step, payloads)
+
+    def _hello(self, run: "_Run") -> dict[str, JSONValue]:
+        run.tensors = self._checked(run.source, run.placements)
+        run.flags = trainable_names(run.source, run.tensors, run.trainable)
+        if self._mine is None or self._mine[0] != run.placements:
+            self._mine = dict(run.placements), placements_text(run.placements)
+        run.text = self._mine[1]
+        publisher = self.bridge._publisher_end()  # noqa: SLF001 - the bridge's other half
+        return {
+            "rank": self._exchange.rank,
+            "world_size": self._exchange.world_size,
+            "weight_version": run.version,
+            "last_version": publisher.last_version,
+            "placements": text_digest(run.text),
+            "known": self._known,
+        }
+
+    def _checked(
+        self, source: Source, placements: Mapping[str, Placement]
+    ) -> dict[str, torch.Tensor]:
+        tensors = named_tensors(source)
+        if LEAVES in tensors:
+            msg = f"tensor {LEAVES!r} has the name of the leaf list. Give it another name."
+            raise DuplicateTensorName(msg)
+        found = {name: (dtype_name(one), tuple(one.shape)) for name, one in tensors.items()}
+        check_placements(self._exchange.rank, found, placements)
+        return tensors
+
+    def _publish_part(self, run: "_Run") -> dict[str, JSONValue]:
+        layout = WeightLayout.from_metadata(run.metadata).to_metadata()
+        layout |= {"rank": self._exchange.rank, "world_size": self._exchange.world_size}
+        tensors = run.tensors
+        # The leaf list is made by the CPU's pass; a part on a device is verified tensor by tensor.
+        if all(tensor.device.type == "cpu" for tensor in tensors.values()):
+            tensors = self._leaves.add(tensors, run.flags)
+        run.part = self.bridge.publish(
+            tensors,
+            weight_version=run.version,
+            metadata={**run.metadata, "layout": layout},
+            trainable=run.flags,
+        )
+        return self._part_message(run.part)
+
+    def _part_message(self, mine: WeightUpdateManifest) -> dict[str, JSONValue]:
+        layout = self._layout
+        is_new = layout is None or layout.tables[self._exchange.rank].digest != mine.layout_digest
+        leaves = None
+        if LEAVES in mine.table.rows and (layout is None or layout.digest_plan.needs_leaves):
+            leaves = base64.b64encode(self._leaves.block).decode("ascii")
+        return {"part": mine.to_json(layout=is_new), "leaves": leaves}
+
+    def _vote(self, run: "_Run", parts: list[dict[str, Any]]) -> dict[str, JSONValue]:
+        # Noted before the others get to know of it: from then on they may go through with it.
+        run.voted = manifest = self._merge(parts)
+        return {"update_id": manifest.update_id, "root": manifest.root}
+
+    def _merge(self, bodies: list[dict[str, Any]]) -> GroupManifest:
+        parts: list[WeightUpdateManifest] = []
+        blocks: list[bytes | None] = []
+        for rank, body in enumerate(bodies):
+            if self._layout is not None:
+                KNOWN_LAYOUTS.add(self._layout.tables[rank])
+            part = WeightUpdateManifest.from_json(str(body["part"]))
+            leaves = body["leaves"]
+            block = None if leaves is None else base64.b64decode(leaves)
+            parts.append(part)
+            blocks.append(None if block is None else checked_block(part, block))
+        tables = [part.table for part in parts]
+        layout = self._layout
+        if layout is None or [one.digest for one in layout.tables] != [t.digest for t in tables]:
+            layout = KNOWN_GROUPS.add(GroupLayout.build(tables, self._placements))
+        metadata = thaw(parts[0].metadata)
+        metadata.pop("layout")
+        return GroupManifest.build(parts, layout, blocks, metadata=metadata)
+
+    # ---- the end --------------------------------------------------------------------------------
+
+    def _has_ended(self, error: BaseException) -> bool:
+        """End the publication for all ranks; False if they went through with it meanwhile."""
+        try:
+            return self._exchange.decide(describe(error)) != _COMMIT
+        except GroupAborted:
+            _LOG.warning("the other ranks were not told how the publication ended", exc_info=True)
+            return True
+
+    def _remember(self, manifest: GroupManifest) -> None:
+        self._parts[manifest.update_id] = manifest.parts[self._exchange.rank].update_id
+        while len(self._parts) > _REMEMBERED:
+            self._parts.popitem(last=False)
+
+
+def _group_id_of(given: object, *, caller: str) -> str:
+    if isinstance(given, GroupManifest):
+        return given.update_id
+    return update_id_of(given, caller=caller)

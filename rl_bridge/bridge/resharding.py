@@ -1,0 +1,361 @@
+"""What a consumer wants of a group's tensors: whole ones, slices, or several joined into one.
+
+A `WantedLayout` is plain data. The functions here write the usual ones: tensor, pipeline and expert
+parallelism by degree and rank, and fused tensors as lists of sources. How it is met is the business
+of `rl_bridge.bridge.resharding_plan`.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from functools import cached_property
+
+from rl_bridge.errors import IncompatibleUpdate
+from rl_bridge.manifest.canonical import canonical_json
+from rl_bridge.manifest.coverage import WholeTensor
+from rl_bridge.manifest.digest import text_digest
+
+__all__ = [
+    "ExpertParallel",
+    "Fused",
+    "PipelineParallel",
+    "TensorParallel",
+    "Wanted",
+    "WantedLayout",
+    "WantedTensor",
+    "WholeSlice",
+    "Wholes",
+    "everything",
+    "parallel",
+    "slices",
+]
+
+Wholes = Mapping[str, WholeTensor]
+
+
+@dataclass(frozen=True, slots=True)
+class WholeSlice:
+    """A box of a whole tensor, and where it goes.
+
+    Attributes:
+        name: of the whole tensor.
+        offset: first index in each dimension of it.
+        shape: of the box.
+        at: first index in each dimension of the wanted tensor.
+
+    """
+
+    name: str
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    at: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class WantedTensor:
+    """One tensor of the consumer: its shape, and the boxes that fill it, each element once."""
+
+    shape: tuple[int, ...]
+    sources: tuple[WholeSlice, ...]
+
+
+@dataclass(frozen=True)
+class WantedLayout:
+    """Everything that a consumer wants, by the names that its engine has for it."""
+
+    tensors: Mapping[str, WantedTensor] = field(hash=False)
+
+    @cached_property
+    def digest(self) -> str:
+        """Names the layout: plans are kept by it."""
+        document = {
+            name: [one.shape, [[s.name, s.offset, s.shape, s.at] for s in one.sources]]
+            for name, one in self.tensors.items()
+        }
+        return text_digest(canonical_json(document))
+
+
+Wanted = Callable[[Wholes], WantedLayout]
+"""Says what is wanted of whatever whole tensors there are."""
+
+
+def everything() -> Wanted:
+    """Every tensor, whole."""
+    return parallel()
+
+
+def slices(wanted: Mapping[str, Sequence[slice | int | None] | None]) -> Wanted:
+    """Boxes of single tensors.
+
+    Args:
+        wanted: name -> a slice for each of the first dimensions (None: all of it); None: whole.
+
+    """
+
+    def layout(wholes: Wholes) -> WantedLayout:
+        return WantedLayout({name: _sliced(_find(wholes, name), at) for name, at in wanted.items()})
+
+    return layout
+
+
+@dataclass(frozen=True, slots=True)
+class TensorParallel:
+    """One rank's even share of tensors.
+
+    Attributes:
+        degree: how many ranks share them.
+        rank: which of them.
+        dims: pattern of names (as of a shell: ``*.q_proj.weight``) -> dimension that is cut; the
+            first that fits holds, and what none fits stays whole.
+
+    """
+
+    degree: int
+    rank: int
+    dims: Mapping[str, int]
+
+    def dim_of(self, name: str) -> int | None:
+        """The dimension in which a tensor is cut."""
+        fits = (dim for pattern, dim in self.dims.items() if fnmatchcase(name, pattern))
+        return next(fits, None)
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineParallel:
+    """One stage's layers, in even blocks.
+
+    Attributes:
+        degree: how many stages.
+        rank: which of them.
+        num_layers: of the model.
+        pattern: regular expression whose group is the layer's number.
+        first: patterns of names that only the first stage has.
+        last: patterns of names that only the last stage has.
+
+    """
+
+    degree: int
+    rank: int
+    num_layers: int
+    pattern: str = r"\blayers\.(\d+)\."
+    first: tuple[str, ...] = ("*embed_tokens*",)
+    last: tuple[str, ...] = ("lm_head*", "model.norm.*")
+
+    def has(self, name: str) -> bool:
+        """Whether this stage has a tensor."""
+        layer = re.search(self.pattern, name)
+        if layer is not None:
+            return _block_of(int(layer[1]), self.num_layers, self.degree) == self.rank
+        if any(fnmatchcase(name, pattern) for pattern in self.first):
+            return self.rank == 0
+        if any(fnmatchcase(name, pattern) for pattern in self.last):
+            return self.rank == self.degree - 1
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertParallel:
+    """One rank's experts, in even blocks.
+
+    Attributes:
+        degree: how many ranks share them.
+        rank: which of them.
+        num_experts: of a layer.
+        pattern: regular expression whose group is the expert's number.
+        stacked: patterns of names of tensors that hold all experts -> the dimension that counts
+            them.
+
+    """
+
+    degree: int
+    rank: int
+    num_experts: int
+    pattern: str = r"\bexperts\.(\d+)\."
+    stacked: Mapping[str, int] = field(default_factory=dict)
+
+    def has(self, name: str) -> bool:
+        """Whether this rank has a tensor."""
+        expert = re.search(self.pattern, name)
+        if expert is None:
+            return True
+        return _block_of(int(expert[1]), self.num_experts, self.degree) == self.rank
+
+
+@dataclass(frozen=True, slots=True)
+class Fused:
+    """Several tensors as one, one behind the other.
+
+    Attributes:
+        name: of the fused tensor; ``{}`` stands for whatever the sources have in its place.
+        sources: names, in order, with the same ``{}``.
+        dim: along which they are joined; each is cut before, where tensor parallelism cuts it.
+
+    """
+
+    name: str
+    sources: tuple[str, ...]
+    dim: int = 0
+
+    def found(self, names: Iterable[str]) -> dict[str, tuple[str, ...]]:
+        """Fused name -> sources, for each filling of ``{}`` that some source has."""
+        if "{}" not in self.name:
+            return {self.name: self.sources} if set(self.sources) & set(names) else {}
+        fillings: dict[str, None] = {}
+        for source in self.sources:
+            head, _, tail = source.partition("{}")
+            for name in names:
+                if name.startswith(head) and name.endswith(tail) and len(name) >= len(head + tail):
+                    fillings[name[len(head) : len(name) - len(tail)]] = None
+        return {
+            self.name.replace("{}", filling): tuple(s.replace("{}", filling) for s in self.sources)
+            for filling in fillings
+        }
+
+
+def parallel(
+    *,
+    tensor: TensorParallel | None = None,
+    pipeline: PipelineParallel | None = None,
+    expert: ExpertParallel | None = None,
+    fused: Sequence[Fused] = (),
+) -> Wanted:
+    """What one rank of an engine has, by its degrees and its rank in each.
+
+    Raises:
+        ValueError: a rank that is not below its degree.
+
+    """
+    for one in (tensor, pipeline, expert):
+        if one is not None and not 0 <= one.rank < one.degree:
+            msg = (
+                f"{type(one).__name__}: rank {one.rank} of degree {one.degree}: expected 0 <= "
+                "rank < degree."
+            )
+            raise ValueError(msg)
+
+    def layout(wholes: Wholes) -> WantedLayout:
+        mine = [
+            name
+            for name in wholes
+            if (pipeline is None or pipeline.has(name)) and (expert is None or expert.has(name))
+        ]
+        found: dict[str, WantedTensor] = {}
+        taken: set[str] = set()
+        for join in fused:
+            for name, sources in join.found(mine).items():
+                _require_all(name, sources, wholes)
+                parts = [_share(wholes[source], tensor, expert) for source in sources]
+                found[name] = _joined(name, parts, join.dim)
+                taken.update(sources)
+        for name in mine:
+            if name not in taken:
+                found[name] = _alone(_share(wholes[name], tensor, expert))
+        return WantedLayout(found)
+
+    return layout
+
+
+# ---- its parts ----------------------------------------------------------------------------------
+
+
+def _block_of(number: int, total: int, degree: int) -> int:
+    """In which of `degree` even blocks a number lies; the first ones are larger by one."""
+    size, more = divmod(total, degree)
+    large = more * (size + 1)
+    return number // (size + 1) if number < large else more + (number - large) // max(size, 1)
+
+
+def _find(wholes: Wholes, name: str) -> WholeTensor:
+    whole = wholes.get(name)
+    if whole is None:
+        near = [other for other in wholes if other.rpartition(".")[2] == name.rpartition(".")[2]]
+        msg = (
+            f"tensor {name!r} is wanted, and the group does not hold it; it holds "
+            f"{len(wholes)} others, such as {(near or list(wholes))[:3]}. Publish it, or ask for "
+            "what there is."
+        )
+        raise IncompatibleUpdate(msg)
+    return whole
+
+
+def _require_all(name: str, sources: Sequence[str], wholes: Wholes) -> None:
+    missing = [source for source in sources if source not in wholes]
+    if missing:
+        msg = (
+            f"the fused tensor {name!r} is made of {list(sources)}, and the group does not hold "
+            f"{missing}. Publish all of them, or ask for the others under their own names."
+        )
+        raise IncompatibleUpdate(msg)
+
+
+def _sliced(whole: WholeTensor, at: Sequence[slice | int | None] | None) -> WantedTensor:
+    given = [_as_slice(one) for one in at or ()]
+    if len(given) > len(whole.shape) or any(one.step not in {None, 1} for one in given):
+        msg = (
+            f"tensor {whole.name!r} of shape {list(whole.shape)}: {given} is no box of it. Give a "
+            "slice without a step for each dimension at most."
+        )
+        raise IncompatibleUpdate(msg)
+    given += [slice(None)] * (len(whole.shape) - len(given))
+    ranges = [one.indices(size) for one, size in zip(given, whole.shape, strict=True)]
+    offset = tuple(start for start, _, _ in ranges)
+    shape = tuple(max(stop - start, 0) for start, stop, _ in ranges)
+    return _alone(WholeSlice(whole.name, offset, shape, (0,) * len(shape)))
+
+
+def _as_slice(one: slice | int | None) -> slice:
+    if isinstance(one, int):
+        return slice(one, one + 1)
+    return slice(None) if one is None else one
+
+
+def _share(
+    whole: WholeTensor, tensor: TensorParallel | None, expert: ExpertParallel | None
+) -> WholeSlice:
+    """What one rank has of a tensor."""
+    offset, shape = [0] * len(whole.shape), list(whole.shape)
+    cuts = []
+    if tensor is not None:
+        cuts.append((tensor.dim_of(whole.name), tensor.degree, tensor.rank))
+    if expert is not None:
+        dims = (dim for pat, dim in expert.stacked.items() if fnmatchcase(whole.name, pat))
+        cuts.append((next(dims, None), expert.degree, expert.rank))
+    for dim, degree, rank in cuts:
+        if dim is None:
+            continue
+        if not -len(shape) <= dim < len(shape) or shape[dim] % degree:
+            msg = (
+                f"tensor {whole.name!r} of shape {list(whole.shape)} cannot be cut in dimension "
+                f"{dim} into {degree} even shares. Ask for slices of it instead."
+            )
+            raise IncompatibleUpdate(msg)
+        shape[dim] //= degree
+        offset[dim] += rank * shape[dim]
+    return WholeSlice(whole.name, tuple(offset), tuple(shape), (0,) * len(shape))
+
+
+def _alone(source: WholeSlice) -> WantedTensor:
+    return WantedTensor(source.shape, (source,))
+
+
+def _joined(name: str, parts: Sequence[WholeSlice], dim: int) -> WantedTensor:
+    first = parts[0].shape
+    if not -len(first) <= dim < len(first):
+        msg = f"the fused tensor {name!r} has no dimension {dim}. Join it along another one."
+        raise IncompatibleUpdate(msg)
+    dim %= len(first)
+    size, sources = 0, []
+    for one in parts:
+        rest = (*one.shape[:dim], *one.shape[dim + 1 :])
+        if len(one.shape) != len(first) or rest != (*first[:dim], *first[dim + 1 :]):
+            msg = (
+                f"the fused tensor {name!r}: {parts[0].name!r} of shape {list(first)} and "
+                f"{one.name!r} of shape {list(one.shape)} cannot be joined in dimension {dim}. "
+                "Give sources that differ in that dimension only."
+            )
+            raise IncompatibleUpdate(msg)
+        at = tuple(size if d == dim else 0 for d in range(len(first)))
+        sources.append(WholeSlice(one.name, one.offset, one.shape, at))
+        size += one.shape[dim]
+    return WantedTensor((*first[:dim], size, *first[dim + 1 :]), tuple(sources))

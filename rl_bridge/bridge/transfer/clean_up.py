@@ -1,0 +1,139 @@
+"""What follows a sync on the trainer's side, in the one order that is safe.
+
+The engines have loaded. Then: delete temporaries, so that nothing refers to shared memory; collect
+what other processes let go of; wait for the other ranks, so that none goes on while another still
+sends; wait for the device; give cached blocks back; drop the engines' cached prefixes.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Protocol
+
+import torch
+
+from rl_bridge.bridge.group_exchange import GroupExchange
+from rl_bridge.bridge.transfer.outcome import Outcome, share_outcome
+
+__all__ = ["STEPS", "CleanUp", "DeviceCalls", "cuda_calls"]
+
+STEPS = (
+    "delete",
+    "ipc_collect",
+    "barrier",
+    "synchronize",
+    "empty_cache",
+    "reset_prefix_cache",
+)
+"""The order. Steps of a device are left out where there is none, the barrier with one rank."""
+
+
+class DeviceCalls(Protocol):
+    """What is asked of a device; ``torch.cuda`` is one."""
+
+    def ipc_collect(self) -> None:
+        """Free shared memory that nobody uses any more."""
+
+    def synchronize(self) -> None:
+        """Wait for all work."""
+
+    def empty_cache(self) -> None:
+        """Give cached blocks back."""
+
+
+class CleanUp:
+    """Runs the steps behind each sync."""
+
+    def __init__(
+        self,
+        *,
+        device: DeviceCalls | None = None,
+        exchange: GroupExchange | None = None,
+        timeout_s: float = 600.0,
+    ) -> None:
+        """Configure.
+
+        Args:
+            device: None where the weights lie on the CPU.
+            exchange: of the trainer's ranks; None where there is one.
+            timeout_s: how long a rank waits for the others, their engines' loading included.
+
+        Raises:
+            ValueError: a limit that is not above 0.
+
+        """
+        if not timeout_s > 0:
+            raise ValueError(f"timeout_s={timeout_s!r}: expected seconds above 0.")
+        self._device = device
+        self._exchange = exchange
+        self._timeout_s = timeout_s
+
+    def begin(self) -> None:
+        """A sync begins: what the ranks tell each other from now on is about this one."""
+        if self._exchange is not None:
+            self._exchange.begin()
+
+    async def run(
+        self,
+        outcome: Outcome,
+        *,
+        delete: Callable[[], object],
+        reset_prefix_cache: Callable[[], Awaitable[object]] | None = None,
+    ) -> tuple[str, ...]:
+        """Run all steps, whatever becomes of each; returns those that there were, in order.
+
+        Args:
+            outcome: what became of the sync on this rank; the barrier tells it to the others.
+            delete: lets go of temporaries.
+            reset_prefix_cache: of the engines, where their installs do not do it.
+
+        Raises:
+            GroupAborted: another rank failed, or did not come in time.
+            Exception: the first step's that failed, after the others were run.
+
+        """
+        done: list[str] = []
+        failures: list[Exception] = []
+        for name, step in self._steps(outcome, delete, reset_prefix_cache):
+            done.append(name)
+            try:
+                await step()
+            except Exception as error:  # noqa: BLE001 - the first one is raised behind the last step
+                failures.append(error)
+        for other in failures[1:]:
+            failures[0].add_note(f"rl_bridge: clean-up went on, and failed again: {other}")
+        if failures:
+            raise failures[0]
+        return tuple(done)
+
+    def _steps(
+        self,
+        outcome: Outcome,
+        delete: Callable[[], object],
+        reset_prefix_cache: Callable[[], Awaitable[object]] | None,
+    ) -> list[tuple[str, Callable[[], Awaitable[object]]]]:
+        device, exchange = self._device, self._exchange
+        found: dict[str, Callable[[], Awaitable[object]]] = {"delete": _awaited(delete)}
+        if device is not None:
+            found["ipc_collect"] = _awaited(device.ipc_collect)
+            found["synchronize"] = _awaited(device.synchronize)
+            found["empty_cache"] = _awaited(device.empty_cache)
+        if exchange is not None:
+            # In a thread: other ranks wait here for as long as the engines load.
+            found["barrier"] = lambda: asyncio.to_thread(
+                share_outcome, exchange, outcome, timeout_s=self._timeout_s
+            )
+        if reset_prefix_cache is not None and outcome.is_good:
+            found["reset_prefix_cache"] = reset_prefix_cache
+        return [(name, found[name]) for name in STEPS if name in found]
+
+
+def cuda_calls(device: torch.device | str) -> DeviceCalls | None:
+    """What is asked of a device of torch's: None for the CPU."""
+    return torch.cuda if torch.device(device).type == "cuda" else None
+
+
+def _awaited(action: Callable[[], object]) -> Callable[[], Awaitable[object]]:
+    async def run() -> object:
+        return action()
+
+    return run

@@ -1,0 +1,358 @@
+"""The proof that the ranks of a group hold every element of every tensor exactly once.
+
+Nothing is assembled for it: it is arithmetic on placements. Of each whole tensor, the pieces with
+replica 0 must be disjoint and fill it; each further replica must repeat one of them. What fails
+names the tensor, the range of indices and the ranks.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import NamedTuple
+
+from rl_bridge.errors import IncompleteCoverage, RangeBeyondSegment, RanksDisagree
+from rl_bridge.manifest.collector import collector_paused
+from rl_bridge.manifest.dtypes import dtype_nbytes
+from rl_bridge.manifest.group_boxes import (
+    Box,
+    box_of,
+    find_gap,
+    find_overlap,
+    flat_boxes,
+    shown,
+    volume,
+)
+from rl_bridge.manifest.placement import Piece, Placement
+
+__all__ = ["Held", "WholeTensor", "held_pieces", "piece_boxes", "prove_coverage"]
+
+# Nobody cuts a tensor into more boxes; comparing each with each must stay a matter of seconds.
+_MAX_BOXES = 20_000
+_MAX_INT = 2**63 - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WholeTensor:
+    """A tensor of the model, as all ranks together hold it.
+
+    Attributes:
+        name: the state-dict name.
+        dtype: wire name.
+        shape: dimensions.
+
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all its elements."""
+        return prod(self.shape) * dtype_nbytes(self.dtype, tensor=self.name)
+
+
+class Held(NamedTuple):
+    """One piece, and who holds it in which of his own tensors."""
+
+    rank: int
+    local: str
+    dtype: str
+    shape: tuple[int, ...]
+    piece: Piece
+
+
+class _Pattern(NamedTuple):
+    """What a piece's soundness depends on; 40,000 tensors have a few dozen of these."""
+
+    global_shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    local_offset: tuple[int, ...]
+    is_flat: bool
+    replica: int
+    local_shape: tuple[int, ...]
+
+
+def held_pieces(
+    ranks: Sequence[Mapping[str, Placement]], *, allow_ties: bool = False
+) -> dict[str, list[Held]]:
+    """Whole tensor's name -> every piece of it, by rank.
+
+    Args:
+        ranks: the placements of each rank.
+        allow_ties: pieces of different tensors may lie at the same place of a rank's own tensor, as
+            where two names share one tensor.
+
+    Raises:
+        RangeBeyondSegment: a piece reaches beyond its whole tensor or the rank's own tensor.
+        IncompleteCoverage: two pieces lie at the same place of a rank's own tensor.
+
+    """
+    with collector_paused():
+        return _held(ranks, allow_ties)
+
+
+def _held(ranks: Sequence[Mapping[str, Placement]], allow_ties: bool) -> dict[str, list[Held]]:  # noqa: FBT001 - private
+    found: dict[str, list[Held]] = {}
+    sound: set[object] = set()
+    for rank, placements in enumerate(ranks):
+        for local, placement in placements.items():
+            shape, dtype = placement.shape, placement.dtype
+            for piece in placement.pieces:
+                name = piece.name
+                pattern = (
+                    *(piece.global_shape, piece.offset, piece.shape, piece.local_offset),
+                    *(piece.is_flat, piece.replica, shape),
+                )
+                if pattern not in sound:
+                    _check_piece(rank, local, _Pattern(*pattern), name)
+                    sound.add(pattern)
+                held = Held(rank, local, dtype, shape, piece)
+                if name in found:
+                    found[name].append(held)
+                else:
+                    found[name] = [held]
+            if len(placement.pieces) > 1:
+                if allow_ties:
+                    for name in {piece.name for piece in placement.pieces}:
+                        own = [piece for piece in placement.pieces if piece.name == name]
+                        _check_local(rank, local, shape, own)
+                else:
+                    _check_local(rank, local, shape, placement.pieces)
+    return found
+
+
+def prove_coverage(held: Mapping[str, Sequence[Held]]) -> dict[str, WholeTensor]:
+    """Prove that every element of every tensor is held exactly once; returns the whole tensors.
+
+    Args:
+        held: as `held_pieces` gives it.
+
+    Raises:
+        RanksDisagree: on a tensor's dtype or shape.
+        IncompleteCoverage: a range is missing, or doubled, or a replica repeats nothing.
+
+    """
+    with collector_paused():
+        return _proven(held)
+
+
+def _proven(held: Mapping[str, Sequence[Held]]) -> dict[str, WholeTensor]:
+    wholes: dict[str, WholeTensor] = {}
+    proven: set[object] = set()
+    for name in sorted(held):
+        pieces = held[name]
+        _check_agreement(name, pieces)
+        first = pieces[0]
+        key = (
+            first.piece.global_shape,
+            *((p.offset, p.shape, p.is_flat, p.replica) for _, _, _, _, p in pieces),
+        )
+        if key not in proven:
+            _prove_tensor(name, pieces)
+            proven.add(key)
+        wholes[name] = WholeTensor(name=name, dtype=first.dtype, shape=first.piece.global_shape)
+    return wholes
+
+
+def piece_boxes(piece: Piece) -> list[Box]:
+    """The boxes of the whole tensor that a piece consists of; none if it is empty."""
+    if piece.is_flat:
+        start = piece.offset[0]
+        return flat_boxes(start, start + piece.shape[0], piece.global_shape)
+    return [box_of(piece.offset, piece.shape)] if prod(piece.shape) else []
+
+
+# ---- one piece ----------------------------------------------------------------------------------
+
+
+def _check_piece(rank: int, local: str, pattern: _Pattern, name: str) -> None:
+    who = f"rank {rank}: tensor {local!r}: its piece of {name!r}"
+    numbers = (*pattern.global_shape, *pattern.offset, *pattern.shape, *pattern.local_offset)
+    if any(type(n) is not int or n < 0 for n in (*numbers, *pattern.local_shape, pattern.replica)):
+        msg = (
+            f"{who} has numbers that are no int of 0 or more: {pattern._asdict()}. Give plain "
+            "ints, such as tuple(tensor.shape)."
+        )
+        raise RangeBeyondSegment(msg)
+    if max(prod(max(n, 1) for n in pattern.global_shape), *numbers, 0) > _MAX_INT >> 4:
+        msg = f"{who} does not fit 63 bits: {pattern._asdict()}. Give the placement as it is."
+        raise RangeBeyondSegment(msg)
+    whole, mine = pattern.global_shape, pattern.local_shape
+    if pattern.is_flat:
+        whole, mine = (prod(whole),), (prod(mine),)
+    dims = {len(whole), len(mine), len(pattern.offset), len(pattern.shape)}
+    if len(dims | {len(pattern.local_offset)}) != 1:
+        msg = (
+            f"{who} has offset {list(pattern.offset)}, shape {list(pattern.shape)}, local offset "
+            f"{list(pattern.local_offset)} in a tensor of shape {list(pattern.local_shape)}, and "
+            f"the whole has {list(pattern.global_shape)}: expected one number per dimension each. "
+            "Use is_flat=True for ranges of elements."
+        )
+        raise RangeBeyondSegment(msg)
+    for what, offset, limit in (("", pattern.offset, whole), ("own ", pattern.local_offset, mine)):
+        box = box_of(offset, pattern.shape)
+        if any(hi > size for hi, size in zip(box[1], limit, strict=True)):
+            msg = (
+                f"{who} is said to lie at {shown(box)} of the {what or 'whole '}tensor, which "
+                f"has the shape {list(limit)}. Give the offsets and shapes of this rank's shard."
+            )
+            raise RangeBeyondSegment(msg)
+
+
+def _check_local(rank: int, local: str, shape: tuple[int, ...], pieces: Sequence[Piece]) -> None:
+    boxes: list[Box] = []
+    names: list[str] = []
+    for piece in pieces:
+        start = piece.local_offset[0] if piece.is_flat else 0
+        mine = (
+            flat_boxes(start, start + piece.shape[0], shape)
+            if piece.is_flat
+            else [box_of(piece.local_offset, piece.shape)]
+        )
+        boxes += mine
+        names += [piece.name] * len(mine)
+    overlap = find_overlap(boxes)
+    if overlap is not None:
+        one, other = overlap
+        msg = (
+            f"rank {rank}: tensor {local!r}: its pieces of {names[one]!r} and {names[other]!r} lie "
+            f"at the same place of it, {shown(boxes[one])} and {shown(boxes[other])}. Give each "
+            "piece its own local_offset."
+        )
+        raise IncompleteCoverage(msg)
+
+
+# ---- one tensor ---------------------------------------------------------------------------------
+
+
+def _check_agreement(name: str, pieces: Sequence[Held]) -> None:
+    first = pieces[0]
+    dtype, shape = first.dtype, first.piece.global_shape
+    for one in pieces:
+        if one.dtype == dtype and one.piece.global_shape == shape:
+            continue
+        if one.dtype != dtype:
+            msg = (
+                f"tensor {name!r}: rank {first.rank} holds it as {dtype}, rank {one.rank} as "
+                f"{one.dtype}. Cast it to one dtype on every rank before publishing."
+            )
+            raise RanksDisagree(msg)
+        msg = (
+            f"tensor {name!r}: rank {first.rank} says that the whole has the shape {list(shape)}, "
+            f"rank {one.rank} says {list(one.piece.global_shape)}. Give the same model on every "
+            "rank."
+        )
+        raise RanksDisagree(msg)
+
+
+def _prove_tensor(name: str, pieces: Sequence[Held]) -> None:
+    # Empty shards are sound wherever they are said to lie.
+    counted = [one for one in pieces if one.piece.replica == 0 and 0 not in one.piece.shape]
+    shape = pieces[0].piece.global_shape
+    if all(one.piece.is_flat for one in counted):
+        _prove_intervals(name, counted, shape, None)
+    elif (dim := _cut_dimension(counted, shape)) is not None:
+        _prove_intervals(name, counted, shape, dim)
+    else:
+        _prove_boxes(name, counted, shape)
+    originals = {_range(one) for one in counted}
+    for one in pieces:
+        if one.piece.replica and prod(one.piece.shape) and _range(one) not in originals:
+            msg = (
+                f"tensor {name!r}: rank {one.rank} names {_where(one)} replica "
+                f"{one.piece.replica}, but no rank holds exactly this range as replica 0. Cut "
+                "replicas as the copy that counts is cut."
+            )
+            raise IncompleteCoverage(msg)
+
+
+def _range(one: Held) -> tuple[object, ...]:
+    return one.piece.is_flat, one.piece.offset, one.piece.shape
+
+
+def _where(one: Held) -> str:
+    what = shown(box_of(one.piece.offset, one.piece.shape))
+    return f"elements {what} in row-major order" if one.piece.is_flat else what
+
+
+def _cut_dimension(pieces: Sequence[Held], shape: tuple[int, ...]) -> int | None:
+    """The one dimension in which pieces differ from the whole; None if there are several."""
+    found: set[int] = set()
+    for one in pieces:
+        piece = one.piece
+        if piece.is_flat or not shape:
+            return None
+        found.update(dim for dim, size in enumerate(shape) if piece.shape[dim] != size)
+    return None if len(found) > 1 else next(iter(found), 0)
+
+
+def _prove_intervals(
+    name: str, pieces: Sequence[Held], shape: tuple[int, ...], dim: int | None
+) -> None:
+    """Pieces that are ranges of one number: sorted, each begins where the one before it ends."""
+    size = prod(shape) if dim is None else shape[dim]
+    place = dim or 0
+    ordered = sorted(pieces, key=lambda one: one.piece.offset[place])
+
+    def where(lo: int, hi: int) -> str:
+        if dim is None:
+            return f"elements [{lo}:{hi}] in row-major order"
+        low, high = [0] * len(shape), list(shape)
+        low[dim], high[dim] = lo, hi
+        return shown((tuple(low), tuple(high)))
+
+    end, before = 0, None
+    for one in ordered:
+        start = one.piece.offset[place]
+        if start > end:
+            raise IncompleteCoverage(_missing(name, where(end, start), shape))
+        if start < end and before is not None:
+            until = min(end, start + one.piece.shape[place])
+            raise IncompleteCoverage(_doubled(name, where(start, until), before, one))
+        end, before = start + one.piece.shape[place], one
+    if end < size and 0 not in shape:
+        raise IncompleteCoverage(_missing(name, where(end, size), shape))
+
+
+def _prove_boxes(name: str, pieces: Sequence[Held], shape: tuple[int, ...]) -> None:
+    boxes: list[Box] = []
+    owners: list[Held] = []
+    for one in pieces:
+        mine = piece_boxes(one.piece)
+        boxes += mine
+        owners += [one] * len(mine)
+    if len(boxes) > _MAX_BOXES:
+        msg = (
+            f"tensor {name!r} is cut into {len(boxes)} boxes, expected at most {_MAX_BOXES}. Cut "
+            "it along fewer dimensions."
+        )
+        raise IncompleteCoverage(msg)
+    overlap = find_overlap(boxes)
+    if overlap is not None:
+        first, second = overlap
+        low = tuple(map(max, boxes[first][0], boxes[second][0]))
+        high = tuple(map(min, boxes[first][1], boxes[second][1]))
+        both = sorted((owners[first], owners[second]), key=lambda held: held.rank)
+        raise IncompleteCoverage(_doubled(name, shown((low, high)), *both))
+    # Disjoint and inside: then nothing is missing if, and only if, the counts agree.
+    if sum(map(volume, boxes)) != prod(shape):
+        whole = box_of((0,) * len(shape), shape)
+        gap = find_gap(whole, boxes)
+        raise IncompleteCoverage(_missing(name, shown(gap or whole), shape))
+
+
+def _missing(name: str, where: str, shape: tuple[int, ...]) -> str:
+    return (
+        f"tensor {name!r} of shape {list(shape)}: no rank holds {where}. Publish from every rank "
+        "that has a part of it, and name the copy that counts replica 0."
+    )
+
+
+def _doubled(name: str, where: str, one: Held, other: Held) -> str:
+    return (
+        f"tensor {name!r}: {where} is held twice, by rank {one.rank} (in {one.local!r}) and rank "
+        f"{other.rank} (in {other.local!r}), both as replica 0. Name one of the two replica 1, or "
+        "give each rank its own range."
+    )

@@ -1,0 +1,222 @@
+"""A receiver's slots: where versions arrive, and which of them are there."""
+
+import threading
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from rl_bridge.errors import SegmentError
+from rl_bridge.manifest.table import TensorTable
+from rl_bridge.memory import vm
+from rl_bridge.memory.pins import Pin
+from rl_bridge.memory.places import Pass
+from rl_bridge.memory.slots import Slot, SlotRing
+from rl_bridge.transports.base import Attachment
+from rl_bridge.transports.broadcast.arenas import Arenas
+from rl_bridge.transports.broadcast.arrival_digest import ArrivalDigest, ArrivalPlan
+
+__all__ = ["Arrival", "Arrivals", "ArrivedAttachment"]
+
+# A receiver keeps what its engine holds, however much that is. What nobody imported yet is another
+# matter: the newest, and one more for an import that is under way.
+_MAX_UNCLAIMED = 2
+_UNLIMITED = 1 << 30
+# Layouts that take turns, such as whole models and adapters.
+_KEPT_LAYOUTS = 4
+
+
+@dataclass(slots=True)
+class Arrival:
+    """One version that arrived whole."""
+
+    update_id: str
+    generation: int
+    arena_nbytes: int
+    layout_digest: str
+    slot: Slot
+    digests: bytes | None
+    is_claimed: bool = False
+
+
+class ArrivedAttachment(Attachment):
+    """An arrived version. It was digested while it arrived, if its layout was known by then."""
+
+    def __init__(
+        self,
+        table: TensorTable,
+        pin: Pin,
+        plan: Pass,
+        *,
+        arrived: bytes | None,
+        num_threads: int | None = None,
+    ) -> None:
+        """Attach to a pinned arena; `arrived` are the digests of its arrival."""
+        super().__init__(table, pin, plan, num_threads=num_threads)
+        self._arrived = arrived
+
+    def digests(self) -> bytes:
+        """What arrived, if that is what the mapping shows: no page of it was written to here."""
+        arrived, self._arrived = self._arrived, None  # the next look is at the bytes
+        if arrived is not None:
+            pin = self.tensors.pin
+            if pin.place.private_ranges(pin.address, vm.round_up(pin.nbytes)) == []:
+                return arrived
+        return super().digests()
+
+
+def _keep_newest(kept: OrderedDict[str, Any]) -> None:
+    for oldest in list(kept)[:-_KEPT_LAYOUTS]:
+        del kept[oldest]
+
+
+class Arrivals:
+    """All versions of one publisher that are here. Thread-safe."""
+
+    def __init__(self, arenas: Arenas, label: str) -> None:
+        """Start empty; `label` names the memory in the system's lists."""
+        self._arenas = arenas
+        self._label = label
+        self._made = 0
+        self._lock = threading.RLock()
+        self._ring = SlotRing(self._make_slot, limit=_UNLIMITED, name_holders=lambda _: [])
+        self._arrived: OrderedDict[str, Arrival] = OrderedDict()
+        self._plans: OrderedDict[str, ArrivalPlan] = OrderedDict()
+        self._tables: OrderedDict[str, TensorTable] = OrderedDict()
+
+    def _make_slot(self, arena_nbytes: int) -> Slot:
+        self._made += 1
+        return self._arenas.make_slot(f"{self._label}-{self._made}", arena_nbytes)
+
+    # ---- while it arrives -----------------------------------------------------------------------
+
+    def reserve(self, arena_nbytes: int) -> Slot:
+        """Find room for a version; end with `commit` or `abandon`.
+
+        Raises:
+            WeightBridgeError: there is none.
+
+        """
+        with self._lock:
+            self._evict()
+            return self._ring.acquire(arena_nbytes)
+
+    def tensor(self, slot: Slot, arena_nbytes: int) -> torch.Tensor:
+        """The slot's bytes."""
+        return self._arenas.tensor(slot, arena_nbytes)
+
+    def digest_of(
+        self, layout_digest: str, slice_nbytes: int, slot: Slot, arena_nbytes: int
+    ) -> ArrivalDigest | None:
+        """What digests a version while it arrives; None where its layout is not known yet."""
+        if self._arenas.place.device.type != "cpu":
+            return None
+        with self._lock:
+            table = self._tables.get(layout_digest)
+            if table is None or table.arena_nbytes != arena_nbytes:
+                return None  # a digest of more bytes than were offered would read beyond the slot
+            plan = self._plans.get(layout_digest)
+            if plan is None or plan.slice_nbytes != slice_nbytes:
+                plan = self._plans[layout_digest] = ArrivalPlan(table, slice_nbytes)
+                _keep_newest(self._plans)
+            return plan.start(slot.address)
+
+    def commit(self, arrival: Arrival) -> None:
+        """Let a version that arrived be attached."""
+        with self._lock:
+            slot = arrival.slot
+            self._ring.publish(slot, arrival.update_id, arrival.arena_nbytes)
+            known = self._arrived.pop(arrival.update_id, None)
+            if known is not None:
+                known.slot.update_id = None
+            self._arrived[arrival.update_id] = arrival
+            self._evict()
+
+    def abandon(self, slot: Slot) -> None:
+        """Give a slot back whose version did not arrive."""
+        with self._lock:
+            self._ring.abandon(slot)
+
+    # ---- once it is there -----------------------------------------------------------------------
+
+    def find(self, update_id: str) -> Arrival | None:
+        """A version that is here."""
+        with self._lock:
+            return self._arrived.get(update_id)
+
+    def attach(
+        self, update_id: str, table: TensorTable, *, generation: int, num_threads: int | None
+    ) -> ArrivedAttachment | None:
+        """Lease a version that is here; None if it is not.
+
+        Raises:
+            SegmentError: what is here is of another size, or another write of the slot.
+            StaleUpdate: it is overwritten.
+            WeightBridgeUnavailableError: this process is short of memory or descriptors.
+
+        """
+        with self._lock:
+            arrival = self._arrived.get(update_id)
+            if arrival is None:
+                return None
+            expected, found = (
+                (table.arena_nbytes, generation),
+                (arrival.arena_nbytes, arrival.generation),
+            )
+            if expected != found:
+                msg = (
+                    f"update {update_id} arrived with (bytes, write) {found}, the manifest says "
+                    f"{expected}. Use the manifest as it was published."
+                )
+                raise SegmentError(msg)
+            pin = self._arenas.pin(arrival.slot, update_id, arrival.arena_nbytes)
+            arrival.is_claimed = True
+            self._tables[table.digest] = table
+            self._tables.move_to_end(table.digest)
+            _keep_newest(self._tables)
+            is_same = arrival.layout_digest == table.digest
+            return ArrivedAttachment(
+                table,
+                pin,
+                pin.place.plan(table.nbytes_column),
+                arrived=arrival.digests if is_same else None,
+                num_threads=num_threads,
+            )
+
+    def drop(self, update_id: str) -> None:
+        """Forget a version that nobody imported: its publisher let go of it."""
+        with self._lock:
+            arrival = self._arrived.get(update_id)
+            if arrival is not None and not arrival.is_claimed:
+                self._forget(arrival)
+
+    def settle(self) -> None:
+        """Forget what was imported and is not needed any more."""
+        with self._lock:
+            for arrival in list(self._arrived.values()):
+                if arrival.is_claimed:
+                    self._forget(arrival)
+            self._arenas.sweep()
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether a version is here that may yet be imported."""
+        return bool(self._arrived)
+
+    def _evict(self) -> None:
+        unclaimed = [item for item in self._arrived.values() if not item.is_claimed]
+        for arrival in unclaimed[: max(0, len(unclaimed) - _MAX_UNCLAIMED)]:
+            self._forget(arrival)
+
+    def _forget(self, arrival: Arrival) -> None:
+        # Tensors that live keep the slot's lease: it is not written again before the last one died.
+        self._arrived.pop(arrival.update_id, None)
+        arrival.slot.update_id = None
+
+    def close(self) -> None:
+        """Give everything back; tensors keep what they look at."""
+        with self._lock:
+            self._arrived.clear()
+            self._ring.close()
+            self._arenas.close()

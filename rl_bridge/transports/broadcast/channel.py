@@ -1,0 +1,232 @@
+"""A connection on which both sides proved that they know the token, and framed messages on it.
+
+Before the proof nothing is parsed: the greeting has a fixed length. Each side sends random bytes,
+and a keyed digest (HMAC-SHA256) of both sides' and of the group's identity; the token itself never
+travels. Sending never waits: what the peer does not take is kept, up to a bound.
+"""
+
+import hashlib
+import hmac
+import os
+import secrets
+import socket
+import struct
+import threading
+import time
+import weakref
+from collections import deque
+from contextlib import suppress
+
+from rl_bridge.errors import MalformedManifest
+from rl_bridge.transports.broadcast.messages import MAX_MESSAGE_NBYTES, Message
+
+__all__ = ["GREETING_NBYTES", "Channel", "Greeting", "fresh_nonce"]
+
+_MAGIC = b"rlbcast1"
+_NONCE_NBYTES = 32
+_PROOF_NBYTES = 32
+GREETING_NBYTES = {
+    "hello": len(_MAGIC) + _NONCE_NBYTES,
+    "answer": _NONCE_NBYTES + _PROOF_NBYTES,
+    "proof": _PROOF_NBYTES,
+}
+"""Length of the parts: the publisher's hello, the receiver's answer, the publisher's proof."""
+
+_LENGTH = struct.Struct("!I")
+_MAX_PENDING = 1024
+_CHUNK = 1 << 16
+
+
+def fresh_nonce() -> bytes:
+    """Random bytes for one greeting."""
+    return secrets.token_bytes(_NONCE_NBYTES)
+
+
+class Greeting:
+    """Both sides' parts of one greeting."""
+
+    def __init__(self, token: bytes, identity: str, nonce: bytes) -> None:
+        """Start with the publisher's nonce; `identity` names publisher and group."""
+        self._token = token
+        self._identity = identity.encode("utf-8")
+        self._nonce = nonce
+
+    @property
+    def hello(self) -> bytes:
+        """The publisher's first bytes."""
+        return _MAGIC + self._nonce
+
+    @staticmethod
+    def nonce_of(hello: bytes) -> bytes | None:
+        """The nonce in a publisher's first bytes; None if they are something else."""
+        return hello[len(_MAGIC) :] if hello[: len(_MAGIC)] == _MAGIC else None
+
+    def answer(self, nonce: bytes) -> bytes:
+        """The receiver's part: its nonce, and the proof that it knows the token."""
+        return nonce + self._digest(b"receiver", nonce)
+
+    def accepts(self, answer: bytes) -> bool:
+        """Whether a receiver's part proves that it knows the token."""
+        nonce, proof = answer[:_NONCE_NBYTES], answer[_NONCE_NBYTES:]
+        return hmac.compare_digest(proof, self._digest(b"receiver", nonce))
+
+    def proof(self, answer: bytes) -> bytes:
+        """The publisher's proof, in answer to a receiver's part."""
+        return self._digest(b"publisher", answer[:_NONCE_NBYTES])
+
+    def is_proven_by(self, proof: bytes, answer: bytes) -> bool:
+        """Whether the publisher's proof shows that it knows the token, too."""
+        return hmac.compare_digest(proof, self.proof(answer))
+
+    def _digest(self, role: bytes, nonce: bytes) -> bytes:
+        text = b"\0".join((role, self._nonce, nonce, self._identity))
+        return hmac.digest(self._token, text, hashlib.sha256)
+
+
+class Channel:
+    """A socket with framed messages; sending works from any thread, and from finalizers."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        """Own a connected socket."""
+        connection.setblocking(False)  # noqa: FBT003 - Python's own signature
+        if connection.family in {socket.AF_INET, socket.AF_INET6}:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        self.socket = connection
+        self.is_lost = False
+        self._incoming = bytearray()
+        self._outgoing: deque[bytes] = deque()
+        # Not reentrant on purpose: a finalizer that runs inside of `_flush`, in this very thread,
+        # must not send into the middle of a message. It leaves its own to the one it interrupted.
+        self._sending = threading.Lock()
+        _CHANNELS.add(self)
+
+    @property
+    def has_outgoing(self) -> bool:
+        """Whether something waits for the peer to read."""
+        return bool(self._outgoing)
+
+    def send(self, message: Message) -> None:
+        """Send a message, or keep it until `flush`; on a lost connection a no-op."""
+        self.send_bytes(message.model_dump_json().encode("utf-8", "replace"))
+
+    def send_bytes(self, text: bytes) -> None:
+        """Send a message's text."""
+        if len(text) > MAX_MESSAGE_NBYTES:
+            msg = f"a message of {len(text)} bytes, at most {MAX_MESSAGE_NBYTES}. Send less."
+            raise MalformedManifest(msg)
+        self.send_raw(_LENGTH.pack(len(text)) + text)
+
+    def send_raw(self, data: bytes) -> None:
+        """Send bytes as they are."""
+        if self.is_lost:
+            return
+        self._outgoing.append(data)
+        self.flush()
+        if len(self._outgoing) > _MAX_PENDING:
+            self.is_lost = True  # a peer that does not read must not cost memory
+
+    def flush(self) -> None:
+        """Hand to the kernel what it takes. Never waits."""
+        while self._outgoing and not self.is_lost and self._sending.acquire(blocking=False):
+            try:
+                is_stuck = not self._flush()
+            finally:
+                self._sending.release()
+            if is_stuck:
+                return
+
+    def _flush(self) -> bool:
+        while self._outgoing:
+            data = self._outgoing[0]
+            try:
+                num = self.socket.send(data, socket.MSG_NOSIGNAL)
+            except BlockingIOError:
+                return False
+            except OSError:
+                self.is_lost = True
+                return False
+            if num == len(data):
+                self._outgoing.popleft()
+            else:
+                self._outgoing[0] = data[num:]
+        return True
+
+    def fill(self) -> None:
+        """Read what is there, without waiting; at the end of the stream `is_lost` is set."""
+        try:
+            while True:
+                data = self.socket.recv(_CHUNK)
+                if not data:
+                    self.is_lost = True
+                    return
+                self._incoming += data
+                if len(self._incoming) > 2 * (MAX_MESSAGE_NBYTES + _CHUNK):
+                    return  # first take out what is complete
+        except BlockingIOError:
+            return
+        except OSError:
+            self.is_lost = True
+
+    def take_raw(self, nbytes: int) -> bytes | None:
+        """Take that many bytes out of what was read; None if there are fewer."""
+        if len(self._incoming) < nbytes:
+            return None
+        data = bytes(self._incoming[:nbytes])
+        del self._incoming[:nbytes]
+        return data
+
+    def take(self) -> bytes | None:
+        """Take one message's text out of what was read; None if none is complete."""
+        if len(self._incoming) < _LENGTH.size:
+            return None
+        (length,) = _LENGTH.unpack_from(self._incoming)
+        if length > MAX_MESSAGE_NBYTES:
+            self.is_lost = True  # nobody who speaks this language sends it
+            return None
+        if len(self._incoming) < _LENGTH.size + length:
+            return None
+        data = bytes(self._incoming[_LENGTH.size : _LENGTH.size + length])
+        del self._incoming[: _LENGTH.size + length]
+        return data
+
+    def receive_raw(self, nbytes: int, *, until: float) -> bytes | None:
+        """Wait for that many bytes; None if they do not come in time, or never."""
+        while (data := self.take_raw(nbytes)) is None:
+            left = until - time.monotonic()
+            if self.is_lost or left <= 0:
+                return None
+            self.socket.settimeout(left)
+            try:
+                more = self.socket.recv(nbytes - len(self._incoming))
+            except TimeoutError:
+                return None
+            except OSError:
+                more = b""
+            finally:
+                with suppress(OSError):
+                    self.socket.setblocking(False)  # noqa: FBT003 - Python's own signature
+            if not more:
+                self.is_lost = True
+                return None
+            self._incoming += more
+        return data
+
+    def close(self) -> None:
+        """Hang up. Idempotent."""
+        self.is_lost = True
+        _CHANNELS.discard(self)
+        self.socket.close()
+
+
+_CHANNELS: weakref.WeakSet[Channel] = weakref.WeakSet()
+
+
+def _forget_in_child() -> None:
+    # A copy of the socket in a child would keep the peer waiting for a process that is gone.
+    for channel in list(_CHANNELS):
+        channel.is_lost = True
+        channel.socket.close()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)

@@ -1,0 +1,215 @@
+"""The engine's end: a link to each publisher that it imports from, and where versions arrive."""
+
+import logging
+import os
+import weakref
+from collections.abc import Callable
+
+from pydantic import ValidationError
+
+from rl_bridge.errors import (
+    MalformedManifest,
+    SegmentError,
+    TransferTimeout,
+    TransportUnavailable,
+    WeightBridgeUnavailableError,
+)
+from rl_bridge.manifest.canonical import thaw
+from rl_bridge.manifest.model import WeightUpdateManifest
+from rl_bridge.memory.control import UpdateReport
+from rl_bridge.transports.base import Attachment, ConsumerEnd
+from rl_bridge.transports.broadcast.arenas import Arenas
+from rl_bridge.transports.broadcast.arrivals import Arrivals
+from rl_bridge.transports.broadcast.init_info import Backend, BroadcastHandle, BroadcastInitInfo
+from rl_bridge.transports.broadcast.link import Link
+
+__all__ = ["BroadcastConsumer"]
+
+_LOG = logging.getLogger(__name__)
+
+
+class BroadcastConsumer(ConsumerEnd):
+    """See `rl_bridge.transports.base.ConsumerEnd`."""
+
+    def __init__(
+        self,
+        worker: str,
+        rank: int,
+        *,
+        backend: Backend,
+        make_arenas: Callable[[], Arenas],
+        init_info: BroadcastInitInfo | None,
+        override: bool,
+        num_threads: int | None,
+        timeout_s: float,
+    ) -> None:
+        """Join the group of `init_info` at once, if it is given; others when a manifest comes.
+
+        Raises:
+            SegmentError: its publisher is gone.
+            WeightBridgeUnavailableError: it has no room.
+            TransferTimeout: it does not answer in time.
+
+        """
+        self._worker = worker
+        self._rank = rank
+        self._backend: Backend = backend
+        self._make_arenas = make_arenas
+        self._init_info = init_info
+        self._override = override
+        self._num_threads = num_threads
+        self._timeout_s = timeout_s
+        self._links: dict[str, tuple[Link, Arrivals]] = {}
+        # A bridge that is dropped instead of closed must not go on receiving.
+        self._finalizer = weakref.finalize(self, _end, os.getpid(), self._links)
+        if init_info is not None:
+            self._link(init_info, is_observer=False)
+
+    def attach(self, manifest: WeightUpdateManifest) -> Attachment:
+        """Have a version here, joining its publisher's group if need be, and lease it."""
+        return self._attach(manifest, is_observer=False)
+
+    def look(self, manifest: WeightUpdateManifest) -> Attachment:
+        """The same without following, and without a record."""
+        # Who only looks is pushed nothing, and no record of a consumer is replaced.
+        return self._attach(manifest, is_observer=True)
+
+    def _attach(self, manifest: WeightUpdateManifest, *, is_observer: bool) -> Attachment:
+        handle = self._handle(manifest)
+        update_id, table = manifest.update_id, manifest.table
+        is_last_try = False
+        while True:
+            link, arrivals = self._link(handle.group, is_observer=is_observer)
+            try:
+                link.fetch(update_id, generation=handle.generation, arena_nbytes=table.arena_nbytes)
+            except SegmentError:
+                # The connection broke, which may mean no more than that: once more, on a new one.
+                if not link.is_lost or is_last_try:
+                    raise
+                is_last_try = True
+                continue
+            attachment = arrivals.attach(
+                update_id,
+                table,
+                generation=handle.generation,
+                num_threads=self._num_threads,
+            )
+            if attachment is not None:
+                return attachment
+            # It had to make room for newer ones before it was taken.
+            if is_last_try:
+                msg = (
+                    f"update {update_id}: newer versions came in its way. Import the publisher's "
+                    "latest manifest, or import again."
+                )
+                raise TransferTimeout(msg)
+            is_last_try = True
+
+    def _handle(self, manifest: WeightUpdateManifest) -> BroadcastHandle:
+        try:
+            handle = BroadcastHandle.model_validate(thaw(manifest.handle))
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_input=False)[0]
+            where = ".".join(str(part) for part in first["loc"])
+            msg = (
+                f"update {manifest.update_id}: handle field {where}: {first['msg']}. Send the "
+                "manifest as it was published."
+            )
+            raise MalformedManifest(msg) from error
+        if handle.group.publisher_id != manifest.publisher_id:
+            msg = (
+                f"update {manifest.update_id}: its handle is of publisher "
+                f"{handle.group.publisher_id}, the manifest of {manifest.publisher_id}. Send the "
+                "manifest as it was published."
+            )
+            raise MalformedManifest(msg)
+        if handle.group.backend != self._backend:
+            raise TransportUnavailable(
+                "broadcast",
+                f"the publisher sends over {handle.group.backend} and this side was made for "
+                f"{self._backend}",
+                "Give both sides the same backend=.",
+            )
+        return handle
+
+    def _link(self, group: BroadcastInitInfo, *, is_observer: bool) -> tuple[Link, Arrivals]:
+        """Find or make the connection to a publisher."""
+        known = self._links.get(group.publisher_id)
+        if known is not None and not known[0].is_lost and _is_same(known[0].info, group):
+            if not is_observer:
+                known[0].follow()
+            return known
+        self._make_way(group)
+        mine = self._init_info
+        if mine is not None and _is_same(mine, group):
+            group = mine  # the manifest does not know this side's place in the group
+        arrivals = known[1] if known is not None else self._arrivals(group)
+        link = Link(
+            group,
+            arrivals,
+            worker=self._worker,
+            rank=self._rank,
+            is_observer=is_observer,
+            timeout_s=self._timeout_s,
+        )
+        # Only now: a manifest that leads nowhere must not cost the connection that works.
+        self._links[group.publisher_id] = link, arrivals
+        if known is not None:
+            link.take_over(known[0])
+            known[0].close()
+        return link, arrivals
+
+    def _arrivals(self, group: BroadcastInitInfo) -> Arrivals:
+        return Arrivals(self._make_arenas(), f"rlb-{group.publisher_id[:12]}-in")
+
+    def _make_way(self, group: BroadcastInitInfo) -> None:
+        """End another publisher's group of the same name, if that is wanted."""
+        for publisher_id, (link, arrivals) in list(self._links.items()):
+            if publisher_id == group.publisher_id or link.info.group_name != group.group_name:
+                continue
+            if not link.is_lost and not self._override:
+                msg = (
+                    f"this side is in a group {group.group_name!r} already, of publisher "
+                    f"{publisher_id} at {link.info.address} port {link.info.port}. Give the "
+                    "groups names of their own, close the other one, or pass override=True."
+                )
+                raise WeightBridgeUnavailableError(msg)
+            _LOG.info("the group %r of %s makes way", group.group_name, publisher_id)
+            del self._links[publisher_id]
+            link.close()
+            arrivals.close()
+
+    def report(self, manifest: WeightUpdateManifest, report: UpdateReport) -> None:
+        """Tell the publisher, if this side is in its group."""
+        known = self._links.get(manifest.publisher_id)
+        if known is None:
+            _LOG.info("the publisher will not hear of %s: not in its group", report.update_id)
+        else:
+            known[0].report(report)
+
+    def settle(self) -> None:
+        """Let go of versions that were imported, and of publishers that are gone."""
+        for publisher_id, (link, arrivals) in list(self._links.items()):
+            arrivals.settle()
+            if link.is_lost and not arrivals.is_needed:
+                del self._links[publisher_id]
+                link.close()
+                arrivals.close()
+
+    def close(self) -> None:
+        """Leave all groups; tensors keep what they look at."""
+        self._finalizer()
+
+
+def _is_same(one: BroadcastInitInfo, other: BroadcastInitInfo) -> bool:
+    return one.model_copy(update={"rank_offset": 1}) == other.model_copy(update={"rank_offset": 1})
+
+
+def _end(pid: int, links: dict[str, tuple[Link, Arrivals]]) -> None:
+    if os.getpid() != pid:
+        return
+    while links:
+        _, (link, arrivals) = links.popitem()
+        # Where a slice is on the wire still, the memory goes with its thread.
+        if link.close():
+            arrivals.close()

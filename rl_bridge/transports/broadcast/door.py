@@ -1,0 +1,158 @@
+"""Where receivers come in: connections that have not proven yet that they know the token."""
+
+import errno
+import logging
+import socket
+import threading
+import time
+
+from pydantic import ValidationError
+
+from rl_bridge.errors import TransportUnavailable
+from rl_bridge.transports.broadcast.channel import (
+    GREETING_NBYTES,
+    Channel,
+    Greeting,
+    fresh_nonce,
+)
+from rl_bridge.transports.broadcast.init_info import BroadcastInitInfo
+from rl_bridge.transports.broadcast.messages import Join, from_receiver
+
+__all__ = ["Door", "listen"]
+
+_LOG = logging.getLogger(__name__)
+
+_BACKLOG = 128
+_MAX_PENDING = 64
+_PAUSE_S = 0.05
+
+
+def listen(name: str, address: str, port: int) -> socket.socket:
+    """Listen at an address.
+
+    Raises:
+        TransportUnavailable: it is taken, or not this machine's.
+
+    """
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((address, port))
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise TransportUnavailable(
+            name,
+            f"nothing can listen at {address} port {port}: {error}",
+            "Choose an address of this machine, and a free port or port=0.",
+        ) from error
+    return listener
+
+
+class _Pending:
+    """A connection that has not joined yet."""
+
+    def __init__(self, channel: Channel, greeting: Greeting, until: float) -> None:
+        self.channel = channel
+        self.greeting = greeting
+        self.until = until
+        self.is_proven = False
+
+
+class Door:
+    """A listening socket, and the connections that are still in their greeting.
+
+    A client that is silent or slow costs a place in a bounded list, until its time is over. Called
+    under the hub's lock.
+    """
+
+    def __init__(
+        self, listener: socket.socket, info: BroadcastInitInfo, *, timeout_s: float
+    ) -> None:
+        """Own a listening socket."""
+        self.listener = listener
+        self._identity = f"{info.publisher_id} {info.group_name}"
+        self._token = bytes.fromhex(info.token)
+        self._timeout_s = timeout_s
+        self._pending: dict[int, _Pending] = {}
+
+    @property
+    def channels(self) -> list[Channel]:
+        """The connections."""
+        return [pending.channel for pending in self._pending.values()]
+
+    @property
+    def patience_s(self) -> float | None:
+        """Until when one of them has to say something."""
+        left = [pending.until - time.monotonic() for pending in self._pending.values()]
+        return max(0.0, min(left)) if left else None
+
+    def serve(self, ready: set[int], pause: threading.Condition) -> list[tuple[Channel, Join]]:
+        """Go on with those that said something; returns those that are in."""
+        joined = []
+        now = time.monotonic()
+        for fd, pending in list(self._pending.items()):
+            if fd in ready:
+                join = self._greet(fd, pending)
+                if join is not None:
+                    joined.append((pending.channel, join))
+            elif pending.until <= now:
+                self._turn_away(fd)
+        if self.listener.fileno() in ready:
+            self._accept(pause)
+        return joined
+
+    def _accept(self, pause: threading.Condition) -> None:
+        try:
+            connection, _ = self.listener.accept()
+        except OSError as error:
+            if error.errno in {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS}:
+                # Nobody is accepted now; the connection waits, and must not be polled in a circle.
+                pause.wait(_PAUSE_S)
+            return
+        channel = Channel(connection)
+        greeting = Greeting(self._token, self._identity, fresh_nonce())
+        until = time.monotonic() + self._timeout_s
+        self._pending[connection.fileno()] = _Pending(channel, greeting, until)
+        channel.send_raw(greeting.hello)
+        for oldest in list(self._pending)[:-_MAX_PENDING]:
+            self._turn_away(oldest)
+
+    def _greet(self, fd: int, pending: _Pending) -> Join | None:
+        channel = pending.channel
+        channel.fill()
+        if not pending.is_proven:
+            answer = channel.take_raw(GREETING_NBYTES["answer"])
+            if answer is not None:
+                if not pending.greeting.accepts(answer):
+                    _LOG.warning("a connection that does not know the token was refused")
+                    self._turn_away(fd)
+                    return None
+                pending.is_proven = True
+                channel.send_raw(pending.greeting.proof(answer))
+        text = channel.take() if pending.is_proven else None
+        if text is None:
+            if channel.is_lost:
+                self._turn_away(fd)
+            return None
+        try:
+            join = from_receiver(text)
+        except ValidationError:
+            join = None
+        if not isinstance(join, Join):
+            self._turn_away(fd)
+            return None
+        del self._pending[fd]
+        return join
+
+    def _turn_away(self, fd: int) -> None:
+        pending = self._pending.pop(fd, None)
+        if pending is not None:
+            pending.channel.close()
+
+    def close(self) -> None:
+        """Stop listening, and hang up on those who are not in."""
+        self.listener.close()
+        for fd in list(self._pending):
+            self._turn_away(fd)

@@ -1,0 +1,272 @@
+"""A process group of its own: the trainer and some engines, whatever other groups they are in.
+
+It is made from the backend's class itself and registered nowhere: neither world's default group
+is touched, and a name can be used again. Its rendezvous is a store whose values travel over the
+connections that the members have anyway, so that no port without a token is opened for it.
+"""
+
+import importlib
+import threading
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import Store  # what torch.distributed shows without exporting it
+
+from rl_bridge.errors import DeadlineExceeded, SegmentError
+from rl_bridge.transports.broadcast.init_info import Backend
+
+__all__ = ["Group", "GroupStore", "gloo_cause", "send_slices"]
+
+# Slices that are under way at a time: one on the wire, one whose receiver is ready, one that is
+# being digested.
+_WINDOW = 3
+_GLOO_THREADS = 2
+_POLL_S = 0.0002
+
+
+class GroupStore(Store):
+    """A rendezvous' values: each member has all of them, and tells the others of its own."""
+
+    def __init__(self, tell: Callable[[str, bytes], None], *, timeout_s: float) -> None:
+        """Start empty.
+
+        Args:
+            tell: passes a value on to the other members.
+            timeout_s: longest wait for a value.
+
+        """
+        super().__init__()
+        self._tell = tell
+        self._timeout_s = timeout_s
+        self._values: dict[str, bytes] = {}
+        self._changed = threading.Condition()
+        self._failure: str | None = None
+
+    def learn(self, key: str, value: bytes) -> None:
+        """Take note of another member's value."""
+        with self._changed:
+            self._values[key] = value
+            self._changed.notify_all()
+
+    def fail(self, reason: str) -> None:
+        """End every wait: a member is gone."""
+        with self._changed:
+            self._failure = reason
+            self._changed.notify_all()
+
+    # ---- what torch calls -----------------------------------------------------------------------
+
+    def set(self, key: str, value: bytes | str) -> None:
+        """Keep a value, and tell the others."""
+        data = value if isinstance(value, bytes) else value.encode("utf-8")
+        self.learn(key, data)
+        self._tell(key, data)
+
+    def get(self, key: str) -> bytes:
+        """Wait for a value.
+
+        Raises:
+            DeadlineExceeded: it did not come in time.
+            SegmentError: a member is gone.
+
+        """
+        self.wait([key])
+        return self._values[key]
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        """Wait for values.
+
+        Raises:
+            DeadlineExceeded: they did not come in time.
+            SegmentError: a member is gone.
+
+        """
+        left = self._timeout_s
+        if timeout is not None:
+            left = min(left, timeout.total_seconds())
+
+        def is_there() -> bool:
+            return self._failure is not None or all(key in self._values for key in keys)
+
+        with self._changed:
+            in_time = self._changed.wait_for(is_there, left)
+        if self._failure is not None:
+            raise SegmentError(f"the group did not come about: {self._failure}. Try again.")
+        if not in_time:
+            msg = (
+                f"a member of the group did not come within {left} s. See that every engine can "
+                "reach the publisher's address, or raise timeout_s."
+            )
+            raise DeadlineExceeded(msg)
+
+    def check(self, keys: list[str]) -> bool:
+        """Whether values are there."""
+        return all(key in self._values for key in keys)
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Keep to the deadline that this store was made with."""
+
+    def delete_key(self, key: str) -> bool:
+        """Forget a value, here."""
+        return self._values.pop(key, None) is not None
+
+
+class Group:
+    """One process group. Used by one thread at a time."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        store: GroupStore,
+        *,
+        rank: int,
+        size: int,
+        address: str,
+        timeout_s: float,
+    ) -> None:
+        """Meet the other members.
+
+        Args:
+            backend: what carries the bytes.
+            store: the rendezvous.
+            rank: of this process; 0 sends.
+            size: of the group.
+            address: of this machine's interface, for Gloo.
+            timeout_s: longest wait of the rendezvous, and of each slice.
+
+        Raises:
+            RuntimeError: they did not come in time, or torch refuses.
+
+        """
+        self._store = store  # torch calls back into it for as long as the group lives
+        self._timeout = timedelta(seconds=timeout_s)
+        self._timeout_s = timeout_s
+        make = _make_gloo if backend == "gloo" else _make_nccl
+        self._is_device = backend != "gloo"
+        self._group: Any = make(store, rank, size, address, self._timeout)
+
+    def broadcast(self, tensor: torch.Tensor) -> Any:
+        """Begin to send (rank 0) or receive one contiguous tensor.
+
+        Raises:
+            RuntimeError: the group is broken.
+
+        """
+        # A strided one would arrive as other bytes, without a word from the backend.
+        assert tensor.is_contiguous(), "only contiguous memory is ever sent"
+        options = torch._C._distributed_c10d.BroadcastOptions()  # noqa: SLF001 - torch has no public name for it
+        options.rootRank = 0
+        options.rootTensor = 0
+        options.timeout = self._timeout
+        with torch.cuda.device(tensor.device) if self._is_device else nullcontext():
+            return self._group.broadcast([tensor], options)
+
+    def finish(self, work: Any) -> None:
+        """Wait for what `broadcast` began.
+
+        Raises:
+            RuntimeError: it failed, or did not end in time.
+
+        """
+        if self._is_device:
+            # There, `wait` only orders streams. This waits for the bytes, and only so long.
+            until = time.monotonic() + self._timeout_s
+            pause = threading.Event()
+            while not work.is_completed():
+                if time.monotonic() > until:
+                    raise DeadlineExceeded(f"no slice within {self._timeout_s} s. Try again.")
+                pause.wait(_POLL_S)
+        else:
+            work.wait(self._timeout)
+
+    def close(self) -> None:
+        """Leave: the others' waits for this member end with an error. Idempotent."""
+        group, self._group = self._group, None
+        if group is not None and self._is_device:
+            group.abort()
+        del group  # the last reference: Gloo's threads and sockets end with it
+
+
+def gloo_cause(address: str) -> str | None:
+    """Why Gloo cannot use the interface of an address; None if it can."""
+    try:
+        _gloo().create_device(hostname=address)
+    except RuntimeError as error:
+        return f"Gloo cannot use {address}: {error}"
+    return None
+
+
+def _gloo() -> Any:
+    # Untyped: what names an interface is in no stub of torch's.
+    return importlib.import_module("torch.distributed").ProcessGroupGloo
+
+
+def _make_gloo(store: Store, rank: int, size: int, address: str, timeout: timedelta) -> object:
+    kind = _gloo()
+    options = kind._Options()  # noqa: SLF001 - torch has no public name for it
+    # By address: the name of this machine may well lead to an interface that nobody can reach.
+    options._devices = [kind.create_device(hostname=address)]  # noqa: SLF001
+    options._timeout = timeout  # noqa: SLF001
+    options._threads = _GLOO_THREADS  # noqa: SLF001
+    made: object = kind(store, rank, size, options)
+    return made
+
+
+def _make_nccl(store: Store, rank: int, size: int, address: str, timeout: timedelta) -> object:
+    del address  # NCCL chooses interfaces itself (NCCL_SOCKET_IFNAME)
+    kind: Any = importlib.import_module("torch.distributed").ProcessGroupNCCL
+    options = kind.Options()
+    options._timeout = timeout  # noqa: SLF001 - as above
+    made: object = kind(store, rank, size, options)
+    return made
+
+
+def send_slices(
+    group: Group,
+    arena: torch.Tensor,
+    slice_nbytes: int,
+    *,
+    meanwhile: Callable[[int], None] | None = None,
+) -> None:
+    """Send or receive an arena, slice by slice, several under way at a time.
+
+    Nothing is packed here: the arena is contiguous on both sides and laid out alike, so its slices
+    are what buckets would be, for tensors of every size, without a copy.
+
+    Args:
+        group: the group.
+        arena: all of it, uint8.
+        slice_nbytes: bytes of one slice, the same on all sides.
+        meanwhile: called with the number of bytes that are complete, while the next slices travel.
+
+    Raises:
+        SegmentError: a slice failed or did not come in time; every slice that was begun has ended.
+
+    """
+    total = arena.numel()
+    starts = range(0, total, slice_nbytes)
+    works: list[Any] = []
+    reason: str | None = None
+    for index in range(len(starts) + _WINDOW - 1):
+        done = index - _WINDOW + 1
+        try:
+            if index < len(starts) and reason is None:
+                start = starts[index]
+                works.append(group.broadcast(arena[start : start + slice_nbytes]))
+            if 0 <= done < len(works):
+                group.finish(works[done])
+                if meanwhile is not None and reason is None:
+                    meanwhile(min(starts[done] + slice_nbytes, total))
+        except RuntimeError as error:
+            # What was begun still writes to the arena: nobody may use it again before it ends. Only
+            # the text is kept: the traceback would keep the work, and that the group's sockets,
+            # whose end is how others learn of this.
+            reason = reason or (str(error).splitlines() or [type(error).__name__])[0][:500]
+        if 0 <= done < len(works):
+            works[done] = None
+    if reason is not None:
+        raise SegmentError(f"a slice did not get through: {reason}. Send the version again.")

@@ -1,0 +1,127 @@
+"""What a receiver must know to join a publisher's group: typed, plain JSON there and back."""
+
+import ipaddress
+from typing import Annotated, Literal, Self
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    StrictInt,
+    StrictStr,
+    ValidationError,
+)
+
+from rl_bridge.errors import MalformedManifest
+
+__all__ = [
+    "BACKENDS",
+    "STEPS_IN_TIME",
+    "Backend",
+    "BroadcastHandle",
+    "BroadcastInitInfo",
+    "TorchDistributedWeightSyncInitInfo",
+    "checked_address",
+]
+
+Backend = Literal["gloo", "nccl"]
+BACKENDS: tuple[Backend, ...] = ("gloo", "nccl")
+
+_MAX_TEXT = 8192
+
+STEPS_IN_TIME = 3
+"""One wait for a peer, of a slice or an answer, takes at most this part of ``timeout_s``.
+
+An import that waits all of it then sees a transfer that breaks off, the answers of those who are
+left, and the next transfer, before its own patience ends.
+"""
+
+
+def checked_address(address: str) -> str:
+    """Check that an address is one that a peer can connect to: a literal, never a name.
+
+    A name would be looked up by whoever reads it, and could mean another machine there.
+
+    Raises:
+        ValueError: it is not.
+
+    """
+    try:
+        parsed = ipaddress.ip_address(address)
+    except ValueError as error:
+        raise ValueError(f"{address!r} is no IP address. Write it in numbers.") from error
+    if parsed.is_unspecified or parsed.is_multicast:
+        raise ValueError(f"{address!r} is no machine's address. Name the interface's own.")
+    return address
+
+
+class BroadcastInitInfo(BaseModel):
+    """Where a publisher's group is, and what lets a receiver in.
+
+    Whoever has it can read the weights: keep it as you keep the manifests, which carry it too.
+
+    Attributes:
+        address: the publisher's, in numbers.
+        port: where it listens.
+        token: the shared secret, 64 hexadecimal digits; it never travels itself.
+        publisher_id: whose versions these are.
+        group_name: the group's name.
+        backend: what carries the bytes.
+        world_size: the trainer and all engine ranks; 0 where anybody may come and go.
+        rank_offset: added to an engine's own rank gives its place in the group.
+
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    address: Annotated[StrictStr, AfterValidator(checked_address)]
+    port: Annotated[StrictInt, Field(ge=1, lt=2**16)]
+    token: Annotated[StrictStr, Field(pattern=r"^[0-9a-f]{64}$")]
+    publisher_id: Annotated[StrictStr, Field(pattern=r"^[0-9a-f]{32}$")]
+    group_name: Annotated[StrictStr, Field(pattern=r"^[A-Za-z0-9_.:-]{1,128}$")]
+    backend: Backend
+    world_size: Annotated[StrictInt, Field(ge=0, lt=2**20)] = 0
+    rank_offset: Annotated[StrictInt, Field(ge=1, lt=2**20)] = 1
+
+    def to_json(self) -> str:
+        """Write it as JSON text."""
+        return self.model_dump_json()
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """Read what `to_json` wrote.
+
+        Raises:
+            MalformedManifest: it is not that.
+
+        """
+        if not isinstance(text, str) or len(text) > _MAX_TEXT:
+            msg = (
+                f"the init info is a {type(text).__name__} of unexpected size, expected JSON text "
+                f"of at most {_MAX_TEXT} characters. Send what to_json wrote."
+            )
+            raise MalformedManifest(msg)
+        try:
+            return cls.model_validate_json(text)
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_input=False)[0]
+            where = ".".join(str(part) for part in first["loc"])
+            msg = (
+                f"the init info's field {where or '(all of it)'}: {first['msg']}. Send what "
+                "to_json wrote."
+            )
+            raise MalformedManifest(msg) from error
+
+
+TorchDistributedWeightSyncInitInfo = BroadcastInitInfo
+"""The same class, by the name that transfer strategies have for it."""
+
+
+class BroadcastHandle(BaseModel):
+    """The JSON handle of a manifest: the group, and which write of which slot the version is."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    group: BroadcastInitInfo
+    generation: Annotated[StrictInt, Field(ge=1, lt=2**63)]

@@ -1,0 +1,281 @@
+"""A receiver's second thread: takes part in transfers, and puts what arrives where it is found."""
+
+import logging
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable
+
+from rl_bridge.errors import WeightBridgeError
+from rl_bridge.memory.slots import Slot
+from rl_bridge.transports.broadcast.arrivals import Arrival, Arrivals
+from rl_bridge.transports.broadcast.group import Group, GroupStore, send_slices
+from rl_bridge.transports.broadcast.init_info import Backend
+from rl_bridge.transports.broadcast.messages import (
+    Arrived,
+    CalledOff,
+    Declined,
+    Failed,
+    Go,
+    Message,
+    Offer,
+    Ready,
+)
+
+__all__ = ["Intake"]
+
+_LOG = logging.getLogger(__name__)
+_MAX_EARLY = 256
+
+
+class Intake:
+    """Receives one publisher's versions, in a thread of its own."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        arrivals: Arrivals,
+        *,
+        say: Callable[[Message], None],
+        tell: Callable[[int, str, bytes], None],
+        address: str,
+        timeout_s: float,
+    ) -> None:
+        """Start the thread.
+
+        Args:
+            backend: what carries the bytes.
+            arrivals: where versions arrive.
+            say: sends a message to the publisher.
+            tell: sends it a value of a group's rendezvous.
+            address: of the interface that leads to the publisher.
+            timeout_s: longest wait for members of a group, and for a slice.
+
+        """
+        self.arrivals = arrivals
+        self._backend: Backend = backend
+        self._say = say
+        self._tell = tell
+        self._address = address
+        self._timeout_s = timeout_s
+        self._changed = threading.Condition()
+        self._messages: queue.SimpleQueue[Offer | Go | CalledOff | None] = queue.SimpleQueue()
+        self._progress: dict[str, float] = {}
+        self._problems: dict[str, WeightBridgeError] = {}
+        self._num_arrived: dict[str, int] = {}
+        self._reserved: tuple[Offer, Slot] | None = None
+        self._group: tuple[int, Group] | None = None
+        self._store: tuple[int, GroupStore] | None = None
+        self._early: list[tuple[int, str, bytes]] = []
+        self._given_up: str | None = None
+        self._pid = os.getpid()
+        self._thread = threading.Thread(target=self._run, name="rlb-broadcast-intake", daemon=True)
+        self._thread.start()
+
+    # ---- what the link's thread and the consumer call -------------------------------------------
+
+    def put(self, message: Offer | Go | CalledOff) -> None:
+        """Take the next step of a transfer."""
+        with self._changed:
+            if isinstance(message, Offer):
+                self._progress[message.update_id] = time.monotonic()
+        self._messages.put(message)
+        self.notify()
+
+    def learn(self, group: int, key: str, value: bytes) -> None:
+        """Take note of another member's value, also of a group that is about to begin."""
+        with self._changed:
+            if self._store is not None and self._store[0] == group:
+                self._store[1].learn(key, value)
+            else:
+                self._early.append((group, key, value))
+                del self._early[:-_MAX_EARLY]
+
+    def progress_of(self, update_id: str) -> float | None:
+        """When something of an update arrived last; None if it is not on its way."""
+        with self._changed:
+            return self._progress.get(update_id)
+
+    def problem_of(self, update_id: str) -> WeightBridgeError | None:
+        """Why this side takes no part in an update's transfer; told once."""
+        with self._changed:
+            return self._problems.pop(update_id, None)
+
+    def wait(self, is_news: Callable[[], bool], timeout_s: float) -> None:
+        """Wait until there is news, or for so long."""
+        with self._changed:
+            self._changed.wait_for(is_news, timeout_s)
+
+    def notify(self) -> None:
+        """Wake who waits."""
+        with self._changed:
+            self._changed.notify_all()
+
+    def give_up(self, reason: str) -> None:
+        """The publisher is gone: end what waits for it."""
+        with self._changed:
+            self._given_up = reason
+            if self._store is not None:
+                self._store[1].fail(reason)
+            self._changed.notify_all()
+        self._messages.put(None)
+
+    def close(self, *, timeout_s: float) -> bool:
+        """End the thread; returns whether it ended: a slice that is on the wire ends first."""
+        self.give_up("this side closed")
+        if self._thread is not threading.current_thread():
+            self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    # ---- the thread -----------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while (message := self._messages.get()) is not None and self._given_up is None:
+            try:
+                self._take(message)
+            except Exception as error:  # noqa: BLE001 - told to the publisher, who judges
+                is_known = isinstance(error, RuntimeError)
+                _LOG.warning("a transfer failed: %s", error, exc_info=not is_known)
+                self._fail(message.transfer, error)
+        self._drop_reserved()
+        self._leave()
+        with self._changed:
+            self._progress.clear()
+            self._changed.notify_all()
+
+    def _take(self, message: Offer | Go | CalledOff) -> None:
+        match message:
+            case Offer():
+                self._answer(message)
+            case Go(transfer=transfer):
+                reserved, self._reserved = self._reserved, None
+                if reserved is None or reserved[0].transfer != transfer:
+                    if reserved is not None:
+                        self.arrivals.abandon(reserved[1])
+                    self._leave()
+                    self._say(Failed(transfer=transfer, reason="it was not offered"))
+                    return
+                self._receive(message, *reserved)
+            case CalledOff():
+                self._drop_reserved()
+                self._leave()
+
+    def _answer(self, offer: Offer) -> None:
+        self._drop_reserved(but=offer.update_id)
+        known = self.arrivals.find(offer.update_id)
+        if known is not None and known.generation == offer.generation:
+            self._end(offer.update_id)
+            self._say(Declined(transfer=offer.transfer, reason="it is here already"))
+            return
+        try:
+            slot = self.arrivals.reserve(offer.arena_nbytes)
+        except WeightBridgeError as error:
+            with self._changed:
+                self._problems[offer.update_id] = error
+                for oldest in list(self._problems)[:-4]:
+                    del self._problems[oldest]
+            self._end(offer.update_id)
+            self._say(Declined(transfer=offer.transfer, reason=str(error)[:2000]))
+            return
+        self._reserved = offer, slot
+        self._say(Ready(transfer=offer.transfer))
+
+    def _receive(self, go: Go, offer: Offer, slot: Slot) -> None:
+        try:
+            group = self._join(go)
+            arena = self.arrivals.tensor(slot, offer.arena_nbytes)
+            digest = self.arrivals.digest_of(
+                offer.layout_digest, go.slice_nbytes, slot, offer.arena_nbytes
+            )
+
+            def advance(watermark: int) -> None:
+                with self._changed:
+                    self._progress[offer.update_id] = time.monotonic()
+                if digest is not None:
+                    digest.advance(watermark)
+
+            send_slices(group, arena, go.slice_nbytes, meanwhile=advance)
+            if digest is not None:
+                digest.advance(offer.arena_nbytes)
+        except BaseException:
+            # Every slice that was begun has ended: nobody writes there any more.
+            self.arrivals.abandon(slot)
+            raise
+        # First, so that whoever goes on here with the version finds that the publisher knows.
+        self._say(Arrived(transfer=go.transfer))
+        self.arrivals.commit(
+            Arrival(
+                update_id=offer.update_id,
+                generation=offer.generation,
+                arena_nbytes=offer.arena_nbytes,
+                layout_digest=offer.layout_digest,
+                slot=slot,
+                digests=None if digest is None else digest.digests(),
+            )
+        )
+        self._end(offer.update_id)
+
+    def _join(self, go: Go) -> Group:
+        known = self._group
+        if known is not None and known[0] == go.group:
+            return known[1]
+        self._leave()
+
+        def tell(key: str, value: bytes) -> None:
+            self._tell(go.group, key, value)
+
+        store = GroupStore(tell, timeout_s=self._timeout_s)
+        with self._changed:
+            self._store = go.group, store
+            for group, key, value in self._early:
+                if group == go.group:
+                    store.learn(key, value)
+            self._early.clear()
+            if self._given_up is not None:
+                store.fail(self._given_up)
+        made = Group(
+            self._backend,
+            store,
+            rank=go.rank,
+            size=go.size,
+            address=self._address,
+            timeout_s=self._timeout_s,
+        )
+        self._group = go.group, made
+        return made
+
+    def _leave(self) -> None:
+        known, self._group = self._group, None
+        with self._changed:
+            self._store = None
+        if known is not None:
+            known[1].close()
+
+    def _drop_reserved(self, but: str = "") -> None:
+        reserved, self._reserved = self._reserved, None
+        if reserved is not None:
+            self.arrivals.abandon(reserved[1])
+            if reserved[0].update_id != but:
+                self._end(reserved[0].update_id)
+
+    def _fail(self, transfer: int, error: Exception) -> None:
+        self._leave()  # who waits for bytes from this side is told so, by sockets that close
+        with self._changed:
+            self._progress.clear()
+            self._changed.notify_all()
+        first = str(error).splitlines()[:1]
+        self._say(Failed(transfer=transfer, reason=(first or [type(error).__name__])[0][:2000]))
+
+    def _end(self, update_id: str) -> None:
+        with self._changed:
+            self._progress.pop(update_id, None)
+            self._num_arrived[update_id] = self._num_arrived.get(update_id, 0) + 1
+            for oldest in list(self._num_arrived)[:-16]:
+                del self._num_arrived[oldest]
+            self._changed.notify_all()
+
+    def num_ended(self, update_id: str) -> int:
+        """How many transfers of an update came to an end here."""
+        with self._changed:
+            return self._num_arrived.get(update_id, 0)

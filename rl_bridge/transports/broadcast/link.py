@@ -1,0 +1,288 @@
+"""A receiver's connection to one publisher: a thread that reads, and a thread that receives."""
+
+import logging
+import os
+import select
+import threading
+import time
+from collections import OrderedDict
+from contextlib import suppress
+from functools import partial
+
+from rl_bridge.errors import (
+    SegmentError,
+    StaleUpdate,
+    TransferTimeout,
+)
+from rl_bridge.memory.control import UpdateReport
+from rl_bridge.memory.holding import close_fd, forget_fd_in_children
+from rl_bridge.transports.broadcast.arrivals import Arrivals
+from rl_bridge.transports.broadcast.init_info import STEPS_IN_TIME, BroadcastInitInfo
+from rl_bridge.transports.broadcast.intake import Intake
+from rl_bridge.transports.broadcast.joining import join_group, parsed
+from rl_bridge.transports.broadcast.messages import (
+    CalledOff,
+    FromPublisher,
+    Go,
+    Gone,
+    Join,
+    Leave,
+    Offer,
+    Refused,
+    Released,
+    Reported,
+    StoreValue,
+    Want,
+)
+
+__all__ = ["Link"]
+
+_LOG = logging.getLogger(__name__)
+
+_KEPT_REPORTS = 6
+_KEPT_REFUSALS = 16
+_GOODBYE_S = 1.0
+_MAX_REPORT_NBYTES = 48 << 10
+
+
+class Link:
+    """One publisher, as a receiver sees it."""
+
+    def __init__(
+        self,
+        info: BroadcastInitInfo,
+        arrivals: Arrivals,
+        *,
+        worker: str,
+        rank: int,
+        is_observer: bool,
+        timeout_s: float,
+    ) -> None:
+        """Connect, prove that the token is known, and join.
+
+        Args:
+            info: where, and how to get in.
+            arrivals: where versions arrive.
+            worker: this side's name.
+            rank: its rank.
+            is_observer: take single versions only, and leave no record.
+            timeout_s: longest wait for the publisher.
+
+        Raises:
+            SegmentError: the publisher is gone, or refuses the token.
+            WeightBridgeUnavailableError: it has no room for this side.
+            TransferTimeout: it does not answer in time.
+
+        """
+        self.info = info
+        self.is_observer = is_observer
+        self._timeout_s = timeout_s
+        self._pid = os.getpid()
+        self._changed = threading.Condition()
+        self._gone: OrderedDict[str, Gone] = OrderedDict()
+        self.reports: OrderedDict[str, UpdateReport] = OrderedDict()
+        """What this side told last: a later connection repeats it."""
+        self._lost: str | None = None
+        self._is_closing = False
+        self._has_ended = False
+        self._identity = Join(
+            worker=worker[:512],
+            rank=rank,
+            group_rank=rank + info.rank_offset,
+            pid=self._pid,
+            is_observer=is_observer,
+        )
+        self._channel = join_group(info, self._identity, timeout_s=timeout_s)
+        self._wake = forget_fd_in_children(os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC))
+        self._intake = Intake(
+            info.backend,
+            arrivals,
+            say=self._channel.send,
+            tell=self._tell,
+            address=self._channel.socket.getsockname()[0],
+            timeout_s=timeout_s / STEPS_IN_TIME,
+        )
+        self._thread = threading.Thread(target=self._run, name="rlb-broadcast-link", daemon=True)
+        self._thread.start()
+
+    # ---- what the consumer's end calls ----------------------------------------------------------
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the connection ended."""
+        return self._lost is not None
+
+    def follow(self) -> None:
+        """From an observer become a consumer, who is pushed every version."""
+        if self.is_observer:
+            self.is_observer = False
+            self._channel.send(self._identity.model_copy(update={"is_observer": False}))
+
+    def fetch(self, update_id: str, *, generation: int, arena_nbytes: int) -> None:
+        """Have a version here: wait for it if it is on its way, else ask for it.
+
+        Raises:
+            StaleUpdate: the publisher released it.
+            SegmentError: the publisher is gone, or the version is not what was asked for.
+            TransferTimeout: for `timeout_s` nothing of it arrived.
+
+        """
+        intake = self._intake
+        start = last = time.monotonic()
+        wanted: int | None = None
+        with self._changed:
+            self._gone.pop(update_id, None)
+        while intake.arrivals.find(update_id) is None:
+            self._raise_problem(update_id)
+            progress, ended = intake.progress_of(update_id), intake.num_ended(update_id)
+            last = max(last, progress or 0.0)
+            left = last + self._timeout_s - time.monotonic()
+            if left <= 0:
+                raise TransferTimeout(
+                    f"update {update_id}: nothing of it arrived for {self._timeout_s} s "
+                    f"({time.monotonic() - start:.1f} s in all). See that the publisher runs, then "
+                    "import again, or raise timeout_s."
+                )
+            # Asked once, and again where it came and had to make room before it was taken.
+            if progress is None and wanted != ended:
+                wanted = ended
+                self._channel.send(
+                    Want(update_id=update_id, generation=generation, arena_nbytes=arena_nbytes)
+                )
+            intake.wait(partial(self._has_news, update_id, progress, ended), left)
+
+    def _has_news(self, update_id: str, progress: float | None, ended: int) -> bool:
+        intake = self._intake
+        return (
+            self._lost is not None
+            or update_id in self._gone
+            or intake.progress_of(update_id) != progress
+            or intake.num_ended(update_id) != ended
+        )
+
+    def _raise_problem(self, update_id: str) -> None:
+        problem = self._intake.problem_of(update_id)
+        if problem is not None:
+            raise problem
+        with self._changed:
+            gone = self._gone.pop(update_id, None)
+        if gone is not None:
+            self._raise_gone(gone)
+        if self._lost is not None:
+            raise SegmentError(
+                f"update {update_id} did not arrive: {self._lost}. Publish again, or import again "
+                "if the publisher still runs."
+            )
+
+    @staticmethod
+    def _raise_gone(gone: Gone) -> None:
+        if gone.is_stale:
+            raise StaleUpdate(
+                f"update {gone.update_id} is gone: {gone.reason}. Import the publisher's latest "
+                "manifest."
+            )
+        raise SegmentError(
+            f"update {gone.update_id} is not what was published: {gone.reason}. Use the manifest "
+            "as it was published."
+        )
+
+    def report(self, report: UpdateReport) -> None:
+        """Tell the publisher; never waits."""
+        self.reports.pop(report.update_id, None)
+        self.reports[report.update_id] = report
+        for oldest in list(self.reports)[:-_KEPT_REPORTS]:
+            self.reports.pop(oldest, None)
+        self._say(report)
+
+    def _say(self, report: UpdateReport) -> None:
+        message = Reported(report=report)
+        if len(message.model_dump_json()) > _MAX_REPORT_NBYTES:
+            plain = report.model_copy(update={"proof": None, "timings_ms": {}})
+            message = Reported(report=plain)
+        self._channel.send(message)
+        if self._channel.has_outgoing:
+            self._poke()
+
+    def take_over(self, other: "Link") -> None:
+        """Repeat what another connection to the same publisher had told."""
+        for report in list(other.reports.values()):
+            self.report(report)
+
+    def close(self) -> bool:
+        """Say goodbye and end both threads; returns whether nothing can arrive any more.
+
+        Idempotent; in a forked child a no-op.
+        """
+        if self._is_closing or os.getpid() != self._pid:
+            return self._has_ended
+        self._is_closing = True
+        self._channel.send(Leave())
+        # The publisher hangs up in answer: then it has noted that this side is gone.
+        self._thread.join(_GOODBYE_S)
+        self._lose("this side closed")
+        self._poke()
+        self._thread.join(self._timeout_s)
+        self._has_ended = self._intake.close(timeout_s=self._timeout_s)
+        self._channel.close()
+        close_fd(self._wake)
+        return self._has_ended
+
+    # ---- the thread -----------------------------------------------------------------------------
+
+    def _tell(self, group: int, key: str, value: bytes) -> None:
+        self._channel.send(StoreValue(group=group, key=key, value=value.hex()))
+
+    def _poke(self) -> None:
+        try:
+            os.eventfd_write(self._wake, 1)
+        except OSError:
+            return  # it is awake, or gone
+
+    def _lose(self, reason: str) -> None:
+        with self._changed:
+            if self._lost is None:
+                self._lost = reason
+        self._channel.is_lost = True
+        self._intake.give_up(reason)
+
+    def _run(self) -> None:
+        poll = select.poll()
+        poll.register(self._wake, select.POLLIN)
+        channel = self._channel
+        while True:
+            # First of all what came together with the answer to this side's joining.
+            while self._lost is None and (text := channel.take()) is not None:
+                self._note(parsed(text))
+            if channel.is_lost:
+                self._lose("the publisher hung up: its bridge was closed, or it died")
+            if self._lost is not None:
+                break
+            wants = select.POLLIN | (select.POLLOUT if channel.has_outgoing else 0)
+            poll.register(channel.socket, wants)
+            poll.poll()
+            with suppress(BlockingIOError):
+                os.eventfd_read(self._wake)
+            channel.flush()
+            channel.fill()
+        channel.close()
+
+    def _note(self, message: FromPublisher | None) -> None:
+        match message:
+            case None:
+                self._lose("the publisher sent what is no message")
+            case Offer() | Go() | CalledOff():
+                self._intake.put(message)
+            case StoreValue(group=group, key=key, value=value):
+                self._intake.learn(group, key, bytes.fromhex(value))
+            case Gone(update_id=update_id):
+                with self._changed:
+                    self._gone[update_id] = message
+                    for oldest in list(self._gone)[:-_KEPT_REFUSALS]:
+                        del self._gone[oldest]
+                self._intake.notify()
+            case Released(update_id=update_id):
+                self._intake.arrivals.drop(update_id)
+            case Refused(reason=reason):
+                self._lose(f"the publisher ended the connection: {reason}")
+            case _:
+                pass

@@ -1,0 +1,192 @@
+"""The trainer's end: seals a version in a slot of its own, and leaves the rest to the sender."""
+
+import itertools
+import secrets
+import socket
+import time
+import weakref
+from collections.abc import Mapping
+
+import torch
+
+from rl_bridge.errors import SegmentError
+from rl_bridge.memory.control import Record
+from rl_bridge.memory.packing import PackPlan
+from rl_bridge.memory.slots import Slot, SlotRing
+from rl_bridge.transports.base import Carried, PublisherEnd
+from rl_bridge.transports.broadcast.arenas import Arenas
+from rl_bridge.transports.broadcast.hub import Hub
+from rl_bridge.transports.broadcast.init_info import (
+    STEPS_IN_TIME,
+    Backend,
+    BroadcastHandle,
+    BroadcastInitInfo,
+)
+from rl_bridge.transports.broadcast.schedule import Offered
+from rl_bridge.transports.broadcast.sender import Sender
+
+__all__ = ["BroadcastPublisher", "group_info"]
+
+
+def group_info(
+    listener: socket.socket,
+    publisher_id: str,
+    *,
+    group_name: str | None,
+    backend: Backend,
+    world_size: int,
+) -> BroadcastInitInfo:
+    """What receivers of a new group are told."""
+    address, port = listener.getsockname()[:2]
+    return BroadcastInitInfo(
+        address=address,
+        port=port,
+        token=secrets.token_hex(32),
+        publisher_id=publisher_id,
+        group_name=f"rl_bridge-{publisher_id[:12]}" if group_name is None else group_name,
+        backend=backend,
+        world_size=world_size,
+    )
+
+
+class BroadcastPublisher(PublisherEnd):
+    """See `rl_bridge.transports.base.PublisherEnd`."""
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        info: BroadcastInitInfo,
+        arenas: Arenas,
+        *,
+        max_slots: int,
+        max_consumers: int,
+        num_threads: int | None,
+        timeout_s: float,
+    ) -> None:
+        """Serve receivers from now on."""
+        self.info = info
+        self.place = arenas.place
+        self._num_threads = num_threads
+        self._timeout_s = timeout_s
+        self._is_closed = False
+        receivers = _Receivers()
+        # Neither knows this object, which ends with its last reference: the threads hold them.
+        self._ring = SlotRing(
+            _SlotMaker(arenas, f"rlb-{info.publisher_id[:12]}"),
+            limit=max_slots,
+            name_holders=receivers,
+        )
+        self._hub = Hub(listener, info, max_members=max_consumers, timeout_s=timeout_s)
+        self._sender = Sender(
+            self._hub,
+            arenas,
+            timeout_s=timeout_s / STEPS_IN_TIME,
+            free=self._ring.release,
+            at_end=_Closing(self._hub, self._ring, arenas),
+        )
+        receivers.sender = self._sender
+        # A bridge that is dropped instead of closed must not go on serving.
+        self._finalizer = weakref.finalize(self, _end, self._hub, self._sender, timeout_s)
+
+    def carry(self, plan: PackPlan, tensors: Mapping[str, torch.Tensor], update_id: str) -> Carried:
+        """Seal a version, and leave it to the sender."""
+        table = plan.table
+        start = time.perf_counter()
+        with self._hub.changed:
+            slot = self._ring.acquire(table.arena_nbytes)
+        try:
+            if slot.layout_digest != table.digest:
+                plan.clear_padding(slot.address)
+                slot.layout_digest = table.digest
+            staged = time.perf_counter()
+            digests = plan.pack(tensors, slot.address, num_threads=self._num_threads)
+            with self._hub.changed:
+                self._ring.publish(slot, update_id, table.arena_nbytes)
+            handle = BroadcastHandle(group=self.info, generation=slot.generation).model_dump()
+            ready = time.perf_counter()
+            self._sender.offer(
+                Offered(update_id, slot, slot.generation, table.arena_nbytes, table.digest)
+            )
+            return Carried(
+                digests=digests,
+                handle=handle,
+                timings_ms={"slot": (staged - start) * 1e3, "stage_digest": (ready - staged) * 1e3},
+            )
+        except BaseException:
+            self._sender.release(update_id)
+            with self._hub.changed:
+                if slot.update_id in {None, update_id}:
+                    self._ring.abandon(slot)
+            raise
+
+    def snapshot(self, update_id: str) -> Slot:
+        """The slot of a published version.
+
+        Raises:
+            SegmentError: it was released.
+
+        """
+        offered = self._sender.find(update_id)
+        if offered is None:
+            msg = f"update {update_id} is gone: it was released. Publish again."
+            raise SegmentError(msg)
+        return offered.slot
+
+    def release(self, update_id: str) -> None:
+        """Let its slot be written again, once it is not on the wire."""
+        self._sender.release(update_id)
+
+    def records(self) -> list[Record]:
+        """What receivers said, as far as it has arrived."""
+        return [] if self._is_closed else self._hub.records()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all slots."""
+        return 0 if self._is_closed else self._ring.nbytes
+
+    def close(self) -> None:
+        """Tell the receivers, and end both threads."""
+        self._is_closed = True
+        self._finalizer()
+
+
+class _SlotMaker:
+    """Makes the ring's slots."""
+
+    def __init__(self, arenas: Arenas, label: str) -> None:
+        self._arenas = arenas
+        self._names = (f"{label}-{number}" for number in itertools.count(1))
+
+    def __call__(self, arena_nbytes: int) -> Slot:
+        return self._arenas.make_slot(next(self._names), arena_nbytes)
+
+
+class _Receivers:
+    """Names who still needs the bytes of an update."""
+
+    sender: Sender | None = None
+
+    def __call__(self, update_id: str) -> list[str]:
+        return [] if self.sender is None else self.sender.receivers_of(update_id)
+
+
+class _Closing:
+    """Gives the slots back when nothing reads them any more; keeps no publisher alive."""
+
+    def __init__(self, hub: Hub, ring: SlotRing, arenas: Arenas) -> None:
+        self._hub = hub
+        self._ring = ring
+        self._arenas = arenas
+
+    def __call__(self) -> None:
+        with self._hub.changed:
+            self._ring.close()
+        self._arenas.close()
+
+
+def _end(hub: Hub, sender: Sender, timeout_s: float) -> None:
+    # Receivers are told first: those in the middle of a transfer then end their side of it.
+    sender.stop()
+    hub.close()
+    sender.close(timeout_s=timeout_s)

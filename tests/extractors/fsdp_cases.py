@@ -1,0 +1,347 @@
+"""What the ranks of the FSDP tests run: they build a model, wrap it and report."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import (
+    FullyShardedDataParallel,
+    MixedPrecisionPolicy,
+    ShardingStrategy,
+    fully_shard,
+)
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.tensor import DTensor, Partial, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+import rl_bridge
+from rl_bridge.errors import IncompatibleUpdate
+from rl_bridge.extractors.fsdp import FSDPExtractor
+from tests.extractors.counting import Collectives, peak_nbytes
+from tests.extractors.worlds import described, filled, local_report
+
+WIDTH = 6
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_proj = nn.Linear(WIDTH, WIDTH)
+        self.k_proj = nn.Linear(WIDTH, 3)
+        self.v_proj = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.q_proj(x) + (self.k_proj(x) * self.v_proj(x)).sum(-1, keepdim=True)  # type: ignore[no-any-return]
+
+
+class Block(nn.Module):
+    """Sizes that no two ranks can share evenly, a buffer, a frozen weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.self_attn = Attention()
+        self.up = nn.Linear(WIDTH, 5)
+        self.down = nn.Linear(5, WIDTH, bias=False)
+        self.register_buffer("scale", torch.ones(3))
+        self.register_buffer("scratch", torch.ones(3), persistent=False)
+        self.down.weight.requires_grad = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up(self.self_attn(x)))  # type: ignore[no-any-return]
+
+
+class Model(nn.Module):
+    """Blocks between an embedding and a head that share one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, WIDTH)
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.gain = nn.Parameter(torch.ones(1))
+        self.head = nn.Linear(WIDTH, 7, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x * self.gain)  # type: ignore[no-any-return]
+
+
+def plain() -> Model:
+    model = Model()
+    filled(model)
+    return model
+
+
+def fsdp2() -> nn.Module:
+    model, mesh = plain(), init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+def fsdp2_mixed() -> nn.Module:
+    model, mesh = plain(), init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    return model
+
+
+def fsdp2_columns() -> nn.Module:
+    """Matrices are cut by columns, which are no contiguous memory of the whole."""
+    model, mesh = plain(), init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    even = [p for p in model.parameters() if p.ndim == 2 and p.shape[1] % 2 == 0]
+    fully_shard(
+        model,
+        mesh=mesh,
+        shard_placement_fn=lambda p: Shard(1 if any(p is one for one in even) else 0),
+    )
+    return model
+
+
+def hsdp2() -> nn.Module:
+    model, mesh = plain(), init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shards"))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+def fsdp2_over_tensor_parallel() -> nn.Module:
+    model, mesh = plain(), init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    for block in model.blocks:
+        plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        parallelize_module(block, mesh["tp"], plan)
+        fully_shard(block, mesh=mesh["dp"])
+    fully_shard(model, mesh=mesh["dp"])
+    return model
+
+
+def fsdp1(**options: Any) -> nn.Module:
+    cpu = torch.device("cpu")
+    policy = ModuleWrapPolicy({Block})
+    return FullyShardedDataParallel(plain(), auto_wrap_policy=policy, device_id=cpu, **options)
+
+
+def fsdp1_original() -> nn.Module:
+    return fsdp1(use_orig_params=True)
+
+
+def fsdp1_flat() -> nn.Module:
+    model = plain()
+    for one in model.parameters():
+        one.requires_grad = True  # this kind wants them alike
+    return FullyShardedDataParallel(
+        model, auto_wrap_policy=ModuleWrapPolicy({Block}), device_id=torch.device("cpu")
+    )
+
+
+def fsdp1_copies() -> nn.Module:
+    return fsdp1(use_orig_params=True, sharding_strategy=ShardingStrategy.NO_SHARD)
+
+
+def fsdp1_hybrid() -> nn.Module:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shards"))
+    strategy = ShardingStrategy.HYBRID_SHARD
+    return fsdp1(use_orig_params=True, sharding_strategy=strategy, device_mesh=mesh)
+
+
+# ---- what is asked of them -----------------------------------------------------------------------
+
+
+def built(build: str) -> nn.Module:
+    return globals()[build]()  # type: ignore[no-any-return]
+
+
+def local(build: str, dtype: str | None = None) -> Any:
+    return local_report(FSDPExtractor(built(build), chunk_nbytes=300), dtype)
+
+
+def full(build: str, dtype: str | None = None, chunk_nbytes: int = 300) -> Any:
+    extractor = FSDPExtractor(built(build), chunk_nbytes=chunk_nbytes)
+    wanted = None if dtype is None else getattr(torch, dtype)
+    return described(list(extractor.extract_weights(wanted)))
+
+
+def collectives(build: str) -> Any:
+    """How many operations of which kind talk to other ranks."""
+    model = built(build)
+    counts = {}
+    for call in ("metadata", "placements", "local", "full"):
+        with Collectives() as counted:
+            for _ in getattr(FSDPExtractor(model), call)(torch.bfloat16):
+                pass
+        counts[call] = len(counted.names)
+    return counts
+
+
+def local_after_forward(build: str) -> Any:
+    model = built(build)
+    extractor = FSDPExtractor(model, chunk_nbytes=300)
+    list(extractor.local())
+    with torch.no_grad():
+        model(torch.tensor([[1, 2, 3]]))
+    assert not any(isinstance(one, DTensor) for one in model.parameters())
+    return local_report(extractor)
+
+
+def trained(build: str) -> Any:
+    model = built(build)
+    extractor = FSDPExtractor(model)
+    before = {name: t for chunk in extractor.local() for name, t in _pairs(chunk)}
+    copies = {name: tensor.clone() for name, tensor in before.items()}
+    loss = model(torch.tensor([[1, 2, 3]])).square().mean()
+    loss.backward()
+    torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1e-3).step()
+    after = {name: t for chunk in extractor.local() for name, t in _pairs(chunk)}
+    whole = {name: t for chunk in extractor.full() for name, t in _pairs(chunk)}
+    torchs = {
+        name: one.full_tensor() if isinstance(one, DTensor) else one
+        for name, one in model.state_dict().items()
+    }
+    return {
+        "as_gathered_by_torch": all(torch.equal(whole[name], torchs[name]) for name in torchs),
+        "changed": any(not torch.equal(copies[name], after[name]) for name in after),
+        "same_memory": all(before[n].data_ptr() == after[n].data_ptr() for n in after),
+    }
+
+
+def exchanged(build: str) -> bool:
+    """After a load that exchanges the parameters, the new ones are read."""
+    model = built(build)
+    extractor = FSDPExtractor(model)
+    list(extractor.local())
+    state = {
+        name: DTensor.from_local(
+            one.to_local() * 2,
+            one.device_mesh,
+            one.placements,
+            shape=one.shape,
+            stride=one.stride(),
+        )
+        if isinstance(one, DTensor)
+        else one
+        for name, one in model.state_dict().items()
+    }
+    model.load_state_dict(state, assign=True)
+    got = {name: t for chunk in extractor.local() for name, t in _pairs(chunk)}
+    name = "blocks.0.up.weight"
+    return torch.equal(got[name], state[name].to_local())
+
+
+def published(build: str) -> Any:
+    extractor = FSDPExtractor(built(build), chunk_nbytes=300)
+    trainable = extractor.trainable_names()
+    placements = extractor.placements(torch.bfloat16)
+    with rl_bridge.make_weight_bridge("local-clone", suspicious="off") as bridge:
+        first, second = (
+            bridge.publish(
+                extractor.local(torch.bfloat16), weight_version=version, trainable=trainable
+            )
+            for version in (1, 2)
+        )
+        return {
+            "names": list(first.tensors),
+            "local_names": list(placements),
+            "roots_equal": first.root == second.root,
+        }
+
+
+def _pairs(chunk: rl_bridge.WeightChunk) -> Any:
+    return zip(chunk.names, chunk.tensors, strict=True)
+
+
+# ---- memory --------------------------------------------------------------------------------------
+
+
+def wide(cut: str) -> nn.Module:
+    """1.2 million elements in small and large tensors."""
+    layers = [nn.Linear(256, 512, bias=False), nn.Linear(512, 257)] * 4
+    model = nn.Sequential(
+        *(nn.Sequential(nn.Linear(128, 33), copy.deepcopy(one)) for one in layers)
+    )
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    if cut == "flat":
+        return FullyShardedDataParallel(
+            model, auto_wrap_policy=ModuleWrapPolicy({nn.Sequential}), device_id=torch.device("cpu")
+        )
+    fully_shard(
+        model, mesh=mesh, shard_placement_fn=lambda p: Shard(int(p.ndim > 1 and cut == "columns"))
+    )
+    return model
+
+
+def wide_fsdp2() -> nn.Module:
+    return wide("rows")
+
+
+def wide_fsdp2_columns() -> nn.Module:
+    return wide("columns")
+
+
+def wide_fsdp1() -> nn.Module:
+    return wide("flat")
+
+
+def peak(build: str, call: str, chunk_nbytes: int, dtype: str | None = "bfloat16") -> Any:
+    extractor = FSDPExtractor(built(build), chunk_nbytes=chunk_nbytes)
+    wanted = None if dtype is None else getattr(torch, dtype)
+    for _ in getattr(extractor, call)(wanted):
+        pass
+    return peak_nbytes(getattr(extractor, call)(wanted))
+
+
+# ---- traps ---------------------------------------------------------------------------------------
+
+
+def all_sent_is_contiguous(build: str) -> bool:
+    sent: list[bool] = []
+    whole = torch.distributed.broadcast
+
+    def watched(tensor: torch.Tensor, *arguments: Any, **options: Any) -> Any:
+        sent.append(tensor.is_contiguous())
+        return whole(tensor, *arguments, **options)
+
+    with mock.patch.object(torch.distributed, "broadcast", watched):
+        for _ in FSDPExtractor(built(build), chunk_nbytes=1 << 16).full():
+            pass
+    return bool(sent) and all(sent)
+
+
+def uses_state_dicts(build: str) -> bool:
+    model = built(build)
+    with mock.patch.object(FullyShardedDataParallel, "state_dict") as called:
+        for _ in FSDPExtractor(model).full():
+            pass
+    return bool(called.called)
+
+
+def refusals() -> Any:
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    partial = nn.Linear(2, 2)
+    sums = DTensor.from_local(torch.ones(2, 2), mesh, [Partial()])
+    partial.weight = nn.Parameter(sums)
+    odd = nn.Conv2d(2, 4, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    flat = FullyShardedDataParallel(odd, device_id=torch.device("cpu"))
+    answers = {"no_module": told(lambda: FSDPExtractor(partial.state_dict()))}  # type: ignore[arg-type]
+    answers["partial"] = told(lambda: FSDPExtractor(partial).placements())
+    answers["flat"] = told(lambda: FSDPExtractor(flat).placements())
+    return answers
+
+
+def told(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except IncompatibleUpdate as error:
+        return str(error)
+    return "nothing"

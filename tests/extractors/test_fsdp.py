@@ -1,0 +1,144 @@
+"""FSDP on real ranks: each part and its place, no collective, whole tensors chunk by chunk."""
+
+import pytest
+
+from rl_bridge.manifest.coverage import held_pieces, prove_coverage
+from tests.extractors import fsdp_cases
+from tests.extractors.worlds import World, assembled, placements_of, reference
+
+ON_TWO = [
+    "fsdp2",
+    "fsdp2_mixed",
+    "fsdp2_columns",
+    "fsdp1_original",
+    "fsdp1_flat",
+    "fsdp1_copies",
+]
+ON_FOUR = ["fsdp2", "hsdp2", "fsdp2_over_tensor_parallel", "fsdp1_hybrid"]
+EVERY = [pytest.param("two", build, id=f"{build}-2") for build in ON_TWO] + [
+    pytest.param("four", build, id=f"{build}-4") for build in ON_FOUR
+]
+
+
+@pytest.fixture
+def world(request: pytest.FixtureRequest) -> World:
+    return request.getfixturevalue(request.param)  # type: ignore[no-any-return]
+
+
+WHOLE = reference(fsdp_cases.plain())
+
+
+@pytest.mark.parametrize(("world", "build"), EVERY, indirect=["world"])
+def test_the_parts_of_all_ranks_are_the_model(world: World, build: str) -> None:
+    reports = world.run("local", build=build)
+    assert assembled(reports) == WHOLE
+    wholes = prove_coverage(held_pieces([placements_of(report) for report in reports]))
+    assert set(wholes) == set(WHOLE)
+    for name, (*_, owners, _, _) in reports[0]["metadata"].items():
+        assert owners == [r for r, report in enumerate(reports) if name in report["placements"]]
+
+
+@pytest.mark.parametrize(("world", "build"), EVERY, indirect=["world"])
+def test_every_rank_gathers_the_model(world: World, build: str) -> None:
+    assert world.run("full", build=build) == [WHOLE] * world.size
+
+
+@pytest.mark.parametrize(("world", "build"), EVERY, indirect=["world"])
+def test_only_a_gather_asks_other_ranks(world: World, build: str) -> None:
+    for counts in world.run("collectives", build=build):
+        assert (counts["metadata"], counts["placements"], counts["local"]) == (0, 0, 0)
+        assert build == "fsdp1_copies" or counts["full"] > 0  # the counter sees them
+
+
+@pytest.mark.parametrize("build", ["fsdp2", "fsdp2_columns", "fsdp1_original"])
+def test_tensors_travel_in_the_dtype_that_is_asked_for(two: World, build: str) -> None:
+    cast = reference(fsdp_cases.plain(), "bfloat16")
+    assert assembled(two.run("local", build=build, dtype="bfloat16")) == cast
+    assert two.run("full", build=build, dtype="bfloat16") == [cast, cast]
+
+
+@pytest.mark.parametrize("build", ["fsdp2", "fsdp1_original"])
+def test_metadata_tell_shapes_owners_and_what_trains(two: World, build: str) -> None:
+    told = two.run("local", build=build, dtype="bfloat16")[1]
+    metadata = told["metadata"]
+    assert set(metadata) == set(WHOLE)
+    shape, dtype, _, is_trainable, tied_to = metadata["blocks.0.up.weight"]
+    assert (shape, dtype, is_trainable, tied_to) == ([5, 6], "bfloat16", True, None)
+    assert metadata["blocks.0.scale"] == [[3], "bfloat16", [0, 1], False, None]
+    assert not metadata["blocks.1.down.weight"][3]
+    assert metadata["head.weight"][4] == "embed.weight"
+    assert len(metadata["gain"][2]) == 1, "one element has one owner"
+    assert "blocks.0.up.weight" in told["trainable"]
+    assert "blocks.0.down.weight" not in told["trainable"]
+
+
+def test_padding_and_buffers_that_are_not_saved_stay_at_home(two: World) -> None:
+    for build in ("fsdp1_original", "fsdp1_flat", "fsdp2"):
+        for report in two.run("local", build=build):
+            names = set(report["tensors"])
+            assert names <= set(WHOLE)
+            assert "blocks.0.scratch" not in names
+
+
+def test_parameters_that_a_forward_pass_left_whole_are_cut_again(two: World) -> None:
+    reports = two.run("local_after_forward", build="fsdp2_mixed")
+    assert assembled(reports) == WHOLE
+
+
+def test_an_update_sees_the_optimizer_s_step(two: World) -> None:
+    for answer in two.run("trained", build="fsdp2"):
+        assert answer["as_gathered_by_torch"]
+        assert answer["changed"]
+        assert answer["same_memory"]
+
+
+def test_a_parameter_that_was_exchanged_is_found(two: World) -> None:
+    assert all(two.run("exchanged", build="fsdp2"))
+
+
+def test_chunks_of_local_parts_are_published(two: World) -> None:
+    for answer in two.run("published", build="fsdp2"):
+        assert answer["names"] == sorted(answer["local_names"])
+        assert answer["roots_equal"]
+
+
+@pytest.mark.parametrize("build", ["wide_fsdp2", "wide_fsdp2_columns", "wide_fsdp1"])
+def test_gathering_takes_no_more_memory_than_one_chunk(two: World, build: str) -> None:
+    limit = 1 << 19
+    for peak, count in two.run("peak", build=build, call="full", chunk_nbytes=limit):
+        assert count > 4
+        assert limit // 2 < peak <= limit
+
+
+@pytest.mark.parametrize("build", ["wide_fsdp2", "wide_fsdp1"])
+def test_casting_local_parts_takes_no_more_memory_than_one_chunk(two: World, build: str) -> None:
+    limit = 1 << 19
+    for peak, count in two.run("peak", build=build, call="local", chunk_nbytes=limit):
+        assert count > 2
+        assert limit // 4 < peak <= limit
+
+
+def test_local_parts_that_need_no_cast_take_no_memory(two: World) -> None:
+    for peak, _ in two.run(
+        "peak", build="wide_fsdp2", call="local", chunk_nbytes=1 << 20, dtype=None
+    ):
+        assert peak < 1 << 14
+
+
+def test_gloo_gets_contiguous_memory_only(two: World) -> None:
+    """It sends other memory wrongly, and says nothing."""
+    for build in ("fsdp2_columns", "wide_fsdp2_columns"):
+        assert all(two.run("all_sent_is_contiguous", build=build))
+
+
+def test_the_gather_of_fsdp1_never_asks_torch_to_offload_to_the_cpu(two: World) -> None:
+    """Which kills the process where the parameters are there already."""
+    assert two.run("full", build="fsdp1_original")[0] == WHOLE
+    assert not any(two.run("uses_state_dicts", build="fsdp1_original"))
+
+
+def test_what_cannot_be_understood_is_refused(two: World) -> None:
+    for answer in two.run("refusals"):
+        assert "Call redistribute" in answer["partial"]
+        assert "contiguous before wrapping" in answer["flat"]
+        assert "expected a module" in answer["no_module"]

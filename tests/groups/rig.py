@@ -1,0 +1,114 @@
+"""Groups in one process: each rank is a thread with a bridge of its own."""
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from typing import Any, TypeVar
+
+import torch
+
+from rl_bridge import TensorBridge, make_weight_bridge
+from rl_bridge.bridge.group_exchange import StoreExchange
+from rl_bridge.bridge.group_publish import GroupPublisher
+from rl_bridge.manifest.group import GroupManifest
+from tests.groups.meshes import Shards
+
+__all__ = ["HashStore", "Trainers", "everywhere", "trainers"]
+
+T = TypeVar("T")
+TIMEOUT_S = 20.0
+HashStore = torch._C._distributed_c10d.HashStore
+"""A store within one process."""
+
+
+def everywhere(tasks: Sequence[Callable[[], T]]) -> list[T | BaseException]:
+    """Do something on every rank at once; what a rank raises is its answer."""
+
+    def caught(task: Callable[[], T]) -> T | BaseException:
+        try:
+            return task()
+        except BaseException as error:  # noqa: BLE001 - the caller looks at it
+            return error
+
+    with ThreadPoolExecutor(len(tasks)) as pool:
+        return list(pool.map(caught, tasks))
+
+
+class Trainers:
+    """The publishing ranks of a group.
+
+    Attributes:
+        bridges: of each rank.
+        publishers: of each rank.
+
+    """
+
+    def __init__(self, bridges: Sequence[TensorBridge], timeout_s: float = TIMEOUT_S) -> None:
+        store = HashStore()
+        self.bridges = list(bridges)
+        self.publishers = [
+            GroupPublisher(
+                bridge,
+                StoreExchange(store, rank=rank, world_size=len(bridges)),
+                timeout_s=timeout_s,
+            )
+            for rank, bridge in enumerate(bridges)
+        ]
+        self.lock = threading.Lock()
+
+    def try_publish(
+        self,
+        shards: Sequence[Shards],
+        version: int,
+        *,
+        ranks: Sequence[int] | None = None,
+        versions: Mapping[int, int] | None = None,
+        **options: Any,
+    ) -> list[GroupManifest | BaseException]:
+        """Publish on all ranks, or only on some; what each got or raised."""
+        chosen = range(len(shards)) if ranks is None else ranks
+        return everywhere(
+            [
+                lambda rank=rank: self.publishers[rank].publish(  # type: ignore[misc]  # a default binds it
+                    *shards[rank], weight_version=(versions or {}).get(rank, version), **options
+                )
+                for rank in chosen
+            ]
+        )
+
+    def publish(self, shards: Sequence[Shards], version: int, **options: Any) -> GroupManifest:
+        """Publish on all ranks; all must get the same."""
+        found = self.try_publish(shards, version, **options)
+        for one in found:
+            if isinstance(one, BaseException):
+                raise one
+        texts = {one.to_json() for one in found if isinstance(one, GroupManifest)}
+        assert len(texts) == 1
+        return GroupManifest.from_json(texts.pop())
+
+    def release(self, manifest: GroupManifest) -> None:
+        """Let go of a version on every rank."""
+        for publisher in self.publishers:
+            publisher.release(manifest)
+
+
+@contextmanager
+def trainers(
+    num: int, transport: str = "shared-memory", *, timeout_s: float = TIMEOUT_S, **options: Any
+) -> Iterator[Trainers]:
+    """Ranks that publish over one transport."""
+    with ExitStack() as stack:
+        bridges = [
+            stack.enter_context(
+                make_weight_bridge(
+                    transport,
+                    source_worker="trainer",
+                    source_rank=rank,
+                    suspicious="off",
+                    **options,
+                )
+            )
+            for rank in range(num)
+        ]
+        yield Trainers(bridges, timeout_s)

@@ -1,0 +1,252 @@
+"""Coverage: every element exactly once, or a refusal that names the range and the ranks."""
+
+from math import prod
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rl_bridge.errors import IncompleteCoverage, RangeBeyondSegment, RanksDisagree
+from rl_bridge.manifest.coverage import WholeTensor, held_pieces, piece_boxes, prove_coverage
+from rl_bridge.manifest.group_boxes import (
+    box_of,
+    find_gap,
+    find_overlap,
+    flat_boxes,
+    intersect,
+    subtract,
+    volume,
+)
+from rl_bridge.manifest.placement import Piece, Placement
+from tests.groups.meshes import boxes, cut, cuts, flat_cut, numbered, shapes
+
+
+def rank_with(*pieces: Piece, dtype: str = "int8") -> dict[str, Placement]:
+    return {
+        f"own.{i}": Placement(dtype=dtype, shape=p.shape, pieces=(p,)) for i, p in enumerate(pieces)
+    }
+
+
+def box_piece(offset: tuple[int, ...], shape: tuple[int, ...], **fields: object) -> Piece:
+    known: dict[str, object] = {"name": "w", "global_shape": (4, 6)} | fields
+    return Piece(offset=offset, shape=shape, local_offset=(0,) * len(shape), **known)  # type: ignore[arg-type]
+
+
+def flat_piece(start: int, num: int, **fields: object) -> Piece:
+    return box_piece((start,), (num,), is_flat=True, **fields)
+
+
+def prove(*ranks: dict[str, Placement]) -> dict[str, WholeTensor]:
+    return prove_coverage(held_pieces(ranks))
+
+
+# ---- what covers --------------------------------------------------------------------------------
+
+
+@given(st.data())
+def test_every_uneven_mesh_covers(data: st.DataObject) -> None:
+    shape = data.draw(shapes())
+    mesh = list(boxes(shape, data.draw(cuts(shape))))
+    pieces = [
+        box_piece(
+            tuple(one.start for one in where),
+            tuple(one.stop - one.start for one in where),
+            global_shape=shape,
+        )
+        for where in mesh
+    ]
+    assert prove(*(rank_with(one) for one in pieces))["w"].shape == shape
+
+
+@given(st.data())
+def test_a_mesh_without_one_box_that_is_not_empty_is_refused(data: st.DataObject) -> None:
+    shape = data.draw(shapes().filter(prod))
+    mesh = [
+        box_of([one.start for one in where], [one.stop - one.start for one in where])
+        for where in boxes(shape, data.draw(cuts(shape)))
+    ]
+    lost = data.draw(st.sampled_from([box for box in mesh if volume(box)]))
+    rest = list(mesh)
+    rest.remove(lost)
+    pieces = [
+        box_piece(lo, tuple(b - a for a, b in zip(lo, hi, strict=True)), global_shape=shape)
+        for lo, hi in rest
+    ]
+    with pytest.raises(IncompleteCoverage, match=r"tensor 'w' .*: no rank holds (elements )?\["):
+        prove(*(rank_with(one) for one in pieces), rank_with(flat_piece(0, 0, global_shape=shape)))
+
+
+@given(st.data())
+def test_ranges_of_elements_and_boxes_may_meet_in_one_tensor(data: st.DataObject) -> None:
+    shape = data.draw(shapes().filter(lambda shape: shape and prod(shape)))
+    rows = data.draw(st.integers(0, shape[0]))
+    inner = prod(shape[1:])
+    middle = data.draw(st.integers(rows * inner, prod(shape)))
+    pieces = [
+        box_piece((0,) * len(shape), (rows, *shape[1:]), global_shape=shape),
+        flat_piece(rows * inner, middle - rows * inner, global_shape=shape),
+        flat_piece(middle, prod(shape) - middle, global_shape=shape),
+    ]
+    prove(*(rank_with(one) for one in pieces))
+
+
+def test_replicas_count_once() -> None:
+    whole = {"w": numbered((4, 6)), "scale": numbered(())}
+    ranks = cut(whole, 3, {"w": 1, "scale": None})
+    assert prove(*(placements for _, placements in ranks)).keys() == {"scale", "w"}
+
+
+def test_padding_of_a_flat_shard_is_nobodys_element() -> None:
+    ranks = flat_cut({"w": numbered((5, 3))}, 4, pad=2)
+    assert prove(*(placements for _, placements in ranks))["w"].nbytes == 60
+
+
+# ---- what does not ------------------------------------------------------------------------------
+
+
+def test_a_missing_range_is_named() -> None:
+    with pytest.raises(
+        IncompleteCoverage, match=r"'w' of shape \[4, 6\]: no rank holds \[2:3, 0:6\]"
+    ):
+        prove(rank_with(box_piece((0, 0), (2, 6))), rank_with(box_piece((3, 0), (1, 6))))
+
+
+def test_a_missing_corner_is_named() -> None:
+    held = [box_piece((0, 0), (2, 6)), box_piece((2, 0), (2, 4)), box_piece((3, 4), (1, 2))]
+    with pytest.raises(IncompleteCoverage, match=r"no rank holds \[2:3, 4:6\]"):
+        prove(*map(rank_with, held))
+
+
+def test_a_missing_range_of_elements_is_named() -> None:
+    with pytest.raises(IncompleteCoverage, match=r"holds elements \[20:24\] in row-major order"):
+        prove(rank_with(flat_piece(0, 10)), rank_with(flat_piece(10, 10)))
+
+
+def test_a_doubled_range_is_named_with_its_ranks() -> None:
+    held = [box_piece((0, 0), (3, 6)), box_piece((2, 0), (2, 6))]
+    with pytest.raises(
+        IncompleteCoverage, match=r"\[2:3, 0:6\] is held twice, by rank 0 .* rank 1"
+    ):
+        prove(*map(rank_with, held))
+
+
+def test_a_doubled_corner_is_named_with_its_ranks() -> None:
+    held = [box_piece((0, 0), (2, 6)), box_piece((2, 0), (2, 4)), box_piece((1, 3), (3, 3))]
+    with pytest.raises(IncompleteCoverage, match=r"is held twice, by rank [01] .* rank 2"):
+        prove(*map(rank_with, held))
+
+
+def test_two_copies_that_both_count_are_refused() -> None:
+    with pytest.raises(IncompleteCoverage, match="Name one of the two replica 1"):
+        prove(*[rank_with(box_piece((0, 0), (4, 6)))] * 2)
+
+
+def test_a_replica_must_repeat_a_piece() -> None:
+    ranks = [box_piece((0, 0), (4, 6)), box_piece((0, 0), (2, 6), replica=1)]
+    with pytest.raises(IncompleteCoverage, match=r"rank 1 names \[0:2, 0:6\] replica 1"):
+        prove(*map(rank_with, ranks))
+
+
+def test_only_replicas_cover_nothing() -> None:
+    with pytest.raises(IncompleteCoverage, match="no rank holds"):
+        prove(rank_with(box_piece((0, 0), (4, 6), replica=1)))
+
+
+def test_ranks_that_disagree_on_a_dtype_are_named() -> None:
+    ranks = [
+        rank_with(box_piece((0, 0), (2, 6)), dtype="float32"),
+        rank_with(box_piece((2, 0), (2, 6)), dtype="bfloat16"),
+    ]
+    with pytest.raises(RanksDisagree, match="rank 0 holds it as float32, rank 1 as bfloat16"):
+        prove(*ranks)
+
+
+def test_ranks_that_disagree_on_a_shape_are_named() -> None:
+    other = box_piece((0, 0), (1, 6), global_shape=(5, 6))
+    with pytest.raises(RanksDisagree, match=r"rank 1 says \[5, 6\]"):
+        prove(rank_with(box_piece((0, 0), (4, 6))), rank_with(other))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        box_piece((3, 0), (2, 6)),
+        box_piece((-1, 0), (2, 6)),
+        box_piece((0,), (2,)),
+        flat_piece(20, 5),
+        flat_piece(0, 4, global_shape=(2**40, 2**40)),
+        box_piece((0, 0), (True, 6)),
+    ],
+)
+def test_a_piece_that_cannot_be_is_refused(wrong: Piece) -> None:
+    with pytest.raises(RangeBeyondSegment, match=r"rank 0: tensor 'own\.0'"):
+        prove(rank_with(wrong))
+
+
+def test_a_piece_beyond_the_ranks_own_tensor_is_refused() -> None:
+    ranks = {"own": Placement(dtype="int8", shape=(1, 6), pieces=(box_piece((0, 0), (2, 6)),))}
+    with pytest.raises(RangeBeyondSegment, match="of the own tensor"):
+        prove(ranks)
+
+
+def test_two_pieces_at_one_place_of_a_ranks_tensor_are_refused() -> None:
+    pieces = (box_piece((0, 0), (2, 6)), box_piece((2, 0), (2, 6)))
+    with pytest.raises(IncompleteCoverage, match="Give each piece its own local_offset"):
+        prove({"own": Placement(dtype="int8", shape=(4, 6), pieces=pieces)})
+
+
+# ---- boxes --------------------------------------------------------------------------------------
+
+
+def cells(box: tuple[tuple[int, ...], tuple[int, ...]], shape: tuple[int, ...]) -> set[int]:
+    """Numbers of a box's elements: an independent way to look at it."""
+    where = tuple(slice(lo, hi) for lo, hi in zip(*box, strict=True))
+    return set(numbered(shape)[where].flatten().tolist())
+
+
+@given(st.data())
+def test_a_range_of_elements_is_its_boxes(data: st.DataObject) -> None:
+    shape = data.draw(shapes(max_dims=4, max_size=4))
+    start = data.draw(st.integers(0, prod(shape)))
+    stop = data.draw(st.integers(start, prod(shape)))
+    found = flat_boxes(start, stop, shape)
+    assert sorted(cell for box in found for cell in cells(box, shape)) == list(range(start, stop))
+    assert len(found) <= max(2 * len(shape) - 1, 1)
+    assert find_overlap(found) is None
+
+
+@st.composite
+def any_box(draw: st.DrawFn, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    low = tuple(draw(st.integers(0, size)) for size in shape)
+    return low, tuple(draw(st.integers(lo, size)) for lo, size in zip(low, shape, strict=True))
+
+
+@given(st.data())
+def test_what_is_left_and_what_is_shared_make_a_box(data: st.DataObject) -> None:
+    shape = data.draw(shapes())
+    one, other = data.draw(any_box(shape)), data.draw(any_box(shape))
+    shared = intersect(one, other)
+    left = subtract(one, other)
+    assert find_overlap(left) is None
+    known = cells(one, shape) & cells(other, shape)
+    assert (cells(shared, shape) if shared else set()) == known
+    assert {cell for box in left for cell in cells(box, shape)} == cells(one, shape) - known
+
+
+@given(st.data())
+def test_gaps_and_overlaps_are_found_wherever_they_are(data: st.DataObject) -> None:
+    shape = data.draw(shapes(max_size=4))
+    some = data.draw(st.lists(any_box(shape), max_size=5))
+    whole = box_of((0,) * len(shape), shape)
+    held = [cells(box, shape) for box in some]
+    gap = find_gap(whole, some)
+    missing = cells(whole, shape).difference(*held)
+    assert (gap is not None) == bool(missing)
+    assert gap is None or cells(gap, shape) <= missing
+    overlap = find_overlap(some)
+    assert (overlap is not None) == (sum(map(len, held)) > len(set().union(*held)))
+    assert overlap is None or held[overlap[0]] & held[overlap[1]]
+
+
+def test_an_empty_piece_has_no_boxes() -> None:
+    assert piece_boxes(box_piece((2, 0), (0, 6))) == piece_boxes(flat_piece(3, 0)) == []

@@ -1,0 +1,143 @@
+"""What the ranks of the DeepSpeed tests run: they train a model a little and report."""
+
+import os
+import types
+from typing import Any
+
+import deepspeed
+import deepspeed.ops
+import torch
+from torch import nn
+
+from rl_bridge.errors import WeightBridgeError
+from rl_bridge.extractors.deepspeed import DeepSpeedExtractor
+from tests.extractors.counting import Collectives, peak_nbytes
+from tests.extractors.worlds import as_lists, described, filled, local_report
+
+WIDTH = 7
+
+# DeepSpeed would compile an extension for shared memory when it begins, which needs ninja and a
+# compiler; the backend alone does.
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+os.environ["PATH"] = "/nonexistent"  # so that it would be noticed
+
+
+class Model(nn.Module):
+    """Sizes that ranks cannot share evenly, a tied weight, a frozen one, a buffer."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(5, width)
+        self.up = nn.Linear(width, 3)
+        self.down = nn.Linear(3, width, bias=False)
+        self.gain = nn.Parameter(torch.ones(1))
+        self.head = nn.Linear(width, 5, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("scale", torch.ones(2))
+        self.down.weight.requires_grad = False
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.down(self.up(self.embed(ids))) * self.gain)  # type: ignore[no-any-return]
+
+
+def plain() -> Model:
+    model = Model()
+    filled(model)
+    return model
+
+
+def engine(
+    stage: int, *, dtype: str = "float32", model: nn.Module | None = None, lr: float = 0.0
+) -> Any:
+    """An engine whose optimizer moves nothing by default: what comes out is what went in."""
+    if not deepspeed.comm.is_initialized():
+        deepspeed.init_distributed(dist_backend="gloo")
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 4},
+        "zero_allow_untested_optimizer": True,
+        "bf16": {"enabled": dtype == "bfloat16"},
+    }
+    model = model or plain()
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=lr)
+    made, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    return made
+
+
+def step(made: Any) -> None:
+    loss = made(torch.tensor([[0, 1, 2]])).float().square().mean()
+    made.backward(loss)
+    made.step()
+
+
+def local(stage: int, dtype: str | None = None, kind: str = "float32") -> Any:
+    made = engine(stage, dtype=kind)
+    step(made)
+    return local_report(DeepSpeedExtractor(made, chunk_nbytes=100), dtype)
+
+
+def full(stage: int, dtype: str | None = None, kind: str = "float32") -> Any:
+    made = engine(stage, dtype=kind)
+    step(made)
+    wanted = None if dtype is None else getattr(torch, dtype)
+    before = described(list(DeepSpeedExtractor(made, chunk_nbytes=100).full(wanted)))
+    step(made)  # it still trains
+    return before
+
+
+def collectives(stage: int) -> Any:
+    made = engine(stage)
+    counts = {}
+    for call in ("metadata", "placements", "local", "full"):
+        with Collectives() as counted:
+            for _ in getattr(DeepSpeedExtractor(made), call)(torch.bfloat16):
+                pass
+        counts[call] = len(counted.names)
+    return counts
+
+
+def peak(stage: int, chunk_nbytes: int) -> Any:
+    made = engine(stage, model=Model(1024))
+    extractor = DeepSpeedExtractor(made, chunk_nbytes=chunk_nbytes)
+    for _ in extractor.full(torch.bfloat16):
+        pass
+    return peak_nbytes(extractor.full(torch.bfloat16))
+
+
+def has_no_ninja() -> bool:
+    """Whether this process, whose engines work, could not have compiled anything."""
+    from torch.utils.cpp_extension import is_ninja_available
+
+    return not is_ninja_available() and deepspeed.comm.is_initialized()
+
+
+def refusals() -> Any:
+    made = engine(1)
+    asked = {"module": told(plain())}
+    parts = {"module": made.module, "seq_data_parallel_group": made.seq_data_parallel_group}
+    one = types.SimpleNamespace(**parts, mp_world_size=1, has_moe_layers=True)
+    two = types.SimpleNamespace(**parts, mp_world_size=2, has_moe_layers=False)
+    return {**asked, "experts": told(one), "tensor_parallel": told(two)}
+
+
+def told(given: Any) -> str:
+    try:
+        DeepSpeedExtractor(given)
+    except WeightBridgeError as error:
+        return str(error)
+    return "nothing"
+
+
+def trained(stage: int) -> Any:
+    """After real steps: this rank's part, and the whole as DeepSpeed itself tells it."""
+    model = plain()
+    made = engine(stage, model=model, lr=1e4)  # of gradients that DeepSpeed cut to a norm of 1
+    extractor = DeepSpeedExtractor(made, chunk_nbytes=100)
+    for _ in range(2):
+        list(extractor.local())
+        step(made)
+    told_by_deepspeed = {}
+    for name, parameter in made.module.named_parameters():
+        with deepspeed.zero.GatheredParameters([parameter], enabled=stage == 3):
+            told_by_deepspeed[name] = as_lists(parameter)
+    return {**local_report(extractor), "whole": told_by_deepspeed}

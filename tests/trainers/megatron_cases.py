@@ -1,0 +1,145 @@
+"""What the ranks of the Megatron tests run: they load a model, or build one, and report."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from mbridge import AutoBridge
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from rl_bridge.errors import WeightBridgeError
+from rl_bridge.extractors.megatron import MegatronExtractor
+from tests.extractors.counting import Collectives
+from tests.extractors.worlds import described, local_report
+from tests.trainers.megatron_on_cpu import prepare_mbridge, prepare_megatron
+
+prepare_megatron()
+prepare_mbridge()
+
+# What the layers of Megatron itself can do without CUDA.
+PLAIN: dict[str, Any] = {
+    "use_cpu_initialization": True,
+    "masked_softmax_fusion": False,
+    "bias_activation_fusion": False,
+    "bias_dropout_fusion": False,
+    "apply_rope_fusion": False,
+    "gradient_accumulation_fusion": False,
+    "persist_layer_norm": False,
+    "params_dtype": torch.float32,
+    "pipeline_dtype": torch.float32,
+}
+
+
+def parallel(tp: int = 1, pp: int = 1, ep: int = 1) -> None:
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(tp, pp, expert_model_parallel_size=ep)
+    tensor_parallel.model_parallel_cuda_manual_seed(0)
+
+
+def loaded(path: str, pad_to: int | None = None, **degrees: int) -> tuple[Any, Any]:
+    """A bridge, and the model that it made of a Hugging Face checkpoint."""
+    parallel(**degrees)
+    bridge = AutoBridge.from_pretrained(path, make_vocab_size_divisible_by=pad_to)
+    bridge.dtype = torch.float32
+    bridge.set_extra_args(**PLAIN, bf16=False, sequence_parallel=False)
+    model = bridge.get_model(weight_path=path, bf16=False, use_cpu_initialization=True)
+    return bridge, model
+
+
+def local(path: str, *, is_hf: bool, pad_to: int | None = None, **degrees: int) -> Any:
+    bridge, model = loaded(path, pad_to, **degrees)
+    return local_report(MegatronExtractor(model, bridge=bridge if is_hf else None))
+
+
+def full(path: str, *, is_hf: bool, dtype: str | None = None, **degrees: int) -> Any:
+    bridge, model = loaded(path, **degrees)
+    extractor = MegatronExtractor(model, bridge=bridge if is_hf else None, chunk_nbytes=5000)
+    wanted = None if dtype is None else getattr(torch, dtype)
+    chunks = list(extractor.full(wanted))
+    return {
+        "tensors": described(chunks),
+        "sizes": [chunk.total_size_bytes for chunk in chunks],
+        "modules": [chunk.module_name for chunk in chunks],
+    }
+
+
+def collectives(path: str, *, is_hf: bool, **degrees: int) -> Any:
+    bridge, model = loaded(path, **degrees)
+    counts = {}
+    for call in ("metadata", "placements", "local", "full"):
+        extractor = MegatronExtractor(model, bridge=bridge if is_hf else None)
+        with Collectives() as counted:
+            for _ in getattr(extractor, call)(torch.bfloat16):
+                pass
+        counts[call] = len(counted.names)
+    return counts
+
+
+def experts(tp: int = 1, ep: int = 1) -> Any:
+    """A layer of four experts; the weights of expert n are n + 1, in whatever rank's hands."""
+    parallel(tp=tp, ep=ep)
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=8,
+        num_attention_heads=4,
+        ffn_hidden_size=16,
+        moe_ffn_hidden_size=6,
+        num_moe_experts=4,
+        moe_router_topk=2,
+        moe_grouped_gemm=False,
+        moe_token_dispatcher_type="allgather",
+        normalization="RMSNorm",
+        gated_linear_unit=True,
+        add_bias_linear=False,
+        tensor_model_parallel_size=tp,
+        expert_model_parallel_size=ep,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        **PLAIN,
+    )
+    spec = get_gpt_layer_local_spec(num_experts=4, moe_grouped_gemm=False, normalization="RMSNorm")
+    model = GPTModel(
+        config=config,
+        transformer_layer_spec=spec,
+        vocab_size=16,
+        max_sequence_length=8,
+        position_embedding_type="rope",
+    )
+    count, number = 4 // ep, parallel_state.get_expert_model_parallel_rank()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(0.5)
+        for at, expert in enumerate(model.decoder.layers[0].mlp.experts.local_experts):
+            for parameter in expert.parameters():
+                parameter.fill_(number * count + at + 1)
+    return local_report(MegatronExtractor(model))
+
+
+def refusals(path: str) -> Any:
+    bridge, model = loaded(path)
+
+    class Converter(type(bridge)):  # type: ignore[misc]  # whatever class it is
+        def _weight_to_hf_format(self, *arguments: Any) -> Any:
+            return super()._weight_to_hf_format(*arguments)
+
+    answers = {
+        "no_module": told(lambda: MegatronExtractor([])),
+        "no_bridge": told(lambda: MegatronExtractor(model, bridge=object())),
+    }
+    bridge.__class__ = Converter
+    answers["own_conversion"] = told(lambda: MegatronExtractor(model, bridge=bridge).placements())
+    parallel_state.destroy_model_parallel()
+    answers["no_groups"] = told(lambda: MegatronExtractor(model))
+    return answers
+
+
+def told(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except WeightBridgeError as error:
+        return str(error)
+    return "nothing"

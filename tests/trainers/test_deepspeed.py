@@ -1,0 +1,102 @@
+"""DeepSpeed's three stages on two ranks: parts, whole tensors, no padding, no surprise."""
+
+from collections.abc import Callable
+
+import pytest
+
+from rl_bridge.manifest.coverage import held_pieces, prove_coverage
+from tests.extractors.worlds import World, assembled, placements_of, reference
+from tests.trainers import deepspeed_cases
+
+
+@pytest.fixture
+def two(worlds: Callable[[int, str], World]) -> World:
+    return worlds(2, "deepspeed_cases")
+
+
+WHOLE = reference(deepspeed_cases.plain())
+STAGES = pytest.mark.parametrize("stage", [1, 2, 3])
+
+
+@STAGES
+def test_the_parts_of_all_ranks_are_the_model(two: World, stage: int) -> None:
+    reports = two.run("local", stage=stage)
+    assert assembled(reports) == WHOLE
+    wholes = prove_coverage(held_pieces([placements_of(report) for report in reports]))
+    assert set(wholes) == set(WHOLE)
+    for name, (*_, owners, _, _) in reports[0]["metadata"].items():
+        assert owners == [r for r, report in enumerate(reports) if name in report["placements"]]
+
+
+@STAGES
+def test_every_rank_gathers_the_model_and_trains_on(two: World, stage: int) -> None:
+    assert two.run("full", stage=stage) == [WHOLE, WHOLE]
+
+
+@STAGES
+def test_only_a_gather_of_what_is_cut_asks_other_ranks(two: World, stage: int) -> None:
+    for counts in two.run("collectives", stage=stage):
+        assert (counts["metadata"], counts["placements"], counts["local"]) == (0, 0, 0)
+        assert (counts["full"] > 0) == (stage == 3)
+
+
+@STAGES
+def test_weights_in_sixteen_bits_come_as_they_compute(two: World, stage: int) -> None:
+    reports = two.run("local", stage=stage, kind="bfloat16")
+    whole = assembled(reports)
+    cast = reference(deepspeed_cases.plain(), "bfloat16")
+    parameters = dict(deepspeed_cases.plain().named_parameters())
+    assert {name: whole[name] for name in parameters} == {name: cast[name] for name in parameters}
+    assert two.run("full", stage=stage, kind="bfloat16") == [whole, whole]
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_tensors_travel_in_the_dtype_that_is_asked_for(two: World, stage: int) -> None:
+    cast = reference(deepspeed_cases.plain(), "bfloat16")
+    assert assembled(two.run("local", stage=stage, dtype="bfloat16")) == cast
+    assert two.run("full", stage=stage, dtype="bfloat16") == [cast, cast]
+
+
+@STAGES
+def test_an_update_sees_the_optimizer_s_steps(two: World, stage: int) -> None:
+    """Those of tensors too that ZeRO-3 keeps whole on every rank because they are small."""
+    reports = two.run("trained", stage=stage)
+    found = assembled(reports)
+    for name, values in reports[0]["whole"].items():
+        assert found[name][2] == values, name
+    assert found["up.bias"] != WHOLE["up.bias"]
+    assert found["gain"] != WHOLE["gain"]
+    assert found["down.weight"] == WHOLE["down.weight"], "it is frozen"
+
+
+def test_stages_without_cuts_say_that_ranks_hold_copies(two: World) -> None:
+    for rank, report in enumerate(two.run("local", stage=2)):
+        placed = placements_of(report)["up.weight"]
+        (piece,) = placed.pieces
+        assert (placed.shape, piece.replica, piece.is_flat) == ((3, 7), rank, False)
+
+
+def test_what_trains_and_what_is_tied_is_told(two: World) -> None:
+    report = two.run("local", stage=3)[0]
+    assert report["metadata"]["head.weight"][4] == "embed.weight"
+    assert "down.weight" not in report["trainable"]
+    assert "up.weight" in report["trainable"]
+
+
+def test_gathering_takes_no_more_memory_than_one_chunk(two: World) -> None:
+    limit = 60 << 10
+    for peak, count in two.run("peak", stage=3, chunk_nbytes=limit):
+        assert count > 1
+        assert limit // 4 < peak <= limit
+
+
+def test_deepspeed_begins_without_ninja_where_its_extension_is_switched_off(two: World) -> None:
+    """It would compile one for shared memory, and fail where there is no ninja."""
+    assert all(two.run("has_no_ninja"))
+
+
+def test_what_cannot_be_understood_is_refused(two: World) -> None:
+    for answer in two.run("refusals"):
+        assert "expected a DeepSpeed engine" in answer["module"]
+        assert "tensor parallelism of 2 is not supported" in answer["tensor_parallel"]
+        assert "expert layers" in answer["experts"]

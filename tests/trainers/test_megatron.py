@@ -1,0 +1,161 @@
+"""Megatron-Core on real ranks: what each holds, in its own names and in Hugging Face's."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rl_bridge.manifest.coverage import held_pieces, prove_coverage
+from tests.extractors.worlds import World, assembled, placements_of
+from tests.trainers.checkpoints import saved
+
+CASES = "megatron_cases"
+# Degrees of tensor and pipeline parallelism; ranks that are left hold copies.
+DEGREES = [
+    pytest.param(2, {"tp": 2}, id="tp2"),
+    pytest.param(2, {"pp": 2}, id="pp2"),
+    pytest.param(2, {}, id="copies"),
+    pytest.param(4, {"tp": 2, "pp": 2}, id="tp2-pp2"),
+    pytest.param(4, {"tp": 2}, id="tp2-copies"),
+]
+World2 = Callable[[int, str], World]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, dict[str, Any]]]:
+    """Where a checkpoint lies, and what is in it."""
+    path: Path = tmp_path_factory.mktemp("models")
+    kinds: dict[str, tuple[str, dict[str, Any]]] = {
+        "llama": ("Llama", {}),
+        "qwen2": ("Qwen2", {}),
+        "tied": ("Qwen2", {"tie_word_embeddings": True}),
+        "odd": ("Llama", {"vocab_size": 23}),
+    }
+    return {
+        name: (str(path / name), saved(kind, path / name, **options))
+        for name, (kind, options) in kinds.items()
+    }
+
+
+Models = dict[str, tuple[str, dict[str, Any]]]
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+@pytest.mark.parametrize(("ranks", "degrees"), DEGREES)
+def test_the_parts_of_all_ranks_are_the_checkpoint(
+    worlds: World2, models: Models, kind: str, ranks: int, degrees: dict[str, int]
+) -> None:
+    path, whole = models[kind]
+    reports = worlds(ranks, CASES).run("local", path=path, is_hf=True, **degrees)
+    assert assembled(reports) == whole
+    assert set(prove_coverage(held_pieces([placements_of(one) for one in reports]))) == set(whole)
+
+
+@pytest.mark.parametrize(("ranks", "degrees"), DEGREES)
+def test_raw_parts_are_what_one_rank_alone_would_hold(
+    worlds: World2, models: Models, ranks: int, degrees: dict[str, int]
+) -> None:
+    path, _ = models["qwen2"]
+    alone = worlds(1, CASES).run("local", path=path, is_hf=False)
+    reports = worlds(ranks, CASES).run("local", path=path, is_hf=False, **degrees)
+    assert assembled(reports) == assembled(alone) == alone[0]["tensors"]
+    prove_coverage(held_pieces([placements_of(one) for one in reports]))
+
+
+@pytest.mark.parametrize(("ranks", "degrees"), DEGREES)
+def test_every_rank_gathers_the_checkpoint_through_a_bridge(
+    worlds: World2, models: Models, ranks: int, degrees: dict[str, int]
+) -> None:
+    path, whole = models["qwen2"]
+    answers = worlds(ranks, CASES).run("full", path=path, is_hf=True, **degrees)
+    assert [answer["tensors"] for answer in answers] == [whole] * ranks
+
+
+@pytest.mark.parametrize(("ranks", "degrees"), DEGREES)
+def test_every_rank_gathers_what_its_stage_holds_without_a_bridge(
+    worlds: World2, models: Models, ranks: int, degrees: dict[str, int]
+) -> None:
+    path, _ = models["qwen2"]
+    whole = worlds(1, CASES).run("local", path=path, is_hf=False)[0]["tensors"]
+    answers = worlds(ranks, CASES).run("full", path=path, is_hf=False, **degrees)
+    gathered: dict[str, Any] = {}
+    for answer in answers:
+        gathered |= answer["tensors"]
+        assert answer["tensors"].items() <= whole.items()
+    assert gathered == whole
+
+
+def test_exported_tensors_come_in_chunks_cast_and_by_module(worlds: World2, models: Models) -> None:
+    path, whole = models["qwen2"]
+    answer = worlds(2, CASES).run("full", path=path, is_hf=True, dtype="bfloat16", tp=2)[0]
+    assert {dtype for dtype, *_ in answer["tensors"].values()} == {"torch.bfloat16"}
+    assert sum(answer["sizes"]) == sum(2 * len(values) for *_, values in whole.values())
+    assert max(answer["sizes"]) <= 5000 < sum(answer["sizes"])
+    assert list(answer["tensors"]) != sorted(answer["tensors"]), "in the exporter's order"
+
+
+@pytest.mark.parametrize(("ranks", "degrees"), DEGREES)
+@pytest.mark.parametrize("is_hf", [True, False])
+def test_only_a_gather_asks_other_ranks(
+    worlds: World2, models: Models, ranks: int, degrees: dict[str, int], is_hf: bool
+) -> None:
+    path, _ = models["llama"]
+    for counts in worlds(ranks, CASES).run("collectives", path=path, is_hf=is_hf, **degrees):
+        assert (counts["metadata"], counts["placements"], counts["local"]) == (0, 0, 0)
+        assert counts["full"] > 0 or not is_hf
+
+
+@pytest.mark.parametrize("degrees", [{"tp": 2}, {"pp": 2}])
+def test_the_padding_of_a_vocabulary_is_not_published(
+    worlds: World2, models: Models, degrees: dict[str, int]
+) -> None:
+    path, whole = models["odd"]
+    reports = worlds(2, CASES).run("local", path=path, is_hf=True, pad_to=16, **degrees)
+    assert assembled(reports) == whole
+    assert whole["lm_head.weight"][1][0] == 23
+
+
+@pytest.mark.parametrize("degrees", [{"ep": 2}, {"tp": 2}, {}])
+def test_experts_have_their_numbers_in_the_whole_model(
+    worlds: World2, degrees: dict[str, int]
+) -> None:
+    reports = worlds(2, CASES).run("experts", **degrees)
+    prove_coverage(held_pieces([placements_of(one) for one in reports]))
+    found = assembled(reports)
+    for number in range(4):
+        prefix = f"decoder.layers.0.mlp.experts.local_experts.{number}"
+        for name, shape in (("linear_fc1", [12, 8]), ("linear_fc2", [8, 6])):
+            values = [number + 1.0] * (shape[0] * shape[1])
+            assert found[f"{prefix}.{name}.weight"][1:] == [shape, values]
+
+
+def test_gate_and_up_of_each_rank_lie_apart_in_the_whole(worlds: World2, models: Models) -> None:
+    path, _ = models["llama"]
+    for rank, report in enumerate(worlds(2, CASES).run("local", path=path, is_hf=False, tp=2)):
+        placed = placements_of(report)["decoder.layers.0.mlp.linear_fc1.weight"]
+        assert [piece.offset for piece in placed.pieces] == [(6 * rank, 0), (12 + 6 * rank, 0)]
+        assert [piece.local_offset for piece in placed.pieces] == [(0, 0), (6, 0)]
+
+
+def test_what_cannot_be_understood_is_refused(worlds: World2, models: Models) -> None:
+    for answer in worlds(2, CASES).run("refusals", path=models["llama"][0]):
+        assert "expected a module or a list" in answer["no_module"]
+        assert "mbridge or Megatron-Bridge" in answer["no_bridge"]
+        assert "a way of its own" in answer["own_conversion"]
+        assert "initialize_model_parallel" in answer["no_groups"]
+
+
+# The last one: mbridge's table of names, once changed for a tied model, stays so in the process.
+def test_an_embedding_that_two_stages_hold_is_a_copy_on_the_second(
+    worlds: World2, models: Models
+) -> None:
+    path, whole = models["tied"]
+    reports = worlds(2, CASES).run("local", path=path, is_hf=True, pp=2)
+    found = assembled(reports)  # compares copies
+    assert found.keys() | {"lm_head.weight"} == whole.keys()
+    assert found["model.embed_tokens.weight"] == whole["model.embed_tokens.weight"]
+    (piece,) = placements_of(reports[1])["output_layer.weight"].pieces
+    assert (piece.name, piece.replica) == ("model.embed_tokens.weight", 1)
+    raw = worlds(2, CASES).run("local", path=path, is_hf=False, pp=2)
+    prove_coverage(held_pieces([placements_of(one) for one in raw]))

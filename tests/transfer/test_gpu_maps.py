@@ -1,0 +1,162 @@
+"""One entry for each GPU: refused where copies differ, opened by the engine that is there."""
+
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+
+from rl_bridge import GroupAborted, MalformedManifest, RanksDisagree, make_weight_bridge
+from rl_bridge.bridge.transfer.clean_up import CleanUp
+from rl_bridge.bridge.transfer.handle_maps import gather_handles, merge_handles
+from rl_bridge.bridge.transfer.ipc_sender import CudaIpcTransferSender
+from rl_bridge.bridge.transfer.receiver import BridgeTransferReceiver
+from rl_bridge.bridge.transfer.requests import (
+    CudaIpcWeightUpdateRequest,
+    PackedCudaIpcWeightUpdateRequest,
+    WeightUpdateRequest,
+)
+from tests.transfer.rig import Client, chunks_of, run, weights
+from tests.transfer.test_clean_up import exchanges, together
+
+
+def bodies(*versions: int) -> list[dict[str, object]]:
+    with ExitStack() as stack:
+        made: list[dict[str, object]] = []
+        for gpu, version in enumerate(versions):
+            bridge = stack.enter_context(make_weight_bridge("shared-memory", source_rank=gpu))
+            manifest = bridge.publish(weights(version), weight_version=7)
+            made.append({"gpu": f"GPU-{gpu}", "manifest": manifest.to_json()})
+        return made
+
+
+def test_there_is_one_entry_for_each_gpu() -> None:
+    here, there = bodies(1, 1)
+    found = merge_handles([here, there, {**there, "gpu": "GPU-0"}])
+    assert [one.gpu for one in found] == ["GPU-0", "GPU-1"]
+    assert len(found[1].manifest or "") < len(str(there["manifest"]))  # without its layout
+
+
+def test_copies_that_differ_are_refused_with_the_rank_and_the_gpu() -> None:
+    with pytest.raises(RanksDisagree, match=r"rank 1 has version 7 with root .* on GPU GPU-1"):
+        merge_handles(bodies(1, 2))
+
+
+@pytest.mark.parametrize(
+    "body", [{}, {"gpu": 5}, {"gpu": "a b"}, {"gpu": "GPU-9"}, {"gpu": "x", "manifest": 1}], ids=str
+)
+def test_what_is_no_entry_is_refused(body: dict[str, object]) -> None:
+    with pytest.raises(RanksDisagree, match="expected its UUID and a manifest"):
+        merge_handles([*bodies(1), body])
+
+
+def test_a_rank_that_does_not_come_is_noticed_within_the_deadline() -> None:
+    here, _ = exchanges(2)
+    here.begin()
+    with make_weight_bridge("shared-memory") as bridge:
+        manifest = bridge.publish(weights(1), weight_version=1)
+        with pytest.raises(GroupAborted):
+            gather_handles(manifest, gpu="GPU-0", exchange=here, timeout_s=0.2)
+
+
+class Ranks:
+    """Two trainer ranks on two GPUs, and an engine on each; the memory is the host's."""
+
+    def __init__(self, stack: ExitStack, kind: Any) -> None:
+        self.senders = [
+            stack.enter_context(
+                CudaIpcTransferSender(
+                    make_weight_bridge("shared-memory", source_worker="trainer", source_rank=rank),
+                    kind,
+                    gpu=f"GPU-{rank}",
+                    exchange=exchange,
+                    threshold_nbytes=320,
+                    clean_up=CleanUp(exchange=exchange, timeout_s=20),
+                    timeout_s=20,
+                )
+            )
+            for rank, exchange in enumerate(exchanges(2))
+        ]
+        self.receivers = [
+            stack.enter_context(
+                BridgeTransferReceiver(make_weight_bridge("shared-memory"), gpu=f"GPU-{rank}")
+            )
+            for rank in range(2)
+        ]
+        self.got: list[dict[str, Any]] = [{}, {}]
+        self.client = Client([self.load])
+
+    async def load(self, request: WeightUpdateRequest) -> None:
+        for receiver, got in zip(self.receivers, self.got, strict=True):
+            if request.kind == "abandoned":
+                continue
+            async for name, tensor in receiver.receive_weights(request):
+                got[name] = tensor.clone()
+            if request.is_last:
+                pending = receiver.finish()
+                assert pending is not None
+                receiver.bridge.acknowledge(pending.manifest.update_id)
+
+    def sync(self, *versions: int) -> list[Any]:
+        return together(
+            *(
+                lambda sender=sender, version=version: run(
+                    sender.send_chunks(chunks_of(weights(version)), self.client)
+                )
+                for sender, version in zip(self.senders, versions, strict=True)
+            )
+        )
+
+
+@pytest.mark.parametrize("kind", [CudaIpcWeightUpdateRequest, PackedCudaIpcWeightUpdateRequest])
+def test_each_engine_opens_the_copy_on_its_own_gpu(kind: Any) -> None:
+    with ExitStack() as stack:
+        ranks = Ranks(stack, kind)
+        for version in (1, 2):
+            manifests = ranks.sync(version, version)
+            assert [one.weight_version for one in manifests] == [version - 1] * 2
+            for rank, sender in enumerate(ranks.senders):
+                expected = weights(version)
+                assert all(ranks.got[rank][name].equal(expected[name]) for name in expected)
+                reports = sender.bridge.holders(manifests[rank].update_id)
+                assert [one.state for one in reports] == ["acknowledged"]
+        assert len(ranks.client.requests) == 2 * 3  # of rank 0 alone
+        extras = ranks.client.requests[0].extras
+        assert extras is not None
+        assert len(extras) == (1 if kind.packed else 4)
+        assert set(extras[0]["ipc_handles"]) == {"GPU-0", "GPU-1"}
+
+
+def test_ranks_whose_weights_differ_publish_nothing_and_go_on_with_the_next_version() -> None:
+    with ExitStack() as stack:
+        ranks = Ranks(stack, PackedCudaIpcWeightUpdateRequest)
+        for error in ranks.sync(1, 2):
+            assert isinstance(error, RanksDisagree)
+        assert ranks.client.requests == []
+        assert [one.weight_version for one in ranks.sync(3, 3)] == [1, 1]
+
+
+def test_a_rank_that_cannot_publish_tells_the_others() -> None:
+    with ExitStack() as stack:
+        ranks = Ranks(stack, PackedCudaIpcWeightUpdateRequest)
+        before = ranks.senders[1].bridge.publish
+
+        def broken(*_: Any, **__: Any) -> Any:
+            raise MemoryError("no room on the GPU")
+
+        ranks.senders[1].bridge.publish = broken  # type: ignore[method-assign]
+        mine, its = ranks.sync(1, 1)
+        assert isinstance(mine, GroupAborted)
+        assert "rank 1 could not publish: MemoryError: no room on the GPU" in str(mine)
+        assert isinstance(its, MemoryError)
+        ranks.senders[1].bridge.publish = before  # type: ignore[method-assign]
+        # Rank 0 has used up version 0, rank 1 has not: they agree on the next one all the same.
+        assert [one.weight_version for one in ranks.sync(2, 2)] == [1, 1]
+
+
+def test_an_engine_on_another_gpu_is_told_which_ones_there_are() -> None:
+    with ExitStack() as stack:
+        ranks = Ranks(stack, PackedCudaIpcWeightUpdateRequest)
+        ranks.receivers[1]._gpu = "GPU-7"
+        mine, _ = ranks.sync(1, 1)
+        assert isinstance(mine, MalformedManifest)
+        assert "lies on the GPUs ['GPU-0', 'GPU-1'], this engine is on GPU-7" in str(mine)

@@ -1,0 +1,149 @@
+"""One line in a training loop: what is published behind a step, and what a failure does."""
+
+import asyncio
+import importlib.util
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from rl_bridge import (
+    ModuleInstallAdapter,
+    RolloutExecutor,
+    TensorBridge,
+    WeightBridgeUnavailableError,
+    WeightUpdateManifest,
+    make_weight_bridge,
+)
+from rl_bridge.extractors.state_dict import StateDictExtractor
+from rl_bridge.integrations.step_hooks import StepPublisher, StepSender
+from rl_bridge.integrations.trl import weight_sync_callback
+from tests.transfer.engine_process import make_model
+from tests.transfer.rig import rig
+
+
+class Loop:
+    """A model in training, and an engine that follows it."""
+
+    def __init__(self, trainer: TensorBridge, rollout: TensorBridge) -> None:
+        self.bridge = trainer
+        self.model, self.engine = make_model(1), make_model(2)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.executor = RolloutExecutor(
+            weight_bridge=rollout,
+            weight_install_adapter=ModuleInstallAdapter(self.engine, mode="copy"),
+        )
+        self.manifests: list[WeightUpdateManifest] = []
+
+    def send(self, manifest: WeightUpdateManifest) -> None:
+        self.manifests.append(manifest)
+        self.executor.update_weights(manifest.to_json())
+
+    def train(self) -> None:
+        self.optimizer.zero_grad()
+        self.model(torch.randn(4, 16)).square().sum().backward()
+        self.optimizer.step()
+
+    @property
+    def is_equal(self) -> bool:
+        pairs = zip(self.model.parameters(), self.engine.parameters(), strict=True)
+        return all(torch.equal(mine, its) for mine, its in pairs)
+
+
+@pytest.fixture
+def loop() -> Iterator[Loop]:
+    with make_weight_bridge("shared-memory") as trainer, make_weight_bridge("shared-memory") as it:
+        made = Loop(trainer, it)
+        yield made
+        made.executor.close()
+
+
+def test_the_engine_follows_each_step_from_the_initial_sync_on(loop: Loop) -> None:
+    publisher = StepPublisher(loop.bridge, loop.model, send=loop.send)
+    with pytest.raises(WeightBridgeUnavailableError, match="no verified version yet"):
+        loop.executor.check_servable()
+    publisher.publish()
+    loop.executor.check_servable()
+    handle = publisher.after_steps_of(loop.optimizer)
+    for step in range(1, 5):
+        loop.train()
+        assert loop.is_equal
+        assert loop.executor.active_weight_version == step
+        assert loop.manifests[-1].metadata["step"] == step
+    handle.remove()
+    loop.train()
+    assert not loop.is_equal
+
+
+def test_only_every_so_many_steps_are_published(loop: Loop) -> None:
+    StepPublisher(loop.bridge, loop.model, send=loop.send, every=3).after_steps_of(loop.optimizer)
+    for _ in range(7):
+        loop.train()
+    assert [one.metadata["step"] for one in loop.manifests] == [3, 6]
+    assert [one.weight_version for one in loop.manifests] == [0, 1]
+
+
+def test_a_source_may_be_made_anew_each_time(loop: Loop) -> None:
+    extractor = StateDictExtractor(loop.model)
+    publisher = StepPublisher(loop.bridge, extractor.local, send=loop.send)
+    publisher.after_steps_of(loop.optimizer)
+    for _ in range(3):
+        loop.train()
+        assert loop.is_equal
+
+
+def test_what_the_engines_did_not_take_comes_out_of_the_step_and_is_withdrawn(loop: Loop) -> None:
+    publisher = StepPublisher(loop.bridge, loop.model, send=loop.send)
+    publisher.publish()
+    publisher.after_steps_of(loop.optimizer)
+    loop.executor.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        loop.train()
+    assert loop.bridge.update_status(loop.manifests[-1].update_id) == "released"
+    assert loop.bridge.update_status(loop.manifests[0].update_id) == "published"
+
+
+def test_a_strategys_sender_follows_the_steps_as_well() -> None:
+    with rig() as r:
+        model = torch.nn.Module()
+        for name, tensor in r.engine.weights.items():
+            model.register_buffer(name.replace(".", "_"), tensor + 1)
+        r.engine.weights.clear()
+        r.engine.weights.update(
+            {name: torch.zeros_like(one) for name, one in model.state_dict().items()}
+        )
+        weight = torch.nn.Parameter(torch.ones(3))
+        model.weight = weight
+        r.engine.weights["weight"] = torch.zeros(3)
+        optimizer = torch.optim.SGD([weight], lr=1.0)
+        sender = StepSender(r.sender, StateDictExtractor(model), r.client)
+        sender.after_steps_of(optimizer)
+        for step in range(1, 3):
+            weight.grad = torch.ones(3)
+            optimizer.step()
+            assert torch.equal(r.engine.weights["weight"], torch.full((3,), 1.0 - step))
+
+
+def test_a_step_inside_an_event_loop_is_refused_before_anything_is_sent() -> None:
+    async def inside() -> None:
+        with rig() as r:
+            StepSender(r.sender, StateDictExtractor(make_model(1)), r.client).publish()
+
+    with pytest.raises(WeightBridgeUnavailableError, match="Run the training in a thread"):
+        asyncio.run(inside())
+
+
+@pytest.mark.parametrize("every", [0, -1])
+def test_no_steps_are_no_rhythm(loop: Loop, every: int) -> None:
+    with pytest.raises(ValueError, match="expected 1 or more steps"):
+        StepPublisher(loop.bridge, loop.model, send=loop.send, every=every)
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("transformers") is not None, reason="transformers is installed"
+)
+def test_a_callback_without_transformers_says_what_to_do(loop: Loop) -> None:
+    hook: Any = StepPublisher(loop.bridge, loop.model, send=loop.send)
+    with pytest.raises(WeightBridgeUnavailableError, match="Install it in the trainer's"):
+        weight_sync_callback(hook)
