@@ -116,19 +116,6 @@ def test_a_child_has_nothing_of_what_is_exported_and_imported(
     driver.release(handle)
 
 
-def test_an_export_waits_for_no_other_lock_while_it_keeps_forks_away(driver: HostDriver) -> None:
-    # Whoever holds the driver's lock may be collecting what waits for a fork to be over.
-    handle = driver.create(SMALL)
-    exported: list[int] = []
-    thread = threading.Thread(target=lambda: exported.append(driver.export_fd(handle)))
-    with driver._lock:
-        thread.start()
-        thread.join(FOREVER_S)
-    assert len(exported) == 1
-    close_fd(exported[0])
-    driver.release(handle)
-
-
 @forking
 def test_a_child_has_nothing_of_what_a_broker_opens(
     root: Path, watch: Watch, monkeypatch: pytest.MonkeyPatch, sockets: None
