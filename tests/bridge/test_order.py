@@ -1,5 +1,6 @@
 """What was rejected stays out and what was active may come back, as long as a consumer lives."""
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -89,9 +90,9 @@ def test_a_sibling_of_the_acknowledged_version_is_never_acknowledged() -> None:
     with make_weight_bridge("local-clone") as bridge:
         manifest = publish(bridge, 1)
         end: Any = bridge._publisher_end()._end
-        end.seal_header(manifest.update_id, b"")  # as where nobody seals one
         sibling = manifest.model_copy(update={"update_id": "c" * 32})
-        end._snapshots[sibling.update_id] = end.snapshot(manifest.update_id)
+        end._snapshots[sibling.update_id] = copy.copy(end.snapshot(manifest.update_id))
+        end.seal_header(sibling.update_id, sibling.header_digest)
         bridge.import_update(manifest)
         bridge.import_update(sibling)
         bridge.acknowledge(manifest.update_id)
