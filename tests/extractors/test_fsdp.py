@@ -105,12 +105,11 @@ def test_chunks_of_local_parts_are_published(two: World) -> None:
 @pytest.mark.parametrize("build", ["wide_fsdp2", "wide_fsdp2_columns", "wide_fsdp1"])
 def test_gathering_takes_no_more_memory_than_one_chunk(two: World, build: str) -> None:
     limit = 1 << 19
-    # The least of three: where cores are short, Gloo's thread lets go of the buffer that it sent
-    # after the next one was made.
-    runs = [two.run("peak", build=build, call="full", chunk_nbytes=limit) for _ in range(3)]
-    for found in zip(*runs, strict=True):
-        assert all(count > 4 for _, count in found)
-        assert limit // 2 < min(peak for peak, _ in found) <= limit
+    for peak, count in two.run("peak", build=build, call="full", chunk_nbytes=limit):
+        assert count > 4
+        # A quarter more: Gloo's thread may let go of what it sent last, one tensor, only after the
+        # next chunk was begun.
+        assert limit // 2 < peak <= limit + limit // 4
 
 
 @pytest.mark.parametrize("build", ["wide_fsdp2", "wide_fsdp1"])
