@@ -13,6 +13,7 @@ import threading
 import uuid
 import weakref
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Final, Literal, Self
 
@@ -24,7 +25,7 @@ from rl_bridge.errors import (
     WeightBridgeError,
     WeightBridgeUnavailableError,
 )
-from rl_bridge.lifecycle.forks import FORKS, in_forked_children
+from rl_bridge.lifecycle.forks import FORKS, SETTLING, in_forked_children, undisturbed
 
 __all__ = ["Journal"]
 
@@ -64,14 +65,14 @@ class _LockFile:
         self.directory = directory
         self._fds: list[int] = []
         # (Called once at most: `close` makes it void.)
-        self._finalizer = weakref.finalize(self, _close_all, self._fds)
+        self._finalizer = weakref.finalize(self, _let_go, self._fds)
         self._finalizer.atexit = False
         _FILES.add(self)
         try:
             # Not what it lies in: a path with a typing mistake is to be told, not made.
             directory.mkdir(exist_ok=True)
             flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
-            with FORKS:
+            with SETTLING, FORKS:
                 # One step of the interpreter: no interrupt comes in between opening and noting.
                 self._fds.extend(map(os.open, [directory / _LOCK], [flags], [0o600]))
         except OSError as error:
@@ -100,14 +101,18 @@ class _LockFile:
             raise WeightBridgeUnavailableError(msg) from error
 
     def close(self) -> None:
-        self._finalizer()
+        with SETTLING, FORKS:  # behind it the next publisher finds the directory free
+            self._finalizer()
+
+
+def _let_go(fds: list[int]) -> None:
+    undisturbed(partial(_close_all, fds))  # a child that is forked in between would keep it
 
 
 def _close_all(fds: list[int]) -> None:
-    with FORKS:  # a child that is forked in between would keep it
-        while fds:
-            with suppress(OSError):  # whoever closed it by its number: the next one is closed too
-                os.close(fds.pop())
+    while fds:
+        with suppress(OSError):  # whoever closed it by its number: the next one is closed too
+            os.close(fds.pop())
 
 
 class Journal:

@@ -39,7 +39,7 @@ from rl_bridge.memory.broker_server import (
     may_talk,
     peer_of,
 )
-from rl_bridge.memory.holding import FORKS, close_fd, forget_fd_in_children
+from rl_bridge.memory.holding import FORKS, SETTLING, close_fd, forget_fd_in_children
 from rl_bridge.memory.segment import process_start_time, require_resources
 from rl_bridge.memory.vmm.owners import Descriptor
 
@@ -232,7 +232,7 @@ def _name(ref: BrokerRef) -> str:
 
 def _connect(ref: BrokerRef, deadline: float) -> socket.socket:
     try:
-        with FORKS:  # a child that is forked in between would keep what arrives there
+        with SETTLING, FORKS:  # a child that is forked in between would keep what arrives there
             connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             _CONNECTIONS.add(connection)
     except OSError as error:
@@ -299,7 +299,7 @@ def _receive(
     room = socket.CMSG_LEN(fds.itemsize)
     options = socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT
     try:
-        with FORKS:  # no wait in here: every fork of this process waits for it
+        with SETTLING, FORKS:  # no wait in here: every fork of this process waits for it
             data, found, flags, _ = connection.recvmsg(ANSWER.size + 1, room, options)
             for level, kind, payload in found:
                 if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):

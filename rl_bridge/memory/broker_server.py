@@ -25,7 +25,7 @@ from enum import IntEnum
 from pathlib import Path
 
 from rl_bridge.errors import TransportUnavailable
-from rl_bridge.memory.holding import FORKS, close_fd, forget_fd_in_children
+from rl_bridge.memory.holding import FORKS, SETTLING, close_fd, forget_fd_in_children
 from rl_bridge.memory.segment import process_start_time
 from rl_bridge.memory.vmm.owners import Descriptor
 
@@ -119,7 +119,7 @@ def sweep_brokers(root: Path | None = None, *, dry_run: bool = False) -> list[st
 
 def _open_directory(path: Path) -> int:
     # Each of these is for a lock, which a child's copy would hold on to.
-    with FORKS:
+    with SETTLING, FORKS:
         flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
         return forget_fd_in_children(os.open(path, flags))
 
@@ -185,13 +185,13 @@ class Server:
             self._directory_fd = _open_directory(self.path.parent)
             fcntl.flock(self._directory_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             _SERVERS.add(self)
-            with FORKS:
+            with SETTLING, FORKS:
                 self._listener = socket.socket(
                     socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK
                 )
             self._listener.bind(str(self.path))
             self._listener.listen(_BACKLOG)
-            with FORKS:
+            with SETTLING, FORKS:
                 flags = os.EFD_NONBLOCK | os.EFD_CLOEXEC
                 self._wake = forget_fd_in_children(os.eventfd(0, flags))
             self._thread = threading.Thread(target=self._run, name="rlb-broker", daemon=True)
@@ -269,7 +269,7 @@ class Server:
 
     def _accept(self, listener: socket.socket) -> None:
         try:
-            with FORKS:  # it does not wait: the listener is not to block
+            with SETTLING, FORKS:  # it does not wait: the listener is not to block
                 client, _ = listener.accept()
                 self._clients[client] = time.monotonic() + self._client_timeout_s
         except OSError as error:

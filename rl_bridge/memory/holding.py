@@ -6,12 +6,13 @@ Descriptors are closed in forked children, where they would hold leases, locks a
 import os
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
-from rl_bridge.lifecycle.forks import FORKS, in_forked_children
+from rl_bridge.lifecycle.forks import FORKS, SETTLING, in_forked_children, undisturbed
 from rl_bridge.memory import vm
 
-__all__ = ["FORKS", "Holding", "close_fd", "forget_fd_in_children"]
+__all__ = ["FORKS", "SETTLING", "Holding", "close_fd", "forget_fd_in_children"]
 
 # Descriptors that a forked child must not keep: they would hold leases, locks and memory.
 _PRIVATE_FDS: set[int] = set()
@@ -24,10 +25,17 @@ def forget_fd_in_children(fd: int) -> int:
 
 
 def close_fd(fd: int) -> None:
-    """Close a descriptor that `forget_fd_in_children` took; a no-op in a forked child."""
-    with FORKS:  # a child that is forked in between would keep it
-        if fd in _PRIVATE_FDS:
-            _PRIVATE_FDS.discard(fd)
+    """Close a descriptor that `forget_fd_in_children` took; a no-op in a forked child.
+
+    It waits for nothing: while this process forks, the descriptor is closed behind that.
+    """
+    undisturbed(partial(_close, fd))  # a child that is forked in between would keep it
+
+
+def _close(fd: int) -> None:
+    if fd in _PRIVATE_FDS:
+        _PRIVATE_FDS.discard(fd)
+        with suppress(OSError):  # somebody closed it by its number
             os.close(fd)
 
 
@@ -68,7 +76,7 @@ class Holding:
             OSError: the function's own.
 
         """
-        with FORKS:
+        with SETTLING, FORKS:
             # One step of the interpreter: no interrupt comes in between opening and noting.
             self.fds.extend(map(function, *([argument] for argument in arguments)))
             _PRIVATE_FDS.update(self.fds)
@@ -95,10 +103,13 @@ class Holding:
                 vm.unmap(address, self.nbytes)
             self.unlink()
         finally:  # a lease must end also where the kernel is short of something
-            with FORKS:
-                _PRIVATE_FDS.difference_update(self.fds)
-                while self.fds:
-                    os.close(self.fds.pop())
+            undisturbed(self._close)
+
+    def _close(self) -> None:
+        _PRIVATE_FDS.difference_update(self.fds)
+        while self.fds:
+            with suppress(OSError):  # somebody closed it by its number
+                os.close(self.fds.pop())
 
     def unlink(self) -> None:
         """Remove the name of the file, if it is ours."""

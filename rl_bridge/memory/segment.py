@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr
 
 from rl_bridge.errors import BadSegmentName, SegmentError, WeightBridgeUnavailableError
 from rl_bridge.memory import leases, vm
-from rl_bridge.memory.holding import FORKS, Holding
+from rl_bridge.memory.holding import FORKS, SETTLING, Holding
 
 __all__ = [
     "OwnedSegment",
@@ -104,7 +104,7 @@ class OwnedSegment:
         try:
             self.fd = self._open(held, name, directory)
             self.address = held.reserve(nbytes)
-            with FORKS:
+            with SETTLING, FORKS:
                 vm.map_shared(self.address, nbytes, self.fd)
                 vm.guard_from_fork(self.address, nbytes)
             if directory is None:

@@ -4,6 +4,7 @@ A collection may run in the middle of anything, also where a thread holds `FORKS
 takes the lock of its slot, or of its publisher's control segment.
 """
 
+import gc
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from rl_bridge.lifecycle import forks
-from rl_bridge.lifecycle.forks import FORKS
+from rl_bridge.lifecycle.forks import FORKS, SETTLING
 from rl_bridge.lifecycle.journal import Journal
 from rl_bridge.memory import holding
 from rl_bridge.memory.control import ControlReader, ControlWriter, UpdateReport, control_nbytes
@@ -103,6 +104,93 @@ def test_journals_and_segments_wait_for_the_same_lock(tmp_path: Path) -> None:
     assert open_fds() == before
 
 
+# ---- a finalizer waits for nothing ---------------------------------------------------------------
+
+
+class Garbage:
+    """What only the collector finds, wherever it happens to run."""
+
+    def __init__(self, held: object) -> None:
+        self.me = self
+        self.held = held
+
+
+def collects_while_forking(held: list[object]) -> bool:
+    """Whether a thread that collects `held` comes back while another one holds `FORKS`."""
+    Garbage(held.pop())
+    collected = threading.Event()
+
+    def collect() -> None:
+        gc.collect()
+        collected.set()
+
+    thread = threading.Thread(target=collect)
+    with SETTLING, FORKS:
+        thread.start()
+        came_back = collected.wait(5.0)
+    thread.join(LONG_S)
+    return came_back
+
+
+@pytest.fixture
+def no_collections() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("no_collections")
+def test_views_segments_and_journals_are_collected_while_another_thread_forks(
+    tmp_path: Path,
+) -> None:
+    before = open_fds()
+    ring = new_ring(1)
+    held: list[object] = [[view_of(write(ring, 1)), ring, Journal(tmp_path)]]
+    del ring
+    assert collects_while_forking(held)
+    assert open_fds() == before  # as soon as the fork is over
+    Journal(tmp_path).close()
+
+
+@pytest.mark.usefixtures("no_collections")
+def test_memory_and_descriptors_of_a_driver_are_collected_while_another_thread_forks() -> None:
+    before, driver = open_fds(), HostDriver()
+    allocation = Allocation.create(driver, driver.granularity())
+    held: list[object] = [[allocation.export(), allocation]]
+    del allocation
+    assert collects_while_forking(held)
+    assert open_fds() == before
+    assert driver.live().handles == 0
+
+
+@forking
+@pytest.mark.usefixtures("no_collections")
+def test_a_fork_waits_for_a_lock_whose_holder_collects(tmp_path: Path, ring: SlotRing) -> None:
+    # As logging's and the importer's: taken by a hook of the fork, with `FORKS` held already.
+    other = threading.Lock()
+    held, forking_now = threading.Event(), threading.Event()
+    Garbage([view_of(write(ring, 1)), Journal(tmp_path)])
+
+    def collect() -> None:
+        with other:
+            held.set()
+            assert forking_now.wait(LONG_S)
+            gc.collect()
+
+    thread = threading.Thread(target=collect)
+    thread.start()
+    assert held.wait(LONG_S)
+    with SETTLING, FORKS:
+        forking_now.set()
+        assert other.acquire(timeout=5.0)
+        other.release()
+        # A child that is forked now keeps nothing of it, and the parent gives it back.
+        assert forked(lambda: not any(str(tmp_path) in path for path in open_fds().values()))
+    thread.join(LONG_S)
+    Journal(tmp_path).close()
+
+
 def test_whoever_exports_memory_does_not_keep_forks_waiting_for_the_drivers_lock() -> None:
     driver = HostDriver()
     allocation = Allocation.create(driver, driver.granularity())
@@ -113,7 +201,7 @@ def test_whoever_exports_memory_does_not_keep_forks_waiting_for_the_drivers_lock
         exported.set()
 
     thread = threading.Thread(target=export)
-    with driver._lock:  # a collection in here may wait for a fork
+    with driver._lock:  # a collection in here may come to close_fd
         thread.start()
         assert not exported.wait(0.1)
         is_free = FORKS.acquire(timeout=5.0)
@@ -135,7 +223,10 @@ def test_a_descriptor_that_somebody_closed_does_not_leave_the_rest_to_a_child(
     ours = {write(ring, 1).segment.fd, write(ring, 2).segment.fd}
     # Numbers that are not open, and some that a set goes over first: it goes by the lowest bits.
     closed = set(range(512_000, 512_064))
-    monkeypatch.setattr(holding, "_PRIVATE_FDS", holding._PRIVATE_FDS | closed)
+    # Put into the child's set alone: what this test closes has to leave the real one, whose numbers
+    # later children close.
+    private = holding._PRIVATE_FDS
+    monkeypatch.setattr(forks, "_IN_CHILD", [lambda: private.update(closed), *forks._IN_CHILD])
 
     def is_clean() -> bool:
         taken = threading.Event()

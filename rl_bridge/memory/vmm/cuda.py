@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from rl_bridge.errors import DriverError
-from rl_bridge.memory.holding import FORKS, forget_fd_in_children
+from rl_bridge.memory.holding import FORKS, SETTLING, forget_fd_in_children
 from rl_bridge.memory.vmm.driver import (
     CAPTURING,
     INVALID_VALUE,
@@ -235,7 +235,7 @@ class CUDADriver(VMMDriver, IPCDriver):
         """Export as a POSIX descriptor."""
         about = f"handle {handle:#x}"
         call = "cuMemExportToShareableHandle"
-        with FORKS:  # a child that is forked in between would keep it
+        with SETTLING, FORKS:  # a child that is forked in between would keep it
             fd = int(self._call(call, handle, self._fd_type, 0, about=about))
             forget_fd_in_children(fd)
         os.set_inheritable(fd, False)  # noqa: FBT003 - Python's own signature

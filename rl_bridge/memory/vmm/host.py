@@ -16,7 +16,7 @@ import threading
 from dataclasses import dataclass, field
 
 from rl_bridge.memory import vm
-from rl_bridge.memory.holding import FORKS, close_fd, forget_fd_in_children
+from rl_bridge.memory.holding import FORKS, SETTLING, close_fd, forget_fd_in_children
 from rl_bridge.memory.vmm.driver import INVALID_VALUE, Device, VMMDriver, driver_error
 
 __all__ = ["HostDriver", "Live"]
@@ -109,7 +109,7 @@ class HostDriver(VMMDriver):
         fd = -1
         try:
             flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
-            with FORKS:  # a child that is forked in between would keep it
+            with SETTLING, FORKS:  # a child that is forked in between would keep it
                 fd = forget_fd_in_children(os.memfd_create("rl_bridge-vmm", flags))
             os.ftruncate(fd, nbytes)
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
@@ -295,7 +295,7 @@ def _mmap(call: str, address: int, nbytes: int, flags: int, fd: int) -> None:
 
 def _duplicate(call: str, fd: int) -> int:
     try:
-        with FORKS:
+        with SETTLING, FORKS:
             return forget_fd_in_children(fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 0))
     except OSError as error:
         raise driver_error(call, _code(error), f"descriptor {fd}: {error}") from error

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import overload
 
 from rl_bridge.memory import vm
-from rl_bridge.memory.holding import FORKS, Holding
+from rl_bridge.memory.holding import FORKS, SETTLING, Holding
 from rl_bridge.memory.segment import process_start_time
 from rl_bridge.memory.vmm.driver import INVALID_VALUE, driver_error
 from rl_bridge.memory.vmm.host import HostDriver
@@ -76,7 +76,7 @@ class HostIPCDriver(HostDriver, IPCDriver):
     @staticmethod
     def _map_shared(held: Holding, nbytes: int) -> _Mapped:
         address = held.reserve(nbytes)
-        with FORKS:
+        with SETTLING, FORKS:
             vm.map_shared(address, nbytes, held.fd)
             vm.guard_from_fork(address, nbytes)
         return _Mapped(held, address, nbytes)
