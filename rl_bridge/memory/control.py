@@ -46,6 +46,7 @@ __all__ = [
     "control_nbytes",
     "legible",
     "num_records",
+    "take_note",
 ]
 
 _LOG = logging.getLogger(__name__)
@@ -54,6 +55,9 @@ RECORD_NBYTES = 8192
 _HEAD = struct.Struct("<IIQ")  # how many times it was written, length, XXH3-64 of the text
 _MAGIC = b"rl_bridge.control/1\n"
 _KEPT_UPDATES = 6
+# What an update cannot be rejected after, and whose reports make room first.
+_SETTLED = frozenset({"acknowledged", "released"})
+_ROOM = {"rejected": 0, "released": 1}
 _MAX_REASON = 400
 _READ_TRIES = 64
 
@@ -92,6 +96,30 @@ class UpdateReport(BaseModel):
     proof: dict[str, Any] | None = None
     timings_ms: dict[str, StrictFloat] = Field(default_factory=dict)
     tensors_held: bool = False
+
+
+def take_note(updates: dict[str, UpdateReport], report: UpdateReport) -> None:
+    """Note a report among a consumer's last few, the newest last.
+
+    A late or replayed manifest is refused at the door, as often as it comes. That must not push out
+    what is known of an update that is held or active, nor replace what became of one that was
+    acknowledged: refusals make room first.
+
+    Args:
+        updates: of one consumer, by update; changed.
+        report: what is new.
+
+    """
+    known = updates.get(report.update_id)
+    if known is not None and known.state in _SETTLED and report.state == "rejected":
+        return
+    updates.pop(report.update_id, None)
+    updates[report.update_id] = report
+    if len(updates) > _KEPT_UPDATES:
+        older = list(updates.values())[:-1]
+        # (The sort is stable: of those alike, the oldest goes.)
+        first = min(older, key=lambda one: (one.tensors_held, _ROOM.get(one.state, len(_ROOM))))
+        del updates[first.update_id]
 
 
 class Record(BaseModel):
@@ -264,10 +292,7 @@ class ControlWriter:
             if self._is_closed:
                 return
             self._num_reports += 1
-            self._updates.pop(report.update_id, None)
-            self._updates[report.update_id] = report
-            for oldest in list(self._updates)[:-_KEPT_UPDATES]:
-                self._updates.pop(oldest, None)
+            take_note(self._updates, report)
             try:
                 self._write()
             except OSError as error:

@@ -14,7 +14,7 @@ import torch
 from rl_bridge.errors import MalformedManifest, SegmentError
 from rl_bridge.manifest.canonical import thaw
 from rl_bridge.manifest.model import WeightUpdateManifest
-from rl_bridge.memory.control import Record, UpdateReport, legible
+from rl_bridge.memory.control import Record, UpdateReport, legible, take_note
 from rl_bridge.memory.packing import PackPlan
 from rl_bridge.memory.passes import BytePlan
 from rl_bridge.memory.pins import Pin, anonymous_pin
@@ -108,9 +108,10 @@ class _LocalPublisher(PublisherEnd):
             known = self._records.get(id(end))
             # An id is used again once its object is gone: then it is another consumer.
             updates = known[1].updates if known and known[0]() is end else ()
-            kept = [item for item in updates if item.update_id != report.update_id][-5:]
+            kept = {item.update_id: item for item in updates}
+            take_note(kept, report)
             worker = legible(end.worker)
-            record = Record(worker=worker, rank=end.rank, pid=0, updates=(*kept, report))
+            record = Record(worker=worker, rank=end.rank, pid=0, updates=tuple(kept.values()))
             self._records.pop(id(end), None)
             self._records[id(end)] = (weakref.ref(end), record)
             gone = [key for key, (held, _) in self._records.items() if held() is None]

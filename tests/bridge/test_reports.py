@@ -1,9 +1,10 @@
 """Who holds what: the publisher's view of its consumers, in this process and in others."""
 
 import pytest
+import torch
 
 from rl_bridge import ConsumerReport, TensorBridge, WeightUpdateManifest, make_weight_bridge
-from rl_bridge.errors import SlotsExhausted, WeightBridgeUnavailableError
+from rl_bridge.errors import SlotsExhausted, StaleUpdate, WeightBridgeUnavailableError
 from rl_bridge.memory.control import RECORD_NBYTES
 from rl_bridge.memory.holding import close_fd
 from rl_bridge.memory.segment import open_segment
@@ -221,3 +222,36 @@ def test_what_a_hostile_consumer_writes_is_unreadable_and_hurts_nobody() -> None
         victim.acknowledge(manifest.update_id)
         assert {r.worker for r in publisher.consumers()} == {"victim", "bystander"}
         close_fd(fd)
+
+
+@pytest.mark.parametrize("transport", ["shared-memory", "local-clone"])
+def test_late_manifests_do_not_push_out_what_is_known_of_the_active_update(transport: str) -> None:
+    with make_weight_bridge(transport) as trainer, make_weight_bridge(transport) as rollout:
+        late = []
+        for version in range(1, 8):
+            late.append(trainer.publish({"w": torch.ones(4)}, weight_version=version))
+            trainer.release(late[-1].update_id)
+        active = trainer.publish({"w": torch.zeros(4)}, weight_version=9)
+        rollout.import_update(active)
+        rollout.acknowledge(active.update_id)
+        for manifest in late:
+            with pytest.raises(StaleUpdate):
+                rollout.import_update(manifest)
+        assert [report.state for report in trainer.holders(active.update_id)] == ["acknowledged"]
+        assert [report.state for report in trainer.holders(late[-1].update_id)] == ["rejected"]
+
+
+@pytest.mark.parametrize("transport", ["shared-memory", "local-clone"])
+def test_a_replay_does_not_unsay_an_acknowledgement(transport: str) -> None:
+    with make_weight_bridge(transport) as trainer, make_weight_bridge(transport) as rollout:
+        manifests = []
+        for version in (1, 2):
+            manifests.append(trainer.publish({"w": torch.ones(4)}, weight_version=version))
+            rollout.import_update(manifests[-1])
+            rollout.acknowledge(manifests[-1].update_id)
+            rollout.release(manifests[-1].update_id)
+        for number in range(40):  # more than a consumer remembers: the first update is forgotten
+            rollout.reject(f"{number:032x}", "not wanted")
+        with pytest.raises(StaleUpdate):
+            rollout.import_update(manifests[0])
+        assert [report.state for report in trainer.holders(manifests[0].update_id)] == ["released"]

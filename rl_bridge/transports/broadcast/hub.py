@@ -19,7 +19,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from rl_bridge.errors import WeightBridgeUnavailableError
-from rl_bridge.memory.control import Record, UpdateReport, legible
+from rl_bridge.memory.control import Record, UpdateReport, legible, take_note
 from rl_bridge.memory.holding import close_fd, forget_fd_in_children
 from rl_bridge.transports.broadcast.channel import Channel
 from rl_bridge.transports.broadcast.door import Door
@@ -47,7 +47,6 @@ __all__ = ["Hub", "Member"]
 _LOG = logging.getLogger(__name__)
 
 _REMEMBERED = 64
-_KEPT_UPDATES = 6
 _MAX_ANSWERS = 16
 
 
@@ -297,9 +296,7 @@ class Hub:
     def _note(self, member: Member, message: FromReceiver) -> None:
         match message:
             case Reported(report=report):
-                member.updates.pop(report.update_id, None)
-                member.updates[report.update_id] = report
-                _keep_newest(member.updates, _KEPT_UPDATES)
+                take_note(member.updates, report)
             case StoreValue():
                 self._pass_on(member, message)
             case Want(update_id=update_id):
