@@ -23,6 +23,7 @@ from rl_bridge.bridge.records import (
     never_let_in,
     remember,
     report_of,
+    sweep,
     verified,
 )
 from rl_bridge.errors import (
@@ -129,6 +130,7 @@ class Consumer(Books):
                     if known.lifecycle.allows(Event.REJECT):  # else an engine holds it already
                         self._refuse(known, describe(error), forget=True)
                     raise
+            sweep(self._updates)
             record = self._announce(manifest.update_id, manifest)
             try:
                 start = time.perf_counter()

@@ -1,6 +1,7 @@
 """What a consumer remembers of each update that it met."""
 
 import errno
+import gc
 import time
 import weakref
 from collections import OrderedDict
@@ -37,6 +38,7 @@ __all__ = [
     "remember",
     "report_of",
     "require_header",
+    "sweep",
     "verified",
 ]
 
@@ -62,6 +64,7 @@ class ImportedUpdate:
         buffers: the memory of what was let go of here; it lives on with tensors of the update.
         is_of_a_copy: what was refused is one manifest, which may have been changed on its way; the
             update itself may come.
+        sweeps_left: how often `sweep` still looks for what holds its tensors.
 
     """
 
@@ -73,6 +76,7 @@ class ImportedUpdate:
     timings_ms: dict[str, float] = field(default_factory=dict)
     buffers: list[weakref.ref[object]] = field(default_factory=list)
     is_of_a_copy: bool = False
+    sweeps_left: int = 2
 
     @property
     def living_buffers(self) -> list[weakref.ref[object]]:
@@ -91,6 +95,24 @@ def remember(
         if surplus > 0 and updates[old].lifecycle.state in {State.RELEASED, State.REJECTED}:
             del updates[old]
             surplus -= 1
+
+
+def sweep(updates: Mapping[str, ImportedUpdate]) -> None:
+    """Collect garbage where tensors of a refused update still live.
+
+    The frames of the exception that refused it hold them, and asyncio ties that exception into
+    cycles: until Python's next full collection, which may be hours away, the update would keep its
+    publisher's slot. Where tensors are held on purpose this gives up soon.
+    """
+    held = [
+        one
+        for one in updates.values()
+        if one.lifecycle.state is State.REJECTED and one.sweeps_left and one.living_buffers
+    ]
+    if held:
+        gc.collect()
+        for one in held:
+            one.sweeps_left -= 1
 
 
 def never_let_in(manifest: WeightUpdateManifest, reason: str) -> ImportedUpdate:

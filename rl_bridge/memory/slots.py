@@ -8,6 +8,7 @@ one more, up to a limit, and then an error that names the holder: a reader that 
 slot, it can never make a publisher wait.
 """
 
+import gc
 import os
 import struct
 from collections.abc import Callable
@@ -186,26 +187,12 @@ class SlotRing:
 
         """
         self._uses += 1
-        # The one that was used last is the likeliest to be in the cache, and lets others age out.
-        free = sorted(
-            (slot for slot in self._slots if slot.update_id is None),
-            key=lambda slot: -slot.last_used,
-        )
-        usable: Slot | None = None
-        for slot in free:
-            if not leases.try_exclusive(slot.segment.fd):
-                continue
-            if not slot.segment.is_whole:
-                self._drop(slot)
-                continue
-            if usable is None and slot.fits(arena_nbytes):
-                usable = slot
-                continue
-            # Of the wrong size, or not needed for a long time.
-            if not slot.fits(arena_nbytes) or self._uses - slot.last_used > _SURPLUS_AGE:
-                self._drop(slot)
-            else:
-                leases.unlock(slot.segment.fd)
+        usable = self._find(arena_nbytes)
+        if usable is None and len(self._slots) >= self._limit:
+            # A reader in this very process may have failed, and the exception's frames still hold
+            # its tensors in a cycle, until the next full collection.
+            gc.collect()
+            usable = self._find(arena_nbytes)
         if usable is None:
             usable = self._grow(arena_nbytes)
         usable.last_used = self._uses
@@ -247,6 +234,30 @@ class SlotRing:
         for slot in self._slots:
             slot.close()
         self._slots.clear()
+
+    def _find(self, arena_nbytes: int) -> Slot | None:
+        """Lock a slot that nobody reads; drop those of the wrong size, or long not needed."""
+        # The one that was used last is the likeliest to be in the cache, and lets others age out.
+        free = sorted(
+            (slot for slot in self._slots if slot.update_id is None),
+            key=lambda slot: -slot.last_used,
+        )
+        usable: Slot | None = None
+        for slot in free:
+            if not leases.try_exclusive(slot.segment.fd):
+                continue
+            if not slot.segment.is_whole:
+                self._drop(slot)
+                continue
+            if usable is None and slot.fits(arena_nbytes):
+                usable = slot
+                continue
+            # Of the wrong size, or not needed for a long time.
+            if not slot.fits(arena_nbytes) or self._uses - slot.last_used > _SURPLUS_AGE:
+                self._drop(slot)
+            else:
+                leases.unlock(slot.segment.fd)
+        return usable
 
     def _drop(self, slot: Slot) -> None:
         self._slots.remove(slot)

@@ -144,7 +144,9 @@ def test_an_interrupt_during_an_undo_comes_out_and_the_engine_is_torn(
     assert content(adapter.engine) == content(weights(1))
 
 
-@pytest.mark.parametrize("given", [None, 5, {"update_id": "x"}, object()], ids=repr)
+@pytest.mark.parametrize(
+    "given", [None, 5, {"update_id": "x"}, object()], ids=lambda one: type(one).__name__
+)
 def test_what_is_no_manifest_is_malformed_for_the_executor_too(
     given: Any, executor: RolloutExecutor, adapter: Recording
 ) -> None:

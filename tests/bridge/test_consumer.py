@@ -82,7 +82,9 @@ def test_tensors_outlive_release_consumer_and_publisher(
     assert bytes_of(tensor) == expected
 
 
-@pytest.mark.parametrize("given", [None, 5, {"update_id": "x"}, object()], ids=repr)
+@pytest.mark.parametrize(
+    "given", [None, 5, {"update_id": "x"}, object()], ids=lambda one: type(one).__name__
+)
 def test_what_is_no_manifest_is_malformed(given: Any, consumer: TensorBridge) -> None:
     with pytest.raises(MalformedManifest, match="expected a WeightUpdateManifest"):
         consumer.import_update(given)

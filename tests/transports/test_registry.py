@@ -93,7 +93,9 @@ def test_a_transport_without_a_name_is_refused(name: object) -> None:
         register_transport(named(name))
 
 
-@pytest.mark.parametrize("given", [LocalClone(), TensorBridge, "pigeon"], ids=str)
+@pytest.mark.parametrize(
+    "given", [LocalClone(), TensorBridge, "pigeon"], ids=["object", "class", "text"]
+)
 def test_what_is_no_transport_class_is_refused(given: object) -> None:
     with pytest.raises(TypeError, match="is no transport"):
         register_transport(given)  # type: ignore[type-var]  # that is the point
