@@ -59,8 +59,13 @@ demo: $(if $(filter vllm,$(ENGINE)),$(STAMP_VLLM),$(STAMP)) ## Train a small mod
 	  $(if $(TRANSPORT),--transport $(TRANSPORT)) $(if $(ENGINE),--engine $(ENGINE)) \
 	  $(if $(STEPS),--steps $(STEPS)) $(if $(SEED),--seed $(SEED)) $(if $(OUT),--out $(OUT)) $(ARGS)
 
-test: $(STAMP) ## Run the tests (ARGS="-k name" to choose)
-	$(TEST_ENV) $(BIN)/python -m pytest $(ARGS)
+# In two processes: half of the time is spent waiting for processes that the tests start. A file stays
+# whole, since its fixtures are shared.
+JOBS ?= 2
+PYTEST_ALL = $(TEST_ENV) $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
+
+test: $(STAMP) ## Run the tests (ARGS="-k name" to choose, JOBS=0 for one process)
+	$(PYTEST_ALL) $(ARGS)
 
 test-gpu: $(STAMP) ## Run only the tests that need a CUDA device
 	$(TEST_ENV) $(BIN)/python -m pytest -m "gpu or multigpu" $(ARGS)
@@ -113,7 +118,7 @@ format: $(STAMP) ## Format the code and apply the safe fixes
 
 coverage: $(STAMP) ## Run the tests with branch coverage and check the floors
 	$(BIN)/coverage erase
-	$(TEST_ENV) $(BIN)/python -m pytest --cov --cov-report= $(ARGS)
+	$(PYTEST_ALL) --cov --cov-report= $(ARGS)
 	$(BIN)/coverage report --fail-under=95 --omit="$(NEEDS_VLLM),$(NEEDS_TRAINERS)"
 	$(BIN)/coverage report --fail-under=100 --include="rl_bridge/manifest/*,rl_bridge/lifecycle/*"
 

@@ -107,9 +107,9 @@ def test_gathering_takes_no_more_memory_than_one_chunk(two: World, build: str) -
     limit = 1 << 19
     for peak, count in two.run("peak", build=build, call="full", chunk_nbytes=limit):
         assert count > 4
-        # A quarter more: Gloo's thread may let go of what it sent last, one tensor, only after the
-        # next chunk was begun.
-        assert limit // 2 < peak <= limit + limit // 4
+        # Half more: Gloo's thread may let go of what it sent last only after the next chunk was
+        # begun; on a loaded machine that is more than one tensor.
+        assert limit // 2 < peak <= limit + limit // 2
 
 
 @pytest.mark.parametrize("build", ["wide_fsdp2", "wide_fsdp1"])
