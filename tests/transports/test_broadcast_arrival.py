@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from rl_bridge import BroadcastTensorBridge, RolloutExecutor, make_weight_bridge
-from rl_bridge.errors import ChecksumMismatch, SegmentError, StaleUpdate
+from rl_bridge.errors import ChecksumMismatch, DigestMismatch, SegmentError, StaleUpdate
 from rl_bridge.installers.module import ModuleInstallAdapter
 from rl_bridge.manifest.digest import digest_bytes
 from rl_bridge.manifest.table import TensorTable
@@ -72,6 +72,15 @@ def test_bytes_that_change_on_the_wire_never_reach_the_engine(
         executor.update_weights(good)
     assert executor.active_weight_version == number + 1
     executor.close()
+
+
+def test_a_manifest_of_another_version_number_than_the_bytes_is_refused(
+    trainer: BroadcastTensorBridge, rollout: BroadcastTensorBridge
+) -> None:
+    manifest = trainer.publish(sample_weights(1), weight_version=1)
+    with pytest.raises(DigestMismatch, match="weight_version"):
+        rollout.import_update(manifest.model_copy(update={"weight_version": 2}))
+    assert contents_of(rollout.import_update(manifest)) == contents_of(sample_weights(1))
 
 
 def test_a_steady_update_is_digested_on_arrival_and_not_once_more(

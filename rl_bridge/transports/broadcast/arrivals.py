@@ -35,6 +35,7 @@ class Arrival:
     generation: int
     arena_nbytes: int
     layout_digest: str
+    header: bytes
     slot: Slot
     digests: bytes | None
     is_claimed: bool = False
@@ -171,6 +172,7 @@ class Arrivals:
                 )
                 raise SegmentError(msg)
             pin = self._arenas.pin(arrival.slot, update_id, arrival.arena_nbytes)
+            pin.header = arrival.header
             arrival.is_claimed = True
             self._tables[table.digest] = table
             self._tables.move_to_end(table.digest)

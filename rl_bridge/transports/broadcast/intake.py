@@ -210,6 +210,7 @@ class Intake:
                 generation=offer.generation,
                 arena_nbytes=offer.arena_nbytes,
                 layout_digest=offer.layout_digest,
+                header=bytes.fromhex(offer.header),
                 slot=slot,
                 digests=None if digest is None else digest.digests(),
             )

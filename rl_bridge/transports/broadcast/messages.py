@@ -152,6 +152,8 @@ class Offer(Message):
     generation: _Count
     arena_nbytes: _Count
     layout_digest: Annotated[StrictStr, Field(max_length=64)]
+    header: _Id
+    """The digest of the manifest's header."""
 
 
 class Go(Message):

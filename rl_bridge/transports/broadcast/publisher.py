@@ -89,7 +89,7 @@ class BroadcastPublisher(PublisherEnd):
         self._finalizer = weakref.finalize(self, _end, self._hub, self._sender, timeout_s)
 
     def carry(self, plan: PackPlan, tensors: Mapping[str, torch.Tensor], update_id: str) -> Carried:
-        """Seal a version, and leave it to the sender."""
+        """Seal a version; it is sent when its header is sealed, too."""
         table = plan.table
         start = time.perf_counter()
         with self._hub.changed:
@@ -104,7 +104,7 @@ class BroadcastPublisher(PublisherEnd):
                 self._ring.publish(slot, update_id, table.arena_nbytes)
             handle = BroadcastHandle(group=self.info, generation=slot.generation).model_dump()
             ready = time.perf_counter()
-            self._sender.offer(
+            self._sender.prepare(
                 Offered(update_id, slot, slot.generation, table.arena_nbytes, table.digest)
             )
             return Carried(
@@ -118,6 +118,10 @@ class BroadcastPublisher(PublisherEnd):
                 if slot.update_id in {None, update_id}:
                     self._ring.abandon(slot)
             raise
+
+    def seal_header(self, update_id: str, digest: bytes) -> None:
+        """Leave the version to the sender, which tells the header's digest ahead of the bytes."""
+        self._sender.announce(update_id, digest.hex())
 
     def snapshot(self, update_id: str) -> Slot:
         """The slot of a published version.

@@ -18,13 +18,14 @@ _MAX_FAILURES = 3
 
 @dataclass(slots=True)
 class Offered:
-    """A published version."""
+    """A version that is sealed. Once it is published its `header` is known, and receivers hear."""
 
     update_id: str
     slot: Slot
     generation: int
     arena_nbytes: int
     layout_digest: str
+    header: str = ""
     published_at: float = field(default_factory=time.monotonic)
     is_released: bool = False
 
@@ -41,8 +42,13 @@ class Schedule:
         self._was_complete = False
 
     def add(self, offered: Offered) -> None:
-        """Send this version to all who follow, before all others."""
+        """Take note of a version, which nobody hears of yet."""
         self._offered[offered.update_id] = offered
+
+    def announce(self, offered: Offered, header: str) -> None:
+        """Send this version to all who follow, before all others."""
+        offered.header = header
+        offered.published_at = time.monotonic()
         self._newest = offered
 
     def find(self, update_id: str) -> Offered | None:
@@ -85,6 +91,8 @@ class Schedule:
 
     def _check_want(self, member: Member, want: Want) -> None:
         offered = self._offered.get(want.update_id)
+        if offered is not None and not offered.header:
+            offered = None  # it is not published yet: whoever asks cannot have its manifest
         asked = want.arena_nbytes, want.generation
         if offered is None:
             reason = "its publisher released it"

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 
+from rl_bridge.errors import SegmentError
 from rl_bridge.transports.broadcast.arenas import Arenas
 from rl_bridge.transports.broadcast.group import Group, send_slices
 from rl_bridge.transports.broadcast.hub import Hub, Member
@@ -88,10 +89,28 @@ class Sender:
 
     # ---- what the publisher's end calls ---------------------------------------------------------
 
-    def offer(self, offered: Offered) -> None:
-        """Send a version to all who follow, and to whoever asks."""
+    def prepare(self, offered: Offered) -> None:
+        """Take note of a version that is sealed, and not published yet."""
         with self._hub.changed:
             self._schedule.add(offered)
+
+    def announce(self, update_id: str, header: str) -> None:
+        """Send a version to all who follow, and to whoever asks.
+
+        Args:
+            update_id: of a version that is prepared.
+            header: digest of its manifest's header, which receivers compare with the manifest's.
+
+        Raises:
+            SegmentError: it was released.
+
+        """
+        with self._hub.changed:
+            offered = self._schedule.find(update_id)
+            if offered is None:
+                msg = f"update {update_id} is gone: it was released. Publish again."
+                raise SegmentError(msg)
+            self._schedule.announce(offered, header)
             self._hub.changed.notify_all()
 
     def release(self, update_id: str) -> None:
@@ -192,6 +211,7 @@ class Sender:
             generation=offered.generation,
             arena_nbytes=offered.arena_nbytes,
             layout_digest=offered.layout_digest,
+            header=offered.header,
         )
         self._hub.send(members, offer)
         answers = self._collect(transfer, members, _ANSWERS, self._timeout_s)

@@ -58,6 +58,7 @@ class Broadcast(Transport):
     name: ClassVar[str] = "broadcast"
     crosses_processes: bool = True
     zero_copy_import: bool = False
+    binds_header: bool = True
 
     def __init__(
         self,
