@@ -72,6 +72,28 @@ def test_a_rank_that_fails_takes_the_others_back_and_the_next_update_works(
     engine.check("the next update")
 
 
+@EACH_RANK
+@pytest.mark.parametrize("step", STEPS[1::2], ids=lambda step: f"{step[0]}-{step[1]}")
+def test_requests_under_way_do_not_notice_that_a_rank_failed(
+    engine: Bench, step: tuple[str, int, str], rank: int
+) -> None:
+    point, nth, told = step
+    engine.trainer.release_all()
+    plant(engine, point, nth, rank)
+    long = 160  # tokens: the update begins and ends while they are made
+    assert engine.llm.reset_prefix_cache()
+    expected = engine.rest(engine.begin(f"quiet-{point}-{rank}", steps=3, max_tokens=long))
+    before = states(engine)
+    assert engine.llm.reset_prefix_cache()
+    ids = engine.begin(f"live-{point}-{rank}", steps=3, max_tokens=long)
+    with pytest.raises(Exception, match=f"rank {rank}: .*{told}"):
+        engine.update()
+    engine.llm.collective_rpc("uproot_fault")
+    assert engine.llm.llm_engine.has_unfinished_requests()
+    assert engine.rest(ids) == expected
+    assert states(engine) == before
+
+
 @BOTH_WAYS
 def test_all_ranks_may_fail_at_once(engine: Bench, by: str) -> None:
     engine.trainer.release_all()
