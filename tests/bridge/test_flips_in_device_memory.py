@@ -169,6 +169,36 @@ def test_an_exchange_that_did_not_happen_fails_the_proof(
     assert (rig.holds(), rig.executor.active_weight_version) == ({3.0}, 3)
 
 
+@pytest.mark.parametrize("skipped", [{"unmap", "map", "set_access"}, {"map", "set_access"}])
+def test_a_driver_that_says_yes_and_does_nothing_fails_the_proof(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, skipped: set[str]
+) -> None:
+    for version in (1, 2, 3):
+        rig.update(version)
+    places = rig.addresses()
+    with monkeypatch.context() as patch:
+        lying = set(skipped)
+
+        def lie(name: str) -> None:
+            inner = getattr(HostDriver, name)
+
+            def call(driver: HostDriver, *args: Any, **kwargs: Any) -> Any:
+                if name in lying:
+                    lying.remove(name)
+                    return None
+                return inner(driver, *args, **kwargs)
+
+            patch.setattr(HostDriver, name, call)
+
+        for name in skipped:
+            lie(name)
+        with pytest.raises(ProofFailed, match="does not show it there"):
+            rig.update(4)
+    assert (rig.holds(), rig.executor.active_weight_version) == ({3.0}, 3)
+    rig.update(5)
+    assert (rig.holds(), rig.addresses()) == ({5.0}, places)
+
+
 def test_an_engine_on_another_device_is_refused_with_both_named(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -272,6 +272,20 @@ class CUDADriver(VMMDriver, IPCDriver):
         """Unmap; the driver does not wait for kernels."""
         self._call("cuMemUnmap", address, nbytes, about=f"{nbytes} bytes at {address:#x}")
 
+    def shows(self, address: int, nbytes: int, handle: int) -> bool:
+        """Ask for the handle behind the first and the last byte: mappings cannot be split."""
+        return all(self._is_behind(at, handle) for at in (address, address + nbytes - 1))
+
+    def _is_behind(self, address: int, handle: int) -> bool:
+        try:
+            found = self._call("cuMemRetainAllocationHandle", address, about=f"{address:#x}")
+        except DriverError as error:
+            if error.code == INVALID_VALUE:
+                return False  # nothing is mapped there
+            raise
+        self.release(int(found))  # what was asked for is a reference of its own
+        return int(found) == handle
+
     def fence(self) -> None:
         """Wait for the whole primary context: all streams of this process on this device."""
         self._call("cuCtxSynchronize", about="an earlier kernel failed, or the device is lost")

@@ -197,6 +197,13 @@ class VMMDriver(ABC):
         """
 
     @abstractmethod
+    def shows(self, address: int, nbytes: int, handle: int) -> bool:
+        """Whether that very allocation is mapped there, in full, as the driver itself has it.
+
+        Nothing that this library remembers is asked. Access is not looked at.
+        """
+
+    @abstractmethod
     def fence(self) -> None:
         """Wait until every kernel of this process on this device has ended: a full drain.
 

@@ -240,6 +240,16 @@ class HostDriver(VMMDriver):
             _mmap(call, address, nbytes, flags, -1)
             del mappings[address]
 
+    def shows(self, address: int, nbytes: int, handle: int) -> bool:
+        """Ask the kernel which file lies there."""
+        with self._lock:
+            memory = self._find_memory("cuMemRetainAllocationHandle", handle)
+            made = os.fstat(memory.fd)
+        found = vm.mapped_file(address)
+        if found is None or found.nbytes < nbytes or nbytes != memory.nbytes:
+            return False
+        return (found.device, found.inode, found.offset) == (made.st_dev, made.st_ino, 0)
+
     def fence(self) -> None:
         """Wait for nothing: reads and writes of host memory are over when they return."""
         self._require_own_process("cuCtxSynchronize")

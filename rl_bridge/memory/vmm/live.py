@@ -8,7 +8,12 @@ its publisher's, and other engines may look at it too.
 
 import weakref
 
-from rl_bridge.errors import DriverError, SegmentError, WeightBridgeUnavailableError
+from rl_bridge.errors import (
+    DriverError,
+    ProofFailed,
+    SegmentError,
+    WeightBridgeUnavailableError,
+)
 from rl_bridge.memory.pins import Pin
 from rl_bridge.memory.vmm.owners import AddressRange, Allocation
 from rl_bridge.memory.vmm.references import quietly
@@ -96,8 +101,24 @@ class DeviceRange:
         self._held.clear()
 
     def shows(self, pin: Pin) -> bool:
-        """Whether `pin`'s allocation is the one that lies here."""
-        return self._range.content is _allocation(pin)
+        """Whether `pin`'s allocation lies here, in full: the driver is asked as well.
+
+        Raises:
+            ProofFailed: it was put here, and the driver says that something else, or nothing, is
+                here. Do not read: on a device, where nothing is mapped that ends the process.
+            DriverError: the driver does not say.
+
+        """
+        allocation = _allocation(pin)
+        if allocation is None or self._range.content is not allocation:
+            return False
+        if not self._range.shows(allocation):
+            msg = (
+                f"the driver took the allocation for {self.address:#x} and does not show it there. "
+                "Nothing else may map memory at the engine's weights: use mode='copy'."
+            )
+            raise ProofFailed(msg)
+        return True
 
 
 def _allocation(pin: Pin) -> Allocation | None:

@@ -177,6 +177,20 @@ class AddressRange:
         shown = self._place.displaced
         return None if shown is None else shown.allocation
 
+    def shows(self, allocation: Allocation) -> bool:
+        """Whether `allocation` lies there: by what was done here, and by what the driver says.
+
+        Raises:
+            DriverError: the driver does not say.
+
+        """
+        if allocation.is_closed or self.content is not allocation:
+            return False
+        if self.driver.shows(self.address, self.nbytes, allocation.handle):
+            return True
+        self._place.there = _Unknown()  # whatever comes next mends that first
+        return False
+
     def map(self, allocation: Allocation, *, writable: bool) -> None:
         """Map an allocation where nothing lies yet, all or nothing; no kernel is waited for.
 

@@ -172,6 +172,30 @@ class DriverSuite(ABC, Generic[D]):
         self.write(driver, address + nbytes - 1, b"xy")
         assert self.read(driver, address + nbytes - 1, 2) == b"xy"
 
+    def test_it_says_itself_which_memory_lies_at_an_address(
+        self, driver: D, undo: ExitStack
+    ) -> None:
+        (one, nbytes), (two, _) = (self.memory(driver, undo) for _ in range(2))
+        address = self.room(driver, undo, nbytes)
+        before = open_fds()
+        assert not driver.shows(address, nbytes, one)
+        for handle, other in ((one, two), (two, one)):
+            with ExitStack() as stack:
+                self.show(driver, stack, address, nbytes, handle)
+                assert driver.shows(address, nbytes, handle)
+                assert not driver.shows(address, nbytes, other)
+        assert open_fds() == before
+
+    def test_two_allocations_side_by_side_are_not_one(self, driver: D, undo: ExitStack) -> None:
+        one, nbytes = self.memory(driver, undo)
+        two, _ = self.memory(driver, undo)
+        both, _ = self.memory(driver, undo, units=2)
+        address = self.room(driver, undo, 2 * nbytes)
+        self.show(driver, undo, address, nbytes, one)
+        self.show(driver, undo, address + nbytes, nbytes, two)
+        for handle in (one, two, both):
+            assert not driver.shows(address, 2 * nbytes, handle)
+
     @pytest.mark.parametrize("power", [21, 25])
     def test_a_reservation_is_aligned(self, driver: D, undo: ExitStack, power: int) -> None:
         assert self.room(driver, undo, driver.granularity(), 1 << power) % (1 << power) == 0

@@ -22,8 +22,8 @@ enum { OK = 0, INVALID = 1, OOM = 2, NOT_INIT = 3, NO_DEVICE = 100, BAD_DEVICE =
 
 typedef struct { int type, handle_types, location_type, location_id; void *win32; uint8_t flags[8]; } Prop;
 typedef struct { int location_type, location_id, flags; } Access;
-typedef struct { int used, fd, device; size_t size; } Handle;
-typedef struct { int used; uintptr_t at; size_t size; int fd, device, count; int64_t key[4]; } Range;
+typedef struct { int used, fd, device; size_t size; int count; } Handle;
+typedef struct { int used; uintptr_t at; size_t size; int fd, device, count; uint64_t handle; int64_t key[4]; } Range;
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static int initialised;
@@ -102,7 +102,7 @@ int cuMemCreate(uint64_t *handle, size_t size, const Prop *p, unsigned long long
     pthread_mutex_lock(&lock);
     int i = 0;
     while (i < NUM && handles[i].used) i++;
-    handles[i] = (Handle){1, make_memfd(size), device, size};
+    handles[i] = (Handle){1, make_memfd(size), device, size, 1};
     pthread_mutex_unlock(&lock);
     *handle = 0xfeed00000000ull + (uint64_t)i;
     return handles[i].fd < 0 ? OOM : OK;
@@ -115,6 +115,7 @@ int cuMemRelease(uint64_t handle) {
     ENTER()
     Handle *h = get(handle);
     if (!h) return INVALID;
+    if (--h->count) return OK;
     close(h->fd);
     h->used = 0;
     return OK;
@@ -133,7 +134,7 @@ int cuMemImportFromShareableHandle(uint64_t *handle, void *os_handle, int type) 
     if (type != 1 || fstat(fd, &st) || fcntl(fd, F_GET_SEALS) != SEALS) return INVALID;
     int i = 0;
     while (i < NUM && handles[i].used) i++;
-    handles[i] = (Handle){1, fcntl(fd, F_DUPFD_CLOEXEC, 0), device, (size_t)st.st_size};
+    handles[i] = (Handle){1, fcntl(fd, F_DUPFD_CLOEXEC, 0), device, (size_t)st.st_size, 1};
     *handle = 0xfeed00000000ull + (uint64_t)i;
     return OK;
 }
@@ -167,7 +168,18 @@ int cuMemMap(uintptr_t at, size_t size, size_t offset, uint64_t handle, unsigned
     for (int i = 0; i < NUM; i++)
         if (mapped[i].used && mapped[i].at < at + size && at < mapped[i].at + mapped[i].size) return INVALID;
     if (mmap((void *)at, size, PROT_NONE, MAP_SHARED | MAP_FIXED, h->fd, 0) == MAP_FAILED) return OOM;
-    add(mapped, at, size)->device = h->device;
+    Range *r = add(mapped, at, size);
+    r->device = h->device;
+    r->handle = handle;
+    return OK;
+}
+int cuMemRetainAllocationHandle(uint64_t *handle, void *at) {
+    ENTER()
+    Range *r = around(mapped, (uintptr_t)at, 1);
+    Handle *h = r ? get(r->handle) : NULL;
+    if (!h) return INVALID;
+    h->count++;
+    *handle = r->handle;
     return OK;
 }
 int cuMemSetAccess(uintptr_t at, size_t size, const Access *desc, size_t count) {
@@ -283,6 +295,7 @@ static const struct { const char *name; void *function; } table[] = {
     NAMED(cuCtxSynchronize), NAMED(cuMemGetInfo), NAMED(cuMemGetAllocationGranularity), NAMED(cuMemCreate),
     NAMED(cuMemRelease), NAMED(cuMemExportToShareableHandle), NAMED(cuMemImportFromShareableHandle),
     NAMED(cuMemAddressReserve), NAMED(cuMemAddressFree), NAMED(cuMemMap), NAMED(cuMemSetAccess), NAMED(cuMemUnmap),
+    NAMED(cuMemRetainAllocationHandle),
     NAMED(cuPointerGetAttribute), NAMED(cuMemAlloc), NAMED(cuMemFree), NAMED(cuIpcGetMemHandle),
     NAMED(cuIpcOpenMemHandle), NAMED(cuMemGetAddressRange), NAMED(cuIpcCloseMemHandle), {"cuGetProcAddress", (void *)cuGetProcAddress_v2},
     NAMED(cuGetProcAddress_v2),

@@ -145,6 +145,22 @@ def test_a_flip_is_a_drain_an_unmapping_a_mapping_and_access(
         owner.close()
 
 
+def test_asking_what_is_mapped_keeps_no_reference(driver: CUDADriver, record: Recording) -> None:
+    one, live = Allocation.create(driver, UNIT), AddressRange(driver, UNIT)
+    live.map(one, writable=False)
+    record.calls.clear()
+    assert live.shows(one)
+    # The first byte and the last one; each answer is a reference.
+    asked = [("cuMemRetainAllocationHandle", live.address + at) for at in (0, UNIT - 1)]
+    given_back = ("cuMemRelease", one.handle)
+    assert record.calls == [asked[0], given_back, asked[1], given_back]
+    live.close()
+    handle = one.handle
+    one.close()
+    with pytest.raises(DriverError):  # the stand-in counts: nothing is left of it
+        driver.export_fd(handle)
+
+
 # ---- contexts, threads, captures, forks ---------------------------------------------------------
 
 
@@ -198,6 +214,7 @@ def test_nothing_is_called_while_a_graph_is_captured(record: Recording) -> None:
         lambda: driver.map(at, UNIT, handle),
         lambda: driver.set_access(at, UNIT, writable=True),
         lambda: driver.unmap(at, UNIT),
+        lambda: driver.shows(at, UNIT, handle),
         driver.fence,
         driver.probe,
         lambda: driver.alloc(UNIT),
