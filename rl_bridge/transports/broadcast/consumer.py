@@ -139,7 +139,7 @@ class BroadcastConsumer(ConsumerEnd):
             if not is_observer:
                 known[0].follow()
             return known
-        self._make_way(group)
+        rivals = self._rivals(group)
         mine = self._init_info
         if mine is not None and _is_same(mine, group):
             group = mine  # the manifest does not know this side's place in the group
@@ -154,6 +154,7 @@ class BroadcastConsumer(ConsumerEnd):
         )
         # Only now: a manifest that leads nowhere must not cost the connection that works.
         self._links[group.publisher_id] = link, arrivals
+        self._make_way(rivals)
         if known is not None:
             link.take_over(known[0])
             known[0].close()
@@ -162,9 +163,10 @@ class BroadcastConsumer(ConsumerEnd):
     def _arrivals(self, group: BroadcastInitInfo) -> Arrivals:
         return Arrivals(self._make_arenas(), f"rlb-{group.publisher_id[:12]}-in")
 
-    def _make_way(self, group: BroadcastInitInfo) -> None:
-        """End another publisher's group of the same name, if that is wanted."""
-        for publisher_id, (link, arrivals) in list(self._links.items()):
+    def _rivals(self, group: BroadcastInitInfo) -> list[str]:
+        """Other publishers whose groups have the same name, if they may be ended."""
+        found = []
+        for publisher_id, (link, _) in self._links.items():
             if publisher_id == group.publisher_id or link.info.group_name != group.group_name:
                 continue
             if not link.is_lost and not self._override:
@@ -174,10 +176,14 @@ class BroadcastConsumer(ConsumerEnd):
                     "groups names of their own, close the other one, or pass override=True."
                 )
                 raise WeightBridgeUnavailableError(msg)
-            _LOG.info("the group %r of %s makes way", group.group_name, publisher_id)
-            del self._links[publisher_id]
-            link.close()
-            arrivals.close()
+            found.append(publisher_id)
+        return found
+
+    def _make_way(self, rivals: list[str]) -> None:
+        for publisher_id in rivals:
+            link, arrivals = self._links.pop(publisher_id)
+            _LOG.info("the group %r of %s makes way", link.info.group_name, publisher_id)
+            _leave(link, arrivals)
 
     def report(self, manifest: WeightUpdateManifest, report: UpdateReport) -> None:
         """Tell the publisher, if this side is in its group."""
@@ -193,8 +199,7 @@ class BroadcastConsumer(ConsumerEnd):
             arrivals.settle()
             if link.is_lost and not arrivals.is_needed:
                 del self._links[publisher_id]
-                link.close()
-                arrivals.close()
+                _leave(link, arrivals)
 
     def close(self) -> None:
         """Leave all groups; tensors keep what they look at."""
@@ -205,11 +210,14 @@ def _is_same(one: BroadcastInitInfo, other: BroadcastInitInfo) -> bool:
     return one.model_copy(update={"rank_offset": 1}) == other.model_copy(update={"rank_offset": 1})
 
 
+def _leave(link: Link, arrivals: Arrivals) -> None:
+    # Where a slice is on the wire still, the memory goes with its thread.
+    if link.close():
+        arrivals.close()
+
+
 def _end(pid: int, links: dict[str, tuple[Link, Arrivals]]) -> None:
     if os.getpid() != pid:
         return
     while links:
-        _, (link, arrivals) = links.popitem()
-        # Where a slice is on the wire still, the memory goes with its thread.
-        if link.close():
-            arrivals.close()
+        _leave(*links.popitem()[1])

@@ -13,14 +13,12 @@ import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterable
-from contextlib import suppress
 from typing import Any
 
 from pydantic import ValidationError
 
 from rl_bridge.errors import WeightBridgeUnavailableError
 from rl_bridge.memory.control import Record, UpdateReport, legible, take_note
-from rl_bridge.memory.holding import close_fd, forget_fd_in_children
 from rl_bridge.transports.broadcast.channel import Channel
 from rl_bridge.transports.broadcast.door import Door
 from rl_bridge.transports.broadcast.group import GroupStore
@@ -41,6 +39,7 @@ from rl_bridge.transports.broadcast.messages import (
     Welcome,
     from_receiver,
 )
+from rl_bridge.transports.broadcast.wake import Wake
 
 __all__ = ["Hub", "Member"]
 
@@ -48,6 +47,8 @@ _LOG = logging.getLogger(__name__)
 
 _REMEMBERED = 64
 _MAX_ANSWERS = 16
+# Of a look at what members said, each as much of everybody as a channel reads at a time.
+_MOST_ROUNDS = 64
 
 
 class Member:
@@ -120,7 +121,7 @@ class Hub:
         self._timeout_s = timeout_s
         self._pid = os.getpid()
         self._is_stopping = False
-        self._wake = forget_fd_in_children(os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC))
+        self._wake = Wake()
         self._thread = threading.Thread(target=self._run, name="rlb-broadcast-hub", daemon=True)
         _HUBS.add(self)
         self._thread.start()
@@ -134,15 +135,16 @@ class Hub:
             return [m.record() for m in (*self._gone, *self.members) if not m.is_observer]
 
     def drain(self) -> None:
-        """Read what is there already."""
-        while not self._is_stopping and self._step(0):
-            pass
+        """Read what members said already; who goes on talking is not listened to for ever."""
+        for _ in range(_MOST_ROUNDS):
+            if self._is_stopping or not self._step(0):
+                return
 
     def send(self, members: Iterable[Member], message: Message) -> None:
         """Tell members; whoever is gone meanwhile is noted by the thread."""
         for member in members:
             member.channel.send(message)
-        self._poke()
+        self._wake.poke()
 
     def drop(self, member: Member, reason: str) -> None:
         """End a member's connection."""
@@ -176,7 +178,7 @@ class Hub:
         if self._is_stopping or os.getpid() != self._pid:
             return
         self._is_stopping = True
-        self._poke()
+        self._wake.poke()
         if self._thread is not threading.current_thread():
             self._thread.join(timeout_s)
         with self.changed:
@@ -184,18 +186,11 @@ class Hub:
             for member in list(self.members):
                 member.channel.send(Refused(reason="the publisher closed"))
                 self._lose(member)
-        close_fd(self._wake)
+        self._wake.close()
 
     def forget(self) -> None:
         """In a forked child: close its copy of the listening socket."""
         self._door.listener.close()
-
-    def _poke(self) -> None:
-        if os.getpid() == self._pid:
-            try:
-                os.eventfd_write(self._wake, 1)
-            except (BlockingIOError, OSError):
-                return  # it is awake, or gone
 
     # ---- the thread -----------------------------------------------------------------------------
 
@@ -211,9 +206,8 @@ class Hub:
         """Serve what is ready; returns whether anything was."""
         poll, timeout_ms = self._look_out(timeout_ms)
         ready = {fd for fd, _ in poll.poll(timeout_ms)}
-        if self._wake in ready:
-            with suppress(BlockingIOError):
-                os.eventfd_read(self._wake)
+        if self._wake.fd in ready:
+            self._wake.settle()
         with self.changed:
             if not self._is_stopping:
                 for member in list(self.members):
@@ -221,21 +215,23 @@ class Hub:
                         self._serve(member)
                 for channel, join in self._door.serve(ready, self.changed):
                     self._join(channel, join)
-        return bool(ready - {self._wake})
+        return bool(ready)
 
     def _look_out(self, timeout_ms: float | None) -> tuple[select.poll, float | None]:
         poll = select.poll()
         with self.changed:
-            for channel in (*(m.channel for m in self.members), *self._door.channels):
+            # Only the thread opens the door: strangers can always knock once more.
+            strangers = self._door.channels if timeout_ms is None else []
+            for channel in (*(m.channel for m in self.members), *strangers):
                 if channel.is_lost or channel.socket.fileno() < 0:
                     timeout_ms = 0  # it ended while something was sent
                 else:
                     wants = select.POLLIN | (select.POLLOUT if channel.has_outgoing else 0)
                     poll.register(channel.socket, wants)
-            if self._door.listener.fileno() >= 0:
-                poll.register(self._door.listener, select.POLLIN)
             if timeout_ms is None:
-                poll.register(self._wake, select.POLLIN)
+                if self._door.listener.fileno() >= 0:
+                    poll.register(self._door.listener, select.POLLIN)
+                poll.register(self._wake.fd, select.POLLIN)
                 left = self._door.patience_s
                 timeout_ms = None if left is None else left * 1e3 + 1
         return poll, timeout_ms
@@ -258,25 +254,38 @@ class Hub:
         self.changed.notify_all()
 
     def _check_room(self, join: Join) -> None:
-        size = self.info.world_size
         if len(self.members) >= self._max_members:
             raise WeightBridgeUnavailableError(
                 f"the publisher has room for {self._max_members} consumers and all are taken. "
                 "Close bridges that are not used, or raise max_consumers on the publisher."
             )
-        if size and not join.is_observer:
-            if not 0 < join.group_rank < size:
-                raise WeightBridgeUnavailableError(
-                    f"rank {join.group_rank} is not in the group {self.info.group_name!r} of "
-                    f"world_size={size}. Set rank_offset and source_rank so that engines take 1 to "
-                    f"{size - 1}."
-                )
-            twin = [m for m in self.members if m.group_rank == join.group_rank]
-            if any(not m.is_observer for m in twin):
-                raise WeightBridgeUnavailableError(
-                    f"rank {join.group_rank} of the group {self.info.group_name!r} is taken by "
-                    f"{twin[0].name}. Give each engine a rank of its own, or close that one."
-                )
+        if not join.is_observer:
+            self._check_place(join.group_rank)
+
+    def _check_place(self, rank: int) -> None:
+        size = self.info.world_size
+        if not size:
+            return
+        if not 0 < rank < size:
+            raise WeightBridgeUnavailableError(
+                f"rank {rank} is not in the group {self.info.group_name!r} of world_size={size}. "
+                f"Set rank_offset and source_rank so that engines take 1 to {size - 1}."
+            )
+        twins = [m for m in self.members if m.group_rank == rank and not m.is_observer]
+        if twins:
+            raise WeightBridgeUnavailableError(
+                f"rank {rank} of the group {self.info.group_name!r} is taken by {twins[0].name}. "
+                "Give each engine a rank of its own, or close that one."
+            )
+
+    def _follow(self, member: Member) -> None:
+        """Let one that only looked follow, if there is a place for it."""
+        try:
+            self._check_place(member.group_rank)
+        except WeightBridgeUnavailableError as error:
+            self.drop(member, str(error))
+        else:
+            member.is_observer = False
 
     def _serve(self, member: Member) -> None:
         channel = member.channel
@@ -308,8 +317,10 @@ class Hub:
                 _keep_newest(member.answers, _MAX_ANSWERS)
             case Leave():
                 self._lose(member)
-            case Join(is_observer=is_observer):
-                member.is_observer = is_observer
+            case Join(is_observer=False) if member.is_observer:
+                self._follow(member)
+            case Join():
+                pass
         self.changed.notify_all()
 
     def _pass_on(self, member: Member, message: StoreValue) -> None:

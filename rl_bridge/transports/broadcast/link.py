@@ -6,7 +6,6 @@ import select
 import threading
 import time
 from collections import OrderedDict
-from contextlib import suppress
 from functools import partial
 
 from rl_bridge.errors import (
@@ -15,7 +14,6 @@ from rl_bridge.errors import (
     TransferTimeout,
 )
 from rl_bridge.memory.control import UpdateReport
-from rl_bridge.memory.holding import close_fd, forget_fd_in_children
 from rl_bridge.transports.broadcast.arrivals import Arrivals
 from rl_bridge.transports.broadcast.init_info import STEPS_IN_TIME, BroadcastInitInfo
 from rl_bridge.transports.broadcast.intake import Intake
@@ -34,6 +32,7 @@ from rl_bridge.transports.broadcast.messages import (
     StoreValue,
     Want,
 )
+from rl_bridge.transports.broadcast.wake import Wake
 
 __all__ = ["Link"]
 
@@ -93,7 +92,7 @@ class Link:
             is_observer=is_observer,
         )
         self._channel = join_group(info, self._identity, timeout_s=timeout_s)
-        self._wake = forget_fd_in_children(os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC))
+        self._wake = Wake()
         self._intake = Intake(
             info.backend,
             arrivals,
@@ -201,7 +200,7 @@ class Link:
             message = Reported(report=plain)
         self._channel.send(message)
         if self._channel.has_outgoing:
-            self._poke()
+            self._wake.poke()
 
     def take_over(self, other: "Link") -> None:
         """Repeat what another connection to the same publisher had told."""
@@ -218,25 +217,24 @@ class Link:
         self._is_closing = True
         self._channel.send(Leave())
         # The publisher hangs up in answer: then it has noted that this side is gone.
-        self._thread.join(_GOODBYE_S)
+        self._join(_GOODBYE_S)
         self._lose("this side closed")
-        self._poke()
-        self._thread.join(self._timeout_s)
+        self._wake.poke()
+        self._join(self._timeout_s)
         self._has_ended = self._intake.close(timeout_s=self._timeout_s)
         self._channel.close()
-        close_fd(self._wake)
+        self._wake.close()
         return self._has_ended
+
+    def _join(self, timeout_s: float) -> None:
+        # A bridge in a cycle may be collected, and so closed, in the middle of any thread.
+        if self._thread is not threading.current_thread():
+            self._thread.join(timeout_s)
 
     # ---- the thread -----------------------------------------------------------------------------
 
     def _tell(self, group: int, key: str, value: bytes) -> None:
         self._channel.send(StoreValue(group=group, key=key, value=value.hex()))
-
-    def _poke(self) -> None:
-        try:
-            os.eventfd_write(self._wake, 1)
-        except OSError:
-            return  # it is awake, or gone
 
     def _lose(self, reason: str) -> None:
         with self._changed:
@@ -247,7 +245,7 @@ class Link:
 
     def _run(self) -> None:
         poll = select.poll()
-        poll.register(self._wake, select.POLLIN)
+        poll.register(self._wake.fd, select.POLLIN)
         channel = self._channel
         while True:
             # First of all what came together with the answer to this side's joining.
@@ -260,8 +258,7 @@ class Link:
             wants = select.POLLIN | (select.POLLOUT if channel.has_outgoing else 0)
             poll.register(channel.socket, wants)
             poll.poll()
-            with suppress(BlockingIOError):
-                os.eventfd_read(self._wake)
+            self._wake.settle()
             channel.flush()
             channel.fill()
         channel.close()

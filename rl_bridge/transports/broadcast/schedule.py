@@ -142,7 +142,10 @@ class Schedule:
         newest = self._newest
         if newest is None or self._was_complete or not self._hub.info.world_size:
             return None
-        return max(0.01, newest.published_at + self._timeout_s - time.monotonic())
+        left = newest.published_at + self._timeout_s - time.monotonic()
+        if left <= 0:
+            self._was_complete = True  # also where nobody came at all: whoever comes now gets it
+        return max(0.0, left)
 
 
 def _together(members: list[Member]) -> tuple[Member, ...]:

@@ -1,0 +1,176 @@
+"""``broadcast``: what members, strangers and closed ends can cost a publisher and its engines."""
+
+import os
+import resource
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from rl_bridge import BroadcastTensorBridge, make_weight_bridge
+from rl_bridge.errors import SegmentError, WeightBridgeUnavailableError
+from rl_bridge.testing.peer import sample_weights
+from rl_bridge.testing.processes import until
+from rl_bridge.testing.strategies import contents_of
+from rl_bridge.transports.broadcast.hub import Hub
+from rl_bridge.transports.broadcast.messages import Released
+
+Make = Callable[..., BroadcastTensorBridge]
+
+
+@pytest.fixture
+def make() -> Iterator[Make]:
+    made: list[BroadcastTensorBridge] = []
+
+    def make_one(worker: str, **options: Any) -> BroadcastTensorBridge:
+        options = {"timeout_s": 20.0, "suspicious": "off", **options}
+        bridge = make_weight_bridge("broadcast", source_worker=worker, **options)
+        assert isinstance(bridge, BroadcastTensorBridge)
+        made.append(bridge)
+        return bridge
+
+    yield make_one
+    for bridge in reversed(made):
+        bridge.close()
+
+
+def publish(bridge: BroadcastTensorBridge, version: int) -> Any:
+    return bridge.publish(sample_weights(version), weight_version=version)
+
+
+def hub_of(trainer: BroadcastTensorBridge) -> Hub:
+    found = trainer._publisher_end()._end._hub  # type: ignore[attr-defined]
+    assert isinstance(found, Hub)
+    return found
+
+
+def link_of(engine: BroadcastTensorBridge, trainer: BroadcastTensorBridge) -> Any:
+    return engine._consumer_end()._end._links[trainer.publisher_id][0]  # type: ignore[attr-defined]
+
+
+def test_a_publisher_without_descriptors_answers_while_strangers_knock(make: Make) -> None:
+    trainer = make("trainer")
+    manifest = publish(trainer, 1)
+    info = trainer.init_info()
+    answers: list[object] = []
+
+    def ask() -> None:
+        answers.append(trainer.consumers())
+        trainer.release(manifest.update_id)
+        answers.append("released")
+
+    stranger = socket.socket()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    asking = threading.Thread(target=ask, daemon=True)
+    try:
+        # Nobody can be accepted: the connection waits at the door, and the door stays ready.
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+        stranger.connect((info.address, info.port))
+        asking.start()
+        asking.join(10)
+        has_answered = not asking.is_alive()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        stranger.close()
+    asking.join(20)
+    assert has_answered
+    assert answers == [[], "released"]
+
+
+def test_a_member_that_never_stops_talking_does_not_hold_the_publisher(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = make("trainer")
+    hub = hub_of(trainer)
+    rounds = []
+
+    def always(timeout_ms: float | None) -> bool:
+        rounds.append(timeout_ms)
+        assert len(rounds) < 10_000, "it is listened to for ever"
+        return True
+
+    monkeypatch.setattr(hub, "_step", always)
+    hub.drain()
+    assert rounds
+
+
+def test_a_closed_publisher_writes_to_no_descriptor_that_took_its_number(make: Make) -> None:
+    trainer = make("trainer")
+    hub = hub_of(trainer)
+    number = hub._wake.fd
+    trainer.close()
+    taken = os.memfd_create("somebody else's")
+    try:
+        if taken != number:
+            os.dup2(taken, number)
+        hub.send([], Released(update_id="0" * 32))  # as its sender does that ends a transfer
+        hub.close()
+        assert os.fstat(number).st_size == 0
+    finally:
+        for fd in {taken, number}:
+            os.close(fd)
+
+
+def test_who_only_looked_cannot_follow_in_a_place_that_is_not_its_own(make: Make) -> None:
+    trainer = make("trainer", world_size=2)
+    one = make("one", init_info=trainer.init_info())
+    one.join()
+    manifest = publish(trainer, 1)
+    late = make("late")
+    late._consumer_end()._end.look(manifest)
+    assert [member.is_observer for member in hub_of(trainer).members] == [False, True]
+    with pytest.raises(WeightBridgeUnavailableError, match="is taken by worker 'one'"):
+        late.import_update(publish(trainer, 2))
+    assert contents_of(one.import_update(manifest)) == contents_of(sample_weights(1))
+    assert [report.worker for report in trainer.consumers()] == ["one"]
+
+
+def test_a_closed_group_that_nobody_came_to_costs_no_time_once_its_wait_is_over(
+    make: Make,
+) -> None:
+    trainer = make("trainer", world_size=3, timeout_s=0.3)
+    publish(trainer, 1)
+    schedule = trainer._publisher_end()._end._sender._schedule  # type: ignore[attr-defined]
+    until(lambda: schedule.patience_s() is None, what="the sender sleeps until there is news")
+    latest = publish(trainer, 2)
+    engine = make("engine", init_info=trainer.init_info())
+    assert contents_of(engine.import_update(latest)) == contents_of(sample_weights(2))
+
+
+def test_a_manifest_that_leads_nowhere_does_not_cost_the_group_of_its_name(make: Make) -> None:
+    trainer = make("trainer", group_name="weights")
+    engine = make("rollout")
+    engine.import_update(publish(trainer, 1))
+    link = link_of(engine, trainer)
+    gone = make("gone", group_name="weights")
+    manifest = publish(gone, 1)
+    gone.close()
+    with pytest.raises(SegmentError):
+        engine.import_update(manifest)
+    assert not link.is_lost
+    newer = publish(trainer, 2)
+    assert contents_of(engine.import_update(newer)) == contents_of(sample_weights(2))
+    assert link_of(engine, trainer) is link
+
+
+def test_an_engine_that_is_collected_in_its_own_thread_is_closed_there(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer, engine = make("trainer"), make("rollout")
+    engine.import_update(publish(trainer, 1))
+    link = link_of(engine, trainer)
+    ended: list[bool] = []
+    done = threading.Event()
+
+    def collected(_: object) -> None:
+        try:
+            ended.append(link.close())
+        finally:
+            done.set()
+
+    monkeypatch.setattr(link, "_note", collected)
+    publish(trainer, 2)  # the offer is what its thread is in the middle of
+    assert done.wait(20)
+    assert ended == [True]
