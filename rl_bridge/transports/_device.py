@@ -1,5 +1,6 @@
 """What the transports through a device's memory are told, and what both ends check of it."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Self
 
@@ -7,14 +8,17 @@ import torch
 
 from rl_bridge.errors import DriverError, RangeBeyondSegment, TransportUnavailable
 from rl_bridge.manifest.model import WeightUpdateManifest
+from rl_bridge.memory.device.streams import Writes
+from rl_bridge.memory.packing import PackPlan
 from rl_bridge.memory.vmm.cuda import CUDADriver
 from rl_bridge.memory.vmm.host_ipc import HostIPCDriver
 from rl_bridge.memory.vmm.ipc_view import IPCArenaRef
-from rl_bridge.memory.vmm.local import DriverName, cuda_cause, driver_at
+from rl_bridge.memory.vmm.local import DriverName, cuda_cause, driver_at, place_at
 from rl_bridge.memory.vmm.view import ArenaRef
-from rl_bridge.transports.base import checked_count
+from rl_bridge.transports._slots import SlotPublisher
+from rl_bridge.transports.base import Carried, checked_count
 
-__all__ = ["DeviceOptions"]
+__all__ = ["DeviceOptions", "DevicePublisher"]
 
 _REMEDY = "Use shared-memory with a CPU copy of the weights on one machine."
 
@@ -120,3 +124,35 @@ class DeviceOptions:
                     f"{self.device}, which is {mine}",
                     "Publish on the engine's GPU, or carry the update over shared-memory.",
                 )
+
+
+class DevicePublisher(SlotPublisher):
+    """The trainer's end of a transport whose slots a device writes, on its current stream."""
+
+    def __init__(self, publisher_id: str, options: DeviceOptions) -> None:
+        """Open the device, then the control segment.
+
+        Raises:
+            TransportUnavailable: no such device; with the cause.
+
+        """
+        self._driver = options.open_driver()
+        self.place = place_at(self._driver.device)
+        self._writes = Writes(self.place.device)
+        super().__init__(
+            publisher_id,
+            max_slots=options.max_slots,
+            max_consumers=options.max_consumers,
+            num_threads=options.num_threads,
+        )
+
+    def carry(self, plan: PackPlan, tensors: Mapping[str, torch.Tensor], update_id: str) -> Carried:
+        """Write a slot, behind whatever a publish that failed left to be written."""
+        self._writes.begin()
+        try:
+            carried = super().carry(plan, tensors, update_id)
+        except BaseException:
+            self._writes.fail()
+            raise
+        self._writes.end()
+        return carried

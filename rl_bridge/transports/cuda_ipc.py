@@ -24,9 +24,9 @@ from rl_bridge.memory.vmm.ipc_view import (
     ipc_namespace,
     private_pin,
 )
-from rl_bridge.memory.vmm.local import DriverName, place_at
-from rl_bridge.transports._device import DeviceOptions
-from rl_bridge.transports._slots import SlotConsumer, SlotHandle, SlotPublisher
+from rl_bridge.memory.vmm.local import DriverName
+from rl_bridge.transports._device import DeviceOptions, DevicePublisher
+from rl_bridge.transports._slots import SlotConsumer, SlotHandle
 from rl_bridge.transports.base import (
     Attachment,
     Availability,
@@ -121,17 +121,7 @@ class CUDAIPC(Transport):
         return _IPCConsumer(worker, rank, self._options)
 
 
-class _IPCPublisher(SlotPublisher):
-    def __init__(self, publisher_id: str, options: DeviceOptions) -> None:
-        self._driver = options.open_driver()
-        self.place = place_at(self._driver.device)
-        super().__init__(
-            publisher_id,
-            max_slots=options.max_slots,
-            max_consumers=options.max_consumers,
-            num_threads=options.num_threads,
-        )
-
+class _IPCPublisher(DevicePublisher):
     def _make_slot(self, arena_nbytes: int) -> Slot:
         with ExitStack() as undo:
             # Its last page, and the only one, is the stamp's.

@@ -18,16 +18,17 @@ from rl_bridge.errors import (
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.memory import vm
 from rl_bridge.memory.broker import Broker
+from rl_bridge.memory.device.streams import Writes
 from rl_bridge.memory.pins import Pin
 from rl_bridge.memory.segment import OwnedSegment, SegmentRef
 from rl_bridge.memory.slots import Slot
 from rl_bridge.memory.vmm.driver import VMMDriver
-from rl_bridge.memory.vmm.local import DriverName, place_at
+from rl_bridge.memory.vmm.local import DriverName
 from rl_bridge.memory.vmm.owners import AddressRange, Allocation
 from rl_bridge.memory.vmm.references import quietly
 from rl_bridge.memory.vmm.view import ArenaRef, DeviceView
-from rl_bridge.transports._device import DeviceOptions
-from rl_bridge.transports._slots import SlotConsumer, SlotHandle, SlotPublisher
+from rl_bridge.transports._device import DeviceOptions, DevicePublisher
+from rl_bridge.transports._slots import SlotConsumer, SlotHandle
 from rl_bridge.transports.base import (
     Availability,
     ConsumerEnd,
@@ -127,9 +128,12 @@ class CUDAVMM(Transport):
 class _Arena:
     """A slot's memory: allocated, mapped to be written, offered to consumers."""
 
-    def __init__(self, driver: VMMDriver, broker: Broker, key: int, nbytes: int) -> None:
+    def __init__(
+        self, driver: VMMDriver, broker: Broker, writes: Writes, key: int, nbytes: int
+    ) -> None:
         self.key = key
         self._broker = broker
+        self._writes = writes
         # An arena that an interrupt loses on its way to the ring must not be offered for good.
         weakref.finalize(self, broker.withdraw, key).atexit = False
         with ExitStack() as undo:  # at once, whoever keeps the exception
@@ -152,33 +156,29 @@ class _Arena:
 
     def close(self) -> None:
         self._broker.withdraw(self.key)
+        # Nothing but a publish writes here, and each has waited for its own: a drain would have a
+        # publish that replaces a slot wait for all that runs on the device.
+        fence = not self._writes.are_over
         # What a lost device does not take back must not stop the rest of a bridge from closing.
-        quietly(self._range.close)
+        quietly(lambda: self._range.close(fence=fence))
         quietly(self._allocation.close)
 
 
-class _VMMPublisher(SlotPublisher):
+class _VMMPublisher(DevicePublisher):
     def __init__(self, publisher_id: str, options: DeviceOptions) -> None:
-        self._driver = options.open_driver()
-        self.place = place_at(self._driver.device)
+        super().__init__(publisher_id, options)
         self._keys = itertools.count(1)
-        self._broker = Broker()
         try:
-            super().__init__(
-                publisher_id,
-                max_slots=options.max_slots,
-                max_consumers=options.max_consumers,
-                num_threads=options.num_threads,
-            )
+            self._broker = Broker()
         except BaseException:
-            self._broker.close()
+            super().close()
             raise
 
     def _make_slot(self, arena_nbytes: int) -> Slot:
         # Its last page, and the only one, is the stamp's.
         segment = OwnedSegment.make(f"{self._label}-slot", vm.PAGE)
         try:
-            arena = _Arena(self._driver, self._broker, next(self._keys), arena_nbytes)
+            arena = _Arena(self._driver, self._broker, self._writes, next(self._keys), arena_nbytes)
         except BaseException:
             segment.close()
             raise

@@ -19,6 +19,8 @@ from rl_bridge.errors import (
 from rl_bridge.manifest.canonical import thaw
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.memory.broker import Broker
+from rl_bridge.memory.device import streams
+from rl_bridge.memory.passes import BytePlan
 from rl_bridge.memory.vmm.driver import INVALID_VALUE, driver_error
 from rl_bridge.memory.vmm.host import HostDriver, Live
 from rl_bridge.memory.vmm.local import driver_at
@@ -53,7 +55,7 @@ def publish(trainer: BridgeOver, version: int = 1) -> WeightUpdateManifest:
 
 def shown(rollout: BridgeOver, manifest: WeightUpdateManifest) -> set[float]:
     """Which numbers the update has, once it is imported."""
-    return set(rollout.import_update(manifest)["w"].tolist())
+    return set(rollout.import_update(manifest)["w"].flatten().tolist())
 
 
 def changed(manifest: WeightUpdateManifest, part: str, **fields: Any) -> WeightUpdateManifest:
@@ -107,6 +109,109 @@ def test_without_a_gpu_both_ends_say_what_is_missing(monkeypatch: pytest.MonkeyP
         with pytest.raises(TransportUnavailable, match="there is no GPU") as caught:
             open_end()
         assert caught.value.transport == "cuda-vmm"
+
+
+# ---- what a publish leaves on the device --------------------------------------------------------
+
+
+class OnTheStream:
+    """Stands for a stream whose work takes as long as a test wants, and notes what is asked."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.asked: list[str] = []
+        self.is_over = False
+        self.is_captured = False
+        fence, unmap, copy = HostDriver.fence, HostDriver.unmap, BytePlan.copy_digest
+
+        def note(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+            def noted(*args: Any, **kwargs: Any) -> Any:
+                self.asked.append(name)
+                return call(*args, **kwargs)
+
+            return noted
+
+        for target, name, call in (
+            (HostDriver, "fence", note("drain", fence)),
+            (HostDriver, "unmap", note("unmap", unmap)),
+            (BytePlan, "copy_digest", note("write", copy)),
+            (streams, "_mark", note("mark", lambda _: self)),
+            (streams, "_go_behind", note("behind", lambda _, mark: mark)),
+            (streams, "_is_capturing", lambda _: self.is_captured),
+        ):
+            monkeypatch.setattr(target, name, call)
+
+    def query(self) -> bool:
+        return self.is_over
+
+
+def give_up(monkeypatch: pytest.MonkeyPatch, trainer: BridgeOver) -> None:
+    """A publish that the device does not end in time."""
+
+    def late(*_: Any, **__: Any) -> bytes:
+        raise DeadlineExceeded("late, as planned")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(BytePlan, "copy_digest", late)
+        with pytest.raises(DeadlineExceeded, match="as planned"):
+            publish(trainer)
+
+
+def test_a_publish_never_waits_for_the_whole_device(
+    trainer: BridgeOver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Not even where its layout needs another slot, and the old one is given back.
+    stream = OnTheStream(monkeypatch)
+    for version, size in enumerate((300, 300, 4 << 20, 300), 1):
+        manifest = trainer.publish({"w": torch.zeros(size)}, weight_version=version)
+        trainer.release(manifest.update_id)
+    assert stream.asked.count("unmap") >= 2
+    assert "drain" not in stream.asked
+    trainer.close()
+    assert "drain" not in stream.asked
+    assert held() == Live(0, 0, 0)
+
+
+def test_a_publish_goes_behind_what_a_failed_one_left_to_be_written(
+    trainer: BridgeOver, rollout: BridgeOver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # On another stream it could be overwritten by that, after it was sealed.
+    stream = OnTheStream(monkeypatch)
+    give_up(monkeypatch, trainer)
+    assert stream.asked == ["mark"]
+    assert shown(rollout, publish(trainer, 2)) == {2.0}
+    assert stream.asked[:3] == ["mark", "behind", "write"]
+    stream.asked.clear()
+    publish(trainer, 3)
+    assert "behind" not in stream.asked
+
+
+@pytest.mark.parametrize("is_over", [False, True])
+def test_a_slot_is_unmapped_once_nothing_writes_to_it(
+    trainer: BridgeOver, monkeypatch: pytest.MonkeyPatch, is_over: bool
+) -> None:
+    stream = OnTheStream(monkeypatch)
+    give_up(monkeypatch, trainer)
+    stream.asked.clear()
+    stream.is_over = is_over
+    trainer.close()
+    assert stream.asked == (["unmap"] if is_over else ["drain", "unmap"])
+
+
+def test_a_publish_within_a_capture_is_refused_before_anything_is_put_on_the_stream(
+    trainer: BridgeOver, rollout: BridgeOver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # What is captured is done again at each replay: to whatever the slot holds by then.
+    stream = OnTheStream(monkeypatch)
+    weights = {"w": torch.ones(20, 30).t()}  # strided: gathered by torch, before the pass begins
+    first = trainer.publish(weights, weight_version=1)
+    stream.asked.clear()
+    stream.is_captured = True
+    with pytest.raises(WeightBridgeUnavailableError, match="outside of the capture"):
+        trainer.publish({"w": torch.zeros(20, 30).t()}, weight_version=2)
+    assert stream.asked == []
+    stream.is_captured = False
+    assert shown(rollout, trainer.publish(weights, weight_version=2)) == {1.0}
+    assert trainer.update_status(first.update_id) == "published"
 
 
 # ---- manifests that cannot be right here --------------------------------------------------------

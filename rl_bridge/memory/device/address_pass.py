@@ -10,6 +10,7 @@ from rl_bridge.errors import DeadlineExceeded
 from rl_bridge.memory.device.device_pass import DevicePass
 from rl_bridge.memory.device.engines import bytes_at
 from rl_bridge.memory.device.leaves import ALIGNMENT
+from rl_bridge.memory.device.streams import refuse_capture
 from rl_bridge.memory.passes import Addresses
 
 __all__ = ["AddressPass"]
@@ -22,7 +23,8 @@ class AddressPass:
     """Copies and digests tensors in the memory of one device, wherever they lie.
 
     Into an arena that is packed in the order of the tensors, copy and digest are one pass. Work is
-    put on torch's current stream of the device; every call returns when it is done there.
+    put on torch's current stream of the device; every call returns when it is done there. While
+    that stream is captured into a CUDA graph every call is refused, before anything is put on it.
     """
 
     def __init__(self, nbytes: npt.NDArray[np.uint64], device: torch.device) -> None:
@@ -83,6 +85,7 @@ class AddressPass:
         return self._pass.digest_at(dst)
 
     def _copy(self, src: Addresses, dst: Addresses) -> None:
+        refuse_capture(self._device)
         places = zip(src.tolist(), dst.tolist(), self._nbytes.tolist(), strict=True)
         for source, target, nbytes in places:
             if nbytes and source != target:

@@ -18,6 +18,7 @@ from rl_bridge.errors import DeadlineExceeded, WeightBridgeUnavailableError
 from rl_bridge.memory.device.choice import EngineName, choose_engine, full_device
 from rl_bridge.memory.device.engines import Engine, KernelEngine, TorchEngine, bytes_at
 from rl_bridge.memory.device.leaves import ALIGNMENT, CASTS, LeafTable
+from rl_bridge.memory.device.streams import refuse_capture
 from rl_bridge.memory.packing import raw_elements
 from rl_bridge.memory.passes import Addresses
 from rl_bridge.memory.plain import is_lazy_view
@@ -66,7 +67,8 @@ class DevicePass:
                 kernel where it works, and says in the log, once per device, where it does not.
 
         Raises:
-            WeightBridgeUnavailableError: the kernel was asked for and does not work here.
+            WeightBridgeUnavailableError: the kernel was asked for and does not work here, or a
+                capture runs.
             ValueError: offsets that are no packed layout.
 
         """
@@ -75,6 +77,7 @@ class DevicePass:
         self._offsets = np.ascontiguousarray(offsets, np.uint64).astype(np.int64)
         self._table = LeafTable(nbytes)
         self._check_layout()
+        refuse_capture(self.device)
         self.engine: EngineName = choose_engine(engine, self.device)
         kind: type[Engine] = KernelEngine if self.engine == "triton" else TorchEngine
         self._engine = kind(self._table, self._offsets, self.device)
@@ -230,11 +233,7 @@ class DevicePass:
         if stream is not None and stream.device != self.device:
             raise ValueError(f"a stream of {stream.device} for work on {self.device}")
         with torch.cuda.device(self.device), torch.cuda.stream(stream):
-            if torch.cuda.is_current_stream_capturing():
-                raise WeightBridgeUnavailableError(
-                    "the stream is being captured into a CUDA graph, and a digest is waited for by "
-                    "the host. Call publish or import outside of the capture."
-                )
+            refuse_capture(self.device)
             yield
 
     @contextmanager

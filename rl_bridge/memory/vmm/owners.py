@@ -110,12 +110,13 @@ class _Place:
                 quietly(reference.settle)
                 self.used.remove(reference)
 
-    def close(self) -> None:
+    def close(self, *, fence: bool = True) -> None:
         """Give everything back."""
         if self.is_freed or os.getpid() != self.pid:
             return
         if self.there is not None:
-            self.driver.fence()
+            if fence:
+                self.driver.fence()
             self.clear()
         self.content = self.displaced = None
         self.forget()
@@ -245,14 +246,17 @@ class AddressRange:
         place.forget()
         return None if old is None else old.allocation
 
-    def close(self) -> None:
+    def close(self, *, fence: bool = True) -> None:
         """Drain the device, take out what lies there, give the addresses back. Idempotent.
+
+        Args:
+            fence: as `unmap` takes it.
 
         Raises:
             DriverError: the driver refuses; it can be tried again.
 
         """
-        self._place.close()
+        self._place.close(fence=fence)
 
     def _checked(self, allocation: Allocation, *, writable: bool) -> _Shown:
         if self._place.is_freed or allocation.is_closed:

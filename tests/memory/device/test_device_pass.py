@@ -2,6 +2,7 @@
 
 import logging
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,8 @@ import pytest
 import torch
 
 from rl_bridge.errors import DeadlineExceeded, WeightBridgeUnavailableError
-from rl_bridge.memory.device import choice
+from rl_bridge.memory.device import choice, streams
+from rl_bridge.memory.device.address_pass import AddressPass
 from rl_bridge.memory.device.choice import choose_engine, full_device, kernel_cause
 from rl_bridge.memory.device.device_pass import DevicePass
 from rl_bridge.memory.device.leaves import CAST_BF16
@@ -39,6 +41,24 @@ def test_a_layout_whose_rooms_overlap_is_refused(
 ) -> None:
     with pytest.raises(ValueError, match=said):
         DevicePass(numbers(*offsets), numbers(*nbytes), device="cpu", engine="torch")
+
+
+def test_within_a_capture_nothing_is_planned_copied_or_digested(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    source, target = torch.ones(900, dtype=torch.uint8), torch.zeros(900, dtype=torch.uint8)
+    src, dst = numbers(source.data_ptr()), numbers(target.data_ptr() + 1)
+    made = AddressPass(numbers(800), CPU)
+    monkeypatch.setattr(streams, "_is_capturing", lambda _: True)
+    acts: list[Callable[[], object]] = [
+        lambda: made.copy(src, dst),
+        lambda: made.copy_digest(src, dst),
+        lambda: AddressPass(numbers(800), CPU),
+    ]
+    for act in acts:
+        with pytest.raises(WeightBridgeUnavailableError, match="outside of the capture"):
+            act()
+    assert not target.any()
 
 
 def test_tensors_may_lie_in_any_order_and_with_gaps() -> None:
