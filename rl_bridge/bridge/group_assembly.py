@@ -4,14 +4,14 @@ The parts are leased meanwhile: a publisher writes to none of them between the t
 """
 
 import ctypes
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from rl_bridge.bridge.resharding_plan import PartNeeds, ReshardPlan
-from rl_bridge.errors import ChecksumMismatch, WeightBridgeUnavailableError
+from rl_bridge.errors import ChecksumMismatch, DigestMismatch, WeightBridgeUnavailableError
 from rl_bridge.manifest.digest import DIGEST_NBYTES
 from rl_bridge.manifest.group import GroupManifest
 from rl_bridge.manifest.group_leaves import LEAVES
@@ -23,7 +23,7 @@ from rl_bridge.memory.places import CPU_PLACE
 from rl_bridge.memory.vm import tensor_at
 from rl_bridge.transports.base import Attachment
 
-__all__ = ["Assembly", "AssemblyPlan"]
+__all__ = ["Assembly", "AssemblyPlan", "require_sealed"]
 
 _ITEMS = {size: np.dtype(f"u{size}") for size in (1, 2, 4, 8)} | {16: np.dtype("c16")}
 
@@ -155,6 +155,40 @@ class Assembly:
                     "placements are not those of the tensors, or memory is damaged: publish again."
                 )
                 raise ChecksumMismatch(msg)
+
+
+def require_sealed(
+    group: GroupManifest, attachments: Mapping[int, Attachment], bound: Collection[str]
+) -> None:
+    """Compare a group's manifest with what each rank sealed beside the bytes of its part.
+
+    Each sealed the digest of the whole: who changes a version, a range or a part's header is found
+    by any part that is read. A transport that sends bytes and digest in one go has sent that of the
+    part's own header before there was a group: then that one is compared.
+
+    Args:
+        group: the version.
+        attachments: of parts, by rank.
+        bound: names of the transports that keep the digest.
+
+    Raises:
+        DigestMismatch: another manifest was sealed, or none where one has to be.
+
+    """
+    expected = group.header_digest
+    for rank, attachment in attachments.items():
+        sealed = attachment.tensors.pin.header or b""
+        part = group.parts[rank]
+        if not sealed and part.transport not in bound:
+            continue
+        if sealed in {expected, part.header_digest}:
+            continue
+        msg = (
+            f"version {group.weight_version}: the group's manifest was changed on its way, or is "
+            f"of another release: its digest is {expected.hex()}, rank {rank} sealed "
+            f"{sealed.hex() or 'none'}. Import the manifest as it was published."
+        )
+        raise DigestMismatch(msg)
 
 
 class AssemblyPlan(PackPlan):

@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import ClassVar
 
-from rl_bridge.bridge.group_assembly import Assembly, AssemblyPlan
+from rl_bridge.bridge.group_assembly import Assembly, AssemblyPlan, require_sealed
 from rl_bridge.bridge.resharding_plan import ReshardPlan
 from rl_bridge.errors import TransportUnavailable
 from rl_bridge.lifecycle.table import State
@@ -117,6 +117,9 @@ class GroupEnd(ConsumerEnd):
         self._reader = self._memory.consumer_end(worker, rank)
         self._ring: tuple[str, PublisherEnd] | None = None
         self._ends: dict[str, ConsumerEnd] = {}
+        # Names of their transports that keep the digest of a header beside the bytes.
+        self._bound: set[str] = set()
+        self._sound: GroupManifest | None = None
         self._groups: OrderedDict[str, tuple[GroupManifest, Mapping[str, JSONValue]]] = (
             OrderedDict()
         )
@@ -143,6 +146,10 @@ class GroupEnd(ConsumerEnd):
             update_id, _ = self._groups.popitem(last=False)
             self.timings_ms.pop(update_id, None)
 
+    def is_as_published(self, group: GroupManifest) -> bool:
+        """Whether the last assembly found this manifest to be the one that the ranks sealed."""
+        return self._sound is group
+
     def forget_unless(self, is_known: Callable[[str], bool]) -> None:
         """Give back what was assembled and never imported."""
         for update_id in [one for one in self._made if not is_known(one)]:
@@ -152,15 +159,19 @@ class GroupEnd(ConsumerEnd):
         """Import the parts that are needed, assemble them, and let go of them.
 
         Raises:
+            DigestMismatch: the manifest is not the one that was published.
             WeightBridgeError: whatever a part's transport raises, or the assembly; nothing is held.
 
         """
         start = time.perf_counter()
+        self._sound = None
         attachments: dict[int, Attachment] = {}
         try:
             for needs in assembly.plan.parts:
                 part = group.parts[needs.part]
                 attachments[needs.part] = self._end_of(part).attach(part)
+            require_sealed(group, attachments, self._bound)
+            self._sound = group
             plan = AssemblyPlan(assembly, group, attachments)
             carried = self._ring_of(group.group_id).carry(plan, {}, group.update_id)
             manifest = self._manifest(group, carried, assembly.plan)
@@ -215,6 +226,8 @@ class GroupEnd(ConsumerEnd):
         if end is None:
             transport = self._transport.part_transport(part.transport)
             end = self._ends[part.transport] = transport.consumer_end(self._worker, self._rank)
+            if transport.binds_header:
+                self._bound.add(part.transport)
         return end
 
     def _release(self, update_id: str) -> None:

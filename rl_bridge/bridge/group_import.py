@@ -19,12 +19,13 @@ from rl_bridge.bridge.consumer import Consumer
 from rl_bridge.bridge.group_assembly import Assembly
 from rl_bridge.bridge.group_end import GROUP, GroupEnd, GroupTransport
 from rl_bridge.bridge.guards import as_manifest
+from rl_bridge.bridge.records import is_shortage
 from rl_bridge.bridge.resharding import Wanted, WantedLayout, everything
 from rl_bridge.bridge.resharding_plan import ReshardPlan, make_plan
 from rl_bridge.bridge.tensor_bridge import TensorBridge
 from rl_bridge.errors import (
     MalformedManifest,
-    WeightBridgeUnavailableError,
+    SlotsExhausted,
     WeightUpdateRejectedError,
 )
 from rl_bridge.lifecycle.machine import Observer
@@ -143,10 +144,11 @@ class GroupBridge(TensorBridge):
                 evidence = {"group_root": group.root, "wanted": assembly.plan.wanted_digest}
                 end.remember(group, evidence)
                 return end.assemble(group, assembly)
-            except WeightBridgeUnavailableError:
-                raise  # this side's fault: the update may come again
             except BaseException as error:
-                self._refuse(group, describe(error))
+                # What this side lacks is no fault of the update's: it may come again.
+                if not (is_shortage(error) or isinstance(error, SlotsExhausted)):
+                    is_of_a_copy = not end.is_as_published(group)
+                    self._refuse(group, describe(error), is_of_a_copy=is_of_a_copy)
                 raise
 
     def import_update(
@@ -216,10 +218,24 @@ class GroupBridge(TensorBridge):
                 self._assemblies.popitem(last=False)
         return assembly
 
-    def _refuse(self, group: GroupManifest, reason: str) -> None:
-        """Never take this update again, and tell its publishers."""
+    def _refuse(self, group: GroupManifest, reason: str, *, is_of_a_copy: bool = False) -> None:
+        """Never take this update again, and tell its publishers.
+
+        Args:
+            group: the update.
+            reason: what they are told.
+            is_of_a_copy: never take this very manifest, which may have been changed on its way; the
+                one that was published may come.
+
+        """
         consumer = self._consumer_end()
-        if not consumer.knows(group.update_id):
+        is_known = consumer.knows(group.update_id)
+        if is_of_a_copy:
+            like = cast("WeightUpdateManifest", group)
+            consumer._order.rejected_copy(like)  # noqa: SLF001 - the bridge's other half
+            if is_known:
+                return  # what they were told of the update itself stands
+        elif not is_known:
             consumer.reject(group.update_id, reason)
         report = UpdateReport(
             update_id=group.update_id,

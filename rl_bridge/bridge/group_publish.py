@@ -321,7 +321,14 @@ class GroupPublisher:
     def _vote(self, run: "_Run", parts: list[dict[str, Any]]) -> dict[str, JSONValue]:
         # Noted before the others get to know of it: from then on they may go through with it.
         run.voted = manifest = self._merge(parts)
-        return {"update_id": manifest.update_id, "root": manifest.root}
+        assert run.part is not None
+        own = self.bridge._publisher_end()  # noqa: SLF001 - the bridge's other half
+        own.join_group(run.part.update_id, manifest.header_digest)
+        return {
+            "update_id": manifest.update_id,
+            "root": manifest.root,
+            "header": manifest.header_digest.hex(),
+        }
 
     def _merge(self, bodies: list[dict[str, Any]]) -> GroupManifest:
         parts: list[WeightUpdateManifest] = []

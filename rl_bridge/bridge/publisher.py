@@ -223,6 +223,22 @@ class Publisher:
                 record.lifecycle.fire(Event.RELEASE)
             return True
 
+    def join_group(self, update_id: str, digest: bytes) -> None:
+        """Seal the header of a group's manifest with a part of it, in place of the part's own.
+
+        Called before anybody else knows of the group: what a consumer holds against it is the
+        group's manifest from then on, every part's header and the ranges in it included.
+
+        Raises:
+            UnknownUpdate: not one of the updates remembered here.
+
+        """
+        self._check_process()
+        with self._lock:
+            self._check_open()
+            self._record(update_id)
+            self._end.seal_header(update_id, digest)
+
     def state(self, update_id: str) -> State:
         """Fine state of an update of this publisher.
 

@@ -22,6 +22,7 @@ from rl_bridge.lifecycle.machine import Lifecycle
 from rl_bridge.lifecycle.table import Event, Role, State
 from rl_bridge.manifest.canonical import JSONValue, freeze
 from rl_bridge.manifest.compare import mismatch
+from rl_bridge.manifest.group_leaves import LEAVES
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.memory.control import UpdateReport
 from rl_bridge.memory.imported import ImportedTensors
@@ -46,6 +47,8 @@ __all__ = [
 REMEMBERED = 32
 # What Python and torch's allocator of CPU memory say, whose errors have no type of their own.
 _SAID = ("can't start new thread", "can't allocate memory")
+# Behind the remedy of a changed header.
+_IN_GROUPS = "; a part of a group comes with its group: import that with GroupBridge"
 _LACKS = (MemoryError, torch.OutOfMemoryError, WeightBridgeUnavailableError, DeadlineExceeded)
 _SHORT = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOLCK, errno.EAGAIN})
 
@@ -208,7 +211,7 @@ def require_header(
             f"version {manifest.weight_version}: the manifest's header (weight_version, metadata, "
             "source_worker, source_rank, created_at, handle) was changed on its way: its digest is "
             f"{manifest.header_digest.hex()}, expected {_sealed(attachment).hex()}. Import the "
-            "manifest as it was published."
+            f"manifest as it was published{_IN_GROUPS if LEAVES in manifest.table.rows else ''}."
         )
         raise DigestMismatch(msg)
 

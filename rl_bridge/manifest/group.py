@@ -6,7 +6,6 @@ a whole run, sent once).
 """
 
 import base64
-import binascii
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Annotated, Any, Self
@@ -26,10 +25,11 @@ from pydantic import (
     model_validator,
 )
 
-from rl_bridge.errors import DigestMismatch, LayoutUnknown, MalformedManifest, RanksDisagree
+from rl_bridge.errors import DigestMismatch, MalformedManifest, RanksDisagree
 from rl_bridge.manifest.canonical import JSONValue, canonical_json, decode_json, freeze, thaw
 from rl_bridge.manifest.coverage import WholeTensor
 from rl_bridge.manifest.digest import DIGEST_NBYTES, text_digest
+from rl_bridge.manifest.envelope import LAYOUT_KEY, Envelope
 from rl_bridge.manifest.group_layout import KNOWN_GROUPS, GroupLayout
 from rl_bridge.manifest.model import FORMAT as PART_FORMAT
 from rl_bridge.manifest.model import WeightUpdateManifest
@@ -39,7 +39,13 @@ __all__ = ["FORMAT", "GroupManifest", "group_update_id"]
 
 FORMAT = "rl_bridge.group/1"
 _PREFIX = f'{{"format":"{FORMAT}","header":'
-_LAYOUT_KEY = ',"layout":'
+_ENVELOPE = Envelope(
+    kind="group manifest",
+    layout="group layout",
+    maker="GroupManifest",
+    known=KNOWN_GROUPS,
+    read=GroupLayout.from_text,
+)
 _REMEDY = "Send GroupManifest.to_json() as it is."
 _MAX_VERSION = 2**63 - 1
 
@@ -255,12 +261,18 @@ class GroupManifest(BaseModel):
     def header(self) -> dict[str, JSONValue]:
         """Plain JSON form of the update part."""
         return {
-            "created_at": self.created_at,
+            **self._header_but(),
             "digests": base64.b64encode(self.digests).decode("ascii"),
+            "parts": [part.header() for part in self.parts],
+        }
+
+    def _header_but(self) -> dict[str, JSONValue]:
+        """It without what is long: the digests, and the parts."""
+        return {
+            "created_at": self.created_at,
             "group_id": self.group_id,
             "layout_digest": self.layout_digest,
             "metadata": thaw(self.metadata),
-            "parts": [part.header() for part in self.parts],
             "root": self.root,
             "update_id": self.update_id,
             "weight_version": self.weight_version,
@@ -268,8 +280,10 @@ class GroupManifest(BaseModel):
 
     @cached_property
     def header_digest(self) -> bytes:
-        """16 bytes over the update part: tells copies of one manifest apart."""
-        return bytes.fromhex(text_digest(canonical_json(self.header())))
+        """16 bytes over the update part: each rank keeps them beside the bytes of its own part."""
+        # The roots stand for the digests, which they cover: they are long.
+        short = {**self._header_but(), "parts": [part.header_digest.hex() for part in self.parts]}
+        return bytes.fromhex(text_digest(canonical_json(short)))
 
     def to_json(self, *, layout: bool = True) -> str:
         """Canonical JSON text, ASCII.
@@ -280,7 +294,7 @@ class GroupManifest(BaseModel):
 
         """
         head = f"{_PREFIX}{canonical_json(self.header())}"
-        return f"{head}{_LAYOUT_KEY}{self.layout.text}}}" if layout else f"{head}}}"
+        return f"{head}{LAYOUT_KEY}{self.layout.text}}}" if layout else f"{head}}}"
 
     @classmethod
     def is_text(cls, text: object) -> bool:
@@ -297,11 +311,11 @@ class GroupManifest(BaseModel):
             WeightManifestValidationError: its other subclasses, one per reason.
 
         """
+        plain = _ENVELOPE.ascii_of(text)
         try:
-            plain = text.decode("ascii") if isinstance(text, bytes) else text
-            return cls._read(plain.encode("ascii").decode().rstrip(" \t\r\n"))
-        except (UnicodeError, AttributeError, RecursionError) as error:
-            msg = f"the group manifest cannot be read: {error}. {_REMEDY}"
+            return cls._read(plain)
+        except RecursionError as error:
+            msg = f"the group manifest nests too deep. {_REMEDY}"
             raise MalformedManifest(msg) from error
 
     @classmethod
@@ -317,13 +331,9 @@ class GroupManifest(BaseModel):
         if not isinstance(header, dict) or header.keys() != known:
             msg = f"the group manifest's header has not the fields {sorted(known)}. {_REMEDY}"
             raise MalformedManifest(msg)
-        layout = _read_layout(header.pop("layout_digest"), text[end:])
+        layout = _ENVELOPE.layout_of(header.pop("layout_digest"), text[end:])
         header["parts"] = _read_parts(header["parts"], layout)
-        try:
-            header["digests"] = base64.b64decode(header["digests"], validate=True)
-        except (binascii.Error, ValueError, TypeError) as error:
-            msg = f"group manifest field digests is no base64 text: {error}. {_REMEDY}"
-            raise MalformedManifest(msg) from error
+        header["digests"] = _ENVELOPE.digests_of(header["digests"])
         manifest = cls(**header, layout=layout)
         if canonical_json(manifest.header()) != text[len(_PREFIX) : end]:
             msg = f"the group manifest's header is not canonical JSON: it was rewritten. {_REMEDY}"
@@ -355,34 +365,6 @@ class GroupManifest(BaseModel):
         )
 
     __str__ = __repr__
-
-
-def _read_layout(digest: JSONValue, rest: str) -> GroupLayout:
-    """Find the layout by its digest, or parse it from the text behind the header."""
-    known = KNOWN_GROUPS.get(digest) if isinstance(digest, str) else None
-    if rest == "}":
-        if known is None:
-            msg = (
-                f"group layout {digest!r} is unknown in this process. Send one full manifest of "
-                "this run first: GroupManifest.to_json() with layout=True."
-            )
-            raise LayoutUnknown(msg)
-        return known
-    if not rest.startswith(_LAYOUT_KEY) or not rest.endswith("}"):
-        msg = (
-            f"after the group manifest's header stands {rest[:32]!r}, expected its layout or the "
-            f"end. {_REMEDY}"
-        )
-        raise MalformedManifest(msg)
-    text = rest[len(_LAYOUT_KEY) : -1]
-    found = text_digest(text)
-    if found != digest:
-        msg = (
-            f"the group layout's digest is {found}, the manifest names {digest}. It was altered: "
-            "ask the publisher for it again."
-        )
-        raise DigestMismatch(msg)
-    return known or GroupLayout.from_text(text)
 
 
 def _read_parts(headers: JSONValue, layout: GroupLayout) -> tuple[WeightUpdateManifest, ...]:

@@ -6,7 +6,6 @@ reader that knows the layout digest need not parse it again.
 """
 
 import base64
-import binascii
 import time
 from collections.abc import Mapping
 from functools import cached_property
@@ -27,11 +26,12 @@ from pydantic import (
     model_validator,
 )
 
-from rl_bridge.errors import DigestMismatch, LayoutUnknown, MalformedManifest
+from rl_bridge.errors import DigestMismatch, MalformedManifest
 from rl_bridge.manifest.canonical import JSONValue, canonical_json, decode_json, freeze, thaw
 from rl_bridge.manifest.collector import collector_paused
 from rl_bridge.manifest.descriptors import DescriptorMap
 from rl_bridge.manifest.digest import text_digest
+from rl_bridge.manifest.envelope import LAYOUT_KEY, Envelope
 from rl_bridge.manifest.parallel import WeightLayout
 from rl_bridge.manifest.table import KNOWN_LAYOUTS, TensorTable
 
@@ -40,8 +40,6 @@ __all__ = ["FORMAT", "WeightUpdateManifest"]
 FORMAT = "rl_bridge.manifest/1"
 _MAX_VERSION = 2**63 - 1
 _PREFIX = f'{{"format":"{FORMAT}","header":'
-_LAYOUT_KEY = ',"layout":'
-_WHITE = " \t\r\n"
 _REMEDY = "Send WeightUpdateManifest.to_json() as it is."
 
 Identifier = Annotated[StrictStr, Field(pattern=r"^[0-9a-f]{32}$")]
@@ -196,7 +194,7 @@ class WeightUpdateManifest(BaseModel):
 
         """
         head = f"{_PREFIX}{canonical_json(self.header())}"
-        return f"{head}{_LAYOUT_KEY}{self.table.text}}}" if layout else f"{head}}}"
+        return f"{head}{LAYOUT_KEY}{self.table.text}}}" if layout else f"{head}}}"
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Self:
@@ -210,7 +208,7 @@ class WeightUpdateManifest(BaseModel):
             WeightManifestValidationError: its other subclasses, one per reason.
 
         """
-        text = _ascii(text)
+        text = _ENVELOPE.ascii_of(text)
         try:
             return cls._read(text)
         except RecursionError as error:
@@ -231,7 +229,7 @@ class WeightUpdateManifest(BaseModel):
             msg = f"the manifest's header is no JSON object. {_REMEDY}"
             raise MalformedManifest(msg)
         with collector_paused():
-            table = _read_layout(header.pop("layout_digest", None), text[end:])
+            table = _ENVELOPE.layout_of(header.pop("layout_digest", None), text[end:])
             manifest = cls(**_header_fields(header), table=table)
         # Compared with what this manifest writes, not only with the canonical form of what was
         # read: else a loose number or a left-out default would give one manifest two texts.
@@ -300,18 +298,6 @@ def _text_of(document: Mapping[str, Any]) -> str:
         raise MalformedManifest(msg) from error
 
 
-def _ascii(text: object) -> str:
-    if not isinstance(text, str | bytes):
-        msg = f"from_json got a {type(text).__name__}, expected a manifest's text. {_REMEDY}"
-        raise MalformedManifest(msg)
-    try:
-        ascii_text = text.decode("ascii") if isinstance(text, bytes) else text
-        return ascii_text.encode("ascii").decode().rstrip(_WHITE)
-    except UnicodeError as error:
-        msg = f"manifest text is not ASCII: {error}. {_REMEDY}"
-        raise MalformedManifest(msg) from error
-
-
 def _header_fields(header: dict[str, JSONValue]) -> dict[str, JSONValue]:
     known = WeightUpdateManifest.model_fields.keys() - {"table"}
     if known != header.keys():
@@ -320,11 +306,7 @@ def _header_fields(header: dict[str, JSONValue]) -> dict[str, JSONValue]:
             f"{sorted(header.keys() - known)} are unknown. Send the manifest as it was published."
         )
         raise MalformedManifest(msg)
-    try:
-        header["digests"] = base64.b64decode(header["digests"], validate=True)
-    except (binascii.Error, ValueError, TypeError) as error:
-        msg = f"manifest field digests is no base64 text: {error}. {_REMEDY}"
-        raise MalformedManifest(msg) from error
+    header["digests"] = _ENVELOPE.digests_of(header["digests"])
     root = header["root"]
     if not isinstance(root, str) or not root:
         msg = (
@@ -335,36 +317,8 @@ def _header_fields(header: dict[str, JSONValue]) -> dict[str, JSONValue]:
     return header
 
 
-def _read_layout(digest: JSONValue, rest: str) -> TensorTable:
-    """Find the layout by its digest, or parse it from the text behind the header."""
-    if not isinstance(digest, str):
-        msg = f"manifest field layout_digest is missing. {_REMEDY}"
-        raise MalformedManifest(msg)
-    known = KNOWN_LAYOUTS.get(digest)
-    if rest == "}":
-        if known is None:
-            msg = (
-                f"layout {digest} is unknown in this process. Send one full manifest of this run "
-                "first: WeightUpdateManifest.to_json() with layout=True."
-            )
-            raise LayoutUnknown(msg)
-        return known
-    if not rest.startswith(_LAYOUT_KEY) or not rest.endswith("}"):
-        msg = (
-            f"after the manifest's header stands {rest[:32]!r}, expected its layout or the end. "
-            f"{_REMEDY}"
-        )
-        raise MalformedManifest(msg)
-    text = rest[len(_LAYOUT_KEY) : -1]
-    found = text_digest(text)
-    if found != digest:
-        msg = (
-            f"the layout's digest is {found}, the manifest names {digest}. It was altered: ask the "
-            "publisher for it again."
-        )
-        raise DigestMismatch(msg)
-    if known is not None:
-        return known
+def _table_of(text: str) -> TensorTable:
+    """Read the layout that is not known yet."""
     document, end = decode_json(text)
     if end != len(text) or not isinstance(document, dict):
         msg = f"the manifest's layout is not canonical JSON: it was rewritten. {_REMEDY}"
@@ -382,3 +336,12 @@ def _read_layout(digest: JSONValue, rest: str) -> TensorTable:
         )
         raise MalformedManifest(msg)
     return KNOWN_LAYOUTS.add(table)
+
+
+_ENVELOPE = Envelope(
+    kind="manifest",
+    layout="layout",
+    maker="WeightUpdateManifest",
+    known=KNOWN_LAYOUTS,
+    read=_table_of,
+)

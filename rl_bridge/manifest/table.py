@@ -35,6 +35,7 @@ __all__ = [
     "ALIGNMENT",
     "KNOWN_LAYOUTS",
     "LayoutCache",
+    "Named",
     "TensorDescriptor",
     "TensorTable",
     "row_major_stride",
@@ -346,12 +347,15 @@ def _readonly(values: Sequence[int]) -> npt.NDArray[np.uint64]:
     return np.frombuffer(np.array(values, np.uint64).tobytes(), np.uint64)
 
 
-class _Named(Protocol):
+class Named(Protocol):
+    """A layout: it has a name."""
+
     @property
-    def digest(self) -> str: ...
+    def digest(self) -> str:
+        """Its name."""
 
 
-_Layout = TypeVar("_Layout", bound=_Named)
+_Layout = TypeVar("_Layout", bound=Named)
 
 
 class LayoutCache(Generic[_Layout]):

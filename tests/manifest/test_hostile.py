@@ -109,7 +109,7 @@ def test_text_that_is_not_the_canonical_text_is_malformed(case: str) -> None:
     "text", [TEXT.replace("trainer", "größe"), TEXT.encode() + b"\xff"], ids=["text", "bytes"]
 )
 def test_text_beyond_ascii_is_malformed(text: str | bytes) -> None:
-    refused(text, MalformedManifest, "not ASCII.*Send WeightUpdateManifest.to_json")
+    refused(text, MalformedManifest, "not ASCII.*Send what to_json")
 
 
 def test_text_that_came_as_a_lone_surrogate_is_malformed() -> None:
