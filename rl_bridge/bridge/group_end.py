@@ -142,8 +142,10 @@ class GroupEnd(ConsumerEnd):
         """Note whose publishers are to hear of an update, and what besides its proof."""
         self._groups.pop(group.update_id, None)
         self._groups[group.update_id] = (group, evidence)
-        while len(self._groups) > _REMEMBERED:
-            update_id, _ = self._groups.popitem(last=False)
+        # What is here still has its say until it is let go of, however many came and went since.
+        over = [one for one in self._groups if one not in self._made and one != group.update_id]
+        for update_id in over[: max(0, len(self._groups) - _REMEMBERED)]:
+            del self._groups[update_id]
             self.timings_ms.pop(update_id, None)
 
     def is_as_published(self, group: GroupManifest) -> bool:

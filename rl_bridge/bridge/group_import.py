@@ -26,6 +26,7 @@ from rl_bridge.bridge.tensor_bridge import TensorBridge
 from rl_bridge.errors import (
     MalformedManifest,
     SlotsExhausted,
+    WeightBridgeError,
     WeightUpdateRejectedError,
 )
 from rl_bridge.lifecycle.machine import Observer
@@ -136,7 +137,12 @@ class GroupBridge(TensorBridge):
                 return made
             # It has what the order looks at: who published it, which version, which update.
             like = cast("WeightUpdateManifest", group)
-            consumer._order.check(like, reason=self.rejection_reason(group.update_id))  # noqa: SLF001
+            try:
+                consumer._order.check(like, reason=self.rejection_reason(group.update_id))  # noqa: SLF001
+            except WeightBridgeError as error:
+                if not consumer.knows(group.update_id):  # else they were told what it is
+                    self._tell_refused(group, describe(error))
+                raise
             end.forget_unless(consumer.knows)
             end.remember(group, {"group_root": group.root})
             try:
@@ -237,13 +243,16 @@ class GroupBridge(TensorBridge):
                 return  # what they were told of the update itself stands
         elif not is_known:
             consumer.reject(group.update_id, reason)
+        self._tell_refused(group, reason)
+
+    def _tell_refused(self, group: GroupManifest, reason: str) -> None:
         report = UpdateReport(
             update_id=group.update_id,
             weight_version=group.weight_version,
             state=str(State.REJECTED),
             reason=reason,
         )
-        _end_of(consumer).tell(group, report, None)
+        _end_of(self._consumer_end()).tell(group, report, None)
 
 
 def _end_of(consumer: Consumer) -> GroupEnd:

@@ -146,7 +146,8 @@ class PipelineParallel:
         """Whether this stage has a tensor."""
         layer = re.search(self.pattern, name)
         if layer is not None:
-            return _block_of(int(layer[1]), self.num_layers, self.degree) == self.rank
+            number = _below(int(layer[1]), self.num_layers, name, "num_layers")
+            return _block_of(number, self.num_layers, self.degree) == self.rank
         if any(fnmatchcase(name, pattern) for pattern in self.first):
             return self.rank == 0
         if any(fnmatchcase(name, pattern) for pattern in self.last):
@@ -179,7 +180,8 @@ class ExpertParallel:
         expert = re.search(self.pattern, name)
         if expert is None:
             return True
-        return _block_of(int(expert[1]), self.num_experts, self.degree) == self.rank
+        number = _below(int(expert[1]), self.num_experts, name, "num_experts")
+        return _block_of(number, self.num_experts, self.degree) == self.rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,6 +259,17 @@ def parallel(
 
 
 # ---- its parts ----------------------------------------------------------------------------------
+
+
+def _below(number: int, total: int, name: str, what: str) -> int:
+    """A number that some rank has; else its tensor would be nobody's, and not be missed."""
+    if number >= total:
+        msg = (
+            f"tensor {name!r} has number {number}, and {what}={total} leaves it to no rank. Give "
+            f"the model's {what}."
+        )
+        raise IncompatibleUpdate(msg)
+    return number
 
 
 def _block_of(number: int, total: int, degree: int) -> int:

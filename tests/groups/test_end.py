@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from rl_bridge import GroupBridge, ModuleInstallAdapter, RolloutExecutor
+from rl_bridge.bridge.group_end import _REMEMBERED
 from rl_bridge.bridge.resharding import TensorParallel, parallel
 from rl_bridge.testing.leaks import assert_nothing_leaks
 from tests.groups.meshes import Shards, cut, model
@@ -77,6 +78,21 @@ def test_refused_versions_leave_nothing_behind() -> None:
             group.release(manifest)
 
         assert_nothing_leaks(refuse, num_cycles=30)
+
+
+def test_the_active_version_has_its_say_after_any_number_of_refused_ones() -> None:
+    with trainers(2) as group, GroupBridge() as bridge:
+        active = group.publish(shards(1), 1)
+        found = bridge.import_update(active)
+        bridge.acknowledge(active)
+        for version in range(2, 2 + 2 * _REMEMBERED):
+            refused = group.publish(shards(version), version)
+            bridge.reject(refused, "not this one")
+            group.release(refused)
+        again = bridge.import_update(active)
+        assert all(torch.equal(again[name], one) for name, one in found.items())
+        bridge.release(active)
+        assert [one.state for one in group.publishers[1].consumers(active)] == ["released"]
 
 
 def test_a_bridge_that_is_dropped_is_gone_and_its_tensors_stay() -> None:

@@ -301,7 +301,8 @@ def test_a_stale_version_is_refused_before_anything_is_assembled() -> None:
         bridge.acknowledge(second)
         with pytest.raises(StaleUpdate, match="version 2 of publisher"):
             bridge.import_update(first)
-        assert group.publishers[0].consumers(first) == []
+        (report,) = group.publishers[0].consumers(first)
+        assert (report.state, "StaleUpdate" in (report.reason or "")) == ("rejected", True)
 
 
 def test_a_version_can_be_rejected_unseen() -> None:

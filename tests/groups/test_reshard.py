@@ -212,6 +212,16 @@ def test_stages_have_their_layers_and_together_everything() -> None:
     assert {*names} == {*SHAPES}
 
 
+def test_a_layer_or_an_expert_that_no_rank_would_have_is_refused() -> None:
+    group = layout_of(cut(model({"layers.2.experts.3.w": (2, 2)}), 1, {}))
+    for wanted in (
+        parallel(pipeline=PipelineParallel(2, 0, num_layers=2)),
+        parallel(expert=ExpertParallel(2, 0, num_experts=3)),
+    ):
+        with pytest.raises(IncompatibleUpdate, match=r"leaves it to no rank.*Give the model's num"):
+            wanted(group.wholes)
+
+
 def test_experts_go_to_their_ranks() -> None:
     whole = model(SHAPES)
     for rank in range(2):
