@@ -157,7 +157,6 @@ class BroadcastConsumer(ConsumerEnd):
         self._make_way(rivals)
         if known is not None:
             link.take_over(known[0])
-            known[0].close()
         return link, arrivals
 
     def _arrivals(self, group: BroadcastInitInfo) -> Arrivals:

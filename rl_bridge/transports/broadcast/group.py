@@ -9,7 +9,7 @@ import importlib
 import threading
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -26,6 +26,9 @@ __all__ = ["Group", "GroupStore", "gloo_cause", "send_slices"]
 _WINDOW = 3
 _GLOO_THREADS = 2
 _POLL_S = 0.0002
+# How often a wait for a slice looks whether it is in vain. Gloo itself may not notice that a member
+# died: what it had begun to send then ends at its deadline.
+_LOOK_S = 0.1
 
 
 class GroupStore(Store):
@@ -116,7 +119,12 @@ class GroupStore(Store):
 
 
 class Group:
-    """One process group. Used by one thread at a time."""
+    """One process group. Used by one thread at a time.
+
+    Attributes:
+        why_off: says why what is under way is in vain; None while it is not.
+
+    """
 
     def __init__(
         self,
@@ -147,6 +155,8 @@ class Group:
         self._timeout_s = timeout_s
         make = _make_gloo if backend == "gloo" else _make_nccl
         self._is_device = backend != "gloo"
+        self._pending: list[Any] = []
+        self.why_off: Callable[[], str | None] = lambda: None
         self._group: Any = make(store, rank, size, address, self._timeout)
 
     def broadcast(self, tensor: torch.Tensor) -> Any:
@@ -163,25 +173,61 @@ class Group:
         options.rootTensor = 0
         options.timeout = self._timeout
         with torch.cuda.device(tensor.device) if self._is_device else nullcontext():
-            return self._group.broadcast([tensor], options)
+            work = self._group.broadcast([tensor], options)
+        self._pending.append(work)
+        return work
 
     def finish(self, work: Any) -> None:
         """Wait for what `broadcast` began.
 
         Raises:
-            RuntimeError: it failed, or did not end in time.
+            RuntimeError: it failed, is in vain, or did not end in time.
 
         """
+        until = time.monotonic() + self._timeout_s
+        while not self._has_ended(work):
+            reason = self.why_off()
+            if reason is not None:
+                raise SegmentError(f"{reason}. Try again.")
+            if time.monotonic() > until:
+                raise DeadlineExceeded(f"no slice within {self._timeout_s} s. Try again.")
+        self._pending.remove(work)
+        if not self._is_device:
+            work.wait(self._timeout)  # at once: raises what it failed with
+
+    def _has_ended(self, work: Any) -> bool:
+        """Wait a moment for it."""
+        if not self._is_device:
+            with suppress(RuntimeError):  # a moment was not enough, or it failed
+                work.wait(timedelta(seconds=_LOOK_S))
+            return bool(work.is_completed())
+        # There, `wait` only orders streams. This waits for the bytes.
+        until, pause = time.monotonic() + _LOOK_S, threading.Event()
+        while not work.is_completed() and time.monotonic() < until:
+            pause.wait(_POLL_S)
+        return bool(work.is_completed())
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing reads or writes tensors any more that `broadcast` was given."""
+        self._pending = [work for work in self._pending if not work.is_completed()]
+        return not self._pending
+
+    def settle(self) -> bool:
+        """Leave, and wait until what was begun has ended; returns whether it has.
+
+        Gloo ends it at its deadline, one that a thread of it has not taken up by then at the next.
+        """
         if self._is_device:
-            # There, `wait` only orders streams. This waits for the bytes, and only so long.
-            until = time.monotonic() + self._timeout_s
-            pause = threading.Event()
-            while not work.is_completed():
-                if time.monotonic() > until:
-                    raise DeadlineExceeded(f"no slice within {self._timeout_s} s. Try again.")
-                pause.wait(_POLL_S)
-        else:
-            work.wait(self._timeout)
+            self.close()  # aborts it
+        until = time.monotonic() + (_WINDOW + 1) * self._timeout_s
+        pause = threading.Event()
+        while not self.is_idle and time.monotonic() < until:
+            pause.wait(_LOOK_S)
+        has_ended = self.is_idle
+        if has_ended:
+            self.close()
+        return has_ended
 
     def close(self) -> None:
         """Leave: the others' waits for this member end with an error. Idempotent."""
@@ -244,29 +290,30 @@ def send_slices(
         meanwhile: called with the number of bytes that are complete, while the next slices travel.
 
     Raises:
-        SegmentError: a slice failed or did not come in time; every slice that was begun has ended.
+        SegmentError: a slice failed, is in vain or did not come in time. What was begun may go on
+            reading or writing the arena until the group is settled.
 
     """
     total = arena.numel()
     starts = range(0, total, slice_nbytes)
     works: list[Any] = []
-    reason: str | None = None
     for index in range(len(starts) + _WINDOW - 1):
         done = index - _WINDOW + 1
         try:
-            if index < len(starts) and reason is None:
+            if index < len(starts):
                 start = starts[index]
                 works.append(group.broadcast(arena[start : start + slice_nbytes]))
             if 0 <= done < len(works):
                 group.finish(works[done])
-                if meanwhile is not None and reason is None:
+                if meanwhile is not None:
                     meanwhile(min(starts[done] + slice_nbytes, total))
         except RuntimeError as error:
-            # What was begun still writes to the arena: nobody may use it again before it ends. Only
-            # the text is kept: the traceback would keep the work, and that the group's sockets,
-            # whose end is how others learn of this.
-            reason = reason or (str(error).splitlines() or [type(error).__name__])[0][:500]
+            reason = (str(error).splitlines() or [type(error).__name__])[0][:500]
+            break
         if 0 <= done < len(works):
             works[done] = None
-    if reason is not None:
-        raise SegmentError(f"a slice did not get through: {reason}. Send the version again.")
+    else:
+        return
+    # Only the text is kept: the traceback would keep the works, and those the group's sockets.
+    works.clear()
+    raise SegmentError(f"a slice did not get through: {reason}. Send the version again.")

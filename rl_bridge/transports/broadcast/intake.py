@@ -6,6 +6,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 
 from rl_bridge.errors import WeightBridgeError
 from rl_bridge.memory.slots import Slot
@@ -22,11 +23,13 @@ from rl_bridge.transports.broadcast.messages import (
     Offer,
     Ready,
 )
+from rl_bridge.transports.broadcast.wrecks import Wrecks
 
 __all__ = ["Intake"]
 
 _LOG = logging.getLogger(__name__)
 _MAX_EARLY = 256
+_WRECKS_S = 1.0
 
 
 class Intake:
@@ -69,6 +72,8 @@ class Intake:
         self._store: tuple[int, GroupStore] | None = None
         self._early: list[tuple[int, str, bytes]] = []
         self._given_up: str | None = None
+        self._called_off = (0, "")
+        self._wrecks = Wrecks()
         self._pid = os.getpid()
         self._thread = threading.Thread(target=self._run, name="rlb-broadcast-intake", daemon=True)
         self._thread.start()
@@ -80,6 +85,11 @@ class Intake:
         with self._changed:
             if isinstance(message, Offer):
                 self._progress[message.update_id] = time.monotonic()
+            if isinstance(message, CalledOff):
+                # Now: its thread may be waiting for the very members that are gone.
+                self._called_off = message.transfer, message.reason
+                if self._store is not None:
+                    self._store[1].fail(message.reason)
         self._messages.put(message)
         self.notify()
 
@@ -122,11 +132,11 @@ class Intake:
         self._messages.put(None)
 
     def close(self, *, timeout_s: float) -> bool:
-        """End the thread; returns whether it ended: a slice that is on the wire ends first."""
+        """End the thread; returns whether nothing writes to memory any more."""
         self.give_up("this side closed")
         if self._thread is not threading.current_thread():
             self._thread.join(timeout_s)
-        return not self._thread.is_alive()
+        return not self._thread.is_alive() and self._wrecks.join(_WRECKS_S)
 
     # ---- the thread -----------------------------------------------------------------------------
 
@@ -184,6 +194,7 @@ class Intake:
     def _receive(self, go: Go, offer: Offer, slot: Slot) -> None:
         try:
             group = self._join(go)
+            group.why_off = partial(self._why_off, go.transfer)
             arena = self.arrivals.tensor(slot, offer.arena_nbytes)
             digest = self.arrivals.digest_of(
                 offer.layout_digest, go.slice_nbytes, slot, offer.arena_nbytes
@@ -199,8 +210,8 @@ class Intake:
             if digest is not None:
                 digest.advance(offer.arena_nbytes)
         except BaseException:
-            # Every slice that was begun has ended: nobody writes there any more.
-            self.arrivals.abandon(slot)
+            # Not before every slice that was begun has ended: it still writes there.
+            self._leave(partial(self.arrivals.abandon, slot))
             raise
         # First, so that whoever goes on here with the version finds that the publisher knows.
         self._say(Arrived(transfer=go.transfer))
@@ -233,8 +244,9 @@ class Intake:
                 if group == go.group:
                     store.learn(key, value)
             self._early.clear()
-            if self._given_up is not None:
-                store.fail(self._given_up)
+            reason = self._why_off(go.transfer)
+            if reason is not None:
+                store.fail(reason)
         made = Group(
             self._backend,
             store,
@@ -246,12 +258,20 @@ class Intake:
         self._group = go.group, made
         return made
 
-    def _leave(self) -> None:
+    def _why_off(self, transfer: int) -> str | None:
+        """Why a transfer is in vain, if it is."""
+        called_off, reason = self._called_off
+        return reason if called_off >= transfer else self._given_up
+
+    def _leave(self, then: Callable[[], object] = lambda: None) -> None:
+        """Leave the group; `then` is called when nothing that it began goes on."""
         known, self._group = self._group, None
         with self._changed:
             self._store = None
-        if known is not None:
-            known[1].close()
+        if known is None:
+            then()
+        else:
+            self._wrecks.leave(known[1], then)
 
     def _drop_reserved(self, but: str = "") -> None:
         reserved, self._reserved = self._reserved, None
@@ -261,7 +281,7 @@ class Intake:
                 self._end(reserved[0].update_id)
 
     def _fail(self, transfer: int, error: Exception) -> None:
-        self._leave()  # who waits for bytes from this side is told so, by sockets that close
+        self._leave()
         with self._changed:
             self._progress.clear()
             self._changed.notify_all()

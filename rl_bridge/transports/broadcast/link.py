@@ -84,6 +84,7 @@ class Link:
         self._lost: str | None = None
         self._is_closing = False
         self._has_ended = False
+        self._before: Link | None = None
         self._identity = Join(
             worker=worker[:512],
             rank=rank,
@@ -203,28 +204,34 @@ class Link:
             self._wake.poke()
 
     def take_over(self, other: "Link") -> None:
-        """Repeat what another connection to the same publisher had told."""
+        """Repeat what another connection to the same publisher had told, and close that one."""
         for report in list(other.reports.values()):
             self.report(report)
+        if not other.close():
+            self._before = other  # it may write yet, where this one's versions arrive as well
 
     def close(self) -> bool:
         """Say goodbye and end both threads; returns whether nothing can arrive any more.
 
         Idempotent; in a forked child a no-op.
         """
-        if self._is_closing or os.getpid() != self._pid:
+        if os.getpid() != self._pid:
             return self._has_ended
-        self._is_closing = True
+        if not self._is_closing:
+            self._is_closing = True
+            self._say_goodbye()
+        self._has_ended = self._intake.close(timeout_s=self._timeout_s)
+        return self._has_ended and (self._before is None or self._before.close())
+
+    def _say_goodbye(self) -> None:
         self._channel.send(Leave())
         # The publisher hangs up in answer: then it has noted that this side is gone.
         self._join(_GOODBYE_S)
         self._lose("this side closed")
         self._wake.poke()
         self._join(self._timeout_s)
-        self._has_ended = self._intake.close(timeout_s=self._timeout_s)
         self._channel.close()
         self._wake.close()
-        return self._has_ended
 
     def _join(self, timeout_s: float) -> None:
         # A bridge in a cycle may be collected, and so closed, in the middle of any thread.

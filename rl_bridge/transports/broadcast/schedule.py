@@ -28,6 +28,8 @@ class Offered:
     header: str = ""
     published_at: float = field(default_factory=time.monotonic)
     is_released: bool = False
+    num_wrecks: int = 0
+    """How many groups that broke off still read it."""
 
 
 class Schedule:

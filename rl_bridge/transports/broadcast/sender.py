@@ -13,6 +13,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 
 from rl_bridge.errors import SegmentError
 from rl_bridge.transports.broadcast.arenas import Arenas
@@ -30,6 +31,7 @@ from rl_bridge.transports.broadcast.messages import (
     Released,
 )
 from rl_bridge.transports.broadcast.schedule import Offered, Schedule
+from rl_bridge.transports.broadcast.wrecks import Wrecks
 
 __all__ = ["SLICE_NBYTES", "Sender"]
 
@@ -40,6 +42,8 @@ SLICE_NBYTES = 16 << 20
 # How long members may take to say what became of a transfer that broke off: those that live are
 # told at once, by sockets that close.
 _GRACE_S = 5.0
+# What Gloo had begun when a transfer broke off ends within as many of its deadlines.
+_MAX_WAITS = 4
 _ANSWERS = (Ready, Declined)
 _ENDS = (Arrived, Failed)
 
@@ -81,6 +85,8 @@ class Sender:
         self._transfers = itertools.count(1)
         self._groups = itertools.count(1)
         self._group: tuple[tuple[Member, ...], int, Group] | None = None
+        self._on_wire: Offered | None = None
+        self._wrecks = Wrecks()
         self._is_suspect = False
         self._is_stopping = False
         self._pid = os.getpid()
@@ -122,9 +128,13 @@ class Sender:
                 return
             followers = [member for member in self._hub.members if not member.is_observer]
             if self._sending is not offered or self._has_gone_out():
-                self._free(update_id)
+                self._give_back(offered)
             self._hub.changed.notify_all()
         self._hub.send(followers, Released(update_id=update_id))
+
+    def _give_back(self, offered: Offered) -> None:
+        if not offered.num_wrecks:
+            self._free(offered.update_id)
 
     def _has_gone_out(self) -> bool:
         """Whether all receivers said that they have what is being sent: then nothing reads it."""
@@ -171,7 +181,8 @@ class Sender:
                     _LOG.exception("a broadcast failed")
                     self._end_group()
         self._end_group()
-        self._at_end()
+        if self._wrecks.join((_MAX_WAITS + 1) * self._timeout_s):
+            self._at_end()
 
     def _next_task(self) -> tuple[Offered, tuple[Member, ...]] | None:
         with self._hub.changed:
@@ -198,7 +209,7 @@ class Sender:
             with self._hub.changed:
                 self._sending, self._receivers = None, ()
                 if offered.is_released:
-                    self._free(offered.update_id)
+                    self._give_back(offered)
                 self._hub.changed.notify_all()
 
     def _gather(
@@ -259,6 +270,8 @@ class Sender:
         start = time.perf_counter()
         try:
             group = self._meet(transfer, members)
+            group.why_off = partial(self._why_off, transfer, members)
+            self._on_wire = offered
             arena = self._arenas.tensor(offered.slot, offered.arena_nbytes)
             send_slices(group, arena, self._slice_nbytes)
         except (RuntimeError, TimeoutError) as error:
@@ -321,9 +334,10 @@ class Sender:
         self, transfer: int, offered: Offered, members: tuple[Member, ...], error: Exception
     ) -> None:
         """Give the group up, and find out who is to blame."""
-        reason = str(error).splitlines()[0][:500] if str(error) else type(error).__name__
+        said = str(error).splitlines()[0][:500] if str(error) else type(error).__name__
+        reason = self._why_off(transfer, members) or said
         _LOG.warning("transfer %d broke off: %s", transfer, reason)
-        self._end_group()  # closes sockets: who waits for this process's bytes is told so
+        self._end_group()
         self._hub.send(members, CalledOff(transfer=transfer, reason=reason))
         ends = self._collect(transfer, members, _ENDS, min(_GRACE_S, self._timeout_s))
         is_explained = any(member.is_gone for member in members)
@@ -341,9 +355,33 @@ class Sender:
                 elif not is_explained:
                     self._schedule.blame(member)
 
+    def _why_off(self, transfer: int, members: tuple[Member, ...]) -> str | None:
+        """Why a transfer is in vain, if it is: the connections tell it at once."""
+        with self._hub.changed:
+            for member in members:
+                answer = member.answers.get(transfer)
+                if member.is_gone:
+                    return f"{member.name} is gone"
+                if isinstance(answer, Failed):
+                    return f"{member.name}: {answer.reason}"
+        return None
+
     def _end_group(self) -> None:
         self._is_suspect = False
         known, self._group = self._group, None
-        if known is not None:
-            self._hub.close_store(known[1])
+        read, self._on_wire = self._on_wire, None
+        if known is None:
+            return
+        self._hub.close_store(known[1])
+        if read is None:
             known[2].close()
+            return
+        with self._hub.changed:
+            read.num_wrecks += 1
+        self._wrecks.leave(known[2], partial(self._forget_wreck, read))
+
+    def _forget_wreck(self, offered: Offered) -> None:
+        with self._hub.changed:
+            offered.num_wrecks -= 1
+            if offered.is_released and self._sending is not offered:
+                self._give_back(offered)
