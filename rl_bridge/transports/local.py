@@ -75,7 +75,7 @@ class _LocalPublisher(PublisherEnd):
         self._num_threads = num_threads
         self._snapshots: dict[str, Pin] = {}
         # Keyed by the consumer's end: its record is gone when it is.
-        self._records: dict[int, tuple[weakref.ref[ConsumerEnd], Record]] = {}
+        self._records: dict[int, tuple[weakref.ref[_LocalConsumer], Record]] = {}
         self._lock = threading.RLock()
         _PUBLISHERS[publisher_id] = self
 
@@ -114,18 +114,20 @@ class _LocalPublisher(PublisherEnd):
             record = Record(worker=worker, rank=end.rank, pid=0, updates=tuple(kept.values()))
             self._records.pop(id(end), None)
             self._records[id(end)] = (weakref.ref(end), record)
-            gone = [key for key, (held, _) in self._records.items() if held() is None]
-            for key in gone[:-_REMEMBERED]:
-                del self._records[key]
+            self._forget_old()
+
+    def _forget_old(self) -> None:
+        gone = [key for key, (end, _) in self._records.items() if not _is_alive(end)]
+        for key in gone[:-_REMEMBERED]:
+            del self._records[key]
 
     def records(self) -> list[Record]:
         with self._lock:
-            found = []
-            for end, record in self._records.values():
-                alive = (held := end()) is not None and not getattr(held, "is_closed", False)
-                presence = "alive" if alive else "gone"
-                found.append(record.model_copy(update={"presence": presence}))
-            return found
+            self._forget_old()  # some have gone since the last one said something
+            return [
+                record.model_copy(update={"presence": "alive" if _is_alive(end) else "gone"})
+                for end, record in self._records.values()
+            ]
 
     @property
     def nbytes(self) -> int:
@@ -133,6 +135,11 @@ class _LocalPublisher(PublisherEnd):
 
     def close(self) -> None:
         self._snapshots.clear()
+
+
+def _is_alive(end: "weakref.ref[_LocalConsumer]") -> bool:
+    held = end()
+    return held is not None and not held.is_closed
 
 
 class _LocalConsumer(ConsumerEnd):

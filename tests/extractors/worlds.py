@@ -110,6 +110,8 @@ class World:
                 child.tell("leave")
             for child in self._ranks:
                 child.answer()
+            # In peace: a child that is killed writes down nothing of what it covered.
+            assert [child.stop() for child in self._ranks] == [0] * len(self._ranks)
         self._kill()
 
 
