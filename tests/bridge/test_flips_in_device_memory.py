@@ -10,7 +10,8 @@ import torch
 from rl_bridge import ModuleInstallAdapter, RolloutExecutor, make_weight_bridge
 from rl_bridge.bridge.tensor_bridge import TensorBridge
 from rl_bridge.errors import IncompatibleUpdate, ProofFailed, SegmentError, TornEngine
-from rl_bridge.memory import leases
+from rl_bridge.installers.base import InstallProof
+from rl_bridge.memory import leases, vm
 from rl_bridge.memory.places import CPUPlace
 from rl_bridge.memory.vmm.driver import CAPTURING, driver_error
 from rl_bridge.memory.vmm.host import HostDriver
@@ -19,6 +20,7 @@ from rl_bridge.memory.vmm.owners import AddressRange
 from rl_bridge.memory.vmm.references import settle_late
 from rl_bridge.testing.host_vmm import HostVMM
 from rl_bridge.transports import registry
+from tests.helpers import open_fds
 
 
 @pytest.fixture(autouse=True)
@@ -52,6 +54,10 @@ class Rig:
     def holds(self) -> set[float]:
         return {v for t in self.engine.state_dict().values() for v in t.unique().tolist()}
 
+    def slot_fd(self) -> int:
+        end: Any = self.trainer._publisher_end()
+        return int(end._end._ring._slots[0].segment.fd)
+
     def addresses(self) -> list[int]:
         return [t.data_ptr() for t in self.engine.state_dict().values()]
 
@@ -79,15 +85,6 @@ class Refusing:
             return inner(driver, *args, **kwargs)
 
         monkeypatch.setattr(HostDriver, name, call)
-
-
-def test_addresses_stay_while_versions_are_exchanged(rig: Rig) -> None:
-    rig.update(1)
-    places = rig.addresses()
-    for version in (2, 3, 4):
-        rig.update(version)
-        assert rig.holds() == {version}
-        assert rig.addresses() == places
 
 
 def test_the_device_is_drained_before_anything_is_unmapped(
@@ -265,8 +262,7 @@ def test_a_lease_goes_on_while_a_graph_is_captured(
     held = rig.rollout.import_update(manifest)["w"]
     rig.rollout.acknowledge(manifest.update_id)
     rig.rollout.release(manifest.update_id)
-    end: Any = rig.trainer._publisher_end()
-    fd = end._end._ring._slots[0].segment.fd
+    fd = rig.slot_fd()
     with monkeypatch.context() as patch:
 
         def refuse(driver: HostDriver) -> None:
@@ -287,8 +283,7 @@ def test_a_bridge_that_closes_while_a_graph_is_captured_keeps_its_lease_until_th
     manifest = rig.trainer.publish({"w": torch.ones(5)}, weight_version=1)
     held = rig.rollout.import_update(manifest)["w"]
     rig.rollout.acknowledge(manifest.update_id)
-    end: Any = rig.trainer._publisher_end()
-    fd = end._end._ring._slots[0].segment.fd
+    fd = rig.slot_fd()
     with monkeypatch.context() as patch:
 
         def refuse(driver: HostDriver) -> None:
@@ -321,8 +316,7 @@ def test_an_import_in_the_middle_of_a_drain_keeps_its_lease(
     held = [rig.rollout.import_update(manifest)["w"]]
     rig.rollout.acknowledge(manifest.update_id)
     rig.rollout.release(manifest.update_id)
-    end: Any = rig.trainer._publisher_end()
-    fd = end._end._ring._slots[0].segment.fd
+    fd = rig.slot_fd()
     consumer: Any = rig.rollout._consumer_end()
     (view,) = consumer._end._views._views.values()
     again: list[object] = []
@@ -354,12 +348,49 @@ def test_a_device_that_is_lost_does_not_stop_a_bridge_from_closing(
     assert [report.presence for report in reports] == ["gone"]
 
 
-def test_a_hundred_flips_leave_nothing_behind(rig: Rig) -> None:
+def test_who_reads_at_fixed_addresses_sees_the_new_version_and_after_an_undo_the_old_one(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As a captured graph does: it knows addresses, and no tensors.
+    rig.update(1)
+    sizes = [t.nbytes for t in rig.engine.state_dict().values()]
+    places = list(zip(rig.addresses(), sizes, strict=True))
+
+    def replayed() -> set[float]:
+        return {
+            value
+            for at, nbytes in places
+            for value in vm.tensor_at(at, nbytes).view(torch.float32).unique().tolist()
+        }
+
+    rig.update(2)
+    assert replayed() == {2.0}
+    seen = []
+    prove = ModuleInstallAdapter.prove
+
+    def unproven(adapter: ModuleInstallAdapter) -> InstallProof:
+        prove(adapter)
+        seen.append(replayed())
+        raise ProofFailed("as planned. Try again.")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ModuleInstallAdapter, "prove", unproven)
+        with pytest.raises(ProofFailed, match="as planned"):
+            rig.update(3)
+    assert (seen, replayed()) == ([{3.0}], {2.0})
+    for version in (4, 5):
+        rig.update(version)
+        assert replayed() == rig.holds() == {version}
+    assert rig.addresses() == [at for at, _ in places]
+
+
+def test_a_thousand_flips_leave_nothing_behind(rig: Rig) -> None:
     driver = driver_at("host", None)
     assert isinstance(driver, HostDriver)
     for version in range(1, 6):
         rig.update(version)
-    before = driver.live()
-    for version in range(6, 106):
+    before, fds = driver.live(), open_fds()
+    for version in range(6, 1006):
         rig.update(version)
     assert driver.live() == before
+    assert open_fds() == fds

@@ -1,11 +1,17 @@
-"""``cuda-vmm`` on a GPU: the transport's and the installers' promises, and flips under graphs."""
+"""``cuda-vmm`` on a GPU: the transport's and the installers' promises, streams and captures."""
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 import torch
 
 from rl_bridge import ModuleInstallAdapter, RolloutExecutor, make_weight_bridge
+from rl_bridge.errors import (
+    ChecksumMismatch,
+    IncompatibleUpdate,
+    TransportUnavailable,
+    WeightBridgeUnavailableError,
+)
 from rl_bridge.testing import TransportSuite
 from rl_bridge.testing.faults import Locate
 from rl_bridge.testing.host_vmm import published_address
@@ -23,6 +29,10 @@ class TestOnAGPU(TransportSuite):
     transport_class = CUDAVMM
     locate: ClassVar[Locate] = staticmethod(published_address)
     device = "cuda"
+
+
+cuda: Any = torch.cuda  # of which torch annotates half
+GIB = 1 << 30
 
 
 def engine_of() -> torch.nn.Linear:
@@ -53,57 +63,6 @@ def test_each_way_installs_and_undoes_to_the_byte(mode: str) -> None:
         assert torch.equal(engine.weight.data, expected["weight"])
 
 
-def test_a_captured_graph_replays_with_the_flipped_weights() -> None:
-    engine = engine_of()
-    inputs = torch.randn(64, 512, device="cuda", dtype=torch.bfloat16)
-    adapter = ModuleInstallAdapter(engine, mode="flip")
-    with (
-        torch.no_grad(),
-        make_weight_bridge("cuda-vmm") as trainer,
-        make_weight_bridge("cuda-vmm") as rollout,
-    ):
-        executor = RolloutExecutor(weight_bridge=rollout, weight_install_adapter=adapter)
-
-        def update(version: int) -> torch.Tensor:
-            manifest = trainer.publish(weights_of(version), weight_version=version)
-            executor.update_weights(manifest.to_json())
-            trainer.release(manifest.update_id)
-            return weights_of(version)["weight"]
-
-        update(1)
-        engine(inputs)  # what a first call allocates must not be part of the graph
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            outputs = engine(inputs)
-        for version in (2, 3, 4):
-            weight = update(version)
-            graph.replay()
-            torch.cuda.synchronize()
-            assert torch.equal(outputs, torch.nn.functional.linear(inputs, weight))
-
-
-def test_a_flip_waits_for_a_kernel_that_runs() -> None:
-    engine = engine_of()
-    adapter = ModuleInstallAdapter(engine, mode="flip")
-    inputs = torch.randn(8192, 512, device="cuda", dtype=torch.bfloat16)
-    with (
-        torch.no_grad(),
-        make_weight_bridge("cuda-vmm") as trainer,
-        make_weight_bridge("cuda-vmm") as rollout,
-    ):
-        executor = RolloutExecutor(weight_bridge=rollout, weight_install_adapter=adapter)
-        first, second = (trainer.publish(weights_of(n), weight_version=n) for n in (1, 2))
-        executor.update_weights(first.to_json())
-        results = [engine(inputs) for _ in range(200)]  # submitted, and not waited for
-        executor.update_weights(second.to_json())
-        expected = torch.nn.functional.linear(inputs, weights_of(1)["weight"])
-        assert all(torch.equal(result, expected) for result in results)
-        assert torch.equal(
-            engine(inputs), torch.nn.functional.linear(inputs, weights_of(2)["weight"])
-        )
-
-
 def test_a_publish_sees_what_was_submitted_before_it() -> None:
     weights = weights_of(1)
     with make_weight_bridge("cuda-vmm") as trainer, make_weight_bridge("cuda-vmm") as rollout:
@@ -118,19 +77,115 @@ def test_a_publish_sees_what_was_submitted_before_it() -> None:
         assert torch.equal(found, expected)
 
 
-def test_a_thousand_updates_take_no_more_memory() -> None:
-    engine = engine_of()
-    adapter = ModuleInstallAdapter(engine, mode="flip")
+# ---- streams and captures -----------------------------------------------------------------------
+
+
+def test_a_publish_does_not_wait_for_other_streams() -> None:
     weights = weights_of(1)
-    free = []
+    with make_weight_bridge("cuda-vmm") as trainer:
+        for version in (1, 2):  # the first ones allocate, which may wait for the device
+            trainer.release(trainer.publish(weights, weight_version=version).update_id)
+        cuda.synchronize()
+        other = cuda.Stream()
+        with cuda.stream(other):
+            cuda._sleep(2_000_000_000)  # about a second
+            ended = other.record_event()
+        trainer.publish(weights, weight_version=3)
+        assert not ended.query()
+        cuda.synchronize()
+
+
+def test_a_publish_within_a_capture_is_refused_and_the_graph_is_whole() -> None:
+    weights = {"weight": weights_of(1)["weight"].t()}  # strided: gathered before it is digested
+    counted = torch.zeros(1, device="cuda")
+    with make_weight_bridge("cuda-vmm") as trainer, make_weight_bridge("cuda-vmm") as rollout:
+        trainer.release(trainer.publish(weights, weight_version=1).update_id)
+        cuda.synchronize()
+        graph = cuda.CUDAGraph()
+        with cuda.graph(graph):
+            counted += 1
+            with pytest.raises(WeightBridgeUnavailableError, match="outside of the capture"):
+                trainer.publish(weights, weight_version=2)
+        expected = weights["weight"].clone()
+        manifest = trainer.publish(weights, weight_version=2)
+        weights["weight"].zero_()
+        graph.replay()  # writes to no slot
+        found = rollout.import_update(manifest.to_json())["weight"]
+        assert torch.equal(found, expected)
+        assert counted.item() == 1
+
+
+# ---- far away -----------------------------------------------------------------------------------
+
+
+def test_a_version_of_more_than_4_gib_is_verified_to_its_last_byte() -> None:
+    sizes = {"a": 4 * GIB + 4096, "b": 3, "c": 300_001}
+    needed = 3 * sum(sizes.values())
+    free, _ = cuda.mem_get_info()
+    if free < needed:
+        pytest.skip(f"{free >> 20} MiB of GPU memory are free, {needed >> 20} needed")
+    weights = {
+        n: torch.full((size,), 7, dtype=torch.uint8, device="cuda") for n, size in sizes.items()
+    }
+    with make_weight_bridge("cuda-vmm") as trainer, make_weight_bridge("cuda-vmm") as rollout:
+        manifest = trainer.publish(weights, weight_version=1)
+        tensors = rollout.import_update(manifest)
+        assert all(torch.equal(tensors[name], weights[name]) for name in sizes)
+        rollout.reject(manifest, "to import it once more")
+        del tensors
+        trainer.release(manifest.update_id)
+        damaged = trainer.publish(weights, weight_version=2)
+        end: Any = trainer._publisher_end()
+        end = getattr(end, "_end", end)
+        at = published_address(end, damaged.update_id, {}) + damaged.tensors["c"].offset + 300_000
+        end.place.bytes_at(at, 1).fill_(8)
+        cuda.synchronize()
+        with pytest.raises(ChecksumMismatch, match="'c'"):
+            rollout.import_update(damaged)
+    del weights
+    cuda.empty_cache()
+
+
+# ---- another GPU --------------------------------------------------------------------------------
+
+several = pytest.mark.skipif(cuda.device_count() < 2, reason="one GPU is here")
+
+
+@pytest.mark.multigpu
+@several
+def test_another_gpu_than_the_publishers_is_refused_by_uuid() -> None:
+    with (
+        make_weight_bridge("cuda-vmm", device=0) as trainer,
+        make_weight_bridge("cuda-vmm", device=1) as rollout,
+    ):
+        manifest = trainer.publish(weights_of(1), weight_version=1)
+        with pytest.raises(TransportUnavailable, match="was given device=1"):
+            rollout.import_update(manifest.to_json())
+
+
+@pytest.mark.multigpu
+@several
+@pytest.mark.parametrize("mode", ["copy", "alias", "flip"])
+def test_an_engine_on_another_gpu_is_refused_and_stays_as_it_was(mode: str) -> None:
+    engine = engine_of().to("cuda:1")
+    before = engine.weight.detach().clone()
+    adapter = ModuleInstallAdapter(engine, mode=mode)  # type: ignore[arg-type]  # parametrised
     with make_weight_bridge("cuda-vmm") as trainer, make_weight_bridge("cuda-vmm") as rollout:
         executor = RolloutExecutor(weight_bridge=rollout, weight_install_adapter=adapter)
-        for version in range(1, 1001):
-            weights["weight"].neg_()
-            manifest = trainer.publish(weights, weight_version=version)
+        manifest = trainer.publish(weights_of(1), weight_version=1)
+        with pytest.raises(IncompatibleUpdate, match=r"cuda:0 .* cuda:1"):
             executor.update_weights(manifest.to_json())
-            trainer.release(manifest.update_id)
-            if version in {100, 1000}:
-                torch.cuda.synchronize()
-                free.append(torch.cuda.mem_get_info()[0])
-    assert free[0] - free[1] < 8 << 20
+        assert torch.equal(engine.weight, before)
+
+
+@pytest.mark.multigpu
+@several
+def test_a_publish_uses_the_gpu_of_its_weights_whichever_is_current() -> None:
+    with make_weight_bridge("cuda-vmm", device=1) as trainer:
+        weights = {"weight": weights_of(1)["weight"].to("cuda:1")}
+        with cuda.device(0):
+            manifest = trainer.publish(weights, weight_version=1)
+            with make_weight_bridge("cuda-vmm") as rollout:
+                found = rollout.import_update(manifest.to_json())["weight"]
+                assert found.device == torch.device("cuda", 1)
+                assert torch.equal(found, weights["weight"])
