@@ -1,5 +1,6 @@
 """What the ranks of an update group tell each other: JSON, read strictly, judged alike by all."""
 
+import base64
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
@@ -14,6 +15,7 @@ from pydantic import (
     ValidationError,
 )
 
+from rl_bridge.bridge.acknowledgement import describe
 from rl_bridge.errors import (
     GroupAborted,
     IncompleteCoverage,
@@ -21,13 +23,18 @@ from rl_bridge.errors import (
     RanksDisagree,
     ShapeMismatch,
     VersionNotMonotonic,
+    WeightManifestValidationError,
 )
 from rl_bridge.manifest.canonical import canonical_json, decode_json
 from rl_bridge.manifest.collector import collector_paused
+from rl_bridge.manifest.digest import text_digest
+from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.manifest.placement import Piece, Placement
+from rl_bridge.memory.leaf_packing import checked_block
 
 __all__ = [
     "Hello",
+    "Part",
     "check_hellos",
     "check_placements",
     "placements_from",
@@ -35,10 +42,34 @@ __all__ = [
     "read_messages",
 ]
 
+_REMEDY = "Use the same rl_bridge release on every rank."
 _Numbers = tuple[StrictInt, ...]
 
 
-class Hello(BaseModel):
+class _Message(BaseModel):
+    """What a rank says in one step."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    @classmethod
+    def read(cls, body: Mapping[str, Any], rank: int) -> Self:
+        """Read what `rank` said.
+
+        Raises:
+            GroupAborted: it is something else.
+
+        """
+        try:
+            return cls(**body)
+        except (ValidationError, TypeError) as error:
+            msg = (
+                f"rank {rank} said something that is no {cls.__name__.lower()}: "
+                f"{str(error)[:400]}. {_REMEDY}"
+            )
+            raise GroupAborted(msg, (rank,)) from error
+
+
+class Hello(_Message):
     """What a rank is about to do.
 
     Attributes:
@@ -51,8 +82,6 @@ class Hello(BaseModel):
 
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
     rank: StrictInt
     world_size: StrictInt
     weight_version: StrictInt
@@ -60,20 +89,35 @@ class Hello(BaseModel):
     placements: StrictStr
     known: StrictStr | None
 
-    @classmethod
-    def read(cls, body: Mapping[str, Any], rank: int) -> Self:
-        """Read what `rank` said.
+
+class Part(_Message):
+    """What a rank published.
+
+    Attributes:
+        part: text of its manifest; compact where the others know its layout.
+        leaves: its leaf list as base64, where a digest may need it.
+
+    """
+
+    part: StrictStr
+    leaves: StrictStr | None
+
+    def opened(self, rank: int) -> tuple[WeightUpdateManifest, bytes | None]:
+        """The manifest, and the leaf list that makes its digests.
 
         Raises:
-            GroupAborted: it is none.
+            GroupAborted: one of them is none.
 
         """
         try:
-            return cls(**body)
-        except (ValidationError, TypeError) as error:
+            part = WeightUpdateManifest.from_json(self.part)
+            if self.leaves is None:
+                return part, None
+            return part, checked_block(part, base64.b64decode(self.leaves, validate=True))
+        except (WeightManifestValidationError, ValueError) as error:
             msg = (
-                f"rank {rank} said something that is no hello: {error}. Use the same rl_bridge "
-                "release on every rank."
+                f"the part of rank {rank} cannot be read: {describe(error)}. See to that rank, "
+                "then publish a later version."
             )
             raise GroupAborted(msg, (rank,)) from error
 
@@ -182,13 +226,16 @@ _PieceRow = tuple[StrictStr, _Numbers, _Numbers, _Numbers, _Numbers, StrictBool,
 _DOCUMENT = TypeAdapter(dict[str, tuple[StrictStr, _Numbers, list[_PieceRow]]])
 
 
-def placements_from(text: str, rank: int) -> dict[str, Placement]:
-    """Read what `placements_text` wrote on `rank`.
+def placements_from(text: str, rank: int, digest: str) -> dict[str, Placement]:
+    """Read what `placements_text` wrote on `rank`, which called it `digest`.
 
     Raises:
         GroupAborted: it is none.
 
     """
+    if not text.isascii() or text_digest(text) != digest:
+        msg = f"rank {rank} named other placements than it sent. {_REMEDY}"
+        raise GroupAborted(msg, (rank,))
     try:
         with collector_paused():
             document = _DOCUMENT.validate_python(decode_json(text)[0])
@@ -197,10 +244,7 @@ def placements_from(text: str, rank: int) -> dict[str, Placement]:
                 for name, (dtype, shape, rows) in document.items()
             }
     except (ValidationError, MalformedManifest) as error:
-        msg = (
-            f"the placements of rank {rank} cannot be read: {str(error)[:400]}. Use the same "
-            "rl_bridge release on every rank."
-        )
+        msg = f"the placements of rank {rank} cannot be read: {str(error)[:400]}. {_REMEDY}"
         raise GroupAborted(msg, (rank,)) from error
 
 
@@ -232,7 +276,7 @@ def read_messages(step: str, payloads: Sequence[bytes]) -> list[dict[str, Any]]:
     for rank, payload in enumerate(payloads):
         try:
             body = json.loads(payload)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             body = {"error": f"what it sent is no JSON: {error}"}
         if not isinstance(body, dict):
             body = {"error": f"what it sent is a {type(body).__name__}"}

@@ -20,13 +20,14 @@ from rl_bridge.bridge.arguments import update_id_of
 from rl_bridge.bridge.group_exchange import GroupExchange
 from rl_bridge.bridge.group_messages import (
     Hello,
+    Part,
     check_hellos,
     check_placements,
     placements_from,
     placements_text,
     read_messages,
 )
-from rl_bridge.bridge.publisher import ConsumerReport
+from rl_bridge.bridge.publisher import ConsumerReport, checked_version
 from rl_bridge.bridge.tensor_bridge import TensorBridge
 from rl_bridge.errors import (
     ChecksumMismatch,
@@ -46,7 +47,7 @@ from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.manifest.parallel import WeightLayout
 from rl_bridge.manifest.placement import Placement
 from rl_bridge.manifest.table import KNOWN_LAYOUTS
-from rl_bridge.memory.leaf_packing import LeafSource, checked_block
+from rl_bridge.memory.leaf_packing import LeafSource
 from rl_bridge.memory.packing import dtype_name
 
 __all__ = ["GroupPublisher"]
@@ -221,7 +222,7 @@ class GroupPublisher:
             self._known, self._layout = None, None
             bodies = self._share("placements", lambda: {"placements": run.text})
             self._placements = [
-                placements_from(str(body.get("placements")), rank)
+                placements_from(str(body.get("placements")), rank, hellos[rank].placements)
                 for rank, body in enumerate(bodies)
             ]
             prove_coverage(held_pieces(self._placements))
@@ -269,6 +270,7 @@ class GroupPublisher:
         return read_messages(step, payloads)
 
     def _hello(self, run: "_Run") -> dict[str, JSONValue]:
+        run.version = checked_version(run.version)
         run.tensors = self._checked(run.source, run.placements)
         run.flags = trainable_names(run.source, run.tensors, run.trainable)
         if self._mine is None or self._mine[0] != run.placements:
@@ -314,7 +316,8 @@ class GroupPublisher:
         layout = self._layout
         is_new = layout is None or layout.tables[self._exchange.rank].digest != mine.layout_digest
         leaves = None
-        if LEAVES in mine.table.rows and (layout is None or layout.digest_plan.needs_leaves):
+        # Where every tensor is whole here, no digest is made of leaves.
+        if LEAVES in mine.table.rows and self._mine is not None and _is_cut(self._mine[0]):
             leaves = base64.b64encode(self._leaves.block).decode("ascii")
         return {"part": mine.to_json(layout=is_new), "leaves": leaves}
 
@@ -336,11 +339,9 @@ class GroupPublisher:
         for rank, body in enumerate(bodies):
             if self._layout is not None:
                 KNOWN_LAYOUTS.add(self._layout.tables[rank])
-            part = WeightUpdateManifest.from_json(str(body["part"]))
-            leaves = body["leaves"]
-            block = None if leaves is None else base64.b64decode(leaves)
+            part, block = Part.read(body, rank).opened(rank)
             parts.append(part)
-            blocks.append(None if block is None else checked_block(part, block))
+            blocks.append(block)
         tables = [part.table for part in parts]
         layout = self._layout
         if layout is None or [one.digest for one in layout.tables] != [t.digest for t in tables]:
@@ -363,6 +364,15 @@ class GroupPublisher:
         self._parts[manifest.update_id] = manifest.parts[self._exchange.rank].update_id
         while len(self._parts) > _REMEMBERED:
             self._parts.popitem(last=False)
+
+
+def _is_cut(placements: Mapping[str, Placement]) -> bool:
+    """Whether a rank holds less than the whole of any tensor."""
+    return any(
+        piece.is_flat or tuple(piece.shape) != tuple(piece.global_shape)
+        for one in placements.values()
+        for piece in one.pieces
+    )
 
 
 def _group_id_of(given: object, *, caller: str) -> str:

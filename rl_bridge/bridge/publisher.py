@@ -28,7 +28,7 @@ from rl_bridge.memory.leaf_packing import pack_plan
 from rl_bridge.memory.packing import PackPlan
 from rl_bridge.transports.base import PublisherEnd, Transport
 
-__all__ = ["ConsumerReport", "Publisher"]
+__all__ = ["ConsumerReport", "Publisher", "checked_version"]
 
 _LOG = logging.getLogger(__name__)
 _REMEMBERED = 32
@@ -139,7 +139,7 @@ class Publisher:
         trainable: Iterable[str] | None = None,
     ) -> WeightUpdateManifest:
         """Take a sealed snapshot of `source` and describe it. See `TensorBridge.publish`."""
-        weight_version = _checked_version(weight_version)
+        weight_version = checked_version(weight_version)
         layout = WeightLayout.from_metadata(metadata)
         layout.validate_supported()
         self._check_process()
@@ -321,7 +321,7 @@ class Publisher:
         require_own_process(self._pid, "publisher")
 
 
-def _checked_version(given: object) -> int:
+def checked_version(given: object) -> int:
     """The version as a plain int, also where it came out of numpy or torch."""
     try:
         version = -1 if isinstance(given, bool) else operator.index(given)  # type: ignore[arg-type]

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from rl_bridge.errors import MalformedManifest
 from rl_bridge.manifest.canonical import canonical_json
 from rl_bridge.manifest.coverage import Held, WholeTensor
 from rl_bridge.manifest.digest import DIGEST_NBYTES, LEAF_NBYTES, digest_bytes, tensor_digest
@@ -88,11 +89,6 @@ class DigestPlan:
         """Whether every digest is the one that the tensor has unsharded, and so is the root."""
         return "cut" not in self.kinds
 
-    @property
-    def needs_leaves(self) -> bool:
-        """Whether leaf lists are needed to compute the digests."""
-        return bool(self._leafy)
-
     def compute(
         self, digests: Sequence[bytes], blocks: Sequence[bytes | memoryview | None]
     ) -> bytes:
@@ -100,14 +96,15 @@ class DigestPlan:
 
         Args:
             digests: of each part, in its layout's order.
-            blocks: leaf list of each part; None where it has none.
+            blocks: leaf list of each part; None where no digest is made of it.
+
+        Raises:
+            MalformedManifest: a list that is needed is missing.
 
         """
         found = self._without_leaves(digests)
         for place, nbytes, stretches in self._leafy:
-            leaves = b"".join(
-                bytes((blocks[one.part] or b"")[one.first : one.end]) for one in stretches
-            )
+            leaves = b"".join(_stretch(blocks[one.part], one) for one in stretches)
             found[place] = np.frombuffer(tensor_digest(leaves, nbytes), np.uint8)
         return found.tobytes()
 
@@ -196,6 +193,16 @@ class DigestPlan:
             end = first - (-nbytes // LEAF_NBYTES) * DIGEST_NBYTES
             found.append((start, _Stretch(one.rank, first, end)))
         return [stretch for _, stretch in sorted(found)]
+
+
+def _stretch(block: bytes | memoryview | None, one: _Stretch) -> bytes:
+    if block is None:
+        msg = (
+            f"the leaf list of rank {one.part} is missing, and digests of whole tensors are made "
+            "of it. Send it with the part."
+        )
+        raise MalformedManifest(msg)
+    return bytes(block[one.first : one.end])
 
 
 def _rows(block: bytes) -> _Rows:
