@@ -33,7 +33,10 @@ __all__ = [
     "PublisherEnd",
     "Transport",
     "checked_count",
+    "checked_seconds",
 ]
+
+_MOST_SECONDS = 1e6  # more milliseconds than `poll` takes lie not far behind
 
 
 def checked_count(name: str, value: object) -> int:
@@ -51,6 +54,23 @@ def checked_count(name: str, value: object) -> int:
     if count < 1:
         raise ValueError(f"{name}={value!r}: expected an int of 1 or more.")
     return count
+
+
+def checked_seconds(name: str, value: object) -> float:
+    """Check an option that limits waits: every one has an end.
+
+    Raises:
+        TypeError: it is no number.
+        ValueError: it is not above 0, or beyond all waits.
+
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name}={value!r}: expected seconds, such as 30.0.")
+    if not 0 < value <= _MOST_SECONDS:
+        raise ValueError(
+            f"{name}={value!r}: expected seconds above 0, at most {_MOST_SECONDS:.0f}."
+        )
+    return float(value)
 
 
 @dataclass(frozen=True, slots=True)

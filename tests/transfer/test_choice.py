@@ -1,6 +1,7 @@
 """Which strategy a placement gets, how large its group is, and what the log says."""
 
 import logging
+import math
 import pickle
 from typing import Any
 
@@ -70,6 +71,8 @@ def test_the_group_has_the_sending_rank_and_every_rank_of_every_engine() -> None
         {"tensor_parallel_size": -1},
         {"threshold_nbytes": 0},
         {"timeout_s": 0.0},
+        {"timeout_s": math.nan},
+        {"timeout_s": math.inf},
     ],
     ids=str,
 )

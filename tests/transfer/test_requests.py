@@ -128,6 +128,8 @@ def test_a_hostile_request_is_refused(name: str) -> None:
         pytest.param({"offsets": [0, -1]}, id="a negative offset"),
         pytest.param({"handles": [{"gpu": "../x", "handle": "{}"}]}, id="no UUID"),
         pytest.param({"handles": [{"gpu": "GPU-1", "handle": "{}"}]}, id="no manifest of it"),
+        pytest.param({"handles": [GPUS[0].model_dump() | {"handle": "[["}]}, id="a torn handle"),
+        pytest.param({"handles": [GPUS[0].model_dump() | {"handle": "1"}]}, id="no handle"),
     ],
 )
 def test_a_hostile_handle_map_is_refused(fields: dict[str, Any]) -> None:

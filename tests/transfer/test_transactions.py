@@ -12,6 +12,7 @@ from rl_bridge import (
     ChecksumMismatch,
     MalformedManifest,
     SlotsExhausted,
+    StaleUpdate,
     UnknownUpdate,
     WeightBridgeUnavailableError,
     WeightUpdateManifest,
@@ -153,6 +154,22 @@ def test_a_newer_update_ends_one_whose_last_batch_never_came() -> None:
         r.sync(1)  # its sender does not notice: the client says nothing
         r.client.change = lambda request: request
         r.sync(2)
+        assert r.engine.holds(2)
+
+
+def test_a_late_first_batch_does_not_end_the_update_that_came_after_it() -> None:
+    with rig(threshold_nbytes=2 * LAYER) as r:
+        r.sync(1, weight_version=1)
+        late = r.client.requests[0]
+
+        async def load(request: WeightUpdateRequest) -> None:
+            if request.batch == 1:
+                with pytest.raises(StaleUpdate, match="version 2 is being received already"):
+                    await r.loader.load_weights(r.receiver, late)
+            await r.loader.load_weights(r.receiver, request)
+
+        r.client.engines = [load]
+        r.sync(2, weight_version=2)
         assert r.engine.holds(2)
 
 

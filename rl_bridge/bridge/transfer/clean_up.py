@@ -13,6 +13,7 @@ import torch
 
 from rl_bridge.bridge.group_exchange import GroupExchange
 from rl_bridge.bridge.transfer.outcome import Outcome, share_outcome
+from rl_bridge.transports.base import checked_seconds
 
 __all__ = ["STEPS", "CleanUp", "DeviceCalls", "cuda_calls"]
 
@@ -58,14 +59,13 @@ class CleanUp:
             timeout_s: how long a rank waits for the others, their engines' loading included.
 
         Raises:
-            ValueError: a limit that is not above 0.
+            TypeError: a limit that is no number.
+            ValueError: one that is not above 0, or beyond all waits.
 
         """
-        if not timeout_s > 0:
-            raise ValueError(f"timeout_s={timeout_s!r}: expected seconds above 0.")
         self._device = device
         self._exchange = exchange
-        self._timeout_s = timeout_s
+        self._timeout_s = checked_seconds("timeout_s", timeout_s)
 
     def begin(self) -> None:
         """A sync begins: what the ranks tell each other from now on is about this one."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from rl_bridge.extractors.chunks import DEFAULT_CHUNK_NBYTES, checked_threshold
-from rl_bridge.transports.base import checked_count
+from rl_bridge.transports.base import checked_count, checked_seconds
 
 __all__ = ["Choice", "WeightTransferConfig", "choose"]
 
@@ -33,7 +33,7 @@ class WeightTransferConfig:
         engine_options: what the engines' bridges are made with.
 
     Raises:
-        TypeError: a size that is no integer.
+        TypeError: a size that is no integer, a limit that is no number.
         ValueError: a value out of its range.
 
     """
@@ -63,8 +63,7 @@ class WeightTransferConfig:
         for name in (*sizes, "data_parallel_size"):
             checked_count(name, getattr(self, name))
         checked_threshold(self.threshold_nbytes)
-        if not self.timeout_s > 0:
-            raise ValueError(f"timeout_s={self.timeout_s!r}: expected seconds above 0.")
+        checked_seconds("timeout_s", self.timeout_s)
 
     @property
     def ranks_per_engine(self) -> int:

@@ -16,7 +16,7 @@ from rl_bridge.bridge.transfer.requests import (
     GPUHandle,
     WeightUpdateRequest,
 )
-from rl_bridge.errors import MalformedManifest, UnknownUpdate, WeightBridgeError
+from rl_bridge.errors import MalformedManifest, StaleUpdate, UnknownUpdate, WeightBridgeError
 from rl_bridge.manifest.model import WeightUpdateManifest
 
 __all__ = ["BridgeTransferReceiver", "WeightTransferReceiver"]
@@ -67,6 +67,7 @@ class BridgeTransferReceiver(WeightTransferReceiver):
 
         Raises:
             UnknownUpdate: its first batch never came, or the update ended.
+            StaleUpdate: it begins an older update than the one under way, which goes on.
             WeightBridgeError: it is not the batch that is due; the update is rejected.
 
         """
@@ -74,6 +75,7 @@ class BridgeTransferReceiver(WeightTransferReceiver):
         if request.batch == 0 and request.manifest is not None:
             first, manifest = self._manifests(request)
             if pending is not None:
+                _require_newer(manifest, pending.manifest)
                 self.reject(f"version {manifest.weight_version} began before it was complete")
             pending = self._pending = PendingUpdate(manifest, update_id=first.update_id)
         elif pending is None or pending.update_id != request.update_id:
@@ -177,3 +179,14 @@ class BridgeTransferReceiver(WeightTransferReceiver):
             )
             raise MalformedManifest(msg)
         return first, manifest
+
+
+def _require_newer(manifest: WeightUpdateManifest, under_way: WeightUpdateManifest) -> None:
+    """Refuse a late first batch: it must not end the update that came after it."""
+    is_of_one_stream = manifest.publisher_id == under_way.publisher_id
+    if is_of_one_stream and manifest.weight_version < under_way.weight_version:
+        msg = (
+            f"version {manifest.weight_version} (update {manifest.update_id}) is stale: version "
+            f"{under_way.weight_version} is being received already. Publish a later version."
+        )
+        raise StaleUpdate(msg)

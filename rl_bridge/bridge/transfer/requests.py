@@ -195,6 +195,13 @@ class GPUHandle(BaseModel):
     handle: StrictStr
     manifest: StrictStr | None = None
 
+    @model_validator(mode="after")
+    def _check_handle(self) -> Self:
+        value, end = decode_json(self.handle)
+        if not isinstance(value, dict) or end != len(self.handle):
+            raise MalformedManifest(f"the handle for GPU {self.gpu} is no JSON object. {_REMEDY}")
+        return self
+
 
 class _CudaIpcRequest(WeightUpdateRequest):
     """What the two kinds of requests for GPU memory have in common.

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from rl_bridge.bridge.bridges import make_weight_bridge
+from rl_bridge.bridge.bridges import BroadcastTensorBridge, make_weight_bridge
 from rl_bridge.bridge.group_exchange import GroupExchange
 from rl_bridge.bridge.tensor_bridge import TensorBridge
 from rl_bridge.bridge.transfer.clean_up import CleanUp, cuda_calls
@@ -32,7 +32,6 @@ from rl_bridge.bridge.transfer.sender import (
 )
 from rl_bridge.errors import MalformedManifest, WeightBridgeUnavailableError
 from rl_bridge.transports.broadcast.init_info import TorchDistributedWeightSyncInitInfo
-from rl_bridge.transports.broadcast.transport import Broadcast
 
 __all__ = [
     "BroadcastTransferStrategy",
@@ -225,14 +224,16 @@ class BroadcastTransferStrategy(WeightTransferStrategy):
     def __init__(self, config: WeightTransferConfig) -> None:
         """Keep the config."""
         super().__init__(config)
-        self._opened: TensorBridge | None = None
+        self._opened: BroadcastTensorBridge | None = None
 
     async def create_init_info(self) -> WeightSyncInitInfo:
         """Open the group, in the process that will send."""
         if self._opened is None:
-            self._opened = self._trainer_bridge(0, **self._group_options())
+            bridge = self._trainer_bridge(0, **self._group_options())
+            assert isinstance(bridge, BroadcastTensorBridge)
+            self._opened = bridge
         try:
-            return _group_info(self._opened)
+            return self._opened.init_info()
         except BaseException:
             self._opened.close()
             self._opened = None
@@ -267,7 +268,8 @@ class BroadcastTransferStrategy(WeightTransferStrategy):
         )
 
     def _make_receiver(self, bridge: TensorBridge) -> BridgeTransferReceiver:
-        bridge._consumer_end()  # noqa: SLF001 - joins now: the first version then goes to all at once
+        assert isinstance(bridge, BroadcastTensorBridge)
+        bridge.join()  # now: the first version then goes to all at once
         return BridgeTransferReceiver(bridge)
 
     def _engine_options(self, init_info: WeightSyncInitInfo, rank_offset: int) -> dict[str, object]:
@@ -293,13 +295,6 @@ def make_transfer_strategy(config: WeightTransferConfig) -> WeightTransferStrate
     name, why = choose(config)
     _LOG.info("weights travel by %s: %s", name, why)
     return _STRATEGIES[name](config)
-
-
-def _group_info(bridge: TensorBridge) -> TorchDistributedWeightSyncInitInfo:
-    opened = bridge.publisher_id  # opens the publisher's end
-    transport = bridge._transport  # noqa: SLF001 - only it knows where it listens
-    assert isinstance(transport, Broadcast), opened
-    return transport.init_info()
 
 
 def _gpu_uuid(device: object) -> str:

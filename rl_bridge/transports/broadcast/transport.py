@@ -6,7 +6,6 @@ what) travels over sockets: no memory is shared, so the engines may be on other 
 """
 
 import json
-import math
 import operator
 from collections.abc import Mapping
 from typing import ClassVar
@@ -20,6 +19,7 @@ from rl_bridge.transports.base import (
     PublisherEnd,
     Transport,
     checked_count,
+    checked_seconds,
 )
 from rl_bridge.transports.broadcast.arenas import Arenas, CPUArenas, DeviceArenas
 from rl_bridge.transports.broadcast.init_info import (
@@ -121,7 +121,7 @@ class Broadcast(Transport):
         self._num_threads = (
             None if num_threads is None else checked_count("num_threads", num_threads)
         )
-        self._timeout_s = _checked_timeout(timeout_s)
+        self._timeout_s = checked_seconds("timeout_s", timeout_s)
         self._last_info: BroadcastInitInfo | None = None
 
     @classmethod
@@ -222,14 +222,6 @@ def _checked_port(port: object) -> int:
     if not 0 <= number < 2**16:
         raise ValueError(f"port={port!r}: expected an int from 0 to 65535.")
     return number
-
-
-def _checked_timeout(timeout_s: object) -> float:
-    if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float):
-        raise TypeError(f"timeout_s={timeout_s!r}: expected seconds, such as 30.0.")
-    if not math.isfinite(timeout_s) or timeout_s <= 0:
-        raise ValueError(f"timeout_s={timeout_s!r}: expected seconds above 0.")
-    return float(timeout_s)
 
 
 def _checked_info(given: object) -> BroadcastInitInfo | None:
