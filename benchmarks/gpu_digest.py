@@ -9,7 +9,6 @@ Prints one JSON row; without a usable GPU its status is `blocked`, with the caus
 """
 
 import datetime as dt
-import importlib.metadata
 import json
 import time
 from collections.abc import Callable
@@ -20,16 +19,15 @@ from typing import Annotated, Any
 import numpy as np
 import torch
 import typer
-from _lib.environment import collect_environment
+from _lib.gpu import gpu_blocked, gpu_environment
 from _lib.stats import summarise
 from rich.console import Console
 from rich.progress import track
 
-from rl_bridge.memory.device.choice import EngineName, kernel_cause
+from rl_bridge.memory.device.choice import EngineName
 from rl_bridge.memory.device.device_pass import DevicePass
 from rl_bridge.memory.device.leaves import ALIGNMENT, CAST_BF16
 from rl_bridge.memory.passes import BytePlan
-from rl_bridge.transports.cuda import cuda_cause
 
 __all__ = ["main"]
 
@@ -216,35 +214,6 @@ def _ratios(rates: dict[str, float], rows: dict[str, Any]) -> dict[str, Any]:
     return ratios
 
 
-def _blocked(nbytes: int) -> str | None:
-    """Why nothing can be measured here, or None."""
-    cause = cuda_cause() or kernel_cause("cuda")
-    if cause is not None:
-        return cause
-    free, _ = torch.cuda.mem_get_info()
-    needed = _ARENAS * nbytes + _SPARE_NBYTES
-    if free < needed:
-        return f"{free} bytes of GPU memory are free, {needed} are needed: --quick needs fewer"
-    return None
-
-
-def _environment() -> dict[str, Any]:
-    """Return what the figures depend on: machine, device, driver, versions, commit."""
-    found = collect_environment()
-    if torch.cuda.is_available():
-        device = torch.cuda.get_device_properties(0)
-        driver = Path("/proc/driver/nvidia/version")
-        found["device"] = {
-            "name": device.name,
-            "memory_nbytes": device.total_memory,
-            "multiprocessors": device.multi_processor_count,
-            "driver": driver.read_text("utf-8").splitlines()[0] if driver.exists() else "unknown",
-            "cuda": torch.version.cuda,
-            "triton": importlib.metadata.version("triton"),
-        }
-    return found
-
-
 def main(
     *,
     quick: Annotated[
@@ -265,11 +234,11 @@ def main(
         "timestamp": dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
         "quick": quick,
     }
-    if not dry_run and (cause := _blocked(nbytes)):
+    if not dry_run and (cause := gpu_blocked(_ARENAS * nbytes + _SPARE_NBYTES)):
         print(json.dumps(document | {"status": "blocked", "notes": cause}, sort_keys=True))
         return
     device = torch.device("cpu") if dry_run else torch.device("cuda", torch.cuda.current_device())
-    document["environment"] = _environment()
+    document["environment"] = gpu_environment()
     document["aims"] = _AIMS
     document["layouts"] = [
         _measure(num_tensors, nbytes, device, rounds, console) for num_tensors in _TENSORS
