@@ -9,15 +9,21 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
+from rl_bridge.bridge.asking import Asking
 from rl_bridge.errors import GroupAborted
 
 __all__ = ["FunctionExchange", "GroupExchange", "ProcessGroupExchange", "StoreExchange"]
 
+T = TypeVar("T")
 _POLL_S = 0.002
+# For a question that comes when the time is up already.
+_LAST_S = 1.0
 # Rounds whose keys stay: a slow rank may still read those of the one before.
 _KEPT_ROUNDS = 2
 
@@ -136,7 +142,8 @@ def _wait(work: "dist.Work | None", limit: timedelta) -> None:
 class StoreExchange(GroupExchange):
     """Over a store of torch.distributed. Also settles how a publication ends, once for all ranks.
 
-    The store's process must outlive the ranks: else its end ends every publication.
+    The store's process must outlive the ranks: else its end ends every publication, and one that
+    hangs does when the time is up.
     """
 
     def __init__(
@@ -146,6 +153,7 @@ class StoreExchange(GroupExchange):
         rank: int,
         world_size: int,
         name: str = "rl_bridge",
+        timeout_s: float = 30.0,
     ) -> None:
         """Use `store`.
 
@@ -154,9 +162,19 @@ class StoreExchange(GroupExchange):
             rank: of this process.
             world_size: how many ranks.
             name: of the group; two groups that share a store need two.
+            timeout_s: how long the store may take to answer before and behind the steps, which
+                have limits of their own.
+
+        Raises:
+            ValueError: `rank` is none of them, or a limit that is not above 0.
 
         """
         super().__init__(rank, world_size)
+        if not timeout_s > 0:
+            msg = f"timeout_s={timeout_s!r}: expected a number of seconds above 0."
+            raise ValueError(msg)
+        self._timeout_s = timeout_s
+        self._asking = Asking("the store of the group")
         self._store = store
         self._name = name
         self._round = 0
@@ -164,59 +182,85 @@ class StoreExchange(GroupExchange):
 
     def begin(self) -> None:
         """Join the round that the others are in: one that was decided is over."""
-        current = self._store.compare_set(f"{self._name}/round", "", "0")
-        self._round = int(current)
+        self._round = self._ask("begin", lambda: self._current(0), self._timeout_s)
         old = [key for at, key in self._given if at <= self._round - _KEPT_ROUNDS]
         self._given = [(at, key) for at, key in self._given if at > self._round - _KEPT_ROUNDS]
         for key in old:
-            self._store.delete_key(key)
+            self._ask("begin", partial(self._store.delete_key, key), self._timeout_s)
 
     def gather(self, step: str, payload: bytes, *, timeout_s: float) -> list[bytes]:
         """Put one's own bytes, wait for all; a round that another rank ended is over at once."""
         end = time.monotonic() + timeout_s
         keys = [self._key(f"{step}/{rank}") for rank in range(self.world_size)]
+        # A store takes text; JSON is ASCII, and any other bytes come through as well.
+        self._put(step, keys[self.rank], payload.decode("latin-1"), timeout_s)
+        for key in keys:
+            self._await(step, key, end, keys)
+        left = max(end - time.monotonic(), _LAST_S)
+        found = self._ask(step, lambda: [self._store.get(key) for key in keys], left)
         try:
-            # A store takes text; JSON is ASCII, and any other bytes come through as well.
-            self._put(keys[self.rank], payload.decode("latin-1"))
-            for key in keys:
-                self._await(step, key, end, keys)
-            return [self._store.get(key).decode().encode("latin-1") for key in keys]
-        except (RuntimeError, ValueError) as error:
-            if isinstance(error, GroupAborted):
-                raise
+            return [one.decode().encode("latin-1") for one in found]
+        except ValueError as error:
             raise GroupAborted(_lost(step, self.rank, str(error))) from error
 
     def _await(self, step: str, key: str, end: float, keys: Sequence[str]) -> None:
         verdict, pause = self._key("verdict"), threading.Event()
-        while not self._store.check([key]):
+
+        def has(*wanted: str) -> bool:
+            left = max(end - time.monotonic(), _LAST_S)
+            return self._ask(step, lambda: bool(self._store.check(list(wanted))), left)
+
+        while not has(key):
             # (Where it was decided meanwhile, everybody may have come meanwhile as well.)
-            if self._store.check([verdict]) and not self._store.check(list(keys)):
-                what = self._store.get(verdict).decode()
+            if has(verdict) and not has(*keys):
+                what = self._ask(step, lambda: self._store.get(verdict), _LAST_S).decode()
                 raise GroupAborted(_lost(step, self.rank, f"another rank ended it: {what}"))
             if time.monotonic() > end:
-                late = tuple(r for r, k in enumerate(keys) if not self._store.check([k]))
+                late = tuple(r for r, k in enumerate(keys) if not has(k))
                 raise GroupAborted(_lost(step, self.rank, f"no answer from ranks {late}"), late)
             # (The store's own wait tells the terminal of each time that it did not come.)
             pause.wait(_POLL_S)
 
     def decide(self, verdict: str) -> str:
-        """The first verdict that arrives holds for all."""
-        key = self._key("verdict")
-        try:
-            found: str = self._store.compare_set(key, "", verdict).decode()
-            self._given.append((self._round, key))
-            this, following = str(self._round), str(self._round + 1)
-            self._store.compare_set(f"{self._name}/round", this, following)
-        except RuntimeError as error:
-            msg = _lost("verdict", self.rank, f"the store is gone: {error}")
-            raise GroupAborted(msg) from error
+        """The first verdict that arrives holds for all.
+
+        Raises:
+            GroupAborted: the store is gone or hangs, or forgot the verdict: this rank came back
+                after the others had been through several rounds.
+
+        """
+        return self._ask("verdict", lambda: self._decided(verdict), self._timeout_s)
+
+    def _decided(self, verdict: str) -> str:
+        key, this = self._key("verdict"), self._round
+        # Asked first: verdicts are forgotten only behind the rounds that follow them.
+        is_over = self._current(this) > this
+        if is_over and not self._store.check([key]):
+            msg = _lost("verdict", self.rank, "the others went on without it, and forgot the end")
+            raise GroupAborted(msg)
+        found: str = self._store.compare_set(key, "", verdict).decode()
+        self._given.append((this, key))
+        self._store.compare_set(f"{self._name}/round", str(this), str(this + 1))
         return found
+
+    def _current(self, first: int) -> int:
+        """The round that the group is in."""
+        return int(self._store.compare_set(f"{self._name}/round", "", str(first)))
+
+    def _ask(self, step: str, question: Callable[[], T], timeout_s: float) -> T:
+        """Ask the store, which blocks without a limit where its process hangs."""
+        try:
+            return self._asking.ask(question, timeout_s)
+        except GroupAborted:
+            raise
+        except (RuntimeError, ValueError) as error:
+            raise GroupAborted(_lost(step, self.rank, f"the store: {error}")) from error
 
     def _key(self, what: str) -> str:
         return f"{self._name}/{self._round}/{what}"
 
-    def _put(self, key: str, text: str) -> None:
-        self._store.set(key, text)
+    def _put(self, step: str, key: str, text: str, timeout_s: float) -> None:
+        self._ask(step, lambda: self._store.set(key, text), timeout_s)
         self._given.append((self._round, key))
 
 
