@@ -27,6 +27,7 @@ from rl_bridge.bridge.group_messages import (
     placements_text,
     read_messages,
 )
+from rl_bridge.bridge.guards import tell_of
 from rl_bridge.bridge.publisher import ConsumerReport, checked_version
 from rl_bridge.bridge.tensor_bridge import TensorBridge
 from rl_bridge.errors import (
@@ -38,6 +39,7 @@ from rl_bridge.errors import (
 )
 from rl_bridge.extractors.state_dict import Source, named_tensors, trainable_names
 from rl_bridge.manifest.canonical import JSONValue, canonical_json, thaw
+from rl_bridge.manifest.compare import compare_groups
 from rl_bridge.manifest.coverage import held_pieces, prove_coverage
 from rl_bridge.manifest.digest import text_digest
 from rl_bridge.manifest.group import GroupManifest
@@ -107,6 +109,7 @@ class GroupPublisher:
         self._placements: list[dict[str, Placement]] = []
         self._layout: GroupLayout | None = None
         self._parts: OrderedDict[str, str] = OrderedDict()
+        self._latest: GroupManifest | None = None
 
     def publish(
         self,
@@ -134,6 +137,7 @@ class GroupPublisher:
             RanksDisagree: on version, world size, dtypes, shapes, or the content of replicas.
             VersionNotMonotonic: a rank used this version already.
             GroupAborted: a rank failed, died or was late; no rank's part is published.
+            SuspiciousUpdate: only with ``suspicious="reject"``: nothing of the group changed.
             Exception: this rank's own failure, unchanged; the others get `GroupAborted`.
 
         """
@@ -304,11 +308,13 @@ class GroupPublisher:
         # The leaf list is made by the CPU's pass; a part on a device is verified tensor by tensor.
         if all(tensor.device.type == "cpu" for tensor in tensors.values()):
             tensors = self._leaves.add(tensors, run.flags)
-        run.part = self.bridge.publish(
+        publisher = self.bridge._publisher_end()  # noqa: SLF001 - the bridge's other half
+        run.part = publisher.publish(
             tensors,
             weight_version=run.version,
             metadata={**run.metadata, "layout": layout},
             trainable=run.flags,
+            is_part=True,
         )
         return self._part_message(run.part)
 
@@ -322,10 +328,12 @@ class GroupPublisher:
         return {"part": mine.to_json(layout=is_new), "leaves": leaves}
 
     def _vote(self, run: "_Run", parts: list[dict[str, Any]]) -> dict[str, JSONValue]:
-        # Noted before the others get to know of it: from then on they may go through with it.
-        run.voted = manifest = self._merge(parts)
+        manifest = self._merge(parts)
         assert run.part is not None
         own = self.bridge._publisher_end()  # noqa: SLF001 - the bridge's other half
+        tell_of(own.suspicious, compare_groups(self._latest, manifest))
+        # Noted before the others get to know of it: from then on they may go through with it.
+        run.voted = manifest
         own.join_group(run.part.update_id, manifest.header_digest)
         return {
             "update_id": manifest.update_id,
@@ -361,6 +369,7 @@ class GroupPublisher:
             return True
 
     def _remember(self, manifest: GroupManifest) -> None:
+        self._latest = manifest
         self._parts[manifest.update_id] = manifest.parts[self._exchange.rank].update_id
         while len(self._parts) > _REMEMBERED:
             self._parts.popitem(last=False)

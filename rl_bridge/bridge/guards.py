@@ -2,12 +2,19 @@
 
 import logging
 import os
+from collections.abc import Sequence
 
 from rl_bridge.errors import BridgeClosed, ForeignTransport, MalformedManifest, SuspiciousUpdate
-from rl_bridge.manifest.compare import Policy, compare
+from rl_bridge.manifest.compare import Finding, Policy, compare
 from rl_bridge.manifest.model import WeightUpdateManifest
 
-__all__ = ["as_manifest", "look_for_suspicion", "require_own_process", "require_transport"]
+__all__ = [
+    "as_manifest",
+    "look_for_suspicion",
+    "require_own_process",
+    "require_transport",
+    "tell_of",
+]
 
 _LOG = logging.getLogger(__name__)
 
@@ -62,9 +69,19 @@ def require_own_process(pid: int, what: str) -> None:
 
 
 def look_for_suspicion(
-    policy: Policy, previous: WeightUpdateManifest | None, manifest: WeightUpdateManifest
+    policy: Policy,
+    previous: WeightUpdateManifest | None,
+    manifest: WeightUpdateManifest,
+    *,
+    is_part: bool = False,
 ) -> None:
     """Tell of an update that changes nothing, or fewer tensors than its predecessor.
+
+    Args:
+        policy: what to do then.
+        previous: the update before.
+        manifest: the update.
+        is_part: it is one rank's part of a group, which may well stay as it is.
 
     Raises:
         SuspiciousUpdate: there is something to tell, and the policy is to reject.
@@ -72,7 +89,18 @@ def look_for_suspicion(
     """
     if policy is Policy.OFF:
         return
-    findings = compare(previous, manifest)
+    tell_of(policy, compare(previous, manifest, is_part=is_part))
+
+
+def tell_of(policy: Policy, findings: Sequence[Finding]) -> None:
+    """Log what was found.
+
+    Raises:
+        SuspiciousUpdate: there is something, and the policy is to reject.
+
+    """
+    if policy is Policy.OFF:
+        return
     for finding in findings:
         _LOG.warning("suspicious update: %s", finding.message)
     if findings and policy is Policy.REJECT:

@@ -121,6 +121,11 @@ class Publisher:
         return self._latest
 
     @property
+    def suspicious(self) -> Policy:
+        """What to do about a suspicious update."""
+        return self._suspicious
+
+    @property
     def last_version(self) -> int | None:
         """The version that was used up last, also by a publication that was withdrawn."""
         return self._journal.last_version
@@ -137,8 +142,13 @@ class Publisher:
         weight_version: int,
         metadata: Mapping[str, JSONValue] | None = None,
         trainable: Iterable[str] | None = None,
+        is_part: bool = False,
     ) -> WeightUpdateManifest:
-        """Take a sealed snapshot of `source` and describe it. See `TensorBridge.publish`."""
+        """Take a sealed snapshot of `source` and describe it. See `TensorBridge.publish`.
+
+        With `is_part` it is one rank's part of a group: whether a group's version is suspicious is
+        judged of all parts together.
+        """
         weight_version = checked_version(weight_version)
         layout = WeightLayout.from_metadata(metadata)
         layout.validate_supported()
@@ -176,7 +186,7 @@ class Publisher:
                     table=plan.table,
                 )
                 self._end.seal_header(update_id, manifest.header_digest)
-                look_for_suspicion(self._suspicious, self._latest, manifest)
+                look_for_suspicion(self._suspicious, self._latest, manifest, is_part=is_part)
                 # Before the number is used up: a filter of the user's logging may raise.
                 _LOG.info(
                     "publishing version %d: %d tensors, %d bytes, %.1f ms so far, update %s",

@@ -12,6 +12,7 @@ import numpy as np
 
 from rl_bridge.manifest.digest import DIGEST_NBYTES
 from rl_bridge.manifest.dtypes import DTYPE_NBYTES
+from rl_bridge.manifest.group import GroupManifest
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.manifest.table import TensorTable
 
@@ -62,25 +63,26 @@ def _some(names: tuple[str, ...]) -> str:
     return ", ".join(names[:_SHOWN]) + more
 
 
-def compare(previous: WeightUpdateManifest | None, update: WeightUpdateManifest) -> list[Finding]:
-    """What is suspicious about `update` coming after `previous`."""
+def compare(
+    previous: WeightUpdateManifest | None, update: WeightUpdateManifest, *, is_part: bool = False
+) -> list[Finding]:
+    """What is suspicious about `update` coming after `previous`.
+
+    Args:
+        previous: None before the first.
+        update: the later one.
+        is_part: it is one rank's part of a group, which may well stay as it is: `compare_groups`
+            looks at the whole.
+
+    """
     if previous is None:
         return []
-    version = f"version {update.weight_version} (after {previous.weight_version})"
-    if update.root == previous.root:
-        message = (
-            f"{version} changes nothing: both have root {update.root}. Did the optimizer step, and "
-            "is this the model that it stepped on?"
-        )
-        return [Finding(Kind.NO_CHANGE, (), message)]
+    version = _versions(previous, update)
     findings = []
-    unchanged = _unchanged_trainable(previous, update)
-    if unchanged:
-        message = (
-            f"{version}: {len(unchanged)} trainable tensors did not change: {_some(unchanged)}. "
-            "Are these the trained weights, or the frozen base?"
-        )
-        findings.append(Finding(Kind.TRAINABLE_UNCHANGED, unchanged, message))
+    if not is_part:
+        if update.root == previous.root:
+            return [_no_change(previous, update)]
+        findings = _of_trainable(version, _unchanged_trainable(previous, update))
     names = narrowed(previous.table, update.table)
     if names:
         message = (
@@ -89,6 +91,48 @@ def compare(previous: WeightUpdateManifest | None, update: WeightUpdateManifest)
         )
         findings.append(Finding(Kind.DTYPE_NARROWED, names, message))
     return findings
+
+
+def compare_groups(previous: GroupManifest | None, update: GroupManifest) -> list[Finding]:
+    """What is suspicious about a group's version: no rank's part changed, or of some tensors none.
+
+    Only groups of one layout are compared: elsewhere digests say nothing about changes.
+    """
+    if previous is None or previous.layout_digest != update.layout_digest:
+        return []
+    if update.root == previous.root:
+        return [_no_change(previous, update)]
+    old = np.frombuffer(previous.digests, np.uint8).reshape(-1, DIGEST_NBYTES)
+    new = np.frombuffer(update.digests, np.uint8).reshape(-1, DIGEST_NBYTES)
+    same = (old == new).all(axis=1) & update.layout.trainable
+    names = tuple(update.layout.names[place] for place in np.flatnonzero(same).tolist())
+    return _of_trainable(_versions(previous, update), names)
+
+
+def _versions(
+    previous: WeightUpdateManifest | GroupManifest, update: WeightUpdateManifest | GroupManifest
+) -> str:
+    return f"version {update.weight_version} (after {previous.weight_version})"
+
+
+def _no_change(
+    previous: WeightUpdateManifest | GroupManifest, update: WeightUpdateManifest | GroupManifest
+) -> Finding:
+    message = (
+        f"{_versions(previous, update)} changes nothing: both have root {update.root}. Did the "
+        "optimizer step, and is this the model that it stepped on?"
+    )
+    return Finding(Kind.NO_CHANGE, (), message)
+
+
+def _of_trainable(version: str, unchanged: tuple[str, ...]) -> list[Finding]:
+    if not unchanged:
+        return []
+    message = (
+        f"{version}: {len(unchanged)} trainable tensors did not change: {_some(unchanged)}. Are "
+        "these the trained weights, or the frozen base?"
+    )
+    return [Finding(Kind.TRAINABLE_UNCHANGED, unchanged, message)]
 
 
 def _unchanged_trainable(

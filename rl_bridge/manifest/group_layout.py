@@ -10,6 +10,8 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import Self
 
+import numpy as np
+import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, StrictInt, StrictStr, ValidationError, model_validator
 
 from rl_bridge.errors import (
@@ -183,6 +185,18 @@ class GroupLayout(BaseModel):
     def tables(self) -> tuple[TensorTable, ...]:
         """Layout of each part."""
         return tuple(part.table for part in self.parts)
+
+    @cached_property
+    def trainable(self) -> npt.NDArray[np.bool_]:
+        """Of each whole tensor, whether some rank declared a part of it trainable; not empty."""
+        flags = np.zeros(len(self.names), bool)
+        for part in self.parts:
+            declared = part.table.trainable
+            if declared is not None:
+                rows = np.frombuffer(declared.encode("ascii"), np.uint8) == ord("1")
+                flags[np.array(part.names, np.int64)[rows[np.array(part.rows, np.int64)]]] = True
+        flags[[0 in shape for shape in self.shapes]] = False
+        return flags
 
     @cached_property
     def digest_plan(self) -> DigestPlan:
