@@ -12,10 +12,14 @@ import pytest
 import torch
 
 from rl_bridge import BroadcastTensorBridge, make_weight_bridge
+from rl_bridge.errors import DeadlineExceeded, SegmentError
 from rl_bridge.testing.peer import hashes
 from rl_bridge.testing.processes import Child, until
 from rl_bridge.testing.strategies import contents_of
 from rl_bridge.transports.broadcast import intake
+from rl_bridge.transports.broadcast.arenas import CPUArenas
+from rl_bridge.transports.broadcast.arrivals import Arrivals
+from rl_bridge.transports.broadcast.group import _met
 from rl_bridge.transports.broadcast.wrecks import Wrecks
 from tests.transports.broadcast_rig import BreakingPeer, at_transfer, big_weights
 
@@ -98,6 +102,29 @@ def test_a_version_is_not_written_over_while_a_transfer_that_broke_off_reads_it(
         (then,) = left
         then()
         assert slot.update_id is None
+
+
+def test_a_group_that_does_not_come_about_is_given_up_when_it_is_in_vain() -> None:
+    """Gloo's own wait for members to connect cannot be ended, so it is left to itself."""
+    may_end = threading.Event()
+    reasons = iter([None, "a member is gone"])
+    try:
+        with pytest.raises(SegmentError, match="did not come about: a member is gone"):
+            _met(lambda: may_end.wait(60), lambda: next(reasons), timeout_s=TIMEOUT_S)
+        with pytest.raises(DeadlineExceeded, match=r"no group within 0\.01 s"):
+            _met(lambda: may_end.wait(60), lambda: None, timeout_s=0.01)
+    finally:
+        may_end.set()
+
+
+def test_a_slot_that_a_broken_transfer_may_write_to_is_not_reserved_again() -> None:
+    arrivals = Arrivals(CPUArenas(), "test")
+    first = arrivals.reserve(1000)
+    second = arrivals.reserve(1000)
+    assert second is not first
+    arrivals.abandon(first)
+    assert arrivals.reserve(1000) is first
+    arrivals.close()
 
 
 class Stuck:

@@ -23,6 +23,7 @@ __all__ = ["Arrival", "Arrivals", "ArrivedAttachment"]
 # matter: the newest, and one more for an import that is under way.
 _MAX_UNCLAIMED = 2
 _UNLIMITED = 1 << 30
+_RESERVED = "reserved"
 # Layouts that take turns, such as whole models and adapters.
 _KEPT_LAYOUTS = 4
 
@@ -101,7 +102,10 @@ class Arrivals:
         """
         with self._lock:
             self._evict()
-            return self._ring.acquire(arena_nbytes)
+            slot = self._ring.acquire(arena_nbytes)
+            # Not free before its end: a transfer that broke off may write there for a while.
+            slot.update_id = _RESERVED
+            return slot
 
     def tensor(self, slot: Slot, arena_nbytes: int) -> torch.Tensor:
         """The slot's bytes."""

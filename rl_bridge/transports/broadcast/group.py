@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from datetime import timedelta
+from functools import partial
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import torch
@@ -29,6 +31,8 @@ _POLL_S = 0.0002
 # How often a wait for a slice looks whether it is in vain. Gloo itself may not notice that a member
 # died: what it had begun to send then ends at its deadline.
 _LOOK_S = 0.1
+# The members' values come, and then they connect: each takes at most one deadline.
+_PHASES = 2
 
 
 class GroupStore(Store):
@@ -135,6 +139,7 @@ class Group:
         size: int,
         address: str,
         timeout_s: float,
+        why_off: Callable[[], str | None] = lambda: None,
     ) -> None:
         """Meet the other members.
 
@@ -145,19 +150,24 @@ class Group:
             size: of the group.
             address: of this machine's interface, for Gloo.
             timeout_s: longest wait of the rendezvous, and of each slice.
+            why_off: says why there is no use in it, or in a slice; None while there is.
 
         Raises:
-            RuntimeError: they did not come in time, or torch refuses.
+            RuntimeError: they did not come in time, it is in vain, or torch refuses.
 
         """
         self._store = store  # torch calls back into it for as long as the group lives
         self._timeout = timedelta(seconds=timeout_s)
         self._timeout_s = timeout_s
-        make = _make_gloo if backend == "gloo" else _make_nccl
         self._is_device = backend != "gloo"
         self._pending: list[Any] = []
-        self.why_off: Callable[[], str | None] = lambda: None
-        self._group: Any = make(store, rank, size, address, self._timeout)
+        self.why_off = why_off
+        self._group: Any = None
+        if self._is_device:
+            self._group = _make_nccl(store, rank, size, address, self._timeout)
+        else:
+            make = partial(_make_gloo, store, rank, size, address, self._timeout)
+            self._group = _met(make, why_off, timeout_s=_PHASES * timeout_s)
 
     def broadcast(self, tensor: torch.Tensor) -> Any:
         """Begin to send (rank 0) or receive one contiguous tensor.
@@ -249,6 +259,33 @@ def gloo_cause(address: str) -> str | None:
 def _gloo() -> Any:
     # Untyped: what names an interface is in no stub of torch's.
     return importlib.import_module("torch.distributed").ProcessGroupGloo
+
+
+def _met(
+    make: Callable[[], object], why_off: Callable[[], str | None], *, timeout_s: float
+) -> object:
+    """Make a group in a thread of its own: a member that connects to others cannot be stopped."""
+    found: SimpleQueue[object] = SimpleQueue()
+
+    def meet() -> None:
+        try:
+            found.put(make())
+        except Exception as error:  # noqa: BLE001 - raised where it is waited for
+            found.put(error)
+
+    threading.Thread(target=meet, name="rlb-broadcast-meet", daemon=True).start()
+    until = time.monotonic() + timeout_s
+    while True:
+        with suppress(Empty):
+            made = found.get(timeout=_LOOK_S)
+            if isinstance(made, Exception):
+                raise made
+            return made
+        reason = why_off()
+        if reason is not None:
+            raise SegmentError(f"the group did not come about: {reason}. Try again.")
+        if time.monotonic() > until:
+            raise DeadlineExceeded(f"no group within {timeout_s} s. Try again.")
 
 
 def _make_gloo(store: Store, rank: int, size: int, address: str, timeout: timedelta) -> object:

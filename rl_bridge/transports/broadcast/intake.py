@@ -254,6 +254,7 @@ class Intake:
             size=go.size,
             address=self._address,
             timeout_s=self._timeout_s,
+            why_off=partial(self._why_off, go.transfer),
         )
         self._group = go.group, made
         return made

@@ -312,6 +312,7 @@ class Sender:
                 size=len(members) + 1,
                 address=self._hub.info.address,
                 timeout_s=self._timeout_s,
+                why_off=partial(self._why_off, transfer, members),
             )
         except BaseException:
             self._hub.close_store(number)
