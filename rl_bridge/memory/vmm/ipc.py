@@ -189,6 +189,8 @@ class _Opened:
         if os.getpid() != self.held.pid:
             return
         if self.address:
+            # A copy that was given up may still be read from there: closing does not wait for it.
+            self.driver.fence()
             address, self.address = self.address, 0
             try:
                 self.driver.close_ipc(address)

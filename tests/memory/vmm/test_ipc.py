@@ -3,12 +3,14 @@
 import ctypes
 import os
 import struct
+from typing import Any
 
 import pytest
 
 from rl_bridge.errors import DriverError
+from rl_bridge.memory.segment import SegmentRef
 from rl_bridge.memory.vmm.host_ipc import FREED, HostIPCDriver
-from rl_bridge.memory.vmm.ipc import IPC_HANDLE_NBYTES, IPC_UNIT, IPCDriver
+from rl_bridge.memory.vmm.ipc import IPC_HANDLE_NBYTES, IPC_UNIT, IPCDriver, Opening
 from rl_bridge.testing.processes import Child
 from tests.helpers import open_fds
 from tests.memory.vmm.ipc_suite import TRAINED, Exporter, Importer, IPCSuite
@@ -41,6 +43,27 @@ def test_what_is_freed_too_early_is_seen() -> None:
         assert ctypes.string_at(at, 3) == bytes([FREED]) * 3
         driver.close_ipc(at)
     assert driver.num_plain() == (0, 0)
+
+
+def test_what_may_still_be_read_is_closed_behind_a_drain(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A copy out of it may have been given up at its deadline, and go on.
+    driver = HostIPCDriver()
+    asked: list[str] = []
+    for name in ("fence", "close_ipc"):
+        inner = getattr(HostIPCDriver, name)
+
+        def call(*args: Any, _name: str = name, _inner: Any = inner) -> Any:
+            asked.append(_name)
+            return _inner(*args)
+
+        monkeypatch.setattr(HostIPCDriver, name, call)
+    with Child(HostExporter) as owner:
+        where = owner.call("where")
+        segment = SegmentRef.model_validate(where["segment"])
+        opening = Opening(driver, bytes.fromhex(where["handle"]), segment)
+        assert (asked, opening.is_pointer) == ([], False)
+        opening.close()
+        assert asked == ["fence", "close_ipc"]
 
 
 @pytest.mark.parametrize("word", range(7))
