@@ -104,4 +104,5 @@ def tell_of(policy: Policy, findings: Sequence[Finding]) -> None:
     for finding in findings:
         _LOG.warning("suspicious update: %s", finding.message)
     if findings and policy is Policy.REJECT:
-        raise SuspiciousUpdate("; ".join(finding.message for finding in findings))
+        said = "; ".join(finding.message for finding in findings)
+        raise SuspiciousUpdate(said)
