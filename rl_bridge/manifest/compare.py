@@ -104,8 +104,8 @@ def compare_groups(previous: GroupManifest | None, update: GroupManifest) -> lis
         return [_no_change(previous, update)]
     old = np.frombuffer(previous.digests, np.uint8).reshape(-1, DIGEST_NBYTES)
     new = np.frombuffer(update.digests, np.uint8).reshape(-1, DIGEST_NBYTES)
-    same = (old == new).all(axis=1) & update.layout.trainable
-    names = tuple(update.layout.names[place] for place in np.flatnonzero(same).tolist())
+    kept = (old == new).all(axis=1) & update.layout.trainable
+    names = tuple(update.layout.names[place] for place in np.flatnonzero(kept).tolist())
     return _of_trainable(_versions(previous, update), names)
 
 
