@@ -16,7 +16,7 @@ from rl_bridge.bridge.transaction import Transaction
 from rl_bridge.errors import IllegalTransition, UnknownUpdate, WeightUpdateRejectedError
 from rl_bridge.manifest.model import WeightUpdateManifest
 
-__all__ = ["TwoPhaseExecutor"]
+__all__ = ["TwoPhaseExecutor", "require_two_phase"]
 
 
 class TwoPhaseExecutor(RolloutExecutor):
@@ -161,3 +161,18 @@ class TwoPhaseExecutor(RolloutExecutor):
 
 def _name(update: Transaction) -> str:
     return f"version {update.manifest.weight_version} (update {update.manifest.update_id})"
+
+
+def require_two_phase(executor: object) -> None:
+    """Refuse an executor that cannot stop between its steps.
+
+    Raises:
+        TypeError: it is another one, or none.
+
+    """
+    if not isinstance(executor, TwoPhaseExecutor):
+        msg = (
+            f"executor is a {type(executor).__name__}, expected a TwoPhaseExecutor. Make one with "
+            "rl_bridge.remote.TwoPhaseExecutor, which takes the same arguments."
+        )
+        raise TypeError(msg)

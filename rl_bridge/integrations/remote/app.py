@@ -13,7 +13,7 @@ from fastapi.responses import Response
 from pydantic import BaseModel, ConfigDict, StringConstraints
 from starlette.exceptions import HTTPException
 
-from rl_bridge.bridge.two_phase import TwoPhaseExecutor
+from rl_bridge.bridge.two_phase import TwoPhaseExecutor, require_two_phase
 from rl_bridge.errors import DeadlineExceeded
 from rl_bridge.integrations.remote.config import SidecarConfig
 from rl_bridge.integrations.remote.description import describe_app, manifest_body
@@ -137,6 +137,7 @@ def create_app(
         TypeError: an executor that cannot stop between its steps.
 
     """
+    require_two_phase(executor)
     config = config or SidecarConfig()
     key = read_key(key_file)
     directory = StateDirectory(state_dir)
@@ -161,7 +162,7 @@ def create_app(
             for held in (nonces, ledger, directory):
                 held.close()
 
-    app = FastAPI(
+    app: Any = FastAPI(
         title="rl_bridge side-car",
         version=_API_VERSION,
         lifespan=lifespan,
@@ -204,7 +205,8 @@ def _route(app: Any, routes: _Routes) -> None:
 
 
 async def _not_as_described(_request: Request, error: Exception) -> Response:
-    first = next(iter(getattr(error, "errors", list)()), {})
+    found: list[dict[str, Any]] = getattr(error, "errors", list)()
+    first = found[0] if found else {}
     where = ".".join(str(part) for part in first.get("loc", ()))
     given = repr(first.get("input"))[:80]
     detail = f"{where}: {first.get('msg', error)}, got {given}. See /openapi.json."

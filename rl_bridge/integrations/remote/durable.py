@@ -1,7 +1,8 @@
 """Lines that outlive a crash, and the directory that they lie in.
 
-A line is durable when `append` returns. What a crash cut off is the last line at most, and of that
-line nobody was told that it was written: it is dropped when the file is opened again.
+A line is durable when `append` returns, unless it was told that this one need not be. What a crash
+cut off is the last line at most, and of that one nobody was told that it was written: it is dropped
+when the file is opened again.
 """
 
 import fcntl
@@ -69,6 +70,7 @@ class DurableLines:
     Attributes:
         path: the file.
         found: its lines, as they were when it was opened.
+        nbytes: how long it is.
 
     """
 
@@ -87,14 +89,18 @@ class DurableLines:
             end = whole.rfind(b"\n") + 1
             if end < len(whole):
                 os.ftruncate(self._fd, end)
-            self._nbytes = end
+            self.nbytes = end
             self.found = whole[:end].decode("ascii").splitlines()
         except (OSError, UnicodeError) as error:
             self.close()
             raise _unusable(path, error) from error
 
-    def append(self, line: str) -> None:
+    def append(self, line: str, *, sync: bool = True) -> None:
         """Write one line; on return it is durable.
+
+        Args:
+            line: without its end.
+            sync: False for a line that may be lost with the machine, but not with the process.
 
         Raises:
             WeightBridgeError: it could not be written, and is not there.
@@ -110,12 +116,13 @@ class DurableLines:
             if written != len(data):
                 msg = f"only {written} of {len(data)} bytes fit"
                 raise OSError(msg)  # noqa: TRY301 - handled like every other one, right below
-            os.fdatasync(self._fd)
+            if sync:
+                os.fdatasync(self._fd)
         except OSError as error:
             with suppress(OSError):  # else the next start drops a part, or reads the whole
-                os.ftruncate(self._fd, self._nbytes)
+                os.ftruncate(self._fd, self.nbytes)
             raise _unusable(self.path, error) from error
-        self._nbytes += len(data)
+        self.nbytes += len(data)
 
     def rewrite(self, lines: Iterable[str]) -> None:
         """Replace the file as a whole: a crash leaves the old one or the new one.
@@ -131,7 +138,7 @@ class DurableLines:
             self._open()
         except OSError as error:
             raise _unusable(self.path, error) from error
-        self._nbytes = len(data)
+        self.nbytes = len(data)
 
     def close(self) -> None:
         """Close the file. Idempotent."""

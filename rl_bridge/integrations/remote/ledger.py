@@ -4,23 +4,21 @@ The last committed update, and the one that was on its way. A side-car that was 
 what to bring its engine back to.
 """
 
-import os
-from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr, ValidationError
 
 from rl_bridge.errors import WeightBridgeError
-from rl_bridge.integrations.remote.durable import DurableLines, write_durably
+from rl_bridge.integrations.remote.durable import DurableLines
 from rl_bridge.manifest.model import WeightUpdateManifest
 
 __all__ = ["Entry", "Ledger", "Step"]
 
 Step = Literal["prepared", "committing", "committed", "ended"]
 _FILE = "updates.log"
-_SUFFIX = ".manifest.json"
-_MANY = 256
+_BREAK = "\t"
+_SURPLUS_NBYTES = 256 * 1024
 _Id = Annotated[StrictStr, Field(pattern=r"^[0-9a-f]{32}$")]
 
 
@@ -74,13 +72,14 @@ class Ledger:
             WeightBridgeError: the file cannot be used, or is damaged; it is never guessed at.
 
         """
-        self._directory = directory
         self.active: Entry | None = None
         self.pending: Entry | None = None
+        self._texts: dict[str, str] = {}
         self._lines = DurableLines(directory / _FILE)
         try:
             for line in self._lines.found:
-                self._take(Entry.model_validate_json(line))
+                head, _, text = line.partition(_BREAK)
+                self._take(Entry.model_validate_json(head), text or None)
         except ValidationError as error:
             self._lines.close()
             msg = (
@@ -88,92 +87,89 @@ class Ledger:
                 "directory away and start with a fresh engine."
             )
             raise WeightBridgeError(msg) from error
-        self._num_lines = len(self._lines.found)
-
-    def keep(self, manifest: WeightUpdateManifest) -> None:
-        """Keep the manifest of an update that may be committed.
-
-        Raises:
-            WeightBridgeError: it could not be written.
-
-        """
-        write_durably(self._path(manifest.update_id), manifest.to_json().encode("ascii"))
+        self._least_nbytes = self._lines.nbytes
 
     def manifest_of(self, entry: Entry) -> WeightUpdateManifest:
-        """The manifest that was kept.
+        """The manifest that came with a commit.
 
         Raises:
-            WeightBridgeError: it is gone or damaged.
+            WeightBridgeError: there is none, or it is damaged.
 
         """
-        try:
-            text = self._path(entry.update_id).read_bytes()
-        except OSError as error:
-            msg = f"the manifest of version {entry.weight_version} is gone: {error}. Publish again."
-            raise WeightBridgeError(msg) from error
-        return WeightUpdateManifest.from_json(text)
+        return WeightUpdateManifest.from_json(self._texts.get(entry.update_id, ""))
 
     def note(self, manifest: WeightUpdateManifest, step: Step) -> None:
-        """Write down a step; on return that is durable.
+        """Write down a step.
+
+        A commit's beginning, with the manifest, and its failure are durable on return. The others
+        survive the process and not the machine: a start does the same without them, since what it
+        takes for being committed it commits again.
 
         Raises:
             WeightBridgeError: it could not be written.
 
         """
-        self._note(Entry.of(manifest, step))
+        self._note(Entry.of(manifest, step), manifest)
 
-    def end(self, entry: Entry) -> None:
-        """Write down that an update which a crash cut off is over.
+    def settle(self, entry: Entry, step: Step) -> None:
+        """Write down what became of an update that a crash cut off.
 
         Raises:
             WeightBridgeError: it could not be written.
 
         """
         if self.pending is not None:
-            self._note(entry.model_copy(update={"step": "ended"}))
-
-    def _note(self, entry: Entry) -> None:
-        self._lines.append(entry.model_dump_json())
-        self._take(entry)
-        self._num_lines += 1
-        if self._num_lines > _MANY:
-            self.tidy()
+            self._note(entry.model_copy(update={"step": step}), None)
 
     def tidy(self) -> None:
-        """Keep what counts, and the manifests that it names.
+        """Keep what counts, and drop the rest.
 
         Raises:
             WeightBridgeError: it could not be written; what was there stands.
 
         """
         kept = [entry for entry in (self.active, self.pending) if entry is not None]
-        self._lines.rewrite(entry.model_dump_json() for entry in kept)
-        self._num_lines = len(kept)
-        self._drop_all_but({entry.update_id for entry in kept})
+        # What begins a commit carries the manifest.
+        texts = {entry.update_id: self._texts.get(entry.update_id) for entry in kept}
+        self._texts = {name: text for name, text in texts.items() if text is not None}
+        lines = []
+        for entry in kept:
+            text = self._texts.get(entry.update_id)
+            if text is not None and entry.step == "committed":
+                lines.append(_line(entry.model_copy(update={"step": "committing"}), text))
+                text = None
+            lines.append(_line(entry, text))
+        self._lines.rewrite(lines)
+        self._least_nbytes = self._lines.nbytes
 
-    def forget(self, update_id: str) -> None:
-        """Drop the manifest of an update that is neither active nor pending."""
-        if update_id not in {entry.update_id for entry in (self.active, self.pending) if entry}:
-            with suppress(OSError):  # the next start tries again
-                self._path(update_id).unlink(missing_ok=True)
+    def _note(self, entry: Entry, manifest: WeightUpdateManifest | None) -> None:
+        begins = entry.step == "committing" and manifest is not None
+        text = manifest.to_json() if begins and manifest is not None else None
+        was_begun = self.pending is not None and self.pending.step == "committing"
+        fails = entry.step == "ended" and was_begun
+        self._lines.append(_line(entry, text), sync=begins or fails)
+        self._take(entry, text)
+        if self._lines.nbytes > 4 * self._least_nbytes + _SURPLUS_NBYTES:
+            self.tidy()
 
     def close(self) -> None:
         """Close the file. Idempotent."""
         self._lines.close()
 
-    def _take(self, entry: Entry) -> None:
+    def _take(self, entry: Entry, text: str | None) -> None:
+        if text is not None:
+            self._texts[entry.update_id] = text
         if entry.step == "committed":
             self.active, self.pending = entry, None
         elif entry.step == "ended":
             self.pending = None
         else:
             self.pending = entry
+        kept = {one.update_id for one in (self.active, self.pending) if one is not None}
+        for name in self._texts.keys() - kept:
+            del self._texts[name]
 
-    def _path(self, update_id: str) -> Path:
-        return self._directory / f"{update_id}{_SUFFIX}"
 
-    def _drop_all_but(self, kept: set[str]) -> None:
-        for name in os.listdir(self._directory):  # noqa: PTH208 - names are all that is asked for
-            if name.endswith(_SUFFIX) and name.removesuffix(_SUFFIX) not in kept:
-                with suppress(OSError):  # the next start tries again
-                    (self._directory / name).unlink(missing_ok=True)
+def _line(entry: Entry, text: str | None) -> str:
+    # The manifest behind the entry as it is: its text must stay canonical to the byte.
+    return entry.model_dump_json() + (f"{_BREAK}{text}" if text else "")

@@ -47,16 +47,7 @@ class Sidecar:
             executor: the engine's; nobody else updates with it.
             ledger: what was done to this engine so far.
 
-        Raises:
-            TypeError: an executor that cannot stop between its steps.
-
         """
-        if not isinstance(executor, TwoPhaseExecutor):
-            msg = (
-                f"executor is a {type(executor).__name__}, expected a TwoPhaseExecutor. Make one "
-                "with rl_bridge.remote.TwoPhaseExecutor, which takes the same arguments."
-            )
-            raise TypeError(msg)
         self.executor = executor
         self._ledger = ledger
         self._recovery = Recovery()
@@ -136,11 +127,6 @@ class Sidecar:
             self._given_up(
                 before, f"version {manifest.weight_version} came before it was committed"
             )
-        try:
-            self._ledger.keep(manifest)
-        except WeightBridgeError as error:
-            self.executor.abort_weights(manifest, describe(error))
-            raise
         self._manifest = manifest
         return self._now(manifest, "imported")
 
@@ -188,7 +174,6 @@ class Sidecar:
                 f"it to be prepared. Send POST /updates/{update_id}/prepare first."
             )
             raise IllegalTransition(msg)
-        previous = self._ledger.active
         self._ledger.note(manifest, "committing")
         try:
             self.executor.commit_weights(update_id)
@@ -196,8 +181,6 @@ class Sidecar:
             self._failed(manifest, error)
             raise
         self._written(manifest, "committed")
-        if previous is not None:
-            self._ledger.forget(previous.update_id)
         self._manifest = None
         return self._now(manifest, "committed")
 
@@ -241,7 +224,10 @@ class Sidecar:
                 manifest = self._ledger.manifest_of(entry)
                 executor.update_weights(manifest)
                 self._now(manifest, "committed")
+                self._ledger.note(manifest, "committing")
                 self._ledger.note(manifest, "committed")
+            else:  # an engine that outlived the side-car's application, in one process
+                self._ledger.settle(entry, "committed")
         except Exception as error:  # noqa: BLE001 - told in the status, in the log by `start`
             tried.append(f"version {version} could not be brought back: {describe(error)}")
             return Recovery(outcome="lost", weight_version=version)
@@ -258,7 +244,7 @@ class Sidecar:
         )
         with self._lock:
             self._known[entry.update_id] = view
-        self._ledger.end(entry)
+        self._ledger.settle(entry, "ended")
 
     def _refuse_late(self, manifest: WeightUpdateManifest) -> None:
         """The bridge refuses what is late, too, but knows only what this process saw."""
@@ -312,7 +298,6 @@ class Sidecar:
         pending = self._ledger.pending
         if pending is not None and pending.update_id == manifest.update_id:
             self._written(manifest, "ended")
-        self._ledger.forget(manifest.update_id)
         self._manifest = None
         return self._now(manifest, stage, reason)
 
