@@ -141,4 +141,5 @@ def _made(problem: Problem) -> WeightBridgeError:
         return made
     if problem.error:
         return WeightUpdateRejectedError(f"the engine failed: {problem.error}: {problem.detail}")
-    return WeightUpdateRejectedError(problem.detail)
+    # The request itself was not what the other side serves.
+    return WeightBridgeUnavailableError(problem.detail)
