@@ -91,7 +91,7 @@ def failing() -> TwoPhaseExecutor:
 def hanging() -> TwoPhaseExecutor:
     """One that hangs in install."""
     never = threading.Event()
-    return executor_of(lambda step: step == "install" and never.wait(_HANG_S) or None)
+    return executor_of(lambda step: (step == "install" and never.wait(_HANG_S)) or None)
 
 
 def writing() -> TwoPhaseExecutor:

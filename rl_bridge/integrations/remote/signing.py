@@ -155,16 +155,21 @@ def read_key(path: str | os.PathLike[str]) -> Key:
     except OSError as error:
         msg = f"the key file {file} cannot be read: {error}. Name the file with the shared key."
         raise WeightBridgeUnavailableError(msg) from error
-    with os.fdopen(fd, "rb") as opened:
-        facts = os.fstat(fd)
-        if not stat.S_ISREG(facts.st_mode):
-            msg = f"the key file {file} is no plain file. Name the file with the shared key."
-            raise WeightBridgeUnavailableError(msg)
-        mode = stat.S_IMODE(facts.st_mode)
-        if mode & 0o077:
-            msg = (
-                f"the key file {file} has mode {mode:04o}: others may read or change it, expected "
-                f"0600 or less. Run: chmod 600 {file}; where others had it, make a new key."
-            )
-            raise WeightBridgeUnavailableError(msg)
-        return Key(opened.read(_MOST_NBYTES + 1))
+    try:
+        _check_key_file(file, os.fstat(fd))
+        return Key(os.read(fd, _MOST_NBYTES + 1))
+    finally:
+        os.close(fd)
+
+
+def _check_key_file(file: Path, facts: os.stat_result) -> None:
+    if not stat.S_ISREG(facts.st_mode):
+        msg = f"the key file {file} is no plain file. Name the file with the shared key."
+        raise WeightBridgeUnavailableError(msg)
+    mode = stat.S_IMODE(facts.st_mode)
+    if mode & 0o077:
+        msg = (
+            f"the key file {file} has mode {mode:04o}: others may read or change it, expected "
+            f"0600 or less. Run: chmod 600 {file}; where others had it, make a new key."
+        )
+        raise WeightBridgeUnavailableError(msg)
