@@ -91,7 +91,12 @@ def failing() -> TwoPhaseExecutor:
 def hanging() -> TwoPhaseExecutor:
     """One that hangs in install."""
     never = threading.Event()
-    return executor_of(lambda step: (step == "install" and never.wait(_HANG_S)) or None)
+
+    def hang(step: str) -> None:
+        if step == "install":
+            never.wait(_HANG_S)
+
+    return executor_of(hang)
 
 
 def writing() -> TwoPhaseExecutor:

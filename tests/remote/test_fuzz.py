@@ -36,14 +36,14 @@ CHECKS: list[Any] = [
 ]
 
 
-class Signing(requests.auth.AuthBase):
+class Signing:
     """Signs what the fuzzer made, whatever it is."""
 
     def __init__(self, sidecar: SidecarProcess) -> None:
         self.key = read_key(sidecar.key_file)
 
     def __call__(self, request: requests.PreparedRequest) -> requests.PreparedRequest:
-        body = request.body or b""
+        body: Any = request.body or b""
         data = body.encode() if isinstance(body, str) else body
         given = self.key.sign(str(request.method), request.path_url, data, time=int(time.time()))
         request.headers["Authorization"] = given.header()
@@ -58,14 +58,14 @@ def session(shared: SidecarProcess) -> Iterator[requests.Session]:
         yield made
 
 
-@pytest.fixture(scope="module")
-def schema(shared: SidecarProcess) -> Any:
+def described(shared: SidecarProcess) -> Any:
     found = requests.get(f"{shared.url}/openapi.json", timeout=30)
     return schemathesis.openapi.from_dict(found.json())
 
 
-def test_every_operation_is_fuzzed(schema: Any) -> None:
-    found = {(made.ok().method.lower(), made.ok().path) for made in schema.get_all_operations()}
+def test_every_operation_is_fuzzed(shared: SidecarProcess) -> None:
+    operations = [made.ok() for made in described(shared).get_all_operations()]
+    found = {(operation.method.lower(), operation.path) for operation in operations}
     assert found == set(OPERATIONS)
 
 
@@ -82,12 +82,11 @@ CASES = [
 def test_every_answer_is_one_that_is_described(
     operation: tuple[str, str],
     mode: schemathesis.GenerationMode,
-    schema: Any,
     session: requests.Session,
     shared: SidecarProcess,
     trainer: TensorBridge,
 ) -> None:
-    method, path = operation
+    (method, path), schema = operation, described(shared)
     # Half of the time it is about an update that is on its way.
     manifest = trainer.publish(weights(1), weight_version=1)
     with shared.client() as engine:

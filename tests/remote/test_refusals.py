@@ -43,9 +43,9 @@ class Sender:
         return self.raw(method, path, body, given.header())
 
     def raw(self, method: str, path: str, body: bytes, header: str | None) -> httpx.Response:
-        headers = {"content-type": b"application/json"}
+        headers = {b"content-type": b"application/json"}
         if header is not None:
-            headers["authorization"] = header.encode("latin-1")
+            headers[b"authorization"] = header.encode("latin-1")
         return self.http.request(method, self.url + path, content=body, headers=headers)
 
 

@@ -32,6 +32,7 @@ OPEN_PATHS = frozenset({"/metrics", "/openapi.json", "/docs"})
 """Read without a signature: they tell no weights and change nothing."""
 
 _MANIFEST_PATH = "/updates"
+_CHANGES = "/commit"  # nothing else changes an engine
 _SMALL_NBYTES = 64 * 1024
 _LOG = logging.getLogger(__name__)
 
@@ -83,7 +84,7 @@ class Gate:
             if given is not None:
                 self._key.check(given, scope["method"], _target(scope), body)
                 signed_for = given.nonce
-                await asyncio.to_thread(self._nonces.claim, given, now=time.time())
+                await self._claim(given, scope["path"])
             await self._app(scope, _replay(body), answer)
         except _Refused as refused:
             answer.be(refused.problem)
@@ -104,6 +105,13 @@ class Gate:
         credentials = Credentials.parse(header)
         self._nonces.check_time(credentials, now=time.time())
         return credentials
+
+    async def _claim(self, given: Credentials, path: str) -> None:
+        now = time.time()
+        if path.endswith(_CHANGES):
+            await asyncio.to_thread(self._nonces.claim, given, now=now)
+        else:  # outlives this process: with the machine, what a replay could reach is gone as well
+            self._nonces.claim(given, now=now, sync=False)
 
     async def _read(self, scope: Message, receive: Receive) -> bytes:
         is_manifest = scope["path"] == _MANIFEST_PATH and scope["method"] == "POST"

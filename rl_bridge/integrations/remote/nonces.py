@@ -70,8 +70,13 @@ class NonceBook:
             )
             raise SignatureRefused(msg)
 
-    def claim(self, given: Credentials, *, now: float) -> None:
+    def claim(self, given: Credentials, *, now: float, sync: bool = True) -> None:
         """Take a nonce; on return that is durable. Only for requests whose signature is right.
+
+        Args:
+            given: of the request.
+            now: seconds since the epoch.
+            sync: False where it need only outlive this process, and not the machine.
 
         Raises:
             SignatureRefused: it was taken before, or is too old by now.
@@ -86,7 +91,7 @@ class NonceBook:
                     "is a replay. Sign each request anew."
                 )
                 raise SignatureRefused(msg)
-            self._lines.append(f"{given.time} {given.nonce}")
+            self._lines.append(f"{given.time} {given.nonce}", sync=sync)
             self._times[given.nonce] = given.time
             self._num_lines += 1
             if self._num_lines > _SURPLUS:
