@@ -75,7 +75,7 @@ class TwoPhaseExecutor(RolloutExecutor):
 
         def step(halted: Transaction) -> None:
             if halted.is_staged:
-                msg = f"{_name(halted)} is prepared already. Commit or abort it."
+                msg = f"{_name(halted)} is prepared already. Call commit_weights or abort_weights."
                 raise IllegalTransition(msg)
             self._take(halted, halted.stage)
             self._under_way = None
@@ -99,7 +99,7 @@ class TwoPhaseExecutor(RolloutExecutor):
 
         def step(halted: Transaction) -> None:
             if not halted.is_staged:
-                msg = f"{_name(halted)} is imported and not prepared. Prepare it, then commit."
+                msg = f"{_name(halted)} is imported and not prepared. Call prepare_weights first."
                 raise IllegalTransition(msg)
             self._take(halted, halted.install)
             halted.activate()

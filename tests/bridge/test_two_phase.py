@@ -58,7 +58,7 @@ def test_nothing_is_committed_that_was_not_prepared(
     with pytest.raises(UnknownUpdate, match="Import its manifest first"):
         executor.prepare_weights(manifest)
     executor.import_weights(manifest)
-    with pytest.raises(IllegalTransition, match="Prepare it, then commit"):
+    with pytest.raises(IllegalTransition, match="Call prepare_weights first"):
         executor.commit_weights(manifest)
     executor.prepare_weights(manifest)
     with pytest.raises(IllegalTransition, match="prepared already"):

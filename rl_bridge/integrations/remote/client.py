@@ -222,7 +222,7 @@ class RemoteEngine:
         if not is_signed:
             msg = (
                 f"the answer to {what} is not signed with this client's key: whoever listens at "
-                f"{self.url} is not the side-car. Check the URL and the key file."
+                f"{self.url} is not the side-car. Give the side-car's own URL and key file."
             )
             raise SignatureRefused(msg)
         try:
@@ -260,7 +260,7 @@ class RemoteEngine:
         if not is_signed and not isinstance(error, SignatureRefused | WeightBridgeUnavailableError):
             msg = (
                 f"the side-car at {self.url} answered with status {status}, not signed with this "
-                f"client's key: {error}. Check the URL and the key file."
+                f"client's key: {error}. Give the side-car's own URL and key file."
             )
             return SignatureRefused(msg)
         return error

@@ -88,7 +88,7 @@ class NonceBook:
             if given.nonce in self._times:
                 msg = (
                     f"the request's nonce {given.nonce} was used already, expected a new one: this "
-                    "is a replay. Sign each request anew."
+                    "is a replay. Send it with a new signature."
                 )
                 raise SignatureRefused(msg)
             self._lines.append(f"{given.time} {given.nonce}", sync=sync)

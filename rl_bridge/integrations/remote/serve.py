@@ -53,7 +53,7 @@ def find_executor(engine: str, *, transport: str = "shared-memory") -> TwoPhaseE
     made = make()
     if not isinstance(made, TwoPhaseExecutor):
         msg = (
-            f"{engine} made a {type(made).__name__}, expected a TwoPhaseExecutor. Return "
+            f"{engine} made a {type(made).__name__}, expected a TwoPhaseExecutor. Make it return "
             "rl_bridge.remote.TwoPhaseExecutor(weight_bridge=..., weight_install_adapter=...)."
         )
         raise WeightBridgeUnavailableError(msg)

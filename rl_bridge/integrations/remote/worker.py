@@ -58,7 +58,7 @@ class Worker:
         if not future.done():
             msg = (
                 f"the engine did not {name} within {self._timeout_s:g} s, and may still do it. "
-                "Look at GET /status, which says when it is over."
+                "Ask GET /status, which says when it is over."
             )
             raise DeadlineExceeded(msg)
         return future.result()
