@@ -5,6 +5,7 @@ The tree::
     WeightBridgeError(RuntimeError)
     ├── WeightBridgeUnavailableError      this machine, transport or engine cannot do it ("blocked")
     │   ├── TransportUnavailable          a transport is blocked, with cause and remedy
+    │   ├── SignatureRefused              over HTTP: not from who has the key
     │   └── TransferTimeout               (DeadlineExceeded too) bytes did not arrive in time
     ├── WeightManifestValidationError     manifest or bytes are not what they claim
     │   ├── MalformedManifest             no canonical JSON of a known format, wrong field
@@ -68,6 +69,7 @@ __all__ = [
     "RanksDisagree",
     "SegmentError",
     "ShapeMismatch",
+    "SignatureRefused",
     "SlotsExhausted",
     "StaleUpdate",
     "SuspiciousUpdate",
@@ -108,6 +110,10 @@ class TransportUnavailable(WeightBridgeUnavailableError):
         self.transport = transport
         self.cause = cause
         self.remedy = remedy
+
+
+class SignatureRefused(WeightBridgeUnavailableError):
+    """Key, time or nonce of a request over HTTP, or the key of its answer, is not the right one."""
 
 
 class WeightManifestValidationError(WeightBridgeError):

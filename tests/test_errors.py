@@ -12,6 +12,7 @@ import torch
 
 from rl_bridge import RolloutExecutor, errors, make_weight_bridge
 from rl_bridge.installers.base import InstallProof
+from rl_bridge.integrations.remote.signing import Credentials
 from rl_bridge.integrations.vllm.engine_adapter import VLLMEngineAdapter
 from rl_bridge.lifecycle.journal import Journal
 from rl_bridge.manifest.coverage import held_pieces, prove_coverage
@@ -235,6 +236,7 @@ RAISED: dict[type[Exception], Callable[[Path], object]] = {
     errors.WeightBridgeError: _damaged_journal,
     errors.WeightBridgeUnavailableError: _multi_node,
     errors.TransportUnavailable: _blocked,
+    errors.SignatureRefused: lambda _: Credentials.parse("Bearer abc"),
     errors.MalformedManifest: lambda _: make_manifest().from_json("{}"),
     errors.DuplicateTensorName: _manifest({"names": ["bias", "bias"]}),
     errors.UnknownDtype: _manifest({"dtypes": ["float32", "qint8"]}),

@@ -27,6 +27,7 @@ LAYERS = {
     "bridge": 5,
     "integrations": 6,
     "testing": 6,
+    "remote": 7,  # a facade over integrations/remote
     "demo": 7,  # over testing: it plants the same faults
     "cli": 8,
 }

@@ -6,8 +6,9 @@ failure undo, reject with the reason, and the previous version is active and byt
 
 import os
 import threading
-from collections.abc import Mapping
-from typing import Self
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Self, TypeVar
 
 import torch
 
@@ -30,6 +31,8 @@ from rl_bridge.manifest.compare import Policy
 from rl_bridge.manifest.model import WeightUpdateManifest
 
 __all__ = ["RolloutExecutor"]
+
+T = TypeVar("T")
 
 
 class RolloutExecutor:
@@ -117,42 +120,55 @@ class RolloutExecutor:
             Exception: the adapter's own, unchanged, after the undo; a note tells what was done.
 
         """
+        return self._exclusively("update_weights", self._update, manifest)
+
+    def _exclusively(
+        self, caller: str, step: Callable[[WeightUpdateManifest], T], given: object
+    ) -> T:
+        """Take a step with the manifest that is given; no other one runs meanwhile."""
         # A bridge may know manifests of its own, such as a group's, and make an update of them.
         resolve = getattr(self.bridge, "resolve_update", None)
-        if resolve is None:
-            manifest = as_manifest(manifest, caller="update_weights")
+        manifest = as_manifest(given, caller=caller) if resolve is None else given
         self._check_process()
         with self._lock:
             if self._busy.locked():
                 version = getattr(manifest, "weight_version", "of a group")
                 msg = (
-                    f"version {version}: update_weights was called from inside an update (an "
+                    f"version {version}: {caller} was called from inside an update (an "
                     "observer, a hook of the adapter). Call it when that one is over."
                 )
                 raise WeightUpdateRejectedError(msg)
             with self._busy:
                 if resolve is not None:
                     manifest = resolve(manifest)
-                return self._update(as_manifest(manifest, caller="update_weights"))
+                return step(as_manifest(manifest, caller=caller))
 
     def _update(self, manifest: WeightUpdateManifest) -> Mapping[str, torch.Tensor]:
+        update = self._begin(manifest)
+        self._take(update, partial(update.run, self._look_for_suspicion))
+        update.activate()
+        self._under_way = None
+        return update.tensors
+
+    def _begin(self, manifest: WeightUpdateManifest) -> Transaction:
+        """A new update, behind whatever came before it."""
         self._check_open()
         self._settle()
         self._refuse_active(manifest)
         self._refuse_acknowledged(manifest)
-        update = Transaction(
+        return Transaction(
             manifest, bridge=self.bridge, standing=self._standing, adapter=self._adapter
         )
+
+    def _take(self, update: Transaction, step: Callable[[], None]) -> None:
+        """Take one step of an update, or end it."""
         try:
             self._under_way = update
-            update.run(self._look_for_suspicion)
+            step()
         except BaseException as error:
             update.end(error)
             self._under_way = None
             raise
-        update.activate()
-        self._under_way = None
-        return update.tensors
 
     @property
     def active_weight_version(self) -> int | None:

@@ -42,6 +42,7 @@ class Transaction:
     Attributes:
         manifest: the update.
         tensors: as imported; empty before.
+        is_staged: every reason to refuse was looked for; what is left is to install.
         is_over: nothing is left to do about it.
 
     """
@@ -57,13 +58,14 @@ class Transaction:
         """Begin; nothing is asked of bridge and engine yet."""
         self.manifest = manifest
         self.tensors = _NOT_IMPORTED
-        self.is_over = False
+        self.is_staged = self.is_over = False
         self._bridge = bridge
         self._steps = FineSteps(bridge)
         self._standing = standing
         self._adapter = adapter
         self._clock = PhaseClock()
         self._proof = InstallProof(method="unproven")
+        self._spent_s = 0.0  # in its steps, and not between them
         # How far it got; each is noted before the step that it tells of.
         self._brings_it = False
         self._is_preparing = self._is_installing = self._is_acknowledging = False
@@ -108,16 +110,51 @@ class Transaction:
             Exception: whatever went wrong; call `end` with it.
 
         """
-        manifest, run = self.manifest, self._clock.run
-        start = time.perf_counter()
+        self.bring(look)
+        self.stage()
+        self.install()
+
+    def bring(self, look: Callable[[WeightUpdateManifest], None]) -> None:
+        """The first step of `run`: import and verify. The engine is not asked.
+
+        Args:
+            look: as for `run`.
+
+        Raises:
+            Exception: whatever went wrong; call `end` with it.
+
+        """
+        manifest, start = self.manifest, time.perf_counter()
         # Else somebody imported it before: then a refusal at the door is not about that one.
         self._brings_it = not self._steps.is_in(manifest, State.IMPORTED, State.VERIFIED)
-        self.tensors = tensors = self._bridge.import_update(manifest)
+        self.tensors = self._bridge.import_update(manifest)
         look(manifest)
+        self._spent_s += time.perf_counter() - start
+
+    def stage(self) -> None:
+        """The second step of `run`: prepare. Behind it the engine is what it was.
+
+        Raises:
+            Exception: whatever went wrong; call `end` with it.
+
+        """
+        manifest, tensors, start = self.manifest, self.tensors, time.perf_counter()
         self._is_preparing = True
-        run("prepare", lambda: self._adapter.prepare(manifest, tensors))
+        self._clock.run("prepare", lambda: self._adapter.prepare(manifest, tensors))
         if not self._standing.is_torn_by(manifest):
             self._steps.advance(manifest, Event.STAGE)
+        self.is_staged = True
+        self._spent_s += time.perf_counter() - start
+
+    def install(self) -> None:
+        """The last step of `run`: install, prove, resume, acknowledge.
+
+        Raises:
+            Exception: whatever went wrong; call `end` with it.
+
+        """
+        manifest, tensors, run = self.manifest, self.tensors, self._clock.run
+        start = time.perf_counter()
         self._is_installing = True
         run("install", lambda: self._adapter.install(manifest, tensors))
         self._clock.split("install", self._adapter.phases_ms)
@@ -125,7 +162,8 @@ class Transaction:
         self._proof = run("prove", self._prove)
         run("resume", self._adapter.resume)
         self._clock.split("resume", self._adapter.phases_ms)
-        self._clock.timings_ms["total"] = (time.perf_counter() - start) * 1e3
+        self._spent_s += time.perf_counter() - start
+        self._clock.timings_ms["total"] = self._spent_s * 1e3
         self._is_acknowledging = True
         self._acknowledge()
         self._has_acknowledged = True

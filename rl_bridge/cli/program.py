@@ -16,6 +16,7 @@ from rl_bridge.cli.environment import version
 from rl_bridge.cli.gc import gc
 from rl_bridge.cli.inspect import inspect
 from rl_bridge.cli.screen import say_error
+from rl_bridge.cli.sidecar import sidecar
 from rl_bridge.cli.verify import verify
 from rl_bridge.errors import WeightBridgeError
 
@@ -51,7 +52,7 @@ def _program(
     """Weight updates from RL trainers to rollout engines, as transactions."""
 
 
-for _command in (demo, bench, doctor, inspect, verify, gc):
+for _command in (demo, bench, doctor, inspect, verify, gc, sidecar):
     app.command()(_command)
 
 

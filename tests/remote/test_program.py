@@ -1,0 +1,80 @@
+"""`rl-bridge sidecar` and what it is made of: engines that are none, packages that are missing."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from rl_bridge import RolloutExecutor, make_weight_bridge
+from rl_bridge.errors import WeightBridgeUnavailableError
+from rl_bridge.integrations.remote.serve import find_executor
+from rl_bridge.remote import RemoteEngine, TwoPhaseExecutor, create_app, serve
+from tests.cli_program import call
+from tests.remote import engines
+
+
+def one_phase() -> RolloutExecutor:
+    return RolloutExecutor()
+
+
+def test_an_engine_is_found_by_its_module_and_name() -> None:
+    with find_executor(f"{engines.__name__}:plain") as executor:
+        assert isinstance(executor, TwoPhaseExecutor)
+
+
+@pytest.mark.parametrize(
+    "engine", ["nowhere:make", "tests.remote.engines:nothing", "tests.remote.engines", ":", ""]
+)
+def test_an_engine_that_is_none_is_told(engine: str) -> None:
+    with pytest.raises(WeightBridgeUnavailableError, match="as module:function"):
+        find_executor(engine)
+
+
+def test_an_executor_that_cannot_stop_between_its_steps_is_refused(
+    key_file: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(WeightBridgeUnavailableError, match="expected a TwoPhaseExecutor"):
+        find_executor(f"{__name__}:one_phase")
+    with (
+        make_weight_bridge("local-clone") as bridge,
+        RolloutExecutor(weight_bridge=bridge) as executor,
+        pytest.raises(TypeError, match="expected a TwoPhaseExecutor"),
+    ):
+        create_app(executor, key_file=key_file, state_dir=tmp_path / "state")  # type: ignore[arg-type]
+    assert not (tmp_path / "state").exists()
+
+
+@pytest.mark.parametrize("package", ["httpx", "fastapi", "uvicorn", "prometheus_client"])
+def test_a_missing_package_is_named_with_its_extra(
+    package: str, key_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def make() -> object:
+        if package == "httpx":
+            return RemoteEngine("http://127.0.0.1:1", key_file)
+        with TwoPhaseExecutor(weight_transport="local-clone") as executor:
+            serve(executor, key_file=key_file, state_dir=tmp_path / "state")
+        return None
+
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(WeightBridgeUnavailableError, match=r"pip install 'rl-bridge\[remote\]'"):
+        make()
+
+
+@pytest.mark.parametrize("url", ["127.0.0.1:8471", "ftp://a", "http://", "http://a?b=c"])
+def test_a_url_that_is_none_is_told(url: str, key_file: Path) -> None:
+    with pytest.raises(ValueError, match="expected one such as"):
+        RemoteEngine(url, key_file)
+    with pytest.raises(ValueError, match="Give seconds"):
+        RemoteEngine("http://127.0.0.1:1", key_file, timeout_s=0)
+
+
+def test_the_program_tells_in_one_line_what_is_wrong_with_a_key(
+    key_file: Path, tmp_path: Path
+) -> None:
+    key_file.chmod(0o644)
+    said = call(
+        *("sidecar", f"{engines.__name__}:plain", "--key-file", key_file),
+        *("--state-dir", tmp_path / "state"),
+    )
+    assert said.complains("WeightBridgeUnavailableError")
+    assert "chmod 600" in said.err
