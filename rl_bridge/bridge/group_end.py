@@ -24,6 +24,7 @@ from rl_bridge.transports.base import (
     Availability,
     Carried,
     ConsumerEnd,
+    PartRequest,
     PublisherEnd,
     Transport,
     checked_count,
@@ -158,9 +159,8 @@ class GroupEnd(ConsumerEnd):
         start = time.perf_counter()
         attachments: dict[int, Attachment] = {}
         try:
-            for needs in assembly.plan.parts:
-                part = group.parts[needs.part]
-                attachments[needs.part] = self._end_of(part).attach(part)
+            for end, ranks, requests in self._requests(group, assembly.plan):
+                attachments.update(zip(ranks, end.attach_parts(requests), strict=True))
             plan = AssemblyPlan(assembly, group, attachments)
             carried = self._ring_of(group.group_id).carry(plan, {}, group.update_id)
             manifest = self._manifest(group, carried, assembly.plan)
@@ -179,6 +179,19 @@ class GroupEnd(ConsumerEnd):
             attachments.clear()
             for end in self._ends.values():
                 end.settle()
+
+    def _requests(
+        self, group: GroupManifest, plan: ReshardPlan
+    ) -> list[tuple[ConsumerEnd, list[int], list[PartRequest]]]:
+        """What is asked of each transport's end: the needed parts, in one call."""
+        asked: dict[str, tuple[ConsumerEnd, list[int], list[PartRequest]]] = {}
+        for needs in plan.parts:
+            part = group.parts[needs.part]
+            request = PartRequest(manifest=part, starts=needs.read_starts, nbytes=needs.read_nbytes)
+            _, ranks, requests = asked.setdefault(part.transport, (self._end_of(part), [], []))
+            ranks.append(needs.part)
+            requests.append(request)
+        return list(asked.values())
 
     @staticmethod
     def _manifest(
