@@ -16,7 +16,7 @@ from rl_bridge.errors import (
 )
 from rl_bridge.memory.control import UpdateReport
 from rl_bridge.memory.holding import close_fd, forget_fd_in_children
-from rl_bridge.transports.broadcast.arrivals import Arrivals
+from rl_bridge.transports._wire.arrivals import Arrivals
 from rl_bridge.transports.broadcast.init_info import STEPS_IN_TIME, BroadcastInitInfo
 from rl_bridge.transports.broadcast.intake import Intake
 from rl_bridge.transports.broadcast.joining import join_group, parsed

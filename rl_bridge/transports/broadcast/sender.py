@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from rl_bridge.transports.broadcast.arenas import Arenas
+from rl_bridge.transports._wire.arenas import Arenas
 from rl_bridge.transports.broadcast.group import Group, send_slices
 from rl_bridge.transports.broadcast.hub import Hub, Member
 from rl_bridge.transports.broadcast.messages import (

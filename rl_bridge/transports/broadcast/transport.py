@@ -6,14 +6,18 @@ what) travels over sockets: no memory is shared, so the engines may be on other 
 """
 
 import json
-import math
-import operator
 from collections.abc import Mapping
 from typing import ClassVar
 
 import torch
 
 from rl_bridge.errors import MalformedManifest, TransportUnavailable
+from rl_bridge.transports._wire.addresses import (
+    checked_address,
+    checked_port,
+    checked_timeout,
+)
+from rl_bridge.transports._wire.arenas import Arenas, CPUArenas, DeviceArenas
 from rl_bridge.transports.base import (
     Availability,
     ConsumerEnd,
@@ -21,12 +25,10 @@ from rl_bridge.transports.base import (
     Transport,
     checked_count,
 )
-from rl_bridge.transports.broadcast.arenas import Arenas, CPUArenas, DeviceArenas
 from rl_bridge.transports.broadcast.init_info import (
     BACKENDS,
     Backend,
     BroadcastInitInfo,
-    checked_address,
 )
 
 __all__ = ["Broadcast", "backend_cause"]
@@ -105,7 +107,7 @@ class Broadcast(Transport):
             raise ValueError(f"backend={backend!r}: expected one of: {', '.join(BACKENDS)}.")
         self._backend: Backend = backend
         self._address = checked_address(address)
-        self._port = _checked_port(port)
+        self._port = checked_port(port)
         if group_name is not None and not isinstance(group_name, str):
             raise TypeError(f"group_name={group_name!r}: expected a name such as 'weights'.")
         self._group_name = group_name
@@ -120,7 +122,7 @@ class Broadcast(Transport):
         self._num_threads = (
             None if num_threads is None else checked_count("num_threads", num_threads)
         )
-        self._timeout_s = _checked_timeout(timeout_s)
+        self._timeout_s = checked_timeout(timeout_s)
         self._last_info: BroadcastInitInfo | None = None
 
     @classmethod
@@ -155,7 +157,7 @@ class Broadcast(Transport):
     def publisher_end(self, publisher_id: str) -> PublisherEnd:
         """Open the trainer's end."""
         self._require_backend()
-        from rl_bridge.transports.broadcast.door import listen
+        from rl_bridge.transports._wire.door import listen
         from rl_bridge.transports.broadcast.publisher import BroadcastPublisher, group_info
 
         arenas = self._arenas()
@@ -211,24 +213,6 @@ class Broadcast(Transport):
 
         device = torch.cuda.current_device() if self._device is None else self._device
         return DeviceArenas(cuda_place(device))
-
-
-def _checked_port(port: object) -> int:
-    try:
-        number = -1 if isinstance(port, bool) else operator.index(port)  # type: ignore[arg-type]  # that is what is tried
-    except TypeError as error:
-        raise TypeError(f"port={port!r}: expected an int from 0 to 65535.") from error
-    if not 0 <= number < 2**16:
-        raise ValueError(f"port={port!r}: expected an int from 0 to 65535.")
-    return number
-
-
-def _checked_timeout(timeout_s: object) -> float:
-    if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float):
-        raise TypeError(f"timeout_s={timeout_s!r}: expected seconds, such as 30.0.")
-    if not math.isfinite(timeout_s) or timeout_s <= 0:
-        raise ValueError(f"timeout_s={timeout_s!r}: expected seconds above 0.")
-    return float(timeout_s)
 
 
 def _checked_info(given: object) -> BroadcastInitInfo | None:

@@ -13,9 +13,9 @@ from rl_bridge.memory import vm
 from rl_bridge.memory.pins import Pin
 from rl_bridge.memory.places import Pass
 from rl_bridge.memory.slots import Slot, SlotRing
+from rl_bridge.transports._wire.arenas import Arenas
+from rl_bridge.transports._wire.arrival_digest import ArrivalDigest, ArrivalPlan
 from rl_bridge.transports.base import Attachment
-from rl_bridge.transports.broadcast.arenas import Arenas
-from rl_bridge.transports.broadcast.arrival_digest import ArrivalDigest, ArrivalPlan
 
 __all__ = ["Arrival", "Arrivals", "ArrivedAttachment"]
 
