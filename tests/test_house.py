@@ -28,6 +28,7 @@ LAYERS = {
     "integrations": 6,
     "testing": 6,
     "demo": 7,  # over testing: it plants the same faults
+    "ray": 7,  # a facade of its own, for actors of Ray
     "cli": 8,
 }
 # The facade (`rl_bridge/__init__.py`) collects names from everywhere: it stands above all layers,
