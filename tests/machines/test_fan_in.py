@@ -1,13 +1,18 @@
 """Fan-in: each engine reads what it needs from all owners, whoever comes, goes or dies."""
 
+import os
+import subprocess
+import sys
 import time
 from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 
 from rl_bridge.testing.processes import Child, ChildError
 from tests.machines.roles import Engine, Owner, owners_of, publish
 
+ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 6.0
 # What a loaded machine may take beyond a deadline before it counts as a hang.
 SLACK_S = 10.0
@@ -94,3 +99,18 @@ def test_an_engine_that_dies_in_between_holds_nobody_up() -> None:
             assert lives.call("update", manifest=manifest)
             for owner in owners:
                 owner.call("release", manifest=manifest)
+
+
+def test_the_example_runs_as_its_reader_would_run_it(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "docs" / "examples" / "machines" / "fan_in.py")],
+        cwd=tmp_path,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    said = "5 versions from 2 FSDP2 ranks in 2 engine ranks over nixl, equal to the byte"
+    assert said in done.stdout
