@@ -219,7 +219,7 @@ def look_around(
         pid_namespace = _PID_NAMESPACE.stat().st_ino
     except OSError as error:
         raise WeightBridgeUnavailableError(
-            f"this process cannot see where it runs: {error}. Mount /proc."
+            f"this process cannot see where it runs: {error}. Run it where /proc is mounted."
         ) from error
     theirs = None if publisher is None else publisher.beacon
     return SideFacts(

@@ -36,10 +36,10 @@ class WeightPublisherActor:
         """What to publish: a module, a state dict, or chunks. Called once for each transport.
 
         Raises:
-            NotImplementedError: the actor's class does not say it.
+            TypeError: the actor's class does not say it.
 
         """
-        raise NotImplementedError(
+        raise TypeError(
             f"{type(self).__name__} does not say what to publish. Write weights_to_publish(self)."
         )
 
@@ -105,10 +105,10 @@ class RolloutActor:
         None where the imported tensors themselves are what the rollout uses: `imported_weights`.
 
         Raises:
-            NotImplementedError: the actor's class does not say it.
+            TypeError: the actor's class does not say it.
 
         """
-        raise NotImplementedError(
+        raise TypeError(
             f"{type(self).__name__} does not say how weights get into its engine. Write "
             "weight_adapter(self)."
         )

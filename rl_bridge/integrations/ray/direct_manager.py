@@ -116,7 +116,7 @@ class DirectTransport(TensorTransportManager):  # type: ignore[misc]  # Ray has 
         text = vars(tensor_transport_metadata).get(_MANIFEST)
         if not isinstance(text, bytes):
             raise MalformedManifest(
-                f"object {obj_id} came without a manifest of rl_bridge. Return it from a method "
+                f"object {obj_id} came without a manifest of rl_bridge. Use a method "
                 f"with tensor_transport={DIRECT_NAME!r}."
             )
         manifest = WeightUpdateManifest.from_json(text.decode())

@@ -63,7 +63,7 @@ class FleetUpdate:
                 kind = TornEngine if answer.outcome == "torn" else WeightUpdateRejectedError
                 raise kind(
                     f"rollout {name!r} did not install version {self.weight_version}, it holds "
-                    f"{answer.active_version}: {answer.error}: {answer.message} See its log, or "
+                    f"{answer.active_version}: {answer.error}: {answer.message}. See its log, or "
                     "replace it: RolloutFleet.join(name, actor)."
                 )
 
@@ -165,7 +165,7 @@ class RolloutFleet:
         if answer.error:
             raise WeightUpdateRejectedError(
                 f"rollout {name!r} did not join by {choice.transport}: {answer.error}: "
-                f"{answer.message} See its log, and join it again."
+                f"{answer.message}. See its log, and join it again."
             )
         version = self._current.weight_version
         if manifest:
@@ -175,7 +175,7 @@ class RolloutFleet:
         if manifest and name not in self.routable:
             raise WeightUpdateRejectedError(
                 f"rollout {name!r} joined and did not install version {version}: {answer.error}: "
-                f"{answer.message} It gets no requests. See its log, and join it again."
+                f"{answer.message}. It gets no requests. See its log, and join it again."
             )
         return choice
 
@@ -254,7 +254,7 @@ class RolloutFleet:
 def _answer(text: Any) -> RolloutAnswer:
     if not isinstance(text, bytes):
         raise EngineLost(
-            f"a rollout answered with a {type(text).__name__}, expected bytes. Derive its class "
-            "from rl_bridge.ray.RolloutActor."
+            f"a rollout answered with a {type(text).__name__}, expected bytes. Use "
+            "rl_bridge.ray.RolloutActor for its class."
         )
     return RolloutAnswer.from_json(text)
