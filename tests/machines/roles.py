@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
 from datetime import timedelta
 from typing import Any, cast
 
@@ -32,10 +33,9 @@ DIMS = {"embed": 0, "layer.w": 1}
 STORE_S = 60.0
 
 
-def settle_in(namespace: str, ucx: str) -> None:
+def settle_in(namespace: str, ucx: dict[str, str] | None) -> None:
     """Before NIXL is loaded: where this process is, and what UCX may use."""
-    if ucx:
-        os.environ["UCX_TLS"] = ucx
+    os.environ.update(ucx or {})
     if namespace:
         enter(namespace)
 
@@ -59,7 +59,7 @@ class Owner:
         timeout_s: float = 60.0,
         rows: int = 0,
         namespace: str = "",
-        ucx: str = "",
+        ucx: dict[str, str] | None = None,
         serves_store: bool = False,
     ) -> None:
         settle_in(namespace, ucx)
@@ -112,7 +112,7 @@ class Engine:
         transports: dict[str, dict[str, Any]] | None = None,
         rows: int = 0,
         namespace: str = "",
-        ucx: str = "",
+        ucx: dict[str, str] | None = None,
     ) -> None:
         settle_in(namespace, ucx)
         self.rank, self.degree, self.rows = rank, degree, rows
@@ -149,7 +149,7 @@ class Engine:
         """What the transport counts: registrations, connections and plans made so far."""
         end = cast("GroupEnd", self.bridge._consumer_end()._end)
         counted: Any = end._ends["nixl"]
-        return dict(counted.counters)
+        return asdict(counted.counters)
 
     def close(self) -> None:
         self.executor.close()

@@ -115,7 +115,7 @@ def train(rank: int, engines: list[Connection], transport: str) -> None:
                     logits.flatten(0, 1), tokens[:, 1:].flatten()
                 )
                 optimizer.zero_grad()
-                loss.backward()
+                loss.backward()  # type: ignore[no-untyped-call]
                 optimizer.step()
             manifest = publisher.publish(
                 extractor.local(), extractor.placements(), weight_version=version

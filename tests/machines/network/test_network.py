@@ -1,8 +1,11 @@
 """Reads over a real network device, and what happens when its cable is pulled in the middle."""
 
+import socket
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -13,23 +16,33 @@ from tests.machines.roles import Engine, Owner, publish
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
 
 MIB = 1 << 20
+TCP = {"UCX_TLS": "tcp"}
 ROWS = 65_536  # of 4 KiB: 256 MiB, which take long enough to be interrupted
 STORE_PORT = 29_400  # the namespace is the test's own
+DATA_PORTS = range(31_000, 31_020)
+LISTEN = "0A"
 DEADLINE_S = 4.0
 # What a loaded machine may take beyond a deadline before it counts as a hang.
 SLACK_S = 10.0
 
 
 @contextmanager
-def owners_on(machine: Machine, num: int, rows: int) -> Iterator[list[Child]]:
+def owners_on(
+    machine: Machine,
+    num: int,
+    rows: int,
+    *,
+    port: int = 0,
+    ucx: dict[str, str] = TCP,
+) -> Iterator[list[Child]]:
     """Ranks of a trainer on one of the machines."""
     common = {
         "world_size": num,
         "store": (machine.address, STORE_PORT),
-        "options": {"address": machine.address},
+        "options": {"address": machine.address, "port": port},
         "rows": rows,
         "namespace": machine.namespace,
-        "ucx": "tcp",
+        "ucx": ucx,
     }
     with Child(Owner, rank=0, serves_store=True, **common) as first:
         if num == 1:
@@ -49,7 +62,7 @@ def engine_on(machine: Machine, rows: int, rank: int = 0, degree: int = 1) -> Ch
         transports={"nixl": {"timeout_s": DEADLINE_S}},
         rows=rows,
         namespace=machine.namespace,
-        ucx="tcp",
+        ucx=TCP,
     )
 
 
@@ -118,6 +131,35 @@ def test_an_engine_whose_cable_is_out_when_the_update_comes_is_not_held_up() -> 
         assert engine.call("holds", version=1)
         right.plug(is_in=True)
         _reaches(engine, owners, first_version=3)
+
+
+def test_the_ports_can_be_fixed_as_the_documentation_says() -> None:
+    with machines() as (left, right):
+        ucx = {
+            **TCP,
+            "UCX_NET_DEVICES": left.interface,
+            "UCX_TCP_PORT_RANGE": f"{DATA_PORTS[0]}-{DATA_PORTS[-1]}",
+        }
+        with owners_on(left, 2, 0, port=9100, ucx=ucx) as owners, engine_on(right, 0) as engine:
+            assert engine.ready().call("update", manifest=publish(owners, 1))
+            found = _listening(owners[0].pid)
+    addresses = {address for address, port in found if port != STORE_PORT}
+    ports = {port for _, port in found} - {STORE_PORT}
+    assert addresses == {left.address}
+    assert ports - {*DATA_PORTS} == {9100, 9101}
+    assert ports & {*DATA_PORTS}
+
+
+def _listening(pid: int) -> list[tuple[str, int]]:
+    """Where anything listens in the namespace of a process."""
+    found = []
+    for line in Path(f"/proc/{pid}/net/tcp").read_text(encoding="ascii").splitlines()[1:]:
+        words = line.split()
+        if words[3] == LISTEN:
+            address, port = words[1].split(":")
+            packed = int(address, 16).to_bytes(4, sys.byteorder)
+            found.append((socket.inet_ntoa(packed), int(port, 16)))
+    return found
 
 
 def _reaches(engine: Child, owners: list[Child], *, first_version: int) -> None:
