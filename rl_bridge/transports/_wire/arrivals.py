@@ -37,6 +37,7 @@ class Arrival:
     layout_digest: str
     slot: Slot
     digests: bytes | None
+    header: bytes | None = None
     is_claimed: bool = False
 
 
@@ -106,6 +107,13 @@ class Arrivals:
         """The slot's bytes."""
         return self._arenas.tensor(slot, arena_nbytes)
 
+    def learn(self, table: TensorTable) -> None:
+        """Note a layout before its first version arrives."""
+        with self._lock:
+            self._tables[table.digest] = table
+            self._tables.move_to_end(table.digest)
+            _keep_newest(self._tables)
+
     def digest_of(
         self, layout_digest: str, slice_nbytes: int, slot: Slot, arena_nbytes: int
     ) -> ArrivalDigest | None:
@@ -127,6 +135,8 @@ class Arrivals:
         with self._lock:
             slot = arrival.slot
             self._ring.publish(slot, arrival.update_id, arrival.arena_nbytes)
+            if arrival.header is not None:
+                self._ring.seal_header(arrival.update_id, arrival.header)
             known = self._arrived.pop(arrival.update_id, None)
             if known is not None:
                 known.slot.update_id = None
@@ -172,9 +182,7 @@ class Arrivals:
                 raise SegmentError(msg)
             pin = self._arenas.pin(arrival.slot, update_id, arrival.arena_nbytes)
             arrival.is_claimed = True
-            self._tables[table.digest] = table
-            self._tables.move_to_end(table.digest)
-            _keep_newest(self._tables)
+            self.learn(table)
             is_same = arrival.layout_digest == table.digest
             return ArrivedAttachment(
                 table,
@@ -183,6 +191,25 @@ class Arrivals:
                 arrived=arrival.digests if is_same else None,
                 num_threads=num_threads,
             )
+
+    def attach_part(
+        self, slot: Slot, update_id: str, table: TensorTable, *, header: bytes | None
+    ) -> Attachment:
+        """Lease what arrived of a version, some of its ranges; nobody else finds it.
+
+        Raises:
+            WeightBridgeUnavailableError: this process is short of memory or descriptors.
+
+        """
+        with self._lock:
+            self._ring.publish(slot, update_id, table.arena_nbytes)
+            try:
+                if header is not None:
+                    slot.stamp(update_id, table.arena_nbytes, header)
+                pin = self._arenas.pin(slot, update_id, table.arena_nbytes)
+            finally:
+                slot.update_id = None
+            return Attachment(table, pin, pin.place.plan(table.nbytes_column))
 
     def drop(self, update_id: str) -> None:
         """Forget a version that nobody imported: its publisher let go of it."""
