@@ -54,7 +54,7 @@ def result_of(name: str, what: str, reference: Any, deadline: Deadline) -> Any:
     except (gone.RayActorError, gone.RaySystemError, gone.NodeDiedError) as error:
         if isinstance(error, WeightBridgeError):
             raise
-        cause = str(error).strip().partition("\n")[0]
+        cause = str(error).strip().partition("\n")[0].rstrip(".")
         raise EngineLost(
             f"actor {name!r} is lost and did not {what}: {cause}. Start another one and join it: "
             "RolloutFleet.join(name, actor)."

@@ -67,9 +67,9 @@ def test_a_late_joiner_gets_the_current_version_before_it_is_routable(run: Run) 
     run.step()
     get(run.trainer.step.remote())  # what the trainer holds by now is not what was published
     late = rollout()
-    assert run.fleet.routable == ()
+    assert list(run.fleet.routable) == []
     run.fleet.join("late", late)
-    assert run.fleet.routable == ("late",)
+    assert list(run.fleet.routable) == ["late"]
     assert run.fleet.ask("late").active_version == run.version
     # The trainer's own steps are ahead by one from here on: so are the versions.
     run.version += 1
@@ -89,7 +89,7 @@ def test_a_dead_rollout_is_named_and_the_others_go_on(run: Run) -> None:
     with pytest.raises(EngineLost):
         update.require_all()
     run.fleet.join("doomed", another := rollout())
-    assert run.fleet.routable == ("alive", "doomed")
+    assert list(run.fleet.routable) == ["alive", "doomed"]
     run.step().require_all()
     assert run.all_hold(alive, another)
 
@@ -108,10 +108,10 @@ def test_a_rollout_that_hangs_is_given_up_at_the_deadline_and_may_come_back(run:
     finally:
         os.kill(pid, signal.SIGCONT)
     assert isinstance(update.lost["slow"], DeadlineExceeded)
-    assert update.routable == run.fleet.routable == ("quick",)
+    assert list(update.routable) == list(run.fleet.routable) == ["quick"]
     run.fleet._timeout_s = TIMEOUT_S
     assert run.fleet.ask("slow").active_version == run.version
-    assert run.fleet.routable == ("quick", "slow")
+    assert list(run.fleet.routable) == ["quick", "slow"]
 
 
 def test_an_actor_that_ray_starts_anew_joins_again_by_itself(run: Run) -> None:
