@@ -256,6 +256,7 @@ class NIXLConsumer(ConsumerEnd):
             setattr(self._past, name, getattr(self._past, name) + getattr(old.made, name))
         for source in self._held.sources.values():
             source.let_go()
+            source.link.hang_up()
         old.close()
         for job in jobs:
             job.give_back()
@@ -288,7 +289,10 @@ class NIXLConsumer(ConsumerEnd):
 def _end(pid: int, held: _Held) -> None:
     if os.getpid() != pid:
         return
-    while held.sources:
-        held.sources.popitem()[1].close()
+    for source in held.sources.values():
+        source.let_go()
+    # First of all: nothing can land any more, and publishers that hear of the end can see it.
     if held.agent is not None:
         held.agent.close()
+    while held.sources:
+        held.sources.popitem()[1].close()

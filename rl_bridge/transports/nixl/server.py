@@ -337,6 +337,9 @@ class Server:
 
     def _lose(self, member: Member) -> None:
         member.is_gone = True
+        # The network's own connection to it ended, too, which the library notices here only.
+        for _ in range(_ROUNDS):
+            self._progress()
         member.channel.close()
         for update_id in list(member.leases):
             self._unlease(member, update_id)

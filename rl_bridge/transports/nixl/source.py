@@ -50,8 +50,7 @@ class Source:
         old.close(keeps_peer=old.peer == link.peer)
 
     def let_go(self) -> None:
-        """Hang up, and hold nothing of an agent that is about to be closed."""
-        self.link.hang_up()
+        """Hold nothing of an agent that is about to be closed."""
         self._lists.clear()
         self._prepared.clear()
 
