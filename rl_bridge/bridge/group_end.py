@@ -166,6 +166,7 @@ class GroupEnd(ConsumerEnd):
             manifest = self._manifest(group, carried, assembly.plan)
             self.timings_ms[group.update_id] = (time.perf_counter() - start) * 1e3
             self._made[group.update_id] = manifest
+            self._meet(group, assembly.plan)
             return manifest  # noqa: TRY300 - an interrupt up to here must find the handler
         except BaseException:
             self._made.pop(group.update_id, None)
@@ -192,6 +193,16 @@ class GroupEnd(ConsumerEnd):
             ranks.append(needs.part)
             requests.append(request)
         return list(asked.values())
+
+    def _meet(self, group: GroupManifest, plan: ReshardPlan) -> None:
+        """Ranks of which nothing is needed hear of this update too."""
+        needed = {needs.part for needs in plan.parts}
+        others: dict[str, list[WeightUpdateManifest]] = {}
+        for rank, part in enumerate(group.parts):
+            if rank not in needed:
+                others.setdefault(part.transport, []).append(part)
+        for parts in others.values():
+            self._end_of(parts[0]).meet(parts)
 
     @staticmethod
     def _manifest(

@@ -254,6 +254,12 @@ class ConsumerEnd(ABC):
         """
         return self.attach(manifest)
 
+    def meet(self, manifests: Sequence[WeightUpdateManifest]) -> None:  # noqa: B027 - most need not
+        """Make ready to report to publishers of whose parts nothing is attached; best effort.
+
+        Where a report needs a connection, this is when it is made: `report` never waits.
+        """
+
     @abstractmethod
     def report(self, manifest: WeightUpdateManifest, report: UpdateReport) -> None:
         """Tell the publisher; best effort where it is gone, never waits."""

@@ -189,6 +189,22 @@ def test_parts_of_a_rank_that_nobody_needs_are_not_asked_for(
     assert [part.manifest.source_rank for part in calls[0]] == [3]
 
 
+def test_ranks_of_which_nothing_is_needed_are_met_to_be_reported_to(
+    monkeypatch: pytest.MonkeyPatch, calls: list[list[PartRequest]]
+) -> None:
+    met: list[int] = []
+
+    def meet(_: Ranges, manifests: Sequence[WeightUpdateManifest]) -> None:
+        met.extend(one.source_rank for one in manifests)
+
+    monkeypatch.setattr(Ranges, "meet", meet)
+    wanted = slices({"wide": [slice(8, 10)]})
+    with trainers(4, "local-clone") as group, GroupBridge(wanted) as bridge:
+        bridge.import_update(group.publish(cut(model(SHAPES), 4, DIMS), 1))
+    assert [part.manifest.source_rank for part in calls[0]] == [1]
+    assert met == [0, 2, 3]
+
+
 class FailsAt(ConsumerEnd):
     """Attaches a few, then fails."""
 

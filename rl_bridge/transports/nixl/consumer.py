@@ -14,6 +14,7 @@ from rl_bridge.errors import (
     SegmentError,
     StaleUpdate,
     TransportUnavailable,
+    WeightBridgeError,
 )
 from rl_bridge.manifest.canonical import thaw
 from rl_bridge.manifest.model import WeightUpdateManifest
@@ -67,6 +68,7 @@ class NIXLConsumer(ConsumerEnd):
         self._timeout_s = timeout_s
         self._held = _Held()
         self._past = Counters()
+        self._unreachable: set[str] = set()
         # A bridge that is dropped instead of closed must not keep its memory and connections.
         self._finalizer = weakref.finalize(self, _end, os.getpid(), self._held)
 
@@ -264,6 +266,17 @@ class NIXLConsumer(ConsumerEnd):
             source.move_to(self._agent)
 
     # ---- the rest -------------------------------------------------------------------------------
+
+    def meet(self, manifests: Sequence[WeightUpdateManifest]) -> None:
+        """Connect to these publishers. One that cannot be reached is not tried again."""
+        for manifest in manifests:
+            if manifest.publisher_id in self._unreachable:
+                continue
+            try:
+                self._source(self._handle(manifest).endpoint, is_observer=False)
+            except WeightBridgeError as error:
+                self._unreachable.add(manifest.publisher_id)
+                _LOG.warning("it will not hear of updates: %s", error)
 
     def report(self, manifest: WeightUpdateManifest, report: UpdateReport) -> None:
         """Tell the publisher, if this side is connected to it."""
