@@ -16,7 +16,16 @@ import numpy.typing as npt
 from rl_bridge.errors import TransportUnavailable, WeightBridgeError
 from rl_bridge.transports.nixl import library
 
-__all__ = ["REMEDY", "Agent", "AgentError", "Counters", "Kind", "Region", "State"]
+__all__ = [
+    "REMEDY",
+    "Agent",
+    "AgentError",
+    "Counters",
+    "Kind",
+    "PeerUnreachable",
+    "Region",
+    "State",
+]
 
 Kind = Literal["DRAM", "VRAM"]
 State = Literal["DONE", "PROC"]
@@ -31,6 +40,10 @@ REMEDY = (
 
 class AgentError(WeightBridgeError):
     """A call into the library failed; this transport catches it, and knows what it means."""
+
+
+class PeerUnreachable(AgentError):
+    """The library knows of no way to a peer: for instance as an interface was down at its start."""
 
 
 @dataclass(slots=True)
@@ -145,13 +158,13 @@ class Agent:
         """Learn of a peer, or of more of its memory; returns its name.
 
         Raises:
-            AgentError: it is no metadata.
+            PeerUnreachable: it is no metadata, or there is no way to that peer.
 
         """
         try:
             name: str | bytes = self._agent.add_remote_agent(metadata)
         except self._failures as error:
-            raise AgentError(f"NIXL cannot read a peer's metadata: {error}.") from error
+            raise PeerUnreachable(f"NIXL cannot read a peer's metadata: {error}.") from error
         self.made.connections += is_new
         return name.decode("ascii", "replace") if isinstance(name, bytes) else name
 

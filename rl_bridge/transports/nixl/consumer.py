@@ -21,7 +21,7 @@ from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.memory.control import UpdateReport
 from rl_bridge.transports._wire.arenas import Arenas
 from rl_bridge.transports.base import Attachment, ConsumerEnd, PartRequest
-from rl_bridge.transports.nixl.agent import Agent, AgentError, Counters
+from rl_bridge.transports.nixl.agent import Agent, AgentError, Counters, PeerUnreachable
 from rl_bridge.transports.nixl.endpoint import NIXLEndpoint, NIXLHandle
 from rl_bridge.transports.nixl.fetch import Fetch, Job, Torn
 from rl_bridge.transports.nixl.link import Link
@@ -137,6 +137,9 @@ class NIXLConsumer(ConsumerEnd):
                     )
                     raise SegmentError(msg) from error
                 _LOG.warning("%s; once more, on a new connection", error)
+                if isinstance(error, PeerUnreachable):
+                    # The library looks for ways when an agent is made, and never again.
+                    self._renew_agent([])
 
     def _attach_once(self, parts: Sequence[PartRequest], *, is_observer: bool) -> list[Attachment]:
         attached: list[Attachment | None] = [self._here(part) for part in parts]

@@ -20,6 +20,10 @@ from typing import NamedTuple
 __all__ = ["Machine", "Traffic", "enter", "machines", "why_not"]
 
 _CLONE_NEWNET = 0x40000000
+_CLONE_NEWNS = 0x00020000
+_MS_REC = 1 << 14
+_MS_SLAVE = 1 << 19
+_MNT_DETACH = 2
 _COMMAND_S = 20.0
 _NAME = re.compile(r"rlb-([0-9a-f]+)-[ab]")
 _NETWORK = "10.77.31"
@@ -62,10 +66,22 @@ class Machine:
 
 
 def enter(namespace: str) -> None:
-    """Take this thread, and those that it starts from now on, into a namespace."""
+    """Take this thread, and those that it starts from now on, into a namespace.
+
+    UCX looks for interfaces in ``/sys``, which is mounted anew for it: as `ip netns exec` does it.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
     with Path(f"/run/netns/{namespace}").open("rb") as file:
-        if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), _CLONE_NEWNET):
-            raise OSError(ctypes.get_errno(), f"cannot enter the namespace {namespace}")
+        _check(libc.setns(file.fileno(), _CLONE_NEWNET), f"enter the namespace {namespace}")
+    _check(libc.unshare(_CLONE_NEWNS), "have mounts of its own")
+    _check(libc.mount(b"", b"/", b"none", _MS_SLAVE | _MS_REC, None), "keep mounts to itself")
+    libc.umount2(b"/sys", _MNT_DETACH)
+    _check(libc.mount(b"rlb", b"/sys", b"sysfs", 0, None), "mount /sys")
+
+
+def _check(result: int, what: str) -> None:
+    if result:
+        raise OSError(ctypes.get_errno(), f"cannot {what}")
 
 
 @cache
