@@ -77,7 +77,8 @@ class NIXLConsumer(ConsumerEnd):
     @property
     def counters(self) -> Counters:
         """What was made so far; in steady state nothing of it grows."""
-        made, past = self._agent.made, self._past
+        made = Counters() if self._held.agent is None else self._held.agent.made
+        past = self._past
         return Counters(
             registrations=made.registrations + past.registrations,
             connections=made.connections + past.connections,
@@ -136,7 +137,8 @@ class NIXLConsumer(ConsumerEnd):
                         "its publisher runs and can be reached, and import again."
                     )
                     raise SegmentError(msg) from error
-                _LOG.warning("%s; once more, on a new connection", error)
+                self._renew_agent(())
+                _LOG.warning("%s Once more, on a new connection.", error)
                 if isinstance(error, PeerUnreachable):
                     # The library looks for ways when an agent is made, and never again.
                     self._renew_agent([])
@@ -161,7 +163,7 @@ class NIXLConsumer(ConsumerEnd):
             raise
         finally:
             if fetch.close():
-                self._renew_agent(jobs)
+                self._renew_agent(jobs)  # and give their slots back
         return [one for one in attached if one is not None]
 
     def _here(self, part: PartRequest) -> Attachment | None:
@@ -207,11 +209,14 @@ class NIXLConsumer(ConsumerEnd):
 
     # ---- connections ----------------------------------------------------------------------------
 
-    @property
     def _agent(self) -> Agent:
-        if self._held.agent is None:
-            self._held.agent = self._make_agent()
-        return self._held.agent
+        """This side's agent; what was registered with an earlier one is registered with it."""
+        held = self._held
+        if held.agent is None:
+            held.agent = self._make_agent()
+            for source in held.sources.values():
+                source.move_to(held.agent)
+        return held.agent
 
     def _token_of(self, endpoint: NIXLEndpoint) -> bytes:
         if endpoint.token is not None:
@@ -234,6 +239,7 @@ class NIXLConsumer(ConsumerEnd):
         link = Link(
             endpoint,
             self._token_of(endpoint),
+            # Not before the publisher answered: an agent knows only the interfaces that are up.
             self._agent,
             worker=self._worker,
             rank=self._rank,
@@ -241,14 +247,14 @@ class NIXLConsumer(ConsumerEnd):
             timeout_s=self._timeout_s,
         )
         if known is None:
-            source = Source(link, self._make_arenas(), self._agent)
+            source = Source(link, self._make_arenas(), self._agent())
             self._held.sources[endpoint.publisher_id] = source
             return source
         known.reconnect(link)
         return known
 
     def _renew_agent(self, jobs: Sequence[Job]) -> None:
-        """Close the agent, and go on with a new one.
+        """Close the agent; the next import makes a new one.
 
         Reads that did not end may still write to this side's memory: nothing that the library
         offers calls them off. The end of their agent does; until then their slots are not used.
@@ -256,7 +262,7 @@ class NIXLConsumer(ConsumerEnd):
         old, self._held.agent = self._held.agent, None
         if old is None:
             return
-        _LOG.warning("reads did not end: all connections of this side are made anew")
+        _LOG.warning("a read failed or did not end: this side's connections are made anew")
         for name in ("registrations", "connections", "plans"):
             setattr(self._past, name, getattr(self._past, name) + getattr(old.made, name))
         for source in self._held.sources.values():
@@ -265,8 +271,6 @@ class NIXLConsumer(ConsumerEnd):
         old.close()
         for job in jobs:
             job.give_back()
-        for source in self._held.sources.values():
-            source.move_to(self._agent)
 
     # ---- the rest -------------------------------------------------------------------------------
 

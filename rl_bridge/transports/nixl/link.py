@@ -3,6 +3,7 @@
 import os
 import time
 from collections import OrderedDict
+from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
@@ -56,7 +57,7 @@ class Link:
         self,
         endpoint: NIXLEndpoint,
         token: bytes,
-        agent: Agent,
+        agent: Callable[[], Agent],
         *,
         worker: str,
         rank: int,
@@ -81,7 +82,6 @@ class Link:
         """Grows when the peer is made anew: what was prepared before is void."""
         self.reports: OrderedDict[str, UpdateReport] = OrderedDict()
         self.known_slots: dict[int, Leased] = {}
-        self._agent = agent
         self._timeout_s = timeout_s
         self._identity = Join(
             worker=worker[:512], rank=rank, pid=os.getpid(), is_observer=is_observer
@@ -95,7 +95,8 @@ class Link:
             welcome = self._join(caller)
             self.lease_s = welcome.timeout_s
             self._conn = bytes.fromhex(welcome.metadata)
-            self.peer = agent.add_peer(self._conn, is_new=True)
+            self._agent = agent()
+            self.peer = self._agent.add_peer(self._conn, is_new=True)
         except BaseException:
             self._channel.close()
             raise
