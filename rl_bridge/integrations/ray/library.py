@@ -7,7 +7,7 @@ from rl_bridge.errors import WeightBridgeUnavailableError
 
 __all__ = ["INSTALL", "here", "require"]
 
-INSTALL = "pip install 'rl_bridge[ray]'"
+INSTALL = "pip install 'rl-bridge[ray]'"
 
 
 def require(module: str = "ray") -> Any:
