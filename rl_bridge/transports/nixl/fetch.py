@@ -128,7 +128,8 @@ class Fetch:
                 last = now
             elif now - last > self._timeout_s:
                 raise self._late()
-            time.sleep(0)  # whoever makes progress in this very process wants the interpreter too
+            if not is_moving:
+                time.sleep(0)  # whoever makes progress in this very process wants the interpreter
         for job in self._jobs:
             if job.reading is not None and job.reading.is_torn:
                 raise Torn(
