@@ -109,6 +109,10 @@ class TransportUnavailable(WeightBridgeUnavailableError):
         self.cause = cause
         self.remedy = remedy
 
+    def __reduce__(self) -> tuple[type, tuple[str, ...], dict[str, object]]:
+        """Its parts, for those who send errors from process to process, such as Ray."""
+        return type(self), (self.transport, self.cause, self.remedy), self.__dict__
+
 
 class WeightManifestValidationError(WeightBridgeError):
     """A manifest, or the bytes it describes, are incomplete, damaged or inconsistent."""
@@ -242,6 +246,11 @@ class DriverError(WeightBridgeError):
         self.call = call
         self.code = code
         self.remedy = remedy
+        self._parts = (call, code, detail, remedy)
+
+    def __reduce__(self) -> tuple[type, tuple[str, ...], dict[str, object]]:
+        """As of `TransportUnavailable`."""
+        return type(self), self._parts, self.__dict__
 
 
 class GroupAborted(WeightBridgeError):

@@ -71,6 +71,8 @@ def _node(stack: ExitStack, machine: Machine, script: str) -> "subprocess.Popen[
         "OMP_NUM_THREADS": "1",
         "RAY_AUTH_MODE": "disabled",
         "RAY_TMPDIR": stack.enter_context(folder),
+        # It sees by itself that the two share a machine, and not that they share no processes.
+        "UCX_TLS": "tcp",
     }
     words = ["ip", "netns", "exec", machine.namespace]
     words += ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "bash", "-c", script]
