@@ -156,7 +156,7 @@ class Owner:
 
     # ---- raw ------------------------------------------------------------------------------------
 
-    def raw_place(self, lane: str) -> dict[str, Any]:
+    def raw_place(self, lane: str, *, as_one: bool) -> dict[str, Any]:
         """Where the lane's version lies, for a raw read of the very same bytes."""
         made = self.manifests[lane]
         if isinstance(made, GroupManifest):
@@ -168,6 +168,8 @@ class Owner:
             self.raw.register(slot.address, table.arena_nbytes)
             self.known.add(slot.address)
         places = list(zip(table.offsets, table.nbytes, strict=True))
+        if as_one:
+            places = [(0, table.arena_nbytes)]
         return {
             "metadata": self.raw.agent.get_agent_metadata().hex(),
             "address": slot.address,
@@ -283,7 +285,7 @@ class Engine:
         if target is None or target.numel() < nbytes:
             target = self.targets[number] = torch.zeros(max(nbytes, MIB), dtype=torch.uint8)
             self.raw.register(target.data_ptr(), target.numel())
-        places = [(0, nbytes)] if as_one else [tuple(place) for place in owner["places"]]
+        places = [tuple(place) for place in owner["places"]]
         local = self.raw.rows(target.data_ptr(), places)
         remote = self.raw.rows(owner["address"], places)
         indices = np.arange(len(places), dtype=np.int32)
