@@ -323,10 +323,10 @@ def _network(name: str, publisher: SideFacts, consumer: SideFacts) -> PairChoice
     if publisher.address:
         # UCX sees that they share a machine, tries its memory, and fails where that is kept apart.
         apart = name == "nixl" and publisher.boot_id == consumer.boot_id
-        remark = " (on one machine: start both with UCX_TLS=tcp)" if apart else ""
+        where = publisher.address + (" (on one machine: set UCX_TLS=tcp for both)" if apart else "")
         return PairChoice(
             transport=name,
-            reason=f"{name} works on both, and reaches the publisher at {publisher.address}{remark}",
+            reason=f"{name} works on both, and reaches the publisher at {where}",
             publisher_options={"address": publisher.address},
         )
     if publisher.boot_id != consumer.boot_id:
