@@ -48,35 +48,26 @@ class Rig:
     Attributes:
         owners: by rank.
         engine: the reader.
-        ucx: what UCX may use; empty for everything.
         version: the last one that was published.
-        is_warm: whether everybody is connected.
         known: lanes whose layout the engine has.
 
     """
 
     owners: list[Child]
     engine: Child
-    ucx: str = ""
     version: int = 0
-    is_warm: bool = False
     known: set[str] = field(default_factory=set)
 
     def raw(self, lane: str, *, as_one: bool) -> float:
         """Read what is published now, raw."""
         places = [owner.call("raw_place", lane=lane, as_one=as_one) for owner in self.owners]
-        self._help_raw(lane, on=True)
+        for owner in self.owners:
+            owner.call("help_raw", on=True)
         try:
             return float(self.engine.call("raw_read", owners=places, as_one=as_one))
         finally:
-            self._help_raw(lane, on=False)
-
-    def _help_raw(self, lane: str, *, on: bool) -> None:
-        # Where UCX reads the other process's memory directly, help is needed to connect; from then
-        # on it would only take a core. It does not do so for few bytes.
-        if self.ucx == "tcp" or lane == _SMALL or not self.is_warm:
             for owner in self.owners:
-                owner.call("help_raw", on=on)
+                owner.call("help_raw", on=False)
 
     def publish(self, lane: str, *, as_group: bool) -> str:
         """Publish the next version, every byte new; returns its manifest."""
@@ -125,7 +116,7 @@ def _rig(num: int, specs: dict[str, PayloadSpec], ucx: str) -> Iterator[Rig]:
         given = {"world_size": num, "port": store.port, "specs": parts, "ucx": ucx}
         owners = [stack.enter_context(Child(Owner, rank=rank, **given)) for rank in range(num)]
         engine = stack.enter_context(Child(Engine, specs=parts, ucx=ucx, num_owners=num))
-        yield Rig([owner.ready() for owner in owners], engine.ready(), ucx)
+        yield Rig([owner.ready() for owner in owners], engine.ready())
 
 
 def _measure(
@@ -133,7 +124,6 @@ def _measure(
 ) -> tuple[dict[str, list[dict[str, float]]], dict[str, dict[str, int]]]:
     """Turns, and what the engine's transport made during those that count."""
     warm = [rig.turn(lane, as_group=as_group) for _ in range(_WARM_UP)]
-    rig.is_warm = True
     before = rig.engine.call("counters")[lane]
     rows = [rig.turn(lane, as_group=as_group, swap=bool(number % 2)) for number in range(reps)]
     after = rig.engine.call("counters")[lane]

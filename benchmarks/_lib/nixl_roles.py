@@ -88,6 +88,9 @@ class Owner:
         self.store = TCPStore("127.0.0.1", port, is_master=False, timeout=limit)
         self.raw = RawAgent(f"raw-owner-{rank}")
         self.known: set[int] = set()
+        # Over TCP bytes wait for help. Where UCX reads this process's memory directly, only
+        # connecting does, and a helper that never rests would take a core from the reader.
+        self.pause_s = 0.0 if ucx == "tcp" else 1e-3
         self.is_helping = threading.Event()
         threading.Thread(target=self._help, daemon=True).start()
 
@@ -185,7 +188,7 @@ class Owner:
         while self.is_helping.wait():
             for _ in range(_ROUNDS):
                 self.raw.agent.get_new_notifs()
-            time.sleep(0)
+            time.sleep(self.pause_s)
 
     def close(self) -> None:
         """End."""
