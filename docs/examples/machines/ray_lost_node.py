@@ -4,6 +4,7 @@ Two nodes on this machine, by Ray's own `Cluster`; the actors are those of `ray_
 """
 
 import os
+import shutil
 import tempfile
 import time
 from typing import Any
@@ -25,7 +26,8 @@ ROLLOUT_NODE: dict[str, Any] = {
 
 def main() -> None:
     # Both nodes keep their sockets there; a long path would not fit into their addresses.
-    os.environ.setdefault("RAY_TMPDIR", tempfile.mkdtemp(prefix="ray"))
+    folder = tempfile.mkdtemp(prefix="ray")
+    os.environ["RAY_TMPDIR"] = folder
     head = {
         "num_cpus": 1,
         "resources": {"trainer": 1, "rollout": 1},
@@ -78,6 +80,7 @@ def main() -> None:
     finally:
         ray.shutdown()
         cluster.shutdown()
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 if __name__ == "__main__":
