@@ -39,6 +39,7 @@ _PURPOSES = {
     "cuda-vmm": "CUDA tensors between processes",
     "broadcast": "one trainer to many engines, also on other machines",
     "cuda-ipc": "CUDA tensors between processes, the older way",
+    "nixl": "engines read from all trainer ranks, also on other machines",
     "torch module": "any torch.nn.Module: copy, alias and flip",
     "ray": "places trainer and rollouts; rl_bridge.ray carries versions between its actors",
     "vllm": "engines of vLLM; what of it works is told below",

@@ -101,6 +101,8 @@ class Agent:
         self.num_registered = 0
         """Ranges that are registered now."""
         self._lock = threading.Lock()
+        self._made: dict[int, Any] = {}
+        """Lists and reads that were made and not released."""
 
     # ---- memory ---------------------------------------------------------------------------------
 
@@ -193,6 +195,7 @@ class Agent:
                 f"NIXL cannot prepare {len(ranges)} ranges: {error}. See it."
             ) from error
         self.made.plans += 1
+        self._made[id(made)] = made
         return made
 
     def make_read(self, local: Any, remote: Any, low: int, high: int) -> Any:
@@ -204,11 +207,13 @@ class Agent:
         """
         rows = np.arange(low, high, dtype=np.int32)
         try:
-            return self._agent.make_prepped_xfer(
+            made = self._agent.make_prepped_xfer(
                 "READ", local, rows, remote, rows, backends=[self._backend]
             )
         except self._failures as error:
             raise AgentError(f"NIXL cannot make a read: {error}.") from error
+        self._made[id(made)] = made
+        return made
 
     def post(self, read: Any) -> State:
         """Begin a read.
@@ -241,6 +246,7 @@ class Agent:
     def release(self, *made: Any) -> None:
         """Let go of reads that are over, or of prepared lists."""
         for one in made:
+            self._made.pop(id(one), None)
             try:
                 one.release()
             except self._failures:
@@ -255,6 +261,8 @@ class Agent:
 
     def close(self) -> None:
         """End it; registered memory and connections go along. Idempotent."""
+        # What the library made must not outlive it: whoever still refers to it has nothing then.
+        self.release(*reversed(list(self._made.values())))
         self._agent = None
         with self._lock:
             self.num_registered = 0

@@ -40,6 +40,8 @@ class _Held:
     def __init__(self) -> None:
         self.agent: Agent | None = None
         self.sources: dict[str, Source] = {}
+        self.parked: list[tuple[Agent, Sequence[Job]]] = []
+        """Agents that were given up, with reads that may not have ended."""
 
 
 class NIXLConsumer(ConsumerEnd):
@@ -120,6 +122,7 @@ class NIXLConsumer(ConsumerEnd):
     def _attach(self, parts: Sequence[PartRequest], *, is_observer: bool) -> list[Attachment]:
         until = time.monotonic() + self._timeout_s
         num_broken = 0
+        self._sweep()
         while True:
             try:
                 return self._attach_once(parts, is_observer=is_observer)
@@ -254,10 +257,10 @@ class NIXLConsumer(ConsumerEnd):
         return known
 
     def _renew_agent(self, jobs: Sequence[Job]) -> None:
-        """Close the agent; the next import makes a new one.
+        """Go on with a new agent, which the next import makes.
 
         Reads that did not end may still write to this side's memory: nothing that the library
-        offers calls them off. The end of their agent does; until then their slots are not used.
+        offers calls them off. Until they end, their slots are not used and their agent lives.
         """
         old, self._held.agent = self._held.agent, None
         if old is None:
@@ -268,9 +271,17 @@ class NIXLConsumer(ConsumerEnd):
         for source in self._held.sources.values():
             source.let_go()
             source.link.hang_up()
-        old.close()
-        for job in jobs:
-            job.give_back()
+        self._held.parked.append((old, jobs))
+        self._sweep()
+
+    def _sweep(self) -> None:
+        """Close agents whose reads ended meanwhile, and use their slots again."""
+        for agent, jobs in list(self._held.parked):
+            if all(job.reading is None or job.reading.settle() for job in jobs):
+                self._held.parked.remove((agent, jobs))
+                agent.close()
+                for job in jobs:
+                    job.give_back()
 
     # ---- the rest -------------------------------------------------------------------------------
 
@@ -295,9 +306,11 @@ class NIXLConsumer(ConsumerEnd):
 
     def settle(self) -> None:
         """Let go of versions that were imported, and of publishers that are gone."""
+        self._sweep()
+        busy = {job.source for _, jobs in self._held.parked for job in jobs}
         for publisher_id, source in list(self._held.sources.items()):
             source.arrivals.settle()
-            if source.link.is_lost and not source.arrivals.is_needed:
+            if source.link.is_lost and not source.arrivals.is_needed and source not in busy:
                 del self._held.sources[publisher_id]
                 source.close()
 
@@ -312,7 +325,9 @@ def _end(pid: int, held: _Held) -> None:
     for source in held.sources.values():
         source.let_go()
     # First of all: nothing can land any more, and publishers that hear of the end can see it.
-    if held.agent is not None:
-        held.agent.close()
+    for agent in (held.agent, *(agent for agent, _ in held.parked)):
+        if agent is not None:
+            agent.close()
+    held.parked.clear()
     while held.sources:
         held.sources.popitem()[1].close()

@@ -8,6 +8,7 @@ from rl_bridge.errors import TransferTimeout, WeightBridgeError
 from rl_bridge.memory.slots import Slot
 from rl_bridge.transports._wire.arrivals import Arrival
 from rl_bridge.transports.base import Attachment, PartRequest
+from rl_bridge.transports.nixl.agent import AgentError
 from rl_bridge.transports.nixl.endpoint import NIXLHandle
 from rl_bridge.transports.nixl.reading import Reading
 from rl_bridge.transports.nixl.source import Source
@@ -149,8 +150,12 @@ class Fetch:
             # Connected. Whether the network reads by itself from here on is about to be seen.
             link.is_fresh = False
             link.help(is_needed=False)
-        elif not is_moving and not link.needs_help and idle_s > _STALL_S:
-            link.help(is_needed=True)
+        elif not is_moving and idle_s > _STALL_S:
+            if link.is_lost:
+                # Sooner than the library notices, if it does.
+                raise AgentError(f"update {job.update_id}: the connection to its publisher ended.")
+            if not link.needs_help:
+                link.help(is_needed=True)
         now = time.monotonic()
         if now - job.renewed > link.lease_s / 4:
             job.renewed = now

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from rl_bridge.memory.slots import STAMP_NBYTES, Slot, Stamp, parse_stamp
 from rl_bridge.transports._wire.arrival_digest import ArrivalDigest
-from rl_bridge.transports.nixl.agent import Agent
+from rl_bridge.transports.nixl.agent import Agent, AgentError
 from rl_bridge.transports.nixl.plan import Steps
 
 __all__ = ["Prepared", "Reading", "StampPage"]
@@ -129,6 +129,21 @@ class Reading:
     def in_flight(self) -> bool:
         """Whether bytes may still land."""
         return bool(self._window) or self._stamping is not None
+
+    def settle(self) -> bool:
+        """Of a reading that was given up: make progress, and say whether all of it ended."""
+        pending = [read for read, _ in self._window]
+        if self._stamping is not None:
+            pending.append(self._stamping)
+        self._stamping = None
+        self._window = deque((read, 0) for read in pending if not self._ended(read))
+        return not self._window
+
+    def _ended(self, read: Any) -> bool:
+        try:
+            return self._agent.check(read) == "DONE"
+        except AgentError:
+            return True
 
     @property
     def has_begun(self) -> bool:

@@ -101,6 +101,8 @@ class Source:
         key = (remote, mine.number)
         known = self._prepared.get(key)
         if known is None:
+            if len(self._prepared) >= _KEPT:
+                self._forget_reads()
             steps, far = self._remote(request, leased, remote)
             near = self._local(steps, slot, (mine.number, *remote[3:]), request)
             reads = tuple(
@@ -109,13 +111,8 @@ class Source:
             )
             stamp = self._stamp_read(leased)
             known = self._prepared[key] = Prepared(steps, reads, stamp, (near, far)), request
-            while len(self._prepared) > _KEPT:
-                self._drop(self._prepared.popitem(last=False)[1][0])
         self._prepared.move_to_end(key)
         return known[0]
-
-    def _drop(self, prepared: Prepared) -> None:
-        self._agent.release(*prepared.reads)
 
     def _remote(self, request: PartRequest, leased: Leased, key: Any) -> tuple[Steps, Any]:
         found = self._lists.get(("far", key))
@@ -161,13 +158,16 @@ class Source:
         self, key: Any, made: Any, request: PartRequest | None
     ) -> tuple[Any, PartRequest | None]:
         found = self._lists[key] = (made, request)
-        while len(self._lists) > 2 * _KEPT:
-            self._lists.popitem(last=False)
         return found
 
     def _forget_reads(self) -> None:
-        for prepared, _ in self._prepared.values():
-            self._drop(prepared)
+        reads = [read for prepared, _ in self._prepared.values() for read in prepared.reads]
+        self._agent.release(*reads)
+        for key, (made, _) in self._lists.items():
+            if key[0] == "stamp":
+                self._agent.release(made[0], *made[1])
+            elif (made := made[1] if key[0] == "far" else made) is not None:
+                self._agent.release(made)
         self._prepared.clear()
         self._lists.clear()
 

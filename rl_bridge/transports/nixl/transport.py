@@ -99,7 +99,10 @@ class NIXL(Transport):
         if not isinstance(backend, str) or not re.fullmatch("[A-Z0-9_]{1,32}", backend):
             raise ValueError(f"backend={backend!r}: expected a name of NIXL's, such as 'UCX'.")
         self._backend = backend
-        self._params = {str(key): str(value) for key, value in (backend_options or {}).items()}
+        # Whether a peer lives is seen by the control connection. UCX's own way to handle lost peers
+        # ends a publisher's process that was stopped while its reader went away.
+        self._params = {"ucx_error_handling_mode": "none"} if backend == "UCX" else {}
+        self._params |= {str(key): str(value) for key, value in (backend_options or {}).items()}
         if device is not None and (type(device) is not int or device < 0):
             raise ValueError(f"device={device!r}: expected the number of a GPU, or None.")
         self._device = device
