@@ -18,6 +18,11 @@ VENV_TRAINERS  ?= .venv-trainers
 BIN_TRAINERS   := $(VENV_TRAINERS)/bin
 STAMP_TRAINERS := $(VENV_TRAINERS)/.stamp
 
+# So have NIXL and Ray, which are for several machines.
+VENV_MACHINES  ?= .venv-machines
+BIN_MACHINES   := $(VENV_MACHINES)/bin
+STAMP_MACHINES := $(VENV_MACHINES)/.stamp
+
 # Installed before anything else, so that nothing pulls in another build. On Linux the plain package
 # index hands out the CUDA build, which is large and runs on CPU as well. To choose another one:
 #   make setup TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu"
@@ -35,6 +40,8 @@ NEEDS_TRAINERS := rl_bridge/extractors/deepspeed.py,rl_bridge/extractors/megatro
 # The same for a CUDA device (`test-gpu`). The kernel runs in CI too, in Triton's interpreter, which
 # runs a copy that coverage cannot see.
 NEEDS_CUDA := rl_bridge/memory/cuda_place.py,rl_bridge/memory/device/_kernel.py
+# The same for `test-machines`.
+NEEDS_MACHINES := rl_bridge/transports/nixl/*,rl_bridge/integrations/ray/*,rl_bridge/ray.py
 
 # How `check` runs the tests: `make check TESTS=coverage` takes the floors of coverage along, which
 # takes longer. CI does that.
@@ -42,7 +49,7 @@ TESTS ?= test
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup demo test test-gpu test-engines test-engines-full test-trainers lint types docs check format coverage mutants bench docs-serve clean
+.PHONY: help setup demo test test-gpu test-engines test-engines-full test-trainers test-machines lint types docs check format coverage mutants bench docs-serve clean
 
 help: ## Print this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-17s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -103,6 +110,16 @@ $(STAMP_TRAINERS): requirements/trainers-cpu.lock.txt pyproject.toml setup.py $(
 test-trainers: $(STAMP_TRAINERS) ## Run the tests with real DeepSpeed, Megatron and peft on the CPU (2 to 4 minutes)
 	$(TEST_ENV) $(BIN_TRAINERS)/python -m pytest tests/trainers -p no:cacheprovider $(ARGS)
 
+$(STAMP_MACHINES): requirements/machines-cpu.lock.txt pyproject.toml setup.py $(wildcard rl_bridge/memory/_native.c)
+	@test -x $(BIN_MACHINES)/python || $(PYTHON) -m venv $(VENV_MACHINES)
+	$(BIN_MACHINES)/python -m pip install $(TORCH)
+	$(BIN_MACHINES)/python -m pip install --no-deps -r requirements/machines-cpu.lock.txt
+	$(BIN_MACHINES)/python -m pip install --no-deps -e .
+	@touch $@
+
+test-machines: $(STAMP_MACHINES) ## Run the tests with real NIXL and Ray, some in network namespaces (4 to 6 minutes)
+	$(TEST_ENV) $(BIN_MACHINES)/python -m pytest tests/machines -p no:cacheprovider $(ARGS)
+
 lint: $(STAMP) ## Check style and format (ruff)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -123,7 +140,7 @@ format: $(STAMP) ## Format the code and apply the safe fixes
 coverage: $(STAMP) ## Run the tests with branch coverage and check the floors
 	$(BIN)/coverage erase
 	$(PYTEST_ALL) --cov --cov-report= $(ARGS)
-	$(BIN)/coverage report --fail-under=95 --omit="$(NEEDS_VLLM),$(NEEDS_TRAINERS),$(NEEDS_CUDA)"
+	$(BIN)/coverage report --fail-under=95 --omit="$(NEEDS_VLLM),$(NEEDS_TRAINERS),$(NEEDS_MACHINES),$(NEEDS_CUDA)"
 	$(BIN)/coverage report --fail-under=100 --include="rl_bridge/manifest/*,rl_bridge/lifecycle/*"
 
 mutants: $(STAMP) ## Plant one bug at a time; the suite must catch each
@@ -138,5 +155,5 @@ docs-serve: $(STAMP) ## Serve the documentation while writing it
 # The compiled extension goes too, hence the stamp: the next target builds it again.
 clean: ## Remove everything that was built (environments stay)
 	rm -rf build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage .coverage.* htmlcov
-	rm -f rl_bridge/memory/_native*.so $(STAMP) $(STAMP_VLLM) $(STAMP_TRAINERS)
+	rm -f rl_bridge/memory/_native*.so $(STAMP) $(STAMP_VLLM) $(STAMP_TRAINERS) $(STAMP_MACHINES)
 	find rl_bridge tests benchmarks docs -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true

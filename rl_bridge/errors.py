@@ -111,6 +111,10 @@ class TransportUnavailable(WeightBridgeUnavailableError):
         self.cause = cause
         self.remedy = remedy
 
+    def __reduce__(self) -> tuple[type, tuple[str, ...], dict[str, object]]:
+        """Its parts, for those who send errors from process to process, such as Ray."""
+        return type(self), (self.transport, self.cause, self.remedy), self.__dict__
+
 
 class SignatureRefused(WeightBridgeUnavailableError):
     """Key, time or nonce of a request over HTTP, or the key of its answer, is not the right one."""
@@ -248,6 +252,11 @@ class DriverError(WeightBridgeError):
         self.call = call
         self.code = code
         self.remedy = remedy
+        self._parts = (call, code, detail, remedy)
+
+    def __reduce__(self) -> tuple[type, tuple[str, ...], dict[str, object]]:
+        """As of `TransportUnavailable`."""
+        return type(self), self._parts, self.__dict__
 
 
 class GroupAborted(WeightBridgeError):

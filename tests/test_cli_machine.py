@@ -45,6 +45,7 @@ def test_doctor_checks_every_transport_every_engine_and_the_machine() -> None:
         *probes.FEATURES,
         *(item.name for item in probes.vllm_features()),
         "torch module",
+        "ray",
         "compiled pass",
     }
     assert {name: registry.probe(name).status for name in registry.TRANSPORTS} == {

@@ -29,6 +29,7 @@ LAYERS = {
     "testing": 6,
     "remote": 7,  # a facade over integrations/remote
     "demo": 7,  # over testing: it plants the same faults
+    "ray": 7,  # a facade of its own, for actors of Ray
     "cli": 8,
 }
 # The facade (`rl_bridge/__init__.py`) collects names from everywhere: it stands above all layers,

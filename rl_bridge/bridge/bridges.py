@@ -1,8 +1,10 @@
 """The bridges that users make: one class for each transport, and a maker by name."""
 
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from rl_bridge.bridge.tensor_bridge import TensorBridge
+from rl_bridge.transports.base import Transport
 from rl_bridge.transports.broadcast.init_info import BroadcastInitInfo
 from rl_bridge.transports.broadcast.transport import Broadcast
 from rl_bridge.transports.registry import canonical_name
@@ -12,6 +14,7 @@ __all__ = [
     "CUDAIPCTensorBridge",
     "CUDAVMMTensorBridge",
     "LocalTensorCopyBridge",
+    "NIXLTensorBridge",
     "SharedMemoryTensorBridge",
     "TensorBridge",
     "make_weight_bridge",
@@ -77,6 +80,16 @@ class BroadcastTensorBridge(TensorBridge):
         self._consumer_end()
 
 
+class NIXLTensorBridge(TensorBridge):
+    """``nixl``: engines read out of the trainer's memory, also from other machines."""
+
+    transport: ClassVar[str] = "nixl"
+
+    def _make_transport(self, options: Mapping[str, object]) -> Transport:
+        # Each rank's server has a port and a name of its own.
+        return super()._make_transport({"source_rank": self.source_rank, **options})
+
+
 # Transports whose bridges users know by a class name. Every other one gets a class when asked for.
 _NAMED: dict[str, type[TensorBridge]] = {
     kind.transport: kind
@@ -86,6 +99,7 @@ _NAMED: dict[str, type[TensorBridge]] = {
         CUDAVMMTensorBridge,
         CUDAIPCTensorBridge,
         BroadcastTensorBridge,
+        NIXLTensorBridge,
     )
 }
 
@@ -100,9 +114,9 @@ def make_weight_bridge(
     """Make the bridge of a transport.
 
     Args:
-        transport: ``local-clone``, ``shared-memory``, ``cuda-vmm``, ``cuda-ipc`` or
-            ``broadcast``; short forms ``local``, ``shm``, ``ipc``; or one that was registered with
-            `rl_bridge.transports.registry.register_transport`.
+        transport: ``local-clone``, ``shared-memory``, ``cuda-vmm``, ``cuda-ipc``,
+            ``broadcast`` or ``nixl``; short forms ``local``, ``shm``, ``ipc``; or one that was
+            registered with `rl_bridge.transports.registry.register_transport`.
         source_worker: this worker's name.
         source_rank: its rank.
         options: what `TensorBridge` and the transport take.

@@ -14,6 +14,7 @@ from rl_bridge.bridge.resharding_plan import PartNeeds, ReshardPlan
 from rl_bridge.errors import ChecksumMismatch, DigestMismatch, WeightBridgeUnavailableError
 from rl_bridge.manifest.digest import DIGEST_NBYTES
 from rl_bridge.manifest.group import GroupManifest
+from rl_bridge.manifest.group_layout import GroupLayout
 from rl_bridge.manifest.group_leaves import LEAVES
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.memory.leaf_packing import LeafPlan, checked_block
@@ -25,6 +26,7 @@ from rl_bridge.transports.base import Attachment
 
 __all__ = ["Assembly", "AssemblyPlan", "require_sealed"]
 
+_Column = npt.NDArray[np.int64]
 _ITEMS = {size: np.dtype(f"u{size}") for size in (1, 2, 4, 8)} | {16: np.dtype("c16")}
 
 
@@ -47,6 +49,7 @@ class Assembly:
             if len(needs.starts)
         }
         self._digests = BytePlan(plan.table.nbytes_column)
+        self._wholes: tuple[_Column, _Column] | None = None
 
     def run(
         self, group: GroupManifest, attachments: Mapping[int, Attachment], address: int
@@ -145,16 +148,22 @@ class Assembly:
 
     def _compare(self, group: GroupManifest, digests: bytes) -> None:
         """Hold whole tensors against the digests that the group has for them."""
-        for row, name in self.plan.wholes.items():
-            expected = group.whole_digest(name)
-            found = digests[row * DIGEST_NBYTES : (row + 1) * DIGEST_NBYTES]
-            if expected is not None and expected != found:
-                msg = (
-                    f"tensor checksum mismatch for {name!r} in version {group.weight_version}: "
-                    f"the group has {expected.hex()}, what was assembled has {found.hex()}. The "
-                    "placements are not those of the tensors, or memory is damaged: publish again."
-                )
-                raise ChecksumMismatch(msg)
+        if self._wholes is None:
+            self._wholes = _known_wholes(self.plan, group.layout)
+        rows, places = self._wholes
+        found = np.frombuffer(digests, np.uint8).reshape(-1, DIGEST_NBYTES)[rows]
+        expected = np.frombuffer(group.digests, np.uint8).reshape(-1, DIGEST_NBYTES)[places]
+        differs = (found != expected).any(axis=1)
+        if differs.any():
+            first = int(np.flatnonzero(differs)[0])
+            name = self.plan.wholes[int(rows[first])]
+            msg = (
+                f"tensor checksum mismatch for {name!r} in version {group.weight_version}: "
+                f"the group has {expected[first].tobytes().hex()}, what was assembled has "
+                f"{found[first].tobytes().hex()}. The placements are not those of the tensors, or "
+                "memory is damaged: publish again."
+            )
+            raise ChecksumMismatch(msg)
 
 
 def require_sealed(
@@ -210,6 +219,15 @@ class AssemblyPlan(PackPlan):
         """Assemble at `address`."""
         del tensors, num_threads  # it has both
         return self._assembly.run(self._group, self._attachments, address)
+
+
+def _known_wholes(plan: ReshardPlan, layout: GroupLayout) -> tuple[_Column, _Column]:
+    """Rows of the consumer's table that are whole tensors of known digest; place of each there."""
+    kinds = layout.digest_plan.kinds
+    known = [(row, layout.places[name]) for row, name in plan.wholes.items()]
+    pairs = np.array([(row, at) for row, at in known if kinds[at] != "cut"], np.int64)
+    rows, places = pairs.reshape(-1, 2).T
+    return rows, places
 
 
 def _damaged(part: WeightUpdateManifest, needs: PartNeeds, place: int) -> str:

@@ -24,6 +24,7 @@ from rl_bridge.transports.base import (
     Availability,
     Carried,
     ConsumerEnd,
+    PartRequest,
     PublisherEnd,
     Transport,
     checked_count,
@@ -169,9 +170,8 @@ class GroupEnd(ConsumerEnd):
         self._sound = None
         attachments: dict[int, Attachment] = {}
         try:
-            for needs in assembly.plan.parts:
-                part = group.parts[needs.part]
-                attachments[needs.part] = self._end_of(part).attach(part)
+            for end, ranks, requests in self._requests(group, assembly.plan):
+                attachments.update(zip(ranks, end.attach_parts(requests), strict=True))
             require_sealed(group, attachments, self._bound)
             self._sound = group
             plan = AssemblyPlan(assembly, group, attachments)
@@ -179,6 +179,7 @@ class GroupEnd(ConsumerEnd):
             manifest = self._manifest(group, carried, assembly.plan)
             self.timings_ms[group.update_id] = (time.perf_counter() - start) * 1e3
             self._made[group.update_id] = manifest
+            self._meet(group, assembly.plan)
             return manifest  # noqa: TRY300 - an interrupt up to here must find the handler
         except BaseException:
             self._made.pop(group.update_id, None)
@@ -192,6 +193,29 @@ class GroupEnd(ConsumerEnd):
             attachments.clear()
             for end in self._ends.values():
                 end.settle()
+
+    def _requests(
+        self, group: GroupManifest, plan: ReshardPlan
+    ) -> list[tuple[ConsumerEnd, list[int], list[PartRequest]]]:
+        """What is asked of each transport's end: the needed parts, in one call."""
+        asked: dict[str, tuple[ConsumerEnd, list[int], list[PartRequest]]] = {}
+        for needs in plan.parts:
+            part = group.parts[needs.part]
+            request = PartRequest(manifest=part, starts=needs.read_starts, nbytes=needs.read_nbytes)
+            _, ranks, requests = asked.setdefault(part.transport, (self._end_of(part), [], []))
+            ranks.append(needs.part)
+            requests.append(request)
+        return list(asked.values())
+
+    def _meet(self, group: GroupManifest, plan: ReshardPlan) -> None:
+        """Ranks of which nothing is needed hear of this update too."""
+        needed = {needs.part for needs in plan.parts}
+        others: dict[str, list[WeightUpdateManifest]] = {}
+        for rank, part in enumerate(group.parts):
+            if rank not in needed:
+                others.setdefault(part.transport, []).append(part)
+        for parts in others.values():
+            self._end_of(parts[0]).meet(parts)
 
     @staticmethod
     def _manifest(

@@ -50,6 +50,9 @@ class PartNeeds:
         nbytes: size of each.
         rows: stored tensor that each lies in.
         expected: first byte, in the part's leaf list, of each leaf of these ranges.
+        read_starts: first byte, in the part's arena, of each range that is read at all: those that
+            are verified and the leaf list; ascending, no two of them meet.
+        read_nbytes: size of each.
 
     """
 
@@ -59,6 +62,8 @@ class PartNeeds:
     nbytes: _Column
     rows: _Column
     expected: _Column
+    read_starts: _Column
+    read_nbytes: _Column
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,13 +261,21 @@ class _Planner:
             within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
             starts = index.starts[rows] + first * DIGEST_NBYTES
             expected = np.repeat(starts, counts) + within * DIGEST_NBYTES
+        begins = offsets[rows] + first * LEAF_NBYTES
+        nbytes = np.minimum(sizes[rows], end * LEAF_NBYTES) - first * LEAF_NBYTES
+        read = np.stack((begins, nbytes), 1)
+        if index is not None:
+            read = np.concatenate((read, [[offsets[index.row], sizes[index.row]]]))
+        read_starts, read_nbytes = _met(read[read[:, 1] > 0])
         return PartNeeds(
             part=part,
             has_leaves=index is not None,
-            starts=offsets[rows] + first * LEAF_NBYTES,
-            nbytes=np.minimum(sizes[rows], end * LEAF_NBYTES) - first * LEAF_NBYTES,
+            starts=begins,
+            nbytes=nbytes,
             rows=rows,
             expected=expected,
+            read_starts=read_starts,
+            read_nbytes=read_nbytes,
         )
 
 
@@ -278,6 +291,17 @@ def _joined(ranges: _Column, counts: _Column) -> tuple[_Column, _Column, _Column
     ends = high[np.concatenate((begins[1:], [len(low)])) - 1]
     rows = rows[order][begins]
     return rows, low[begins] - bases[rows], ends - bases[rows]
+
+
+def _met(ranges: _Column) -> tuple[_Column, _Column]:
+    """Ranges of bytes (start, size) in order, those that meet joined into one."""
+    if not len(ranges):
+        return np.empty(0, np.int64), np.empty(0, np.int64)
+    starts, sizes = ranges[np.argsort(ranges[:, 0], kind="stable")].T
+    ends = np.maximum.accumulate(starts + sizes)
+    begins = np.flatnonzero(np.concatenate(([True], starts[1:] > ends[:-1])))
+    low = starts[begins]
+    return low, ends[np.concatenate((begins[1:], [len(starts)])) - 1] - low
 
 
 def _check_inside(name: str, source: WholeSlice, whole: tuple[int, ...]) -> None:

@@ -13,6 +13,14 @@ from rich.text import Text
 
 from rl_bridge.cli import probes
 from rl_bridge.cli.environment import memory_nbytes, version
+from rl_bridge.cli.pairs import (
+    AddressOption,
+    DirectoryOption,
+    FactsOption,
+    PairOption,
+    say_facts,
+    say_pair,
+)
 from rl_bridge.cli.screen import facts, plain, say_json, screen, size, status_text
 from rl_bridge.integrations.vllm import probe as vllm
 from rl_bridge.manifest.canonical import JSONValue
@@ -31,7 +39,9 @@ _PURPOSES = {
     "cuda-vmm": "CUDA tensors between processes",
     "broadcast": "one trainer to many engines, also on other machines",
     "cuda-ipc": "CUDA tensors between processes, the older way",
+    "nixl": "engines read from all trainer ranks, also on other machines",
     "torch module": "any torch.nn.Module: copy, alias and flip",
+    "ray": "places trainer and rollouts; rl_bridge.ray carries versions between its actors",
     "vllm": "engines of vLLM; what of it works is told below",
     "compiled pass": "copies and digests at memory speed, without the GIL",
 }
@@ -48,13 +58,26 @@ class _Check:
 
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Write JSON.")] = False,
+    as_facts: FactsOption = False,
+    pair: PairOption = None,
+    address: AddressOption = "",
+    directory: DirectoryOption = None,
 ) -> None:
     """Tell what works on this machine, and why the rest does not.
 
     Transports, engines and features of the kernel; what does not work says what to do. The exit
     code is 1 only if shared-memory or local-clone is blocked: everything else costs speed or is to
     come.
+
+    For two sides: --facts on the trainer's writes a file, and --pair with that file on the engine's
+    says which transport the two use, and why not another one.
     """
+    if as_facts:
+        say_facts(address, directory or [])
+        return
+    if pair is not None:
+        say_pair(pair, directory or [], as_json=as_json)
+        return
     checks = _run_checks()
     missing = sorted(
         check.found.name
@@ -74,6 +97,7 @@ def _run_checks() -> list[_Check]:
     found.append(("engines", Availability("torch module", "pass")))
     found += [("engines", probes.engine(name)) for name in probes.ENGINES]
     found += [("what vLLM offers", item) for item in probes.vllm_features()]
+    found.append(("clusters", probes.ray()))
     found.append(("machine", probes.compiled_pass()))
     found += [("machine", probes.feature(name)) for name in probes.FEATURES]
     return [_Check(group, item, _purpose(item.name)) for group, item in found]

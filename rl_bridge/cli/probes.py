@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from importlib import metadata
 
 from rl_bridge.errors import WeightBridgeError
+from rl_bridge.integrations.ray.library import INSTALL as INSTALL_RAY
 from rl_bridge.integrations.vllm import probe as vllm
 from rl_bridge.memory import leases, vm
 from rl_bridge.memory.holding import close_fd
@@ -18,7 +19,7 @@ from rl_bridge.memory.segment import OwnedSegment, open_segment
 from rl_bridge.transports.base import Availability
 from rl_bridge.transports.broadcast.transport import backend_cause
 
-__all__ = ["ENGINES", "FEATURES", "compiled_pass", "engine", "feature", "vllm_features"]
+__all__ = ["ENGINES", "FEATURES", "compiled_pass", "engine", "feature", "ray", "vllm_features"]
 
 # Engines of others that users ask for; the adapters join here as they are released.
 ENGINES = ("vllm", "sglang")
@@ -187,6 +188,13 @@ def engine(name: str) -> Availability:
     else:
         cause = f"{name} {_version_of(name)} is installed; its adapter is not part of this release"
     return Availability(name, "blocked", cause, remedy)
+
+
+def ray() -> Availability:
+    """Tell whether Ray is installed, without importing it."""
+    if importlib.util.find_spec("ray") is not None:
+        return Availability("ray", "pass")
+    return Availability("ray", "blocked", "ray is not installed", f"Install it: {INSTALL_RAY}.")
 
 
 def vllm_features() -> list[Availability]:

@@ -19,9 +19,19 @@ from rl_bridge.errors import SegmentError, SlotsExhausted, WeightBridgeError
 from rl_bridge.memory import leases, vm
 from rl_bridge.memory.segment import OwnedSegment, SegmentRef
 
-__all__ = ["Arena", "Slot", "SlotRing", "Stamp", "read_stamp", "slot_segment_nbytes"]
+__all__ = [
+    "STAMP_NBYTES",
+    "Arena",
+    "Slot",
+    "SlotRing",
+    "Stamp",
+    "parse_stamp",
+    "read_stamp",
+    "slot_segment_nbytes",
+]
 
 _STAMP = struct.Struct("<8s16sQQ16s")
+STAMP_NBYTES = _STAMP.size
 _MAGIC = b"rl_brdg2"  # (1 had no header: who reads that would take any)
 _EMPTY = b"\0" * 16
 # Updates after which a slot that served a lagging reader, and nobody since, is given back.
@@ -84,11 +94,17 @@ class Slot:
         self.arena_nbytes = 0
         self.last_used = 0
         self.layout_digest: str | None = None
+        self.before_close: Callable[[], None] | None = None
 
     @property
     def address(self) -> int:
         """First byte of the arena."""
         return self.segment.address if self.arena is None else self.arena.address
+
+    @property
+    def stamp_address(self) -> int:
+        """Where the stamp is."""
+        return self.segment.address + self.segment.nbytes - vm.PAGE
 
     @property
     def nbytes(self) -> int:
@@ -97,6 +113,9 @@ class Slot:
 
     def close(self) -> None:
         """Give the memory back; readers keep what they mapped."""
+        before, self.before_close = self.before_close, None
+        if before is not None:
+            before()
         self.segment.close()
         if self.arena is not None:
             self.arena.close()
@@ -116,7 +135,7 @@ class Slot:
         raw = _EMPTY if update_id is None else bytes.fromhex(update_id)
         record = _STAMP.pack(_MAGIC, raw, self.generation, arena_nbytes, header or _EMPTY)
         # The seal forbids write(2) even to the owner; its own mapping is the only way in.
-        vm.store(self.segment.address + self.segment.nbytes - vm.PAGE, record)
+        vm.store(self.stamp_address, record)
 
 
 def slot_segment_nbytes(arena_nbytes: int) -> int:
@@ -132,13 +151,21 @@ def read_stamp(fd: int, ref: SegmentRef) -> Stamp:
 
     """
     raw = os.pread(fd, _STAMP.size, ref.nbytes - vm.PAGE) if ref.nbytes >= vm.PAGE else b""
-    if len(raw) != _STAMP.size or raw[:8] != _MAGIC:
+    stamp = parse_stamp(raw)
+    if stamp is None:
         msg = (
             f"segment inode {ref.inode} holds no stamp of this transport: it is not a slot, it was "
             "written by another release of rl_bridge, or it was truncated. Use one release and the "
             "manifest as it was published, or publish again."
         )
         raise SegmentError(msg)
+    return stamp
+
+
+def parse_stamp(raw: bytes) -> Stamp | None:
+    """Read a stamp's bytes; None if they are none."""
+    if len(raw) != _STAMP.size or raw[:8] != _MAGIC:
+        return None
     _, update_id, generation, arena_nbytes, header = _STAMP.unpack(raw)
     return Stamp(
         update_id.hex(), generation, arena_nbytes, header=None if header == _EMPTY else header

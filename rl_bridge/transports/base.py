@@ -9,11 +9,12 @@ suite of `rl_bridge.testing` (see ``docs/how-to/write-a-transport.md``).
 
 import operator
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal, Self
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from rl_bridge.manifest.canonical import JSONValue
@@ -30,6 +31,7 @@ __all__ = [
     "Availability",
     "Carried",
     "ConsumerEnd",
+    "PartRequest",
     "PublisherEnd",
     "Transport",
     "checked_count",
@@ -151,6 +153,26 @@ class Attachment:
         return have.tobytes()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PartRequest:
+    """A part of a version, and what will be read of it.
+
+    A consumer that plans once gives the same two arrays for every version, so that what a transport
+    makes of them can be kept by their identity.
+
+    Attributes:
+        manifest: of the part.
+        starts: first byte, in the part's arena, of each range that is read: int64, ascending, no
+            two of them meet. None: the whole arena.
+        nbytes: size of each: int64, above 0. None where `starts` is.
+
+    """
+
+    manifest: WeightUpdateManifest
+    starts: npt.NDArray[np.int64] | None = None
+    nbytes: npt.NDArray[np.int64] | None = None
+
+
 class PublisherEnd(ABC):
     """The trainer's end of a transport. The bridge calls it under one lock.
 
@@ -221,6 +243,28 @@ class ConsumerEnd(ABC):
 
         """
 
+    def attach_parts(self, parts: Sequence[PartRequest]) -> list[Attachment]:
+        """Attach parts of one version, in that order: all of them, or none.
+
+        This one attaches one after the other. A transport that reads from far away overrides it, to
+        read from all owners at once and only the ranges that are asked for: the bytes outside of
+        them are undefined, so `Attachment.digests` says nothing there.
+
+        Raises:
+            WeightBridgeError: what `attach` raises; nothing stays attached.
+
+        """
+        attached: list[Attachment] = []
+        try:
+            for part in parts:
+                attached.append(self.attach(part.manifest))  # noqa: PERF401 - those before it are let go of
+        except BaseException:
+            # Whoever keeps the exception must not keep the publishers' memory.
+            for one in attached:
+                one.tensors.forget()
+            raise
+        return attached
+
     def look(self, manifest: WeightUpdateManifest) -> Attachment:
         """Attach, and leave no trace at the publisher: for a look from outside.
 
@@ -229,6 +273,12 @@ class ConsumerEnd(ABC):
 
         """
         return self.attach(manifest)
+
+    def meet(self, manifests: Sequence[WeightUpdateManifest]) -> None:  # noqa: B027 - most need not
+        """Make ready to report to publishers of whose parts nothing is attached; best effort.
+
+        Where a report needs a connection, this is when it is made: `report` never waits.
+        """
 
     @abstractmethod
     def report(self, manifest: WeightUpdateManifest, report: UpdateReport) -> None:

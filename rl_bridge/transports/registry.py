@@ -16,6 +16,7 @@ from rl_bridge.transports.broadcast.transport import Broadcast
 from rl_bridge.transports.cuda_ipc import CUDAIPC
 from rl_bridge.transports.cuda_vmm import CUDAVMM
 from rl_bridge.transports.local import LocalClone
+from rl_bridge.transports.nixl.transport import NIXL
 from rl_bridge.transports.shared_memory import SharedMemory
 
 __all__ = [
@@ -30,7 +31,7 @@ __all__ = [
 _Kind = TypeVar("_Kind", bound=type[Transport])
 
 _KINDS: dict[str, type[Transport]] = {
-    kind.name: kind for kind in (LocalClone, SharedMemory, CUDAVMM, CUDAIPC, Broadcast)
+    kind.name: kind for kind in (LocalClone, SharedMemory, CUDAVMM, CUDAIPC, Broadcast, NIXL)
 }
 
 TRANSPORTS: Mapping[str, type[Transport]] = MappingProxyType(_KINDS)
@@ -50,7 +51,7 @@ ALIASES: Mapping[str, str] = MappingProxyType(
 _SEED_NAMES = frozenset({"cuda-vmm-fd"})
 
 # Names that stand for what seed users know to be out of reach on one node's transports.
-_MULTI_NODE = frozenset({"multi-node", "rdma", "nccl-rdma", "nixl"})
+_MULTI_NODE = frozenset({"multi-node", "rdma", "nccl-rdma"})
 
 
 def register_transport(kind: _Kind) -> _Kind:

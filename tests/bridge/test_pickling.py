@@ -2,6 +2,7 @@
 
 import copy
 import io
+import pickle
 from collections.abc import Callable, Iterator
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
@@ -9,7 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from rl_bridge import SharedMemoryTensorBridge
+from rl_bridge import (
+    DriverError,
+    GroupAborted,
+    SharedMemoryTensorBridge,
+    TransportUnavailable,
+)
 
 
 @pytest.fixture
@@ -21,6 +27,21 @@ def bridge() -> Iterator[SharedMemoryTensorBridge]:
 def sent(item: object) -> None:
     """As to a process that is spawned, or through a queue."""
     ForkingPickler(io.BytesIO()).dump(item)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        TransportUnavailable("nixl", "no port is free", "Give another one."),
+        DriverError("cuMemMap", "CUDA_ERROR_INVALID_VALUE", "what", "Free some."),
+        GroupAborted("rank 1 died. Start it again.", (1,)),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_an_error_that_is_sent_to_another_process_says_the_same_there(error: Exception) -> None:
+    error.add_note("a note")
+    there = pickle.loads(pickle.dumps(error))
+    assert (type(there), str(there), vars(there)) == (type(error), str(error), vars(error))
 
 
 MEANS: list[Callable[[Any], object]] = [sent, copy.deepcopy]

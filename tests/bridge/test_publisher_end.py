@@ -137,7 +137,7 @@ def test_a_forked_child_cannot_publish_and_disturbs_nobody(bridge: TensorBridge)
 # ---- the bridge as a whole ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["rdma", "multi-node", "nixl", "nccl-rdma"])
+@pytest.mark.parametrize("name", ["rdma", "multi-node", "nccl-rdma"])
 def test_transports_of_many_nodes_answer_with_the_sentence_that_users_know(name: str) -> None:
     with pytest.raises(
         WeightBridgeUnavailableError,

@@ -18,11 +18,11 @@ from rl_bridge.memory import vm
 from rl_bridge.testing.peer import engine_weights, hashes, sample_weights
 from rl_bridge.testing.processes import until
 from rl_bridge.testing.strategies import contents_of, random_tensor
+from rl_bridge.transports._wire.arenas import CPUArenas
+from rl_bridge.transports._wire.arrival_digest import ArrivalPlan
+from rl_bridge.transports._wire.arrivals import Arrivals
 from rl_bridge.transports.base import Attachment
 from rl_bridge.transports.broadcast import group, intake, sender
-from rl_bridge.transports.broadcast.arenas import CPUArenas
-from rl_bridge.transports.broadcast.arrival_digest import ArrivalPlan
-from rl_bridge.transports.broadcast.arrivals import Arrivals
 from tests.transports.broadcast_rig import at_transfer, big_weights
 
 

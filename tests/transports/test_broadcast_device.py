@@ -14,7 +14,7 @@ from rl_bridge.testing.leaks import assert_nothing_leaks
 from rl_bridge.testing.over import BridgeOver
 from rl_bridge.testing.peer import sample_weights
 from rl_bridge.testing.strategies import contents_of, random_tensor
-from rl_bridge.transports.broadcast.arenas import Arenas, DeviceArenas
+from rl_bridge.transports._wire.arenas import Arenas, DeviceArenas
 from rl_bridge.transports.broadcast.transport import Broadcast
 
 

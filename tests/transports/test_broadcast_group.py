@@ -24,8 +24,8 @@ from rl_bridge.testing.leaks import Holdings, growth
 from rl_bridge.testing.peer import sample_weights
 from rl_bridge.testing.processes import until
 from rl_bridge.testing.strategies import contents_of
-from rl_bridge.transports.broadcast import door
-from rl_bridge.transports.broadcast.channel import GREETING_NBYTES
+from rl_bridge.transports._wire.channel import GREETING_NBYTES
+from rl_bridge.transports.broadcast import hub
 from rl_bridge.transports.broadcast.init_info import BroadcastInitInfo
 from rl_bridge.transports.broadcast.transport import Broadcast
 from tests.helpers import forked, forking
@@ -233,7 +233,7 @@ def test_a_wrong_token_is_refused_before_anything_is_parsed(
     trainer = make("trainer")
     manifest = publish(trainer, 1)
     parsed: list[bytes] = []
-    monkeypatch.setattr(door, "from_receiver", parsed.append)
+    monkeypatch.setattr(hub, "from_receiver", parsed.append)
     group = {**dict(manifest.handle["group"]), "token": "0" * 64}
     handle = {"generation": manifest.handle["generation"], "group": group}
     with pytest.raises(SegmentError, match="token is not its own"):
@@ -247,7 +247,7 @@ def test_what_is_said_without_the_token_is_never_parsed(
 ) -> None:
     info = make("trainer").init_info()
     parsed: list[bytes] = []
-    monkeypatch.setattr(door, "from_receiver", parsed.append)
+    monkeypatch.setattr(hub, "from_receiver", parsed.append)
     with socket.create_connection((info.address, info.port), timeout=20) as stranger:
         stranger.sendall(b'{"kind":"join"}' * 100)
         hello = b""

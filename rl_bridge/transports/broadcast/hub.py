@@ -19,10 +19,10 @@ from pydantic import ValidationError
 
 from rl_bridge.errors import WeightBridgeUnavailableError
 from rl_bridge.memory.control import Record, UpdateReport, legible, take_note
-from rl_bridge.transports.broadcast.channel import Channel
-from rl_bridge.transports.broadcast.door import Door
+from rl_bridge.transports._wire.channel import Channel
+from rl_bridge.transports._wire.door import Door
 from rl_bridge.transports.broadcast.group import GroupStore
-from rl_bridge.transports.broadcast.init_info import BroadcastInitInfo
+from rl_bridge.transports.broadcast.init_info import MAGIC, BroadcastInitInfo
 from rl_bridge.transports.broadcast.messages import (
     Arrived,
     Declined,
@@ -90,6 +90,14 @@ def _keep_newest(kept: OrderedDict[Any, Any], count: int) -> None:
         del kept[oldest]
 
 
+def _joining(text: bytes) -> Join | None:
+    try:
+        message = from_receiver(text)
+    except ValidationError:
+        return None
+    return message if isinstance(message, Join) else None
+
+
 class Hub:
     """All connections of one publisher, and the thread that serves them."""
 
@@ -116,7 +124,14 @@ class Hub:
         self.members: list[Member] = []
         self._gone: list[Member] = []
         self._stores: dict[int, tuple[GroupStore, tuple[Member, ...]]] = {}
-        self._door = Door(listener, info, timeout_s=timeout_s)
+        self._door = Door(
+            listener,
+            magic=MAGIC,
+            token=bytes.fromhex(info.token),
+            identity=info.identity,
+            parse=_joining,
+            timeout_s=timeout_s,
+        )
         self._max_members = max_members
         self._timeout_s = timeout_s
         self._pid = os.getpid()

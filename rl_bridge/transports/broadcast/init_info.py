@@ -1,6 +1,5 @@
 """What a receiver must know to join a publisher's group: typed, plain JSON there and back."""
 
-import ipaddress
 from typing import Annotated, Literal, Self
 
 from pydantic import (
@@ -14,19 +13,23 @@ from pydantic import (
 )
 
 from rl_bridge.errors import MalformedManifest
+from rl_bridge.transports._wire.addresses import checked_address
 
 __all__ = [
     "BACKENDS",
+    "MAGIC",
     "STEPS_IN_TIME",
     "Backend",
     "BroadcastHandle",
     "BroadcastInitInfo",
     "TorchDistributedWeightSyncInitInfo",
-    "checked_address",
 ]
 
 Backend = Literal["gloo", "nccl"]
 BACKENDS: tuple[Backend, ...] = ("gloo", "nccl")
+
+MAGIC = b"rlbcast1"
+"""Names this transport's language in greetings."""
 
 _MAX_TEXT = 8192
 
@@ -36,24 +39,6 @@ STEPS_IN_TIME = 3
 An import that waits all of it then sees a transfer that breaks off, the answers of those who are
 left, and the next transfer, before its own patience ends.
 """
-
-
-def checked_address(address: str) -> str:
-    """Check that an address is one that a peer can connect to: a literal, never a name.
-
-    A name would be looked up by whoever reads it, and could mean another machine there.
-
-    Raises:
-        ValueError: it is not.
-
-    """
-    try:
-        parsed = ipaddress.ip_address(address)
-    except ValueError as error:
-        raise ValueError(f"{address!r} is no IP address. Write it in numbers.") from error
-    if parsed.is_unspecified or parsed.is_multicast:
-        raise ValueError(f"{address!r} is no machine's address. Name the interface's own.")
-    return address
 
 
 class BroadcastInitInfo(BaseModel):
@@ -83,6 +68,11 @@ class BroadcastInitInfo(BaseModel):
     backend: Backend
     world_size: Annotated[StrictInt, Field(ge=0, lt=2**20)] = 0
     rank_offset: Annotated[StrictInt, Field(ge=1, lt=2**20)] = 1
+
+    @property
+    def identity(self) -> str:
+        """What both sides' proofs are about."""
+        return f"{self.publisher_id} {self.group_name}"
 
     def to_json(self) -> str:
         """Write it as JSON text."""

@@ -10,7 +10,7 @@ from functools import partial
 
 from rl_bridge.errors import WeightBridgeError
 from rl_bridge.memory.slots import Slot
-from rl_bridge.transports.broadcast.arrivals import Arrival, Arrivals
+from rl_bridge.transports._wire.arrivals import Arrival, Arrivals
 from rl_bridge.transports.broadcast.group import Group, GroupStore, send_slices
 from rl_bridge.transports.broadcast.init_info import Backend
 from rl_bridge.transports.broadcast.messages import (

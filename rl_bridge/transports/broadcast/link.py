@@ -14,7 +14,7 @@ from rl_bridge.errors import (
     TransferTimeout,
 )
 from rl_bridge.memory.control import UpdateReport
-from rl_bridge.transports.broadcast.arrivals import Arrivals
+from rl_bridge.transports._wire.arrivals import Arrivals
 from rl_bridge.transports.broadcast.init_info import STEPS_IN_TIME, BroadcastInitInfo
 from rl_bridge.transports.broadcast.intake import Intake
 from rl_bridge.transports.broadcast.joining import join_group, parsed

@@ -11,7 +11,6 @@ from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, Strict
 from rl_bridge.memory.control import UpdateReport
 
 __all__ = [
-    "MAX_MESSAGE_NBYTES",
     "Arrived",
     "CalledOff",
     "Declined",
@@ -34,8 +33,6 @@ __all__ = [
     "from_publisher",
     "from_receiver",
 ]
-
-MAX_MESSAGE_NBYTES = 1 << 16
 
 _Count = Annotated[StrictInt, Field(ge=0, lt=2**63)]
 _Id = Annotated[StrictStr, Field(pattern=r"^[0-9a-f]{32}$")]

@@ -13,8 +13,8 @@ from rl_bridge.errors import SegmentError
 from rl_bridge.memory.control import Record
 from rl_bridge.memory.packing import PackPlan
 from rl_bridge.memory.slots import Slot, SlotRing
+from rl_bridge.transports._wire.arenas import Arenas
 from rl_bridge.transports.base import Carried, PublisherEnd
-from rl_bridge.transports.broadcast.arenas import Arenas
 from rl_bridge.transports.broadcast.hub import Hub
 from rl_bridge.transports.broadcast.init_info import (
     STEPS_IN_TIME,

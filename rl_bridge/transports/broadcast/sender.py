@@ -16,7 +16,7 @@ from collections.abc import Callable
 from functools import partial
 
 from rl_bridge.errors import SegmentError
-from rl_bridge.transports.broadcast.arenas import Arenas
+from rl_bridge.transports._wire.arenas import Arenas
 from rl_bridge.transports.broadcast.group import Group, send_slices
 from rl_bridge.transports.broadcast.hub import Hub, Member
 from rl_bridge.transports.broadcast.messages import (

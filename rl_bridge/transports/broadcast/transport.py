@@ -6,13 +6,17 @@ what) travels over sockets: no memory is shared, so the engines may be on other 
 """
 
 import json
-import operator
 from collections.abc import Mapping
 from typing import ClassVar
 
 import torch
 
 from rl_bridge.errors import MalformedManifest, TransportUnavailable
+from rl_bridge.transports._wire.addresses import (
+    checked_address,
+    checked_port,
+)
+from rl_bridge.transports._wire.arenas import Arenas, CPUArenas, DeviceArenas
 from rl_bridge.transports.base import (
     Availability,
     ConsumerEnd,
@@ -21,12 +25,10 @@ from rl_bridge.transports.base import (
     checked_count,
     checked_seconds,
 )
-from rl_bridge.transports.broadcast.arenas import Arenas, CPUArenas, DeviceArenas
 from rl_bridge.transports.broadcast.init_info import (
     BACKENDS,
     Backend,
     BroadcastInitInfo,
-    checked_address,
 )
 
 __all__ = ["Broadcast", "backend_cause"]
@@ -106,7 +108,7 @@ class Broadcast(Transport):
             raise ValueError(f"backend={backend!r}: expected one of: {', '.join(BACKENDS)}.")
         self._backend: Backend = backend
         self._address = checked_address(address)
-        self._port = _checked_port(port)
+        self._port = checked_port(port)
         if group_name is not None and not isinstance(group_name, str):
             raise TypeError(f"group_name={group_name!r}: expected a name such as 'weights'.")
         self._group_name = group_name
@@ -156,7 +158,7 @@ class Broadcast(Transport):
     def publisher_end(self, publisher_id: str) -> PublisherEnd:
         """Open the trainer's end."""
         self._require_backend()
-        from rl_bridge.transports.broadcast.door import listen
+        from rl_bridge.transports._wire.door import listen
         from rl_bridge.transports.broadcast.publisher import BroadcastPublisher, group_info
 
         arenas = self._arenas()
@@ -212,16 +214,6 @@ class Broadcast(Transport):
 
         device = torch.cuda.current_device() if self._device is None else self._device
         return DeviceArenas(cuda_place(device))
-
-
-def _checked_port(port: object) -> int:
-    try:
-        number = -1 if isinstance(port, bool) else operator.index(port)  # type: ignore[arg-type]  # that is what is tried
-    except TypeError as error:
-        raise TypeError(f"port={port!r}: expected an int from 0 to 65535.") from error
-    if not 0 <= number < 2**16:
-        raise ValueError(f"port={port!r}: expected an int from 0 to 65535.")
-    return number
 
 
 def _checked_info(given: object) -> BroadcastInitInfo | None:

@@ -5,22 +5,23 @@ import logging
 import socket
 import threading
 import time
-
-from pydantic import ValidationError
+from collections.abc import Callable
+from typing import Generic, TypeVar
 
 from rl_bridge.errors import TransportUnavailable
-from rl_bridge.transports.broadcast.channel import (
+from rl_bridge.transports._wire.channel import (
     GREETING_NBYTES,
+    MAX_MESSAGE_NBYTES,
     Channel,
     Greeting,
     fresh_nonce,
 )
-from rl_bridge.transports.broadcast.init_info import BroadcastInitInfo
-from rl_bridge.transports.broadcast.messages import Join, from_receiver
 
 __all__ = ["Door", "listen"]
 
 _LOG = logging.getLogger(__name__)
+
+_Joined = TypeVar("_Joined")
 
 _BACKLOG = 128
 _MAX_PENDING = 64
@@ -60,21 +61,43 @@ class _Pending:
         self.is_proven = False
 
 
-class Door:
+class Door(Generic[_Joined]):
     """A listening socket, and the connections that are still in their greeting.
 
     A client that is silent or slow costs a place in a bounded list, until its time is over. Called
-    under the hub's lock.
+    under its owner's lock.
     """
 
     def __init__(
-        self, listener: socket.socket, info: BroadcastInitInfo, *, timeout_s: float
+        self,
+        listener: socket.socket,
+        *,
+        magic: bytes,
+        token: bytes,
+        identity: str,
+        parse: Callable[[bytes], _Joined | None],
+        timeout_s: float,
+        max_message_nbytes: int = MAX_MESSAGE_NBYTES,
     ) -> None:
-        """Own a listening socket."""
+        """Own a listening socket.
+
+        Args:
+            listener: the socket.
+            magic: see `Greeting`.
+            token: see `Greeting`.
+            identity: see `Greeting`.
+            parse: reads the first message of those who proved themselves; None turns them away.
+            timeout_s: how long a connection may take to get in.
+            max_message_nbytes: the largest message.
+
+        """
         self.listener = listener
-        self._identity = f"{info.publisher_id} {info.group_name}"
-        self._token = bytes.fromhex(info.token)
+        self._magic = magic
+        self._token = token
+        self._identity = identity
+        self._parse = parse
         self._timeout_s = timeout_s
+        self._max_message_nbytes = max_message_nbytes
         self._pending: dict[int, _Pending] = {}
 
     @property
@@ -88,7 +111,7 @@ class Door:
         left = [pending.until - time.monotonic() for pending in self._pending.values()]
         return max(0.0, min(left)) if left else None
 
-    def serve(self, ready: set[int], pause: threading.Condition) -> list[tuple[Channel, Join]]:
+    def serve(self, ready: set[int], pause: threading.Condition) -> list[tuple[Channel, _Joined]]:
         """Go on with those that said something; returns those that are in."""
         joined = []
         now = time.monotonic()
@@ -111,15 +134,15 @@ class Door:
                 # Nobody is accepted now; the connection waits, and must not be polled in a circle.
                 pause.wait(_PAUSE_S)
             return
-        channel = Channel(connection)
-        greeting = Greeting(self._token, self._identity, fresh_nonce())
+        channel = Channel(connection, max_message_nbytes=self._max_message_nbytes)
+        greeting = Greeting(self._magic, self._token, self._identity, fresh_nonce())
         until = time.monotonic() + self._timeout_s
         self._pending[connection.fileno()] = _Pending(channel, greeting, until)
         channel.send_raw(greeting.hello)
         for oldest in list(self._pending)[:-_MAX_PENDING]:
             self._turn_away(oldest)
 
-    def _greet(self, fd: int, pending: _Pending) -> Join | None:
+    def _greet(self, fd: int, pending: _Pending) -> _Joined | None:
         channel = pending.channel
         channel.fill()
         if not pending.is_proven:
@@ -136,11 +159,8 @@ class Door:
             if channel.is_lost:
                 self._turn_away(fd)
             return None
-        try:
-            join = from_receiver(text)
-        except ValidationError:
-            join = None
-        if not isinstance(join, Join):
+        join = self._parse(text)
+        if join is None:
             self._turn_away(fd)
             return None
         del self._pending[fd]

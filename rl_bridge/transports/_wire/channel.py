@@ -17,16 +17,20 @@ import weakref
 from collections import deque
 from contextlib import suppress
 
+from pydantic import BaseModel
+
 from rl_bridge.errors import MalformedManifest
-from rl_bridge.transports.broadcast.messages import MAX_MESSAGE_NBYTES, Message
 
-__all__ = ["GREETING_NBYTES", "Channel", "Greeting", "fresh_nonce"]
+__all__ = ["GREETING_NBYTES", "MAX_MESSAGE_NBYTES", "Channel", "Greeting", "fresh_nonce"]
 
-_MAGIC = b"rlbcast1"
+MAX_MESSAGE_NBYTES = 1 << 16
+"""The largest message, if nothing else is agreed."""
+
+_MAGIC_NBYTES = 8
 _NONCE_NBYTES = 32
 _PROOF_NBYTES = 32
 GREETING_NBYTES = {
-    "hello": len(_MAGIC) + _NONCE_NBYTES,
+    "hello": _MAGIC_NBYTES + _NONCE_NBYTES,
     "answer": _NONCE_NBYTES + _PROOF_NBYTES,
     "proof": _PROOF_NBYTES,
 }
@@ -45,8 +49,17 @@ def fresh_nonce() -> bytes:
 class Greeting:
     """Both sides' parts of one greeting."""
 
-    def __init__(self, token: bytes, identity: str, nonce: bytes) -> None:
-        """Start with the publisher's nonce; `identity` names publisher and group."""
+    def __init__(self, magic: bytes, token: bytes, identity: str, nonce: bytes) -> None:
+        """Start with the publisher's nonce.
+
+        Args:
+            magic: 8 bytes that name the transport's language.
+            token: the shared secret.
+            identity: names the publisher, and what of it is meant.
+            nonce: the publisher's random bytes.
+
+        """
+        self._magic = magic
         self._token = token
         self._identity = identity.encode("utf-8")
         self._nonce = nonce
@@ -54,12 +67,12 @@ class Greeting:
     @property
     def hello(self) -> bytes:
         """The publisher's first bytes."""
-        return _MAGIC + self._nonce
+        return self._magic + self._nonce
 
     @staticmethod
-    def nonce_of(hello: bytes) -> bytes | None:
+    def nonce_of(magic: bytes, hello: bytes) -> bytes | None:
         """The nonce in a publisher's first bytes; None if they are something else."""
-        return hello[len(_MAGIC) :] if hello[: len(_MAGIC)] == _MAGIC else None
+        return hello[len(magic) :] if hello[: len(magic)] == magic else None
 
     def answer(self, nonce: bytes) -> bytes:
         """The receiver's part: its nonce, and the proof that it knows the token."""
@@ -86,8 +99,11 @@ class Greeting:
 class Channel:
     """A socket with framed messages; sending works from any thread, and from finalizers."""
 
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(
+        self, connection: socket.socket, *, max_message_nbytes: int = MAX_MESSAGE_NBYTES
+    ) -> None:
         """Own a connected socket."""
+        self._max_message_nbytes = max_message_nbytes
         connection.setblocking(False)  # noqa: FBT003 - Python's own signature
         if connection.family in {socket.AF_INET, socket.AF_INET6}:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -106,14 +122,14 @@ class Channel:
         """Whether something waits for the peer to read."""
         return bool(self._outgoing)
 
-    def send(self, message: Message) -> None:
+    def send(self, message: BaseModel) -> None:
         """Send a message, or keep it until `flush`; on a lost connection a no-op."""
         self.send_bytes(message.model_dump_json().encode("utf-8", "replace"))
 
     def send_bytes(self, text: bytes) -> None:
         """Send a message's text."""
-        if len(text) > MAX_MESSAGE_NBYTES:
-            msg = f"a message of {len(text)} bytes, at most {MAX_MESSAGE_NBYTES}. Send less."
+        if len(text) > self._max_message_nbytes:
+            msg = f"a message of {len(text)} bytes, at most {self._max_message_nbytes}. Send less."
             raise MalformedManifest(msg)
         self.send_raw(_LENGTH.pack(len(text)) + text)
 
@@ -161,7 +177,7 @@ class Channel:
                     self.is_lost = True
                     return
                 self._incoming += data
-                if len(self._incoming) > 2 * (MAX_MESSAGE_NBYTES + _CHUNK):
+                if len(self._incoming) > 2 * (self._max_message_nbytes + _CHUNK):
                     return  # first take out what is complete
         except BlockingIOError:
             return
@@ -181,7 +197,7 @@ class Channel:
         if len(self._incoming) < _LENGTH.size:
             return None
         (length,) = _LENGTH.unpack_from(self._incoming)
-        if length > MAX_MESSAGE_NBYTES:
+        if length > self._max_message_nbytes:
             self.is_lost = True  # nobody who speaks this language sends it
             return None
         if len(self._incoming) < _LENGTH.size + length:

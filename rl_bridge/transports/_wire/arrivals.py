@@ -13,9 +13,9 @@ from rl_bridge.memory import vm
 from rl_bridge.memory.pins import Pin
 from rl_bridge.memory.places import Pass
 from rl_bridge.memory.slots import Slot, SlotRing
+from rl_bridge.transports._wire.arenas import Arenas
+from rl_bridge.transports._wire.arrival_digest import ArrivalDigest, ArrivalPlan
 from rl_bridge.transports.base import Attachment
-from rl_bridge.transports.broadcast.arenas import Arenas
-from rl_bridge.transports.broadcast.arrival_digest import ArrivalDigest, ArrivalPlan
 
 __all__ = ["Arrival", "Arrivals", "ArrivedAttachment"]
 
@@ -36,9 +36,9 @@ class Arrival:
     generation: int
     arena_nbytes: int
     layout_digest: str
-    header: bytes
     slot: Slot
     digests: bytes | None
+    header: bytes | None = None
     is_claimed: bool = False
 
 
@@ -111,6 +111,13 @@ class Arrivals:
         """The slot's bytes."""
         return self._arenas.tensor(slot, arena_nbytes)
 
+    def learn(self, table: TensorTable) -> None:
+        """Note a layout before its first version arrives."""
+        with self._lock:
+            self._tables[table.digest] = table
+            self._tables.move_to_end(table.digest)
+            _keep_newest(self._tables)
+
     def digest_of(
         self, layout_digest: str, slice_nbytes: int, slot: Slot, arena_nbytes: int
     ) -> ArrivalDigest | None:
@@ -132,6 +139,8 @@ class Arrivals:
         with self._lock:
             slot = arrival.slot
             self._ring.publish(slot, arrival.update_id, arrival.arena_nbytes)
+            if arrival.header is not None:
+                self._ring.seal_header(arrival.update_id, arrival.header)
             known = self._arrived.pop(arrival.update_id, None)
             if known is not None:
                 known.slot.update_id = None
@@ -178,9 +187,7 @@ class Arrivals:
             pin = self._arenas.pin(arrival.slot, update_id, arrival.arena_nbytes)
             pin.header = arrival.header
             arrival.is_claimed = True
-            self._tables[table.digest] = table
-            self._tables.move_to_end(table.digest)
-            _keep_newest(self._tables)
+            self.learn(table)
             is_same = arrival.layout_digest == table.digest
             return ArrivedAttachment(
                 table,
@@ -189,6 +196,25 @@ class Arrivals:
                 arrived=arrival.digests if is_same else None,
                 num_threads=num_threads,
             )
+
+    def attach_part(
+        self, slot: Slot, update_id: str, table: TensorTable, *, header: bytes | None
+    ) -> Attachment:
+        """Lease what arrived of a version, some of its ranges; nobody else finds it.
+
+        Raises:
+            WeightBridgeUnavailableError: this process is short of memory or descriptors.
+
+        """
+        with self._lock:
+            self._ring.publish(slot, update_id, table.arena_nbytes)
+            try:
+                if header is not None:
+                    slot.stamp(update_id, table.arena_nbytes, header)
+                pin = self._arenas.pin(slot, update_id, table.arena_nbytes)
+            finally:
+                slot.update_id = None
+            return Attachment(table, pin, pin.place.plan(table.nbytes_column))
 
     def drop(self, update_id: str) -> None:
         """Forget a version that nobody imported: its publisher let go of it."""

@@ -1,0 +1,257 @@
+"""Measures the transport nixl: `python benchmarks/nixl_reads.py [--quick] [--out FILE]`.
+
+Owners and an engine in processes of their own on this machine, once over TCP and once as UCX
+chooses. In turn, in one run: raw reads by NIXL of the very same bytes, and ours, from the manifest
+of a sealed version to the verified import. README.md beside this file says how each figure comes
+about. (Its name is not `nixl.py`: scripts in this folder would import that for the library.)
+"""
+
+import datetime as dt
+import json
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Any
+
+import torch
+import typer
+from _lib.environment import collect_environment
+from _lib.memory import GIB, MIB, warm_up
+from _lib.nixl_roles import Engine, Owner
+from _lib.payload import PayloadSpec
+from rich.console import Console
+from rich.table import Table
+
+from rl_bridge.testing.processes import Child
+
+__all__ = ["main"]
+
+_FORMAT = 1
+_OUT = Path(__file__).resolve().parent / "results" / "nixl.json"
+_WARM_UP = 4
+_LANES = {"tcp": "tcp", "default": ""}
+_AIMS = {"read_vs_raw_tcp": 0.9, "read_vs_raw_default": 0.8}
+_OWNERS = (1, 2, 4)
+_COUNTS = (300, 10_000, 40_000)
+_SMALL = "small"
+_SMALL_COLS = 64
+_TCPStore = torch._C._distributed_c10d.TCPStore  # noqa: SLF001 - has no other name
+
+
+@dataclass
+class Rig:
+    """Owners and one engine.
+
+    Attributes:
+        owners: by rank.
+        engine: the reader.
+        version: the last one that was published.
+        known: lanes whose layout the engine has.
+
+    """
+
+    owners: list[Child]
+    engine: Child
+    version: int = 0
+    known: set[str] = field(default_factory=set)
+
+    def raw(self, lane: str, *, as_one: bool) -> float:
+        """Read what is published now, raw."""
+        places = [owner.call("raw_place", lane=lane, as_one=as_one) for owner in self.owners]
+        for owner in self.owners:
+            owner.call("help_raw", on=True)
+        try:
+            return float(self.engine.call("raw_read", owners=places, as_one=as_one))
+        finally:
+            for owner in self.owners:
+                owner.call("help_raw", on=False)
+
+    def publish(self, lane: str, *, as_group: bool) -> str:
+        """Publish the next version, every byte new; returns its manifest."""
+        self.version += 1
+        what = "publish_part" if as_group else "publish"
+        for owner in self.owners:
+            owner.tell(what, lane=lane, version=self.version, layout=lane not in self.known)
+        texts = {owner.answer() for owner in self.owners}
+        self.known.add(lane)
+        return str(texts.pop())
+
+    def turn(self, lane: str, *, as_group: bool, swap: bool = False) -> dict[str, float]:
+        """Publish a version; read it raw in two ways, and by us; let go of it.
+
+        Tiny tensors are read raw as one range only: that is faster by far.
+        """
+        text = self.publish(lane, as_group=as_group)
+        update = {"lane": lane, "version": self.version, "text": text}
+        found: dict[str, float] = {}
+
+        def ours() -> None:
+            what = "update_group" if as_group else "update"
+            found.update(self.engine.call(what, **update))
+
+        def raw() -> None:
+            found["raw_one_s"] = self.raw(lane, as_one=True)
+            if lane != _SMALL:
+                found["raw_each_s"] = self.raw(lane, as_one=False)
+
+        for step in (ours, raw) if swap else (raw, ours):
+            step()
+        for owner in self.owners:
+            owner.call("release", lane=lane)
+        return found
+
+
+@contextmanager
+def _rig(num: int, specs: dict[str, PayloadSpec], ucx: str) -> Iterator[Rig]:
+    """Start processes; each owner has `1 / num` of the rows of every tensor."""
+    parts = {
+        lane: {"num_tensors": one.num_tensors, "rows": one.rows // num, "cols": one.cols}
+        for lane, one in specs.items()
+    }
+    store = _TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with ExitStack() as stack:
+        given = {"world_size": num, "port": store.port, "specs": parts, "ucx": ucx}
+        owners = [stack.enter_context(Child(Owner, rank=rank, **given)) for rank in range(num)]
+        engine = stack.enter_context(Child(Engine, specs=parts, ucx=ucx, num_owners=num))
+        yield Rig([owner.ready() for owner in owners], engine.ready())
+
+
+def _measure(
+    rig: Rig, lane: str, reps: int, *, as_group: bool
+) -> tuple[dict[str, list[dict[str, float]]], dict[str, dict[str, int]]]:
+    """Turns, and what the engine's transport made during those that count."""
+    warm = [rig.turn(lane, as_group=as_group) for _ in range(_WARM_UP)]
+    before = rig.engine.call("counters")[lane]
+    rows = [rig.turn(lane, as_group=as_group, swap=bool(number % 2)) for number in range(reps)]
+    after = rig.engine.call("counters")[lane]
+    growth = {name: after[name] - before[name] for name in after}
+    return {"samples": rows, "warmup_samples": warm}, {"made": after, "growth": growth}
+
+
+def _median(rows: list[dict[str, float]], *names: str) -> float:
+    """The smallest median among these columns."""
+    return min(median(row[name] for row in rows) for name in names)
+
+
+def _reads(nbytes: int, reps: int, console: Console) -> dict[str, Any]:
+    found = {}
+    for lane, ucx in _LANES.items():
+        console.print(f"one owner, {lane}")
+        with _rig(1, {"300": PayloadSpec.for_nbytes(nbytes)}, ucx) as rig:
+            samples, counted = _measure(rig, "300", reps, as_group=False)
+        rows = samples["samples"]
+        raw, ours = _median(rows, "raw_one_s", "raw_each_s"), _median(rows, "seconds")
+        found[f"read_vs_raw_{lane}"] = {
+            "value": round(raw / ours, 3),
+            "raw_s": raw,
+            "ours_s": ours,
+            "counters": counted,
+            **samples,
+        }
+    return found
+
+
+def _fan_in(nbytes: int, reps: int, console: Console) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for num in _OWNERS:
+        console.print(f"fan-in from {num}")
+        spec = PayloadSpec.for_nbytes(nbytes, num_tensors=256)
+        rows = spec.rows // 4 * 4
+        spec = PayloadSpec(num_tensors=spec.num_tensors, rows=rows, cols=spec.cols)
+        with _rig(num, {"fan": spec}, "tcp") as rig:
+            samples, counted = _measure(rig, "fan", reps, as_group=True)
+        seconds = _median(samples["samples"], "seconds")
+        found[str(num)] = {
+            "ours_s": seconds,
+            "raw_s": _median(samples["samples"], "raw_one_s", "raw_each_s"),
+            "counters": counted,
+            **samples,
+        }
+        found[str(num)]["vs_one_owner"] = round(found["1"]["ours_s"] / seconds, 3)
+    return found
+
+
+def _software(reps: int, console: Console) -> dict[str, Any]:
+    found = {}
+    for count in _COUNTS:
+        console.print(f"cost of software, {count} tensors")
+        spec = PayloadSpec(num_tensors=count, rows=4, cols=_SMALL_COLS // 4)
+        for num, as_group in ((1, False), (2, True)):
+            with _rig(num, {_SMALL: spec}, "") as rig:
+                samples, counted = _measure(rig, _SMALL, reps, as_group=as_group)
+            rows = samples["samples"]
+            cost = _median(rows, "import_s") - _median(rows, "raw_one_s")
+            aim = 1e-3 + 1e-6 * count
+            found[f"{count}_{'fan_in' if as_group else 'one_owner'}"] = {
+                "ms": round(cost * 1e3, 3),
+                "aim_ms": aim * 1e3,
+                "aim_met": cost <= aim,
+                "parse_ms": round(_median(rows, "parse_s") * 1e3, 3),
+                "counters": counted,
+                **samples,
+            }
+    return found
+
+
+def _show(document: dict[str, Any], console: Console) -> None:
+    table = Table()
+    for column in ("figure", "value", "aim", "raw ms", "ours ms", "made behind warm-up"):
+        table.add_column(column)
+    for name, one in document["reads"].items():
+        cells = (str(one["value"]), f">= {_AIMS[name]}", _ms(one["raw_s"]), _ms(one["ours_s"]))
+        table.add_row(name, *cells, str(sum(one["counters"]["growth"].values())))
+    for num, one in document["fan_in"].items():
+        cells = (str(one["vs_one_owner"]), ">= 1", _ms(one["raw_s"]), _ms(one["ours_s"]))
+        grown = str(sum(one["counters"]["growth"].values()))
+        table.add_row(f"fan-in from {num}, against one", *cells, grown)
+    for name, one in document["software"].items():
+        grown = str(sum(one["counters"]["growth"].values()))
+        table.add_row(f"software {name}", f"{one['ms']} ms", f"<= {one['aim_ms']}", "", "", grown)
+    console.print(table)
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.1f}"
+
+
+def main(
+    *,
+    quick: Annotated[bool, typer.Option("--quick", help="64 MiB and fewer repetitions.")] = False,
+    out: Annotated[Path, typer.Option(help="Where the JSON goes.")] = _OUT,
+    mib: Annotated[int | None, typer.Option(help="Another payload size.")] = None,
+    reps: Annotated[int | None, typer.Option(help="Another number of repetitions.")] = None,
+    only: Annotated[
+        str, typer.Option(help="Some of it: reads, fan-in, software.")
+    ] = "reads,fan-in,software",
+) -> None:
+    """Measure and write the results."""
+    console = Console(stderr=True)
+    torch.set_num_threads(1)
+    started = time.monotonic()
+    nbytes = mib * MIB if mib else (64 * MIB if quick else GIB)
+    repetitions = reps or (5 if quick else 11)
+    chosen = only.split(",")
+    document: dict[str, Any] = {
+        "format": _FORMAT,
+        "timestamp": dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
+        "quick": quick,
+        "environment": collect_environment(),
+        "warm_up": warm_up(8 * nbytes),
+        "payload_nbytes": nbytes,
+        "repetitions": repetitions,
+        "reads": _reads(nbytes, repetitions, console) if "reads" in chosen else {},
+        "fan_in": _fan_in(nbytes, repetitions, console) if "fan-in" in chosen else {},
+        "software": _software(2 * repetitions, console) if "software" in chosen else {},
+    }
+    document["seconds"] = round(time.monotonic() - started, 1)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(document, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    _show(document, console)
+    console.print(f"{document['seconds']} s; all samples are in {out}")
+
+
+if __name__ == "__main__":
+    typer.run(main)

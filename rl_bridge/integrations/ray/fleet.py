@@ -1,0 +1,260 @@
+"""The driver's side: one version to many rollout actors, each by its own transport and deadline."""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+from rl_bridge.bridge.pairing import PairChoice, SideFacts, choose_transport
+from rl_bridge.errors import (
+    EngineLost,
+    TornEngine,
+    WeightBridgeError,
+    WeightUpdateRejectedError,
+)
+from rl_bridge.integrations.ray.answers import Announcement, RolloutAnswer
+from rl_bridge.integrations.ray.calls import Deadline, result_of
+from rl_bridge.manifest.canonical import JSONValue
+
+__all__ = ["FleetUpdate", "RolloutFleet"]
+
+_LOG = logging.getLogger(__name__)
+_TRAINER = "trainer"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetUpdate:
+    """What became of one version.
+
+    Attributes:
+        weight_version: the version.
+        root: its root.
+        answers: rollout -> what it answered.
+        lost: rollout -> why there is no answer: `EngineLost`, `DeadlineExceeded`, or what kept it
+            from joining again.
+
+    """
+
+    weight_version: int
+    root: str
+    answers: Mapping[str, RolloutAnswer] = field(default_factory=dict)
+    lost: Mapping[str, WeightBridgeError] = field(default_factory=dict)
+
+    @property
+    def routable(self) -> tuple[str, ...]:
+        """The rollouts that hold exactly this version, and said so with its root."""
+        return tuple(name for name, answer in self.answers.items() if self._has_it(answer))
+
+    def require_all(self) -> None:
+        """Insist that every rollout has it.
+
+        Raises:
+            EngineLost: one died.
+            DeadlineExceeded: one did not answer in time.
+            TornEngine: one must not serve.
+            WeightUpdateRejectedError: one refused it.
+
+        """
+        for error in self.lost.values():
+            raise error
+        for name, answer in self.answers.items():
+            if not self._has_it(answer):
+                kind = TornEngine if answer.outcome == "torn" else WeightUpdateRejectedError
+                raise kind(
+                    f"rollout {name!r} did not install version {self.weight_version}, it holds "
+                    f"{answer.active_version}: {answer.error}: {answer.message}. See its log, or "
+                    "replace it: RolloutFleet.join(name, actor)."
+                )
+
+    def _has_it(self, answer: RolloutAnswer) -> bool:
+        return (answer.active_version, answer.active_root) == (self.weight_version, self.root)
+
+
+@dataclass(slots=True)
+class _Member:
+    """One rollout, as the driver knows it."""
+
+    actor: Any
+    choice: PairChoice
+    answer: RolloutAnswer | None = None
+
+
+class RolloutFleet:
+    """Sends versions of one trainer's actor to rollout actors. Not thread-safe: one driver's.
+
+    The trainer's actor has the methods of `WeightPublisherActor`, each rollout's those of
+    `RolloutActor`. A rollout that dies, hangs or refuses does not hold the others up.
+    """
+
+    def __init__(self, trainer: Any, *, timeout_s: float = 60.0) -> None:
+        """Ask the trainer where it runs.
+
+        Args:
+            trainer: the handle of the trainer's actor.
+            timeout_s: longest wait for the answers to one version, one joining, or one publication.
+
+        Raises:
+            EngineLost: the trainer's actor is dead.
+            DeadlineExceeded: it does not answer.
+            ValueError: no time at all.
+
+        """
+        if not timeout_s > 0:
+            raise ValueError(f"timeout_s={timeout_s!r}: expected seconds above 0.")
+        self._trainer = trainer
+        self._timeout_s = timeout_s
+        self._members: dict[str, _Member] = {}
+        deadline = Deadline(timeout_s)
+        told = result_of(_TRAINER, "answer", trainer.weight_facts.remote(), deadline)
+        self._facts = SideFacts.from_json(told)
+        told = result_of(_TRAINER, "answer", trainer.weight_announcement.remote(), deadline)
+        self._current = Announcement.from_json(told)
+
+    @property
+    def weight_version(self) -> int | None:
+        """The version that was published last; None before the first."""
+        return self._current.weight_version
+
+    @property
+    def routable(self) -> tuple[str, ...]:
+        """The rollouts that hold the current version, by their last answer; none before it."""
+        if self._current.weight_version is None:
+            return ()
+        current = (self._current.weight_version, self._current.root)
+        return tuple(
+            name
+            for name, member in self._members.items()
+            if member.answer is not None
+            and (member.answer.active_version, member.answer.active_root) == current
+        )
+
+    @property
+    def choices(self) -> Mapping[str, PairChoice]:
+        """Rollout -> the transport that it uses, and why."""
+        return MappingProxyType({name: member.choice for name, member in self._members.items()})
+
+    def join(self, name: str, actor: Any) -> PairChoice:
+        """Take in a rollout, or another actor in the place of one; it gets the current version.
+
+        Args:
+            name: what the driver calls it.
+            actor: the handle of its actor.
+
+        Returns:
+            The transport that it uses, and why.
+
+        Raises:
+            EngineLost: it, or the trainer, is dead.
+            DeadlineExceeded: no answer in time.
+            WeightBridgeUnavailableError: no transport works between the two.
+            WeightUpdateRejectedError: it refused the current version.
+
+        """
+        self._members.pop(name, None)
+        deadline = Deadline(self._timeout_s)
+        facts = result_of(name, "join", actor.find_weights.remote(self._facts.to_json()), deadline)
+        choice = choose_transport(self._facts, SideFacts.from_json(facts))
+        _LOG.info("rollout %s gets weights by %s", name, choice)
+        text = choice.to_json()
+        # The trainer first: what listens must listen before somebody calls.
+        manifest = result_of(
+            _TRAINER, f"serve {name}", self._trainer.serve_weights.remote(text), deadline
+        )
+        answer = _answer(result_of(name, "join", actor.join_weights.remote(text), deadline))
+        if answer.error:
+            raise WeightUpdateRejectedError(
+                f"rollout {name!r} did not join by {choice.transport}: {answer.error}: "
+                f"{answer.message}. See its log, and join it again."
+            )
+        version = self._current.weight_version
+        if manifest:
+            reference = actor.update_weights.remote(manifest)
+            answer = _answer(result_of(name, f"install version {version}", reference, deadline))
+        self._members[name] = _Member(actor, choice, answer)
+        if manifest and name not in self.routable:
+            raise WeightUpdateRejectedError(
+                f"rollout {name!r} joined and did not install version {version}: {answer.error}: "
+                f"{answer.message}. It gets no requests. See its log, and join it again."
+            )
+        return choice
+
+    def leave(self, name: str) -> None:
+        """Forget a rollout; unknown names are ignored. Its actor is not touched."""
+        self._members.pop(name, None)
+
+    def update(
+        self, weight_version: int, *, metadata: Mapping[str, JSONValue] | None = None
+    ) -> FleetUpdate:
+        """Publish the trainer's weights of now, and have every rollout install them.
+
+        Returns:
+            What became of it, rollout by rollout.
+
+        Raises:
+            EngineLost: the trainer's actor is dead.
+            DeadlineExceeded: the trainer did not publish in time.
+            VersionNotMonotonic: the version is not above the last one.
+            WeightBridgeError: it could not be published.
+
+        """
+        told, manifests = result_of(
+            _TRAINER,
+            f"publish version {weight_version}",
+            self._trainer.publish_weights.remote(weight_version, metadata),
+            Deadline(self._timeout_s),
+        )
+        self._current = Announcement.from_json(told)
+        deadline = Deadline(self._timeout_s)
+        calls = {
+            name: member.actor.update_weights.remote(manifests[member.choice.lane])
+            for name, member in self._members.items()
+        }
+        answers: dict[str, RolloutAnswer] = {}
+        lost: dict[str, WeightBridgeError] = {}
+        for name, reference in calls.items():
+            member = self._members[name]
+            member.answer = None
+            try:
+                what = f"install version {weight_version}"
+                answer = _answer(result_of(name, what, reference, deadline))
+                if answer.outcome == "unjoined":  # Ray started it anew: it knows nothing
+                    self.join(name, member.actor)
+                    answer = self._members[name].answer or answer
+            except WeightBridgeError as error:
+                lost[name] = error
+                _LOG.warning("rollout %s has not version %s: %s", name, weight_version, error)
+                continue
+            answers[name] = self._members[name].answer = answer
+        return FleetUpdate(
+            weight_version=weight_version,
+            root=self._current.root,
+            answers=MappingProxyType(answers),
+            lost=MappingProxyType(lost),
+        )
+
+    def ask(self, name: str) -> RolloutAnswer:
+        """Ask a rollout what it holds; one that missed its deadline may be routable after it.
+
+        Raises:
+            KeyError: no rollout of that name.
+            EngineLost: its actor is dead.
+            DeadlineExceeded: it does not answer.
+
+        """
+        member = self._members[name]
+        member.answer = None
+        reference = member.actor.weight_status.remote()
+        member.answer = _answer(
+            result_of(name, "tell its status", reference, Deadline(self._timeout_s))
+        )
+        return member.answer
+
+
+def _answer(text: Any) -> RolloutAnswer:
+    if not isinstance(text, bytes):
+        raise EngineLost(
+            f"a rollout answered with a {type(text).__name__}, expected bytes. Use "
+            "rl_bridge.ray.RolloutActor for its class."
+        )
+    return RolloutAnswer.from_json(text)

@@ -1,0 +1,211 @@
+"""The trainer's side: one version, published for every transport that some rollout needs.
+
+Knows nothing of Ray: what it takes and gives are bytes and plain values.
+"""
+
+import json
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from rl_bridge.bridge.bridges import TensorBridge, make_weight_bridge
+from rl_bridge.bridge.pairing import Beacon, PairChoice, look_around
+from rl_bridge.errors import VersionNotMonotonic, WeightUpdateRejectedError
+from rl_bridge.extractors.state_dict import Source
+from rl_bridge.integrations.ray.answers import Announcement
+from rl_bridge.manifest.canonical import JSONValue
+from rl_bridge.manifest.model import WeightUpdateManifest
+
+__all__ = ["PublisherSide"]
+
+_LOG = logging.getLogger(__name__)
+_HOME = "shared-memory"
+
+
+class PublisherSide:
+    """Publishes each version once per lane: a transport, and for shared files their directory.
+
+    One lane is always there: the version is sealed in this machine's memory first of all, and a
+    lane that is opened later gets the current version from that seal, not from weights that may
+    have moved on. It keeps two versions: the current one, and the one before it, until the next.
+    """
+
+    def __init__(
+        self,
+        source: Callable[[], Source],
+        *,
+        worker: str = "trainer",
+        rank: int = 0,
+        node: str = "",
+        address: str = "",
+        directories: Sequence[str] = (),
+        state_dir: str | None = None,
+        options: Mapping[str, Mapping[str, object]] | None = None,
+    ) -> None:
+        """Open the first lane; nothing is published yet.
+
+        Args:
+            source: gives what to publish: a module, a state dict, or chunks.
+            worker: this side's name.
+            rank: its rank.
+            node: what the cluster calls this machine.
+            address: where other machines reach it; what listens for them listens there.
+            directories: where named segments may go, for rollouts in other containers.
+            state_dir: where the last version is kept across restarts.
+            options: transport -> more options for `make_weight_bridge`.
+
+        Raises:
+            WeightBridgeError: shared memory is blocked here.
+
+        """
+        self._source = source
+        self._worker = worker
+        self._rank = rank
+        self._node = node
+        self._address = address
+        self._directories = tuple(directories)
+        self._state_dir = None if state_dir is None else Path(state_dir)
+        self._options = {name: dict(given) for name, given in (options or {}).items()}
+        self._metadata: Mapping[str, JSONValue] = {}
+        self._lanes: dict[str, TensorBridge] = {}
+        self._manifests: dict[str, WeightUpdateManifest] = {}
+        self._before: dict[str, WeightUpdateManifest] = {}
+        self._beacon = Beacon()
+        self._open(PairChoice(transport=_HOME, reason="the seal that every lane comes from"))
+
+    def facts(self) -> bytes:
+        """Where this side runs and what works here: `SideFacts` as JSON."""
+        return look_around(
+            node=self._node,
+            address=self._address,
+            directories=self._directories,
+            beacon=self._beacon,
+        ).to_json()
+
+    def serve(self, choice: bytes) -> bytes:
+        """Open a rollout's lane, with the current version on it; idempotent.
+
+        Returns:
+            The manifest that the rollout installs before it answers requests; empty if nothing was
+            published yet.
+
+        Raises:
+            WeightBridgeError: the transport cannot be opened, or carry this version.
+
+        """
+        chosen = PairChoice.from_json(choice)
+        if chosen.lane not in self._lanes:
+            bridge = self._open(chosen)
+            if _HOME in self._manifests:
+                self._carry_over(chosen.lane, bridge)
+        manifest = self._manifests.get(chosen.lane)
+        return b"" if manifest is None else manifest.to_json().encode()
+
+    def publish(
+        self, weight_version: int, metadata: Mapping[str, JSONValue] | None = None
+    ) -> tuple[bytes, dict[str, bytes]]:
+        """Publish what the source holds now, on every lane.
+
+        Returns:
+            The `Announcement`, and lane -> manifest, all as JSON.
+
+        Raises:
+            VersionNotMonotonic: the version is not above the last one.
+            WeightUpdateRejectedError: the weights moved while they were published; the rollouts
+                keep the version before.
+            WeightBridgeError: a lane cannot carry it.
+
+        """
+        current = self._manifests.get(_HOME)
+        if current is not None and weight_version <= current.weight_version:
+            # Before any lane takes it: half of them would go on otherwise.
+            raise VersionNotMonotonic(
+                f"weight_version must increase monotonically: {weight_version} came after "
+                f"{current.weight_version}. Publish a later version."
+            )
+        for lane, manifest in self._before.items():
+            self._lanes[lane].release(manifest.update_id)
+        self._before = {}
+        made: dict[str, WeightUpdateManifest] = {}
+        try:
+            for lane, bridge in self._lanes.items():
+                made[lane] = bridge.publish(
+                    self._source(), weight_version=weight_version, metadata=metadata
+                )
+            _require_one_root(made)
+        except BaseException:
+            for lane, manifest in made.items():
+                self._lanes[lane].release(manifest.update_id)
+            raise
+        self._before, self._manifests, self._metadata = self._manifests, made, metadata or {}
+        return self.announcement(), {lane: text.to_json().encode() for lane, text in made.items()}
+
+    def announcement(self) -> bytes:
+        """What was published last: `Announcement` as JSON."""
+        manifest = self._manifests.get(_HOME)
+        if manifest is None:
+            return Announcement().to_json()
+        return Announcement(weight_version=manifest.weight_version, root=manifest.root).to_json()
+
+    def reports(self) -> bytes:
+        """What the consumers told the publisher, lane by lane, as JSON."""
+        found = {lane: bridge.consumers() for lane, bridge in self._lanes.items()}
+        told = {lane: [asdict(report) for report in reports] for lane, reports in found.items()}
+        return json.dumps(told, default=str).encode()
+
+    def close(self) -> None:
+        """Take back everything that was published. Idempotent."""
+        for bridge in self._lanes.values():
+            bridge.close()
+        self._beacon.close()
+
+    def _open(self, chosen: PairChoice) -> TensorBridge:
+        place = {} if self._state_dir is None else {"state_dir": self._folder(chosen.lane)}
+        bridge = make_weight_bridge(
+            chosen.transport,
+            source_worker=self._worker,
+            source_rank=self._rank,
+            **{
+                **self._options.get(chosen.transport, {}),
+                **chosen.publisher_options,
+                **place,
+            },
+        )
+        self._lanes[chosen.lane] = bridge
+        _LOG.info("%s opens %s", self._worker, chosen)
+        return bridge
+
+    def _folder(self, lane: str) -> Path:
+        assert self._state_dir is not None
+        folder = self._state_dir / lane.replace("/", "_")
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
+    def _carry_over(self, lane: str, bridge: TensorBridge) -> None:
+        """Publish the current version on a new lane, from where it is sealed."""
+        sealed = self._manifests[_HOME]
+        home = self._lanes[_HOME]
+        try:
+            self._manifests[lane] = bridge.publish(
+                home.import_update(sealed),
+                weight_version=sealed.weight_version,
+                metadata=self._metadata,
+            )
+            _require_one_root(self._manifests)
+        except BaseException:
+            self._manifests.pop(lane, None)
+            self._lanes.pop(lane).close()
+            raise
+        finally:
+            home.release_imported(sealed.update_id)
+
+
+def _require_one_root(made: Mapping[str, WeightUpdateManifest]) -> None:
+    roots = {lane: manifest.root for lane, manifest in made.items()}
+    if len(set(roots.values())) > 1:
+        version = next(iter(made.values())).weight_version
+        raise WeightUpdateRejectedError(
+            f"version {version} has another root on each lane: {roots}. The weights moved while "
+            "they were published. Call publish between two training steps."
+        )

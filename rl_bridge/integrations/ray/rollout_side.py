@@ -1,0 +1,159 @@
+"""The rollout's side: an engine that takes manifests as bytes and answers in JSON.
+
+Knows nothing of Ray: what it takes and gives are bytes and plain values.
+"""
+
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal
+
+from rl_bridge.bridge.bridges import TensorBridge, make_weight_bridge
+from rl_bridge.bridge.pairing import PairChoice, SideFacts, look_around
+from rl_bridge.bridge.rollout import RolloutExecutor
+from rl_bridge.errors import TornEngine, WeightBridgeError, WeightBridgeUnavailableError
+from rl_bridge.installers.base import TransactionalAdapter, WeightInstallAdapter
+from rl_bridge.integrations.ray.answers import RolloutAnswer
+
+__all__ = ["RolloutSide"]
+
+_LOG = logging.getLogger(__name__)
+
+Outcome = Literal["acknowledged", "refused", "torn", "unjoined", "status"]
+
+
+class RolloutSide:
+    """Keeps one engine at one version; every method may be called from any thread."""
+
+    def __init__(
+        self,
+        adapter: Callable[[], WeightInstallAdapter | TransactionalAdapter | None],
+        *,
+        worker: str = "rollout",
+        rank: int = 0,
+        node: str = "",
+        directories: Sequence[str] = (),
+        options: Mapping[str, Mapping[str, object]] | None = None,
+    ) -> None:
+        """Configure; the engine is not touched before the first version.
+
+        Args:
+            adapter: gives how weights get into the engine; asked once for each lane.
+            worker: this side's name.
+            rank: its rank.
+            node: what the cluster calls this machine.
+            directories: directories that it may share with the trainer.
+            options: transport -> more options for `make_weight_bridge`.
+
+        """
+        self._adapter = adapter
+        self._worker = worker
+        self._rank = rank
+        self._node = node
+        self._directories = tuple(directories)
+        self._options = {name: dict(given) for name, given in (options or {}).items()}
+        self._joined: tuple[str, Mapping[str, str]] | None = None
+        self._bridge: TensorBridge | None = None
+        self._executor: RolloutExecutor | None = None
+
+    @property
+    def executor(self) -> RolloutExecutor:
+        """What keeps the engine at its version.
+
+        Raises:
+            WeightBridgeUnavailableError: it has not joined yet.
+
+        """
+        if self._executor is None:
+            raise WeightBridgeUnavailableError(
+                f"rollout {self._worker!r} has no transport yet. Join it first: "
+                "RolloutFleet.join(name, actor)."
+            )
+        return self._executor
+
+    def facts(self, publisher: bytes) -> bytes:
+        """What this side is, and what it reaches of the publisher's: `SideFacts` as JSON.
+
+        Raises:
+            MalformedManifest: what is given are not the facts of a publisher's side.
+
+        """
+        return look_around(
+            node=self._node,
+            directories=self._directories,
+            publisher=SideFacts.from_json(publisher),
+        ).to_json()
+
+    def join(self, choice: bytes) -> bytes:
+        """Take a lane; again with the same one changes nothing: `RolloutAnswer` as JSON."""
+        try:
+            self._join(PairChoice.from_json(choice))
+        except WeightBridgeError as error:
+            return self._answer("refused", error).to_json()
+        return self._answer("status").to_json()
+
+    def update(self, manifest: bytes) -> bytes:
+        """Install one version, or leave everything as it was: `RolloutAnswer` as JSON.
+
+        Whatever fails is in the answer, the engine's own exceptions too: it is told in words, and
+        nothing has to be rebuilt from a type that the other side may not have.
+        """
+        if self._executor is None:
+            return self._answer("unjoined").to_json()
+        try:
+            self._executor.update_weights(manifest.decode())
+        except TornEngine as error:
+            return self._answer("torn", error).to_json()
+        except Exception as error:  # noqa: BLE001 - the answer carries it to who asked
+            _LOG.warning("rollout %s keeps its version: %s", self._worker, error)
+            return self._answer("torn" if self._executor.is_torn else "refused", error).to_json()
+        return self._answer("acknowledged").to_json()
+
+    def status(self) -> bytes:
+        """What the engine holds: `RolloutAnswer` as JSON."""
+        return self._answer("unjoined" if self._executor is None else "status").to_json()
+
+    def close(self) -> None:
+        """Release the active version and close the bridge; the engine keeps its bytes."""
+        executor, self._executor = self._executor, None
+        bridge, self._bridge = self._bridge, None
+        self._joined = None
+        try:
+            if executor is not None:
+                executor.close()
+        finally:
+            if bridge is not None:
+                bridge.close()
+
+    def _join(self, chosen: PairChoice) -> None:
+        lane = (chosen.transport, chosen.consumer_options)
+        if self._joined == lane:
+            return
+        self.close()
+        bridge = make_weight_bridge(
+            chosen.transport,
+            source_worker=self._worker,
+            source_rank=self._rank,
+            **{**self._options.get(chosen.transport, {}), **chosen.consumer_options},
+        )
+        try:
+            self._executor = RolloutExecutor(
+                weight_bridge=bridge, weight_install_adapter=self._adapter()
+            )
+        except BaseException:
+            bridge.close()
+            raise
+        self._bridge, self._joined = bridge, lane
+        _LOG.info("rollout %s joins by %s", self._worker, chosen)
+
+    def _answer(self, outcome: Outcome, error: Exception | None = None) -> RolloutAnswer:
+        answer = RolloutAnswer(
+            worker=self._worker,
+            rank=self._rank,
+            pid=os.getpid(),
+            node=self._node,
+            outcome=outcome,
+            error="" if error is None else type(error).__name__,
+            message="" if error is None else str(error)[:4096],
+        )
+        return answer if self._executor is None else answer.of(self._executor)

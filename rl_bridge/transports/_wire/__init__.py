@@ -1,0 +1,3 @@
+"""What transports over sockets share: greetings, framed messages, and slots on either side."""
+
+__all__: list[str] = []

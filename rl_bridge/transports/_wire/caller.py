@@ -1,0 +1,134 @@
+"""How a receiver reaches a publisher: connect, and prove both ways that the token is known."""
+
+import select
+import socket
+import time
+
+from rl_bridge.errors import SegmentError, TransferTimeout
+from rl_bridge.transports._wire.channel import (
+    GREETING_NBYTES,
+    MAX_MESSAGE_NBYTES,
+    Channel,
+    Greeting,
+    fresh_nonce,
+)
+
+__all__ = ["Caller"]
+
+
+class Caller:
+    """One attempt to reach a publisher, within one deadline."""
+
+    def __init__(
+        self, what: str, address: str, port: int, *, magic: bytes, timeout_s: float
+    ) -> None:
+        """Begin; nothing is opened yet.
+
+        Args:
+            what: is called, for messages: "the publisher's broadcast group".
+            address: where it listens.
+            port: where it listens.
+            magic: see `Greeting`.
+            timeout_s: longest wait for all of it.
+
+        """
+        self._address = address
+        self._port = port
+        self._magic = magic
+        self._timeout_s = timeout_s
+        self._until = time.monotonic() + timeout_s
+        self.where = f"{what} at {address} port {port}"
+
+    def connect(
+        self, token: bytes, identity: str, *, max_message_nbytes: int = MAX_MESSAGE_NBYTES
+    ) -> Channel:
+        """Connect and greet; nothing that the other side says is parsed before its proof.
+
+        Raises:
+            SegmentError: the publisher is gone, or refuses the token.
+            TransferTimeout: it does not answer in time.
+
+        """
+        channel = Channel(self._open(), max_message_nbytes=max_message_nbytes)
+        try:
+            self._greet(channel, token, identity)
+        except BaseException:
+            channel.close()
+            raise
+        return channel
+
+    def _open(self) -> socket.socket:
+        family = socket.AF_INET6 if ":" in self._address else socket.AF_INET
+        connection = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        try:
+            connection.settimeout(max(0.001, self._until - time.monotonic()))
+            connection.connect((self._address, self._port))
+        except TimeoutError as error:
+            connection.close()
+            raise self._late("be reached") from error
+        except OSError as error:
+            connection.close()
+            msg = (
+                f"{self.where} cannot be reached: {error}. Its bridge was closed, or it died: "
+                "publish again; or this machine has no route there: give the publisher an address= "
+                "that it has."
+            )
+            raise SegmentError(msg) from error
+        return connection
+
+    def _late(self, what: str) -> TransferTimeout:
+        return TransferTimeout(
+            f"{self.where} could not {what} within {self._timeout_s} s. See that the publisher "
+            "runs and is reachable, then import again, or raise timeout_s."
+        )
+
+    def _receive(self, channel: Channel, part: str) -> bytes:
+        data = channel.receive_raw(GREETING_NBYTES[part], until=self._until)
+        if data is None:
+            if not channel.is_lost:
+                raise self._late("greet")
+            msg = (
+                f"{self.where} hung up in the greeting: the token is not its own, or another "
+                "program listens there by now. Use the manifest or init info of the publisher that "
+                "runs now."
+            )
+            raise SegmentError(msg)
+        return data
+
+    def _greet(self, channel: Channel, token: bytes, identity: str) -> None:
+        nonce = Greeting.nonce_of(self._magic, self._receive(channel, "hello"))
+        if nonce is None:
+            msg = (
+                f"what listens at {self._address} port {self._port} is no publisher of this "
+                "transport. Use the manifest or init info of one that runs now."
+            )
+            raise SegmentError(msg)
+        greeting = Greeting(self._magic, token, identity, nonce)
+        answer = greeting.answer(fresh_nonce())
+        channel.send_raw(answer)
+        # Both ways: what a stranger says is not parsed on this side either.
+        if not greeting.is_proven_by(self._receive(channel, "proof"), answer):
+            msg = f"{self.where} does not know the token. Use its own init info."
+            raise SegmentError(msg)
+
+    def wait_for_message(self, channel: Channel) -> bytes:
+        """Wait for one message's text.
+
+        Raises:
+            SegmentError: the publisher hung up.
+            TransferTimeout: it does not answer in time.
+
+        """
+        while (text := channel.take()) is None:
+            if channel.is_lost:
+                msg = f"{self.where} hung up. Publish again, or make a new bridge."
+                raise SegmentError(msg)
+            left = self._until - time.monotonic()
+            if left <= 0:
+                raise self._late("answer")
+            poll = select.poll()
+            poll.register(channel.socket, select.POLLIN)
+            poll.poll(left * 1e3)
+            channel.flush()
+            channel.fill()
+        return text

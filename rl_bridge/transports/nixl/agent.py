@@ -1,0 +1,273 @@
+"""One agent of the library: registered memory, peers, and reads, each counted.
+
+Every call into the library stands here. What it raises comes out as `AgentError`, so that nobody
+else has to know its classes.
+"""
+
+import secrets
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from rl_bridge.errors import TransportUnavailable, WeightBridgeError
+from rl_bridge.transports.nixl import library
+
+__all__ = [
+    "REMEDY",
+    "Agent",
+    "AgentError",
+    "Counters",
+    "Kind",
+    "PeerUnreachable",
+    "Region",
+    "State",
+]
+
+Kind = Literal["DRAM", "VRAM"]
+State = Literal["DONE", "PROC"]
+Ranges = npt.NDArray[np.uint64]
+"""One row for each range: address, size, device."""
+
+REMEDY = (
+    "Install one package of it: pip install 'rl-bridge[nixl]' (or nixl-cu13), or use broadcast "
+    "across machines and shared-memory on one."
+)
+
+
+class AgentError(WeightBridgeError):
+    """A call into the library failed; this transport catches it, and knows what it means."""
+
+
+class PeerUnreachable(AgentError):
+    """The library knows of no way to a peer: for instance as an interface was down at its start."""
+
+
+@dataclass(slots=True)
+class Counters:
+    """What was made so far. In steady state none of them grows.
+
+    Attributes:
+        registrations: ranges of memory that were registered.
+        connections: peers that were connected.
+        plans: lists of descriptors that were prepared.
+
+    """
+
+    registrations: int = 0
+    connections: int = 0
+    plans: int = 0
+
+    def __str__(self) -> str:
+        return ", ".join(f"{item.name}={getattr(self, item.name)}" for item in fields(self))
+
+
+class Region:
+    """Registered memory; `Agent.deregister` ends it."""
+
+    def __init__(self, descriptors: Any, count: int) -> None:
+        """Note what the library gave."""
+        self.descriptors = descriptors
+        self.count = count
+
+
+class Agent:
+    """See the module. Thread-safe: the library's own lock is on."""
+
+    def __init__(self, role: str, *, backend: str, params: dict[str, str]) -> None:
+        """Make an agent.
+
+        Args:
+            role: part of its name, for the library's logs.
+            backend: what carries the bytes, e.g. ``UCX``.
+            params: of the backend.
+
+        Raises:
+            TransportUnavailable: the library is not here, or its backend cannot be opened.
+
+        """
+        try:
+            self._module, _ = library.find()
+            self._failures = library.failures(self._module)
+            self.name = f"rlb-{role}-{secrets.token_hex(8)}"
+            self._agent: Any = library.new_agent(self._module, self.name, backend, params)
+        except (ImportError, RuntimeError) as error:
+            raise TransportUnavailable("nixl", str(error), REMEDY) from error
+        self._backend = backend
+        self.made = Counters()
+        self.num_registered = 0
+        """Ranges that are registered now."""
+        self._lock = threading.Lock()
+        self._made: dict[int, Any] = {}
+        """Lists and reads that were made and not released."""
+
+    # ---- memory ---------------------------------------------------------------------------------
+
+    def register(self, ranges: Sequence[tuple[int, int]], kind: Kind, device: int = 0) -> Region:
+        """Register ranges (address, size).
+
+        Raises:
+            AgentError: the library refuses.
+
+        """
+        rows = [(address, nbytes, device, "") for address, nbytes in ranges]
+        try:
+            made = self._agent.register_memory(rows, kind, [self._backend])
+        except self._failures as error:
+            raise AgentError(
+                f"NIXL cannot register {len(rows)} ranges: {error}. See it."
+            ) from error
+        with self._lock:
+            self.made.registrations += len(rows)
+            self.num_registered += len(rows)
+        return Region(made, len(rows))
+
+    def deregister(self, region: Region) -> None:
+        """Take memory back. Idempotent."""
+        descriptors, region.descriptors = region.descriptors, None
+        if descriptors is None or self._agent is None:
+            return
+        with self._lock:
+            self.num_registered -= region.count
+        try:
+            self._agent.deregister_memory(descriptors, [self._backend])
+        except self._failures as error:
+            raise AgentError(f"NIXL cannot deregister memory: {error}.") from error
+
+    def metadata(self, region: Region | None) -> bytes:
+        """What a peer needs to read a region, and no other one; None: to reach this agent at all.
+
+        Raises:
+            AgentError: the region is not registered any more.
+
+        """
+        empty = self._module.nixlBind.nixlRegDList(self._module.nixlBind.DRAM_SEG)
+        descriptors = empty if region is None else region.descriptors
+        try:
+            found: bytes = self._agent.get_partial_agent_metadata(
+                descriptors, region is None, [self._backend]
+            )
+        except self._failures as error:
+            raise AgentError(f"NIXL cannot describe memory: {error}.") from error
+        return found
+
+    # ---- peers ----------------------------------------------------------------------------------
+
+    def add_peer(self, metadata: bytes, *, is_new: bool = False) -> str:
+        """Learn of a peer, or of more of its memory; returns its name.
+
+        Raises:
+            PeerUnreachable: it is no metadata, or there is no way to that peer.
+
+        """
+        try:
+            name: str | bytes = self._agent.add_remote_agent(metadata)
+        except self._failures as error:
+            raise PeerUnreachable(f"NIXL cannot read a peer's metadata: {error}.") from error
+        self.made.connections += is_new
+        return name.decode("ascii", "replace") if isinstance(name, bytes) else name
+
+    def remove_peer(self, name: str) -> None:
+        """Disconnect from a peer and forget its memory. Unknown ones are ignored."""
+        try:
+            self._agent.remove_remote_agent(name)
+        except self._failures:
+            return
+
+    # ---- reads ----------------------------------------------------------------------------------
+
+    def prepare(self, peer: str | None, ranges: Ranges, kind: Kind) -> Any:
+        """Prepare a list of descriptors; `peer` None is this side.
+
+        Raises:
+            AgentError: the memory is not registered, or the peer's metadata does not tell of it.
+
+        """
+        try:
+            made = self._agent.prep_xfer_dlist(
+                "NIXL_INIT_AGENT" if peer is None else peer, ranges, kind, [self._backend]
+            )
+        except self._failures as error:
+            raise AgentError(
+                f"NIXL cannot prepare {len(ranges)} ranges: {error}. See it."
+            ) from error
+        self.made.plans += 1
+        self._made[id(made)] = made
+        return made
+
+    def make_read(self, local: Any, remote: Any, low: int, high: int) -> Any:
+        """Make a read of the descriptors `low` to `high` of two lists; it can be posted many times.
+
+        Raises:
+            AgentError: the library refuses.
+
+        """
+        rows = np.arange(low, high, dtype=np.int32)
+        try:
+            made = self._agent.make_prepped_xfer(
+                "READ", local, rows, remote, rows, backends=[self._backend]
+            )
+        except self._failures as error:
+            raise AgentError(f"NIXL cannot make a read: {error}.") from error
+        self._made[id(made)] = made
+        return made
+
+    def post(self, read: Any) -> State:
+        """Begin a read.
+
+        Raises:
+            AgentError: it failed.
+
+        """
+        return self._state(self._agent.transfer, read)
+
+    def check(self, read: Any) -> State:
+        """Make progress, and say whether a read is over.
+
+        Raises:
+            AgentError: it failed; it is over.
+
+        """
+        return self._state(self._agent.check_xfer_state, read)
+
+    def _state(self, call: Any, read: Any) -> State:
+        try:
+            state = call(read)
+        except self._failures as error:
+            raise AgentError(f"a read failed: {error}.") from error
+        if state not in {"DONE", "PROC"}:
+            raise AgentError(f"a read ended in {state}.")
+        done: State = state
+        return done
+
+    def release(self, *made: Any) -> None:
+        """Let go of reads that are over, or of prepared lists."""
+        for one in made:
+            self._made.pop(id(one), None)
+            try:
+                one.release()
+            except self._failures:
+                continue  # its finalizer tries again when the agent ends
+
+    def progress(self) -> None:
+        """Serve peers that read from here, where the network cannot do that by itself."""
+        try:
+            self._agent.get_new_notifs([self._backend])
+        except self._failures as error:
+            raise AgentError(f"NIXL makes no progress: {error}.") from error
+
+    def close(self) -> None:
+        """End it; registered memory and connections go along. Idempotent."""
+        # What the library made must not outlive it: whoever still refers to it has nothing then.
+        self.release(*reversed(list(self._made.values())))
+        self._agent = None
+        with self._lock:
+            self.num_registered = 0
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether it ended."""
+        return self._agent is None

@@ -1,0 +1,333 @@
+"""The engine's end: leases versions at their publishers, and reads them into slots of its own."""
+
+import logging
+import os
+import select
+import time
+import weakref
+from collections.abc import Callable, Sequence
+
+from pydantic import ValidationError
+
+from rl_bridge.errors import (
+    MalformedManifest,
+    SegmentError,
+    StaleUpdate,
+    TransportUnavailable,
+    WeightBridgeError,
+)
+from rl_bridge.manifest.canonical import thaw
+from rl_bridge.manifest.model import WeightUpdateManifest
+from rl_bridge.memory.control import UpdateReport
+from rl_bridge.transports._wire.arenas import Arenas
+from rl_bridge.transports.base import Attachment, ConsumerEnd, PartRequest
+from rl_bridge.transports.nixl.agent import Agent, AgentError, Counters, PeerUnreachable
+from rl_bridge.transports.nixl.endpoint import NIXLEndpoint, NIXLHandle
+from rl_bridge.transports.nixl.fetch import Fetch, Job, Torn
+from rl_bridge.transports.nixl.link import Link
+from rl_bridge.transports.nixl.messages import Entry
+from rl_bridge.transports.nixl.source import Source
+
+__all__ = ["NIXLConsumer"]
+
+_LOG = logging.getLogger(__name__)
+_PAUSE_MS = 5
+
+
+class _Held:
+    """What outlives a consumer's end that is dropped: closed by its finalizer."""
+
+    def __init__(self) -> None:
+        self.agent: Agent | None = None
+        self.sources: dict[str, Source] = {}
+        self.parked: list[tuple[Agent, Sequence[Job]]] = []
+        """Agents that were given up, with reads that may not have ended."""
+
+
+class NIXLConsumer(ConsumerEnd):
+    """See `rl_bridge.transports.base.ConsumerEnd`."""
+
+    def __init__(
+        self,
+        worker: str,
+        rank: int,
+        *,
+        make_agent: Callable[[], Agent],
+        make_arenas: Callable[[], Arenas],
+        backend: str,
+        token: bytes | None,
+        num_threads: int | None,
+        timeout_s: float,
+    ) -> None:
+        """Open nothing yet."""
+        self._worker = worker
+        self._rank = rank
+        self._make_agent = make_agent
+        self._make_arenas = make_arenas
+        self._backend = backend
+        self._token = token
+        self._num_threads = num_threads
+        self._timeout_s = timeout_s
+        self._held = _Held()
+        self._past = Counters()
+        self._unreachable: set[str] = set()
+        # A bridge that is dropped instead of closed must not keep its memory and connections.
+        self._finalizer = weakref.finalize(self, _end, os.getpid(), self._held)
+
+    # ---- what can be looked at ------------------------------------------------------------------
+
+    @property
+    def counters(self) -> Counters:
+        """What was made so far; in steady state nothing of it grows."""
+        made = Counters() if self._held.agent is None else self._held.agent.made
+        past = self._past
+        return Counters(
+            registrations=made.registrations + past.registrations,
+            connections=made.connections + past.connections,
+            plans=made.plans + past.plans,
+        )
+
+    @property
+    def num_registered(self) -> int:
+        """Ranges of memory that are registered now."""
+        return 0 if self._held.agent is None else self._held.agent.num_registered
+
+    def catalog(self, manifest: WeightUpdateManifest) -> tuple[Entry, ...]:
+        """What the publisher of a manifest holds.
+
+        Raises:
+            SegmentError: it is gone.
+            TransferTimeout: it does not answer in time.
+
+        """
+        return self._source(self._handle(manifest).endpoint, is_observer=True).link.catalog()
+
+    # ---- attaching ------------------------------------------------------------------------------
+
+    def attach(self, manifest: WeightUpdateManifest) -> Attachment:
+        """Read a version, or take the one that is here, and lease it."""
+        return self._attach([PartRequest(manifest=manifest)], is_observer=False)[0]
+
+    def attach_parts(self, parts: Sequence[PartRequest]) -> list[Attachment]:
+        """Read what is asked for from all publishers at once, and lease it."""
+        publishers = {part.manifest.publisher_id for part in parts}
+        if len(publishers) < len(parts):
+            return super().attach_parts(parts)  # one publisher, one reading at a time
+        return self._attach(parts, is_observer=False)
+
+    def look(self, manifest: WeightUpdateManifest) -> Attachment:
+        """The same as `attach`, without a record."""
+        return self._attach([PartRequest(manifest=manifest)], is_observer=True)[0]
+
+    def _attach(self, parts: Sequence[PartRequest], *, is_observer: bool) -> list[Attachment]:
+        until = time.monotonic() + self._timeout_s
+        num_broken = 0
+        self._sweep()
+        while True:
+            try:
+                return self._attach_once(parts, is_observer=is_observer)
+            except Torn as torn:
+                # Its publisher wrote meanwhile: this side's lease was lost, or never counted.
+                if time.monotonic() >= until:
+                    raise StaleUpdate(str(torn)) from torn
+                select.poll().poll(_PAUSE_MS)
+            except AgentError as error:
+                # The connection broke, which may mean no more than that: once more, on a new one.
+                num_broken += 1
+                if num_broken > 1:
+                    msg = (
+                        f"update {parts[0].manifest.update_id} cannot be read: {error} See that "
+                        "its publisher runs and can be reached, and import again."
+                    )
+                    raise SegmentError(msg) from error
+                self._renew_agent(())
+                _LOG.warning("%s Once more, on a new connection.", error)
+                if isinstance(error, PeerUnreachable):
+                    # The library looks for ways when an agent is made, and never again.
+                    self._renew_agent([])
+
+    def _attach_once(self, parts: Sequence[PartRequest], *, is_observer: bool) -> list[Attachment]:
+        attached: list[Attachment | None] = [self._here(part) for part in parts]
+        jobs: list[Job] = []
+        for index, part in enumerate(parts):
+            if attached[index] is None:
+                handle = self._handle(part.manifest)
+                source = self._source(handle.endpoint, is_observer=is_observer)
+                jobs.append(Job(index, part, handle, source))
+        fetch = Fetch(jobs, timeout_s=self._timeout_s)
+        try:
+            fetch.run()
+            for job in jobs:
+                attached[job.index] = job.attach(self._num_threads)
+        except BaseException:
+            for one in attached:
+                if one is not None:
+                    one.tensors.forget()
+            raise
+        finally:
+            if fetch.close():
+                self._renew_agent(jobs)  # and give their slots back
+        return [one for one in attached if one is not None]
+
+    def _here(self, part: PartRequest) -> Attachment | None:
+        """A version that was read already, if it is still here."""
+        manifest = part.manifest
+        source = self._held.sources.get(manifest.publisher_id)
+        if source is None or part.starts is not None:
+            return None
+        handle = self._handle(manifest)
+        return source.arrivals.attach(
+            manifest.update_id,
+            manifest.table,
+            generation=handle.generation,
+            num_threads=self._num_threads,
+        )
+
+    def _handle(self, manifest: WeightUpdateManifest) -> NIXLHandle:
+        try:
+            handle = NIXLHandle.model_validate(thaw(manifest.handle))
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_input=False)[0]
+            where = ".".join(str(part) for part in first["loc"])
+            msg = (
+                f"update {manifest.update_id}: handle field {where}: {first['msg']}. Send the "
+                "manifest as it was published."
+            )
+            raise MalformedManifest(msg) from error
+        if handle.endpoint.publisher_id != manifest.publisher_id:
+            msg = (
+                f"update {manifest.update_id}: its handle is of publisher "
+                f"{handle.endpoint.publisher_id}, the manifest of {manifest.publisher_id}. Send "
+                "the manifest as it was published."
+            )
+            raise MalformedManifest(msg)
+        if handle.endpoint.backend != self._backend:
+            raise TransportUnavailable(
+                "nixl",
+                f"the publisher offers its memory over {handle.endpoint.backend} and this side was "
+                f"made for {self._backend}",
+                "Give both sides the same backend=.",
+            )
+        return handle
+
+    # ---- connections ----------------------------------------------------------------------------
+
+    def _agent(self) -> Agent:
+        """This side's agent; what was registered with an earlier one is registered with it."""
+        held = self._held
+        if held.agent is None:
+            held.agent = self._make_agent()
+            for source in held.sources.values():
+                source.move_to(held.agent)
+        return held.agent
+
+    def _token_of(self, endpoint: NIXLEndpoint) -> bytes:
+        if endpoint.token is not None:
+            return bytes.fromhex(endpoint.token)
+        if self._token is None:
+            raise TransportUnavailable(
+                "nixl",
+                f"the manifests of {endpoint.server_name} carry no token and this side has none",
+                "Give both sides the same token=.",
+            )
+        return self._token
+
+    def _source(self, endpoint: NIXLEndpoint, *, is_observer: bool) -> Source:
+        """Find or make the connection to a publisher."""
+        known = self._held.sources.get(endpoint.publisher_id)
+        if known is not None and not known.link.is_lost and known.link.endpoint == endpoint:
+            if not is_observer:
+                known.link.follow()
+            return known
+        link = Link(
+            endpoint,
+            self._token_of(endpoint),
+            # Not before the publisher answered: an agent knows only the interfaces that are up.
+            self._agent,
+            worker=self._worker,
+            rank=self._rank,
+            is_observer=is_observer,
+            timeout_s=self._timeout_s,
+        )
+        if known is None:
+            source = Source(link, self._make_arenas(), self._agent())
+            self._held.sources[endpoint.publisher_id] = source
+            return source
+        known.reconnect(link)
+        return known
+
+    def _renew_agent(self, jobs: Sequence[Job]) -> None:
+        """Go on with a new agent, which the next import makes.
+
+        Reads that did not end may still write to this side's memory: nothing that the library
+        offers calls them off. Until they end, their slots are not used and their agent lives.
+        """
+        old, self._held.agent = self._held.agent, None
+        if old is None:
+            return
+        _LOG.warning("a read failed or did not end: this side's connections are made anew")
+        for name in ("registrations", "connections", "plans"):
+            setattr(self._past, name, getattr(self._past, name) + getattr(old.made, name))
+        for source in self._held.sources.values():
+            source.let_go()
+            source.link.hang_up()
+        self._held.parked.append((old, jobs))
+        self._sweep()
+
+    def _sweep(self) -> None:
+        """Close agents whose reads ended meanwhile, and use their slots again."""
+        for agent, jobs in list(self._held.parked):
+            if all(job.reading is None or job.reading.settle() for job in jobs):
+                self._held.parked.remove((agent, jobs))
+                agent.close()
+                for job in jobs:
+                    job.give_back()
+
+    # ---- the rest -------------------------------------------------------------------------------
+
+    def meet(self, manifests: Sequence[WeightUpdateManifest]) -> None:
+        """Connect to these publishers. One that cannot be reached is not tried again."""
+        for manifest in manifests:
+            if manifest.publisher_id in self._unreachable:
+                continue
+            try:
+                self._source(self._handle(manifest).endpoint, is_observer=False)
+            except WeightBridgeError as error:
+                self._unreachable.add(manifest.publisher_id)
+                _LOG.warning("it will not hear of updates: %s", error)
+
+    def report(self, manifest: WeightUpdateManifest, report: UpdateReport) -> None:
+        """Tell the publisher, if this side is connected to it."""
+        known = self._held.sources.get(manifest.publisher_id)
+        if known is None:
+            _LOG.info("the publisher will not hear of %s: not connected to it", report.update_id)
+        else:
+            known.link.report(report)
+
+    def settle(self) -> None:
+        """Let go of versions that were imported, and of publishers that are gone."""
+        self._sweep()
+        busy = {job.source for _, jobs in self._held.parked for job in jobs}
+        for publisher_id, source in list(self._held.sources.items()):
+            source.arrivals.settle()
+            if source.link.is_lost and not source.arrivals.is_needed and source not in busy:
+                del self._held.sources[publisher_id]
+                source.close()
+
+    def close(self) -> None:
+        """Say goodbye everywhere; tensors keep what they look at."""
+        self._finalizer()
+
+
+def _end(pid: int, held: _Held) -> None:
+    if os.getpid() != pid:
+        return
+    for source in held.sources.values():
+        source.let_go()
+    # First of all: nothing can land any more, and publishers that hear of the end can see it.
+    for agent in (held.agent, *(agent for agent, _ in held.parked)):
+        if agent is not None:
+            agent.close()
+    held.parked.clear()
+    while held.sources:
+        held.sources.popitem()[1].close()

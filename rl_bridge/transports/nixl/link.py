@@ -1,0 +1,303 @@
+"""A reader's connection to one publisher: control messages, and the peer that it reads from."""
+
+import os
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import ValidationError
+
+from rl_bridge.errors import (
+    MalformedManifest,
+    SegmentError,
+    StaleUpdate,
+    TransferTimeout,
+    WeightBridgeUnavailableError,
+)
+from rl_bridge.memory.control import UpdateReport
+from rl_bridge.transports._wire.caller import Caller
+from rl_bridge.transports.nixl.agent import Agent
+from rl_bridge.transports.nixl.endpoint import NIXLEndpoint
+from rl_bridge.transports.nixl.messages import (
+    MAGIC,
+    MAX_MESSAGE_NBYTES,
+    AskCatalog,
+    Catalog,
+    Entry,
+    FromPublisher,
+    Gone,
+    Help,
+    Join,
+    Lease,
+    Leased,
+    Leave,
+    Message,
+    Refused,
+    Renew,
+    Reported,
+    Unlease,
+    Welcome,
+    from_publisher,
+)
+
+__all__ = ["Link"]
+
+_KEPT_REPORTS = 6
+_MAX_REPORT_NBYTES = 1 << 20
+_GOODBYE_S = 1.0
+_WHAT = "the publisher's NIXL server"
+
+
+class Link:
+    """One publisher, as a reader sees it. Under the consumer's lock, but for `report`."""
+
+    def __init__(
+        self,
+        endpoint: NIXLEndpoint,
+        token: bytes,
+        agent: Callable[[], Agent],
+        *,
+        worker: str,
+        rank: int,
+        is_observer: bool,
+        timeout_s: float,
+    ) -> None:
+        """Connect, prove that the token is known, and join.
+
+        Raises:
+            SegmentError: the publisher is gone, or refuses the token.
+            WeightBridgeUnavailableError: it has no room for this side.
+            TransferTimeout: it does not answer in time.
+
+        """
+        self.endpoint = endpoint
+        self.is_observer = is_observer
+        self.needs_help = True
+        """Whether the publisher must make progress while this side reads."""
+        self.is_fresh = True
+        """Whether nothing was read yet: a connection that is being made always needs help."""
+        self.epoch = 0
+        """Grows when the peer is made anew: what was prepared before is void."""
+        self.reports: OrderedDict[str, UpdateReport] = OrderedDict()
+        self.known_slots: dict[int, Leased] = {}
+        self._timeout_s = timeout_s
+        self._identity = Join(
+            worker=worker[:512], rank=rank, pid=os.getpid(), is_observer=is_observer
+        )
+        caller = self._caller()
+        self._where = caller.where
+        self._channel = caller.connect(
+            token, endpoint.identity, max_message_nbytes=MAX_MESSAGE_NBYTES
+        )
+        try:
+            welcome = self._join(caller)
+            self.lease_s = welcome.timeout_s
+            self._conn = bytes.fromhex(welcome.metadata)
+            self._agent = agent()
+            self.peer = self._agent.add_peer(self._conn, is_new=True)
+        except BaseException:
+            self._channel.close()
+            raise
+
+    def _caller(self) -> Caller:
+        endpoint = self.endpoint
+        return Caller(
+            _WHAT, endpoint.address, endpoint.port, magic=MAGIC, timeout_s=self._timeout_s
+        )
+
+    def _join(self, caller: Caller) -> Welcome:
+        self._channel.send(self._identity)
+        message = self._parsed(caller.wait_for_message(self._channel))
+        if isinstance(message, Refused):
+            raise WeightBridgeUnavailableError(
+                f"{self._where} refuses this side; mend that and import again: {message.reason}"
+            )
+        if not isinstance(message, Welcome):
+            msg = f"{self._where} does not speak this release's language. Use one release."
+            raise SegmentError(msg)
+        return message
+
+    def _parsed(self, text: bytes) -> FromPublisher | None:
+        try:
+            return from_publisher(text)
+        except ValidationError:
+            return None
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the connection ended, as far as it is known here by now."""
+        if not self._channel.is_lost:
+            self._channel.flush()
+            self._channel.fill()
+        return self._channel.is_lost
+
+    def follow(self) -> None:
+        """From an observer become a consumer, who leaves a record."""
+        if self.is_observer:
+            self.is_observer = False
+            self._channel.send(self._identity.model_copy(update={"is_observer": False}))
+
+    # ---- leases ---------------------------------------------------------------------------------
+
+    def ask(self, update_id: str, *, generation: int, arena_nbytes: int) -> None:
+        """Ask for a lease; `wait` for the answer."""
+        self._channel.send(
+            Lease(
+                update_id=update_id,
+                generation=generation,
+                arena_nbytes=arena_nbytes,
+                known=tuple(self.known_slots),
+                needs_help=self.needs_help,
+            )
+        )
+
+    def wait(self, update_id: str) -> Leased:
+        """Wait for the answer to `ask`, and learn what it takes to read there.
+
+        Raises:
+            StaleUpdate: the publisher released it.
+            SegmentError: it is not what was asked for, or the publisher is gone.
+            TransferTimeout: it does not answer in time.
+
+        """
+        message = self._answer((Leased, Gone), update_id)
+        if isinstance(message, Gone):
+            self._raise_gone(message)
+        if not isinstance(message, Leased):
+            raise MalformedManifest(f"update {update_id}: no lease came. Use one release.")
+        if not len(message.addresses) == len(message.starts) == len(message.nbytes):
+            msg = f"{self._where} describes update {update_id} in a way that cannot be. See it."
+            raise MalformedManifest(msg)
+        self._learn(message)
+        return message
+
+    def _answer(self, kinds: tuple[type[Message], ...], update_id: str | None) -> Message:
+        caller = self._caller()
+        while True:
+            message = self._parsed(caller.wait_for_message(self._channel))
+            if isinstance(message, Refused):
+                self._channel.close()
+                msg = f"{self._where} ended the connection: {message.reason}. Publish again."
+                raise SegmentError(msg)
+            if message is None:
+                self._channel.close()
+                msg = f"{self._where} sent what is no message. Use one release on both sides."
+                raise SegmentError(msg)
+            # Answers to questions that an interrupt left unheard are passed over.
+            is_of_it = update_id is None or getattr(message, "update_id", None) == update_id
+            if isinstance(message, kinds) and is_of_it:
+                return message
+
+    @staticmethod
+    def _raise_gone(gone: Gone) -> None:
+        if gone.is_stale:
+            raise StaleUpdate(
+                f"update {gone.update_id} is gone: {gone.reason}. Import the publisher's latest "
+                "manifest."
+            )
+        raise SegmentError(
+            f"update {gone.update_id} is not what was published: {gone.reason}. Use the manifest "
+            "as it was published."
+        )
+
+    def _learn(self, leased: Leased) -> None:
+        if leased.metadata:
+            if any(_overlaps(leased, at) for at in self.known_slots.values()):
+                # Memory that was registered before under another name: what the library knows of
+                # the old registration must not be used for the new one.
+                self._agent.remove_peer(self.peer)
+                self._agent.add_peer(self._conn, is_new=True)
+                self.known_slots.clear()
+                self.is_fresh = True
+                self.epoch += 1
+            for metadata in leased.metadata:
+                self._agent.add_peer(bytes.fromhex(metadata))
+        elif leased.slot not in self.known_slots:
+            msg = f"{self._where} did not say how to reach slot {leased.slot}. Use one release."
+            raise MalformedManifest(msg)
+        self.known_slots[leased.slot] = leased
+
+    def renew(self, update_id: str) -> None:
+        """Say that this side is still reading."""
+        self._channel.send(Renew(update_id=update_id))
+
+    def help(self, *, is_needed: bool) -> None:
+        """Ask the publisher to make progress, or tell it that there is no need."""
+        self.needs_help = is_needed
+        self._channel.send(Help(is_needed=is_needed))
+
+    def unlease(self, update_id: str) -> None:
+        """Say that this side is done."""
+        self._channel.send(Unlease(update_id=update_id))
+
+    def catalog(self) -> tuple[Entry, ...]:
+        """What the publisher holds.
+
+        Raises:
+            SegmentError: it is gone.
+            TransferTimeout: it does not answer in time.
+
+        """
+        self._channel.send(AskCatalog())
+        answer = self._answer((Catalog,), None)
+        if not isinstance(answer, Catalog):
+            raise TransferTimeout(f"{self._where} gave no catalog. Ask again.")
+        return answer.entries
+
+    # ---- the way back ---------------------------------------------------------------------------
+
+    def report(self, report: UpdateReport) -> None:
+        """Tell the publisher; never waits."""
+        self.reports.pop(report.update_id, None)
+        self.reports[report.update_id] = report
+        for oldest in list(self.reports)[:-_KEPT_REPORTS]:
+            self.reports.pop(oldest, None)
+        message = Reported(report=report)
+        if len(message.model_dump_json()) > _MAX_REPORT_NBYTES:
+            plain = report.model_copy(update={"proof": None, "timings_ms": {}})
+            message = Reported(report=plain)
+        self._channel.send(message)
+
+    def take_over(self, other: "Link") -> None:
+        """Repeat what another connection to the same publisher had told."""
+        for report in list(other.reports.values()):
+            self.report(report)
+
+    def hang_up(self) -> None:
+        """End the connection as it is: what is under way on it is nobody's any more."""
+        self._channel.close()
+
+    def close(self, *, keeps_peer: bool = False) -> None:
+        """Say goodbye, and forget the peer. Idempotent; nothing may be read from it at the time.
+
+        Args:
+            keeps_peer: another link goes on with it.
+
+        """
+        if not self._channel.is_lost:
+            self._channel.send(Leave())
+            # The publisher hangs up in answer: then it has noted that this side is gone.
+            until = time.monotonic() + _GOODBYE_S
+            while not self._channel.is_lost and time.monotonic() < until:
+                self._channel.receive_raw(1 << 20, until=until)
+        self._channel.close()
+        if not keeps_peer and not self._agent.is_closed:
+            self._agent.remove_peer(self.peer)
+
+
+def _overlaps(one: Leased, other: Leased) -> bool:
+    if one.slot == other.slot:
+        return False
+    mine, theirs = _bounds(one), _bounds(other)
+    order = np.argsort(theirs[0])
+    starts, ends = theirs[0][order], theirs[1][order]
+    # Of those that begin before mine ends, the last one is the only one that can reach into it.
+    last = np.searchsorted(starts, mine[1], side="left") - 1
+    return bool(((last >= 0) & (ends[last] > mine[0])).any())
+
+
+def _bounds(leased: Leased) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
+    starts = np.array([*leased.addresses, leased.stamp], np.uint64)
+    return starts, starts + np.array([*leased.nbytes, 1], np.uint64)

@@ -1,0 +1,225 @@
+"""What publisher and readers say to each other beside the weights: JSON, of these kinds only."""
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr, TypeAdapter
+
+from rl_bridge.memory.control import UpdateReport
+
+__all__ = [
+    "MAGIC",
+    "MAX_MESSAGE_NBYTES",
+    "AskCatalog",
+    "Catalog",
+    "Entry",
+    "FromPublisher",
+    "FromReader",
+    "Gone",
+    "Help",
+    "Join",
+    "Lease",
+    "Leased",
+    "Leave",
+    "Message",
+    "Refused",
+    "Renew",
+    "Reported",
+    "Unlease",
+    "Welcome",
+    "from_publisher",
+    "from_reader",
+]
+
+MAGIC = b"rlbnixl1"
+"""Names this transport's language in greetings."""
+
+MAX_MESSAGE_NBYTES = 16 << 20
+"""The addresses of a live model's parameters travel in one message."""
+
+_Count = Annotated[StrictInt, Field(ge=0, lt=2**63)]
+_Address = Annotated[StrictInt, Field(ge=0, lt=2**64)]
+_Id = Annotated[StrictStr, Field(pattern=r"^[0-9a-f]{32}$")]
+_Text = Annotated[StrictStr, Field(max_length=2048)]
+_Hex = Annotated[StrictStr, Field(max_length=8 << 20, pattern=r"^([0-9a-f]{2})*$")]
+_Kind = Literal["DRAM", "VRAM"]
+
+
+class Message(BaseModel):
+    """What all have in common."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+# ---- from a reader ------------------------------------------------------------------------------
+
+
+class Join(Message):
+    """The first message: who this is."""
+
+    kind: Literal["join"] = "join"
+    worker: Annotated[StrictStr, Field(max_length=512)]
+    rank: _Count
+    pid: _Count
+    is_observer: StrictBool = False
+    """It leaves no record."""
+
+
+class Lease(Message):
+    """Keep this version as it is while I read it.
+
+    `needs_help`: the network cannot read by itself, so make progress until I am done. `known`: how
+    to reach these slots is known here.
+    """
+
+    kind: Literal["lease"] = "lease"
+    update_id: _Id
+    generation: _Count
+    arena_nbytes: _Count
+    known: Annotated[tuple[_Count, ...], Field(max_length=4096)] = ()
+    needs_help: StrictBool = True
+
+
+class Renew(Message):
+    """I am still reading it."""
+
+    kind: Literal["renew"] = "renew"
+    update_id: _Id
+
+
+class Help(Message):
+    """From here on (no longer) make progress for what I lease."""
+
+    kind: Literal["help"] = "help"
+    is_needed: StrictBool
+
+
+class Unlease(Message):
+    """I have read it, or gave up."""
+
+    kind: Literal["unlease"] = "unlease"
+    update_id: _Id
+
+
+class Reported(Message):
+    """What became of an update."""
+
+    kind: Literal["report"] = "report"
+    report: UpdateReport
+
+
+class AskCatalog(Message):
+    """What do you hold?"""
+
+    kind: Literal["ask catalog"] = "ask catalog"
+
+
+class Leave(Message):
+    """The last message."""
+
+    kind: Literal["leave"] = "leave"
+
+
+# ---- from the publisher -------------------------------------------------------------------------
+
+
+class Welcome(Message):
+    """You are in: this is how to reach the agent; of its memory it says nothing."""
+
+    kind: Literal["welcome"] = "welcome"
+    metadata: _Hex
+    timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+    """A lease that is not asked for again ends after this time."""
+
+
+class Refused(Message):
+    """You are not in, or not any more."""
+
+    kind: Literal["refused"] = "refused"
+    reason: _Text
+
+
+class Leased(Message):
+    """Here it is, and it stays until you say so or are gone.
+
+    Attributes:
+        slot: number of the slot; no two of a publisher have the same.
+        metadata: let a reader reach that slot, one for each region; empty if it knows the slot.
+        stamp: address of the slot's stamp.
+        addresses: where the version lies: one range, or one for each tensor where it lies in the
+            trainer's own parameters.
+        starts: where each range belongs in the arena.
+        nbytes: size of each range.
+        memory: of which kind the ranges are; the stamp's is always DRAM.
+        device: number of the ranges' device.
+
+    """
+
+    kind: Literal["leased"] = "leased"
+    update_id: _Id
+    slot: Annotated[StrictInt, Field(ge=1, lt=2**63)]
+    metadata: tuple[_Hex, ...]
+    stamp: _Address
+    addresses: tuple[_Address, ...]
+    starts: tuple[_Count, ...]
+    nbytes: tuple[_Count, ...]
+    memory: _Kind = "DRAM"
+    device: _Count = 0
+
+
+class Gone(Message):
+    """The update that you want cannot be had."""
+
+    kind: Literal["gone"] = "gone"
+    update_id: _Id
+    reason: _Text
+    is_stale: StrictBool
+    """It was released; otherwise it is not what was asked for."""
+
+
+class Entry(Message):
+    """One slot of a publisher."""
+
+    slot: _Count
+    update_id: _Id | None
+    generation: _Count
+    arena_nbytes: _Count
+    nbytes: _Count
+    readers: tuple[_Text, ...] = ()
+
+
+class Catalog(Message):
+    """What a publisher holds."""
+
+    kind: Literal["catalog"] = "catalog"
+    entries: tuple[Entry, ...]
+
+
+FromReader = Join | Lease | Renew | Help | Unlease | Reported | AskCatalog | Leave
+FromPublisher = Welcome | Refused | Leased | Gone | Catalog
+
+_FROM_READER: TypeAdapter[FromReader] = TypeAdapter(
+    Annotated[FromReader, Field(discriminator="kind")]
+)
+_FROM_PUBLISHER: TypeAdapter[FromPublisher] = TypeAdapter(
+    Annotated[FromPublisher, Field(discriminator="kind")]
+)
+
+
+def from_reader(text: bytes) -> FromReader:
+    """Parse a reader's message.
+
+    Raises:
+        pydantic.ValidationError: it is none.
+
+    """
+    return _FROM_READER.validate_json(text)
+
+
+def from_publisher(text: bytes) -> FromPublisher:
+    """Parse a publisher's message.
+
+    Raises:
+        pydantic.ValidationError: it is none.
+
+    """
+    return _FROM_PUBLISHER.validate_json(text)

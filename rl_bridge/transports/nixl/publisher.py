@@ -1,0 +1,145 @@
+"""The trainer's end: seals a version in a registered slot, and lets readers come for it."""
+
+import socket
+import time
+import weakref
+from collections.abc import Mapping
+
+import torch
+
+from rl_bridge.errors import SegmentError
+from rl_bridge.memory.control import Record
+from rl_bridge.memory.packing import PackPlan
+from rl_bridge.memory.slots import Slot
+from rl_bridge.transports._wire.arenas import Arenas
+from rl_bridge.transports.base import Carried, PublisherEnd
+from rl_bridge.transports.nixl.agent import Agent, Counters
+from rl_bridge.transports.nixl.arenas import RegisteredArenas
+from rl_bridge.transports.nixl.endpoint import NIXLEndpoint, NIXLHandle
+from rl_bridge.transports.nixl.messages import Entry
+from rl_bridge.transports.nixl.server import Server
+from rl_bridge.transports.nixl.shelf import Shelf, SlotShelf
+
+__all__ = ["NIXLPublisher"]
+
+
+class NIXLPublisher(PublisherEnd):
+    """See `rl_bridge.transports.base.PublisherEnd`."""
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        endpoint: NIXLEndpoint,
+        agent: Agent,
+        arenas: Arenas,
+        *,
+        token: bytes,
+        max_slots: int,
+        max_consumers: int,
+        num_threads: int | None,
+        timeout_s: float,
+    ) -> None:
+        """Serve readers from now on."""
+        self.endpoint = endpoint
+        self.place = arenas.place
+        self._agent = agent
+        self._num_threads = num_threads
+        self._is_closed = False
+        label = f"rlb-{endpoint.publisher_id[:12]}"
+        self._shelf = SlotShelf(RegisteredArenas(arenas, agent), agent, label, max_slots)
+        self._server = Server(
+            listener,
+            endpoint,
+            self._shelf,
+            agent,
+            token=token,
+            max_members=max_consumers,
+            timeout_s=timeout_s,
+        )
+        # A bridge that is dropped instead of closed must not go on serving.
+        self._finalizer = weakref.finalize(self, _end, self._server, self._shelf, agent)
+
+    @property
+    def counters(self) -> Counters:
+        """What was made so far."""
+        return self._agent.made
+
+    @property
+    def num_registered(self) -> int:
+        """Ranges of memory that are registered now."""
+        return self._agent.num_registered
+
+    def carry(self, plan: PackPlan, tensors: Mapping[str, torch.Tensor], update_id: str) -> Carried:
+        """Seal a version in a slot."""
+        table = plan.table
+        start = time.perf_counter()
+        with self._server.changed:
+            slot = self._shelf.ring.acquire(table.arena_nbytes)
+        try:
+            if slot.layout_digest != table.digest:
+                plan.clear_padding(slot.address)
+                slot.layout_digest = table.digest
+            staged = time.perf_counter()
+            digests = plan.pack(tensors, slot.address, num_threads=self._num_threads)
+            handle = NIXLHandle(endpoint=self.endpoint, generation=slot.generation).model_dump()
+            with self._server.changed:
+                self._shelf.publish(slot, update_id, table.arena_nbytes)
+            ready = time.perf_counter()
+            return Carried(
+                digests=digests,
+                handle=handle,
+                timings_ms={"slot": (staged - start) * 1e3, "stage_digest": (ready - staged) * 1e3},
+            )
+        except BaseException:
+            with self._server.changed:
+                self._shelf.ring.abandon(slot)
+            raise
+
+    def seal_header(self, update_id: str, digest: bytes) -> None:
+        """Keep the digest of the manifest's header in the slot's stamp."""
+        with self._server.changed:
+            self._shelf.ring.seal_header(update_id, digest)
+
+    def snapshot(self, update_id: str) -> Slot:
+        """The slot of a published version.
+
+        Raises:
+            SegmentError: it was released.
+
+        """
+        slot = self._shelf.slot_of(update_id)
+        if slot is None:
+            msg = f"update {update_id} is gone: it was released. Publish again."
+            raise SegmentError(msg)
+        return slot
+
+    def release(self, update_id: str) -> None:
+        """Let its slot be written again, once nobody reads it."""
+        with self._server.changed:
+            self._shelf.release(update_id)
+
+    def records(self) -> list[Record]:
+        """What readers said, as far as it has arrived."""
+        return [] if self._is_closed else self._server.records()
+
+    def catalog(self) -> tuple[Entry, ...]:
+        """What is held, in which slots, and who reads it."""
+        with self._server.changed:
+            return () if self._is_closed else self._shelf.entries()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all slots."""
+        return 0 if self._is_closed else self._shelf.nbytes
+
+    def close(self) -> None:
+        """Tell the readers, and give everything back."""
+        self._is_closed = True
+        self._finalizer()
+
+
+def _end(server: Server, shelf: Shelf, agent: Agent) -> None:
+    server.close()
+    with server.changed:
+        shelf.close()
+    agent.close()

@@ -1,0 +1,236 @@
+"""One version on its way: stamp, bytes, stamp again.
+
+A one-sided reader is not told when the publisher writes. The lease keeps it from doing so; the
+stamp, read behind the last byte, shows whether it did all the same (a lease that was lost, memory
+that was given back). A write begins by changing the stamp, so an unchanged one means that nothing
+was written since the version was published.
+"""
+
+import threading
+from collections import deque
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from rl_bridge.memory.slots import STAMP_NBYTES, Slot, Stamp, parse_stamp
+from rl_bridge.transports._wire.arrival_digest import ArrivalDigest
+from rl_bridge.transports.nixl.agent import Agent, AgentError
+from rl_bridge.transports.nixl.plan import Steps
+
+__all__ = ["Prepared", "Reading", "StampPage"]
+
+# Reads under way at a time: the next ones wait at the publisher while one is digested here.
+_WINDOW = 4
+# Below that, a thread costs more than it saves.
+_DIGEST_BESIDE = 32 << 20
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Prepared:
+    """Reads that were made for a pair of slots, and can be posted again and again."""
+
+    steps: Steps
+    reads: tuple[Any, ...]
+    stamp: Any
+    lists: Any
+    """What the reads were made of, kept for as long as they are."""
+
+
+class StampPage:
+    """Where one publisher's stamps arrive."""
+
+    def __init__(self, address: int, raw: Any) -> None:
+        """Use registered memory; `raw` views it."""
+        self.address = address
+        self._raw = raw
+
+    def take(self) -> Stamp | None:
+        """What arrived."""
+        return parse_stamp(bytes(self._raw[:STAMP_NBYTES].numpy()))
+
+    def clear(self) -> None:
+        """Forget it."""
+        self._raw.zero_()
+
+
+class _Digester(threading.Thread):
+    """Digests what arrived while more arrives."""
+
+    def __init__(self, digest: ArrivalDigest) -> None:
+        super().__init__(name="rlb-nixl-digest", daemon=True)
+        self._digest = digest
+        self._marks: deque[int | None] = deque()
+        self._has_some = threading.Semaphore(0)
+        self.problem: BaseException | None = None
+
+    def put(self, mark: int | None) -> None:
+        self._marks.append(mark)
+        self._has_some.release()
+
+    def run(self) -> None:
+        try:
+            while True:
+                self._has_some.acquire()
+                mark = self._marks.popleft()
+                if mark is None:
+                    return
+                self._digest.advance(mark)
+        except Exception as error:  # noqa: BLE001 - raised where the digests are wanted
+            self.problem = error
+
+
+class Reading:
+    """One version that is being read into a slot."""
+
+    def __init__(
+        self,
+        agent: Agent,
+        prepared: Prepared,
+        page: StampPage,
+        *,
+        slot: Slot,
+        digest: ArrivalDigest | None,
+        expected: tuple[str, int],
+        arena_nbytes: int,
+    ) -> None:
+        """Begin; nothing is posted yet.
+
+        Args:
+            agent: reads.
+            prepared: what.
+            page: where the stamp arrives.
+            slot: where the bytes arrive.
+            digest: of what arrives; None to digest nothing.
+            expected: update and generation that the stamp must show.
+            arena_nbytes: size of the version.
+
+        """
+        self._arena_nbytes = arena_nbytes
+        self.slot = slot
+        self.digest = digest
+        self.stamp: Stamp | None = None
+        self.is_torn = False
+        self._agent = agent
+        self._prepared = prepared
+        self._page = page
+        self._expected = expected
+        self._stage: Literal["new", "before", "bytes", "after", "done"] = "new"
+        self._next = 0
+        self._window: deque[tuple[Any, int]] = deque()
+        self._stamping: Any = None
+        total = int(prepared.steps.nbytes.sum())
+        self._beside = _Digester(digest) if digest is not None and total >= _DIGEST_BESIDE else None
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it is over; `is_torn` says how."""
+        return self._stage == "done"
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether bytes may still land."""
+        return bool(self._window) or self._stamping is not None
+
+    def settle(self) -> bool:
+        """Of a reading that was given up: make progress, and say whether all of it ended."""
+        pending = [read for read, _ in self._window]
+        if self._stamping is not None:
+            pending.append(self._stamping)
+        self._stamping = None
+        self._window = deque((read, 0) for read in pending if not self._ended(read))
+        return not self._window
+
+    def _ended(self, read: Any) -> bool:
+        try:
+            return self._agent.check(read) == "DONE"
+        except AgentError:
+            return True
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the first answer came: the connection works."""
+        return self._stage in {"bytes", "after", "done"}
+
+    def step(self) -> bool:
+        """Go on as far as possible without waiting; returns whether anything happened.
+
+        Raises:
+            AgentError: a read failed.
+
+        """
+        match self._stage:
+            case "new":
+                self._post_stamp()
+                self._stage = "before"
+                return True
+            case "before" if self._stamp_is_there():
+                if self._checked():
+                    self._stage = "bytes"
+                    if self._beside is not None:
+                        self._beside.start()
+                return True
+            case "bytes":
+                return self._move()
+            case "after" if self._stamp_is_there():
+                if self._checked():
+                    self._stage = "done"
+                return True
+        return False
+
+    def _post_stamp(self) -> None:
+        self._page.clear()
+        self._stamping = self._prepared.stamp[0]
+        if self._agent.post(self._stamping) == "DONE":
+            self._stamping = None
+
+    def _stamp_is_there(self) -> bool:
+        if self._stamping is not None and self._agent.check(self._stamping) == "DONE":
+            self._stamping = None
+        return self._stamping is None
+
+    def _checked(self) -> bool:
+        self.stamp = self._page.take()
+        found = None if self.stamp is None else (self.stamp.update_id, self.stamp.generation)
+        if found != self._expected:
+            self.is_torn = True
+            self._stage = "done"
+        return not self.is_torn
+
+    def _move(self) -> bool:
+        reads, marks = self._prepared.reads, self._prepared.steps.marks
+        is_moving = False
+        while self._window and self._agent.check(self._window[0][0]) == "DONE":
+            self._arrived(self._window.popleft()[1])
+            is_moving = True
+        while self._next < len(reads) and len(self._window) < _WINDOW:
+            read, mark = reads[self._next], marks[self._next]
+            self._next += 1
+            self._window.append((read, mark))  # first: an interrupt must not lose it
+            is_moving = True
+            if self._agent.post(read) == "DONE" and len(self._window) == 1:
+                self._window.popleft()
+                self._arrived(mark)
+                break  # let others have the interpreter
+        if not self._window and self._next == len(reads):
+            self._arrived(self._arena_nbytes)
+            self._post_stamp()
+            self._stage = "after"
+        return is_moving
+
+    def _arrived(self, mark: int) -> None:
+        if self._beside is not None:
+            self._beside.put(mark)
+        elif self.digest is not None:
+            self.digest.advance(mark)
+
+    def finish(self) -> bytes | None:
+        """The digests of what arrived; None where they are to be taken later."""
+        self.stop()
+        if self._beside is not None and self._beside.problem is not None:
+            raise self._beside.problem
+        return None if self.digest is None else self.digest.digests()
+
+    def stop(self) -> None:
+        """Wait for the digests that are under way. Idempotent."""
+        if self._beside is not None and self._beside.ident is not None:
+            self._beside.put(None)
+            self._beside.join()

@@ -1,0 +1,363 @@
+"""The publisher's control server: one thread that answers readers, and helps the network along.
+
+A reader that asked for a version leases it. While it does, the version stays as it is; the lease
+ends with the reader's word, with its connection, or when it is not renewed in time. Where the
+network cannot read memory by itself (TCP), the publisher's side has to make progress: this thread
+does, as long as a reader asks for that and no longer.
+"""
+
+import logging
+import os
+import select
+import socket
+import threading
+import time
+import weakref
+from collections import OrderedDict
+from contextlib import suppress
+
+from pydantic import ValidationError
+
+from rl_bridge.memory.control import Record, UpdateReport, legible, take_note
+from rl_bridge.memory.holding import close_fd, forget_fd_in_children
+from rl_bridge.transports._wire.channel import Channel
+from rl_bridge.transports._wire.door import Door
+from rl_bridge.transports.nixl.agent import Agent, AgentError
+from rl_bridge.transports.nixl.endpoint import NIXLEndpoint
+from rl_bridge.transports.nixl.messages import (
+    MAGIC,
+    MAX_MESSAGE_NBYTES,
+    AskCatalog,
+    Catalog,
+    FromReader,
+    Gone,
+    Help,
+    Join,
+    Lease,
+    Leave,
+    Message,
+    Refused,
+    Renew,
+    Reported,
+    Unlease,
+    Welcome,
+    from_reader,
+)
+from rl_bridge.transports.nixl.shelf import Shelf
+
+__all__ = ["Server"]
+
+_LOG = logging.getLogger(__name__)
+
+_REMEMBERED = 64
+# Calls into the library between two looks at the sockets.
+_ROUNDS = 64
+
+
+class Member:
+    """One reader, as the publisher knows it. Changed under the server's lock only."""
+
+    def __init__(self, channel: Channel, join: Join) -> None:
+        """Start with what it said of itself."""
+        self.channel = channel
+        self.worker = join.worker
+        self.rank = join.rank
+        self.pid = join.pid
+        self.is_observer = join.is_observer
+        self.is_gone = False
+        self.needs_help = False
+        self.updates: OrderedDict[str, UpdateReport] = OrderedDict()
+        self.leases: dict[str, float] = {}
+        """Update -> when its lease ends."""
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return f"worker {self.worker!r} rank {self.rank} (pid {self.pid})"
+
+    def record(self) -> Record:
+        """What it reported."""
+        return Record(
+            worker=legible(self.worker),
+            rank=self.rank,
+            pid=self.pid,
+            updates=tuple(self.updates.values()),
+            presence="gone" if self.is_gone else "alive",
+        )
+
+
+def _joining(text: bytes) -> Join | None:
+    try:
+        message = from_reader(text)
+    except ValidationError:
+        return None
+    return message if isinstance(message, Join) else None
+
+
+class Server:
+    """All connections of one publisher, and the thread that serves them."""
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        endpoint: NIXLEndpoint,
+        shelf: Shelf,
+        agent: Agent,
+        *,
+        token: bytes,
+        max_members: int,
+        timeout_s: float,
+    ) -> None:
+        """Serve from now on.
+
+        Args:
+            listener: the socket, which is the server's from here on.
+            endpoint: what readers were told.
+            shelf: what they may lease.
+            agent: what they read through.
+            token: what they have to know.
+            max_members: most readers at a time.
+            timeout_s: how long a connection may take to join, and a lease to be renewed.
+
+        """
+        self.endpoint = endpoint
+        self.changed = threading.Condition(threading.RLock())
+        """The lock of everything here, the shelf too; told when a lease ends."""
+        self._shelf = shelf
+        self._agent = agent
+        self.members: list[Member] = []
+        self._gone: list[Member] = []
+        self._door: Door[Join] = Door(
+            listener,
+            magic=MAGIC,
+            token=token,
+            identity=endpoint.identity,
+            parse=_joining,
+            timeout_s=timeout_s,
+            max_message_nbytes=MAX_MESSAGE_NBYTES,
+        )
+        self._max_members = max_members
+        self._timeout_s = timeout_s
+        self._pid = os.getpid()
+        self._is_stopping = False
+        self._wake = forget_fd_in_children(os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC))
+        self._thread = threading.Thread(target=self._run, name="rlb-nixl-server", daemon=True)
+        _SERVERS.add(self)
+        self._thread.start()
+
+    # ---- what the publisher's end calls ---------------------------------------------------------
+
+    def records(self) -> list[Record]:
+        """What everybody reported, up to what has arrived at this machine by now."""
+        while not self._is_stopping and self._step(0):
+            pass
+        with self.changed:
+            return [m.record() for m in (*self._gone, *self.members) if not m.is_observer]
+
+    def close(self, *, timeout_s: float = 5.0) -> None:
+        """Hang up everywhere and end the thread. Idempotent; in a forked child a no-op."""
+        if self._is_stopping or os.getpid() != self._pid:
+            return
+        self._is_stopping = True
+        with suppress(BlockingIOError, OSError):
+            os.eventfd_write(self._wake, 1)
+        if self._thread is not threading.current_thread():
+            self._thread.join(timeout_s)
+        with self.changed:
+            self._door.close()
+            for member in list(self.members):
+                member.channel.send(Refused(reason="the publisher closed"))
+                self._lose(member)
+        close_fd(self._wake)
+
+    def forget(self) -> None:
+        """In a forked child: close its copy of the listening socket."""
+        self._door.listener.close()
+
+    # ---- the thread -----------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while not self._is_stopping:
+            try:
+                self._step(None)
+                self._help()
+            except Exception:  # noqa: BLE001 - it must not end the service for everybody else
+                if not self._is_stopping:
+                    _LOG.warning("a connection of %s failed", self._name, exc_info=True)
+
+    @property
+    def _name(self) -> str:
+        return self.endpoint.server_name
+
+    @property
+    def _is_helping(self) -> bool:
+        return any(m.needs_help and m.leases for m in self.members)
+
+    def _help(self) -> None:
+        with self.changed:
+            if not self._is_helping or self._is_stopping:
+                return
+        # Not under the lock: the trainer may want to publish meanwhile.
+        for _ in range(_ROUNDS):
+            self._progress()
+        time.sleep(0)  # others of this process want the interpreter too
+
+    def _progress(self) -> None:
+        try:
+            self._agent.progress()
+        except AgentError:
+            # A reader that died in the middle is one reason; its own connection tells of it.
+            _LOG.debug("%s: no progress", self._name, exc_info=True)
+
+    def _step(self, timeout_ms: float | None) -> bool:
+        """Serve what is ready; returns whether anything was."""
+        poll, timeout_ms = self._look_out(timeout_ms)
+        ready = {fd for fd, _ in poll.poll(timeout_ms)}
+        if self._wake in ready:
+            with suppress(BlockingIOError):
+                os.eventfd_read(self._wake)
+        with self.changed:
+            if not self._is_stopping:
+                for member in list(self.members):
+                    if member.channel.socket.fileno() in ready or member.channel.is_lost:
+                        self._serve(member)
+                for channel, join in self._door.serve(ready, self.changed):
+                    self._join(channel, join)
+                self._expire()
+        return bool(ready - {self._wake})
+
+    def _look_out(self, timeout_ms: float | None) -> tuple[select.poll, float | None]:
+        poll = select.poll()
+        with self.changed:
+            for channel in (*(m.channel for m in self.members), *self._door.channels):
+                if channel.is_lost or channel.socket.fileno() < 0:
+                    timeout_ms = 0  # it ended while something was sent
+                else:
+                    wants = select.POLLIN | (select.POLLOUT if channel.has_outgoing else 0)
+                    poll.register(channel.socket, wants)
+            if self._door.listener.fileno() >= 0:
+                poll.register(self._door.listener, select.POLLIN)
+            if timeout_ms is None:
+                poll.register(self._wake, select.POLLIN)
+                timeout_ms = self._patience_ms()
+        return poll, timeout_ms
+
+    def _patience_ms(self) -> float | None:
+        if self._is_helping:
+            return 0
+        now = time.monotonic()
+        left = [until - now for m in self.members for until in m.leases.values()]
+        if self._door.patience_s is not None:
+            left.append(self._door.patience_s)
+        return max(0.0, min(left)) * 1e3 + 1 if left else None
+
+    def _expire(self) -> None:
+        now = time.monotonic()
+        for member in self.members:
+            for update_id, until in list(member.leases.items()):
+                if until <= now:
+                    _LOG.warning(
+                        "%s: %s did not renew its lease of update %s within %s s; it ends",
+                        self._name,
+                        member.name,
+                        update_id,
+                        self._timeout_s,
+                    )
+                    self._unlease(member, update_id)
+
+    def _unlease(self, member: Member, update_id: str) -> None:
+        if member.leases.pop(update_id, None) is not None:
+            self._shelf.unlease(update_id, member)
+            self.changed.notify_all()
+
+    def _join(self, channel: Channel, join: Join) -> None:
+        if len(self.members) >= self._max_members:
+            reason = (
+                f"the publisher has room for {self._max_members} consumers and all are taken. "
+                "Close bridges that are not used, or raise max_consumers on the publisher."
+            )
+            channel.send(Refused(reason=reason))
+            channel.close()
+            return
+        self._gone = [
+            m
+            for m in self._gone
+            if (m.worker, m.rank, m.pid) != (join.worker, join.rank, join.pid) or m.updates
+        ]
+        member = Member(channel, join)
+        self.members.append(member)
+        metadata = self._agent.metadata(None).hex()
+        channel.send(Welcome(metadata=metadata, timeout_s=self._timeout_s))
+        self._serve(member)
+
+    def _serve(self, member: Member) -> None:
+        channel = member.channel
+        channel.flush()
+        channel.fill()
+        while not member.is_gone and (text := channel.take()) is not None:
+            try:
+                message = from_reader(text)
+            except ValidationError:
+                _LOG.warning("%s sent what is no message; its connection ends", member.name)
+                self._lose(member)
+                return
+            answer = self._note(member, message)
+            if answer is not None:
+                channel.send(answer)
+        if channel.is_lost and not member.is_gone:
+            self._lose(member)
+
+    def _note(self, member: Member, message: FromReader) -> Message | None:
+        match message:
+            case Lease():
+                return self._lease(member, message)
+            case Renew(update_id=update_id):
+                if update_id in member.leases:
+                    member.leases[update_id] = time.monotonic() + self._timeout_s
+            case Help(is_needed=is_needed):
+                member.needs_help = is_needed
+            case Unlease(update_id=update_id):
+                self._unlease(member, update_id)
+            case Reported(report=report):
+                take_note(member.updates, report)
+            case AskCatalog():
+                return Catalog(entries=self._shelf.entries())
+            case Leave():
+                self._lose(member)
+            case Join(is_observer=is_observer):
+                member.is_observer = is_observer
+        return None
+
+    def _lease(self, member: Member, lease: Lease) -> Message:
+        member.needs_help = lease.needs_help
+        answer = self._shelf.lease(lease, member, member.name)
+        if not isinstance(answer, Gone):
+            member.leases[lease.update_id] = time.monotonic() + self._timeout_s
+        return answer
+
+    def _lose(self, member: Member) -> None:
+        member.is_gone = True
+        # The network's own connection to it ended, too, which the library notices here only.
+        for _ in range(_ROUNDS):
+            self._progress()
+        member.channel.close()
+        for update_id in list(member.leases):
+            self._unlease(member, update_id)
+        if member in self.members:
+            self.members.remove(member)
+            if member.updates and not member.is_observer:
+                self._gone.append(member)
+                del self._gone[:-_REMEMBERED]
+        self.changed.notify_all()
+
+
+_SERVERS: weakref.WeakSet[Server] = weakref.WeakSet()
+
+
+def _forget_in_child() -> None:
+    # A copy of the socket in a child would keep readers waiting for a publisher that is gone.
+    for server in list(_SERVERS):
+        server.forget()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)

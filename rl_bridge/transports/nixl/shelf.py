@@ -1,0 +1,173 @@
+"""What a publisher offers to readers: versions in slots, and who is reading which.
+
+Everything here is called under the server's lock.
+"""
+
+import itertools
+from abc import ABC, abstractmethod
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+
+from rl_bridge.memory.slots import Slot, SlotRing
+from rl_bridge.transports.nixl.agent import Agent
+from rl_bridge.transports.nixl.arenas import RegisteredArenas
+from rl_bridge.transports.nixl.messages import Entry, Gone, Lease, Leased
+
+__all__ = ["Shelf", "SlotShelf"]
+
+
+@dataclass(slots=True, eq=False)
+class _Published:
+    """One version, and who reads it."""
+
+    slot: Slot
+    generation: int
+    arena_nbytes: int
+    readers: dict[Hashable, str] = field(default_factory=dict)
+    is_released: bool = False
+
+
+class Shelf(ABC):
+    """Versions that can be leased."""
+
+    def __init__(self) -> None:
+        """Start empty."""
+        self._published: dict[str, _Published] = {}
+
+    def lease(self, lease: Lease, reader: Hashable, name: str) -> Leased | Gone:
+        """Let a reader in, or say why not."""
+        known = self._published.get(lease.update_id)
+        if known is None or known.is_released:
+            reason = "its publisher released it"
+            return Gone(update_id=lease.update_id, reason=reason, is_stale=True)
+        asked = lease.generation, lease.arena_nbytes
+        found = known.generation, known.arena_nbytes
+        if asked != found:
+            reason = f"asked for (write, bytes) {asked}, it is {found}"
+            return Gone(update_id=lease.update_id, reason=reason, is_stale=False)
+        known.readers[reader] = name
+        return self._where(lease, known)
+
+    @abstractmethod
+    def _where(self, lease: Lease, known: _Published) -> Leased:
+        """Say where a version is."""
+
+    def unlease(self, update_id: str, reader: Hashable) -> None:
+        """Note that a reader is done; unknown ones are ignored."""
+        known = self._published.get(update_id)
+        if known is not None and known.readers.pop(reader, None) is not None:
+            self._settle(update_id, known)
+
+    def readers_of(self, update_id: str) -> list[str]:
+        """Who reads a version."""
+        known = self._published.get(update_id)
+        return [] if known is None else [f"{name} reads it" for name in known.readers.values()]
+
+    def release(self, update_id: str) -> None:
+        """Let nobody in any more; its slot is written again once nobody reads it."""
+        known = self._published.get(update_id)
+        if known is not None:
+            known.is_released = True
+            self._settle(update_id, known)
+
+    def _settle(self, update_id: str, known: _Published) -> None:
+        if known.is_released and not known.readers:
+            del self._published[update_id]
+            self._free(update_id)
+
+    @abstractmethod
+    def _free(self, update_id: str) -> None:
+        """Let its memory be written again."""
+
+    def slot_of(self, update_id: str) -> Slot | None:
+        """The slot of a version that is held."""
+        known = self._published.get(update_id)
+        return None if known is None else known.slot
+
+    @abstractmethod
+    def entries(self) -> tuple[Entry, ...]:
+        """What is held."""
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Bytes of memory held."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of everything."""
+
+
+class SlotShelf(Shelf):
+    """Snapshots in a ring of registered slots."""
+
+    def __init__(self, arenas: RegisteredArenas, agent: Agent, label: str, max_slots: int) -> None:
+        """Start empty; slots are made when they are needed."""
+        super().__init__()
+        self._arenas = arenas
+        self._agent = agent
+        self._names = (f"{label}-{number}" for number in itertools.count(1))
+        self._slots: dict[Slot, None] = {}
+        self.ring = SlotRing(self._make_slot, limit=max_slots, name_holders=self.readers_of)
+
+    def _make_slot(self, arena_nbytes: int) -> Slot:
+        slot = self._arenas.make_slot(next(self._names), arena_nbytes)
+        self._slots[slot] = None
+        return slot
+
+    def publish(self, slot: Slot, update_id: str, arena_nbytes: int) -> None:
+        """Let readers of a written slot in."""
+        self.ring.publish(slot, update_id, arena_nbytes)
+        self._published[update_id] = _Published(slot, slot.generation, arena_nbytes)
+
+    def _where(self, lease: Lease, known: _Published) -> Leased:
+        slot = known.slot
+        registered = self._arenas.known(slot)
+        parts = () if registered.number in lease.known else registered.regions
+        is_empty = known.arena_nbytes == 0
+        return Leased(
+            update_id=lease.update_id,
+            slot=registered.number,
+            metadata=tuple(self._agent.metadata(part).hex() for part in parts),
+            stamp=slot.stamp_address,
+            addresses=() if is_empty else (slot.address,),
+            starts=() if is_empty else (0,),
+            nbytes=() if is_empty else (known.arena_nbytes,),
+            memory=registered.memory,
+            device=registered.device,
+        )
+
+    def _free(self, update_id: str) -> None:
+        self.ring.release(update_id)
+
+    def entries(self) -> tuple[Entry, ...]:
+        """Every slot, those that nothing is published in too."""
+        for slot in list(self._slots):
+            if slot.before_close is None:
+                del self._slots[slot]
+        found = []
+        for slot in self._slots:
+            known = self._published.get(slot.update_id or "")
+            found.append(
+                Entry(
+                    slot=self._arenas.known(slot).number,
+                    update_id=slot.update_id,
+                    generation=slot.generation,
+                    arena_nbytes=slot.arena_nbytes,
+                    nbytes=slot.nbytes,
+                    readers=() if known is None else tuple(known.readers.values()),
+                )
+            )
+        return tuple(found)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all slots."""
+        return self.ring.nbytes
+
+    def close(self) -> None:
+        """Give the slots back."""
+        self._published.clear()
+        self.ring.close()
+        self._slots.clear()
+        self._arenas.close()

@@ -1,0 +1,184 @@
+"""``nixl``: engines read versions out of the trainer's memory, one-sided, also across machines.
+
+A version is sealed in a slot of the trainer's, as with shared memory; the slot is registered with
+NVIDIA's NIXL once. Engines lease the version over a small control connection, and read what they
+need of it into slots of their own, from all ranks of the trainer at once. Each read is fenced: see
+``docs/explanation/nixl.md``.
+"""
+
+import re
+import secrets
+from collections.abc import Mapping
+from typing import ClassVar
+
+import torch
+
+from rl_bridge.errors import TransportUnavailable
+from rl_bridge.transports._wire.addresses import (
+    checked_address,
+    checked_port,
+)
+from rl_bridge.transports._wire.arenas import Arenas, CPUArenas, DeviceArenas
+from rl_bridge.transports._wire.door import listen
+from rl_bridge.transports.base import (
+    Availability,
+    ConsumerEnd,
+    PublisherEnd,
+    Transport,
+    checked_count,
+    checked_seconds,
+)
+from rl_bridge.transports.nixl.agent import REMEDY, Agent
+from rl_bridge.transports.nixl.endpoint import NIXLEndpoint
+from rl_bridge.transports.nixl.library import backend_cause
+
+__all__ = ["NIXL"]
+
+_MAX_PORT = 2**16 - 1
+
+
+class NIXL(Transport):
+    """The ``nixl`` transport."""
+
+    name: ClassVar[str] = "nixl"
+    crosses_processes: bool = True
+    zero_copy_import: bool = False
+    binds_header: bool = True
+
+    def __init__(
+        self,
+        *,
+        address: str = "127.0.0.1",
+        port: int = 0,
+        source_rank: int = 0,
+        server_name: str = "rl_bridge",
+        token: str | None = None,
+        backend: str = "UCX",
+        backend_options: Mapping[str, str] | None = None,
+        device: int | None = None,
+        max_slots: int = 4,
+        max_consumers: int = 64,
+        num_threads: int | None = None,
+        timeout_s: float = 30.0,
+    ) -> None:
+        """Configure; engines learn everything else from the manifest.
+
+        Args:
+            address: of the publisher's interface, in numbers. Its control server listens there.
+            port: of rank 0's control server; the others' follow it, by their rank. 0 takes free
+                ones.
+            source_rank: this publisher's rank; the bridge gives its own.
+            server_name: the server's name, to which the rank is added.
+            token: 64 hexadecimal digits that both sides were given. None makes one for each
+                publisher; it then travels in the manifests, and who has one can read the weights.
+            backend: of NIXL, on both sides the same.
+            backend_options: what NIXL is to give its backend, e.g. ``{"num_workers": "2"}``.
+            device: number of the GPU that the weights lie on; None: they are the CPU's.
+            max_slots: most versions held in the publisher's memory at a time.
+            max_consumers: most readers at a time.
+            num_threads: threads that copy and digest; None takes the usable cores.
+            timeout_s: longest that an import waits while nothing of its update arrives; a
+                publisher's lease that its reader does not renew ends after this time.
+
+        Raises:
+            TypeError: an option of the wrong type.
+            ValueError: an option out of its range.
+
+        """
+        self._address = checked_address(address)
+        self._port = checked_port(port)
+        self._rank = checked_count("source_rank", source_rank + 1) - 1
+        if self._port and self._port + self._rank > _MAX_PORT:
+            raise ValueError(f"port={port!r}: none is left for rank {source_rank}. Lower it.")
+        if not re.fullmatch("[A-Za-z0-9_.:-]{1,128}", str(server_name)):
+            raise ValueError(f"server_name={server_name!r}: expected letters, digits, '_.:-'.")
+        self._server_name = f"{server_name}_{self._rank}"
+        if token is not None and not re.fullmatch("[0-9a-f]{64}", str(token)):
+            raise ValueError("token: expected what secrets.token_hex(32) makes: 64 hex digits.")
+        self._token = token
+        if not isinstance(backend, str) or not re.fullmatch("[A-Z0-9_]{1,32}", backend):
+            raise ValueError(f"backend={backend!r}: expected a name of NIXL's, such as 'UCX'.")
+        self._backend = backend
+        # Whether a peer lives is seen by the control connection. UCX's own way to handle lost peers
+        # ends a publisher's process that was stopped while its reader went away.
+        self._params = {"ucx_error_handling_mode": "none"} if backend == "UCX" else {}
+        self._params |= {str(key): str(value) for key, value in (backend_options or {}).items()}
+        if device is not None and (type(device) is not int or device < 0):
+            raise ValueError(f"device={device!r}: expected the number of a GPU, or None.")
+        self._device = device
+        self._max_slots = checked_count("max_slots", max_slots)
+        self._max_consumers = checked_count("max_consumers", max_consumers)
+        self._num_threads = (
+            None if num_threads is None else checked_count("num_threads", num_threads)
+        )
+        self._timeout_s = checked_seconds("timeout_s", timeout_s)
+
+    @classmethod
+    def probe(cls) -> Availability:
+        """Whether NIXL is here, and its backend UCX can be opened."""
+        cause = backend_cause("UCX")
+        if cause is not None:
+            return Availability(cls.name, "blocked", cause, REMEDY)
+        return Availability(cls.name, "pass")
+
+    def publisher_end(self, publisher_id: str) -> PublisherEnd:
+        """Open the trainer's end."""
+        from rl_bridge.transports.nixl.publisher import NIXLPublisher
+
+        arenas = self._arenas()
+        agent = Agent("publisher", backend=self._backend, params=self._params)
+        port = self._port + self._rank if self._port else 0
+        token = secrets.token_hex(32) if self._token is None else self._token
+        listener = listen(self.name, self._address, port)
+        try:
+            address, port = listener.getsockname()[:2]
+            endpoint = NIXLEndpoint(
+                address=address,
+                port=port,
+                server_name=self._server_name,
+                publisher_id=publisher_id,
+                token=token if self._token is None else None,
+                backend=self._backend,
+            )
+            return NIXLPublisher(
+                listener,
+                endpoint,
+                agent,
+                arenas,
+                token=bytes.fromhex(token),
+                max_slots=self._max_slots,
+                max_consumers=self._max_consumers,
+                num_threads=self._num_threads,
+                timeout_s=self._timeout_s,
+            )
+        except BaseException:
+            listener.close()
+            raise
+
+    def consumer_end(self, worker: str, rank: int) -> ConsumerEnd:
+        """Open the engine's end."""
+        from rl_bridge.transports.nixl.consumer import NIXLConsumer
+
+        return NIXLConsumer(
+            worker,
+            rank,
+            make_agent=lambda: Agent("consumer", backend=self._backend, params=self._params),
+            make_arenas=self._arenas,
+            backend=self._backend,
+            token=None if self._token is None else bytes.fromhex(self._token),
+            num_threads=self._num_threads,
+            timeout_s=self._timeout_s,
+        )
+
+    def _arenas(self) -> Arenas:
+        if self._device is None:
+            return CPUArenas()
+        if not torch.cuda.is_available():
+            raise TransportUnavailable(
+                self.name,
+                f"device={self._device} was asked for and the NVIDIA driver reports none",
+                "Leave device= out for weights on the CPU.",
+            )
+        from rl_bridge.memory.cuda_place import cuda_place
+
+        return DeviceArenas(cuda_place(self._device))

@@ -1,0 +1,195 @@
+"""What actors of Ray do with bytes, tried without Ray: one publisher's side, many rollouts'."""
+
+import json
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from rl_bridge import (
+    MalformedManifest,
+    ModuleInstallAdapter,
+    VersionNotMonotonic,
+    WeightBridgeUnavailableError,
+    WeightUpdateManifest,
+    WeightUpdateRejectedError,
+)
+from rl_bridge.bridge.pairing import PairChoice, SideFacts, choose_transport
+from rl_bridge.extractors.state_dict import Source
+from rl_bridge.integrations.ray.answers import Announcement, RolloutAnswer
+from rl_bridge.ray import PublisherSide, RolloutSide
+
+MEMORY = PairChoice(transport="shared-memory", reason="a test").to_json()
+BROADCAST = PairChoice(
+    transport="broadcast", reason="a test", publisher_options={"address": "127.0.0.1"}
+).to_json()
+
+
+def weights() -> dict[str, torch.Tensor]:
+    return {"a": torch.arange(6.0), "b": torch.ones(3, 2)}
+
+
+class Trainer:
+    """A publisher's side over one dict of weights."""
+
+    def __init__(self) -> None:
+        self.weights = weights()
+        self.source: Callable[[], Source] = lambda: self.weights
+        self.side = PublisherSide(lambda: self.source())  # noqa: PLW0108 - tests change it
+
+    def step(self) -> None:
+        for tensor in self.weights.values():
+            tensor.add_(1)
+
+
+class Rollout:
+    """A rollout's side over an engine of its own."""
+
+    def __init__(self, choice: bytes | None = MEMORY) -> None:
+        self.engine = {name: torch.zeros_like(one) for name, one in weights().items()}
+        self.side = RolloutSide(lambda: ModuleInstallAdapter(self.engine))
+        if choice is not None:
+            assert RolloutAnswer.from_json(self.side.join(choice)).error == ""
+
+    def update(self, manifest: bytes) -> RolloutAnswer:
+        return RolloutAnswer.from_json(self.side.update(manifest))
+
+    def holds(self, wanted: dict[str, torch.Tensor]) -> bool:
+        return all(torch.equal(self.engine[name], one) for name, one in wanted.items())
+
+
+@pytest.fixture
+def trainer() -> Iterator[Trainer]:
+    made = Trainer()
+    yield made
+    made.side.close()
+
+
+def test_what_goes_between_the_sides_is_bytes(trainer: Trainer) -> None:
+    rollout = Rollout(None)
+    facts = trainer.side.facts()
+    found = rollout.side.facts(facts)
+    choice = choose_transport(SideFacts.from_json(facts), SideFacts.from_json(found))
+    assert choice.transport == "shared-memory"
+    empty = trainer.side.serve(choice.to_json())
+    joined = rollout.side.join(choice.to_json())
+    told, manifests = trainer.side.publish(1)
+    answer = rollout.side.update(manifests[choice.lane])
+    passed = [facts, found, empty, joined, told, *manifests.values(), answer, rollout.side.status()]
+    assert {type(item) for item in passed} == {bytes}
+    assert all(json.loads(item) for item in passed if item)
+    rollout.side.close()
+
+
+def test_an_answer_carries_version_root_and_proof(trainer: Trainer) -> None:
+    rollout = Rollout()
+    told, manifests = trainer.side.publish(1)
+    answer = rollout.update(manifests["shared-memory"])
+    announced = Announcement.from_json(told)
+    assert answer.outcome == "acknowledged"
+    assert (answer.active_version, answer.active_root) == (1, announced.root)
+    assert answer.proof["root"] == announced.root
+    assert answer.timings_ms["total"] > 0
+    assert rollout.holds(trainer.weights)
+    reports = json.loads(trainer.side.reports())["shared-memory"]
+    assert [report["state"] for report in reports] == ["acknowledged"]
+    rollout.side.close()
+
+
+def test_a_refused_version_is_told_in_words_and_leaves_the_one_before(trainer: Trainer) -> None:
+    rollout = Rollout()
+    _, first = trainer.side.publish(1)
+    rollout.update(first["shared-memory"])
+    before = {name: one.clone() for name, one in rollout.engine.items()}
+    trainer.weights = {"a": torch.ones(6)}
+    _, second = trainer.side.publish(2)
+    answer = rollout.update(second["shared-memory"])
+    assert (answer.outcome, answer.active_version) == ("refused", 1)
+    assert answer.error == "IncompatibleUpdate"
+    assert "b" in answer.message
+    assert rollout.holds(before)
+    for text in (b"", b"\xff", b"{}"):
+        assert rollout.update(text).outcome == "refused"
+    rollout.side.close()
+
+
+def test_a_rollout_that_has_not_joined_says_so() -> None:
+    rollout = Rollout(None)
+    assert rollout.update(b"{}").outcome == "unjoined"
+    assert RolloutAnswer.from_json(rollout.side.status()).outcome == "unjoined"
+    with pytest.raises(WeightBridgeUnavailableError, match="has no transport yet"):
+        _ = rollout.side.executor
+    nowhere = PairChoice(transport="nowhere", reason="a test").to_json()
+    answer = RolloutAnswer.from_json(rollout.side.join(nowhere))
+    assert answer.error == "WeightBridgeUnavailableError"
+
+
+def test_joining_the_same_way_again_keeps_the_engines_version(trainer: Trainer) -> None:
+    rollout = Rollout()
+    _, manifests = trainer.side.publish(1)
+    rollout.update(manifests["shared-memory"])
+    assert RolloutAnswer.from_json(rollout.side.join(MEMORY)).active_version == 1
+    rollout.side.close()
+
+
+def test_a_late_lane_gets_the_sealed_version_and_not_the_weights_of_now(trainer: Trainer) -> None:
+    near = Rollout()
+    told, manifests = trainer.side.publish(1)
+    near.update(manifests["shared-memory"])
+    trainer.step()
+    manifest = trainer.side.serve(BROADCAST)
+    assert WeightUpdateManifest.from_json(manifest).root == Announcement.from_json(told).root
+    far = Rollout(BROADCAST)
+    assert far.update(manifest).active_version == 1
+    assert far.holds(weights())
+    told, manifests = trainer.side.publish(2)
+    assert sorted(manifests) == ["broadcast", "shared-memory"]
+    for rollout, lane in ((near, "shared-memory"), (far, "broadcast")):
+        answer = rollout.update(manifests[lane])
+        assert answer.active_root == Announcement.from_json(told).root, answer
+        assert rollout.holds(trainer.weights)
+        rollout.side.close()
+
+
+def test_versions_only_grow_on_every_lane(trainer: Trainer) -> None:
+    trainer.side.serve(BROADCAST)
+    trainer.side.publish(3)
+    with pytest.raises(VersionNotMonotonic, match="3 came after 3"):
+        trainer.side.publish(3)
+    trainer.step()
+    trainer.side.publish(4)
+
+
+def test_weights_that_move_between_two_lanes_are_refused(trainer: Trainer) -> None:
+    trainer.side.serve(BROADCAST)
+    trainer.side.publish(1)
+
+    def moving() -> Source:
+        trainer.step()
+        return trainer.weights
+
+    trainer.source = moving
+    with pytest.raises(WeightUpdateRejectedError, match="moved while they were published"):
+        trainer.side.publish(2)
+    assert Announcement.from_json(trainer.side.announcement()).weight_version == 1
+
+
+def test_many_versions_hold_no_more_than_two_slots(trainer: Trainer) -> None:
+    rollout = Rollout()
+    sizes = []
+    for version in range(1, 9):
+        _, manifests = trainer.side.publish(version)
+        assert rollout.update(manifests["shared-memory"]).outcome == "acknowledged"
+        trainer.step()
+        sizes.append(trainer.side._lanes["shared-memory"].published_nbytes)
+    assert len(set(sizes[2:])) == 1
+    rollout.side.close()
+
+
+def test_what_a_stranger_sends_is_refused(trainer: Trainer) -> None:
+    with pytest.raises(MalformedManifest):
+        trainer.side.serve(b"{}")
+    with pytest.raises(MalformedManifest):
+        Rollout(None).side.facts(b'{"boot_id":"x"}')
+    with pytest.raises(MalformedManifest):
+        RolloutAnswer.from_json(b'{"worker":"w","rank":0,"pid":1,"outcome":"fine"}')

@@ -1,0 +1,1 @@
+"""Tests with real Ray: one cluster for each module."""

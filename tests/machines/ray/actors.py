@@ -1,0 +1,90 @@
+"""A trainer and a rollout, as actors of Ray; started by name, so that workers import them."""
+
+import os
+import signal
+from collections.abc import Sequence
+
+import torch
+
+from rl_bridge import ModuleInstallAdapter
+from rl_bridge.extractors.state_dict import Source
+from rl_bridge.ray import RolloutActor, WeightPublisherActor
+
+__all__ = ["Rollout", "Trainer", "weights"]
+
+
+def weights(steps: int) -> dict[str, torch.Tensor]:
+    """What the trainer holds after so many steps."""
+    return {"a": torch.arange(1024.0) + steps, "b": torch.ones(3, 5) * steps}
+
+
+class Trainer(WeightPublisherActor):
+    """Its step adds one to every weight, in place."""
+
+    def __init__(self) -> None:
+        torch.set_num_threads(1)
+        self.held = weights(0)
+
+    def weights_to_publish(self) -> Source:
+        return self.held
+
+    def step(self) -> None:
+        for name, tensor in self.held.items():
+            tensor.add_(1 if name == "a" else torch.ones_like(tensor))
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """For Ray Direct Transport."""
+        return self.held
+
+    def direct_nbytes(self) -> int:
+        """Bytes that the tensor transport of this process has sealed."""
+        from ray.experimental.rdt.util import get_tensor_transport_manager
+
+        bridge = get_tensor_transport_manager("RL_BRIDGE")._bridge
+        return 0 if bridge is None else int(bridge.published_nbytes)
+
+    def damage(self) -> None:
+        """Change one byte of what is sealed, behind everybody's back."""
+        from ray.experimental.rdt.util import get_tensor_transport_manager
+
+        from rl_bridge.memory import vm
+
+        end = get_tensor_transport_manager("RL_BRIDGE")._bridge._publisher_end()._end
+        (slot,) = [slot for slot in end._ring._slots if slot.update_id is not None]
+        vm.store(slot.address + 64, b"\xee")
+
+
+class Rollout(RolloutActor):
+    """Its engine is a dict of tensors."""
+
+    def __init__(self) -> None:
+        torch.set_num_threads(1)
+        self.engine = {name: torch.full_like(one, -1) for name, one in weights(0).items()}
+
+    def weight_adapter(self) -> ModuleInstallAdapter:
+        return ModuleInstallAdapter(self.engine)
+
+    def holds(self, steps: int) -> bool:
+        self.check_weights()
+        return all(torch.equal(self.engine[name], one) for name, one in weights(steps).items())
+
+    def update_types(self, manifest: bytes) -> Sequence[str]:
+        """What came in over Ray and what goes out, by type."""
+        return [type(manifest).__name__, type(self.update_weights(manifest)).__name__]
+
+    def take(self, tensors: dict[str, torch.Tensor], steps: int) -> bool:
+        """Whether what came by Ray Direct Transport is what was returned after so many steps."""
+        return all(torch.equal(tensors[name], one) for name, one in weights(steps).items())
+
+    def write(self, tensors: dict[str, torch.Tensor]) -> None:
+        for tensor in tensors.values():
+            tensor.zero_()
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def die(self) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)

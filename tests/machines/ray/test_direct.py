@@ -1,0 +1,84 @@
+"""Tensors returned through Ray Direct Transport under our name are sealed and verified."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+from rl_bridge.testing.processes import until
+from tests.machines.ray.cluster import rollout, trainer
+
+pytestmark = pytest.mark.usefixtures("one_node")
+
+TIMEOUT_S = 30.0
+
+
+def get(reference: Any) -> Any:
+    return ray.get(reference, timeout=TIMEOUT_S)
+
+
+@pytest.fixture(scope="module")
+def pair() -> tuple[Any, Any]:
+    """An actor that returns tensors, and one that takes them."""
+    return trainer(), rollout()
+
+
+def steps_of(actor: Any) -> int:
+    """Steps that the trainer has taken, by what it holds."""
+    return int(get(actor.weights_to_publish.remote())["b"][0, 0])
+
+
+def test_a_reference_gives_the_values_of_its_return_also_after_the_next_step(pair: Any) -> None:
+    source, taker = pair
+    steps = steps_of(source)
+    reference = source.weights.remote()
+    assert get(taker.take.remote(reference, steps))
+    get(source.step.remote())
+    assert get(taker.take.remote(reference, steps))
+    assert get(taker.take.remote(source.weights.remote(), steps + 1))
+
+
+def test_what_one_taker_writes_no_other_one_sees(pair: Any) -> None:
+    source, taker = pair
+    steps = steps_of(source)
+    reference = source.weights.remote()
+    get(taker.write.remote(reference))
+    other = rollout()
+    assert get([actor.take.remote(reference, steps) for actor in (taker, other)]) == [True, True]
+
+
+def test_a_damaged_byte_is_refused(pair: Any) -> None:
+    source, taker = pair
+    reference = source.weights.remote()
+    ray.wait([reference], timeout=TIMEOUT_S)
+    get(source.damage.remote())
+    with pytest.raises(ray.exceptions.RayTaskError, match="tensor checksum mismatch"):
+        get(taker.take.remote(reference, steps_of(source)))
+    del reference
+    assert get(taker.take.remote(source.weights.remote(), steps_of(source)))
+
+
+def test_slots_are_used_again_when_references_are_gone(pair: Any) -> None:
+    source, taker = pair
+    steps = steps_of(source)
+    sizes = []
+    for _ in range(12):
+        assert get(taker.take.remote(source.weights.remote(), steps))
+        sizes.append(get(source.direct_nbytes.remote()))
+    assert max(sizes[4:]) <= max(sizes[:4]), sizes
+
+
+def test_the_memory_of_a_dead_source_goes_with_it(pair: Any) -> None:
+    del pair
+    source, taker = trainer(), rollout()
+    pid = get(source.pid.remote())
+    reference = source.weights.remote()
+    assert get(taker.take.remote(reference, 0))
+    ray.kill(source)
+    until(lambda: not Path(f"/proc/{pid}").exists(), what="the source is gone")
+    # (Who has mapped it may go on reading.)
+    with pytest.raises(ray.exceptions.RayError):
+        get(rollout().take.remote(reference, 0))
+    # It had no name, so nothing of it is left in a folder.
+    assert not list(Path("/dev/shm").glob("rlb-*"))

@@ -1,0 +1,142 @@
+"""A fleet of rollout actors on a real Ray: who dies, hangs or refuses holds nobody else up."""
+
+import os
+import signal
+import time
+from typing import Any
+
+import pytest
+import ray
+
+from rl_bridge import DeadlineExceeded, EngineLost, VersionNotMonotonic
+from rl_bridge.ray import FleetUpdate, RolloutFleet
+from tests.machines.ray.cluster import rollout, trainer
+
+pytestmark = pytest.mark.usefixtures("one_node")
+
+TIMEOUT_S = 30.0
+SHORT_S = 2.0
+# What a loaded machine may take beyond a deadline before it counts as a hang.
+SLACK_S = 10.0
+
+
+def get(reference: Any) -> Any:
+    return ray.get(reference, timeout=TIMEOUT_S)
+
+
+@pytest.fixture(scope="module")
+def learner() -> Any:
+    return trainer()
+
+
+class Run:
+    """A fleet of one trainer that all tests share: its versions go on from test to test."""
+
+    def __init__(self, learner: Any) -> None:
+        self.trainer = learner
+        self.fleet = RolloutFleet(learner, timeout_s=TIMEOUT_S)
+        self.version = self.fleet.weight_version or 0
+
+    def step(self) -> FleetUpdate:
+        get(self.trainer.step.remote())
+        self.version += 1
+        return self.fleet.update(self.version)
+
+    def all_hold(self, *actors: Any) -> bool:
+        return all(get([actor.holds.remote(self.version) for actor in actors]))
+
+
+@pytest.fixture
+def run(learner: Any) -> Run:
+    return Run(learner)
+
+
+def test_every_rollout_gets_each_version_through_shared_memory(run: Run) -> None:
+    actors = {"a": rollout(), "b": rollout()}
+    for name, actor in actors.items():
+        assert run.fleet.join(name, actor).transport == "shared-memory"
+    for _ in range(3):
+        update = run.step()
+        update.require_all()
+        assert update.routable == run.fleet.routable == ("a", "b")
+        assert {answer.proof["root"] for answer in update.answers.values()} == {update.root}
+    assert run.all_hold(*actors.values())
+
+
+def test_a_late_joiner_gets_the_current_version_before_it_is_routable(run: Run) -> None:
+    run.step()
+    get(run.trainer.step.remote())  # what the trainer holds by now is not what was published
+    late = rollout()
+    assert list(run.fleet.routable) == []
+    run.fleet.join("late", late)
+    assert list(run.fleet.routable) == ["late"]
+    assert run.fleet.ask("late").active_version == run.version
+    # The trainer's own steps are ahead by one from here on: so are the versions.
+    run.version += 1
+    run.fleet.update(run.version).require_all()
+    assert run.all_hold(late)
+
+
+def test_a_dead_rollout_is_named_and_the_others_go_on(run: Run) -> None:
+    alive, doomed = rollout(), rollout()
+    run.fleet.join("alive", alive)
+    run.fleet.join("doomed", doomed)
+    doomed.die.remote()
+    update = run.step()
+    assert update.routable == ("alive",)
+    assert isinstance(update.lost["doomed"], EngineLost)
+    assert "'doomed'" in str(update.lost["doomed"])
+    with pytest.raises(EngineLost):
+        update.require_all()
+    run.fleet.join("doomed", another := rollout())
+    assert list(run.fleet.routable) == ["alive", "doomed"]
+    run.step().require_all()
+    assert run.all_hold(alive, another)
+
+
+def test_a_rollout_that_hangs_is_given_up_at_the_deadline_and_may_come_back(run: Run) -> None:
+    quick, slow = rollout(), rollout()
+    run.fleet.join("quick", quick)
+    run.fleet.join("slow", slow)
+    pid = get(slow.pid.remote())
+    run.fleet._timeout_s = SHORT_S
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        start = time.monotonic()
+        update = run.step()
+        assert time.monotonic() - start < SHORT_S + SLACK_S
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert isinstance(update.lost["slow"], DeadlineExceeded)
+    assert list(update.routable) == list(run.fleet.routable) == ["quick"]
+    run.fleet._timeout_s = TIMEOUT_S
+    assert run.fleet.ask("slow").active_version == run.version
+    assert list(run.fleet.routable) == ["quick", "slow"]
+
+
+def test_an_actor_that_ray_starts_anew_joins_again_by_itself(run: Run) -> None:
+    actor = rollout(max_restarts=1, max_task_retries=-1)
+    run.fleet.join("again", actor)
+    run.step().require_all()
+    ray.kill(actor, no_restart=False)
+    update = run.step()
+    assert update.routable == ("again",), update
+    assert run.all_hold(actor)
+
+
+def test_a_trainer_that_refuses_says_so_by_its_own_error(run: Run) -> None:
+    run.step()
+    with pytest.raises(VersionNotMonotonic, match="must increase monotonically"):
+        run.fleet.update(run.version)
+    run.step().require_all()
+
+
+def test_only_bytes_travel(run: Run) -> None:
+    actor = rollout()
+    run.fleet.join("a", actor)
+    get(run.trainer.step.remote())
+    run.version += 1
+    told, manifests = get(run.trainer.publish_weights.remote(run.version))
+    assert type(told) is bytes
+    (manifest,) = manifests.values()
+    assert get(actor.update_types.remote(manifest)) == ["bytes", "bytes"]

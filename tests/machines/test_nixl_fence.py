@@ -1,0 +1,225 @@
+"""What a one-sided reader sees of a publisher that writes, forgets, hangs or lies."""
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import pytest
+import torch
+
+from rl_bridge import WeightUpdateManifest, make_weight_bridge
+from rl_bridge.bridge.bridges import NIXLTensorBridge
+from rl_bridge.errors import StaleUpdate, TransferTimeout
+from rl_bridge.memory import vm
+from rl_bridge.testing.processes import Child, until
+from rl_bridge.testing.strategies import bytes_of
+from rl_bridge.transports.base import PartRequest
+from rl_bridge.transports.nixl import reading
+from rl_bridge.transports.nixl.consumer import NIXLConsumer
+from rl_bridge.transports.nixl.publisher import NIXLPublisher
+from tests.machines.nixl_roles import SIZE, Trainer, weights
+
+
+def ends(
+    publisher: NIXLTensorBridge, consumer: NIXLTensorBridge
+) -> tuple[NIXLPublisher, NIXLConsumer]:
+    return cast("NIXLPublisher", publisher._publisher_end()._end), cast(
+        "NIXLConsumer", consumer._consumer_end()._end
+    )
+
+
+@contextmanager
+def both(**options: Any) -> Iterator[tuple[NIXLTensorBridge, NIXLTensorBridge]]:
+    publisher = make_weight_bridge("nixl", source_worker="trainer", suspicious="off", **options)
+    consumer = make_weight_bridge("nixl", source_worker="rollout", **options)
+    try:
+        yield cast("NIXLTensorBridge", publisher), cast("NIXLTensorBridge", consumer)
+    finally:
+        consumer.close()
+        publisher.close()
+
+
+class Between:
+    """Calls something between two steps of a read: the barrier of these tests."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, action: Any, *, at: str, times: int) -> None:
+        self.left = times
+        self.calls = 0
+        moving = reading.Reading.step
+
+        def step(one: reading.Reading) -> bool:
+            if one._stage == at and self.left and (at != "bytes" or one._next):
+                self.left -= 1
+                self.calls += 1
+                action()
+            return moving(one)
+
+        patch.setattr(reading.Reading, "step", step)
+
+
+def overwrite(end: NIXLPublisher, manifest: WeightUpdateManifest) -> None:
+    """What a publisher does that does not know of a reader: the next write of the slot."""
+    slot = end.snapshot(manifest.update_id)
+    slot.generation += 1
+    slot.stamp(None, 0)
+    vm.tensor_at(slot.address, manifest.table.arena_nbytes).fill_(7)
+
+
+def test_a_version_that_is_overwritten_while_it_is_read_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with both(timeout_s=0.5) as (publisher, consumer):
+        manifest = publisher.publish(weights(1), weight_version=1)
+        end, _ = ends(publisher, consumer)
+        seen = Between(monkeypatch, lambda: overwrite(end, manifest), at="bytes", times=1)
+        with pytest.raises(StaleUpdate, match="wrote to it while it was read"):
+            consumer.import_update(manifest)
+        assert seen.calls == 1
+        newer = publisher.publish(weights(2), weight_version=2)
+        assert bytes_of(consumer.import_update(newer)["w"]) == bytes_of(weights(2)["w"])
+
+
+def test_a_torn_read_is_repeated_within_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    with both(timeout_s=20.0) as (publisher, consumer):
+        manifest = publisher.publish(weights(1), weight_version=1)
+        end, _ = ends(publisher, consumer)
+        slot = end.snapshot(manifest.update_id)
+        header = manifest.header_digest
+
+        def scribble() -> None:
+            overwrite(end, manifest)
+            monkeypatch.setattr(reading.Reading, "_checked", restoring)
+
+        checked = reading.Reading._checked
+
+        def restoring(one: reading.Reading) -> bool:
+            found = checked(one)
+            # Behind the look at the stamp: the writer is done, and what it wrote is this version.
+            slot.generation -= 1
+            vm.tensor_at(slot.address, SIZE).copy_(weights(1)["w"].view(torch.uint8))
+            slot.stamp(manifest.update_id, manifest.table.arena_nbytes, header)
+            monkeypatch.setattr(reading.Reading, "_checked", checked)
+            return found
+
+        Between(monkeypatch, scribble, at="bytes", times=1)
+        assert bytes_of(consumer.import_update(manifest)["w"]) == bytes_of(weights(1)["w"])
+
+
+def test_a_leased_version_is_not_overwritten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its publisher lets go of it and publishes three more, in the middle of the read."""
+    with both() as (publisher, consumer):
+        manifest = publisher.publish(weights(1), weight_version=1)
+        newer = iter((2, 3, 4))
+
+        def publish() -> None:
+            publisher.release(manifest.update_id)
+            version = next(newer)
+            publisher.release(publisher.publish(weights(version), weight_version=version).update_id)
+
+        seen = Between(monkeypatch, publish, at="bytes", times=3)
+        assert bytes_of(consumer.import_update(manifest)["w"]) == bytes_of(weights(1)["w"])
+        assert seen.calls == 3
+
+
+def test_descriptors_of_memory_that_was_given_back_yield_no_version() -> None:
+    """The library says DONE with whatever is there; the stamp does not."""
+    with both(timeout_s=0.5) as (publisher, consumer):
+        first = publisher.publish(weights(1), weight_version=1)
+        consumer.import_update(first)
+        end, far = ends(publisher, consumer)
+        (source,) = far._held.sources.values()
+        (leased,) = source.link.known_slots.values()
+        slot = end.snapshot(first.update_id)
+        page = vm.tensor_at(slot.stamp_address, 8).clone()
+        for bridge in (consumer, publisher):
+            bridge.release(first.update_id)
+        # The same slot by its old number and addresses, holding something else by now.
+        second = publisher.publish(weights(2), weight_version=2)
+        assert end.snapshot(second.update_id) is slot
+        assert torch.equal(page, vm.tensor_at(slot.stamp_address, 8))
+        local = source.arrivals.reserve(first.table.arena_nbytes)
+        request = PartRequest(manifest=first)
+        stale = source.reading(request, leased, local, (first.update_id, leased.slot))
+        until(lambda: stale.step() and stale.is_done, what="the read to end")
+        assert stale.is_torn
+        assert stale.stamp is not None
+        assert stale.stamp.update_id == second.update_id
+
+
+def test_a_lease_that_is_not_renewed_ends() -> None:
+    with both(timeout_s=0.3) as (publisher, consumer):
+        manifest = publisher.publish(weights(1), weight_version=1)
+        end, far = ends(publisher, consumer)
+        handle = far._handle(manifest)
+        link = far._source(handle.endpoint, is_observer=False).link
+        link.ask(
+            manifest.update_id,
+            generation=handle.generation,
+            arena_nbytes=manifest.table.arena_nbytes,
+        )
+        link.wait(manifest.update_id)
+        assert [entry.readers for entry in end.catalog()] == [
+            (f"worker 'rollout' rank 0 (pid {link._identity.pid})",)
+        ]
+        until(lambda: end.catalog()[0].readers == (), what="the lease to end", deadline_s=10)
+
+
+def test_the_slot_of_a_read_that_did_not_end_is_used_again_only_when_nothing_can_land() -> None:
+    """The publisher is stopped in the middle, over TCP, and goes on after the reader gave up."""
+    with Child(Trainer, ucx={"UCX_TLS": "tcp"}) as trainer:
+        consumer = cast("NIXLTensorBridge", make_weight_bridge("nixl", timeout_s=1.0))
+        try:
+            first = trainer.call("publish", version=1)
+            assert bytes_of(consumer.import_update(first)["w"]) == bytes_of(weights(1)["w"])
+            end = cast("NIXLConsumer", consumer._consumer_end()._end)
+            second = trainer.call("publish", version=2)
+            pid = trainer.pid
+            stopped = []
+
+            def stop() -> None:
+                os.kill(pid, signal.SIGSTOP)
+                stopped.append(pid)
+
+            patch = pytest.MonkeyPatch()
+            Between(patch, stop, at="bytes", times=1)
+            try:
+                with pytest.raises(TransferTimeout, match="can be reached"):
+                    consumer.import_update(second)
+                ((_, jobs),) = end._held.parked
+                late = jobs[0].slot
+                assert late is not None
+                other = jobs[0].source.arrivals.reserve(SIZE)
+                jobs[0].source.arrivals.abandon(other)
+                assert other is not late, "what may land yet lands in a slot that is in use"
+            finally:
+                patch.undo()
+                os.kill(pid, signal.SIGCONT)
+            assert stopped == [pid]
+            third = trainer.call("publish", version=3)
+            tensors = consumer.import_update(third)
+            # What was under way when the reader gave up lands now, in a slot that nobody uses.
+            until(
+                lambda: trainer.call("help", rounds=200) or end._sweep() or not end._held.parked,
+                what="the late reads to end",
+            )
+            assert bytes_of(tensors["w"]) == bytes_of(weights(3)["w"])
+            assert jobs[0].slot is None, "the slot is given back"
+        finally:
+            consumer.close()
+
+
+def test_once_warm_nothing_is_registered_connected_or_prepared_again() -> None:
+    with both() as (publisher, consumer):
+        end, far = ends(publisher, consumer)
+        counts = []
+        for version in range(1, 13):
+            manifest = publisher.publish(weights(version), weight_version=version)
+            tensors = consumer.import_update(manifest)
+            consumer.acknowledge(manifest.update_id)
+            counts.append((str(end.counters), str(far.counters)))
+            del tensors
+            for bridge in (consumer, publisher):
+                bridge.release(manifest.update_id)
+        assert len(set(counts[4:])) == 1, counts
