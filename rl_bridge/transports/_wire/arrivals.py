@@ -23,6 +23,8 @@ __all__ = ["Arrival", "Arrivals", "ArrivedAttachment"]
 # matter: the newest, and one more for an import that is under way.
 _MAX_UNCLAIMED = 2
 _UNLIMITED = 1 << 30
+# In place of an update's id, while one arrives.
+_ARRIVING = "arriving"
 # Layouts that take turns, such as whole models and adapters.
 _KEPT_LAYOUTS = 4
 
@@ -101,7 +103,10 @@ class Arrivals:
         """
         with self._lock:
             self._evict()
-            return self._ring.acquire(arena_nbytes)
+            slot = self._ring.acquire(arena_nbytes)
+            # The lock does not keep this very process out: what may still land must be alone here.
+            slot.update_id = _ARRIVING
+            return slot
 
     def tensor(self, slot: Slot, arena_nbytes: int) -> torch.Tensor:
         """The slot's bytes."""
