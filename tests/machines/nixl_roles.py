@@ -42,7 +42,7 @@ class Between:
                 outer.action()
             return outer.step(one)
 
-        Reading.step = step  # type: ignore[method-assign]  # that is what it is for
+        Reading.step = step  # type: ignore[method-assign,assignment]  # that is what it is for
         return self
 
     def __exit__(self, *problem: object) -> None:

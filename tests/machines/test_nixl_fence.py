@@ -200,10 +200,13 @@ def test_the_slot_of_a_read_that_did_not_end_is_used_again_only_when_nothing_can
             third = trainer.call("publish", version=3)
             tensors = consumer.import_update(third)
             # What was under way when the reader gave up lands now, in a slot that nobody uses.
-            until(
-                lambda: trainer.call("help", rounds=200) or end._sweep() or not end._held.parked,
-                what="the late reads to end",
-            )
+
+            def settled() -> bool:
+                trainer.call("help", rounds=200)
+                end._sweep()
+                return not end._held.parked
+
+            until(settled, what="the late reads to end")
             assert bytes_of(tensors["w"]) == bytes_of(weights(3)["w"])
             assert jobs[0].slot is None, "the slot is given back"
         finally:

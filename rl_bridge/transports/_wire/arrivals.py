@@ -23,7 +23,8 @@ __all__ = ["Arrival", "Arrivals", "ArrivedAttachment"]
 # matter: the newest, and one more for an import that is under way.
 _MAX_UNCLAIMED = 2
 _UNLIMITED = 1 << 30
-_RESERVED = "reserved"
+# In place of an update's id, while one arrives.
+_ARRIVING = "arriving"
 # Layouts that take turns, such as whole models and adapters.
 _KEPT_LAYOUTS = 4
 
@@ -103,8 +104,9 @@ class Arrivals:
         with self._lock:
             self._evict()
             slot = self._ring.acquire(arena_nbytes)
-            # Not free before its end: a transfer that broke off may write there for a while.
-            slot.update_id = _RESERVED
+            # The lock does not keep this very process out: what may still land, of a transfer that
+            # broke off too, must be alone here.
+            slot.update_id = _ARRIVING
             return slot
 
     def tensor(self, slot: Slot, arena_nbytes: int) -> torch.Tensor:
