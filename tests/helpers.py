@@ -2,10 +2,12 @@
 
 import json
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,6 +29,7 @@ __all__ = [
     "make_manifest",
     "make_table",
     "open_fds",
+    "stop",
     "tracing",
     "weights",
 ]
@@ -115,6 +118,19 @@ forking = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:Depre
 def open_fds() -> dict[int, str]:
     """Open descriptors of this process, without those of earlier tests' garbage."""
     return Holdings.now().descriptors
+
+
+def stop(pid: int) -> None:
+    """SIGSTOP, and wait until no thread of a process runs any more: the signal is only sent."""
+    os.kill(pid, signal.SIGSTOP)
+    tasks = Path(f"/proc/{pid}/task")
+    until(
+        lambda: all(
+            (task / "stat").read_text().rpartition(")")[2].split()[0] == "T"
+            for task in tasks.iterdir()
+        ),
+        what=f"process {pid} is stopped",
+    )
 
 
 def forked(function: Callable[[], bool]) -> bool:

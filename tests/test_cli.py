@@ -24,7 +24,7 @@ from rl_bridge.testing.over import BridgeOver
 from rl_bridge.transports.shared_memory import SharedMemory
 from tests.cli_program import Said, call, run
 
-COMMANDS = {"demo", "bench", "doctor", "inspect", "verify", "gc"}
+COMMANDS = {"demo", "bench", "doctor", "inspect", "verify", "gc", "sidecar"}
 WEIGHTS = {
     "layers.0.weight": torch.arange(60_000, dtype=torch.float32).reshape(200, 300),
     "layers.1.weight": torch.ones(70_000, dtype=torch.bfloat16),
@@ -105,7 +105,7 @@ def test_a_switch_is_not_said_to_take_a_value() -> None:
     assert "256 unless given" in said
 
 
-@pytest.mark.parametrize("command", sorted(COMMANDS - {"demo"}))
+@pytest.mark.parametrize("command", sorted(COMMANDS - {"demo", "sidecar"}))
 def test_what_a_program_may_read_comes_as_json(command: str) -> None:
     assert "--json" in call(command, "--help").out
 

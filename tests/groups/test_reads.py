@@ -71,6 +71,7 @@ class Ranges(ConsumerEnd):
         assert part.starts is not None
         assert part.nbytes is not None
         pin = anonymous_pin(whole.nbytes)
+        pin.header = whole.header
         target, source = bytes_of(pin), bytes_of(whole)
         target[:] = GARBAGE
         for start, nbytes in zip(part.starts.tolist(), part.nbytes.tolist(), strict=True):

@@ -20,6 +20,7 @@ from rl_bridge.bridge.group_publish import GroupPublisher
 from rl_bridge.errors import DeadlineExceeded, GroupAborted
 from tests.groups.meshes import cut, model
 from tests.groups.rig import HashStore
+from tests.helpers import stop
 
 SHARDS = cut(model({"w": (4, 2)}), 1, {})
 HOST = """
@@ -69,7 +70,7 @@ def test_a_store_that_hangs_aborts_a_publication_in_time(step: str) -> None:
         usual = getattr(exchange, step)
 
         def hangs(*given: object, **named: object) -> object:
-            os.kill(process.pid, signal.SIGSTOP)
+            stop(process.pid)
             return usual(*given, **named)
 
         setattr(exchange, step, hangs)

@@ -3,10 +3,11 @@
 import itertools
 from dataclasses import dataclass
 
+from rl_bridge.errors import SegmentError
 from rl_bridge.memory.pins import Pin
 from rl_bridge.memory.slots import Slot
 from rl_bridge.transports._wire.arenas import Arenas
-from rl_bridge.transports.nixl.agent import Agent, Kind, Region
+from rl_bridge.transports.nixl.agent import Agent, AgentError, Kind, Region
 
 __all__ = ["Registered", "RegisteredArenas"]
 
@@ -44,12 +45,19 @@ class RegisteredArenas(Arenas):
         """Make a slot and register it.
 
         Raises:
-            AgentError: the library refuses its memory.
+            SegmentError: there is no memory, or the library refuses it.
 
         """
         slot = self._inner.make_slot(name, arena_nbytes)
         try:
             self._known[slot] = self._register(slot)
+        except AgentError as error:
+            slot.close()
+            msg = (
+                f"a slot of {slot.nbytes} bytes cannot be read from elsewhere: {error} Raise the "
+                "limit of locked memory (ulimit -l), or lower max_slots."
+            )
+            raise SegmentError(msg) from error
         except BaseException:
             slot.close()
             raise

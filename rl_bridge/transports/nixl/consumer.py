@@ -126,10 +126,10 @@ class NIXLConsumer(ConsumerEnd):
         while True:
             try:
                 return self._attach_once(parts, is_observer=is_observer)
-            except Torn as torn:
+            except Torn as error:
                 # Its publisher wrote meanwhile: this side's lease was lost, or never counted.
                 if time.monotonic() >= until:
-                    raise StaleUpdate(str(torn)) from torn
+                    raise StaleUpdate(str(error)) from error
                 select.poll().poll(_PAUSE_MS)
             except AgentError as error:
                 # The connection broke, which may mean no more than that: once more, on a new one.
@@ -137,7 +137,7 @@ class NIXLConsumer(ConsumerEnd):
                 if num_broken > 1:
                     msg = (
                         f"update {parts[0].manifest.update_id} cannot be read: {error} See that "
-                        "its publisher runs and can be reached, and import again."
+                        "its publisher runs and can be reached. Import it again."
                     )
                     raise SegmentError(msg) from error
                 self._renew_agent(())

@@ -23,7 +23,7 @@ from rl_bridge.memory.segment import process_start_time
 from rl_bridge.memory.vmm.host import HostDriver
 from rl_bridge.memory.vmm.owners import Descriptor
 from rl_bridge.testing.processes import Child, until
-from tests.helpers import forked, forking, open_fds
+from tests.helpers import forked, forking, open_fds, stop
 from tests.memory.vmm.publishers import (
     FOREVER_S,
     Consumer,
@@ -66,24 +66,11 @@ def test_an_exporter_killed_between_sending_and_receiving_leaves_the_bytes(
     assert shown(driver, *found) == {7}
 
 
-def stop(child: Child) -> None:
-    """SIGSTOP, and wait until no thread of it runs any more."""
-    os.kill(child.pid, signal.SIGSTOP)
-    tasks = Path(f"/proc/{child.pid}/task")
-    until(
-        lambda: all(
-            (task / "stat").read_text().rpartition(")")[2].split()[0] == "T"
-            for task in tasks.iterdir()
-        ),
-        what=f"process {child.pid} is stopped",
-    )
-
-
 def test_a_broker_killed_while_a_client_waits_is_told(root: Path) -> None:
     before = open_fds()
     with Child(Publisher, root=str(root)) as publisher:
         ref = BrokerRef.model_validate(publisher.call("ref"))
-        stop(publisher)  # the kernel still takes connections
+        stop(publisher.pid)  # the kernel still takes connections
         with connected(ref) as connection:
             client._check_peer(connection, ref)
             client._ask(connection, ref, 1, soon())
@@ -98,7 +85,7 @@ def test_a_broker_that_hangs_is_not_waited_for_beyond_the_deadline(root: Path) -
     before = open_fds()
     with Child(Publisher, root=str(root)) as publisher:
         ref = BrokerRef.model_validate(publisher.call("ref"))
-        stop(publisher)
+        stop(publisher.pid)
         with pytest.raises(DeadlineExceeded, match="did not answer in time"):
             fetch_fd(ref, 1, timeout_s=0.1)
         waiting = []
