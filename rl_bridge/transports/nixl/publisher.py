@@ -73,6 +73,7 @@ class NIXLPublisher(PublisherEnd):
         """Seal a version in a slot."""
         table = plan.table
         start = time.perf_counter()
+        self._server.catch_up()  # else a lease whose end has arrived would cost another slot
         with self._server.changed:
             slot = self._shelf.ring.acquire(table.arena_nbytes)
         try:

@@ -149,10 +149,14 @@ class Server:
 
     def records(self) -> list[Record]:
         """What everybody reported, up to what has arrived at this machine by now."""
-        while not self._is_stopping and self._step(0):
-            pass
+        self.catch_up()
         with self.changed:
             return [m.record() for m in (*self._gone, *self.members) if not m.is_observer]
+
+    def catch_up(self) -> None:
+        """Take note of all that has arrived: leases that ended, readers that are gone."""
+        while not self._is_stopping and self._step(0):
+            pass
 
     def close(self, *, timeout_s: float = 5.0) -> None:
         """Hang up everywhere and end the thread. Idempotent; in a forked child a no-op."""
