@@ -1,6 +1,7 @@
 """A group that does not fit together is refused, whatever it is put together from."""
 
 import json
+import sys
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -51,6 +52,22 @@ def made_of(**changes: Any) -> GroupManifest:
 
 def test_what_it_is_made_of_makes_it_again() -> None:
     assert made_of() == manifest()
+
+
+def test_no_depth_of_nesting_escapes_as_a_recursion_error() -> None:
+    # Between what the decoder takes and what everything behind it takes lie a few levels only.
+    text = manifest().to_json()
+    limit = sys.getrecursionlimit()
+    seen = set()
+    for depth in range(limit - 150, limit + 5):
+        for field in ('"source_rank":0', '"zero_stage":0'):
+            assert field in text
+            key = field.partition(":")[0]
+            nested = text.replace(field, f"{key}:{'[' * depth}1{']' * depth}", 1)
+            with pytest.raises(MalformedManifest) as caught:
+                GroupManifest.from_json(nested)
+            seen.add("nests too deep" in str(caught.value))
+    assert seen == {True, False}
 
 
 def test_two_copies_have_one_header_digest_and_another_group_has_another() -> None:

@@ -346,7 +346,8 @@ def test_closing_leaves_no_thread_socket_or_store(make: Make) -> None:
     native = len(list(Path("/proc/self/task").iterdir()))
     cycle()
     assert set(threading.enumerate()) <= threads
-    assert len(list(Path("/proc/self/task").iterdir())) <= native
+    # Threads of Gloo's own end a little behind their group.
+    until(lambda: len(list(Path("/proc/self/task").iterdir())) <= native, what="threads end")
     assert growth(before, Holdings.now()) == []
 
 

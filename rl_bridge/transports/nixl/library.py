@@ -38,7 +38,7 @@ def find() -> tuple[Any, str]:
                 continue
             _quieten()
             return module, _version(package)
-    msg = "; ".join(causes)
+    msg = f"no package of NIXL can be imported ({'; '.join(causes)})"
     raise ImportError(msg)
 
 
@@ -87,7 +87,7 @@ def new_agent(module: Any, name: str, backend: str, params: dict[str, str]) -> A
             raise RuntimeError(msg)
         agent.create_backend(backend, params)
     except failures(module) as error:
-        msg = f"its backend {backend!r} cannot be opened: {error}"
+        msg = f"NIXL is here and its backend {backend!r} cannot be opened: {error}"
         raise RuntimeError(msg) from error
     return agent
 
@@ -97,11 +97,11 @@ def backend_cause(backend: str) -> str | None:
     try:
         module, _ = find()
     except ImportError as error:
-        return f"no package of NIXL can be imported ({error})"
+        return str(error)
     try:
         new_agent(module, "rl_bridge-probe", backend, {})
     except RuntimeError as error:
-        return f"NIXL is here and {error}"
+        return str(error)
     return None
 
 

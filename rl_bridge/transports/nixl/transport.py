@@ -28,6 +28,7 @@ from rl_bridge.transports.base import (
     checked_count,
     checked_seconds,
 )
+from rl_bridge.transports.nixl import library
 from rl_bridge.transports.nixl.agent import REMEDY, Agent
 from rl_bridge.transports.nixl.endpoint import NIXLEndpoint
 from rl_bridge.transports.nixl.library import backend_cause
@@ -159,6 +160,10 @@ class NIXL(Transport):
         """Open the engine's end."""
         from rl_bridge.transports.nixl.consumer import NIXLConsumer
 
+        try:
+            library.find()  # the agent is made when a publisher has answered
+        except ImportError as error:
+            raise TransportUnavailable(self.name, str(error), REMEDY) from error
         return NIXLConsumer(
             worker,
             rank,
