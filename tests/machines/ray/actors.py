@@ -24,6 +24,9 @@ class Trainer(WeightPublisherActor):
     def __init__(self) -> None:
         torch.set_num_threads(1)
         self.held = weights(0)
+        # It serves a whole module of tests: Ray ends the actors of earlier ones when it likes, and
+        # until then these read what they read.
+        self.weight_options = {"shared-memory": {"max_slots": 24}}
 
     def weights_to_publish(self) -> Source:
         return self.held
