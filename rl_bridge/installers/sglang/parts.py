@@ -32,6 +32,7 @@ RELOAD = (
     "starting a fresh engine from its checkpoint: SGLangInstallAdapter does not serve such models"
 )
 """What serves models whose weights cannot be followed into the engine."""
+_REMEDY = "pip install 'rl-bridge[sglang]'"
 
 # Quantization methods that leave a weight as it was loaded.
 _METHODS = frozenset(
@@ -51,10 +52,11 @@ def require(name: str) -> ModuleType:
     except ImportError as error:
         found = version()
         if found is None:
-            msg = f"SGLang is not installed here ({error}). Install sglang >= {MINIMUM}."
+            msg = f"SGLang is not installed here ({error}). Install it: {_REMEDY}."
         else:
             msg = (
-                f"SGLang {found} has no {name} ({error}); expected SGLang >= {MINIMUM}. Upgrade it."
+                f"SGLang {found} has no {name} ({error}); expected SGLang >= {MINIMUM}. Upgrade "
+                f"it: {_REMEDY}."
             )
         raise WeightBridgeUnavailableError(msg) from error
 

@@ -161,7 +161,8 @@ def learn(
 def _load(skeleton: Skeleton, sources: Iterable[tuple[str, torch.Tensor]]) -> None:
     load: Any = getattr(skeleton.model, "load_weights", None)
     if load is None:
-        msg = f"{type(skeleton.model).__name__} has no load_weights. {skeleton.elsewhere}."
+        kind = type(skeleton.model).__name__
+        msg = f"{kind} has no load_weights. Install it by {skeleton.elsewhere}."
         raise IncompatibleUpdate(msg)
     last = [""]
 
@@ -224,7 +225,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ha
             return  # the loader's own memory, on the way
         msg = (
             f"buffer {self._buffers[storage]!r} is loaded from the checkpoint; buffers cannot be "
-            f"made beside the serving layer. {self._elsewhere}."
+            f"made beside the serving layer. Install it by {self._elsewhere}."
         )
         raise IncompatibleUpdate(msg)
 
@@ -234,7 +235,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ha
         if name is None:
             msg = (
                 "the loader reads a number that it computed from the checkpoint. "
-                f"{self._elsewhere}."
+                f"Install it by {self._elsewhere}."
             )
             raise IncompatibleUpdate(msg)
         return _ITEM + list(self._sources).index(name)
@@ -261,7 +262,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ha
         else:
             msg = (
                 f"parameter {target.name!r} is computed from the checkpoint ({function}), not "
-                f"copied. {self._elsewhere}."
+                f"copied. Install it by {self._elsewhere}."
             )
             raise IncompatibleUpdate(msg)
         self._steps.setdefault(index, []).append(step)
@@ -319,7 +320,7 @@ def _compare(
             what = "padding" if isinstance(step, Fill) else f"tensor {step.source!r}"
             msg = (
                 f"parameter {target.name!r}: the loader did not put {what} twice into the same "
-                f"place. {elsewhere}."
+                f"place. Install it by {elsewhere}."
             )
             raise IncompatibleUpdate(msg)
         part.fill_(_SEEN)

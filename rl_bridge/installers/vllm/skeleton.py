@@ -101,7 +101,7 @@ class Skeleton:
     def __init__(self, model: torch.nn.Module, parts: EngineParts = vllm_parts) -> None:
         """Walk `model`; modules that occur twice occur twice here, tied parameters stay tied."""
         self._parts = parts
-        self.elsewhere = f"Install it by {parts.RELOAD}"
+        self.elsewhere = parts.RELOAD
         self.targets: list[Target] = []
         self._by_parameter: dict[object, Target] = {}
         self._clones: dict[int, torch.nn.Module] = {}

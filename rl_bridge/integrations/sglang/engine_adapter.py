@@ -255,7 +255,7 @@ class SGLangInstallAdapter(TransactionalAdapter):
         flushed, said = self._handle.flush()
         if not flushed:
             msg = (
-                f"cached prefixes of the old weights could not be dropped: {said} Use "
+                f"cached prefixes of the old weights could not be dropped ({said}). Use "
                 "pause='retract' or 'abort', or cache='keep'."
             )
             raise WeightUpdateRejectedError(msg)

@@ -24,7 +24,7 @@ from rl_bridge.errors import (
 from rl_bridge.installers.sglang.parts import MINIMUM, require
 from rl_bridge.integrations.sglang.plugin import NAME, call_text, reply_text
 
-__all__ = ["EngineHandle", "PauseMode", "handle_of"]
+__all__ = ["METHODS", "EngineHandle", "PauseMode", "handle_of"]
 
 PauseMode = Literal["retract", "in_place", "abort"]
 """What becomes of running requests: computed anew from their tokens, frozen, or ended."""
@@ -32,8 +32,7 @@ PauseMode = Literal["retract", "in_place", "abort"]
 Answer = tuple[bool, str]
 """Whether a route did what it was asked, and what it said."""
 
-# route -> its request among SGLang's own, method of its tokenizer manager
-_METHODS: Mapping[str, tuple[str, str]] = {
+METHODS: Mapping[str, tuple[str, str]] = {
     "get_weights_by_name": ("GetWeightsByNameReqInput", "get_weights_by_name"),
     "pause_generation": ("PauseGenerationReqInput", "pause_generation"),
     "continue_generation": ("ContinueGenerationReqInput", "continue_generation"),
@@ -43,10 +42,18 @@ _METHODS: Mapping[str, tuple[str, str]] = {
     "update_weights_from_tensor": ("UpdateWeightsFromTensorReqInput", "update_weights_from_tensor"),
     "update_weights_from_disk": ("UpdateWeightFromDiskReqInput", "update_weights_from_disk"),
 }
+"""Route -> its request among SGLang's own, and the method of its tokenizer manager."""
 
 
 class EngineHandle(ABC):
-    """One engine, whatever process it is in."""
+    """One engine, whatever process it is in.
+
+    Attributes:
+        sharing: by which of torch's strategies its process gets shared memory.
+
+    """
+
+    sharing = "file_descriptor"
 
     def __init__(self, timeout_s: float) -> None:
         """Give every call `timeout_s` seconds."""
@@ -160,7 +167,7 @@ class InProcessHandle(EngineHandle):
 
     def ask(self, route: str, **body: Any) -> tuple[bool, Any]:
         """Call a control route. See `EngineHandle`."""
-        request, method = _METHODS[route]
+        request, method = METHODS[route]
         made = getattr(self._requests, request)(**body)
         answered = self._run(getattr(self._manager, method)(made), route)
         if route == "get_weights_by_name":
@@ -213,6 +220,10 @@ def _is_running_here(loop: asyncio.AbstractEventLoop) -> bool:
 class ServerHandle(EngineHandle):
     """A server by its URL."""
 
+    # Descriptors need the key of a common parent process, and a server has another one: its
+    # scheduler would raise where it takes them, and end.
+    sharing = "file_system"
+
     def __init__(self, url: str, timeout_s: float, api_key: str | None) -> None:
         """Prepare the connection; nothing is sent.
 
@@ -224,7 +235,7 @@ class ServerHandle(EngineHandle):
         try:
             self._httpx = importlib.import_module("httpx")
         except ImportError as error:
-            msg = "a server's URL needs httpx. Install it: pip install 'rl-bridge[remote]'."
+            msg = "a server's URL needs httpx. Install it: pip install 'rl-bridge[sglang]'."
             raise WeightBridgeUnavailableError(msg) from error
         self._url = url.rstrip("/")
         headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}

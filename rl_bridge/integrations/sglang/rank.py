@@ -303,7 +303,7 @@ def answer(exporter: Any, text: str) -> str:
     try:
         given = json.loads(text)
         if not isinstance(given, dict) or given.get("verb") not in _VERBS:
-            msg = f"{text[:80]!r} is no call: expected an object with a verb of {sorted(_VERBS)}."
+            msg = f"{text[:80]!r} is no call. Pass an object with a verb of {sorted(_VERBS)}."
             raise WeightUpdateRejectedError(msg)  # noqa: TRY301 - answered like all others
         reply["call"] = given.get("call")
         model = exporter.get_model()

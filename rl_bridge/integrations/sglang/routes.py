@@ -8,7 +8,8 @@
 import shutil
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -59,7 +60,7 @@ class Route(ABC):
     def _ask(self, route: str, **body: Any) -> None:
         succeeded, said = self._handle.ask(route, **body)
         if not succeeded:
-            msg = f"SGLang refused {route}: {said} See its log."
+            msg = f"SGLang refused {route} ({said}). See the engine's log."
             raise WeightUpdateRejectedError(msg)
 
 
@@ -93,13 +94,12 @@ class TensorRoute(Route):
     def load(self, manifest: WeightUpdateManifest, tensors: Mapping[str, torch.Tensor]) -> None:
         """Open a session, load the bucket, close the session."""
         del manifest
-        payload = self._handle.payload(self._serialized(tensors))
         self._ask("begin_weight_update", selector="target")
         # Whatever comes, the session is closed: an engine has only one.
         try:
             self._ask(
                 "update_weights_from_tensor",
-                serialized_named_tensors=[payload],
+                serialized_named_tensors=[self._handle.payload(self._serialized(tensors))],
                 load_format="flattened_bucket",
                 flush_cache=False,
                 selector="target",
@@ -120,17 +120,29 @@ class TensorRoute(Route):
         for item in metadata:
             place = self._bucket[item.start_idx : item.end_idx].view(item.dtype)
             place.view(item.shape).copy_(tensors[item.name])
-        # By name: a server is no child of this process, so file descriptors do not reach it.
-        sharing: Any = torch.multiprocessing  # which has no types
-        with _SHARING:
-            before = sharing.get_sharing_strategy()
-            sharing.set_sharing_strategy("file_system")
+        content = {"flattened_tensor": self._bucket, "metadata": metadata}
+        with _SHARING, _strategy(self._handle.sharing):
             try:
-                content = {"flattened_tensor": self._bucket, "metadata": metadata}
                 serialized: bytes = self._serializer.serialize(content)
-            finally:
-                sharing.set_sharing_strategy(before)
+            except RuntimeError as error:
+                msg = (
+                    f"torch cannot share memory from this process any more ({error}). SGLang's "
+                    "Engine.shutdown ends all children of its process, torch's memory manager "
+                    "too: use route='import', or update servers from a process without engines."
+                )
+                raise WeightBridgeUnavailableError(msg) from error
         return serialized
+
+
+@contextmanager
+def _strategy(name: str) -> Iterator[None]:
+    sharing: Any = torch.multiprocessing  # which has no types
+    before = sharing.get_sharing_strategy()
+    sharing.set_sharing_strategy(name)
+    try:
+        yield
+    finally:
+        sharing.set_sharing_strategy(before)
 
 
 class DiskRoute(Route):
