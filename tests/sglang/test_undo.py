@@ -74,7 +74,7 @@ def test_an_update_that_is_refused_by_its_cache_is_undone(bench: Bench) -> None:
         adapter = executor.weight_install_adapter
         original = adapter._handle.flush  # type: ignore[union-attr]
         adapter._handle.flush = lambda: (False, "planted.")  # type: ignore[union-attr]
-        with pytest.raises(WeightUpdateRejectedError, match="could not be dropped .planted"):
+        with pytest.raises(WeightUpdateRejectedError, match=r"could not be dropped .planted"):
             executor.update_weights(bench.trainer.publish(bench.next()))
         adapter._handle.flush = original  # type: ignore[union-attr]
         bench.check()

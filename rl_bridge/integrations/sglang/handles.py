@@ -32,6 +32,9 @@ PauseMode = Literal["retract", "in_place", "abort"]
 Answer = tuple[bool, str]
 """Whether a route did what it was asked, and what it said."""
 
+# Where the loop runs in another thread: how much later than its own deadline it may tell.
+_LOOP_S = 5.0
+
 METHODS: Mapping[str, tuple[str, str]] = {
     "get_weights_by_name": ("GetWeightsByNameReqInput", "get_weights_by_name"),
     "pause_generation": ("PauseGenerationReqInput", "pause_generation"),
@@ -164,6 +167,7 @@ class InProcessHandle(EngineHandle):
         self._engine = engine
         self._manager = engine.tokenizer_manager
         self._requests = require("sglang.srt.managers.io_struct")
+        self._asked: set[asyncio.Future[Any]] = set()  # a loop keeps no task alive by itself
 
     def ask(self, route: str, **body: Any) -> tuple[bool, Any]:
         """Call a control route. See `EngineHandle`."""
@@ -191,23 +195,27 @@ class InProcessHandle(EngineHandle):
 
     def _run(self, coroutine: Coroutine[Any, Any, Any], doing: str) -> Any:
         loop = self._engine.loop
+        if _is_running_here(loop):
+            coroutine.close()
+            msg = (
+                "update_weights was called in the engine's own event loop, which it would block. "
+                "Call `await asyncio.to_thread(executor.update_weights, manifest)`."
+            )
+            raise WeightBridgeUnavailableError(msg)
         try:
             if not loop.is_running():
-                return loop.run_until_complete(asyncio.wait_for(coroutine, self.timeout_s))
-            if _is_running_here(loop):
-                coroutine.close()
-                msg = (
-                    "update_weights was called in the engine's own event loop, which it would "
-                    "block. Call `await asyncio.to_thread(executor.update_weights, manifest)`."
-                )
-                raise WeightBridgeUnavailableError(msg)
-            future = asyncio.run_coroutine_threadsafe(coroutine, loop)
-            try:
-                return future.result(self.timeout_s)
-            finally:
-                future.cancel()
+                return loop.run_until_complete(self._within(coroutine))
+            future = asyncio.run_coroutine_threadsafe(self._within(coroutine), loop)
+            return future.result(self.timeout_s + _LOOP_S)
         except (TimeoutError, concurrent.futures.TimeoutError) as error:
             raise _too_late(doing, self.timeout_s) from error
+
+    async def _within(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        # Not cancelled where it is too late: SGLang would take its late answer for the next call's.
+        task = asyncio.ensure_future(coroutine)
+        self._asked.add(task)
+        task.add_done_callback(self._asked.discard)
+        return await asyncio.wait_for(asyncio.shield(task), self.timeout_s)
 
 
 def _is_running_here(loop: asyncio.AbstractEventLoop) -> bool:
