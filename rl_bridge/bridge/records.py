@@ -229,7 +229,9 @@ def _sealed(attachment: Attachment | None) -> bytes:
 
 
 def is_shortage(error: BaseException) -> bool:
-    """Whether this side lacks something that it may have later: nothing is wrong with an update."""
+    """Whether nothing is wrong with an update: this side lacks something, or was interrupted."""
+    if not isinstance(error, Exception):
+        return True
     if isinstance(error, DriverError):
         return error.code != INVALID_VALUE  # that is how a driver names a descriptor of no memory
     if isinstance(error, RuntimeError) and any(said in str(error) for said in _SAID):
