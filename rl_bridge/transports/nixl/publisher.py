@@ -13,9 +13,10 @@ from rl_bridge.memory.packing import PackPlan
 from rl_bridge.memory.slots import Slot
 from rl_bridge.transports._wire.arenas import Arenas
 from rl_bridge.transports.base import Carried, PublisherEnd
-from rl_bridge.transports.nixl.agent import Agent, Counters
+from rl_bridge.transports.nixl.agent import Counters
 from rl_bridge.transports.nixl.arenas import RegisteredArenas
 from rl_bridge.transports.nixl.endpoint import NIXLEndpoint, NIXLHandle
+from rl_bridge.transports.nixl.host import Host
 from rl_bridge.transports.nixl.messages import Entry
 from rl_bridge.transports.nixl.server import Server
 from rl_bridge.transports.nixl.shelf import Shelf, SlotShelf
@@ -30,7 +31,7 @@ class NIXLPublisher(PublisherEnd):
         self,
         listener: socket.socket,
         endpoint: NIXLEndpoint,
-        agent: Agent,
+        host: Host,
         arenas: Arenas,
         *,
         token: bytes,
@@ -42,32 +43,32 @@ class NIXLPublisher(PublisherEnd):
         """Serve readers from now on."""
         self.endpoint = endpoint
         self.place = arenas.place
-        self._agent = agent
+        self._host = host
         self._num_threads = num_threads
         self._is_closed = False
         label = f"rlb-{endpoint.publisher_id[:12]}"
-        self._shelf = SlotShelf(RegisteredArenas(arenas, agent), agent, label, max_slots)
+        self._shelf = SlotShelf(RegisteredArenas(arenas, host), host, label, max_slots)
         self._server = Server(
             listener,
             endpoint,
             self._shelf,
-            agent,
+            host,
             token=token,
             max_members=max_consumers,
             timeout_s=timeout_s,
         )
         # A bridge that is dropped instead of closed must not go on serving.
-        self._finalizer = weakref.finalize(self, _end, self._server, self._shelf, agent)
+        self._finalizer = weakref.finalize(self, _end, self._server, self._shelf, host)
 
     @property
     def counters(self) -> Counters:
         """What was made so far."""
-        return self._agent.made
+        return self._host.made
 
     @property
     def num_registered(self) -> int:
         """Ranges of memory that are registered now."""
-        return self._agent.num_registered
+        return self._host.num_registered
 
     def carry(self, plan: PackPlan, tensors: Mapping[str, torch.Tensor], update_id: str) -> Carried:
         """Seal a version in a slot."""
@@ -139,8 +140,8 @@ class NIXLPublisher(PublisherEnd):
         self._finalizer()
 
 
-def _end(server: Server, shelf: Shelf, agent: Agent) -> None:
+def _end(server: Server, shelf: Shelf, host: Host) -> None:
     server.close()
     with server.changed:
         shelf.close()
-    agent.close()
+    host.close()

@@ -8,9 +8,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
+from rl_bridge.errors import SegmentError
 from rl_bridge.memory.slots import Slot, SlotRing
-from rl_bridge.transports.nixl.agent import Agent
+from rl_bridge.transports.nixl.agent import AgentError
 from rl_bridge.transports.nixl.arenas import RegisteredArenas
+from rl_bridge.transports.nixl.host import Host
 from rl_bridge.transports.nixl.messages import Entry, Gone, Lease, Leased
 
 __all__ = ["Shelf", "SlotShelf"]
@@ -47,6 +49,15 @@ class Shelf(ABC):
             return Gone(update_id=lease.update_id, reason=reason, is_stale=False)
         known.readers[reader] = name
         return self._where(lease, known)
+
+    @abstractmethod
+    def attend(self, *, is_sure: bool = False) -> bool:
+        """Have somebody there who serves what is held; returns whether it is somebody else.
+
+        Raises:
+            AgentError: nobody can.
+
+        """
 
     @abstractmethod
     def _where(self, lease: Lease, known: _Published) -> Leased:
@@ -101,17 +112,39 @@ class Shelf(ABC):
 class SlotShelf(Shelf):
     """Snapshots in a ring of registered slots."""
 
-    def __init__(self, arenas: RegisteredArenas, agent: Agent, label: str, max_slots: int) -> None:
+    def __init__(self, arenas: RegisteredArenas, host: Host, label: str, max_slots: int) -> None:
         """Start empty; slots are made when they are needed."""
         super().__init__()
         self._arenas = arenas
-        self._agent = agent
+        self._host = host
         self._names = (f"{label}-{number}" for number in itertools.count(1))
         self._slots: dict[Slot, None] = {}
         self.ring = SlotRing(self._make_slot, limit=max_slots, name_holders=self.readers_of)
 
+    def attend(self, *, is_sure: bool = False) -> bool:
+        """Have somebody there who serves what is held; see `Host.ensure`."""
+        is_new = self._host.ensure(is_sure=is_sure)
+        if is_new:
+            try:
+                self._arenas.move_to(self._host)
+            except AgentError:
+                self._host.close()  # what it does not know it must not seem to serve
+                raise
+        return is_new
+
     def _make_slot(self, arena_nbytes: int) -> Slot:
-        slot = self._arenas.make_slot(next(self._names), arena_nbytes)
+        name = next(self._names)
+        try:
+            self.attend()
+            try:
+                slot = self._arenas.make_slot(name, arena_nbytes)
+            except SegmentError:
+                if not self.attend():  # its end was not known yet
+                    raise
+                slot = self._arenas.make_slot(name, arena_nbytes)
+        except AgentError as error:
+            msg = f"a slot of {arena_nbytes} bytes cannot be served: {error}"
+            raise SegmentError(msg) from error
         self._slots[slot] = None
         return slot
 
@@ -128,9 +161,9 @@ class SlotShelf(Shelf):
         return Leased(
             update_id=lease.update_id,
             slot=registered.number,
-            metadata=tuple(self._agent.metadata(part).hex() for part in parts),
-            stamp=slot.stamp_address,
-            addresses=() if is_empty else (slot.address,),
+            metadata=tuple(self._host.metadata(part).hex() for part in parts),
+            stamp=registered.stamp,
+            addresses=() if is_empty else (registered.address,),
             starts=() if is_empty else (0,),
             nbytes=() if is_empty else (known.arena_nbytes,),
             memory=registered.memory,
