@@ -82,6 +82,11 @@ class ImportedUpdate:
     sweeps_left: int = 2
 
     @property
+    def is_half_imported(self) -> bool:
+        """Whether its bytes are held and were never verified."""
+        return self.attachment is not None and not self.lifecycle.has_taken(Event.VERIFY)
+
+    @property
     def living_buffers(self) -> list[weakref.ref[object]]:
         """Those of `buffers` that tensors still hold."""
         return [buffer for buffer in list(self.buffers) if buffer() is not None]

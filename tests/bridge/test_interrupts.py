@@ -12,6 +12,7 @@ from rl_bridge import (
     TensorBridge,
     make_weight_bridge,
 )
+from rl_bridge.bridge.consumer import Consumer
 from rl_bridge.lifecycle.machine import Transition
 from rl_bridge.lifecycle.table import Event, Role
 from rl_bridge.memory.passes import BytePlan
@@ -142,6 +143,22 @@ def test_an_interrupted_import_does_not_cost_the_update(
             bridge.import_update(manifest)
         assert content(bridge.import_update(manifest)) == content(weights(1))
         bridge.acknowledge(manifest.update_id)
+
+
+def test_an_import_that_is_interrupted_twice_in_a_row_begins_anew(
+    publisher: TensorBridge, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with make_weight_bridge("shared-memory") as bridge:
+        manifest = publish(publisher, 1)
+        monkeypatch.setattr(BytePlan, "digest", interrupted_once(BytePlan.digest))
+        monkeypatch.setattr(Consumer, "_refuse_import", interrupted_once(Consumer._refuse_import))
+        with pytest.raises(KeyboardInterrupt):
+            bridge.import_update(manifest)
+        RolloutExecutor(weight_bridge=bridge).update_weights(manifest)
+        assert bridge.active_weight_version == 1
+        bridge.release(manifest.update_id)
+        (report,) = publisher.holders(manifest.update_id)
+        assert not report.tensors_held
 
 
 def test_an_update_that_is_cut_off_before_the_engine_was_touched_may_come_again(
