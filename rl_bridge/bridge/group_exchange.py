@@ -169,8 +169,8 @@ class ProcessGroupExchange(GroupExchange):
             # What comes late would be taken for an answer to what is asked now.
             msg = (
                 f"rank {self.rank}: the process group of this exchange broke off before, in a step "
-                "to which not all ranks came in time. Make a new process group, and a new "
-                "GroupPublisher over it, on every rank; then publish a later version."
+                "to which not all ranks came in time. Make a new process group and a new exchange "
+                "over it on every rank, then publish a later version."
             )
             raise GroupAborted(msg)
         limit = timedelta(seconds=timeout_s)
@@ -185,11 +185,11 @@ class ProcessGroupExchange(GroupExchange):
             raise
 
     def _gathered(self, payload: bytes, limit: timedelta) -> list[bytes]:
-        size = torch.tensor([len(payload)], dtype=torch.int64)
+        size = torch.tensor([len(payload)], dtype=torch.int64, device="cpu")
         sizes = [torch.zeros_like(size) for _ in range(self.world_size)]
         _wait(dist.all_gather(sizes, size, group=self._group, async_op=True), limit)
         room = max(1, *(int(one.item()) for one in sizes))
-        mine = torch.zeros(room, dtype=torch.uint8)
+        mine = torch.zeros(room, dtype=torch.uint8, device="cpu")
         if payload:
             mine[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
         found = [torch.zeros_like(mine) for _ in range(self.world_size)]

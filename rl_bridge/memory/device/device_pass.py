@@ -83,7 +83,7 @@ class DevicePass:
         self._lock = threading.Lock()
         words = self._table.num_words
         self._out = torch.empty(words, dtype=torch.int64, device=self.device)
-        self._host = torch.empty(words, dtype=torch.int64, pin_memory=self._is_cuda)
+        self._host = torch.empty(words, dtype=torch.int64, device="cpu", pin_memory=self._is_cuda)
         self._event: Any = None
         if self._is_cuda:
             make_event: Any = torch.cuda.Event  # torch does not annotate it
