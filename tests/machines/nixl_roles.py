@@ -31,7 +31,7 @@ def weights(version: int) -> dict[str, torch.Tensor]:
 class Between:
     """Calls something between two steps of a read: the barrier of these tests."""
 
-    def __init__(self, action: Callable[[], None], *, at: str, times: int) -> None:
+    def __init__(self, action: Callable[[], object], *, at: str, times: int) -> None:
         self.action, self.at, self.left, self.calls = action, at, times, 0
         self.step = Reading.step
 

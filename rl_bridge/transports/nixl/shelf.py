@@ -1,25 +1,40 @@
 """What a publisher offers to readers: versions in slots, and who is reading which.
 
-Everything here is called under the server's lock.
+Everything here is called under the server's lock, but for `Shelf.take`, which takes it.
 """
 
 import itertools
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
 
 from rl_bridge.errors import SegmentError
+from rl_bridge.memory.packing import PackPlan
 from rl_bridge.memory.slots import Slot, SlotRing
 from rl_bridge.transports.nixl.agent import AgentError
 from rl_bridge.transports.nixl.arenas import RegisteredArenas
 from rl_bridge.transports.nixl.host import Host
 from rl_bridge.transports.nixl.messages import Entry, Gone, Lease, Leased
 
-__all__ = ["Shelf", "SlotShelf"]
+__all__ = ["Published", "Shelf", "SlotShelf", "Taken"]
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """A version that is held: its digests, which write of its slot it is, and when it was ready."""
+
+    digests: bytes
+    generation: int
+    staged: float
 
 
 @dataclass(slots=True, eq=False)
-class _Published:
+class Published:
     """One version, and who reads it."""
 
     slot: Slot
@@ -32,9 +47,12 @@ class _Published:
 class Shelf(ABC):
     """Versions that can be leased."""
 
+    is_in_place: ClassVar[bool] = False
+    """Whether versions lie in the trainer's own tensors."""
+
     def __init__(self) -> None:
         """Start empty."""
-        self._published: dict[str, _Published] = {}
+        self._published: dict[str, Published] = {}
 
     def lease(self, lease: Lease, reader: Hashable, name: str) -> Leased | Gone:
         """Let a reader in, or say why not."""
@@ -60,7 +78,28 @@ class Shelf(ABC):
         """
 
     @abstractmethod
-    def _where(self, lease: Lease, known: _Published) -> Leased:
+    def take(
+        self,
+        plan: PackPlan,
+        tensors: Mapping[str, torch.Tensor],
+        update_id: str,
+        *,
+        lock: AbstractContextManager[object],
+        num_threads: int | None,
+    ) -> Taken:
+        """Hold a version from now on. Not called under the lock: only its steps need that.
+
+        Raises:
+            WeightBridgeError: nothing was taken.
+
+        """
+
+    @abstractmethod
+    def seal_header(self, update_id: str, digest: bytes) -> None:
+        """Keep the digest of the manifest's header in the version's stamp."""
+
+    @abstractmethod
+    def _where(self, lease: Lease, known: Published) -> Leased:
         """Say where a version is."""
 
     def unlease(self, update_id: str, reader: Hashable) -> None:
@@ -81,7 +120,7 @@ class Shelf(ABC):
             known.is_released = True
             self._settle(update_id, known)
 
-    def _settle(self, update_id: str, known: _Published) -> None:
+    def _settle(self, update_id: str, known: Published) -> None:
         if known.is_released and not known.readers:
             del self._published[update_id]
             self._free(update_id)
@@ -148,12 +187,39 @@ class SlotShelf(Shelf):
         self._slots[slot] = None
         return slot
 
-    def publish(self, slot: Slot, update_id: str, arena_nbytes: int) -> None:
-        """Let readers of a written slot in."""
-        self.ring.publish(slot, update_id, arena_nbytes)
-        self._published[update_id] = _Published(slot, slot.generation, arena_nbytes)
+    def take(
+        self,
+        plan: PackPlan,
+        tensors: Mapping[str, torch.Tensor],
+        update_id: str,
+        *,
+        lock: AbstractContextManager[object],
+        num_threads: int | None,
+    ) -> Taken:
+        """Copy it into a slot."""
+        table = plan.table
+        with lock:
+            slot = self.ring.acquire(table.arena_nbytes)
+        try:
+            if slot.layout_digest != table.digest:
+                plan.clear_padding(slot.address)
+                slot.layout_digest = table.digest
+            staged = time.perf_counter()
+            digests = plan.pack(tensors, slot.address, num_threads=num_threads)
+            with lock:
+                self.ring.publish(slot, update_id, table.arena_nbytes)
+                self._published[update_id] = Published(slot, slot.generation, table.arena_nbytes)
+            return Taken(digests, slot.generation, staged)
+        except BaseException:
+            with lock:
+                self.ring.abandon(slot)
+            raise
 
-    def _where(self, lease: Lease, known: _Published) -> Leased:
+    def seal_header(self, update_id: str, digest: bytes) -> None:
+        """Keep the digest of the manifest's header in the slot's stamp."""
+        self.ring.seal_header(update_id, digest)
+
+    def _where(self, lease: Lease, known: Published) -> Leased:
         slot = known.slot
         registered = self._arenas.known(slot)
         parts = () if registered.number in lease.known else registered.regions

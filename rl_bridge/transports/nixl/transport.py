@@ -30,10 +30,13 @@ from rl_bridge.transports.base import (
 )
 from rl_bridge.transports.nixl import library
 from rl_bridge.transports.nixl.agent import REMEDY, Agent
+from rl_bridge.transports.nixl.arenas import RegisteredArenas
 from rl_bridge.transports.nixl.endpoint import NIXLEndpoint
 from rl_bridge.transports.nixl.host import Host
 from rl_bridge.transports.nixl.library import backend_cause
+from rl_bridge.transports.nixl.live import LiveShelf
 from rl_bridge.transports.nixl.serving_process import ServingProcess
+from rl_bridge.transports.nixl.shelf import SlotShelf
 
 __all__ = ["NIXL"]
 
@@ -60,6 +63,7 @@ class NIXL(Transport):
         backend_options: Mapping[str, str] | None = None,
         device: int | None = None,
         serve: Literal["process", "inline"] | None = None,
+        in_place: bool = False,
         max_slots: int = 4,
         max_consumers: int = 64,
         num_threads: int | None = None,
@@ -82,6 +86,9 @@ class NIXL(Transport):
                 nothing that readers do over TCP can end the trainer; or ``inline``, the trainer
                 itself. None: ``process`` where UCX has to use TCP, for weights on the CPU;
                 ``inline`` where this machine has RDMA, which reads without anybody's answer.
+            in_place: readers read the trainer's own tensors, which are never copied. One version
+                is out at a time; the trainer must not write to the tensors, nor free them, before
+                it released that one. Who reads all the same is refused. Served ``inline``.
             max_slots: most versions held in the publisher's memory at a time.
             max_consumers: most readers at a time.
             num_threads: threads that copy and digest; None takes the usable cores.
@@ -114,6 +121,9 @@ class NIXL(Transport):
         if device is not None and (type(device) is not int or device < 0):
             raise ValueError(f"device={device!r}: expected the number of a GPU, or None.")
         self._device = device
+        if type(in_place) is not bool:
+            raise TypeError(f"in_place={in_place!r}: expected True or False.")
+        self._in_place = in_place
         self._serve = self._checked_serve(serve)
         self._max_slots = checked_count("max_slots", max_slots)
         self._max_consumers = checked_count("max_consumers", max_consumers)
@@ -125,13 +135,12 @@ class NIXL(Transport):
     def _checked_serve(self, serve: object) -> Literal["process", "inline"]:
         match serve:
             case None:
-                is_apart = (
-                    self._device is None and self._backend == "UCX" and not library.has_rdma()
-                )
-                return "process" if is_apart else "inline"
-            case "process" if self._device is not None:
+                is_able = self._device is None and not self._in_place and self._backend == "UCX"
+                return "process" if is_able and not library.has_rdma() else "inline"
+            case "process" if self._device is not None or self._in_place:
                 raise ValueError(
-                    "serve='process': another process cannot serve memory of a GPU. Leave it out."
+                    "serve='process': another process cannot serve memory of a GPU, nor the "
+                    "trainer's own tensors (in_place). Leave it out."
                 )
             case "process" | "inline":
                 return "process" if serve == "process" else "inline"
@@ -156,6 +165,12 @@ class NIXL(Transport):
         host: Host | None = None
         try:
             host = self._host()
+            label = f"rlb-{publisher_id[:12]}"
+            shelf = (
+                LiveShelf(host, arenas.place, label)
+                if self._in_place
+                else SlotShelf(RegisteredArenas(arenas, host), host, label, self._max_slots)
+            )
             address, port = listener.getsockname()[:2]
             endpoint = NIXLEndpoint(
                 address=address,
@@ -169,9 +184,9 @@ class NIXL(Transport):
                 listener,
                 endpoint,
                 host,
-                arenas,
+                shelf,
+                place=arenas.place,
                 token=bytes.fromhex(token),
-                max_slots=self._max_slots,
                 max_consumers=self._max_consumers,
                 num_threads=self._num_threads,
                 timeout_s=self._timeout_s,
