@@ -24,7 +24,15 @@ from typing import Annotated, Any
 import torch
 import typer
 from _lib.gpu import gpu_blocked, gpu_environment
-from _lib.gpu_trainer import DRY_TRANSPORT, Remote, know_dry_transport, now, pinned, synchronize
+from _lib.gpu_trainer import (
+    DRY_TRANSPORT,
+    Remote,
+    know_dry_transport,
+    now,
+    pinned,
+    synchronize,
+    unpin,
+)
 from _lib.stats import summarise
 from rich.console import Console
 from rich.progress import track
@@ -137,6 +145,12 @@ class _Peer:
         self._name, self._trainer, self._engine, self._device = name, trainer, engine, device
         self._host = pinned(trainer.call("host_buffer"), device) if name == "host" else None
 
+    def close(self) -> None:
+        """Let go of host memory, if there is any."""
+        if self._host is not None:
+            unpin(self._host, self._device)
+            self._host = None
+
     def sample(self) -> Sample:
         """One update."""
         sums = self._trainer.call("step")
@@ -235,14 +249,16 @@ class _Run:
     def _sampler(
         self, name: str, trainer: Remote, engine: _Engine
     ) -> Iterator[Callable[[], Sample]]:
-        if name not in {"flip", "copy"}:
-            yield _Peer(name, trainer, engine, self.device).sample
-            return
-        ours = _Ours(trainer, engine, self.transport, name)
+        is_peer = name not in {"flip", "copy"}
+        lane = (
+            _Peer(name, trainer, engine, self.device)
+            if is_peer
+            else _Ours(trainer, engine, self.transport, name)
+        )
         try:
-            yield ours.sample
+            yield lane.sample
         finally:
-            ours.close()
+            lane.close()
 
 
 def _ratios(copy_s: float, lanes: dict[str, Any]) -> dict[str, Any]:

@@ -16,7 +16,15 @@ from rl_bridge import make_weight_bridge
 from rl_bridge.testing.host_vmm import HostVMM
 from rl_bridge.transports import registry
 
-__all__ = ["DRY_TRANSPORT", "Remote", "know_dry_transport", "now", "pinned", "synchronize"]
+__all__ = [
+    "DRY_TRANSPORT",
+    "Remote",
+    "know_dry_transport",
+    "now",
+    "pinned",
+    "synchronize",
+    "unpin",
+]
 
 DRY_TRANSPORT = HostVMM.name
 _DEADLINE_S = 300.0
@@ -47,6 +55,13 @@ def pinned(buffer: torch.Tensor, device: str) -> torch.Tensor:
         if int(code) != 0:
             raise RuntimeError(f"cudaHostRegister answered {code}. Raise ulimit -l.")
     return buffer
+
+
+def unpin(buffer: torch.Tensor, device: str) -> None:
+    """Undo `pinned`: memory that is mapped at these addresses later could not be page-locked."""
+    if device != "cpu":
+        cuda: Any = torch.cuda
+        cuda.cudart().cudaHostUnregister(buffer.data_ptr())
 
 
 class Trainer:
@@ -84,7 +99,11 @@ class Trainer:
         start = now()
         target.copy_(source)
         synchronize(self._device)
-        return now() - start
+        seconds = now() - start
+        del source, target
+        if self._device != "cpu":
+            torch.cuda.empty_cache()  # what torch keeps, neither slots nor the engine can have
+        return seconds
 
     # ---- ours -----------------------------------------------------------------------------------
 

@@ -117,6 +117,9 @@ class Consumer(Books):
             require_transport(manifest, self._transport_name)
             known = self._updates.get(manifest.update_id)
             self._check_acceptable(manifest, known)
+            if known is not None and known.is_half_imported:
+                # Two interrupts in a row cut its import off: it begins anew.
+                known.attachment, known = None, None
             if known is not None and known.attachment is not None:
                 if known.manifest != manifest:
                     msg = (

@@ -167,7 +167,7 @@ class GroupPublisher:
             MalformedManifest: what is given names no update.
 
         """
-        part = self._parts.get(_group_id_of(update_id, caller="release"))
+        part = self._part_of(update_id, caller="release")
         if part is not None:
             self.bridge.release(part)
 
@@ -178,11 +178,11 @@ class GroupPublisher:
             UnknownUpdate: it was not published here.
 
         """
-        group_id = _group_id_of(update_id, caller="consumers")
-        part = self._parts.get(group_id)
+        part = self._part_of(update_id, caller="consumers")
         if part is None:
+            asked = update_id.update_id if isinstance(update_id, GroupManifest) else update_id
             msg = (
-                f"unknown update {group_id}: this rank took no part in it, or forgot it. Ask with "
+                f"unknown update {asked}: this rank took no part in it, or forgot it. Ask with "
                 "a manifest that publish returned."
             )
             raise UnknownUpdate(msg)
@@ -214,6 +214,13 @@ class GroupPublisher:
                 )
                 raise ChecksumMismatch(msg)
         return {wanted: root for wanted, (root, _) in roots.items()}
+
+    def _part_of(self, update: str | GroupManifest, *, caller: str) -> str | None:
+        """This rank's part; also of what an earlier publisher published through the same bridge."""
+        if isinstance(update, GroupManifest):
+            own = [one for one in update.parts if one.publisher_id == self.bridge.publisher_id]
+            return own[0].update_id if own else None
+        return self._parts.get(update_id_of(update, caller=caller))
 
     # ---- the steps ------------------------------------------------------------------------------
 
@@ -382,9 +389,3 @@ def _is_cut(placements: Mapping[str, Placement]) -> bool:
         for one in placements.values()
         for piece in one.pieces
     )
-
-
-def _group_id_of(given: object, *, caller: str) -> str:
-    if isinstance(given, GroupManifest):
-        return given.update_id
-    return update_id_of(given, caller=caller)

@@ -82,6 +82,11 @@ class ImportedUpdate:
     sweeps_left: int = 2
 
     @property
+    def is_half_imported(self) -> bool:
+        """Whether its bytes are held and were never verified."""
+        return self.attachment is not None and not self.lifecycle.has_taken(Event.VERIFY)
+
+    @property
     def living_buffers(self) -> list[weakref.ref[object]]:
         """Those of `buffers` that tensors still hold."""
         return [buffer for buffer in list(self.buffers) if buffer() is not None]
@@ -229,7 +234,9 @@ def _sealed(attachment: Attachment | None) -> bytes:
 
 
 def is_shortage(error: BaseException) -> bool:
-    """Whether this side lacks something that it may have later: nothing is wrong with an update."""
+    """Whether nothing is wrong with an update: this side lacks something, or was interrupted."""
+    if not isinstance(error, Exception):
+        return True
     if isinstance(error, DriverError):
         return error.code != INVALID_VALUE  # that is how a driver names a descriptor of no memory
     if isinstance(error, RuntimeError) and any(said in str(error) for said in _SAID):

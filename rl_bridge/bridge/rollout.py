@@ -4,6 +4,7 @@ import -> verify -> prepare -> install -> prove -> acknowledge -> release the ol
 failure undo, reject with the reason, and the previous version is active and byte-identical.
 """
 
+import logging
 import os
 import threading
 from collections.abc import Callable, Mapping
@@ -22,7 +23,7 @@ from rl_bridge.bridge.no_engine import NoEngine
 from rl_bridge.bridge.protocols import WeightConsumer
 from rl_bridge.bridge.standing import Standing
 from rl_bridge.bridge.steps import FineSteps
-from rl_bridge.bridge.transaction import Transaction, let_go
+from rl_bridge.bridge.transaction import Transaction, commit, let_go
 from rl_bridge.errors import BridgeClosed, StaleUpdate, TornEngine, WeightUpdateRejectedError
 from rl_bridge.installers.base import TransactionalAdapter, WeightInstallAdapter
 from rl_bridge.installers.wrapped import as_transactional
@@ -31,6 +32,8 @@ from rl_bridge.manifest.compare import Policy
 from rl_bridge.manifest.model import WeightUpdateManifest
 
 __all__ = ["RolloutExecutor"]
+
+_LOG = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -154,6 +157,7 @@ class RolloutExecutor:
         """A new update, behind whatever came before it."""
         self._check_open()
         self._settle()
+        self._make_up()
         self._refuse_active(manifest)
         self._refuse_acknowledged(manifest)
         return Transaction(
@@ -234,6 +238,7 @@ class RolloutExecutor:
             manifest, _ = self._standing.last_torn
             try:
                 self._adapter.undo()
+                self._standing.require_committed()
             except Exception as error:
                 msg = (
                     f"recover: the undo of version {manifest.weight_version} failed again: "
@@ -344,8 +349,19 @@ class RolloutExecutor:
         """
         update = self._under_way
         if update is not None:
-            update.end(WeightUpdateRejectedError(_cut_off(update)))
+            update.end(WeightUpdateRejectedError(_cut_off(update)), was_cut_off=True)
             self._under_way = None
+
+    def _make_up(self) -> None:
+        """Commit the active version, where that failed: the next undo must lead back to it."""
+        if self._standing.uncommitted is not None and not self._standing.is_torn:
+            try:
+                commit(self._adapter, self._standing)
+            except Exception:  # noqa: BLE001 - logged in full
+                _LOG.exception(
+                    "the adapter's commit failed once more: an install that fails now cannot be "
+                    "undone"
+                )
 
     def _settle_if_idle(self) -> None:
         # Asked from inside an update, by a hook of the adapter, there is nothing left behind.

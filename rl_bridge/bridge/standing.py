@@ -10,6 +10,7 @@ from collections.abc import Mapping
 import torch
 
 from rl_bridge.bridge.acknowledgement import Acknowledgement, describe
+from rl_bridge.bridge.bridges import TensorBridge
 from rl_bridge.bridge.protocols import WeightConsumer
 from rl_bridge.bridge.steps import FineSteps
 from rl_bridge.errors import TornEngine, WeightBridgeUnavailableError
@@ -36,6 +37,10 @@ class Standing:
         """Its imported mapping; empty before the first and after its release."""
         self.last_ack: Acknowledgement | None = None
         """What the last acknowledged update left behind."""
+        self.superseded: dict[str, None] = {}
+        """Updates that were active and are to be let go of; each stays until it is."""
+        self.uncommitted: str | None = None
+        """Why the adapter did not commit the active version; None if it did."""
         # The updates that tore the engine, each with its reason, the last one last.
         self._torn: OrderedDict[str, tuple[WeightUpdateManifest, str]] = OrderedDict()
 
@@ -86,6 +91,21 @@ class Standing:
             f"touched; {self._told()}"
         )
 
+    def given_back(self, manifest: WeightUpdateManifest, error: BaseException) -> None:
+        """An update was cut off before a byte of the engine changed: it may come again."""
+        if not self.is_torn_by(manifest):
+            try:
+                if isinstance(self._bridge, TensorBridge):
+                    self._bridge.release_imported(manifest.update_id)
+                else:
+                    self._bridge.release(manifest.update_id)
+            except Exception:  # noqa: BLE001 - logged in full
+                _LOG.exception("version %d could not be released", manifest.weight_version)
+        error.add_note(
+            f"rl_bridge: version {manifest.weight_version} was cut off before the engine was "
+            f"touched, and may be installed again; {self._told()}"
+        )
+
     def undone(self, manifest: WeightUpdateManifest, error: BaseException) -> None:
         """An update failed at the engine, which is back at what it held before."""
         was_torn = self.is_torn_by(manifest)
@@ -120,6 +140,8 @@ class Standing:
 
         They are in the books until each is given up.
         """
+        if self.update_id not in {None, manifest.update_id}:
+            self.superseded[str(self.update_id)] = None
         self.active = manifest
         self.update_id = manifest.update_id
         self.weights = weights
@@ -131,8 +153,24 @@ class Standing:
         self._reject(manifest, "it had torn the engine")
         self._torn.pop(manifest.update_id, None)
 
+    def require_committed(self) -> None:
+        """After an undo: make sure that it led back to the active version, and not further.
+
+        Raises:
+            TornEngine: the adapter never committed that version.
+
+        """
+        if self.uncommitted is not None and self.active is not None:
+            msg = (
+                f"the adapter's commit of version {self.active.weight_version} had failed "
+                f"({self.uncommitted}), so its undo may lead back to the version before. Mend "
+                "commit(), and install a later version in full."
+            )
+            raise TornEngine(msg)
+
     def released(self, update_id: str) -> None:
         """An update is let go of; the engine goes on with the bytes that it has."""
+        self.superseded.pop(update_id, None)
         if self.update_id == update_id:
             self.weights = {}
             self.update_id = None

@@ -40,6 +40,15 @@ class FineSteps:
             and consumer.state(manifest.update_id) in states
         )
 
+    def holds(self, update_id: str) -> bool:
+        """Whether an update that was acknowledged is still to be released."""
+        consumer = None if self._bridge is None else self._bridge._consumer  # noqa: SLF001 - the bridge's other half
+        return (
+            consumer is not None
+            and consumer.knows(update_id)
+            and consumer.state(update_id) is State.ACKNOWLEDGED
+        )
+
     def has_acknowledged(self, manifest: WeightUpdateManifest) -> bool:
         """Whether an update was acknowledged; an observer may have released it at once."""
         consumer = None if self._bridge is None else self._bridge._consumer  # noqa: SLF001 - the bridge's other half

@@ -30,7 +30,7 @@ from rl_bridge.manifest.canonical import JSONValue
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.memory.imported import ImportedTensors
 
-__all__ = ["Transaction", "let_go"]
+__all__ = ["Transaction", "commit", "let_go"]
 
 _LOG = logging.getLogger(__name__)
 _NOT_IMPORTED: Mapping[str, torch.Tensor] = MappingProxyType({})
@@ -70,7 +70,6 @@ class Transaction:
         self._brings_it = False
         self._is_preparing = self._is_installing = self._is_acknowledging = False
         self._has_acknowledged = False
-        self._previous = standing.update_id  # let go of behind the acknowledgement
 
     @property
     def is_acknowledged(self) -> bool:
@@ -174,11 +173,9 @@ class Transaction:
         steps: dict[str, Callable[[], object]] = {}
         for other in self._standing.activated(manifest, self.tensors):
             steps[f"undo of update {other.update_id}"] = partial(self._standing.given_up, other)
-        steps["commit"] = self._adapter.commit
-        if self._previous is not None and self._previous != manifest.update_id:
-            steps[f"release of update {self._previous}"] = partial(
-                let_go, self._previous, adapter=self._adapter, bridge=self._bridge
-            )
+        steps["commit"] = partial(commit, self._adapter, self._standing)
+        for update_id in list(self._standing.superseded):
+            steps[f"release of update {update_id}"] = partial(self._let_go, update_id)
         settle(manifest.weight_version, steps)
         self._standing.last_ack = ack = self.acknowledgement()
         self.is_over = True
@@ -189,8 +186,12 @@ class Transaction:
             ack.timings_ms.get("total", 0.0),
         )
 
-    def end(self, error: BaseException) -> None:
+    def end(self, error: BaseException, *, was_cut_off: bool = False) -> None:
         """Bring an update that did not come through to its end, whatever that is.
+
+        Args:
+            error: what is told as the cause.
+            was_cut_off: it is an interrupt's doing, although `error` is none.
 
         Raises:
             TornEngine: it could not be undone. Not raised beside an `error` that is an interrupt.
@@ -210,7 +211,10 @@ class Transaction:
             if self.tensors is not _NOT_IMPORTED or (
                 self._brings_it and self._steps.is_in(self.manifest, State.IMPORTED, State.VERIFIED)
             ):
-                self._standing.refused(self.manifest, error)
+                is_refused = isinstance(error, Exception) and not was_cut_off
+                (self._standing.refused if is_refused else self._standing.given_back)(
+                    self.manifest, error
+                )
         self._forget()
         self.is_over = True
 
@@ -252,6 +256,7 @@ class Transaction:
         manifest = self.manifest
         try:
             self._adapter.undo()
+            self._standing.require_committed()
         except BaseException as second:
             self._standing.torn(manifest, error, second)
             self.is_over = True
@@ -271,6 +276,16 @@ class Transaction:
             return
         self._standing.undone(manifest, error)
 
+    def _let_go(self, update_id: str) -> None:
+        """Let go of a version that was active; one that stays imported is due again next time."""
+        try:
+            let_go(update_id, adapter=self._adapter, bridge=self._bridge)
+        except Exception:
+            if not self._steps.holds(update_id):  # the adapter's affair, then: told once
+                self._standing.superseded.pop(update_id, None)
+            raise
+        self._standing.superseded.pop(update_id, None)
+
     def _forget(self) -> None:
         """Give a refused update's memory back, although the frames of its exception hold it."""
         # Where the bridge did not take the refusal, they are another one's.
@@ -279,6 +294,17 @@ class Transaction:
             return
         if isinstance(self.tensors, ImportedTensors):
             self.tensors.forget()
+
+
+def commit(adapter: TransactionalAdapter, standing: Standing) -> None:
+    """Have the adapter drop what its undo would need to go back before the active version."""
+    try:
+        standing.uncommitted = "it was cut off"
+        adapter.commit()
+        standing.uncommitted = None
+    except Exception as error:
+        standing.uncommitted = describe(error)
+        raise
 
 
 def let_go(update_id: str, *, adapter: TransactionalAdapter, bridge: WeightConsumer) -> None:

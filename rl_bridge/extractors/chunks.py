@@ -325,7 +325,7 @@ def batches(
             yield name, batch
             batch, size, extra = [], 0, 0
         name = module if not batch else None
-        batch = [*batch, *members]
+        batch.extend(members)
         size, extra = size + more, max(extra, aside)
     if batch:
         yield name, batch

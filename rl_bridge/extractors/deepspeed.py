@@ -75,9 +75,9 @@ class DeepSpeedExtractor(WeightExtractor):
         piece = whole_piece(name, shape, self._number)
         local: tuple[int, ...] | None = shape
         if is_cut:
-            _require_plain_partition(name, tensor)
-            owners, own = _ranges(tensor)
-            cut = flat_piece(name, shape, *own)
+            _require_plain_partition(name, tensor, owners)
+            owners = _owners(tensor)
+            cut = flat_piece(name, shape, *_own_range(tensor))
             local = None if cut is None else cut.shape
             piece = cut or piece
         return RankTensor(
@@ -130,6 +130,13 @@ def _require_plain(engine: Any) -> None:
             "supported. Train without it, or publish model.state_dict() of gathered weights."
         )
         raise WeightBridgeUnavailableError(msg)
+    shard_size = getattr(engine, "mics_shard_size", lambda: 0)()
+    if shard_size > 0:
+        msg = (
+            f"a DeepSpeed engine with MiCS, mics_shard_size={shard_size}, is not supported: groups "
+            "of ranks hold the same partitions. Use zero_hpz_partition_size instead."
+        )
+        raise WeightBridgeUnavailableError(msg)
     if getattr(engine, "has_moe_layers", False):
         msg = (
             "a DeepSpeed engine with expert layers of DeepSpeed's own is not supported: its ranks "
@@ -138,12 +145,19 @@ def _require_plain(engine: Any) -> None:
         raise WeightBridgeUnavailableError(msg)
 
 
-def _require_plain_partition(name: str, tensor: Any) -> None:
-    """Refuse partitions whose bytes are not those of the weight."""
+def _require_plain_partition(name: str, tensor: Any, ranks: tuple[int, ...]) -> None:
+    """Refuse partitions whose bytes are not those of the weight, or that other ranks have too."""
     if hasattr(tensor.ds_tensor, "ds_quant_scale"):
         msg = (
             f"tensor {name!r} is kept quantized by ZeRO-3. Set "
             "zero_quantized_nontrainable_weights to false in its configuration."
+        )
+        raise WeightBridgeUnavailableError(msg)
+    own = torch.distributed.get_process_group_ranks(tensor.ds_process_group)
+    if sorted(own) != sorted(ranks):
+        msg = (
+            f"tensor {name!r} is cut over ranks {own}, the engine's other tensors over "
+            f"{list(ranks)}: where its copies are is not known here. Publish a gathered state dict."
         )
         raise WeightBridgeUnavailableError(msg)
 
@@ -152,18 +166,23 @@ def _is_partitioned(tensor: torch.Tensor) -> bool:
     return getattr(tensor, "ds_tensor", None) is not None
 
 
-def _ranges(tensor: Any) -> tuple[tuple[int, ...], tuple[int, int]]:
-    """The ranks that hold elements of a partitioned tensor, and this rank's range."""
+def _owners(tensor: Any) -> tuple[int, ...]:
+    """The ranks that hold elements of a partitioned tensor."""
     ranks = torch.distributed.get_process_group_ranks(tensor.ds_process_group)
-    share, number = tensor.ds_tensor.ds_numel, tensor.ds_zero_partition_rank
-    numel = math.prod(tensor.ds_shape)
-    owners = tuple(rank for at, rank in enumerate(ranks) if at * share < numel)
-    return owners, (number * share, (number + 1) * share)
+    share, numel = tensor.ds_tensor.ds_numel, math.prod(tensor.ds_shape)
+    return tuple(rank for at, rank in enumerate(ranks) if at * share < numel)
+
+
+def _own_range(tensor: Any) -> tuple[int, int]:
+    """This rank's elements of a partitioned tensor; the last ones may be padding."""
+    number = torch.distributed.get_rank(tensor.ds_process_group)
+    share = tensor.ds_tensor.ds_numel
+    return number * share, (number + 1) * share
 
 
 def _partition(tensor: Any) -> torch.Tensor | None:
     """This rank's elements of a partitioned tensor, without padding; None where there are none."""
-    _, (begin, end) = _ranges(tensor)
+    begin, end = _own_range(tensor)
     length = min(end, math.prod(tensor.ds_shape)) - begin
     if length <= 0:
         return None

@@ -164,23 +164,20 @@ class MegatronExtractor(WeightExtractor):
         sources: Sequence[int],
         tensors: Sequence[torch.Tensor | None],
     ) -> None:
-        cut = [at for at, source in enumerate(sources) if self._shares[source].is_cut]
-        for at, source in enumerate(sources):
-            if at not in cut:
-                views[at].copy_(tensors[source])  # type: ignore[arg-type]  # this rank holds it
-        gather(
-            [views[at] for at in cut],
-            [self._split(sources[at]) for at in cut],
-            [tensors[sources[at]] for at in cut],
-            rank=torch.distributed.get_rank(),
-            window=self._reserve_nbytes(),
-        )
-
-    def _split(self, source: int) -> Split:
-        share = self._shares[source]
-        tensor = next(one for one in self._tensors_now() or () if one is not None)
-        parts = tuple(zip(share.line.ranks, share.parts, strict=True))
-        return Split(group=share.line.group, device=tensor.device, parts=parts)
+        cut: list[tuple[torch.Tensor, Split, torch.Tensor | None]] = []
+        for view, source in zip(views, sources, strict=True):
+            share, tensor = self._shares[source], tensors[source]
+            if share.is_cut:
+                parts = tuple(zip(share.line.ranks, share.parts, strict=True))
+                cut.append(
+                    (view, Split(group=share.line.group, device=view.device, parts=parts), tensor)
+                )
+            else:
+                view.copy_(tensor)  # type: ignore[arg-type]  # this rank holds all of it
+        if cut:
+            views, splits, held = zip(*cut, strict=True)
+            rank = torch.distributed.get_rank()
+            gather(views, splits, held, rank=rank, window=self._reserve_nbytes())
 
     def _reserve_nbytes(self) -> int:
         return window_nbytes(self._chunk_nbytes)
@@ -192,17 +189,18 @@ def _chunked(
     """Chunks of tensors that come one by one; neighbours of one module stay together."""
     done: list[tuple[str, torch.Tensor]] = []
     module: list[tuple[str, torch.Tensor]] = []
+    size = more = 0
     for name, tensor in pairs:
         if module and module_of(module[0][0]) != module_of(name):
-            done, module = [*done, *module], []
-        module.append((name, tensor.to(wire_dtype(tensor.dtype, dtype)).contiguous()))
+            done.extend(module)
+            module, size, more = [], size + more, 0
+        wire = tensor.to(wire_dtype(tensor.dtype, dtype)).contiguous()
         del tensor
-        if done and _nbytes(done) + _nbytes(module) > limit:
+        module.append((name, wire))
+        more += wire.nbytes
+        if done and size + more > limit:
             yield _chunk(done)
-            done = []
-    if done and _nbytes(done) + _nbytes(module) > limit:
-        yield _chunk(done)
-        done = []
+            done, size = [], 0
     if done or module:
         yield _chunk([*done, *module])
 
@@ -210,10 +208,6 @@ def _chunked(
 def _chunk(pairs: Sequence[tuple[str, torch.Tensor]]) -> WeightChunk:
     modules = {module_of(name) for name, _ in pairs}
     return WeightChunk.of(pairs, module_name=modules.pop() if len(modules) == 1 else None)
-
-
-def _nbytes(pairs: Iterable[tuple[str, torch.Tensor]]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for _, tensor in pairs)
 
 
 MegatronWeightExtractor = MegatronExtractor

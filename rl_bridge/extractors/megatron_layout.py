@@ -19,6 +19,11 @@ __all__ = ["EMBEDDING", "Grid", "Line", "Share", "grid_now", "naming_in", "share
 EMBEDDING = "embedding.word_embeddings.weight"
 """What Megatron calls the embedding, of which the last pipeline stage may have a copy."""
 
+# Cut by attention heads, which Megatron marks nowhere.
+_UNMARKED = {"softmax_offset": 0}
+# The older kind of grouped experts: all of a rank's are one matrix under one name.
+_FUSED_EXPERTS = (".experts.weight1", ".experts.weight2")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
@@ -141,19 +146,19 @@ def share_of(
         is_further_copy: other ranks hold the same tensor, and count as the first.
 
     Raises:
-        WeightBridgeUnavailableError: rows that cannot be what Megatron says.
+        WeightBridgeUnavailableError: rows that cannot be what Megatron says, or a cut of which it
+            does not say where it is.
 
     """
     is_expert = not getattr(parameter, "allreduce", True)
     line, copies = grid.tensor, grid.data
     if is_expert:
         line, copies = grid.expert_tensor, grid.expert_data
-    dim = getattr(parameter, "partition_dim", -1)
-    is_cut = bool(getattr(parameter, "tensor_model_parallel", False)) and dim >= 0 and line.size > 1
+    dim = _cut_dim(name, parameter, line, grid)
     local = tuple(parameter.shape)
     owners = tuple(sorted({*line.ranks, *copies.ranks}))
     first_copy = copies.size if is_further_copy else 0
-    if not is_cut:
+    if dim is None:
         replica = (copies.number + first_copy) * line.size + line.number
         piece = box_piece(name, local, (0,) * len(local), local, replica=replica)
         return Share(shape=local, line=line, parts=((piece,),), replica=replica, owners=owners)
@@ -179,6 +184,34 @@ def share_of(
             blocks.append(box_piece(name, whole, begin, shape, replica=replica, local_offset=there))
         parts.append(tuple(blocks))
     return Share(shape=whole, line=line, parts=tuple(parts), replica=replica, owners=owners)
+
+
+def _cut_dim(name: str, parameter: torch.Tensor, line: Line, grid: Grid) -> int | None:
+    """The dimension along which a line of ranks shares a parameter; None where each has all."""
+    if name.endswith(_FUSED_EXPERTS) and max(line.size, grid.expert.size) > 1:
+        msg = (
+            f"tensor {name!r} is all experts of a rank in one matrix, and ranks have different "
+            "ones under that name. Train with the grouped experts of Transformer Engine, or with "
+            "moe_grouped_gemm=False."
+        )
+        raise WeightBridgeUnavailableError(msg)
+    if line.size == 1:
+        return None
+    unmarked = _UNMARKED.get(name.rpartition(".")[2])
+    if unmarked is not None:
+        return unmarked
+    if not getattr(parameter, "tensor_model_parallel", False):
+        return None
+    dim = int(getattr(parameter, "partition_dim", -1))
+    if dim < 0:
+        # Layers of state space models: fused parts of several sizes, each of which is cut.
+        msg = (
+            f"Megatron marks tensor {name!r} as cut over {line.size} ranks, and not along which "
+            "dimension. Train such layers without tensor parallelism, or publish what a bridge "
+            "exports: full() with bridge=."
+        )
+        raise WeightBridgeUnavailableError(msg)
+    return dim
 
 
 def unwrapped(model: torch.nn.Module) -> torch.nn.Module:

@@ -210,7 +210,7 @@ class MeshView:
         self, name: str, members: Sequence[int], filled: Sequence[int]
     ) -> tuple[int, list[int]]:
         """Number of a tensor's mesh among those like it, and the owners in all of them."""
-        if self._root is None or len(members) == len(self._ranks):
+        if self._root is None or set(members) == set(self._ranks):
             return 0, list(filled)
         shape = tuple(self._root.mesh.shape)
         place = dict(zip(self._ranks, _coordinates(shape), strict=True))

@@ -115,7 +115,11 @@ class TransactionalAdapter(ABC):
         """
 
     def commit(self) -> None:  # noqa: B027 - not every adapter keeps something for undo
-        """The update is acknowledged: what `undo` would have needed may go."""
+        """The update is acknowledged: what `undo` would have needed may go.
+
+        Called again where it failed. As long as it fails, an install that fails leaves the engine
+        torn: its undo may lead back to before this update.
+        """
 
     @abstractmethod
     def release(self, update_id: str) -> None:

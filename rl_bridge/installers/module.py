@@ -139,8 +139,10 @@ class ModuleInstallAdapter(TransactionalAdapter):
 
     def commit(self) -> None:
         """The update is acknowledged: nothing of it will be undone any more."""
-        self._way.commit()
-        self._has_begun = self._is_dirty = False
+        try:
+            self._way.commit()
+        finally:
+            self._has_begun = self._is_dirty = False
 
     def release(self, update_id: str) -> None:
         """Let go of what is kept for an update; the engine goes on with the bytes that it has."""

@@ -83,12 +83,14 @@ class AliasWay(Way):
 
     def commit(self) -> None:
         """Let go of what the engine had before."""
-        if self._pending is not None and self._rebinding.has_pointed:
-            _, tensors, bound = self._pending
-            self.memory.moved(bound, tensors.addresses)
-        self._rebinding.forget()
-        self._pending = None
-        self.end()
+        try:
+            if self._pending is not None and self._rebinding.has_pointed:
+                _, tensors, bound = self._pending
+                self.memory.moved(bound, tensors.addresses)
+        finally:  # whatever failed: the next undo must not lead back before this version
+            self._rebinding.forget()
+            self._pending = None
+            self.end()
 
     def release(self, update_id: str) -> None:
         """The engine's tensors hold the version themselves, until the next one."""
@@ -202,17 +204,20 @@ class FlipWay(Way):
 
     def commit(self) -> None:
         """Let go of what was live before."""
-        if self._pending is not None and self._live is not None and self._rebinding.has_pointed:
-            manifest, _, bound = self._pending
-            self.memory.moved(bound, manifest.table.offset_column + np.uint64(self._live.address))
-        content = None if self._before is None else self._before[2]
-        if content is not None and content.view is not None:
-            # What the engine wrote over the version before went with it to its own address, where
-            # tensors that the user holds would show it.
-            content.view.refresh(content.address, content.nbytes)
-        self._rebinding.forget()
-        self._before = self._pending = None
-        self.end()
+        try:
+            if self._pending is not None and self._live is not None and self._rebinding.has_pointed:
+                manifest, _, bound = self._pending
+                places = manifest.table.offset_column + np.uint64(self._live.address)
+                self.memory.moved(bound, places)
+            content = None if self._before is None else self._before[2]
+            if content is not None and content.view is not None:
+                # What the engine wrote over the version before went with it to its own address,
+                # where tensors that the user holds would show it.
+                content.view.refresh(content.address, content.nbytes)
+        finally:  # as in `AliasWay.commit`
+            self._rebinding.forget()
+            self._before = self._pending = None
+            self.end()
 
     def release(self, update_id: str) -> None:
         """The range holds its version itself, until the next one."""

@@ -144,6 +144,11 @@ class WrappedAdapter(TransactionalAdapter):
                 "its engine cannot be seen, so undo installs the previous version through it "
                 f"again, which is not checked. {_SHOW_IT}, or add undo()."
             )
+            if self._previous is None:
+                limits.append(
+                    "its engine cannot be seen, so nothing can undo a first install that fails: "
+                    "the engine is torn then. Pass initial_weights= to RolloutExecutor."
+                )
         return limits
 
     def prepare(self, manifest: WeightUpdateManifest, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -265,7 +270,13 @@ class WrappedAdapter(TransactionalAdapter):
             self._previous = self._pending
         self._pending = self._snapshot = None
         self._has_begun = False
-        self._call("commit")  # last: if it raises, this update is committed here all the same
+        # Last: if it raises, this update is committed here all the same.
+        try:
+            self._call("commit")
+        except Exception:
+            if self._has("undo"):
+                raise  # whose undo then leads elsewhere
+            _LOG.exception("adapter %s: its commit failed", type(self.adapter).__name__)
 
     def release(self, update_id: str) -> None:
         """Let the adapter let go."""

@@ -166,6 +166,7 @@ class Server:
         self._pid = os.getpid()
         self._clients: dict[socket.socket, float] = {}  # in order of arrival: until when
         self._is_stopping = False
+        self._closing = threading.Lock()
         root = (root or _default_root()).absolute()
         start = process_start_time(self._pid) or 0
         name = f"rlb-broker-{self._pid}-{start}-{secrets.token_hex(8)}"
@@ -213,21 +214,30 @@ class Server:
 
     def close(self, *, timeout_s: float = 5.0) -> None:
         """Stop, and remove the directory; see `rl_bridge.memory.broker.Broker.close`."""
-        if self._is_stopping or os.getpid() != self._pid:
+        if os.getpid() != self._pid:
             return
-        self._is_stopping = True
-        os.eventfd_write(self._wake, 1)
-        if self._thread is not threading.current_thread():
-            self._thread.join(timeout_s)
-        self._clean_up()
+        if not self._closing.acquire(blocking=False):
+            return  # another thread is at it, or this one: a finalizer may run in here
+        try:
+            # Whatever an interrupt cut off is made up for by the next call.
+            self._is_stopping = True
+            if self._wake >= 0:
+                os.eventfd_write(self._wake, 1)
+            if self._thread is not threading.current_thread():
+                self._thread.join(timeout_s)
+            self._clean_up()
+        finally:
+            self._closing.release()
 
     def _clean_up(self) -> None:
         self.offers.clear()
         if self._directory_fd >= 0:
             _remove(self.path.parent, self._directory_fd)
-            close_fd(self._directory_fd)
         self.forget()
-        close_fd(self._wake)
+        # Noted first: closed twice, the numbers may be somebody else's by then.
+        fds, self._directory_fd, self._wake = (self._directory_fd, self._wake), -1, -1
+        for fd in fds:
+            close_fd(fd)
 
     def forget(self) -> None:
         """Close this process's copies of the sockets."""

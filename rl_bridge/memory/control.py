@@ -55,8 +55,7 @@ RECORD_NBYTES = 8192
 _HEAD = struct.Struct("<IIQ")  # how many times it was written, length, XXH3-64 of the text
 _MAGIC = b"rl_bridge.control/1\n"
 _KEPT_UPDATES = 6
-# What an update cannot be rejected after, and whose reports make room first.
-_SETTLED = frozenset({"acknowledged", "released"})
+# Whose reports make room first.
 _ROOM = {"rejected": 0, "released": 1}
 _MAX_REASON = 400
 _READ_TRIES = 64
@@ -111,7 +110,11 @@ def take_note(updates: dict[str, UpdateReport], report: UpdateReport) -> None:
 
     """
     known = updates.get(report.update_id)
-    if known is not None and known.state in _SETTLED and report.state == "rejected":
+    # (Only who acknowledged an update has a proof. Released without, it may come again.)
+    was_acknowledged = known is not None and (
+        known.state == "acknowledged" or (known.state == "released" and known.proof is not None)
+    )
+    if was_acknowledged and report.state == "rejected":
         return
     updates.pop(report.update_id, None)
     updates[report.update_id] = report

@@ -90,16 +90,36 @@ class LeafPackPlan(PackPlan):
         self, tensors: Mapping[str, torch.Tensor], address: int, *, num_threads: int | None = None
     ) -> bytes:
         """Copy and digest `tensors`; then write their leaf list, and digest that."""
-        digests = bytearray(super().pack(tensors, address, num_threads=num_threads))
+        digests = super().pack(tensors, address, num_threads=num_threads)
+        return self._with_leaves(digests, tensors, address)
+
+    def digest_in_place(
+        self, tensors: Mapping[str, torch.Tensor], *, num_threads: int | None = None
+    ) -> bytes:
+        """Digest `tensors` where they lie, then write their leaf list to `LEAVES`, and digest it.
+
+        Raises:
+            WeightBridgeUnavailableError: one of them is strided.
+
+        """
+        digests = super().digest_in_place(tensors, num_threads=num_threads)
+        return self._with_leaves(digests, tensors, None)
+
+    def _with_leaves(
+        self, made: bytes, tensors: Mapping[str, torch.Tensor], address: int | None
+    ) -> bytes:
+        digests = bytearray(made)
         noted = self._leaf_plan.take_block()
         index = self._index
         start = int(index.starts[index.row])
         behind = start + len(noted) - index.nbytes  # the list's own stretch is no part of it
         block = np.concatenate((noted[:start], noted[behind:]))
         if index.nbytes:
-            target = self._place.bytes_at(address + self.table.offsets[index.row], index.nbytes)
+            place, at = self._place, self.table.offsets[index.row]
+            mine = tensors[LEAVES]  # also for who tells the other ranks
+            target = mine if address is None else place.bytes_at(address + at, index.nbytes)
             target.copy_(torch.from_numpy(block))
-            tensors[LEAVES].copy_(target)  # for who tells the other ranks
+            mine.copy_(target)
         at = index.row * DIGEST_NBYTES
         digests[at : at + DIGEST_NBYTES] = digest_bytes(block.data)
         return bytes(digests)
@@ -111,7 +131,7 @@ class LeafSource:
     def __init__(self) -> None:
         """Begin with no tensors known."""
         self._plan: PackPlan | None = None
-        self._block = torch.empty(0, dtype=torch.uint8)
+        self._block = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     @property
     def block(self) -> bytes:
@@ -128,7 +148,7 @@ class LeafSource:
                 self._plan = PackPlan(tensors, trainable)
             nbytes = leaf_block_nbytes(self._plan.table.nbytes)
         if self._block.numel() != nbytes:
-            self._block = torch.zeros(nbytes, dtype=torch.uint8)
+            self._block = torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
         return {**tensors, LEAVES: self._block}
 
 

@@ -199,6 +199,28 @@ class PackPlan:
                 sources[row] = targets[row]
         return self.byte_plan.copy_digest(sources, targets, num_threads=num_threads)
 
+    def digest_in_place(
+        self, tensors: Mapping[str, torch.Tensor], *, num_threads: int | None = None
+    ) -> bytes:
+        """Digest `tensors` where they lie.
+
+        Returns:
+            16 bytes per stored tensor, in layout order.
+
+        Raises:
+            WeightBridgeUnavailableError: one of them is strided.
+
+        """
+        del tensors  # those that it was made of
+        if self._gathered:
+            name = self.table.names[self._gathered[0][0]]
+            msg = (
+                f"tensor {name!r} is not contiguous, so it cannot be read where it lies. Make it "
+                "contiguous, or have it copied: without in_place."
+            )
+            raise WeightBridgeUnavailableError(msg)
+        return self.byte_plan.digest(self._sources, num_threads=num_threads)
+
     def clear_padding(self, address: int) -> None:
         """Zero the bytes between tensors, so that an arena's content follows from its tensors."""
         ends = [a + n for a, n in zip(self.table.offsets, self.table.nbytes, strict=True)]

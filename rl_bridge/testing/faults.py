@@ -174,6 +174,7 @@ def flip_byte(address: int, place: Place = CPU_PLACE) -> None:
     """Turn the bits of one byte around, in memory of this process or of a device."""
     byte = place.bytes_at(address, 1)
     byte ^= 255
+    byte.cpu()  # now, also on a device, and not when its stream gets there: others look as well
 
 
 # ---- the transport ------------------------------------------------------------------------------

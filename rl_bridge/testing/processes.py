@@ -10,6 +10,7 @@ import os
 import signal
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
@@ -101,21 +102,21 @@ def _serve(connection: Connection, target: Target, arguments: dict[str, Any]) ->
     line = Line(connection)
     try:
         served = target(**arguments)
-        line.send({"ok": "ready"})
+        line.send({"to": 0, "ok": "ready"})
         while True:
             # The parent may be busy with another child: only its end of the pipe matters.
-            name, options = line.receive(deadline_s=20 * DEADLINE_S)
+            number, name, options = line.receive(deadline_s=20 * DEADLINE_S)
             if name == _ENDED:
                 break
             try:
-                answer = {"ok": getattr(served, name)(**options)}
+                answer = {"to": number, "ok": getattr(served, name)(**options)}
             except Exception as error:  # noqa: BLE001 - told to the parent, who judges
-                answer = {"error": _describe(error)}
+                answer = {"to": number, "error": _describe(error)}
             line.send(answer)
     except EOFError:
         pass  # the parent is gone: nobody is left to answer
     except Exception as error:  # noqa: BLE001 - told to the parent, who judges
-        line.send({"error": _describe(error)})
+        line.send({"to": 0, "error": _describe(error)})
 
 
 def _describe(error: Exception) -> list[Any]:
@@ -148,6 +149,10 @@ class Child:
         self.process.start()
         there.close()
         self._is_ready = False
+        # Calls have numbers: an answer that came too late must not pass for that to the next call.
+        self._calls = 0
+        self._told: deque[int] = deque()
+        self._answers: dict[int, dict[str, Any]] = {}
 
     @property
     def pid(self) -> int:
@@ -164,7 +169,7 @@ class Child:
         """
         if not self._is_ready:
             self._is_ready = True
-            self._answer("start")
+            self._answer(0, "start")
         return self
 
     def call(self, name: str, **options: Any) -> Any:
@@ -176,29 +181,46 @@ class Child:
             DeadlineExceeded: no answer in time.
 
         """
-        self.tell(name, **options)
-        return self._answer(name)
+        return self._answer(self._ask(name, options), name)
 
     def tell(self, name: str, **options: Any) -> None:
-        """Call a method without waiting; `exitcode` or `answer` tells what became of it."""
+        """Call a method without waiting; `exitcode` or `answer` tells what became of it.
+
+        Raises:
+            ChildDied: the child ended before.
+
+        """
+        self._told.append(self._ask(name, options))
+
+    def answer(self, *, deadline_s: float = DEADLINE_S) -> Any:
+        """Wait for the answer to what was told first and not asked for yet; raises as `call`."""
+        return self._answer(self._told.popleft(), "it", deadline_s)
+
+    def _ask(self, name: str, options: dict[str, Any]) -> int:
         self.ready()
-        self._line.send([name, options])
-
-    def answer(self) -> Any:
-        """Wait for the answer to what was told."""
-        return self._answer("it")
-
-    def _answer(self, name: str) -> Any:
+        self._calls += 1
         try:
-            answer = self._line.receive()
+            self._line.send([self._calls, name, options])
+        except ConnectionError as error:
+            raise self._died(name) from error
+        return self._calls
+
+    def _answer(self, number: int, name: str, deadline_s: float = DEADLINE_S) -> Any:
+        try:
+            while number not in self._answers:
+                answer = self._line.receive(deadline_s=deadline_s)
+                self._answers[answer["to"]] = answer
         except (EOFError, ConnectionError) as error:
-            code = self.exitcode()
-            msg = f"the child ended with {code} before it answered {name}"
-            raise ChildDied(msg, code) from error
+            raise self._died(name) from error
+        answer = self._answers.pop(number)
         if "error" in answer:
             kind, lineage, message, trace = answer["error"]
             raise ChildError(kind, tuple(lineage), message, trace)
         return answer["ok"]
+
+    def _died(self, name: str) -> ChildDied:
+        code = self.exitcode()
+        return ChildDied(f"the child ended with {code} before it answered {name}", code)
 
     def exitcode(self, *, deadline_s: float = DEADLINE_S) -> int:
         """Wait for the child's end; negative for a signal.
@@ -218,7 +240,7 @@ class Child:
     def stop(self) -> int:
         """End it in peace and return its exit code."""
         with suppress(ConnectionError):  # it may have ended before: the exit code tells how
-            self._line.send([_ENDED, {}])
+            self._line.send([0, _ENDED, {}])
         return self.exitcode()
 
     def kill(self) -> None:

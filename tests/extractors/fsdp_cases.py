@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
     FullyShardedDataParallel,
     MixedPrecisionPolicy,
     ShardingStrategy,
@@ -19,6 +20,7 @@ from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
+    SequenceParallel,
     parallelize_module,
 )
 
@@ -127,6 +129,44 @@ def fsdp2_over_tensor_parallel() -> nn.Module:
     return model
 
 
+def fsdp2_over_split_rows() -> nn.Module:
+    """Copies, shards and tensor parallelism, of which two cut the same rows; norms on all ranks."""
+    model, mesh = plain(), init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    parallelize_module(model, mesh["tp"], {"embed": ColwiseParallel(), "head": RowwiseParallel()})
+    for block in model.blocks:
+        plan = {"up": ColwiseParallel(), "self_attn.q_proj": ColwiseParallel()}
+        parallelize_module(block, mesh["tp"], {**plan, "down": SequenceParallel()})
+        fully_shard(block, mesh=mesh["dp"])
+    fully_shard(model, mesh=mesh["dp"])
+    return model
+
+
+def fsdp2_offloaded() -> nn.Module:
+    model, mesh = plain(), init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    policy = CPUOffloadPolicy(pin_memory=False)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, offload_policy=policy)
+    fully_shard(model, mesh=mesh, offload_policy=policy)
+    return model
+
+
+def fsdp2_fewer_after_forward() -> nn.Module:
+    """Between forward and backward pass two of four ranks together hold all of it."""
+    model, mesh = plain(), init_device_mesh("cpu", (4,))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, reshard_after_forward=2)
+    fully_shard(model, mesh=mesh, reshard_after_forward=2)
+    return model
+
+
+def crossed() -> nn.Module:
+    """Tensor parallelism along one dimension of the mesh here, along the other one there."""
+    model, mesh = plain(), init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    parallelize_module(model.blocks[0], mesh["tp"], {"up": ColwiseParallel()})
+    parallelize_module(model.blocks[1], mesh["dp"], {"up": ColwiseParallel()})
+    return model
+
+
 def fsdp1(**options: Any) -> nn.Module:
     cpu = torch.device("cpu")
     policy = ModuleWrapPolicy({Block})
@@ -191,8 +231,10 @@ def local_after_forward(build: str) -> Any:
     list(extractor.local())
     with torch.no_grad():
         model(torch.tensor([[1, 2, 3]]))
-    assert not any(isinstance(one, DTensor) for one in model.parameters())
-    return local_report(extractor)
+    before = [getattr(one, "device_mesh", None) for one in model.parameters()]
+    found = local_report(extractor)
+    assert before != [one.device_mesh for one in model.parameters()]  # type: ignore[attr-defined]
+    return found
 
 
 def trained(build: str) -> Any:
@@ -337,6 +379,13 @@ def refusals() -> Any:
     answers["partial"] = told(lambda: FSDPExtractor(partial).placements())
     answers["flat"] = told(lambda: FSDPExtractor(flat).placements())
     return answers
+
+
+def crossed_meshes() -> Any:
+    """What is said of them without the mesh of all ranks, and what comes out with it."""
+    model, mesh = crossed(), init_device_mesh("cpu", (2, 2))
+    answer = told(lambda: FSDPExtractor(model).placements())
+    return {"without": answer, "with": local_report(FSDPExtractor(model, mesh=mesh))}
 
 
 def told(call: Callable[[], object]) -> str:

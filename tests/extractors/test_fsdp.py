@@ -10,11 +10,18 @@ ON_TWO = [
     "fsdp2",
     "fsdp2_mixed",
     "fsdp2_columns",
+    "fsdp2_offloaded",
     "fsdp1_original",
     "fsdp1_flat",
     "fsdp1_copies",
 ]
-ON_FOUR = ["fsdp2", "hsdp2", "fsdp2_over_tensor_parallel", "fsdp1_hybrid"]
+ON_FOUR = [
+    "fsdp2",
+    "hsdp2",
+    "fsdp2_over_tensor_parallel",
+    "fsdp2_over_split_rows",
+    "fsdp1_hybrid",
+]
 EVERY = [pytest.param("two", build, id=f"{build}-2") for build in ON_TWO] + [
     pytest.param("four", build, id=f"{build}-4") for build in ON_FOUR
 ]
@@ -83,6 +90,17 @@ def test_padding_and_buffers_that_are_not_saved_stay_at_home(two: World) -> None
 def test_parameters_that_a_forward_pass_left_whole_are_cut_again(two: World) -> None:
     reports = two.run("local_after_forward", build="fsdp2_mixed")
     assert assembled(reports) == WHOLE
+
+
+def test_parameters_that_fewer_ranks_hold_after_a_forward_pass_are_cut_again(four: World) -> None:
+    reports = four.run("local_after_forward", build="fsdp2_fewer_after_forward")
+    assert assembled(reports) == WHOLE
+
+
+def test_tensors_on_different_ranks_ask_for_the_mesh_of_all(four: World) -> None:
+    answers = four.run("crossed_meshes")
+    assert all("Pass mesh=" in answer["without"] for answer in answers)
+    assert assembled([answer["with"] for answer in answers]) == WHOLE
 
 
 def test_an_update_sees_the_optimizer_s_step(two: World) -> None:

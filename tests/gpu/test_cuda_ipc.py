@@ -82,7 +82,9 @@ class ExpandableExporter(Exporter):
     """The same, from expandable segments."""
 
     def __init__(self) -> None:
-        torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+        # Later torches have it under this name.
+        settings: Any = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
+        (settings or torch.cuda.memory._set_allocator_settings)("expandable_segments:True")
         super().__init__()
 
 

@@ -120,7 +120,7 @@ def test_a_publish_within_a_capture_is_refused_and_the_graph_is_whole() -> None:
 
 def test_a_version_of_more_than_4_gib_is_verified_to_its_last_byte() -> None:
     sizes = {"a": 4 * GIB + 4096, "b": 3, "c": 300_001}
-    needed = 3 * sum(sizes.values())
+    needed = 4 * sum(sizes.values())  # weights, two slots, and what a comparison allocates
     free, _ = cuda.mem_get_info()
     if free < needed:
         pytest.skip(f"{free >> 20} MiB of GPU memory are free, {needed >> 20} needed")

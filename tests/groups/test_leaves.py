@@ -13,7 +13,7 @@ from rl_bridge.manifest.group_leaves import LEAVES, LeafIndex, leaf_block_nbytes
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.manifest.table import TensorTable
 from rl_bridge.memory import passes
-from rl_bridge.memory.leaf_packing import LeafPlan, LeafSource, checked_block
+from rl_bridge.memory.leaf_packing import LeafPackPlan, LeafPlan, LeafSource, checked_block
 from tests.groups.meshes import numbered
 
 SIZES = (0, 1, 1023, 1024, LEAF_NBYTES - 1, LEAF_NBYTES, LEAF_NBYTES + 1, 3 * LEAF_NBYTES + 77)
@@ -131,3 +131,13 @@ def test_a_part_of_a_group_differs_from_a_plain_update_by_the_list_alone() -> No
     for name in tensors:
         assert part.tensors[name].checksum == plain.tensors[name].checksum
     assert set(part.tensors) - set(plain.tensors) == {LEAVES}
+
+
+@pytest.mark.usefixtures("pass_in_use")
+def test_a_digest_in_place_makes_the_same_block_beside_the_tensors() -> None:
+    tensors = {f"{'az'[n % 2]}.{n}": bytes_of(nbytes) for n, nbytes in enumerate(SIZES)}
+    manifest, block = published(tensors)
+    state = LeafSource().add(tensors, None)
+    plan = LeafPackPlan(state)
+    assert plan.digest_in_place(state) == manifest.digests
+    assert state[LEAVES].numpy().tobytes() == block

@@ -48,7 +48,7 @@ class TrainerRank:
         dist.init_process_group(
             "gloo", store=store, rank=self.rank, world_size=self.world_size, timeout=limit
         )
-        return ProcessGroupExchange()
+        return ProcessGroupExchange(store=store if way == "gloo, store" else None)
 
     def publish(self, version: int, dies_at: str | None = None) -> str:
         if dies_at is not None:
@@ -149,9 +149,36 @@ def test_trainers_of_any_number_feed_engines_of_any_other(num: int, degree: int)
                 trainer.call("release", manifest=manifest)
 
 
-def test_a_process_group_carries_it_too() -> None:
-    with ranks_of(2, way="gloo") as (trainers, _), Child(EngineRank, rank=0, degree=1) as engine:
-        assert engine.ready().call("update", manifest=publish(trainers, 1))
+@pytest.mark.parametrize("way", ["gloo", "gloo, store"])
+def test_a_process_group_carries_it_too(way: str) -> None:
+    with ranks_of(2, way=way) as (trainers, _), Child(EngineRank, rank=0, degree=1) as engine:
+        for version in (1, 2):
+            assert engine.ready().call("update", manifest=publish(trainers, version))
+
+
+def test_a_process_group_that_broke_off_is_not_asked_again() -> None:
+    """What comes late would be taken for an answer to what is asked then."""
+    with ranks_of(2, way="gloo", timeout_s=0.5) as (trainers, _):
+        with pytest.raises(ChildError, match="The process group is lost") as caught:
+            trainers[0].call("publish", version=1)
+        assert caught.value.kind == "GroupAborted"
+        with pytest.raises(ChildError, match="Make a new process group"):
+            trainers[0].call("publish", version=2)
+
+
+def test_over_a_process_group_with_a_store_a_death_ends_it_alike_for_all_who_live() -> None:
+    with ranks_of(3, way="gloo, store", timeout_s=5.0) as (trainers, _):
+        publish(trainers, 1)
+        trainers[1].tell("publish", version=2, dies_at="_part_message")
+        for rank in (0, 2):
+            trainers[rank].tell("publish", version=2)
+        with pytest.raises(ChildDied):
+            trainers[1].answer()
+        for rank in (0, 2):
+            with pytest.raises(ChildError) as caught:
+                trainers[rank].answer()
+            assert caught.value.kind == "GroupAborted"
+            assert trainers[rank].call("latest_status") == "released"
 
 
 @pytest.mark.parametrize("step", ["_hello", "_part_message"])

@@ -251,12 +251,12 @@ def test_a_rank_that_misses_the_decision_learns_what_it_was() -> None:
     with trainers(2) as group:
         exchange = group.publishers[1]._exchange
         assert isinstance(exchange, StoreExchange)
-        gather, store = exchange.gather, exchange._store
+        gather, store = exchange.gather, exchange.rounds.store
 
         def deaf(step: str, payload: bytes, *, timeout_s: float) -> list[bytes]:
             found = gather(step, payload, timeout_s=timeout_s)
             if step == "votes":
-                until(lambda: store.check([exchange._key("verdict")]), what="the decision")
+                until(lambda: store.check([exchange.rounds.key("verdict")]), what="the decision")
                 raise GroupAborted("the line is dead")
             return found
 
@@ -270,7 +270,7 @@ def test_a_rank_that_misses_the_decision_learns_what_it_was() -> None:
 def test_a_decision_in_the_middle_of_the_wait_does_not_hide_that_all_came() -> None:
     exchange = StoreExchange(HashStore(), rank=0, world_size=2)
     exchange.begin()
-    store = exchange._store
+    store = exchange.rounds.store
 
     class Sudden:
         """A store in which everything happens between two questions."""
@@ -279,16 +279,16 @@ def test_a_decision_in_the_middle_of_the_wait_does_not_hide_that_all_came() -> N
 
         def check(self, keys: list[str]) -> bool:
             found = bool(store.check(keys))
-            if not self.asked and keys == [exchange._key("step/1")]:
+            if not self.asked and keys == [exchange.rounds.key("step/1")]:
                 self.asked = True
                 store.set(keys[0], "theirs")
-                store.set(exchange._key("verdict"), "commit")
+                store.set(exchange.rounds.key("verdict"), "commit")
             return found
 
         def __getattr__(self, name: str) -> object:
             return getattr(store, name)
 
-    exchange._store = Sudden()  # type: ignore[assignment]
+    exchange.rounds.store = Sudden()  # type: ignore[assignment]
     assert exchange.gather("step", b"mine", timeout_s=5.0) == [b"mine", b"theirs"]
 
 
@@ -299,7 +299,7 @@ def test_nothing_stays_in_the_store() -> None:
         counts = []
         for version in range(1, 9):
             manifest = group.publish(shards(version), version)
-            counts.append(exchange._store.num_keys())
+            counts.append(exchange.rounds.store.num_keys())
             group.release(manifest)
         assert counts[-1] == counts[3]
 

@@ -90,7 +90,7 @@ def test_a_store_that_hangs_aborts_a_publication_in_time(step: str) -> None:
 
 def _answers(exchange: object) -> None:
     """Wait until the last question has its answer."""
-    last = exchange._asking._last  # type: ignore[attr-defined]
+    last = exchange.rounds.asking._last  # type: ignore[attr-defined]
     last.exception(timeout=10)
 
 

@@ -139,12 +139,15 @@ def test_the_tensors_are_kept_until_their_update_is_released(bridge: TensorBridg
         ("stride", r"'layer\.weight' is .* strides \[1, 4\]"),
         ("untied", "one parameter of the engine and two"),
         ("device", "is on meta, expected cpu"),
+        ("apart", r"'layer\.bias' is on cpu and the engine's on meta"),
     ],
 )
 def test_what_does_not_fit_is_refused_before_anything_is_touched(
     bridge: TensorBridge, wrong: str, words: str
 ) -> None:
     engine = Model(0)
+    if wrong == "apart":
+        engine.layer.bias = torch.nn.Parameter(engine.layer.bias.to("meta"))
     before = places(engine)
     manifest = bridge.publish(Model(1), weight_version=1)
     tensors = dict(bridge.import_update(manifest))
@@ -160,11 +163,27 @@ def test_what_does_not_fit_is_refused_before_anything_is_touched(
         tensors["layer.weight"] = tensors["layer.weight"].t()
     elif wrong == "untied":
         tensors["head.weight"] = tensors["head.weight"].clone()
-    else:
+    elif wrong == "device":
         tensors["layer.bias"] = tensors["layer.bias"].to("meta")
     with pytest.raises(IncompatibleUpdate, match=words):
         adapter_for(engine).install(manifest, tensors)
     assert places(engine) == before
+
+
+def test_the_gpus_of_the_engine_are_drained_whichever_is_current(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from rl_bridge.integrations.vllm import external_storage
+
+    drained: list[tuple[str, int]] = []
+    monkeypatch.setattr(
+        external_storage,
+        "driver_at",
+        lambda *which: SimpleNamespace(fence=lambda: drained.append(which)),
+    )
+    on: Any = [SimpleNamespace(is_cuda=n > 0, device=torch.device("cuda", n)) for n in (2, 1, 0, 2)]
+    VLLMCUDAVMMExternalStorageAdapter._wait(on)
+    assert drained == [("cuda", 1), ("cuda", 2)]
 
 
 def test_one_name_of_a_tied_parameter_is_enough(bridge: TensorBridge) -> None:

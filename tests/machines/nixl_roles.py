@@ -7,11 +7,14 @@ from typing import Any, Self, cast
 
 import torch
 
+from rl_bridge import WeightUpdateManifest
 from rl_bridge.bridge.bridges import NIXLTensorBridge, make_weight_bridge
 from rl_bridge.errors import WeightBridgeError
 from rl_bridge.testing.strategies import bytes_of
 from rl_bridge.transports.nixl.publisher import NIXLPublisher
 from rl_bridge.transports.nixl.reading import Reading
+from rl_bridge.transports.nixl.serving_process import ServingProcess
+from tests.machines.roles import settle_in
 
 __all__ = ["SIZE", "Between", "Reader", "Trainer", "weights"]
 
@@ -28,7 +31,7 @@ def weights(version: int) -> dict[str, torch.Tensor]:
 class Between:
     """Calls something between two steps of a read: the barrier of these tests."""
 
-    def __init__(self, action: Callable[[], None], *, at: str, times: int) -> None:
+    def __init__(self, action: Callable[[], object], *, at: str, times: int) -> None:
         self.action, self.at, self.left, self.calls = action, at, times, 0
         self.step = Reading.step
 
@@ -52,18 +55,18 @@ class Between:
 class Reader:
     """Reads over `nixl`."""
 
-    def __init__(self, ucx: dict[str, str], timeout_s: float) -> None:
-        os.environ.update(ucx)  # before the library is loaded
+    def __init__(self, ucx: dict[str, str], timeout_s: float, namespace: str = "") -> None:
+        settle_in(namespace, ucx)
         made = make_weight_bridge("nixl", source_worker="reader", timeout_s=timeout_s)
         self.bridge = cast("NIXLTensorBridge", made)
         self.tensors: Any = None
 
-    def read(self, manifest: str, kills: int = 0) -> int | str:
+    def read(self, manifest: str, kills: int = 0, by: int = signal.SIGKILL) -> int | str:
         """Import, and kill a process in the middle of it; returns what came of it."""
 
         def kill() -> None:
             if kills:
-                os.kill(kills, signal.SIGKILL)
+                os.kill(kills, by)
 
         try:
             with Between(kill, at="bytes", times=1) as seen:
@@ -72,7 +75,12 @@ class Reader:
             return type(error).__name__
         assert seen.calls == 1
         self.tensors = tensors
+        self.bridge.acknowledge(WeightUpdateManifest.from_json(manifest).update_id)
         return self.holds()
+
+    def fetch(self, manifest: str) -> int:
+        """Import a small version; returns it."""
+        return int(self.bridge.import_update(manifest)["w"][0])
 
     def holds(self) -> int:
         """The version that is here, or 0."""
@@ -83,14 +91,17 @@ class Reader:
 class Trainer:
     """Publishes over `nixl`."""
 
-    def __init__(self, ucx: dict[str, str] | None = None, port: int = 0) -> None:
-        os.environ.update(ucx or {})  # before the library is loaded
-        made = make_weight_bridge("nixl", source_worker="trainer", suspicious="off", port=port)
+    def __init__(
+        self, ucx: dict[str, str] | None = None, namespace: str = "", **options: Any
+    ) -> None:
+        settle_in(namespace, ucx)
+        made = make_weight_bridge("nixl", source_worker="trainer", suspicious="off", **options)
         self.bridge = cast("NIXLTensorBridge", made)
         self.published: list[str] = []
 
-    def publish(self, version: int) -> str:
-        manifest = self.bridge.publish(weights(version), weight_version=version)
+    def publish(self, version: int, small: bool = False) -> str:
+        state = {"w": torch.full((8,), version)} if small else weights(version)
+        manifest = self.bridge.publish(state, weight_version=version)
         self.published.append(manifest.update_id)
         return manifest.to_json()
 
@@ -102,7 +113,20 @@ class Trainer:
         """Let the network move what it still has."""
         end = cast("NIXLPublisher", self.bridge._publisher_end()._end)
         for _ in range(rounds):
-            end._agent.progress()
+            end._host.progress()
+
+    def server_pid(self) -> int:
+        """The process that serves reads."""
+        host = cast("NIXLPublisher", self.bridge._publisher_end()._end)._host
+        assert isinstance(host, ServingProcess)
+        return host.pid
+
+    def states(self, manifest: str) -> list[str]:
+        update_id = WeightUpdateManifest.from_json(manifest).update_id
+        return [one.state for one in self.bridge.consumers() if one.update_id == update_id]
+
+    def close(self) -> None:
+        self.bridge.close()
 
     def registered(self) -> int:
         return cast("NIXLPublisher", self.bridge._publisher_end()._end).num_registered

@@ -21,6 +21,8 @@ from rl_bridge.transports.nixl.consumer import NIXLConsumer
 from rl_bridge.transports.nixl.publisher import NIXLPublisher
 from tests.machines.nixl_roles import SIZE, Trainer, weights
 
+SERVE = ("process", "inline")
+
 
 def ends(
     publisher: NIXLTensorBridge, consumer: NIXLTensorBridge
@@ -67,10 +69,11 @@ def overwrite(end: NIXLPublisher, manifest: WeightUpdateManifest) -> None:
     vm.tensor_at(slot.address, manifest.table.arena_nbytes).fill_(7)
 
 
+@pytest.mark.parametrize("serve", SERVE)
 def test_a_version_that_is_overwritten_while_it_is_read_is_refused(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, serve: str
 ) -> None:
-    with both(timeout_s=0.5) as (publisher, consumer):
+    with both(timeout_s=0.5, serve=serve) as (publisher, consumer):
         manifest = publisher.publish(weights(1), weight_version=1)
         end, _ = ends(publisher, consumer)
         seen = Between(monkeypatch, lambda: overwrite(end, manifest), at="bytes", times=1)
@@ -168,7 +171,7 @@ def test_a_lease_that_is_not_renewed_ends() -> None:
 
 def test_the_slot_of_a_read_that_did_not_end_is_used_again_only_when_nothing_can_land() -> None:
     """The publisher is stopped in the middle, over TCP, and goes on after the reader gave up."""
-    with Child(Trainer, ucx={"UCX_TLS": "tcp"}) as trainer:
+    with Child(Trainer, ucx={"UCX_TLS": "tcp"}, serve="inline") as trainer:
         consumer = cast("NIXLTensorBridge", make_weight_bridge("nixl", timeout_s=1.0))
         try:
             first = trainer.call("publish", version=1)
@@ -213,8 +216,9 @@ def test_the_slot_of_a_read_that_did_not_end_is_used_again_only_when_nothing_can
             consumer.close()
 
 
-def test_once_warm_nothing_is_registered_connected_or_prepared_again() -> None:
-    with both() as (publisher, consumer):
+@pytest.mark.parametrize("serve", SERVE)
+def test_once_warm_nothing_is_registered_connected_or_prepared_again(serve: str) -> None:
+    with both(serve=serve) as (publisher, consumer):
         end, far = ends(publisher, consumer)
         counts = []
         for version in range(1, 13):

@@ -311,3 +311,16 @@ def test_clearing_the_padding_leaves_the_tensors_alone() -> None:
     expected[:5] = tensors["a"]
     expected[256:556] = tensors["b"]
     assert torch.equal(arena, expected)
+
+
+def test_a_digest_in_place_is_that_of_the_packed_bytes() -> None:
+    tensors = {"a": bits("float32", (300, 70)), "b": bits("uint8", (0,)), "c": bits("int64", (9,))}
+    plan = PackPlan(tensors)
+    pin = anonymous_pin(plan.table.arena_nbytes)
+    assert plan.digest_in_place(tensors) == plan.pack(tensors, pin.address)
+
+
+def test_a_strided_tensor_has_no_bytes_in_place() -> None:
+    tensors = {"a": torch.zeros(3), "t": torch.zeros(4, 3).t()}
+    with pytest.raises(WeightBridgeUnavailableError, match="'t' is not contiguous"):
+        PackPlan(tensors).digest_in_place(tensors)

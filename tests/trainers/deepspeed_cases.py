@@ -2,6 +2,7 @@
 
 import os
 import types
+from collections.abc import Callable
 from typing import Any
 
 import deepspeed
@@ -47,14 +48,23 @@ def plain() -> Model:
 
 
 def engine(
-    stage: int, *, dtype: str = "float32", model: nn.Module | None = None, lr: float = 0.0
+    stage: int,
+    *,
+    dtype: str = "float32",
+    model: nn.Module | None = None,
+    lr: float = 0.0,
+    zero: dict[str, Any] | None = None,
 ) -> Any:
     """An engine whose optimizer moves nothing by default: what comes out is what went in."""
     if not deepspeed.comm.is_initialized():
         deepspeed.init_distributed(dist_backend="gloo")
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 4},
+        "zero_optimization": {
+            "stage": stage,
+            "stage3_param_persistence_threshold": 4,
+            **(zero or {}),
+        },
         "zero_allow_untested_optimizer": True,
         "bf16": {"enabled": dtype == "bfloat16"},
     }
@@ -117,21 +127,28 @@ def refusals() -> Any:
     parts = {"module": made.module, "seq_data_parallel_group": made.seq_data_parallel_group}
     one = types.SimpleNamespace(**parts, mp_world_size=1, has_moe_layers=True)
     two = types.SimpleNamespace(**parts, mp_world_size=2, has_moe_layers=False)
-    return {**asked, "experts": told(one), "tensor_parallel": told(two)}
+    three = types.SimpleNamespace(**parts, mp_world_size=1, mics_shard_size=lambda: 1)
+    asked |= {"experts": told(one), "tensor_parallel": told(two), "mics": told(three)}
+    # As where a rank's experts are cut over other ranks than all the rest.
+    cut = engine(3)
+    alone, _ = torch.distributed.new_subgroups(1)  # type: ignore[no-untyped-call]  # torch's own
+    cut.module.up.weight.ds_process_group = alone
+    return asked | {"own_group": told(cut, lambda made: made.placements())}
 
 
-def told(given: Any) -> str:
+def told(given: Any, then: Callable[[DeepSpeedExtractor], object] = lambda _: None) -> str:
     try:
-        DeepSpeedExtractor(given)
+        then(DeepSpeedExtractor(given))
     except WeightBridgeError as error:
         return str(error)
     return "nothing"
 
 
-def trained(stage: int) -> Any:
-    """After real steps: this rank's part, and the whole as DeepSpeed itself tells it."""
+def trained(stage: int, zero: dict[str, Any] | None = None) -> Any:
+    """After real steps: this rank's part, and the whole, ours and as DeepSpeed itself tells it."""
     model = plain()
-    made = engine(stage, model=model, lr=1e4)  # of gradients that DeepSpeed cut to a norm of 1
+    # The rate is of gradients that DeepSpeed cut to a norm of 1.
+    made = engine(stage, model=model, lr=1e4, zero=zero)
     extractor = DeepSpeedExtractor(made, chunk_nbytes=100)
     for _ in range(2):
         list(extractor.local())
@@ -140,4 +157,5 @@ def trained(stage: int) -> Any:
     for name, parameter in made.module.named_parameters():
         with deepspeed.zero.GatheredParameters([parameter], enabled=stage == 3):
             told_by_deepspeed[name] = as_lists(parameter)
-    return {**local_report(extractor), "whole": told_by_deepspeed}
+    full = described(list(extractor.full()))
+    return {**local_report(extractor), "whole": told_by_deepspeed, "full": full}

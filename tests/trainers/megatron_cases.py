@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 from mbridge import AutoBridge
@@ -65,6 +66,19 @@ def full(path: str, *, is_hf: bool, dtype: str | None = None, **degrees: int) ->
         "sizes": [chunk.total_size_bytes for chunk in chunks],
         "modules": [chunk.module_name for chunk in chunks],
     }
+
+
+def looks(path: str, **degrees: int) -> list[int]:
+    """How often the model is looked at for one gather, in few chunks and in many."""
+    _, model = loaded(path, **degrees)
+    counts = []
+    for chunk_nbytes in (1 << 20, 500):
+        extractor = MegatronExtractor(model, chunk_nbytes=chunk_nbytes)
+        with mock.patch.object(extractor, "_tensors_now", wraps=extractor._tensors_now) as looked:
+            for _ in extractor.full():
+                pass
+        counts.append(looked.call_count)
+    return counts
 
 
 def collectives(path: str, *, is_hf: bool, **degrees: int) -> Any:

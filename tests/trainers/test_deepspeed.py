@@ -1,6 +1,7 @@
 """DeepSpeed's three stages on two ranks: parts, whole tensors, no padding, no surprise."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -57,11 +58,23 @@ def test_tensors_travel_in_the_dtype_that_is_asked_for(two: World, stage: int) -
     assert two.run("full", stage=stage, dtype="bfloat16") == [cast, cast]
 
 
-@STAGES
-def test_an_update_sees_the_optimizer_s_steps(two: World, stage: int) -> None:
+@pytest.mark.parametrize(
+    ("stage", "zero"),
+    [
+        (1, {}),
+        (2, {}),
+        (3, {}),
+        pytest.param(3, {"stage3_param_persistence_threshold": 0}, id="3-none-persists"),
+        pytest.param(3, {"stage3_param_persistence_threshold": 1 << 20}, id="3-all-persist"),
+        pytest.param(3, {"zero_hpz_partition_size": 2}, id="3-second-partition"),
+        pytest.param(3, {"offload_param": {"device": "cpu"}}, id="3-offload"),
+    ],
+)
+def test_an_update_sees_the_optimizer_s_steps(two: World, stage: int, zero: dict[str, Any]) -> None:
     """Those of tensors too that ZeRO-3 keeps whole on every rank because they are small."""
-    reports = two.run("trained", stage=stage)
+    reports = two.run("trained", stage=stage, zero=zero)
     found = assembled(reports)
+    assert [report["full"] for report in reports] == [found, found]
     for name, values in reports[0]["whole"].items():
         assert found[name][2] == values, name
     assert found["up.bias"] != WHOLE["up.bias"]
@@ -101,3 +114,5 @@ def test_what_cannot_be_understood_is_refused(two: World) -> None:
         assert "expected a DeepSpeed engine" in answer["module"]
         assert "tensor parallelism of 2 is not supported" in answer["tensor_parallel"]
         assert "expert layers" in answer["experts"]
+        assert "MiCS, mics_shard_size=1, is not supported" in answer["mics"]
+        assert "'up.weight' is cut over ranks [" in answer["own_group"]

@@ -86,6 +86,12 @@ def test_every_rank_gathers_what_its_stage_holds_without_a_bridge(
     assert gathered == whole
 
 
+def test_a_gather_looks_at_the_model_once_however_many_tensors_there_are(
+    worlds: World2, models: Models
+) -> None:
+    assert worlds(2, CASES).run("looks", path=models["llama"][0], tp=2) == [[1, 1]] * 2
+
+
 def test_exported_tensors_come_in_chunks_cast_and_by_module(worlds: World2, models: Models) -> None:
     path, whole = models["qwen2"]
     answer = worlds(2, CASES).run("full", path=path, is_hf=True, dtype="bfloat16", tp=2)[0]

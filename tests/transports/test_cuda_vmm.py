@@ -197,6 +197,21 @@ def test_a_slot_is_unmapped_once_nothing_writes_to_it(
     assert stream.asked == (["unmap"] if is_over else ["drain", "unmap"])
 
 
+def test_a_device_that_is_lost_stops_no_bridge_from_closing(
+    trainer: BridgeOver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream = OnTheStream(monkeypatch)
+    give_up(monkeypatch, trainer)
+
+    def lost() -> bool:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(stream, "query", lost)
+    trainer.close()
+    assert stream.asked[-1] == "unmap"
+    assert held() == Live(0, 0, 0)
+
+
 def test_a_publish_within_a_capture_is_refused_before_anything_is_put_on_the_stream(
     trainer: BridgeOver, rollout: BridgeOver, monkeypatch: pytest.MonkeyPatch
 ) -> None:

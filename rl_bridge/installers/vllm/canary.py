@@ -97,9 +97,10 @@ class Canary:
 @lru_cache(maxsize=64)
 def _question(inputs: int, dtype: torch.dtype) -> torch.Tensor:
     """The fixed input, [8, inputs]: every input in one row, as 1 or -1."""
-    signs = torch.randint(0, 2, (inputs,), generator=torch.Generator().manual_seed(inputs)) * 2 - 1
-    rows = torch.zeros(_ROWS, inputs)
-    rows[torch.arange(inputs) % _ROWS, torch.arange(inputs)] = signs.float()
+    generator = torch.Generator("cpu").manual_seed(inputs)
+    signs = torch.randint(0, 2, (inputs,), generator=generator, device="cpu") * 2 - 1
+    rows, columns = torch.zeros(_ROWS, inputs, device="cpu"), torch.arange(inputs, device="cpu")
+    rows[columns % _ROWS, columns] = signs.float()
     return rows.to(dtype)
 
 

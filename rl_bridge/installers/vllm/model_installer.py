@@ -221,7 +221,7 @@ class VLLMModelInstaller(TransactionalAdapter):
             if any(part.is_whole for part in parts):
                 continue
             shape = kinds[name][1]
-            seen = torch.zeros(shape, dtype=torch.bool)
+            seen = torch.zeros(shape, dtype=torch.bool, device="cpu")
             for part in parts:
                 part.source_view.once().of(seen).fill_(True)  # noqa: FBT003 - torch's own
             taken = int(seen.sum())

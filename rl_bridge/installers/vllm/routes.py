@@ -287,9 +287,10 @@ def _check(
         total = sum(shape.numel() for shape in shapes.values())
         dtype = torch.int32 if total < -_NEVER else torch.int64
         memory = {
-            i: torch.full(tuple(plan.targets[i].meta.shape), _NEVER, dtype=dtype) for i in chunk
+            i: torch.full(tuple(plan.targets[i].meta.shape), _NEVER, dtype=dtype, device="cpu")
+            for i in chunk
         }
-        every = torch.arange(1, total + 1, dtype=dtype)
+        every = torch.arange(1, total + 1, dtype=dtype, device="cpu")
         parts = torch.split(every, [shape.numel() for shape in shapes.values()])
         numbered = {
             name: part.view(shape)

@@ -95,7 +95,7 @@ class Spares:
         """Begin with none."""
         self._tensors: dict[int, torch.Tensor] = {}
         self._packs: dict[int, list[object]] = {}
-        self._scratch = torch.empty(0, dtype=torch.uint8)
+        self._scratch = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def take(self, index: int, target: Target) -> torch.Tensor:
         """Memory for a parameter that stays."""
@@ -124,7 +124,7 @@ class Spares:
         meta = target.meta
         nbytes = meta.numel() * meta.element_size()
         if self._scratch.numel() < nbytes:
-            self._scratch = torch.empty(nbytes, dtype=torch.uint8)
+            self._scratch = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         flat = self._scratch[:nbytes].view(meta.dtype)
         return torch.as_strided(flat, tuple(meta.shape), meta.stride())
 

@@ -4,7 +4,7 @@ Nothing is copied: each parameter's storage is exchanged for the imported tensor
 anything fails.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ import torch
 from rl_bridge.errors import IncompatibleUpdate, ProofFailed, WeightBridgeUnavailableError
 from rl_bridge.installers.base import InstallProof, TransactionalAdapter
 from rl_bridge.manifest.model import WeightUpdateManifest
+from rl_bridge.memory.vmm.local import driver_at
 from rl_bridge.transports.cuda import cuda_cause
 
 __all__ = ["VLLMCUDAVMMExternalStorageAdapter"]
@@ -85,6 +86,12 @@ class VLLMCUDAVMMExternalStorageAdapter(TransactionalAdapter):
                     "update over a transport that shares GPU memory, such as cuda-vmm."
                 )
                 raise IncompatibleUpdate(msg)
+            if tensor.device != live[name].device:
+                msg = (
+                    f"tensor {name!r} is on {tensor.device} and the engine's on "
+                    f"{live[name].device}. Publish on the engine's GPU."
+                )
+                raise IncompatibleUpdate(msg)
             other, address = given.setdefault(id(live[name]), (name, tensor.data_ptr()))
             if address != tensor.data_ptr():
                 msg = (
@@ -99,6 +106,8 @@ class VLLMCUDAVMMExternalStorageAdapter(TransactionalAdapter):
 
         Raises:
             IncompatibleUpdate: as `prepare` does.
+            DeadlineExceeded: the engine's GPU did not come to rest in time; nothing was exchanged.
+            DriverError: the driver refuses; nothing was exchanged.
 
         """
         if self._prepared != manifest.update_id:
@@ -106,7 +115,7 @@ class VLLMCUDAVMMExternalStorageAdapter(TransactionalAdapter):
         live, given = self._live(), dict(tensors)
         self._kept[manifest.update_id] = given
         self._installed = manifest, given
-        self._wait()
+        self._wait(live.values())
         for name, tensor in given.items():
             parameter = live[name]
             # Noted before it is taken: an interrupt at any line can be undone.
@@ -142,7 +151,7 @@ class VLLMCUDAVMMExternalStorageAdapter(TransactionalAdapter):
 
     def undo(self) -> None:
         """Give the parameters the storages that they had. May be called again."""
-        self._wait()
+        self._wait(parameter for parameter, _ in self._exchanged)
         while self._exchanged:
             parameter, before = self._exchanged[-1]
             parameter.data = before
@@ -179,9 +188,11 @@ class VLLMCUDAVMMExternalStorageAdapter(TransactionalAdapter):
         served = {id(live[name]) for name in tensors if name in live}
         return [name for name, tensor in live.items() if id(tensor) not in served]
 
-    def _wait(self) -> None:
-        if self._device == "cuda":
-            torch.cuda.synchronize()
+    @staticmethod
+    def _wait(tensors: Iterable[torch.Tensor]) -> None:
+        """Drain the GPUs that the engine computes on, whichever is torch's current one."""
+        for ordinal in sorted({tensor.device.index for tensor in tensors if tensor.is_cuda}):
+            driver_at("cuda", ordinal).fence()
 
 
 def _model_of(engine: Any) -> torch.nn.Module:

@@ -29,7 +29,7 @@ def all_agree(*, ok: bool) -> bool:
     ranks = group()
     if ranks.world_size == 1:
         return ok
-    vote = torch.tensor([int(ok)])
+    vote = torch.tensor([int(ok)], device="cpu")
     try:
         torch.distributed.all_reduce(vote, torch.distributed.ReduceOp.MIN, group=ranks.cpu_group)
     except RuntimeError:
@@ -98,8 +98,9 @@ def _who_holds(update_id: str) -> str:
 def _all_say(text: str) -> list[str]:
     """What every rank says, by rank; all ranks must ask."""
     ranks = group()
-    said = torch.zeros(ranks.world_size, _TEXT_NBYTES, dtype=torch.uint8)
+    said = torch.zeros(ranks.world_size, _TEXT_NBYTES, dtype=torch.uint8, device="cpu")
     own = text.encode()[:_TEXT_NBYTES]
-    said[ranks.rank_in_group, : len(own)] = torch.tensor(list(own), dtype=torch.uint8)
+    mine = torch.tensor(list(own), dtype=torch.uint8, device="cpu")
+    said[ranks.rank_in_group, : len(own)] = mine
     torch.distributed.all_reduce(said, torch.distributed.ReduceOp.MAX, group=ranks.cpu_group)
     return [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in said]

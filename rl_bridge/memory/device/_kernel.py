@@ -42,6 +42,8 @@ _PRIME64_1 = tl.constexpr(leaves.PRIME64_1)
 _PRIME64_2 = tl.constexpr(leaves.PRIME64_2)
 _AVALANCHE = tl.constexpr(leaves.AVALANCHE)
 
+_ALL_ONES = tl.constexpr(2**64 - 1)
+
 _TO_BF16 = tl.constexpr(leaves.CAST_BF16)
 
 
@@ -252,7 +254,8 @@ def digest_leaves(
 
     length = ((whole + 1) * _BLOCK_NBYTES).to(tl.uint64)
     low = _fold(lane0, lane1, keys + _KEY_LOW, pair2) + length * _PRIME64_1
-    high = _fold(lane0, lane1, keys + _KEY_HIGH, pair2) + ~(length * _PRIME64_2)
+    # Not by `~`: the interpreter of Triton 3.7 has none for unsigned words.
+    high = _fold(lane0, lane1, keys + _KEY_HIGH, pair2) + ((length * _PRIME64_2) ^ _ALL_ONES)
     place = out + tl.load(row + 3)
     tl.store(place, _canonical(high))
     tl.store(place + 1, _canonical(low))

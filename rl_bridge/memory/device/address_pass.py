@@ -10,13 +10,12 @@ from rl_bridge.errors import DeadlineExceeded
 from rl_bridge.memory.device.device_pass import DevicePass
 from rl_bridge.memory.device.engines import bytes_at
 from rl_bridge.memory.device.leaves import ALIGNMENT
-from rl_bridge.memory.device.streams import refuse_capture
+from rl_bridge.memory.device.streams import has_come, refuse_capture
 from rl_bridge.memory.passes import Addresses
 
 __all__ = ["AddressPass"]
 
 _TIMEOUT_S = 60.0
-_POLL_S = 20e-6
 
 
 class AddressPass:
@@ -76,7 +75,7 @@ class AddressPass:
         del num_threads
         base = int(dst[0]) if len(self) else 0
         if (
-            len(self)
+            base > 0  # where nothing has any bytes, the addresses may all be 0
             and base % ALIGNMENT == 0
             and (dst.astype(np.int64) - base == self._offsets).all()
         ):
@@ -94,12 +93,9 @@ class AddressPass:
 
     def _wait(self) -> None:
         event = torch.cuda.current_stream(self._device).record_event()
-        deadline = time.monotonic() + _TIMEOUT_S
-        while not event.query():
-            if time.monotonic() > deadline:
-                msg = (
-                    f"a copy on {self._device} did not end within {_TIMEOUT_S:.0f} s: work before "
-                    "it on the stream takes longer, or the device hangs. See what runs there."
-                )
-                raise DeadlineExceeded(msg)
-            time.sleep(_POLL_S)
+        if not has_come(event, time.monotonic() + _TIMEOUT_S):
+            msg = (
+                f"a copy on {self._device} did not end within {_TIMEOUT_S:.0f} s: work before "
+                "it on the stream takes longer, or the device hangs. See what runs there."
+            )
+            raise DeadlineExceeded(msg)

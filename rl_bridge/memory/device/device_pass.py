@@ -7,7 +7,7 @@ once per layout; an update is one launch, and 16 bytes per 128 KiB that come bac
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
@@ -18,14 +18,13 @@ from rl_bridge.errors import DeadlineExceeded, WeightBridgeUnavailableError
 from rl_bridge.memory.device.choice import EngineName, choose_engine, full_device
 from rl_bridge.memory.device.engines import Engine, KernelEngine, TorchEngine, bytes_at
 from rl_bridge.memory.device.leaves import ALIGNMENT, CASTS, LeafTable
-from rl_bridge.memory.device.streams import refuse_capture
+from rl_bridge.memory.device.streams import has_come, refuse_capture
 from rl_bridge.memory.packing import raw_elements
 from rl_bridge.memory.passes import Addresses
 from rl_bridge.memory.plain import is_lazy_view
 
 __all__ = ["DevicePass"]
 
-_POLL_S = 20e-6
 _CAST_TO = {getattr(torch, name): cast for name, cast in CASTS.items()}
 
 
@@ -84,13 +83,15 @@ class DevicePass:
         self._lock = threading.Lock()
         words = self._table.num_words
         self._out = torch.empty(words, dtype=torch.int64, device=self.device)
-        self._host = torch.empty(words, dtype=torch.int64, pin_memory=self._is_cuda)
-        make_event: Any = torch.cuda.Event  # torch does not annotate it
-        self._event = make_event() if self._is_cuda else None
+        self._host = torch.empty(words, dtype=torch.int64, device="cpu", pin_memory=self._is_cuda)
+        self._event: Any = None
         if self._is_cuda:
-            # Torch may have given memory that work on this stream still uses; calls come on others.
-            torch.cuda.current_stream(self.device).synchronize()
-        self._unfinished = False
+            make_event: Any = torch.cuda.Event  # torch does not annotate it
+            self._event = make_event()
+            # Torch may have given memory that work on this stream still uses, and the plan's tables
+            # arrive on it; calls come on others.
+            self._event.record(torch.cuda.current_stream(self.device))
+        self._unfinished = self._is_cuda
         self._timeout_s = self._deadline = 0.0
 
     def __len__(self) -> int:
@@ -247,7 +248,11 @@ class DevicePass:
                 if self._unfinished:
                     # A call before gave up on the device, which still writes where this one would.
                     self._wait()
-                yield
+                try:
+                    yield
+                except BaseException:
+                    self._note_left()
+                    raise
         finally:
             self._lock.release()
 
@@ -261,11 +266,16 @@ class DevicePass:
         self._wait()
         return self._table.combine(self._host.numpy())
 
+    def _note_left(self) -> None:
+        """Note that what a call that fails put on the stream may still come."""
+        if self._event is not None and not self._unfinished:
+            with suppress(RuntimeError):  # a device that is lost does nothing any more
+                self._event.record()
+                self._unfinished = True
+
     def _wait(self) -> None:
-        while self._event is not None and not self._event.query():
-            if time.monotonic() > self._deadline:
-                raise self._late(self._timeout_s)
-            time.sleep(_POLL_S)
+        if self._event is not None and not has_come(self._event, self._deadline):
+            raise self._late(self._timeout_s)
         self._unfinished = False
 
     def _late(self, seconds: float) -> DeadlineExceeded:

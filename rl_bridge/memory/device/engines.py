@@ -9,9 +9,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from rl_bridge.errors import SegmentError
 from rl_bridge.memory import vm
 from rl_bridge.memory.device import leaves
 from rl_bridge.memory.device.leaves import ALIGNMENT, CASTS, LeafTable
+from rl_bridge.memory.device.streams import table_on
 from rl_bridge.memory.device.torch_digest import TorchDigest
 
 __all__ = ["Engine", "KernelEngine", "TorchEngine", "bytes_at"]
@@ -43,10 +45,13 @@ class Engine(Protocol):
 class _Memory:
     """Some bytes of a GPU, as other array libraries describe them to torch.
 
-    https://numba.readthedocs.io/en/stable/cuda/cuda_array_interface.html, version 3.
+    torch keeps this object for as long as the storage that it makes of it, and this object keeps
+    `owner`. https://numba.readthedocs.io/en/stable/cuda/cuda_array_interface.html, version 3.
     """
 
-    def __init__(self, address: int, nbytes: int) -> None:
+    def __init__(self, owner: Any, address: int, nbytes: int) -> None:
+        self.owner = owner
+        # torch refuses memory that is marked as read-only; what keeps writers out is its mapping.
         self.__cuda_array_interface__ = {
             "shape": (nbytes,),
             "typestr": "|u1",
@@ -56,15 +61,34 @@ class _Memory:
         }
 
 
-def bytes_at(address: int, nbytes: int, device: torch.device) -> torch.Tensor:
-    """Make a uint8 tensor over raw memory of `device`; the caller keeps it mapped meanwhile."""
+def bytes_at(address: int, nbytes: int, device: torch.device, *, owner: Any = None) -> torch.Tensor:
+    """Make a uint8 tensor over raw memory of `device`.
+
+    Args:
+        address: of the first byte.
+        nbytes: how many.
+        device: whose memory.
+        owner: of a GPU's memory, what the tensor's storage keeps alive; without one, the caller
+            keeps the memory mapped meanwhile.
+
+    Raises:
+        SegmentError: it is another device's.
+
+    """
     if nbytes == 0:
         return torch.empty(0, dtype=torch.uint8, device=device)
     if device.type != "cuda":
         return vm.tensor_at(address, nbytes)
-    found = torch.as_tensor(_Memory(address, nbytes), device=device)
-    if found.data_ptr() != address:
-        raise ValueError(f"no memory of {device} at {address:#x}: torch made a copy of it")
+    # torch asks the driver whose memory it is, under whichever GPU is the current one.
+    with torch.cuda.device(device):
+        found = torch.as_tensor(_Memory(owner, address, nbytes), device=device)
+    if found.data_ptr() != address or found.device != device:
+        # torch copies, without a word, where it takes the memory for another device's.
+        msg = (
+            f"memory at {address:#x} is not on {device}: torch took it for {found.device}, or made "
+            "a copy of it. Publish and import on one GPU."
+        )
+        raise SegmentError(msg)
     return found
 
 
@@ -108,7 +132,7 @@ class KernelEngine:
 
         self._kernel: Any = digest_leaves
         self._table, self._offsets, self._device = table, offsets, device
-        self._keys = torch.from_numpy(leaves.key_words()).to(device)
+        self._keys = table_on(device, leaves.key_words())
         everything = np.zeros(len(offsets), np.int64)
         self._arena = [self._launch(offsets, everything == 0, leaves.WIDEST, 0, in_arena=True)]
         self._sources, self._packed = _Kept(), _Kept()
@@ -164,7 +188,7 @@ class KernelEngine:
         in_arena: bool,
     ) -> _Launch:
         rows = self._table.rows(sources, self._offsets, chosen, scale=2 if cast else 1)
-        return _Launch(torch.from_numpy(rows).to(self._device), width, cast, in_arena)
+        return _Launch(table_on(self._device, rows), width, cast, in_arena)
 
     def _run(self, launches: list[_Launch], arena: int, out: torch.Tensor, *, copy: bool) -> None:
         for launch in launches:

@@ -4,15 +4,19 @@ Of streams means torch's current one of the device, in the thread that asks.
 """
 
 import logging
+import time
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from rl_bridge.errors import WeightBridgeUnavailableError
 
-__all__ = ["Writes", "refuse_capture"]
+__all__ = ["Writes", "has_come", "refuse_capture", "table_on"]
 
 _LOG = logging.getLogger(__name__)
+_POLL_S = 20e-6
 
 
 def refuse_capture(device: torch.device) -> None:
@@ -37,6 +41,24 @@ def _is_capturing(device: torch.device) -> bool:
         return False
     with torch.cuda.device(device):
         return torch.cuda.is_current_stream_capturing()
+
+
+def has_come(event: Any, deadline: float) -> bool:
+    """Wait for an event, until a time of the monotonic clock at the latest; whether it came."""
+    while not event.query():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(_POLL_S)
+    return True
+
+
+def table_on(device: torch.device, table: npt.NDArray[np.int64]) -> torch.Tensor:
+    """Bring a table to a device, on its current stream; the host does not wait for it."""
+    found = torch.from_numpy(table)
+    if device.type != "cuda" or not table.size:
+        return found.to(device)
+    # From memory that is not pinned the copy would wait, on the host, for all that is before it.
+    return found.pin_memory().to(device, non_blocking=True)
 
 
 def _mark(device: torch.device) -> Any:
@@ -65,7 +87,11 @@ class Writes:
     @property
     def are_over(self) -> bool:
         """Whether the device writes nothing any more, so that slots can be unmapped."""
-        return self._left is None or bool(self._left.query())
+        try:
+            return self._left is None or bool(self._left.query())
+        except RuntimeError as error:
+            _LOG.warning("nothing more will be written: the device does not answer: %s", error)
+            return True
 
     def begin(self) -> None:
         """Put what comes next behind what a failed publish left; the host does not wait.

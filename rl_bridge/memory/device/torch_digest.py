@@ -13,6 +13,7 @@ import torch
 from rl_bridge.manifest.digest import PAD_NBYTES
 from rl_bridge.memory.device import leaves
 from rl_bridge.memory.device.leaves import LeafTable
+from rl_bridge.memory.device.streams import table_on
 
 __all__ = ["CHUNK_NBYTES", "TorchDigest"]
 
@@ -56,7 +57,7 @@ class TorchDigest:
     ) -> None:
         """Plan for the leaves of `table`, in chunks of about `chunk_nbytes` bytes on `device`."""
         self._device = device
-        self._keys = torch.from_numpy(leaves.key_words()).to(device)
+        self._keys = table_on(device, leaves.key_words())
         blocks = -(-table.size // PAD_NBYTES)
         order = np.argsort(-blocks, kind="stable")
         groups: list[_Group] = []
@@ -82,7 +83,7 @@ class TorchDigest:
                 int(table.size[row]),
             )
             copies.append((tensor, start, here * width * PAD_NBYTES, size))
-        last_block = torch.from_numpy(blocks[rows] - 1).to(self._device)
+        last_block = table_on(self._device, blocks[rows] - 1)
         is_full = bool((table.size[rows] == width * PAD_NBYTES).all())
         return _Chunk(width, len(rows), last_block, tuple(_joined(copies)), is_full)
 
@@ -91,7 +92,7 @@ class TorchDigest:
     ) -> _Group:
         mine = blocks[rows]
         active = [int((mine > block).sum()) for block in range(int(mine[0]) + 1)]
-        places = torch.from_numpy(table.place[rows]).to(self._device)
+        places = table_on(self._device, table.place[rows])
         return _Group(tuple(chunks), places, tuple(active))
 
     def run(self, tensors: Sequence[torch.Tensor], out: torch.Tensor) -> None:

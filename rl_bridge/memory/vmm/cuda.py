@@ -12,20 +12,22 @@ Written from the reference of the driver API and of cuda-bindings 12 and 13. Tra
 """
 
 import ctypes
-import importlib
 import os
-import uuid
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 
-from rl_bridge.errors import DriverError
+from rl_bridge.errors import DeadlineExceeded, DriverError
 from rl_bridge.memory.holding import FORKS, SETTLING, forget_fd_in_children
+from rl_bridge.memory.vmm._libcuda import Library
 from rl_bridge.memory.vmm.driver import (
     CAPTURING,
     INVALID_VALUE,
+    NOT_FOUND,
+    NOT_READY,
     Device,
     VMMDriver,
     driver_error,
@@ -34,77 +36,22 @@ from rl_bridge.memory.vmm.ipc import IPC_HANDLE_NBYTES, IPCDriver
 
 __all__ = ["IPC_HANDLE_NBYTES", "CUDADriver", "ordinal_of"]
 
-_SUCCESS = 0
 _NEEDED = (
     "CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED",
     "CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED",
 )
 
+_FAILED_BEFORE = "an earlier kernel failed, or the device is lost"
+_POLL_S = 20e-6
 _NEEDED_FOR_IPC = "CU_DEVICE_ATTRIBUTE_IPC_EVENT_SUPPORTED"
 
 
-def _is_capturing() -> bool:
-    """Whether this thread's current stream records a graph; asks torch, which knows the stream."""
-    return torch.version.cuda is not None and torch.cuda.is_current_stream_capturing()
-
-
-class _Library:
-    """The driver's functions, whose failures are `DriverError`s."""
-
-    def __init__(self, bindings: Any) -> None:
-        if bindings is None:
-            try:
-                bindings = importlib.import_module("cuda.bindings.driver")
-            except ImportError as error:
-                cause = f"the package cuda-bindings cannot be imported ({error})"
-                raise driver_error("cuInit", "BINDINGS_NOT_FOUND", cause) from error
-        self.types = bindings
-        try:
-            self.call("cuInit", 0)
-        except ImportError as error:
-            raise self._no_library() from error
-
-    @staticmethod
-    def _no_library() -> DriverError:
-        cause = "libcuda.so.1, the NVIDIA driver's library, cannot be loaded"
-        return driver_error("cuInit", "LIBCUDA_NOT_FOUND", cause)
-
-    def call(self, name: str, *arguments: Any, about: str = "") -> Any:
-        """Call a function of the driver.
-
-        Returns:
-            Its value; a tuple if there are several, None if there is none.
-
-        Raises:
-            DriverError: it answered with anything but success, or does not exist.
-
-        """
-        try:
-            code, *values = getattr(self.types, name)(*arguments)
-        except RuntimeError as error:
-            # Its class cannot be asked: the package that defines it has changed its place.
-            if "NotFound" not in type(error).__name__ and "not found" not in str(error):
-                raise
-            if name == "cuInit":
-                raise self._no_library() from error
-            cause = f"this driver has no such function ({error})"
-            raise driver_error(name, "CUDA_ERROR_NOT_FOUND", cause) from error
-        if int(code) != _SUCCESS:
-            symbol = getattr(code, "name", f"CUDA_ERROR_{int(code)}")
-            raise driver_error(name, symbol, about or "the driver refused")
-        return values[0] if len(values) == 1 else tuple(values) or None
-
-    def uuid(self, ordinal: int) -> str:
-        """UUID of a device of this process, as torch prints it."""
-        device = self.call("cuDeviceGet", ordinal, about=f"device {ordinal} of this process")
-        # Of cuda-bindings 12 only the second one tells the parts of a GPU in MIG mode apart.
-        has_second = hasattr(self.types, "cuDeviceGetUuid_v2")
-        name = "cuDeviceGetUuid_v2" if has_second else "cuDeviceGetUuid"
-        return str(uuid.UUID(bytes=bytes(self.call(name, device).bytes)))
-
-    def uuids(self) -> list[str]:
-        """UUID of every device that this process sees, by ordinal."""
-        return [self.uuid(ordinal) for ordinal in range(int(self.call("cuDeviceGetCount")))]
+def _is_capturing(ordinal: int) -> bool:
+    """Whether this thread's current stream of a GPU records a graph; asks torch, which knows it."""
+    if torch.version.cuda is None:
+        return False
+    with torch.cuda.device(ordinal):  # torch looks at the current device's stream only
+        return torch.cuda.is_current_stream_capturing()
 
 
 def ordinal_of(device_uuid: str, *, bindings: Any = None) -> int:
@@ -118,7 +65,7 @@ def ordinal_of(device_uuid: str, *, bindings: Any = None) -> int:
         DriverError: there is no such GPU here, or no CUDA.
 
     """
-    found = _Library(bindings).uuids()
+    found = Library(bindings).uuids()
     if device_uuid not in found:
         detail = f"GPU {device_uuid!r} is not visible to this process, which sees {found}"
         raise driver_error("cuDeviceGetUuid", "CUDA_ERROR_INVALID_DEVICE", detail)
@@ -138,22 +85,27 @@ class CUDADriver(VMMDriver, IPCDriver):
         device_index: int = 0,
         *,
         bindings: Any = None,
-        is_capturing: Callable[[], bool] = _is_capturing,
+        is_capturing: Callable[[int], bool] = _is_capturing,
+        drain_timeout_s: float = 60.0,
     ) -> None:
         """Initialise CUDA and take the device's primary context.
 
         Args:
             device_index: number of the GPU in this process, as in ``torch.device("cuda", n)``.
             bindings: the module that stands for ``cuda.bindings.driver``; None for itself.
-            is_capturing: tells whether this thread records a CUDA graph now.
+            is_capturing: tells whether this thread records a CUDA graph on that GPU now.
+            drain_timeout_s: how long `fence` waits for the device.
 
         Raises:
             DriverError: no package, no libcuda, no device, no context.
 
         """
         super().__init__()
-        self._library = _Library(bindings)
+        self._library = Library(bindings)
         self._is_capturing = is_capturing
+        self._ordinal = device_index
+        self._drain_timeout_s = drain_timeout_s
+        self._has_context_events = True  # until the driver says that it has none
         self._device = self._library.call(
             "cuDeviceGet", device_index, about=f"device {device_index} of this process"
         )
@@ -182,12 +134,18 @@ class CUDADriver(VMMDriver, IPCDriver):
     # ---- calling --------------------------------------------------------------------------------
 
     def _call(self, name: str, *arguments: Any, about: str = "") -> Any:
+        with self._allowed(name):
+            return self._library.call(name, *arguments, about=about)
+
+    @contextmanager
+    def _allowed(self, name: str) -> Iterator[None]:
+        """Run calls under the primary context, if the process and its captures allow `name`."""
         self._require_own_process(name)
-        if self._is_capturing():
+        if self._is_capturing(self._ordinal):
             detail = "the current stream of this thread captures a CUDA graph"
             raise driver_error(name, CAPTURING, detail)
         with self._primary_context():
-            return self._library.call(name, *arguments, about=about)
+            yield
 
     @contextmanager
     def _primary_context(self) -> Iterator[None]:
@@ -287,8 +245,54 @@ class CUDADriver(VMMDriver, IPCDriver):
         return int(found) == handle
 
     def fence(self) -> None:
-        """Wait for the whole primary context: all streams of this process on this device."""
-        self._call("cuCtxSynchronize", about="an earlier kernel failed, or the device is lost")
+        """Wait for the whole primary context: all streams of this process on this device.
+
+        A driver older than CUDA 12.5 has no event for a context: there the wait has no deadline.
+
+        Raises:
+            DeadlineExceeded: what was submitted before did not end in time.
+
+        """
+        with self._allowed("cuCtxSynchronize"):
+            if self._has_context_events:
+                self._await_context()
+            # The order of all that follows rests on this call; behind the event it is a short one.
+            self._library.call("cuCtxSynchronize", about=_FAILED_BEFORE)
+
+    def _await_context(self) -> None:
+        """Wait, until the deadline, for all that was submitted to the context."""
+        flags = int(self._library.types.CUevent_flags.CU_EVENT_DISABLE_TIMING)
+        event = self._library.call("cuEventCreate", flags, about=_FAILED_BEFORE)
+        try:
+            self._library.call("cuCtxRecordEvent", self._context, event, about=_FAILED_BEFORE)
+            deadline = time.monotonic() + self._drain_timeout_s
+            while not self._is_over(event):
+                if time.monotonic() > deadline:
+                    raise DeadlineExceeded(self._late())
+                time.sleep(_POLL_S)
+        except DriverError as error:
+            if error.code != NOT_FOUND:
+                raise
+            self._has_context_events = False
+        finally:
+            with suppress(DriverError):  # with a device that is lost, the event is lost as well
+                self._library.call("cuEventDestroy", event)
+
+    def _is_over(self, event: Any) -> bool:
+        try:
+            self._library.call("cuEventQuery", event, about=_FAILED_BEFORE)
+        except DriverError as error:
+            if error.code != NOT_READY:
+                raise
+            return False
+        return True
+
+    def _late(self) -> str:
+        return (
+            f"GPU {self.device.uuid} did not end within {self._drain_timeout_s:.3g} s what this "
+            "process submitted to it: nothing was unmapped. Stop the engine before weights are "
+            "exchanged, and see what runs there."
+        )
 
     def probe(self) -> None:
         """Ask for the attributes, then try: allocate, export, import and map.

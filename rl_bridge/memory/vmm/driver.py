@@ -17,10 +17,21 @@ from rl_bridge.errors import DriverError
 from rl_bridge.memory import vm
 from rl_bridge.memory.holding import close_fd
 
-__all__ = ["CAPTURING", "INVALID_VALUE", "NOT_INITIALIZED", "Device", "VMMDriver", "driver_error"]
+__all__ = [
+    "CAPTURING",
+    "INVALID_VALUE",
+    "NOT_FOUND",
+    "NOT_INITIALIZED",
+    "NOT_READY",
+    "Device",
+    "VMMDriver",
+    "driver_error",
+]
 
 INVALID_VALUE = "CUDA_ERROR_INVALID_VALUE"
 NOT_INITIALIZED = "CUDA_ERROR_NOT_INITIALIZED"
+NOT_FOUND = "CUDA_ERROR_NOT_FOUND"
+NOT_READY = "CUDA_ERROR_NOT_READY"
 CAPTURING = "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED"
 
 _SHARED_MEMORY = "Use shared-memory with a CPU copy of the weights."
@@ -44,8 +55,8 @@ _REMEDIES = {
     "CUDA_ERROR_MAP_FAILED": "Publish again; between containers, share the IPC namespace.",
     "CUDA_ERROR_INVALID_HANDLE": "The exporter freed it or died, or the GPU or the container's IPC "
     "namespace is another: publish again, on one GPU, with a shared IPC namespace.",
-    "CUDA_ERROR_NOT_FOUND": f"Update the NVIDIA driver. {_SHARED_MEMORY}",
-    "CUDA_ERROR_NOT_READY": "Other threads have work pending: stop them and try again.",
+    NOT_FOUND: f"Update the NVIDIA driver. {_SHARED_MEMORY}",
+    NOT_READY: "Other threads have work pending: stop them and try again.",
     "CUDA_ERROR_ILLEGAL_ADDRESS": "A kernel used memory that was not mapped for it. Stop the "
     f"engine before weights are exchanged. {_RESTART}",
     "CUDA_ERROR_TOO_MANY_PEERS": "Close imports of other GPUs' memory first.",
@@ -207,7 +218,11 @@ class VMMDriver(ABC):
     def fence(self) -> None:
         """Wait until every kernel of this process on this device has ended: a full drain.
 
-        It waits for as long as the kernels run. Never call it to publish; a flip needs it.
+        Never call it to publish; a flip needs it.
+
+        Raises:
+            DeadlineExceeded: they did not end in time, and may still run.
+
         """
 
     def probe(self) -> None:

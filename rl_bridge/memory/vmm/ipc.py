@@ -80,7 +80,12 @@ class IPCDriver(ABC):
 
     @abstractmethod
     def fence(self) -> None:
-        """Wait until every kernel of this process on this device has ended."""
+        """Wait until every kernel of this process on this device has ended.
+
+        Raises:
+            DeadlineExceeded: they did not end in time, and may still run.
+
+        """
 
     @abstractmethod
     def size_at(self, address: int) -> int | None:

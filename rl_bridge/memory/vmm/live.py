@@ -9,6 +9,7 @@ its publisher's, and other engines may look at it too.
 import weakref
 
 from rl_bridge.errors import (
+    DeadlineExceeded,
     DriverError,
     ProofFailed,
     SegmentError,
@@ -67,6 +68,7 @@ class DeviceRange:
 
         Raises:
             SegmentError: `new` is no such memory, or the driver refuses; nothing changed.
+            DeadlineExceeded: the device did not come to rest in time; nothing changed.
             TornEngine: the driver refused half-way and again on the way back.
 
         """
@@ -81,6 +83,9 @@ class DeviceRange:
         self._held.append(new)
         try:
             self._range.swap(allocation, writable=False)
+        except DeadlineExceeded:
+            self._held.remove(new)
+            raise
         except DriverError as error:
             self._held.remove(new)
             msg = (
@@ -94,6 +99,7 @@ class DeviceRange:
         """Take the content out, so that only a reservation is left (undo of the first flip).
 
         Raises:
+            DeadlineExceeded: the device did not come to rest in time; it lies there still.
             DriverError: the driver refuses; it lies there still.
 
         """

@@ -216,6 +216,7 @@ class AddressRange:
             What lay there before; it is still to be closed by whom it belongs to.
 
         Raises:
+            DeadlineExceeded: the device did not come to rest in time; nothing was touched.
             DriverError: the driver refuses; what lay there before lies there again.
             SegmentError: another driver's, of another size, or closed; nothing was touched.
             TornEngine: the driver refused, and again on the way back: nothing lies there.

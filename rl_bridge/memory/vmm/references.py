@@ -12,15 +12,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Self
 
-from rl_bridge.errors import DriverError, SegmentError
+from rl_bridge.errors import DeadlineExceeded, DriverError, SegmentError
 from rl_bridge.memory.holding import close_fd, forget_fd_in_children
 from rl_bridge.memory.vmm.driver import CAPTURING, VMMDriver
 
 __all__ = ["Allocation", "Descriptor", "Reference", "put_off", "quietly", "settle_late"]
 
 _LOG = logging.getLogger(__name__)
-# What died while a graph was captured: its end would have broken the capture. Tried again by the
-# next owner that is made.
+# What died while a graph was captured, whose end would have broken the capture, or while the device
+# did not come to rest. Tried again by the next owner that is made.
 _LATE: list[Callable[[], None]] = []
 
 
@@ -28,8 +28,8 @@ def quietly(undo: Callable[[], None]) -> None:
     """Run a finalizer: what cannot be undone now waits, or is lost and told."""
     try:
         undo()
-    except DriverError as error:
-        if error.code == CAPTURING:
+    except (DeadlineExceeded, DriverError) as error:
+        if isinstance(error, DeadlineExceeded) or error.code == CAPTURING:
             _LATE.append(undo)
         else:
             # As text: a log that keeps the error would keep the frames, and their memory, as well.
@@ -42,7 +42,7 @@ def put_off(undo: Callable[[], None]) -> None:
 
 
 def settle_late() -> None:
-    """Try again what died while a graph was captured; each new owner does."""
+    """Try again what could not be undone before; each new owner does."""
     for _ in range(len(_LATE)):
         try:
             undo = _LATE.pop(0)

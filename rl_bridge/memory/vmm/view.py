@@ -108,8 +108,8 @@ class DeviceView(LeasedView):
         # slot as soon as the lease ends, so they are waited for first.
         try:
             self.allocation.driver.fence()
-        except DriverError as error:
-            if error.code == CAPTURING:
+        except (DeadlineExceeded, DriverError) as error:
+            if isinstance(error, DeadlineExceeded) or error.code == CAPTURING:
                 # Nobody else may look at a view that was retired: it must not die with its lease.
                 put_off(self.settle)
                 return False

@@ -78,6 +78,7 @@ class Door(Generic[_Joined]):
         parse: Callable[[bytes], _Joined | None],
         timeout_s: float,
         max_message_nbytes: int = MAX_MESSAGE_NBYTES,
+        max_pending: int = _MAX_PENDING,
     ) -> None:
         """Own a listening socket.
 
@@ -89,6 +90,7 @@ class Door(Generic[_Joined]):
             parse: reads the first message of those who proved themselves; None turns them away.
             timeout_s: how long a connection may take to get in.
             max_message_nbytes: the largest message.
+            max_pending: most connections in their greeting; beyond it the oldest is turned away.
 
         """
         self.listener = listener
@@ -98,6 +100,7 @@ class Door(Generic[_Joined]):
         self._parse = parse
         self._timeout_s = timeout_s
         self._max_message_nbytes = max_message_nbytes
+        self._max_pending = max_pending
         self._pending: dict[int, _Pending] = {}
 
     @property
@@ -139,7 +142,7 @@ class Door(Generic[_Joined]):
         until = time.monotonic() + self._timeout_s
         self._pending[connection.fileno()] = _Pending(channel, greeting, until)
         channel.send_raw(greeting.hello)
-        for oldest in list(self._pending)[:-_MAX_PENDING]:
+        for oldest in list(self._pending)[: -self._max_pending]:
             self._turn_away(oldest)
 
     def _greet(self, fd: int, pending: _Pending) -> _Joined | None:

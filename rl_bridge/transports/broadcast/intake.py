@@ -11,6 +11,7 @@ from functools import partial
 from rl_bridge.errors import WeightBridgeError
 from rl_bridge.memory.slots import Slot
 from rl_bridge.transports._wire.arrivals import Arrival, Arrivals
+from rl_bridge.transports.broadcast.early import EarlyValues
 from rl_bridge.transports.broadcast.group import Group, GroupStore, send_slices
 from rl_bridge.transports.broadcast.init_info import Backend
 from rl_bridge.transports.broadcast.messages import (
@@ -28,7 +29,6 @@ from rl_bridge.transports.broadcast.wrecks import Wrecks
 __all__ = ["Intake"]
 
 _LOG = logging.getLogger(__name__)
-_MAX_EARLY = 256
 _WRECKS_S = 1.0
 
 
@@ -70,7 +70,7 @@ class Intake:
         self._reserved: tuple[Offer, Slot] | None = None
         self._group: tuple[int, Group] | None = None
         self._store: tuple[int, GroupStore] | None = None
-        self._early: list[tuple[int, str, bytes]] = []
+        self._early = EarlyValues()
         self._given_up: str | None = None
         self._called_off = (0, "")
         self._wrecks = Wrecks()
@@ -99,8 +99,7 @@ class Intake:
             if self._store is not None and self._store[0] == group:
                 self._store[1].learn(key, value)
             else:
-                self._early.append((group, key, value))
-                del self._early[:-_MAX_EARLY]
+                self._early.add(group, key, value)
 
     def progress_of(self, update_id: str) -> float | None:
         """When something of an update arrived last; None if it is not on its way."""
@@ -240,10 +239,8 @@ class Intake:
         store = GroupStore(tell, timeout_s=self._timeout_s)
         with self._changed:
             self._store = go.group, store
-            for group, key, value in self._early:
-                if group == go.group:
-                    store.learn(key, value)
-            self._early.clear()
+            for key, value in self._early.take(go.group).items():
+                store.learn(key, value)
             reason = self._why_off(go.transfer)
             if reason is not None:
                 store.fail(reason)

@@ -93,7 +93,7 @@ class Broadcast(Transport):
             override: whether a group ends here when another publisher's comes under its name.
             device: number of the GPU for ``nccl``; None takes torch's current one.
             max_slots: most versions held in the publisher's memory at a time.
-            max_consumers: most receivers at a time.
+            max_consumers: most receivers at a time; Gloo's rendezvous is meant for 2,000 at most.
             num_threads: threads that copy and digest; None takes the usable cores.
             timeout_s: longest that an import waits while nothing of its update arrives. Each single
                 wait for a peer, to answer or to take or send a slice, takes at most a third.

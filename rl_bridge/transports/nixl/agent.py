@@ -8,13 +8,16 @@ import secrets
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from rl_bridge.errors import TransportUnavailable, WeightBridgeError
 from rl_bridge.transports.nixl import library
+
+if TYPE_CHECKING:  # whoever serves in a process of its own does without it
+    from rl_bridge.memory.segment import OwnedSegment
 
 __all__ = [
     "REMEDY",
@@ -68,14 +71,20 @@ class Counters:
 class Region:
     """Registered memory; `Agent.deregister` ends it."""
 
-    def __init__(self, descriptors: Any, count: int) -> None:
-        """Note what the library gave."""
+    def __init__(self, descriptors: Any, count: int, address: int = 0) -> None:
+        """Note what the library gave, and the address by which peers know it."""
         self.descriptors = descriptors
         self.count = count
+        self.address = address
 
 
 class Agent:
     """See the module. Thread-safe: the library's own lock is on."""
+
+    serves_itself: ClassVar[bool] = False
+    """Whether it makes progress without `progress`."""
+    epoch: ClassVar[int] = 1
+    is_lost: ClassVar[bool] = False
 
     def __init__(self, role: str, *, backend: str, params: dict[str, str]) -> None:
         """Make an agent.
@@ -123,7 +132,16 @@ class Agent:
         with self._lock:
             self.made.registrations += len(rows)
             self.num_registered += len(rows)
-        return Region(made, len(rows))
+        return Region(made, len(rows), rows[0][0] if rows else 0)
+
+    def register_segment(self, segment: "OwnedSegment") -> Region:
+        """Register a segment, where it is mapped.
+
+        Raises:
+            AgentError: the library refuses.
+
+        """
+        return self.register([(segment.address, segment.nbytes)], "DRAM")
 
     def deregister(self, region: Region) -> None:
         """Take memory back. Idempotent."""
@@ -258,6 +276,21 @@ class Agent:
             self._agent.get_new_notifs([self._backend])
         except self._failures as error:
             raise AgentError(f"NIXL makes no progress: {error}.") from error
+
+    def help(self, *, is_needed: bool) -> None:
+        """Nothing: who holds it calls `progress`."""
+
+    def ensure(self, *, is_sure: bool = False) -> bool:
+        """Nothing: it lives as long as this process."""
+        del is_sure
+        return False
+
+    def look(self) -> None:
+        """Nothing, for the same reason."""
+
+    def fileno(self) -> int:
+        """Nothing to wait for."""
+        return -1
 
     def close(self) -> None:
         """End it; registered memory and connections go along. Idempotent."""

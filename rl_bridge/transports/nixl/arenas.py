@@ -7,7 +7,8 @@ from rl_bridge.errors import SegmentError
 from rl_bridge.memory.pins import Pin
 from rl_bridge.memory.slots import Slot
 from rl_bridge.transports._wire.arenas import Arenas
-from rl_bridge.transports.nixl.agent import Agent, AgentError, Kind, Region
+from rl_bridge.transports.nixl.agent import AgentError, Kind, Region
+from rl_bridge.transports.nixl.host import Host
 
 __all__ = ["Registered", "RegisteredArenas"]
 
@@ -21,6 +22,8 @@ class Registered:
         regions: the arena's with the stamp's, or one each.
         memory: the arena's kind.
         device: its number.
+        address: by which readers know the arena.
+        stamp: by which they know the stamp.
 
     """
 
@@ -28,12 +31,14 @@ class Registered:
     regions: tuple[Region, ...]
     memory: Kind
     device: int
+    address: int
+    stamp: int
 
 
 class RegisteredArenas(Arenas):
     """Arenas of any kind, whose slots are registered with one agent for as long as they live."""
 
-    def __init__(self, inner: Arenas, agent: Agent) -> None:
+    def __init__(self, inner: Arenas, agent: Host) -> None:
         """Make slots by `inner`."""
         self.place = inner.place
         self._inner = inner
@@ -74,8 +79,9 @@ class RegisteredArenas(Arenas):
     def _register(self, slot: Slot) -> Registered:
         number = next(self._numbers)
         if slot.arena is None:
-            whole = self._agent.register([(slot.address, slot.segment.nbytes)], "DRAM")
-            return Registered(number, (whole,), "DRAM", 0)
+            whole = self._agent.register_segment(slot.segment)
+            stamp_at = whole.address + slot.stamp_address - slot.segment.address
+            return Registered(number, (whole,), "DRAM", 0, whole.address, stamp_at)
         device = self.place.device.index or 0
         kind: Kind = "DRAM" if self.place.device.type == "cpu" else "VRAM"
         arena = self._agent.register([(slot.arena.address, slot.arena.nbytes)], kind, device)
@@ -84,9 +90,10 @@ class RegisteredArenas(Arenas):
         except BaseException:
             self._agent.deregister(arena)
             raise
-        return Registered(number, (arena, stamp), kind, device)
+        regions = (arena, stamp)
+        return Registered(number, regions, kind, device, slot.address, slot.stamp_address)
 
-    def move_to(self, agent: Agent) -> None:
+    def move_to(self, agent: Host) -> None:
         """Register everything anew, with an agent that takes the place of one that was closed.
 
         Raises:

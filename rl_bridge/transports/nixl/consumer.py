@@ -32,6 +32,7 @@ __all__ = ["NIXLConsumer"]
 
 _LOG = logging.getLogger(__name__)
 _PAUSE_MS = 5
+_LONGEST_PAUSE_MS = 500
 
 
 class _Held:
@@ -122,6 +123,7 @@ class NIXLConsumer(ConsumerEnd):
     def _attach(self, parts: Sequence[PartRequest], *, is_observer: bool) -> list[Attachment]:
         until = time.monotonic() + self._timeout_s
         num_broken = 0
+        pause_ms = _PAUSE_MS
         self._sweep()
         while True:
             try:
@@ -130,7 +132,8 @@ class NIXLConsumer(ConsumerEnd):
                 # Its publisher wrote meanwhile: this side's lease was lost, or never counted.
                 if time.monotonic() >= until:
                     raise StaleUpdate(str(error)) from error
-                select.poll().poll(_PAUSE_MS)
+                select.poll().poll(pause_ms)
+                pause_ms = min(2 * pause_ms, _LONGEST_PAUSE_MS)  # whoever writes wants the memory
             except AgentError as error:
                 # The connection broke, which may mean no more than that: once more, on a new one.
                 num_broken += 1

@@ -67,6 +67,11 @@ class Job:
         table, header = manifest.table, reading.stamp.header
         arrivals = self.source.arrivals
         digests = reading.finish()
+        if self.handle.in_place and digests is not None and digests != bytes(manifest.digests):
+            raise Torn(
+                f"update {manifest.update_id} is gone: its trainer wrote to its tensors without "
+                "releasing it (in_place). Release before the weights change, and publish again."
+            )
         if self.request.starts is not None:
             made = arrivals.attach_part(slot, manifest.update_id, table, header=header)
             self.slot = None

@@ -7,13 +7,15 @@ meta package that asks for all of them. Any one will do.
 import importlib
 import logging
 import threading
+from pathlib import Path
 from typing import Any
 
-__all__ = ["PACKAGES", "backend_cause", "failures", "find", "new_agent", "plugins"]
+__all__ = ["PACKAGES", "backend_cause", "failures", "find", "has_rdma", "new_agent", "plugins"]
 
 PACKAGES = ("nixl_cu12", "nixl_cu13", "nixl")
 """Where the library may be, in the order in which they are tried."""
 
+_RDMA = Path("/sys/class/infiniband")
 _LOCK = threading.Lock()
 _LOGGER = "nixl"
 
@@ -56,6 +58,11 @@ def _quieten() -> None:
     logger = logging.getLogger(_LOGGER)
     if logger.level == logging.INFO:
         logger.setLevel(logging.WARNING)
+
+
+def has_rdma() -> bool:
+    """Whether this machine has a device that reads memory by itself."""
+    return _RDMA.is_dir() and any(_RDMA.iterdir())
 
 
 def failures(module: Any) -> tuple[type[Exception], ...]:

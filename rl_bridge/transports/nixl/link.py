@@ -95,6 +95,7 @@ class Link:
             welcome = self._join(caller)
             self.lease_s = welcome.timeout_s
             self._conn = bytes.fromhex(welcome.metadata)
+            self._remote_epoch = welcome.epoch
             self._agent = agent()
             self.peer = self._agent.add_peer(self._conn, is_new=True)
         except BaseException:
@@ -150,6 +151,7 @@ class Link:
                 arena_nbytes=arena_nbytes,
                 known=tuple(self.known_slots),
                 needs_help=self.needs_help,
+                epoch=self._remote_epoch,
             )
         )
 
@@ -203,21 +205,29 @@ class Link:
         )
 
     def _learn(self, leased: Leased) -> None:
+        if leased.moved:
+            self._conn = bytes.fromhex(leased.moved)
+            self._remote_epoch = leased.epoch
+            self.needs_help = True  # as the publisher assumes
+            self._meet_anew()
         if leased.metadata:
             if any(_overlaps(leased, at) for at in self.known_slots.values()):
                 # Memory that was registered before under another name: what the library knows of
                 # the old registration must not be used for the new one.
-                self._agent.remove_peer(self.peer)
-                self._agent.add_peer(self._conn, is_new=True)
-                self.known_slots.clear()
-                self.is_fresh = True
-                self.epoch += 1
+                self._meet_anew()
             for metadata in leased.metadata:
                 self._agent.add_peer(bytes.fromhex(metadata))
         elif leased.slot not in self.known_slots:
             msg = f"{self._where} did not say how to reach slot {leased.slot}. Use one release."
             raise MalformedManifest(msg)
         self.known_slots[leased.slot] = leased
+
+    def _meet_anew(self) -> None:
+        self._agent.remove_peer(self.peer)
+        self.peer = self._agent.add_peer(self._conn, is_new=True)
+        self.known_slots.clear()
+        self.is_fresh = True
+        self.epoch += 1
 
     def renew(self, update_id: str) -> None:
         """Say that this side is still reading."""

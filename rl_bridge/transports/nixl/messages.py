@@ -68,7 +68,7 @@ class Lease(Message):
     """Keep this version as it is while I read it.
 
     `needs_help`: the network cannot read by itself, so make progress until I am done. `known`: how
-    to reach these slots is known here.
+    to reach these slots is known here. `epoch`: that of the agent that is known here.
     """
 
     kind: Literal["lease"] = "lease"
@@ -77,6 +77,7 @@ class Lease(Message):
     arena_nbytes: _Count
     known: Annotated[tuple[_Count, ...], Field(max_length=4096)] = ()
     needs_help: StrictBool = True
+    epoch: _Count
 
 
 class Renew(Message):
@@ -127,6 +128,8 @@ class Welcome(Message):
 
     kind: Literal["welcome"] = "welcome"
     metadata: _Hex
+    epoch: _Count
+    """Which agent of the publisher's it is: when one dies, another takes its place."""
     timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)]
     """A lease that is not asked for again ends after this time."""
 
@@ -151,6 +154,8 @@ class Leased(Message):
         nbytes: size of each range.
         memory: of which kind the ranges are; the stamp's is always DRAM.
         device: number of the ranges' device.
+        epoch: of the agent that is to be read from.
+        moved: how to reach it, if the reader knows another one.
 
     """
 
@@ -164,6 +169,8 @@ class Leased(Message):
     nbytes: tuple[_Count, ...]
     memory: _Kind = "DRAM"
     device: _Count = 0
+    epoch: _Count = 0
+    moved: _Hex = ""
 
 
 class Gone(Message):

@@ -10,15 +10,15 @@ import torch
 from rl_bridge.errors import SegmentError
 from rl_bridge.memory.control import Record
 from rl_bridge.memory.packing import PackPlan
+from rl_bridge.memory.places import Place
 from rl_bridge.memory.slots import Slot
-from rl_bridge.transports._wire.arenas import Arenas
 from rl_bridge.transports.base import Carried, PublisherEnd
-from rl_bridge.transports.nixl.agent import Agent, Counters
-from rl_bridge.transports.nixl.arenas import RegisteredArenas
+from rl_bridge.transports.nixl.agent import Counters
 from rl_bridge.transports.nixl.endpoint import NIXLEndpoint, NIXLHandle
+from rl_bridge.transports.nixl.host import Host
 from rl_bridge.transports.nixl.messages import Entry
 from rl_bridge.transports.nixl.server import Server
-from rl_bridge.transports.nixl.shelf import Shelf, SlotShelf
+from rl_bridge.transports.nixl.shelf import Shelf
 
 __all__ = ["NIXLPublisher"]
 
@@ -30,76 +30,68 @@ class NIXLPublisher(PublisherEnd):
         self,
         listener: socket.socket,
         endpoint: NIXLEndpoint,
-        agent: Agent,
-        arenas: Arenas,
+        host: Host,
+        shelf: Shelf,
         *,
+        place: Place,
         token: bytes,
-        max_slots: int,
         max_consumers: int,
         num_threads: int | None,
         timeout_s: float,
     ) -> None:
         """Serve readers from now on."""
         self.endpoint = endpoint
-        self.place = arenas.place
-        self._agent = agent
+        self.place = place
+        self._host = host
         self._num_threads = num_threads
         self._is_closed = False
-        label = f"rlb-{endpoint.publisher_id[:12]}"
-        self._shelf = SlotShelf(RegisteredArenas(arenas, agent), agent, label, max_slots)
+        self._shelf = shelf
         self._server = Server(
             listener,
             endpoint,
             self._shelf,
-            agent,
+            host,
             token=token,
             max_members=max_consumers,
             timeout_s=timeout_s,
         )
         # A bridge that is dropped instead of closed must not go on serving.
-        self._finalizer = weakref.finalize(self, _end, self._server, self._shelf, agent)
+        self._finalizer = weakref.finalize(self, _end, self._server, self._shelf, host)
 
     @property
     def counters(self) -> Counters:
         """What was made so far."""
-        return self._agent.made
+        return self._host.made
 
     @property
     def num_registered(self) -> int:
         """Ranges of memory that are registered now."""
-        return self._agent.num_registered
+        return self._host.num_registered
 
     def carry(self, plan: PackPlan, tensors: Mapping[str, torch.Tensor], update_id: str) -> Carried:
-        """Seal a version in a slot."""
-        table = plan.table
+        """Hold a version for readers: sealed in a slot, or where it lies."""
         start = time.perf_counter()
         self._server.catch_up()  # else a lease whose end has arrived would cost another slot
-        with self._server.changed:
-            slot = self._shelf.ring.acquire(table.arena_nbytes)
-        try:
-            if slot.layout_digest != table.digest:
-                plan.clear_padding(slot.address)
-                slot.layout_digest = table.digest
-            staged = time.perf_counter()
-            digests = plan.pack(tensors, slot.address, num_threads=self._num_threads)
-            handle = NIXLHandle(endpoint=self.endpoint, generation=slot.generation).model_dump()
-            with self._server.changed:
-                self._shelf.publish(slot, update_id, table.arena_nbytes)
-            ready = time.perf_counter()
-            return Carried(
-                digests=digests,
-                handle=handle,
-                timings_ms={"slot": (staged - start) * 1e3, "stage_digest": (ready - staged) * 1e3},
-            )
-        except BaseException:
-            with self._server.changed:
-                self._shelf.ring.abandon(slot)
-            raise
+        taken = self._shelf.take(
+            plan, tensors, update_id, lock=self._server.changed, num_threads=self._num_threads
+        )
+        ready = time.perf_counter()
+        handle = NIXLHandle(
+            endpoint=self.endpoint, generation=taken.generation, in_place=self._shelf.is_in_place
+        )
+        return Carried(
+            digests=taken.digests,
+            handle=handle.model_dump(),
+            timings_ms={
+                "slot": (taken.staged - start) * 1e3,
+                "stage_digest": (ready - taken.staged) * 1e3,
+            },
+        )
 
     def seal_header(self, update_id: str, digest: bytes) -> None:
-        """Keep the digest of the manifest's header in the slot's stamp."""
+        """Keep the digest of the manifest's header in the stamp."""
         with self._server.changed:
-            self._shelf.ring.seal_header(update_id, digest)
+            self._shelf.seal_header(update_id, digest)
 
     def snapshot(self, update_id: str) -> Slot:
         """The slot of a published version.
@@ -139,8 +131,8 @@ class NIXLPublisher(PublisherEnd):
         self._finalizer()
 
 
-def _end(server: Server, shelf: Shelf, agent: Agent) -> None:
+def _end(server: Server, shelf: Shelf, host: Host) -> None:
     server.close()
     with server.changed:
         shelf.close()
-    agent.close()
+    host.close()

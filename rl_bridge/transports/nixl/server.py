@@ -13,17 +13,18 @@ import socket
 import threading
 import time
 import weakref
-from collections import OrderedDict
 from contextlib import suppress
 
 from pydantic import ValidationError
 
-from rl_bridge.memory.control import Record, UpdateReport, legible, take_note
+from rl_bridge.memory.control import Record, take_note
 from rl_bridge.memory.holding import close_fd, forget_fd_in_children
 from rl_bridge.transports._wire.channel import Channel
 from rl_bridge.transports._wire.door import Door
-from rl_bridge.transports.nixl.agent import Agent, AgentError
+from rl_bridge.transports.nixl.agent import AgentError
 from rl_bridge.transports.nixl.endpoint import NIXLEndpoint
+from rl_bridge.transports.nixl.host import Host
+from rl_bridge.transports.nixl.members import Member, joining
 from rl_bridge.transports.nixl.messages import (
     MAGIC,
     MAX_MESSAGE_NBYTES,
@@ -52,46 +53,7 @@ _LOG = logging.getLogger(__name__)
 _REMEMBERED = 64
 # Calls into the library between two looks at the sockets.
 _ROUNDS = 64
-
-
-class Member:
-    """One reader, as the publisher knows it. Changed under the server's lock only."""
-
-    def __init__(self, channel: Channel, join: Join) -> None:
-        """Start with what it said of itself."""
-        self.channel = channel
-        self.worker = join.worker
-        self.rank = join.rank
-        self.pid = join.pid
-        self.is_observer = join.is_observer
-        self.is_gone = False
-        self.needs_help = False
-        self.updates: OrderedDict[str, UpdateReport] = OrderedDict()
-        self.leases: dict[str, float] = {}
-        """Update -> when its lease ends."""
-
-    @property
-    def name(self) -> str:
-        """For messages."""
-        return f"worker {self.worker!r} rank {self.rank} (pid {self.pid})"
-
-    def record(self) -> Record:
-        """What it reported."""
-        return Record(
-            worker=legible(self.worker),
-            rank=self.rank,
-            pid=self.pid,
-            updates=tuple(self.updates.values()),
-            presence="gone" if self.is_gone else "alive",
-        )
-
-
-def _joining(text: bytes) -> Join | None:
-    try:
-        message = from_reader(text)
-    except ValidationError:
-        return None
-    return message if isinstance(message, Join) else None
+_MAX_REASON = 2048
 
 
 class Server:
@@ -102,7 +64,7 @@ class Server:
         listener: socket.socket,
         endpoint: NIXLEndpoint,
         shelf: Shelf,
-        agent: Agent,
+        host: Host,
         *,
         token: bytes,
         max_members: int,
@@ -114,7 +76,7 @@ class Server:
             listener: the socket, which is the server's from here on.
             endpoint: what readers were told.
             shelf: what they may lease.
-            agent: what they read through.
+            host: what they read through.
             token: what they have to know.
             max_members: most readers at a time.
             timeout_s: how long a connection may take to join, and a lease to be renewed.
@@ -124,7 +86,8 @@ class Server:
         self.changed = threading.Condition(threading.RLock())
         """The lock of everything here, the shelf too; told when a lease ends."""
         self._shelf = shelf
-        self._agent = agent
+        self._host = host
+        self._epoch = host.epoch
         self.members: list[Member] = []
         self._gone: list[Member] = []
         self._door: Door[Join] = Door(
@@ -132,7 +95,7 @@ class Server:
             magic=MAGIC,
             token=token,
             identity=endpoint.identity,
-            parse=_joining,
+            parse=joining,
             timeout_s=timeout_s,
             max_message_nbytes=MAX_MESSAGE_NBYTES,
         )
@@ -199,7 +162,9 @@ class Server:
 
     def _help(self) -> None:
         with self.changed:
-            if not self._is_helping or self._is_stopping:
+            is_helping = self._is_helping and not self._is_stopping
+            self._host.help(is_needed=is_helping)
+            if not is_helping or self._host.serves_itself:
                 return
         # Not under the lock: the trainer may want to publish meanwhile.
         for _ in range(_ROUNDS):
@@ -208,7 +173,7 @@ class Server:
 
     def _progress(self) -> None:
         try:
-            self._agent.progress()
+            self._host.progress()
         except AgentError:
             # A reader that died in the middle is one reason; its own connection tells of it.
             _LOG.debug("%s: no progress", self._name, exc_info=True)
@@ -222,6 +187,7 @@ class Server:
                 os.eventfd_read(self._wake)
         with self.changed:
             if not self._is_stopping:
+                self._look_after_host()
                 for member in list(self.members):
                     if member.channel.socket.fileno() in ready or member.channel.is_lost:
                         self._serve(member)
@@ -239,21 +205,52 @@ class Server:
                 else:
                     wants = select.POLLIN | (select.POLLOUT if channel.has_outgoing else 0)
                     poll.register(channel.socket, wants)
-            if self._door.listener.fileno() >= 0:
-                poll.register(self._door.listener, select.POLLIN)
+            for one in (self._door.listener, self._host):
+                if one.fileno() >= 0:
+                    poll.register(one, select.POLLIN)
             if timeout_ms is None:
                 poll.register(self._wake, select.POLLIN)
                 timeout_ms = self._patience_ms()
         return poll, timeout_ms
 
     def _patience_ms(self) -> float | None:
-        if self._is_helping:
+        if self._is_helping and not self._host.serves_itself:
             return 0
         now = time.monotonic()
         left = [until - now for m in self.members for until in m.leases.values()]
         if self._door.patience_s is not None:
             left.append(self._door.patience_s)
         return max(0.0, min(left)) * 1e3 + 1 if left else None
+
+    def _look_after_host(self) -> None:
+        self._host.look()
+        if self._host.is_lost or self._host.epoch != self._epoch:
+            self._let_down()
+
+    def _let_down(self) -> None:
+        """Hang up on those who read: what they read through is gone, and they come again."""
+        busy = [member for member in self.members if member.leases]
+        if self._epoch == self._host.epoch and not busy:
+            return
+        _LOG.warning(
+            "%s: the process that serves reads ended. %d readers were in the middle, and connect "
+            "again; another process takes its place.",
+            self._name,
+            len(busy),
+        )
+        self._epoch = self._host.epoch
+        for member in busy:
+            self._lose(member)
+
+    def _attend(self, *, is_sure: bool) -> None:
+        """Have a host for who comes now.
+
+        Raises:
+            AgentError: there is none.
+
+        """
+        self._shelf.attend(is_sure=is_sure)
+        self._look_after_host()
 
     def _expire(self) -> None:
         now = time.monotonic()
@@ -283,6 +280,12 @@ class Server:
             channel.send(Refused(reason=reason))
             channel.close()
             return
+        try:
+            self._attend(is_sure=True)
+        except AgentError as error:
+            channel.send(Refused(reason=f"it cannot serve now: {error}"[:_MAX_REASON]))
+            channel.close()
+            return
         self._gone = [
             m
             for m in self._gone
@@ -290,8 +293,9 @@ class Server:
         ]
         member = Member(channel, join)
         self.members.append(member)
-        metadata = self._agent.metadata(None).hex()
-        channel.send(Welcome(metadata=metadata, timeout_s=self._timeout_s))
+        metadata = self._host.metadata(None).hex()
+        epoch = self._host.epoch
+        channel.send(Welcome(metadata=metadata, epoch=epoch, timeout_s=self._timeout_s))
         self._serve(member)
 
     def _serve(self, member: Member) -> None:
@@ -332,17 +336,28 @@ class Server:
                 member.is_observer = is_observer
         return None
 
-    def _lease(self, member: Member, lease: Lease) -> Message:
-        member.needs_help = lease.needs_help
+    def _lease(self, member: Member, lease: Lease) -> Message | None:
+        try:
+            self._attend(is_sure=False)
+        except AgentError as error:
+            reason = f"it cannot be served now: {error}"[:_MAX_REASON]
+            return Gone(update_id=lease.update_id, reason=reason, is_stale=False)
+        if member.is_gone:
+            return None
+        is_moved = lease.epoch != self._host.epoch
+        # A connection that is about to be made always needs help.
+        member.needs_help = lease.needs_help or is_moved
         answer = self._shelf.lease(lease, member, member.name)
-        if not isinstance(answer, Gone):
-            member.leases[lease.update_id] = time.monotonic() + self._timeout_s
-        return answer
+        if isinstance(answer, Gone):
+            return answer
+        member.leases[lease.update_id] = time.monotonic() + self._timeout_s
+        metadata = self._host.metadata(None).hex() if is_moved else ""
+        return answer.model_copy(update={"epoch": self._host.epoch, "moved": metadata})
 
     def _lose(self, member: Member) -> None:
         member.is_gone = True
         # The network's own connection to it ended, too, which the library notices here only.
-        for _ in range(_ROUNDS):
+        for _ in range(1 if self._host.serves_itself else _ROUNDS):
             self._progress()
         member.channel.close()
         for update_id in list(member.leases):

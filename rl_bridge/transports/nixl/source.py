@@ -32,7 +32,7 @@ class Source:
         self._agent = agent
         self.arenas = RegisteredArenas(arenas, agent)
         self.arrivals = Arrivals(self.arenas, f"rlb-{link.endpoint.publisher_id[:12]}-in")
-        self._raw = torch.zeros(STAMP_NBYTES, dtype=torch.uint8)
+        self._raw = torch.zeros(STAMP_NBYTES, dtype=torch.uint8, device="cpu")
         self._page = StampPage(self._raw.data_ptr(), self._raw)
         self._page_region: Region | None = None
         self._lists: OrderedDict[Any, tuple[Any, PartRequest | None]] = OrderedDict()

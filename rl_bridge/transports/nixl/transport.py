@@ -9,7 +9,7 @@ need of it into slots of their own, from all ranks of the trainer at once. Each 
 import re
 import secrets
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 
@@ -30,8 +30,13 @@ from rl_bridge.transports.base import (
 )
 from rl_bridge.transports.nixl import library
 from rl_bridge.transports.nixl.agent import REMEDY, Agent
+from rl_bridge.transports.nixl.arenas import RegisteredArenas
 from rl_bridge.transports.nixl.endpoint import NIXLEndpoint
+from rl_bridge.transports.nixl.host import Host
 from rl_bridge.transports.nixl.library import backend_cause
+from rl_bridge.transports.nixl.live import LiveShelf
+from rl_bridge.transports.nixl.serving_process import ServingProcess
+from rl_bridge.transports.nixl.shelf import SlotShelf
 
 __all__ = ["NIXL"]
 
@@ -57,6 +62,8 @@ class NIXL(Transport):
         backend: str = "UCX",
         backend_options: Mapping[str, str] | None = None,
         device: int | None = None,
+        serve: Literal["process", "inline"] | None = None,
+        in_place: bool = False,
         max_slots: int = 4,
         max_consumers: int = 64,
         num_threads: int | None = None,
@@ -75,6 +82,13 @@ class NIXL(Transport):
             backend: of NIXL, on both sides the same.
             backend_options: what NIXL is to give its backend, e.g. ``{"num_workers": "2"}``.
             device: number of the GPU that the weights lie on; None: they are the CPU's.
+            serve: who answers readers at the publisher: ``process``, a process of its own, so that
+                nothing that readers do over TCP can end the trainer; or ``inline``, the trainer
+                itself. None: ``process`` where UCX has to use TCP, for weights on the CPU;
+                ``inline`` where this machine has RDMA, which reads without anybody's answer.
+            in_place: readers read the trainer's own tensors, which are never copied. One version
+                is out at a time; the trainer must not write to the tensors, nor free them, before
+                it released that one. Who reads all the same is refused. Served ``inline``.
             max_slots: most versions held in the publisher's memory at a time.
             max_consumers: most readers at a time.
             num_threads: threads that copy and digest; None takes the usable cores.
@@ -107,12 +121,30 @@ class NIXL(Transport):
         if device is not None and (type(device) is not int or device < 0):
             raise ValueError(f"device={device!r}: expected the number of a GPU, or None.")
         self._device = device
+        if type(in_place) is not bool:
+            raise TypeError(f"in_place={in_place!r}: expected True or False.")
+        self._in_place = in_place
+        self._serve = self._checked_serve(serve)
         self._max_slots = checked_count("max_slots", max_slots)
         self._max_consumers = checked_count("max_consumers", max_consumers)
         self._num_threads = (
             None if num_threads is None else checked_count("num_threads", num_threads)
         )
         self._timeout_s = checked_seconds("timeout_s", timeout_s)
+
+    def _checked_serve(self, serve: object) -> Literal["process", "inline"]:
+        match serve:
+            case None:
+                is_able = self._device is None and not self._in_place and self._backend == "UCX"
+                return "process" if is_able and not library.has_rdma() else "inline"
+            case "process" if self._device is not None or self._in_place:
+                raise ValueError(
+                    "serve='process': another process cannot serve memory of a GPU, nor the "
+                    "trainer's own tensors (in_place). Leave it out."
+                )
+            case "process" | "inline":
+                return "process" if serve == "process" else "inline"
+        raise ValueError(f"serve={serve!r}: expected 'process', 'inline' or None.")
 
     @classmethod
     def probe(cls) -> Availability:
@@ -127,11 +159,18 @@ class NIXL(Transport):
         from rl_bridge.transports.nixl.publisher import NIXLPublisher
 
         arenas = self._arenas()
-        agent = Agent("publisher", backend=self._backend, params=self._params)
         port = self._port + self._rank if self._port else 0
         token = secrets.token_hex(32) if self._token is None else self._token
         listener = listen(self.name, self._address, port)
+        host: Host | None = None
         try:
+            host = self._host()
+            label = f"rlb-{publisher_id[:12]}"
+            shelf = (
+                LiveShelf(host, arenas.place, label)
+                if self._in_place
+                else SlotShelf(RegisteredArenas(arenas, host), host, label, self._max_slots)
+            )
             address, port = listener.getsockname()[:2]
             endpoint = NIXLEndpoint(
                 address=address,
@@ -144,17 +183,24 @@ class NIXL(Transport):
             return NIXLPublisher(
                 listener,
                 endpoint,
-                agent,
-                arenas,
+                host,
+                shelf,
+                place=arenas.place,
                 token=bytes.fromhex(token),
-                max_slots=self._max_slots,
                 max_consumers=self._max_consumers,
                 num_threads=self._num_threads,
                 timeout_s=self._timeout_s,
             )
         except BaseException:
             listener.close()
+            if host is not None:
+                host.close()
             raise
+
+    def _host(self) -> Host:
+        if self._serve == "process":
+            return ServingProcess(backend=self._backend, params=self._params)
+        return Agent("publisher", backend=self._backend, params=self._params)
 
     def consumer_end(self, worker: str, rank: int) -> ConsumerEnd:
         """Open the engine's end."""

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from rl_bridge.manifest.digest import LEAF_NBYTES
-from rl_bridge.testing.processes import Child
+from rl_bridge.testing.processes import DEADLINE_S, Child
 from tests.memory.device import rig
 from tests.memory.device.interpreted import Interpreted
 from tests.test_docs_format import VECTORS
@@ -34,7 +34,12 @@ def ask(request: pytest.FixtureRequest) -> Ask:
     if request.param == "torch":
         return lambda name, *arguments: getattr(rig, name)("torch", *arguments)
     child = request.getfixturevalue("interpreted")
-    return lambda name, *arguments: child.call("ask", question=name, arguments=list(arguments))
+
+    def asked(name: str, *arguments: Any) -> Any:
+        child.tell("ask", question=name, arguments=list(arguments))
+        return child.answer(deadline_s=5 * DEADLINE_S)  # interpreting a kernel takes its time
+
+    return asked
 
 
 def test_the_digests_of_the_normative_page_come_out_of_one_call(ask: Ask) -> None:

@@ -9,11 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from rl_bridge.errors import DeadlineExceeded, WeightBridgeUnavailableError
+from rl_bridge.errors import DeadlineExceeded, SegmentError, WeightBridgeUnavailableError
+from rl_bridge.manifest.digest import digest_bytes
 from rl_bridge.memory.device import choice, streams
 from rl_bridge.memory.device.address_pass import AddressPass
 from rl_bridge.memory.device.choice import choose_engine, full_device, kernel_cause
 from rl_bridge.memory.device.device_pass import DevicePass
+from rl_bridge.memory.device.engines import bytes_at
 from rl_bridge.memory.device.leaves import CAST_BF16
 from tests.memory.device.rig import Laid
 
@@ -147,6 +149,34 @@ def test_other_casts_are_torchs_affair_and_digested_where_they_end() -> None:
     assert found == laid.plan("torch").digest(laid.arena)
 
 
+def test_tensors_without_bytes_need_no_address() -> None:
+    nowhere = numbers(0, 0)
+    assert AddressPass(nowhere, CPU).copy_digest(nowhere, nowhere) == 2 * digest_bytes(b"")
+
+
+def test_memory_that_torch_takes_for_another_devices_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gpu, current = torch.device("cuda", 1), []
+
+    class Current:
+        def __init__(self, device: torch.device) -> None:
+            current.append(device)
+
+        def __enter__(self) -> None:
+            pass
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+    monkeypatch.setattr(torch.cuda, "device", Current)
+    # As it does where it copies: it says nothing.
+    monkeypatch.setattr(torch, "as_tensor", lambda *_, **__: torch.zeros(5, dtype=torch.uint8))
+    with pytest.raises(SegmentError, match=r"is not on cuda:1: torch took it for cpu"):
+        bytes_at(1 << 20, 5, gpu)
+    assert current == [gpu]
+
+
 # ---- which engine -------------------------------------------------------------------------------
 
 
@@ -238,6 +268,27 @@ def test_a_device_that_does_not_get_there_is_given_up_and_waited_for_by_the_next
     event.left = 0
     assert plan.digest_at(laid.sources) == laid.digests()
     assert event.recorded == 2
+
+
+def test_what_a_call_left_that_was_cut_off_is_waited_for_by_the_next_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # What it put on its stream writes where a call on another stream would read its digests.
+    laid, event = Laid([5000]), Late(float("inf"))
+    plan: Any = waiting(laid, event)
+
+    def cut_off(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(plan._engine, "digest_at", cut_off)
+        with pytest.raises(KeyboardInterrupt):
+            plan.digest_at(laid.sources)
+    assert event.recorded == 1
+    with pytest.raises(DeadlineExceeded):
+        plan.digest_at(laid.sources, timeout_s=0.01)
+    event.left = 0
+    assert plan.digest_at(laid.sources) == laid.digests()
 
 
 def test_calls_take_turns_and_do_not_wait_for_ever() -> None:

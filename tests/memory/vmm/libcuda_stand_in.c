@@ -15,7 +15,7 @@
 #include <unistd.h>
 
 enum { OK = 0, INVALID = 1, OOM = 2, NOT_INIT = 3, NO_DEVICE = 100, BAD_DEVICE = 101, NO_CTX = 201,
-       BAD_HANDLE = 400, NOT_FOUND = 500, NOT_SUPPORTED = 801 };
+       BAD_HANDLE = 400, NOT_FOUND = 500, NOT_READY = 600, NOT_SUPPORTED = 801 };
 #define UNIT (2ul << 20)
 #define NUM 512
 #define SEALS (F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL)
@@ -29,6 +29,8 @@ static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static int initialised;
 static int contexts[2]; /* their addresses are the contexts */
 static __thread void *current;
+static volatile int work[2]; /* whether each device has some to do; what it is never ends by itself */
+static struct { int used, device, recorded; } events[NUM];
 static Handle handles[NUM];
 static Range reserved[NUM], mapped[NUM], allocated[NUM], opened[NUM];
 
@@ -84,8 +86,51 @@ int cuDeviceGetAttribute(int *value, int attribute, int dev) {
 int cuDevicePrimaryCtxRetain(void **ctx, int dev) { *ctx = &contexts[dev]; return OK; }
 int cuCtxGetCurrent(void **ctx) { *ctx = current; return OK; }
 int cuCtxSetCurrent(void *ctx) { current = ctx; return OK; }
-int cuCtxSynchronize(void) { ENTER() return OK; }
+int cuCtxSynchronize(void) {
+    ENTER()
+    while (work[device]) usleep(1000);
+    return OK;
+}
 int cuMemGetInfo(size_t *free_, size_t *total) { ENTER() *free_ = 1; *total = 2; return OK; }
+
+/* ---- work, and events behind it */
+
+void stand_in_work(int device, int is_there) { work[device] = is_there; }
+int stand_in_events(void) {
+    int count = 0;
+    for (int i = 0; i < NUM; i++) count += events[i].used;
+    return count;
+}
+int cuEventCreate(void **event, unsigned flags) {
+    ENTER()
+    if (flags != 2) return INVALID;
+    int i = 0;
+    while (i < NUM && events[i].used) i++;
+    events[i].used = 1, events[i].device = device, events[i].recorded = 0;
+    *event = &events[i];
+    return OK;
+}
+static int number(void *event) {
+    for (int i = 0; i < NUM; i++) if (event == &events[i] && events[i].used) return i;
+    return -1;
+}
+int cuCtxRecordEvent(void *ctx, void *event) {
+    int i = number(event);
+    if (i < 0 || ctx != &contexts[events[i].device]) return BAD_HANDLE;
+    events[i].recorded = 1;
+    return OK;
+}
+int cuEventQuery(void *event) {
+    int i = number(event);
+    if (i < 0) return BAD_HANDLE;
+    return events[i].recorded && work[events[i].device] ? NOT_READY : OK;
+}
+int cuEventDestroy(void *event) {
+    int i = number(event);
+    if (i < 0) return BAD_HANDLE;
+    events[i].used = 0;
+    return OK;
+}
 
 static int good(const Prop *p, int device) {
     return p && p->type == 1 && p->handle_types == 1 && p->location_type == 1 && p->location_id == device;
@@ -292,7 +337,8 @@ int cuGetProcAddress_v2(const char *, void **, int, uint64_t, int *);
 static const struct { const char *name; void *function; } table[] = {
     NAMED(cuInit), NAMED(cuDriverGetVersion), NAMED(cuDeviceGetCount), NAMED(cuDeviceGet), NAMED(cuDeviceGetUuid),
     NAMED(cuDeviceGetAttribute), NAMED(cuDevicePrimaryCtxRetain), NAMED(cuCtxGetCurrent), NAMED(cuCtxSetCurrent),
-    NAMED(cuCtxSynchronize), NAMED(cuMemGetInfo), NAMED(cuMemGetAllocationGranularity), NAMED(cuMemCreate),
+    NAMED(cuCtxSynchronize), NAMED(cuEventCreate), NAMED(cuCtxRecordEvent), NAMED(cuEventQuery), NAMED(cuEventDestroy),
+    NAMED(cuMemGetInfo), NAMED(cuMemGetAllocationGranularity), NAMED(cuMemCreate),
     NAMED(cuMemRelease), NAMED(cuMemExportToShareableHandle), NAMED(cuMemImportFromShareableHandle),
     NAMED(cuMemAddressReserve), NAMED(cuMemAddressFree), NAMED(cuMemMap), NAMED(cuMemSetAccess), NAMED(cuMemUnmap),
     NAMED(cuMemRetainAllocationHandle),

@@ -6,12 +6,15 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import IntEnum
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from rl_bridge.errors import DriverError
 from rl_bridge.memory.vmm.cuda import CUDADriver, _is_capturing, ordinal_of
@@ -93,14 +96,37 @@ def test_an_error_of_another_kind_is_not_taken_for_a_missing_driver() -> None:
     assert type(caught.value) is RuntimeError
 
 
-def test_nothing_is_captured_without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch
+def test_no_words_of_the_bindings_for_a_missing_libcuda_are_taken_for_another_failure() -> None:
+    def missing(_: int) -> object:
+        raise RuntimeError("Failed to dlopen libcuda.so.1\nand so on")
 
+    with pytest.raises(DriverError, match="Install the NVIDIA driver") as caught:
+        CUDADriver(bindings=bindings_with(cuInit=missing))
+    assert caught.value.code == "LIBCUDA_NOT_FOUND"
+    assert "(Failed to dlopen libcuda.so.1)" in caught.value.cause
+
+
+def test_nothing_is_captured_without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", None)
-    assert _is_capturing() is False
+    assert _is_capturing(0) is False
+
+
+def test_the_stream_of_the_drivers_own_gpu_is_asked_for_a_capture(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    current = 0
+
+    @contextmanager
+    def device(ordinal: int) -> Iterator[None]:
+        nonlocal current
+        before, current = current, ordinal
+        yield
+        current = before
+
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    assert _is_capturing() is True
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: current == 1)
+    assert (_is_capturing(0), _is_capturing(1), current) == (False, True, 0)
 
 
 # ---- over the stand-in --------------------------------------------------------------------------
@@ -125,7 +151,10 @@ def stand_in(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(("file", "least"), [("on_stand_in.py", 35), ("on_stand_in_ipc.py", 20)])
+@pytest.mark.parametrize(
+    ("file", "least"),
+    [("on_stand_in.py", 35), ("on_stand_in_ipc.py", 20), ("on_stand_in_drain.py", 4)],
+)
 def test_the_real_bindings_make_the_right_calls_over_a_stand_in(
     stand_in: Path, file: str, least: int
 ) -> None:

@@ -1,0 +1,136 @@
+"""What fails behind the acknowledgement: no undo leads further back than the active version."""
+
+import errno
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from rl_bridge import ModuleInstallAdapter, RolloutExecutor, TensorBridge, TornEngine
+from rl_bridge.bridge.consumer import Consumer
+from rl_bridge.memory.views import SegmentView
+from tests.bridge.engines import Recording, SeedStyle, bridge_of, content, publish
+from tests.helpers import weights
+
+
+@pytest.fixture(autouse=True)
+def nobody_keeps_what_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    """Else pytest would, with the frames of each exception and their tensors."""
+    caplog.set_level(logging.CRITICAL, logger="rl_bridge")
+
+
+@pytest.fixture
+def transport() -> str:
+    """The one with slots, which a version that stays behind would hold."""
+    return "shared-memory"
+
+
+def failing_from_here(error: Exception, times: int, then: Callable[..., Any]) -> Callable[..., Any]:
+    left = [error] * times
+
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        if left:
+            raise left.pop()
+        return then(*args, **kwargs)
+
+    return failing
+
+
+def test_an_undo_that_was_not_told_of_the_active_version_leaves_the_engine_torn(
+    publisher: TensorBridge, executor: RolloutExecutor, adapter: Recording
+) -> None:
+    executor.update_weights(publish(publisher, 1))
+    adapter.fails = {"commit": OSError("full")}
+    executor.update_weights(publish(publisher, 2))
+    adapter.fails["install"] = LookupError("no")
+    with pytest.raises(TornEngine, match=r"commit of version 2 had failed \(OSError: full\)"):
+        executor.update_weights(publish(publisher, 3))
+    assert executor.is_torn
+    with pytest.raises(TornEngine, match="commit of version 2"):
+        executor.recover()
+    adapter.fails = {}
+    executor.update_weights(publish(publisher, 4))
+    assert executor.active_weight_version == 4
+    assert content(adapter.engine) == content(weights(4))
+    executor.check_servable()
+
+
+def test_a_commit_that_failed_is_made_up_for_before_the_next_update(
+    publisher: TensorBridge, executor: RolloutExecutor, adapter: Recording
+) -> None:
+    executor.update_weights(publish(publisher, 1))
+    adapter.fails = {"commit": OSError("full")}
+    executor.update_weights(publish(publisher, 2))
+    adapter.fails = {"install": LookupError("no")}
+    with pytest.raises(LookupError):
+        executor.update_weights(publish(publisher, 3))
+    assert executor.active_weight_version == 2
+    assert content(adapter.engine) == content(weights(2))
+
+
+def test_an_adapter_without_an_undo_may_fail_to_commit(
+    publisher: TensorBridge, consumer: TensorBridge, engine: dict[str, torch.Tensor]
+) -> None:
+    class Adapter(SeedStyle):
+        def commit(self) -> None:
+            msg = "nobody listens"
+            raise OSError(msg)
+
+    adapter = Adapter(engine)
+    executor = RolloutExecutor(weight_bridge=consumer, weight_install_adapter=adapter)
+    for version in (1, 2):
+        executor.update_weights(publish(publisher, version))
+    adapter.fails_after = 1
+    with pytest.raises(LookupError):
+        executor.update_weights(publish(publisher, 3))
+    assert executor.active_weight_version == 2
+    assert content(engine) == content(weights(2))
+
+
+def test_a_flip_whose_old_pages_cannot_be_refreshed_is_committed(
+    publisher: TensorBridge,
+    consumer: TensorBridge,
+    engine: dict[str, torch.Tensor],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Adapter(ModuleInstallAdapter):
+        fails = False
+
+        def install(self, manifest: Any, tensors: Any) -> None:
+            super().install(manifest, tensors)
+            if self.fails:
+                raise LookupError
+
+    adapter = Adapter(engine, mode="flip")
+    executor = RolloutExecutor(weight_bridge=consumer, weight_install_adapter=adapter)
+    executor.update_weights(publish(publisher, 1))
+    with monkeypatch.context() as patched:
+        error = OSError(errno.ENOMEM, "no")
+        patched.setattr(SegmentView, "refresh", failing_from_here(error, 2, SegmentView.refresh))
+        executor.update_weights(publish(publisher, 2))
+    adapter.fails = True
+    with pytest.raises(LookupError):
+        executor.update_weights(publish(publisher, 3))
+    assert executor.active_weight_version == 2
+    assert content(engine) == content(weights(2))
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_shortage_while_the_old_version_is_let_go_does_not_keep_it(
+    times: int,
+    publisher: TensorBridge,
+    executor: RolloutExecutor,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    first = publish(publisher, 1)
+    executor.update_weights(first)
+    with monkeypatch.context() as patched:
+        failing = failing_from_here(MemoryError(), times, Consumer.release)
+        patched.setattr(Consumer, "release", failing)
+        executor.update_weights(publish(publisher, 2))
+    if times > 1:  # twice in a row: the next update sees to it
+        assert bridge_of(executor).update_status(first.update_id) == "acknowledged"
+        executor.update_weights(publish(publisher, 3))
+    assert bridge_of(executor).update_status(first.update_id) == "released"

@@ -1,0 +1,182 @@
+"""Versions that lie in the trainer's own tensors: what a writer does is seen, and refused."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import pytest
+import torch
+
+from rl_bridge import WeightUpdateManifest, make_weight_bridge
+from rl_bridge.bridge.bridges import NIXLTensorBridge
+from rl_bridge.errors import SlotsExhausted, StaleUpdate, WeightBridgeUnavailableError
+from rl_bridge.testing.processes import Child
+from rl_bridge.testing.strategies import bytes_of
+from rl_bridge.transports.nixl.publisher import NIXLPublisher
+from tests.machines.nixl_roles import SIZE, Between, Reader, Trainer, weights
+from tests.machines.roles import Engine, owners_of, publish
+
+
+@contextmanager
+def both(**options: Any) -> Iterator[tuple[NIXLTensorBridge, NIXLTensorBridge]]:
+    publisher = make_weight_bridge("nixl", suspicious="off", in_place=True)
+    consumer = make_weight_bridge("nixl", source_worker="rollout", **options)
+    try:
+        yield cast("NIXLTensorBridge", publisher), cast("NIXLTensorBridge", consumer)
+    finally:
+        consumer.close()
+        publisher.close()
+
+
+def end_of(publisher: NIXLTensorBridge) -> NIXLPublisher:
+    return cast("NIXLPublisher", publisher._publisher_end()._end)
+
+
+def take(consumer: NIXLTensorBridge, manifest: WeightUpdateManifest) -> bytes:
+    """Import, copy out and let go."""
+    tensors = consumer.import_update(manifest)
+    found = bytes_of(tensors["w"])
+    consumer.acknowledge(manifest.update_id)
+    del tensors
+    consumer.release(manifest.update_id)
+    return found
+
+
+def test_versions_are_read_where_they_lie_and_registered_once() -> None:
+    live = weights(1)
+    with both() as (publisher, consumer):
+        counts = []
+        for version in range(1, 8):
+            live["w"].copy_(weights(version)["w"])
+            manifest = publisher.publish(live, weight_version=version)
+            assert take(consumer, manifest) == bytes_of(live["w"])
+            publisher.release(manifest.update_id)
+            far: Any = consumer._consumer_end()._end
+            counts.append((str(end_of(publisher).counters), str(far.counters)))
+        assert end_of(publisher).nbytes < SIZE, "there is a copy"
+        assert len(set(counts[4:])) == 1, counts
+
+
+def test_a_trainer_that_writes_during_the_read_without_a_word_is_found_out() -> None:
+    live = weights(1)
+    with both(timeout_s=0.5) as (publisher, consumer):
+        manifest = publisher.publish(live, weight_version=1)
+        with (
+            Between(lambda: live["w"][-8:].fill_(7), at="bytes", times=1) as seen,
+            pytest.raises(StaleUpdate, match="without releasing it"),
+        ):
+            consumer.import_update(manifest)
+        assert seen.calls == 1
+        publisher.release(manifest.update_id)
+        newer = publisher.publish(live, weight_version=2)
+        assert take(consumer, newer) == bytes_of(live["w"])
+
+
+def test_a_torn_read_is_repeated_until_the_writer_is_done() -> None:
+    live = weights(1)
+    was = iter((torch.full((8,), 7), weights(1)["w"][-8:]))
+    with both(timeout_s=20.0) as (publisher, consumer):
+        manifest = publisher.publish(live, weight_version=1)
+        # (First in the middle of a read, and then before the next one has come to those bytes.)
+        with Between(lambda: live["w"][-8:].copy_(next(was)), at="bytes", times=2) as seen:
+            found = take(consumer, manifest)
+        assert seen.calls == 2
+        assert found == bytes_of(weights(1)["w"])
+
+
+def test_a_release_in_the_middle_of_a_read_ends_it() -> None:
+    live = weights(1)
+    with both(timeout_s=20.0) as (publisher, consumer):
+        manifest = publisher.publish(live, weight_version=1)
+
+        def step() -> None:
+            publisher.release(manifest.update_id)
+            live["w"].fill_(3)
+
+        with Between(step, at="bytes", times=1), pytest.raises(StaleUpdate, match="released it"):
+            consumer.import_update(manifest)
+        newer = publisher.publish(live, weight_version=2)
+        assert take(consumer, newer) == bytes_of(live["w"])
+
+
+def test_a_version_that_was_not_released_is_in_the_way_of_the_next() -> None:
+    with both() as (publisher, consumer):
+        live = weights(1)
+        first = publisher.publish(live, weight_version=1)
+        with pytest.raises(SlotsExhausted, match="call release before the weights change"):
+            publisher.publish(live, weight_version=2)
+        assert take(consumer, first) == bytes_of(live["w"])
+
+
+def test_other_tensors_are_registered_in_place_of_the_first_ones() -> None:
+    with both() as (publisher, consumer):
+        for version in (1, 2, 3):
+            live = weights(version)
+            manifest = publisher.publish(live, weight_version=version)
+            assert take(consumer, manifest) == bytes_of(live["w"])
+            publisher.release(manifest.update_id)
+            assert end_of(publisher).num_registered == 2
+
+
+def test_tensors_that_are_read_are_kept_though_others_take_their_place() -> None:
+    with both(timeout_s=20.0) as (publisher, consumer):
+        first = publisher.publish(weights(1), weight_version=1)
+        kept: list[int] = []
+
+        def replace() -> None:
+            publisher.release(first.update_id)
+            publisher.publish(weights(2), weight_version=2)
+            kept.append(end_of(publisher).num_registered)
+
+        with Between(replace, at="bytes", times=1), pytest.raises(StaleUpdate):
+            consumer.import_update(first)
+        assert kept == [3], "what is being read is given back"
+        assert end_of(publisher).num_registered == 2
+
+
+def test_a_tensor_that_is_not_contiguous_is_refused_by_name() -> None:
+    with (
+        both() as (publisher, _),
+        pytest.raises(WeightBridgeUnavailableError, match="'w' is not contiguous"),
+    ):
+        publisher.publish({"w": torch.zeros(4, 4).t()}, weight_version=1)
+
+
+def test_an_empty_tensor_is_no_range() -> None:
+    with both() as (publisher, consumer):
+        live = {"none": torch.empty(0), "w": torch.arange(5)}
+        manifest = publisher.publish(live, weight_version=1)
+        tensors = consumer.import_update(manifest)
+        assert tensors["none"].shape == (0,)
+        assert tensors["w"].tolist() == [0, 1, 2, 3, 4]
+
+
+def test_another_process_reads_them_over_tcp() -> None:
+    tcp = {"UCX_TLS": "tcp"}
+    with (
+        Child(Trainer, ucx=tcp, in_place=True) as trainer,
+        Child(Reader, ucx=tcp, timeout_s=20.0) as reader,
+    ):
+        for version in (1, 2, 3):
+            manifest = trainer.call("publish", version=version)
+            assert reader.call("read", manifest=manifest) == version
+            trainer.call("release_all")
+
+
+def test_an_engine_reads_the_parts_of_several_trainers_in_place() -> None:
+    with (
+        owners_of(2, options={"in_place": True}) as (owners, _),
+        Child(Engine, rank=1, degree=2) as engine,
+    ):
+        for version in (1, 2, 3):
+            manifest = publish(owners, version)
+            assert engine.call("update", manifest=manifest)
+            for owner in owners:
+                owner.call("release", manifest=manifest)
+
+
+def test_it_cannot_be_served_by_another_process() -> None:
+    with pytest.raises(ValueError, match="trainer's own tensors"):
+        make_weight_bridge("nixl", serve="process", in_place=True)
+    with pytest.raises(TypeError, match="in_place"):
+        make_weight_bridge("nixl", in_place=1)
