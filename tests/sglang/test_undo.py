@@ -56,6 +56,18 @@ def test_an_undo_that_fails_is_done_again_by_recover(bench: Bench) -> None:
         bench.check()
 
 
+def test_a_torn_engine_takes_a_later_version_in_full(bench: Bench) -> None:
+    with executor_for(bench.engine) as executor:
+        bench.update(executor)
+        bench.plant("undo", 20)
+        with pytest.raises(TornEngine):
+            executor.update_weights(bench.trainer.publish(bench.next()))
+        bench.uproot()
+        bench.update(executor)
+        executor.check_servable()
+        bench.check()
+
+
 def test_what_a_driver_left_half_way_is_undone_by_the_next_one(bench: Bench) -> None:
     with executor_for(bench.engine) as first:
         bench.update(first)

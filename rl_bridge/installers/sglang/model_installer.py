@@ -216,7 +216,7 @@ def _check_kinds(plan: LoadPlan, kinds: Mapping[str, tuple[torch.dtype, tuple[in
                 raise IncompatibleUpdate(msg)
         if any(route.is_whole for route in taken):
             continue
-        seen = torch.zeros(shape, dtype=torch.bool)
+        seen = torch.zeros(shape, dtype=torch.bool, device="cpu")
         for route in taken:
             route.source_view.once().of(seen).fill_(True)  # noqa: FBT003 - torch's own
         if not seen.all():

@@ -216,15 +216,24 @@ class SGLangInstallAdapter(TransactionalAdapter):
     # ---- inside ---------------------------------------------------------------------------------
 
     def _look_for_remains(self) -> None:
-        """Take back what a driver that ended half-way left behind: nobody has committed it."""
+        """Take back what was left half-way, by this driver or by one that ended: it is no version.
+
+        Raises:
+            TornEngine: the weights do not come back.
+
+        """
         found = self._handle.call("describe")
-        if self._is_begun or not found["begun"]:
+        if not found["begun"]:
+            self._is_begun = False  # else the engine is another one now
             return
         _LOG.warning("update %s was left half-way: it is undone", found["pending"])
-        self._stop()
-        self._handle.call("undo")
-        if not self._handle.flush()[0]:
-            _LOG.warning("requests hold cached prefixes of the update that was undone")
+        if self._is_begun:
+            self._back()
+        else:
+            self._stop()
+            self._handle.call("undo")
+            if not self._handle.flush()[0]:
+                _LOG.warning("requests hold cached prefixes of the update that was undone")
         self._go_on()
 
     def _prove(self) -> None:

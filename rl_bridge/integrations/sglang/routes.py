@@ -89,7 +89,7 @@ class TensorRoute(Route):
         super().__init__(handle)
         self._serializer = require("sglang.srt.utils").MultiprocessingSerializer
         self._metadata = require("sglang.srt.weight_sync.tensor_bucket").FlattenedTensorMetadata
-        self._bucket = torch.empty(0, dtype=torch.uint8)
+        self._bucket = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def load(self, manifest: WeightUpdateManifest, tensors: Mapping[str, torch.Tensor]) -> None:
         """Open a session, load the bucket, close the session."""
@@ -116,7 +116,7 @@ class TensorRoute(Route):
                 self._metadata(name, tensor.shape, tensor.dtype, start, end, tensor.nbytes)
             )
         if self._bucket.nbytes != end:
-            self._bucket = torch.empty(end, dtype=torch.uint8)
+            self._bucket = torch.empty(end, dtype=torch.uint8, device="cpu")
         for item in metadata:
             place = self._bucket[item.start_idx : item.end_idx].view(item.dtype)
             place.view(item.shape).copy_(tensors[item.name])
