@@ -27,6 +27,7 @@ from rl_bridge.manifest.canonical import JSONValue
 from rl_bridge.memory.passes import default_threads
 from rl_bridge.transports import registry
 from rl_bridge.transports.base import Availability
+from rl_bridge.transports.nixl.backends import BACKENDS
 
 __all__ = ["doctor"]
 
@@ -97,6 +98,7 @@ def _run_checks() -> list[_Check]:
     found.append(("engines", Availability("torch module", "pass")))
     found += [("engines", probes.engine(name)) for name in probes.ENGINES]
     found += [("what vLLM offers", item) for item in probes.vllm_features()]
+    found += [("what NIXL offers", item) for item in probes.nixl_backends()]
     found.append(("clusters", probes.ray()))
     found.append(("machine", probes.compiled_pass()))
     found += [("machine", probes.feature(name)) for name in probes.FEATURES]
@@ -106,6 +108,8 @@ def _run_checks() -> list[_Check]:
 def _purpose(name: str) -> str:
     if name in vllm.FEATURES:
         return vllm.FEATURES[name].purpose
+    if name.startswith(probes.NIXL_BACKEND):
+        return BACKENDS.get(name.removeprefix(probes.NIXL_BACKEND), "")
     return probes.FEATURES[name][0] if name in probes.FEATURES else _PURPOSES.get(name, "")
 
 
