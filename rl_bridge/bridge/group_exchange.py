@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from rl_bridge.bridge.group_rounds import Rounds, not_together
-from rl_bridge.errors import GroupAborted
+from rl_bridge.errors import GroupAborted, WeightBridgeUnavailableError
 
 __all__ = ["FunctionExchange", "GroupExchange", "ProcessGroupExchange", "Store", "StoreExchange"]
 
@@ -154,9 +154,11 @@ class ProcessGroupExchange(GroupExchange):
             store_timeout_s: how long the store may take to answer.
 
         Raises:
+            WeightBridgeUnavailableError: the backend moves no CPU tensors.
             ValueError: a limit that is not above 0.
 
         """
+        _require_cpu(dist.get_backend(group))
         rank = dist.get_rank(group)
         rounds = _rounds(store, rank, name, store_timeout_s)
         super().__init__(rank, dist.get_world_size(group), rounds)
@@ -197,6 +199,17 @@ class ProcessGroupExchange(GroupExchange):
         return [
             one[: int(num.item())].numpy().tobytes() for one, num in zip(found, sizes, strict=True)
         ]
+
+
+def _require_cpu(backend: str) -> None:
+    """Refuse what would fail in the middle of the first publication, and take the group along."""
+    # One backend, or one for each kind of device: "cpu:gloo,cuda:nccl".
+    if backend == "nccl" or (":" in backend and "cpu:" not in backend):
+        msg = (
+            f"the process group's backend is {backend!r}, which moves no CPU tensors, and what the "
+            'ranks tell each other is text. Pass group=dist.new_group(backend="gloo").'
+        )
+        raise WeightBridgeUnavailableError(msg)
 
 
 def _rounds(store: Store | None, rank: int, name: str, timeout_s: float) -> Rounds | None:

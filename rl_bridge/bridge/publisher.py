@@ -32,6 +32,7 @@ __all__ = ["ConsumerReport", "Publisher", "checked_version"]
 
 _LOG = logging.getLogger(__name__)
 _REMEMBERED = 32
+_MOST_BITS = 63
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -337,8 +338,10 @@ def checked_version(given: object) -> int:
         version = -1 if isinstance(given, bool) else operator.index(given)  # type: ignore[arg-type]
     except TypeError:
         version = -1
-    if version < 0:
-        msg = f"weight_version {given!r}: expected an int of 0 or more."
+    if version < 0 or version.bit_length() > _MOST_BITS:
+        # (Python refuses to write integers of some thousand digits.)
+        shown = repr(given) if version.bit_length() < 2 * _MOST_BITS else "of too many digits"
+        msg = f"weight_version {shown}: expected an int of 0 or more, below 2**{_MOST_BITS}."
         raise MalformedManifest(msg)
     return version
 

@@ -26,6 +26,7 @@ from rl_bridge.manifest.canonical import JSONValue
 from rl_bridge.memory.passes import default_threads
 from rl_bridge.transports import registry
 from rl_bridge.transports.base import Availability
+from rl_bridge.transports.nixl.backends import BACKENDS
 
 __all__ = ["doctor"]
 
@@ -98,6 +99,7 @@ def _run_checks() -> list[_Check]:
     found += [("engines", probes.engine(name)) for name in probes.ENGINES]
     for engine, name in (("vllm", "vLLM"), ("sglang", "SGLang")):
         found += [(f"what {name} offers", item) for item in probes.engine_features(engine)]
+    found += [("what NIXL offers", item) for item in probes.nixl_backends()]
     found.append(("clusters", probes.ray()))
     found.append(("machine", probes.compiled_pass()))
     found += [("machine", probes.feature(name)) for name in probes.FEATURES]
@@ -108,6 +110,8 @@ def _purpose(name: str) -> str:
     for engine in probes.ENGINES.values():
         if name in engine.FEATURES:
             return str(engine.FEATURES[name].purpose)
+    if name.startswith(probes.NIXL_BACKEND):
+        return BACKENDS.get(name.removeprefix(probes.NIXL_BACKEND), "")
     return probes.FEATURES[name][0] if name in probes.FEATURES else _PURPOSES.get(name, "")
 
 

@@ -18,8 +18,22 @@ from rl_bridge.memory.passes import native_cause
 from rl_bridge.memory.segment import OwnedSegment, open_segment
 from rl_bridge.transports.base import Availability
 from rl_bridge.transports.broadcast.transport import backend_cause
+from rl_bridge.transports.nixl import backends
 
-__all__ = ["ENGINES", "FEATURES", "compiled_pass", "engine", "engine_features", "feature", "ray"]
+__all__ = [
+    "ENGINES",
+    "FEATURES",
+    "NIXL_BACKEND",
+    "compiled_pass",
+    "engine",
+    "engine_features",
+    "feature",
+    "nixl_backends",
+    "ray",
+]
+
+NIXL_BACKEND = "NIXL "
+"""How the names of its backends begin."""
 
 # Engines of others that users ask for.
 ENGINES = {"vllm": vllm, "sglang": sglang}
@@ -194,3 +208,21 @@ def ray() -> Availability:
     if importlib.util.find_spec("ray") is not None:
         return Availability("ray", "pass")
     return Availability("ray", "blocked", "ray is not installed", f"Install it: {INSTALL_RAY}.")
+
+
+def nixl_backends() -> list[Availability]:
+    """What NIXL's backends need here, tried in a child; empty where NIXL is not installed."""
+    try:
+        causes = backends.causes()
+    except ImportError:
+        return []  # that is said of the transport
+    except RuntimeError as error:
+        remedy = "See whether NIXL works: rl-bridge doctor says so of the transport nixl."
+        return [Availability(f"{NIXL_BACKEND}backends", "blocked", str(error), remedy)]
+    remedy = "Nothing, unless you want backend= to be that: nixl uses UCX."
+    return [
+        Availability(f"{NIXL_BACKEND}{name}", "pass")
+        if cause is None
+        else Availability(f"{NIXL_BACKEND}{name}", "blocked", cause, remedy)
+        for name, cause in causes.items()
+    ]

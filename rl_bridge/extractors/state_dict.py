@@ -4,6 +4,7 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from rl_bridge.errors import DuplicateTensorName, IncompatibleUpdate
 from rl_bridge.extractors.base import RankTensor, WeightExtractor
@@ -127,14 +128,18 @@ def trainable_names(
     None where nothing is known: a plain state dict does not say.
 
     Raises:
-        IncompatibleUpdate: one name instead of several.
+        IncompatibleUpdate: one name instead of several, or no names at all.
 
     """
     if isinstance(declared, str):
         msg = f"trainable={declared!r} is one str, expected names. Write trainable=[{declared!r}]."
         raise IncompatibleUpdate(msg)
     if declared is not None:
-        return frozenset(declared)
+        try:
+            return frozenset(declared)
+        except TypeError as error:
+            msg = f"trainable={declared!r} holds no names: {error}. Pass a list of names."
+            raise IncompatibleUpdate(msg) from error
     if isinstance(source, torch.nn.Module):
         return frozenset(name for name, tensor in tensors.items() if tensor.requires_grad)
     return None
@@ -182,6 +187,8 @@ class StateDictExtractor(WeightExtractor):
             raise IncompatibleUpdate(msg)
         if not 0 <= rank < world_size:
             raise ValueError(f"rank={rank}, world_size={world_size}: expected 0 <= rank < world.")
+        if isinstance(given, DataParallel | DistributedDataParallel):
+            source = given.module  # what is around it to train copies is in no engine's names
         self._source = source
         self._rank = rank
         self._owners = tuple(range(world_size))

@@ -76,7 +76,7 @@ class Snapshot:
         self._plan.copy(self._copies, self._homes, num_threads=self._num_threads)
         with torch.no_grad():
             for name, copy in self._others.items():
-                raw_elements(self._data[name]).copy_(copy)
+                _each_once(raw_elements(self._data[name])).copy_(copy)
         self._check()
 
     def _check(self) -> None:
@@ -86,7 +86,10 @@ class Snapshot:
             for name, owner in self._owners.items()
             if now.get(name) is not owner
             or not _same_view(owner, self._data[name])
-            or (name in self._others and not torch.equal(raw_elements(owner), self._others[name]))
+            or (
+                name in self._others
+                and not torch.equal(_each_once(raw_elements(owner)), self._others[name])
+            )
         ]
         lost += now.keys() - self._owners.keys()
         threads = self._num_threads
@@ -114,4 +117,12 @@ def _cloned(name: str, data: torch.Tensor) -> torch.Tensor:
     if reason is not None and not is_elsewhere and not (data.is_conj() or data.is_neg()):
         msg = f"tensor {name!r} of the engine {reason}; it cannot be copied aside for an undo."
         raise IncompatibleUpdate(msg)
-    return raw_elements(data).clone()
+    return _each_once(raw_elements(data)).clone()
+
+
+def _each_once(tensor: torch.Tensor) -> torch.Tensor:
+    """Each element of an expanded tensor once: torch refuses to write to the whole."""
+    for dimension, stride in enumerate(tensor.stride()):
+        if stride == 0 and tensor.shape[dimension] > 1:
+            tensor = tensor.narrow(dimension, 0, 1)
+    return tensor

@@ -47,7 +47,7 @@ def _call_late() -> bool:
     try:
         # One step of the interpreter: no interrupt comes in between taking and noting.
         taken.extend(map(FORKS.acquire, (False,)))
-        while taken[0] and (undo := next(iter(_LATE), None)) is not None:
+        while taken[0] and (undo := _first_late()) is not None:
             undo()
             with suppress(ValueError):  # a finalizer in the middle of it was faster
                 _LATE.remove(undo)  # only now: an interrupt must not lose it
@@ -55,6 +55,14 @@ def _call_late() -> bool:
     finally:
         if taken and taken[0]:
             FORKS.release()
+
+
+def _first_late() -> Callable[[], object] | None:
+    # By index: an iterator raises where another thread adds one before it is used.
+    try:
+        return _LATE[0]
+    except IndexError:
+        return None
 
 
 class _Settling:

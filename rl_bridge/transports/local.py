@@ -117,21 +117,22 @@ class _LocalPublisher(PublisherEnd):
             self._forget_old()
 
     def _forget_old(self) -> None:
-        gone = [key for key, (end, _) in self._records.items() if not _is_alive(end)]
+        records = self._records.copy()  # a collection in the middle may note something
+        gone = [key for key, (end, _) in records.items() if not _is_alive(end)]
         for key in gone[:-_REMEMBERED]:
-            del self._records[key]
+            self._records.pop(key, None)
 
     def records(self) -> list[Record]:
         with self._lock:
             self._forget_old()  # some have gone since the last one said something
             return [
                 record.model_copy(update={"presence": "alive" if _is_alive(end) else "gone"})
-                for end, record in self._records.values()
+                for end, record in self._records.copy().values()
             ]
 
     @property
     def nbytes(self) -> int:
-        return sum(pin.nbytes for pin in self._snapshots.values())
+        return sum(pin.nbytes for pin in list(self._snapshots.values()))
 
     def close(self) -> None:
         self._snapshots.clear()

@@ -1,11 +1,13 @@
 """Who holds what: the publisher's view of its consumers, in this process and in others."""
 
+from typing import Any
+
 import pytest
 import torch
 
 from rl_bridge import ConsumerReport, TensorBridge, WeightUpdateManifest, make_weight_bridge
 from rl_bridge.errors import SlotsExhausted, StaleUpdate, WeightBridgeUnavailableError
-from rl_bridge.memory.control import RECORD_NBYTES
+from rl_bridge.memory.control import RECORD_NBYTES, Record
 from rl_bridge.memory.holding import close_fd
 from rl_bridge.memory.segment import open_segment
 from rl_bridge.testing.processes import Child, until
@@ -222,6 +224,26 @@ def test_what_a_hostile_consumer_writes_is_unreadable_and_hurts_nobody() -> None
         victim.acknowledge(manifest.update_id)
         assert {r.worker for r in publisher.consumers()} == {"victim", "bystander"}
         close_fd(fd)
+
+
+def test_tensors_that_die_while_the_reports_are_read_are_no_trouble(
+    publisher: TensorBridge, consumer: TensorBridge, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest = publish(publisher, 1)
+    held = [consumer.import_update(manifest)["layer.bias"]]
+    consumer.acknowledge(manifest.update_id)
+    consumer.release(manifest.update_id)
+    copy = Record.model_copy
+
+    def collecting(self: Record, **options: Any) -> Record:
+        held.clear()  # as a collection does that runs in the middle
+        return copy(self, **options)
+
+    monkeypatch.setattr(Record, "model_copy", collecting)
+    publisher.consumers()
+    held.clear()  # (where nothing had to be copied)
+    report = only(publisher, manifest)
+    assert (report.state, report.tensors_held) == ("released", False)
 
 
 @pytest.mark.parametrize("transport", ["shared-memory", "local-clone"])

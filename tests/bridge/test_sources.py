@@ -43,6 +43,21 @@ def test_what_is_no_integer_of_0_or_more_is_no_version(
         trainer.publish(weights(), weight_version=version)
 
 
+@pytest.mark.parametrize("version", [2**63, 2**64, 10**5000], ids=["63", "64", "many"])
+def test_a_version_that_no_manifest_can_carry_is_told_before_anything_is_copied(
+    version: int, trainer: SharedMemoryTensorBridge
+) -> None:
+    with pytest.raises(MalformedManifest, match=r"below 2\*\*63"):
+        trainer.publish(weights(), weight_version=version)
+    trainer.publish(weights(), weight_version=2**63 - 1)
+
+
+def test_what_holds_no_names_is_not_trainable(trainer: SharedMemoryTensorBridge) -> None:
+    names: Any = 5
+    with pytest.raises(IncompatibleUpdate, match=r"trainable=5 holds no names"):
+        trainer.publish(weights(), weight_version=1, trainable=names)
+
+
 @pytest.mark.parametrize("value", [np.float32(0.5), np.int64(7), torch.tensor(0.5)])
 def test_a_number_of_another_library_in_the_metadata_is_told_of_item(
     value: Any, trainer: SharedMemoryTensorBridge

@@ -3,7 +3,7 @@
 import pytest
 
 from rl_bridge.manifest.coverage import held_pieces, prove_coverage
-from tests.extractors import fsdp_cases
+from tests.extractors import ddp_case, fsdp_cases
 from tests.extractors.worlds import World, assembled, placements_of, reference
 
 ON_TWO = [
@@ -155,6 +155,14 @@ def test_the_gather_of_fsdp1_never_asks_torch_to_offload_to_the_cpu(two: World) 
     """Which kills the process where the parameters are there already."""
     assert two.run("full", build="fsdp1_original")[0] == WHOLE
     assert not any(two.run("uses_state_dicts", build="fsdp1_original"))
+
+
+def test_of_a_model_under_data_parallelism_each_rank_has_a_copy_by_its_own_names(
+    two: World,
+) -> None:
+    reports = two.run("data_parallel")
+    assert assembled(reports) == reference(ddp_case.layers())
+    prove_coverage(held_pieces([placements_of(report) for report in reports]))
 
 
 def test_what_cannot_be_understood_is_refused(two: World) -> None:

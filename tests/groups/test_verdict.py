@@ -6,12 +6,13 @@ from contextlib import ExitStack
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from rl_bridge.bridge.group_exchange import FunctionExchange
+from rl_bridge.bridge.group_exchange import FunctionExchange, ProcessGroupExchange
 from rl_bridge.bridge.group_import import GroupBridge
 from rl_bridge.bridge.group_publish import GroupPublisher
 from rl_bridge.bridge.resharding import parallel
-from rl_bridge.errors import GroupAborted, WeightBridgeError
+from rl_bridge.errors import GroupAborted, WeightBridgeError, WeightBridgeUnavailableError
 from rl_bridge.manifest.group import GroupManifest
 from tests.groups.meshes import Shards, cut, model
 from tests.groups.rig import HashStore, Trainers, trainers
@@ -142,3 +143,13 @@ def test_a_publisher_over_a_new_exchange_lets_go_of_what_the_one_before_publishe
         assert [one.consumers(first) for one in group.publishers] == [[]] * NUM
         group.release(first)
         assert group.publish(shards(2), 2).weight_version == 2
+
+
+@pytest.mark.parametrize("backend", ["nccl", "cuda:nccl"])
+def test_a_process_group_that_moves_no_cpu_tensors_is_refused_at_once(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would fail in the first publication. (Without GPUs no such group can be had.)"""
+    monkeypatch.setattr(dist, "get_backend", lambda _: backend)
+    with pytest.raises(WeightBridgeUnavailableError, match='backend="gloo"'):
+        ProcessGroupExchange()

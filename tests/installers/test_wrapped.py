@@ -231,6 +231,24 @@ def test_a_module_whose_tensors_were_exchanged_is_proven_all_the_same(
         assert contents_of(module.state_dict()) == contents_of(source.state_dict())
 
 
+def test_an_expanded_buffer_is_put_back_as_well() -> None:
+    engine = torch.nn.Linear(2, 2)
+    engine.register_buffer("mask", torch.zeros(1, 3).expand(4, 3), persistent=False)
+
+    class Failing(SeenAdapter):
+        def install(self, manifest: WeightUpdateManifest, tensors: Tensors) -> None:
+            engine.get_buffer("mask")[0].fill_(1.0)
+            raise EngineFault
+
+    with make_weight_bridge("local") as trainer, make_weight_bridge("local") as rollout:
+        manifest = trainer.publish(torch.nn.Linear(2, 2), weight_version=1)
+        executor = RolloutExecutor(weight_bridge=rollout, weight_install_adapter=Failing(engine))
+        with pytest.raises(EngineFault):
+            executor.update_weights(manifest)
+    assert engine.get_buffer("mask").flatten().tolist() == [0.0] * 12
+    assert engine.get_buffer("mask").stride() == (0, 1)
+
+
 def test_an_adapter_that_forgets_a_tensor_is_not_believed() -> None:
     def forgetful(module: torch.nn.Module, tensors: Tensors) -> None:
         copy_into(module, {name: tensors[name] for name in list(tensors)[1:]})

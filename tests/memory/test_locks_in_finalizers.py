@@ -6,8 +6,10 @@ takes the lock of its slot, or of its publisher's control segment.
 
 import gc
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -253,3 +255,34 @@ def test_a_clean_up_that_fails_does_not_keep_the_next_one_from_a_child(
 
     monkeypatch.setattr(forks, "_IN_CHILD", [failing, lambda: done.append("second")])
     assert forked(lambda: done == ["second"])
+
+
+class _Growing(deque[Callable[[], object]]):
+    """Another thread adds something whenever somebody has just looked at it, for a while."""
+
+    left = 3
+
+    def _grow(self) -> None:
+        if self.left:
+            self.left -= 1
+            self.append(lambda: None)
+
+    def __iter__(self) -> Iterator[Callable[[], object]]:
+        found = super().__iter__()
+        self._grow()
+        return found
+
+    def __getitem__(self, index: Any) -> Any:
+        found = super().__getitem__(index)
+        self._grow()
+        return found
+
+
+def test_what_another_thread_adds_meanwhile_is_done_as_well(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    late, done = _Growing(), list[int]()
+    monkeypatch.setattr(forks, "_LATE", late)
+    forks.undisturbed(lambda: done.append(1))
+    assert done == [1]
+    assert len(late) == 0

@@ -5,20 +5,17 @@ import os
 import weakref
 from collections.abc import Callable
 
-from pydantic import ValidationError
-
 from rl_bridge.errors import (
-    MalformedManifest,
     SegmentError,
     TransferTimeout,
     TransportUnavailable,
     WeightBridgeUnavailableError,
 )
-from rl_bridge.manifest.canonical import thaw
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.memory.control import UpdateReport
 from rl_bridge.transports._wire.arenas import Arenas
 from rl_bridge.transports._wire.arrivals import Arrivals
+from rl_bridge.transports._wire.handles import read_handle, require_publisher
 from rl_bridge.transports.base import Attachment, ConsumerEnd
 from rl_bridge.transports.broadcast.init_info import Backend, BroadcastHandle, BroadcastInitInfo
 from rl_bridge.transports.broadcast.link import Link
@@ -106,23 +103,8 @@ class BroadcastConsumer(ConsumerEnd):
             is_last_try = True
 
     def _handle(self, manifest: WeightUpdateManifest) -> BroadcastHandle:
-        try:
-            handle = BroadcastHandle.model_validate(thaw(manifest.handle))
-        except ValidationError as error:
-            first = error.errors(include_url=False, include_input=False)[0]
-            where = ".".join(str(part) for part in first["loc"])
-            msg = (
-                f"update {manifest.update_id}: handle field {where}: {first['msg']}. Send the "
-                "manifest as it was published."
-            )
-            raise MalformedManifest(msg) from error
-        if handle.group.publisher_id != manifest.publisher_id:
-            msg = (
-                f"update {manifest.update_id}: its handle is of publisher "
-                f"{handle.group.publisher_id}, the manifest of {manifest.publisher_id}. Send the "
-                "manifest as it was published."
-            )
-            raise MalformedManifest(msg)
+        handle = read_handle(BroadcastHandle, manifest)
+        require_publisher(manifest, handle.group.publisher_id)
         if handle.group.backend != self._backend:
             raise TransportUnavailable(
                 "broadcast",

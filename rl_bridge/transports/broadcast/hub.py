@@ -18,9 +18,12 @@ from typing import Any
 from pydantic import ValidationError
 
 from rl_bridge.errors import WeightBridgeUnavailableError
-from rl_bridge.memory.control import Record, UpdateReport, legible, take_note
+from rl_bridge.memory.control import Record, take_note
 from rl_bridge.transports._wire.channel import Channel
 from rl_bridge.transports._wire.door import Door
+from rl_bridge.transports._wire.messages import Leave, Message, Refused, Reported
+from rl_bridge.transports._wire.peers import Peer
+from rl_bridge.transports._wire.wake import Wake
 from rl_bridge.transports.broadcast.group import GroupStore
 from rl_bridge.transports.broadcast.init_info import MAGIC, BroadcastInitInfo
 from rl_bridge.transports.broadcast.messages import (
@@ -29,17 +32,12 @@ from rl_bridge.transports.broadcast.messages import (
     Failed,
     FromReceiver,
     Join,
-    Leave,
-    Message,
     Ready,
-    Refused,
-    Reported,
     StoreValue,
     Want,
     Welcome,
     from_receiver,
 )
-from rl_bridge.transports.broadcast.wake import Wake
 
 __all__ = ["Hub", "Member"]
 
@@ -52,38 +50,23 @@ _MIN_PENDING = 64
 _MOST_ROUNDS = 64
 
 
-class Member:
+class Member(Peer):
     """One receiver, as the publisher knows it. Changed under the hub's lock only."""
 
     def __init__(self, channel: Channel, join: Join) -> None:
         """Start with what it said of itself."""
-        self.channel = channel
-        self.worker = join.worker
-        self.rank = join.rank
+        super().__init__(
+            channel,
+            worker=join.worker,
+            rank=join.rank,
+            pid=join.pid,
+            is_observer=join.is_observer,
+        )
         self.group_rank = join.group_rank
-        self.pid = join.pid
-        self.is_observer = join.is_observer
-        self.is_gone = False
-        self.updates: OrderedDict[str, UpdateReport] = OrderedDict()
         self.has: set[str] = set()
         self.wants: OrderedDict[str, Want] = OrderedDict()
         self.answers: OrderedDict[int, Message] = OrderedDict()
         self.num_failures = 0
-
-    @property
-    def name(self) -> str:
-        """For messages."""
-        return f"worker {self.worker!r} rank {self.rank} (pid {self.pid})"
-
-    def record(self) -> Record:
-        """What it reported."""
-        return Record(
-            worker=legible(self.worker),
-            rank=self.rank,
-            pid=self.pid,
-            updates=tuple(self.updates.values()),
-            presence="gone" if self.is_gone else "alive",
-        )
 
 
 def _keep_newest(kept: OrderedDict[Any, Any], count: int) -> None:

@@ -11,6 +11,7 @@ from functools import partial
 from rl_bridge.errors import WeightBridgeError
 from rl_bridge.memory.slots import Slot
 from rl_bridge.transports._wire.arrivals import Arrival, Arrivals
+from rl_bridge.transports._wire.messages import Message
 from rl_bridge.transports.broadcast.early import EarlyValues
 from rl_bridge.transports.broadcast.group import Group, GroupStore, send_slices
 from rl_bridge.transports.broadcast.init_info import Backend
@@ -20,7 +21,6 @@ from rl_bridge.transports.broadcast.messages import (
     Declined,
     Failed,
     Go,
-    Message,
     Offer,
     Ready,
 )

@@ -5,11 +5,11 @@ from pydantic import ValidationError
 from rl_bridge.errors import SegmentError, WeightBridgeUnavailableError
 from rl_bridge.transports._wire.caller import Caller
 from rl_bridge.transports._wire.channel import Channel
+from rl_bridge.transports._wire.messages import Refused
 from rl_bridge.transports.broadcast.init_info import MAGIC, BroadcastInitInfo
 from rl_bridge.transports.broadcast.messages import (
     FromPublisher,
     Join,
-    Refused,
     Welcome,
     from_publisher,
 )

@@ -8,13 +8,11 @@ import time
 from collections import OrderedDict
 from functools import partial
 
-from rl_bridge.errors import (
-    SegmentError,
-    StaleUpdate,
-    TransferTimeout,
-)
+from rl_bridge.errors import SegmentError, TransferTimeout
 from rl_bridge.memory.control import UpdateReport
 from rl_bridge.transports._wire.arrivals import Arrivals
+from rl_bridge.transports._wire.messages import Gone, Leave, Refused, Reported, error_of
+from rl_bridge.transports._wire.wake import Wake
 from rl_bridge.transports.broadcast.init_info import STEPS_IN_TIME, BroadcastInitInfo
 from rl_bridge.transports.broadcast.intake import Intake
 from rl_bridge.transports.broadcast.joining import join_group, parsed
@@ -22,17 +20,12 @@ from rl_bridge.transports.broadcast.messages import (
     CalledOff,
     FromPublisher,
     Go,
-    Gone,
     Join,
-    Leave,
     Offer,
-    Refused,
     Released,
-    Reported,
     StoreValue,
     Want,
 )
-from rl_bridge.transports.broadcast.wake import Wake
 
 __all__ = ["Link"]
 
@@ -167,24 +160,12 @@ class Link:
         with self._changed:
             gone = self._gone.pop(update_id, None)
         if gone is not None:
-            self._raise_gone(gone)
+            raise error_of(gone)
         if self._lost is not None:
             raise SegmentError(
                 f"update {update_id} did not arrive: {self._lost}. Publish again, or import again "
                 "if the publisher still runs."
             )
-
-    @staticmethod
-    def _raise_gone(gone: Gone) -> None:
-        if gone.is_stale:
-            raise StaleUpdate(
-                f"update {gone.update_id} is gone: {gone.reason}. Import the publisher's latest "
-                "manifest."
-            )
-        raise SegmentError(
-            f"update {gone.update_id} is not what was published: {gone.reason}. Use the manifest "
-            "as it was published."
-        )
 
     def report(self, report: UpdateReport) -> None:
         """Tell the publisher; never waits."""

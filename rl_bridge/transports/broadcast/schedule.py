@@ -5,8 +5,9 @@ import time
 from dataclasses import dataclass, field
 
 from rl_bridge.memory.slots import Slot
+from rl_bridge.transports._wire.messages import Gone
 from rl_bridge.transports.broadcast.hub import Hub, Member
-from rl_bridge.transports.broadcast.messages import Arrived, Failed, Gone, Want
+from rl_bridge.transports.broadcast.messages import Arrived, Failed, Want
 
 __all__ = ["Offered", "Schedule"]
 

@@ -17,6 +17,7 @@ from functools import partial
 
 from rl_bridge.errors import SegmentError
 from rl_bridge.transports._wire.arenas import Arenas
+from rl_bridge.transports._wire.messages import Message
 from rl_bridge.transports.broadcast.group import Group, send_slices
 from rl_bridge.transports.broadcast.hub import Hub, Member
 from rl_bridge.transports.broadcast.messages import (
@@ -25,7 +26,6 @@ from rl_bridge.transports.broadcast.messages import (
     Declined,
     Failed,
     Go,
-    Message,
     Offer,
     Ready,
     Released,

@@ -10,27 +10,17 @@ import sys
 import threading
 import weakref
 from contextlib import suppress
-from pathlib import Path
 from typing import Any, ClassVar
 
 from rl_bridge.errors import TransportUnavailable
 from rl_bridge.memory.segment import OwnedSegment
+from rl_bridge.transports.nixl import serving
 from rl_bridge.transports.nixl.agent import AgentError, Counters, Kind, Region
+from rl_bridge.transports.nixl.bare import bare_command
 from rl_bridge.transports.nixl.serving import MAX_MESSAGE_NBYTES
 
 __all__ = ["ServingProcess"]
 
-# A package without its `__init__`, which would import torch: the process starts in a quarter of a
-# second, and takes little memory.
-_PROGRAM = """
-import json, sys, types
-sys.path[:], folder = json.loads(sys.argv[1])
-package = sys.modules["rl_bridge"] = types.ModuleType("rl_bridge")
-package.__path__ = [folder]
-from rl_bridge.transports.nixl.serving import main
-main()
-"""
-_FOLDER = str(Path(__file__).resolve().parents[2])
 _REMEDY = "Try again, or let the publisher serve by itself: serve='inline'."
 
 # To start, or to register memory, which networks may have to pin.
@@ -83,7 +73,7 @@ class ServingProcess:
         if not sys.executable:
             raise TransportUnavailable("nixl", "this Python does not know its program", _REMEDY)
         mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        command = [sys.executable, "-I", "-c", _PROGRAM, json.dumps([sys.path, _FOLDER])]
+        command = bare_command(serving.__name__)
         try:
             with theirs:
                 process = subprocess.Popen(  # noqa: S603 - our own interpreter, our own words
