@@ -25,6 +25,7 @@ __all__ = ["Mutant", "main", "planted", "read_mutants"]
 
 ROOT = Path(__file__).resolve().parents[1]
 COPIED = ("rl_bridge", "tests", "docs", "pyproject.toml", "setup.py", "README.md", "LICENSE")
+MACHINES = ROOT / ".venv-machines" / "bin" / "python"
 TIMEOUT_S = 180
 
 
@@ -72,11 +73,16 @@ def environment(tree: Path) -> dict[str, str]:
     }
 
 
-def run(tree: Path, *command: str) -> tuple[int, str]:
+def interpreter(tests: str) -> Path:
+    """The Python whose environment has what these tests need: that of NIXL has one of its own."""
+    return MACHINES if tests.startswith("tests/machines") else Path(sys.executable)
+
+
+def run(tree: Path, *command: str, python: Path | None = None) -> tuple[int, str]:
     """Run Python in the copy; exit status (a run out of time counts as 124) and output."""
     try:
         done = subprocess.run(
-            [sys.executable, *command],
+            [str(python or sys.executable), *command],
             cwd=tree,
             env=environment(tree),
             capture_output=True,
@@ -92,7 +98,7 @@ def run(tree: Path, *command: str) -> tuple[int, str]:
 def run_tests(tree: Path, tests: str) -> tuple[int, str]:
     """Run some tests in the copy, up to the first failure."""
     options = ["-x", "-q", "-p", "no:cacheprovider", "--timeout=60"]
-    return run(tree, "-m", "pytest", *options, *tests.split())
+    return run(tree, "-m", "pytest", *options, *tests.split(), python=interpreter(tests))
 
 
 def build(tree: Path) -> bytes:
@@ -217,6 +223,10 @@ def main() -> int:
         if not words or any(word in name for word in words)
     }
     console = Console()
+    not_tried = [name for name, one in chosen.items() if not interpreter(one.tests).exists()]
+    for name in not_tried:
+        del chosen[name]
+        console.print(f"{name}: [yellow]not tried[/], make test-machines makes its environment")
     table = Table(title="Planted bugs")
     for column in ("defect", "file", "verdict", "seconds"):
         table.add_column(column, justify="right" if column == "seconds" else "left")
@@ -236,7 +246,8 @@ def main() -> int:
             console.print(f"{name}: [{colour}]{verdict}[/] in {took} s")
             table.add_row(name, chosen[name].path, f"[{colour}]{verdict}[/]", took)
     console.print(table)
-    console.print(f"{len(chosen) - bad} of {len(chosen)} planted bugs were caught.")
+    more = f" Not tried: {len(not_tried)}." if not_tried else ""
+    console.print(f"{len(chosen) - bad} of {len(chosen)} planted bugs were caught.{more}")
     return 1 if bad else 0
 
 

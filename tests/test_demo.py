@@ -14,6 +14,7 @@ import pytest
 import torch
 from rich.console import Console
 
+from rl_bridge.demo import picture
 from rl_bridge.demo.config import RolloutConfig
 from rl_bridge.demo.engines import logprob_tolerance
 from rl_bridge.demo.failures import LabelMismatch, LogprobMismatch, PeerGone, UpdateLost
@@ -219,6 +220,17 @@ def test_the_json_file_is_sorted_and_has_what_was_promised(
     assert len(data["rows"]) == data["steps"] == MIN_STEPS
     assert [fault["kind"] for fault in data["faults"]] == [fault.value for fault in Fault]
     assert data["seconds"] == result.seconds > 0
+
+
+def test_each_phase_of_the_picture_has_a_colour_of_its_own(
+    local_run: tuple[DemoResult, str, Path],
+) -> None:
+    series = grouped(phase_series(local_run[0].rows))
+    shades = [picture._SIDES[one.side] for one in series]
+    sides = [one.side for one in series]
+    assert any(one.name == "refuse, undo" for one in series)
+    assert all(sides.count(side) <= len(shade) for side, shade in zip(sides, shades, strict=True))
+    assert all(len(set(shade)) == len(shade) for shade in shades)
 
 
 def test_the_picture_is_a_picture(local_run: tuple[DemoResult, str, Path]) -> None:

@@ -118,7 +118,8 @@ def test_a_defect_in_a_line_that_is_not_compiled_here_is_neither_caught_nor_surv
 def test_a_compiled_module_that_is_not_in_use_cannot_be_judged(
     cause: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def run(tree: Path, *command: str) -> tuple[int, str]:
+    def run(tree: Path, *command: str, python: Path | None = None) -> tuple[int, str]:
+        del python
         if "native_cause" in command[-1]:
             return 0 if cause else 1, cause
         return 0, str(tree)

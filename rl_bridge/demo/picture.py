@@ -25,7 +25,7 @@ _UNDONE = "#cc79a7"
 # Hue says which side spends the time, lightness which phase.
 _SIDES = {
     "trainer": ("#004c78", "#2a8fcb", "#a9d6f2"),
-    "rollout": ("#5c3d00", "#9a6700", "#d6952a", "#efbf66", "#f9e3b8", "#d55e00"),
+    "rollout": ("#5c3d00", "#9a6700", "#d6952a", "#efbf66", "#f9e3b8", "#d55e00", "#8f2d56"),
     "": ("#bdbdbd",),
 }
 _STYLE: Any = {

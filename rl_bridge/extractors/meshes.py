@@ -190,6 +190,8 @@ class MeshView:
                 "before extracting."
             )
             raise IncompatibleUpdate(msg)
+        if 0 in shape:
+            offset, box = (0,) * len(shape), local  # such parts have whatever shape torch gives them
         inside = replica_of(mesh_shape, coordinate, cuts)
         replicas = replica_of(mesh_shape, [size - 1 for size in mesh_shape], cuts) + 1
         members = mesh.mesh.flatten().tolist()

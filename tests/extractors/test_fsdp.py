@@ -3,7 +3,7 @@
 import pytest
 
 from rl_bridge.manifest.coverage import held_pieces, prove_coverage
-from tests.extractors import ddp_case, fsdp_cases
+from tests.extractors import fsdp_cases, other_cases
 from tests.extractors.worlds import World, assembled, placements_of, reference
 
 ON_TWO = [
@@ -161,7 +161,15 @@ def test_of_a_model_under_data_parallelism_each_rank_has_a_copy_by_its_own_names
     two: World,
 ) -> None:
     reports = two.run("data_parallel")
-    assert assembled(reports) == reference(ddp_case.layers())
+    assert assembled(reports) == reference(other_cases.layers())
+    prove_coverage(held_pieces([placements_of(report) for report in reports]))
+
+
+def test_weights_without_elements_are_told_and_gathered(two: World) -> None:
+    reports = two.run("without_elements")
+    whole = reference(other_cases.narrow())
+    assert assembled(reports) == whole
+    assert [report["full"] for report in reports] == [whole, whole]
     prove_coverage(held_pieces([placements_of(report) for report in reports]))
 
 

@@ -11,7 +11,7 @@ import torch
 
 from rl_bridge import WeightUpdateManifest, make_weight_bridge
 from rl_bridge.bridge.bridges import NIXLTensorBridge
-from rl_bridge.errors import StaleUpdate, TransferTimeout
+from rl_bridge.errors import SegmentError, StaleUpdate, TransferTimeout
 from rl_bridge.memory import vm
 from rl_bridge.testing.processes import Child, until
 from rl_bridge.testing.strategies import bytes_of
@@ -167,6 +167,18 @@ def test_a_lease_that_is_not_renewed_ends() -> None:
             (f"worker 'rollout' rank 0 (pid {link._identity.pid})",)
         ]
         until(lambda: end.catalog()[0].readers == (), what="the lease to end", deadline_s=10)
+
+
+def test_another_write_of_a_slot_is_not_leased() -> None:
+    with both() as (publisher, consumer):
+        manifest = publisher.publish(weights(1), weight_version=1)
+        _, far = ends(publisher, consumer)
+        handle = far._handle(manifest)
+        link = far._source(handle.endpoint, is_observer=False).link
+        nbytes = manifest.table.arena_nbytes
+        link.ask(manifest.update_id, generation=handle.generation + 1, arena_nbytes=nbytes)
+        with pytest.raises(SegmentError, match="not what was published"):
+            link.wait(manifest.update_id)
 
 
 def test_the_slot_of_a_read_that_did_not_end_is_used_again_only_when_nothing_can_land() -> None:

@@ -48,6 +48,8 @@ _REMEDIES = {
     "CUDA_ERROR_STUB_LIBRARY": "Remove the stub libcuda.so of the toolkit from the library path.",
     "CUDA_ERROR_NO_DEVICE": "Make a GPU visible to this process (CUDA_VISIBLE_DEVICES, --gpus). "
     f"{_SHARED_MEMORY}",
+    "CUDA_ERROR_DEVICE_UNAVAILABLE": "Another process has the GPU for itself: let several share it "
+    "(nvidia-smi -c DEFAULT).",
     "CUDA_ERROR_INVALID_DEVICE": "Name a GPU that this process sees, the one that holds the memory "
     "or one that reaches it peer to peer.",
     "CUDA_ERROR_INVALID_CONTEXT": "A legacy IPC handle cannot be opened in the process that made "
@@ -60,6 +62,8 @@ _REMEDIES = {
     "CUDA_ERROR_ILLEGAL_ADDRESS": "A kernel used memory that was not mapped for it. Stop the "
     f"engine before weights are exchanged. {_RESTART}",
     "CUDA_ERROR_TOO_MANY_PEERS": "Close imports of other GPUs' memory first.",
+    "CUDA_ERROR_OPERATING_SYSTEM": "Let the sandbox or container pass the device's ioctls and its "
+    f"descriptors. {_SHARED_MEMORY}",
     "CUDA_ERROR_NOT_PERMITTED": "Let the sandbox or container pass the device's ioctls. "
     f"{_SHARED_MEMORY}",
     "CUDA_ERROR_NOT_SUPPORTED": f"Use cuda-ipc. {_SHARED_MEMORY}",

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from rl_bridge.errors import DriverError
+from rl_bridge.errors import DeadlineExceeded, DriverError
 from rl_bridge.memory.broker import Broker, BrokerRef, fetch_fd
 from rl_bridge.memory.vmm.cuda import CUDADriver
 from rl_bridge.memory.vmm.owners import AddressRange, Allocation
@@ -77,6 +77,23 @@ def test_a_flip_and_its_undo_keep_the_address(driver: CUDADriver) -> None:
     assert read(driver, live.address, 3) == b"one"
     for owner in (live, one, two):
         owner.close()
+
+
+def test_a_drain_sees_every_stream_and_has_a_deadline(driver: CUDADriver) -> None:
+    import torch
+
+    cuda: Any = torch.cuda  # of which torch annotates half
+    driver.fence()
+    if not driver._has_context_events:
+        pytest.skip("this NVIDIA driver is older than CUDA 12.5: it has no event for a context")
+    impatient = CUDADriver(drain_timeout_s=0.01)
+    with cuda.stream(cuda.Stream()):
+        cuda._sleep(2_000_000_000)  # about a second
+        ended = cuda.current_stream().record_event()
+    with pytest.raises(DeadlineExceeded, match=r"within 0\.01 s"):
+        impatient.fence()
+    driver.fence()
+    assert ended.query()
 
 
 class Exporter:
