@@ -13,6 +13,11 @@ VENV_VLLM  ?= .venv-vllm
 BIN_VLLM   := $(VENV_VLLM)/bin
 STAMP_VLLM := $(VENV_VLLM)/.stamp
 
+# So has SGLang.
+VENV_SGLANG  ?= .venv-sglang
+BIN_SGLANG   := $(VENV_SGLANG)/bin
+STAMP_SGLANG := $(VENV_SGLANG)/.stamp
+
 # So have real trainers.
 VENV_TRAINERS  ?= .venv-trainers
 BIN_TRAINERS   := $(VENV_TRAINERS)/bin
@@ -34,6 +39,9 @@ TEST_ENV := OMP_NUM_THREADS=1
 # What runs only with vLLM: the suite of `test-engines` covers it, in an environment of its own.
 NEEDS_VLLM := rl_bridge/installers/vllm/*,rl_bridge/integrations/vllm/*,rl_bridge/demo/qwen.py,rl_bridge/demo/vllm_sampler.py
 
+# The same for `test-sglang`.
+NEEDS_SGLANG := rl_bridge/installers/sglang/*,rl_bridge/integrations/sglang/*
+
 # The same for `test-trainers`.
 NEEDS_TRAINERS := rl_bridge/extractors/deepspeed.py,rl_bridge/extractors/megatron*.py
 
@@ -49,7 +57,7 @@ TESTS ?= test
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup demo test test-gpu test-engines test-engines-full test-trainers test-machines lint types docs check format coverage mutants bench docs-serve clean
+.PHONY: help setup demo test test-gpu test-engines test-engines-full test-sglang test-trainers test-machines lint types docs check format coverage mutants bench docs-serve clean
 
 help: ## Print this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-17s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -100,6 +108,17 @@ test-engines: $(STAMP_VLLM) ## Run the tests with real vLLM engines on the CPU (
 test-engines-full: $(STAMP_VLLM) ## The same, with every combination of models and engines
 	$(TEST_ENGINES) $(ARGS)
 
+$(STAMP_SGLANG): requirements/sglang-cpu.lock.txt pyproject.toml setup.py $(wildcard rl_bridge/memory/_native.c)
+	@test -x $(BIN_SGLANG)/python || $(PYTHON) -m venv $(VENV_SGLANG)
+	$(BIN_SGLANG)/python -m pip install $(TORCH)
+	$(BIN_SGLANG)/python -m pip install --no-deps -r requirements/sglang-cpu.lock.txt
+	$(BIN_SGLANG)/python -m pip install --no-deps -e .
+	@touch $@
+
+# Starting an engine takes half a minute where the machine is busy; each test says no more than that.
+test-sglang: $(STAMP_SGLANG) ## Run the tests with real SGLang engines on the CPU (6 to 10 minutes)
+	$(TEST_ENV) $(BIN_SGLANG)/python -m pytest tests/sglang -p no:cacheprovider --timeout=300 $(ARGS)
+
 $(STAMP_TRAINERS): requirements/trainers-cpu.lock.txt pyproject.toml setup.py $(wildcard rl_bridge/memory/_native.c)
 	@test -x $(BIN_TRAINERS)/python || $(PYTHON) -m venv $(VENV_TRAINERS)
 	$(BIN_TRAINERS)/python -m pip install $(TORCH)
@@ -140,7 +159,7 @@ format: $(STAMP) ## Format the code and apply the safe fixes
 coverage: $(STAMP) ## Run the tests with branch coverage and check the floors
 	$(BIN)/coverage erase
 	$(PYTEST_ALL) --cov --cov-report= $(ARGS)
-	$(BIN)/coverage report --fail-under=95 --omit="$(NEEDS_VLLM),$(NEEDS_TRAINERS),$(NEEDS_MACHINES),$(NEEDS_CUDA)"
+	$(BIN)/coverage report --fail-under=95 --omit="$(NEEDS_VLLM),$(NEEDS_SGLANG),$(NEEDS_TRAINERS),$(NEEDS_MACHINES),$(NEEDS_CUDA)"
 	$(BIN)/coverage report --fail-under=100 --include="rl_bridge/manifest/*,rl_bridge/lifecycle/*"
 
 mutants: $(STAMP) ## Plant one bug at a time; the suite must catch each
@@ -155,5 +174,5 @@ docs-serve: $(STAMP) ## Serve the documentation while writing it
 # The compiled extension goes too, hence the stamp: the next target builds it again.
 clean: ## Remove everything that was built (environments stay)
 	rm -rf build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage .coverage.* htmlcov
-	rm -f rl_bridge/memory/_native*.so $(STAMP) $(STAMP_VLLM) $(STAMP_TRAINERS) $(STAMP_MACHINES)
+	rm -f rl_bridge/memory/_native*.so $(STAMP) $(STAMP_VLLM) $(STAMP_SGLANG) $(STAMP_TRAINERS) $(STAMP_MACHINES)
 	find rl_bridge tests benchmarks docs -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true

@@ -92,8 +92,10 @@ from rl_bridge.extractors.megatron import MegatronExtractor, MegatronWeightExtra
 from rl_bridge.extractors.state_dict import StateDictExtractor
 from rl_bridge.installers.base import InstallProof, TransactionalAdapter, WeightInstallAdapter
 from rl_bridge.installers.module import ModuleInstallAdapter
+from rl_bridge.installers.sglang.model_installer import SGLangModelInstaller
 from rl_bridge.installers.vllm.model_installer import VLLMModelInstaller
 from rl_bridge.installers.vllm.reload import VLLMReloadAdapter
+from rl_bridge.integrations.sglang.engine_adapter import SGLangInstallAdapter
 from rl_bridge.integrations.step_hooks import StepPublisher, StepSender
 from rl_bridge.integrations.trl import weight_sync_callback
 from rl_bridge.integrations.vllm.checkpoint_reload import VLLMCheckpointReloadAdapter
@@ -170,6 +172,8 @@ __all__ = [
     "RangeOverflow",
     "RanksDisagree",
     "RolloutExecutor",
+    "SGLangInstallAdapter",
+    "SGLangModelInstaller",
     "SegmentError",
     "ShapeMismatch",
     "SharedMemoryTensorBridge",

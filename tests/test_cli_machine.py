@@ -1,14 +1,13 @@
 """The commands whose answer depends on the machine: doctor, gc, bench, and the demo."""
 
-import importlib.util
 import json
 import multiprocessing
 import os
 import re
 import signal
+import sys
 from collections.abc import Callable
 from importlib import metadata
-from importlib.machinery import ModuleSpec
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ import torch
 
 from rl_bridge.bridge.bridges import make_weight_bridge
 from rl_bridge.cli import environment, measure, probes
+from rl_bridge.integrations.sglang import probe as sglang
 from rl_bridge.integrations.vllm import probe as vllm
 from rl_bridge.memory import leases, vm
 from rl_bridge.memory.segment import OwnedSegment
@@ -43,7 +43,7 @@ def test_doctor_checks_every_transport_every_engine_and_the_machine() -> None:
         *registry.TRANSPORTS,
         *probes.ENGINES,
         *probes.FEATURES,
-        *(item.name for item in probes.vllm_features()),
+        *(item.name for name in probes.ENGINES for item in probes.engine_features(name)),
         "torch module",
         "ray",
         "compiled pass",
@@ -59,7 +59,7 @@ def test_doctor_checks_every_transport_every_engine_and_the_machine() -> None:
 def test_doctor_tells_people_cause_and_remedy() -> None:
     said = call("doctor")
     assert said.code == 0
-    for words in ("shared-memory", "sglang is not installed", "→ Give RolloutExecutor", "Ready:"):
+    for words in ("shared-memory", "sglang is not installed", "→ Install it: pip", "Ready:"):
         assert words in said.out
 
 
@@ -84,15 +84,26 @@ def test_doctor_fails_where_a_needed_transport_is_blocked(
 def test_doctor_names_an_installed_engine_without_importing_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def found(name: str) -> ModuleSpec:
-        return ModuleSpec(name, None)
-
-    monkeypatch.setattr(importlib.util, "find_spec", found)
-    assert "(of unknown version)" in probes.engine("sglang").cause
     monkeypatch.setattr(metadata, "version", lambda _: "9.9")
-    assert probes.engine("sglang").cause == (
-        "sglang 9.9 is installed; its adapter is not part of this release"
-    )
+    assert probes.engine("sglang").status == "pass"
+    assert "sglang" not in sys.modules
+
+
+def test_doctor_has_a_row_for_each_feature_of_an_installed_sglang(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sglang, "version", lambda: "0.5.2")
+    monkeypatch.setattr(sglang, "_ask", lambda _: {"sglang plugin": "no plugins"})
+    said = call("doctor", "--json")
+    found = checks(said)
+    assert found.keys() >= sglang.FEATURES.keys()
+    assert (said.code, found["sglang"]["status"]) == (0, "pass")
+    assert found["sglang tensor"]["status"] == "pass"
+    assert all(found[name]["purpose"] for name in sglang.FEATURES)
+    plugin = found["sglang plugin"]
+    assert plugin["cause"] == "SGLang 0.5.2 is installed, expected 0.5.23 or later"
+    assert "pip install" in plugin["remedy"]
+    assert "What SGLang offers" in call("doctor").out
 
 
 def test_doctor_tells_how_to_install_vllm(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,6 @@ from rl_bridge.cli.pairs import (
     say_pair,
 )
 from rl_bridge.cli.screen import facts, plain, say_json, screen, size, status_text
-from rl_bridge.integrations.vllm import probe as vllm
 from rl_bridge.manifest.canonical import JSONValue
 from rl_bridge.memory.passes import default_threads
 from rl_bridge.transports import registry
@@ -44,6 +43,7 @@ _PURPOSES = {
     "torch module": "any torch.nn.Module: copy, alias and flip",
     "ray": "places trainer and rollouts; rl_bridge.ray carries versions between its actors",
     "vllm": "engines of vLLM; what of it works is told below",
+    "sglang": "engines of SGLang; what of it works is told below",
     "compiled pass": "copies and digests at memory speed, without the GIL",
 }
 
@@ -97,7 +97,8 @@ def _run_checks() -> list[_Check]:
     found = [("transports", registry.probe(name)) for name in registry.TRANSPORTS]
     found.append(("engines", Availability("torch module", "pass")))
     found += [("engines", probes.engine(name)) for name in probes.ENGINES]
-    found += [("what vLLM offers", item) for item in probes.vllm_features()]
+    for engine, name in (("vllm", "vLLM"), ("sglang", "SGLang")):
+        found += [(f"what {name} offers", item) for item in probes.engine_features(engine)]
     found += [("what NIXL offers", item) for item in probes.nixl_backends()]
     found.append(("clusters", probes.ray()))
     found.append(("machine", probes.compiled_pass()))
@@ -106,8 +107,9 @@ def _run_checks() -> list[_Check]:
 
 
 def _purpose(name: str) -> str:
-    if name in vllm.FEATURES:
-        return vllm.FEATURES[name].purpose
+    for engine in probes.ENGINES.values():
+        if name in engine.FEATURES:
+            return str(engine.FEATURES[name].purpose)
     if name.startswith(probes.NIXL_BACKEND):
         return BACKENDS.get(name.removeprefix(probes.NIXL_BACKEND), "")
     return probes.FEATURES[name][0] if name in probes.FEATURES else _PURPOSES.get(name, "")

@@ -7,10 +7,10 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from importlib import metadata
 
 from rl_bridge.errors import WeightBridgeError
 from rl_bridge.integrations.ray.library import INSTALL as INSTALL_RAY
+from rl_bridge.integrations.sglang import probe as sglang
 from rl_bridge.integrations.vllm import probe as vllm
 from rl_bridge.memory import leases, vm
 from rl_bridge.memory.holding import close_fd
@@ -26,17 +26,17 @@ __all__ = [
     "NIXL_BACKEND",
     "compiled_pass",
     "engine",
+    "engine_features",
     "feature",
     "nixl_backends",
     "ray",
-    "vllm_features",
 ]
 
 NIXL_BACKEND = "NIXL "
 """How the names of its backends begin."""
 
-# Engines of others that users ask for; the adapters join here as they are released.
-ENGINES = ("vllm", "sglang")
+# Engines of others that users ask for.
+ENGINES = {"vllm": vllm, "sglang": sglang}
 
 _CHILD_TIMEOUT_S = 20.0
 # What a consumer does first, with nothing but the standard library: open another process's segment.
@@ -185,23 +185,22 @@ def compiled_pass() -> Availability:
 
 
 def engine(name: str) -> Availability:
-    """Tell whether an engine of somebody else's can be served, without importing it.
+    """Tell whether one of `ENGINES` is installed, without importing it.
 
-    Importing one takes many seconds and may take the GPU. What of vLLM works is asked for by
-    `vllm_features`.
+    Importing one takes many seconds and may take the GPU. What of it works is asked for by
+    `engine_features`.
     """
-    if name == "vllm":
-        if vllm.version() is not None:
-            return Availability(name, "pass")
-        return Availability(
-            name, "blocked", "vllm is not installed", f"Install it: {vllm.INSTALL}."
-        )
-    remedy = "Give RolloutExecutor an adapter of your own: two methods, install and release."
-    if importlib.util.find_spec(name) is None:
-        cause = f"{name} is not installed, and its adapter is not part of this release"
-    else:
-        cause = f"{name} {_version_of(name)} is installed; its adapter is not part of this release"
+    found = ENGINES[name]
+    if found.version() is not None:
+        return Availability(name, "pass")
+    cause, remedy = f"{name} is not installed", f"Install it: {found.INSTALL}."
     return Availability(name, "blocked", cause, remedy)
+
+
+def engine_features(name: str) -> list[Availability]:
+    """What works with the engine that is installed, tried in a child; empty where none is."""
+    found: list[Availability] = ENGINES[name].probe()
+    return found
 
 
 def ray() -> Availability:
@@ -227,15 +226,3 @@ def nixl_backends() -> list[Availability]:
         else Availability(f"{NIXL_BACKEND}{name}", "blocked", cause, remedy)
         for name, cause in causes.items()
     ]
-
-
-def vllm_features() -> list[Availability]:
-    """What works with the vLLM that is installed, tried in a child; empty where none is."""
-    return vllm.probe()
-
-
-def _version_of(name: str) -> str:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return "(of unknown version)"

@@ -7,13 +7,14 @@ exchanges them back: the engine has the very objects again that it had before.
 
 import logging
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from rl_bridge.errors import IncompatibleUpdate, ProofFailed
 from rl_bridge.installers.base import InstallProof, TransactionalAdapter
+from rl_bridge.installers.finite import check_finite
 from rl_bridge.installers.threads import checked_threads
 from rl_bridge.installers.vllm.evidence import Evidence, Untouched
 from rl_bridge.installers.vllm.exchange import Exchange
@@ -93,9 +94,9 @@ class VLLMModelInstaller(TransactionalAdapter):
             for assembled in stage(plan, tensors, self._spares, self._config, staged):
                 evidence.add(assembled)
         except IncompatibleUpdate:
-            _check_finite(tensors, plan.landed)  # a canary names the layer, this the tensor
+            check_finite(tensors, plan.landed)  # a canary names the layer, this the tensor
             raise
-        _check_finite(tensors, plan.landed - _asked_about(plan, staged))
+        check_finite(tensors, plan.landed - _asked_about(plan, staged))
         evidence.seal(staged)
         self._evidence = evidence
 
@@ -258,24 +259,6 @@ def _asked_about(plan: LoadPlan, staged: Staged) -> set[str]:
         if any(user.leaf == "weight" and id(user.module) in modules for user in users):
             asked.update(step.source for step in steps if isinstance(step, Route))
     return asked
-
-
-def _check_finite(tensors: Mapping[str, torch.Tensor], names: Iterable[str]) -> None:
-    """Refuse NaN and Inf: a request that ran once with them leaves them in its cached blocks."""
-    for name in names:
-        tensor = tensors[name]
-        if not tensor.numel() or not tensor.is_floating_point():
-            continue
-        if tensor.element_size() == 1:
-            tensor = tensor.to(torch.float32)  # torch cannot compare float8
-        low, high = torch.aminmax(tensor)  # NaN wins over every number
-        if not (low.isfinite() and high.isfinite()):
-            bad = int((~torch.isfinite(tensor)).sum())
-            msg = (
-                f"tensor {name!r}: {bad} of its {tensor.numel()} numbers are NaN or Inf; the "
-                "engine keeps its version. See which training step made them."
-            )
-            raise IncompatibleUpdate(msg)
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -14,8 +14,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rl_bridge.errors import IncompatibleUpdate
-from rl_bridge.installers.vllm.parts import RELOAD, config_context
-from rl_bridge.installers.vllm.skeleton import Skeleton, Target
+from rl_bridge.installers.vllm import parts as vllm_parts
+from rl_bridge.installers.vllm.skeleton import EngineParts, Skeleton, Target
 
 __all__ = ["Fill", "LoadPlan", "Route", "View", "learn"]
 
@@ -26,7 +26,6 @@ _SHOWN = 5
 _NEVER, _SEEN = -(1 << 30), -(1 << 29)
 # What `item()` says of a tensor without memory: the position of the tensor, above this.
 _ITEM = float(1 << 52)
-_ELSEWHERE = f"Install it by {RELOAD}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,29 +124,31 @@ class LoadPlan:
 def learn(
     model: torch.nn.Module,
     kinds: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
-    vllm_config: Any,
+    config: Any,
     *,
     is_optional: Callable[[Target], bool] = lambda _: False,
+    parts: EngineParts = vllm_parts,
 ) -> LoadPlan:
     """Learn what the engine's loader does with tensors of these dtypes and shapes.
 
     Args:
         model: the serving model; only read.
         kinds: name -> dtype, shape, of an update's tensors.
-        vllm_config: the engine's configuration.
+        config: the engine's configuration.
         is_optional: whether checkpoints may come without a parameter.
+        parts: what is to be known of the engine.
 
     Raises:
         IncompatibleUpdate: the loader refuses a tensor, computes with one, leaves a parameter
             unwritten, or does not do twice the same.
 
     """
-    skeleton = Skeleton(model)
+    skeleton = Skeleton(model, parts)
     sources = {
         name: torch.empty(shape, dtype=dtype, device="meta")
         for name, (dtype, shape) in kinds.items()
     }
-    with config_context(vllm_config), torch.no_grad():
+    with parts.config_context(config), torch.no_grad():
         recorder = _Recorder(skeleton, sources)
         with recorder:
             _load(skeleton, sources.items())
@@ -160,7 +161,8 @@ def learn(
 def _load(skeleton: Skeleton, sources: Iterable[tuple[str, torch.Tensor]]) -> None:
     load: Any = getattr(skeleton.model, "load_weights", None)
     if load is None:
-        msg = f"{type(skeleton.model).__name__} has no load_weights. {_ELSEWHERE}."
+        kind = type(skeleton.model).__name__
+        msg = f"{kind} has no load_weights. Install it by {skeleton.elsewhere}."
         raise IncompatibleUpdate(msg)
     last = [""]
 
@@ -190,6 +192,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ha
         targets = self._targets = skeleton.targets
         self._buffers = {_storage(b): name for name, b in skeleton.model.named_buffers()}
         self._sources = sources
+        self._elsewhere = skeleton.elsewhere
         self._index = {_storage(target.meta): i for i, target in enumerate(targets)}
         self._names = {_storage(tensor): name for name, tensor in sources.items()}
         self._steps: dict[int, list[Route | Fill]] = {}
@@ -222,7 +225,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ha
             return  # the loader's own memory, on the way
         msg = (
             f"buffer {self._buffers[storage]!r} is loaded from the checkpoint; buffers cannot be "
-            f"made beside the serving layer. {_ELSEWHERE}."
+            f"made beside the serving layer. Install it by {self._elsewhere}."
         )
         raise IncompatibleUpdate(msg)
 
@@ -230,7 +233,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ha
         """Tensors of one element are often handed over as a number."""
         name = self._names.get(_storage(tensor))
         if name is None:
-            msg = f"the loader reads a number that it computed from the checkpoint. {_ELSEWHERE}."
+            msg = (
+                "the loader reads a number that it computed from the checkpoint. "
+                f"Install it by {self._elsewhere}."
+            )
             raise IncompatibleUpdate(msg)
         return _ITEM + list(self._sources).index(name)
 
@@ -256,7 +262,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ha
         else:
             msg = (
                 f"parameter {target.name!r} is computed from the checkpoint ({function}), not "
-                f"copied. {_ELSEWHERE}."
+                f"copied. Install it by {self._elsewhere}."
             )
             raise IncompatibleUpdate(msg)
         self._steps.setdefault(index, []).append(step)
@@ -293,11 +299,15 @@ def _check(
         with skeleton.holding(memory):
             _load(skeleton, numbered.items())
         for index, found in memory.items():
-            _compare(plan, index, found, numbered)
+            _compare(plan, index, found, numbered, skeleton.elsewhere)
 
 
 def _compare(
-    plan: LoadPlan, index: int, found: torch.Tensor, numbered: Mapping[str, torch.Tensor]
+    plan: LoadPlan,
+    index: int,
+    found: torch.Tensor,
+    numbered: Mapping[str, torch.Tensor],
+    elsewhere: str,
 ) -> None:
     target = plan.targets[index]
     for step in reversed(plan.steps[index]):  # what was written last stands
@@ -311,7 +321,7 @@ def _compare(
             what = "padding" if isinstance(step, Fill) else f"tensor {step.source!r}"
             msg = (
                 f"parameter {target.name!r}: the loader did not put {what} twice into the same "
-                f"place. {_ELSEWHERE}."
+                f"place. Install it by {elsewhere}."
             )
             raise IncompatibleUpdate(msg)
         part.fill_(_SEEN)

@@ -7,14 +7,42 @@ itself goes on serving.
 """
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 
-from rl_bridge.installers.vllm.parts import bound_anew, checkpoint_tensors, loaded_dtype
+from rl_bridge.installers.vllm import parts as vllm_parts
 
-__all__ = ["Skeleton", "Target", "User"]
+__all__ = ["EngineParts", "Skeleton", "Target", "User"]
+
+
+class EngineParts(Protocol):
+    """What a skeleton asks of the engine whose model it is: a module such as vLLM's ``parts``.
+
+    Attributes:
+        RELOAD: what serves models that cannot be served from a skeleton.
+
+    """
+
+    RELOAD: str
+
+    def config_context(self, config: Any, /) -> AbstractContextManager[object]:
+        """The context in which the engine's loaders expect to run."""
+
+    def checkpoint_tensors(self, layer: torch.nn.Module, /) -> Mapping[str, torch.Tensor]:
+        """A layer's parameters as they were before the engine processed them, on meta."""
+
+    def loaded_dtype(
+        self, layer: torch.nn.Module, leaf: str, parameter: torch.Tensor, /
+    ) -> torch.dtype:
+        """The dtype in which a parameter is loaded."""
+
+    def bound_anew(
+        self, attributes: Mapping[str, Any], live: torch.nn.Module, clone: torch.nn.Module, /
+    ) -> dict[str, Any]:
+        """A tensor's attributes with the methods of its layer bound to that layer's clone."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -70,8 +98,10 @@ class Target:
 class Skeleton:
     """The tree once more. Costs no memory for weights; the model is only read."""
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    def __init__(self, model: torch.nn.Module, parts: EngineParts = vllm_parts) -> None:
         """Walk `model`; modules that occur twice occur twice here, tied parameters stay tied."""
+        self._parts = parts
+        self.elsewhere = parts.RELOAD
         self.targets: list[Target] = []
         self._by_parameter: dict[object, Target] = {}
         self._clones: dict[int, torch.nn.Module] = {}
@@ -99,7 +129,7 @@ class Skeleton:
     def _parameters(
         self, module: torch.nn.Module, clone: torch.nn.Module, path: str
     ) -> dict[str, torch.Tensor | None]:
-        recorded = checkpoint_tensors(module)
+        recorded = self._parts.checkpoint_tensors(module)
         live = module._parameters  # noqa: SLF001 - as above
         made: dict[str, torch.Tensor | None] = {}
         for leaf in dict.fromkeys([*live, *recorded]):
@@ -116,9 +146,10 @@ class Skeleton:
             if target is None:
                 source = meta if meta is not None else parameter
                 assert source is not None
-                twin = source.detach().to("meta", dtype=loaded_dtype(module, leaf, source))
+                dtype = self._parts.loaded_dtype(module, leaf, source)
+                twin = source.detach().to("meta", dtype=dtype)
                 twin.__class__ = source.__class__
-                twin.__dict__.update(bound_anew(vars(source), module, clone))
+                twin.__dict__.update(self._parts.bound_anew(vars(source), module, clone))
                 target = Target(twin, is_consumed=is_consumed)
                 self._by_parameter[key] = target
                 self.targets.append(target)

@@ -1,0 +1,231 @@
+"""`SGLangModelInstaller`: installs updates into the model of one SGLang engine, all or nothing.
+
+SGLang's loaders write into the parameters that serve. So the model is copied aside first, byte for
+byte; after any failure, wherever the loader was, the copy is put back and compared.
+"""
+
+from collections import OrderedDict
+from collections.abc import Mapping
+
+import torch
+
+from rl_bridge.errors import IncompatibleUpdate, ProofFailed
+from rl_bridge.installers.base import InstallProof, TransactionalAdapter
+from rl_bridge.installers.finite import check_finite
+from rl_bridge.installers.sglang import parts
+from rl_bridge.installers.sglang.proof import LiveEvidence
+from rl_bridge.installers.snapshot import Snapshot, every_engine_tensor
+from rl_bridge.installers.threads import checked_threads
+from rl_bridge.installers.vllm.evidence import Untouched
+from rl_bridge.installers.vllm.memory_budget import check_budget, checked_budget
+from rl_bridge.installers.vllm.routes import LoadPlan, Route, learn
+from rl_bridge.manifest.model import WeightUpdateManifest
+
+__all__ = ["SGLangModelInstaller"]
+
+_PLANS = 4
+_SHOWN = 5
+
+
+class SGLangModelInstaller(TransactionalAdapter):
+    """Installs updates into one engine's model. Call it between two steps of the model.
+
+    The update's names, shapes and dtypes are those of a checkpoint of the model; where each tensor
+    goes (fused, tied, padded) is learned once from the engine's own loader.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        *,
+        memory_budget_nbytes: int | None = None,
+        num_threads: int | None = None,
+    ) -> None:
+        """Configure; the model is only looked at.
+
+        Args:
+            model: the model that SGLang loaded.
+            memory_budget_nbytes: what the copy that undo needs may take; None takes what the
+                machine has to give.
+            num_threads: threads that copy and digest; None takes the usable cores.
+
+        Raises:
+            ValueError: less than one thread, or a negative budget.
+
+        """
+        self._model = model
+        self._budget = checked_budget(memory_budget_nbytes)
+        self._num_threads = checked_threads(num_threads)
+        self._plans: OrderedDict[str, LoadPlan] = OrderedDict()
+        self._plan: LoadPlan | None = None
+        self._evidence: LiveEvidence | None = None
+        self._snapshot: Snapshot | None = None
+        self._untouched: Untouched | None = None
+        self._has_begun = False
+
+    def prepare(self, manifest: WeightUpdateManifest, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Learn where the tensors go, and copy the model aside; nothing of it is written.
+
+        Args:
+            manifest: the update's.
+            tensors: the imported update; empty where SGLang's own routes bring it.
+
+        Raises:
+            IncompatibleUpdate: names, shapes, dtypes, numbers that are not finite, or memory.
+
+        """
+        self.abandon()
+        plan = self._plan_of(manifest)
+        if tensors:
+            check_finite(tensors, plan.landed)
+        evidence = LiveEvidence(manifest, plan, tensors, num_threads=self._num_threads)
+        if self._snapshot is None:  # else an install is not undone: the copy of before it stands
+            engine = every_engine_tensor(self._model).values()
+            needed = sum(tensor.numel() * tensor.element_size() for tensor in engine)
+            check_budget(needed, self._budget, manifest.weight_version)
+            self._snapshot = Snapshot(self._model, num_threads=self._num_threads)
+        self._plan, self._evidence = plan, evidence
+
+    def begin(self) -> None:
+        """The model is written from now on: `undo` puts the copy back."""
+        assert self._plan is not None
+        written = [
+            user.module._parameters[user.leaf]  # noqa: SLF001 - torch has no other way in
+            for index in self._plan.steps
+            for user in self._plan.targets[index].users
+        ]
+        self._has_begun = True
+        self._untouched = Untouched(
+            self._model,
+            [item for item in written if item is not None],
+            num_threads=self._num_threads,
+        )
+
+    def install(self, manifest: WeightUpdateManifest, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Load by the engine's own loader. Prepares by itself where that was not done.
+
+        Raises:
+            Exception: the loader's. Call `undo`.
+
+        """
+        if self._evidence is None:
+            self.prepare(manifest, tensors)
+        self.begin()
+        load = getattr(self._model, "load_weights")  # noqa: B009 - only SGLang's modules have it
+        load(iter(tensors.items()))
+
+    def prove(self) -> InstallProof:
+        """Read what the engine holds.
+
+        Raises:
+            ProofFailed: it is not what was installed.
+
+        """
+        if self._evidence is None or self._untouched is None:
+            msg = "nothing was installed that could be proven. Call install first."
+            raise ProofFailed(msg)
+        proof = self._evidence.check()
+        self._untouched.check()
+        return proof
+
+    def undo(self) -> None:
+        """Put back the copy.
+
+        Raises:
+            TornEngine: a byte does not come back.
+
+        """
+        if self._has_begun:
+            assert self._snapshot is not None
+            self._snapshot.restore()
+            self._has_begun = False
+        self.abandon()
+
+    def abandon(self) -> None:
+        """Forget what was prepared; what the undo of a begun install needs stays."""
+        self._evidence = self._plan = None
+        if not self._has_begun:
+            self._snapshot = self._untouched = None
+
+    def commit(self) -> None:
+        """Let the copy go."""
+        self._has_begun = False
+        self.abandon()
+
+    def release(self, update_id: str) -> None:
+        """Nothing is kept of an update: the engine has memory of its own."""
+
+    # ---- inside ---------------------------------------------------------------------------------
+
+    def _plan_of(self, manifest: WeightUpdateManifest) -> LoadPlan:
+        table = manifest.table
+        plan = self._plans.get(table.digest)
+        if plan is None:
+            self._check_layers()
+            kinds = {
+                name: (getattr(torch, table.dtypes[row]), table.shapes[row])
+                for name, row in table.rows.items()
+            }
+            plan = learn(self._model, kinds, None, parts=parts)
+            _check_landed(plan, manifest)
+            _check_kinds(plan, kinds)
+            self._plans[table.digest] = plan
+            while len(self._plans) > _PLANS:
+                self._plans.popitem(last=False)
+        self._plans.move_to_end(table.digest)
+        return plan
+
+    def _check_layers(self) -> None:
+        for name, layer in self._model.named_modules():
+            reason = parts.unsupported(layer)
+            if reason is not None:
+                msg = (
+                    f"layer {name!r}: {reason}, so what it holds cannot be read. Install it by "
+                    f"{parts.RELOAD}."
+                )
+                raise IncompatibleUpdate(msg)
+
+
+def _check_landed(plan: LoadPlan, manifest: WeightUpdateManifest) -> None:
+    """SGLang's loaders skip what they do not know, with a warning at most."""
+    rows = manifest.table.rows
+    landed = {rows[name] for name in plan.landed}
+    lost = [name for name, row in rows.items() if row not in landed]
+    if lost:
+        msg = (
+            f"the engine's loader puts {len(lost)} tensors of the update nowhere: "
+            f"{lost[:_SHOWN]}. Publish the model that the engine serves, and no others."
+        )
+        raise IncompatibleUpdate(msg)
+
+
+def _check_kinds(plan: LoadPlan, kinds: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> None:
+    """Loaders cast, and cut off what is too long, without a word."""
+    routes: dict[str, list[Route]] = {}
+    for route in plan.routes():
+        routes.setdefault(route.source, []).append(route)
+    for name, taken in routes.items():
+        dtype, shape = kinds[name]
+        for route in taken:
+            target = plan.targets[route.target]
+            if dtype != target.meta.dtype:
+                msg = (
+                    f"tensor {name!r} is {_name(dtype)}, parameter {target.name!r} is "
+                    f"{_name(target.meta.dtype)}. Publish in the engine's dtype."
+                )
+                raise IncompatibleUpdate(msg)
+        if any(route.is_whole for route in taken):
+            continue
+        seen = torch.zeros(shape, dtype=torch.bool, device="cpu")
+        for route in taken:
+            route.source_view.once().of(seen).fill_(True)  # noqa: FBT003 - torch's own
+        if not seen.all():
+            msg = (
+                f"tensor {name!r} has shape {list(shape)}: the engine takes {int(seen.sum())} of "
+                f"its {seen.numel()} elements, expected all. Publish the model that it serves."
+            )
+            raise IncompatibleUpdate(msg)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,3 @@
+"""SGLang: its plugin, what runs in its scheduler, and the executor's adapter around an engine."""
+
+__all__: list[str] = []

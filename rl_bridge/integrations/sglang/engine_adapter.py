@@ -1,0 +1,295 @@
+"""`SGLangInstallAdapter`: a whole SGLang engine behind the executor's adapter.
+
+    executor = RolloutExecutor(
+        weight_bridge=bridge, weight_install_adapter=SGLangInstallAdapter(engine)
+    )
+    executor.update_weights(manifest)
+
+From the pause to the resume no request is computed. What SGLang answers to a load is not believed:
+the engine's own parameters are read, and after any failure put back, byte for byte.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from rl_bridge.errors import EngineLost, TornEngine, WeightUpdateRejectedError
+from rl_bridge.installers.base import InstallProof, TransactionalAdapter
+from rl_bridge.integrations.sglang.handles import PauseMode, handle_of
+from rl_bridge.integrations.sglang.routes import RouteName, route_of
+from rl_bridge.integrations.vllm.engine_adapter import default_label
+from rl_bridge.manifest.model import WeightUpdateManifest
+
+__all__ = ["CachePolicy", "SGLangInstallAdapter"]
+
+_LOG = logging.getLogger(__name__)
+
+CachePolicy = Literal["flush", "keep"]
+"""What becomes of cached prefixes that the old weights made: dropped, or left as they are."""
+
+
+class SGLangInstallAdapter(TransactionalAdapter):
+    """Installs updates into an SGLang engine: an ``Engine``, or a server by its URL.
+
+    The engine's environment needs rl_bridge, and no option: SGLang finds it as a plugin.
+    """
+
+    def __init__(
+        self,
+        engine: Any,
+        *,
+        route: RouteName = "import",
+        directory: str | Path | None = None,
+        pause: PauseMode = "retract",
+        cache: CachePolicy = "flush",
+        label: Callable[[WeightUpdateManifest], str] | None = default_label,
+        memory_budget_nbytes: int | None = None,
+        timeout_s: float = 600.0,
+        api_key: str | None = None,
+    ) -> None:
+        """Configure; the engine is not called.
+
+        Args:
+            engine: an ``Engine``, or a server's URL.
+            route: how bytes get into the engine. ``import``: its process reads the trainer's memory
+                by the update's transport. ``tensor``: SGLang's ``update_weights_from_tensor`` with
+                a flattened bucket in shared memory, for transports that reach only this process.
+                ``disk``: its ``update_weights_from_disk``.
+            directory: for ``disk``, where versions are written; it must outlive the engine.
+            pause: what running requests do. ``retract``: they go on with the new weights, computed
+                anew from their tokens. ``in_place``: they freeze and keep what the old weights
+                cached, so while there are any, ``cache="flush"`` refuses the update. ``abort``:
+                they end.
+            cache: what becomes of cached prefixes.
+            label: makes the version label that SGLang puts on outputs; None leaves it alone.
+            memory_budget_nbytes: what the copy of the engine's weights, which undo needs, may take;
+                None takes what there is.
+            timeout_s: deadline of each call to the engine.
+            api_key: of a server that asks for one; its admin's, where it has one.
+
+        Raises:
+            TypeError: no engine.
+            ValueError: no such route, pause or cache policy; a directory without ``disk``, or none.
+            WeightBridgeUnavailableError: what the engine or the route needs is missing here.
+
+        """
+        if pause not in {"retract", "in_place", "abort"}:
+            raise ValueError(f"pause={pause!r}: expected 'retract', 'in_place' or 'abort'.")
+        if cache not in {"flush", "keep"}:
+            raise ValueError(f"cache={cache!r}: expected 'flush' or 'keep'.")
+        self._handle = handle_of(engine, timeout_s, api_key)
+        self._route = route_of(route, self._handle, directory)
+        self._route_name = route
+        self._pause: PauseMode = pause
+        self._cache: CachePolicy = cache
+        self._label = label
+        self._options = {"memory_budget_nbytes": memory_budget_nbytes}
+        self._phases_ms: dict[str, float] = {}
+        self._manifest: WeightUpdateManifest | None = None
+        self._proof: InstallProof | None = None
+        # Each is noted before the step that it tells of: an interrupt may come behind any.
+        self._is_begun = self._is_paused = self._may_have_run = False
+        self._label_before: str | None = None
+        self._label_set: str | None = None
+
+    @property
+    def phases_ms(self) -> Mapping[str, float]:
+        """Phases of the update under way: pause, prove, cache, label."""
+        return self._phases_ms
+
+    # ---- the steps ------------------------------------------------------------------------------
+
+    def prepare(self, manifest: WeightUpdateManifest, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Compare with the engine's model, and copy that aside; nothing of it is written.
+
+        Raises:
+            IncompatibleUpdate: the update does not fit, or memory does not suffice.
+            EngineLost: the engine is gone.
+
+        """
+        self._phases_ms = {}
+        self._look_for_remains()
+        self._route.prepare(manifest, tensors)
+        self._manifest = manifest
+        self._handle.call(
+            "prepare",
+            manifest=manifest.to_json(),
+            options=self._options,
+            **{"import": self._route.imports},
+        )
+
+    def install(self, manifest: WeightUpdateManifest, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Pause, load by the route, and read what the engine holds then.
+
+        Raises:
+            WeightBridgeError: call `undo`.
+
+        """
+        self._manifest = manifest
+        meant = {"update_id": manifest.update_id}
+        self._timed("pause", self._stop)
+        self._is_begun = True
+        start = time.perf_counter()
+        self._handle.call("install", **meant)
+        self._route.load(manifest, tensors)
+        _LOG.info(
+            "version %d, %d bytes: loaded by route %s in %.3f s",
+            manifest.weight_version,
+            manifest.total_nbytes,
+            self._route_name,
+            time.perf_counter() - start,
+        )
+        self._timed("prove", self._prove)
+
+    def prove(self) -> InstallProof:
+        """What was found in the engine when it was installed."""
+        assert self._proof is not None
+        return self._proof
+
+    def resume(self) -> None:
+        """Drop what the old weights cached, set the label, and let requests go on.
+
+        Raises:
+            WeightUpdateRejectedError: requests hold cached prefixes.
+
+        """
+        assert self._manifest is not None
+        if self._cache == "flush":
+            self._timed("cache", self._flush)
+        if self._label is not None:
+            label = self._label(self._manifest)
+            self._timed("label", lambda: self._relabel(label))
+        self._may_have_run = True
+        self._go_on()
+
+    def undo(self) -> None:
+        """Put the weights back, with caches and label, and let requests go on.
+
+        Raises:
+            TornEngine: they do not come back, or the engine is gone.
+
+        """
+        try:
+            if self._is_begun:
+                self._back()
+            else:
+                self.abandon()
+        except EngineLost as error:
+            raise TornEngine(str(error)) from error
+        finally:
+            if not self._is_begun:
+                self._go_on()  # also where the pause itself failed, or was cut off
+
+    def abandon(self) -> None:
+        """Let the engine forget what was prepared."""
+        if self._is_begun:
+            return
+        try:
+            if self._manifest is not None:
+                meant, self._manifest = self._meant(), None
+                self._handle.call("undo", reason="the executor refused it", **meant)
+        finally:
+            self._go_on()
+
+    def commit(self) -> None:
+        """Let the engine's half acknowledge."""
+        self._handle.call("commit", **self._meant())
+        self._is_begun = self._may_have_run = False
+        self._manifest = self._label_before = None
+        self._route.ended(installed=True)
+
+    def release(self, update_id: str) -> None:
+        """Nothing is kept of an update: the engine has memory of its own."""
+
+    def describe(self) -> dict[str, Any]:
+        """What the engine holds: update, version, root."""
+        return self._handle.call("describe")
+
+    def close(self) -> None:
+        """Close the connection to a server; the engine goes on."""
+        self._handle.close()
+
+    # ---- inside ---------------------------------------------------------------------------------
+
+    def _look_for_remains(self) -> None:
+        """Take back what was left half-way, by this driver or by one that ended: it is no version.
+
+        Raises:
+            TornEngine: the weights do not come back.
+
+        """
+        found = self._handle.call("describe")
+        if not found["begun"]:
+            self._is_begun = False  # else the engine is another one now
+            return
+        _LOG.warning("update %s was left half-way: it is undone", found["pending"])
+        if self._is_begun:
+            self._back()
+        else:
+            self._stop()
+            self._handle.call("undo")
+            if not self._handle.flush()[0]:
+                _LOG.warning("requests hold cached prefixes of the update that was undone")
+        self._go_on()
+
+    def _prove(self) -> None:
+        reply = self._handle.call("prove", **self._meant())
+        self._proof = InstallProof(**reply["proof"])
+
+    def _back(self) -> None:
+        self._stop()  # again, where it is not known whether the engine goes on
+        self._handle.call("undo", **self._meant())
+        if self._may_have_run:
+            # Requests may have cached keys and values of what is undone now.
+            if not self._handle.flush()[0]:
+                msg = (
+                    "the engine keeps cached prefixes of the version that was undone. Call "
+                    "recover() when its requests are done."
+                )
+                raise TornEngine(msg)
+            self._may_have_run = False
+        if self._label_before is not None:
+            if self._handle.label() == self._label_set:  # else somebody set another one since
+                self._handle.set_label(self._label_before)
+            self._label_before = None
+        self._is_begun = False
+        self._manifest = None
+        self._route.ended(installed=False)
+
+    def _flush(self) -> None:
+        flushed, said = self._handle.flush()
+        if not flushed:
+            msg = (
+                f"cached prefixes of the old weights could not be dropped ({said}). Use "
+                "pause='retract' or 'abort', or cache='keep'."
+            )
+            raise WeightUpdateRejectedError(msg)
+
+    def _relabel(self, label: str) -> None:
+        self._label_before, self._label_set = self._handle.label(), label
+        self._handle.set_label(label)
+
+    def _stop(self) -> None:
+        self._is_paused = True
+        self._handle.pause(self._pause)
+
+    def _go_on(self) -> None:
+        if self._is_paused:
+            self._handle.resume()
+            self._is_paused = False
+
+    def _meant(self) -> dict[str, Any]:
+        """Names the update to the engine: by now it may have another driver's."""
+        return {} if self._manifest is None else {"update_id": self._manifest.update_id}
+
+    def _timed(self, phase: str, step: Callable[[], None]) -> None:
+        start = time.perf_counter()
+        try:
+            step()
+        finally:
+            spent = (time.perf_counter() - start) * 1e3
+            self._phases_ms[phase] = self._phases_ms.get(phase, 0.0) + spent

@@ -1,0 +1,318 @@
+"""The engine's part in an update: it imports, verifies, installs, proves and undoes.
+
+It lives in the scheduler's process, at the model, and is asked over `rl_bridge.integrations.sglang
+.plugin` by the executor's adapter: JSON in, JSON out. SGLang asks it between two steps.
+"""
+
+import json
+import logging
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from rl_bridge.bridge.acknowledgement import describe
+from rl_bridge.bridge.bridges import TensorBridge, make_weight_bridge
+from rl_bridge.bridge.steps import FineSteps
+from rl_bridge.errors import (
+    TornEngine,
+    WeightBridgeError,
+    WeightBridgeUnavailableError,
+    WeightUpdateRejectedError,
+)
+from rl_bridge.installers.base import InstallProof
+from rl_bridge.installers.sglang.model_installer import SGLangModelInstaller
+from rl_bridge.installers.sglang.parts import require, version
+from rl_bridge.integrations.vllm.frames import clear_frames
+from rl_bridge.lifecycle.table import State
+from rl_bridge.manifest.model import WeightUpdateManifest
+from rl_bridge.memory.imported import ImportedTensors
+
+__all__ = ["SGLangRank", "answer", "known_rank"]
+
+_LOG = logging.getLogger(__name__)
+
+Payload = Mapping[str, Any]
+Reply = dict[str, Any]
+
+_ATTRIBUTE = "_rl_bridge_rank"
+
+
+class SGLangRank:
+    """One engine's model with what is under way in it. Not thread-safe: SGLang asks in turn."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        """Look at the model; nothing is opened before the first update."""
+        self._model = model
+        self._options: Reply = {}
+        self._installer = SGLangModelInstaller(model)
+        self._bridges: dict[str, TensorBridge] = {}
+        self._active: WeightUpdateManifest | None = None
+        self._pending: WeightUpdateManifest | None = None
+        self._is_imported = False
+        self._tensors: Mapping[str, torch.Tensor] = {}
+        self._proof: InstallProof | None = None
+        self._timings_ms: dict[str, float] = {}
+        self._torn = ""
+        self.is_open = False
+        """Whether its model may be a mixture: between the begin of an install and its end."""
+
+    def describe(self) -> Reply:
+        """What it holds."""
+        active, pending = self._active, self._pending
+        return {
+            "sglang": version(),
+            "update_id": None if active is None else active.update_id,
+            "weight_version": None if active is None else active.weight_version,
+            "root": None if active is None else active.root,
+            "pending": None if pending is None else pending.update_id,
+            "begun": self.is_open,
+            "torn": self._torn,
+            "model": type(self._model).__name__,
+        }
+
+    def prepare(self, given: Payload) -> Reply:
+        """Import and verify, if this is where the update is imported; copy the model aside.
+
+        Raises:
+            WeightBridgeError: refused; nothing of the model was written.
+
+        """
+        _require_supported()
+        self._require_closed()
+        self._end("another update came before it was installed")
+        manifest = WeightUpdateManifest.from_json(str(given.get("manifest", "")))
+        self._configure(dict(given.get("options") or {}))
+        start = time.perf_counter()
+        self._pending, self._is_imported = manifest, bool(given.get("import"))
+        try:
+            if self._is_imported:
+                self._tensors = self._bridge(manifest).import_update(manifest)
+            imported = time.perf_counter()
+            self._installer.prepare(manifest, self._tensors)
+        except BaseException as error:
+            self._end(describe(error))
+            raise
+        self._timings_ms = {
+            "import": (imported - start) * 1e3,
+            "stage": (time.perf_counter() - imported) * 1e3,
+        }
+        return {"timings_ms": self._timings_ms}
+
+    def install(self, given: Payload) -> Reply:
+        """Load what was imported; or note that SGLang's own load comes next.
+
+        Raises:
+            Exception: the loader's. The executor asks for the undo.
+
+        """
+        manifest = self._meant(given)
+        start = time.perf_counter()
+        self.is_open = True
+        if self._is_imported:
+            self._installer.install(manifest, self._tensors)
+        else:
+            self._installer.begin()
+        self._timings_ms["install"] = (time.perf_counter() - start) * 1e3
+        return {"timings_ms": self._timings_ms}
+
+    def prove(self, given: Payload) -> Reply:
+        """Read what the model holds.
+
+        Raises:
+            ProofFailed: not this update.
+
+        """
+        manifest = self._meant(given)
+        start = time.perf_counter()
+        proof = self._installer.prove()
+        if proof.root != manifest.root:
+            msg = (
+                f"the engine holds root {proof.root}, expected {manifest.root}. Install the update "
+                "again."
+            )
+            raise WeightUpdateRejectedError(msg)
+        self._proof = proof
+        self._timings_ms["prove"] = (time.perf_counter() - start) * 1e3
+        return {"proof": proof.to_dict(), "timings_ms": self._timings_ms}
+
+    def undo(self, given: Payload) -> Reply:
+        """Put back what is not committed; without any, nothing happens.
+
+        Raises:
+            TornEngine: it could not be put back.
+            WeightUpdateRejectedError: that update is committed.
+
+        """
+        update_id = given.get("update_id")
+        if self._pending is None or update_id not in {None, self._pending.update_id}:
+            if update_id is not None and self._active is not None:
+                _refuse_committed(str(update_id), self._active)
+            return {}
+        try:
+            self._installer.undo()
+        except Exception as error:
+            self._torn = describe(error)
+            shown = self._pending.weight_version
+            msg = f"version {shown}: the undo failed: {self._torn}. Call recover()."
+            raise TornEngine(msg) from error
+        self._torn = ""
+        self.is_open = False
+        self._end(str(given.get("reason", "undone by the executor")))
+        return {}
+
+    def commit(self, given: Payload) -> Reply:
+        """Acknowledge the proven update; it is what an undo goes back to from now on.
+
+        Raises:
+            WeightUpdateRejectedError: there is none, or another one, or it is not proven.
+
+        """
+        if self._active is not None and self._active.update_id == given.get("update_id"):
+            return {}  # asked again, because the answer was lost
+        manifest = self._meant(given)
+        if self._proof is None:
+            msg = f"update {manifest.update_id} is not proven. Call prove first."
+            raise WeightUpdateRejectedError(msg)
+        proof, self._proof = self._proof, None
+        self._installer.commit()
+        self._active, self._pending, self.is_open = manifest, None, False
+        self._let_go()
+        if not self._is_imported:
+            return {}
+        bridge = self._bridge(manifest)
+        try:
+            bridge.acknowledge(
+                manifest.update_id, proof=proof.to_dict(), timings_ms=dict(self._timings_ms)
+            )
+        except WeightBridgeError as error:
+            # There is no way back, and none is needed: the engine has it.
+            _LOG.exception("version %d: its trainer is not told", manifest.weight_version)
+            return {"not_told": describe(error)}
+        finally:
+            # The model has memory of its own: the trainer's slot is free for the next version.
+            bridge.release_imported(manifest.update_id)
+        return {}
+
+    # ---- inside ---------------------------------------------------------------------------------
+
+    def _configure(self, options: Reply) -> None:
+        if options != self._options:
+            self._installer = SGLangModelInstaller(self._model, **options)
+            self._options = options
+
+    def _require_closed(self) -> None:
+        if self.is_open:
+            assert self._pending is not None
+            msg = (
+                f"update {self._pending.update_id} is installed and not committed. Let its driver "
+                "end it, or undo it, before the next one."
+            )
+            raise WeightUpdateRejectedError(msg)
+
+    def _meant(self, given: Payload) -> WeightUpdateManifest:
+        held = None if self._pending is None else self._pending.update_id
+        if self._pending is None or held != given.get("update_id"):
+            msg = (
+                f"update {given.get('update_id')} is not prepared here, {held} is. Let one driver "
+                "at a time update an engine, and publish a later version."
+            )
+            raise WeightUpdateRejectedError(msg)
+        return self._pending
+
+    def _bridge(self, manifest: WeightUpdateManifest) -> TensorBridge:
+        bridge = self._bridges.get(manifest.transport)
+        if bridge is None:
+            bridge = make_weight_bridge(manifest.transport, source_worker="sglang")
+            self._bridges[manifest.transport] = bridge
+        return bridge
+
+    def _end(self, reason: str) -> None:
+        """The pending update is refused or undone: tell its publisher."""
+        manifest, self._pending, self._proof = self._pending, None, None
+        if manifest is None:
+            return
+        self._installer.abandon()
+        self._let_go()
+        bridge = self._bridges.get(manifest.transport)
+        if bridge is None or not self._is_imported:
+            return
+        steps: list[Callable[[], object]] = [lambda: bridge.release_imported(manifest.update_id)]
+        if FineSteps(bridge).is_in(manifest, State.IMPORTED, State.VERIFIED):
+            # Else the import failed: the bridge knows whether that may be tried again.
+            steps.insert(0, lambda: bridge.reject(manifest.update_id, reason))
+        for step in steps:
+            try:
+                step()
+            except WeightBridgeError:
+                # The model is as it should be; that its trainer is not told must not change this.
+                _LOG.exception("version %d could not be rejected", manifest.weight_version)
+
+    def _let_go(self) -> None:
+        tensors, self._tensors = self._tensors, {}
+        if isinstance(tensors, ImportedTensors):
+            tensors.forget()  # a kept exception's frames must not keep the trainer's slot
+
+
+def _refuse_committed(update_id: str, active: WeightUpdateManifest) -> None:
+    if active.update_id == update_id:
+        msg = f"update {update_id} is committed: it cannot be undone. Publish a later version."
+        raise WeightUpdateRejectedError(msg)
+
+
+def _require_supported() -> None:
+    """Refuse engines whose processes cannot decide together yet."""
+    context = require("sglang.srt.runtime_context")
+    parallel, speculative = context.get_parallel(), context.get_spec()
+    for name in ("tp_size", "pp_size", "dp_size"):
+        degree = int(getattr(parallel, name) or 1)
+        if degree != 1:
+            msg = (
+                f"the engine has {name}={degree}, expected 1: its ranks cannot decide together "
+                "here. Use one engine and one executor for each replica."
+            )
+            raise WeightBridgeUnavailableError(msg)
+    if speculative.speculative_algorithm:
+        msg = (
+            f"the engine speculates by {speculative.speculative_algorithm}, expected none: the "
+            "draft model's weights are not proven. Start it without a draft model."
+        )
+        raise WeightBridgeUnavailableError(msg)
+
+
+def known_rank(model: torch.nn.Module) -> SGLangRank | None:
+    """The rank whose model this is, if anybody asked for it before."""
+    rank: SGLangRank | None = vars(model).get(_ATTRIBUTE)
+    return rank
+
+
+_VERBS: Mapping[str, Callable[[SGLangRank, Payload], Reply]] = {
+    "describe": lambda rank, _: rank.describe(),
+    "prepare": SGLangRank.prepare,
+    "install": SGLangRank.install,
+    "prove": SGLangRank.prove,
+    "undo": SGLangRank.undo,
+    "commit": SGLangRank.commit,
+}
+
+
+def answer(exporter: Any, text: str) -> str:
+    """Do what is asked. Never raises: a failure is an answer, too; SGLang would end for one."""
+    reply: Reply = {}
+    try:
+        given = json.loads(text)
+        if not isinstance(given, dict) or given.get("verb") not in _VERBS:
+            msg = f"{text[:80]!r} is no call. Pass an object with a verb of {sorted(_VERBS)}."
+            raise WeightUpdateRejectedError(msg)  # noqa: TRY301 - answered like all others
+        reply["call"] = given.get("call")
+        model = exporter.get_model()
+        rank = known_rank(model)
+        if rank is None:
+            rank = vars(model)[_ATTRIBUTE] = SGLangRank(model)
+        reply = {**reply, "ok": True, **_VERBS[given["verb"]](rank, given)}
+    except Exception as error:  # noqa: BLE001 - it is the answer
+        _LOG.warning("a call of rl_bridge failed", exc_info=True)
+        reply = {**reply, "ok": False, "type": type(error).__name__, "message": str(error)}
+        clear_frames(error)
+    return json.dumps(reply)

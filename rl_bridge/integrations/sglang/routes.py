@@ -1,0 +1,214 @@
+"""The ways by which an update's bytes get into the engine, each as SGLang has it.
+
+``import``: the engine's process imports and verifies the update itself, by the trainer's transport.
+``tensor``: ``update_weights_from_tensor`` with one flattened bucket in shared memory.
+``disk``: ``update_weights_from_disk`` with a checkpoint in a folder that the engine can read.
+"""
+
+import shutil
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from rl_bridge.errors import WeightBridgeUnavailableError, WeightUpdateRejectedError
+from rl_bridge.installers.finite import check_finite
+from rl_bridge.installers.sglang.parts import require
+from rl_bridge.integrations.sglang.handles import EngineHandle
+from rl_bridge.manifest.model import WeightUpdateManifest
+
+__all__ = ["Route", "RouteName", "route_of"]
+
+RouteName = Literal["import", "tensor", "disk"]
+
+_ALIGNED = 64
+# torch's sharing strategy is one for the whole process.
+_SHARING = threading.Lock()
+
+
+class Route(ABC):
+    """How bytes get into the engine. Called between the pause and the proof."""
+
+    imports = False
+    """Whether the engine's process imports the update itself."""
+
+    def __init__(self, handle: EngineHandle) -> None:
+        """Use `handle`; nothing is called."""
+        self._handle = handle
+
+    def prepare(self, manifest: WeightUpdateManifest, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Refuse what can be refused before the engine is asked."""
+        del manifest
+        check_finite(tensors, tensors)
+
+    @abstractmethod
+    def load(self, manifest: WeightUpdateManifest, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Let the engine load.
+
+        Raises:
+            WeightUpdateRejectedError: it refused, or its loader failed.
+
+        """
+
+    def ended(self, *, installed: bool) -> None:  # noqa: B027 - only some keep something
+        """The update is committed, or undone: what the other version needed may go."""
+
+    def _ask(self, route: str, **body: Any) -> None:
+        succeeded, said = self._handle.ask(route, **body)
+        if not succeeded:
+            msg = f"SGLang refused {route} ({said}). See the engine's log."
+            raise WeightUpdateRejectedError(msg)
+
+
+class ImportRoute(Route):
+    """Nothing to bring: our half in the engine does it all."""
+
+    imports = True
+
+    def prepare(self, manifest: WeightUpdateManifest, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Leave it to the engine's half."""
+
+    def load(self, manifest: WeightUpdateManifest, tensors: Mapping[str, torch.Tensor]) -> None:
+        """It was loaded by the call that began the install."""
+
+
+class TensorRoute(Route):
+    """One bucket in memory that the engine's process maps; it is used again for each update."""
+
+    def __init__(self, handle: EngineHandle) -> None:
+        """Use `handle`; needs sglang in this process, too.
+
+        Raises:
+            WeightBridgeUnavailableError: it is not.
+
+        """
+        super().__init__(handle)
+        self._serializer = require("sglang.srt.utils").MultiprocessingSerializer
+        self._metadata = require("sglang.srt.weight_sync.tensor_bucket").FlattenedTensorMetadata
+        self._bucket = torch.empty(0, dtype=torch.uint8, device="cpu")
+
+    def load(self, manifest: WeightUpdateManifest, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Open a session, load the bucket, close the session."""
+        del manifest
+        self._ask("begin_weight_update", selector="target")
+        # Whatever comes, the session is closed: an engine has only one.
+        try:
+            self._ask(
+                "update_weights_from_tensor",
+                serialized_named_tensors=[self._handle.payload(self._serialized(tensors))],
+                load_format="flattened_bucket",
+                flush_cache=False,
+                selector="target",
+            )
+        finally:
+            self._ask("end_weight_update")
+
+    def _serialized(self, tensors: Mapping[str, torch.Tensor]) -> bytes:
+        metadata, end = [], 0
+        for name, tensor in tensors.items():
+            start = -(-end // _ALIGNED) * _ALIGNED
+            end = start + tensor.nbytes
+            metadata.append(
+                self._metadata(name, tensor.shape, tensor.dtype, start, end, tensor.nbytes)
+            )
+        if self._bucket.nbytes != end:
+            self._bucket = torch.empty(end, dtype=torch.uint8, device="cpu")
+        for item in metadata:
+            place = self._bucket[item.start_idx : item.end_idx].view(item.dtype)
+            place.view(item.shape).copy_(tensors[item.name])
+        content = {"flattened_tensor": self._bucket, "metadata": metadata}
+        with _SHARING, _strategy(self._handle.sharing):
+            try:
+                serialized: bytes = self._serializer.serialize(content)
+            except RuntimeError as error:
+                msg = (
+                    f"torch cannot share memory from this process any more ({error}). SGLang's "
+                    "Engine.shutdown ends all children of its process, torch's memory manager "
+                    "too: use route='import', or update servers from a process without engines."
+                )
+                raise WeightBridgeUnavailableError(msg) from error
+        return serialized
+
+
+@contextmanager
+def _strategy(name: str) -> Iterator[None]:
+    sharing: Any = torch.multiprocessing  # which has no types
+    before = sharing.get_sharing_strategy()
+    sharing.set_sharing_strategy(name)
+    try:
+        yield
+    finally:
+        sharing.set_sharing_strategy(before)
+
+
+class DiskRoute(Route):
+    """A checkpoint for each version, in a folder that the engine can read."""
+
+    def __init__(self, handle: EngineHandle, directory: Path) -> None:
+        """Write below `directory`, which must outlive the engine: it names the folder it took.
+
+        Raises:
+            WeightBridgeUnavailableError: safetensors is missing.
+
+        """
+        super().__init__(handle)
+        try:
+            from safetensors.torch import save_file
+        except ImportError as error:
+            msg = "versions are written as safetensors. Install it: pip install 'rl-bridge[bench]'."
+            raise WeightBridgeUnavailableError(msg) from error
+        self._save = save_file
+        self._home = directory
+        self._initial: Path | None = None
+        self._active: Path | None = None
+        self._next: Path | None = None
+
+    def load(self, manifest: WeightUpdateManifest, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Write the version, and let the engine load it."""
+        if self._initial is None:
+            self._initial = Path(self._handle.model_path())
+        folder = self._home / f"v{manifest.weight_version}-{manifest.update_id}"
+        folder.mkdir(parents=True)
+        self._next = folder
+        for extra in self._initial.glob("*.json"):
+            if not extra.name.endswith(".index.json"):
+                shutil.copy(extra, folder)
+        content = {name: tensor.contiguous().clone() for name, tensor in tensors.items()}
+        self._save(content, folder / "model.safetensors", metadata={"format": "pt"})
+        self._ask(
+            "update_weights_from_disk",
+            model_path=str(folder),
+            load_format="safetensors",
+            flush_cache=False,
+        )
+
+    def ended(self, *, installed: bool) -> None:
+        """Remove the folder of the version that is no longer there."""
+        gone = self._active if installed else self._next
+        if installed:
+            self._active = self._next
+        self._next = None
+        if gone is not None:
+            shutil.rmtree(gone, ignore_errors=True)
+
+
+def route_of(name: str, handle: EngineHandle, directory: str | Path | None) -> Route:
+    """The route of that name.
+
+    Raises:
+        ValueError: no such route, or a folder that does not belong to it.
+        WeightBridgeUnavailableError: what it needs is missing here.
+
+    """
+    if name not in {"import", "tensor", "disk"}:
+        raise ValueError(f"route={name!r}: expected 'import', 'tensor' or 'disk'.")
+    if (directory is not None) != (name == "disk"):
+        raise ValueError(f"route={name!r} with directory={directory!r}: 'disk' needs one.")
+    if name == "disk":
+        assert directory is not None
+        return DiskRoute(handle, Path(directory))
+    return ImportRoute(handle) if name == "import" else TensorRoute(handle)

@@ -1,0 +1,1 @@
+"""The tests that run real SGLang engines. See `make test-sglang`."""

@@ -1,0 +1,191 @@
+"""Engines of this process: one at a time, started once for all tests of one kind of model."""
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from rl_bridge import (
+    RolloutExecutor,
+    SGLangInstallAdapter,
+    WeightUpdateManifest,
+    make_weight_bridge,
+)
+from tests.engines.models import Checkpoints, Kind
+from tests.engines.trainer import Trainer
+
+__all__ = ["PROMPTS", "SAMPLING", "Answers", "Bench", "Engines", "executor_for", "options"]
+
+PROMPTS: tuple[tuple[int, ...], ...] = ((1, 5, 9, 17, 33), (1, 100, 200), (*[7] * 40, 3, 4, 5))
+SAMPLING = {"temperature": 0, "max_new_tokens": 16, "ignore_eos": True}
+PLANT = "tests.sglang.faults.plant"
+
+Answers = list[tuple[Any, ...]]
+"""For each prompt the tokens, and the log-probabilities of the first candidates of each."""
+
+
+def options(path: str) -> dict[str, Any]:
+    """What every engine of these tests is started with."""
+    return {
+        "model_path": path,
+        "device": "cpu",
+        "dtype": "float32",
+        "attention_backend": "torch_native",
+        "sampling_backend": "pytorch",
+        "disable_cuda_graph": True,
+        "disable_overlap_schedule": True,
+        "skip_tokenizer_init": True,
+        "skip_server_warmup": True,
+        "mem_fraction_static": 0.3,
+        "max_total_tokens": 4096,
+        "random_seed": 0,
+        "log_level": "error",
+        "custom_weight_loader": [PLANT],
+    }
+
+
+def read(outputs: Sequence[dict[str, Any]]) -> Answers:
+    """Tokens and log-probabilities of what SGLang answered."""
+    return [
+        (
+            tuple(output["output_ids"]),
+            tuple(
+                candidate[0]
+                for position in output["meta_info"]["output_top_logprobs"]
+                for candidate in position
+            ),
+        )
+        for output in outputs
+    ]
+
+
+@contextmanager
+def executor_for(engine: Any, **options: Any) -> Iterator[RolloutExecutor]:
+    """An executor of its own bridge around an engine."""
+    with (
+        make_weight_bridge("shared-memory", source_worker="rollout") as bridge,
+        closing(SGLangInstallAdapter(engine, **options)) as adapter,
+        RolloutExecutor(
+            weight_bridge=bridge, weight_install_adapter=adapter, suspicious="off"
+        ) as executor,
+    ):
+        yield executor
+
+
+@dataclass(slots=True)
+class Bench:
+    """An engine, a trainer, and what fresh engines of its two versions answer and hold.
+
+    Attributes:
+        holds: which of the two the engine holds.
+
+    """
+
+    engine: Any
+    kind: Kind
+    weights: Sequence[dict[str, torch.Tensor]]
+    fresh: Sequence[Answers]
+    sums: Sequence[dict[str, str]]
+    trainer: Trainer = field(default_factory=Trainer)
+    holds: int = 0
+
+    def answers(self) -> Answers:
+        """Ask the engine; no prefix of an earlier question is used."""
+        return answers_of(self.engine)
+
+    def next(self, **changed: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The weights that it does not hold."""
+        return {**self.weights[1 - self.holds], **changed}
+
+    def update(self, executor: RolloutExecutor) -> WeightUpdateManifest:
+        """Install the version that it does not hold."""
+        manifest = self.trainer.publish(self.next())
+        executor.update_weights(manifest)
+        self.holds = 1 - self.holds
+        return manifest
+
+    def check(self, what: object = "") -> None:
+        """It holds and answers what a fresh engine of its version does."""
+        assert sums_of(self.engine) == self.sums[self.holds], what
+        assert self.answers() == self.fresh[self.holds], what
+
+    def plant(self, point: str, nth: int = 0) -> None:
+        """Plant a fault in the scheduler's process."""
+        self._call({"point": point, "nth": nth})
+
+    def uproot(self) -> None:
+        """Take it out."""
+        self._call({"point": ""})
+
+    def _call(self, what: dict[str, Any]) -> None:
+        # SGLang's hook for loaders of the user's own brings tests into its process.
+        assert self.engine.begin_weight_update()[0]
+        named = [(json.dumps(what), torch.zeros(1))]
+        done = self.engine.update_weights_from_tensor(named, load_format=PLANT, flush_cache=False)
+        assert done[0], done
+        assert self.engine.end_weight_update()[0]
+
+
+def answers_of(engine: Any) -> Answers:
+    assert engine.flush_cache().success
+    prompts = [list(prompt) for prompt in PROMPTS]
+    outputs = engine.generate(
+        input_ids=prompts, sampling_params=SAMPLING, return_logprob=True, top_logprobs_num=3
+    )
+    return read(outputs)
+
+
+def sums_of(engine: Any) -> dict[str, str]:
+    """SGLang's own checksums of all parameters."""
+    from sglang.srt.managers.io_struct import CheckWeightsReqInput
+
+    found = engine.loop.run_until_complete(
+        engine.tokenizer_manager.check_weights(CheckWeightsReqInput(action="checksum"))
+    )
+    (rank,) = found[2]
+    return dict(rank["checksums"])
+
+
+class Engines:
+    """Starts engines, one at a time: SGLang keeps the settings of one in a process."""
+
+    def __init__(self, checkpoints: Checkpoints) -> None:
+        """Begin with none."""
+        self._checkpoints = checkpoints
+        self._engine: Any = None
+        self._bench: Bench | None = None
+
+    def bench(self, kind: Kind) -> Bench:
+        """The engine of that kind; another one is ended for it."""
+        if self._bench is None or self._bench.kind != kind:
+            self.close()
+            second = self._start(kind, 1)
+            answers, sums = answers_of(second), sums_of(second)
+            first = self._start(kind, 0)
+            self._bench = Bench(
+                first,
+                kind,
+                [self._checkpoints.weights(kind, version) for version in (0, 1)],
+                [answers_of(first), answers],
+                [sums_of(first), sums],
+            )
+        return self._bench
+
+    def _start(self, kind: Kind, version: int) -> Any:
+        import sglang
+
+        self.close()
+        self._engine = sglang.Engine(**options(self._checkpoints.path(kind, version)))
+        return self._engine
+
+    def close(self) -> None:
+        """End it."""
+        if self._bench is not None:
+            self._bench.trainer.bridge.close()
+            self._bench = None
+        if self._engine is not None:
+            self._engine.shutdown()
+            self._engine = None

@@ -1,0 +1,121 @@
+"""Faults in an engine's scheduler process, planted from outside.
+
+`plant` is called there by SGLang, as a custom weight loader. Each fault hits the n-th tensor (from
+0) that the engine's own loader is given; nothing else is replaced.
+"""
+
+import json
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+
+from rl_bridge.installers.snapshot import Snapshot
+
+__all__ = ["plant"]
+
+Named = tuple[str, torch.Tensor]
+_originals: list[tuple[Any, str, Any]] = []
+
+
+class PlantedError(Exception):
+    """What a test planted."""
+
+
+def plant(model: torch.nn.Module, named: list[Named]) -> None:
+    """Take the last fault out, and plant the one that the first tensor's name tells of."""
+    while _originals:
+        owner, name, original = _originals.pop()
+        setattr(owner, name, original)
+    what = json.loads(named[0][0])
+    if what["point"]:
+        _POINTS[what["point"]](model, what["nth"])
+
+
+def _patch(owner: Any, name: str, made: Any) -> None:
+    _originals.append((owner, name, vars(owner)[name]))
+    setattr(owner, name, made)
+
+
+def _around_load(
+    model: torch.nn.Module, change: Callable[[int, Named], Iterable[Named]], end: Any = None
+) -> None:
+    """Put something between the tensors and the loader of the serving model."""
+    original = vars(type(model))["load_weights"]
+
+    def load_weights(self: Any, weights: Iterable[Named], *args: Any, **kwargs: Any) -> Any:
+        if self is not model:
+            # The skeleton on which routes are learned.
+            return original(self, weights, *args, **kwargs)
+
+        def changed() -> Iterator[Named]:
+            for index, item in enumerate(weights):
+                yield from change(index, item)
+
+        done = original(self, changed(), *args, **kwargs)
+        if end is not None:
+            end()
+        return done
+
+    _patch(type(model), "load_weights", load_weights)
+
+
+def _fail(model: torch.nn.Module, nth: int) -> None:
+    """Raise before the n-th tensor."""
+
+    def change(index: int, item: Named) -> Iterable[Named]:
+        if index == nth:
+            msg = f"planted at tensor {index}"
+            raise PlantedError(msg)
+        return [item]
+
+    _around_load(model, change)
+
+
+def _wrong(model: torch.nn.Module, nth: int) -> None:
+    """Load another number in the n-th tensor; nothing raises."""
+
+    def change(index: int, item: Named) -> Iterable[Named]:
+        name, tensor = item
+        if index == nth:
+            tensor = tensor.clone()
+            flip_byte(tensor)
+        return [(name, tensor)]
+
+    _around_load(model, change)
+
+
+def _lost(model: torch.nn.Module, nth: int) -> None:
+    """Leave the n-th tensor out; nothing raises."""
+    _around_load(model, lambda index, item: [] if index == nth else [item])
+
+
+def _buffer(model: torch.nn.Module, nth: int) -> None:
+    """Change the n-th buffer behind the load."""
+    buffers = [buffer for _, buffer in model.named_buffers() if buffer.numel()]
+    _around_load(model, lambda _, item: [item], end=lambda: flip_byte(buffers[nth]))
+
+
+def _undo(model: torch.nn.Module, nth: int) -> None:
+    """Fail at the n-th tensor, and in the undo as well."""
+    _fail(model, nth)
+
+    def restore(self: Snapshot) -> None:
+        msg = "planted in the undo"
+        raise PlantedError(msg)
+
+    _patch(Snapshot, "restore", restore)
+
+
+def flip_byte(tensor: torch.Tensor) -> None:
+    """Change the lowest bit of a tensor's last byte."""
+    tensor.detach().reshape(-1).view(torch.uint8)[-1] ^= 1
+
+
+_POINTS: dict[str, Callable[[torch.nn.Module, int], None]] = {
+    "fail": _fail,
+    "wrong": _wrong,
+    "lost": _lost,
+    "buffer": _buffer,
+    "undo": _undo,
+}

@@ -1,0 +1,131 @@
+"""SGLang's HTTP server in a process of its own."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from rl_bridge.testing.processes import until
+from tests.sglang.bench import PROMPTS, SAMPLING, Answers, options, read
+
+__all__ = ["KEY", "Served", "served"]
+
+ROOT = Path(__file__).resolve().parents[2]
+START_S = 240
+END_S = 30
+CALL_S = 120
+KEY = "a key of the test's own"
+
+
+@dataclass(slots=True)
+class Served:
+    """A server that is ready."""
+
+    url: str
+    process: "subprocess.Popen[bytes]"
+
+    def call(self, path: str, *, method: str = "POST", **request: Any) -> httpx.Response:
+        """Call one route."""
+        headers = {"Authorization": f"Bearer {KEY}"}
+        return httpx.request(
+            method, f"{self.url}/{path}", timeout=CALL_S, headers=headers, **request
+        )
+
+    def generate(self, prompts: Sequence[Sequence[int]], **sampling: Any) -> list[dict[str, Any]]:
+        """What it answers to prompts that it computes together."""
+        reply = self.call(
+            "generate",
+            json={
+                "input_ids": [list(prompt) for prompt in prompts],
+                "sampling_params": {**SAMPLING, **sampling},
+                "return_logprob": True,
+                "top_logprobs_num": 3,
+            },
+        )
+        assert reply.is_success, reply.text
+        outputs: list[dict[str, Any]] = reply.json()
+        return outputs
+
+    def answers(self) -> Answers:
+        """What it answers; no prefix of an earlier question is used."""
+        assert self.call("flush_cache").is_success
+        return read(self.generate(PROMPTS))
+
+    def sums(self) -> dict[str, str]:
+        """SGLang's own checksums of all parameters."""
+        (rank,) = self.call("weights_checker", json={"action": "checksum"}).json()["ranks"]
+        return dict(rank["checksums"])
+
+    def label(self) -> str:
+        """The version that it says."""
+        return str(self.call("model_info", method="GET").json()["weight_version"])
+
+    def stream(
+        self, prompt: Sequence[int], tokens: int, on_first: Callable[[], None]
+    ) -> dict[str, Any]:
+        """One request's last output; tells when the first token is there."""
+        body = {
+            "input_ids": list(prompt),
+            "sampling_params": {**SAMPLING, "max_new_tokens": tokens},
+            "stream": True,
+        }
+        headers = {"Authorization": f"Bearer {KEY}"}
+        url, last = f"{self.url}/generate", ""
+        with httpx.stream("POST", url, json=body, headers=headers, timeout=CALL_S) as reply:
+            for line in reply.iter_lines():
+                if line.startswith("data: {"):
+                    last = line.removeprefix("data: ")
+                    on_first()
+        output: dict[str, Any] = json.loads(last)
+        return output
+
+    def end(self) -> None:
+        """Kill it, with all of its processes."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait(END_S)
+
+
+@contextmanager
+def served(path: str, log: Path) -> Iterator[Served]:
+    """Start it; it is killed with the block."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    flags = ["--host", "127.0.0.1", "--port", str(port), "--admin-api-key", KEY, "--api-key", KEY]
+    for name, value in options(path).items():
+        flags.append(f"--{name.replace('_', '-')}")
+        if value is not True:
+            flags += value if isinstance(value, list) else [str(value)]
+    with log.open("wb") as written:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "sglang.launch_server", *flags],
+            cwd=ROOT,
+            env=dict(os.environ),
+            stdout=written,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    server = Served(f"http://127.0.0.1:{port}", process)
+    try:
+        until(lambda: _is_ready(server), what=f"server is ready, see {log}", deadline_s=START_S)
+        yield server
+    finally:
+        server.end()
+
+
+def _is_ready(server: Served) -> bool:
+    assert server.process.poll() is None, "the server ended by itself"
+    try:
+        return bool(server.call("health", method="GET").is_success)
+    except httpx.TransportError:
+        return False

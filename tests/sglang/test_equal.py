@@ -1,0 +1,51 @@
+"""After each update an engine holds and answers, to the bit, what a fresh one does."""
+
+from pathlib import Path
+
+import pytest
+
+from rl_bridge import WeightUpdateRejectedError
+from rl_bridge.integrations.sglang.routes import RouteName
+from tests.engines.models import Kind
+from tests.sglang.bench import Bench, Engines, executor_for
+
+ROUTES: tuple[RouteName, ...] = ("import", "tensor", "disk")
+
+
+def folder(route: RouteName, tmp_path: Path) -> Path | None:
+    return tmp_path / "versions" if route == "disk" else None
+
+
+def alternate(bench: Bench, route: RouteName, tmp_path: Path, times: int) -> None:
+    with executor_for(bench.engine, route=route, directory=folder(route, tmp_path)) as executor:
+        for turn in range(times):
+            bench.plant("fail", nth=turn % len(bench.weights[0]))
+            refused = bench.trainer.publish(bench.next())
+            with pytest.raises(WeightUpdateRejectedError, match="planted"):
+                executor.update_weights(refused)
+            bench.check(f"after failure {turn}")
+            bench.uproot()
+            manifest = bench.update(executor)
+            bench.check(f"after update {turn}")
+            ack = executor.last_ack
+            assert ack is not None
+            assert ack.proof.root == manifest.root
+            assert ack.proof.method == "digest"
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [Kind("qwen2", tied=True), Kind("llama"), Kind("llama", tied=True)],
+    ids=str,
+)
+def test_an_updated_engine_equals_a_fresh_one(kind: Kind, engines: Engines, tmp_path: Path) -> None:
+    bench = engines.bench(kind)
+    for route in ROUTES:
+        alternate(bench, route, tmp_path, 2)
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_twenty_updates_with_failures_mixed_in_equal_fresh_engines(
+    route: RouteName, bench: Bench, tmp_path: Path
+) -> None:
+    alternate(bench, route, tmp_path, 20 if route == "import" else 4)

@@ -1,0 +1,53 @@
+"""``success: true`` proves nothing: what the engine holds is read."""
+
+from pathlib import Path
+
+import pytest
+
+from rl_bridge import ProofFailed
+from rl_bridge.integrations.sglang.routes import RouteName
+from tests.sglang.bench import Bench, executor_for, sums_of
+from tests.sglang.test_equal import ROUTES, folder
+
+
+@pytest.mark.parametrize("fault", ["wrong", "lost"])
+def test_a_wrong_tensor_is_found_whichever_it_is(fault: str, bench: Bench) -> None:
+    with executor_for(bench.engine) as executor:
+        for nth, name in enumerate(bench.weights[0]):
+            bench.plant(fault, nth)
+            manifest = bench.trainer.publish(bench.next())
+            named = name.replace(".", r"\.")
+            with pytest.raises(ProofFailed, match=named):
+                executor.update_weights(manifest)
+            assert sums_of(bench.engine) == bench.sums[bench.holds], name
+        bench.check()
+
+
+@pytest.mark.parametrize("route", ROUTES[1:])
+def test_sglang_says_success_and_the_weight_is_wrong(
+    route: RouteName, bench: Bench, tmp_path: Path
+) -> None:
+    with executor_for(bench.engine, route=route, directory=folder(route, tmp_path)) as executor:
+        bench.plant("wrong", 5)
+        with pytest.raises(ProofFailed, match="does not hold tensor"):
+            executor.update_weights(bench.trainer.publish(bench.next()))
+        bench.check()
+
+
+def test_a_buffer_that_no_update_writes_must_stay_as_it_is(bench: Bench) -> None:
+    with executor_for(bench.engine) as executor:
+        bench.plant("buffer")
+        with pytest.raises(ProofFailed, match="what it was before the install"):
+            executor.update_weights(bench.trainer.publish(bench.next()))
+        bench.check()
+
+
+def test_the_acknowledgement_carries_the_proof_and_its_timings(bench: Bench) -> None:
+    with executor_for(bench.engine) as executor:
+        manifest = bench.update(executor)
+        ack = executor.last_ack
+        assert ack is not None
+        assert ack.proof.root == manifest.root
+        assert ack.proof.tensors == len(bench.weights[0])
+        assert ack.proof.digested_nbytes == sum(w.nbytes for w in bench.weights[0].values())
+        assert {"pause", "install", "prove", "cache", "label"} <= ack.timings_ms.keys()

@@ -1,0 +1,176 @@
+"""A server by its URL: the same transaction, with requests under way."""
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rl_bridge import (
+    EngineLost,
+    RolloutExecutor,
+    TornEngine,
+    WeightBridgeUnavailableError,
+    WeightUpdateRejectedError,
+)
+from rl_bridge.integrations.sglang.handles import PauseMode
+from rl_bridge.integrations.sglang.routes import RouteName
+from tests.engines.models import Checkpoints, Kind
+from tests.engines.trainer import Trainer
+from tests.sglang.bench import Engines, executor_for
+from tests.sglang.served import KEY, Served, served
+from tests.sglang.test_equal import ROUTES, folder
+
+KIND = Kind("qwen2")
+WAIT_S = 120
+
+
+@pytest.fixture(scope="module")
+def server(
+    checkpoints: Checkpoints, engines: Engines, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Served]:
+    engines.bench(KIND)  # first: whoever ends an engine of this process ends all of its children
+    log = tmp_path_factory.mktemp("served") / "log"
+    with served(checkpoints.path(KIND, 0), log) as server:
+        yield server
+
+
+class Alternating:
+    """Updates to the version that the server does not hold; begins with the second one."""
+
+    def __init__(self, server: Served, engines: Engines, trainer: Trainer) -> None:
+        self.server = server
+        self.bench = engines.bench(KIND)
+        self.trainer = trainer
+        self.holds = self.bench.sums.index(server.sums())
+
+    def next(self) -> dict[str, torch.Tensor]:
+        return self.bench.weights[1 - self.holds]
+
+    def update(self, executor: RolloutExecutor) -> str:
+        """The label that it has then."""
+        manifest = self.trainer.publish(self.next())
+        executor.update_weights(manifest)
+        self.holds = 1 - self.holds
+        return f"{manifest.weight_version}@{manifest.root}"
+
+    def check(self) -> None:
+        assert self.server.sums() == self.bench.sums[self.holds]
+        assert self.server.answers() == self.bench.fresh[self.holds]
+
+
+@pytest.fixture
+def alternating(server: Served, engines: Engines, trainer: Trainer) -> Alternating:
+    return Alternating(server, engines, trainer)
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_a_server_takes_updates_by_each_route(
+    route: RouteName, alternating: Alternating, tmp_path: Path
+) -> None:
+    options = {"route": route, "directory": folder(route, tmp_path), "api_key": KEY}
+    with executor_for(alternating.server.url, **options) as executor:
+        for _ in range(2):
+            label = alternating.update(executor)
+            alternating.check()
+            assert alternating.server.label() == label
+
+
+def test_a_server_does_nothing_without_its_key(alternating: Alternating) -> None:
+    with executor_for(alternating.server.url, api_key="another") as executor:
+        with pytest.raises(WeightBridgeUnavailableError, match="api_key"):
+            executor.update_weights(alternating.trainer.publish(alternating.next()))
+        alternating.check()
+
+
+class Request:
+    """A request that has begun: its first token is there."""
+
+    def __init__(self, server: Served) -> None:
+        self._pool = ThreadPoolExecutor(1)
+        self._has_begun = threading.Event()
+        self._done: Future[dict[str, Any]] = self._pool.submit(
+            lambda: server.stream([1, 2, 3], TOKENS, self._has_begun.set)
+        )
+        assert self._has_begun.wait(WAIT_S)
+        assert not self._done.done(), "the request was over before the update began"
+
+    def output(self) -> dict[str, Any]:
+        output = self._done.result(WAIT_S)
+        self._pool.shutdown()
+        return output
+
+
+TOKENS = 480
+
+
+@pytest.mark.parametrize("pause", ["retract", "in_place"])
+def test_a_running_request_tells_which_tokens_come_from_which_version(
+    pause: PauseMode, alternating: Alternating
+) -> None:
+    server = alternating.server
+    cache = "flush" if pause == "retract" else "keep"
+    before = server.label()
+    with executor_for(server.url, pause=pause, cache=cache, api_key=KEY) as executor:
+        request = Request(server)
+        label = alternating.update(executor)
+        spans = request.output()["meta_info"]["weight_versions"]
+    assert [span["version"] for span in spans] == [before, label]
+    assert spans[0]["start"] == 0
+    assert spans[0]["end"] == spans[1]["start"]
+    assert spans[1]["end"] == TOKENS
+    alternating.check()
+
+
+def test_a_cache_that_live_requests_hold_refuses_the_update_and_all_goes_back(
+    alternating: Alternating,
+) -> None:
+    """SGLang reports a failure then, although the weights have changed."""
+    server = alternating.server
+    before = server.label()
+    with executor_for(server.url, pause="in_place", api_key=KEY) as executor:
+        request = Request(server)
+        with pytest.raises(WeightUpdateRejectedError, match="Use pause='retract'"):
+            executor.update_weights(alternating.trainer.publish(alternating.next()))
+        output = request.output()
+    assert {span["version"] for span in output["meta_info"]["weight_versions"]} == {before}
+    (alone,) = server.generate([[1, 2, 3]], max_new_tokens=TOKENS)
+    assert output["output_ids"] == alone["output_ids"]
+    alternating.check()
+
+
+def test_abort_ends_running_requests(alternating: Alternating) -> None:
+    server = alternating.server
+    with executor_for(server.url, pause="abort", api_key=KEY) as executor:
+        request = Request(server)
+        alternating.update(executor)
+        assert request.output()["meta_info"]["finish_reason"]["type"] == "abort"
+    alternating.check()
+
+
+def test_a_server_that_is_killed_is_told_within_the_deadline(
+    checkpoints: Checkpoints, engines: Engines, tmp_path: Path, trainer: Trainer
+) -> None:
+    bench = engines.bench(KIND)
+    with (
+        served(checkpoints.path(KIND, 0), tmp_path / "log") as server,
+        executor_for(server.url, api_key=KEY) as executor,
+    ):
+        executor.update_weights(trainer.publish(bench.weights[1]))
+        killer = threading.Thread(target=server.end)
+        adapter = executor.weight_install_adapter
+        original = adapter._route.load  # type: ignore[union-attr]
+
+        def killed(*arguments: Any) -> None:
+            killer.start()
+            killer.join(WAIT_S)
+            original(*arguments)
+
+        adapter._route.load = killed  # type: ignore[union-attr]
+        with pytest.raises((EngineLost, TornEngine)):
+            executor.update_weights(trainer.publish(bench.weights[0]))
+        with pytest.raises(TornEngine):
+            executor.check_servable()

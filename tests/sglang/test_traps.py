@@ -1,0 +1,119 @@
+"""Traps of SGLang's own routes, each by its name."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from rl_bridge import IncompatibleUpdate, WeightUpdateRejectedError
+from rl_bridge.integrations.sglang.engine_adapter import SGLangInstallAdapter
+from tests.sglang.bench import Bench, executor_for
+
+QKV = "model.layers.0.self_attn.{}_proj.weight"
+
+
+def refused(bench: Bench, weights: dict[str, torch.Tensor], match: str, **options: Any) -> None:
+    """The update is refused, and nothing of the engine was touched."""
+    with executor_for(bench.engine, **options) as executor:
+        with pytest.raises(IncompatibleUpdate, match=match):
+            executor.update_weights(bench.trainer.publish(weights))
+        bench.check(match)
+
+
+def test_a_second_session_is_refused_and_nothing_is_touched(bench: Bench) -> None:
+    """SGLang has one session; who begins another one is refused, and must not end the first."""
+    assert bench.engine.begin_weight_update()[0]
+    with executor_for(bench.engine, route="tensor") as executor:
+        with pytest.raises(WeightUpdateRejectedError, match="already open"):
+            executor.update_weights(bench.trainer.publish(bench.next()))
+        assert bench.engine.end_weight_update()[0], "the first one's session was ended"
+        bench.check()
+        bench.update(executor)
+        bench.check()
+
+
+def test_a_failed_load_leaves_no_session_open(bench: Bench) -> None:
+    with executor_for(bench.engine, route="tensor") as executor:
+        bench.plant("fail", 7)
+        with pytest.raises(WeightUpdateRejectedError, match="planted at tensor 7"):
+            executor.update_weights(bench.trainer.publish(bench.next()))
+        assert not bench.engine.end_weight_update()[0]
+        bench.check()
+
+
+def test_the_parameter_that_get_weights_by_name_cannot_tell_is_proven_all_the_same(
+    bench: Bench,
+) -> None:
+    """Qwen2 has no such method, so SGLang answers nothing, for any name."""
+    assert bench.engine.get_weights_by_name("model.norm.weight") is None
+    with executor_for(bench.engine) as executor:
+        bench.update(executor)
+        assert executor.last_ack is not None
+        assert executor.last_ack.proof.method == "digest"
+
+
+def test_a_parameter_that_comes_without_its_fused_parts_is_refused(bench: Bench) -> None:
+    """SGLang would load q alone, and say success: k and v stay those of the old version."""
+    only_q = bench.next()
+    del only_q[QKV.format("k")], only_q[QKV.format("v")]
+    refused(bench, only_q, "in none of the update's tensors")
+
+
+def test_a_tensor_that_sglang_would_skip_in_silence_is_refused(bench: Bench) -> None:
+    refused(bench, bench.next(**{"model.layers.9.norm.weight": torch.ones(4)}), "nowhere")
+
+
+def test_a_model_without_a_layer_is_refused(bench: Bench) -> None:
+    whole = bench.next()
+    part = {name: tensor for name, tensor in whole.items() if ".layers.1." not in name}
+    refused(bench, part, "Publish the whole model")
+
+
+@pytest.mark.parametrize("route", ["import", "tensor"])
+def test_a_wrong_shape_is_refused_where_sglang_would_end_the_engine(
+    route: str, bench: Bench
+) -> None:
+    name = QKV.format("k")
+    refused(bench, bench.next(**{name: torch.zeros(3, 3)}), name, route=route)
+
+
+def test_a_dtype_that_sglang_would_cast_in_silence_is_refused(bench: Bench) -> None:
+    half = {name: tensor.to(torch.bfloat16) for name, tensor in bench.next().items()}
+    refused(bench, half, "is bfloat16, parameter")
+
+
+@pytest.mark.parametrize("route", ["import", "tensor"])
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_numbers_that_are_not_finite_are_refused(route: str, number: float, bench: Bench) -> None:
+    """They would stay in cached blocks of every request that ran with them."""
+    name = "model.norm.weight"
+    bad = bench.next()[name].clone()
+    bad[1] = number
+    refused(bench, bench.next(**{name: bad}), "NaN or Inf", route=route)
+
+
+def test_a_copy_that_does_not_fit_its_budget_is_refused(bench: Bench) -> None:
+    refused(bench, bench.next(), "memory_budget_nbytes allows 1000", memory_budget_nbytes=1000)
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"route": "ipc"}, "expected 'import', 'tensor' or 'disk'"),
+        ({"route": "disk"}, "'disk' needs one"),
+        ({"directory": "/somewhere"}, "'disk' needs one"),
+        ({"pause": "keep"}, "expected 'retract', 'in_place' or 'abort'"),
+        ({"cache": "reset"}, "expected 'flush' or 'keep'"),
+    ],
+    ids=str,
+)
+def test_options_that_do_not_exist_are_refused(options: dict[str, Any], match: str) -> None:
+    made: Callable[..., Any] = SGLangInstallAdapter
+    with pytest.raises(ValueError, match=match):
+        made("http://127.0.0.1:1", **options)
+
+
+def test_what_is_no_engine_is_refused() -> None:
+    with pytest.raises(TypeError, match="expected an Engine of SGLang or a server's URL"):
+        SGLangInstallAdapter(object())

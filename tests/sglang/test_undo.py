@@ -1,0 +1,108 @@
+"""An update that fails, wherever it does, leaves the engine as it was: same process, same bytes."""
+
+from pathlib import Path
+
+import pytest
+
+from rl_bridge import TornEngine, WeightUpdateRejectedError
+from rl_bridge.integrations.sglang.routes import RouteName
+from tests.sglang.bench import Bench, executor_for, sums_of
+from tests.sglang.test_equal import ROUTES, folder
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_a_loader_that_fails_at_any_tensor_is_undone(
+    route: RouteName, bench: Bench, tmp_path: Path
+) -> None:
+    with executor_for(bench.engine, route=route, directory=folder(route, tmp_path)) as executor:
+        for nth in range(len(bench.weights[0])):
+            bench.plant("fail", nth)
+            manifest = bench.trainer.publish(bench.next())
+            with pytest.raises(WeightUpdateRejectedError, match=f"planted at tensor {nth}"):
+                executor.update_weights(manifest)
+            assert sums_of(bench.engine) == bench.sums[bench.holds], nth
+        bench.check()
+        bench.uproot()
+        bench.update(executor)
+        bench.check()
+
+
+def test_the_label_stays_that_of_the_version_that_is_served(bench: Bench) -> None:
+    with executor_for(bench.engine) as executor:
+        served = bench.update(executor)
+        label = f"{served.weight_version}@{served.root}"
+        bench.plant("fail", 3)
+        with pytest.raises(WeightUpdateRejectedError):
+            executor.update_weights(bench.trainer.publish(bench.next()))
+        (output,) = bench.engine.generate(
+            input_ids=[[1, 2, 3]], sampling_params={"max_new_tokens": 4, "temperature": 0}
+        )
+        spans = output["meta_info"]["weight_versions"]
+        assert [span["version"] for span in spans] == [label]
+        assert executor.active_weight_version == served.weight_version
+
+
+def test_an_undo_that_fails_is_done_again_by_recover(bench: Bench) -> None:
+    with executor_for(bench.engine) as executor:
+        bench.update(executor)
+        bench.plant("undo", 20)
+        with pytest.raises(TornEngine):
+            executor.update_weights(bench.trainer.publish(bench.next()))
+        with pytest.raises(TornEngine):
+            executor.check_servable()
+        bench.uproot()
+        executor.recover()
+        executor.check_servable()
+        bench.check()
+
+
+def test_a_torn_engine_takes_a_later_version_in_full(bench: Bench) -> None:
+    with executor_for(bench.engine) as executor:
+        bench.update(executor)
+        bench.plant("undo", 20)
+        with pytest.raises(TornEngine):
+            executor.update_weights(bench.trainer.publish(bench.next()))
+        bench.uproot()
+        bench.update(executor)
+        executor.check_servable()
+        bench.check()
+
+
+def test_what_a_driver_left_half_way_is_undone_by_the_next_one(bench: Bench) -> None:
+    with executor_for(bench.engine) as first:
+        bench.update(first)
+        bench.plant("undo", 20)
+        with pytest.raises(TornEngine):
+            first.update_weights(bench.trainer.publish(bench.next()))
+        bench.uproot()
+        with executor_for(bench.engine) as second:
+            bench.update(second)
+            bench.check()
+
+
+def test_an_update_that_is_refused_by_its_cache_is_undone(bench: Bench) -> None:
+    """The weights are in by then, proven: all of it goes back."""
+    with executor_for(bench.engine) as executor:
+        adapter = executor.weight_install_adapter
+        original = adapter._handle.flush  # type: ignore[union-attr]
+        adapter._handle.flush = lambda: (False, "planted.")  # type: ignore[union-attr]
+        with pytest.raises(WeightUpdateRejectedError, match=r"could not be dropped .planted"):
+            executor.update_weights(bench.trainer.publish(bench.next()))
+        adapter._handle.flush = original  # type: ignore[union-attr]
+        bench.check()
+        bench.update(executor)
+        bench.check()
+
+
+def test_an_undone_update_is_rejected_and_frees_its_slot(bench: Bench) -> None:
+    with executor_for(bench.engine) as executor:
+        bench.plant("fail", 1)
+        manifest = bench.trainer.publish(bench.next())
+        with pytest.raises(WeightUpdateRejectedError):
+            executor.update_weights(manifest)
+        reports = {report.worker: report for report in bench.trainer.holders(manifest)}
+        assert "planted" in str(reports)
+        bench.uproot()
+        for _ in range(6):  # more than there are slots
+            bench.update(executor)
+        bench.check()
