@@ -21,14 +21,17 @@ __all__ = ["PublisherSide"]
 
 _LOG = logging.getLogger(__name__)
 _HOME = "shared-memory"
+# Lanes whose versions lie sealed in this machine's memory, and can be imported here, too.
+_SEALS = (_HOME, "nixl")
 
 
 class PublisherSide:
     """Publishes each version once per lane: a transport, and for shared files their directory.
 
-    One lane is always there: the version is sealed in this machine's memory first of all, and a
-    lane that is opened later gets the current version from that seal, not from weights that may
-    have moved on. It keeps two versions: the current one, and the one before it, until the next.
+    The version is always sealed in this machine's memory, and a lane that is opened later gets the
+    current version from that seal, not from weights that may have moved on. That costs one copy: a
+    lane of its own has the seal only where no rollout's lane is one already. It keeps two versions:
+    the current one, and the one before it, until the next.
     """
 
     def __init__(
@@ -71,6 +74,8 @@ class PublisherSide:
         self._lanes: dict[str, TensorBridge] = {}
         self._manifests: dict[str, WeightUpdateManifest] = {}
         self._before: dict[str, WeightUpdateManifest] = {}
+        self._asked: set[str] = set()
+        """Lanes that rollouts use."""
         self._beacon = Beacon()
         self._open(PairChoice(transport=_HOME, reason="the seal that every lane comes from"))
 
@@ -97,8 +102,9 @@ class PublisherSide:
         chosen = PairChoice.from_json(choice)
         if chosen.lane not in self._lanes:
             bridge = self._open(chosen)
-            if _HOME in self._manifests:
+            if self._manifests:
                 self._carry_over(chosen.lane, bridge)
+        self._asked.add(chosen.lane)
         manifest = self._manifests.get(chosen.lane)
         return b"" if manifest is None else manifest.to_json().encode()
 
@@ -117,13 +123,14 @@ class PublisherSide:
             WeightBridgeError: a lane cannot carry it.
 
         """
-        current = self._manifests.get(_HOME)
+        current = self._current
         if current is not None and weight_version <= current.weight_version:
             # Before any lane takes it: half of them would go on otherwise.
             raise VersionNotMonotonic(
                 f"weight_version must increase monotonically: {weight_version} came after "
                 f"{current.weight_version}. Publish a later version."
             )
+        self._drop_spare()
         for lane, manifest in self._before.items():
             self._lanes[lane].release(manifest.update_id)
         self._before = {}
@@ -143,7 +150,7 @@ class PublisherSide:
 
     def announcement(self) -> bytes:
         """What was published last: `Announcement` as JSON."""
-        manifest = self._manifests.get(_HOME)
+        manifest = self._current
         if manifest is None:
             return Announcement().to_json()
         return Announcement(weight_version=manifest.weight_version, root=manifest.root).to_json()
@@ -176,6 +183,20 @@ class PublisherSide:
         _LOG.info("%s opens %s", self._worker, chosen)
         return bridge
 
+    @property
+    def _current(self) -> WeightUpdateManifest | None:
+        """What was published last: on all lanes the same."""
+        return next(iter(self._manifests.values()), None)
+
+    def _drop_spare(self) -> None:
+        """Let go of the seal that no rollout uses, where a lane that one uses is a seal as well."""
+        others = [lane for lane in _SEALS if lane in self._asked and lane in self._lanes]
+        if _HOME in self._lanes and _HOME not in self._asked and others:
+            self._manifests.pop(_HOME, None)
+            self._before.pop(_HOME, None)
+            self._lanes.pop(_HOME).close()
+            _LOG.info("%s seals versions on %s alone", self._worker, others[0])
+
     def _folder(self, lane: str) -> Path:
         assert self._state_dir is not None
         folder = self._state_dir / lane.replace("/", "_")
@@ -184,8 +205,8 @@ class PublisherSide:
 
     def _carry_over(self, lane: str, bridge: TensorBridge) -> None:
         """Publish the current version on a new lane, from where it is sealed."""
-        sealed = self._manifests[_HOME]
-        home = self._lanes[_HOME]
+        seal = next(name for name in _SEALS if name in self._manifests)
+        sealed, home = self._manifests[seal], self._lanes[seal]
         try:
             self._manifests[lane] = bridge.publish(
                 home.import_update(sealed),

@@ -1,0 +1,83 @@
+"""Where every rollout of a trainer on Ray reads over nixl, its versions are copied once."""
+
+import json
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from rl_bridge import ModuleInstallAdapter
+from rl_bridge.bridge.pairing import PairChoice
+from rl_bridge.integrations.ray.answers import RolloutAnswer
+from rl_bridge.ray import PublisherSide, RolloutSide
+
+NIXL = PairChoice(transport="nixl", reason="a test").to_json()
+MEMORY = PairChoice(transport="shared-memory", reason="a test").to_json()
+NBYTES = 1 << 20
+
+
+class Run:
+    """A trainer's side, and what its rollouts hold."""
+
+    def __init__(self) -> None:
+        self.weights = {"w": torch.zeros(NBYTES // 4)}
+        self.trainer = PublisherSide(lambda: self.weights)
+        self.rollouts: list[RolloutSide] = []
+
+    def join(self, choice: bytes) -> dict[str, torch.Tensor]:
+        engine = {"w": torch.full((NBYTES // 4,), -1.0)}
+        side = RolloutSide(lambda: ModuleInstallAdapter(engine))
+        self.rollouts.append(side)
+        manifest = self.trainer.serve(choice)
+        assert RolloutAnswer.from_json(side.join(choice)).error == ""
+        if manifest:
+            assert RolloutAnswer.from_json(side.update(manifest)).outcome == "acknowledged"
+        return engine
+
+    def publish(self, version: int) -> dict[str, bytes]:
+        self.weights["w"].fill_(version)
+        return self.trainer.publish(version)[1]
+
+    def sealed_nbytes(self) -> int:
+        lanes = self.trainer._lanes.values()
+        return sum(lane._publisher_end().nbytes for lane in lanes)
+
+
+@pytest.fixture
+def run() -> Iterator[Run]:
+    made = Run()
+    yield made
+    for one in made.rollouts:
+        one.close()
+    made.trainer.close()
+
+
+def test_versions_that_travel_by_nixl_alone_are_sealed_there_alone(run: Run) -> None:
+    engine = run.join(NIXL)
+    for version in range(1, 5):
+        manifests = run.publish(version)
+        assert list(manifests) == ["nixl"]
+        answer = RolloutAnswer.from_json(run.rollouts[0].update(manifests["nixl"]))
+        assert answer.outcome == "acknowledged"
+        assert engine["w"][-1] == version
+    # Two slots of one ring, and not of two.
+    assert run.sealed_nbytes() < 3 * NBYTES
+    assert list(json.loads(run.trainer.reports())) == ["nixl"]
+
+
+def test_a_late_rollout_of_this_machine_gets_the_sealed_version(run: Run) -> None:
+    run.join(NIXL)
+    run.publish(1)
+    run.weights["w"].fill_(7)  # what the trainer holds by now is not what was published
+    late = run.join(MEMORY)
+    assert late["w"][-1] == 1
+    manifests = run.publish(2)
+    assert set(manifests) == {"nixl", "shared-memory"}
+
+
+def test_a_late_rollout_elsewhere_gets_what_was_published_before_anybody_came(run: Run) -> None:
+    run.publish(1)
+    run.weights["w"].fill_(7)
+    late = run.join(NIXL)
+    assert late["w"][-1] == 1
+    assert set(run.publish(2)) == {"nixl"}
