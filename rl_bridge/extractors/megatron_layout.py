@@ -191,7 +191,7 @@ def _cut_dim(name: str, parameter: torch.Tensor, line: Line, grid: Grid) -> int 
     if name.endswith(_FUSED_EXPERTS) and max(line.size, grid.expert.size) > 1:
         msg = (
             f"tensor {name!r} is all experts of a rank in one matrix, and ranks have different "
-            "ones under that name. Train with the grouped experts of Transformer Engine, or with "
+            "ones under that name. Use the grouped experts of Transformer Engine, or "
             "moe_grouped_gemm=False."
         )
         raise WeightBridgeUnavailableError(msg)
