@@ -191,7 +191,8 @@ class MeshView:
             )
             raise IncompatibleUpdate(msg)
         if 0 in shape:
-            offset, box = (0,) * len(shape), local  # such parts have whatever shape torch gives them
+            # Such parts have whatever shape torch gives them.
+            offset, box = (0,) * len(shape), local
         inside = replica_of(mesh_shape, coordinate, cuts)
         replicas = replica_of(mesh_shape, [size - 1 for size in mesh_shape], cuts) + 1
         members = mesh.mesh.flatten().tolist()
