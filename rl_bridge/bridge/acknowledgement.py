@@ -3,12 +3,13 @@
 import resource
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TypeVar
 
 from rl_bridge.installers.base import InstallProof
 
-__all__ = ["Acknowledgement", "PhaseClock", "describe", "peak_rss_nbytes"]
+__all__ = ["Acknowledgement", "PhaseClock", "add_note", "describe", "peak_rss_nbytes"]
 
 T = TypeVar("T")
 
@@ -65,6 +66,12 @@ class PhaseClock:
 
     def _add(self, phase: str, ms: float) -> None:
         self.timings_ms[phase] = self.timings_ms.get(phase, 0.0) + ms
+
+
+def add_note(error: BaseException, note: str) -> None:
+    """Say with an error what was done about it; an error that takes no notes goes without."""
+    with suppress(Exception):  # the user's own exception: it must come out, whatever it makes of it
+        error.add_note(f"rl_bridge: {note}")
 
 
 def describe(error: BaseException) -> str:

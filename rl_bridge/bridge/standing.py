@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 import torch
 
-from rl_bridge.bridge.acknowledgement import Acknowledgement, describe
+from rl_bridge.bridge.acknowledgement import Acknowledgement, add_note, describe
 from rl_bridge.bridge.bridges import TensorBridge
 from rl_bridge.bridge.protocols import WeightConsumer
 from rl_bridge.bridge.steps import FineSteps
@@ -86,9 +86,10 @@ class Standing:
         """An update failed before a byte of the engine changed."""
         if not self.is_torn_by(manifest):
             self._reject(manifest, describe(error))
-        error.add_note(
-            f"rl_bridge: version {manifest.weight_version} was refused before the engine was "
-            f"touched; {self._told()}"
+        add_note(
+            error,
+            f"version {manifest.weight_version} was refused before the engine was "
+            f"touched; {self._told()}",
         )
 
     def given_back(self, manifest: WeightUpdateManifest, error: BaseException) -> None:
@@ -101,9 +102,10 @@ class Standing:
                     self._bridge.release(manifest.update_id)
             except Exception:  # noqa: BLE001 - logged in full
                 _LOG.exception("version %d could not be released", manifest.weight_version)
-        error.add_note(
-            f"rl_bridge: version {manifest.weight_version} was cut off before the engine was "
-            f"touched, and may be installed again; {self._told()}"
+        add_note(
+            error,
+            f"version {manifest.weight_version} was cut off before the engine was "
+            f"touched, and may be installed again; {self._told()}",
         )
 
     def undone(self, manifest: WeightUpdateManifest, error: BaseException) -> None:
@@ -113,7 +115,7 @@ class Standing:
             self._reject(manifest, f"rollout weight install failed: {describe(error)}")
         if was_torn:
             self.healed()
-        error.add_note(f"rl_bridge: version {manifest.weight_version} was undone; {self._told()}")
+        add_note(error, f"version {manifest.weight_version} was undone; {self._told()}")
 
     def torn(
         self, manifest: WeightUpdateManifest, error: BaseException, undo: BaseException
@@ -123,7 +125,7 @@ class Standing:
         # It is in the books all the time: between two lines an interrupt may come.
         self._torn[manifest.update_id] = (manifest, reason)
         self._torn.move_to_end(manifest.update_id)
-        error.add_note(f"rl_bridge: the undo failed too ({describe(undo)}); the engine is torn.")
+        add_note(error, f"the undo failed too ({describe(undo)}); the engine is torn.")
         # (Else it is torn already, or was released meanwhile, by whoever shares the bridge.)
         if self._steps.is_in(manifest, State.STAGED, State.INSTALLED):
             self._steps.advance(manifest, Event.TEAR, reason=reason)

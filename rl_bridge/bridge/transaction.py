@@ -15,6 +15,7 @@ import torch
 from rl_bridge.bridge.acknowledgement import (
     Acknowledgement,
     PhaseClock,
+    add_note,
     describe,
     peak_rss_nbytes,
 )
@@ -223,6 +224,14 @@ class Transaction:
     def _prove(self) -> InstallProof:
         manifest = self.manifest
         proof = self._adapter.prove()
+        given: object = proof
+        if not isinstance(given, InstallProof):
+            msg = (
+                f"version {manifest.weight_version}: the adapter's prove() returned a "
+                f"{type(given).__name__}, expected an InstallProof. Return one; where the engine "
+                'cannot be read, InstallProof(method="unproven").'
+            )
+            raise ProofFailed(msg)
         if proof.method != "unproven" and proof.root != manifest.root:
             msg = (
                 f"version {manifest.weight_version}: the proof is for root {proof.root}, expected "
@@ -261,9 +270,10 @@ class Transaction:
             self._standing.torn(manifest, error, second)
             self.is_over = True
             if not isinstance(second, Exception):
-                second.add_note(
-                    f"rl_bridge: this interrupted the undo of version {manifest.weight_version}; "
-                    "the engine is torn: call recover()."
+                add_note(
+                    second,
+                    f"this interrupted the undo of version {manifest.weight_version}; "
+                    "the engine is torn: call recover().",
                 )
                 raise
             if isinstance(error, Exception):

@@ -126,6 +126,32 @@ def test_an_adapter_that_shows_nothing_is_acknowledged_as_unproven(
     assert (report.proof["method"], report.proof["root"]) == ("unproven", "")
 
 
+def test_a_proof_that_is_none_is_told(
+    publisher: TensorBridge, executor: RolloutExecutor, adapter: Recording
+) -> None:
+    nothing: Any = None
+    adapter.prove = lambda: nothing  # type: ignore[method-assign]
+    before = content(adapter.engine)
+    with pytest.raises(ProofFailed, match="returned a NoneType, expected an InstallProof"):
+        executor.update_weights(publish(publisher, 1))
+    assert content(adapter.engine) == before
+
+
+def test_an_exception_that_takes_no_notes_comes_out_all_the_same(
+    publisher: TensorBridge, executor: RolloutExecutor, adapter: Recording
+) -> None:
+    class Silent(Exception):
+        def add_note(self, note: str) -> None:
+            raise TypeError(note)
+
+    before = content(adapter.engine)
+    adapter.fails = {"install": Silent()}
+    with pytest.raises(Silent):
+        executor.update_weights(publish(publisher, 1))
+    assert not executor.is_torn
+    assert content(adapter.engine) == before
+
+
 @pytest.mark.parametrize("step", ["commit", "release"])
 def test_what_fails_after_the_acknowledgement_does_not_fail_the_update(
     step: str,
