@@ -1,15 +1,17 @@
 """What an acknowledged update leaves behind, and how its phases are timed."""
 
+import logging
 import resource
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TypeVar
 
 from rl_bridge.installers.base import InstallProof
 
 __all__ = ["Acknowledgement", "PhaseClock", "add_note", "describe", "peak_rss_nbytes"]
+
+_LOG = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -70,8 +72,10 @@ class PhaseClock:
 
 def add_note(error: BaseException, note: str) -> None:
     """Say with an error what was done about it; an error that takes no notes goes without."""
-    with suppress(Exception):  # the user's own exception: it must come out, whatever it makes of it
+    try:
         error.add_note(f"rl_bridge: {note}")
+    except Exception:  # noqa: BLE001 - the user's own exception must come out all the same
+        _LOG.info("%s (%s takes no notes)", note, type(error).__name__)
 
 
 def describe(error: BaseException) -> str:

@@ -12,6 +12,7 @@ from contextlib import suppress
 from rl_bridge.errors import SegmentError, TornEngine, WeightBridgeUnavailableError
 from rl_bridge.memory import vm
 from rl_bridge.memory.pins import Pin
+from rl_bridge.memory.segment import require_resources
 from rl_bridge.memory.views import SegmentView
 
 __all__ = ["LiveRange"]
@@ -118,11 +119,22 @@ class LiveRange:
             self._move(self.address, self._view(old).address, [])
 
     def shows(self, pin: Pin) -> bool:
-        """Whether the kernel says that `pin`'s segment, from its first byte, lies here in full."""
+        """Whether the kernel says that `pin`'s segment, from its first byte, lies here in full.
+
+        Raises:
+            WeightBridgeUnavailableError: this process is short of descriptors or memory.
+            SegmentError: the kernel does not say.
+
+        """
         view = self._view(pin)
         done = 0
         while done < self.nbytes:
-            found = vm.mapped_file(self.address + done)
+            try:
+                found = vm.mapped_file(self.address + done)
+            except OSError as error:
+                require_resources(error)
+                msg = f"nobody can tell what a flip mapped: {error}. Use mode='copy'."
+                raise SegmentError(msg) from error
             if (
                 found is None
                 or (found.device, found.inode) != (view.ref.device, view.ref.inode)

@@ -1,5 +1,6 @@
 """Flip: versions exchanged under fixed addresses, back again, and whole when the kernel refuses."""
 
+import errno
 import gc
 from collections.abc import Iterator
 from types import FrameType
@@ -8,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from rl_bridge.errors import SegmentError, TornEngine
+from rl_bridge.errors import SegmentError, TornEngine, WeightBridgeUnavailableError
 from rl_bridge.memory import leases, vm
 from rl_bridge.memory.flip import LiveRange
 from rl_bridge.memory.pins import Pin, anonymous_pin, tensor_in
@@ -139,6 +140,28 @@ def test_a_range_with_a_foreign_page_in_it_does_not_show_the_segment(
     vm.map_fixed(live.address + vm.PAGE, vm.PAGE, pin.view.fd)
     assert not live.shows(pin)
     assert not LiveRange(SIZE).shows(pin)
+
+
+@pytest.mark.parametrize(
+    ("number", "kind"),
+    [(errno.EMFILE, WeightBridgeUnavailableError), (errno.EACCES, SegmentError)],
+)
+def test_a_kernel_that_cannot_be_asked_what_is_shown_is_a_failure_of_ours(
+    number: int,
+    kind: type[Exception],
+    versions: Versions,
+    live: LiveRange,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pin = versions.pin(1)
+    live.flip(pin)
+
+    def refused(_: int) -> None:
+        raise OSError(number, "no")
+
+    monkeypatch.setattr(vm, "mapped_file", refused)
+    with pytest.raises(kind, match="no"):
+        live.shows(pin)
 
 
 def test_the_live_version_is_leased_and_the_one_before_is_not(
