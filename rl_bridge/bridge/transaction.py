@@ -228,7 +228,7 @@ class Transaction:
         if not isinstance(given, InstallProof):
             msg = (
                 f"version {manifest.weight_version}: the adapter's prove() returned a "
-                f"{type(given).__name__}, expected an InstallProof. Return one; where the engine "
+                f"{type(given).__name__}, expected an InstallProof. Give one; where the engine "
                 'cannot be read, InstallProof(method="unproven").'
             )
             raise ProofFailed(msg)

@@ -100,8 +100,8 @@ class LiveShelf(Shelf):
         if held:
             readers = "".join(f", {holder}" for holder in self.readers_of(held[0]))
             raise SlotsExhausted(
-                f"update {held[0]} lies in these very tensors, and was not released{readers}. With "
-                "in_place=True call release before the weights change, and then publish."
+                f"update {held[0]} lies in these very tensors, and was not released{readers}. "
+                "Release it before the weights change (in_place=True), and then publish."
             )
 
     def _registered(self, plan: PackPlan, tensors: Mapping[str, torch.Tensor]) -> _Registered:

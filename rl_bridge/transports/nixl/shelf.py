@@ -182,7 +182,10 @@ class SlotShelf(Shelf):
                     raise
                 slot = self._arenas.make_slot(name, arena_nbytes)
         except AgentError as error:
-            msg = f"a slot of {arena_nbytes} bytes cannot be served: {error}"
+            msg = (
+                f"a slot of {arena_nbytes} bytes cannot be served: {error} Ask `rl-bridge doctor` "
+                "what NIXL lacks here, or use the transport broadcast."
+            )
             raise SegmentError(msg) from error
         self._slots[slot] = None
         return slot
