@@ -90,6 +90,7 @@ class ServingProcess:
         try:
             answer = self._ask("open", within_s=_LONG_S, **self._options)
         except AgentError as error:
+            self._end()  # it may have said why it cannot, and wait for more
             raise TransportUnavailable(
                 "nixl", str(error).removesuffix(f". {_REMEDY}"), _REMEDY
             ) from error

@@ -158,6 +158,7 @@ class NIXL(Transport):
         """Open the trainer's end."""
         from rl_bridge.transports.nixl.publisher import NIXLPublisher
 
+        self._require_library()
         arenas = self._arenas()
         port = self._port + self._rank if self._port else 0
         token = secrets.token_hex(32) if self._token is None else self._token
@@ -206,10 +207,7 @@ class NIXL(Transport):
         """Open the engine's end."""
         from rl_bridge.transports.nixl.consumer import NIXLConsumer
 
-        try:
-            library.find()  # the agent is made when a publisher has answered
-        except ImportError as error:
-            raise TransportUnavailable(self.name, str(error), REMEDY) from error
+        self._require_library()  # the agent is made when a publisher has answered
         return NIXLConsumer(
             worker,
             rank,
@@ -220,6 +218,12 @@ class NIXL(Transport):
             num_threads=self._num_threads,
             timeout_s=self._timeout_s,
         )
+
+    def _require_library(self) -> None:
+        try:
+            library.find()
+        except ImportError as error:
+            raise TransportUnavailable(self.name, str(error), REMEDY) from error
 
     def _arenas(self) -> Arenas:
         if self._device is None:
