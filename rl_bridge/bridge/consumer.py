@@ -72,7 +72,7 @@ class Consumer(Books):
         self._lock = threading.RLock()
         self._pid = os.getpid()
         self._order = Order()
-        self._is_closed = False
+        self._is_closed = self._is_given_back = False
         # The update acknowledged last, and the one that is being acknowledged: what became of that
         # one is read off its life cycle, since an interrupt may come right behind the step.
         self._active: ImportedUpdate | None = None
@@ -267,13 +267,14 @@ class Consumer(Books):
         if os.getpid() != self._pid:
             return
         with self._lock:
-            if not self._is_closed:
+            if not self._is_given_back:
                 for update_id in list(self._updates):
                     self.release(update_id)
                 self._is_closed = True
                 for record in self._updates.values():
                     record.attachment = None
                 self._end.close()
+                self._is_given_back = True  # last: what an interrupt cut off, the next call ends
 
     # ---- inside ---------------------------------------------------------------------------------
 

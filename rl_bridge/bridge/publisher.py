@@ -109,7 +109,7 @@ class Publisher:
         self._plan: PackPlan | None = None
         self._latest: WeightUpdateManifest | None = None
         self._updates: OrderedDict[str, _Published] = OrderedDict()
-        self._is_closed = False
+        self._is_closed = self._is_given_back = False
 
     @property
     def publisher_id(self) -> str:
@@ -295,11 +295,14 @@ class Publisher:
         if os.getpid() != self._pid:
             return  # before the lock: at the fork, another thread may have held it
         with self._lock:
-            if not self._is_closed:
+            if not self._is_given_back:
                 self._is_closed = True
-                self._end.close()
-                self._journal.close()
+                try:
+                    self._end.close()
+                finally:
+                    self._journal.close()
                 self._plan = None
+                self._is_given_back = True  # last: what an interrupt cut off, the next call ends
 
     def _plan_for(
         self, tensors: dict[str, torch.Tensor], trainable: frozenset[str] | None

@@ -101,7 +101,7 @@ class RolloutExecutor:
         self._busy = threading.Lock()
         self._under_way: Transaction | None = None
         self._pid = os.getpid()
-        self._is_closed = False
+        self._is_closed = self._is_given_back = False
         if isinstance(self.bridge, TensorBridge):
             self.bridge.claim(self)  # last: an executor that could not be made claims nothing
 
@@ -268,8 +268,16 @@ class RolloutExecutor:
         self._check_process()
         with self._lock:
             self._settle_if_idle()
-            self._standing.released(update_id)
+            self._let_go(update_id)
+
+    def _let_go(self, update_id: str) -> None:
+        self._standing.released(update_id)
+        try:
             let_go(update_id, adapter=self._adapter, bridge=self.bridge)
+        except Exception:
+            self._standing.superseded.pop(update_id, None)
+            raise
+        self._standing.superseded.pop(update_id, None)
 
     def close(self) -> None:
         """Release the active update, and close the bridge if the executor made it. Idempotent.
@@ -279,16 +287,19 @@ class RolloutExecutor:
         if os.getpid() != self._pid:
             return  # before the lock: at the fork, another thread may have held it
         with self._lock:
-            if self._is_closed:
+            if self._is_given_back:
                 return
             self._is_closed = True
             try:
                 self.release_weights()
+                for update_id in list(self._standing.superseded):
+                    self._let_go(update_id)
             finally:
                 if isinstance(self.bridge, TensorBridge):
                     self.bridge.give_up(self)
                 if self._own_bridge is not None:
                     self._own_bridge.close()
+            self._is_given_back = True  # last: what an interrupt cut off, the next call ends
 
     def __enter__(self) -> Self:
         """Use as a context manager."""

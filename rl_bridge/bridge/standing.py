@@ -171,8 +171,8 @@ class Standing:
             raise TornEngine(msg)
 
     def released(self, update_id: str) -> None:
-        """An update is let go of; the engine goes on with the bytes that it has."""
-        self.superseded.pop(update_id, None)
+        """An update is to be let go of; the engine goes on with the bytes that it has."""
+        self.superseded[update_id] = None
         if self.update_id == update_id:
             self.weights = {}
             self.update_id = None

@@ -329,10 +329,12 @@ class TensorBridge:
             return
         with self._lock:
             self._is_closed = True
-            if self._consumer is not None:
-                self._consumer.close()
-            if self._publisher is not None:
-                self._publisher.close()
+            try:
+                if self._consumer is not None:
+                    self._consumer.close()
+            finally:
+                if self._publisher is not None:
+                    self._publisher.close()
 
     def __enter__(self) -> Self:
         """Use as a context manager."""

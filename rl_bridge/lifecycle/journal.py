@@ -88,7 +88,7 @@ class _LockFile:
 
     @property
     def is_open(self) -> bool:
-        return self._finalizer.alive
+        return bool(self._fds)
 
     def lock(self) -> None:
         try:
@@ -102,7 +102,8 @@ class _LockFile:
 
     def close(self) -> None:
         with SETTLING, FORKS:  # behind it the next publisher finds the directory free
-            self._finalizer()
+            _let_go(self._fds)
+            self._finalizer.detach()  # behind it: what was cut off, the next call ends
 
 
 def _let_go(fds: list[int]) -> None:

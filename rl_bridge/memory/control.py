@@ -242,7 +242,7 @@ class ControlWriter:
         self._pid = os.getpid()
         self._is_closed = False
         # A writer that an interrupt loses must not keep its record for as long as the process runs.
-        held = Holding()
+        held = self._held = Holding()
         self._finalizer = weakref.finalize(self, held.dispose)
         self._finalizer.atexit = False
         self._fd = open_segment(ref, directory=directory, writable=True, held=held)
@@ -309,7 +309,8 @@ class ControlWriter:
             self._is_closed = True
         # Not under the lock: the end of a descriptor waits for forks, and whoever is in between may
         # be collecting a tensor, which reports.
-        self._finalizer()
+        self._held.dispose()
+        self._finalizer.detach()  # behind it: where an interrupt cuts it off, it is called again
 
     def _write(self) -> None:
         # A tensor that dies at any point of this may report, in this very thread: what it says is

@@ -60,7 +60,7 @@ class Holding:
         """Hold nothing yet; belong to this process."""
         self.pid = os.getpid()
         self.fds: list[int] = []
-        self.address = 0
+        self.addresses: list[int] = []
         self.nbytes = 0
         self.path: Path | None = None
 
@@ -90,25 +90,27 @@ class Holding:
 
         """
         self.nbytes = nbytes
-        self.address = vm.reserve(nbytes)
-        return self.address
+        self.addresses.append(vm.reserve(nbytes))
+        return self.addresses[0]
 
     def dispose(self) -> None:
         """Give everything back. Idempotent; in a forked child a no-op."""
         if os.getpid() != self.pid:
             return  # its descriptors are closed there
         try:
-            if self.address:
-                address, self.address = self.address, 0
-                vm.unmap(address, self.nbytes)
+            if self.addresses:
+                vm.unmap_noted(self.addresses, self.nbytes)
             self.unlink()
         finally:  # a lease must end also where the kernel is short of something
             undisturbed(self._close)
 
     def _close(self) -> None:
+        with suppress(OSError):  # told by `dispose`; done here where an interrupt cut that off
+            self.unlink()
         _PRIVATE_FDS.difference_update(self.fds)
         while self.fds:
-            with suppress(OSError):  # somebody closed it by its number
+            # Somebody closed it by its number; or a finalizer in the middle of this was faster.
+            with suppress(OSError, IndexError):
                 os.close(self.fds.pop())
 
     def unlink(self) -> None:

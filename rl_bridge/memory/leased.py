@@ -196,4 +196,5 @@ class LeasedView(ABC):
         try:
             self._unmap()
         finally:
-            self._finalizer()
+            self._held.dispose()
+            self._finalizer.detach()  # behind it: what an interrupt cuts off, the finalizer ends

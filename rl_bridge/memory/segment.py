@@ -178,7 +178,8 @@ class OwnedSegment:
 
     def close(self) -> None:
         """Unmap and close; the memory goes when the last reader lets go too."""
-        self._finalizer()
+        self._held.dispose()
+        self._finalizer.detach()  # behind it: where an interrupt cuts it off, it is called again
         # Else it would look again when this object dies: by then, name and descriptor number may be
         # those of another segment.
         self._unlinker.detach()

@@ -5,8 +5,10 @@ runs. A tracer raises it here at one line after the other.
 """
 
 import linecache
+import os
 import sys
 from contextlib import suppress
+from pathlib import Path
 from types import FrameType
 from typing import Any, Literal
 
@@ -175,3 +177,52 @@ def test_an_interrupt_before_any_line_of_a_publication_keeps_no_slot() -> None:
                 trainer.release(manifest.update_id)
         number += STRIDE
     assert number > 400
+
+
+def held_of(directory: Path) -> set[str]:
+    """What this process holds of segments and of a directory: descriptors, mappings and names."""
+    marks = ("rlb-", str(directory))
+    found = [path.name for path in directory.rglob("rlb-*")]
+    for entry in os.listdir("/proc/self/fd"):  # noqa: PTH208 - names are all that is needed
+        with suppress(OSError):  # the descriptor of this very listing
+            found.append(str(Path(f"/proc/self/fd/{entry}").readlink()))
+    lines = Path("/proc/self/maps").read_text("utf-8", "replace").splitlines()
+    found += [line.split(maxsplit=5)[-1] for line in lines]
+    return {name for name in found if any(mark in name for mark in marks)}
+
+
+@pytest.mark.usefixtures("nobody_keeps_errors")
+@pytest.mark.parametrize(("is_named", "first"), [(False, 0), (True, 1)], ids=["memfd", "file"])
+def test_a_close_that_was_cut_off_before_any_line_is_made_up_for_by_the_next(
+    is_named: bool, first: int, tmp_path: Path
+) -> None:
+    directory = tmp_path / "segments" if is_named else None
+    state_dir = tmp_path / "state"
+    number = first
+    struck = True
+    while struck:
+        before = held_of(tmp_path)
+        trainer = SharedMemoryTensorBridge(
+            suspicious="off", directory=directory, state_dir=state_dir
+        )
+        rollout = SharedMemoryTensorBridge(directory=directory)
+        adapter = ModuleInstallAdapter(Rig.weights(0), mode="copy")
+        executor = RolloutExecutor(
+            weight_bridge=rollout, weight_install_adapter=adapter, suspicious="off"
+        )
+        for version in (2 * number + 1, 2 * number + 2):
+            executor.update_weights(trainer.publish(Rig.weights(1), weight_version=version))
+        tracer = InterruptBefore(number)
+        with suppress(KeyboardInterrupt), tracing(tracer):
+            close_all(executor, rollout, trainer)
+        struck = tracer.struck
+        close_all(executor, rollout, trainer)
+        # Although all of them live: no finalizer did it.
+        assert not held_of(tmp_path) - before, f"interrupted before line number {number}"
+        number += 2
+    assert number > 600
+
+
+def close_all(*ends: RolloutExecutor | SharedMemoryTensorBridge) -> None:
+    for end in ends:
+        end.close()
