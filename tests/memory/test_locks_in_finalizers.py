@@ -5,6 +5,7 @@ takes the lock of its slot, or of its publisher's control segment.
 """
 
 import gc
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -286,3 +287,21 @@ def test_what_another_thread_adds_meanwhile_is_done_as_well(
     forks.undisturbed(lambda: done.append(1))
     assert done == [1]
     assert len(late) == 0
+
+
+class _Emptied(list[int]):
+    """A finalizer takes the last one whenever somebody has just seen that there is one."""
+
+    def __bool__(self) -> bool:
+        found = len(self) > 0
+        self.clear()
+        return found
+
+
+def test_a_holding_that_a_finalizer_closes_meanwhile_is_closed() -> None:
+    held = Holding()
+    fd = held.open(os.memfd_create, "closed in between")
+    held.fds = _Emptied(held.fds)
+    held.dispose()
+    assert not held.fds
+    os.close(fd)  # the finalizer would have
