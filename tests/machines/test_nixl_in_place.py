@@ -103,7 +103,7 @@ def test_a_version_that_was_not_released_is_in_the_way_of_the_next() -> None:
     with both() as (publisher, consumer):
         live = weights(1)
         first = publisher.publish(live, weight_version=1)
-        with pytest.raises(SlotsExhausted, match="call release before the weights change"):
+        with pytest.raises(SlotsExhausted, match="Release it before the weights change"):
             publisher.publish(live, weight_version=2)
         assert take(consumer, first) == bytes_of(live["w"])
 
