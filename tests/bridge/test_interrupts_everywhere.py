@@ -7,6 +7,8 @@ runs. A tracer raises it here at one line after the other.
 import linecache
 import os
 import sys
+import threading
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
@@ -16,6 +18,7 @@ import pytest
 import torch
 
 from rl_bridge import ModuleInstallAdapter, RolloutExecutor, SharedMemoryTensorBridge
+from rl_bridge.lifecycle.forks import FORKS
 from tests.helpers import tracing
 
 Mode = Literal["copy", "alias", "flip"]
@@ -37,9 +40,10 @@ class InterruptBefore:
         if "/rl_bridge/" not in frame.f_code.co_filename:
             return None
         if event == "line" and not self.struck:
-            # Leaving a with block is traced as its line, where Python itself never interrupts.
-            line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
-            if not line.lstrip().startswith("with "):
+            # Leaving a with block is traced as its line, where Python itself never interrupts; nor
+            # does it between the end of a call and the `release` of a `finally` behind it.
+            line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
+            if not line.startswith(("with ", "if taken and taken[0]:", "FORKS.release()")):
                 self._left -= 1
                 if self._left < 0:
                     self.struck = True
@@ -131,6 +135,23 @@ def nobody_keeps_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     (The test runner would keep it, with all frames from there up, and with them the tensors.)
     """
     monkeypatch.setattr(sys, "unraisablehook", lambda _: None)
+
+
+@pytest.fixture(autouse=True)
+def forks_is_given_back() -> Iterator[None]:
+    """Else the next test's threads would wait for it for ever."""
+    yield
+    found: list[bool] = []
+
+    def take() -> None:
+        found.append(FORKS.acquire(timeout=10.0))
+        if found[0]:
+            FORKS.release()
+
+    other = threading.Thread(target=take)
+    other.start()
+    other.join()
+    assert found == [True]
 
 
 @pytest.mark.usefixtures("nobody_keeps_errors")
