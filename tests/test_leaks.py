@@ -7,8 +7,9 @@ import itertools
 import mmap
 import os
 import signal
+import tempfile
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any, Literal
@@ -69,13 +70,16 @@ def leaky(kind: str, kept: list[Any]) -> Callable[[], object]:
         kept.append(mmap.mmap(fd, mmap.PAGESIZE))
         os.close(fd)
 
+    def name() -> None:
+        kept.append(tempfile.NamedTemporaryFile(dir="/dev/shm", prefix="leaked-"))  # noqa: SIM115
+
     def memory() -> None:
         kept.append(bytearray(b"x" * (6 << 20)))  # more than an allocator has lying about
 
-    return {"descriptor": descriptor, "mapping": mapping, "memory": memory}[kind]
+    return {"descriptor": descriptor, "mapping": mapping, "name": name, "memory": memory}[kind]
 
 
-@pytest.mark.parametrize("kind", ["descriptor", "mapping", "memory"])
+@pytest.mark.parametrize("kind", ["descriptor", "mapping", "name", "memory"])
 def test_a_cycle_that_leaks_is_caught(kind: str) -> None:
     kept: list[Any] = []
     try:
@@ -85,6 +89,19 @@ def test_a_cycle_that_leaks_is_caught(kind: str) -> None:
         for item in kept:
             if hasattr(item, "close"):
                 item.close()
+
+
+def test_names_that_others_make_and_remove_are_no_leak() -> None:
+    """Engines that run beside the tests keep names in /dev/shm too."""
+    with ExitStack() as others:
+        at_most: list[Any] = []
+
+        def cycle() -> None:
+            at_most.append(others.enter_context(tempfile.NamedTemporaryFile(dir="/dev/shm")))
+            if len(at_most) > 3:
+                at_most.pop(0).close()
+
+        assert_nothing_leaks(cycle, num_cycles=20)
 
 
 def test_a_check_that_is_blind_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,12 +1,20 @@
 """What extracting costs: collectives that are called, memory that is taken."""
 
+import ctypes
+import gc
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
-from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = ["Collectives", "peak_nbytes"]
+
+_M_MMAP_THRESHOLD = -3
+_LIBC = ctypes.CDLL(None)
+# Large blocks go back to the kernel as soon as they are freed. From the beginning: malloc keeps the
+# room of those that it had before, and would take others from there.
+_LIBC.mallopt(_M_MMAP_THRESHOLD, 128 << 10)
 
 
 class Collectives(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
@@ -29,28 +37,29 @@ class Collectives(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
 
 
 def peak_nbytes(chunks: Iterable[Any]) -> tuple[int, int]:
-    """Most bytes that torch's CPU allocator had handed out at once while `chunks` were made.
+    """Most bytes of memory by which this process grew while `chunks` were made.
 
-    Counted are all its allocations, those inside backends too; each chunk is dropped before the
+    Asked of the kernel, since torch's profiler sees only what the thread that started it takes and
+    gives back, and backends give back on threads of their own. Each chunk is dropped before the
     next one is asked for.
 
     Returns:
-        The peak, and how many chunks there were.
+        The peak, which a megabyte may be missing from, and how many chunks there were.
 
     """
+    gc.collect()
+    _LIBC.malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5", "ascii")  # the peak begins again
+    before = _status_nbytes("VmRSS")
     count = 0
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        for _ in chunks:
-            count += 1
-            del _
-    results: Any = profiled.profiler
-    sizes = [
-        (event.start_ns(), event.nbytes())
-        for event in results.kineto_results.events()
-        if event.name() == "[memory]"
-    ]
-    now = peak = 0
-    for _, nbytes in sorted(sizes, key=lambda pair: pair[0]):
-        now += nbytes
-        peak = max(peak, now)
-    return peak, count
+    for _ in chunks:
+        count += 1
+        del _
+    return _status_nbytes("VmHWM") - before, count
+
+
+def _status_nbytes(name: str) -> int:
+    for line in Path("/proc/self/status").read_text("ascii").splitlines():
+        if line.startswith(name + ":"):
+            return int(line.split()[1]) << 10
+    raise AssertionError(name)

@@ -308,8 +308,8 @@ def _pairs(chunk: rl_bridge.WeightChunk) -> Any:
 
 
 def wide(cut: str) -> nn.Module:
-    """1.2 million elements in small and large tensors."""
-    layers = [nn.Linear(256, 512, bias=False), nn.Linear(512, 257)] * 4
+    """17 million elements, 64 MiB of float32, in small and large tensors."""
+    layers = [nn.Linear(1024, 2048, bias=False), nn.Linear(2048, 1025)] * 4
     model = nn.Sequential(
         *(nn.Sequential(nn.Linear(128, 33), copy.deepcopy(one)) for one in layers)
     )
@@ -356,7 +356,7 @@ def all_sent_is_contiguous(build: str) -> bool:
         return whole(tensor, *arguments, **options)
 
     with mock.patch.object(torch.distributed, "broadcast", watched):
-        for _ in FSDPExtractor(built(build), chunk_nbytes=1 << 16).full():
+        for _ in FSDPExtractor(built(build), chunk_nbytes=1 << 20).full():
             pass
     return bool(sent) and all(sent)
 

@@ -122,27 +122,27 @@ def test_chunks_of_local_parts_are_published(two: World) -> None:
 
 @pytest.mark.parametrize("build", ["wide_fsdp2", "wide_fsdp2_columns", "wide_fsdp1"])
 def test_gathering_takes_no_more_memory_than_one_chunk(two: World, build: str) -> None:
-    limit = 1 << 19
+    limit = 8 << 20
     for peak, count in two.run("peak", build=build, call="full", chunk_nbytes=limit):
         assert count > 4
-        # Twice as much: Gloo's thread may let go of what it sent last only after the next chunk was
-        # begun; on a loaded machine that is all of a chunk.
-        assert limit // 2 < peak <= 2 * limit
+        # Each of Gloo's two threads may still hold the last tensor that it worked on,
+        # and the largest is as large as a chunk. The model takes eight times the limit.
+        assert limit // 4 < peak <= 3 * limit
 
 
 @pytest.mark.parametrize("build", ["wide_fsdp2", "wide_fsdp1"])
 def test_casting_local_parts_takes_no_more_memory_than_one_chunk(two: World, build: str) -> None:
-    limit = 1 << 19
+    limit = 8 << 20
     for peak, count in two.run("peak", build=build, call="local", chunk_nbytes=limit):
         assert count > 2
-        assert limit // 4 < peak <= limit
+        assert limit // 4 < peak <= limit + (1 << 20)
 
 
 def test_local_parts_that_need_no_cast_take_no_memory(two: World) -> None:
     for peak, _ in two.run(
-        "peak", build="wide_fsdp2", call="local", chunk_nbytes=1 << 20, dtype=None
+        "peak", build="wide_fsdp2", call="local", chunk_nbytes=16 << 20, dtype=None
     ):
-        assert peak < 1 << 14
+        assert peak < 1 << 20
 
 
 def test_gloo_gets_contiguous_memory_only(two: World) -> None:

@@ -107,7 +107,8 @@ def collectives(stage: int) -> Any:
 
 
 def peak(stage: int, chunk_nbytes: int) -> Any:
-    made = engine(stage, model=Model(1024))
+    layers = [nn.Linear(512, 512, bias=False) for _ in range(64)]  # 64 MiB
+    made = engine(stage, model=nn.Sequential(*layers))
     extractor = DeepSpeedExtractor(made, chunk_nbytes=chunk_nbytes)
     for _ in extractor.full(torch.bfloat16):
         pass

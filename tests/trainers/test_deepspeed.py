@@ -97,11 +97,11 @@ def test_what_trains_and_what_is_tied_is_told(two: World) -> None:
 
 
 def test_gathering_takes_no_more_memory_than_one_chunk(two: World) -> None:
-    limit = 60 << 10
+    limit, largest = 8 << 20, 1 << 20
     for peak, count in two.run("peak", stage=3, chunk_nbytes=limit):
-        assert count > 1
-        # Half more: Gloo's thread may let go of the tensor before only while the next is gathered.
-        assert limit // 4 < peak <= limit + limit // 2
+        assert count > 4
+        # Each of Gloo's two threads may still hold the last tensor that it worked on.
+        assert limit // 4 < peak <= limit + 2 * largest
 
 
 def test_deepspeed_begins_without_ninja_where_its_extension_is_switched_off(two: World) -> None:
