@@ -223,8 +223,9 @@ class PackPlan:
 
     def clear_padding(self, address: int) -> None:
         """Zero the bytes between tensors, so that an arena's content follows from its tensors."""
-        ends = [a + n for a, n in zip(self.table.offsets, self.table.nbytes, strict=True)]
-        starts = [*self.table.offsets[1:], self.table.arena_nbytes]
-        for end, start in zip(ends, starts, strict=True):
-            if start > end:
-                self._place.bytes_at(address + end, start - end).zero_()
+        table = self.table
+        ends = table.offset_column + table.nbytes_column
+        gaps = np.append(table.offset_column, np.uint64(table.arena_nbytes))[1:] - ends
+        found = np.flatnonzero(gaps)
+        starts = (ends[found] + np.uint64(address)).tolist()
+        self._place.clear(starts, gaps[found].tolist())

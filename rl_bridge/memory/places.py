@@ -5,7 +5,7 @@ that runs where the bytes are, and makes tensors that look at them.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -56,6 +56,11 @@ class Place(ABC):
     def bytes_at(self, address: int, nbytes: int) -> torch.Tensor:
         """Look at bytes at an address that the caller keeps alive: uint8, one dimension."""
 
+    def clear(self, addresses: Sequence[int], sizes: Sequence[int]) -> None:
+        """Zero ranges that the caller keeps alive."""
+        for address, nbytes in zip(addresses, sizes, strict=True):
+            self.bytes_at(address, nbytes).zero_()
+
     @abstractmethod
     def private_ranges(self, address: int, nbytes: int) -> list[tuple[int, int]] | None:
         """Pages of a mapped version that this process wrote to; None where nobody can tell."""
@@ -81,6 +86,10 @@ class CPUPlace(Place):
     def bytes_at(self, address: int, nbytes: int) -> torch.Tensor:
         """Look at memory."""
         return vm.tensor_at(address, nbytes)
+
+    def clear(self, addresses: Sequence[int], sizes: Sequence[int]) -> None:
+        """Zero ranges."""
+        vm.clear(addresses, sizes)
 
     def private_ranges(self, address: int, nbytes: int) -> list[tuple[int, int]] | None:
         """Ask the kernel."""

@@ -11,8 +11,10 @@ import fcntl
 import mmap
 import os
 import struct
+from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import repeat, takewhile
 from pathlib import Path
 
 import torch
@@ -21,6 +23,7 @@ __all__ = [
     "PAGE",
     "MappedFile",
     "absent_ranges",
+    "clear",
     "drop_pages",
     "guard_from_fork",
     "map_anonymous",
@@ -84,6 +87,11 @@ def round_up(value: int, unit: int = PAGE) -> int:
 def store(address: int, data: bytes) -> None:
     """Write `data` at an address of this process's own writable mapping."""
     ctypes.memmove(address, data, len(data))
+
+
+def clear(addresses: Iterable[int], sizes: Iterable[int]) -> None:
+    """Zero ranges of this process's own writable mappings."""
+    deque(map(ctypes.memset, addresses, repeat(0), sizes), maxlen=0)
 
 
 def tensor_at(address: int, nbytes: int) -> torch.Tensor:
