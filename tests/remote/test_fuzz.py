@@ -14,7 +14,7 @@ from schemathesis.specs.openapi import checks
 from rl_bridge import TensorBridge
 from rl_bridge.integrations.remote.signing import read_key
 from tests.helpers import weights
-from tests.remote.conftest import SidecarProcess
+from tests.remote.process import SidecarProcess
 
 EXAMPLES = 40
 SEED = 20_261_122

@@ -10,8 +10,8 @@ from rl_bridge import TensorBridge, WeightUpdateManifest
 from rl_bridge.errors import EngineLost, IllegalTransition, StaleUpdate
 from rl_bridge.integrations.remote.signing import read_key
 from tests.helpers import weights
-from tests.remote.conftest import SidecarProcess
 from tests.remote.engines import DEATH
+from tests.remote.process import SidecarProcess
 
 
 def publish(trainer: TensorBridge, version: int) -> WeightUpdateManifest:

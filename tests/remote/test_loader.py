@@ -15,7 +15,7 @@ from rl_bridge.bridge.transfer.batching import Layout
 from rl_bridge.errors import UnknownUpdate, WeightUpdateRejectedError
 from rl_bridge.remote import RemoteWeightLoader
 from tests.helpers import weights
-from tests.remote.conftest import SidecarProcess
+from tests.remote.process import SidecarProcess
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from rl_bridge.errors import SignatureRefused, WeightBridgeUnavailableError
 from rl_bridge.integrations.remote.signing import ANSWER_HEADER, Credentials, Key, read_key
 from rl_bridge.remote import RemoteEngine
 from tests.helpers import weights
-from tests.remote.conftest import SidecarProcess
+from tests.remote.process import SidecarProcess
 
 ID = "0" * 32
 

@@ -18,8 +18,9 @@ from rl_bridge.errors import (
 from rl_bridge.testing.processes import until
 from rl_bridge.testing.strategies import bytes_of
 from tests.helpers import weights
-from tests.remote.conftest import SidecarProcess, states
+from tests.remote.conftest import states
 from tests.remote.engines import DEATH
+from tests.remote.process import SidecarProcess
 
 
 def publish(trainer: TensorBridge, version: int) -> WeightUpdateManifest:

@@ -71,8 +71,14 @@ class RemoteEngine:
         self.last_ack: Acknowledgement | None = None
         self._key = read_key(key_file)
         self._httpx = httpx = needed("httpx")
-        # Not by a proxy of the environment: it would see what the weights are called.
-        self._client = httpx.Client(timeout=timeout_s, trust_env=False, follow_redirects=False)
+        # Not by a proxy of the environment: it would see what the weights are called. And no
+        # connection is kept open: a server closes what idles, perhaps just when something is sent.
+        self._client = httpx.Client(
+            timeout=timeout_s,
+            limits=httpx.Limits(max_keepalive_connections=0),
+            trust_env=False,
+            follow_redirects=False,
+        )
 
     # ---- the executor's words -------------------------------------------------------------------
 

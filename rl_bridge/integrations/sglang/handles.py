@@ -247,9 +247,14 @@ class ServerHandle(EngineHandle):
             raise WeightBridgeUnavailableError(msg) from error
         self._url = url.rstrip("/")
         headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
-        # Not by a proxy: who may update an engine reaches it.
+        # Not by a proxy: who may update an engine reaches it. And no connection is kept open: the
+        # server closes what idles, perhaps just when the next request is sent.
         self._client = self._httpx.Client(
-            base_url=self._url, timeout=timeout_s, headers=headers, trust_env=False
+            base_url=self._url,
+            timeout=timeout_s,
+            headers=headers,
+            limits=self._httpx.Limits(max_keepalive_connections=0),
+            trust_env=False,
         )
 
     def ask(self, route: str, **body: Any) -> tuple[bool, Any]:

@@ -48,9 +48,11 @@ class ServerHandle(EngineHandle):
             msg = "a server's URL needs httpx. Install it: pip install 'rl-bridge[vllm]'."
             raise WeightBridgeUnavailableError(msg) from error
         self._url = url.rstrip("/")
-        # Not by a proxy: the server is on this machine.
+        # Not by a proxy: the server is on this machine. And no connection is kept open: the server
+        # closes what idles, perhaps just when the next request is sent: that looks like its death.
+        limits = self._httpx.Limits(max_keepalive_connections=0)
         self._client, self._looker = (
-            self._httpx.Client(base_url=self._url, timeout=timeout, trust_env=False)
+            self._httpx.Client(base_url=self._url, timeout=timeout, limits=limits, trust_env=False)
             for timeout in (timeout_s, _HEALTH_S)
         )
 

@@ -1,0 +1,100 @@
+"""Side-cars as processes of their own, which can be killed and started again."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from rl_bridge.errors import EngineLost
+from rl_bridge.remote import RemoteEngine, Status
+from rl_bridge.testing.processes import DEADLINE_S, until
+
+__all__ = ["SidecarProcess", "free_port", "make_key"]
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def free_port() -> int:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        return int(taken.getsockname()[1])
+
+
+class SidecarProcess:
+    """``rl-bridge sidecar``, which can be killed and started again with the same state."""
+
+    def __init__(self, directory: Path, key_file: Path) -> None:
+        self.directory, self.key_file = directory, key_file
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.state_dir = directory / "state"
+        self.log = directory / "sidecar.log"
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self, engine: str = "plain", **options: Any) -> Status:
+        """Start it and wait until it answers; returns its first status.
+
+        `engine` is one of `tests.remote.engines`, or whatever ``rl-bridge sidecar`` takes.
+        """
+        named = engine if ":" in engine else f"tests.remote.engines:{engine}"
+        extra = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
+        with self.log.open("ab") as log:
+            self._process = subprocess.Popen(
+                [
+                    *(sys.executable, "-m", "rl_bridge", "sidecar"),
+                    named,
+                    *("--key-file", str(self.key_file), "--state-dir", str(self.state_dir)),
+                    *("--port", str(self.port), *extra),
+                ],
+                cwd=self.directory,
+                env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
+                stdout=log,
+                stderr=log,
+            )
+        found: list[Status] = []
+
+        def answers() -> bool:
+            assert self.is_alive, self.log.read_text()
+            with self.client(timeout_s=DEADLINE_S) as client:
+                try:
+                    found.append(client.status())
+                except EngineLost:
+                    return False
+            return True
+
+        until(answers, what="the side-car answers")
+        return found[0]
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def client(self, **options: Any) -> RemoteEngine:
+        return RemoteEngine(self.url, self.key_file, **options)
+
+    def kill(self) -> None:
+        """As the machine would: no handler runs."""
+        self._end(signal.SIGKILL)
+
+    def stop(self) -> None:
+        self._end(signal.SIGTERM)
+
+    def died(self) -> None:
+        """Wait until it died by itself."""
+        assert self._process is not None
+        self._process.wait(DEADLINE_S)
+
+    def _end(self, number: int) -> None:
+        if self._process is not None and self._process.poll() is None:
+            self._process.send_signal(number)
+            self._process.wait(DEADLINE_S)
+
+
+def make_key(directory: Path) -> Path:
+    path = directory / "key"
+    path.touch(mode=0o600)
+    path.write_bytes(bytes(range(32)))
+    return path
