@@ -26,6 +26,7 @@ __all__ = [
     "checked_dtype",
     "checked_threshold",
     "module_of",
+    "require_dense",
     "wire_dtype",
     "wire_name",
 ]
@@ -235,6 +236,20 @@ class _Run:
         for at, shape in self._empty:
             views[at] = flat[:0].view(shape)
         return views
+
+
+def require_dense(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """Refuse tensors whose elements do not lie one behind the other.
+
+    Raises:
+        IncompatibleUpdate: it is sparse, nested, or of another such layout.
+
+    """
+    if tensor.layout is torch.strided and not tensor.is_nested:
+        return tensor
+    what = "nested" if tensor.is_nested else f"of layout {tensor.layout}"
+    msg = f"tensor {name!r} is {what}. Keep it dense, or as a buffer with persistent=False."
+    raise IncompatibleUpdate(msg)
 
 
 def wire_name(dtype: torch.dtype) -> str:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from rl_bridge.extractors.chunks import require_dense
 from rl_bridge.extractors.names import Naming
 
 __all__ = ["ModuleSlots", "Slot"]
@@ -47,6 +48,9 @@ class ModuleSlots:
             module: the root.
             naming: gives the published name; what gets none is left out.
 
+        Raises:
+            IncompatibleUpdate: one of them is not dense.
+
         """
         self._keepers: list[dict[str, Any]] = []
         self._counts: list[int] = []
@@ -65,6 +69,7 @@ class ModuleSlots:
                     is_kept = tensor is not None and (is_parameter or key not in transient)
                     name = naming(path) if is_kept else None
                     if name is not None:
+                        require_dense(name, tensor)
                         self.slots.append(Slot(name, path, owner, keeper, key, is_parameter))
 
     def select(self, is_wanted: Callable[[Slot], bool]) -> None:

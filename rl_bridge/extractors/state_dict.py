@@ -8,7 +8,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from rl_bridge.errors import DuplicateTensorName, IncompatibleUpdate
 from rl_bridge.extractors.base import RankTensor, WeightExtractor
-from rl_bridge.extractors.chunks import DEFAULT_CHUNK_NBYTES
+from rl_bridge.extractors.chunks import DEFAULT_CHUNK_NBYTES, require_dense
 from rl_bridge.extractors.layouts import whole_piece
 from rl_bridge.extractors.names import Adapters, ModelNames, naming_of
 
@@ -200,7 +200,11 @@ class StateDictExtractor(WeightExtractor):
         trainable = trainable_names(self._source, tensors, None) or frozenset()
         self._naming, self._count = self._names(), len(tensors)
         named = ((self._naming(path), path, tensor) for path, tensor in tensors.items())
-        kept = [(name, path, tensor) for name, path, tensor in named if name is not None]
+        kept = [
+            (name, path, require_dense(name, tensor))
+            for name, path, tensor in named
+            if name is not None
+        ]
         self._paths = [path for _, path, _ in kept]
         first: dict[int, int] = {}
         return [

@@ -379,6 +379,9 @@ def refusals() -> Any:
     answers = {"no_module": told(lambda: FSDPExtractor(partial.state_dict()))}  # type: ignore[arg-type]
     answers["partial"] = told(lambda: FSDPExtractor(partial).placements())
     answers["flat"] = told(lambda: FSDPExtractor(flat).placements())
+    masked = nn.Linear(2, 2)
+    masked.register_buffer("mask", torch.eye(2).to_sparse())
+    answers["sparse"] = told(lambda: FSDPExtractor(masked).placements())
     return answers
 
 

@@ -178,3 +178,4 @@ def test_what_cannot_be_understood_is_refused(two: World) -> None:
         assert "Call redistribute" in answer["partial"]
         assert "contiguous before wrapping" in answer["flat"]
         assert "expected a module" in answer["no_module"]
+        assert "'mask' is of layout torch.sparse_coo" in answer["sparse"]

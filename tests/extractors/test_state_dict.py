@@ -119,6 +119,24 @@ def test_what_can_be_read_only_once_is_refused(source: object, words: str) -> No
         StateDictExtractor(source)  # type: ignore[arg-type]  # that is what is tried
 
 
+@pytest.mark.parametrize("call", ["metadata", "placements", "local", "full"])
+@pytest.mark.parametrize(
+    ("layout", "words"),
+    [(torch.sparse_coo, "of layout torch.sparse_coo"), (torch.jagged, "is nested")],
+)
+def test_tensors_that_are_not_dense_are_refused_by_name(
+    call: str, layout: torch.layout, words: str
+) -> None:
+    model = nn.Linear(2, 2)
+    rows = [torch.ones(2), torch.ones(3)]
+    odd = torch.eye(2).to_sparse()
+    if layout is torch.jagged:
+        odd = torch.nested.nested_tensor(rows, layout=layout)
+    model.register_buffer("mask", odd)
+    with pytest.raises(IncompatibleUpdate, match=f"'mask' is {words}.*persistent=False"):
+        list(getattr(StateDictExtractor(model), call)())
+
+
 @pytest.mark.parametrize("limit", [0, -1])
 def test_a_threshold_below_one_byte_is_refused(limit: int) -> None:
     with pytest.raises(ValueError, match="1 or more"):
