@@ -122,7 +122,7 @@ def test_what_can_be_read_only_once_is_refused(source: object, words: str) -> No
 @pytest.mark.parametrize("call", ["metadata", "placements", "local", "full"])
 @pytest.mark.parametrize(
     ("layout", "words"),
-    [(torch.sparse_coo, "of layout torch.sparse_coo"), (torch.jagged, "is nested")],
+    [(torch.sparse_coo, "of layout torch.sparse_coo"), (torch.jagged, "nested")],
 )
 def test_tensors_that_are_not_dense_are_refused_by_name(
     call: str, layout: torch.layout, words: str
