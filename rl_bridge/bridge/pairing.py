@@ -6,7 +6,7 @@ they found: shared memory where memory is shared, else NIXL where both have it, 
 """
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Self
@@ -26,6 +26,7 @@ __all__ = [
     "Said",
     "SharedDirectory",
     "SideFacts",
+    "choose_for_group",
     "choose_transport",
     "look_around",
     "try_beacon",
@@ -147,6 +148,7 @@ class PairChoice(Said):
         publisher_options: what the publisher passes to `make_weight_bridge` for it.
         consumer_options: what the consumer passes.
         not_taken: transport -> why not, of those that come before it.
+        group: what all ranks of a group call their lane; empty for one publisher alone.
 
     """
 
@@ -155,10 +157,13 @@ class PairChoice(Said):
     publisher_options: Options = {}
     consumer_options: Options = {}
     not_taken: Options = {}
+    group: Text = ""
 
     @property
     def lane(self) -> str:
         """The transport and where it lies: pairs of one lane read one publication."""
+        if self.group:
+            return self.group
         directory = self.publisher_options.get("directory")
         return self.transport if directory is None else f"{self.transport}@{directory}"
 
@@ -264,15 +269,56 @@ def choose_transport(
     """
     not_taken: dict[str, str] = {}
     for name in preference:
-        find = _network if name != "shared-memory" else _memory
-        found = _blocked(name, publisher, consumer) or find(name, publisher, consumer)
+        found = _found(name, publisher, consumer)
         if isinstance(found, PairChoice):
             return found.model_copy(update={"not_taken": not_taken})
         not_taken[name] = found
+    raise _none_works(f"{_who(publisher)} and {_who(consumer)}", not_taken)
+
+
+def choose_for_group(
+    pairs: Sequence[tuple[SideFacts, SideFacts]], *, preference: Sequence[str] = PREFERENCE
+) -> tuple[PairChoice, ...]:
+    """Choose the transport that one consumer reads all ranks of a group by; a pure function.
+
+    Args:
+        pairs: by rank, what the rank's side said, and the consumer's after it looked for that rank.
+        preference: transports that may be used, the best one first.
+
+    Returns:
+        By rank, the choice: all of one transport and one lane.
+
+    Raises:
+        WeightBridgeUnavailableError: none of them works with every rank; says why of each.
+
+    """
+    not_taken: dict[str, str] = {}
+    for name in preference:
+        found = [_found(name, *pair) for pair in pairs]
+        choices = [one for one in found if isinstance(one, PairChoice)]
+        if len(choices) < len(found):
+            causes = ((rank, one) for rank, one in enumerate(found) if isinstance(one, str))
+            not_taken[name] = "rank {}: {}".format(*next(causes))
+        elif any(one.consumer_options != choices[0].consumer_options for one in choices):
+            not_taken[name] = "no one directory is shared with all ranks"
+        else:
+            lane = "+".join(dict.fromkeys(one.lane for one in choices))
+            changes = {"not_taken": not_taken, "group": lane}
+            return tuple(one.model_copy(update=changes) for one in choices)
+    raise _none_works(f"{len(pairs)} ranks and {_who(pairs[0][1])}", not_taken)
+
+
+def _found(name: str, publisher: SideFacts, consumer: SideFacts) -> PairChoice | str:
+    """How a pair uses a transport, or why it cannot."""
+    find = _network if name != "shared-memory" else _memory
+    return _blocked(name, publisher, consumer) or find(name, publisher, consumer)
+
+
+def _none_works(who: str, not_taken: Mapping[str, str]) -> WeightBridgeUnavailableError:
     causes = "; ".join(f"{name}: {cause}" for name, cause in not_taken.items())
-    raise WeightBridgeUnavailableError(
-        f"no transport between {_who(publisher)} and {_who(consumer)}: {causes}. Put both on one "
-        "machine, give both a shared directory, or install what is missing."
+    return WeightBridgeUnavailableError(
+        f"no transport between {who}: {causes}. Put both on one machine, give both a shared "
+        "directory, or install what is missing."
     )
 
 

@@ -181,7 +181,7 @@ def test_many_versions_hold_no_more_than_two_slots(trainer: Trainer) -> None:
         _, manifests = trainer.side.publish(version)
         assert rollout.update(manifests["shared-memory"]).outcome == "acknowledged"
         trainer.step()
-        sizes.append(trainer.side._lanes["shared-memory"].published_nbytes)
+        sizes.append(trainer.side._lanes["shared-memory"].bridge.published_nbytes)
     assert len(set(sizes[2:])) == 1
     rollout.side.close()
 

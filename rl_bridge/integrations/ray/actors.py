@@ -5,19 +5,28 @@ and restarts are Ray's. Only bytes, text and numbers go through these methods.
 """
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
+from rl_bridge.bridge.resharding import Wanted, WantedLayout
+from rl_bridge.bridge.tensor_bridge import TensorBridge
 from rl_bridge.extractors.state_dict import Source
 from rl_bridge.installers.base import TransactionalAdapter, WeightInstallAdapter
+from rl_bridge.integrations.ray.group_store import GroupSeat, RayExchange
+from rl_bridge.integrations.ray.lanes import GroupLane
 from rl_bridge.integrations.ray.library import here
-from rl_bridge.integrations.ray.publisher_side import PublisherSide
+from rl_bridge.integrations.ray.publisher_side import MakeLane, PublisherSide
 from rl_bridge.integrations.ray.rollout_side import RolloutSide
 from rl_bridge.manifest.canonical import JSONValue
+from rl_bridge.manifest.placement import Placement
 
 __all__ = ["RolloutActor", "WeightPublisherActor"]
 
 
 class WeightPublisherActor:
-    """The trainer's actor. Write `weights_to_publish`.
+    """The trainer's actor, or that of one of its ranks. Write `weights_to_publish`.
+
+    Where each of several ranks holds a part of the weights, write `weight_placements`, too, and
+    give the fleet a list of the ranks' actors.
 
     Attributes:
         weight_directories: directories for named segments, where rollouts are in other containers.
@@ -31,6 +40,7 @@ class WeightPublisherActor:
     weight_options: Mapping[str, Mapping[str, object]] = {}
 
     __publisher_side: PublisherSide | None = None
+    __seat: GroupSeat | None = None
 
     def weights_to_publish(self) -> Source:
         """What to publish: a module, a state dict, or chunks. Called once for each transport.
@@ -42,6 +52,47 @@ class WeightPublisherActor:
         raise TypeError(
             f"{type(self).__name__} does not say what to publish. Write weights_to_publish(self)."
         )
+
+    def weight_placements(self) -> Mapping[str, Placement]:
+        """Where this rank's tensors lie in the whole ones: what an extractor's `placements` gives.
+
+        Raises:
+            TypeError: the actor's class does not say it.
+
+        """
+        raise TypeError(
+            f"{type(self).__name__} is a rank of a group and does not say which part of the "
+            "weights it holds. Write weight_placements(self)."
+        )
+
+    def join_weight_group(self, seat: bytes, store: Any) -> bytes:
+        """Publish as a rank from here on; what it has published as that rank stays.
+
+        Args:
+            seat: its `GroupSeat`.
+            store: the handle of the actor that runs `GroupStore`.
+
+        Returns:
+            Its `Announcement`.
+
+        """
+        taken, before = GroupSeat.from_json(seat), self.__seat
+
+        def make_lane(name: str, bridge: TensorBridge) -> GroupLane:
+            exchange = RayExchange(store, taken, name=name)
+            return GroupLane(bridge, exchange, self.weight_placements, timeout_s=taken.timeout_s)
+
+        is_same = before is not None and (before.rank, before.world_size) == (
+            taken.rank,
+            taken.world_size,
+        )
+        if self.__publisher_side is not None and is_same and not taken.anew:
+            self.__publisher_side.reseat(make_lane)
+        else:
+            self.close_weights()
+            self.__publisher_side = self._make_side(taken.rank, make_lane)
+        self.__seat = taken
+        return self.__publisher_side.announcement()
 
     def publish_weights(
         self, weight_version: int, metadata: Mapping[str, JSONValue] | None = None
@@ -57,6 +108,10 @@ class WeightPublisherActor:
         """See `PublisherSide.serve`."""
         return self._publisher_side().serve(choice)
 
+    def drop_weights(self, lane: str) -> None:
+        """See `PublisherSide.drop`."""
+        self._publisher_side().drop(lane)
+
     def weight_announcement(self) -> bytes:
         """See `PublisherSide.announcement`."""
         return self._publisher_side().announcement()
@@ -67,22 +122,28 @@ class WeightPublisherActor:
 
     def close_weights(self) -> None:
         """Take back everything that was published."""
-        if self.__publisher_side is not None:
-            self.__publisher_side.close()
+        side, self.__publisher_side = self.__publisher_side, None
+        if side is not None:
+            side.close()
 
     def _publisher_side(self) -> PublisherSide:
         if self.__publisher_side is None:
-            node, address = here()
-            self.__publisher_side = PublisherSide(
-                self.weights_to_publish,
-                worker=type(self).__name__,
-                node=node,
-                address=address,
-                directories=self.weight_directories,
-                state_dir=self.weight_state_dir,
-                options=self.weight_options,
-            )
+            self.__publisher_side = self._make_side(0, None)
         return self.__publisher_side
+
+    def _make_side(self, rank: int, make_lane: MakeLane | None) -> PublisherSide:
+        node, address = here()
+        return PublisherSide(
+            self.weights_to_publish,
+            worker=type(self).__name__,
+            rank=rank,
+            node=node,
+            address=address,
+            directories=self.weight_directories,
+            state_dir=self.weight_state_dir,
+            options=self.weight_options,
+            make_lane=make_lane,
+        )
 
 
 class RolloutActor:
@@ -112,6 +173,10 @@ class RolloutActor:
             f"{type(self).__name__} does not say how weights get into its engine. Write "
             "weight_adapter(self)."
         )
+
+    def weight_layout(self) -> Wanted | WantedLayout | None:
+        """What this rollout holds of a group's weights; None: every tensor, whole."""
+        return None
 
     def find_weights(self, publisher_facts: bytes) -> bytes:
         """See `RolloutSide.facts`."""
@@ -156,5 +221,6 @@ class RolloutActor:
                 node=node,
                 directories=self.weight_directories,
                 options=self.weight_options,
+                wanted=self.weight_layout,
             )
         return self.__rollout_side

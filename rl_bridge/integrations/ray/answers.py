@@ -1,5 +1,6 @@
 """What the actors answer, as it travels: JSON. What comes from another process is checked."""
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, StrictFloat, StrictInt, StrictStr
@@ -38,7 +39,7 @@ class RolloutAnswer(Said):
             ``torn``: the engine must not serve; ``unjoined``: it has no transport yet, as after a
             restart; ``status``: it was only asked.
         active_version: what the engine holds; None before the first version and while it is torn.
-        active_root: the root of that.
+        active_root: the root of that; of a group's version, the whole one's.
         proof: what was found in the engine after the install.
         timings_ms: phase -> milliseconds.
         error: type of what was raised; empty if nothing was.
@@ -58,8 +59,14 @@ class RolloutAnswer(Said):
     error: Text = ""
     message: Text = ""
 
-    def of(self, executor: RolloutExecutor) -> Self:
-        """The same, with what `executor` says that its engine holds."""
+    def of(self, executor: RolloutExecutor, groups: Mapping[str, str]) -> Self:
+        """The same, with what `executor` says that its engine holds.
+
+        Args:
+            executor: the rollout's.
+            groups: update -> root of the whole group's version, where it holds a share of one.
+
+        """
         version = executor.active_weight_version
         last = executor.last_ack
         if version is None or last is None or last.weight_version != version:
@@ -67,7 +74,7 @@ class RolloutAnswer(Said):
         return self.model_copy(
             update={
                 "active_version": version,
-                "active_root": last.root,
+                "active_root": groups.get(last.update_id, last.root),
                 "proof": last.proof.to_dict(),
                 "timings_ms": dict(last.timings_ms),
             }

@@ -6,21 +6,21 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from rl_bridge.bridge.pairing import PairChoice, SideFacts, choose_transport
+from rl_bridge.bridge.pairing import PairChoice
 from rl_bridge.errors import (
     EngineLost,
     TornEngine,
     WeightBridgeError,
     WeightUpdateRejectedError,
 )
-from rl_bridge.integrations.ray.answers import Announcement, RolloutAnswer
+from rl_bridge.integrations.ray.answers import RolloutAnswer
 from rl_bridge.integrations.ray.calls import Deadline, result_of
+from rl_bridge.integrations.ray.trainers import Trainers
 from rl_bridge.manifest.canonical import JSONValue
 
 __all__ = ["FleetUpdate", "RolloutFleet"]
 
 _LOG = logging.getLogger(__name__)
-_TRAINER = "trainer"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,9 +81,10 @@ class _Member:
 
 
 class RolloutFleet:
-    """Sends versions of one trainer's actor to rollout actors. Not thread-safe: one driver's.
+    """Sends versions of a trainer to rollout actors. Not thread-safe: one driver's.
 
-    The trainer's actor has the methods of `WeightPublisherActor`, each rollout's those of
+    The trainer is one actor, or one for each of its ranks, which publish as a group: all of them or
+    none. It has the methods of `WeightPublisherActor`, each rollout's actor those of
     `RolloutActor`. A rollout that dies, hangs or refuses does not hold the others up.
     """
 
@@ -91,37 +92,32 @@ class RolloutFleet:
         """Ask the trainer where it runs.
 
         Args:
-            trainer: the handle of the trainer's actor.
+            trainer: the handle of the trainer's actor; or those of its ranks, by rank.
             timeout_s: longest wait for the answers to one version, one joining, or one publication.
 
         Raises:
-            EngineLost: the trainer's actor is dead.
-            DeadlineExceeded: it does not answer.
-            ValueError: no time at all.
+            EngineLost: an actor of the trainer's is dead.
+            DeadlineExceeded: one does not answer.
+            ValueError: no time, or no actor at all.
 
         """
         if not timeout_s > 0:
             raise ValueError(f"timeout_s={timeout_s!r}: expected seconds above 0.")
-        self._trainer = trainer
         self._timeout_s = timeout_s
         self._members: dict[str, _Member] = {}
-        deadline = Deadline(timeout_s)
-        told = result_of(_TRAINER, "answer", trainer.weight_facts.remote(), deadline)
-        self._facts = SideFacts.from_json(told)
-        told = result_of(_TRAINER, "answer", trainer.weight_announcement.remote(), deadline)
-        self._current = Announcement.from_json(told)
+        self._trainers = Trainers(trainer, timeout_s=timeout_s)
 
     @property
     def weight_version(self) -> int | None:
         """The version that was published last; None before the first."""
-        return self._current.weight_version
+        return self._trainers.current.weight_version
 
     @property
     def routable(self) -> tuple[str, ...]:
         """The rollouts that hold the current version, by their last answer; none before it."""
-        if self._current.weight_version is None:
+        if self.weight_version is None:
             return ()
-        current = (self._current.weight_version, self._current.root)
+        current = (self.weight_version, self._trainers.current.root)
         return tuple(
             name
             for name, member in self._members.items()
@@ -153,21 +149,20 @@ class RolloutFleet:
         """
         self._members.pop(name, None)
         deadline = Deadline(self._timeout_s)
-        facts = result_of(name, "join", actor.find_weights.remote(self._facts.to_json()), deadline)
-        choice = choose_transport(self._facts, SideFacts.from_json(facts))
+        choices = self._trainers.choose(name, actor, deadline)
+        choice = choices[0]
         _LOG.info("rollout %s gets weights by %s", name, choice)
         text = choice.to_json()
         # The trainer first: what listens must listen before somebody calls.
-        manifest = result_of(
-            _TRAINER, f"serve {name}", self._trainer.serve_weights.remote(text), deadline
-        )
+        is_used = any(one.choice.lane == choice.lane for one in self._members.values())
+        manifest = self._trainers.serve(name, choices, deadline, is_used=is_used)
         answer = _answer(result_of(name, "join", actor.join_weights.remote(text), deadline))
         if answer.error:
             raise WeightUpdateRejectedError(
                 f"rollout {name!r} did not join by {choice.transport}: {answer.error}: "
                 f"{answer.message}. See its log, and join it again."
             )
-        version = self._current.weight_version
+        version = self.weight_version
         if manifest:
             reference = actor.update_weights.remote(manifest)
             answer = _answer(result_of(name, f"install version {version}", reference, deadline))
@@ -192,19 +187,14 @@ class RolloutFleet:
             What became of it, rollout by rollout.
 
         Raises:
-            EngineLost: the trainer's actor is dead.
+            EngineLost: the trainer's actor, or one of its ranks', is dead.
             DeadlineExceeded: the trainer did not publish in time.
+            GroupAborted: its ranks did not come together; nothing was published.
             VersionNotMonotonic: the version is not above the last one.
             WeightBridgeError: it could not be published.
 
         """
-        told, manifests = result_of(
-            _TRAINER,
-            f"publish version {weight_version}",
-            self._trainer.publish_weights.remote(weight_version, metadata),
-            Deadline(self._timeout_s),
-        )
-        self._current = Announcement.from_json(told)
+        manifests = self._trainers.publish(weight_version, metadata, Deadline(self._timeout_s))
         deadline = Deadline(self._timeout_s)
         calls = {
             name: member.actor.update_weights.remote(manifests[member.choice.lane])
@@ -228,7 +218,7 @@ class RolloutFleet:
             answers[name] = self._members[name].answer = answer
         return FleetUpdate(
             weight_version=weight_version,
-            root=self._current.root,
+            root=self._trainers.current.root,
             answers=MappingProxyType(answers),
             lost=MappingProxyType(lost),
         )

@@ -14,10 +14,13 @@ from rl_bridge.bridge.pairing import Beacon, PairChoice, look_around
 from rl_bridge.errors import VersionNotMonotonic, WeightUpdateRejectedError
 from rl_bridge.extractors.state_dict import Source
 from rl_bridge.integrations.ray.answers import Announcement
+from rl_bridge.integrations.ray.lanes import Lane, Manifest, SingleLane
 from rl_bridge.manifest.canonical import JSONValue
-from rl_bridge.manifest.model import WeightUpdateManifest
 
-__all__ = ["PublisherSide"]
+__all__ = ["MakeLane", "PublisherSide"]
+
+MakeLane = Callable[[str, TensorBridge], Lane]
+"""Makes of a bridge the lane of that name."""
 
 _LOG = logging.getLogger(__name__)
 _HOME = "shared-memory"
@@ -32,6 +35,9 @@ class PublisherSide:
     current version from that seal, not from weights that may have moved on. That costs one copy: a
     lane of its own has the seal only where no rollout's lane is one already. It keeps two versions:
     the current one, and the one before it, until the next.
+
+    As a rank of a group, it publishes its part on each lane: `serve`, `publish` and `drop` are
+    called on all ranks alike.
     """
 
     def __init__(
@@ -45,6 +51,7 @@ class PublisherSide:
         directories: Sequence[str] = (),
         state_dir: str | None = None,
         options: Mapping[str, Mapping[str, object]] | None = None,
+        make_lane: MakeLane | None = None,
     ) -> None:
         """Open the first lane; nothing is published yet.
 
@@ -57,6 +64,7 @@ class PublisherSide:
             directories: where named segments may go, for rollouts in other containers.
             state_dir: where the last version is kept across restarts.
             options: transport -> more options for `make_weight_bridge`.
+            make_lane: how versions are published through a bridge; None: by this side alone.
 
         Raises:
             WeightBridgeError: shared memory is blocked here.
@@ -69,11 +77,14 @@ class PublisherSide:
         self._address = address
         self._directories = tuple(directories)
         self._state_dir = None if state_dir is None else Path(state_dir)
+        if self._state_dir is not None and make_lane is not None:
+            self._state_dir /= f"rank-{rank}"  # ranks of one class name one directory
         self._options = {name: dict(given) for name, given in (options or {}).items()}
         self._metadata: Mapping[str, JSONValue] = {}
-        self._lanes: dict[str, TensorBridge] = {}
-        self._manifests: dict[str, WeightUpdateManifest] = {}
-        self._before: dict[str, WeightUpdateManifest] = {}
+        self._make_lane = make_lane or (lambda _, bridge: SingleLane(bridge))
+        self._lanes: dict[str, Lane] = {}
+        self._manifests: dict[str, Manifest] = {}
+        self._before: dict[str, Manifest] = {}
         self._asked: set[str] = set()
         """Lanes that rollouts use."""
         self._beacon = Beacon()
@@ -101,12 +112,25 @@ class PublisherSide:
         """
         chosen = PairChoice.from_json(choice)
         if chosen.lane not in self._lanes:
-            bridge = self._open(chosen)
+            lane = self._open(chosen)
             if self._manifests:
-                self._carry_over(chosen.lane, bridge)
+                self._carry_over(chosen.lane, lane)
         self._asked.add(chosen.lane)
         manifest = self._manifests.get(chosen.lane)
         return b"" if manifest is None else manifest.to_json().encode()
+
+    def drop(self, lane: str) -> None:
+        """Close a rollout's lane that could not be opened on every rank. Idempotent."""
+        self._asked.discard(lane)
+        if lane != _HOME and lane in self._lanes:
+            self._manifests.pop(lane, None)
+            self._before.pop(lane, None)
+            self._lanes.pop(lane).bridge.close()
+
+    def reseat(self, make_lane: MakeLane) -> None:
+        """Go on with the same bridges and versions, in a group that talks in another way."""
+        self._make_lane = make_lane
+        self._lanes = {name: make_lane(name, lane.bridge) for name, lane in self._lanes.items()}
 
     def publish(
         self, weight_version: int, metadata: Mapping[str, JSONValue] | None = None
@@ -132,18 +156,18 @@ class PublisherSide:
             )
         self._drop_spare()
         for lane, manifest in self._before.items():
-            self._lanes[lane].release(manifest.update_id)
+            self._lanes[lane].release(manifest)
         self._before = {}
-        made: dict[str, WeightUpdateManifest] = {}
+        made: dict[str, Manifest] = {}
         try:
-            for lane, bridge in self._lanes.items():
-                made[lane] = bridge.publish(
+            for name, one in self._lanes.items():
+                made[name] = one.publish(
                     self._source(), weight_version=weight_version, metadata=metadata
                 )
             _require_one_root(made)
         except BaseException:
             for lane, manifest in made.items():
-                self._lanes[lane].release(manifest.update_id)
+                self._lanes[lane].release(manifest)
             raise
         self._before, self._manifests, self._metadata = self._manifests, made, metadata or {}
         return self.announcement(), {lane: text.to_json().encode() for lane, text in made.items()}
@@ -157,17 +181,17 @@ class PublisherSide:
 
     def reports(self) -> bytes:
         """What the consumers told the publisher, lane by lane, as JSON."""
-        found = {lane: bridge.consumers() for lane, bridge in self._lanes.items()}
+        found = {name: lane.bridge.consumers() for name, lane in self._lanes.items()}
         told = {lane: [asdict(report) for report in reports] for lane, reports in found.items()}
         return json.dumps(told, default=str).encode()
 
     def close(self) -> None:
         """Take back everything that was published. Idempotent."""
-        for bridge in self._lanes.values():
-            bridge.close()
+        for lane in self._lanes.values():
+            lane.bridge.close()
         self._beacon.close()
 
-    def _open(self, chosen: PairChoice) -> TensorBridge:
+    def _open(self, chosen: PairChoice) -> Lane:
         place = {} if self._state_dir is None else {"state_dir": self._folder(chosen.lane)}
         bridge = make_weight_bridge(
             chosen.transport,
@@ -179,12 +203,12 @@ class PublisherSide:
                 **place,
             },
         )
-        self._lanes[chosen.lane] = bridge
+        lane = self._lanes[chosen.lane] = self._make_lane(chosen.lane, bridge)
         _LOG.info("%s opens %s", self._worker, chosen)
-        return bridge
+        return lane
 
     @property
-    def _current(self) -> WeightUpdateManifest | None:
+    def _current(self) -> Manifest | None:
         """What was published last: on all lanes the same."""
         return next(iter(self._manifests.values()), None)
 
@@ -194,7 +218,7 @@ class PublisherSide:
         if _HOME in self._lanes and _HOME not in self._asked and others:
             self._manifests.pop(_HOME, None)
             self._before.pop(_HOME, None)
-            self._lanes.pop(_HOME).close()
+            self._lanes.pop(_HOME).bridge.close()
             _LOG.info("%s seals versions on %s alone", self._worker, others[0])
 
     def _folder(self, lane: str) -> Path:
@@ -203,26 +227,23 @@ class PublisherSide:
         folder.mkdir(parents=True, exist_ok=True)
         return folder
 
-    def _carry_over(self, lane: str, bridge: TensorBridge) -> None:
+    def _carry_over(self, name: str, lane: Lane) -> None:
         """Publish the current version on a new lane, from where it is sealed."""
         seal = next(name for name in _SEALS if name in self._manifests)
-        sealed, home = self._manifests[seal], self._lanes[seal]
+        sealed = self._manifests[seal]
         try:
-            self._manifests[lane] = bridge.publish(
-                home.import_update(sealed),
-                weight_version=sealed.weight_version,
-                metadata=self._metadata,
-            )
+            with self._lanes[seal].sealed(sealed) as weights:
+                self._manifests[name] = lane.publish(
+                    weights, weight_version=sealed.weight_version, metadata=self._metadata
+                )
             _require_one_root(self._manifests)
         except BaseException:
-            self._manifests.pop(lane, None)
-            self._lanes.pop(lane).close()
+            self._manifests.pop(name, None)
+            self._lanes.pop(name).bridge.close()
             raise
-        finally:
-            home.release_imported(sealed.update_id)
 
 
-def _require_one_root(made: Mapping[str, WeightUpdateManifest]) -> None:
+def _require_one_root(made: Mapping[str, Manifest]) -> None:
     roots = {lane: manifest.root for lane, manifest in made.items()}
     if len(set(roots.values())) > 1:
         version = next(iter(made.values())).weight_version

@@ -6,14 +6,18 @@ Knows nothing of Ray: what it takes and gives are bytes and plain values.
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal, cast
 
 from rl_bridge.bridge.bridges import TensorBridge, make_weight_bridge
+from rl_bridge.bridge.group_import import GroupBridge
 from rl_bridge.bridge.pairing import PairChoice, SideFacts, look_around
+from rl_bridge.bridge.resharding import Wanted, WantedLayout
 from rl_bridge.bridge.rollout import RolloutExecutor
 from rl_bridge.errors import TornEngine, WeightBridgeError, WeightBridgeUnavailableError
 from rl_bridge.installers.base import TransactionalAdapter, WeightInstallAdapter
 from rl_bridge.integrations.ray.answers import RolloutAnswer
+from rl_bridge.manifest.group import GroupManifest
+from rl_bridge.manifest.model import WeightUpdateManifest
 
 __all__ = ["RolloutSide"]
 
@@ -34,6 +38,7 @@ class RolloutSide:
         node: str = "",
         directories: Sequence[str] = (),
         options: Mapping[str, Mapping[str, object]] | None = None,
+        wanted: Callable[[], Wanted | WantedLayout | None] = lambda: None,
     ) -> None:
         """Configure; the engine is not touched before the first version.
 
@@ -44,6 +49,8 @@ class RolloutSide:
             node: what the cluster calls this machine.
             directories: directories that it may share with the trainer.
             options: transport -> more options for `make_weight_bridge`.
+            wanted: gives what it holds of the weights of a group of trainers; asked once for each
+                lane. None: all of them, whole.
 
         """
         self._adapter = adapter
@@ -52,7 +59,10 @@ class RolloutSide:
         self._node = node
         self._directories = tuple(directories)
         self._options = {name: dict(given) for name, given in (options or {}).items()}
-        self._joined: tuple[str, Mapping[str, str]] | None = None
+        self._wanted = wanted
+        self._joined: tuple[str, str, Mapping[str, str]] | None = None
+        self._groups: dict[str, str] = {}
+        """Update -> root of the group's version that it is, of the last one and the active one."""
         self._bridge: TensorBridge | None = None
         self._executor: RolloutExecutor | None = None
 
@@ -101,7 +111,7 @@ class RolloutSide:
         if self._executor is None:
             return self._answer("unjoined").to_json()
         try:
-            self._executor.update_weights(manifest.decode())
+            self._install(self._executor, manifest.decode())
         except TornEngine as error:
             return self._answer("torn", error).to_json()
         except Exception as error:  # noqa: BLE001 - the answer carries it to who asked
@@ -125,17 +135,23 @@ class RolloutSide:
             if bridge is not None:
                 bridge.close()
 
+    def _install(self, executor: RolloutExecutor, text: str) -> None:
+        if not isinstance(executor.bridge, GroupBridge):
+            executor.update_weights(text)
+            return
+        group = GroupManifest.from_json(text)
+        held = executor.active_weight_update_id
+        self._groups = {one: root for one, root in self._groups.items() if one == held}
+        self._groups[group.update_id] = group.root
+        # What an executor is given, its bridge makes a manifest of.
+        executor.update_weights(cast("WeightUpdateManifest", group))
+
     def _join(self, chosen: PairChoice) -> None:
-        lane = (chosen.transport, chosen.consumer_options)
+        lane = (chosen.transport, chosen.group, chosen.consumer_options)
         if self._joined == lane:
             return
         self.close()
-        bridge = make_weight_bridge(
-            chosen.transport,
-            source_worker=self._worker,
-            source_rank=self._rank,
-            **{**self._options.get(chosen.transport, {}), **chosen.consumer_options},
-        )
+        bridge = self._open(chosen)
         try:
             self._executor = RolloutExecutor(
                 weight_bridge=bridge, weight_install_adapter=self._adapter()
@@ -145,6 +161,16 @@ class RolloutSide:
             raise
         self._bridge, self._joined = bridge, lane
         _LOG.info("rollout %s joins by %s", self._worker, chosen)
+
+    def _open(self, chosen: PairChoice) -> TensorBridge:
+        options: dict[str, Any] = {
+            **self._options.get(chosen.transport, {}),
+            **chosen.consumer_options,
+        }
+        who: dict[str, Any] = {"source_worker": self._worker, "source_rank": self._rank}
+        if chosen.group:
+            return GroupBridge(self._wanted(), transports={chosen.transport: options}, **who)
+        return make_weight_bridge(chosen.transport, **who, **options)
 
     def _answer(self, outcome: Outcome, error: Exception | None = None) -> RolloutAnswer:
         answer = RolloutAnswer(
@@ -156,4 +182,4 @@ class RolloutSide:
             error="" if error is None else type(error).__name__,
             message="" if error is None else str(error)[:4096],
         )
-        return answer if self._executor is None else answer.of(self._executor)
+        return answer if self._executor is None else answer.of(self._executor, self._groups)

@@ -1,0 +1,171 @@
+"""The trainer as a fleet knows it: one actor, or those of all ranks of a group."""
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rl_bridge.bridge.pairing import PairChoice, SideFacts, choose_for_group, choose_transport
+from rl_bridge.errors import DeadlineExceeded, EngineLost, GroupAborted, RanksDisagree
+from rl_bridge.integrations.ray.answers import Announcement
+from rl_bridge.integrations.ray.calls import Deadline, result_of
+from rl_bridge.integrations.ray.group_store import GroupSeat, GroupStore
+from rl_bridge.integrations.ray.library import require
+from rl_bridge.manifest.canonical import JSONValue
+
+__all__ = ["Trainers"]
+
+_LOG = logging.getLogger(__name__)
+# Of the fleet's time, what a rank waits for the others: who waited can still say for whom.
+_SHARE = 0.5
+
+
+class Trainers:
+    """Calls them all at once, and gives the answer of one."""
+
+    def __init__(self, trainer: Any, *, timeout_s: float) -> None:
+        """Ask them where they run, and what they have published; a group takes its seats first.
+
+        Args:
+            trainer: the handle of an actor; or those of the ranks of a group, by rank.
+            timeout_s: longest wait.
+
+        Raises:
+            WeightBridgeError: one is dead, or does not answer.
+            ValueError: no actor at all.
+
+        """
+        self.is_group = isinstance(trainer, Sequence)
+        self._actors = list(trainer) if isinstance(trainer, Sequence) else [trainer]
+        if not self._actors:
+            raise ValueError("trainer=[]: expected the actors of a group's ranks.")
+        self._store: Any = None
+        deadline = Deadline(timeout_s)
+        if self.is_group:
+            self.current = self._seat(deadline)
+        else:
+            (told,) = self._ask("answer", "weight_announcement", deadline)
+            self.current = Announcement.from_json(told)
+        facts = self._ask("answer", "weight_facts", deadline)
+        self._facts = [SideFacts.from_json(one) for one in facts]
+
+    def _seat(self, deadline: Deadline) -> Announcement:
+        # Placed by Ray; it goes when the last handle does.
+        self._store = require().remote(num_cpus=0)(GroupStore).remote()
+        result_of("the group's store", "begin", self._store.check.remote([]), deadline)
+        told = self._take_seats(deadline, anew=False)
+        if any(one != told[0] for one in told):
+            _LOG.warning("the ranks have published different versions: the group begins anew")
+            told = self._take_seats(deadline, anew=True)
+        return told[0]
+
+    def _take_seats(self, deadline: Deadline, *, anew: bool) -> list[Announcement]:
+        def seat(rank: int) -> bytes:
+            return GroupSeat(
+                rank=rank,
+                world_size=len(self._actors),
+                timeout_s=deadline.timeout_s * _SHARE,
+                anew=anew,
+            ).to_json()
+
+        given = [(seat(rank), self._store) for rank in range(len(self._actors))]
+        told = self._ask("join its group", "join_weight_group", deadline, given)
+        return [Announcement.from_json(one) for one in told]
+
+    def choose(self, name: str, actor: Any, deadline: Deadline) -> list[PairChoice]:
+        """How a rollout reads them: a choice for each, of one lane.
+
+        Raises:
+            WeightBridgeError: it is dead or silent, or nothing works.
+
+        """
+        calls = [actor.find_weights.remote(facts.to_json()) for facts in self._facts]
+        found = [SideFacts.from_json(result_of(name, "join", call, deadline)) for call in calls]
+        if not self.is_group:
+            return [choose_transport(self._facts[0], found[0])]
+        return list(choose_for_group(list(zip(self._facts, found, strict=True))))
+
+    def serve(
+        self, name: str, choices: Sequence[PairChoice], deadline: Deadline, *, is_used: bool
+    ) -> bytes:
+        """Open a rollout's lane; the manifest of the current version, empty before the first.
+
+        Args:
+            name: the rollout's.
+            choices: what `choose` gave for it.
+            deadline: until when.
+            is_used: other rollouts read on that lane.
+
+        Raises:
+            WeightBridgeError: it cannot be opened.
+
+        """
+        given = [(choice.to_json(),) for choice in choices]
+        try:
+            answers = self._ask(f"serve {name}", "serve_weights", deadline, given)
+            manifest: bytes = self._same(answers)
+        except BaseException:
+            if self.is_group and not is_used:
+                # Else some ranks would publish on a lane that others do not have.
+                for one in self._actors:
+                    one.drop_weights.remote(choices[0].lane)
+            raise
+        return manifest
+
+    def publish(
+        self, weight_version: int, metadata: Mapping[str, JSONValue] | None, deadline: Deadline
+    ) -> Mapping[str, bytes]:
+        """Publish the weights of now; lane -> manifest.
+
+        Raises:
+            WeightBridgeError: nothing is published.
+
+        """
+        given = [(weight_version, metadata)] * len(self._actors)
+        what = f"publish version {weight_version}"
+        told, manifests = self._same(self._ask(what, "publish_weights", deadline, given))
+        self.current = Announcement.from_json(told)
+        found: Mapping[str, bytes] = manifests
+        return found
+
+    def _ask(
+        self,
+        what: str,
+        method: str,
+        deadline: Deadline,
+        given: Sequence[tuple[object, ...]] | None = None,
+    ) -> list[Any]:
+        """Call a method of each, with what is given for each; the answers of all."""
+        given = given or [()] * len(self._actors)
+        calls = [
+            getattr(actor, method).remote(*mine)
+            for actor, mine in zip(self._actors, given, strict=True)
+        ]
+        answers: list[Any] = []
+        errors: list[Exception] = []
+        for rank, call in enumerate(calls):
+            try:
+                answers.append(result_of(self._name(rank), what, call, deadline))
+            except Exception as error:  # noqa: BLE001 - raised below, once all have answered
+                errors.append(error)
+        for first in sorted(errors, key=_remoteness):
+            raise first
+        return answers
+
+    def _name(self, rank: int) -> str:
+        return f"trainer rank {rank}" if self.is_group else "trainer"
+
+    def _same(self, answers: Sequence[Any]) -> Any:
+        for rank, one in enumerate(answers):
+            if one != answers[0]:
+                raise RanksDisagree(
+                    f"trainer rank {rank} has published something else than rank 0. Make another "
+                    "fleet of the same trainers: RolloutFleet(trainers)."
+                )
+        return answers[0]
+
+
+def _remoteness(error: Exception) -> int:
+    """How far an error is from what began it: the ranks that live were told, and gave up."""
+    kinds = (EngineLost, DeadlineExceeded, GroupAborted)
+    # (What a rank's own code raised stands behind its death, and before all that follows.)
+    return next((2 * at for at, kind in enumerate(kinds) if isinstance(error, kind)), 1)
