@@ -96,6 +96,7 @@ from rl_bridge.installers.sglang.model_installer import SGLangModelInstaller
 from rl_bridge.installers.vllm.model_installer import VLLMModelInstaller
 from rl_bridge.installers.vllm.reload import VLLMReloadAdapter
 from rl_bridge.integrations.sglang.engine_adapter import SGLangInstallAdapter
+from rl_bridge.integrations.sglang.loader import SGLangWeightLoader
 from rl_bridge.integrations.step_hooks import StepPublisher, StepSender
 from rl_bridge.integrations.trl import weight_sync_callback
 from rl_bridge.integrations.vllm.checkpoint_reload import VLLMCheckpointReloadAdapter
@@ -174,6 +175,7 @@ __all__ = [
     "RolloutExecutor",
     "SGLangInstallAdapter",
     "SGLangModelInstaller",
+    "SGLangWeightLoader",
     "SegmentError",
     "ShapeMismatch",
     "SharedMemoryTensorBridge",
