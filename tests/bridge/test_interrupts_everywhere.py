@@ -4,14 +4,12 @@ Python raises KeyboardInterrupt, and what other threads send, between two instru
 runs. A tracer raises it here at one line after the other.
 """
 
-import linecache
 import os
 import sys
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from types import FrameType
 from typing import Any, Literal
 
 import pytest
@@ -20,6 +18,7 @@ import torch
 from rl_bridge import ModuleInstallAdapter, RolloutExecutor, SharedMemoryTensorBridge
 from rl_bridge.lifecycle.forks import FORKS
 from tests.helpers import tracing
+from tests.interrupts import InterruptBefore
 
 Mode = Literal["copy", "alias", "flip"]
 Weights = dict[str, torch.Tensor]
@@ -27,28 +26,6 @@ Weights = dict[str, torch.Tensor]
 # Every line would take minutes. The stride has no common factor with loops of 2, 3, 5 or 7 lines,
 # and each mode begins elsewhere.
 STRIDE = 11
-
-
-class InterruptBefore:
-    """Traces this thread and raises before the `number`-th line of the library, once."""
-
-    def __init__(self, number: int) -> None:
-        self._left = number
-        self.struck = False
-
-    def __call__(self, frame: FrameType, event: str, _: Any) -> Any:
-        if "/rl_bridge/" not in frame.f_code.co_filename:
-            return None
-        if event == "line" and not self.struck:
-            # Leaving a with block is traced as its line, where Python itself never interrupts; nor
-            # does it between the end of a call and the `release` of a `finally` behind it.
-            line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
-            if not line.startswith(("with ", "if taken and taken[0]:", "FORKS.release()")):
-                self._left -= 1
-                if self._left < 0:
-                    self.struck = True
-                    raise KeyboardInterrupt
-        return self
 
 
 class Failing(ModuleInstallAdapter):

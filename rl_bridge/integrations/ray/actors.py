@@ -89,7 +89,7 @@ class WeightPublisherActor:
         if self.__publisher_side is not None and is_same and not taken.anew:
             self.__publisher_side.reseat(make_lane)
         else:
-            self.close_weights()
+            self.close_weights()  # its ports are the next one's
             self.__publisher_side = self._make_side(taken.rank, make_lane)
         self.__seat = taken
         return self.__publisher_side.announcement()
@@ -122,9 +122,9 @@ class WeightPublisherActor:
 
     def close_weights(self) -> None:
         """Take back everything that was published."""
-        side, self.__publisher_side = self.__publisher_side, None
-        if side is not None:
-            side.close()
+        self.__seat = None
+        if self.__publisher_side is not None:
+            self.__publisher_side.close()
 
     def _publisher_side(self) -> PublisherSide:
         if self.__publisher_side is None:

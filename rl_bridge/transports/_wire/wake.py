@@ -2,9 +2,10 @@
 
 import os
 import threading
+import weakref
 from contextlib import suppress
 
-from rl_bridge.memory.holding import close_fd, forget_fd_in_children
+from rl_bridge.memory.holding import Holding
 
 __all__ = ["Wake"]
 
@@ -18,10 +19,18 @@ class Wake:
 
     def __init__(self) -> None:
         """Open the descriptor."""
-        self.fd = forget_fd_in_children(os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC))
-        self._pid = os.getpid()
+        self._held = Holding()
+        self._finalizer = weakref.finalize(self, self._held.dispose)
+        self._finalizer.atexit = False
+        self._held.open(os.eventfd, 0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._pid = self._held.pid
         # Reentrant: a finalizer may come in the middle of any of these, in this very thread.
         self._lock = threading.RLock()
+
+    @property
+    def fd(self) -> int:
+        """The descriptor; -1 once it is closed."""
+        return next(iter(self._held.fds), -1)
 
     def poke(self) -> None:
         """Wake; a no-op once it is closed, and in a forked child."""
@@ -44,6 +53,5 @@ class Wake:
         if os.getpid() != self._pid:
             return
         with self._lock:
-            fd, self.fd = self.fd, -1
-            if fd >= 0:
-                close_fd(fd)
+            self._held.dispose()
+            self._finalizer.detach()

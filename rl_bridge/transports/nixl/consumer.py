@@ -7,19 +7,16 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 
-from pydantic import ValidationError
-
 from rl_bridge.errors import (
-    MalformedManifest,
     SegmentError,
     StaleUpdate,
     TransportUnavailable,
     WeightBridgeError,
 )
-from rl_bridge.manifest.canonical import thaw
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.memory.control import UpdateReport
 from rl_bridge.transports._wire.arenas import Arenas
+from rl_bridge.transports._wire.handles import read_handle, require_publisher
 from rl_bridge.transports.base import Attachment, ConsumerEnd, PartRequest
 from rl_bridge.transports.nixl.agent import Agent, AgentError, Counters, PeerUnreachable
 from rl_bridge.transports.nixl.endpoint import NIXLEndpoint, NIXLHandle
@@ -73,7 +70,8 @@ class NIXLConsumer(ConsumerEnd):
         self._past = Counters()
         self._unreachable: set[str] = set()
         # A bridge that is dropped instead of closed must not keep its memory and connections.
-        self._finalizer = weakref.finalize(self, _end, os.getpid(), self._held)
+        self._pid = os.getpid()
+        self._finalizer = weakref.finalize(self, _end, self._pid, self._held)
 
     # ---- what can be looked at ------------------------------------------------------------------
 
@@ -187,23 +185,8 @@ class NIXLConsumer(ConsumerEnd):
         )
 
     def _handle(self, manifest: WeightUpdateManifest) -> NIXLHandle:
-        try:
-            handle = NIXLHandle.model_validate(thaw(manifest.handle))
-        except ValidationError as error:
-            first = error.errors(include_url=False, include_input=False)[0]
-            where = ".".join(str(part) for part in first["loc"])
-            msg = (
-                f"update {manifest.update_id}: handle field {where}: {first['msg']}. Send the "
-                "manifest as it was published."
-            )
-            raise MalformedManifest(msg) from error
-        if handle.endpoint.publisher_id != manifest.publisher_id:
-            msg = (
-                f"update {manifest.update_id}: its handle is of publisher "
-                f"{handle.endpoint.publisher_id}, the manifest of {manifest.publisher_id}. Send "
-                "the manifest as it was published."
-            )
-            raise MalformedManifest(msg)
+        handle = read_handle(NIXLHandle, manifest)
+        require_publisher(manifest, handle.endpoint.publisher_id)
         if handle.endpoint.backend != self._backend:
             raise TransportUnavailable(
                 "nixl",
@@ -318,8 +301,9 @@ class NIXLConsumer(ConsumerEnd):
                 source.close()
 
     def close(self) -> None:
-        """Say goodbye everywhere; tensors keep what they look at."""
-        self._finalizer()
+        """Say goodbye everywhere; tensors keep what they look at. Idempotent."""
+        _end(self._pid, self._held)
+        self._finalizer.detach()  # behind it: what an interrupt cuts off, the next call ends
 
 
 def _end(pid: int, held: _Held) -> None:
@@ -332,5 +316,6 @@ def _end(pid: int, held: _Held) -> None:
         if agent is not None:
             agent.close()
     held.parked.clear()
-    while held.sources:
-        held.sources.popitem()[1].close()
+    for publisher_id, source in list(held.sources.items()):
+        source.close()
+        held.sources.pop(publisher_id, None)  # behind it: an interrupt must not lose it

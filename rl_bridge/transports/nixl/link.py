@@ -12,12 +12,19 @@ from pydantic import ValidationError
 from rl_bridge.errors import (
     MalformedManifest,
     SegmentError,
-    StaleUpdate,
     TransferTimeout,
     WeightBridgeUnavailableError,
 )
 from rl_bridge.memory.control import UpdateReport
 from rl_bridge.transports._wire.caller import Caller
+from rl_bridge.transports._wire.messages import (
+    Gone,
+    Leave,
+    Message,
+    Refused,
+    Reported,
+    error_of,
+)
 from rl_bridge.transports.nixl.agent import Agent
 from rl_bridge.transports.nixl.endpoint import NIXLEndpoint
 from rl_bridge.transports.nixl.messages import (
@@ -27,16 +34,11 @@ from rl_bridge.transports.nixl.messages import (
     Catalog,
     Entry,
     FromPublisher,
-    Gone,
     Help,
     Join,
     Lease,
     Leased,
-    Leave,
-    Message,
-    Refused,
     Renew,
-    Reported,
     Unlease,
     Welcome,
     from_publisher,
@@ -166,7 +168,7 @@ class Link:
         """
         message = self._answer((Leased, Gone), update_id)
         if isinstance(message, Gone):
-            self._raise_gone(message)
+            raise error_of(message)
         if not isinstance(message, Leased):
             raise MalformedManifest(f"update {update_id}: no lease came. Use one release.")
         if not len(message.addresses) == len(message.starts) == len(message.nbytes):
@@ -191,18 +193,6 @@ class Link:
             is_of_it = update_id is None or getattr(message, "update_id", None) == update_id
             if isinstance(message, kinds) and is_of_it:
                 return message
-
-    @staticmethod
-    def _raise_gone(gone: Gone) -> None:
-        if gone.is_stale:
-            raise StaleUpdate(
-                f"update {gone.update_id} is gone: {gone.reason}. Import the publisher's latest "
-                "manifest."
-            )
-        raise SegmentError(
-            f"update {gone.update_id} is not what was published: {gone.reason}. Use the manifest "
-            "as it was published."
-        )
 
     def _learn(self, leased: Leased) -> None:
         if leased.moved:

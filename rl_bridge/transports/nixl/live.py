@@ -20,8 +20,8 @@ from rl_bridge.memory.segment import OwnedSegment
 from rl_bridge.memory.slots import Slot
 from rl_bridge.transports.nixl.agent import AgentError, Kind, Region
 from rl_bridge.transports.nixl.host import Host
-from rl_bridge.transports.nixl.messages import Entry, Lease, Leased
-from rl_bridge.transports.nixl.shelf import Published, Shelf, Taken
+from rl_bridge.transports.nixl.messages import Entry
+from rl_bridge.transports.nixl.shelf import Placed, Published, Ranges, Shelf, Taken
 
 __all__ = ["LiveShelf"]
 
@@ -35,7 +35,7 @@ class _Registered:
         tensors: kept alive.
         number: readers know them by it.
         region: theirs.
-        where: address, first byte in the arena, and size, of each that is not empty.
+        where: those that are not empty.
 
     """
 
@@ -43,7 +43,7 @@ class _Registered:
     tensors: tuple[torch.Tensor, ...]
     number: int
     region: Region | None
-    where: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+    where: Ranges
 
 
 class LiveShelf(Shelf):
@@ -53,11 +53,11 @@ class LiveShelf(Shelf):
 
     def __init__(self, host: Host, place: Place, label: str) -> None:
         """Start empty."""
-        super().__init__()
-        self._host = host
+        super().__init__(host)
         self._place = place
         # No arena: its one page has the stamp.
         self._slot = Slot(OwnedSegment.make(f"{label}-stamp", vm.PAGE))
+        self._slot.before_close = self._retire
         self._stamp = host.register_segment(self._slot.segment)
         self._numbers = 0
         self._live: _Registered | None = None
@@ -164,20 +164,16 @@ class LiveShelf(Shelf):
         """Nothing: this process serves."""
         return self._host.ensure(is_sure=is_sure)
 
-    def _where(self, lease: Lease, known: Published) -> Leased:
-        live = self._held[lease.update_id]
+    def _place_of(self, update_id: str, known: Published) -> Placed:
+        """One range for each tensor."""
+        live = self._held[update_id]
         assert known.slot is self._slot
-        addresses, starts, nbytes = live.where
-        is_known = live.number in lease.known
-        regions = () if is_known else (self._stamp, live.region)
-        return Leased(
-            update_id=lease.update_id,
-            slot=live.number,
-            metadata=tuple(self._host.metadata(one).hex() for one in regions if one is not None),
+        regions = (self._stamp,) if live.region is None else (self._stamp, live.region)
+        return Placed(
+            number=live.number,
+            regions=regions,
             stamp=self._stamp.address,
-            addresses=addresses,
-            starts=starts,
-            nbytes=nbytes,
+            ranges=live.where,
             memory=self._kind,
             device=self._device,
         )
@@ -188,20 +184,10 @@ class LiveShelf(Shelf):
 
     def entries(self) -> tuple[Entry, ...]:
         """The version that the tensors hold, or none."""
-        live, slot = self._live, self._slot
+        live = self._live
         if live is None:
             return ()
-        known = self._published.get(slot.update_id or "")
-        return (
-            Entry(
-                slot=live.number,
-                update_id=slot.update_id,
-                generation=slot.generation,
-                arena_nbytes=slot.arena_nbytes,
-                nbytes=sum(live.where[2]),
-                readers=() if known is None else tuple(known.readers.values()),
-            ),
-        )
+        return (self._entry(live.number, self._slot, sum(live.where[2])),)
 
     @property
     def nbytes(self) -> int:
@@ -218,10 +204,13 @@ class LiveShelf(Shelf):
     def close(self) -> None:
         """Let go of everything."""
         self._published.clear()
-        self._slot.stamp(None, 0)
         live, self._live = self._live, None
         for one in {live, *self._held.values()}:
             self._held.clear()
             self._let_go(one)
-        self._host.deregister(self._stamp)
         self._slot.close()
+
+    def _retire(self) -> None:
+        # What a late reader still sees of its page is no version any more.
+        self._slot.stamp(None, 0)
+        self._host.deregister(self._stamp)

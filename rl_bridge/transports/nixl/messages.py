@@ -1,10 +1,19 @@
-"""What publisher and readers say to each other beside the weights: JSON, of these kinds only."""
+"""What publisher and readers say to each other, beside the kinds that all transports have."""
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr, TypeAdapter
+from pydantic import Field, StrictBool, StrictInt, StrictStr, TypeAdapter
 
-from rl_bridge.memory.control import UpdateReport
+from rl_bridge.transports._wire.messages import (
+    Count,
+    Gone,
+    Leave,
+    Message,
+    Refused,
+    Reported,
+    Text,
+    UpdateId,
+)
 
 __all__ = [
     "MAGIC",
@@ -14,16 +23,11 @@ __all__ = [
     "Entry",
     "FromPublisher",
     "FromReader",
-    "Gone",
     "Help",
     "Join",
     "Lease",
     "Leased",
-    "Leave",
-    "Message",
-    "Refused",
     "Renew",
-    "Reported",
     "Unlease",
     "Welcome",
     "from_publisher",
@@ -36,18 +40,9 @@ MAGIC = b"rlbnixl1"
 MAX_MESSAGE_NBYTES = 16 << 20
 """The addresses of a live model's parameters travel in one message."""
 
-_Count = Annotated[StrictInt, Field(ge=0, lt=2**63)]
 _Address = Annotated[StrictInt, Field(ge=0, lt=2**64)]
-_Id = Annotated[StrictStr, Field(pattern=r"^[0-9a-f]{32}$")]
-_Text = Annotated[StrictStr, Field(max_length=2048)]
 _Hex = Annotated[StrictStr, Field(max_length=8 << 20, pattern=r"^([0-9a-f]{2})*$")]
 _Kind = Literal["DRAM", "VRAM"]
-
-
-class Message(BaseModel):
-    """What all have in common."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 # ---- from a reader ------------------------------------------------------------------------------
@@ -58,8 +53,8 @@ class Join(Message):
 
     kind: Literal["join"] = "join"
     worker: Annotated[StrictStr, Field(max_length=512)]
-    rank: _Count
-    pid: _Count
+    rank: Count
+    pid: Count
     is_observer: StrictBool = False
     """It leaves no record."""
 
@@ -72,19 +67,19 @@ class Lease(Message):
     """
 
     kind: Literal["lease"] = "lease"
-    update_id: _Id
-    generation: _Count
-    arena_nbytes: _Count
-    known: Annotated[tuple[_Count, ...], Field(max_length=4096)] = ()
+    update_id: UpdateId
+    generation: Count
+    arena_nbytes: Count
+    known: Annotated[tuple[Count, ...], Field(max_length=4096)] = ()
     needs_help: StrictBool = True
-    epoch: _Count
+    epoch: Count
 
 
 class Renew(Message):
     """I am still reading it."""
 
     kind: Literal["renew"] = "renew"
-    update_id: _Id
+    update_id: UpdateId
 
 
 class Help(Message):
@@ -98,26 +93,13 @@ class Unlease(Message):
     """I have read it, or gave up."""
 
     kind: Literal["unlease"] = "unlease"
-    update_id: _Id
-
-
-class Reported(Message):
-    """What became of an update."""
-
-    kind: Literal["report"] = "report"
-    report: UpdateReport
+    update_id: UpdateId
 
 
 class AskCatalog(Message):
     """What do you hold?"""
 
     kind: Literal["ask catalog"] = "ask catalog"
-
-
-class Leave(Message):
-    """The last message."""
-
-    kind: Literal["leave"] = "leave"
 
 
 # ---- from the publisher -------------------------------------------------------------------------
@@ -128,17 +110,10 @@ class Welcome(Message):
 
     kind: Literal["welcome"] = "welcome"
     metadata: _Hex
-    epoch: _Count
+    epoch: Count
     """Which agent of the publisher's it is: when one dies, another takes its place."""
     timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)]
     """A lease that is not asked for again ends after this time."""
-
-
-class Refused(Message):
-    """You are not in, or not any more."""
-
-    kind: Literal["refused"] = "refused"
-    reason: _Text
 
 
 class Leased(Message):
@@ -160,38 +135,28 @@ class Leased(Message):
     """
 
     kind: Literal["leased"] = "leased"
-    update_id: _Id
+    update_id: UpdateId
     slot: Annotated[StrictInt, Field(ge=1, lt=2**63)]
     metadata: tuple[_Hex, ...]
     stamp: _Address
     addresses: tuple[_Address, ...]
-    starts: tuple[_Count, ...]
-    nbytes: tuple[_Count, ...]
+    starts: tuple[Count, ...]
+    nbytes: tuple[Count, ...]
     memory: _Kind = "DRAM"
-    device: _Count = 0
-    epoch: _Count = 0
+    device: Count = 0
+    epoch: Count = 0
     moved: _Hex = ""
-
-
-class Gone(Message):
-    """The update that you want cannot be had."""
-
-    kind: Literal["gone"] = "gone"
-    update_id: _Id
-    reason: _Text
-    is_stale: StrictBool
-    """It was released; otherwise it is not what was asked for."""
 
 
 class Entry(Message):
     """One slot of a publisher."""
 
-    slot: _Count
-    update_id: _Id | None
-    generation: _Count
-    arena_nbytes: _Count
-    nbytes: _Count
-    readers: tuple[_Text, ...] = ()
+    slot: Count
+    update_id: UpdateId | None
+    generation: Count
+    arena_nbytes: Count
+    nbytes: Count
+    readers: tuple[Text, ...] = ()
 
 
 class Catalog(Message):

@@ -126,9 +126,10 @@ class NIXLPublisher(PublisherEnd):
         return 0 if self._is_closed else self._shelf.nbytes
 
     def close(self) -> None:
-        """Tell the readers, and give everything back."""
+        """Tell the readers, and give everything back. Idempotent."""
         self._is_closed = True
-        self._finalizer()
+        _end(self._server, self._shelf, self._host)
+        self._finalizer.detach()  # behind it: what an interrupt cuts off, the next call ends
 
 
 def _end(server: Server, shelf: Shelf, host: Host) -> None:

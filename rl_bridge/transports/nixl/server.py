@@ -13,14 +13,14 @@ import socket
 import threading
 import time
 import weakref
-from contextlib import suppress
 
 from pydantic import ValidationError
 
 from rl_bridge.memory.control import Record, take_note
-from rl_bridge.memory.holding import close_fd, forget_fd_in_children
 from rl_bridge.transports._wire.channel import Channel
 from rl_bridge.transports._wire.door import Door
+from rl_bridge.transports._wire.messages import Gone, Leave, Message, Refused, Reported
+from rl_bridge.transports._wire.wake import Wake
 from rl_bridge.transports.nixl.agent import AgentError
 from rl_bridge.transports.nixl.endpoint import NIXLEndpoint
 from rl_bridge.transports.nixl.host import Host
@@ -31,15 +31,10 @@ from rl_bridge.transports.nixl.messages import (
     AskCatalog,
     Catalog,
     FromReader,
-    Gone,
     Help,
     Join,
     Lease,
-    Leave,
-    Message,
-    Refused,
     Renew,
-    Reported,
     Unlease,
     Welcome,
     from_reader,
@@ -102,8 +97,8 @@ class Server:
         self._max_members = max_members
         self._timeout_s = timeout_s
         self._pid = os.getpid()
-        self._is_stopping = False
-        self._wake = forget_fd_in_children(os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC))
+        self._is_stopping = self._is_given_back = False
+        self._wake = Wake()
         self._thread = threading.Thread(target=self._run, name="rlb-nixl-server", daemon=True)
         _SERVERS.add(self)
         self._thread.start()
@@ -123,11 +118,10 @@ class Server:
 
     def close(self, *, timeout_s: float = 5.0) -> None:
         """Hang up everywhere and end the thread. Idempotent; in a forked child a no-op."""
-        if self._is_stopping or os.getpid() != self._pid:
+        if self._is_given_back or os.getpid() != self._pid:
             return
         self._is_stopping = True
-        with suppress(BlockingIOError, OSError):
-            os.eventfd_write(self._wake, 1)
+        self._wake.poke()
         if self._thread is not threading.current_thread():
             self._thread.join(timeout_s)
         with self.changed:
@@ -135,7 +129,8 @@ class Server:
             for member in list(self.members):
                 member.channel.send(Refused(reason="the publisher closed"))
                 self._lose(member)
-        close_fd(self._wake)
+        self._wake.close()
+        self._is_given_back = True  # last: what an interrupt cut off, the next call ends
 
     def forget(self) -> None:
         """In a forked child: close its copy of the listening socket."""
@@ -182,9 +177,8 @@ class Server:
         """Serve what is ready; returns whether anything was."""
         poll, timeout_ms = self._look_out(timeout_ms)
         ready = {fd for fd, _ in poll.poll(timeout_ms)}
-        if self._wake in ready:
-            with suppress(BlockingIOError):
-                os.eventfd_read(self._wake)
+        if self._wake.fd in ready:
+            self._wake.settle()
         with self.changed:
             if not self._is_stopping:
                 self._look_after_host()
@@ -194,7 +188,7 @@ class Server:
                 for channel, join in self._door.serve(ready, self.changed):
                     self._join(channel, join)
                 self._expire()
-        return bool(ready - {self._wake})
+        return bool(ready - {self._wake.fd})
 
     def _look_out(self, timeout_ms: float | None) -> tuple[select.poll, float | None]:
         poll = select.poll()
@@ -209,7 +203,7 @@ class Server:
                 if one.fileno() >= 0:
                     poll.register(one, select.POLLIN)
             if timeout_ms is None:
-                poll.register(self._wake, select.POLLIN)
+                poll.register(self._wake.fd, select.POLLIN)
                 timeout_ms = self._patience_ms()
         return poll, timeout_ms
 

@@ -104,7 +104,7 @@ class ServingProcess:
     @property
     def is_lost(self) -> bool:
         """Whether it ended, or was never there."""
-        return self._line is None or os.getpid() != self._pid
+        return self._line is None or self._line.fileno() < 0 or os.getpid() != self._pid
 
     def fileno(self) -> int:
         """What becomes readable when it ends; -1 if it did."""
@@ -114,6 +114,9 @@ class ServingProcess:
         """Take note of its end."""
         with self._lock:
             if self._line is None:
+                return
+            if self._line.fileno() < 0:
+                self._end()  # an interrupt cut that off
                 return
             with suppress(BlockingIOError):
                 flags = socket.MSG_PEEK | socket.MSG_DONTWAIT
@@ -152,24 +155,23 @@ class ServingProcess:
 
     def _end(self) -> None:
         """Have it gone, and note how it ended."""
-        line, self._line = self._line, None
-        process, self._process = self._process, None
         self._live.clear()
+        line, process = self._line, self._process
         if line is not None:
             line.close()
-        if process is None or os.getpid() != self._pid:
-            return
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(_GRACE_S)  # without the socket it ends by itself
-        if process.returncode is None:
-            self._how = "it hung"
-            process.kill()
+        if process is not None and os.getpid() == self._pid:
             with suppress(subprocess.TimeoutExpired):
-                process.wait(_END_S)
-        elif process.returncode < 0:
-            self._how = f"it was ended by {signal.Signals(-process.returncode).name}"
-        else:
-            self._how = f"it ended with {process.returncode}"
+                process.wait(_GRACE_S)  # without the socket it ends by itself
+            if process.returncode is None:
+                self._how = "it hung"
+                process.kill()
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(_END_S)
+            elif process.returncode < 0:
+                self._how = f"it was ended by {signal.Signals(-process.returncode).name}"
+            else:
+                self._how = f"it ended with {process.returncode}"
+        self._line = self._process = None  # last: what an interrupt cut off, the next call ends
 
     # ---- what it is asked -----------------------------------------------------------------------
 

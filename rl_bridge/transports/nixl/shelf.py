@@ -3,8 +3,6 @@
 Everything here is called under the server's lock, but for `Shelf.take`, which takes it.
 """
 
-import itertools
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping
 from contextlib import AbstractContextManager
@@ -13,15 +11,17 @@ from typing import ClassVar
 
 import torch
 
-from rl_bridge.errors import SegmentError
 from rl_bridge.memory.packing import PackPlan
-from rl_bridge.memory.slots import Slot, SlotRing
-from rl_bridge.transports.nixl.agent import AgentError
-from rl_bridge.transports.nixl.arenas import RegisteredArenas
+from rl_bridge.memory.slots import Slot
+from rl_bridge.transports._wire.messages import Gone
+from rl_bridge.transports.nixl.agent import Kind, Region
 from rl_bridge.transports.nixl.host import Host
-from rl_bridge.transports.nixl.messages import Entry, Gone, Lease, Leased
+from rl_bridge.transports.nixl.messages import Entry, Lease, Leased
 
-__all__ = ["Published", "Shelf", "SlotShelf", "Taken"]
+__all__ = ["Placed", "Published", "Ranges", "Shelf", "Taken"]
+
+Ranges = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+"""Of each range of a version: its address, its first byte in the arena, its size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,14 +44,42 @@ class Published:
     is_released: bool = False
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Placed:
+    """Where a version lies, as a reader gets to know it.
+
+    Attributes:
+        number: of the memory: what was told of one number once need not be told again.
+        regions: what is registered there.
+        stamp: address of the stamp.
+        ranges: the bytes.
+        memory: their kind.
+        device: its number.
+
+    """
+
+    number: int
+    regions: tuple[Region, ...]
+    stamp: int
+    ranges: Ranges
+    memory: Kind
+    device: int
+
+
 class Shelf(ABC):
     """Versions that can be leased."""
 
     is_in_place: ClassVar[bool] = False
     """Whether versions lie in the trainer's own tensors."""
 
-    def __init__(self) -> None:
-        """Start empty."""
+    def __init__(self, host: Host) -> None:
+        """Start empty.
+
+        Args:
+            host: serves readers.
+
+        """
+        self._host = host
         self._published: dict[str, Published] = {}
 
     def lease(self, lease: Lease, reader: Hashable, name: str) -> Leased | Gone:
@@ -98,9 +126,25 @@ class Shelf(ABC):
     def seal_header(self, update_id: str, digest: bytes) -> None:
         """Keep the digest of the manifest's header in the version's stamp."""
 
-    @abstractmethod
     def _where(self, lease: Lease, known: Published) -> Leased:
-        """Say where a version is."""
+        placed = self._place_of(lease.update_id, known)
+        addresses, starts, nbytes = placed.ranges
+        parts = () if placed.number in lease.known else placed.regions
+        return Leased(
+            update_id=lease.update_id,
+            slot=placed.number,
+            metadata=tuple(self._host.metadata(part).hex() for part in parts),
+            stamp=placed.stamp,
+            addresses=addresses,
+            starts=starts,
+            nbytes=nbytes,
+            memory=placed.memory,
+            device=placed.device,
+        )
+
+    @abstractmethod
+    def _place_of(self, update_id: str, known: Published) -> Placed:
+        """Where a version that is held lies."""
 
     def unlease(self, update_id: str, reader: Hashable) -> None:
         """Note that a reader is done; unknown ones are ignored."""
@@ -138,6 +182,17 @@ class Shelf(ABC):
     def entries(self) -> tuple[Entry, ...]:
         """What is held."""
 
+    def _entry(self, number: int, slot: Slot, nbytes: int) -> Entry:
+        known = self._published.get(slot.update_id or "")
+        return Entry(
+            slot=number,
+            update_id=slot.update_id,
+            generation=slot.generation,
+            arena_nbytes=slot.arena_nbytes,
+            nbytes=nbytes,
+            readers=() if known is None else tuple(known.readers.values()),
+        )
+
     @property
     @abstractmethod
     def nbytes(self) -> int:
@@ -146,130 +201,3 @@ class Shelf(ABC):
     @abstractmethod
     def close(self) -> None:
         """Let go of everything."""
-
-
-class SlotShelf(Shelf):
-    """Snapshots in a ring of registered slots."""
-
-    def __init__(self, arenas: RegisteredArenas, host: Host, label: str, max_slots: int) -> None:
-        """Start empty; slots are made when they are needed."""
-        super().__init__()
-        self._arenas = arenas
-        self._host = host
-        self._names = (f"{label}-{number}" for number in itertools.count(1))
-        self._slots: dict[Slot, None] = {}
-        self.ring = SlotRing(self._make_slot, limit=max_slots, name_holders=self.readers_of)
-
-    def attend(self, *, is_sure: bool = False) -> bool:
-        """Have somebody there who serves what is held; see `Host.ensure`."""
-        is_new = self._host.ensure(is_sure=is_sure)
-        if is_new:
-            try:
-                self._arenas.move_to(self._host)
-            except AgentError:
-                self._host.close()  # what it does not know it must not seem to serve
-                raise
-        return is_new
-
-    def _make_slot(self, arena_nbytes: int) -> Slot:
-        name = next(self._names)
-        try:
-            self.attend()
-            try:
-                slot = self._arenas.make_slot(name, arena_nbytes)
-            except SegmentError:
-                if not self.attend():  # its end was not known yet
-                    raise
-                slot = self._arenas.make_slot(name, arena_nbytes)
-        except AgentError as error:
-            msg = (
-                f"a slot of {arena_nbytes} bytes cannot be served: {error} Ask `rl-bridge doctor` "
-                "what NIXL lacks here, or use the transport broadcast."
-            )
-            raise SegmentError(msg) from error
-        self._slots[slot] = None
-        return slot
-
-    def take(
-        self,
-        plan: PackPlan,
-        tensors: Mapping[str, torch.Tensor],
-        update_id: str,
-        *,
-        lock: AbstractContextManager[object],
-        num_threads: int | None,
-    ) -> Taken:
-        """Copy it into a slot."""
-        table = plan.table
-        with lock:
-            slot = self.ring.acquire(table.arena_nbytes)
-        try:
-            if slot.layout_digest != table.digest:
-                plan.clear_padding(slot.address)
-                slot.layout_digest = table.digest
-            staged = time.perf_counter()
-            digests = plan.pack(tensors, slot.address, num_threads=num_threads)
-            with lock:
-                self.ring.publish(slot, update_id, table.arena_nbytes)
-                self._published[update_id] = Published(slot, slot.generation, table.arena_nbytes)
-            return Taken(digests, slot.generation, staged)
-        except BaseException:
-            with lock:
-                self.ring.abandon(slot)
-            raise
-
-    def seal_header(self, update_id: str, digest: bytes) -> None:
-        """Keep the digest of the manifest's header in the slot's stamp."""
-        self.ring.seal_header(update_id, digest)
-
-    def _where(self, lease: Lease, known: Published) -> Leased:
-        slot = known.slot
-        registered = self._arenas.known(slot)
-        parts = () if registered.number in lease.known else registered.regions
-        is_empty = known.arena_nbytes == 0
-        return Leased(
-            update_id=lease.update_id,
-            slot=registered.number,
-            metadata=tuple(self._host.metadata(part).hex() for part in parts),
-            stamp=registered.stamp,
-            addresses=() if is_empty else (registered.address,),
-            starts=() if is_empty else (0,),
-            nbytes=() if is_empty else (known.arena_nbytes,),
-            memory=registered.memory,
-            device=registered.device,
-        )
-
-    def _free(self, update_id: str) -> None:
-        self.ring.release(update_id)
-
-    def entries(self) -> tuple[Entry, ...]:
-        """Every slot, those that nothing is published in too."""
-        for slot in list(self._slots):
-            if slot.before_close is None:
-                del self._slots[slot]
-        found = []
-        for slot in self._slots:
-            known = self._published.get(slot.update_id or "")
-            found.append(
-                Entry(
-                    slot=self._arenas.known(slot).number,
-                    update_id=slot.update_id,
-                    generation=slot.generation,
-                    arena_nbytes=slot.arena_nbytes,
-                    nbytes=slot.nbytes,
-                    readers=() if known is None else tuple(known.readers.values()),
-                )
-            )
-        return tuple(found)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all slots."""
-        return self.ring.nbytes
-
-    def close(self) -> None:
-        """Give the slots back."""
-        self._published.clear()
-        self.ring.close()
-        self._slots.clear()
-        self._arenas.close()

@@ -36,7 +36,7 @@ from rl_bridge.transports.nixl.host import Host
 from rl_bridge.transports.nixl.library import backend_cause
 from rl_bridge.transports.nixl.live import LiveShelf
 from rl_bridge.transports.nixl.serving_process import ServingProcess
-from rl_bridge.transports.nixl.shelf import SlotShelf
+from rl_bridge.transports.nixl.slot_shelf import SlotShelf
 
 __all__ = ["NIXL"]
 
