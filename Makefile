@@ -37,10 +37,10 @@ TORCH ?= torch==2.13.0
 TEST_ENV := OMP_NUM_THREADS=1
 
 # What runs only with vLLM: the suite of `test-engines` covers it, in an environment of its own.
-NEEDS_VLLM := rl_bridge/installers/vllm/*,rl_bridge/integrations/vllm/*,rl_bridge/demo/qwen.py,rl_bridge/demo/vllm_sampler.py
+NEEDS_VLLM := rl_bridge/installers/vllm/*,rl_bridge/integrations/vllm/*,rl_bridge/demo/qwen.py,rl_bridge/demo/vllm_sampler.py,rl_bridge/demo/http_rollout.py,rl_bridge/demo/servers.py
 
 # The same for `test-sglang`.
-NEEDS_SGLANG := rl_bridge/installers/sglang/*,rl_bridge/integrations/sglang/*
+NEEDS_SGLANG := rl_bridge/installers/sglang/*,rl_bridge/integrations/sglang/*,rl_bridge/demo/sglang_sampler.py
 
 # The same for `test-trainers`.
 NEEDS_TRAINERS := rl_bridge/extractors/deepspeed.py,rl_bridge/extractors/megatron*.py
@@ -72,9 +72,10 @@ $(STAMP): pyproject.toml setup.py $(wildcard rl_bridge/memory/_native.c)
 	$(BIN)/python -m pip install -e ".[demo,bench]" --group dev
 	@touch $@
 
-# The vLLM engine needs vLLM's own environment; the demo's picture is drawn there as well.
-demo: $(if $(filter vllm,$(ENGINE)),$(STAMP_VLLM),$(STAMP)) ## Train a small model over the bridge (STEPS= SEED= TRANSPORT= ENGINE= OUT= ARGS=)
-	$(if $(filter vllm,$(ENGINE)),$(BIN_VLLM),$(BIN))/python -m rl_bridge demo \
+# Real engines need their own environments; the demo's picture is drawn there as well. SGLang on the
+# CPU also needs what stands in for two packages that are made for CUDA.
+demo: $(if $(filter vllm vllm-http,$(ENGINE)),$(STAMP_VLLM),$(if $(filter sglang,$(ENGINE)),$(STAMP_SGLANG),$(STAMP))) ## Train a small model over the bridge (STEPS= SEED= TRANSPORT= ENGINE= OUT= ARGS=)
+	$(if $(filter sglang,$(ENGINE)),PYTHONPATH="$(CURDIR)/tests/sglang/stand_ins:$$PYTHONPATH" )$(if $(filter vllm vllm-http,$(ENGINE)),$(BIN_VLLM),$(if $(filter sglang,$(ENGINE)),$(BIN_SGLANG),$(BIN)))/python -m rl_bridge demo \
 	  $(if $(TRANSPORT),--transport $(TRANSPORT)) $(if $(ENGINE),--engine $(ENGINE)) \
 	  $(if $(STEPS),--steps $(STEPS)) $(if $(SEED),--seed $(SEED)) $(if $(OUT),--out $(OUT)) $(ARGS)
 

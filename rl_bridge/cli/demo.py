@@ -17,7 +17,8 @@ def demo(
         str, typer.Option(help="How the weights travel: shared-memory, or local-clone.")
     ] = "shared-memory",
     engine: Annotated[
-        Engine, typer.Option(help="What the rollout samples with: module, or vllm.")
+        Engine,
+        typer.Option(help="What the rollout samples with: module, vllm, sglang, or vllm-http."),
     ] = Engine.MODULE,
     steps: Annotated[
         int, typer.Option(min=MIN_STEPS, help="Training steps, one update of the weights each.")

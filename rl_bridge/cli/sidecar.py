@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from rl_bridge.integrations.remote.serve import find_executor
+from rl_bridge.integrations.remote.serve import EngineServer, find_executor
 from rl_bridge.remote import SidecarConfig, serve
 
 __all__ = ["sidecar"]
@@ -18,7 +18,7 @@ def sidecar(  # noqa: PLR0917 - typer calls it by name
         str,
         typer.Argument(
             show_default=False,
-            help="A vLLM server's URL, or module:function that makes a TwoPhaseExecutor.",
+            help="A server's URL, or module:function that makes a TwoPhaseExecutor.",
         ),
     ],
     key_file: Annotated[
@@ -47,6 +47,19 @@ def sidecar(  # noqa: PLR0917 - typer calls it by name
     transport: Annotated[
         str, typer.Option(help="By which the bytes come, where the engine is a URL.")
     ] = "shared-memory",
+    server: Annotated[
+        EngineServer, typer.Option(help="Whose server the URL is: vllm, or sglang.")
+    ] = EngineServer.VLLM,
+    api_key_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--api-key-file",
+            exists=True,
+            dir_okay=False,
+            show_default=False,
+            help="The key that SGLang's server asks for, its admin's if it has one; mode 0600.",
+        ),
+    ] = None,
     hold_s: Annotated[
         float,
         typer.Option(min=0.001, help="Seconds that an update may wait for its next step."),
@@ -62,7 +75,13 @@ def sidecar(  # noqa: PLR0917 - typer calls it by name
     it brings the engine back at its next start, or says that it has no version.
     """
     config = SidecarConfig(hold_s=hold_s, step_timeout_s=step_timeout_s)
-    executor = find_executor(engine, transport=transport)
+    executor = find_executor(
+        engine,
+        transport=transport,
+        server=server,
+        api_key_file=api_key_file,
+        timeout_s=step_timeout_s,
+    )
     try:
         serve(executor, key_file=key_file, state_dir=state_dir, host=host, port=port, config=config)
     finally:

@@ -16,3 +16,7 @@ class Engine(StrEnum):
     """A torch module, updated in place."""
     VLLM = "vllm"
     """A vLLM engine that serves a small Qwen3."""
+    SGLANG = "sglang"
+    """An SGLang engine that does."""
+    VLLM_HTTP = "vllm-http"
+    """A vLLM server that does, with a side-car beside it, each a process of its own."""

@@ -27,9 +27,9 @@ _GROUPS = {
         "failed": "refuse, undo",
     },
 }
-# vLLM stages a version beside the one that serves, which takes time; what
-# stands between its pause and its resume is the install.
-_GROUPS_OF_VLLM = {
+# Real engines have a version staged beside the one that serves (or that one copied aside), which
+# takes time; what stands between their pause and their resume is the install.
+_GROUPS_OF_ENGINES = {
     "trainer": _GROUPS["trainer"],
     "rollout": {
         **_GROUPS["rollout"],
@@ -80,7 +80,7 @@ def phase_series(rows: Sequence[StepRow]) -> list[PhaseSeries]:
 
 def grouped(series: Sequence[PhaseSeries], engine: str = Engine.MODULE) -> list[PhaseSeries]:
     """Sum up phases of one purpose; nothing is left out."""
-    groups = _GROUPS_OF_VLLM if engine == Engine.VLLM else _GROUPS
+    groups = _GROUPS if engine == Engine.MODULE else _GROUPS_OF_ENGINES
     sums: dict[tuple[str, str], tuple[float, ...]] = {}
     for one in series:
         key = one.side, groups.get(one.side, {}).get(one.name, one.name)

@@ -28,6 +28,7 @@ _SIDES = {
     "rollout": ("#5c3d00", "#9a6700", "#d6952a", "#efbf66", "#f9e3b8", "#d55e00", "#8f2d56"),
     "": ("#bdbdbd",),
 }
+_PROCESSES = {1: "one process", 2: "two processes", 3: "three processes"}
 _STYLE: Any = {
     "font.size": 10,
     "text.color": _INK,
@@ -71,7 +72,7 @@ def draw_picture(result: DemoResult, path: Path) -> None:
 
 
 def _draw_title(figure: Any, result: DemoResult) -> None:
-    processes = "one process" if result.num_processes == 1 else "two processes"
+    processes = _PROCESSES[result.num_processes]
     title = "A policy learns to sort while its weights travel"
     if result.engine_name:
         title += f" to {result.engine_name}"

@@ -4,6 +4,9 @@ Its vocabulary is the task's tokens, padded to what engines like; the digits are
 """
 
 import importlib
+import io
+from contextlib import redirect_stderr
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,7 +15,7 @@ from torch import Tensor, nn
 from rl_bridge.demo.policy import Policy
 from rl_bridge.demo.task import SortTask
 
-__all__ = ["QwenPolicy", "build_qwen"]
+__all__ = ["QwenPolicy", "build_qwen", "vocabulary_size", "write_checkpoint"]
 
 _WIDTH = 64
 _HEAD_WIDTH = 32  # the smallest for which vLLM has attention on the CPU
@@ -46,12 +49,22 @@ class QwenPolicy(Policy):
         return logits[..., : self._task.base]
 
 
+def write_checkpoint(task: SortTask, seed: int, path: Path) -> None:
+    """Write a checkpoint with random weights, for an engine to start from."""
+    with redirect_stderr(io.StringIO()):  # a bar of its progress
+        build_qwen(task, seed).model.save_pretrained(path)
+
+
+def vocabulary_size(task: SortTask) -> int:
+    """How many tokens the model knows."""
+    return -(-(task.base + 1) // _VOCABULARY_UNIT) * _VOCABULARY_UNIT
+
+
 def build_qwen(task: SortTask, seed: int) -> QwenPolicy:
     """Make a model from a seed and leave the global random state as it was."""
     transformers: Any = importlib.import_module("transformers")
-    num_tokens = task.base + 1
     config = transformers.Qwen3Config(
-        vocab_size=-(-num_tokens // _VOCABULARY_UNIT) * _VOCABULARY_UNIT,
+        vocab_size=vocabulary_size(task),
         hidden_size=_WIDTH,
         intermediate_size=4 * _WIDTH,
         num_hidden_layers=_NUM_LAYERS,

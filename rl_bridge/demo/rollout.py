@@ -56,6 +56,13 @@ class Rollout(Protocol):
     def pid(self) -> int:
         """The process that it runs in."""
 
+    @property
+    def place(self) -> str:
+        """Where it samples, for people."""
+
+    def wait_until_ready(self) -> str:
+        """Wait until the engine has started, and return its name for people."""
+
     def install(self, manifest_json: str, *, fail_half_way: bool = False) -> InstallReply:
         """Hand a manifest over; with `fail_half_way` the engine is made to fail in the middle."""
 
@@ -78,14 +85,18 @@ class RolloutWorker:
         )
 
     @property
-    def engine_name(self) -> str:
-        """What samples, for people."""
-        return self._sampler.name
-
-    @property
     def pid(self) -> int:
         """This process."""
         return os.getpid()
+
+    @property
+    def place(self) -> str:
+        """See `Rollout`."""
+        return "this process"
+
+    def wait_until_ready(self) -> str:
+        """See `Rollout`: the constructor has waited."""
+        return self._sampler.name
 
     def install(self, manifest_json: str, *, fail_half_way: bool = False) -> InstallReply:
         """Run one update as a transaction and say what became of it."""

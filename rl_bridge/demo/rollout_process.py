@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from rl_bridge.demo.config import RolloutConfig
-from rl_bridge.demo.engines import start_timeout_s
+from rl_bridge.demo.engines import has_processes, start_timeout_s
 from rl_bridge.demo.failures import BadFrame, PeerGone
 from rl_bridge.demo.frames import Channel, Frame
 from rl_bridge.demo.rollout import InstallReply, RolloutWorker, SampleReply
@@ -46,7 +46,7 @@ def serve(connection: Connection, config: RolloutConfig) -> None:
         channel.send(Frame({"unavailable": str(error)}))
         return
     try:
-        channel.send(Frame({"engine": worker.engine_name}))
+        channel.send(Frame({"engine": worker.wait_until_ready()}))
         while (request := _next_request(channel)) is not None:
             channel.send(_answer(worker, request))
     finally:
@@ -108,7 +108,11 @@ class RolloutProcess:
         context = multiprocessing.get_context("spawn")
         here, there = context.Pipe()
         self._process = context.Process(
-            target=serve, args=(there, config), name="rl-bridge-demo-rollout", daemon=True
+            target=serve,
+            args=(there, config),
+            name="rl-bridge-demo-rollout",
+            # A daemon may not start processes. It ends with the pipe all the same.
+            daemon=not has_processes(config.engine),
         )
         self._process.start()
         # Only the child may hold its end, or its death would not be noticed here.
@@ -119,6 +123,11 @@ class RolloutProcess:
     def pid(self) -> int:
         """The rollout's process id."""
         return self._process.pid or 0
+
+    @property
+    def place(self) -> str:
+        """See `Rollout`."""
+        return f"process {self.pid}"
 
     def wait_until_ready(self) -> str:
         """Wait until the engine has started, and return its name for people.

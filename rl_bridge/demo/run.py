@@ -14,6 +14,7 @@ from rich.console import Console
 from rl_bridge.demo.config import RolloutConfig
 from rl_bridge.demo.engines import check_engine
 from rl_bridge.demo.faults import plan_faults
+from rl_bridge.demo.http_rollout import HttpRollout
 from rl_bridge.demo.live import LiveView
 from rl_bridge.demo.options import DEFAULT_STEPS, Engine
 from rl_bridge.demo.records import DemoResult
@@ -44,10 +45,12 @@ def run_demo(
 
     Args:
         transport: name or short form.
-        engine: what the rollout samples with: ``module``, a torch module, or ``vllm``, a vLLM
-            engine, which takes half a minute to start.
+        engine: what the rollout samples with: ``module``, a torch module; ``vllm`` or ``sglang``,
+            such an engine, which takes half a minute to start; ``vllm-http``, a vLLM server with a
+            side-car beside it.
         steps: training steps, one update of the weights each.
-        seed: of the weights and of the samples; the same seed gives the same rewards.
+        seed: of the weights and of the samples; the same seed gives the same rewards, with SGLang
+            and with a server only about the same.
         out: where `demo.json` and `demo.png` go; made if it is not there.
         console: where progress goes; a terminal gets a live panel, anything else plain lines.
 
@@ -81,15 +84,16 @@ def run_demo(
         stack.callback(rollout.close)
         trainer = Trainer(config, rollout, num_steps=steps)
         stack.callback(trainer.close)
-        engine_name = rollout.wait_until_ready() if isinstance(rollout, RolloutProcess) else ""
+        engine_name = rollout.wait_until_ready()
         if config.engine == Engine.MODULE:
             engine_name = ""
         title = f"rl_bridge demo: sort {config.num_digits} digits, {config.transport}"
         if engine_name:
             title += f", {engine_name}"
         view = stack.enter_context(LiveView(console, title=title, num_steps=steps))
-        where = "this process" if num_processes == 1 else f"process {rollout.pid}"
-        view.say(f"the rollout samples in {where}, its weights come over {config.transport}")
+        view.say(
+            f"the rollout samples in {rollout.place}; its weights come over {config.transport}"
+        )
         for number in range(1, steps + 1):
             row, fault_row = trainer.step(number, faults.get(number))
             if fault_row is not None:
@@ -146,6 +150,8 @@ def _check_writable(out: Path) -> None:
 
 
 def _start_rollout(config: RolloutConfig) -> tuple[Rollout, int]:
+    if config.engine == Engine.VLLM_HTTP:
+        return HttpRollout(config), 3
     if transport_class(config.transport).crosses_processes:
         return RolloutProcess(config), 2
     return RolloutWorker(config), 1

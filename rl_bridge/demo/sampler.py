@@ -1,8 +1,8 @@
 """The rollout's half of reinforcement learning: an engine that samples answers, which are graded.
 
 `Sampler` is all that the rollout knows of an engine; here is the one that is a torch module, and
-`rl_bridge.demo.vllm_sampler` has the other one. Samplers know nothing of versions: whoever calls
-says which weights they hold.
+`rl_bridge.demo.vllm_sampler` and `rl_bridge.demo.sglang_sampler` have others. Samplers know nothing
+of versions: whoever calls says which weights they hold.
 """
 
 from collections.abc import Iterator, Mapping

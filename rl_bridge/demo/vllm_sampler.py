@@ -11,12 +11,13 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from rl_bridge.demo.half_way import failing_exchange
-from rl_bridge.demo.qwen import build_qwen
+from rl_bridge.demo.qwen import write_checkpoint
 from rl_bridge.demo.sampler import SampleBatch, Sampled
 from rl_bridge.demo.task import SortTask
 from rl_bridge.errors import WeightBridgeUnavailableError
@@ -54,7 +55,7 @@ class VLLMSampler:
             with tempfile.TemporaryDirectory() as checkpoint:
                 vllm: Any = importlib.import_module("vllm")
                 register()  # as the plugin does, where the environment keeps it from being loaded
-                build_qwen(task, model_seed).model.save_pretrained(checkpoint)
+                write_checkpoint(task, model_seed, Path(checkpoint))
                 self._llm = vllm.LLM(
                     model=checkpoint,
                     skip_tokenizer_init=True,

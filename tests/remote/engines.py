@@ -9,10 +9,22 @@ from pathlib import Path
 import torch
 
 from rl_bridge import ModuleInstallAdapter, WeightUpdateManifest, make_weight_bridge
+from rl_bridge.errors import EngineLost
 from rl_bridge.remote import TwoPhaseExecutor
 from tests.helpers import weights
 
-__all__ = ["DEATH", "Watched", "dying", "executor_of", "failing", "hanging", "plain", "writing"]
+__all__ = [
+    "DEATH",
+    "Watched",
+    "dying",
+    "elsewhere",
+    "executor_of",
+    "failing",
+    "hanging",
+    "over_broadcast",
+    "plain",
+    "writing",
+]
 
 DEATH = Path("die-here")
 """In the side-car's working directory: where it names a step, that step is its last."""
@@ -44,13 +56,15 @@ class Watched(ModuleInstallAdapter):
         self.do("commit")
 
 
-def executor_of(do: Callable[[str], None], *, num: int | None = None) -> TwoPhaseExecutor:
+def executor_of(
+    do: Callable[[str], None], *, num: int | None = None, transport: str = "shared-memory"
+) -> TwoPhaseExecutor:
     """An executor of a fresh engine."""
     engine = {name: torch.zeros_like(tensor) for name, tensor in weights().items()}
     if num is not None:
         engine = {"other.weight": torch.zeros(num)}
     return TwoPhaseExecutor(
-        weight_bridge=make_weight_bridge("shared-memory", source_worker="rollout"),
+        weight_bridge=make_weight_bridge(transport, source_worker="rollout"),
         weight_install_adapter=Watched(engine, do),
     )
 
@@ -58,6 +72,11 @@ def executor_of(do: Callable[[str], None], *, num: int | None = None) -> TwoPhas
 def plain() -> TwoPhaseExecutor:
     """One to which nothing happens."""
     return executor_of(lambda step: None)
+
+
+def over_broadcast() -> TwoPhaseExecutor:
+    """One whose bytes come by broadcast."""
+    return executor_of(lambda step: None, transport="broadcast")
 
 
 def other_model() -> TwoPhaseExecutor:
@@ -111,3 +130,54 @@ def writing() -> TwoPhaseExecutor:
 
     made.append(executor_of(write))
     return made[0]
+
+
+class Elsewhere(Watched):
+    """An engine in a process of its own, as far as its adapter can tell.
+
+    Where the file says ``gone`` it is; where it says ``fresh``, another one was started.
+    """
+
+    def __init__(self, engine: dict[str, torch.Tensor]) -> None:
+        super().__init__(engine, lambda step: None)
+        self.held_id: str | None = None
+        self.pending_id: str | None = None
+
+    def look(self) -> None:
+        """Notice what the file says."""
+        said = DEATH.read_text() if DEATH.exists() else ""
+        if said == "gone":
+            msg = "the engine is gone. Start a fresh one."
+            raise EngineLost(msg)
+        if said == "fresh":
+            DEATH.unlink()
+            self.held_id = None
+
+    def describe(self) -> dict[str, str | None]:
+        self.look()
+        return {"update_id": self.held_id}
+
+    def prepare(self, manifest: WeightUpdateManifest, tensors: Mapping[str, torch.Tensor]) -> None:
+        self.look()
+        super().prepare(manifest, tensors)
+        self.pending_id = manifest.update_id
+
+    def install(self, manifest: WeightUpdateManifest, tensors: Mapping[str, torch.Tensor]) -> None:
+        super().install(manifest, tensors)
+        if DEATH.exists() and DEATH.read_text() == "install":
+            DEATH.unlink()
+            msg = "no more memory"
+            raise OSError(msg)
+
+    def commit(self) -> None:
+        super().commit()
+        self.held_id = self.pending_id
+
+
+def elsewhere() -> TwoPhaseExecutor:
+    """One that may be started anew behind the side-car's back."""
+    engine = {name: torch.zeros_like(tensor) for name, tensor in weights().items()}
+    return TwoPhaseExecutor(
+        weight_bridge=make_weight_bridge("shared-memory", source_worker="rollout"),
+        weight_install_adapter=Elsewhere(engine),
+    )

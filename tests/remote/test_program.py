@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from rl_bridge import RolloutExecutor, make_weight_bridge
+from rl_bridge import RolloutExecutor, SGLangInstallAdapter, make_weight_bridge
 from rl_bridge.errors import WeightBridgeUnavailableError
 from rl_bridge.integrations.remote.serve import find_executor
+from rl_bridge.integrations.vllm.engine_adapter import VLLMEngineAdapter
 from rl_bridge.remote import RemoteEngine, TwoPhaseExecutor, create_app, serve
 from tests.cli_program import call
 from tests.remote import engines
@@ -42,6 +43,24 @@ def test_an_executor_that_cannot_stop_between_its_steps_is_refused(
     ):
         create_app(executor, key_file=key_file, state_dir=tmp_path / "state")  # type: ignore[arg-type]
     assert not (tmp_path / "state").exists()
+
+
+def test_a_url_is_of_a_server_of_either_kind(tmp_path: Path, key_file: Path) -> None:
+    url = "http://127.0.0.1:1"
+    with find_executor(url, timeout_s=3.0) as executor:
+        assert isinstance(executor.weight_install_adapter, VLLMEngineAdapter)
+    with pytest.raises(WeightBridgeUnavailableError, match="holds no API key"):
+        find_executor(url, server="sglang", api_key_file=key_file)
+    key_file.write_text("the server's\n", "utf-8")
+    with find_executor(url, server="sglang", api_key_file=key_file) as executor:
+        assert isinstance(executor.weight_install_adapter, SGLangInstallAdapter)
+    with pytest.raises(ValueError, match="Leave --api-key-file out"):
+        find_executor(url, api_key_file=key_file)
+    with pytest.raises(ValueError, match="tgi"):
+        find_executor(url, server="tgi")
+    key_file.chmod(0o644)
+    with pytest.raises(WeightBridgeUnavailableError, match="chmod 600"):
+        find_executor(url, server="sglang", api_key_file=key_file)
 
 
 @pytest.mark.parametrize("package", ["httpx", "fastapi", "uvicorn", "prometheus_client"])

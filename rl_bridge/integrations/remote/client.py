@@ -179,6 +179,7 @@ class RemoteEngine:
 
         Raises:
             TornEngine: it may not.
+            EngineLost: it is gone, or another one is in its place.
             WeightBridgeUnavailableError: it has no verified version.
             WeightBridgeError: as `status`.
 
@@ -187,6 +188,12 @@ class RemoteEngine:
         if status.state == "torn":
             msg = f"the engine behind {self.url} is torn. Install a later version in full."
             raise TornEngine(msg)
+        if status.state == "lost":
+            msg = (
+                f"the engine behind {self.url} is not the one that was updated: {status.lost}. See "
+                "that it runs, and send it a version: the last one, or a later one."
+            )
+            raise EngineLost(msg)
         if not status.servable:
             why = status.recovery.detail
             msg = f"the engine behind {self.url} has no verified version ({why}). Send it one."

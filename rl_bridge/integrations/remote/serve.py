@@ -5,38 +5,61 @@ import ipaddress
 import logging
 import os
 import sys
+from enum import StrEnum
 from pathlib import Path
 
 from rl_bridge.bridge.bridges import make_weight_bridge
 from rl_bridge.bridge.two_phase import TwoPhaseExecutor
 from rl_bridge.errors import WeightBridgeUnavailableError
+from rl_bridge.installers.base import TransactionalAdapter
 from rl_bridge.integrations.remote.config import SidecarConfig
 from rl_bridge.integrations.remote.needed import needed
+from rl_bridge.integrations.remote.signing import read_secret
+from rl_bridge.integrations.sglang.engine_adapter import SGLangInstallAdapter
 from rl_bridge.integrations.vllm.engine_adapter import VLLMEngineAdapter
 
-__all__ = ["find_executor", "serve"]
+__all__ = ["EngineServer", "find_executor", "serve"]
 
 _LOG = logging.getLogger(__name__)
 _GRACE_S = 10
 _KEEP_ALIVE_S = 30
 
 
-def find_executor(engine: str, *, transport: str = "shared-memory") -> TwoPhaseExecutor:
+class EngineServer(StrEnum):
+    """Whose server a URL is."""
+
+    VLLM = "vllm"
+    SGLANG = "sglang"
+
+
+def find_executor(
+    engine: str,
+    *,
+    transport: str = "shared-memory",
+    server: EngineServer | str = EngineServer.VLLM,
+    api_key_file: str | os.PathLike[str] | None = None,
+    timeout_s: float = 600.0,
+) -> TwoPhaseExecutor:
     """The executor of an engine that is named on a command line.
 
     Args:
-        engine: a vLLM server's URL, or ``module:function``, a function without arguments that
-            makes a `TwoPhaseExecutor`; it is looked for in the working directory as well.
+        engine: a server's URL, or ``module:function``, a function without arguments that makes a
+            `TwoPhaseExecutor`; it is looked for in the working directory as well.
         transport: by which the bytes come, for a URL.
+        server: whose server it is, for a URL.
+        api_key_file: with the key that SGLang's server asks for, mode 0600.
+        timeout_s: deadline of each call to a server.
 
     Raises:
-        WeightBridgeUnavailableError: there is no such engine.
+        ValueError: no such server, or a key for one that takes none.
+        WeightBridgeUnavailableError: there is no such engine, or the key's file cannot be used.
 
     """
     if engine.startswith(("http://", "https://")):
+        adapter = _adapter(engine, EngineServer(server), api_key_file, timeout_s)
         return TwoPhaseExecutor(
             weight_bridge=make_weight_bridge(transport, source_worker="sidecar"),
-            weight_install_adapter=VLLMEngineAdapter(engine),
+            weight_install_adapter=adapter,
         )
     module, _, name = engine.partition(":")
     here = str(Path.cwd())
@@ -46,7 +69,7 @@ def find_executor(engine: str, *, transport: str = "shared-memory") -> TwoPhaseE
         make = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
         msg = (
-            f"there is no engine {engine!r}: {error}. Name a vLLM server's URL, or a function that "
+            f"there is no engine {engine!r}: {error}. Name a server's URL, or a function that "
             "makes a TwoPhaseExecutor as module:function."
         )
         raise WeightBridgeUnavailableError(msg) from error
@@ -58,6 +81,29 @@ def find_executor(engine: str, *, transport: str = "shared-memory") -> TwoPhaseE
         )
         raise WeightBridgeUnavailableError(msg)
     return made
+
+
+def _adapter(
+    url: str,
+    server: EngineServer,
+    api_key_file: str | os.PathLike[str] | None,
+    timeout_s: float,
+) -> TransactionalAdapter:
+    if server is EngineServer.SGLANG:
+        key = None if api_key_file is None else _api_key(api_key_file)
+        return SGLangInstallAdapter(url, timeout_s=timeout_s, api_key=key)
+    if api_key_file is not None:
+        msg = "a vLLM server's update routes take no API key. Leave --api-key-file out."
+        raise ValueError(msg)
+    return VLLMEngineAdapter(url, timeout_s=timeout_s)
+
+
+def _api_key(path: str | os.PathLike[str]) -> str:
+    text = read_secret(path).decode("latin-1").strip()
+    if not (text and text.isascii() and text.isprintable()):
+        msg = f"the file {path} holds no API key, expected one line of text. Write it there."
+        raise WeightBridgeUnavailableError(msg)
+    return text
 
 
 def serve(

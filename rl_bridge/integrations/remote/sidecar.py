@@ -15,6 +15,7 @@ from rl_bridge.bridge.acknowledgement import describe
 from rl_bridge.bridge.bridges import TensorBridge
 from rl_bridge.bridge.two_phase import TwoPhaseExecutor
 from rl_bridge.errors import (
+    EngineLost,
     IllegalTransition,
     StaleUpdate,
     TornEngine,
@@ -54,6 +55,7 @@ class Sidecar:
         self._lock = threading.Lock()  # of what `status` reads
         self._known: OrderedDict[str, UpdateView] = OrderedDict()
         self._manifest: WeightUpdateManifest | None = None
+        self._lost = ""
 
     def start(self) -> None:
         """Bring the engine back to where the ledger says that it was. Raises nothing for it."""
@@ -87,7 +89,10 @@ class Sidecar:
         pending_id = executor.pending_weight_update_id
         ack, version = executor.last_ack, executor.active_weight_version
         is_torn = executor.is_torn
-        state = "torn" if is_torn else "empty" if version is None else "serving"
+        lost = self._lost
+        if lost:
+            version = None
+        state = "torn" if is_torn else "lost" if lost else "empty" if version is None else "serving"
         bridge = executor.bridge
         with self._lock:
             pending = self._known.get(pending_id or "")
@@ -96,8 +101,9 @@ class Sidecar:
             {
                 "state": state,
                 "servable": state == "serving",
+                "lost": lost,
                 "active_weight_version": version,
-                "active_update_id": executor.active_weight_update_id,
+                "active_update_id": None if lost else executor.active_weight_update_id,
                 "active_root": ack.root if ack is not None and is_active else None,
                 "pending": pending,
                 "transport": bridge.transport if isinstance(bridge, TensorBridge) else "",
@@ -120,6 +126,8 @@ class Sidecar:
         if known is not None and self._waits_for(manifest):
             return known
         self._refuse_late(manifest)
+        if self._lost and self.executor.active_weight_update_id is not None:
+            self.executor.release_weights()  # the engine has it no more: it may come again
         before = self.executor.pending_weight_update_id
         try:
             self.executor.import_weights(manifest)
@@ -142,6 +150,7 @@ class Sidecar:
         known, manifest = self._waiting(update_id, "prepare", also="prepared")
         if known.stage == "prepared":
             return known
+        self._look_at_engine()
         try:
             self.executor.prepare_weights(update_id)
         except Exception as error:
@@ -180,6 +189,7 @@ class Sidecar:
         except Exception as error:
             self._failed(manifest, error)
             raise
+        self._lost = ""
         self._written(manifest, "committed")
         self._manifest = None
         return self._now(manifest, "committed")
@@ -287,11 +297,29 @@ class Sidecar:
         if self.executor.pending_weight_update_id != update_id:
             self._ended(manifest, "aborted", reason)
 
+    def _look_at_engine(self) -> None:
+        """Find out whether another engine is in the place of the one that got the last update."""
+        expected = self.executor.active_weight_update_id
+        tell = getattr(self.executor.weight_install_adapter, "describe", None)
+        if tell is None or expected is None or self.executor.is_torn:
+            return
+        try:
+            told = tell()
+        except WeightBridgeError:
+            return  # preparing says what is the matter
+        held = {rank["update_id"] for rank in (told if isinstance(told, list) else [told])}
+        if held != {expected}:
+            names = ", ".join(sorted(str(name) for name in held))
+            self._lost = f"it holds update {names}, expected {expected}: it was started anew"
+            _LOG.warning("the engine is another one: %s", self._lost)
+
     def _failed(self, manifest: WeightUpdateManifest, error: Exception) -> None:
         if isinstance(error, TornEngine):
             stage: Stage = "torn"
         else:
             stage = "undone" if self._known[manifest.update_id].stage == "prepared" else "refused"
+        if isinstance(error, EngineLost):
+            self._lost = describe(error)
         self._ended(manifest, stage, describe(error))
 
     def _ended(self, manifest: WeightUpdateManifest, stage: Stage, reason: str) -> UpdateView:

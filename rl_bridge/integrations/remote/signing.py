@@ -2,7 +2,7 @@
 
 Both directions are signed. A request's signature covers its method, its path with the query, its
 time, its nonce and its body; an answer's covers its status, the nonce that it answers and its body.
-Nothing is encrypted. Pure, but for `read_key`.
+Nothing is encrypted. Pure, but for `read_key` and `read_secret`.
 """
 
 import hashlib
@@ -16,7 +16,7 @@ from pathlib import Path
 
 from rl_bridge.errors import SignatureRefused, WeightBridgeUnavailableError
 
-__all__ = ["ANSWER_HEADER", "SCHEME", "Credentials", "Key", "read_key"]
+__all__ = ["ANSWER_HEADER", "SCHEME", "Credentials", "Key", "read_key", "read_secret"]
 
 SCHEME = "RLB-HMAC-SHA256"
 ANSWER_HEADER = "rlb-signature"
@@ -148,23 +148,33 @@ def read_key(path: str | os.PathLike[str]) -> Key:
         WeightBridgeUnavailableError: it cannot be read, others may read it, or it is too short.
 
     """
+    return Key(read_secret(path))
+
+
+def read_secret(path: str | os.PathLike[str]) -> bytes:
+    """What is in a file that nobody else can read.
+
+    Raises:
+        WeightBridgeUnavailableError: it cannot be read, or others may read it.
+
+    """
     file = Path(path)
     try:
         # Without waiting: a pipe would wait for its writer.
         fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
-        msg = f"the key file {file} cannot be read: {error}. Name the file with the shared key."
+        msg = f"the key file {file} cannot be read: {error}. Name the file with the key."
         raise WeightBridgeUnavailableError(msg) from error
     try:
         _check_key_file(file, os.fstat(fd))
-        return Key(os.read(fd, _MOST_NBYTES + 1))
+        return os.read(fd, _MOST_NBYTES + 1)
     finally:
         os.close(fd)
 
 
 def _check_key_file(file: Path, facts: os.stat_result) -> None:
     if not stat.S_ISREG(facts.st_mode):
-        msg = f"the key file {file} is no plain file. Name the file with the shared key."
+        msg = f"the key file {file} is no plain file. Name the file with the key."
         raise WeightBridgeUnavailableError(msg)
     mode = stat.S_IMODE(facts.st_mode)
     if mode & 0o077:

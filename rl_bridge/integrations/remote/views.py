@@ -110,8 +110,11 @@ class Status(_View):
     """Where the engine stands.
 
     Attributes:
-        state: ``empty`` (no verified version yet), ``serving``, or ``torn`` (must not serve).
+        state: ``empty`` (no verified version yet), ``serving``, ``torn`` (must not serve), or
+            ``lost`` (it is gone, or another one is in its place, which needs an update first). What
+            became of it since the last step, nobody has looked.
         servable: whether the engine may answer requests.
+        lost: how that is known of a lost one.
         active_weight_version: the version that it holds.
         active_update_id: that update.
         active_root: its root.
@@ -123,8 +126,9 @@ class Status(_View):
 
     """
 
-    state: Literal["empty", "serving", "torn"]
+    state: Literal["empty", "serving", "torn", "lost"]
     servable: bool
+    lost: str = ""
     active_weight_version: int | None = None
     active_update_id: str | None = None
     active_root: str | None = None
