@@ -224,6 +224,10 @@ def main(
         "payload_nbytes": spec.nbytes,
         "num_tensors": spec.num_tensors,
         "ratios": ratios,
+        "figures": {
+            name: {"value": ratio, "aim": ">= 1", "aim_met": ratio >= 1}
+            for name, ratio in ratios.items()
+        },
         "summary_s": summary,
         "samples_s": samples,
         "warmup_samples_s": warm,

@@ -203,6 +203,29 @@ def test_figures_come_from_the_raw_file_or_are_missing() -> None:
         assert "Measured" in figures["on_page_markdown"](page)
 
 
+@pytest.mark.parametrize("name", ["nixl", "ray"])
+def test_figures_of_other_benchmarks_come_from_their_raw_files(name: str) -> None:
+    figures = generator("figures")
+    page = (DOCS / "reference" / "benchmarks.md").read_text("utf-8")
+    assert f"<!-- figures: benchmarks/results/{name}.json -->" in page
+    assert "benchmarks/" in figures["render_plain"](name, None)
+    where = {"cpu": "a processor", "cpu_cores_usable": 2, "kernel": "6.1", "python": "3.11"}
+    results = {
+        "environment": where | {"versions": {"torch": "2.4"}, "commit": "0" * 40},
+        "timestamp": "2020-01-01",
+        "payload_nbytes": 1,
+        "quick": False,
+        "figures": {
+            "good": {"value": 1.25, "aim": ">= 1", "aim_met": True},
+            "bad": {"value": 0.75, "aim": ">= 1", "aim_met": False},
+        },
+    }
+    shown = figures["render_plain"](name, results)
+    assert "| `good` | 1.25 | >= 1 | yes |" in shown
+    assert "| `bad` | 0.75 | >= 1 | **no** |" in shown
+    assert "<!-- figures" not in figures["on_page_markdown"](page)
+
+
 FIGURE = re.compile(
     r"\d[\d.,]*\s*(?:[GMK]i?B/s|GB per s|ms\b|µs|us\b|(?:milli|micro)?seconds?\b)"
     r"|\b\d[\d.,]*\s*(?:times|x) (?:as fast|faster)"

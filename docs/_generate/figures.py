@@ -1,16 +1,21 @@
-"""mkdocs hook: puts the figures of `benchmarks/results/core.json` where a page has the marker.
+"""mkdocs hook: puts the figures of a file of `benchmarks/results` where a page has its marker.
 
 No figure of speed is typed by hand: without the file the page says how to make it.
 """
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
-__all__ = ["MARKER", "on_page_markdown", "render"]
+__all__ = ["MARKER", "on_page_markdown", "render", "render_plain"]
 
 MARKER = "<!-- figures: benchmarks/results/core.json -->"
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "core.json"
+
+# Files whose `figures` are a table by themselves, and what writes them.
+_PLAIN = {"nixl": "benchmarks/nixl_reads.py", "ray": "benchmarks/ray_peers.py"}
+_PLAIN_MARKER = re.compile(r"<!-- figures: benchmarks/results/(nixl|ray)\.json -->")
 
 
 def _value(value: Any) -> str:
@@ -57,6 +62,32 @@ def _peers(results: dict[str, Any]) -> list[str]:
     return lines
 
 
+def _intro(results: dict[str, Any], nbytes: int, name: str) -> str:
+    where = results["environment"]
+    return (
+        f"Measured {results['timestamp']} on {where['cpu']}, {where['cpu_cores_usable']} usable "
+        f"cores, Linux {where['kernel']}, Python {where['python']}, torch "
+        f"{where['versions'].get('torch')}, commit `{where['commit'][:12]}`"
+        f"{' with local changes' if where.get('dirty') else ''}; payload {nbytes} bytes"
+        f"{' (quick run)' if results['quick'] else ''}. Every sample is in the raw file "
+        f"`benchmarks/results/{name}.json`."
+    )
+
+
+def render_plain(name: str, results: dict[str, Any] | None) -> str:
+    """Markdown for a file whose `figures` are a table by themselves; None where there is none."""
+    if results is None:
+        return (
+            f"This checkout has no `benchmarks/results/{name}.json`. `python {_PLAIN[name]}` "
+            "writes it, and the next build of this page shows it here."
+        )
+    lines = ["| Figure | Value | Aim | Met |", "|---|---|---|---|"]
+    for figure, one in results["figures"].items():
+        row = (_value(one["value"]), one.get("aim", "-"), _met(one.get("aim_met")))
+        lines.append(f"| `{figure}` | {' | '.join(row)} |")
+    return "\n".join([_intro(results, results["payload_nbytes"], name), "", *lines])
+
+
 def render(results: dict[str, Any] | None) -> str:
     """Markdown for one results file; None where there is none."""
     if results is None:
@@ -64,22 +95,19 @@ def render(results: dict[str, Any] | None) -> str:
             "This checkout has no `benchmarks/results/core.json`. `make bench` writes it, and the "
             "next build of this page shows it here."
         )
-    where = results["environment"]
-    nbytes = results["payload"]["nbytes"]
-    intro = (
-        f"Measured {results['timestamp']} on {where['cpu']}, {where['cpu_cores_usable']} usable "
-        f"cores, Linux {where['kernel']}, Python {where['python']}, torch "
-        f"{where['versions'].get('torch')}, commit `{where['commit'][:12]}`"
-        f"{' with local changes' if where.get('dirty') else ''}; payload {nbytes} bytes"
-        f"{' (quick run)' if results['quick'] else ''}. Every sample is in the raw file "
-        "`benchmarks/results/core.json`."
-    )
+    intro = _intro(results, results["payload"]["nbytes"], "core")
     return "\n".join([intro, "", *_ratios(results), "", *_peers(results)])
 
 
 def on_page_markdown(markdown: str, **_kwargs: Any) -> str:
-    """Replace the marker; mkdocs calls this for every page."""
-    if MARKER not in markdown:
-        return markdown
-    results = json.loads(RESULTS.read_text("utf-8")) if RESULTS.is_file() else None
-    return markdown.replace(MARKER, render(results))
+    """Replace the markers; mkdocs calls this for every page."""
+    if MARKER in markdown:
+        markdown = markdown.replace(MARKER, render(_read(RESULTS)))
+    return _PLAIN_MARKER.sub(
+        lambda found: render_plain(found[1], _read(RESULTS.with_name(f"{found[1]}.json"))),
+        markdown,
+    )
+
+
+def _read(path: Path) -> Any:
+    return json.loads(path.read_text("utf-8")) if path.is_file() else None

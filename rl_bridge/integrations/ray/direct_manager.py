@@ -1,4 +1,4 @@
-"""The tensor transport that Ray makes one of in each process; imported only where Ray is.
+"""The tensor transports that Ray makes one of in each process; imported only where Ray is.
 
 Ray's own transports pass references to live tensors. Here each object is published as an update of
 its own: sealed when the method returns, released when Ray collects it.
@@ -6,7 +6,7 @@ its own: sealed when the method returns, released when Ray collects it.
 
 import os
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from ray.experimental import (
@@ -15,13 +15,14 @@ from ray.experimental import (
     TensorTransportMetadata,
 )
 
-from rl_bridge.bridge.bridges import SharedMemoryTensorBridge
+from rl_bridge.bridge.bridges import make_weight_bridge
 from rl_bridge.bridge.tensor_bridge import TensorBridge
 from rl_bridge.errors import MalformedManifest, WeightBridgeUnavailableError
-from rl_bridge.integrations.ray.direct import DIRECT_NAME
+from rl_bridge.integrations.ray.direct import ACROSS_NAME, DIRECT_NAME
+from rl_bridge.integrations.ray.library import here
 from rl_bridge.manifest.model import WeightUpdateManifest
 
-__all__ = ["DirectTransport"]
+__all__ = ["DirectTransport", "DirectTransportAcross"]
 
 _MANIFEST = "rl_bridge_manifest"
 # References that are alive at a time, for each actor that returns tensors.
@@ -31,6 +32,9 @@ _MAX_OBJECTS = 64
 class DirectTransport(TensorTransportManager):  # type: ignore[misc]  # Ray has no types here
     """One-sided, by shared memory; what arrives is verified before anybody sees it."""
 
+    name: ClassVar[str] = DIRECT_NAME
+    """What users write."""
+
     def __init__(self) -> None:
         """Open nothing yet: Ray makes one in the driver too."""
         self._bridge: TensorBridge | None = None
@@ -39,7 +43,7 @@ class DirectTransport(TensorTransportManager):  # type: ignore[misc]  # Ray has 
 
     def tensor_transport_backend(self) -> str:
         """Its name, as Ray writes it."""
-        return DIRECT_NAME.upper()
+        return self.name.upper()
 
     @staticmethod
     def is_one_sided() -> bool:
@@ -52,7 +56,7 @@ class DirectTransport(TensorTransportManager):  # type: ignore[misc]  # Ray has 
         return True
 
     def actor_has_tensor_transport(self, actor: Any) -> bool:
-        """Whether an actor can do this: each has shared memory, and says so where it has not."""
+        """Whether an actor can do this: where something is missing there, it says so itself."""
         del actor
         return True
 
@@ -74,7 +78,7 @@ class DirectTransport(TensorTransportManager):  # type: ignore[misc]  # Ray has 
         )
         if device != "cpu":
             raise WeightBridgeUnavailableError(
-                f"tensor_transport={DIRECT_NAME!r} carries CPU tensors, got one on {device}. "
+                f"tensor_transport={self.name!r} carries CPU tensors, got one on {device}. "
                 "Return it with .cpu(), or use Ray's own transports for GPUs."
             )
         if tensors:
@@ -99,14 +103,14 @@ class DirectTransport(TensorTransportManager):  # type: ignore[misc]  # Ray has 
         communicator_metadata: Any,
         target_buffers: Sequence[torch.Tensor] | None = None,
     ) -> list[torch.Tensor]:
-        """Map what was sealed and verify every byte.
+        """Map or read what was sealed, and verify every byte.
 
         The tensors are private: writing to one changes this process's own copy. With
         `target_buffers` they are copied there.
 
         Raises:
             ChecksumMismatch: bytes differ from what was sealed.
-            SegmentError: the source is gone, or on another machine.
+            SegmentError: the source is gone, or out of reach: by shared memory, on another machine.
             MalformedManifest: the metadata is not this transport's.
 
         """
@@ -117,7 +121,7 @@ class DirectTransport(TensorTransportManager):  # type: ignore[misc]  # Ray has 
         if not isinstance(text, bytes):
             raise MalformedManifest(
                 f"object {obj_id} came without a manifest of rl_bridge. Use a method "
-                f"with tensor_transport={DIRECT_NAME!r}."
+                f"with tensor_transport={self.name!r}."
             )
         manifest = WeightUpdateManifest.from_json(text.decode())
         bridge = self._own_bridge()
@@ -148,7 +152,23 @@ class DirectTransport(TensorTransportManager):  # type: ignore[misc]  # Ray has 
 
     def _own_bridge(self) -> TensorBridge:
         if self._bridge is None:
-            self._bridge = SharedMemoryTensorBridge(
-                source_worker=f"ray-{os.getpid()}", suspicious="off", max_slots=_MAX_OBJECTS
+            self._bridge = make_weight_bridge(
+                **self._carrier(),
+                source_worker=f"ray-{os.getpid()}",
+                suspicious="off",
+                max_slots=_MAX_OBJECTS,
             )
         return self._bridge
+
+    def _carrier(self) -> dict[str, Any]:
+        """Transport and options of the bridge."""
+        return {"transport": "shared-memory"}
+
+
+class DirectTransportAcross(DirectTransport):
+    """The same by nixl: receivers on other nodes read it out of the source's memory."""
+
+    name: ClassVar[str] = ACROSS_NAME
+
+    def _carrier(self) -> dict[str, Any]:
+        return {"transport": "nixl", "address": here()[1]}

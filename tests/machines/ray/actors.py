@@ -42,6 +42,10 @@ class Trainer(WeightPublisherActor):
         """For Ray Direct Transport."""
         return self.held
 
+    def weights_across(self) -> dict[str, torch.Tensor]:
+        """The same, also for other nodes."""
+        return self.held
+
     def direct_nbytes(self) -> int:
         """Bytes that the tensor transport of this process has sealed."""
         from ray.experimental.rdt.util import get_tensor_transport_manager

@@ -37,8 +37,9 @@ def local_ray(folder: Path) -> Iterator[None]:
 
 def trainer(**options: Any) -> Any:
     """A trainer's actor, which can return tensors by Ray Direct Transport."""
-    method = ray.method(tensor_transport="rl_bridge")
-    kind = type("Trainer", (Trainer,), {"weights": method(Trainer.weights)})
+    near = ray.method(tensor_transport="rl_bridge")(Trainer.weights)
+    across = ray.method(tensor_transport="rl_bridge_nixl")(Trainer.weights_across)
+    kind = type("Trainer", (Trainer,), {"weights": near, "weights_across": across})
     return ray.remote(num_cpus=0.1, enable_tensor_transport=True)(kind).options(**options).remote()
 
 

@@ -29,14 +29,18 @@ def steps_of(actor: Any) -> int:
     return int(get(actor.weights_to_publish.remote())["b"][0, 0])
 
 
-def test_a_reference_gives_the_values_of_its_return_also_after_the_next_step(pair: Any) -> None:
+@pytest.mark.parametrize("method", ["weights", "weights_across"])
+def test_a_reference_gives_the_values_of_its_return_also_after_the_next_step(
+    pair: Any, method: str
+) -> None:
     source, taker = pair
+    weights = getattr(source, method)
     steps = steps_of(source)
-    reference = source.weights.remote()
+    reference = weights.remote()
     assert get(taker.take.remote(reference, steps))
     get(source.step.remote())
     assert get(taker.take.remote(reference, steps))
-    assert get(taker.take.remote(source.weights.remote(), steps + 1))
+    assert get(taker.take.remote(weights.remote(), steps + 1))
 
 
 def test_what_one_taker_writes_no_other_one_sees(pair: Any) -> None:
