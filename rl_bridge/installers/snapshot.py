@@ -5,11 +5,13 @@ import torch
 
 from rl_bridge.errors import IncompatibleUpdate, TornEngine
 from rl_bridge.installers.engine_memory import Engine, named_engine_tensors, put_back, take_out
+from rl_bridge.memory import vm
 from rl_bridge.memory.facts import tensor_key
 from rl_bridge.memory.packing import raw_elements
 from rl_bridge.memory.passes import BytePlan
-from rl_bridge.memory.pins import anonymous_pin
+from rl_bridge.memory.pins import Pin, anonymous_pin
 from rl_bridge.memory.plain import not_plain
+from rl_bridge.memory.spare import spare_pages
 
 __all__ = ["Snapshot", "every_engine_tensor"]
 
@@ -26,8 +28,16 @@ def every_engine_tensor(engine: Engine) -> dict[str, torch.Tensor]:
 class Snapshot:
     """An engine's weights, byte for byte, with the tensor object and storage under each name."""
 
-    def __init__(self, engine: Engine, *, num_threads: int | None = None) -> None:
+    def __init__(
+        self, engine: Engine, *, num_threads: int | None = None, room: Pin | None = None
+    ) -> None:
         """Copy every tensor, on whatever device. Costs the engine's weights once more in memory.
+
+        Args:
+            engine: what is copied.
+            num_threads: threads that copy; None takes the usable cores.
+            room: of an earlier one that is needed no more, as `give_room` gave it; it is used if it
+                has the size.
 
         Raises:
             IncompatibleUpdate: a tensor that cannot be copied aside.
@@ -53,9 +63,17 @@ class Snapshot:
         ends = np.cumsum(sizes, dtype=np.uint64)
         self._plan = BytePlan(sizes)
         self._homes = np.array([data.data_ptr() for data in dense], np.uint64)
-        self._pin = anonymous_pin(self._plan.total_nbytes)
+        self._pin = _room(self._plan.total_nbytes, room)
         self._copies = ends - sizes + np.uint64(self._pin.address)
         self._plan.copy(self._homes, self._copies, num_threads=num_threads)
+
+    def give_room(self) -> Pin:
+        """Give up the copy. Its memory may be written again; the kernel takes it when it is short.
+
+        Pages that were touched before cost a fraction of fresh ones.
+        """
+        spare_pages(self._pin.address, self._pin.nbytes)
+        return self._pin
 
     def restore(self) -> None:
         """Put objects, storages and bytes back, and check that they are.
@@ -100,6 +118,12 @@ class Snapshot:
             what = f"tensor {lost[0]!r} does" if lost else "weights do"
             msg = f"undo failed: the engine's {what} not take back what was there before."
             raise TornEngine(msg)
+
+
+def _room(nbytes: int, offered: Pin | None) -> Pin:
+    if offered is not None and offered.nbytes == vm.round_up(max(nbytes, 1)):
+        return offered
+    return anonymous_pin(nbytes)
 
 
 def _same_view(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -1,11 +1,13 @@
 """Engines of this process: one at a time, started once for all tests of one kind of model."""
 
 import json
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 
 from rl_bridge import (
@@ -17,7 +19,17 @@ from rl_bridge import (
 from tests.engines.models import Checkpoints, Kind
 from tests.engines.trainer import Trainer
 
-__all__ = ["PROMPTS", "SAMPLING", "Answers", "Bench", "Engines", "executor_for", "options"]
+__all__ = [
+    "PROMPTS",
+    "SAMPLING",
+    "Answers",
+    "Bench",
+    "Engines",
+    "checksums",
+    "cores_for",
+    "executor_for",
+    "options",
+]
 
 PROMPTS: tuple[tuple[int, ...], ...] = ((1, 5, 9, 17, 33), (1, 100, 200), (*[7] * 40, 3, 4, 5))
 SAMPLING = {"temperature": 0, "max_new_tokens": 16, "ignore_eos": True}
@@ -27,9 +39,10 @@ Answers = list[tuple[Any, ...]]
 """For each prompt the tokens, and the log-probabilities of the first candidates of each."""
 
 
-def options(path: str) -> dict[str, Any]:
+def options(path: str, ranks: int = 1) -> dict[str, Any]:
     """What every engine of these tests is started with."""
     return {
+        "tp_size": ranks,
         "model_path": path,
         "device": "cpu",
         "dtype": "float32",
@@ -44,6 +57,16 @@ def options(path: str) -> dict[str, Any]:
         "random_seed": 0,
         "log_level": "error",
         "custom_weight_loader": [PLANT],
+    }
+
+
+def cores_for(ranks: int) -> dict[str, str]:
+    """The environment in which so many ranks start: on the CPU each wants cores of its own."""
+    if ranks == 1:
+        return {}
+    cores = sorted(os.sched_getaffinity(0))
+    return {
+        "SGLANG_CPU_OMP_THREADS_BIND": "|".join(str(cores[i % len(cores)]) for i in range(ranks))
     }
 
 
@@ -89,6 +112,7 @@ class Bench:
     weights: Sequence[dict[str, torch.Tensor]]
     fresh: Sequence[Answers]
     sums: Sequence[dict[str, str]]
+    ranks: int = 1
     trainer: Trainer = field(default_factory=Trainer)
     holds: int = 0
 
@@ -112,13 +136,13 @@ class Bench:
         assert sums_of(self.engine) == self.sums[self.holds], what
         assert self.answers() == self.fresh[self.holds], what
 
-    def plant(self, point: str, nth: int = 0) -> None:
-        """Plant a fault in the scheduler's process."""
-        self._call({"point": point, "nth": nth})
+    def plant(self, point: str, nth: int = 0, rank: int | None = None) -> None:
+        """Plant a fault in the scheduler's process, of all ranks or of one."""
+        self._call({"point": point, "nth": nth, "rank": rank})
 
     def uproot(self) -> None:
         """Take it out."""
-        self._call({"point": ""})
+        self._call({"point": "", "rank": None})
 
     def _call(self, what: dict[str, Any]) -> None:
         # SGLang's hook for loaders of the user's own brings tests into its process.
@@ -139,14 +163,23 @@ def answers_of(engine: Any) -> Answers:
 
 
 def sums_of(engine: Any) -> dict[str, str]:
-    """SGLang's own checksums of all parameters."""
+    """SGLang's own checksums of all parameters, on all ranks."""
     from sglang.srt.managers.io_struct import CheckWeightsReqInput
 
     found = engine.loop.run_until_complete(
         engine.tokenizer_manager.check_weights(CheckWeightsReqInput(action="checksum"))
     )
-    (rank,) = found[2]
-    return dict(rank["checksums"])
+    return checksums(found[2])
+
+
+def checksums(ranks: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """What the ranks say: position of a rank and name of a parameter -> checksum."""
+    said = sorted(ranks, key=lambda rank: rank["parallelism_info"][0]["tp_rank"])
+    return {
+        f"{index} {name}": value
+        for index, rank in enumerate(said)
+        for name, value in rank["checksums"].items()
+    }
 
 
 class Engines:
@@ -158,27 +191,32 @@ class Engines:
         self._engine: Any = None
         self._bench: Bench | None = None
 
-    def bench(self, kind: Kind) -> Bench:
+    def bench(self, kind: Kind, ranks: int = 1) -> Bench:
         """The engine of that kind; another one is ended for it."""
-        if self._bench is None or self._bench.kind != kind:
+        if self._bench is None or (self._bench.kind, self._bench.ranks) != (kind, ranks):
             self.close()
-            second = self._start(kind, 1)
+            second = self._start(kind, 1, ranks)
             answers, sums = answers_of(second), sums_of(second)
-            first = self._start(kind, 0)
+            first = self._start(kind, 0, ranks)
             self._bench = Bench(
                 first,
                 kind,
                 [self._checkpoints.weights(kind, version) for version in (0, 1)],
                 [answers_of(first), answers],
                 [sums_of(first), sums],
+                ranks,
             )
         return self._bench
 
-    def _start(self, kind: Kind, version: int) -> Any:
+    def _start(self, kind: Kind, version: int, ranks: int) -> Any:
         import sglang
 
         self.close()
-        self._engine = sglang.Engine(**options(self._checkpoints.path(kind, version)))
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in cores_for(ranks).items():
+                patch.setenv(name, value)
+            path = self._checkpoints.path(kind, version)
+            self._engine = sglang.Engine(**options(path, ranks))
         return self._engine
 
     def close(self) -> None:

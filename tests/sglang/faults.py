@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from rl_bridge.installers.snapshot import Snapshot
+from rl_bridge.integrations.sglang import votes
 
 __all__ = ["plant"]
 
@@ -28,7 +29,7 @@ def plant(model: torch.nn.Module, named: list[Named]) -> None:
         owner, name, original = _originals.pop()
         setattr(owner, name, original)
     what = json.loads(named[0][0])
-    if what["point"]:
+    if what["point"] and what["rank"] in {None, votes.this_rank()}:
         _POINTS[what["point"]](model, what["nth"])
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 
 from rl_bridge.testing.processes import until
-from tests.sglang.bench import PROMPTS, SAMPLING, Answers, options, read
+from tests.sglang.bench import PROMPTS, SAMPLING, Answers, checksums, cores_for, options, read
 
 __all__ = ["KEY", "Served", "served"]
 
@@ -62,8 +62,7 @@ class Served:
 
     def sums(self) -> dict[str, str]:
         """SGLang's own checksums of all parameters."""
-        (rank,) = self.call("weights_checker", json={"action": "checksum"}).json()["ranks"]
-        return dict(rank["checksums"])
+        return checksums(self.call("weights_checker", json={"action": "checksum"}).json()["ranks"])
 
     def label(self) -> str:
         """The version that it says."""
@@ -96,13 +95,13 @@ class Served:
 
 
 @contextmanager
-def served(path: str, log: Path) -> Iterator[Served]:
+def served(path: str, log: Path, ranks: int = 1) -> Iterator[Served]:
     """Start it; it is killed with the block."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     flags = ["--host", "127.0.0.1", "--port", str(port), "--admin-api-key", KEY, "--api-key", KEY]
-    for name, value in options(path).items():
+    for name, value in options(path, ranks).items():
         flags.append(f"--{name.replace('_', '-')}")
         if value is not True:
             flags += value if isinstance(value, list) else [str(value)]
@@ -110,7 +109,7 @@ def served(path: str, log: Path) -> Iterator[Served]:
         process = subprocess.Popen(
             [sys.executable, "-m", "sglang.launch_server", *flags],
             cwd=ROOT,
-            env=dict(os.environ),
+            env={**os.environ, **cores_for(ranks)},
             stdout=written,
             stderr=subprocess.STDOUT,
             start_new_session=True,

@@ -5,11 +5,9 @@ from pathlib import Path
 import pytest
 
 from rl_bridge import WeightUpdateRejectedError
-from rl_bridge.integrations.sglang.routes import RouteName
+from rl_bridge.integrations.sglang.routes import ROUTES, RouteName
 from tests.engines.models import Kind
 from tests.sglang.bench import Bench, Engines, executor_for
-
-ROUTES: tuple[RouteName, ...] = ("import", "tensor", "disk")
 
 
 def folder(route: RouteName, tmp_path: Path) -> Path | None:

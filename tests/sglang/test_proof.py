@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from rl_bridge import ProofFailed
-from rl_bridge.integrations.sglang.routes import RouteName
+from rl_bridge.integrations.sglang.routes import ROUTES, RouteName
 from tests.sglang.bench import Bench, executor_for, sums_of
-from tests.sglang.test_equal import ROUTES, folder
+from tests.sglang.test_equal import folder
 
 
 @pytest.mark.parametrize("fault", ["wrong", "lost"])

@@ -17,12 +17,12 @@ from rl_bridge import (
     WeightUpdateRejectedError,
 )
 from rl_bridge.integrations.sglang.handles import PauseMode
-from rl_bridge.integrations.sglang.routes import RouteName
+from rl_bridge.integrations.sglang.routes import ROUTES, RouteName
 from tests.engines.models import Checkpoints, Kind
 from tests.engines.trainer import Trainer
 from tests.sglang.bench import Engines, executor_for
 from tests.sglang.served import KEY, Served, served
-from tests.sglang.test_equal import ROUTES, folder
+from tests.sglang.test_equal import folder
 
 KIND = Kind("qwen2")
 WAIT_S = 120

@@ -6,9 +6,13 @@ from typing import Any
 import pytest
 import torch
 
-from rl_bridge import IncompatibleUpdate, WeightUpdateRejectedError
+from rl_bridge import (
+    IncompatibleUpdate,
+    WeightBridgeUnavailableError,
+    WeightUpdateRejectedError,
+)
 from rl_bridge.integrations.sglang.engine_adapter import SGLangInstallAdapter
-from tests.sglang.bench import Bench, executor_for
+from tests.sglang.bench import Bench, executor_for, sums_of
 
 QKV = "model.layers.0.self_attn.{}_proj.weight"
 
@@ -39,6 +43,51 @@ def test_a_failed_load_leaves_no_session_open(bench: Bench) -> None:
         with pytest.raises(WeightUpdateRejectedError, match="planted at tensor 7"):
             executor.update_weights(bench.trainer.publish(bench.next()))
         assert not bench.engine.end_weight_update()[0]
+        bench.check()
+
+
+def test_a_failing_distributed_load_leaves_weights_partly_updated_and_is_undone(
+    bench: Bench,
+) -> None:
+    """SGLang says to discard the whole weights then: here they are put back."""
+    left: list[dict[str, str]] = []
+    with executor_for(bench.engine, route="distributed") as executor:
+        adapter = executor.weight_install_adapter
+        original = adapter._back  # type: ignore[union-attr]
+
+        def back() -> None:
+            left.append(sums_of(bench.engine))
+            original()
+
+        adapter._back = back  # type: ignore[union-attr]
+        bench.plant("fail", 7)
+        with pytest.raises(WeightUpdateRejectedError, match="partially updated"):
+            executor.update_weights(bench.trainer.publish(bench.next()))
+        [mixture] = left
+        assert mixture not in bench.sums
+        bench.check()
+        bench.uproot()
+        bench.update(executor)
+        bench.check()
+
+
+def test_a_group_that_the_engine_lost_is_made_anew(bench: Bench) -> None:
+    with executor_for(bench.engine, route="distributed") as executor:
+        bench.update(executor)
+        name = executor.weight_install_adapter._route._group.name  # type: ignore[union-attr]
+        assert bench.engine.destroy_weights_update_group(name)[0]
+        with pytest.raises(WeightUpdateRejectedError, match="Failed to receive"):
+            executor.update_weights(bench.trainer.publish(bench.next()))
+        bench.check()
+        bench.update(executor)
+        bench.check()
+
+
+def test_an_address_of_another_machine_is_refused(bench: Bench) -> None:
+    # 192.0.2.0/24 belongs to nobody: it is for documentation.
+    with executor_for(bench.engine, route="distributed", address="192.0.2.1") as executor:
+        with pytest.raises(WeightBridgeUnavailableError, match="address of this machine"):
+            executor.update_weights(bench.trainer.publish(bench.next()))
         bench.check()
 
 
@@ -100,9 +149,10 @@ def test_a_copy_that_does_not_fit_its_budget_is_refused(bench: Bench) -> None:
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ({"route": "ipc"}, "expected 'import', 'tensor' or 'disk'"),
+        ({"route": "ipc"}, "expected one of 'import', 'tensor'"),
         ({"route": "disk"}, "'disk' needs one"),
         ({"directory": "/somewhere"}, "'disk' needs one"),
+        ({"address": "127.0.0.1"}, "'distributed' takes one"),
         ({"pause": "keep"}, "expected 'retract', 'in_place' or 'abort'"),
         ({"cache": "reset"}, "expected 'flush' or 'keep'"),
     ],

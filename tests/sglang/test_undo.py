@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from rl_bridge import TornEngine, WeightUpdateRejectedError
-from rl_bridge.integrations.sglang.routes import RouteName
+from rl_bridge.integrations.sglang.routes import ROUTES, RouteName
 from tests.sglang.bench import Bench, executor_for, sums_of
-from tests.sglang.test_equal import ROUTES, folder
+from tests.sglang.test_equal import folder
 
 
 @pytest.mark.parametrize("route", ROUTES)
@@ -84,11 +84,11 @@ def test_an_update_that_is_refused_by_its_cache_is_undone(bench: Bench) -> None:
     """The weights are in by then, proven: all of it goes back."""
     with executor_for(bench.engine) as executor:
         adapter = executor.weight_install_adapter
-        original = adapter._handle.flush  # type: ignore[union-attr]
-        adapter._handle.flush = lambda: (False, "planted.")  # type: ignore[union-attr]
+        original = adapter._dropped  # type: ignore[union-attr]
+        adapter._dropped = lambda: (False, "planted.")  # type: ignore[union-attr]
         with pytest.raises(WeightUpdateRejectedError, match=r"could not be dropped .planted"):
             executor.update_weights(bench.trainer.publish(bench.next()))
-        adapter._handle.flush = original  # type: ignore[union-attr]
+        adapter._dropped = original  # type: ignore[union-attr]
         bench.check()
         bench.update(executor)
         bench.check()

@@ -5,7 +5,7 @@ byte; after any failure, wherever the loader was, the copy is put back and compa
 """
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -13,13 +13,15 @@ from rl_bridge.errors import IncompatibleUpdate, ProofFailed
 from rl_bridge.installers.base import InstallProof, TransactionalAdapter
 from rl_bridge.installers.finite import check_finite
 from rl_bridge.installers.sglang import parts
+from rl_bridge.installers.sglang.cuts import Cut, check_covered, cuts_of, part_digests
 from rl_bridge.installers.sglang.proof import LiveEvidence
 from rl_bridge.installers.snapshot import Snapshot, every_engine_tensor
 from rl_bridge.installers.threads import checked_threads
 from rl_bridge.installers.vllm.evidence import Untouched
 from rl_bridge.installers.vllm.memory_budget import check_budget, checked_budget
-from rl_bridge.installers.vllm.routes import LoadPlan, Route, learn
+from rl_bridge.installers.vllm.routes import LoadPlan, learn
 from rl_bridge.manifest.model import WeightUpdateManifest
+from rl_bridge.memory.pins import Pin
 
 __all__ = ["SGLangModelInstaller"]
 
@@ -40,6 +42,7 @@ class SGLangModelInstaller(TransactionalAdapter):
         *,
         memory_budget_nbytes: int | None = None,
         num_threads: int | None = None,
+        num_ranks: int = 1,
     ) -> None:
         """Configure; the model is only looked at.
 
@@ -48,6 +51,8 @@ class SGLangModelInstaller(TransactionalAdapter):
             memory_budget_nbytes: what the copy that undo needs may take; None takes what the
                 machine has to give.
             num_threads: threads that copy and digest; None takes the usable cores.
+            num_ranks: over how many ranks the model is spread. Of more than one, who asks them all
+                checks that together they take every element: see `cuts`.
 
         Raises:
             ValueError: less than one thread, or a negative budget.
@@ -56,10 +61,12 @@ class SGLangModelInstaller(TransactionalAdapter):
         self._model = model
         self._budget = checked_budget(memory_budget_nbytes)
         self._num_threads = checked_threads(num_threads)
+        self._num_ranks = num_ranks
         self._plans: OrderedDict[str, LoadPlan] = OrderedDict()
         self._plan: LoadPlan | None = None
         self._evidence: LiveEvidence | None = None
         self._snapshot: Snapshot | None = None
+        self._room: Pin | None = None  # where the last copy was
         self._untouched: Untouched | None = None
         self._has_begun = False
 
@@ -78,13 +85,34 @@ class SGLangModelInstaller(TransactionalAdapter):
         plan = self._plan_of(manifest)
         if tensors:
             check_finite(tensors, plan.landed)
-        evidence = LiveEvidence(manifest, plan, tensors, num_threads=self._num_threads)
+        evidence = LiveEvidence(manifest, plan, num_threads=self._num_threads)
+        if tensors:
+            cuts, threads = cuts_of(plan, manifest), self._num_threads
+            evidence.expect(part_digests(manifest, tensors, cuts, num_threads=threads))
         if self._snapshot is None:  # else an install is not undone: the copy of before it stands
             engine = every_engine_tensor(self._model).values()
             needed = sum(tensor.numel() * tensor.element_size() for tensor in engine)
             check_budget(needed, self._budget, manifest.weight_version)
-            self._snapshot = Snapshot(self._model, num_threads=self._num_threads)
+            room, self._room = self._room, None
+            self._snapshot = Snapshot(self._model, num_threads=self._num_threads, room=room)
         self._plan, self._evidence = plan, evidence
+
+    def cuts(self, manifest: WeightUpdateManifest) -> list[Cut]:
+        """The parts of tensors that this model takes, of the update that was prepared."""
+        assert self._plan is not None
+        return cuts_of(self._plan, manifest)
+
+    def expect(self, parts: Sequence[bytes]) -> None:
+        """Note what `cuts` must hold, where the update was not imported here.
+
+        Raises:
+            ProofFailed: nothing was prepared, or that many parts are not taken.
+
+        """
+        if self._evidence is None:
+            msg = "nothing was prepared whose parts could be expected. Call prepare first."
+            raise ProofFailed(msg)
+        self._evidence.expect(parts)
 
     def begin(self) -> None:
         """The model is written from now on: `undo` puts the copy back."""
@@ -145,6 +173,8 @@ class SGLangModelInstaller(TransactionalAdapter):
         """Forget what was prepared; what the undo of a begun install needs stays."""
         self._evidence = self._plan = None
         if not self._has_begun:
+            if self._snapshot is not None:
+                self._room = self._snapshot.give_room()
             self._snapshot = self._untouched = None
 
     def commit(self) -> None:
@@ -168,7 +198,9 @@ class SGLangModelInstaller(TransactionalAdapter):
             }
             plan = learn(self._model, kinds, None, parts=parts)
             _check_landed(plan, manifest)
-            _check_kinds(plan, kinds)
+            _check_dtypes(plan, kinds)
+            if self._num_ranks == 1:
+                check_covered(manifest, [cuts_of(plan, manifest)])
             self._plans[table.digest] = plan
             while len(self._plans) > _PLANS:
                 self._plans.popitem(last=False)
@@ -199,30 +231,14 @@ def _check_landed(plan: LoadPlan, manifest: WeightUpdateManifest) -> None:
         raise IncompatibleUpdate(msg)
 
 
-def _check_kinds(plan: LoadPlan, kinds: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> None:
-    """Loaders cast, and cut off what is too long, without a word."""
-    routes: dict[str, list[Route]] = {}
+def _check_dtypes(plan: LoadPlan, kinds: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> None:
+    """Loaders cast without a word."""
     for route in plan.routes():
-        routes.setdefault(route.source, []).append(route)
-    for name, taken in routes.items():
-        dtype, shape = kinds[name]
-        for route in taken:
-            target = plan.targets[route.target]
-            if dtype != target.meta.dtype:
-                msg = (
-                    f"tensor {name!r} is {_name(dtype)}, parameter {target.name!r} is "
-                    f"{_name(target.meta.dtype)}. Publish in the engine's dtype."
-                )
-                raise IncompatibleUpdate(msg)
-        if any(route.is_whole for route in taken):
-            continue
-        seen = torch.zeros(shape, dtype=torch.bool, device="cpu")
-        for route in taken:
-            route.source_view.once().of(seen).fill_(True)  # noqa: FBT003 - torch's own
-        if not seen.all():
+        dtype, target = kinds[route.source][0], plan.targets[route.target]
+        if dtype != target.meta.dtype:
             msg = (
-                f"tensor {name!r} has shape {list(shape)}: the engine takes {int(seen.sum())} of "
-                f"its {seen.numel()} elements, expected all. Publish the model that it serves."
+                f"tensor {route.source!r} is {_name(dtype)}, parameter {target.name!r} is "
+                f"{_name(target.meta.dtype)}. Publish in the engine's dtype."
             )
             raise IncompatibleUpdate(msg)
 

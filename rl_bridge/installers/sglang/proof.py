@@ -1,15 +1,16 @@
 """What proves an install: digests of what the engine's parameters hold, where its loader puts it.
 
-A tensor that went somewhere whole must have there the digest that the manifest says. Of one that is
-cut up, the expectation is made of the imported memory, which is compared with the manifest again.
+A tensor that went somewhere whole must have there the digest that the manifest says. What a part of
+one must be was made of its verified bytes: see `rl_bridge.installers.sglang.cuts`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 
 import torch
 
-from rl_bridge.errors import IncompatibleUpdate, ProofFailed
+from rl_bridge.errors import ProofFailed
 from rl_bridge.installers.base import InstallProof
+from rl_bridge.installers.sglang.cuts import cut_routes, digest_of
 from rl_bridge.installers.vllm.evidence import digests_of
 from rl_bridge.installers.vllm.routes import Fill, LoadPlan, Route
 from rl_bridge.installers.vllm.skeleton import Target
@@ -47,37 +48,36 @@ class LiveEvidence:
     """What must be found in an engine that holds one update."""
 
     def __init__(
-        self,
-        manifest: WeightUpdateManifest,
-        plan: LoadPlan,
-        tensors: Mapping[str, torch.Tensor],
-        *,
-        num_threads: int | None,
+        self, manifest: WeightUpdateManifest, plan: LoadPlan, *, num_threads: int | None
     ) -> None:
         """Note what is expected; nothing of the engine is read.
 
         Args:
             manifest: the update's.
             plan: where its tensors go.
-            tensors: the imported update; empty where only its manifest is here.
             num_threads: threads that digest.
-
-        Raises:
-            IncompatibleUpdate: a tensor is cut up, and its bytes are not here.
 
         """
         self._manifest = manifest
         self._plan = plan
-        self._tensors = tensors
         self._num_threads = num_threads
-        cut = sorted({route.source for route in plan.routes() if not route.is_whole})
-        if cut and not tensors:
+        self._cut = cut_routes(plan)
+        self._parts: dict[Route, bytes] | None = None
+
+    def expect(self, parts: Sequence[bytes]) -> None:
+        """Note what the parts of tensors must hold, in the order of `cut_routes`.
+
+        Raises:
+            ProofFailed: these are more or fewer.
+
+        """
+        if len(parts) != len(self._cut):
             msg = (
-                f"tensor {cut[0]!r} is cut up by the engine's loader, so only its bytes tell what "
-                "each part must hold. Use route='import'."
+                f"{len(parts)} digests of parts came, expected {len(self._cut)}. Install the same "
+                "version of rl_bridge in the engine's environment and in the executor's."
             )
-            raise IncompatibleUpdate(msg)
-        self._cut = cut
+            raise ProofFailed(msg)
+        self._parts = dict(zip(self._cut, parts, strict=True))
 
     def check(self) -> InstallProof:
         """Read all parameters that the update writes.
@@ -86,7 +86,8 @@ class LiveEvidence:
             ProofFailed: one holds something else.
 
         """
-        self._check_sources()
+        if self._parts is None:
+            self.expect(())  # which is right where nothing is cut up
         rows: dict[int, bytes] = {}
         nbytes = 0
         for index, steps in self._plan.steps.items():
@@ -97,7 +98,9 @@ class LiveEvidence:
             found = digests_of(parts, num_threads=self._num_threads)
             for route, digest in zip(routes, found, strict=True):
                 self._compare(target, route, digest)
-                rows[self._manifest.table.rows[route.source]] = self._digest(route.source)
+                rows[self._manifest.table.rows[route.source]] = digest_of(
+                    self._manifest, route.source
+                )
             for step in steps:
                 if isinstance(step, Fill):
                     _check_padding(target, step, live)
@@ -111,10 +114,9 @@ class LiveEvidence:
         )
 
     def _compare(self, target: Target, route: Route, found: bytes) -> None:
-        expected = self._digest(route.source)
-        if not route.is_whole:
-            piece = route.source_view.of(self._tensors[route.source])
-            (expected,) = digests_of([piece], num_threads=self._num_threads)
+        assert self._parts is not None
+        whole = digest_of(self._manifest, route.source)
+        expected = whole if route.is_whole else self._parts[route]
         if found != expected:
             msg = (
                 f"parameter {target.name!r} of the engine does not hold tensor {route.source!r} of "
@@ -123,20 +125,6 @@ class LiveEvidence:
                 "writes to the engine."
             )
             raise ProofFailed(msg)
-
-    def _check_sources(self) -> None:
-        found = digests_of([self._tensors[n] for n in self._cut], num_threads=self._num_threads)
-        for name, digest in zip(self._cut, found, strict=True):
-            if digest != self._digest(name):
-                msg = (
-                    f"tensor {name!r} went bad after it was imported: digest {digest.hex()}, "
-                    f"expected {self._digest(name).hex()}. Publish again."
-                )
-                raise ProofFailed(msg)
-
-    def _digest(self, name: str) -> bytes:
-        start = self._manifest.table.rows[name] * DIGEST_NBYTES
-        return self._manifest.digests[start : start + DIGEST_NBYTES]
 
 
 def _check_padding(target: Target, step: Fill, live: torch.Tensor) -> None:

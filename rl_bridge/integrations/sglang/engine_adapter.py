@@ -6,7 +6,8 @@
     executor.update_weights(manifest)
 
 From the pause to the resume no request is computed. What SGLang answers to a load is not believed:
-the engine's own parameters are read, and after any failure put back, byte for byte.
+the engine's own parameters are read, on all of its ranks, and after any failure put back, byte for
+byte.
 """
 
 import logging
@@ -21,6 +22,7 @@ from rl_bridge.errors import EngineLost, TornEngine, WeightUpdateRejectedError
 from rl_bridge.installers.base import InstallProof, TransactionalAdapter
 from rl_bridge.integrations.sglang.handles import PauseMode, handle_of
 from rl_bridge.integrations.sglang.routes import RouteName, route_of
+from rl_bridge.integrations.sglang.shares import Shares
 from rl_bridge.integrations.vllm.engine_adapter import default_label
 from rl_bridge.manifest.model import WeightUpdateManifest
 
@@ -44,6 +46,7 @@ class SGLangInstallAdapter(TransactionalAdapter):
         *,
         route: RouteName = "import",
         directory: str | Path | None = None,
+        address: str | None = None,
         pause: PauseMode = "retract",
         cache: CachePolicy = "flush",
         label: Callable[[WeightUpdateManifest], str] | None = default_label,
@@ -58,8 +61,11 @@ class SGLangInstallAdapter(TransactionalAdapter):
             route: how bytes get into the engine. ``import``: its process reads the trainer's memory
                 by the update's transport. ``tensor``: SGLang's ``update_weights_from_tensor`` with
                 a flattened bucket in shared memory, for transports that reach only this process.
-                ``disk``: its ``update_weights_from_disk``.
+                ``distributed``: its ``update_weights_from_distributed``, one bucket over a process
+                group. ``disk``: its ``update_weights_from_disk``.
             directory: for ``disk``, where versions are written; it must outlive the engine.
+            address: for ``distributed``, this machine's as the engine reaches it; None is
+                127.0.0.1.
             pause: what running requests do. ``retract``: they go on with the new weights, computed
                 anew from their tokens. ``in_place``: they freeze and keep what the old weights
                 cached, so while there are any, ``cache="flush"`` refuses the update. ``abort``:
@@ -73,7 +79,8 @@ class SGLangInstallAdapter(TransactionalAdapter):
 
         Raises:
             TypeError: no engine.
-            ValueError: no such route, pause or cache policy; a directory without ``disk``, or none.
+            ValueError: no such route, pause or cache policy; a directory without ``disk``, or none;
+                an address without ``distributed``.
             WeightBridgeUnavailableError: what the engine or the route needs is missing here.
 
         """
@@ -82,12 +89,14 @@ class SGLangInstallAdapter(TransactionalAdapter):
         if cache not in {"flush", "keep"}:
             raise ValueError(f"cache={cache!r}: expected 'flush' or 'keep'.")
         self._handle = handle_of(engine, timeout_s, api_key)
-        self._route = route_of(route, self._handle, directory)
+        self._route = route_of(route, self._handle, directory, address)
         self._route_name = route
         self._pause: PauseMode = pause
         self._cache: CachePolicy = cache
         self._label = label
         self._options = {"memory_budget_nbytes": memory_budget_nbytes}
+        self._shares = Shares()
+        self._parts: list[list[str]] = []
         self._phases_ms: dict[str, float] = {}
         self._manifest: WeightUpdateManifest | None = None
         self._proof: InstallProof | None = None
@@ -115,12 +124,17 @@ class SGLangInstallAdapter(TransactionalAdapter):
         self._look_for_remains()
         self._route.prepare(manifest, tensors)
         self._manifest = manifest
-        self._handle.call(
+        is_new = not self._shares.knows(manifest)
+        reply = self._handle.call(
             "prepare",
             manifest=manifest.to_json(),
             options=self._options,
+            cuts=is_new,
             **{"import": self._route.imports},
         )
+        if is_new:
+            self._shares.learn(manifest, reply["cuts"])
+        self._parts = [] if self._route.imports else self._shares.digests(manifest, tensors)
 
     def install(self, manifest: WeightUpdateManifest, tensors: Mapping[str, torch.Tensor]) -> None:
         """Pause, load by the route, and read what the engine holds then.
@@ -211,6 +225,7 @@ class SGLangInstallAdapter(TransactionalAdapter):
 
     def close(self) -> None:
         """Close the connection to a server; the engine goes on."""
+        self._route.close()
         self._handle.close()
 
     # ---- inside ---------------------------------------------------------------------------------
@@ -223,6 +238,8 @@ class SGLangInstallAdapter(TransactionalAdapter):
 
         """
         found = self._handle.call("describe")
+        self._shares.meet(found["engine"])
+        self._handle.device = found["device"]
         if not found["begun"]:
             self._is_begun = False  # else the engine is another one now
             return
@@ -232,12 +249,12 @@ class SGLangInstallAdapter(TransactionalAdapter):
         else:
             self._stop()
             self._handle.call("undo")
-            if not self._handle.flush()[0]:
+            if not self._dropped()[0]:
                 _LOG.warning("requests hold cached prefixes of the update that was undone")
         self._go_on()
 
     def _prove(self) -> None:
-        reply = self._handle.call("prove", **self._meant())
+        reply = self._handle.call("prove", parts=self._parts, **self._meant())
         self._proof = InstallProof(**reply["proof"])
 
     def _back(self) -> None:
@@ -245,7 +262,7 @@ class SGLangInstallAdapter(TransactionalAdapter):
         self._handle.call("undo", **self._meant())
         if self._may_have_run:
             # Requests may have cached keys and values of what is undone now.
-            if not self._handle.flush()[0]:
+            if not self._dropped()[0]:
                 msg = (
                     "the engine keeps cached prefixes of the version that was undone. Call "
                     "recover() when its requests are done."
@@ -261,13 +278,19 @@ class SGLangInstallAdapter(TransactionalAdapter):
         self._route.ended(installed=False)
 
     def _flush(self) -> None:
-        flushed, said = self._handle.flush()
+        flushed, said = self._dropped()
         if not flushed:
             msg = (
                 f"cached prefixes of the old weights could not be dropped ({said}). Use "
                 "pause='retract' or 'abort', or cache='keep'."
             )
             raise WeightUpdateRejectedError(msg)
+
+    def _dropped(self) -> tuple[bool, str]:
+        """Let the engine drop cached prefixes: whether it did, and what it said."""
+        flushed = self._handle.call("flush")["flushed"]
+        # SGLang's own route gives memory back as well, which takes it as long as a small update.
+        return self._handle.flush() if flushed is None else (flushed, "requests hold some")
 
     def _relabel(self, label: str) -> None:
         self._label_before, self._label_set = self._handle.label(), label

@@ -43,6 +43,15 @@ METHODS: Mapping[str, tuple[str, str]] = {
     "begin_weight_update": ("BeginWeightUpdateReqInput", "begin_weight_update"),
     "end_weight_update": ("EndWeightUpdateReqInput", "end_weight_update"),
     "update_weights_from_tensor": ("UpdateWeightsFromTensorReqInput", "update_weights_from_tensor"),
+    "init_weights_update_group": ("InitWeightsUpdateGroupReqInput", "init_weights_update_group"),
+    "destroy_weights_update_group": (
+        "DestroyWeightsUpdateGroupReqInput",
+        "destroy_weights_update_group",
+    ),
+    "update_weights_from_distributed": (
+        "UpdateWeightsFromDistributedReqInput",
+        "update_weights_from_distributed",
+    ),
     "update_weights_from_disk": ("UpdateWeightFromDiskReqInput", "update_weights_from_disk"),
 }
 """Route -> its request among SGLang's own, and the method of its tokenizer manager."""
@@ -53,10 +62,14 @@ class EngineHandle(ABC):
 
     Attributes:
         sharing: by which of torch's strategies its process gets shared memory.
+        num_ranks: ranks that compute its model together, as its last answer said.
+        device: the kind of device that its model is on.
 
     """
 
     sharing = "file_descriptor"
+    num_ranks = 1
+    device = "cpu"
 
     def __init__(self, timeout_s: float) -> None:
         """Give every call `timeout_s` seconds."""
@@ -98,7 +111,8 @@ class EngineHandle(ABC):
 
         """
         self._calls += 1
-        text = json.dumps({"verb": verb, "call": self._calls, **given})
+        told = {"verb": verb, "call": self._calls, "timeout_s": self.timeout_s}
+        text = json.dumps({**told, **given})
         _, weights = self.ask("get_weights_by_name", name=call_text(text), truncate_size=1)
         said = reply_text(weights)
         if said is None:
@@ -118,6 +132,7 @@ class EngineHandle(ABC):
             raise EngineLost(msg)
         if not reply["ok"]:
             raise _failure(reply)
+        self.num_ranks = reply["ranks"]
         return reply
 
     def pause(self, mode: PauseMode) -> None:

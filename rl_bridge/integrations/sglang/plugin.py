@@ -1,6 +1,6 @@
 """What SGLang loads in each of its processes: the entry point of the group ``sglang.srt.plugins``.
 
-It hooks two things of the scheduler's process. ``get_weights_by_name``, a control request that
+It hooks two things of the schedulers' processes. ``get_weights_by_name``, a control request that
 SGLang answers between two steps of the model, without a lock and without pickle, answers for names
 that begin with ``rl_bridge:`` what `SGLangInstallAdapter` asks. And a load of SGLang's own that
 fails within an update of ours is answered with ``success: false``: SGLang would end the engine,
@@ -22,7 +22,9 @@ NAME = "rl_bridge"
 """Name of the entry point: where ``SGLANG_PLUGINS`` is set, it must be in there."""
 PREFIX = "rl_bridge:"
 _COMPONENTS = "sglang.srt.model_executor.model_runner_components"
-ANSWERED = f"{_COMPONENTS}.weight_exporter.WeightExporter.get_weights_by_name"
+_REQUESTS = "sglang.srt.managers.io_struct"
+_MANAGER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+ANSWERED = f"{_MANAGER}.get_weights_by_name"
 GUARDED = tuple(
     f"{_COMPONENTS}.weight_updater.WeightUpdater.update_weights_from_{source}"
     for source in ("tensor", "disk")
@@ -49,19 +51,29 @@ def call_text(text: str) -> str:
 
 def reply_text(weights: object) -> str | None:
     """The reply that came back as a weight's numbers; None if it is none."""
+    if isinstance(weights, list) and weights and isinstance(weights[0], list):
+        weights = weights[0]  # replicas answer each for itself
     try:
         return bytes(int(number) for number in weights).decode("utf-8")  # type: ignore[attr-defined]  # what else it is, is found out here
     except (TypeError, ValueError, UnicodeDecodeError):
         return None
 
 
-def _answered(original: Callable[..., Any], exporter: Any, name: str, *args: Any, **kw: Any) -> Any:
-    if not name.startswith(PREFIX):
-        return original(exporter, name, *args, **kw)
+def _answered(original: Callable[..., Any], manager: Any, request: Any) -> Any:
+    if not request.name.startswith(PREFIX):
+        return original(manager, request)
     from rl_bridge.integrations.sglang.rank import answer
 
+    def flush() -> bool | None:
+        if manager.tp_worker.model_config.is_multimodal:
+            return None  # SGLang's tokenizer process has a cache of its own then
+        return bool(manager.flush_cache(empty_cache=False))
+
+    model = manager.tp_worker.model_runner.model
+    said = answer(model, flush, request.name.removeprefix(PREFIX))
     # A weight's numbers are all that this route can answer.
-    return [float(byte) for byte in answer(exporter, name.removeprefix(PREFIX)).encode("utf-8")]
+    numbers = [float(byte) for byte in said.encode("utf-8")]
+    return require(_REQUESTS).GetWeightsByNameReqOutput(parameter=numbers)
 
 
 def _guarded(original: Callable[..., Any], updater: Any, *args: Any, **kwargs: Any) -> Any:

@@ -87,7 +87,8 @@ def _disk() -> str | None:
 
 
 _CONTROL = ("get_weights_by_name", "pause_generation", "continue_generation")
-_SESSION = ("begin_weight_update", "update_weights_from_tensor", "end_weight_update")
+_SESSION = ("begin_weight_update", "end_weight_update")
+_GROUP_ROUTES = ("init_weights_update_group", "destroy_weights_update_group")
 _UPGRADE = f"Upgrade SGLang: {INSTALL}."
 
 FEATURES: Mapping[str, Feature] = {
@@ -106,7 +107,12 @@ FEATURES: Mapping[str, Feature] = {
     ),
     "sglang tensor": Feature(
         "route='tensor': a flattened bucket in shared memory, in a session",
-        _routes(*_SESSION),
+        _routes(*_SESSION, "update_weights_from_tensor"),
+        _UPGRADE,
+    ),
+    "sglang distributed": Feature(
+        "route='distributed': a flattened bucket over a process group, in a session",
+        _routes(*_SESSION, *_GROUP_ROUTES, "update_weights_from_distributed"),
         _UPGRADE,
     ),
     "sglang disk": Feature(

@@ -1,12 +1,14 @@
 """The engine's part in an update: it imports, verifies, installs, proves and undoes.
 
 It lives in the scheduler's process, at the model, and is asked over `rl_bridge.integrations.sglang
-.plugin` by the executor's adapter: JSON in, JSON out. SGLang asks it between two steps.
+.plugin` by the executor's adapter: JSON in, JSON out. SGLang asks it between two steps, and all
+ranks of a tensor-parallel engine the same; they answer together.
 """
 
 import json
 import logging
 import time
+import uuid
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -24,6 +26,7 @@ from rl_bridge.errors import (
 from rl_bridge.installers.base import InstallProof
 from rl_bridge.installers.sglang.model_installer import SGLangModelInstaller
 from rl_bridge.installers.sglang.parts import require, version
+from rl_bridge.integrations.sglang import votes
 from rl_bridge.integrations.vllm.frames import clear_frames
 from rl_bridge.lifecycle.table import State
 from rl_bridge.manifest.model import WeightUpdateManifest
@@ -37,16 +40,25 @@ Payload = Mapping[str, Any]
 Reply = dict[str, Any]
 
 _ATTRIBUTE = "_rl_bridge_rank"
+_TIMEOUT_S = 600.0
 
 
 class SGLangRank:
-    """One engine's model with what is under way in it. Not thread-safe: SGLang asks in turn."""
+    """One rank's model with what is under way in it. Not thread-safe: SGLang asks in turn."""
 
-    def __init__(self, model: torch.nn.Module) -> None:
-        """Look at the model; nothing is opened before the first update."""
+    def __init__(self, model: torch.nn.Module, flush: Callable[[], bool | None]) -> None:
+        """Look at the model; nothing is opened before the first update.
+
+        Args:
+            model: the rank's.
+            flush: drops cached prefixes; whether it did, or None where that is not all there is.
+
+        """
         self._model = model
+        self._flush = flush
+        self._engine = uuid.uuid4().hex
         self._options: Reply = {}
-        self._installer = SGLangModelInstaller(model)
+        self._installer = SGLangModelInstaller(model, num_ranks=votes.world_size())
         self._bridges: dict[str, TensorBridge] = {}
         self._active: WeightUpdateManifest | None = None
         self._pending: WeightUpdateManifest | None = None
@@ -63,6 +75,8 @@ class SGLangRank:
         active, pending = self._active, self._pending
         return {
             "sglang": version(),
+            "engine": self._engine,
+            "device": next(self._model.parameters()).device.type,
             "update_id": None if active is None else active.update_id,
             "weight_version": None if active is None else active.weight_version,
             "root": None if active is None else active.root,
@@ -98,7 +112,10 @@ class SGLangRank:
             "import": (imported - start) * 1e3,
             "stage": (time.perf_counter() - imported) * 1e3,
         }
-        return {"timings_ms": self._timings_ms}
+        reply: Reply = {"timings_ms": self._timings_ms}
+        if given.get("cuts"):
+            reply["cuts"] = [[cut.to_json() for cut in self._installer.cuts(manifest)]]
+        return reply
 
     def install(self, given: Payload) -> Reply:
         """Load what was imported; or note that SGLang's own load comes next.
@@ -126,6 +143,9 @@ class SGLangRank:
         """
         manifest = self._meant(given)
         start = time.perf_counter()
+        if not self._is_imported:
+            parts = list(given.get("parts") or [[]] * votes.world_size())[votes.this_rank()]
+            self._installer.expect([bytes.fromhex(part) for part in parts])
         proof = self._installer.prove()
         if proof.root != manifest.root:
             msg = (
@@ -136,6 +156,14 @@ class SGLangRank:
         self._proof = proof
         self._timings_ms["prove"] = (time.perf_counter() - start) * 1e3
         return {"proof": proof.to_dict(), "timings_ms": self._timings_ms}
+
+    def is_refused(self) -> None:
+        """Another rank has no proof: this one's is worth nothing."""
+        self._proof = None
+
+    def flush(self) -> Reply:
+        """Drop cached prefixes; the memory that they are in stays SGLang's."""
+        return {"flushed": self._flush()}
 
     def undo(self, given: Payload) -> Reply:
         """Put back what is not committed; without any, nothing happens.
@@ -199,7 +227,8 @@ class SGLangRank:
 
     def _configure(self, options: Reply) -> None:
         if options != self._options:
-            self._installer = SGLangModelInstaller(self._model, **options)
+            ranks = votes.world_size()
+            self._installer = SGLangModelInstaller(self._model, num_ranks=ranks, **options)
             self._options = options
 
     def _require_closed(self) -> None:
@@ -224,7 +253,9 @@ class SGLangRank:
     def _bridge(self, manifest: WeightUpdateManifest) -> TensorBridge:
         bridge = self._bridges.get(manifest.transport)
         if bridge is None:
-            bridge = make_weight_bridge(manifest.transport, source_worker="sglang")
+            bridge = make_weight_bridge(
+                manifest.transport, source_worker="sglang", source_rank=votes.this_rank()
+            )
             self._bridges[manifest.transport] = bridge
         return bridge
 
@@ -262,15 +293,16 @@ def _refuse_committed(update_id: str, active: WeightUpdateManifest) -> None:
 
 
 def _require_supported() -> None:
-    """Refuse engines whose processes cannot decide together yet."""
+    """Refuse engines of which some processes would not be asked, or hold what is not proven."""
     context = require("sglang.srt.runtime_context")
     parallel, speculative = context.get_parallel(), context.get_spec()
-    for name in ("tp_size", "pp_size", "dp_size"):
-        degree = int(getattr(parallel, name) or 1)
+    for name in ("pp_size", "dp_size", "ep_size"):
+        degree = int(getattr(parallel, name, None) or 1)
         if degree != 1:
             msg = (
-                f"the engine has {name}={degree}, expected 1: its ranks cannot decide together "
-                "here. Use one engine and one executor for each replica."
+                f"the engine has {name}={degree}, expected 1: only the ranks of tensor "
+                "parallelism decide together here. Use one engine and one executor for each "
+                "replica, and tp_size to spread a model."
             )
             raise WeightBridgeUnavailableError(msg)
     if speculative.speculative_algorithm:
@@ -292,27 +324,45 @@ _VERBS: Mapping[str, Callable[[SGLangRank, Payload], Reply]] = {
     "prepare": SGLangRank.prepare,
     "install": SGLangRank.install,
     "prove": SGLangRank.prove,
+    "flush": lambda rank, _: rank.flush(),
     "undo": SGLangRank.undo,
     "commit": SGLangRank.commit,
 }
 
 
-def answer(exporter: Any, text: str) -> str:
-    """Do what is asked. Never raises: a failure is an answer, too; SGLang would end for one."""
+def answer(model: torch.nn.Module, flush: Callable[[], bool | None], text: str) -> str:
+    """Do what is asked, on all ranks. Never raises: a failure is an answer, too.
+
+    SGLang would end for one, and ranks that did not vote would be waited for by the others.
+
+    Args:
+        model: this rank's.
+        flush: see `SGLangRank`.
+        text: the call.
+
+    """
     reply: Reply = {}
+    given: Payload = {}
+    rank = known_rank(model)
     try:
-        given = json.loads(text)
-        if not isinstance(given, dict) or given.get("verb") not in _VERBS:
-            msg = f"{text[:80]!r} is no call. Pass an object with a verb of {sorted(_VERBS)}."
-            raise WeightUpdateRejectedError(msg)  # noqa: TRY301 - answered like all others
+        given = _given(text)
         reply["call"] = given.get("call")
-        model = exporter.get_model()
-        rank = known_rank(model)
         if rank is None:
-            rank = vars(model)[_ATTRIBUTE] = SGLangRank(model)
+            rank = vars(model)[_ATTRIBUTE] = SGLangRank(model, flush)
         reply = {**reply, "ok": True, **_VERBS[given["verb"]](rank, given)}
     except Exception as error:  # noqa: BLE001 - it is the answer
         _LOG.warning("a call of rl_bridge failed", exc_info=True)
         reply = {**reply, "ok": False, "type": type(error).__name__, "message": str(error)}
         clear_frames(error)
-    return json.dumps(reply)
+    one = votes.merged(votes.all_reply(reply, float(given.get("timeout_s", _TIMEOUT_S))))
+    if rank is not None and given.get("verb") == "prove" and not one["ok"]:
+        rank.is_refused()
+    return json.dumps(one)
+
+
+def _given(text: str) -> Payload:
+    given = json.loads(text)
+    if not isinstance(given, dict) or given.get("verb") not in _VERBS:
+        msg = f"{text[:80]!r} is no call. Pass an object with a verb of {sorted(_VERBS)}."
+        raise WeightUpdateRejectedError(msg)
+    return given

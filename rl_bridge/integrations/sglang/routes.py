@@ -2,13 +2,14 @@
 
 ``import``: the engine's process imports and verifies the update itself, by the trainer's transport.
 ``tensor``: ``update_weights_from_tensor`` with one flattened bucket in shared memory.
+``distributed``: ``update_weights_from_distributed`` with one flattened bucket over a process group.
 ``disk``: ``update_weights_from_disk`` with a checkpoint in a folder that the engine can read.
 """
 
 import shutil
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -19,11 +20,13 @@ from rl_bridge.errors import WeightBridgeUnavailableError, WeightUpdateRejectedE
 from rl_bridge.installers.finite import check_finite
 from rl_bridge.installers.sglang.parts import require
 from rl_bridge.integrations.sglang.handles import EngineHandle
+from rl_bridge.integrations.sglang.update_group import UpdateGroup
 from rl_bridge.manifest.model import WeightUpdateManifest
 
-__all__ = ["Route", "RouteName", "route_of"]
+__all__ = ["ROUTES", "Route", "RouteName", "route_of"]
 
-RouteName = Literal["import", "tensor", "disk"]
+RouteName = Literal["import", "tensor", "distributed", "disk"]
+ROUTES: tuple[RouteName, ...] = ("import", "tensor", "distributed", "disk")
 
 _ALIGNED = 64
 # torch's sharing strategy is one for the whole process.
@@ -56,6 +59,18 @@ class Route(ABC):
 
     def ended(self, *, installed: bool) -> None:  # noqa: B027 - only some keep something
         """The update is committed, or undone: what the other version needed may go."""
+
+    def close(self) -> None:  # noqa: B027 - as above
+        """Let go of what is kept from update to update."""
+
+    @contextmanager
+    def _session(self) -> Iterator[None]:
+        """SGLang's own, without which it takes no weights; whatever comes, it is closed."""
+        self._ask("begin_weight_update", selector="target")
+        try:
+            yield
+        finally:
+            self._ask("end_weight_update")  # an engine has only one
 
     def _ask(self, route: str, **body: Any) -> None:
         succeeded, said = self._handle.ask(route, **body)
@@ -94,36 +109,33 @@ class TensorRoute(Route):
     def load(self, manifest: WeightUpdateManifest, tensors: Mapping[str, torch.Tensor]) -> None:
         """Open a session, load the bucket, close the session."""
         del manifest
-        self._ask("begin_weight_update", selector="target")
-        # Whatever comes, the session is closed: an engine has only one.
-        try:
+        with self._session():
             self._ask(
                 "update_weights_from_tensor",
-                serialized_named_tensors=[self._handle.payload(self._serialized(tensors))],
+                serialized_named_tensors=[
+                    self._handle.payload(serialized) for serialized in self._serialized(tensors)
+                ],
                 load_format="flattened_bucket",
                 flush_cache=False,
                 selector="target",
             )
-        finally:
-            self._ask("end_weight_update")
 
-    def _serialized(self, tensors: Mapping[str, torch.Tensor]) -> bytes:
-        metadata, end = [], 0
-        for name, tensor in tensors.items():
-            start = -(-end // _ALIGNED) * _ALIGNED
-            end = start + tensor.nbytes
-            metadata.append(
-                self._metadata(name, tensor.shape, tensor.dtype, start, end, tensor.nbytes)
-            )
+    def _serialized(self, tensors: Mapping[str, torch.Tensor]) -> list[bytes]:
+        """One for each rank: what torch shares may be taken once."""
+        places, end = _places(tensors, _ALIGNED)
         if self._bucket.nbytes != end:
             self._bucket = torch.empty(end, dtype=torch.uint8, device="cpu")
-        for item in metadata:
-            place = self._bucket[item.start_idx : item.end_idx].view(item.dtype)
-            place.view(item.shape).copy_(tensors[item.name])
+        _fill(self._bucket, places, tensors)
+        metadata = [
+            self._metadata(
+                name, tensors[name].shape, tensors[name].dtype, start, stop, stop - start
+            )
+            for name, start, stop in places
+        ]
         content = {"flattened_tensor": self._bucket, "metadata": metadata}
         with _SHARING, _strategy(self._handle.sharing):
             try:
-                serialized: bytes = self._serializer.serialize(content)
+                return [self._serializer.serialize(content) for _ in range(self._handle.num_ranks)]
             except RuntimeError as error:
                 msg = (
                     f"torch cannot share memory from this process any more ({error}). SGLang's "
@@ -131,7 +143,76 @@ class TensorRoute(Route):
                     "too: use route='import', or update servers from a process without engines."
                 )
                 raise WeightBridgeUnavailableError(msg) from error
-        return serialized
+
+
+class DistributedRoute(Route):
+    """One bucket, broadcast to all ranks; group and bucket are used again for each update."""
+
+    def __init__(self, handle: EngineHandle, address: str) -> None:
+        """Use `handle`; needs sglang in this process, too.
+
+        Raises:
+            WeightBridgeUnavailableError: it is not.
+
+        """
+        super().__init__(handle)
+        self._group = UpdateGroup(handle, address)
+        self._bucket = torch.empty(0, dtype=torch.uint8, device="cpu")
+
+    def load(self, manifest: WeightUpdateManifest, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Meet the ranks, open a session, send the bucket, close the session."""
+        del manifest
+        on_cpu = self._handle.device == "cpu"
+        self._group.join("gloo" if on_cpu else "nccl")
+        # SGLang lays them out without a gap: the widest first, all of them are aligned.
+        ordered = dict(sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize))
+        places, end = _places(ordered, 1)
+        if self._bucket.nbytes != end:
+            device = "cpu" if on_cpu else self._handle.device
+            self._bucket = torch.empty(end, dtype=torch.uint8, device=device)
+        _fill(self._bucket, places, ordered)
+        with self._session():
+            work = self._group.send(self._bucket)
+            try:
+                self._ask(
+                    "update_weights_from_distributed",
+                    names=list(ordered),
+                    dtypes=[str(item.dtype).removeprefix("torch.") for item in ordered.values()],
+                    shapes=[list(item.shape) for item in ordered.values()],
+                    group_name=self._group.name,
+                    load_format="flattened_bucket",
+                    flush_cache=False,
+                    selector="target",
+                )
+            except BaseException:
+                self._group.leave()  # it may not have carried what was sent
+                raise
+            self._group.end(work)
+
+    def close(self) -> None:
+        """Leave the group."""
+        self._group.leave()
+
+
+_Place = tuple[str, int, int]
+
+
+def _places(tensors: Mapping[str, torch.Tensor], alignment: int) -> tuple[list[_Place], int]:
+    """Where each tensor lies in a bucket, and how large that is."""
+    places, end = [], 0
+    for name, tensor in tensors.items():
+        start = -(-end // alignment) * alignment
+        end = start + tensor.nbytes
+        places.append((name, start, end))
+    return places, end
+
+
+def _fill(
+    bucket: torch.Tensor, places: Iterable[_Place], tensors: Mapping[str, torch.Tensor]
+) -> None:
+    for name, start, stop in places:
+        tensor = tensors[name]
+        bucket[start:stop].view(tensor.dtype).view(tensor.shape).copy_(tensor)
 
 
 @contextmanager
@@ -196,19 +277,25 @@ class DiskRoute(Route):
             shutil.rmtree(gone, ignore_errors=True)
 
 
-def route_of(name: str, handle: EngineHandle, directory: str | Path | None) -> Route:
+def route_of(
+    name: str, handle: EngineHandle, directory: str | Path | None, address: str | None
+) -> Route:
     """The route of that name.
 
     Raises:
-        ValueError: no such route, or a folder that does not belong to it.
+        ValueError: no such route, or a folder or an address that does not belong to it.
         WeightBridgeUnavailableError: what it needs is missing here.
 
     """
-    if name not in {"import", "tensor", "disk"}:
-        raise ValueError(f"route={name!r}: expected 'import', 'tensor' or 'disk'.")
+    if name not in ROUTES:
+        raise ValueError(f"route={name!r}: expected one of {', '.join(map(repr, ROUTES))}.")
     if (directory is not None) != (name == "disk"):
         raise ValueError(f"route={name!r} with directory={directory!r}: 'disk' needs one.")
+    if address is not None and name != "distributed":
+        raise ValueError(f"route={name!r} with address={address!r}: 'distributed' takes one.")
     if name == "disk":
         assert directory is not None
         return DiskRoute(handle, Path(directory))
+    if name == "distributed":
+        return DistributedRoute(handle, address or "127.0.0.1")
     return ImportRoute(handle) if name == "import" else TensorRoute(handle)

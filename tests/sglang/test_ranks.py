@@ -1,0 +1,120 @@
+"""An engine whose model is spread over two ranks: they decide together."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from rl_bridge import IncompatibleUpdate, ProofFailed, TornEngine, WeightUpdateRejectedError
+from rl_bridge.integrations.sglang.routes import ROUTES, RouteName
+from tests.engines.models import Checkpoints, Kind
+from tests.engines.trainer import Trainer
+from tests.sglang.bench import Bench, Engines, executor_for, sums_of
+from tests.sglang.served import KEY, served
+from tests.sglang.test_equal import alternate, folder
+
+RANKS = 2
+KIND = Kind("qwen2", tied=True)
+OTHER = Kind("llama")
+
+
+@pytest.fixture
+def pair(engines: Engines) -> Iterator[Bench]:
+    bench = engines.bench(KIND, RANKS)
+    try:
+        yield bench
+    finally:
+        bench.uproot()
+
+
+def test_twenty_updates_with_failures_mixed_in_equal_fresh_engines(
+    pair: Bench, tmp_path: Path
+) -> None:
+    alternate(pair, "import", tmp_path, 20)
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("rank", range(RANKS))
+def test_a_rank_that_fails_at_any_tensor_takes_the_other_one_back(
+    rank: int, route: RouteName, pair: Bench, tmp_path: Path
+) -> None:
+    with executor_for(pair.engine, route=route, directory=folder(route, tmp_path)) as executor:
+        count = len(pair.weights[0])
+        for nth in range(count) if route == "import" else (0, count // 2, count - 1):
+            pair.plant("fail", nth, rank)
+            with pytest.raises(WeightUpdateRejectedError):
+                executor.update_weights(pair.trainer.publish(pair.next()))
+            assert sums_of(pair.engine) == pair.sums[pair.holds], nth
+        pair.check()
+        pair.uproot()
+        pair.update(executor)
+        pair.check()
+
+
+@pytest.mark.parametrize("fault", ["wrong", "lost"])
+@pytest.mark.parametrize("route", ["import", "distributed"])
+@pytest.mark.parametrize("rank", range(RANKS))
+def test_a_wrong_slice_of_one_rank_is_found_and_its_rank_named(
+    rank: int, route: RouteName, fault: str, pair: Bench
+) -> None:
+    last = list(pair.weights[0]).index("model.layers.1.mlp.down_proj.weight")
+    with executor_for(pair.engine, route=route) as executor:
+        # The last byte of a tensor is in the last rank's slice.
+        pair.plant(fault if rank == RANKS - 1 else "lost", last, rank)
+        with pytest.raises(ProofFailed, match=f"rank {rank}: .*down_proj"):
+            executor.update_weights(pair.trainer.publish(pair.next()))
+        pair.check()
+
+
+def test_a_rank_whose_undo_fails_tears_the_engine_until_it_is_recovered(pair: Bench) -> None:
+    with executor_for(pair.engine) as executor:
+        pair.update(executor)
+        pair.plant("undo", 20, 1)
+        with pytest.raises(TornEngine, match=r"rank 1: .*planted in the undo"):
+            executor.update_weights(pair.trainer.publish(pair.next()))
+        with pytest.raises(TornEngine):
+            executor.check_servable()
+        pair.uproot()
+        executor.recover()
+        executor.check_servable()
+        pair.check()
+
+
+def test_elements_that_no_rank_takes_are_refused(pair: Bench) -> None:
+    """SGLang's loader cuts off what is too long, without a word."""
+    name = "model.layers.0.mlp.gate_proj.weight"
+    rows, columns = pair.weights[0][name].shape
+    longer = pair.next(**{name: torch.zeros(rows + 64, columns)})
+    with executor_for(pair.engine) as executor:
+        with pytest.raises(IncompatibleUpdate, match=r"gate_proj.* takes \d+ of its \d+ elements"):
+            executor.update_weights(pair.trainer.publish(longer))
+        pair.check()
+
+
+def test_every_rank_tells_the_trainer(pair: Bench) -> None:
+    with executor_for(pair.engine) as executor:
+        manifest = pair.update(executor)
+        told = {(report.worker, report.rank) for report in pair.trainer.holders(manifest) if report}
+        assert {("sglang", 0), ("sglang", 1)} <= told
+        assert executor.last_ack is not None
+        assert executor.last_ack.proof.root == manifest.root
+
+
+def test_a_server_of_two_ranks_takes_updates(
+    engines: Engines, checkpoints: Checkpoints, trainer: Trainer, tmp_path: Path
+) -> None:
+    engines.close()  # whoever ends an engine of this process ends all of its children
+    weights = [checkpoints.weights(OTHER, version) for version in (0, 1)]
+    with served(checkpoints.path(OTHER, 1), tmp_path / "log1", RANKS) as server:
+        second = server.sums(), server.answers()
+    with served(checkpoints.path(OTHER, 0), tmp_path / "log0", RANKS) as server:
+        fresh = [(server.sums(), server.answers()), second]
+        bad = {**weights[1], "model.norm.weight": torch.full((128,), float("nan"))}
+        for turn, route in enumerate(("import", "tensor", "distributed", "import")):
+            holds = 1 - turn % 2
+            with executor_for(server.url, route=route, api_key=KEY) as executor:
+                with pytest.raises(IncompatibleUpdate, match="NaN"):
+                    executor.update_weights(trainer.publish(bad))
+                executor.update_weights(trainer.publish(weights[holds]))
+            assert (server.sums(), server.answers()) == fresh[holds], route
