@@ -31,12 +31,29 @@ _MOE = {
     "decoder_sparse_step": 1,
     "norm_topk_prob": True,
 }
+# (The reference attention on the CPU takes no other sizes.)
+_LATENT = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 512,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 64,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+}
 # family -> configuration class, model class, what it has beside `_SHAPE`
 _FAMILIES: Mapping[str, tuple[str, str, Mapping[str, Any]]] = {
     "qwen2": ("Qwen2Config", "Qwen2ForCausalLM", {}),
     "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", {"head_dim": 32}),
     "llama": ("LlamaConfig", "LlamaForCausalLM", {"head_dim": 32}),
     "moe": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM", {"head_dim": 32, **_MOE}),
+    "deepseek": ("DeepseekV2Config", "DeepseekV2ForCausalLM", _LATENT),
 }
 # layer -> inputs, outputs
 _ADAPTED = {
@@ -121,7 +138,7 @@ def _make(kind: Kind, version: int, home: Path) -> None:
 def _model(kind: Kind, transformers: Any) -> Any:
     config_name, model_name, extra = _FAMILIES[kind.family]
     config = getattr(transformers, config_name)(
-        **_SHAPE, **extra, tie_word_embeddings=kind.tied, dtype=kind.dtype
+        **{**_SHAPE, **extra}, tie_word_embeddings=kind.tied, dtype=kind.dtype
     )
     return getattr(transformers, model_name)(config).to(getattr(torch, kind.dtype))
 

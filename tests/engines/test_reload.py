@@ -3,6 +3,7 @@
 What fails anywhere on the way leaves the very objects and bytes that were there.
 """
 
+import gc
 import json
 import logging
 import re
@@ -306,6 +307,20 @@ def test_a_byte_that_changes_behind_the_reload_is_found_and_undone(
     monkeypatch.undo()
     assert state(served.model) == before
     assert answers(served.llm) == served.fresh[0]
+
+
+def test_updates_that_are_taken_back_keep_no_slot(
+    served: Served, update: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reload, "prove_reload", lambda *_, **__: 1 / 0)
+    gc.disable()  # what is only garbage by then would hide what is held
+    try:
+        for _ in range(6):
+            with pytest.raises(ZeroDivisionError):
+                update(served.weights[1])
+    finally:
+        gc.enable()
+    monkeypatch.undo()
 
 
 def test_a_stale_pack_is_found(

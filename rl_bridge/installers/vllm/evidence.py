@@ -59,6 +59,7 @@ class Evidence:
         self._num_threads = num_threads
         self._rows: dict[int, bytes] = {}
         self._packed_nbytes = self._borrowed_nbytes = 0
+        self._borrowed: set[int] = set()
         # What processing made of parameters: it has no digest in any manifest.
         self._processed: list[tuple[TensorChange, bytes]] = []
 
@@ -73,6 +74,7 @@ class Evidence:
             return
         if assembled.borrowed:
             self._borrowed_nbytes += assembled.tensor.nbytes
+            self._borrowed.add(assembled.index)
             for step in self._routes(assembled.index):
                 self._rows[self._row(step)] = self._digest(step)
             return
@@ -137,7 +139,7 @@ class Evidence:
     def _check_complete(self, staged: Staged) -> None:
         """Each layer that an update writes to gets other memory, or a pack that answers for it."""
         changed = {id(change.live) for change in staged.tensors}
-        asked = {id(canary.module) for canary in staged.canaries}
+        asked = {id(canary.module) for canary in staged.canaries} | {*map(id, staged.compared)}
         for index in self._plan.steps:
             target = self._plan.targets[index]
             for user in target.users:
@@ -164,7 +166,7 @@ class Evidence:
             for step in self._routes(index)
             if not step.is_whole
             or self._tensors[step.source].dtype != self._plan.targets[index].meta.dtype
-            or self._plan.targets[index].is_consumed
+            or index in self._borrowed
         }
         found = digests_of([self._tensors[n] for n in names], num_threads=self._num_threads)
         for name, digest in zip(names, found, strict=True):

@@ -138,7 +138,10 @@ class ReloadBooks:
         self._layerwise: Any = require("vllm.model_executor.model_loader.reload.layerwise")
         self._modules = list(model.modules())
         infos = [self._layerwise.get_layerwise_info(module) for module in self._modules]
-        self._infos = [(vars(info), dict(vars(info))) for info in infos]
+        # Lists, too: vLLM adds to them what it loads, and would keep it, and load it once more.
+        self._infos = [
+            (vars(info), {key: _own(value) for key, value in vars(info).items()}) for info in infos
+        ]
         self._metas = [
             (vars(meta), dict(vars(meta)))
             for info in infos
@@ -188,6 +191,10 @@ def _copy(storage: Any) -> torch.UntypedStorage:
     """Copy bytes to the host; torch has no types for its storages."""
     made: torch.UntypedStorage = storage.clone() if storage.device.type == "cpu" else storage.cpu()
     return made
+
+
+def _own(value: Any) -> Any:
+    return list(value) if isinstance(value, list) else value
 
 
 def _refill(container: Any, before: Any) -> None:

@@ -19,6 +19,7 @@ __all__ = [
     "bound_anew",
     "checkpoint_tensors",
     "config_context",
+    "is_latent",
     "loaded_dtype",
     "repacks",
     "require",
@@ -119,9 +120,14 @@ def unsupported(layer: torch.nn.Module) -> str | None:
     processes = hasattr(method, "process_weights_after_loading")
     if processes and not _METHODS & {kind.__name__ for kind in type(method).__mro__}:
         return f"{name} is processed by {type(method).__name__}"
-    if name.startswith("MLAAttention") or "MultiHeadLatent" in name:
+    if is_latent(layer) or "MultiHeadLatent" in name:
         return f"{name} keeps tensors derived from its weights"
     return None
+
+
+def is_latent(layer: torch.nn.Module) -> bool:
+    """Whether a layer is multi-head latent attention, with tensors derived from a projection."""
+    return type(layer).__name__.startswith("MLAAttention")
 
 
 def repacks(layer: torch.nn.Module) -> bool:

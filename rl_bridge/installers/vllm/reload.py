@@ -15,6 +15,7 @@ import torch
 from rl_bridge.errors import IncompatibleUpdate, ProofFailed
 from rl_bridge.installers.base import InstallProof, TransactionalAdapter
 from rl_bridge.installers.threads import checked_threads
+from rl_bridge.installers.vllm.derived import make_ready
 from rl_bridge.installers.vllm.evidence import Untouched
 from rl_bridge.installers.vllm.memory_budget import check_budget, checked_budget
 from rl_bridge.installers.vllm.module_snapshot import (
@@ -117,6 +118,7 @@ class VLLMReloadAdapter(TransactionalAdapter):
         self._untouched = Untouched(self._model, free, num_threads=self._num_threads)
         reload: Any = require("vllm.model_executor.model_loader.reload.layerwise")
         model: Any = self._model
+        make_ready(model)
         with config_context(self._config), torch.no_grad():
             reload.initialize_layerwise_reload(model)
             loads = _loads(self._model, reload)
@@ -151,7 +153,12 @@ class VLLMReloadAdapter(TransactionalAdapter):
         self._untouched.check()
         manifest, tensors = self._update
         proof, unproven = prove_reload(
-            manifest, tensors, self._plan, self._model, num_threads=self._num_threads
+            manifest,
+            tensors,
+            self._plan,
+            self._model,
+            self._config,
+            num_threads=self._num_threads,
         )
         if unproven:
             _LOG.warning(

@@ -1,6 +1,6 @@
 """What can be proven of a model that vLLM reloaded, and what cannot."""
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -8,8 +8,9 @@ import torch
 
 from rl_bridge.installers.base import InstallProof
 from rl_bridge.installers.vllm.canary import Canary
+from rl_bridge.installers.vllm.derived import absorbed, check_absorbed, check_packed
 from rl_bridge.installers.vllm.evidence import Evidence
-from rl_bridge.installers.vllm.parts import loaded_dtype, repacks, unsupported
+from rl_bridge.installers.vllm.parts import is_latent, loaded_dtype, repacks, unsupported
 from rl_bridge.installers.vllm.routes import LoadPlan
 from rl_bridge.installers.vllm.skeleton import Target, User
 from rl_bridge.installers.vllm.staging import Assembled, Staged, TensorChange
@@ -25,6 +26,7 @@ def prove_reload(
     tensors: Mapping[str, torch.Tensor],
     plan: LoadPlan | None,
     model: torch.nn.Module,
+    config: Any,
     *,
     num_threads: int | None,
 ) -> tuple[InstallProof, list[str]]:
@@ -35,6 +37,7 @@ def prove_reload(
         tensors: its verified tensors.
         plan: where they go; None if the loader could not be followed: then nothing is proven.
         model: the reloaded model.
+        config: the engine's configuration.
         num_threads: threads that digest.
 
     Returns:
@@ -46,7 +49,92 @@ def prove_reload(
     """
     if plan is None:
         return InstallProof(method="unproven"), [type(model).__name__]
-    unproven: dict[str, None] = {}
+    latent = dict(absorbed(model))
+    projections = {id(layer.kv_b_proj) for layer in latent.values()}
+    readable, unproven = _readable(plan, model, latent)
+    plan = replace(plan, steps=readable)
+    evidence = Evidence(manifest, tensors, plan, num_threads=num_threads)
+    staged = Staged()
+    again = _Again(plan, tensors, evidence, projections)
+    for index in readable:
+        target = plan.targets[index]
+        live = weight = _live(target.users[0])
+        if target.is_consumed or repacks(target.users[0].module):
+            weight = again.assemble(index)
+        if not target.is_consumed:
+            kept = index if weight is live else None
+            staged.tensors.append(TensorChange(target.name, live, live, kept))
+        staged.canaries += _canaries(target, weight, projections)
+    for path, (module, given) in again.layers.items():
+        if repacks(module):
+            check_packed(path, module, given, config)
+    for path, layer in latent.items():
+        check_absorbed(path, layer, again.weight(layer.kv_b_proj), config)
+        staged.compared.append(layer.kv_b_proj)
+    evidence.seal(staged)
+    proof = evidence.check(staged)
+    if unproven:
+        sources = {route.source for route in plan.routes()}
+        proof = replace(proof, method="unproven", root="", tensors=len(sources))
+    return proof, list(unproven)
+
+
+class _Again:
+    """Weights that the engine no longer has as they were loaded: assembled once more."""
+
+    def __init__(
+        self,
+        plan: LoadPlan,
+        tensors: Mapping[str, torch.Tensor],
+        evidence: Evidence,
+        kept: Container[int],
+    ) -> None:
+        self._plan, self._tensors, self._evidence = plan, tensors, evidence
+        self._kept = kept
+        self.layers: dict[str, tuple[torch.nn.Module, dict[str, Any]]] = {}
+
+    def assemble(self, index: int) -> torch.Tensor:
+        """Assemble one, and compare it with the manifest."""
+        target = self._plan.targets[index]
+        user = target.users[0]
+        weight = target.like(target.empty())
+        self._plan.assemble(index, self._tensors, weight)
+        is_replaced = not target.is_consumed
+        self._evidence.add(Assembled(index, weight, borrowed=False, replaced=is_replaced))
+        if is_replaced or id(user.module) in self._kept:
+            _, given = self.layers.setdefault(user.path, (user.module, {}))
+            given[user.leaf] = (index, weight, target)
+        return weight
+
+    def weight(self, layer: torch.nn.Module) -> torch.Tensor | None:
+        """What was assembled for a layer's weight; None if it keeps its own."""
+        for module, given in self.layers.values():
+            if module is layer:
+                weight: torch.Tensor = given["weight"][1]
+                return weight
+        return None
+
+
+def _canaries(target: Target, weight: torch.Tensor, projections: Container[int]) -> list[Canary]:
+    """Ask the packed products of a weight, compare them with its own."""
+    made = []
+    for user in target.users:
+        pack: Any = vars(user.module).get("cpu_linear")
+        is_asked = pack is not None and id(user.module) not in projections
+        if is_asked and user.leaf == "weight" and weight.ndim == _MATRIX:
+            made.append(Canary.make(user.path, user.module, pack, weight))
+    return made
+
+
+def _readable(
+    plan: LoadPlan, model: torch.nn.Module, latent: Container[str]
+) -> tuple[dict[int, Any], dict[str, None]]:
+    """The steps of what can be read, and the layers of what cannot."""
+    unproven: dict[str, None] = {
+        name: None
+        for name, layer in model.named_modules()
+        if is_latent(layer) and name not in latent
+    }
     readable = {}
     for index, steps in plan.steps.items():
         target = plan.targets[index]
@@ -54,29 +142,7 @@ def prove_reload(
             readable[index] = steps
         else:
             unproven.update((user.path, None) for user in target.users)
-    plan = replace(plan, steps=readable)
-    evidence = Evidence(manifest, tensors, plan, num_threads=num_threads)
-    staged = Staged()
-    for index in readable:
-        target = plan.targets[index]
-        weight = _live(target.users[0])
-        if target.is_consumed:
-            # The pack's weight is gone: it is assembled once more, and asked the same questions.
-            weight = target.like(target.empty())
-            plan.assemble(index, tensors, weight)
-            evidence.add(Assembled(index, weight, borrowed=False))
-        else:
-            staged.tensors.append(TensorChange(target.name, weight, weight, index))
-        for user in target.users:
-            pack: Any = vars(user.module).get("cpu_linear")
-            if user.leaf == "weight" and pack is not None and weight.ndim == _MATRIX:
-                staged.canaries.append(Canary.make(user.path, user.module, pack, weight))
-    evidence.seal(staged)
-    proof = evidence.check(staged)
-    if unproven:
-        sources = {route.source for route in plan.routes()}
-        proof = replace(proof, method="unproven", root="", tensors=len(sources))
-    return proof, list(unproven)
+    return readable, unproven
 
 
 def _is_readable(user: User, target: Target) -> bool:
@@ -86,11 +152,12 @@ def _is_readable(user: User, target: Target) -> bool:
     if target.is_consumed:
         return user.leaf == "weight" and callable(vars(user.module).get("cpu_linear"))
     live = _live(user)
+    if repacks(user.module):
+        return live.device.type == "cpu" and len(target.users) == 1
     return (
         live.shape == target.meta.shape
         and target.meta.dtype == loaded_dtype(user.module, user.leaf, live)
         and live.stride() == target.meta.stride()
-        and not repacks(user.module)
     )
 
 

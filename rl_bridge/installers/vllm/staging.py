@@ -18,7 +18,8 @@ from rl_bridge.installers.vllm.parts import RELOAD, config_context, repacks
 from rl_bridge.installers.vllm.routes import LoadPlan, Route
 from rl_bridge.installers.vllm.skeleton import Target, User
 
-__all__ = ["Assembled", "AttributeChange", "Spares", "Staged", "TensorChange", "stage"]
+__all__ = ["Assembled", "AttributeChange", "Given", "Spares", "Staged", "TensorChange"]
+__all__ += ["processed", "stage"]
 
 # What a stand-in has of its own, so that processing it cannot reach the serving layer.
 _OWN = frozenset(
@@ -80,12 +81,14 @@ class Staged:
         tensors: parameters and their next content.
         attributes: what layers compute with.
         canaries: one for each packed product.
+        compared: layers of which all that was derived is compared elsewhere.
 
     """
 
     tensors: list[TensorChange] = field(default_factory=list)
     attributes: list[AttributeChange] = field(default_factory=list)
     canaries: list[Canary] = field(default_factory=list)
+    compared: list[torch.nn.Module] = field(default_factory=list)
 
 
 class Spares:
@@ -283,7 +286,7 @@ def _process(user: User, given: Given, staged: Staged) -> None:
     """Let vLLM process a stand-in that has the fresh parameters, and note what came of it."""
     module = user.module
     live: Mapping[str, torch.Tensor | None] = module._parameters  # noqa: SLF001 - torch has no other way in
-    state = _processed(module, given)
+    state = processed(module, given)
     _check_derived(user, state)
     repacked = {}
     for leaf, fresh in state["_parameters"].items():
@@ -292,7 +295,7 @@ def _process(user: User, given: Given, staged: Staged) -> None:
             if leaf in given and fresh.numel() and not _is_kept(given[leaf][1], fresh):
                 repacked[leaf] = fresh
     if repacked:
-        _check_repacked(user, repacked, _processed(module, given)["_parameters"])
+        _check_repacked(user, repacked, processed(module, given)["_parameters"])
     for key, value in state.items():
         if key not in _OWN and vars(module).get(key, _OWN) is not value:
             staged.attributes.append(AttributeChange(user.path, module, key, value))
@@ -302,7 +305,7 @@ def _process(user: User, given: Given, staged: Staged) -> None:
                 staged.canaries.append(Canary.make(user.path, module, value, plain))
 
 
-def _processed(module: torch.nn.Module, given: Given) -> dict[str, Any]:
+def processed(module: torch.nn.Module, given: Given) -> dict[str, Any]:
     """State of a stand-in for a layer, with fresh parameters, after vLLM's processing."""
     stand_in: torch.nn.Module = object.__new__(type(module))
     state: dict[str, Any] = vars(stand_in)
