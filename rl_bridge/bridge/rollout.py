@@ -224,7 +224,7 @@ class RolloutExecutor:
         self._standing.check_servable()
 
     def recover(self) -> None:
-        """Try the undo of a torn engine once more.
+        """Try the undo of a torn engine once more, or end what an earlier executor left half-way.
 
         Raises:
             TornEngine: it failed again.
@@ -234,6 +234,7 @@ class RolloutExecutor:
         with self._lock:
             self._settle_if_idle()
             if not self._standing.is_torn:
+                self._adapter.take_over()
                 return
             manifest, _ = self._standing.last_torn
             try:

@@ -121,6 +121,9 @@ class TransactionalAdapter(ABC):
         torn: its undo may lead back to before this update.
         """
 
+    def take_over(self) -> None:  # noqa: B027 - not every engine outlives who updates it
+        """End what an earlier driver of this engine left half-way; `prepare` does so, too."""
+
     @abstractmethod
     def release(self, update_id: str) -> None:
         """Let go of what was kept for an update. Unknown ids are ignored."""

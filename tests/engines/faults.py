@@ -5,6 +5,7 @@ vLLM mixes `FaultyWorker` into its worker class, wherever that runs; a test call
 """
 
 import os
+import resource
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -21,6 +22,7 @@ __all__ = ["FaultyWorker", "PlantedError", "flip_byte", "plant", "uproot"]
 T = TypeVar("T")
 _originals: list[tuple[Any, str, Any]] = []
 _calls = [0]
+_limits: list[tuple[int, tuple[int, int]]] = []
 # What the n-th call does, beside raising.
 _ACTIONS: dict[str, Callable[[], None]] = {
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
@@ -228,6 +230,19 @@ def uproot() -> int:
     return calls
 
 
+def _starve(of: str) -> None:
+    if of == "files":
+        lowest = os.dup(0)  # the one that would be opened next
+        os.close(lowest)
+        kind, limit = resource.RLIMIT_NOFILE, lowest
+    else:
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        kind, limit = resource.RLIMIT_AS, pages * resource.getpagesize() + (256 << 10)
+    before = resource.getrlimit(kind)
+    _limits.append((kind, before))
+    resource.setrlimit(kind, (limit, before[1]))
+
+
 class FaultyWorker:
     """Mixed into vLLM's workers."""
 
@@ -241,6 +256,16 @@ class FaultyWorker:
     def uproot_fault(self) -> int:
         """Take it out."""
         return uproot()
+
+    def starve(self, of: str, rank: int) -> None:
+        """Leave the worker of `rank` no descriptor, or hardly any address space, to be had."""
+        if rank == self.rank:
+            _starve(of)
+
+    def feed(self) -> None:
+        """Give back what `starve` took."""
+        while _limits:
+            resource.setrlimit(*_limits.pop())
 
     def tell_pid(self) -> int:
         """The process of this worker."""

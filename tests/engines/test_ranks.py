@@ -8,11 +8,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from rl_bridge import EngineLost, TornEngine, WeightBridgeUnavailableError
+from rl_bridge import EngineLost, TornEngine, WeightBridgeError, WeightBridgeUnavailableError
 from tests.engines.drive import Setting, answers, executor_for, start
 from tests.engines.engines import Bench, bench
 from tests.engines.models import Checkpoints, Kind
 from tests.engines.references import References
+from tests.engines.trainer import Trainer
 
 SETTING = Setting(Kind("qwen3", tied=True), in_process=False, ranks=2)
 BOTH_WAYS = pytest.mark.parametrize("by", ["executor", "vLLM's calls"])
@@ -92,6 +93,28 @@ def test_requests_under_way_do_not_notice_that_a_rank_failed(
     assert engine.llm.llm_engine.has_unfinished_requests()
     assert engine.rest(ids) == expected
     assert states(engine) == before
+
+
+@EACH_RANK
+@pytest.mark.parametrize("of", ["files", "memory"])
+def test_a_rank_that_is_short_of_something_takes_the_others_back(
+    engine: Bench, of: str, rank: int
+) -> None:
+    engine.trainer.release_all()
+    engine.update()
+    before = states(engine)
+    with Trainer() as another:  # of whom nothing is open yet: else nothing has to be opened
+        manifest = another.publish(engine.next())
+        engine.llm.collective_rpc("starve", args=(of, rank))
+        try:
+            with pytest.raises(WeightBridgeError, match=f"rank {rank}: "):
+                engine.executor.update_weights(manifest)
+            assert states(engine) == before
+        finally:
+            engine.llm.collective_rpc("feed")
+    engine.check(f"rank {rank} had no {of}")
+    engine.update()
+    engine.check("the next update")
 
 
 @BOTH_WAYS

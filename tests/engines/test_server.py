@@ -1,5 +1,6 @@
 """vLLM's HTTP server is updated by its URL, from another process."""
 
+import multiprocessing
 import threading
 import time
 from collections.abc import Iterator
@@ -17,7 +18,9 @@ from rl_bridge import (
     TornEngine,
     WeightBridgeUnavailableError,
 )
+from rl_bridge.testing.processes import until
 from tests.engines.drive import PROMPTS, Answers, Setting, answers, executor_for, start
+from tests.engines.drivers import STEPS, drive
 from tests.engines.mishaps import FAILURES, fail
 from tests.engines.models import Checkpoints, Kind
 from tests.engines.served import Served, served
@@ -155,6 +158,48 @@ def test_requests_under_way_change_version_at_a_token_that_they_tell(
         assert order == sorted(set(order))
     executor.update_weights(trainer.publish(weights[1]))
     assert server.answers() == fresh[1]
+
+
+@pytest.mark.timeout(240)  # each driver is a process that imports torch
+@pytest.mark.parametrize("step", STEPS)
+def test_what_a_killed_driver_left_is_ended_by_the_next_ones_recover(
+    server: Served,
+    executor: RolloutExecutor,
+    trainer: Trainer,
+    weights: list[dict[str, torch.Tensor]],
+    fresh: list[Answers],
+    *,
+    tmp_path: Path,
+    step: str,
+) -> None:
+    executor.update_weights(trainer.publish(weights[0]))
+    manifest = trainer.publish(weights[1])
+    if step == "undone":
+        server.collective_rpc("plant_fault", ["exchange", 5])
+    mark = tmp_path / "stands"
+    driver = multiprocessing.get_context("spawn").Process(
+        target=drive, args=(server.url, manifest.to_json(), step, str(mark)), daemon=True
+    )
+    driver.start()
+    try:
+        until(lambda: mark.exists() or not driver.is_alive(), what=f"the driver {step}")
+        assert driver.is_alive()
+    finally:
+        driver.kill()
+        driver.join(DEADLINE_S)
+        server.collective_rpc("uproot_fault")
+    paused = server.call("is_paused", method="GET").json()["is_paused"]
+    assert paused == (step != "resumed")
+    with executor_for(server.url, timeout_s=DEADLINE_S) as following:
+        following.recover()
+        assert not server.call("is_paused", method="GET").json()["is_paused"]
+        forward = step in {"installed", "resumed"}
+        assert server.answers() == fresh[int(forward)]
+        told = server.call("weight_info", method="GET").json()["weight_version"]
+        assert (told == f"{manifest.weight_version}@{manifest.root}") == forward
+        following.update_weights(trainer.publish(weights[0]))
+        following.check_servable()
+        assert server.answers() == fresh[0]
 
 
 # The last tests of this file: there is no server behind them.

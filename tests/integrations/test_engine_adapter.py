@@ -158,3 +158,87 @@ def test_a_driver_whose_acknowledgement_fails_behind_the_next_driver_is_torn_and
     assert engine.rank.describe()["update_id"] == theirs.update_id
     assert engine.shown == f"2@{theirs.root}"
     assert not engine.is_paused()
+
+
+def left_paused(engine: Engine, trainer: TensorBridge) -> None:
+    """A driver pauses and installs, the rank takes it back; it dies before it resumes."""
+    dead, manifest = VLLMEngineAdapter(engine), publish(trainer, 1)
+    dead.prepare(manifest, {})
+    dead.install(manifest, {})
+    assert engine.call("undo", {"call": 0})[0]["ok"]
+    assert engine.is_paused()
+
+
+def test_a_pause_that_is_all_that_a_dead_driver_left_ends_with_the_next_update(
+    engine: Engine, trainer: TensorBridge
+) -> None:
+    left_paused(engine, trainer)
+    with driver(engine) as (executor, _):
+        executor.update_weights(publish(trainer, 2))
+    assert not engine.is_paused()
+
+
+def test_recovering_ends_what_a_dead_driver_left(engine: Engine, trainer: TensorBridge) -> None:
+    left_paused(engine, trainer)
+    with driver(engine) as (executor, _):
+        executor.recover()
+        assert not engine.is_paused()
+        assert engine.rank.describe()["update_id"] is None
+    dead, manifest = VLLMEngineAdapter(engine), publish(trainer, 2)
+    dead.prepare(manifest, {})
+    dead.install(manifest, {})
+    with driver(engine) as (executor, _):
+        executor.recover()
+    told = engine.rank.describe()
+    assert (told["update_id"], told["pending"]) == (manifest.update_id, None)
+    assert not engine.is_paused()
+
+
+@pytest.mark.parametrize("fails", ["prepare", "acknowledge"])
+def test_a_pause_of_the_users_own_outlasts_updates_behind_a_refused_one(
+    engine: Engine, trainer: TensorBridge, fails: str
+) -> None:
+    with driver(engine) as (executor, bridge):
+        with pytest.MonkeyPatch.context() as patch:
+            if fails == "prepare":
+                patch.setattr(engine.rank._installer, "prepare", broken)
+            else:
+                patch.setattr(bridge, "acknowledge", broken)
+            with pytest.raises(Exception, match="planted"):
+                executor.update_weights(publish(trainer, 1))
+        assert not engine.is_paused()
+        engine.pause("keep")
+        executor.update_weights(publish(trainer, 2))
+    assert engine.is_paused()
+
+
+def test_nobody_ends_a_pause_of_the_users_own_that_a_dead_driver_found(
+    engine: Engine, trainer: TensorBridge
+) -> None:
+    engine.pause("keep")
+    left_paused(engine, trainer)
+    with driver(engine) as (executor, _):
+        executor.recover()
+        executor.update_weights(publish(trainer, 2))
+    assert engine.is_paused()
+
+
+def test_an_executor_that_was_overtaken_does_not_recover_to_a_version_that_is_gone(
+    engine: Engine, trainer: TensorBridge
+) -> None:
+    with driver(engine) as (late, bridge):
+        late.update_weights(publish(trainer, 1))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(bridge, "acknowledge", broken)
+            patch.setattr(engine.rank._installer, "undo", broken)
+            with pytest.raises(TornEngine):
+                late.update_weights(publish(trainer, 2))
+        theirs = publish(trainer, 3)
+        with driver(engine) as (other, _):
+            other.update_weights(theirs)
+        with pytest.raises(TornEngine, match="another driver has updated this engine"):
+            late.recover()
+        with pytest.raises(TornEngine):
+            late.check_servable()
+    assert engine.rank.describe()["update_id"] == theirs.update_id
+    assert not engine.is_paused()

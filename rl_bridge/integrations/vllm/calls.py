@@ -42,22 +42,40 @@ def _prepare(rank: VLLMRank, given: Payload) -> Payload:
         msg = "prepare came without a manifest. Pass its JSON text as 'manifest'."
         raise WeightUpdateRejectedError(msg)
     rank.configure(given.get("options") or {})
-    return rank.prepare(WeightUpdateManifest.from_json(given["manifest"]))
+    answer = rank.prepare(WeightUpdateManifest.from_json(given["manifest"]))
+    # Noted before the engine is paused: whoever finds it paused then knows by whom.
+    rank.is_pausing = rank.is_pausing or bool(given.get("pauses"))
+    return answer
+
+
+def _undo(rank: VLLMRank, given: Payload) -> Payload:
+    told = rank.undo("undone by the executor", given.get("update_id"))
+    return {**told, "holds": rank.describe()["update_id"]}
 
 
 def _abandon(rank: VLLMRank, given: Payload) -> Payload:
-    return rank.undo(str(given.get("reason", "it was refused")), given.get("update_id"))
+    told = rank.undo(str(given.get("reason", "it was refused")), given.get("update_id"))
+    rank.is_pausing = bool(given.get("pauses"))
+    return told
 
 
 def _commit(rank: VLLMRank, given: Payload) -> Payload:
-    return rank.commit(given.get("update_id"), if_installed=bool(given.get("if_installed")))
+    told = rank.commit(given.get("update_id"), if_installed=bool(given.get("if_installed")))
+    return _resumed(rank, told)
+
+
+def _resumed(rank: VLLMRank, told: Payload) -> Payload:
+    """The pause of the update is over, or was none of its driver's."""
+    rank.is_pausing = False
+    return told
 
 
 _VERBS: dict[str, Callable[[VLLMRank, Payload], Payload]] = {
     "describe": lambda rank, _: rank.describe(),
     "prepare": _prepare,
     "install": lambda rank, given: rank.install(given.get("update_id")),
-    "undo": lambda rank, given: rank.undo("undone by the executor", given.get("update_id")),
+    "undo": _undo,
     "abandon": _abandon,
     "commit": _commit,
+    "resumed": lambda rank, _: _resumed(rank, {}),
 }

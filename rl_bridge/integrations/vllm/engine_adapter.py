@@ -18,13 +18,13 @@ import torch
 
 from rl_bridge.errors import (
     EngineLost,
-    ProofFailed,
     TornEngine,
     WeightBridgeUnavailableError,
     WeightUpdateRejectedError,
 )
 from rl_bridge.installers.base import InstallProof, TransactionalAdapter
-from rl_bridge.integrations.vllm.handles import PauseMode, Replies, failure
+from rl_bridge.integrations.vllm.asking import Ranks, joined
+from rl_bridge.integrations.vllm.handles import PauseMode, Replies
 from rl_bridge.integrations.vllm.server import handle_of
 from rl_bridge.manifest.model import WeightUpdateManifest
 
@@ -101,13 +101,13 @@ class VLLMEngineAdapter(TransactionalAdapter):
         if reload and (pause is None or cast):
             raise ValueError("reload=True: expected a pause, and no cast; vLLM's loader casts.")
         self._handle = handle_of(engine, timeout_s, loop)
+        self._ranks = Ranks(self._handle)
         self._pause: PauseMode | None = pause
         self._cache: CachePolicy = cache
         self._label = label
         self._options: dict[str, Any] = {"reload": True} if reload else {"cast": cast}
         self._options["memory_budget_nbytes"] = memory_budget_nbytes
         self._phases_ms: dict[str, float] = {}
-        self._calls = 0
         self._manifest: WeightUpdateManifest | None = None
         self._proofs: list[dict[str, Any]] = []
         # Each is noted before the step that it tells of: an interrupt may come behind any.
@@ -116,6 +116,7 @@ class VLLMEngineAdapter(TransactionalAdapter):
         self._label_before: str | None = None
         self._label_set: str | None = None
         self._held = ""  # by the ranks, as they said last
+        self._base: str | None = None  # the update that they held, which an undo leads back to
 
     @property
     def phases_ms(self) -> Mapping[str, float]:
@@ -136,7 +137,11 @@ class VLLMEngineAdapter(TransactionalAdapter):
         self._phases_ms = {}
         self._look_at_ranks()
         self._manifest = manifest
-        payload = {"manifest": manifest.to_json(), "options": self._options}
+        payload = {
+            "manifest": manifest.to_json(),
+            "options": self._options,
+            "pauses": self._pause is not None,
+        }
         try:
             self._all("prepare", payload)
         except Exception as error:
@@ -169,23 +174,7 @@ class VLLMEngineAdapter(TransactionalAdapter):
             ProofFailed: they do not agree.
 
         """
-        roots = {proof["root"] for proof in self._proofs}
-        if len(roots) > 1:
-            roots.discard("")  # of ranks that can read only part of what they hold
-        methods = {proof["method"] for proof in self._proofs}
-        if len(roots) != 1:
-            msg = (
-                f"the ranks hold different weights: roots {sorted(roots)}, expected one. Install "
-                "the update again."
-            )
-            raise ProofFailed(msg)
-        return InstallProof(
-            method="unproven" if "unproven" in methods else max(methods, key=len),
-            root="" if "unproven" in methods else roots.pop(),
-            digested_nbytes=sum(proof["digested_nbytes"] for proof in self._proofs),
-            identical_nbytes=sum(proof["identical_nbytes"] for proof in self._proofs),
-            tensors=max(proof["tensors"] for proof in self._proofs),
-        )
+        return joined(self._proofs)
 
     def resume(self) -> None:
         """Drop what the old weights cached, set the label, and let requests go on.
@@ -219,17 +208,17 @@ class VLLMEngineAdapter(TransactionalAdapter):
             raise TornEngine(str(error)) from error
         finally:
             if not self._is_installed:
-                self._go_on()  # also where the pause itself failed, or was cut off
+                self._end_pause()  # also where the pause itself failed, or was cut off
 
     def _back(self) -> None:
         if self._pause is not None:  # again, where it is not known whether the engine goes on
             self._stop()
         try:
-            self._all("undo", self._meant())
+            replies = self._all("undo", self._meant())
         except WeightUpdateRejectedError:
             # Another driver has committed it: from now on cache and label are that one's.
             self._label_before = None
-            self._go_on()
+            self._end_pause()
             raise
         if self._may_have_run:
             # Requests may have cached keys and values of what is undone now.
@@ -245,7 +234,35 @@ class VLLMEngineAdapter(TransactionalAdapter):
                 self._handle.set_label(self._label_before)
             self._label_before = None
         self._is_installed = False
-        self._manifest = None
+        mine, self._manifest = self._manifest, None
+        if mine is not None:
+            self._require_base(replies)
+
+    def _require_base(self, replies: Replies) -> None:
+        """Refuse to take another driver's version for the one that this driver went back to."""
+        held = replies[0]["holds"]
+        if held != self._base:
+            self._end_pause()
+            msg = (
+                f"another driver has updated this engine: it holds update {held}, expected "
+                f"{self._base}. Let one driver at a time update an engine; leave it to the other "
+                "one, or make a new executor and publish a later version."
+            )
+            raise WeightUpdateRejectedError(msg)
+
+    def take_over(self) -> None:
+        """End what a driver that ended inside of an update left, and let requests go on.
+
+        What all ranks hold, proven, is committed; what they do not is taken back. Without anything
+        left, nothing happens. `prepare` does the same.
+
+        Raises:
+            WeightBridgeError: the engine is gone, or could not be brought to one version.
+
+        """
+        if not self._is_installed:
+            self._look_at_ranks()
+            self._end_pause()
 
     def abandon(self) -> None:
         """Let all ranks forget what they staged."""
@@ -254,18 +271,18 @@ class VLLMEngineAdapter(TransactionalAdapter):
         try:
             if self._manifest is not None:
                 meant, self._manifest = self._meant(), None
-                self._all(
-                    "abandon", {"reason": "another rank, or the executor, refused it", **meant}
-                )
+                reason = "another rank, or the executor, refused it"
+                self._all("abandon", {"reason": reason, "pauses": self._is_paused, **meant})
         finally:
-            self._go_on()
+            self._end_pause()
 
     def commit(self) -> None:
         """Let all ranks acknowledge."""
         meant = self._meant()
         self._is_installed = self._may_have_run = False
         self._manifest = self._label_before = None
-        self._all("commit", meant)
+        self._all("commit", meant)  # (behind the pause: they forget that there was one)
+        self._base = meant.get("update_id", self._base)
 
     def release(self, update_id: str) -> None:
         """Nothing is kept of an update: the engine has memory of its own."""
@@ -295,10 +312,10 @@ class VLLMEngineAdapter(TransactionalAdapter):
             )
             raise WeightBridgeUnavailableError(msg)
         replies = self._all("describe", {})
-        self._held = _version(replies[0]["weight_version"])
-        if not self._is_paused and any(reply["pending"] or reply["torn"] for reply in replies):
+        self._held, self._base = _version(replies[0]["weight_version"]), replies[0]["update_id"]
+        if not self._is_paused and any(reply["pausing"] for reply in replies):
             # Who left an update half-way may have left its pause: that ends with this update.
-            self._is_paused = self._pause is not None and self._handle.is_paused()
+            self._is_paused = self._handle.is_paused()
         if any(
             reply["torn"] or (reply["exchanged"] and not reply["installed"]) for reply in replies
         ):
@@ -318,34 +335,14 @@ class VLLMEngineAdapter(TransactionalAdapter):
         if self._label is not None and self._handle.label() is not None:
             self._handle.set_label(self._label(manifest))
         self._all("commit", {"if_installed": True})
-        self._held = _version(manifest.weight_version)
+        self._held, self._base = _version(manifest.weight_version), manifest.update_id
 
     def _meant(self) -> dict[str, Any]:
         """Names the update to the ranks: by now they may have another driver's."""
         return {} if self._manifest is None else {"update_id": self._manifest.update_id}
 
     def _all(self, verb: str, payload: dict[str, Any]) -> Replies:
-        self._calls += 1
-        replies = self._handle.call(verb, {**payload, "call": self._calls})
-        for reply in replies:
-            if reply["call"] != self._calls:
-                msg = (
-                    f"rank {reply['rank']} answers to call {reply['call']}, expected "
-                    f"{self._calls}: the engine's replies are out of step. Start a fresh engine "
-                    "and install the current version in it before it serves."
-                )
-                raise EngineLost(msg)
-        failed = [reply for reply in replies if not reply["ok"]]
-        if failed:
-            # Where one failed, the others say that another one did: the cause is told first.
-            failed.sort(key=lambda reply: "another rank" in reply["message"])
-            raise failure(failed[0], len(replies))
-        for reply in replies:
-            if "not_told" in reply:
-                _LOG.warning(
-                    "rank %d: its trainer is not told: %s", reply["rank"], reply["not_told"]
-                )
-        return replies
+        return self._ranks.ask(verb, payload)
 
     def _drop_caches(self) -> None:
         if self._cache == "keep":
@@ -366,12 +363,20 @@ class VLLMEngineAdapter(TransactionalAdapter):
         assert self._pause is not None
         # Noted first: an interrupt must not leave it paused. Another's pause is not ended here.
         self._is_paused = self._is_paused or not self._handle.is_paused()
+        if not self._is_paused:
+            self._all("resumed", {})  # nor by who takes this update over
         self._handle.pause(self._pause)
 
     def _go_on(self) -> None:
         if self._is_paused:
             self._handle.resume()
             self._is_paused = False
+
+    def _end_pause(self) -> None:
+        """Go on behind what was refused or undone: there is no commit that ends the pause."""
+        if self._is_paused:
+            self._go_on()
+            self._all("resumed", {})
 
     def _timed(self, phase: str, action: Callable[[], Any]) -> Any:
         start = time.perf_counter()

@@ -59,6 +59,7 @@ class VLLMRank:
         self._timings_ms: dict[str, float] = {}
         self._torn = ""
         self._is_installed = self._is_committing = False
+        self.is_pausing = False  # for an update: as its driver said
         # Committed by who did not name it: the driver that installed it may not know.
         self._taken_over: deque[str] = deque(maxlen=_TAKEN_OVER)
 
@@ -86,6 +87,7 @@ class VLLMRank:
             "pending": None if self._pending is None else self._pending.update_id,
             "installed": self._pending.to_json() if self._pending and self._holds_it() else None,
             "exchanged": self._is_installed,
+            "pausing": self.is_pausing,
             "torn": self._torn,
             "model": type(self._model).__name__,
         }

@@ -1,0 +1,78 @@
+"""Questions to all ranks of an engine, in step: each answer is to the call that was made last."""
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from rl_bridge.errors import EngineLost, ProofFailed
+from rl_bridge.installers.base import InstallProof
+from rl_bridge.integrations.vllm.handles import EngineHandle, Replies, failure
+
+__all__ = ["Ranks", "joined"]
+
+_LOG = logging.getLogger(__name__)
+
+
+class Ranks:
+    """The ranks of one engine."""
+
+    def __init__(self, handle: EngineHandle) -> None:
+        """Ask by `handle`; nothing is asked yet."""
+        self._handle = handle
+        self._calls = 0
+
+    def ask(self, verb: str, payload: dict[str, Any]) -> Replies:
+        """Ask all ranks; one reply for each, by rank.
+
+        Raises:
+            EngineLost: the engine is gone, or its answers are to other calls.
+            WeightBridgeError: a rank failed.
+
+        """
+        self._calls += 1
+        replies = self._handle.call(verb, {**payload, "call": self._calls})
+        for reply in replies:
+            if reply["call"] != self._calls:
+                msg = (
+                    f"rank {reply['rank']} answers to call {reply['call']}, expected "
+                    f"{self._calls}: the engine's replies are out of step. Start a fresh engine "
+                    "and install the current version in it before it serves."
+                )
+                raise EngineLost(msg)
+        failed = [reply for reply in replies if not reply["ok"]]
+        if failed:
+            # Where one failed, the others say that another one did: the cause is told first.
+            failed.sort(key=lambda reply: "another rank" in reply["message"])
+            raise failure(failed[0], len(replies))
+        for reply in replies:
+            if "not_told" in reply:
+                _LOG.warning(
+                    "rank %d: its trainer is not told: %s", reply["rank"], reply["not_told"]
+                )
+        return replies
+
+
+def joined(proofs: Sequence[dict[str, Any]]) -> InstallProof:
+    """One proof of what all ranks found.
+
+    Raises:
+        ProofFailed: they do not agree.
+
+    """
+    roots = {proof["root"] for proof in proofs}
+    if len(roots) > 1:
+        roots.discard("")  # of ranks that can read only part of what they hold
+    methods = {proof["method"] for proof in proofs}
+    if len(roots) != 1:
+        msg = (
+            f"the ranks hold different weights: roots {sorted(roots)}, expected one. Install "
+            "the update again."
+        )
+        raise ProofFailed(msg)
+    return InstallProof(
+        method="unproven" if "unproven" in methods else max(methods, key=len),
+        root="" if "unproven" in methods else roots.pop(),
+        digested_nbytes=sum(proof["digested_nbytes"] for proof in proofs),
+        identical_nbytes=sum(proof["identical_nbytes"] for proof in proofs),
+        tensors=max(proof["tensors"] for proof in proofs),
+    )
