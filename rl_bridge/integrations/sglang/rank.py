@@ -197,7 +197,9 @@ class SGLangRank:
             WeightUpdateRejectedError: there is none, or another one, or it is not proven.
 
         """
-        if self._active is not None and self._active.update_id == given.get("update_id"):
+        update_id = given.get("update_id")
+        is_pending = self._pending is not None and self._pending.update_id == update_id
+        if not is_pending and self._active is not None and self._active.update_id == update_id:
             return {}  # asked again, because the answer was lost
         manifest = self._meant(given)
         if self._proof is None:

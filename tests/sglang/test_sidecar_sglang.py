@@ -1,0 +1,94 @@
+"""A side-car before a real SGLang server: three processes, and each of the last two may die."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from rl_bridge import EngineLost, IncompatibleUpdate
+from tests.engines.models import Checkpoints, Kind
+from tests.engines.trainer import Trainer
+from tests.remote.process import SidecarProcess, make_key
+from tests.sglang.bench import Bench, Engines
+from tests.sglang.served import KEY, Served, served
+from tests.sglang.sidecars import DEATH, URL
+
+KIND = Kind("qwen2")
+DEADLINE_S = 120
+DYING = "tests.sglang.sidecars:dying"
+
+
+@pytest.fixture(scope="module")
+def reference(engines: Engines) -> Bench:
+    return engines.bench(KIND)
+
+
+@pytest.fixture(scope="module")
+def server(
+    checkpoints: Checkpoints, reference: Bench, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Served]:
+    log = tmp_path_factory.mktemp("served") / "log"
+    with served(checkpoints.path(KIND, 0), log) as server:
+        yield server
+
+
+@pytest.fixture
+def sidecar(tmp_path: Path, server: Served) -> Iterator[SidecarProcess]:
+    """One that is not started, and only this test's."""
+    (tmp_path / URL).write_text(server.url)
+    made = SidecarProcess(tmp_path, make_key(tmp_path))
+    yield made
+    made.kill()
+
+
+def check(server: Served, reference: Bench, version: int, what: object) -> None:
+    """It holds and answers what a fresh engine of that version does."""
+    assert server.sums() == reference.sums[version], what
+    assert server.answers() == reference.fresh[version], what
+
+
+def test_killed_behind_any_step_its_next_start_brings_the_living_server_to_a_version(
+    server: Served, sidecar: SidecarProcess, trainer: Trainer, reference: Bench
+) -> None:
+    holds = 0
+    sidecar.start(DYING)
+    with sidecar.client(timeout_s=DEADLINE_S) as engine:
+        held = trainer.publish(reference.weights[holds])
+        engine.update_weights(held)
+        for step in ("prepare", "install", "commit"):
+            following = trainer.publish(reference.weights[1 - holds])
+            (sidecar.directory / DEATH).write_text(step)
+            with pytest.raises(EngineLost):
+                engine.update_weights(following)
+            sidecar.died()
+            status = sidecar.start(DYING)
+            if step == "commit":  # else the server took back what nobody had committed
+                held, holds = following, 1 - holds
+            assert (status.state, status.active_root) == ("serving", held.root), (step, status)
+            assert status.recovery.outcome == "reinstalled"
+            check(server, reference, holds, step)
+            assert server.label() == f"{held.weight_version}@{held.root}"
+
+
+def test_it_takes_updates_with_the_servers_key_until_the_server_is_gone(
+    server: Served, sidecar: SidecarProcess, trainer: Trainer, reference: Bench
+) -> None:
+    api_key = sidecar.directory / "api-key"
+    api_key.touch(mode=0o600)
+    api_key.write_text(f"{KEY}\n", "utf-8")
+    assert sidecar.start(server.url, server="sglang", api_key_file=api_key).state == "empty"
+    with sidecar.client(timeout_s=DEADLINE_S) as engine:
+        for version in (1, 0):
+            manifest = trainer.publish(reference.weights[version])
+            assert engine.update_weights(manifest).proof.root == manifest.root
+            check(server, reference, version, manifest)
+            other = trainer.publish({"other.weight": torch.ones(3)})
+            with pytest.raises(IncompatibleUpdate):
+                engine.update_weights(other)
+            check(server, reference, version, other)
+            assert engine.status().active_root == manifest.root
+        server.end()  # nobody asks it after this test
+        with pytest.raises(EngineLost, match="fresh"):
+            engine.update_weights(trainer.publish(reference.weights[1]))
+        assert engine.status().state == "lost"
