@@ -1,7 +1,8 @@
 """Measures updates of a real vLLM engine: `python benchmarks/vllm_updates.py [--quick]`.
 
-One engine of Qwen3-0.6B's shape with random bf16 weights; ours and vLLM's own ways in turn in one
-run, every update new bytes. README.md beside this file says how each figure comes about.
+Engines of Qwen3-0.6B's shape with random bf16 weights, one whose head shares the embedding's weight
+and one with a head of its own; ours and vLLM's own ways in turn in one run, every update new bytes.
+README.md beside this file says how each figure comes about.
 """
 
 import datetime as dt
@@ -38,11 +39,11 @@ _SHAPE = {
     "rms_norm_eps": 1e-6,
     "rope_theta": 1_000_000.0,
     "hidden_act": "silu",
-    "tie_word_embeddings": True,
     "torch_dtype": "bfloat16",
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+_MODELS = {"tied": {"tie_word_embeddings": True}, "untied": {"tie_word_embeddings": False}}
 _QUICK = {"num_hidden_layers": 4, "vocab_size": 32768}
 
 Weights = dict[str, torch.Tensor]
@@ -58,6 +59,8 @@ def _weights(shape: dict[str, Any], seed: int) -> Weights:
         "model.embed_tokens.weight": (shape["vocab_size"], hidden),
         "model.norm.weight": (hidden,),
     }
+    if not shape["tie_word_embeddings"]:
+        sizes["lm_head.weight"] = (shape["vocab_size"], hidden)
     for layer in range(shape["num_hidden_layers"]):
         name = f"model.layers.{layer}"
         sizes |= {
@@ -97,6 +100,7 @@ class _Bench:
 
         (folder / "config.json").write_text(json.dumps(shape), encoding="utf-8")
         self.folder = folder
+        self.is_tied = bool(shape["tie_word_embeddings"])
         self.versions = [_weights(shape, seed) for seed in (0, 1)]
         self.nbytes = sum(tensor.nbytes for tensor in self.versions[0].values())
         self.llm = LLM(
@@ -139,7 +143,7 @@ class _Bench:
         }
 
     def loader(self, weights: Weights) -> dict[str, Any]:
-        """Feed vLLM's loader from memory; then what it leaves stale on the CPU: the tied head."""
+        """Feed vLLM's loader from memory; then what it leaves stale on the CPU: a tied head."""
         reload_s = _timed(lambda: self._reload(weights_iterator=iter(weights.items())))
         return {"reload_s": reload_s, "tied_head_s": _timed(self._pack_tied_head)}
 
@@ -159,8 +163,42 @@ class _Bench:
             self.worker.model_runner.reload_weights(**source)
 
     def _pack_tied_head(self) -> None:
+        if not self.is_tied:
+            return
         head = self.worker.model_runner.get_model().lm_head
         head.quant_method.process_weights_after_loading(head)
+
+    def close(self) -> None:
+        """End the engine: there is one at a time in a process."""
+        from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+        self.executor.close()
+        self.publisher.close()
+        self.llm.llm_engine.engine_core.shutdown()
+        cleanup_dist_env_and_memory()
+
+
+def _measure(shape: dict[str, Any], reps: int, warmups: int, console: Console) -> dict[str, Any]:
+    """All samples of one model, and their ratios."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder, torch.no_grad():
+        bench = _Bench(shape, Path(folder))
+        lanes = {"ours": bench.ours, "loader": bench.loader, "path": bench.path}
+        first = bench.ours(bench.versions[1])
+        samples: dict[str, list[dict[str, Any]]] = {name: [] for name in lanes}
+        for turn in track(range(warmups + reps), "updates", console=console):
+            for offset, (name, lane) in enumerate(lanes.items()):
+                # Each way finds the other version in the engine.
+                sample = lane(bench.versions[(turn + offset) % 2])
+                if turn >= warmups:
+                    samples[name].append(sample)
+        bench.close()
+    return {
+        "shape": shape,
+        "total_nbytes": bench.nbytes,
+        "ratios": _ratios(samples),
+        "first_update": first,
+        "samples": samples,
+    }
 
 
 def _ratios(samples: dict[str, list[dict[str, Any]]]) -> dict[str, float]:
@@ -211,41 +249,27 @@ def main(
         "VLLM_LOGGING_LEVEL": "ERROR",
     }
     os.environ.update(settings)
-    shape = _SHAPE | (_QUICK if quick else {})
     began = dt.datetime.now(dt.UTC)
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder, torch.no_grad():
-        bench = _Bench(shape, Path(folder))
-        lanes = {"ours": bench.ours, "loader": bench.loader, "path": bench.path}
-        first = bench.ours(bench.versions[1])
-        samples: dict[str, list[dict[str, Any]]] = {name: [] for name in lanes}
-        for turn in track(range(warmups + reps), "updates", console=console):
-            for offset, (name, lane) in enumerate(lanes.items()):
-                # Each way finds the other version in the engine.
-                sample = lane(bench.versions[(turn + offset) % 2])
-                if turn >= warmups:
-                    samples[name].append(sample)
-    ratios = _ratios(samples)
+    environment = collect_environment()  # (with the load that others make, before ours)
+    models = {
+        name: _measure(_SHAPE | model | (_QUICK if quick else {}), reps, warmups, console)
+        for name, model in _MODELS.items()
+    }
     import vllm
 
     document = {
-        "format": 1,
+        "format": 2,
         "began": began.isoformat(timespec="seconds"),
-        "environment": collect_environment() | {"vllm": vllm.__version__, "settings": settings},
+        "environment": environment | {"vllm": vllm.__version__, "settings": settings},
         "quick": quick,
-        "shape": shape,
-        "total_nbytes": bench.nbytes,
         "warmups": warmups,
-        "ratios": ratios,
-        "first_update": first,
-        "samples": samples,
+        "models": models,
     }
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(document, indent=1, sort_keys=True) + "\n", encoding="utf-8")
-    table = Table(
-        "figure", "value", title=f"{bench.nbytes / 2**30:.2f} GiB in bf16, {reps} updates"
-    )
-    for name, value in ratios.items():
-        table.add_row(name, f"{value:.3f}")
+    table = Table("figure", *models, title=f"updates of a real engine, {reps} by each way")
+    for figure in models["tied"]["ratios"]:
+        table.add_row(figure, *(f"{model['ratios'][figure]:.3f}" for model in models.values()))
     console.print(table)
     console.print(f"all samples are in {out}")
 
