@@ -43,7 +43,7 @@ def sync(sender: Any, client: Client, weights: dict[str, torch.Tensor]) -> None:
     "placement", [{"is_colocated": True}, {"is_elastic": True}], ids=["shared-memory", "broadcast"]
 )
 def test_an_engine_serves_each_sync_whole_or_not_at_all(
-    bench: Bench, placement: dict[str, bool]
+    bench: Bench, placement: dict[str, Any]
 ) -> None:
     strategy = make_transfer_strategy(WeightTransferConfig(threshold_nbytes=100_000, **placement))
     info = asyncio.run(strategy.create_init_info())
