@@ -17,6 +17,8 @@ from tests.sglang.test_equal import alternate, folder
 RANKS = 2
 KIND = Kind("qwen2", tied=True)
 OTHER = Kind("llama")
+# Two engines of two ranks are started one behind the other.
+STARTS = pytest.mark.timeout(600)
 
 
 @pytest.fixture
@@ -28,6 +30,7 @@ def pair(engines: Engines) -> Iterator[Bench]:
         bench.uproot()
 
 
+@STARTS
 def test_twenty_updates_with_failures_mixed_in_equal_fresh_engines(
     pair: Bench, tmp_path: Path
 ) -> None:
@@ -101,6 +104,7 @@ def test_every_rank_tells_the_trainer(pair: Bench) -> None:
         assert executor.last_ack.proof.root == manifest.root
 
 
+@STARTS
 def test_a_server_of_two_ranks_takes_updates(
     engines: Engines, checkpoints: Checkpoints, trainer: Trainer, tmp_path: Path
 ) -> None:
