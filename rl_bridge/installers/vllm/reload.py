@@ -14,6 +14,7 @@ import torch
 
 from rl_bridge.errors import IncompatibleUpdate, ProofFailed
 from rl_bridge.installers.base import InstallProof, TransactionalAdapter
+from rl_bridge.installers.finite import check_finite
 from rl_bridge.installers.threads import checked_threads
 from rl_bridge.installers.vllm.derived import make_ready
 from rl_bridge.installers.vllm.evidence import Untouched
@@ -87,7 +88,7 @@ class VLLMReloadAdapter(TransactionalAdapter):
         """
         if self._snapshot is None:
             refuse_half_way(self._model)
-        _check_finite(tensors)
+        check_finite(tensors, tensors)
         self._learn(manifest)
         needed = manifest.total_nbytes  # the layers that vLLM makes anew
         if self._snapshot is None:
@@ -291,18 +292,3 @@ def _is_optional(target: Target) -> bool:
         or (user.leaf not in checkpoint_tensors(user.module) and user.leaf not in never_on_meta)
         for user in target.users
     )
-
-
-def _check_finite(tensors: Mapping[str, torch.Tensor]) -> None:
-    """Refuse NaN and Inf: a request that ran once with them leaves them in its cached blocks."""
-    for name, given in tensors.items():
-        if not given.numel() or not given.is_floating_point():
-            continue
-        tensor = given.to(torch.float32) if given.element_size() == 1 else given
-        low, high = torch.aminmax(tensor)  # NaN wins over every number
-        if not (low.isfinite() and high.isfinite()):
-            msg = (
-                f"tensor {name!r} has numbers that are NaN or Inf; the engine keeps its version. "
-                "See which training step made them."
-            )
-            raise IncompatibleUpdate(msg)

@@ -1,0 +1,34 @@
+"""Numbers that are none are found in every dtype, and large ones are no such."""
+
+import pytest
+import torch
+
+from rl_bridge.errors import IncompatibleUpdate
+from rl_bridge.installers.finite import check_finite
+
+FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e5m2]
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("bad", ["nan", "inf", "-inf"])
+def test_a_number_that_is_none_is_refused_by_name(dtype: torch.dtype, bad: str) -> None:
+    tensor = torch.zeros(1000, dtype=torch.float32)
+    tensor[777] = float(bad)
+    with pytest.raises(IncompatibleUpdate, match="'w': 1 of its 1000 numbers are NaN or Inf"):
+        check_finite({"ok": torch.ones(3), "w": tensor.to(dtype)}, ["ok", "w"])
+
+
+def test_infinities_of_both_signs_do_not_cancel_out() -> None:
+    tensor = torch.tensor([1.0, float("inf"), float("-inf")])
+    with pytest.raises(IncompatibleUpdate, match="2 of its 3 numbers"):
+        check_finite({"w": tensor}, ["w"])
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_the_largest_numbers_are_numbers(dtype: torch.dtype) -> None:
+    largest = torch.full((4096,), torch.finfo(dtype).max, dtype=dtype)
+    check_finite({"w": largest, "n": -largest.to(torch.float64)}, ["w", "n"])
+
+
+def test_what_cannot_be_infinite_and_what_is_empty_is_passed_over() -> None:
+    check_finite({"i": torch.ones(2, dtype=torch.int64), "e": torch.empty(0)}, ["i", "e"])
