@@ -1,5 +1,6 @@
 """Engines of this process: one at a time, started once for all tests of one kind of model."""
 
+import importlib
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -182,6 +183,24 @@ def checksums(ranks: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     }
 
 
+@contextmanager
+def _sparing_torch() -> Iterator[None]:
+    """An engine's shutdown ends all children of the process; keep that by which torch shares.
+
+    Without it no tensor of this process could go to a server any more.
+    """
+    process_class: Any = importlib.import_module("psutil").Process
+    every = process_class.children
+
+    def others(process: Any, recursive: bool = False) -> list[Any]:
+        children = every(process, recursive)
+        return [child for child in children if not child.name().startswith("torch_shm")]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(process_class, "children", others)
+        yield
+
+
 class Engines:
     """Starts engines, one at a time: SGLang keeps the settings of one in a process."""
 
@@ -225,5 +244,6 @@ class Engines:
             self._bench.trainer.bridge.close()
             self._bench = None
         if self._engine is not None:
-            self._engine.shutdown()
+            with _sparing_torch():
+                self._engine.shutdown()
             self._engine = None

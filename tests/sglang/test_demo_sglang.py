@@ -17,7 +17,7 @@ LOGPROB_TOLERANCE = logprob_tolerance(Engine.SGLANG)
 
 
 def test_a_short_run_keeps_every_promise(tmp_path: Path) -> None:
-    screen = io.StringIO()
+    screen, before = io.StringIO(), set(multiprocessing.active_children())  # other tests' engine
     run_demo(engine="sglang", steps=STEPS, out=tmp_path, console=Console(file=screen, width=120))
     found = json.loads((tmp_path / "demo.json").read_text("utf-8"))
     assert found["engine_name"].startswith("SGLang 0.")
@@ -40,4 +40,4 @@ def test_a_short_run_keeps_every_promise(tmp_path: Path) -> None:
         assert words in screen.getvalue()
     assert "EngineFault" in (tmp_path / "sglang.log").read_text("utf-8")
     assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
-    assert multiprocessing.active_children() == []
+    assert set(multiprocessing.active_children()) <= before
