@@ -32,3 +32,20 @@ def test_the_largest_numbers_are_numbers(dtype: torch.dtype) -> None:
 
 def test_what_cannot_be_infinite_and_what_is_empty_is_passed_over() -> None:
     check_finite({"i": torch.ones(2, dtype=torch.int64), "e": torch.empty(0)}, ["i", "e"])
+
+
+@pytest.mark.parametrize("num_threads", [1, 3, None])
+@pytest.mark.parametrize("strided", [False, True])
+def test_one_bad_number_is_found_in_any_piece_by_any_number_of_threads(
+    num_threads: int | None, strided: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rl_bridge.installers.finite._PIECE", 64)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)  # else torch's own threads do it
+    for place in (0, 63, 64, 500, 998, 999):
+        bad = torch.zeros(1000)
+        bad[place] = torch.nan
+        bad = bad.view(2, 500).T if strided else bad
+        good = torch.zeros_like(bad)
+        check_finite({"a": good, "b": good}, ["a", "b"], num_threads=num_threads)
+        with pytest.raises(IncompatibleUpdate, match="'b': 1 of its 1000 numbers"):
+            check_finite({"a": good, "b": bad}, ["a", "b"], num_threads=num_threads)

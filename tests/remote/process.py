@@ -8,13 +8,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from rl_bridge.errors import EngineLost
+from rl_bridge.errors import DeadlineExceeded, EngineLost
 from rl_bridge.remote import RemoteEngine, Status
 from rl_bridge.testing.processes import DEADLINE_S, until
 
 __all__ = ["SidecarProcess", "free_port", "make_key"]
 
 ROOT = Path(__file__).resolve().parents[2]
+START_S = 180.0
 
 
 def free_port() -> int:
@@ -37,6 +38,8 @@ class SidecarProcess:
     def start(self, engine: str = "plain", **options: Any) -> Status:
         """Start it and wait until it answers; returns its first status.
 
+        One that does not answer is made to say where each of its threads is.
+
         `engine` is one of `tests.remote.engines`, or whatever ``rl-bridge sidecar`` takes.
         """
         named = engine if ":" in engine else f"tests.remote.engines:{engine}"
@@ -44,7 +47,7 @@ class SidecarProcess:
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
                 [
-                    *(sys.executable, "-m", "rl_bridge", "sidecar"),
+                    *(sys.executable, "-X", "faulthandler", "-m", "rl_bridge", "sidecar"),
                     named,
                     *("--key-file", str(self.key_file), "--state-dir", str(self.state_dir)),
                     *("--port", str(self.port), *extra),
@@ -65,7 +68,11 @@ class SidecarProcess:
                     return False
             return True
 
-        until(answers, what="the side-car answers")
+        try:
+            until(answers, what="the side-car answers", deadline_s=START_S)
+        except DeadlineExceeded as error:
+            self._end(signal.SIGABRT)
+            raise AssertionError(self.log.read_text()) from error
         return found[0]
 
     @property

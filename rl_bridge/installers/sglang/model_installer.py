@@ -84,7 +84,7 @@ class SGLangModelInstaller(TransactionalAdapter):
         self.abandon()
         plan = self._plan_of(manifest)
         if tensors:
-            check_finite(tensors, plan.landed)
+            check_finite(tensors, plan.landed, num_threads=self._num_threads)
         evidence = LiveEvidence(manifest, plan, num_threads=self._num_threads)
         if tensors:
             cuts, threads = cuts_of(plan, manifest), self._num_threads

@@ -96,7 +96,8 @@ class VLLMModelInstaller(TransactionalAdapter):
         except IncompatibleUpdate:
             check_finite(tensors, plan.landed)  # a canary names the layer, this the tensor
             raise
-        check_finite(tensors, plan.landed - _asked_about(plan, staged))
+        rest = plan.landed - _asked_about(plan, staged)
+        check_finite(tensors, rest, num_threads=self._num_threads)
         evidence.seal(staged)
         self._evidence = evidence
 

@@ -88,7 +88,7 @@ class VLLMReloadAdapter(TransactionalAdapter):
         """
         if self._snapshot is None:
             refuse_half_way(self._model)
-        check_finite(tensors, tensors)
+        check_finite(tensors, tensors, num_threads=self._num_threads)
         self._learn(manifest)
         needed = manifest.total_nbytes  # the layers that vLLM makes anew
         if self._snapshot is None:
