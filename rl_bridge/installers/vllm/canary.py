@@ -55,7 +55,8 @@ class Canary:
         inputs = weight.shape[1]
         asked = _question(inputs, weight.dtype)
         weight = weight.detach()
-        answer, expected = product(asked, weight, None), torch.nn.functional.linear(asked, weight)
+        # As `linear(asked, weight)`, which would lay the weight out anew, at half the speed.
+        answer, expected = product(asked, weight, None), (weight @ asked.t()).t()
         if not expected.isfinite().all():
             msg = (
                 f"layer {path!r}: products of its weight are NaN or Inf; the engine keeps its "
