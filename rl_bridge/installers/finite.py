@@ -48,7 +48,7 @@ _Piece = tuple[str, torch.Tensor]
 def _pieces(tensor: torch.Tensor) -> Iterable[torch.Tensor]:
     if not tensor.numel() or not tensor.is_floating_point():
         return ()
-    return tensor.view(-1).split(_PIECE) if tensor.is_contiguous() else (tensor,)
+    return torch.split(tensor.view(-1), _PIECE) if tensor.is_contiguous() else (tensor,)
 
 
 def _suspects(pieces: list[_Piece], num_threads: int) -> Iterator[str]:
