@@ -55,7 +55,7 @@ def test_an_interrupted_commit_of_vllms_calls_ends_forward(
     engine: Bench, monkeypatch: pytest.MonkeyPatch, method: str, *, after: bool
 ) -> None:
     from rl_bridge.installers.vllm.exchange import Exchange
-    from rl_bridge.installers.vllm.staging import Spares
+    from rl_bridge.installers.vllm.spares import Spares
 
     owner = {"forget": Exchange, "keep_packs": Spares}[method]
     manifest = engine.trainer.publish(engine.next())

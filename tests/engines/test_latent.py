@@ -4,6 +4,7 @@ Multi-head latent attention (MLA) splits and packs a projection when it is loade
 packed. vLLM's own reload leaves packed experts wrong and fails on MLA where CPUs have AMX.
 """
 
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,9 +13,10 @@ import torch
 
 from rl_bridge import IncompatibleUpdate, ProofFailed, RolloutExecutor
 from rl_bridge.installers.vllm import reload
+from rl_bridge.installers.vllm.routes import LoadPlan
 from tests.engines.drive import PROMPTS, Answers, Setting, answers, executor_for, start
 from tests.engines.models import Checkpoints, Kind
-from tests.engines.test_reload import Served, state
+from tests.engines.test_reload import PlantedError, Served, loader_fails, state
 from tests.engines.trainer import Trainer
 
 # The attention that vLLM takes by itself: that for AMX computes in bf16 alone.
@@ -90,10 +92,12 @@ def test_nan_is_refused_before_anything_is_written(
     served: Served, executor: RolloutExecutor, trainer: Trainer
 ) -> None:
     name = next(name for name in served.weights[1] if "o_proj" in name)
-    broken = {**served.weights[1], name: served.weights[1][name] * float("nan")}
-    with pytest.raises(IncompatibleUpdate, match="NaN"):
-        executor.update_weights(trainer.publish(broken))
-    assert answers(served.llm) == served.fresh[0]
+    weight = served.weights[1][name]
+    # (The last one is a number, and none any more when it is cast.)
+    for damaged in (weight * float("nan"), weight.double() * 1e300):
+        with pytest.raises(IncompatibleUpdate, match=rf"{name!r}.* NaN or Inf"):
+            executor.update_weights(trainer.publish({**served.weights[1], name: damaged}))
+        assert answers(served.llm) == served.fresh[0]
 
 
 def test_what_was_not_derived_anew_is_found_and_undone(
@@ -119,6 +123,59 @@ def test_what_was_not_derived_anew_is_found_and_undone(
         executor.update_weights(trainer.publish(served.weights[1]))
     monkeypatch.undo()
     assert answers(served.llm) == served.fresh[0]
+
+
+def test_what_vllm_no_longer_derives_is_found_and_undone(
+    served: Served, executor: RolloutExecutor, trainer: Trainer
+) -> None:
+    latent = [layer for layer in served.model.modules() if type(layer).__name__ == "MLAAttention"]
+    if not latent:
+        pytest.skip("no latent attention here")
+    latent[-1].register_parameter("W_OLD", torch.nn.Parameter(torch.ones(3), requires_grad=False))
+    try:
+        with pytest.raises(ProofFailed, match="W_OLD"):
+            executor.update_weights(trainer.publish(served.weights[1]))
+    finally:
+        del latent[-1].W_OLD
+    assert answers(served.llm) == served.fresh[0]
+
+
+def test_no_more_than_one_layer_is_assembled_again_at_a_time(
+    served: Served, executor: RolloutExecutor, trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[tuple[str, weakref.ref[torch.Tensor]]] = []
+    alive: list[set[str]] = []
+    real = LoadPlan.assemble
+
+    def assemble(plan: LoadPlan, index: int, tensors: Any, memory: torch.Tensor) -> None:
+        real(plan, index, tensors, memory)
+        made.append((plan.targets[index].users[0].path, weakref.ref(memory)))
+        alive.append({path for path, reference in made if reference() is not None})
+
+    monkeypatch.setattr(LoadPlan, "assemble", assemble)
+    executor.update_weights(trainer.publish(served.weights[1]))
+    assert len({path for path, _ in made}) > 1
+    assert all(len(paths) == 1 for paths in alive), alive
+
+
+def test_what_an_undone_reload_had_loaded_is_in_nobodys_notes(
+    served: Served, trainer: Trainer
+) -> None:
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+    weights = served.weights[1]
+    manifest, adapter, before = trainer.publish(weights), served.adapter(), state(served.model)
+    adapter.prepare(manifest, weights)
+    with pytest.MonkeyPatch.context() as patch:
+        # Of a fused layer, the first half is loaded.
+        half = next(index for index, name in enumerate(weights) if "up_proj" in name)
+        loader_fails(patch, served, half)
+        for _ in range(2):  # the second one begins with what the first one's undo would have done
+            with pytest.raises(PlantedError):
+                adapter.install(manifest, weights)
+    adapter.undo()
+    assert not any(get_layerwise_info(layer).loaded_weights for layer in served.model.modules())
+    assert state(served.model) == before
 
 
 def test_latent_attention_is_refused_beside_the_serving_one(

@@ -148,6 +148,21 @@ def test_an_update_may_be_cast_where_that_is_said(engine: Bench) -> None:
     engine.check()
 
 
+@pytest.mark.parametrize("part", ["model.norm", "embed_tokens", "layers.0.self_attn.q_proj.bias"])
+def test_a_number_that_the_engines_dtype_cannot_hold_is_refused(engine: Bench, part: str) -> None:
+    sent = engine.next()
+    name = next(name for name in sent if part in name)
+    sent[name] = sent[name].double()
+    sent[name].view(-1)[-1] = 1e300
+    engine.trainer.release_all()
+    with (
+        executor_for(engine.llm, cast=True) as casting,
+        pytest.raises(IncompatibleUpdate, match=rf"{name!r} has numbers from .* to 1e\+300"),
+    ):
+        casting.update_weights(engine.trainer.publish(sent))
+    engine.check()
+
+
 def test_a_buffer_that_checkpoints_load_is_named_with_the_way_that_takes_it(
     engine: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -193,6 +193,8 @@ def test_what_a_killed_driver_left_is_ended_by_the_next_ones_recover(
     with executor_for(server.url, timeout_s=DEADLINE_S) as following:
         following.recover()
         assert not server.call("is_paused", method="GET").json()["is_paused"]
+        (rank,) = server.collective_rpc("rl_bridge", ["describe"])
+        assert rank["pending"] is None  # the trainer's slot is free
         forward = step in {"installed", "resumed"}
         assert server.answers() == fresh[int(forward)]
         told = server.call("weight_info", method="GET").json()["weight_version"]

@@ -31,8 +31,11 @@ def answering(
     """A server that answers everything alike; its URL."""
 
     class Alike(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.do_POST()
+
         def do_POST(self) -> None:
-            self.rfile.read(int(self.headers["Content-Length"]))
+            self.rfile.read(int(self.headers["Content-Length"] or 0))
             meanwhile(server)
             self.send_response(status)
             self.send_header("Content-Length", str(len(text)))
@@ -70,6 +73,19 @@ def test_each_status_is_the_error_that_it_stands_for(
             handle.call("describe")
         handle.close()
     assert type(caught.value) is kind, caught.value
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "<html></html>", "[]", "null", '{"results": 5}', '{"results": []}', '{"results": [5]}'],
+)
+def test_an_answer_of_something_else_than_vllm_is_told_as_that(text: str) -> None:
+    with answering(200, text) as url:
+        handle = ServerHandle(url, WAIT_S)
+        for ask in (lambda: handle.call("describe"), handle.data_parallel_size, handle.is_paused):
+            with pytest.raises(WeightBridgeUnavailableError, match="no vLLM server does"):
+                ask()
+        handle.close()
 
 
 def exhausted(*_args: Any, **_kwargs: Any) -> socket.socket:

@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 
 from rl_bridge import (
+    DeadlineExceeded,
     RolloutExecutor,
     TensorBridge,
     TornEngine,
     VLLMEngineAdapter,
+    WeightUpdateRejectedError,
     make_weight_bridge,
 )
 from rl_bridge.integrations.vllm.calls import answer
@@ -236,9 +238,119 @@ def test_an_executor_that_was_overtaken_does_not_recover_to_a_version_that_is_go
         theirs = publish(trainer, 3)
         with driver(engine) as (other, _):
             other.update_weights(theirs)
-        with pytest.raises(TornEngine, match="another driver has updated this engine"):
-            late.recover()
+        trainer.release(theirs.update_id)
+        for refused in (None, None, publish(trainer, 4)):  # nor at the next attempt
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(engine.rank._installer, "prepare", broken)
+                if refused is not None:
+                    with pytest.raises(WeightUpdateRejectedError, match="planted"):
+                        late.update_weights(refused)
+            with pytest.raises(TornEngine, match="another driver has updated this engine"):
+                late.recover()
+            with pytest.raises(TornEngine):
+                late.check_servable()
+            assert engine.rank.describe()["update_id"] == theirs.update_id
+            assert not engine.is_paused()
+        mine = publish(trainer, 5)
+        late.update_weights(mine)
+        late.check_servable()
+    assert engine.rank.describe()["update_id"] == mine.update_id
+
+
+def test_recovering_lets_go_of_what_a_dead_driver_had_staged(
+    engine: Engine, trainer: TensorBridge
+) -> None:
+    manifest = publish(trainer, 1)
+    VLLMEngineAdapter(engine).prepare(manifest, {})
+    with driver(engine) as (executor, _):
+        executor.recover()
+    assert engine.rank.describe()["pending"] is None
+    (report,) = [report for report in trainer.holders(manifest) if report.worker == "vllm"]
+    assert (report.reason, report.tensors_held) == ("its driver ended", 0)
+    engine.pause("keep")  # the user's own: the dead driver never came to its pause
+    with driver(engine) as (executor, _):
+        executor.update_weights(publish(trainer, 2))
+    assert engine.is_paused()
+
+
+@pytest.mark.parametrize("fails", ["undo", "cache"])
+def test_recovering_that_fails_is_done_by_the_next_attempt(
+    engine: Engine, trainer: TensorBridge, fails: str
+) -> None:
+    dead, manifest = VLLMEngineAdapter(engine), publish(trainer, 1)
+    dead.prepare(manifest, {})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine.rank._installer, "prove", broken)
+        patch.setattr(engine.rank._installer, "undo", broken)
         with pytest.raises(TornEngine):
-            late.check_servable()
-    assert engine.rank.describe()["update_id"] == theirs.update_id
+            dead.install(manifest, {})
+    with driver(engine) as (executor, _):
+        with pytest.MonkeyPatch.context() as patch:
+            if fails == "undo":
+                patch.setattr(engine.rank._installer, "undo", broken)
+            else:
+                patch.setattr(engine, "reset_caches", lambda **_: False)
+            for _attempt in range(2):
+                with pytest.raises(TornEngine):
+                    executor.recover()
+        executor.recover()
+    assert engine.rank.describe()["torn"] == ""
+    assert not engine.is_paused()
+
+
+def test_a_commit_whose_answer_is_lost_tears_no_engine(
+    engine: Engine, trainer: TensorBridge
+) -> None:
+    real, answers = engine.call, iter(["lost"])
+
+    def call(verb: str, payload: dict[str, Any] | None = None) -> Replies:
+        told = real(verb, payload)
+        if verb == "commit" and next(answers, ""):
+            raise DeadlineExceeded("planted")
+        return told
+
+    with driver(engine) as (executor, _), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "call", call)
+        executor.update_weights(publish(trainer, 1))
+        patch.setattr(engine.rank._installer, "prove", broken)
+        with pytest.raises(WeightUpdateRejectedError, match="planted"):
+            executor.update_weights(publish(trainer, 2))
+        executor.check_servable()
+        assert executor.active_weight_version == 1
+
+
+def test_a_pause_outlasts_no_driver_however_many_die(engine: Engine, trainer: TensorBridge) -> None:
+    dead, manifest = VLLMEngineAdapter(engine), publish(trainer, 1)
+    dead.prepare(manifest, {})
+    dead.install(manifest, {})
+    real = engine.call
+
+    def dies(verb: str, payload: dict[str, Any] | None = None) -> Replies:
+        told = real(verb, payload)
+        if verb == "commit":
+            raise KeyboardInterrupt
+        return told
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "call", dies)
+        with pytest.raises(KeyboardInterrupt):
+            VLLMEngineAdapter(engine).take_over()
+    assert engine.is_paused()
+    with driver(engine) as (executor, _):
+        executor.recover()
+    assert engine.rank.describe()["update_id"] == manifest.update_id
+    assert not engine.is_paused()
+
+
+def test_a_driver_that_gives_up_leaves_the_next_ones_pause_to_be_ended(
+    engine: Engine, trainer: TensorBridge
+) -> None:
+    one, other = VLLMEngineAdapter(engine), VLLMEngineAdapter(engine)
+    one.prepare(publish(trainer, 1), {})
+    theirs = publish(trainer, 2)
+    other.prepare(theirs, {})
+    one.undo()
+    other.install(theirs, {})  # and dies
+    with driver(engine) as (executor, _):
+        executor.recover()
     assert not engine.is_paused()

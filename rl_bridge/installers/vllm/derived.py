@@ -88,6 +88,13 @@ def check_absorbed(path: str, layer: Any, weight: torch.Tensor | None, config: A
         stand_in.process_weights_after_loading(config.model_config.dtype)
     made = _derived(stand_in, impl)
     had = _derived(layer, layer.impl)
+    left = sorted(had.keys() - made.keys())
+    if left:
+        msg = (
+            f"layer {path!r}: it holds {left}, which vLLM does not make of this version's weights. "
+            "Install the update again; if that fails too, this model cannot be updated by reloads."
+        )
+        raise ProofFailed(msg)
     fresh = {name: tensor for name, tensor in made.items() if tensor is not had.get(name)}
     if not fresh:
         msg = (

@@ -16,12 +16,14 @@ from rl_bridge.errors import IncompatibleUpdate, ProofFailed
 from rl_bridge.installers.base import InstallProof, TransactionalAdapter
 from rl_bridge.installers.finite import check_finite
 from rl_bridge.installers.threads import checked_threads
+from rl_bridge.installers.vllm.casts import check_casts
 from rl_bridge.installers.vllm.evidence import Evidence, Untouched
 from rl_bridge.installers.vllm.exchange import Exchange
 from rl_bridge.installers.vllm.memory_budget import check_budget, checked_budget
 from rl_bridge.installers.vllm.parts import RELOAD, unsupported
 from rl_bridge.installers.vllm.routes import LoadPlan, Route, learn
-from rl_bridge.installers.vllm.staging import Spares, Staged, TensorChange, stage
+from rl_bridge.installers.vllm.spares import Spares
+from rl_bridge.installers.vllm.staging import Staged, TensorChange, stage
 from rl_bridge.manifest.model import WeightUpdateManifest
 
 __all__ = ["VLLMModelInstaller"]
@@ -94,10 +96,12 @@ class VLLMModelInstaller(TransactionalAdapter):
             for assembled in stage(plan, tensors, self._spares, self._config, staged):
                 evidence.add(assembled)
         except IncompatibleUpdate:
-            check_finite(tensors, plan.landed)  # a canary names the layer, this the tensor
+            check_finite(tensors, plan.landed)  # a canary names the layer, these the tensor
+            check_casts(plan, tensors)
             raise
         rest = plan.landed - _asked_about(plan, staged)
         check_finite(tensors, rest, num_threads=self._num_threads)
+        check_casts(plan, tensors)
         evidence.seal(staged)
         self._evidence = evidence
 

@@ -161,7 +161,8 @@ class ReloadBooks:
     def restore(self) -> None:
         """Bring all of it back: no reload is under way."""
         for state, before in self._infos:
-            _refill(state, before)
+            # (Not the lists of these notes themselves: the next reload adds to what it finds.)
+            _refill(state, {key: _own(value) for key, value in before.items()})
         self.unwrap()
         for module in self._modules:
             self._layerwise.LOADING_LAYERS.discard(module)

@@ -16,6 +16,7 @@ from rl_bridge.errors import IncompatibleUpdate, ProofFailed
 from rl_bridge.installers.base import InstallProof, TransactionalAdapter
 from rl_bridge.installers.finite import check_finite
 from rl_bridge.installers.threads import checked_threads
+from rl_bridge.installers.vllm.casts import check_casts
 from rl_bridge.installers.vllm.derived import make_ready
 from rl_bridge.installers.vllm.evidence import Untouched
 from rl_bridge.installers.vllm.memory_budget import check_budget, checked_budget
@@ -90,6 +91,8 @@ class VLLMReloadAdapter(TransactionalAdapter):
             refuse_half_way(self._model)
         check_finite(tensors, tensors, num_threads=self._num_threads)
         self._learn(manifest)
+        if self._plan is not None:
+            check_casts(self._plan, tensors)
         needed = manifest.total_nbytes  # the layers that vLLM makes anew
         if self._snapshot is None:
             needed += ModelSnapshot(self._model).nbytes

@@ -1,6 +1,6 @@
 """What can be proven of a model that vLLM reloaded, and what cannot."""
 
-from collections.abc import Container, Mapping
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -49,28 +49,19 @@ def prove_reload(
     """
     if plan is None:
         return InstallProof(method="unproven"), [type(model).__name__]
-    latent = dict(absorbed(model))
-    projections = {id(layer.kv_b_proj) for layer in latent.values()}
-    readable, unproven = _readable(plan, model, latent)
+    latent = {id(layer.kv_b_proj): (name, layer) for name, layer in absorbed(model)}
+    readable, unproven = _readable(plan, model, {name for name, _ in latent.values()})
     plan = replace(plan, steps=readable)
     evidence = Evidence(manifest, tensors, plan, num_threads=num_threads)
-    staged = Staged()
-    again = _Again(plan, tensors, evidence, projections)
+    reading = _Reading(plan, tensors, evidence, latent, config)
+    layers: dict[str, list[int]] = {}
     for index in readable:
-        target = plan.targets[index]
-        live = weight = _live(target.users[0])
-        if target.is_consumed or repacks(target.users[0].module):
-            weight = again.assemble(index)
-        if not target.is_consumed:
-            kept = index if weight is live else None
-            staged.tensors.append(TensorChange(target.name, live, live, kept))
-        staged.canaries += _canaries(target, weight, projections)
-    for path, (module, given) in again.layers.items():
-        if repacks(module):
-            check_packed(path, module, given, config)
-    for path, layer in latent.items():
-        check_absorbed(path, layer, again.weight(layer.kv_b_proj), config)
-        staged.compared.append(layer.kv_b_proj)
+        layers.setdefault(plan.targets[index].users[0].path, []).append(index)
+    for indices in layers.values():
+        reading.read(indices)
+    staged = reading.staged
+    compared = {*map(id, staged.compared)}
+    unproven.update((name, None) for key, (name, _) in latent.items() if key not in compared)
     evidence.seal(staged)
     proof = evidence.check(staged)
     if unproven:
@@ -79,40 +70,56 @@ def prove_reload(
     return proof, list(unproven)
 
 
-class _Again:
-    """Weights that the engine no longer has as they were loaded: assembled once more."""
+class _Reading:
+    """Reads a reloaded model, one layer after the other.
+
+    Weights that a layer no longer has as they were loaded are assembled once more: those of one
+    layer at a time, since there is no room for a third copy of the model.
+    """
 
     def __init__(
         self,
         plan: LoadPlan,
         tensors: Mapping[str, torch.Tensor],
         evidence: Evidence,
-        kept: Container[int],
+        latent: Mapping[int, tuple[str, Any]],
+        config: Any,
     ) -> None:
         self._plan, self._tensors, self._evidence = plan, tensors, evidence
-        self._kept = kept
-        self.layers: dict[str, tuple[torch.nn.Module, dict[str, Any]]] = {}
+        self._latent = latent  # by their projection
+        self._config = config
+        self.staged = Staged()
 
-    def assemble(self, index: int) -> torch.Tensor:
+    def read(self, indices: Sequence[int]) -> None:
+        """Compare the parameters of one layer, and what vLLM makes of them."""
+        given: dict[str, tuple[int, torch.Tensor, Target]] = {}
+        for index in indices:
+            target = self._plan.targets[index]
+            user = target.users[0]
+            live = weight = _live(user)
+            if target.is_consumed or repacks(user.module):
+                weight = self._assemble(index, target)
+                given[user.leaf] = (index, weight, target)
+            if not target.is_consumed:
+                kept = index if weight is live else None
+                self.staged.tensors.append(TensorChange(target.name, live, live, kept))
+            self.staged.canaries += _canaries(target, weight, self._latent)
+        first = self._plan.targets[indices[0]].users[0]
+        if repacks(first.module):
+            check_packed(first.path, first.module, given, self._config)
+        if id(first.module) in self._latent:
+            name, layer = self._latent[id(first.module)]
+            weight_again = given["weight"][1] if "weight" in given else None
+            check_absorbed(name, layer, weight_again, self._config)
+            self.staged.compared.append(first.module)
+
+    def _assemble(self, index: int, target: Target) -> torch.Tensor:
         """Assemble one, and compare it with the manifest."""
-        target = self._plan.targets[index]
-        user = target.users[0]
         weight = target.like(target.empty())
         self._plan.assemble(index, self._tensors, weight)
         is_replaced = not target.is_consumed
         self._evidence.add(Assembled(index, weight, borrowed=False, replaced=is_replaced))
-        if is_replaced or id(user.module) in self._kept:
-            _, given = self.layers.setdefault(user.path, (user.module, {}))
-            given[user.leaf] = (index, weight, target)
         return weight
-
-    def weight(self, layer: torch.nn.Module) -> torch.Tensor | None:
-        """What was assembled for a layer's weight; None if it keeps its own."""
-        for module, given in self.layers.values():
-            if module is layer:
-                weight: torch.Tensor = given["weight"][1]
-                return weight
-        return None
 
 
 def _canaries(target: Target, weight: torch.Tensor, projections: Container[int]) -> list[Canary]:

@@ -55,19 +55,25 @@ def _undo(rank: VLLMRank, given: Payload) -> Payload:
 
 def _abandon(rank: VLLMRank, given: Payload) -> Payload:
     told = rank.undo(str(given.get("reason", "it was refused")), given.get("update_id"))
-    rank.is_pausing = bool(given.get("pauses"))
+    if rank.describe()["pending"] is None:  # else another driver has come, with its own
+        rank.is_pausing = bool(given.get("pauses"))
     return told
+
+
+def _forget(rank: VLLMRank, given: Payload) -> Payload:
+    rank.forget_staged(str(given.get("reason", "it was given up")))
+    return _pauses(rank, given)
 
 
 def _commit(rank: VLLMRank, given: Payload) -> Payload:
     told = rank.commit(given.get("update_id"), if_installed=bool(given.get("if_installed")))
-    return _resumed(rank, told)
+    return {**told, **_pauses(rank, given)}
 
 
-def _resumed(rank: VLLMRank, told: Payload) -> Payload:
-    """The pause of the update is over, or was none of its driver's."""
-    rank.is_pausing = False
-    return told
+def _pauses(rank: VLLMRank, given: Payload) -> Payload:
+    """Without a word the pause of the update is over, or was none of its driver's."""
+    rank.is_pausing = bool(given.get("pauses"))
+    return {}
 
 
 _VERBS: dict[str, Callable[[VLLMRank, Payload], Payload]] = {
@@ -76,6 +82,7 @@ _VERBS: dict[str, Callable[[VLLMRank, Payload], Payload]] = {
     "install": lambda rank, given: rank.install(given.get("update_id")),
     "undo": _undo,
     "abandon": _abandon,
+    "forget": _forget,
     "commit": _commit,
-    "resumed": lambda rank, _: _resumed(rank, {}),
+    "resumed": lambda rank, _: _pauses(rank, {}),
 }

@@ -117,6 +117,7 @@ class VLLMEngineAdapter(TransactionalAdapter):
         self._label_set: str | None = None
         self._held = ""  # by the ranks, as they said last
         self._base: str | None = None  # the update that they held, which an undo leads back to
+        self._committed: str | None = None
 
     @property
     def phases_ms(self) -> Mapping[str, float]:
@@ -233,10 +234,10 @@ class VLLMEngineAdapter(TransactionalAdapter):
             if self._handle.label() == self._label_set:  # else somebody set another one since
                 self._handle.set_label(self._label_before)
             self._label_before = None
-        self._is_installed = False
-        mine, self._manifest = self._manifest, None
-        if mine is not None:
+        if self._manifest is not None:
             self._require_base(replies)
+        self._is_installed = False
+        self._manifest = None
 
     def _require_base(self, replies: Replies) -> None:
         """Refuse to take another driver's version for the one that this driver went back to."""
@@ -244,24 +245,26 @@ class VLLMEngineAdapter(TransactionalAdapter):
         if held != self._base:
             self._end_pause()
             msg = (
-                f"another driver has updated this engine: it holds update {held}, expected "
-                f"{self._base}. Let one driver at a time update an engine; leave it to the other "
-                "one, or make a new executor and publish a later version."
+                "another driver has updated this engine, or it was started anew: it holds update "
+                f"{held}, expected {self._base}. Let one driver at a time update an engine; leave "
+                "it to the other one, or install a later version in full."
             )
             raise WeightUpdateRejectedError(msg)
 
     def take_over(self) -> None:
         """End what a driver that ended inside of an update left, and let requests go on.
 
-        What all ranks hold, proven, is committed; what they do not is taken back. Without anything
-        left, nothing happens. `prepare` does the same.
+        What all ranks hold, proven, is committed; what they do not is taken back, and what they
+        only staged is let go of. Without anything left, nothing happens, nor in the middle of an
+        update of this driver's own. `prepare` does the same.
 
         Raises:
             WeightBridgeError: the engine is gone, or could not be brought to one version.
 
         """
-        if not self._is_installed:
+        if self._manifest is None:
             self._look_at_ranks()
+            self._all("forget", {"reason": "its driver ended", "pauses": self._is_paused})
             self._end_pause()
 
     def abandon(self) -> None:
@@ -277,12 +280,13 @@ class VLLMEngineAdapter(TransactionalAdapter):
             self._end_pause()
 
     def commit(self) -> None:
-        """Let all ranks acknowledge."""
-        meant = self._meant()
+        """Let all ranks acknowledge. Called again, those that have done so say nothing more."""
+        if self._manifest is not None:
+            self._committed = self._base = self._manifest.update_id
         self._is_installed = self._may_have_run = False
         self._manifest = self._label_before = None
-        self._all("commit", meant)  # (behind the pause: they forget that there was one)
-        self._base = meant.get("update_id", self._base)
+        # (Behind the pause: they forget that there was one.)
+        self._all("commit", {"update_id": self._committed})
 
     def release(self, update_id: str) -> None:
         """Nothing is kept of an update: the engine has memory of its own."""
@@ -312,13 +316,16 @@ class VLLMEngineAdapter(TransactionalAdapter):
             )
             raise WeightBridgeUnavailableError(msg)
         replies = self._all("describe", {})
-        self._held, self._base = _version(replies[0]["weight_version"]), replies[0]["update_id"]
+        self._held = _version(replies[0]["weight_version"])
+        if not self._is_installed:  # else an undo is due that leads back to the one before
+            self._base = replies[0]["update_id"]
         if not self._is_paused and any(reply["pausing"] for reply in replies):
             # Who left an update half-way may have left its pause: that ends with this update.
             self._is_paused = self._handle.is_paused()
-        if any(
+        is_half_way = any(
             reply["torn"] or (reply["exchanged"] and not reply["installed"]) for reply in replies
-        ):
+        )
+        if is_half_way or (self._is_installed and self._manifest is None):  # as at the last look
             _LOG.warning("what was left half-way is undone")
             self._is_installed = self._may_have_run = True
             self._manifest = None  # whosever it is
@@ -334,7 +341,7 @@ class VLLMEngineAdapter(TransactionalAdapter):
             raise WeightUpdateRejectedError(_HELD)
         if self._label is not None and self._handle.label() is not None:
             self._handle.set_label(self._label(manifest))
-        self._all("commit", {"if_installed": True})
+        self._all("commit", {"if_installed": True, "pauses": self._is_paused})
         self._held, self._base = _version(manifest.weight_version), manifest.update_id
 
     def _meant(self) -> dict[str, Any]:

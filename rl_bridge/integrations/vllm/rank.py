@@ -181,7 +181,7 @@ class VLLMRank:
             undone = self._undo_quietly("another rank refused it")
             problem = problem or undone
         elif problem := tried(self.install):
-            self._forget_staged(problem)
+            self.forget_staged(problem)
         # (All of them failed, or none: they voted.)
         return first_said(problem, echo=_OTHER) if problem else ""
 
@@ -289,7 +289,7 @@ class VLLMRank:
             raise WeightUpdateRejectedError(msg)
         return {}
 
-    def _forget_staged(self, reason: str) -> None:
+    def forget_staged(self, reason: str) -> None:
         """Let go of what was staged and not begun to be installed."""
         if self._pending is not None and not self._is_installed:
             self._undo_quietly(reason)

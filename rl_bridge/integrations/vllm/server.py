@@ -60,25 +60,21 @@ class ServerHandle(EngineHandle):
         """Ask all workers. See `EngineHandle`."""
         # Without a deadline inside: vLLM would give up and take the late answers for the next ones.
         body = {"method": METHOD, "args": [verb, payload or {}]}
-        replies = self._post("collective_rpc", verb, json=body).get("results")
-        if not isinstance(replies, list) or not all(isinstance(r, dict) for r in replies):
-            msg = (
-                f"the server at {self._url} answered /collective_rpc with {str(replies)[:200]!r}, "
-                "expected one reply for each rank. Is it a vLLM server?"
-            )
-            raise WeightBridgeUnavailableError(msg)
+        told = self._post("collective_rpc", verb, json=body)
+        replies = told.get("results")
+        if not isinstance(replies, list) or not all(isinstance(r, dict) for r in replies or [0]):
+            raise self._strange("collective_rpc", told)
         return replies
 
     def data_parallel_size(self) -> int:
         """How many replicas there are behind the server."""
-        sizes = [
-            int(
-                self._send("GET", "get_world_size", "tell its size", params={"include_dp": flag})[
-                    "world_size"
-                ]
-            )
-            for flag in ("true", "false")
-        ]
+        sizes = []
+        for flag in ("true", "false"):
+            told = self._send("GET", "get_world_size", "tell its size", params={"include_dp": flag})
+            size = told.get("world_size")
+            if not isinstance(size, int) or size < 1:
+                raise self._strange("get_world_size", told)
+            sizes.append(size)
         return sizes[0] // sizes[1]
 
     def pause(self, mode: PauseMode) -> None:
@@ -91,7 +87,10 @@ class ServerHandle(EngineHandle):
 
     def is_paused(self) -> bool:
         """Whether it is stopped, by whomever."""
-        return bool(self._send("GET", "is_paused", "tell whether it is paused")["is_paused"])
+        told = self._send("GET", "is_paused", "tell whether it is paused")
+        if not isinstance(told.get("is_paused"), bool):
+            raise self._strange("is_paused", told)
+        return bool(told["is_paused"])
 
     def reset_caches(self, *, running: bool) -> bool:
         """Drop cached prefixes. Older servers do not say whether they could: taken for a no."""
@@ -114,7 +113,7 @@ class ServerHandle(EngineHandle):
         self._client.close()
         self._looker.close()
 
-    def _post(self, path: str, doing: str, **request: Any) -> Any:
+    def _post(self, path: str, doing: str, **request: Any) -> dict[str, Any]:
         return self._send("POST", path, doing, **request)
 
     def _request(self, doing: str, method: str, path: str, **request: Any) -> Any:
@@ -135,7 +134,7 @@ class ServerHandle(EngineHandle):
             return False  # busy, or as above; there is a deadline
         return bool(reply.status_code == self._httpx.codes.SERVICE_UNAVAILABLE)
 
-    def _send(self, method: str, path: str, doing: str, **request: Any) -> Any:
+    def _send(self, method: str, path: str, doing: str, **request: Any) -> dict[str, Any]:
         try:
             reply = self._request(doing, method, path, **request)
         except self._httpx.TimeoutException as error:
@@ -152,6 +151,19 @@ class ServerHandle(EngineHandle):
                 )
                 raise WeightBridgeUnavailableError(msg) from error
             raise lost(error, doing) from error
+        self._check_status(reply, path, doing)
+        try:
+            told = reply.json() if reply.content else {}
+        except ValueError:
+            told = reply.text
+        if isinstance(told, dict):
+            return told
+        if method == "POST" and path != "collective_rpc":
+            return {}  # done, in words of its own
+        raise self._strange(path, told)
+
+    def _check_status(self, reply: Any, path: str, doing: str) -> None:
+        """Raise what an answer that is no success stands for."""
         if reply.status_code == self._httpx.codes.NOT_FOUND:
             msg = (
                 f"the server at {self._url} has no route /{path}. Start it with "
@@ -176,7 +188,12 @@ class ServerHandle(EngineHandle):
                 f"{text}. See its log."
             )
             raise WeightBridgeUnavailableError(msg)
-        return reply.json() if reply.content else {}
+
+    def _strange(self, path: str, told: object) -> WeightBridgeUnavailableError:
+        return WeightBridgeUnavailableError(
+            f"the server at {self._url} answered /{path} with {str(told)[:200]!r}, which no vLLM "
+            "server does. Give the URL of one."
+        )
 
 
 def _errno(error: BaseException) -> int | None:
