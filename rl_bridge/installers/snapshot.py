@@ -11,7 +11,7 @@ from rl_bridge.memory.packing import raw_elements
 from rl_bridge.memory.passes import BytePlan
 from rl_bridge.memory.pins import Pin, anonymous_pin
 from rl_bridge.memory.plain import not_plain
-from rl_bridge.memory.spare import spare_pages
+from rl_bridge.memory.spare import huge_pages, spare_pages
 
 __all__ = ["Snapshot", "every_engine_tensor"]
 
@@ -123,7 +123,9 @@ class Snapshot:
 def _room(nbytes: int, offered: Pin | None) -> Pin:
     if offered is not None and offered.nbytes == vm.round_up(max(nbytes, 1)):
         return offered
-    return anonymous_pin(nbytes)
+    made = anonymous_pin(nbytes)
+    huge_pages(made.address, made.nbytes)
+    return made
 
 
 def _same_view(one: torch.Tensor, other: torch.Tensor) -> bool:

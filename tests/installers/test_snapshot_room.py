@@ -5,7 +5,8 @@ from pathlib import Path
 import torch
 
 from rl_bridge.installers.snapshot import Snapshot
-from rl_bridge.memory.pins import Pin
+from rl_bridge.memory.pins import Pin, anonymous_pin
+from rl_bridge.memory.spare import huge_pages
 
 ELEMENTS = 1 << 20
 
@@ -16,17 +17,24 @@ def engine(elements: int = ELEMENTS) -> torch.nn.Linear:
     return model
 
 
-def kept_nbytes(room: Pin) -> int:
-    """What the kernel may not take of the mapping that this memory is in."""
-    inside, kib = False, {"Rss:": 0, "LazyFree:": 0}
+def told(room: Pin) -> dict[str, list[str]]:
+    """What the kernel tells of the mapping that this memory is in."""
+    inside = False
+    facts: dict[str, list[str]] = {}
     for line in Path("/proc/self/smaps").read_text("utf-8").splitlines():
-        first, second = line.split()[:2]
+        first, *rest = line.split()
         if not first.endswith(":"):
             start, end = (int(part, 16) for part in first.split("-"))
             inside = start <= room.address < end
-        elif inside and first in kib:
-            kib[first] += int(second)
-    return (kib["Rss:"] - kib["LazyFree:"]) << 10
+        elif inside:
+            facts[first] = rest
+    return facts
+
+
+def kept_nbytes(room: Pin) -> int:
+    """What the kernel may not take of it."""
+    facts = told(room)
+    return (int(facts["Rss:"][0]) - int(facts["LazyFree:"][0])) << 10
 
 
 def test_a_snapshot_in_the_room_of_another_brings_its_own_bytes_back() -> None:
@@ -64,3 +72,11 @@ def test_room_of_another_size_is_not_used() -> None:
     snapshot.restore()
     assert torch.equal(model.weight, expected)
     assert snapshot.give_room() is not room
+
+
+def test_room_may_be_huge_pages_where_the_kernel_has_them() -> None:
+    """Small ones that it might have taken take a page fault each, as long as the copy itself."""
+    made = anonymous_pin(4 << 20)
+    has_them = huge_pages(made.address, made.nbytes)
+    room = Snapshot(engine()).give_room()
+    assert ("hg" in told(room)["VmFlags:"]) == has_them
