@@ -146,6 +146,7 @@ def serve(
         server_header=False,
         log_level="info",
         ws="none",
+        workers=1,  # named: without it WEB_CONCURRENCY of the environment would count
         limit_concurrency=config.max_connections,
         timeout_keep_alive=_KEEP_ALIVE_S,
         timeout_graceful_shutdown=_GRACE_S,
