@@ -17,6 +17,7 @@ import torch
 
 from rl_bridge.bridge.bridges import make_weight_bridge
 from rl_bridge.cli import environment, measure, probes
+from rl_bridge.integrations import engine_probe
 from rl_bridge.integrations.sglang import probe as sglang
 from rl_bridge.integrations.vllm import probe as vllm
 from rl_bridge.memory import leases, vm
@@ -93,7 +94,7 @@ def test_doctor_has_a_row_for_each_feature_of_an_installed_sglang(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(sglang, "version", lambda: "0.5.2")
-    monkeypatch.setattr(sglang, "_ask", lambda _: {"sglang plugin": "no plugins"})
+    monkeypatch.setattr(engine_probe, "_ask", lambda *_: {"sglang plugin": "no plugins"})
     said = call("doctor", "--json")
     found = checks(said)
     assert found.keys() >= sglang.FEATURES.keys()
@@ -118,7 +119,7 @@ def test_doctor_has_a_row_for_each_feature_of_an_installed_vllm(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(vllm, "version", lambda: "0.30.0")
-    monkeypatch.setattr(vllm, "_ask", lambda _: {"vllm version spans": "no spans"})
+    monkeypatch.setattr(engine_probe, "_ask", lambda *_: {"vllm version spans": "no spans"})
     said = call("doctor", "--json")
     found = checks(said)
     assert found.keys() >= vllm.FEATURES.keys()

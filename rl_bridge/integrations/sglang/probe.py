@@ -1,21 +1,13 @@
-"""What the SGLang of this environment can do for us: asked of SGLang itself, in a child process.
+"""What the SGLang of this environment can do for us: see `rl_bridge.integrations.engine_probe`."""
 
-Importing SGLang takes ten seconds and more, and may take a GPU, or the process, along. So a child
-does it, and answers in JSON.
-"""
-
-import json
-import re
-import subprocess
-import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from importlib import metadata
 from importlib.util import find_spec
 from typing import Any
 
-from rl_bridge.errors import WeightBridgeUnavailableError
 from rl_bridge.installers.sglang.parts import MINIMUM, require, version
+from rl_bridge.integrations import engine_probe
+from rl_bridge.integrations.engine_probe import TIMEOUT_S, Feature
 from rl_bridge.integrations.sglang.handles import METHODS
 from rl_bridge.integrations.sglang.plugin import ANSWERED, GUARDED, NAME
 from rl_bridge.transports.base import Availability
@@ -24,24 +16,7 @@ __all__ = ["FEATURES", "INSTALL", "Feature", "look", "probe", "version"]
 
 INSTALL = "pip install 'rl-bridge[sglang]'"
 _CHILD = "from rl_bridge.integrations.sglang.probe import look; look()"
-_TIMEOUT_S = 180.0
 _GROUP = "sglang.srt.plugins"
-
-
-@dataclass(frozen=True, slots=True)
-class Feature:
-    """Something that SGLang must have for one of our ways of serving it.
-
-    Attributes:
-        purpose: what it is good for.
-        attempt: tries it; returns what is missing, or None.
-        remedy: what to do where it is blocked.
-
-    """
-
-    purpose: str
-    attempt: Callable[[], str | None]
-    remedy: str
 
 
 def _plugin() -> str | None:
@@ -94,89 +69,50 @@ _UPGRADE = f"Upgrade SGLang: {INSTALL}."
 FEATURES: Mapping[str, Feature] = {
     "sglang plugin": Feature(
         "SGLang loads rl_bridge in its scheduler's process",
+        MINIMUM,
         _plugin,
         "Install rl_bridge in the engine's environment; where SGLANG_PLUGINS is set, add it there.",
     ),
     "sglang executor": Feature(
         "SGLangInstallAdapter: an Engine, updated by the transport that it shares",
+        MINIMUM,
         _routes(*_CONTROL, "update_weight_version"),
         _UPGRADE,
     ),
     "sglang server": Feature(
-        "SGLangInstallAdapter with a URL", _server, "Install it: pip install 'rl-bridge[sglang]'."
+        "SGLangInstallAdapter with a URL",
+        MINIMUM,
+        _server,
+        "Install it: pip install 'rl-bridge[sglang]'.",
     ),
     "sglang tensor": Feature(
         "route='tensor': a flattened bucket in shared memory, in a session",
+        MINIMUM,
         _routes(*_SESSION, "update_weights_from_tensor"),
         _UPGRADE,
     ),
     "sglang distributed": Feature(
         "route='distributed': a flattened bucket over a process group, in a session",
+        MINIMUM,
         _routes(*_SESSION, *_GROUP_ROUTES, "update_weights_from_distributed"),
         _UPGRADE,
     ),
     "sglang disk": Feature(
-        "route='disk': checkpoints in a folder", _disk, "Install it: pip install safetensors."
+        "route='disk': checkpoints in a folder",
+        MINIMUM,
+        _disk,
+        "Install it: pip install safetensors.",
     ),
 }
 
 
 def look() -> None:
     """Try every feature in this process, and print the causes as one line of JSON."""
-    causes: dict[str, str | None] = {}
-    for name, feature in FEATURES.items():
-        try:
-            causes[name] = feature.attempt()
-        except WeightBridgeUnavailableError as error:
-            causes[name] = str(error).partition(". ")[0]
-        except Exception as error:  # noqa: BLE001 - whatever SGLang raises is the answer
-            causes[name] = f"{type(error).__name__}: {error}"
-    sys.stdout.write(f"{json.dumps(causes)}\n")
+    engine_probe.look(FEATURES)
 
 
-def probe(*, timeout_s: float = _TIMEOUT_S) -> list[Availability]:
+def probe(*, timeout_s: float = TIMEOUT_S) -> list[Availability]:
     """What works here, one entry for each of `FEATURES`; empty where SGLang is not installed."""
-    found = version()
-    if found is None:
-        return []
-    causes = _ask(timeout_s)
-    return [
-        _availability(name, feature, found, causes if isinstance(causes, str) else causes.get(name))
-        for name, feature in FEATURES.items()
-    ]
-
-
-def _availability(name: str, feature: Feature, found: str, cause: str | None) -> Availability:
-    if cause is None:
-        return Availability(name, "pass")
-    if _numbers(found) < _numbers(MINIMUM):
-        cause = f"SGLang {found} is installed, expected {MINIMUM} or later"
-        return Availability(name, "blocked", cause, _UPGRADE)
-    return Availability(name, "blocked", cause, feature.remedy)
-
-
-def _ask(timeout_s: float) -> dict[str, str | None] | str:
-    """The causes that a child found; a text if it found none because it broke."""
-    try:
-        child = subprocess.run(  # noqa: S603 - our own interpreter, our own words
-            [sys.executable, "-c", _CHILD],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=timeout_s,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        return f"SGLang was not imported within {timeout_s:.0f} s"
-    last = child.stdout.strip().rpartition("\n")[2]
-    try:
-        causes: dict[str, str | None] = json.loads(last)
-    except json.JSONDecodeError:
-        said = child.stderr.strip().rpartition("\n")[2] or f"exit code {child.returncode}"
-        return f"SGLang cannot be imported: {said}"
-    return causes
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    matched = re.match(r"\d+(?:\.\d+)*", text)
-    return tuple(map(int, matched[0].split("."))) if matched else ()
+    return engine_probe.probe(
+        "SGLang", FEATURES, found=version(), child=_CHILD, upgrade=_UPGRADE, timeout_s=timeout_s
+    )

