@@ -11,6 +11,7 @@ from rl_bridge.extractors.base import RankTensor, WeightExtractor
 from rl_bridge.extractors.chunks import DEFAULT_CHUNK_NBYTES, require_dense
 from rl_bridge.extractors.layouts import whole_piece
 from rl_bridge.extractors.names import Adapters, ModelNames, naming_of
+from rl_bridge.memory.module_state import plain_state
 
 __all__ = ["Source", "StateDictExtractor", "named_tensors", "trainable_names"]
 
@@ -37,6 +38,17 @@ def named_tensors(source: Source) -> dict[str, torch.Tensor]:
 
     """
     if isinstance(source, torch.nn.Module):
+        plain = plain_state(source)
+        if plain is not None:
+            return plain
+    elif isinstance(source, Mapping) and _is_plain(source):
+        return dict(source)
+    return _checked(source)
+
+
+def _checked(source: Source) -> dict[str, torch.Tensor]:
+    """The names and tensors of anything that may hold something else, looked at one by one."""
+    if isinstance(source, torch.nn.Module):
         # keep_vars: the parameters themselves instead of a new detached tensor for each, so that
         # the next step's publish recognises them.
         items: Iterable[tuple[object, object]] = source.state_dict(keep_vars=True).items()
@@ -50,8 +62,6 @@ def named_tensors(source: Source) -> dict[str, torch.Tensor]:
         raise IncompatibleUpdate(msg)
     else:
         items = _kept(_pairs(source))
-    if isinstance(source, Mapping) and _is_plain(source):
-        return dict(source)
     found: dict[str, torch.Tensor] = {}
     for name, tensor in items:
         if not isinstance(name, str):

@@ -1,7 +1,8 @@
 """The no-op and wrong-payload detector (G11): compare an update with the one before it.
 
 A trainer that publishes the frozen base, forgets to merge an adapter, or casts to a narrower dtype
-sends a perfectly valid update. Once digests exist, seeing that costs nothing.
+sends a perfectly valid update. Once digests exist, seeing that costs nothing. Narrower is every
+dtype that lacks numbers which the one before it had, at the same width too: float16 after bfloat16.
 """
 
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from typing import NoReturn
 import numpy as np
 
 from rl_bridge.manifest.digest import DIGEST_NBYTES
-from rl_bridge.manifest.dtypes import DTYPE_NBYTES
+from rl_bridge.manifest.dtypes import narrows
 from rl_bridge.manifest.group import GroupManifest
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.manifest.table import TensorTable
@@ -85,8 +86,12 @@ def compare(
         findings = _of_trainable(version, _unchanged_trainable(previous, update))
     names = narrowed(previous.table, update.table)
     if names:
+        changes = tuple(
+            f"{name} ({_dtype(previous.table, name)} to {_dtype(update.table, name)})"
+            for name in names
+        )
         message = (
-            f"{version} narrows the dtype of {len(names)} tensors: {_some(names)}. "
+            f"{version} narrows the dtype of {len(names)} tensors: {_some(changes)}. "
             "Publish them as they were, or start a new publisher for the new wire dtype."
         )
         findings.append(Finding(Kind.DTYPE_NARROWED, names, message))
@@ -161,15 +166,18 @@ def _unchanged_trainable(
 
 
 def narrowed(before: TensorTable, after: TensorTable) -> tuple[str, ...]:
-    """Names whose items have fewer bytes in `after` than in `before`."""
+    """Names whose dtype in `after` lacks numbers that the one in `before` has."""
     if before.dtypes == after.dtypes and before.names == after.names:
         return ()
     return tuple(
         name
         for name, row in after.rows.items()
-        if name in before.rows
-        and DTYPE_NBYTES[after.dtypes[row]] < DTYPE_NBYTES[before.dtypes[before.rows[name]]]
+        if name in before.rows and narrows(_dtype(before, name), after.dtypes[row])
     )
+
+
+def _dtype(table: TensorTable, name: str) -> str:
+    return table.dtypes[table.rows[name]]
 
 
 def mismatch(manifest: WeightUpdateManifest, found: bytes) -> str:

@@ -15,7 +15,7 @@ import torch
 
 from rl_bridge.memory.passes import native_module
 
-__all__ = ["ModuleState"]
+__all__ = ["ModuleState", "plain_state"]
 
 # Where a module keeps what its state dict is made of, then what else decides about it.
 _DICTS = ("_parameters", "_buffers", "_modules")
@@ -61,7 +61,7 @@ class ModuleState:
         self._is_cached = False  # until all of it is noted: an interrupt may come in between
         self._tensors, self._modules = {}, []
         self._kind = type(self._module)
-        is_plain = self._walk_plain(self._module, "", {})
+        is_plain = _collect(self._module, "", {}, self._tensors, self._modules)
         if not is_plain:
             found = self._module.state_dict(keep_vars=True)
             self._tensors = {n: item for n, item in found.items() if isinstance(item, torch.Tensor)}
@@ -74,29 +74,45 @@ class ModuleState:
         self._values = [value for part in dicts for value in part.values()]
         self._is_cached = is_plain
 
-    def _walk_plain(self, module: torch.nn.Module, prefix: str, kinds: dict[type, bool]) -> bool:
-        """Collect what ``state_dict`` would, in its order; False where a module has its own way.
 
-        Three times as fast as ``state_dict`` followed by ``modules``; `kinds` remembers classes.
-        """
-        own, kind = module.__dict__, type(module)
-        if kind not in kinds:
-            kinds[kind] = _is_plain(kind)
-        if not (kinds[kind] and _is_plainly_filled(own)):
+def plain_state(module: torch.nn.Module) -> dict[str, torch.Tensor] | None:
+    """What ``state_dict(keep_vars=True)`` gives, in a fraction of its time; nothing is kept.
+
+    None where the module, or a part of it, has its own way.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    return tensors if _collect(module, "", {}, tensors, []) else None
+
+
+def _collect(
+    module: torch.nn.Module,
+    prefix: str,
+    kinds: dict[type, bool],
+    tensors: dict[str, torch.Tensor],
+    modules: list[torch.nn.Module],
+) -> bool:
+    """Collect what ``state_dict`` would, in its order; False where a module has its own way.
+
+    Three times as fast as ``state_dict`` followed by ``modules``; `kinds` remembers classes.
+    """
+    own, kind = module.__dict__, type(module)
+    if kind not in kinds:
+        kinds[kind] = _is_plain(kind)
+    if not (kinds[kind] and _is_plainly_filled(own)):
+        return False
+    modules.append(module)
+    temporary = own["_non_persistent_buffers_set"]
+    for kept, left_out in ((own["_parameters"], ()), (own["_buffers"], temporary)):
+        for name, item in kept.items():
+            if item is None or name in left_out:
+                continue
+            if not isinstance(item, torch.Tensor):
+                return False  # put there by hand: what becomes of it, its reader decides
+            tensors[prefix + name] = item
+    for name, child in own["_modules"].items():
+        if child is not None and not _collect(child, f"{prefix}{name}.", kinds, tensors, modules):
             return False
-        self._modules.append(module)
-        tensors = self._tensors
-        for name, parameter in own["_parameters"].items():
-            if isinstance(parameter, torch.Tensor):
-                tensors[prefix + name] = parameter
-        temporary = own["_non_persistent_buffers_set"]
-        for name, buffer in own["_buffers"].items():
-            if isinstance(buffer, torch.Tensor) and name not in temporary:
-                tensors[prefix + name] = buffer
-        for name, child in own["_modules"].items():
-            if child is not None and not self._walk_plain(child, f"{prefix}{name}.", kinds):
-                return False
-        return True
+    return True
 
 
 def _is_plain(kind: type[torch.nn.Module]) -> bool:

@@ -144,6 +144,7 @@ class PackPlan:
             {name: (dtype_name(tensor), tuple(tensor.shape)) for name, tensor in stored.items()},
             ties=ties,
             trainable=trainable,
+            device=self._place.device.type,
         )
         self.table = KNOWN_LAYOUTS.add(table)
         self.byte_plan = self._place.plan(self.table.nbytes_column)

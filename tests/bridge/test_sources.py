@@ -1,5 +1,7 @@
 """What people publish by mistake is told in words that say what to write instead."""
 
+import gc
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -140,3 +142,32 @@ def test_every_refusal_leaves_the_version_free(trainer: SharedMemoryTensorBridge
         with pytest.raises(WeightBridgeError):
             trainer.publish(source, weight_version=1)
     trainer.publish(weights(), weight_version=1)
+
+
+def test_a_module_is_published_without_its_state_dict_being_made(
+    trainer: SharedMemoryTensorBridge, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+    expected = list(model.state_dict())
+    monkeypatch.setattr(torch.nn.Module, "state_dict", lambda *_, **__: pytest.fail("made"))
+    manifest = trainer.publish(model, weight_version=1)
+    assert list(manifest.tensors) == sorted(expected)
+
+
+@pytest.mark.parametrize("where", ["_parameters", "_buffers"])
+def test_what_was_put_into_a_module_by_hand_and_is_no_tensor_is_refused(
+    where: str, trainer: SharedMemoryTensorBridge
+) -> None:
+    model = torch.nn.Linear(2, 2)
+    getattr(model, where)["odd"] = 1.0
+    with pytest.raises(IncompatibleUpdate, match="'odd' is a float, expected a tensor"):
+        trainer.publish(model, weight_version=1)
+
+
+def test_a_published_module_is_not_kept(trainer: SharedMemoryTensorBridge) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    gone = weakref.ref(model[0])
+    trainer.publish(model, weight_version=1)
+    del model
+    gc.collect()
+    assert gone() is None

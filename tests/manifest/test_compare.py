@@ -85,7 +85,10 @@ def test_declaring_more_trainable_tensors_changes_the_layout_and_still_compares(
     [
         ("float32", "bfloat16", True),
         ("float32", "float64", False),
-        ("bfloat16", "float16", False),
+        ("bfloat16", "float32", False),
+        ("bfloat16", "float16", True),
+        ("float32", "int32", True),
+        ("int32", "int64", False),
         ("float16", "float8_e4m3fn", True),
     ],
 )
@@ -95,7 +98,7 @@ def test_a_narrower_dtype_is_named(before: str, after: str, is_narrower: bool) -
     assert kinds(found) == ([Kind.DTYPE_NARROWED] if is_narrower else [])
     if is_narrower:
         assert found[0].names == ("a",)
-        assert "narrows the dtype of 1 tensors: a" in found[0].message
+        assert f"narrows the dtype of 1 tensors: a ({before} to {after})" in found[0].message
         assert "start a new publisher" in found[0].message
 
 

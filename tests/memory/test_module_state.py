@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from rl_bridge.memory import module_state, passes
-from rl_bridge.memory.module_state import ModuleState
+from rl_bridge.memory.module_state import ModuleState, plain_state
 
 
 @pytest.fixture(params=["compiled", "python"], autouse=True)
@@ -113,6 +113,9 @@ def test_a_change_of_structure_is_seen(change: Callable[[torch.nn.Module], None]
     change(module)
     assert _agrees(state, module)
     assert _agrees(state, module), "and stays seen"
+    plain = plain_state(module)
+    assert (plain is None) is bool(module._state_dict_hooks)
+    assert plain is None or list(plain) == list(module.state_dict())
 
 
 def test_nothing_is_walked_again_where_nothing_changed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,3 +148,11 @@ def test_a_module_with_a_state_dict_of_its_own_is_walked_every_time() -> None:
     assert set(state.tensors()) == {"0.one"}
     moody.shown = "two"
     assert set(state.tensors()) == {"0.two"}
+
+
+@pytest.mark.parametrize("where", ["_parameters", "_buffers"])
+def test_what_is_no_tensor_is_left_to_torch(where: str) -> None:
+    module = build()
+    getattr(module.get_submodule("0"), where)["odd"] = 1.0
+    assert plain_state(module) is None
+    assert "0.odd" not in ModuleState(module).tensors()

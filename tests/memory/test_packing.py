@@ -14,6 +14,7 @@ from rl_bridge.memory import vm
 from rl_bridge.memory.facts import tensor_key
 from rl_bridge.memory.packing import PackPlan, dtype_name
 from rl_bridge.memory.pins import anonymous_pin
+from rl_bridge.memory.places import CPUPlace
 from rl_bridge.testing.strategies import bytes_of
 
 State = dict[str, torch.Tensor]
@@ -324,3 +325,16 @@ def test_a_strided_tensor_has_no_bytes_in_place() -> None:
     tensors = {"a": torch.zeros(3), "t": torch.zeros(4, 3).t()}
     with pytest.raises(WeightBridgeUnavailableError, match="'t' is not contiguous"):
         PackPlan(tensors).digest_in_place(tensors)
+
+
+def test_a_layout_names_the_memory_that_its_bytes_lie_in() -> None:
+    class OnAGPU(CPUPlace):
+        device = torch.device("cuda", 1)
+
+        def not_plain(self, tensor: torch.Tensor) -> str | None:
+            del tensor
+            return None
+
+    tensors = {"w": torch.ones(2)}
+    assert PackPlan(tensors).table.device == "cpu"
+    assert PackPlan(tensors, place=OnAGPU()).table.device == "cuda"  # which one, its handle says
