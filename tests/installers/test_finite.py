@@ -31,7 +31,9 @@ def test_the_largest_numbers_are_numbers(dtype: torch.dtype) -> None:
 
 
 def test_what_cannot_be_infinite_and_what_is_empty_is_passed_over() -> None:
-    check_finite({"i": torch.ones(2, dtype=torch.int64), "e": torch.empty(0)}, ["i", "e"])
+    pairs = torch.full((4,), 0x7F, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
+    tensors = {"i": torch.ones(2, dtype=torch.int64), "e": torch.empty(0), "p": pairs}
+    check_finite(tensors, tensors)
 
 
 @pytest.mark.parametrize("num_threads", [1, 3, None])
