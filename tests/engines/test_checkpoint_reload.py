@@ -13,6 +13,7 @@ from rl_bridge import (
     RolloutExecutor,
     TornEngine,
     WeightBridgeUnavailableError,
+    WeightUpdateRejectedError,
     make_weight_bridge,
 )
 from rl_bridge.integrations.vllm.checkpoint_reload import VLLMCheckpointReloadAdapter
@@ -131,15 +132,43 @@ def test_what_is_not_the_engines_model_is_refused_before_a_file_is_written(
     ):
         with pytest.raises(IncompatibleUpdate, match="not those of the engine's checkpoint"):
             executor.update_weights(trainer.publish(wrong))
+    broken = {**weights[1], name: weights[1][name] * float("nan")}
+    with pytest.raises(IncompatibleUpdate, match="NaN or Inf"):
+        executor.update_weights(trainer.publish(broken))
     assert not list((tmp_path / "versions").iterdir())
+
+
+def test_a_cache_that_cannot_be_dropped_is_an_update_that_failed(
+    llm: Any, executor: RolloutExecutor, fresh: Any, weights: Any, trainer: Trainer
+) -> None:
+    real, told = llm.reset_prefix_cache, [False]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            llm, "reset_prefix_cache", lambda **options: told.pop() if told else real(**options)
+        )
+        with pytest.raises(WeightUpdateRejectedError, match="hold cached blocks"):
+            executor.update_weights(trainer.publish(weights[1]))
+        assert not told
+        assert answers(llm) == fresh[0]
+        told += [False, False]
+        with pytest.raises(TornEngine, match="hold cached blocks"):
+            executor.update_weights(trainer.publish(weights[1]))
+    executor.recover()
+    assert answers(llm) == fresh[0]
 
 
 def test_an_engine_that_vllm_reloads_wrong_is_refused(llm: Any, tmp_path: Path) -> None:
     config = llm.llm_engine.vllm_config.model_config
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(config.hf_config, "tie_word_embeddings", True)
-        with pytest.raises(WeightBridgeUnavailableError, match="tied embeddings wrong"):
-            VLLMCheckpointReloadAdapter(llm, tmp_path)
+    kind = type(config)
+    for owner, name, value, told in (
+        (config.hf_config, "tie_word_embeddings", True, "tied embeddings"),
+        (kind, "use_mla", True, "latent attention"),
+        (kind, "get_num_experts", lambda _: 4, "packed experts"),
+    ):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(owner, name, value)
+            with pytest.raises(WeightBridgeUnavailableError, match=f"{told} wrong"):
+                VLLMCheckpointReloadAdapter(llm, tmp_path)
     with pytest.raises(WeightBridgeUnavailableError, match="Pass checkpoint="):
         VLLMCheckpointReloadAdapter(llm, tmp_path, checkpoint=tmp_path)
     with pytest.raises(TypeError, match="expected an LLM"):

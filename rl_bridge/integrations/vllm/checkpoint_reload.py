@@ -18,8 +18,10 @@ from rl_bridge.errors import (
     IncompatibleUpdate,
     TornEngine,
     WeightBridgeUnavailableError,
+    WeightUpdateRejectedError,
 )
 from rl_bridge.installers.base import InstallProof, TransactionalAdapter
+from rl_bridge.installers.finite import check_finite
 from rl_bridge.installers.vllm.parts import require
 from rl_bridge.integrations.vllm.handles import LLMHandle
 from rl_bridge.manifest.model import WeightUpdateManifest
@@ -59,7 +61,8 @@ class VLLMCheckpointReloadAdapter(TransactionalAdapter):
       must be cleared first, by a function that engines in other processes take only where
       ``VLLM_ALLOW_INSECURE_SERIALIZATION=1`` is set: without it, they are torn then.
     * Nothing of what the workers hold is read: the proof is ``unproven``.
-    * vLLM on the CPU does not reload tied embeddings: such engines are refused.
+    * vLLM on the CPU does not reload tied embeddings, packed experts and quantized layers rightly,
+      and fails on latent attention: such engines are refused.
     * A folder of two versions' size, on all workers' machines; the engine's configuration names it
       afterwards, so it must outlive the engine.
     """
@@ -109,10 +112,9 @@ class VLLMCheckpointReloadAdapter(TransactionalAdapter):
         """Compare with the engine's checkpoint; nothing is written yet.
 
         Raises:
-            IncompatibleUpdate: names, dtypes or shapes differ.
+            IncompatibleUpdate: names, dtypes or shapes differ, or numbers are not finite.
 
         """
-        del tensors
         table = manifest.table
         sent: Kinds = {
             name: (table.dtypes[row], tuple(table.shapes[row])) for name, row in table.rows.items()
@@ -131,6 +133,7 @@ class VLLMCheckpointReloadAdapter(TransactionalAdapter):
                 f"{different[:_SHOWN]}. Publish the model that the engine serves."
             )
             raise IncompatibleUpdate(msg)
+        check_finite(tensors, self._kinds)
 
     def install(self, manifest: WeightUpdateManifest, tensors: Mapping[str, torch.Tensor]) -> None:
         """Write the version, pause, and let all workers reload it.
@@ -160,8 +163,13 @@ class VLLMCheckpointReloadAdapter(TransactionalAdapter):
         return InstallProof(method="unproven")
 
     def resume(self) -> None:
-        """Drop what the old weights cached, and let requests go on."""
-        self._engine.reset_caches(running=True)
+        """Drop what the old weights cached, and let requests go on.
+
+        Raises:
+            WeightUpdateRejectedError: requests hold cached blocks.
+
+        """
+        self._drop_caches()
         self._go_on()
 
     def undo(self) -> None:
@@ -174,13 +182,13 @@ class VLLMCheckpointReloadAdapter(TransactionalAdapter):
         if self._has_begun:
             try:
                 self._reload(self._active)
-                self._engine.reset_caches(running=True)
+                self._drop_caches()
             except EngineLost as error:
                 raise TornEngine(str(error)) from error
             except Exception as error:
                 msg = (
-                    f"the engine could not reload {self._active} ({type(error).__name__}: "
-                    f"{error}). Start a fresh engine."
+                    f"the engine could not go back to {self._active} ({type(error).__name__}: "
+                    f"{error}). Call recover(), or start a fresh engine."
                 )
                 raise TornEngine(msg) from error
             self._has_begun = False
@@ -206,6 +214,14 @@ class VLLMCheckpointReloadAdapter(TransactionalAdapter):
         self._is_half_way = True
         self._engine.reload(folder)
         self._is_half_way = False
+
+    def _drop_caches(self) -> None:
+        if not self._engine.reset_caches(running=True):
+            msg = (
+                "requests hold cached blocks of other weights, so the prefix cache cannot be "
+                "reset. Try again when a KV connector is done."
+            )
+            raise WeightUpdateRejectedError(msg)
 
     def _go_on(self) -> None:
         if self._is_paused:
@@ -253,17 +269,21 @@ def _abort_reload(worker: Any) -> None:
 
 
 def _check_reloadable(config: Any) -> None:
-    """Refuse what vLLM reloads without an error and wrong."""
+    """Refuse what vLLM reloads without an error and wrong, or cannot reload."""
     if getattr(config.device_config, "device_type", "") != "cpu":
         return
-    reason = ""
-    if getattr(config.model_config.hf_config, "tie_word_embeddings", False):
+    reason, model = "", config.model_config
+    if getattr(model.hf_config, "tie_word_embeddings", False):
         reason = "tied embeddings"
-    elif config.model_config.quantization is not None:
-        reason = f"{config.model_config.quantization} layers"
+    elif model.quantization is not None:
+        reason = f"{model.quantization} layers"
+    elif model.use_mla:
+        reason = "latent attention"
+    elif model.get_num_experts() > 0:
+        reason = "packed experts"
     if reason:
         msg = (
-            f"vLLM's own reload leaves {reason} wrong on the CPU, without an error. Use "
+            f"vLLM's own reload leaves {reason} wrong on the CPU, without an error, or fails. Use "
             "VLLMEngineAdapter, or VLLMReloadAdapter in the worker."
         )
         raise WeightBridgeUnavailableError(msg)
