@@ -5,6 +5,7 @@ its own: sealed when the method returns, released when Ray collects it.
 """
 
 import os
+import threading
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -38,6 +39,8 @@ class DirectTransport(TensorTransportManager):  # type: ignore[misc]  # Ray has 
     def __init__(self) -> None:
         """Open nothing yet: Ray makes one in the driver too."""
         self._bridge: TensorBridge | None = None
+        # An actor may run several methods at a time, and each may return tensors.
+        self._lock = threading.Lock()
         self._published: dict[str, str] = {}
         self._num_published = 0
 
@@ -82,9 +85,11 @@ class DirectTransport(TensorTransportManager):  # type: ignore[misc]  # Ray has 
                 "Return it with .cpu(), or use Ray's own transports for GPUs."
             )
         if tensors:
-            self._num_published += 1
-            manifest = self._own_bridge().publish(tensors, weight_version=self._num_published)
-            self._published[obj_id] = manifest.update_id
+            bridge = self._own_bridge()
+            with self._lock:
+                self._num_published += 1
+                manifest = bridge.publish(tensors, weight_version=self._num_published)
+                self._published[obj_id] = manifest.update_id
             # Ray pickles its own class; of ours there are bytes in it.
             vars(metadata)[_MANIFEST] = manifest.to_json().encode()
         return metadata
@@ -151,14 +156,15 @@ class DirectTransport(TensorTransportManager):  # type: ignore[misc]  # Ray has 
         """Nothing is left behind by a transfer that failed."""
 
     def _own_bridge(self) -> TensorBridge:
-        if self._bridge is None:
-            self._bridge = make_weight_bridge(
-                **self._carrier(),
-                source_worker=f"ray-{os.getpid()}",
-                suspicious="off",
-                max_slots=_MAX_OBJECTS,
-            )
-        return self._bridge
+        with self._lock:
+            if self._bridge is None:
+                self._bridge = make_weight_bridge(
+                    **self._carrier(),
+                    source_worker=f"ray-{os.getpid()}",
+                    suspicious="off",
+                    max_slots=_MAX_OBJECTS,
+                )
+            return self._bridge
 
     def _carrier(self) -> dict[str, Any]:
         """Transport and options of the bridge."""

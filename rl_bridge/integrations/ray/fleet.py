@@ -199,18 +199,16 @@ class RolloutFleet:
         calls = {
             name: member.actor.update_weights.remote(manifests[member.choice.lane])
             for name, member in self._members.items()
+            if member.choice.lane in manifests
         }
+        if len(calls) < len(self._members):
+            self._trainers.look_again()  # Ray started it anew: it has none of its lanes
         answers: dict[str, RolloutAnswer] = {}
         lost: dict[str, WeightBridgeError] = {}
-        for name, reference in calls.items():
-            member = self._members[name]
+        for name, member in list(self._members.items()):
             member.answer = None
             try:
-                what = f"install version {weight_version}"
-                answer = _answer(result_of(name, what, reference, deadline))
-                if answer.outcome == "unjoined":  # Ray started it anew: it knows nothing
-                    self.join(name, member.actor)
-                    answer = self._members[name].answer or answer
+                answer = self._installed(name, member, calls.get(name), deadline)
             except WeightBridgeError as error:
                 lost[name] = error
                 _LOG.warning("rollout %s has not version %s: %s", name, weight_version, error)
@@ -222,6 +220,30 @@ class RolloutFleet:
             answers=MappingProxyType(answers),
             lost=MappingProxyType(lost),
         )
+
+    def _installed(
+        self, name: str, member: _Member, reference: Any, deadline: Deadline
+    ) -> RolloutAnswer:
+        """A rollout's answer to the current version; it joins again where that is what it takes.
+
+        Raises:
+            WeightBridgeError: there is none. It stays a member, and is asked again next time.
+
+        """
+        if reference is not None:
+            what = f"install version {self.weight_version}"
+            answer = _answer(result_of(name, what, reference, deadline))
+            if answer.outcome != "unjoined":
+                return answer
+        # Ray started it anew, or the trainer: one of the two knows nothing of the other.
+        try:
+            self.join(name, member.actor)
+        except BaseException:
+            self._members.setdefault(name, member)
+            raise
+        joined = self._members[name].answer
+        assert joined is not None  # what has joined has answered
+        return joined
 
     def ask(self, name: str) -> RolloutAnswer:
         """Ask a rollout what it holds; one that missed its deadline may be routable after it.

@@ -39,14 +39,14 @@ class Trainers:
         if not self._actors:
             raise ValueError("trainer=[]: expected the actors of a group's ranks.")
         self._store: Any = None
+        self._facts: list[SideFacts] = []
         deadline = Deadline(timeout_s)
         if self.is_group:
             self.current = self._seat(deadline)
         else:
             (told,) = self._ask("answer", "weight_announcement", deadline)
             self.current = Announcement.from_json(told)
-        facts = self._ask("answer", "weight_facts", deadline)
-        self._facts = [SideFacts.from_json(one) for one in facts]
+        self._sides(deadline)
 
     def _seat(self, deadline: Deadline) -> Announcement:
         # Placed by Ray; it goes when the last handle does.
@@ -71,6 +71,17 @@ class Trainers:
         told = self._ask("join its group", "join_weight_group", deadline, given)
         return [Announcement.from_json(one) for one in told]
 
+    def _sides(self, deadline: Deadline) -> list[SideFacts]:
+        """Where they run, and what works there."""
+        if not self._facts:
+            told = self._ask("answer", "weight_facts", deadline)
+            self._facts = [SideFacts.from_json(one) for one in told]
+        return self._facts
+
+    def look_again(self) -> None:
+        """Ask anew where they run, before the next one joins: Ray may have started one anew."""
+        self._facts = []
+
     def choose(self, name: str, actor: Any, deadline: Deadline) -> list[PairChoice]:
         """How a rollout reads them: a choice for each, of one lane.
 
@@ -78,11 +89,12 @@ class Trainers:
             WeightBridgeError: it is dead or silent, or nothing works.
 
         """
-        calls = [actor.find_weights.remote(facts.to_json()) for facts in self._facts]
+        sides = self._sides(deadline)
+        calls = [actor.find_weights.remote(facts.to_json()) for facts in sides]
         found = [SideFacts.from_json(result_of(name, "join", call, deadline)) for call in calls]
         if not self.is_group:
-            return [choose_transport(self._facts[0], found[0])]
-        return list(choose_for_group(list(zip(self._facts, found, strict=True))))
+            return [choose_transport(sides[0], found[0])]
+        return list(choose_for_group(list(zip(sides, found, strict=True))))
 
     def serve(
         self, name: str, choices: Sequence[PairChoice], deadline: Deadline, *, is_used: bool
@@ -147,6 +159,8 @@ class Trainers:
                 answers.append(result_of(self._name(rank), what, call, deadline))
             except Exception as error:  # noqa: BLE001 - raised below, once all have answered
                 errors.append(error)
+                if isinstance(error, EngineLost):
+                    self.look_again()
         for first in sorted(errors, key=_remoteness):
             raise first
         return answers

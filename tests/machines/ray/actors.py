@@ -3,14 +3,15 @@
 import os
 import signal
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
-from rl_bridge import ModuleInstallAdapter
+from rl_bridge import ModuleInstallAdapter, WeightBridgeUnavailableError
 from rl_bridge.extractors.state_dict import Source
-from rl_bridge.ray import RolloutActor, WeightPublisherActor
+from rl_bridge.ray import RolloutActor, SideFacts, WeightPublisherActor
 
-__all__ = ["Rollout", "Trainer", "weights"]
+__all__ = ["Elsewhere", "Rollout", "Trainer", "weights"]
 
 
 def weights(steps: int) -> dict[str, torch.Tensor]:
@@ -95,3 +96,20 @@ class Rollout(RolloutActor):
 
     def die(self) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Elsewhere(Rollout):
+    """Says that it is on another machine; while `busy` exists, it has no engine."""
+
+    def __init__(self, busy: str) -> None:
+        super().__init__()
+        self.busy = Path(busy)
+
+    def find_weights(self, publisher_facts: bytes) -> bytes:
+        facts = SideFacts.from_json(super().find_weights(publisher_facts))
+        return facts.model_copy(update={"boot_id": "another", "opened": None}).to_json()
+
+    def weight_adapter(self) -> ModuleInstallAdapter:
+        if self.busy.exists():
+            raise WeightBridgeUnavailableError("the engine is busy. Ask again.")
+        return super().weight_adapter()

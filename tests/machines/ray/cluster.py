@@ -8,9 +8,9 @@ from typing import Any
 
 import ray
 
-from tests.machines.ray.actors import Rollout, Trainer
+from tests.machines.ray.actors import Elsewhere, Rollout, Trainer
 
-__all__ = ["local_ray", "rollout", "trainer"]
+__all__ = ["elsewhere", "local_ray", "rollout", "trainer"]
 
 ROOT = Path(__file__).resolve().parents[3]
 STORE_NBYTES = 80 << 20
@@ -47,3 +47,8 @@ def rollout(**options: Any) -> Any:
     """A rollout's actor."""
     kind = ray.remote(num_cpus=0.1, enable_tensor_transport=True)(Rollout)
     return kind.options(**options).remote()
+
+
+def elsewhere(busy: Path, **options: Any) -> Any:
+    """A rollout's actor that counts as one of another machine's."""
+    return ray.remote(num_cpus=0.1)(Elsewhere).options(**options).remote(str(busy))

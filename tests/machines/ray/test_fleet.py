@@ -3,14 +3,21 @@
 import os
 import signal
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 import ray
 
-from rl_bridge import DeadlineExceeded, EngineLost, VersionNotMonotonic
+from rl_bridge import (
+    DeadlineExceeded,
+    EngineLost,
+    VersionNotMonotonic,
+    WeightUpdateRejectedError,
+)
 from rl_bridge.ray import FleetUpdate, RolloutFleet
-from tests.machines.ray.cluster import rollout, trainer
+from rl_bridge.testing.processes import until
+from tests.machines.ray.cluster import elsewhere, rollout, trainer
 
 pytestmark = pytest.mark.usefixtures("one_node")
 
@@ -22,6 +29,13 @@ SLACK_S = 10.0
 
 def get(reference: Any) -> Any:
     return ray.get(reference, timeout=TIMEOUT_S)
+
+
+def start_anew(actor: Any) -> None:
+    """Have Ray start an actor anew; what it is asked from here on, the new process answers."""
+    pid = get(actor.pid.remote())
+    ray.kill(actor, no_restart=False)
+    until(lambda: not Path(f"/proc/{pid}").exists(), what="the actor's process is gone")
 
 
 @pytest.fixture(scope="module")
@@ -122,6 +136,28 @@ def test_an_actor_that_ray_starts_anew_joins_again_by_itself(run: Run) -> None:
     update = run.step()
     assert update.routable == ("again",), update
     assert run.all_hold(actor)
+
+
+def test_whoever_ray_starts_anew_the_fleet_finds_together_again(tmp_path: Path) -> None:
+    """A rollout on another lane than the trainer's first one, and then the trainer."""
+    learner, busy = trainer(max_restarts=1, max_task_retries=-1), tmp_path / "busy"
+    run, far = Run(learner), elsewhere(busy, max_restarts=1, max_task_retries=-1)
+    assert run.fleet.join("far", far).transport == "nixl"
+    run.step().require_all()
+    # One that comes back and cannot join at once is not forgotten.
+    busy.touch()
+    start_anew(far)
+    update = run.step()
+    assert isinstance(update.lost["far"], WeightUpdateRejectedError), update
+    assert list(run.fleet.routable) == []
+    busy.unlink()
+    run.step().require_all()
+    assert run.all_hold(far)
+    # What the trainer had opened for it is gone with the trainer.
+    start_anew(learner)
+    run.version += 1
+    run.fleet.update(run.version).require_all()
+    assert get(far.holds.remote(0))
 
 
 def test_a_trainer_that_refuses_says_so_by_its_own_error(run: Run) -> None:
