@@ -17,6 +17,7 @@ from rl_bridge import make_weight_bridge
 from rl_bridge.bridge.bridges import NIXLTensorBridge
 from rl_bridge.errors import TransportUnavailable
 from rl_bridge.testing.processes import Child, until
+from rl_bridge.transports.nixl.serving_process import ServingProcess
 from tests.machines.network.namespaces import machines, why_not
 from tests.machines.nixl_roles import Reader, Trainer
 
@@ -156,3 +157,19 @@ def test_where_it_cannot_be_started_the_reason_is_told(monkeypatch: pytest.Monke
 def test_who_serves_is_checked_when_the_bridge_is_made(options: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         make_weight_bridge("nixl", **options)
+
+
+def test_it_sleeps_while_a_reader_needs_it_and_there_is_nothing_to_do() -> None:
+    serving = ServingProcess(backend="UCX", params={})
+    try:
+        status = Path(f"/proc/{serving.pid}/status")
+
+        def sleeps() -> int:
+            lines = status.read_text("ascii").splitlines()
+            return int(*(line.split()[1] for line in lines if line.startswith("voluntary_ctxt")))
+
+        serving.help(is_needed=True)
+        before = sleeps()
+        until(lambda: sleeps() >= before + 50, what="it went to sleep, again and again")
+    finally:
+        serving.close()

@@ -25,7 +25,6 @@ __all__ = [
     "AgentError",
     "Counters",
     "Kind",
-    "PeerUnreachable",
     "Region",
     "State",
 ]
@@ -43,10 +42,6 @@ REMEDY = (
 
 class AgentError(WeightBridgeError):
     """A call into the library failed; this transport catches it, and knows what it means."""
-
-
-class PeerUnreachable(AgentError):
-    """The library knows of no way to a peer: for instance as an interface was down at its start."""
 
 
 @dataclass(slots=True)
@@ -178,13 +173,14 @@ class Agent:
         """Learn of a peer, or of more of its memory; returns its name.
 
         Raises:
-            PeerUnreachable: it is no metadata, or there is no way to that peer.
+            AgentError: it is no metadata, or there is no way to that peer: for instance as an
+                interface was down when this agent was made.
 
         """
         try:
             name: str | bytes = self._agent.add_remote_agent(metadata)
         except self._failures as error:
-            raise PeerUnreachable(f"NIXL cannot read a peer's metadata: {error}.") from error
+            raise AgentError(f"NIXL cannot read a peer's metadata: {error}.") from error
         self.made.connections += is_new
         return name.decode("ascii", "replace") if isinstance(name, bytes) else name
 

@@ -18,7 +18,7 @@ from rl_bridge.memory.control import UpdateReport
 from rl_bridge.transports._wire.arenas import Arenas
 from rl_bridge.transports._wire.handles import read_handle, require_publisher
 from rl_bridge.transports.base import Attachment, ConsumerEnd, PartRequest
-from rl_bridge.transports.nixl.agent import Agent, AgentError, Counters, PeerUnreachable
+from rl_bridge.transports.nixl.agent import Agent, AgentError, Counters
 from rl_bridge.transports.nixl.endpoint import NIXLEndpoint, NIXLHandle
 from rl_bridge.transports.nixl.fetch import Fetch, Job, Torn
 from rl_bridge.transports.nixl.link import Link
@@ -141,11 +141,10 @@ class NIXLConsumer(ConsumerEnd):
                         "its publisher runs and can be reached. Import it again."
                     )
                     raise SegmentError(msg) from error
+                # A new agent, too: the library looks for ways to peers when one is made, and never
+                # again.
                 self._renew_agent(())
                 _LOG.warning("%s Once more, on a new connection.", error)
-                if isinstance(error, PeerUnreachable):
-                    # The library looks for ways when an agent is made, and never again.
-                    self._renew_agent([])
 
     def _attach_once(self, parts: Sequence[PartRequest], *, is_observer: bool) -> list[Attachment]:
         attached: list[Attachment | None] = [self._here(part) for part in parts]

@@ -254,11 +254,10 @@ class Link:
         self.reports[report.update_id] = report
         for oldest in list(self.reports)[:-_KEPT_REPORTS]:
             self.reports.pop(oldest, None)
-        message = Reported(report=report)
-        if len(message.model_dump_json()) > _MAX_REPORT_NBYTES:
-            plain = report.model_copy(update={"proof": None, "timings_ms": {}})
-            message = Reported(report=plain)
-        self._channel.send(message)
+        text = _text_of(report)
+        if len(text) > _MAX_REPORT_NBYTES:
+            text = _text_of(report.model_copy(update={"proof": None, "timings_ms": {}}))
+        self._channel.send_bytes(text)
 
     def take_over(self, other: "Link") -> None:
         """Repeat what another connection to the same publisher had told."""
@@ -285,6 +284,10 @@ class Link:
         self._channel.close()
         if not keeps_peer and not self._agent.is_closed:
             self._agent.remove_peer(self.peer)
+
+
+def _text_of(report: UpdateReport) -> bytes:
+    return Reported(report=report).model_dump_json().encode("utf-8", "replace")
 
 
 def _overlaps(one: Leased, other: Leased) -> bool:

@@ -58,7 +58,9 @@ def plan_steps(
     size = np.array(leased.nbytes, np.int64)
     address = np.array(leased.addresses, np.uint64)
     ends = at + size
-    if len(at) and (ends.max() > arena_nbytes or (ends[:-1] > at[1:]).any() or size.min() < 1):
+    # Each by itself first: the sum of two that are absurd may wrap around.
+    is_absurd = (at > arena_nbytes) | (size > arena_nbytes) | (size < 1) | (ends > arena_nbytes)
+    if is_absurd.any() or (ends[:-1] > at[1:]).any():
         msg = f"update {leased.update_id}: its publisher's ranges do not fit its arena. See it."
         raise MalformedManifest(msg)
     if starts is None or nbytes is None:

@@ -49,6 +49,8 @@ _REMEMBERED = 64
 # Calls into the library between two looks at the sockets.
 _ROUNDS = 64
 _MAX_REASON = 2048
+# Longest that a publisher looks at who stands at its door.
+_CATCH_UP_S = 0.25
 
 
 class Server:
@@ -112,8 +114,13 @@ class Server:
             return [m.record() for m in (*self._gone, *self.members) if not m.is_observer]
 
     def catch_up(self) -> None:
-        """Take note of all that has arrived: leases that ended, readers that are gone."""
-        while not self._is_stopping and self._step(0):
+        """Take note of what has arrived: leases that ended, readers that are gone. Never for long.
+
+        One look takes all that those said who are in. More of them let in who stands at the door,
+        which may never end: where nobody can be accepted, or somebody goes on and on.
+        """
+        until = time.monotonic() + _CATCH_UP_S
+        while not self._is_stopping and self._step(0) and time.monotonic() < until:
             pass
 
     def close(self, *, timeout_s: float = 5.0) -> None:

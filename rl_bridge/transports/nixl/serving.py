@@ -15,6 +15,8 @@ import resource
 import select
 import signal
 import socket
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,8 +29,9 @@ __all__ = ["MAX_MESSAGE_NBYTES", "Serving", "main"]
 MAX_MESSAGE_NBYTES = 1 << 20
 """Of what travels between the publisher and this process."""
 
-# Calls into the library between two looks at the socket.
-_ROUNDS = 64
+# Longest time between two calls into the library, while readers need them.
+_LOOK_MS = 1.0
+_EPOLL = "anon_inode:[eventpoll]"
 
 
 class _Mapped:
@@ -55,17 +58,38 @@ class Serving:
         self._line = line
         self._agent: Agent | None = None
         self._mapped: dict[int, _Mapped] = {}
-        self._is_helping = False
+        self._helping: select.poll | None = None
+        """What to wait for while readers need progress; None while they do not."""
 
     def run(self) -> None:
         """Serve until the publisher hangs up."""
+        resting = select.poll()
+        resting.register(self._line, select.POLLIN)
+        while True:
+            if self._helping is None:
+                is_told = bool(resting.poll())
+            else:
+                ready = self._helping.poll(_LOOK_MS)
+                is_told = any(fd == self._line.fileno() for fd, _ in ready)
+            if is_told and not self._answer():
+                return
+            if self._helping is not None:
+                self._progress()
+
+    def _look_out(self) -> select.poll:
+        """What becomes readable when there is progress to make, or the publisher says something.
+
+        UCX waits for its sockets by epoll, and NIXL does not tell by which. A process that called
+        it all the time would take a core from readers, trainers, and the processes of other ranks.
+        What no epoll tells of (shared memory, for instance) waits until the next look.
+        """
         poll = select.poll()
         poll.register(self._line, select.POLLIN)
-        while True:
-            if poll.poll(0 if self._is_helping else None) and not self._answer():
-                return
-            if self._is_helping:
-                self._progress()
+        for path in Path("/proc/self/fd").iterdir():
+            with suppress(OSError):  # that of this very look is closed by now
+                if str(path.readlink()) == _EPOLL:
+                    poll.register(int(path.name), select.POLLIN)
+        return poll
 
     def _answer(self) -> bool:
         """Do one thing; returns whether the publisher is there still."""
@@ -100,7 +124,7 @@ class Serving:
             case "ping":
                 return {}
             case "help":
-                self._is_helping = options["is_needed"]
+                self._helping = self._look_out() if options["is_needed"] else None
                 return None
             case "progress":
                 self._progress()
@@ -109,9 +133,8 @@ class Serving:
 
     def _progress(self) -> None:
         try:
-            for _ in range(_ROUNDS if self._agent is not None else 0):
-                assert self._agent is not None
-                self._agent.progress()
+            if self._agent is not None:
+                self._agent.progress()  # as far as it goes
         except AgentError:
             # A reader that died in the middle is one reason; the publisher hears of that itself.
             return
