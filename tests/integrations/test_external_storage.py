@@ -78,6 +78,21 @@ def test_the_engine_computes_with_the_imported_memory(bridge: TensorBridge) -> N
     assert proof.tensors == len(engine.state_dict())
 
 
+def test_numbers_that_are_none_are_refused_and_a_mask_is_not(bridge: TensorBridge) -> None:
+    engine, trained = Model(0), Model(1)
+    for model in (engine, trained):
+        model.register_buffer("mask", torch.full((3,), -torch.inf))
+    before = places(engine)
+    adapter = adapter_for(engine)
+    manifest = bridge.publish(trained, weight_version=1)
+    adapter.prepare(manifest, bridge.import_update(manifest))
+    trained.layer.weight.data[0, 0] = torch.nan
+    manifest = bridge.publish(trained, weight_version=2)
+    with pytest.raises(IncompatibleUpdate, match=r"'layer\.weight': 1 of its 16 numbers"):
+        adapter.prepare(manifest, bridge.import_update(manifest))
+    assert places(engine) == before
+
+
 @pytest.mark.parametrize("at", [0, 1, 3])
 def test_an_install_that_fails_half_way_is_taken_back(bridge: TensorBridge, at: int) -> None:
     engine = Model(0)

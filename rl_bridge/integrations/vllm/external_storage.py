@@ -11,6 +11,7 @@ import torch
 
 from rl_bridge.errors import IncompatibleUpdate, ProofFailed, WeightBridgeUnavailableError
 from rl_bridge.installers.base import InstallProof, TransactionalAdapter
+from rl_bridge.installers.finite import check_finite
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.memory.vmm.local import driver_at
 from rl_bridge.transports.cuda import cuda_cause
@@ -61,7 +62,7 @@ class VLLMCUDAVMMExternalStorageAdapter(TransactionalAdapter):
         """Compare names, shapes, dtypes, layout in memory and devices with the engine's.
 
         Raises:
-            IncompatibleUpdate: they do not fit; nothing was touched.
+            IncompatibleUpdate: they do not fit, or numbers are not finite; nothing was touched.
 
         """
         live = self._live()
@@ -99,6 +100,8 @@ class VLLMCUDAVMMExternalStorageAdapter(TransactionalAdapter):
                     "the update. Tie them in the trainer, or leave one out."
                 )
                 raise IncompatibleUpdate(msg)
+        # (Buffers may hold masks, of -Inf.)
+        check_finite(tensors, [n for n in tensors if isinstance(live[n], torch.nn.Parameter)])
         self._prepared = manifest.update_id
 
     def install(self, manifest: WeightUpdateManifest, tensors: Mapping[str, torch.Tensor]) -> None:
