@@ -67,8 +67,8 @@ def doctor(
     """Tell what works on this machine, and why the rest does not.
 
     Transports, engines and features of the kernel; what does not work says what to do. The exit
-    code is 1 only if shared-memory or local-clone is blocked: everything else costs speed or is to
-    come.
+    code is 1 only if shared-memory or local-clone is blocked: without the rest, rl_bridge is slower
+    or goes fewer ways.
 
     For two sides: --facts on the trainer's writes a file, and --pair with that file on the engine's
     says which transport the two use, and why not another one.

@@ -92,7 +92,8 @@ class WeightLayout(BaseModel):
         if self.kind not in SUPPORTED_KINDS:
             msg = (
                 f"weight layout {self.kind!r} is not supported by this bridge, expected one of "
-                f"{sorted(SUPPORTED_KINDS)}. Publish a gathered full-state update."
+                f"{sorted(SUPPORTED_KINDS)}. Publish a gathered full-state update, or the shards "
+                "of all ranks as a group: GroupPublisher."
             )
             raise WeightBridgeUnavailableError(msg)
         sharded = {
@@ -104,14 +105,16 @@ class WeightLayout(BaseModel):
             if degree != 1:
                 msg = (
                     f"{name} weight layouts are not supported by this bridge (degree {degree}, "
-                    "expected 1). Publish a gathered full-state update for each consumer."
+                    "expected 1). Publish a gathered full-state update for each consumer, or the "
+                    "shards of all ranks as a group: GroupPublisher."
                 )
                 raise WeightBridgeUnavailableError(msg)
         if self.node_count != 1 or self.rdma_enabled:
             msg = (
                 "multi-node/RDMA weight transport is not implemented "
-                f"(node_count={self.node_count}, rdma_enabled={self.rdma_enabled}). "
-                "Publish a gathered full-state update on one node."
+                f"(node_count={self.node_count}, rdma_enabled={self.rdma_enabled}) for one packed "
+                "update. Publish a gathered full-state update on one node, or the shards of all "
+                "ranks as a group: GroupPublisher, over 'nixl' between machines."
             )
             raise WeightBridgeUnavailableError(msg)
         if not 0 <= self.rank < self.world_size:

@@ -110,7 +110,8 @@ def canonical_name(name: str) -> str:
     if resolved in _MULTI_NODE:
         msg = (
             f"multi-node/RDMA weight transport is not implemented (asked for {name!r}). "
-            "Publish a gathered full-state update on one node with shared-memory."
+            "Publish a gathered full-state update on one node with shared-memory, or go between "
+            "machines with 'broadcast' or 'nixl'."
         )
         raise WeightBridgeUnavailableError(msg)
     short = [alias for alias in ALIASES if alias not in _SEED_NAMES]

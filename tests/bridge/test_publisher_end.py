@@ -141,7 +141,8 @@ def test_a_forked_child_cannot_publish_and_disturbs_nobody(bridge: TensorBridge)
 def test_transports_of_many_nodes_answer_with_the_sentence_that_users_know(name: str) -> None:
     with pytest.raises(
         WeightBridgeUnavailableError,
-        match=f"multi-node/RDMA weight transport is not implemented .*'{name}'.*shared-memory",
+        match=f"multi-node/RDMA weight transport is not implemented .*'{name}'.*shared-memory, or "
+        "go between machines with 'broadcast' or 'nixl'",
     ):
         make_weight_bridge(name)
 

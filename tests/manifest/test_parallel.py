@@ -85,8 +85,9 @@ def test_an_unknown_key_of_the_layout_is_told_in_our_own_words() -> None:
 )
 def test_what_cannot_be_carried_says_what_to_do(fields: dict[str, object], said: str) -> None:
     layout = WeightLayout.from_metadata({"layout": fields})
-    with pytest.raises(WeightBridgeUnavailableError, match=said):
+    with pytest.raises(WeightBridgeUnavailableError, match=said) as caught:
         layout.validate_supported()
+    assert "as a group: GroupPublisher" in str(caught.value)
 
 
 @pytest.mark.parametrize(
