@@ -337,7 +337,9 @@ class RolloutExecutor:
 
     def _look_for_suspicion(self, manifest: WeightUpdateManifest) -> None:
         previous = self._standing.active
-        if previous is None or previous.update_id != manifest.update_id:
+        if previous is None or previous.publisher_id != manifest.publisher_id:
+            return  # another stream begins anew: with the same weights, or with another wire dtype
+        if previous.update_id != manifest.update_id:
             look_for_suspicion(self._suspicious, previous, manifest)
         # Else it is not a new update that changes nothing, but this one again, after its release.
 

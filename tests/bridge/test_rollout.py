@@ -257,3 +257,23 @@ def test_installing_the_released_update_once_more_is_not_suspicious(
         assert content(adapter.engine) == content(weights(1))
         assert executor.active_weight_update_id == manifest.update_id
         assert caplog.messages == []
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.float16], ids=["the same", "another dtype"])
+def test_another_publisher_may_begin_with_the_same_weights_or_with_another_dtype(
+    kind: torch.dtype, publisher: TensorBridge, caplog: pytest.LogCaptureFixture
+) -> None:
+    # A trainer that was started anew: what it publishes first is what the engine holds.
+    source = {"w": torch.ones(4)}
+    with (
+        make_weight_bridge(publisher.transport) as bridge,
+        make_weight_bridge(publisher.transport) as later,
+    ):
+        executor = RolloutExecutor(weight_bridge=bridge, suspicious="reject")
+        executor.update_weights(publisher.publish(source, weight_version=7))
+        begun = {"w": source["w"].to(kind)}
+        executor.update_weights(later.publish(begun, weight_version=1))
+        assert executor.active_weight_version == 1
+        assert caplog.messages == []
+        with pytest.raises(SuspiciousUpdate, match="changes nothing"):
+            executor.update_weights(later.publish(begun, weight_version=2))
