@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal
 
 import xxhash
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -69,6 +70,11 @@ def legible(text: Any, limit: int = _MAX_REASON) -> Any:
     return text if len(text) <= limit else text[:limit] + "..."
 
 
+def _writable(value: Any) -> Any:
+    canonical_json(value)  # a ValueError where it holds NaN, which is no JSON
+    return value
+
+
 Text = Annotated[StrictStr, Field(max_length=512)]
 
 
@@ -92,8 +98,10 @@ class UpdateReport(BaseModel):
     weight_version: StrictInt
     state: Text
     reason: Annotated[Text | None, BeforeValidator(legible)] = None
-    proof: dict[str, Any] | None = None
-    timings_ms: dict[str, StrictFloat] = Field(default_factory=dict)
+    proof: Annotated[dict[str, Any] | None, AfterValidator(_writable)] = None
+    timings_ms: Annotated[dict[str, StrictFloat], AfterValidator(_writable)] = Field(
+        default_factory=dict
+    )
     tensors_held: bool = False
 
 

@@ -339,6 +339,8 @@ REPORT = {"update_id": "a", "weight_version": 1, "state": "imported"}
         GOOD | {"rank": True},
         GOOD | {"pid": "1"},
         GOOD | {"extra": 1},
+        GOOD | {"updates": [REPORT | {"timings_ms": {"verify": float("nan")}}]},
+        GOOD | {"updates": [REPORT | {"proof": {"method": ["digest", float("inf")]}}]},
         GOOD | {"presence": "asleep"},
         GOOD | {"updates": [{}]},
         GOOD | {"updates": [REPORT | {"state": "x" * 600}]},
@@ -347,7 +349,7 @@ REPORT = {"update_id": "a", "weight_version": 1, "state": "imported"}
         GOOD | {"updates": [REPORT | {"timings_ms": {"verify": "fast"}}]},
         GOOD | {"updates": [REPORT | {"tensors_held": "yes please"}]},
     ],
-    ids=range(14),
+    ids=range(16),
 )
 def test_content_of_the_wrong_shape_is_unreadable(content: object, reader: ControlReader) -> None:
     plant(reader, sealed(json.dumps(content).encode()))
