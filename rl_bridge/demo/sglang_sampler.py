@@ -73,6 +73,7 @@ class SGLangSampler:
                     mem_fraction_static=0.3,
                     random_seed=seed,
                     log_level="warning",
+                    sleep_on_idle=True,  # else it takes a core from the trainer
                     custom_weight_loader=[LOADER],
                     **(_ON_CPU if on_cpu else {}),
                 )

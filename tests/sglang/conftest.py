@@ -17,6 +17,7 @@ if importlib.util.find_spec("sglang") is None:
     pytest.exit("tests/sglang needs SGLang: run `make test-sglang`, which installs it.", 4)
 
 ROOT = Path(__file__).resolve().parents[2]
+OTHER_ENGINES = frozenset({"test_kinds.py", "test_ranks.py"})
 STAND_INS = str(ROOT / "tests" / "sglang" / "stand_ins")
 
 # For this process, for the engines' own processes, and for servers.
@@ -35,6 +36,11 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("filterwarnings", "ignore")
     config.addinivalue_line("filterwarnings", "error:::rl_bridge")
     warnings.filterwarnings("ignore", category=pytest.PytestUnraisableExceptionWarning)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # The engine that most tests share is started once: those that need another one come last.
+    items.sort(key=lambda item: item.path.name in OTHER_ENGINES)
 
 
 @pytest.fixture(scope="session")

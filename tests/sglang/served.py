@@ -15,14 +15,23 @@ from typing import Any
 import httpx
 
 from rl_bridge.testing.processes import until
-from tests.sglang.bench import PROMPTS, SAMPLING, Answers, checksums, cores_for, options, read
+from tests.sglang.bench import (
+    CALL_S,
+    PROMPTS,
+    SAMPLING,
+    Answers,
+    checksums,
+    cores_for,
+    forget,
+    options,
+    read,
+)
 
 __all__ = ["KEY", "Served", "served"]
 
 ROOT = Path(__file__).resolve().parents[2]
 START_S = 240
 END_S = 30
-CALL_S = 120
 KEY = "a key of the test's own"
 
 
@@ -32,13 +41,11 @@ class Served:
 
     url: str
     process: "subprocess.Popen[bytes]"
+    client: httpx.Client
 
     def call(self, path: str, *, method: str = "POST", **request: Any) -> httpx.Response:
         """Call one route."""
-        headers = {"Authorization": f"Bearer {KEY}"}
-        return httpx.request(
-            method, f"{self.url}/{path}", timeout=CALL_S, headers=headers, **request
-        )
+        return self.client.request(method, path, **request)
 
     def generate(self, prompts: Sequence[Sequence[int]], **sampling: Any) -> list[dict[str, Any]]:
         """What it answers to prompts that it computes together."""
@@ -57,7 +64,7 @@ class Served:
 
     def answers(self) -> Answers:
         """What it answers; no prefix of an earlier question is used."""
-        assert self.call("flush_cache").is_success
+        forget(self.url, KEY)
         return read(self.generate(PROMPTS))
 
     def sums(self) -> dict[str, str]:
@@ -77,9 +84,8 @@ class Served:
             "sampling_params": {**SAMPLING, "max_new_tokens": tokens},
             "stream": True,
         }
-        headers = {"Authorization": f"Bearer {KEY}"}
-        url, last = f"{self.url}/generate", ""
-        with httpx.stream("POST", url, json=body, headers=headers, timeout=CALL_S) as reply:
+        last = ""
+        with self.client.stream("POST", "generate", json=body) as reply:
             for line in reply.iter_lines():
                 if line.startswith("data: {"):
                     last = line.removeprefix("data: ")
@@ -114,12 +120,28 @@ def served(path: str, log: Path, ranks: int = 1) -> Iterator[Served]:
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-    server = Served(f"http://127.0.0.1:{port}", process)
-    try:
-        until(lambda: _is_ready(server), what=f"server is ready, see {log}", deadline_s=START_S)
-        yield server
-    finally:
-        server.end()
+    url = f"http://127.0.0.1:{port}"
+    with _client(url) as client:
+        server = Served(url, process, client)
+        try:
+            until(lambda: _is_ready(server), what=f"server is ready, see {log}", deadline_s=START_S)
+            yield server
+        finally:
+            server.end()
+
+
+def _client(url: str) -> httpx.Client:
+    """One for all calls: to make one takes longer than to ask, and the server waits for the core.
+
+    Without connections that are kept: the server closes what idles, perhaps just when it is used.
+    """
+    return httpx.Client(
+        base_url=url,
+        headers={"Authorization": f"Bearer {KEY}"},
+        timeout=CALL_S,
+        limits=httpx.Limits(max_keepalive_connections=0),
+        trust_env=False,
+    )
 
 
 def _is_ready(server: Served) -> bool:

@@ -7,10 +7,12 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from rl_bridge import DeadlineExceeded, WeightBridgeUnavailableError
+from rl_bridge import DeadlineExceeded, EngineLost, WeightBridgeUnavailableError
+from rl_bridge.integrations.sglang.handles import handle_of
 from rl_bridge.testing.processes import until
 from tests.sglang.bench import Bench, executor_for
 
@@ -67,6 +69,24 @@ def test_an_engine_that_hangs_is_told_and_its_late_answers_are_nobody_elses(benc
     with executor_for(bench.engine) as executor:
         bench.update(executor)
     bench.check()
+
+
+def test_an_answer_to_another_drivers_call_is_not_taken(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = handle_of(bench.engine, WAIT_S), handle_of(bench.engine, WAIT_S)
+    answers: list[tuple[bool, Any]] = []
+    ask = first.ask
+
+    def recorded(route: str, **body: Any) -> tuple[bool, Any]:
+        answers.append(ask(route, **body))
+        return answers[-1]
+
+    monkeypatch.setattr(first, "ask", recorded)
+    first.call("describe")
+    monkeypatch.setattr(second, "ask", lambda *_, **__: answers[0])
+    with pytest.raises(EngineLost, match="out of step"):
+        second.call("describe")
 
 
 def test_an_engine_without_the_plugin_says_how_to_get_it(

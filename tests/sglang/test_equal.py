@@ -6,8 +6,7 @@ import pytest
 
 from rl_bridge import WeightUpdateRejectedError
 from rl_bridge.integrations.sglang.routes import ROUTES, RouteName
-from tests.engines.models import Kind
-from tests.sglang.bench import Bench, Engines, executor_for
+from tests.sglang.bench import Bench, executor_for
 
 
 def folder(route: RouteName, tmp_path: Path) -> Path | None:
@@ -29,17 +28,6 @@ def alternate(bench: Bench, route: RouteName, tmp_path: Path, times: int) -> Non
             assert ack is not None
             assert ack.proof.root == manifest.root
             assert ack.proof.method == "digest"
-
-
-@pytest.mark.parametrize(
-    "kind",
-    [Kind("qwen2", tied=True), Kind("llama"), Kind("llama", tied=True)],
-    ids=str,
-)
-def test_an_updated_engine_equals_a_fresh_one(kind: Kind, engines: Engines, tmp_path: Path) -> None:
-    bench = engines.bench(kind)
-    for route in ROUTES:
-        alternate(bench, route, tmp_path, 2)
 
 
 @pytest.mark.parametrize("route", ROUTES)

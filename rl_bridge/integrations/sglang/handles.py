@@ -9,6 +9,7 @@ import base64
 import concurrent.futures
 import importlib
 import json
+import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Coroutine, Mapping
 from typing import Any, Literal
@@ -74,6 +75,7 @@ class EngineHandle(ABC):
     def __init__(self, timeout_s: float) -> None:
         """Give every call `timeout_s` seconds."""
         self.timeout_s = timeout_s
+        self._name = uuid.uuid4().hex  # drivers that follow each other begin to count anew
         self._calls = 0
 
     @abstractmethod
@@ -111,7 +113,8 @@ class EngineHandle(ABC):
 
         """
         self._calls += 1
-        told = {"verb": verb, "call": self._calls, "timeout_s": self.timeout_s}
+        number = f"{self._name}-{self._calls}"
+        told = {"verb": verb, "call": number, "timeout_s": self.timeout_s}
         text = json.dumps({**told, **given})
         _, weights = self.ask("get_weights_by_name", name=call_text(text), truncate_size=1)
         said = reply_text(weights)
@@ -123,9 +126,9 @@ class EngineHandle(ABC):
             )
             raise WeightBridgeUnavailableError(msg)
         reply: dict[str, Any] = json.loads(said)
-        if reply.get("call") != self._calls:
+        if reply.get("call") != number:
             msg = (
-                f"the engine answers to call {reply.get('call')}, expected {self._calls}: its "
+                f"the engine answers to call {reply.get('call')}, expected {number}: its "
                 "replies are out of step. Start a fresh engine, and install the current version in "
                 "it before it serves."
             )
