@@ -226,6 +226,25 @@ def test_figures_of_other_benchmarks_come_from_their_raw_files(name: str) -> Non
     assert "<!-- figures" not in figures["on_page_markdown"](page)
 
 
+@pytest.mark.parametrize(("name", "by_model"), [("vllm", True), ("sglang", False)])
+def test_figures_of_real_engines_come_from_their_raw_files(name: str, by_model: bool) -> None:
+    figures = generator("figures")
+    page = (DOCS / "reference" / "benchmarks.md").read_text("utf-8")
+    assert f"<!-- figures: benchmarks/results/{name}.json -->" in page
+    assert "benchmarks/" in figures["render_engine"](name, None)
+    where = {"cpu": "a processor", "cpu_cores_usable": 2, "kernel": "6.1", "python": "3.11"}
+    one = {"ratios": {"update_vs_loader": 1.25}, "total_nbytes": 7}
+    results = {
+        "environment": where | {"versions": {"torch": "2.4"}, "commit": "0" * 40},
+        "began": "2020-01-01",
+        "quick": False,
+        **({"models": {"one": one, "other": one}} if by_model else one),
+    }
+    shown = figures["render_engine"](name, results)
+    assert "Measured 2020-01-01" in shown
+    assert f"| `update_vs_loader` | 1.25 |{' 1.25 |' if by_model else ''}\n" in f"{shown}\n"
+
+
 FIGURE = re.compile(
     r"\d[\d.,]*\s*(?:[GMK]i?B/s|GB per s|ms\b|µs|us\b|(?:milli|micro)?seconds?\b)"
     r"|\b\d[\d.,]*\s*(?:times|x) (?:as fast|faster)"

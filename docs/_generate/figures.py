@@ -5,10 +5,12 @@ No figure of speed is typed by hand: without the file the page says how to make 
 
 import json
 import re
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-__all__ = ["MARKER", "on_page_markdown", "render", "render_plain"]
+__all__ = ["MARKER", "on_page_markdown", "render", "render_engine", "render_plain"]
 
 MARKER = "<!-- figures: benchmarks/results/core.json -->"
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "core.json"
@@ -16,6 +18,9 @@ RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "core
 # Files whose `figures` are a table by themselves, and what writes them.
 _PLAIN = {"nixl": "benchmarks/nixl_reads.py", "ray": "benchmarks/ray_peers.py"}
 _PLAIN_MARKER = re.compile(r"<!-- figures: benchmarks/results/(nixl|ray)\.json -->")
+# Files of real engines: their `ratios`, by model where there is more than one.
+_ENGINES = {"vllm": "benchmarks/vllm_updates.py", "sglang": "benchmarks/sglang_updates.py"}
+_ENGINES_MARKER = re.compile(r"<!-- figures: benchmarks/results/(vllm|sglang)\.json -->")
 
 
 def _value(value: Any) -> str:
@@ -64,8 +69,9 @@ def _peers(results: dict[str, Any]) -> list[str]:
 
 def _intro(results: dict[str, Any], nbytes: int, name: str) -> str:
     where = results["environment"]
+    began = results.get("timestamp", results.get("began"))
     return (
-        f"Measured {results['timestamp']} on {where['cpu']}, {where['cpu_cores_usable']} usable "
+        f"Measured {began} on {where['cpu']}, {where['cpu_cores_usable']} usable "
         f"cores, Linux {where['kernel']}, Python {where['python']}, torch "
         f"{where['versions'].get('torch')}, commit `{where['commit'][:12]}`"
         f"{' with local changes' if where.get('dirty') else ''}; payload {nbytes} bytes"
@@ -74,13 +80,30 @@ def _intro(results: dict[str, Any], nbytes: int, name: str) -> str:
     )
 
 
+def _missing(name: str, script: str) -> str:
+    return (
+        f"This checkout has no `benchmarks/results/{name}.json`. `python {script}` "
+        "writes it, and the next build of this page shows it here."
+    )
+
+
+def render_engine(name: str, results: dict[str, Any] | None) -> str:
+    """Markdown for the ratios of a real engine; None where there are none."""
+    if results is None:
+        return _missing(name, _ENGINES[name])
+    models = results.get("models") or {"value": results}
+    first = next(iter(models.values()))
+    lines = [f"| Figure | {' | '.join(models)} |", "|---" * (1 + len(models)) + "|"]
+    for figure in first["ratios"]:
+        values = (_value(model["ratios"][figure]) for model in models.values())
+        lines.append(f"| `{figure}` | {' | '.join(values)} |")
+    return "\n".join([_intro(results, first["total_nbytes"], name), "", *lines])
+
+
 def render_plain(name: str, results: dict[str, Any] | None) -> str:
     """Markdown for a file whose `figures` are a table by themselves; None where there is none."""
     if results is None:
-        return (
-            f"This checkout has no `benchmarks/results/{name}.json`. `python {_PLAIN[name]}` "
-            "writes it, and the next build of this page shows it here."
-        )
+        return _missing(name, _PLAIN[name])
     lines = ["| Figure | Value | Aim | Met |", "|---|---|---|---|"]
     for figure, one in results["figures"].items():
         row = (_value(one["value"]), one.get("aim", "-"), _met(one.get("aim_met")))
@@ -103,10 +126,13 @@ def on_page_markdown(markdown: str, **_kwargs: Any) -> str:
     """Replace the markers; mkdocs calls this for every page."""
     if MARKER in markdown:
         markdown = markdown.replace(MARKER, render(_read(RESULTS)))
-    return _PLAIN_MARKER.sub(
-        lambda found: render_plain(found[1], _read(RESULTS.with_name(f"{found[1]}.json"))),
-        markdown,
-    )
+    for marker, show in ((_PLAIN_MARKER, render_plain), (_ENGINES_MARKER, render_engine)):
+        markdown = marker.sub(partial(_shown, show), markdown)
+    return markdown
+
+
+def _shown(show: Callable[[str, Any], str], found: re.Match[str]) -> str:
+    return show(found[1], _read(RESULTS.with_name(f"{found[1]}.json")))
 
 
 def _read(path: Path) -> Any:
