@@ -5,12 +5,12 @@ parallelism by degree and rank, and fused tensors as lists of sources. How it is
 of `rl_bridge.bridge.resharding_plan`.
 """
 
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cached_property
 
+from rl_bridge.bridge.resharding_ranges import block_of, checked_pattern, number_in, range_of
 from rl_bridge.errors import IncompatibleUpdate
 from rl_bridge.manifest.canonical import canonical_json
 from rl_bridge.manifest.coverage import WholeTensor
@@ -89,7 +89,8 @@ def slices(wanted: Mapping[str, Sequence[slice | int | None] | None]) -> Wanted:
     """Boxes of single tensors.
 
     Args:
-        wanted: name -> a slice for each of the first dimensions (None: all of it); None: whole.
+        wanted: name -> a slice or an index for each of the first dimensions (None: all of it);
+            None: whole. An index stands for the one row, and its dimension stays.
 
     """
 
@@ -144,10 +145,9 @@ class PipelineParallel:
 
     def has(self, name: str) -> bool:
         """Whether this stage has a tensor."""
-        layer = re.search(self.pattern, name)
-        if layer is not None:
-            number = _below(int(layer[1]), self.num_layers, name, "num_layers")
-            return _block_of(number, self.num_layers, self.degree) == self.rank
+        number = number_in(name, self.pattern, self.num_layers, "num_layers")
+        if number is not None:
+            return block_of(number, self.num_layers, self.degree) == self.rank
         if any(fnmatchcase(name, pattern) for pattern in self.first):
             return self.rank == 0
         if any(fnmatchcase(name, pattern) for pattern in self.last):
@@ -177,11 +177,8 @@ class ExpertParallel:
 
     def has(self, name: str) -> bool:
         """Whether this rank has a tensor."""
-        expert = re.search(self.pattern, name)
-        if expert is None:
-            return True
-        number = _below(int(expert[1]), self.num_experts, name, "num_experts")
-        return _block_of(number, self.num_experts, self.degree) == self.rank
+        number = number_in(name, self.pattern, self.num_experts, "num_experts")
+        return number is None or block_of(number, self.num_experts, self.degree) == self.rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,6 +195,15 @@ class Fused:
     name: str
     sources: tuple[str, ...]
     dim: int = 0
+
+    def __post_init__(self) -> None:
+        is_rule = "{}" in self.name
+        if not self.sources or any(one.count("{}") != int(is_rule) for one in self.sources):
+            msg = (
+                f"Fused({self.name!r}, {self.sources!r}): expected one {{}} in each source where "
+                "the name has it, and none where it has none."
+            )
+            raise ValueError(msg)
 
     def found(self, names: Iterable[str]) -> dict[str, tuple[str, ...]]:
         """Fused name -> sources, for each filling of ``{}`` that some source has."""
@@ -225,16 +231,12 @@ def parallel(
     """What one rank of an engine has, by its degrees and its rank in each.
 
     Raises:
-        ValueError: a rank that is not below its degree.
+        ValueError: a rank that is not below its degree, a pattern without a group.
 
     """
     for one in (tensor, pipeline, expert):
-        if one is not None and not 0 <= one.rank < one.degree:
-            msg = (
-                f"{type(one).__name__}: rank {one.rank} of degree {one.degree}: expected 0 <= "
-                "rank < degree."
-            )
-            raise ValueError(msg)
+        if one is not None:
+            _check_degree(one)
 
     def layout(wholes: Wholes) -> WantedLayout:
         mine = [
@@ -245,13 +247,16 @@ def parallel(
         found: dict[str, WantedTensor] = {}
         taken: set[str] = set()
         for join in fused:
+            _require_held(join, wholes)
             for name, sources in join.found(mine).items():
                 _require_all(name, sources, wholes)
+                _require_free(name, found)
                 parts = [_share(wholes[source], tensor, expert) for source in sources]
                 found[name] = _joined(name, parts, join.dim)
                 taken.update(sources)
         for name in mine:
             if name not in taken:
+                _require_free(name, found)
                 found[name] = _alone(_share(wholes[name], tensor, expert))
         return WantedLayout(found)
 
@@ -259,24 +264,6 @@ def parallel(
 
 
 # ---- its parts ----------------------------------------------------------------------------------
-
-
-def _below(number: int, total: int, name: str, what: str) -> int:
-    """A number that some rank has; else its tensor would be nobody's, and not be missed."""
-    if number >= total:
-        msg = (
-            f"tensor {name!r} has number {number}, and {what}={total} leaves it to no rank. Give "
-            f"the model's {what}."
-        )
-        raise IncompatibleUpdate(msg)
-    return number
-
-
-def _block_of(number: int, total: int, degree: int) -> int:
-    """In which of `degree` even blocks a number lies; the first ones are larger by one."""
-    size, more = divmod(total, degree)
-    large = more * (size + 1)
-    return number // (size + 1) if number < large else more + (number - large) // max(size, 1)
 
 
 def _find(wholes: Wholes, name: str) -> WholeTensor:
@@ -292,6 +279,23 @@ def _find(wholes: Wholes, name: str) -> WholeTensor:
     return whole
 
 
+def _check_degree(one: TensorParallel | PipelineParallel | ExpertParallel) -> None:
+    if not 0 <= one.rank < one.degree:
+        msg = (
+            f"{type(one).__name__}: rank {one.rank} of degree {one.degree}: expected 0 <= "
+            "rank < degree."
+        )
+        raise ValueError(msg)
+    if not isinstance(one, TensorParallel):
+        checked_pattern(one.pattern)
+
+
+def _require_held(join: Fused, wholes: Wholes) -> None:
+    """What is fused by its full name is there, if not on this rank; a rule may find nothing."""
+    if "{}" not in join.name and not set(join.sources) & wholes.keys():
+        _require_all(join.name, join.sources, wholes)
+
+
 def _require_all(name: str, sources: Sequence[str], wholes: Wholes) -> None:
     missing = [source for source in sources if source not in wholes]
     if missing:
@@ -302,25 +306,28 @@ def _require_all(name: str, sources: Sequence[str], wholes: Wholes) -> None:
         raise IncompatibleUpdate(msg)
 
 
-def _sliced(whole: WholeTensor, at: Sequence[slice | int | None] | None) -> WantedTensor:
-    given = [_as_slice(one) for one in at or ()]
-    if len(given) > len(whole.shape) or any(one.step not in {None, 1} for one in given):
+def _require_free(name: str, found: Mapping[str, WantedTensor]) -> None:
+    if name in found:
         msg = (
-            f"tensor {whole.name!r} of shape {list(whole.shape)}: {given} is no box of it. Give a "
-            "slice without a step for each dimension at most."
+            f"tensor {name!r} is wanted twice: as a fused one, and as another. Give the fused one "
+            "a name of its own."
         )
         raise IncompatibleUpdate(msg)
-    given += [slice(None)] * (len(whole.shape) - len(given))
-    ranges = [one.indices(size) for one, size in zip(given, whole.shape, strict=True)]
-    offset = tuple(start for start, _, _ in ranges)
-    shape = tuple(max(stop - start, 0) for start, stop, _ in ranges)
-    return _alone(WholeSlice(whole.name, offset, shape, (0,) * len(shape)))
 
 
-def _as_slice(one: slice | int | None) -> slice:
-    if isinstance(one, int):
-        return slice(one, one + 1)
-    return slice(None) if one is None else one
+def _sliced(whole: WholeTensor, at: Sequence[slice | int | None] | None) -> WantedTensor:
+    try:
+        given = list(at or ())
+        given += [None] * (len(whole.shape) - len(given))
+        ranges = [range_of(one, size) for one, size in zip(given, whole.shape, strict=True)]
+    except (TypeError, ValueError) as error:
+        msg = (
+            f"tensor {whole.name!r} of shape {list(whole.shape)}: {at} is no box of it. Give a "
+            f"list: a slice without a step, or an index, for each dimension at most. ({error})"
+        )
+        raise IncompatibleUpdate(msg) from error
+    offset = tuple(one.start for one in ranges)
+    return _alone(WholeSlice(whole.name, offset, tuple(map(len, ranges)), (0,) * len(offset)))
 
 
 def _share(

@@ -305,6 +305,13 @@ def test_a_plan_is_the_same_for_equal_layouts() -> None:
         (slices({"nothing": None}), "'nothing' is wanted, and the group does not hold it"),
         (slices({"scale": [0]}), "of shape .* is no box of it"),
         (slices({"model.norm.weight": [slice(0, 8, 2)]}), "is no box of it"),
+        (slices({"model.norm.weight": [8]}), "no index 8 in 8"),
+        (slices({"model.norm.weight": [-9]}), "no index -9 in 8"),
+        (slices({"model.norm.weight": slice(0, 4)}), "Give a list"),  # type: ignore[dict-item]
+        (slices({"model.norm.weight": [True]}), "True is a bool"),
+        (parallel(fused=[Fused("x", ("scales", "shifts"))]), "does not hold .'scales', 'shifts'"),
+        (parallel(fused=[Fused("scale", ("layers.1.stacked",))]), "'scale' is wanted twice"),
+        (parallel(pipeline=PipelineParallel(2, 0, 2, r"(layers)\.")), "has number layers"),
         (
             parallel(fused=[Fused("{}.gu", ("{}.q_proj.weight", "{}.up.weight"))]),
             r"does not hold \['layers.0.attn.up.weight'\]",
@@ -346,6 +353,31 @@ def test_sources_of_two_dtypes_are_refused() -> None:
     whole = {"a": numbered((4,)), "b": numbered((4,), dtype=torch.int64)}
     with pytest.raises(IncompatibleUpdate, match="several dtypes"):
         plan(cut(whole, 1, {}), parallel(fused=[Fused("ab", ("a", "b"))]))
+
+
+def test_an_index_counts_from_either_end_and_keeps_its_dimension() -> None:
+    whole = {"w": numbered((8, 4))}
+    found = reshard(cut(whole, 2, {"w": 0}), slices({"w": [-1]}))
+    same(found, {"w": whole["w"][7:8]})
+    same(reshard(cut(whole, 2, {"w": 0}), slices({"w": [3]})), {"w": whole["w"][3:4]})
+
+
+@pytest.mark.parametrize("pattern", [r"layers\.\d+", "("])
+def test_a_pattern_must_find_a_number(pattern: str) -> None:
+    for one in (PipelineParallel(2, 0, 4, pattern), ExpertParallel(2, 0, 4, pattern)):
+        name = "pipeline" if isinstance(one, PipelineParallel) else "expert"
+        with pytest.raises(ValueError, match=r"pattern=.*expected"):
+            parallel(**{name: one})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("name", "sources"), [("{}qkv", ("q", "k")), ("qkv", ("{}q",)), ("{}x", ("{}.{}",)), ("x", ())]
+)
+def test_a_fused_tensor_and_its_sources_have_the_same_gap(
+    name: str, sources: tuple[str, ...]
+) -> None:
+    with pytest.raises(ValueError, match=r"expected one \{\} in each source"):
+        Fused(name, sources)
 
 
 @pytest.mark.parametrize("kind", [TensorParallel, PipelineParallel, ExpertParallel])
