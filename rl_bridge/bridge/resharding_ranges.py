@@ -25,7 +25,7 @@ def range_of(one: object, size: int) -> range:
         return range(start, max(start, stop))
     if isinstance(one, bool):
         raise TypeError(f"{one} is a bool: give a slice or an index.")
-    index = operator.index(one)  # type: ignore[call-overload]  # that is what is tried
+    index = operator.index(one)  # type: ignore[arg-type]  # that is what is tried
     if not -size <= index < size:
         raise ValueError(f"no index {index} in {size}: give one that is there.")
     return range(index % size, index % size + 1)
