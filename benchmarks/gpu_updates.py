@@ -292,12 +292,15 @@ def main(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="All of it on host memory, tiny; writes no file.")
     ] = False,
+    gigabytes: Annotated[
+        float, typer.Option(min=1, help="Weights, where the GPU has no room for as many.")
+    ] = _NBYTES / 1e9,
     rounds: Annotated[int, typer.Option(min=1, help="How often each lane runs.")] = 15,
     out: Annotated[Path, typer.Option(dir_okay=False, help="Where the samples go.")] = _OUT,
 ) -> None:
     """Measure, or say precisely why this machine cannot."""
     console = Console(stderr=True)
-    nbytes = _DRY_NBYTES if dry_run else _QUICK_NBYTES if quick else _NBYTES
+    nbytes = _DRY_NBYTES if dry_run else _QUICK_NBYTES if quick else int(1e9 * gigabytes)
     rounds = min(rounds, 3) if quick or dry_run else rounds
     document: dict[str, Any] = {
         "format": _FORMAT,

@@ -1,6 +1,6 @@
 """What the GPU's benchmarks share: why nothing can be measured here, and what was measured on."""
 
-import importlib.metadata
+import importlib
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,8 @@ def gpu_blocked(needed_nbytes: int) -> str | None:
     free, _ = torch.cuda.mem_get_info()
     if free < needed_nbytes:
         return (
-            f"{free} bytes of GPU memory are free, {needed_nbytes} are needed: --quick needs fewer"
+            f"{free} bytes of GPU memory are free, {needed_nbytes} are needed: --quick, or fewer "
+            "--gigabytes"
         )
     return None
 
@@ -43,6 +44,6 @@ def gpu_environment() -> dict[str, Any]:
             "multiprocessors": device.multi_processor_count,
             "driver": driver.read_text("utf-8").splitlines()[0] if driver.exists() else "unknown",
             "cuda": torch.version.cuda,
-            "triton": importlib.metadata.version("triton"),
+            "triton": importlib.import_module("triton").__version__,
         }
     return found

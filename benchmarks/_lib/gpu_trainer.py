@@ -4,6 +4,7 @@ What crosses the line by a peer's way are tensors, by torch's own reductions: fo
 is `reduce_tensor`, one handle each. What crosses it by ours is text.
 """
 
+import os
 import time
 import traceback
 from multiprocessing.connection import Connection
@@ -29,6 +30,7 @@ __all__ = [
 DRY_TRANSPORT = HostVMM.name
 _DEADLINE_S = 300.0
 _BUCKET_NBYTES = 1 << 30
+_SHM = "/dev/shm"  # where torch puts shared memory
 
 
 def know_dry_transport() -> None:
@@ -151,6 +153,9 @@ class Trainer:
     def host_buffer(self) -> torch.Tensor:
         """Shared host memory for all weights."""
         total = sum(words.nbytes for words in self._words)
+        room = os.statvfs(_SHM)
+        if room.f_bavail * room.f_frsize < total:  # to write there would be SIGBUS
+            raise RuntimeError(f"{_SHM} has no room for {total} bytes. In a container: --shm-size.")
         plain: Any = torch.zeros(total, dtype=torch.uint8)
         self._host = buffer = pinned(plain.share_memory_(), self._device)
         return buffer
@@ -205,10 +210,13 @@ class Remote:
             RuntimeError: it failed, or did not answer in time.
 
         """
-        self._line.send((name, arguments))
-        if not self._line.poll(_DEADLINE_S):
-            raise RuntimeError(f"the trainer did not answer {name} within {_DEADLINE_S} s.")
-        is_good, answer = self._line.recv()
+        try:
+            self._line.send((name, arguments))
+            if not self._line.poll(_DEADLINE_S):
+                raise RuntimeError(f"the trainer did not answer {name} within {_DEADLINE_S} s.")
+            is_good, answer = self._line.recv()
+        except (EOFError, ConnectionError) as error:
+            raise RuntimeError(f"the trainer's process ended in {name}.") from error
         if not is_good:
             raise RuntimeError(f"the trainer failed in {name}: {answer}")
         return answer

@@ -67,7 +67,7 @@ class TensorFacts:
             if not 0 <= offset <= storage.nbytes() - extent * dtype.itemsize:
                 lost.append(index)
                 continue
-            view = torch.empty(0, dtype=torch.uint8, device="cpu").view(dtype)
+            view = torch.empty(0, dtype=torch.uint8, device=storage.device).view(dtype)
             tensor.data = view.set_(storage, offset // dtype.itemsize, shape, strides)
         return lost
 

@@ -14,7 +14,7 @@ import torch
 from rl_bridge.bridge.rollout import RolloutExecutor
 from rl_bridge.installers.module import ModuleInstallAdapter
 from rl_bridge.lifecycle.machine import Observer
-from rl_bridge.testing.faults import Fault, FaultInjecting, Locate, arena_address
+from rl_bridge.testing.faults import Fault, FaultInjecting, Locate, arena_address, die
 from rl_bridge.testing.over import BridgeOver
 from rl_bridge.testing.strategies import bytes_of, random_tensor
 from rl_bridge.transports.base import Transport
@@ -95,7 +95,8 @@ class Peer:
             device: where weights are made.
 
         """
-        if device != "cpu":
+        self._is_on_gpu = device != "cpu"
+        if self._is_on_gpu:
             torch.set_default_device(device)
         if max_files is not None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (max_files, max_files))
@@ -159,10 +160,19 @@ class Peer:
         return hashes(self._held[update_id])
 
     def write(self, update_id: str) -> None:
-        """Write into every held tensor of an update."""
-        for tensor in self._held[update_id].values():
-            if tensor.numel():
-                tensor.view(-1).view(torch.uint8).bitwise_not_()
+        """Write into every held tensor of an update; whoever may not is gone then."""
+        try:
+            for tensor in self._held[update_id].values():
+                if tensor.numel():
+                    tensor.view(-1).view(torch.uint8).bitwise_not_()
+            if self._is_on_gpu:
+                torch.cuda.synchronize()
+        except RuntimeError:
+            if not self._is_on_gpu:
+                raise
+            # A GPU tells of a fault later, and sends no signal: it refuses all that this process
+            # still asks of it.
+            die()
 
     def drop(self, update_id: str) -> None:
         """Let go of an update's tensors."""

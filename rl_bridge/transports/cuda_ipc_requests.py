@@ -26,6 +26,7 @@ from rl_bridge.errors import (
     ShapeMismatch,
     TransportUnavailable,
 )
+from rl_bridge.memory.vmm.local import cuda_cause
 from rl_bridge.memory.vmm.torch_handle import Calls, TorchHandle, decline
 
 __all__ = ["ImportRequest", "decline_request", "open_request"]
@@ -211,6 +212,11 @@ def open_request(
         WeightUpdateRejectedError: an export was opened before.
 
     """
+    if calls is None:
+        if (cause := cuda_cause()) is not None:
+            raise TransportUnavailable(_NAME, cause, "Open it where the trainer's GPU is.")
+        begin: Any = torch.cuda.init  # torch does not annotate it
+        begin()  # as torch's own way to open them does
     functions = Calls.of_torch() if calls is None else calls
     place = torch.device(functions.kind, device)
     exports = request.on(_gpu(device) if gpu is None else gpu)

@@ -74,7 +74,8 @@ def test_handles_that_torch_made_are_opened_once_published_and_let_go(packed: bo
             manifest = trainer.publish(tensors, weight_version=1)
         found = rollout.import_update(manifest)
         for number in range(3):
-            assert torch.equal(found[str(number)], torch.full((64, 8), number, device="cuda"))
+            expected = torch.full((64, 8), float(number), device="cuda")
+            assert torch.equal(found[str(number)], expected)
         assert exporter.call("nbytes_after_collection") == 0
 
 

@@ -147,7 +147,7 @@ def test_the_tensors_are_kept_until_their_update_is_released(bridge: TensorBridg
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
-        ("missing", r"\['layer\.weight'\] are not in the update"),
+        ("missing", r"\['layer\.weight'\] are not in the update.*or say strict=False"),
         ("strange", r"\['more'\] not in the engine"),
         ("shape", r"'layer\.bias' is float32\[3\]"),
         ("dtype", r"'layer\.bias' is float64\[4\]"),
@@ -207,6 +207,24 @@ def test_one_name_of_a_tied_parameter_is_enough(bridge: TensorBridge) -> None:
     manifest = bridge.publish(state, weight_version=1)
     adapter_for(engine).install(manifest, bridge.import_update(manifest))
     assert torch.equal(logits(engine), logits(trained))
+
+
+def test_what_an_update_does_not_hold_stays_where_that_is_allowed(bridge: TensorBridge) -> None:
+    engine, trained = Model(0), Model(1)
+    before = places(engine)
+    adapter = VLLMCUDAVMMExternalStorageAdapter(engine, strict=False, _device="cpu")
+    manifest = bridge.publish({"layer.weight": trained.layer.weight}, weight_version=1)
+    adapter.install(manifest, bridge.import_update(manifest))
+    assert adapter.prove().tensors == 1
+    changed = {name for name, place in places(engine).items() if place != before[name]}
+    assert changed == {"layer.weight"}
+    assert torch.equal(engine.layer.weight, trained.layer.weight)
+    adapter.undo()
+    assert places(engine) == before
+    manifest = bridge.publish({"layer.wait": trained.layer.weight}, weight_version=2)
+    with pytest.raises(IncompatibleUpdate, match=r"\['layer\.wait'\] not in the engine"):
+        adapter.install(manifest, bridge.import_update(manifest))
+    assert places(engine) == before
 
 
 def test_without_cuda_the_cause_and_the_way_out_are_told(monkeypatch: pytest.MonkeyPatch) -> None:

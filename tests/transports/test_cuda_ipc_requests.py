@@ -26,6 +26,7 @@ from rl_bridge.errors import (
 )
 from rl_bridge.memory.vmm import torch_handle
 from rl_bridge.memory.vmm.torch_handle import Calls, TorchHandle
+from rl_bridge.transports import cuda_ipc_requests
 from rl_bridge.transports.cuda_ipc_requests import (
     ImportRequest,
     decline_request,
@@ -190,6 +191,20 @@ def test_what_is_not_wanted_is_declined_once(exporter: Exporter) -> None:
     ):
         pass
     assert exporter.counters == [0, 0, 0]
+
+
+def test_without_cuda_the_cause_is_told_and_nothing_is_opened(
+    exporter: Exporter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = ImportRequest.of(unpacked(exporter))
+    monkeypatch.setattr(cuda_ipc_requests, "cuda_cause", lambda: "no driver today")
+    with (
+        pytest.raises(TransportUnavailable, match="no driver today"),
+        open_request(request, device=0, gpu=GPU),
+    ):
+        pass
+    with open_request(request, device=0, gpu=GPU, calls=exporter.calls) as tensors:
+        assert list(tensors) == list(WEIGHTS)
 
 
 def test_a_gpu_that_the_request_does_not_serve_is_named_and_others_keep_their_exports(

@@ -31,12 +31,14 @@ class VLLMCUDAVMMExternalStorageAdapter(TransactionalAdapter):
     drop its cached prefixes afterwards.
     """
 
-    def __init__(self, engine: Any, *, _device: str = "cuda") -> None:
+    def __init__(self, engine: Any, *, strict: bool = True, _device: str = "cuda") -> None:
         """Find the engine's model; nothing is touched.
 
         Args:
             engine: an ``LLM`` whose engine runs in this process, a worker, a model runner, or the
                 model.
+            strict: False allows parameters of the engine that an update does not hold: they stay
+                what they are. A name that the engine does not have is refused all the same.
 
         Raises:
             WeightBridgeUnavailableError: no CUDA here, the engine runs in another process, or it
@@ -52,6 +54,7 @@ class VLLMCUDAVMMExternalStorageAdapter(TransactionalAdapter):
             )
             raise WeightBridgeUnavailableError(msg)
         self._device = _device
+        self._strict = strict
         self._model = _model_of(engine)
         self._prepared = ""
         self._exchanged: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -66,13 +69,14 @@ class VLLMCUDAVMMExternalStorageAdapter(TransactionalAdapter):
 
         """
         live = self._live()
-        missing = self._missing(live, tensors)
+        missing = self._missing(live, tensors) if self._strict else []
         strange = [name for name in tensors if name not in live]
         if missing or strange:
+            or_else = "" if strange else ", or say strict=False if the rest never changes"
             msg = (
                 f"version {manifest.weight_version}: the engine has {len(live)} parameters; "
                 f"{missing[:_SHOWN]} are not in the update, {strange[:_SHOWN]} not in the engine. "
-                f"{_ELSEWHERE}."
+                f"{_ELSEWHERE}{or_else}."
             )
             raise IncompatibleUpdate(msg)
         given: dict[int, tuple[str, int]] = {}

@@ -50,8 +50,11 @@ def _is_capturing(ordinal: int) -> bool:
     """Whether this thread's current stream of a GPU records a graph; asks torch, which knows it."""
     if torch.version.cuda is None:
         return False
-    with torch.cuda.device(ordinal):  # torch looks at the current device's stream only
-        return torch.cuda.is_current_stream_capturing()
+    try:
+        with torch.cuda.device(ordinal):  # torch looks at the current device's stream only
+            return torch.cuda.is_current_stream_capturing()
+    except RuntimeError:
+        return False  # a device that is lost captures nothing; what is wrong, the call itself says
 
 
 def ordinal_of(device_uuid: str, *, bindings: Any = None) -> int:

@@ -248,4 +248,5 @@ class VMMDriver(ABC):
             undo.callback(self.free, address, nbytes)
             self.map(address, nbytes, imported)
             undo.callback(self.unmap, address, nbytes)
-            self.set_access(address, nbytes, writable=True)
+            for writable in (True, False):  # as publishers map, and as consumers do
+                self.set_access(address, nbytes, writable=writable)

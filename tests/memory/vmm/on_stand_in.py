@@ -313,6 +313,14 @@ def test_a_probe_believes_no_attribute() -> None:
     assert record.names()[-1] == "cuMemRelease"
 
 
+def test_a_probe_maps_as_a_publisher_does_and_as_a_consumer(
+    driver: CUDADriver, record: Recording
+) -> None:
+    driver.probe()
+    granted = [int(call[3][0].flags) for call in record.calls if call[0] == "cuMemSetAccess"]
+    assert granted == [READ_WRITE, READ]
+
+
 def test_free_and_total_memory_are_told(driver: CUDADriver) -> None:
     assert driver.memory_info() == (1, 2)
 

@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from enum import IntEnum
 from pathlib import Path
 from types import SimpleNamespace
@@ -127,6 +127,17 @@ def test_the_stream_of_the_drivers_own_gpu_is_asked_for_a_capture(
     monkeypatch.setattr(torch.cuda, "device", device)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: current == 1)
     assert (_is_capturing(0), _is_capturing(1), current) == (False, True, 0)
+
+
+def test_a_device_that_is_lost_captures_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    # What torch raises must not come out of a close, which takes a driver's error only.
+    def lost() -> bool:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lost)
+    assert _is_capturing(0) is False
 
 
 # ---- over the stand-in --------------------------------------------------------------------------

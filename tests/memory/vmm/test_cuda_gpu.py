@@ -106,6 +106,7 @@ class Exporter:
         self.broker.offer(1, self.allocation.export(), self.allocation.nbytes)
         self.plain = self.driver.alloc(2 << 20)
         write(self.driver, self.plain, b"legacy")
+        self.driver.fence()  # a copy of few bytes returns before they are there
 
     def where(self) -> dict[str, Any]:
         return self.broker.ref.model_dump()
