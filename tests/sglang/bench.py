@@ -18,6 +18,7 @@ from rl_bridge import (
     make_weight_bridge,
 )
 from rl_bridge.integrations.sglang.handles import handle_of
+from rl_bridge.integrations.sglang.routes import ROUTES, RouteName
 from rl_bridge.testing.processes import until
 from tests.engines.models import Checkpoints, Kind
 from tests.engines.trainer import Trainer
@@ -26,6 +27,7 @@ __all__ = [
     "CALL_S",
     "PROMPTS",
     "SAMPLING",
+    "WAYS",
     "Answers",
     "Bench",
     "Engines",
@@ -38,6 +40,12 @@ __all__ = [
 
 PROMPTS: tuple[tuple[int, ...], ...] = ((1, 5, 9, 17, 33), (1, 100, 200), (*[7] * 40, 3, 4, 5))
 SAMPLING = {"temperature": 0, "max_new_tokens": 16, "ignore_eos": True}
+# Route, and whether what it imports is exchanged for what serves.
+WAYS: tuple[tuple[RouteName, bool], ...] = (
+    ("import", True),
+    ("import", False),
+    *((route, True) for route in ROUTES[1:]),
+)
 PLANT = "tests.sglang.faults.plant"
 CALL_S = 120.0
 

@@ -1,16 +1,22 @@
 """Faults in an engine's scheduler process, planted from outside.
 
 `plant` is called there by SGLang, as a custom weight loader. Each fault hits the n-th tensor (from
-0) that the engine's own loader is given; nothing else is replaced.
+0) that the engine's own loader is given, or that is made beside the serving ones, or the n-th
+parameter that is exchanged; nothing else is replaced.
 """
 
+import importlib
 import json
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 
+from rl_bridge.installers.sglang import beside
 from rl_bridge.installers.snapshot import Snapshot
+from rl_bridge.installers.vllm.exchange import Exchange
+from rl_bridge.installers.vllm.staging import Staged, TensorChange
 from rl_bridge.integrations.sglang import votes
 
 __all__ = ["plant"]
@@ -61,8 +67,31 @@ def _around_load(
     _patch(type(model), "load_weights", load_weights)
 
 
+def _around_staging(change: Callable[[int, Named], Named]) -> None:
+    """Put something between the tensors and the version that is made beside the serving one."""
+    original = vars(beside)["_assemble"]
+
+    def assemble(plan: Any, tensors: Any, *args: Any) -> None:
+        original(plan, dict(change(i, item) for i, item in enumerate(tensors.items())), *args)
+
+    _patch(beside, "_assemble", assemble)
+
+
+class _Upto(list[TensorChange]):
+    """A list that fails when it is gone over, before its n-th item; it begins anew at its end."""
+
+    nth = 0
+
+    def __iter__(self) -> Iterator[TensorChange]:
+        for index, item in enumerate(super().__iter__()):
+            if index == self.nth % len(self):
+                msg = f"planted at tensor {self.nth}"
+                raise PlantedError(msg)
+            yield item
+
+
 def _fail(model: torch.nn.Module, nth: int) -> None:
-    """Raise before the n-th tensor."""
+    """Raise before the n-th tensor, or the exchange of the n-th parameter."""
 
     def change(index: int, item: Named) -> Iterable[Named]:
         if index == nth:
@@ -71,6 +100,25 @@ def _fail(model: torch.nn.Module, nth: int) -> None:
         return [item]
 
     _around_load(model, change)
+    original = vars(Exchange)["apply"]
+
+    def apply(self: Exchange, staged: Staged) -> None:
+        tensors = _Upto(staged.tensors)
+        tensors.nth = nth
+        original(self, replace(staged, tensors=tensors))
+
+    _patch(Exchange, "apply", apply)
+
+
+def _staging(model: torch.nn.Module, nth: int) -> None:
+    """Raise when half of the next version is made beside the serving one."""
+    del model, nth
+
+    def run(*_args: Any, **_kwargs: Any) -> None:
+        msg = "planted in the staging"
+        raise PlantedError(msg)
+
+    _patch(beside, "BytePlan", run)
 
 
 def _wrong(model: torch.nn.Module, nth: int) -> None:
@@ -84,17 +132,46 @@ def _wrong(model: torch.nn.Module, nth: int) -> None:
         return [(name, tensor)]
 
     _around_load(model, change)
+    _around_staging(lambda index, item: next(iter(change(index, item))))
 
 
 def _lost(model: torch.nn.Module, nth: int) -> None:
     """Leave the n-th tensor out; nothing raises."""
     _around_load(model, lambda index, item: [] if index == nth else [item])
+    _around_staging(
+        lambda index, item: (item[0], torch.zeros_like(item[1])) if index == nth else item
+    )
 
 
 def _buffer(model: torch.nn.Module, nth: int) -> None:
-    """Change the n-th buffer behind the load."""
+    """Change the n-th buffer behind the load, or the exchange."""
     buffers = [buffer for _, buffer in model.named_buffers() if buffer.numel()]
-    _around_load(model, lambda _, item: [item], end=lambda: flip_byte(buffers[nth]))
+    _behind_the_install(model, lambda _: flip_byte(buffers[nth]))
+
+
+def _corrupt(model: torch.nn.Module, nth: int) -> None:
+    """Change a byte of the n-th parameter behind the load, or the exchange."""
+    _behind_the_install(model, lambda parameters: flip_byte(parameters[nth % len(parameters)]))
+
+
+def _behind_the_install(model: torch.nn.Module, does: Callable[[list[torch.Tensor]], None]) -> None:
+    parameters: list[torch.Tensor] = list(model.parameters())
+    _around_load(model, lambda _, item: [item], end=lambda: does(parameters))
+    original = vars(Exchange)["apply"]
+
+    def apply(self: Exchange, staged: Staged) -> None:
+        original(self, staged)
+        does(parameters)
+
+    _patch(Exchange, "apply", apply)
+
+
+def _compiled(model: torch.nn.Module, nth: int) -> None:
+    """Let SGLang's own settings say that the model is compiled; nothing else of that is done."""
+    del model, nth
+    flags = importlib.import_module("sglang.srt.runtime_context").get_flags().capture
+    _originals.append((flags, "enable_torch_compile", flags.enable_torch_compile))
+    flags.enable_torch_compile = True
 
 
 def _undo(model: torch.nn.Module, nth: int) -> None:
@@ -118,5 +195,8 @@ _POINTS: dict[str, Callable[[torch.nn.Module, int], None]] = {
     "wrong": _wrong,
     "lost": _lost,
     "buffer": _buffer,
+    "compiled": _compiled,
+    "corrupt": _corrupt,
+    "staging": _staging,
     "undo": _undo,
 }

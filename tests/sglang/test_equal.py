@@ -5,16 +5,19 @@ from pathlib import Path
 import pytest
 
 from rl_bridge import WeightUpdateRejectedError
-from rl_bridge.integrations.sglang.routes import ROUTES, RouteName
-from tests.sglang.bench import Bench, executor_for
+from rl_bridge.integrations.sglang.routes import RouteName
+from tests.sglang.bench import WAYS, Bench, executor_for
 
 
 def folder(route: RouteName, tmp_path: Path) -> Path | None:
     return tmp_path / "versions" if route == "disk" else None
 
 
-def alternate(bench: Bench, route: RouteName, tmp_path: Path, times: int) -> None:
-    with executor_for(bench.engine, route=route, directory=folder(route, tmp_path)) as executor:
+def alternate(
+    bench: Bench, route: RouteName, tmp_path: Path, times: int, *, exchange: bool = True
+) -> None:
+    options = {"route": route, "directory": folder(route, tmp_path), "exchange": exchange}
+    with executor_for(bench.engine, **options) as executor:
         for turn in range(times):
             bench.plant("fail", nth=turn % len(bench.weights[0]))
             refused = bench.trainer.publish(bench.next())
@@ -30,8 +33,9 @@ def alternate(bench: Bench, route: RouteName, tmp_path: Path, times: int) -> Non
             assert ack.proof.method == "digest"
 
 
-@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize(("route", "exchange"), WAYS)
 def test_twenty_updates_with_failures_mixed_in_equal_fresh_engines(
-    route: RouteName, bench: Bench, tmp_path: Path
+    route: RouteName, exchange: bool, bench: Bench, tmp_path: Path
 ) -> None:
-    alternate(bench, route, tmp_path, 20 if route == "import" else 4)
+    times = 20 if (route, exchange) == WAYS[0] else 4
+    alternate(bench, route, tmp_path, times, exchange=exchange)

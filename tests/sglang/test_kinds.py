@@ -4,9 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from rl_bridge.integrations.sglang.routes import ROUTES
 from tests.engines.models import Kind
-from tests.sglang.bench import Engines
+from tests.sglang.bench import WAYS, Engines
 from tests.sglang.test_equal import alternate
 
 
@@ -17,5 +16,5 @@ from tests.sglang.test_equal import alternate
 )
 def test_an_updated_engine_equals_a_fresh_one(kind: Kind, engines: Engines, tmp_path: Path) -> None:
     bench = engines.bench(kind)
-    for route in ROUTES:
-        alternate(bench, route, tmp_path, 2)
+    for route, exchange in WAYS:
+        alternate(bench, route, tmp_path, 2, exchange=exchange)

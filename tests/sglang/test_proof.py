@@ -10,9 +10,10 @@ from tests.sglang.bench import Bench, executor_for, sums_of
 from tests.sglang.test_equal import folder
 
 
+@pytest.mark.parametrize("exchange", [True, False])
 @pytest.mark.parametrize("fault", ["wrong", "lost"])
-def test_a_wrong_tensor_is_found_whichever_it_is(fault: str, bench: Bench) -> None:
-    with executor_for(bench.engine) as executor:
+def test_a_wrong_tensor_is_found_whichever_it_is(fault: str, exchange: bool, bench: Bench) -> None:
+    with executor_for(bench.engine, exchange=exchange) as executor:
         for nth, name in enumerate(bench.weights[0]):
             bench.plant(fault, nth)
             manifest = bench.trainer.publish(bench.next())
@@ -34,8 +35,19 @@ def test_sglang_says_success_and_the_weight_is_wrong(
         bench.check()
 
 
-def test_a_buffer_that_no_update_writes_must_stay_as_it_is(bench: Bench) -> None:
+def test_a_byte_that_changes_behind_the_exchange_is_found_in_every_parameter(bench: Bench) -> None:
     with executor_for(bench.engine) as executor:
+        for nth in range(len(bench.sums[0])):
+            bench.plant("corrupt", nth)
+            with pytest.raises(ProofFailed, match="does not hold tensor"):
+                executor.update_weights(bench.trainer.publish(bench.next()))
+            assert sums_of(bench.engine) == bench.sums[bench.holds], nth
+        bench.check()
+
+
+@pytest.mark.parametrize("exchange", [True, False])
+def test_a_buffer_that_no_update_writes_must_stay_as_it_is(exchange: bool, bench: Bench) -> None:
+    with executor_for(bench.engine, exchange=exchange) as executor:
         bench.plant("buffer")
         with pytest.raises(ProofFailed, match="what it was before the install"):
             executor.update_weights(bench.trainer.publish(bench.next()))

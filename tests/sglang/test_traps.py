@@ -142,6 +142,16 @@ def test_numbers_that_are_not_finite_are_refused(route: str, number: float, benc
     refused(bench, bench.next(**{name: bad}), "NaN or Inf", route=route)
 
 
+def test_a_model_that_is_compiled_on_the_cpu_is_refused(bench: Bench) -> None:
+    """SGLang compiles its weights in: an update would change what no request is computed with."""
+    bench.plant("compiled")
+    with executor_for(bench.engine) as executor:
+        with pytest.raises(WeightBridgeUnavailableError, match="enable_torch_compile"):
+            executor.update_weights(bench.trainer.publish(bench.next()))
+        bench.uproot()
+        bench.check()
+
+
 def test_a_copy_that_does_not_fit_its_budget_is_refused(bench: Bench) -> None:
     refused(bench, bench.next(), "memory_budget_nbytes allows 1000", memory_budget_nbytes=1000)
 

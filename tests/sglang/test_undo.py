@@ -5,22 +5,36 @@ from pathlib import Path
 import pytest
 
 from rl_bridge import TornEngine, WeightUpdateRejectedError
-from rl_bridge.integrations.sglang.routes import ROUTES, RouteName
-from tests.sglang.bench import Bench, executor_for, sums_of
+from rl_bridge.integrations.sglang.routes import RouteName
+from tests.sglang.bench import WAYS, Bench, executor_for, sums_of
 from tests.sglang.test_equal import folder
 
 
-@pytest.mark.parametrize("route", ROUTES)
-def test_a_loader_that_fails_at_any_tensor_is_undone(
-    route: RouteName, bench: Bench, tmp_path: Path
+@pytest.mark.parametrize(("route", "exchange"), WAYS)
+def test_an_install_that_fails_at_any_tensor_is_undone(
+    route: RouteName, exchange: bool, bench: Bench, tmp_path: Path
 ) -> None:
-    with executor_for(bench.engine, route=route, directory=folder(route, tmp_path)) as executor:
+    options = {"route": route, "directory": folder(route, tmp_path), "exchange": exchange}
+    with executor_for(bench.engine, **options) as executor:
         for nth in range(len(bench.weights[0])):
             bench.plant("fail", nth)
             manifest = bench.trainer.publish(bench.next())
             with pytest.raises(WeightUpdateRejectedError, match=f"planted at tensor {nth}"):
                 executor.update_weights(manifest)
             assert sums_of(bench.engine) == bench.sums[bench.holds], nth
+        bench.check()
+        bench.uproot()
+        bench.update(executor)
+        bench.check()
+
+
+def test_a_version_that_cannot_be_made_beside_the_serving_one_touches_nothing(
+    bench: Bench,
+) -> None:
+    with executor_for(bench.engine) as executor:
+        bench.plant("staging")
+        with pytest.raises(WeightUpdateRejectedError, match="planted in the staging"):
+            executor.update_weights(bench.trainer.publish(bench.next()))
         bench.check()
         bench.uproot()
         bench.update(executor)
@@ -42,8 +56,9 @@ def test_the_label_stays_that_of_the_version_that_is_served(bench: Bench) -> Non
         assert executor.active_weight_version == served.weight_version
 
 
-def test_an_undo_that_fails_is_done_again_by_recover(bench: Bench) -> None:
-    with executor_for(bench.engine) as executor:
+@pytest.mark.parametrize("exchange", [True, False])
+def test_an_undo_that_fails_is_done_again_by_recover(exchange: bool, bench: Bench) -> None:
+    with executor_for(bench.engine, exchange=exchange) as executor:
         bench.update(executor)
         bench.plant("undo", 20)
         with pytest.raises(TornEngine):
@@ -56,8 +71,9 @@ def test_an_undo_that_fails_is_done_again_by_recover(bench: Bench) -> None:
         bench.check()
 
 
-def test_a_torn_engine_takes_a_later_version_in_full(bench: Bench) -> None:
-    with executor_for(bench.engine) as executor:
+@pytest.mark.parametrize("exchange", [True, False])
+def test_a_torn_engine_takes_a_later_version_in_full(exchange: bool, bench: Bench) -> None:
+    with executor_for(bench.engine, exchange=exchange) as executor:
         bench.update(executor)
         bench.plant("undo", 20)
         with pytest.raises(TornEngine):

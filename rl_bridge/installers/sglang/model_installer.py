@@ -1,9 +1,11 @@
 """`SGLangModelInstaller`: installs updates into the model of one SGLang engine, all or nothing.
 
-SGLang's loaders write into the parameters that serve. So the model is copied aside first, byte for
-byte; after any failure, wherever the loader was, the copy is put back and compared.
+On the CPU an update that is imported here is made beside the serving version, and exchanged for it.
+Else SGLang's loaders write into the parameters that serve: so the model is copied aside first, byte
+for byte; after any failure, wherever the loader was, the copy is put back and compared.
 """
 
+import logging
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 
@@ -13,6 +15,7 @@ from rl_bridge.errors import IncompatibleUpdate, ProofFailed
 from rl_bridge.installers.base import InstallProof, TransactionalAdapter
 from rl_bridge.installers.finite import check_finite
 from rl_bridge.installers.sglang import parts
+from rl_bridge.installers.sglang.beside import Beside, why_not_beside
 from rl_bridge.installers.sglang.cuts import Cut, check_covered, cuts_of, part_digests
 from rl_bridge.installers.sglang.proof import LiveEvidence
 from rl_bridge.installers.snapshot import Snapshot, every_engine_tensor
@@ -21,10 +24,12 @@ from rl_bridge.installers.vllm.evidence import Untouched
 from rl_bridge.installers.vllm.memory_budget import check_budget, checked_budget
 from rl_bridge.installers.vllm.routes import LoadPlan, learn
 from rl_bridge.manifest.model import WeightUpdateManifest
+from rl_bridge.memory.facts import tensor_key
 from rl_bridge.memory.pins import Pin
 
 __all__ = ["SGLangModelInstaller"]
 
+_LOG = logging.getLogger(__name__)
 _PLANS = 4
 _SHOWN = 5
 
@@ -40,6 +45,7 @@ class SGLangModelInstaller(TransactionalAdapter):
         self,
         model: torch.nn.Module,
         *,
+        exchange: bool = True,
         memory_budget_nbytes: int | None = None,
         num_threads: int | None = None,
         num_ranks: int = 1,
@@ -48,30 +54,37 @@ class SGLangModelInstaller(TransactionalAdapter):
 
         Args:
             model: the model that SGLang loaded.
-            memory_budget_nbytes: what the copy that undo needs may take; None takes what the
-                machine has to give.
+            exchange: whether parameters may get other memory; False lets SGLang's loader write into
+                what they have.
+            memory_budget_nbytes: what a second copy of the model, which undo needs, may take; None
+                takes what the machine has to give.
             num_threads: threads that copy and digest; None takes the usable cores.
             num_ranks: over how many ranks the model is spread. Of more than one, who asks them all
                 checks that together they take every element: see `cuts`.
 
         Raises:
+            TypeError: `exchange` is no bool.
             ValueError: less than one thread, or a negative budget.
 
         """
+        if not isinstance(exchange, bool):
+            raise TypeError(f"exchange={exchange!r}: expected True or False.")
         self._model = model
+        self._may_exchange = exchange
         self._budget = checked_budget(memory_budget_nbytes)
         self._num_threads = checked_threads(num_threads)
         self._num_ranks = num_ranks
         self._plans: OrderedDict[str, LoadPlan] = OrderedDict()
         self._plan: LoadPlan | None = None
         self._evidence: LiveEvidence | None = None
+        self._beside = Beside(num_threads=self._num_threads)
         self._snapshot: Snapshot | None = None
         self._room: Pin | None = None  # where the last copy was
         self._untouched: Untouched | None = None
         self._has_begun = False
 
     def prepare(self, manifest: WeightUpdateManifest, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Learn where the tensors go, and copy the model aside; nothing of it is written.
+        """Learn where the tensors go, and make the second copy; nothing that serves is written.
 
         Args:
             manifest: the update's.
@@ -89,12 +102,15 @@ class SGLangModelInstaller(TransactionalAdapter):
         if tensors:
             cuts, threads = cuts_of(plan, manifest), self._num_threads
             evidence.expect(part_digests(manifest, tensors, cuts, num_threads=threads))
-        if self._snapshot is None:  # else an install is not undone: the copy of before it stands
-            engine = every_engine_tensor(self._model).values()
-            needed = sum(tensor.numel() * tensor.element_size() for tensor in engine)
-            check_budget(needed, self._budget, manifest.weight_version)
-            room, self._room = self._room, None
-            self._snapshot = Snapshot(self._model, num_threads=self._num_threads, room=room)
+        is_new = (
+            self._snapshot is None
+        )  # else an install is not undone: what stands is of before it
+        if is_new:
+            check_budget(self._nbytes(), self._budget, manifest.weight_version)
+        if tensors and self._exchanges(plan):
+            self._beside.stage(plan, tensors)
+        if is_new:
+            self._snapshot = self._copied_aside()
         self._plan, self._evidence = plan, evidence
 
     def cuts(self, manifest: WeightUpdateManifest) -> list[Cut]:
@@ -130,7 +146,7 @@ class SGLangModelInstaller(TransactionalAdapter):
         )
 
     def install(self, manifest: WeightUpdateManifest, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Load by the engine's own loader. Prepares by itself where that was not done.
+        """Exchange, or load by the engine's own loader. Prepares by itself where it must.
 
         Raises:
             Exception: the loader's. Call `undo`.
@@ -139,6 +155,9 @@ class SGLangModelInstaller(TransactionalAdapter):
         if self._evidence is None:
             self.prepare(manifest, tensors)
         self.begin()
+        if self._beside.is_staged:
+            self._beside.exchange()
+            return
         load = getattr(self._model, "load_weights")  # noqa: B009 - only SGLang's modules have it
         load(iter(tensors.items()))
 
@@ -157,7 +176,7 @@ class SGLangModelInstaller(TransactionalAdapter):
         return proof
 
     def undo(self) -> None:
-        """Put back the copy.
+        """Exchange back, and put back what was copied aside.
 
         Raises:
             TornEngine: a byte does not come back.
@@ -165,6 +184,7 @@ class SGLangModelInstaller(TransactionalAdapter):
         """
         if self._has_begun:
             assert self._snapshot is not None
+            self._beside.undo()
             self._snapshot.restore()
             self._has_begun = False
         self.abandon()
@@ -172,13 +192,15 @@ class SGLangModelInstaller(TransactionalAdapter):
     def abandon(self) -> None:
         """Forget what was prepared; what the undo of a begun install needs stays."""
         self._evidence = self._plan = None
+        self._beside.abandon()
         if not self._has_begun:
             if self._snapshot is not None:
                 self._room = self._snapshot.give_room()
             self._snapshot = self._untouched = None
 
     def commit(self) -> None:
-        """Let the copy go."""
+        """Let the version before go: its memory is the next one's."""
+        self._beside.commit()
         self._has_begun = False
         self.abandon()
 
@@ -186,6 +208,29 @@ class SGLangModelInstaller(TransactionalAdapter):
         """Nothing is kept of an update: the engine has memory of its own."""
 
     # ---- inside ---------------------------------------------------------------------------------
+
+    def _exchanges(self, plan: LoadPlan) -> bool:
+        reason = why_not_beside(plan) if self._may_exchange else "exchange=False"
+        if reason is not None:
+            _LOG.info("the update is loaded into the memory that serves: %s", reason)
+        return reason is None
+
+    def _nbytes(self) -> int:
+        """What a second copy takes; what has two names is in it once."""
+        every = {tensor_key(tensor): tensor for tensor in every_engine_tensor(self._model).values()}
+        return sum(tensor.numel() * tensor.element_size() for tensor in every.values())
+
+    def _copied_aside(self) -> Snapshot:
+        """All that the install may write to: not what gets other memory meanwhile."""
+        alone = self._beside.alone()
+        every = every_engine_tensor(self._model)
+        room, self._room = self._room, None
+        return Snapshot(
+            self._model,
+            without={name for name, tensor in every.items() if id(tensor) in alone},
+            num_threads=self._num_threads,
+            room=room,
+        )
 
     def _plan_of(self, manifest: WeightUpdateManifest) -> LoadPlan:
         table = manifest.table

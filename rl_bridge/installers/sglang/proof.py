@@ -4,7 +4,7 @@ A tensor that went somewhere whole must have there the digest that the manifest 
 one must be was made of its verified bytes: see `rl_bridge.installers.sglang.cuts`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -18,6 +18,8 @@ from rl_bridge.manifest.digest import DIGEST_NBYTES
 from rl_bridge.manifest.model import WeightUpdateManifest
 
 __all__ = ["LiveEvidence", "live_parameter"]
+
+_COPIED_NBYTES = 64 << 20
 
 
 def live_parameter(target: Target) -> torch.Tensor:
@@ -90,20 +92,14 @@ class LiveEvidence:
             self.expect(())  # which is right where nothing is cut up
         rows: dict[int, bytes] = {}
         nbytes = 0
-        for index, steps in self._plan.steps.items():
-            target = self._plan.targets[index]
-            live = live_parameter(target)
-            routes = [step for step in steps if isinstance(step, Route)]
-            parts = [route.target_view.of(live) for route in routes]
+        for batch in self._batches():
+            parts = [part for _, part in batch]
             found = digests_of(parts, num_threads=self._num_threads)
-            for route, digest in zip(routes, found, strict=True):
-                self._compare(target, route, digest)
+            for (route, _), digest in zip(batch, found, strict=True):
+                self._compare(self._plan.targets[route.target], route, digest)
                 rows[self._manifest.table.rows[route.source]] = digest_of(
                     self._manifest, route.source
                 )
-            for step in steps:
-                if isinstance(step, Fill):
-                    _check_padding(target, step, live)
             nbytes += sum(part.numel() * part.element_size() for part in parts)
         every = range(len(self._manifest.table.names))
         root = self._manifest.table.root_plan.root(
@@ -112,6 +108,29 @@ class LiveEvidence:
         return InstallProof(
             method="digest", root=root.hex(), digested_nbytes=nbytes, tensors=len(rows)
         )
+
+    def _batches(self) -> Iterator[list[tuple[Route, torch.Tensor]]]:
+        """All parts that the update writes, many at a time, so that one pass reads them.
+
+        What must be copied to be read (a slice, a device's memory) is, in small amounts.
+        """
+        batch: list[tuple[Route, torch.Tensor]] = []
+        copied = 0
+        for index, steps in self._plan.steps.items():
+            target = self._plan.targets[index]
+            live = live_parameter(target)
+            for step in steps:
+                if isinstance(step, Fill):
+                    _check_padding(target, step, live)
+                    continue
+                part = step.target_view.of(live)
+                batch.append((step, part))
+                if not (part.is_cpu and part.is_contiguous()):
+                    copied += part.numel() * part.element_size()
+            if copied > _COPIED_NBYTES:
+                yield batch
+                batch, copied = [], 0
+        yield batch
 
     def _compare(self, target: Target, route: Route, found: bytes) -> None:
         assert self._parts is not None

@@ -4,7 +4,7 @@ import torch
 
 from rl_bridge.installers.vllm.staging import AttributeChange, Staged, TensorChange
 
-__all__ = ["Exchange", "Freed"]
+__all__ = ["Exchange", "Freed", "is_alone"]
 
 _ABSENT = object()
 
@@ -33,7 +33,7 @@ class Exchange:
     def apply(self, staged: Staged) -> None:
         """Exchange everything that was staged."""
         for change in staged.tensors:
-            if _is_alone(change.live):
+            if is_alone(change.live):
                 self._tensors.append((change, change.live.data, True))
                 change.live.data = change.fresh
             else:
@@ -74,12 +74,15 @@ class Exchange:
         )
 
 
-def _is_alone(live: torch.Tensor) -> bool:
+def is_alone(live: torch.Tensor) -> bool:
     """Whether nobody but this parameter looks at its memory, as far as torch counts.
 
-    On an accelerator a captured graph knows the address, which nobody counts.
+    On an accelerator a captured graph knows the address, which nobody counts; nor does anybody
+    count the processes that map shared memory.
     """
-    return live.device.type == "cpu" and _looking_at(live) <= _ALONE
+    if live.device.type != "cpu" or live.is_shared():  # type: ignore[no-untyped-call]  # torch has no types here
+        return False
+    return _looking_at(live) <= _ALONE
 
 
 def _looking_at(tensor: torch.Tensor) -> int:

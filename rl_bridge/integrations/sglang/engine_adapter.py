@@ -50,6 +50,7 @@ class SGLangInstallAdapter(TransactionalAdapter):
         pause: PauseMode = "retract",
         cache: CachePolicy = "flush",
         label: Callable[[WeightUpdateManifest], str] | None = default_label,
+        exchange: bool = True,
         memory_budget_nbytes: int | None = None,
         timeout_s: float = 600.0,
         api_key: str | None = None,
@@ -72,13 +73,16 @@ class SGLangInstallAdapter(TransactionalAdapter):
                 they end.
             cache: what becomes of cached prefixes.
             label: makes the version label that SGLang puts on outputs; None leaves it alone.
-            memory_budget_nbytes: what the copy of the engine's weights, which undo needs, may take;
-                None takes what there is.
+            exchange: for ``import`` on the CPU: whether the engine's parameters may get other
+                memory. False lets SGLang's loader write into what they have, as the other routes
+                do; it is for code of your own in the engine that keeps addresses of weights.
+            memory_budget_nbytes: what the second copy of the engine's weights, which undo needs,
+                may take; None takes what there is.
             timeout_s: deadline of each call to the engine.
             api_key: of a server that asks for one; its admin's, where it has one.
 
         Raises:
-            TypeError: no engine.
+            TypeError: no engine; `exchange` is no bool.
             ValueError: no such route, pause or cache policy; a directory without ``disk``, or none;
                 an address without ``distributed``.
             WeightBridgeUnavailableError: what the engine or the route needs is missing here.
@@ -88,13 +92,15 @@ class SGLangInstallAdapter(TransactionalAdapter):
             raise ValueError(f"pause={pause!r}: expected 'retract', 'in_place' or 'abort'.")
         if cache not in {"flush", "keep"}:
             raise ValueError(f"cache={cache!r}: expected 'flush' or 'keep'.")
+        if not isinstance(exchange, bool):
+            raise TypeError(f"exchange={exchange!r}: expected True or False.")
         self._handle = handle_of(engine, timeout_s, api_key)
         self._route = route_of(route, self._handle, directory, address)
         self._route_name = route
         self._pause: PauseMode = pause
         self._cache: CachePolicy = cache
         self._label = label
-        self._options = {"memory_budget_nbytes": memory_budget_nbytes}
+        self._options = {"exchange": exchange, "memory_budget_nbytes": memory_budget_nbytes}
         self._shares = Shares()
         self._parts: list[list[str]] = []
         self._phases_ms: dict[str, float] = {}
@@ -113,7 +119,7 @@ class SGLangInstallAdapter(TransactionalAdapter):
     # ---- the steps ------------------------------------------------------------------------------
 
     def prepare(self, manifest: WeightUpdateManifest, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Compare with the engine's model, and copy that aside; nothing of it is written.
+        """Compare with the engine's model, and make a second copy; nothing of it is written.
 
         Raises:
             IncompatibleUpdate: the update does not fit, or memory does not suffice.

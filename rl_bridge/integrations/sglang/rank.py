@@ -76,7 +76,7 @@ class SGLangRank:
         return {
             "sglang": version(),
             "engine": self._engine,
-            "device": next(self._model.parameters()).device.type,
+            "device": self._device(),
             "update_id": None if active is None else active.update_id,
             "weight_version": None if active is None else active.weight_version,
             "root": None if active is None else active.root,
@@ -87,13 +87,13 @@ class SGLangRank:
         }
 
     def prepare(self, given: Payload) -> Reply:
-        """Import and verify, if this is where the update is imported; copy the model aside.
+        """Import and verify, if this is where the update is imported; make the second copy.
 
         Raises:
             WeightBridgeError: refused; nothing of the model was written.
 
         """
-        _require_supported()
+        _require_supported(self._device())
         self._require_closed()
         self._end("another update came before it was installed")
         manifest = WeightUpdateManifest.from_json(str(given.get("manifest", "")))
@@ -118,7 +118,7 @@ class SGLangRank:
         return reply
 
     def install(self, given: Payload) -> Reply:
-        """Load what was imported; or note that SGLang's own load comes next.
+        """Install what was imported; or note that SGLang's own load comes next.
 
         Raises:
             Exception: the loader's. The executor asks for the undo.
@@ -227,6 +227,9 @@ class SGLangRank:
 
     # ---- inside ---------------------------------------------------------------------------------
 
+    def _device(self) -> str:
+        return next(self._model.parameters()).device.type
+
     def _configure(self, options: Reply) -> None:
         if options != self._options:
             ranks = votes.world_size()
@@ -294,7 +297,7 @@ def _refuse_committed(update_id: str, active: WeightUpdateManifest) -> None:
         raise WeightUpdateRejectedError(msg)
 
 
-def _require_supported() -> None:
+def _require_supported(device: str) -> None:
     """Refuse engines of which some processes would not be asked, or hold what is not proven."""
     context = require("sglang.srt.runtime_context")
     parallel, speculative = context.get_parallel(), context.get_spec()
@@ -311,6 +314,13 @@ def _require_supported() -> None:
         msg = (
             f"the engine speculates by {speculative.speculative_algorithm}, expected none: the "
             "draft model's weights are not proven. Start it without a draft model."
+        )
+        raise WeightBridgeUnavailableError(msg)
+    if device == "cpu" and context.get_flags().capture.enable_torch_compile:
+        msg = (
+            "the engine was started with enable_torch_compile, expected without: on the CPU SGLang "
+            "compiles a model's weights into its code as constants, and no update reaches them. "
+            "Start it without."
         )
         raise WeightBridgeUnavailableError(msg)
 

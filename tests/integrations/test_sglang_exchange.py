@@ -1,0 +1,235 @@
+"""SGLang's installer on a model of our own: memory that is exchanged, and what must not be."""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from rl_bridge import ProofFailed, TornEngine, WeightUpdateManifest, make_weight_bridge
+from rl_bridge.installers.sglang import beside
+from rl_bridge.installers.sglang.model_installer import SGLangModelInstaller
+from rl_bridge.installers.snapshot import Snapshot
+
+HIDDEN, ROWS, PADDED = 64, 48, 64
+
+
+class Model(torch.nn.Module):
+    """Fuses, ties, pads, slices out of the middle; as loaders of engines do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loads = 0
+        self.embed = torch.nn.Embedding(PADDED, HIDDEN)
+        self.head = torch.nn.Linear(HIDDEN, PADDED, bias=False)
+        self.head.weight = self.embed.weight
+        self.fused = torch.nn.Linear(HIDDEN, 3 * HIDDEN)
+        self.cut = torch.nn.Linear(HIDDEN // 2, HIDDEN, bias=False)
+        self.register_buffer("positions", torch.arange(100.0), persistent=False)
+        self.requires_grad_(False)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        self.loads += 1
+        for name, tensor in weights:
+            if name == "embed":
+                self.embed.weight.data[:ROWS].copy_(tensor)
+                self.embed.weight.data[ROWS:].zero_()
+            elif name == "cut":
+                half = HIDDEN // 2
+                self.cut.weight.data[:, :half].copy_(tensor[:, :half])
+            else:
+                kind, place = name.split(".")
+                start = "qkv".index(place) * HIDDEN
+                getattr(self.fused, kind).data[start : start + HIDDEN].copy_(tensor)
+
+
+def version(seed: int) -> dict[str, torch.Tensor]:
+    draw = torch.Generator().manual_seed(seed)
+    sizes: dict[str, tuple[int, ...]] = {"embed": (ROWS, HIDDEN), "cut": (HIDDEN, HIDDEN // 2)}
+    for place in "qkv":
+        sizes |= {f"weight.{place}": (HIDDEN, HIDDEN), f"bias.{place}": (HIDDEN,)}
+    return {name: torch.randn(size, generator=draw) for name, size in sizes.items()}
+
+
+class Driver:
+    """Publishes versions, and installs them as an engine's rank does."""
+
+    def __init__(self, model: Model, **options: Any) -> None:
+        self.model = model
+        self.installer = SGLangModelInstaller(model, num_threads=2, **options)
+        self.bridge = make_weight_bridge("local", source_worker="trainer")
+        self.count = 0
+
+    def publish(self, seed: int) -> tuple[WeightUpdateManifest, dict[str, torch.Tensor]]:
+        self.count += 1
+        tensors = version(seed)
+        manifest = self.bridge.publish(tensors, weight_version=self.count)
+        self.bridge.release(manifest.update_id)
+        return manifest, tensors
+
+    def install(self, seed: int) -> None:
+        manifest, tensors = self.publish(seed)
+        self.installer.prepare(manifest, tensors)
+        self.installer.install(manifest, tensors)
+        assert self.installer.prove().root == manifest.root
+
+    def update(self, seed: int) -> None:
+        self.install(seed)
+        self.installer.commit()
+
+
+@pytest.fixture
+def driver() -> Iterator[Driver]:
+    driver = Driver(Model())
+    with driver.bridge:
+        yield driver
+
+
+def loaded(seed: int) -> dict[str, torch.Tensor]:
+    """What the model's own loader makes of a version."""
+    model = Model()
+    model.load_weights(version(seed).items())
+    return held(model)
+
+
+def held(model: Model) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
+
+
+def places(model: Model) -> dict[str, int]:
+    return {name: tensor.data_ptr() for name, tensor in model.named_parameters()}
+
+
+def equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+def test_what_is_made_beside_is_what_the_loader_makes_of_it(driver: Driver) -> None:
+    for seed in range(5):
+        loads = driver.model.loads
+        driver.update(seed)
+        assert equal(held(driver.model), loaded(seed))
+        assert driver.model.head.weight is driver.model.embed.weight
+        assert driver.model.loads == loads
+
+
+def test_two_versions_take_turns_in_the_same_memory(driver: Driver) -> None:
+    first = places(driver.model)
+    seen = []
+    for seed in range(6):
+        driver.update(seed)
+        seen.append(places(driver.model))
+    assert not {*first.values()} & {*seen[0].values()}
+    assert seen[1] != seen[2]
+    assert seen[1:3] * 2 == seen[1:5]
+
+
+def test_an_undo_gives_the_very_memory_back(driver: Driver) -> None:
+    driver.update(1)
+    before, memory = held(driver.model), places(driver.model)
+    for seed in (2, 3):
+        driver.install(seed)
+        driver.installer.undo()
+        assert places(driver.model) == memory
+        assert equal(held(driver.model), before)
+    driver.update(4)
+    assert equal(held(driver.model), loaded(4))
+
+
+def test_a_parameter_that_somebody_looks_at_keeps_its_memory_and_is_put_back(
+    driver: Driver,
+) -> None:
+    driver.update(1)
+    weight = driver.model.fused.weight
+    view = weight.data[HIDDEN : 2 * HIDDEN]
+    for seed in (2, 3, 4):  # the memory that is left over is no part of what serves
+        driver.update(seed)
+        assert equal(held(driver.model), loaded(seed))
+        assert torch.equal(view, version(seed)["weight.k"])
+    driver.install(5)
+    driver.installer.undo()
+    assert equal(held(driver.model), loaded(4))
+    assert torch.equal(view, version(4)["weight.k"])
+    del view
+    for seed in (6, 7, 8):
+        driver.update(seed)
+        assert equal(held(driver.model), loaded(seed))
+
+
+def test_memory_that_other_processes_map_keeps_its_place(driver: Driver) -> None:
+    weight: Any = driver.model.cut.weight
+    weight.data.share_memory_()
+    place = weight.data_ptr()
+    driver.update(1)
+    assert weight.data_ptr() == place
+    assert equal(held(driver.model), loaded(1))
+
+
+def test_the_loader_is_used_where_nothing_may_be_exchanged() -> None:
+    driver = Driver(Model(), exchange=False)
+    with driver.bridge:
+        memory = places(driver.model)
+        driver.update(1)
+        driver.install(2)
+        driver.installer.undo()
+        assert places(driver.model) == memory
+        assert equal(held(driver.model), loaded(1))
+
+
+def test_a_parameter_that_is_a_part_of_other_memory_gets_its_own(driver: Driver) -> None:
+    memory = torch.zeros(HIDDEN, HIDDEN)
+    part = torch.nn.Parameter(memory[:, HIDDEN // 2 :], requires_grad=False)
+    driver.model.cut.weight = part
+    del memory
+    for seed in (1, 2):
+        driver.update(seed)
+        assert equal(held(driver.model), loaded(seed))
+
+
+def test_what_was_staged_is_not_exchanged_for_another_update(driver: Driver) -> None:
+    """An install that nobody undid, and then one that SGLang's own route brings."""
+    driver.update(1)
+    driver.install(2)
+    manifest, tensors = driver.publish(3)
+    driver.installer.prepare(manifest, {})
+    driver.installer.begin()
+    driver.model.load_weights(tensors.items())
+    assert driver.installer.prove().root == manifest.root
+    driver.installer.undo()
+    assert equal(held(driver.model), loaded(1))
+
+
+def test_numbers_that_were_not_copied_are_found(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver.update(1)
+    monkeypatch.setattr(beside, "_assemble", lambda *_: None)
+    with pytest.raises(ProofFailed, match=r"does not hold tensor|padding"):
+        driver.install(2)
+    driver.installer.undo()
+    assert equal(held(driver.model), loaded(1))
+
+
+def test_an_undo_that_does_not_exchange_back_tears_the_engine(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver.update(1)
+    driver.install(2)
+    with monkeypatch.context() as patch:
+        patch.setattr(beside.Beside, "undo", lambda _: None)
+        with pytest.raises(TornEngine):
+            driver.installer.undo()
+    driver.installer.undo()
+    assert equal(held(driver.model), loaded(1))
+
+
+def test_exchange_must_be_a_bool() -> None:
+    made: Any = SGLangModelInstaller
+    with pytest.raises(TypeError, match="expected True or False"):
+        made(Model(), exchange="yes")
+
+
+def test_a_snapshot_copies_what_has_two_names_once() -> None:
+    model = Model()
+    once = {id(tensor): tensor.nbytes for tensor in (*model.parameters(), *model.buffers())}
+    assert Snapshot(model)._plan.total_nbytes == sum(once.values())
