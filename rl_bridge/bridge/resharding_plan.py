@@ -45,7 +45,8 @@ class PartNeeds:
 
     Attributes:
         part: its rank.
-        has_leaves: whether single leaves can be verified; else whole tensors are.
+        has_leaves: whether single leaves are verified, by the part's leaf list; else whole tensors
+            are: all that is needed is whole, or the part has no list.
         starts: first byte, in the part's arena, of each range that is verified.
         nbytes: size of each.
         rows: stored tensor that each lies in.
@@ -251,16 +252,19 @@ class _Planner:
         sizes = table.nbytes_column.astype(np.int64)
         offsets = table.offset_column.astype(np.int64)
         wanted = np.array(self._leaves[part], np.int64).reshape(-1, 3)
-        rows, first, end = _joined(wanted, -(-sizes // LEAF_NBYTES))
+        counts = -(-sizes // LEAF_NBYTES)
+        rows, first, end = _joined(wanted, counts)
+        if (end - first == counts[rows]).all():
+            index = None  # of whole tensors the manifest has the digests
         if index is None:
             rows = np.unique(rows)
-            first, end = np.zeros_like(rows), -(-sizes[rows] // LEAF_NBYTES)
+            first, end = np.zeros_like(rows), counts[rows]
         expected = np.empty(0, np.int64)
         if index is not None:
-            counts = end - first
-            within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+            leaves = end - first
+            within = np.arange(leaves.sum()) - np.repeat(np.cumsum(leaves) - leaves, leaves)
             starts = index.starts[rows] + first * DIGEST_NBYTES
-            expected = np.repeat(starts, counts) + within * DIGEST_NBYTES
+            expected = np.repeat(starts, leaves) + within * DIGEST_NBYTES
         begins = offsets[rows] + first * LEAF_NBYTES
         nbytes = np.minimum(sizes[rows], end * LEAF_NBYTES) - first * LEAF_NBYTES
         read = np.stack((begins, nbytes), 1)

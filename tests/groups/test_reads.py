@@ -159,6 +159,17 @@ def test_of_a_slice_only_its_leaves_and_the_leaf_list_are_asked_for(
     assert part.nbytes.sum() == 2 * LEAF_NBYTES + table.nbytes[table.rows[LEAVES]]
 
 
+def test_of_whole_tensors_the_leaf_list_is_not_asked_for(calls: list[list[PartRequest]]) -> None:
+    with trainers(2, "local-clone") as group, GroupBridge() as bridge:
+        bridge.import_update(group.publish(cut(model(SHAPES), 2, DIMS), 1))
+    for part in calls[0]:
+        table = part.manifest.table
+        at = table.offsets[table.rows[LEAVES]]
+        assert part.starts is not None
+        assert part.nbytes is not None
+        assert not ((part.starts <= at) & (at < part.starts + part.nbytes)).any()
+
+
 def test_ranges_are_in_order_and_do_not_meet(calls: list[list[PartRequest]]) -> None:
     with trainers(3, "local-clone") as group, GroupBridge() as bridge:
         bridge.import_update(group.publish(cut(model(SHAPES), 3, DIMS), 1))
