@@ -201,6 +201,26 @@ def test_the_gpus_of_the_engine_are_drained_whichever_is_current(
     assert drained == [("cuda", 1), ("cuda", 2)]
 
 
+def test_the_engine_is_drained_before_storages_go_either_way(
+    bridge: TensorBridge, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, trained = Model(0), Model(1)
+    before, seen = places(engine), []
+
+    def look(tensors: Any) -> None:
+        assert engine.layer.weight in set(tensors)
+        seen.append(places(engine) == before)
+
+    monkeypatch.setattr(VLLMCUDAVMMExternalStorageAdapter, "_wait", staticmethod(look))
+    adapter = adapter_for(engine)
+    manifest = bridge.publish(trained, weight_version=1)
+    adapter.install(manifest, bridge.import_update(manifest))
+    assert places(engine) != before
+    adapter.undo()
+    assert places(engine) == before
+    assert seen == [True, False], "before they were exchanged, and before they were given back"
+
+
 def test_one_name_of_a_tied_parameter_is_enough(bridge: TensorBridge) -> None:
     engine, trained = Model(0), Model(1)
     state = {name: t for name, t in trained.state_dict().items() if name != "head.weight"}
