@@ -58,6 +58,10 @@ class PhaseClock:
         finally:
             self._add(phase, (time.perf_counter() - start) * 1e3)
 
+    def leave(self, name: str) -> None:
+        """A phase of this name was told already: `split` leaves it where it is."""
+        self._split.add(name)
+
     def split(self, phase: str, inner: Mapping[str, float]) -> None:
         """Tell phases inside of `phase` apart from it, each once: all together stay its time."""
         for name, ms in inner.items():

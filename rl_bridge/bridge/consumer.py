@@ -11,14 +11,18 @@ import time
 import weakref
 from collections.abc import Mapping
 
+import torch
+
 from rl_bridge.bridge.acknowledgement import describe
 from rl_bridge.bridge.books import Books
 from rl_bridge.bridge.guards import as_manifest, require_own_process, require_transport
 from rl_bridge.bridge.order import Order
 from rl_bridge.bridge.records import (
     ImportedUpdate,
+    checked_proof,
     checked_timings,
     is_as_published,
+    is_sealed_so,
     is_shortage,
     never_let_in,
     remember,
@@ -26,6 +30,7 @@ from rl_bridge.bridge.records import (
     sweep,
     verified,
 )
+from rl_bridge.bridge.unread import UnreadTensors
 from rl_bridge.errors import (
     BridgeClosed,
     ChecksumMismatch,
@@ -35,16 +40,16 @@ from rl_bridge.errors import (
 )
 from rl_bridge.lifecycle.machine import Lifecycle, Observer
 from rl_bridge.lifecycle.table import Event, Role, State
-from rl_bridge.manifest.canonical import JSONValue, freeze, thaw
+from rl_bridge.manifest.canonical import JSONValue
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.memory.control import UpdateReport
-from rl_bridge.memory.imported import ImportedTensors
 from rl_bridge.transports.base import ConsumerEnd, Transport
 
 __all__ = ["Consumer"]
 
 _LOG = logging.getLogger(__name__)
 _OVER = frozenset({State.REJECTED, State.RELEASED})
+_TOLD = frozenset({Event.VERIFY, Event.TEAR})
 
 
 class Consumer(Books):
@@ -108,8 +113,13 @@ class Consumer(Books):
                 self._active = candidate
             self._candidate = None
 
-    def import_update(self, manifest: WeightUpdateManifest | str) -> ImportedTensors:
-        """Make an update's tensors readable here and verify every byte. See `TensorBridge`."""
+    def import_update(
+        self, manifest: WeightUpdateManifest | str, *, reads: bool = True
+    ) -> Mapping[str, torch.Tensor]:
+        """Make an update's tensors readable here and verify every byte. See `TensorBridge`.
+
+        With `reads` False, who calls has them verified elsewhere and says so: `Event.VERIFY`.
+        """
         manifest = as_manifest(manifest, caller="import_update")
         self._check_process()
         with self._lock:
@@ -140,6 +150,8 @@ class Consumer(Books):
                 attachment = record.attachment = self._end.attach(manifest)
                 record.timings_ms["attach"] = (time.perf_counter() - start) * 1e3
                 record.lifecycle.fire(Event.IMPORT)
+                if not reads and is_sealed_so(manifest, attachment):
+                    return UnreadTensors(manifest, attachment)
                 tensors = verified(manifest, record, attachment, binds_header=self._binds)
                 record.lifecycle.fire(Event.VERIFY)
                 self._report(record)
@@ -168,8 +180,7 @@ class Consumer(Books):
             self._check_open()
             record = self._record(update_id, "acknowledge update before import_update succeeds")
             manifest = record.manifest
-            # What cannot travel is refused before anything changes.
-            evidence = thaw(freeze(proof or _IMPORT_PROOF, where="proof"))
+            evidence = checked_proof(proof)  # what cannot travel is refused before all changes
             timings = checked_timings(timings_ms or {})
             if not record.lifecycle.allows(Event.ACKNOWLEDGE):
                 record.lifecycle.fire(Event.ACKNOWLEDGE)  # raises, and says why
@@ -241,7 +252,7 @@ class Consumer(Books):
             return True
 
     def advance(self, update_id: str, event: Event, *, reason: str | None = None) -> None:
-        """Take one of the fine steps: stage, install, tear, undo (the executor's business).
+        """Take a fine step: verify, stage, install, tear, undo (the executor's business).
 
         Raises:
             UnknownUpdate: it was never imported here.
@@ -259,7 +270,7 @@ class Consumer(Books):
                 if event is Event.UNDO:
                     self._order.rejected(update_id, record.manifest)
                     self._drop(record)
-                elif event is Event.TEAR:
+                elif event in _TOLD and record.lifecycle.has_taken(event):
                     self._report(record)
 
     def close(self) -> None:
@@ -379,10 +390,6 @@ class Consumer(Books):
 
     def _check_process(self) -> None:
         require_own_process(self._pid, "consumer")
-
-
-# What a caller vouches for who installs by himself: that the imported bytes were verified.
-_IMPORT_PROOF: dict[str, JSONValue] = {"method": "import"}
 
 
 def _report_later(consumer: "weakref.ref[Consumer]", update_id: str) -> None:

@@ -20,7 +20,7 @@ from rl_bridge.errors import (
 )
 from rl_bridge.lifecycle.machine import Lifecycle
 from rl_bridge.lifecycle.table import Event, Role, State
-from rl_bridge.manifest.canonical import JSONValue, freeze
+from rl_bridge.manifest.canonical import JSONValue, freeze, thaw
 from rl_bridge.manifest.compare import mismatch
 from rl_bridge.manifest.group_leaves import LEAVES
 from rl_bridge.manifest.model import WeightUpdateManifest
@@ -32,12 +32,15 @@ from rl_bridge.transports.base import Attachment
 __all__ = [
     "REMEMBERED",
     "ImportedUpdate",
+    "checked_proof",
     "checked_timings",
     "is_as_published",
+    "is_sealed_so",
     "is_shortage",
     "never_let_in",
     "remember",
     "report_of",
+    "require_bytes",
     "require_header",
     "sweep",
     "verified",
@@ -145,6 +148,18 @@ def report_of(record: ImportedUpdate, manifest: WeightUpdateManifest) -> UpdateR
     )
 
 
+def checked_proof(proof: Mapping[str, JSONValue] | None) -> dict[str, JSONValue]:
+    """What an acknowledgement is to carry as its proof, as JSON.
+
+    Raises:
+        MalformedManifest: values that JSON has no form for.
+
+    """
+    # Who installs by himself vouches for one thing: that the imported bytes were verified.
+    plain: dict[str, JSONValue] = thaw(freeze(proof or {"method": "import"}, where="proof"))
+    return plain
+
+
 def checked_timings(timings_ms: Mapping[str, float]) -> dict[str, float]:
     """Check what an acknowledgement is to say of its phases: name -> milliseconds.
 
@@ -179,14 +194,24 @@ def verified(
 
     """
     start = time.perf_counter()
+    require_bytes(manifest, attachment)
+    require_header(manifest, attachment, binds_header=binds_header)
+    record.timings_ms["verify"] = (time.perf_counter() - start) * 1e3
+    return attachment.tensors
+
+
+def require_bytes(manifest: WeightUpdateManifest, attachment: Attachment) -> None:
+    """Read every byte, and compare with the manifest.
+
+    Raises:
+        ChecksumMismatch: a tensor's bytes are not what the manifest says.
+
+    """
     found = attachment.digests()
     if found != manifest.digests:
         found = attachment.refresh(manifest.digests, found)
     if found != manifest.digests:
         raise ChecksumMismatch(mismatch(manifest, found))
-    require_header(manifest, attachment, binds_header=binds_header)
-    record.timings_ms["verify"] = (time.perf_counter() - start) * 1e3
-    return attachment.tensors
 
 
 def require_header(
@@ -224,6 +249,11 @@ def require_header(
 def is_as_published(manifest: WeightUpdateManifest, attachment: Attachment | None) -> bool:
     """Whether a manifest's header is the one that was sealed; True where nobody can tell."""
     return _sealed(attachment) in {b"", manifest.header_digest}
+
+
+def is_sealed_so(manifest: WeightUpdateManifest, attachment: Attachment) -> bool:
+    """Whether this very header, and with it the digests, was sealed with the bytes."""
+    return _sealed(attachment) == manifest.header_digest
 
 
 def _sealed(attachment: Attachment | None) -> bytes:

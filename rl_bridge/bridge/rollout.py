@@ -114,7 +114,8 @@ class RolloutExecutor:
             manifest: the publisher's manifest, or its JSON text.
 
         Returns:
-            The imported mapping, name -> tensor.
+            The imported mapping, name -> tensor. Where the engine's own processes verified it, its
+            bytes are read and verified here when the first tensor is asked for.
 
         Raises:
             WeightBridgeError: refused or undone; the subclass and the text say why. The previous

@@ -3,6 +3,10 @@
 A consumer of the user's own needs only the four verbs of `WeightConsumer`: there, these do nothing.
 """
 
+from collections.abc import Mapping
+
+import torch
+
 from rl_bridge.bridge.bridges import TensorBridge
 from rl_bridge.bridge.protocols import WeightConsumer
 from rl_bridge.lifecycle.table import Event, State
@@ -12,11 +16,27 @@ __all__ = ["FineSteps"]
 
 
 class FineSteps:
-    """Stage, install, tear and undo, and the question where an update stands."""
+    """Verify, stage, install, tear and undo, and the question where an update stands."""
 
     def __init__(self, bridge: WeightConsumer) -> None:
         """Look at an executor's bridge; nothing of it is opened."""
+        self._consumer = bridge
         self._bridge = bridge if isinstance(bridge, TensorBridge) else None
+
+    def bring(self, manifest: WeightUpdateManifest, *, reads: bool) -> Mapping[str, torch.Tensor]:
+        """Import an update.
+
+        Args:
+            manifest: the update.
+            reads: False leaves verifying to the engine's own processes, if nothing speaks against
+                it; the update is then `State.IMPORTED`, until who asked takes `Event.VERIFY`.
+
+        """
+        bridge = self._bridge
+        # (What a user's subclass does when it imports, or a group's, is not left out.)
+        if reads or bridge is None or type(bridge).import_update is not TensorBridge.import_update:
+            return self._consumer.import_update(manifest)
+        return bridge._consumer_end().import_update(manifest, reads=False)  # noqa: SLF001 - the bridge's other half
 
     def advance(
         self, manifest: WeightUpdateManifest, event: Event, *, reason: str | None = None

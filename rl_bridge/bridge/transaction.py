@@ -24,6 +24,7 @@ from rl_bridge.bridge.protocols import WeightConsumer
 from rl_bridge.bridge.settling import settle
 from rl_bridge.bridge.standing import Standing
 from rl_bridge.bridge.steps import FineSteps
+from rl_bridge.bridge.unread import UnreadTensors, require_verified
 from rl_bridge.errors import ProofFailed, TornEngine
 from rl_bridge.installers.base import InstallProof, TransactionalAdapter
 from rl_bridge.lifecycle.table import Event, State
@@ -110,15 +111,16 @@ class Transaction:
             Exception: whatever went wrong; call `end` with it.
 
         """
-        self.bring(look)
+        self.bring(look, reads=not self._adapter.imports_itself)
         self.stage()
         self.install()
 
-    def bring(self, look: Callable[[WeightUpdateManifest], None]) -> None:
+    def bring(self, look: Callable[[WeightUpdateManifest], None], *, reads: bool = True) -> None:
         """The first step of `run`: import and verify. The engine is not asked.
 
         Args:
             look: as for `run`.
+            reads: False leaves it to `stage` to have the bytes verified, by the engine itself.
 
         Raises:
             Exception: whatever went wrong; call `end` with it.
@@ -127,12 +129,14 @@ class Transaction:
         manifest, start = self.manifest, time.perf_counter()
         # Else somebody imported it before: then a refusal at the door is not about that one.
         self._brings_it = not self._steps.is_in(manifest, State.IMPORTED, State.VERIFIED)
-        self.tensors = self._bridge.import_update(manifest)
+        self.tensors = self._steps.bring(manifest, reads=reads)
         look(manifest)
         self._spent_s += time.perf_counter() - start
 
     def stage(self) -> None:
         """The second step of `run`: prepare. Behind it the engine is what it was.
+
+        What was not verified before is verified by then, or refused.
 
         Raises:
             Exception: whatever went wrong; call `end` with it.
@@ -141,6 +145,8 @@ class Transaction:
         manifest, tensors, start = self.manifest, self.tensors, time.perf_counter()
         self._is_preparing = True
         self._clock.run("prepare", lambda: self._adapter.prepare(manifest, tensors))
+        if self._adapter.imports_itself:
+            self._take_over_verified()
         if not self._standing.is_torn_by(manifest):
             self._steps.advance(manifest, Event.STAGE)
         self.is_staged = True
@@ -220,6 +226,15 @@ class Transaction:
         self.is_over = True
 
     # ---- its steps ------------------------------------------------------------------------------
+
+    def _take_over_verified(self) -> None:
+        """The engine's own processes verified the update; only that lets it be staged here."""
+        if self._steps.is_in(self.manifest, State.IMPORTED):
+            require_verified(self.manifest, self._adapter.verified_root)
+            self._steps.advance(self.manifest, Event.VERIFY)
+        else:
+            self._clock.leave("verify")  # that of this process is told; theirs is in `prepare`
+        self._clock.split("prepare", self._adapter.phases_ms)
 
     def _prove(self) -> InstallProof:
         manifest = self.manifest
@@ -302,7 +317,7 @@ class Transaction:
         is_refused = self._steps.is_in(self.manifest, State.REJECTED, State.RELEASED)
         if self._standing.is_torn_by(self.manifest) or not is_refused:
             return
-        if isinstance(self.tensors, ImportedTensors):
+        if isinstance(self.tensors, ImportedTensors | UnreadTensors):
             self.tensors.forget()
 
 

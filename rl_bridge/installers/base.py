@@ -61,6 +61,25 @@ class InstallProof:
 class TransactionalAdapter(ABC):
     """An adapter that can be undone and proven."""
 
+    @property
+    def imports_itself(self) -> bool:
+        """Whether the engine's own processes import each update, and verify it in `prepare`.
+
+        Then `RolloutExecutor.update_weights` leases an update and does not read its bytes. Every
+        process of the engine must verify all bytes that it installs before it stages them, and
+        `verified_root` must tell of all of them.
+        """
+        return False
+
+    @property
+    def verified_root(self) -> str:
+        """Only where it `imports_itself`: root of what all of them verified in the last `prepare`.
+
+        Empty where not all of them said the same: an executor that did not read the update itself
+        then refuses it.
+        """
+        return ""
+
     @abstractmethod
     def prepare(self, manifest: WeightUpdateManifest, tensors: Mapping[str, torch.Tensor]) -> None:
         """Find every reason to refuse before a byte of the engine changes.
@@ -90,7 +109,8 @@ class TransactionalAdapter(ABC):
     def phases_ms(self) -> Mapping[str, float]:
         """Phase -> milliseconds, of phases inside of `install`, `prove` and `resume`.
 
-        The acknowledgement tells them apart: what a step took is told without them.
+        The acknowledgement tells them apart: what a step took is told without them. Where an
+        adapter `imports_itself`, ``verify`` is inside of `prepare`, whatever else it has then too.
         """
         return {}
 

@@ -127,11 +127,23 @@ def test_a_driver_that_starts_anew_may_send_the_current_version_again(
 
 
 def test_a_pause_that_a_dead_driver_left_ends_with_the_next_update_refused_or_not(
-    engine: Bench,
+    engine: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     core = engine.llm.llm_engine.engine_core.engine_core
-    VLLMEngineAdapter(engine.llm).prepare(engine.trainer.publish(engine.next()), {})
-    core.pause_scheduler("keep", False)
+    real = LLMHandle.call
+
+    def dies(handle: LLMHandle, verb: str, payload: Any = None) -> Any:
+        if verb == "install":
+            raise ConnectionError(verb)
+        return real(handle, verb, payload)
+
+    dead, manifest = VLLMEngineAdapter(engine.llm), engine.trainer.publish(engine.next())
+    dead.prepare(manifest, {})
+    with monkeypatch.context() as patch:
+        patch.setattr(LLMHandle, "call", dies)
+        with pytest.raises(ConnectionError):
+            dead.install(manifest, {})
+    assert core.is_scheduler_paused()
     with executor_for(engine.llm) as executor:
         refused(engine, executor)
     assert not core.is_scheduler_paused()
@@ -144,6 +156,20 @@ def test_a_pause_of_the_users_own_ends_with_no_update(engine: Bench) -> None:
     with executor_for(engine.llm) as executor:
         refused(engine, executor)
         assert core.is_scheduler_paused()
+        executor.update_weights(engine.trainer.publish(engine.next()))
+        engine.holds = 1 - engine.holds
+    assert core.is_scheduler_paused()
+    core.resume_scheduler()
+    engine.check()
+
+
+def test_a_pause_of_the_users_own_is_not_taken_for_that_of_a_driver_that_died_before_its_pause(
+    engine: Bench,
+) -> None:
+    core = engine.llm.llm_engine.engine_core.engine_core
+    VLLMEngineAdapter(engine.llm).prepare(engine.trainer.publish(engine.next()), {})
+    core.pause_scheduler("keep", False)
+    with executor_for(engine.llm) as executor:
         executor.update_weights(engine.trainer.publish(engine.next()))
         engine.holds = 1 - engine.holds
     assert core.is_scheduler_paused()

@@ -9,6 +9,10 @@ from collections.abc import Iterator
 import pytest
 
 from rl_bridge import EngineLost, TornEngine, WeightBridgeError, WeightBridgeUnavailableError
+from rl_bridge.errors import ChecksumMismatch
+from rl_bridge.testing.faults import FaultInjecting
+from rl_bridge.testing.over import BridgeOver
+from rl_bridge.transports.shared_memory import SharedMemory
 from tests.engines.drive import Setting, answers, executor_for, start
 from tests.engines.engines import Bench, bench
 from tests.engines.models import Checkpoints, Kind
@@ -115,6 +119,30 @@ def test_a_rank_that_is_short_of_something_takes_the_others_back(
     engine.check(f"rank {rank} had no {of}")
     engine.update()
     engine.check("the next update")
+
+
+def test_a_byte_that_went_bad_is_found_by_the_ranks_and_told_to_the_trainer(
+    engine: Bench,
+) -> None:
+    engine.trainer.release_all()
+    engine.update()
+    before = states(engine)
+    name = "model.layers.1.mlp.up_proj.weight"
+    damaged = FaultInjecting(SharedMemory())
+    with BridgeOver(damaged) as trainer:
+        manifest = trainer.publish(engine.next(), weight_version=1)
+        damaged.corrupt(manifest, manifest.tensors[name].offset)
+        with pytest.raises(ChecksumMismatch, match=rf"^rank 0: tensor checksum .* {name!r}"):
+            engine.executor.update_weights(manifest)
+        told = {(r.worker, r.rank): (r.state, r.reason) for r in trainer.holders(manifest)}
+    assert told.keys() == {("rollout", 0), ("vllm", 0), ("vllm", 1)}
+    assert told["rollout", 0][0] == "rejected"
+    for state, reason in told.values():
+        assert state in {"rejected", "released"}  # a rank that refused holds nothing any more
+        assert reason is not None
+        assert name in reason
+    assert states(engine) == before
+    engine.check("the ranks refused it")
 
 
 @BOTH_WAYS

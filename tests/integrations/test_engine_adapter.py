@@ -225,6 +225,20 @@ def test_nobody_ends_a_pause_of_the_users_own_that_a_dead_driver_found(
     assert engine.is_paused()
 
 
+@pytest.mark.parametrize("first", ["pause", "prepare"])
+def test_nobody_ends_a_pause_of_the_users_own_for_a_driver_that_died_before_its_own(
+    engine: Engine, trainer: TensorBridge, first: str
+) -> None:
+    if first == "pause":
+        engine.pause("keep")
+    VLLMEngineAdapter(engine).prepare(publish(trainer, 1), {})
+    engine.pause("keep")
+    with driver(engine) as (executor, _):
+        executor.recover()
+        executor.update_weights(publish(trainer, 2))
+    assert engine.is_paused()
+
+
 def test_an_executor_that_was_overtaken_does_not_recover_to_a_version_that_is_gone(
     engine: Engine, trainer: TensorBridge
 ) -> None:

@@ -4,11 +4,11 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-from rl_bridge.errors import EngineLost, ProofFailed
+from rl_bridge.errors import EngineLost, ProofFailed, WeightBridgeUnavailableError
 from rl_bridge.installers.base import InstallProof
 from rl_bridge.integrations.vllm.handles import EngineHandle, Replies, failure
 
-__all__ = ["Ranks", "joined"]
+__all__ = ["Ranks", "joined", "require_alone", "verified", "version_name"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -52,6 +52,29 @@ class Ranks:
         return replies
 
 
+def require_alone(handle: EngineHandle) -> None:
+    """Refuse engines whose ranks cannot decide together.
+
+    Raises:
+        WeightBridgeUnavailableError: there are replicas.
+
+    """
+    degree = handle.data_parallel_size()
+    if degree != 1:
+        msg = (
+            f"the engine has data_parallel_size={degree}, expected 1: its replicas do not "
+            "decide together. Use one engine and one executor for each replica."
+        )
+        raise WeightBridgeUnavailableError(msg)
+
+
+def verified(replies: Replies) -> str:
+    """Root of what all ranks say that they verified; empty where they do not say the same."""
+    roots = {reply.get("verified") for reply in replies}
+    root = roots.pop()
+    return "" if roots or root is None else str(root)
+
+
 def joined(proofs: Sequence[dict[str, Any]]) -> InstallProof:
     """One proof of what all ranks found.
 
@@ -76,3 +99,8 @@ def joined(proofs: Sequence[dict[str, Any]]) -> InstallProof:
         identical_nbytes=sum(proof["identical_nbytes"] for proof in proofs),
         tensors=max(proof["tensors"] for proof in proofs),
     )
+
+
+def version_name(number: int | None) -> str:
+    """What ranks hold, in words."""
+    return "the weights that they were started with" if number is None else f"version {number}"

@@ -42,10 +42,7 @@ def _prepare(rank: VLLMRank, given: Payload) -> Payload:
         msg = "prepare came without a manifest. Pass its JSON text as 'manifest'."
         raise WeightUpdateRejectedError(msg)
     rank.configure(given.get("options") or {})
-    answer = rank.prepare(WeightUpdateManifest.from_json(given["manifest"]))
-    # Noted before the engine is paused: whoever finds it paused then knows by whom.
-    rank.is_pausing = rank.is_pausing or bool(given.get("pauses"))
-    return answer
+    return rank.prepare(WeightUpdateManifest.from_json(given["manifest"]))
 
 
 def _undo(rank: VLLMRank, given: Payload) -> Payload:
@@ -71,7 +68,10 @@ def _commit(rank: VLLMRank, given: Payload) -> Payload:
 
 
 def _pauses(rank: VLLMRank, given: Payload) -> Payload:
-    """Without a word the pause of the update is over, or was none of its driver's."""
+    """Noted right before the engine is paused: whoever finds it paused then knows by whom.
+
+    Without a word the pause of the update is over, or was none of its driver's.
+    """
     rank.is_pausing = bool(given.get("pauses"))
     return {}
 
@@ -84,5 +84,5 @@ _VERBS: dict[str, Callable[[VLLMRank, Payload], Payload]] = {
     "abandon": _abandon,
     "forget": _forget,
     "commit": _commit,
-    "resumed": lambda rank, _: _pauses(rank, {}),
+    "pauses": _pauses,
 }

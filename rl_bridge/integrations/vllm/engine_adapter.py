@@ -19,11 +19,10 @@ import torch
 from rl_bridge.errors import (
     EngineLost,
     TornEngine,
-    WeightBridgeUnavailableError,
     WeightUpdateRejectedError,
 )
 from rl_bridge.installers.base import InstallProof, TransactionalAdapter
-from rl_bridge.integrations.vllm.asking import Ranks, joined
+from rl_bridge.integrations.vllm.asking import Ranks, joined, require_alone, verified, version_name
 from rl_bridge.integrations.vllm.handles import PauseMode, Replies
 from rl_bridge.integrations.vllm.server import handle_of
 from rl_bridge.manifest.model import WeightUpdateManifest
@@ -108,6 +107,7 @@ class VLLMEngineAdapter(TransactionalAdapter):
         self._options: dict[str, Any] = {"reload": True} if reload else {"cast": cast}
         self._options["memory_budget_nbytes"] = memory_budget_nbytes
         self._phases_ms: dict[str, float] = {}
+        self._verified = ""
         self._manifest: WeightUpdateManifest | None = None
         self._proofs: list[dict[str, Any]] = []
         # Each is noted before the step that it tells of: an interrupt may come behind any.
@@ -120,8 +120,18 @@ class VLLMEngineAdapter(TransactionalAdapter):
         self._committed: str | None = None
 
     @property
+    def imports_itself(self) -> bool:
+        """The ranks read every byte of an update, each for itself; the executor need not."""
+        return True
+
+    @property
+    def verified_root(self) -> str:
+        """Root of what all ranks verified when they prepared; empty if one did not."""
+        return self._verified
+
+    @property
     def phases_ms(self) -> Mapping[str, float]:
-        """Phases of the update under way: pause, prove (the slowest rank's), cache, label."""
+        """Phases of the update under way: pause, cache, label; the slowest rank's verify, prove."""
         return self._phases_ms
 
     # ---- the steps ------------------------------------------------------------------------------
@@ -135,20 +145,18 @@ class VLLMEngineAdapter(TransactionalAdapter):
 
         """
         del tensors  # the workers import it themselves
-        self._phases_ms = {}
+        self._phases_ms, self._verified = {}, ""
         self._look_at_ranks()
         self._manifest = manifest
-        payload = {
-            "manifest": manifest.to_json(),
-            "options": self._options,
-            "pauses": self._pause is not None,
-        }
+        payload = {"manifest": manifest.to_json(), "options": self._options}
         try:
-            self._all("prepare", payload)
+            replies = self._all("prepare", payload)
         except Exception as error:
             # An executor that begins anew knows of no version that was installed before.
             error.add_note(f"rl_bridge: the engine's ranks hold {self._held}.")
             raise
+        self._phases_ms["verify"] = max(reply["timings_ms"].get("verify", 0.0) for reply in replies)
+        self._verified = verified(replies)
 
     def install(self, manifest: WeightUpdateManifest, tensors: Mapping[str, torch.Tensor]) -> None:
         """Pause, then exchange and prove on all ranks or on none.
@@ -308,15 +316,9 @@ class VLLMEngineAdapter(TransactionalAdapter):
         ended in between. Requests may have been served by it, so the way is forward. What is not
         proven is taken back.
         """
-        degree = self._handle.data_parallel_size()
-        if degree != 1:
-            msg = (
-                f"the engine has data_parallel_size={degree}, expected 1: its replicas do not "
-                "decide together. Use one engine and one executor for each replica."
-            )
-            raise WeightBridgeUnavailableError(msg)
+        require_alone(self._handle)
         replies = self._all("describe", {})
-        self._held = _version(replies[0]["weight_version"])
+        self._held = version_name(replies[0]["weight_version"])
         if not self._is_installed:  # else an undo is due that leads back to the one before
             self._base = replies[0]["update_id"]
         if not self._is_paused and any(reply["pausing"] for reply in replies):
@@ -342,7 +344,7 @@ class VLLMEngineAdapter(TransactionalAdapter):
         if self._label is not None and self._handle.label() is not None:
             self._handle.set_label(self._label(manifest))
         self._all("commit", {"if_installed": True, "pauses": self._is_paused})
-        self._held, self._base = _version(manifest.weight_version), manifest.update_id
+        self._held, self._base = version_name(manifest.weight_version), manifest.update_id
 
     def _meant(self) -> dict[str, Any]:
         """Names the update to the ranks: by now they may have another driver's."""
@@ -370,8 +372,8 @@ class VLLMEngineAdapter(TransactionalAdapter):
         assert self._pause is not None
         # Noted first: an interrupt must not leave it paused. Another's pause is not ended here.
         self._is_paused = self._is_paused or not self._handle.is_paused()
-        if not self._is_paused:
-            self._all("resumed", {})  # nor by who takes this update over
+        # Nor by who takes this update over. Not told before: until now there was no pause of its.
+        self._all("pauses", {"pauses": self._is_paused})
         self._handle.pause(self._pause)
 
     def _go_on(self) -> None:
@@ -383,7 +385,7 @@ class VLLMEngineAdapter(TransactionalAdapter):
         """Go on behind what was refused or undone: there is no commit that ends the pause."""
         if self._is_paused:
             self._go_on()
-            self._all("resumed", {})
+            self._all("pauses", {})
 
     def _timed(self, phase: str, action: Callable[[], Any]) -> Any:
         start = time.perf_counter()
@@ -391,7 +393,3 @@ class VLLMEngineAdapter(TransactionalAdapter):
             return action()
         finally:
             self._phases_ms[phase] = (time.perf_counter() - start) * 1e3
-
-
-def _version(number: int | None) -> str:
-    return "the weights that they were started with" if number is None else f"version {number}"

@@ -160,7 +160,8 @@ class VLLMRank:
             "import": (imported - start) * 1e3,
             "stage": (time.perf_counter() - imported) * 1e3,
         }
-        return {"timings_ms": self._timings_ms}
+        told = {**bridge.timings(manifest.update_id), **self._timings_ms}
+        return {"timings_ms": told, "verified": manifest.root}
 
     def receive(self, given: Any) -> str:
         """Prepare and install, on all ranks or on none: for callers with one call for both.
