@@ -28,7 +28,7 @@ import rl_bridge
 from rl_bridge.errors import IncompatibleUpdate
 from rl_bridge.extractors.fsdp import FSDPExtractor
 from tests.extractors.counting import Collectives, peak_nbytes
-from tests.extractors.other_cases import data_parallel, without_elements  # noqa: F401 - by name
+from tests.extractors.other_cases import data_parallel, syncs, without_elements  # noqa: F401 - by name
 from tests.extractors.worlds import described, filled, local_report
 
 WIDTH = 6

@@ -1,5 +1,6 @@
-"""What ranks run as well: data parallelism without shards, weights without elements."""
+"""What ranks run as well: data parallelism, weights without elements, syncs by a strategy."""
 
+import asyncio
 from typing import Any
 
 import torch
@@ -7,11 +8,16 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from rl_bridge.bridge.group_exchange import ProcessGroupExchange
+from rl_bridge.bridge.transfer.config import WeightTransferConfig
+from rl_bridge.bridge.transfer.requests import WeightUpdateRequest
+from rl_bridge.bridge.transfer.strategy import make_transfer_strategy
+from rl_bridge.errors import WeightBridgeError
 from rl_bridge.extractors.fsdp import FSDPExtractor
 from rl_bridge.extractors.state_dict import StateDictExtractor
 from tests.extractors.worlds import described, filled, local_report
 
-__all__ = ["data_parallel", "layers", "narrow", "without_elements"]
+__all__ = ["data_parallel", "layers", "narrow", "syncs", "without_elements"]
 
 
 def layers() -> torch.nn.Module:
@@ -42,3 +48,38 @@ def without_elements() -> Any:
     fully_shard(model, mesh=init_device_mesh("cpu", (torch.distributed.get_world_size(),)))
     extractor = FSDPExtractor(model)
     return {**local_report(extractor), "full": described(list(extractor.full()))}
+
+
+class _Nobody:
+    """Engines that take everything: what is asked here is what becomes of the trainer's ranks."""
+
+    async def update_named_weights(self, request: WeightUpdateRequest) -> None:
+        pass
+
+
+def syncs(versions: list[int]) -> list[str]:
+    """What becomes on this rank of a sync of each version, in one process group."""
+    return asyncio.run(_syncs(versions))
+
+
+async def _syncs(versions: list[int]) -> list[str]:
+    rank = torch.distributed.get_rank()
+    model = torch.nn.Sequential(*(torch.nn.Linear(3, 3) for _ in range(4)))
+    filled(model)
+    fully_shard(model, mesh=init_device_mesh("cpu", (torch.distributed.get_world_size(),)))
+    extractor = FSDPExtractor(model, chunk_nbytes=60)
+    options = {"suspicious": "off"}
+    config = WeightTransferConfig(is_colocated=True, timeout_s=20.0, trainer_options=options)
+    strategy = make_transfer_strategy(config)
+    info = await strategy.create_init_info()
+    told = []
+    with await strategy.create_sender(info, rank=rank, exchange=ProcessGroupExchange()) as sender:
+        for version in versions:
+            chunks = extractor.extract_weights()
+            try:
+                await sender.send_chunks(chunks, _Nobody(), weight_version=version)
+            except WeightBridgeError as error:
+                told.append(f"{type(error).__name__}: {error}")
+            else:
+                told.append("")
+    return told

@@ -173,6 +173,14 @@ def test_weights_without_elements_are_told_and_gathered(two: World) -> None:
     prove_coverage(held_pieces([placements_of(report) for report in reports]))
 
 
+def test_a_sync_that_its_sender_refuses_costs_the_others_no_gather(two: World) -> None:
+    """They wait for its parts of the chunks; their process group would be lost."""
+    mine, other = two.run("syncs", versions=[1, -1, 2])
+    assert [one.partition(":")[0] for one in mine] == ["", "MalformedManifest", ""]
+    assert [one.partition(":")[0] for one in other] == ["", "GroupAborted", ""]
+    assert "the sync failed on rank 0: MalformedManifest" in other[1]
+
+
 def test_what_cannot_be_understood_is_refused(two: World) -> None:
     for answer in two.run("refusals"):
         assert "Call redistribute" in answer["partial"]

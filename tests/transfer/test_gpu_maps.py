@@ -1,11 +1,13 @@
 """One entry for each GPU: refused where copies differ, opened by the engine that is there."""
 
+from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
 
 import pytest
 
 from rl_bridge import GroupAborted, MalformedManifest, RanksDisagree, make_weight_bridge
+from rl_bridge.bridge.group_exchange import GroupExchange
 from rl_bridge.bridge.transfer.clean_up import CleanUp
 from rl_bridge.bridge.transfer.handle_maps import gather_handles, merge_handles
 from rl_bridge.bridge.transfer.ipc_sender import CudaIpcTransferSender
@@ -15,6 +17,7 @@ from rl_bridge.bridge.transfer.requests import (
     PackedCudaIpcWeightUpdateRequest,
     WeightUpdateRequest,
 )
+from rl_bridge.extractors.chunks import WeightChunk
 from tests.transfer.rig import Client, chunks_of, run, weights
 from tests.transfer.test_clean_up import exchanges, together
 
@@ -58,6 +61,14 @@ def test_a_rank_that_does_not_come_is_noticed_within_the_deadline() -> None:
             gather_handles(manifest, gpu="GPU-0", exchange=here, timeout_s=0.2)
 
 
+def gathered(version: int, exchange: GroupExchange) -> Iterator[WeightChunk]:
+    """Chunks that no rank gets before the other ones have asked for them, too."""
+    exchange.begin()
+    for at, chunk in enumerate(chunks_of(weights(version))):
+        exchange.gather(f"chunk {at}", b"", timeout_s=20)
+        yield chunk
+
+
 class Ranks:
     """Two trainer ranks on two GPUs, and an engine on each; the memory is the host's."""
 
@@ -99,10 +110,12 @@ class Ranks:
     def sync(self, *versions: int) -> list[Any]:
         return together(
             *(
-                lambda sender=sender, version=version: run(
-                    sender.send_chunks(chunks_of(weights(version)), self.client)
+                lambda sender=sender, version=version, exchange=exchange: run(
+                    sender.send_chunks(gathered(version, exchange), self.client)
                 )
-                for sender, version in zip(self.senders, versions, strict=True)
+                for sender, version, exchange in zip(
+                    self.senders, versions, exchanges(2), strict=True
+                )
             )
         )
 

@@ -6,16 +6,21 @@ sends; wait for the device; give cached blocks back; drop the engines' cached pr
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import logging
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from typing import Protocol
 
 import torch
 
+from rl_bridge.bridge.acknowledgement import describe
 from rl_bridge.bridge.group_exchange import GroupExchange
 from rl_bridge.bridge.transfer.outcome import Outcome, share_outcome
+from rl_bridge.errors import GroupAborted
 from rl_bridge.transports.base import checked_seconds
 
 __all__ = ["STEPS", "CleanUp", "DeviceCalls", "cuda_calls"]
+
+_LOG = logging.getLogger(__name__)
 
 STEPS = (
     "delete",
@@ -71,6 +76,29 @@ class CleanUp:
         """A sync begins: what the ranks tell each other from now on is about this one."""
         if self._exchange is not None:
             self._exchange.begin()
+
+    def read_out(self, chunks: Iterable[object], error: BaseException | None) -> None:
+        """Take part, behind a failure, in the gathers that this rank would leave out.
+
+        The other ranks wait for this one's parts of chunks that it does not want any more, and
+        their process group would be lost. Not where it was another rank that did not come, or where
+        this one was interrupted.
+
+        Args:
+            chunks: that were not read to their end; those of a list are no gathers.
+            error: what failed; gets a note where the rest could not be read.
+
+        """
+        if not isinstance(error, Exception) or isinstance(error, GroupAborted):
+            return
+        if self._exchange is None or not isinstance(chunks, Iterator):
+            return
+        try:
+            for chunk in chunks:
+                del chunk
+        except Exception as second:  # noqa: BLE001 - the first failure is what the caller gets
+            _LOG.warning("chunks could not be read to their end", exc_info=True)
+            error.add_note(f"rl_bridge: its other chunks could not be read: {describe(second)}")
 
     async def run(
         self,

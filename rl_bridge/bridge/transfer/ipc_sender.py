@@ -73,6 +73,7 @@ class CudaIpcTransferSender(BridgeTransferSender):
         try:
             manifest = super()._publish(chunks, **options)
         except Exception as error:
+            self._clean_up.read_out(chunks, error)  # before: the others are still gathering
             self._share({"failure": describe(error)})
             raise
         try:

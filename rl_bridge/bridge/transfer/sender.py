@@ -289,6 +289,7 @@ class _Ending:
     async def __aexit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         """Clean up; where the sync failed, that is what the caller gets."""
         outcome = Outcome("" if error is None else describe(error))
+        self._clean_up.read_out(self._chunks, error)
         try:
             await self._clean_up.run(outcome, delete=self._delete, reset_prefix_cache=self._reset)
         except Exception as second:
