@@ -99,7 +99,7 @@ def test_the_device_is_drained_before_anything_is_unmapped(
         def call(
             driver: HostDriver, *args: Any, _name: str = name, _inner: Any = inner, **kwargs: Any
         ) -> Any:
-            calls.append(_name)
+            calls.append(_name + " to be written" * kwargs.get("writable", False))
             return _inner(driver, *args, **kwargs)
 
         monkeypatch.setattr(HostDriver, name, call)
