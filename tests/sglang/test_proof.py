@@ -4,8 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from rl_bridge import ProofFailed
+from rl_bridge import ChecksumMismatch, ProofFailed, SGLangInstallAdapter
 from rl_bridge.integrations.sglang.routes import ROUTES, RouteName
+from rl_bridge.testing.faults import FaultInjecting
+from rl_bridge.testing.over import BridgeOver
+from rl_bridge.transports.shared_memory import SharedMemory
 from tests.sglang.bench import Bench, executor_for, sums_of
 from tests.sglang.test_equal import folder
 
@@ -52,6 +55,33 @@ def test_a_buffer_that_no_update_writes_must_stay_as_it_is(exchange: bool, bench
         with pytest.raises(ProofFailed, match="what it was before the install"):
             executor.update_weights(bench.trainer.publish(bench.next()))
         bench.check()
+
+
+def test_a_byte_that_went_bad_is_found_by_the_engine_and_told_to_the_trainer(bench: Bench) -> None:
+    """The executor does not read what the engine's process verifies by itself."""
+    name = "model.layers.1.mlp.up_proj.weight"
+    damaged = FaultInjecting(SharedMemory())
+    with executor_for(bench.engine) as executor, BridgeOver(damaged) as trainer:
+        manifest = trainer.publish(bench.next(), weight_version=1)
+        damaged.corrupt(manifest, manifest.tensors[name].offset)
+        with pytest.raises(ChecksumMismatch, match=f"tensor checksum .* {name!r}"):
+            executor.update_weights(manifest)
+        told = {report.worker: report.reason for report in trainer.holders(manifest)}
+        assert told.keys() == {"rollout", "sglang"}
+        assert all(name in str(reason) for reason in told.values()), told
+        bench.check()
+
+
+@pytest.mark.parametrize("route", ["import", "tensor"])
+def test_who_reads_an_update_tells_how_long_that_took(route: RouteName, bench: Bench) -> None:
+    with executor_for(bench.engine, route=route) as executor:
+        bench.update(executor)
+        adapter, ack = executor.weight_install_adapter, executor.last_ack
+        assert isinstance(adapter, SGLangInstallAdapter)
+        assert ack is not None
+        assert ack.timings_ms["verify"] > 0
+        assert adapter.imports_itself == (route == "import")
+        assert adapter.verified_root == (ack.proof.root if route == "import" else "")
 
 
 def test_the_acknowledgement_carries_the_proof_and_its_timings(bench: Bench) -> None:

@@ -104,6 +104,7 @@ class SGLangInstallAdapter(TransactionalAdapter):
         self._shares = Shares()
         self._parts: list[list[str]] = []
         self._phases_ms: dict[str, float] = {}
+        self._verified = ""
         self._manifest: WeightUpdateManifest | None = None
         self._proof: InstallProof | None = None
         # Each is noted before the step that it tells of: an interrupt may come behind any.
@@ -112,8 +113,18 @@ class SGLangInstallAdapter(TransactionalAdapter):
         self._label_set: str | None = None
 
     @property
+    def imports_itself(self) -> bool:
+        """By the route ``import`` the ranks read every byte, each for itself; else the executor."""
+        return self._route.imports
+
+    @property
+    def verified_root(self) -> str:
+        """Root of what all ranks verified when they prepared; empty if one did not."""
+        return self._verified
+
+    @property
     def phases_ms(self) -> Mapping[str, float]:
-        """Phases of the update under way: pause, prove, cache, label."""
+        """Phases of the update under way: pause, cache, label; the slowest rank's verify, prove."""
         return self._phases_ms
 
     # ---- the steps ------------------------------------------------------------------------------
@@ -126,7 +137,7 @@ class SGLangInstallAdapter(TransactionalAdapter):
             EngineLost: the engine is gone.
 
         """
-        self._phases_ms = {}
+        self._phases_ms, self._verified = {}, ""
         self._look_for_remains()
         self._route.prepare(manifest, tensors)
         self._manifest = manifest
@@ -138,6 +149,9 @@ class SGLangInstallAdapter(TransactionalAdapter):
             cuts=is_new,
             **{"import": self._route.imports},
         )
+        if self._route.imports:
+            self._phases_ms["verify"] = reply["timings_ms"].get("verify", 0.0)
+            self._verified = reply["verified"]
         if is_new:
             self._shares.learn(manifest, reply["cuts"])
         self._parts = [] if self._route.imports else self._shares.digests(manifest, tensors)

@@ -98,11 +98,13 @@ class SGLangRank:
         self._end("another update came before it was installed")
         manifest = WeightUpdateManifest.from_json(str(given.get("manifest", "")))
         self._configure(dict(given.get("options") or {}))
-        start = time.perf_counter()
+        start, told = time.perf_counter(), {}
         self._pending, self._is_imported = manifest, bool(given.get("import"))
         try:
             if self._is_imported:
-                self._tensors = self._bridge(manifest).import_update(manifest)
+                bridge = self._bridge(manifest)
+                self._tensors = bridge.import_update(manifest)
+                told = bridge.timings(manifest.update_id)
             imported = time.perf_counter()
             self._installer.prepare(manifest, self._tensors)
         except BaseException as error:
@@ -112,7 +114,10 @@ class SGLangRank:
             "import": (imported - start) * 1e3,
             "stage": (time.perf_counter() - imported) * 1e3,
         }
-        reply: Reply = {"timings_ms": self._timings_ms}
+        reply: Reply = {
+            "timings_ms": {**told, **self._timings_ms},
+            "verified": manifest.root if self._is_imported else "",
+        }
         if given.get("cuts"):
             reply["cuts"] = [[cut.to_json() for cut in self._installer.cuts(manifest)]]
         return reply

@@ -89,6 +89,10 @@ def _all_did(values: Sequence[bool | None]) -> bool | None:
     return None if None in values else all(values)
 
 
+def _unanimous(values: Sequence[str]) -> str:
+    return values[0] if len(set(values)) == 1 else ""
+
+
 def _slowest(values: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return {name: max(value.get(name, 0.0) for value in values) for name in values[0]}
 
@@ -105,5 +109,6 @@ _MERGED: Mapping[str, Callable[[Sequence[Any]], Any]] = {
     "flushed": _all_did,
     "timings_ms": _slowest,
     "proof": _proofs,
+    "verified": _unanimous,
     "cuts": lambda values: [cuts for [cuts] in values],
 }
