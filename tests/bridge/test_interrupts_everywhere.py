@@ -16,11 +16,12 @@ import pytest
 import torch
 
 from rl_bridge import ModuleInstallAdapter, RolloutExecutor, SharedMemoryTensorBridge
+from rl_bridge.bridge.unread import UnreadTensors
 from rl_bridge.lifecycle.forks import FORKS
 from tests.helpers import tracing
 from tests.interrupts import InterruptBefore
 
-Mode = Literal["copy", "alias", "flip"]
+Mode = Literal["copy", "alias", "flip", "verifies"]
 Weights = dict[str, torch.Tensor]
 
 # Every line would take minutes. The stride has no common factor with loops of 2, 3, 5 or 7 lines,
@@ -39,6 +40,34 @@ class Failing(ModuleInstallAdapter):
             raise ConnectionError
 
 
+class Verifying(Failing):
+    """Verifies by itself what the executor only leases."""
+
+    root = ""
+
+    @property
+    def imports_itself(self) -> bool:
+        return True
+
+    @property
+    def verified_root(self) -> str:
+        return self.root
+
+    def prepare(self, manifest: Any, tensors: Any) -> None:
+        self.root = ""
+        assert set(dict(tensors)) == {"a", "b"}  # each read, and verified with the first
+        super().prepare(manifest, as_imported(tensors))
+        self.root = manifest.root
+
+    def install(self, manifest: Any, tensors: Any) -> None:
+        super().install(manifest, as_imported(tensors))
+
+
+def as_imported(tensors: Any) -> Any:
+    """The mapping that is behind one that nobody read."""
+    return tensors._attachment.tensors if isinstance(tensors, UnreadTensors) else tensors
+
+
 class Rig:
     """A trainer and an engine at version 1, and version 2 on its way."""
 
@@ -48,7 +77,10 @@ class Rig:
         )
         self.bridge = SharedMemoryTensorBridge(source_worker="rollout")
         self.engine = self.weights(0)
-        self.adapter = Failing(self.engine, mode=mode)
+        if mode == "verifies":
+            self.adapter: Failing = Verifying(self.engine, mode="copy")
+        else:
+            self.adapter = Failing(self.engine, mode=mode)
         self.executor = RolloutExecutor(
             weight_bridge=self.bridge, weight_install_adapter=self.adapter, suspicious="off"
         )
@@ -132,7 +164,9 @@ def forks_is_given_back() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("nobody_keeps_errors")
-@pytest.mark.parametrize(("mode", "first"), [("copy", 0), ("alias", 4), ("flip", 8)])
+@pytest.mark.parametrize(
+    ("mode", "first"), [("copy", 0), ("alias", 4), ("flip", 8), ("verifies", 2)]
+)
 def test_an_interrupt_before_any_line_leaves_version_and_bytes_in_agreement(
     mode: Mode, first: int
 ) -> None:

@@ -225,6 +225,29 @@ def test_nobody_ends_a_pause_of_the_users_own_that_a_dead_driver_found(
     assert engine.is_paused()
 
 
+class Reading(VLLMEngineAdapter):
+    """A user's, whose executor is to read every update itself."""
+
+    imports_itself = False
+
+
+@pytest.mark.parametrize("kind", [VLLMEngineAdapter, Reading])
+def test_phases_are_told_once_whoever_verifies(
+    engine: Engine, trainer: TensorBridge, kind: type[VLLMEngineAdapter]
+) -> None:
+    with (
+        make_weight_bridge("shared-memory", source_worker="driver") as bridge,
+        RolloutExecutor(weight_bridge=bridge, weight_install_adapter=kind(engine)) as executor,
+    ):
+        manifest = publish(trainer, 1)
+        executor.update_weights(manifest)
+        ack = executor.last_ack
+    assert ack is not None
+    timings = dict(ack.timings_ms)
+    assert timings["verify"] > 0
+    assert all(ms >= 0 for ms in timings.values()), timings
+
+
 @pytest.mark.parametrize("first", ["pause", "prepare"])
 def test_nobody_ends_a_pause_of_the_users_own_for_a_driver_that_died_before_its_own(
     engine: Engine, trainer: TensorBridge, first: str

@@ -73,8 +73,12 @@ class Canary:
             raise ProofFailed(msg)
         return cls(path, module, product, inputs, answer)
 
-    def check(self) -> None:
+    def check(self, known: set[tuple[int, int]]) -> None:
         """Ask the layer that serves.
+
+        Args:
+            known: packs, each with the parameter beside it, that answered as they should in this
+                proof; tied layers share one, which is asked once.
 
         Raises:
             ProofFailed: it computes with something else.
@@ -84,8 +88,12 @@ class Canary:
         weight = self.module._parameters["weight"]  # noqa: SLF001 - torch has no other way in
         what = "is not the one that was made for this version"
         if serving is self.product:
+            pair = (id(serving), id(weight))
+            if pair in known:
+                return
             asked = _question(self.inputs, self.answer.dtype)
             if torch.equal(serving(asked, weight, None), self.answer):
+                known.add(pair)
                 return
             what = "answers otherwise than when it was made"
         msg = (

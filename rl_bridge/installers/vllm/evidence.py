@@ -124,8 +124,9 @@ class Evidence:
                     "for this version. Install the update again."
                 )
                 raise ProofFailed(msg)
+        answered: set[tuple[int, int]] = set()
         for canary in staged.canaries:
-            canary.check()
+            canary.check(answered)
         return InstallProof(
             method="digest+canary" if staged.canaries else "digest",
             root=self._root(),

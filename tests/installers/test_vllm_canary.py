@@ -1,0 +1,76 @@
+"""Canaries of packed weights: each layer that serves is looked at, each pack is asked once."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from rl_bridge.errors import ProofFailed
+from rl_bridge.installers.vllm.canary import Canary
+
+
+class Pack:
+    """A packed weight, which counts how often it is asked."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        self.weight = weight.clone()
+        self.asked = 0
+
+    def __call__(self, given: torch.Tensor, weight: Any, bias: None) -> torch.Tensor:
+        del weight, bias
+        self.asked += 1
+        return torch.nn.functional.linear(given, self.weight)
+
+
+def layer(pack: Pack, weight: torch.nn.Parameter) -> torch.nn.Module:
+    made = torch.nn.Module()
+    made.weight = weight
+    vars(made)["cpu_linear"] = pack
+    return made
+
+
+def tied() -> tuple[Pack, list[torch.nn.Module], list[Canary]]:
+    """Two layers that compute with one pack of one parameter."""
+    weight = torch.nn.Parameter(torch.randn(6, 16))
+    pack = Pack(weight.detach())
+    layers = [layer(pack, weight) for _ in range(2)]
+    first = Canary.make("embed", layers[0], pack, weight)
+    second = Canary("head", layers[1], pack, first.inputs, first.answer)
+    pack.asked = 0
+    return pack, layers, [first, second]
+
+
+def prove(canaries: list[Canary]) -> None:
+    answered: set[tuple[int, int]] = set()
+    for canary in canaries:
+        canary.check(answered)
+
+
+def test_a_pack_that_tied_layers_share_is_asked_once_for_all_of_them() -> None:
+    pack, _, canaries = tied()
+    prove(canaries)
+    assert pack.asked == 1
+    prove(canaries)  # each proof asks anew
+    assert pack.asked == 2
+
+
+@pytest.mark.parametrize(("index", "name"), [(0, "embed"), (1, "head")])
+def test_a_tied_layer_that_computes_with_another_pack_is_named(index: int, name: str) -> None:
+    pack, layers, canaries = tied()
+    vars(layers[index])["cpu_linear"] = Pack(pack.weight)
+    with pytest.raises(ProofFailed, match=f"'{name}': its packed weight is not the one"):
+        prove(canaries)
+
+
+def test_a_pack_that_went_bad_is_found() -> None:
+    pack, _, canaries = tied()
+    pack.weight[3, 5] += 1
+    with pytest.raises(ProofFailed, match="answers otherwise"):
+        prove(canaries)
+
+
+def test_a_tied_layer_with_another_parameter_is_asked_by_itself() -> None:
+    pack, layers, canaries = tied()
+    layers[1].weight = torch.nn.Parameter(torch.zeros(6, 16))
+    prove(canaries)
+    assert pack.asked == 2
