@@ -107,6 +107,12 @@ class Binding:
             or any(map(torch.Tensor.is_conj, self.complex_tensors))
         )
 
+    def is_as_matched(self) -> bool:
+        """Whether its tensors are the views that they were when matched, and read as stored."""
+        return self.facts.hold_unnegated(self.every_tensor) and not any(
+            map(torch.Tensor.is_conj, self.complex_tensors)
+        )
+
     def is_at(self, places: Addresses) -> bool:
         """Whether each tensor lay, contiguous, at its row's place when it was matched."""
         sizes = self.table.nbytes_column[self.rows]
@@ -246,11 +252,7 @@ class EngineMemory:
             ProofFailed: a tensor differs, or is no longer where it was installed.
 
         """
-        if not (
-            bound.holds_objects(self.tensors())
-            and bound.facts.hold(bound.every_tensor)
-            and bound.reads_as_stored()
-        ):
+        if not (bound.holds_objects(self.tensors()) and bound.is_as_matched()):
             msg = (
                 f"version {manifest.weight_version}: the engine's tensors moved during the "
                 "install. Nothing else may change them during an update: see quiesce=."

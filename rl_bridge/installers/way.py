@@ -198,9 +198,11 @@ def _require_views(
     lost: str | None = None
     if not bound.holds_objects(way.memory.tensors()):
         lost = "one of its tensor objects was replaced"
+    elif bound.is_at(expected) and bound.is_as_matched():
+        return
     elif not bound.reads_as_stored():
         lost = "one of its tensors is a lazy conjugate or negative"
-    elif not (bound.is_at(expected) and bound.facts.hold(bound.every_tensor)):
+    else:
         name = _first_elsewhere(manifest.table, bound, expected)
         lost = None if name is None else f"tensor {name!r} is no view of the verified memory"
     if lost is not None:

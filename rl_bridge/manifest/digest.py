@@ -11,9 +11,11 @@ vectors: ``docs/explanation/manifest-format.md``.
 """
 
 import json
+import threading
 from collections.abc import Mapping, Sequence
 
 import numpy as np
+import numpy.typing as npt
 import xxhash
 
 from rl_bridge.errors import MalformedManifest
@@ -37,6 +39,7 @@ DIGEST_NBYTES = 16
 
 _DIGEST = np.dtype((np.void, DIGEST_NBYTES))
 _DIGITS = np.dtype((np.void, 2 * DIGEST_NBYTES))
+_FILLING = threading.Lock()
 _quote = json.encoder.encode_basestring_ascii
 
 
@@ -107,7 +110,7 @@ class RootPlan:
         heads = map(_quote, order)
         lines = [f"[{name}{texts[kind]}" for name, kind in zip(heads, kinds, strict=True)]
         self._order = np.array([rows[name] for name in order], np.int64)
-        self._block = np.frombuffer("".join(lines).encode("ascii"), np.uint8)
+        self._block = np.frombuffer(bytearray("".join(lines).encode("ascii")), np.uint8)
         # Where each line's 32 digits start: the line ends with `"]\n`, three bytes after them.
         ends = np.cumsum(np.fromiter(map(len, lines), np.int64, len(lines)))
         self._starts = ends - 3 - 2 * DIGEST_NBYTES
@@ -127,7 +130,16 @@ class RootPlan:
             )
             raise MalformedManifest(msg)
         ordered = np.frombuffer(digests, _DIGEST)[self._order]
-        block = self._block.copy()
+        # In the block itself, where nobody else is at it: a copy takes as long as all the rest.
+        if not _FILLING.acquire(blocking=False):  # another thread; or was, when this child forked
+            return self._filled(self._block.copy(), ordered)
+        try:
+            return self._filled(self._block, ordered)
+        finally:
+            _FILLING.release()
+
+    def _filled(self, block: npt.NDArray[np.uint8], ordered: npt.NDArray[np.void]) -> bytes:
+        """Write every digest over that of last time, and hash the lines."""
         # One 32-byte item at every byte offset: a gather that moves whole digests at a time.
         windows = np.ndarray(len(block) - 2 * DIGEST_NBYTES + 1, _DIGITS, block, strides=(1,))
         windows[self._starts] = np.frombuffer(ordered.tobytes().hex().encode("ascii"), _DIGITS)

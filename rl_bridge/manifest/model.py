@@ -159,6 +159,13 @@ class WeightUpdateManifest(BaseModel):
         digests = base64.b64encode(self.digests).decode("ascii")
         return {**self._header_but_digests(), "digests": digests}
 
+    def _header_text(self) -> str:
+        """Canonical JSON of `header`, in half the time where there are many tensors."""
+        # The digits of base64 are written as they are; the encoder would look at each of them.
+        rest = canonical_json({**self._header_but_digests(), "digests": ""})
+        before, key, behind = rest.partition('"digests":"')  # before it stands a number only
+        return f"{before}{key}{base64.b64encode(self.digests).decode('ascii')}{behind}"
+
     def _header_but_digests(self) -> dict[str, JSONValue]:
         return {
             "created_at": self.created_at,
@@ -193,7 +200,7 @@ class WeightUpdateManifest(BaseModel):
                 already, through an earlier full manifest of the same run.
 
         """
-        head = f"{_PREFIX}{canonical_json(self.header())}"
+        head = f"{_PREFIX}{self._header_text()}"
         return f"{head}{LAYOUT_KEY}{self.table.text}}}" if layout else f"{head}}}"
 
     @classmethod
@@ -233,7 +240,7 @@ class WeightUpdateManifest(BaseModel):
             manifest = cls(**_header_fields(header), table=table)
         # Compared with what this manifest writes, not only with the canonical form of what was
         # read: else a loose number or a left-out default would give one manifest two texts.
-        if canonical_json(manifest.header()) != text[len(_PREFIX) : end]:
+        if manifest._header_text() != text[len(_PREFIX) : end]:
             msg = f"the manifest's header is not canonical JSON: it was rewritten. {_REMEDY}"
             raise MalformedManifest(msg)
         return manifest

@@ -203,103 +203,223 @@ static int describe(const dl_table *table, PyObject *object, fact *out, dl_tenso
     return 0;
 }
 
-static PyObject *py_tensor_facts(PyObject *self, PyObject *args) {
-    PyObject *capsule, *tensors;
+/* With nothing of them in the cache, as behind a training step, two thirds of a look at 40,000 tensors
+ * would be waiting for memory: so what comes next is asked for before its turn. These are hints: what
+ * they say decides nothing, and asking for any address does no harm.
+ *
+ * Where a tensor object has the address of what torch knows of the tensor, and where that has the
+ * address of its storage, in words, as found in one tensor whose addresses torch told. */
+static struct {
+    PyTypeObject *kind; /* of every tensor object; NULL: nothing was found */
+    Py_ssize_t known, storage;
+} layout;
+
+#define AHEAD 12
+#define LINE 64
+
+static Py_ssize_t find_word(const void *where, Py_ssize_t count, uint64_t value) {
+    for (Py_ssize_t i = 0; i < count; i++)
+        if (((const uintptr_t *)where)[i] == value) return i;
+    return -1;
+}
+
+static PyObject *py_learn_layout(PyObject *self, PyObject *args) {
+    PyObject *kind, *sample;
+    unsigned long long known, storage;
     (void)self;
-    if (!PyArg_ParseTuple(args, "OO!", &capsule, &PyList_Type, &tensors)) return NULL;
+    if (!PyArg_ParseTuple(args, "O!OKK", &PyType_Type, &kind, &sample, &known, &storage)) return NULL;
+    if (!PyObject_TypeCheck(sample, (PyTypeObject *)kind))
+        return PyErr_Format(PyExc_TypeError, "the sample is no tensor");
+    Py_ssize_t words = ((PyTypeObject *)kind)->tp_basicsize / (Py_ssize_t)sizeof(uintptr_t);
+    Py_ssize_t at = known ? find_word(sample, words, known) : -1;
+    if (at < 0 || layout.kind) return PyBool_FromLong(layout.kind != NULL);
+    layout.known = at;
+    layout.storage = find_word((const void *)(uintptr_t)known, LINE / sizeof(uintptr_t), storage);
+    layout.kind = (PyTypeObject *)Py_NewRef(kind);
+    Py_RETURN_TRUE;
+}
+
+static const uintptr_t *known_of(PyObject *object) {
+    if (!layout.kind || !PyObject_TypeCheck(object, layout.kind)) return NULL;
+    return (const uintptr_t *)((const uintptr_t *)(const void *)object)[layout.known];
+}
+
+static void prefetch(const void *address, int lines) {
+    for (int line = 0; address && line < lines; line++)
+        __builtin_prefetch((const char *)address + LINE * line);
+}
+
+/* Ask for what stands behind the tensor at `i`: each step reads what an earlier one asked for. */
+static void prefetch_tensors(PyObject *tensors, Py_ssize_t i) {
+    Py_ssize_t left = PySequence_Fast_GET_SIZE(tensors) - i;
+    PyObject **next = PySequence_Fast_ITEMS(tensors) + i;
+    if (left > 3 * AHEAD) prefetch(next[3 * AHEAD], 1);
+    if (left > 2 * AHEAD) prefetch(known_of(next[2 * AHEAD]), 3);
+    const uintptr_t *known = left > AHEAD ? known_of(next[AHEAD]) : NULL;
+    if (known && layout.storage >= 0) prefetch((const void *)known[layout.storage], 2);
+}
+
+static PyObject *py_tensor_facts(PyObject *self, PyObject *args) {
+    PyObject *capsule, *given;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "OO", &capsule, &given)) return NULL;
     const dl_table *table = table_of(capsule);
     if (!table) return NULL;
+    PyObject *result = NULL, *tensors = PySequence_Fast(given, "expected tensors");
+    if (!tensors) return NULL;
     size_t used = 0, room = 4096;
     char *facts = PyMem_Malloc(room);
-    if (!facts) return PyErr_NoMemory();
-    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(tensors); i++) {
+    if (!facts) goto no_memory;
+    for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(tensors); i++) {
         fact one;
         dl_tensor seen;
-        if (describe(table, PyList_GET_ITEM(tensors, i), &one, &seen) != 0) goto failed;
+        prefetch_tensors(tensors, i);
+        if (describe(table, PySequence_Fast_GET_ITEM(tensors, i), &one, &seen) != 0) goto done;
         size_t dims = (size_t)one.ndim * sizeof(int64_t);
         if (used + sizeof one + 2 * dims > room) {
             room = 2 * (used + sizeof one + 2 * dims);
             char *larger = PyMem_Realloc(facts, room);
-            if (!larger) {
-                PyErr_NoMemory();
-                goto failed;
-            }
+            if (!larger) goto no_memory;
             facts = larger;
         }
         memcpy(facts + used, &one, sizeof one);
-        memcpy(facts + used + sizeof one, seen.shape, dims);
-        memcpy(facts + used + sizeof one + dims, seen.strides, dims);
+        if (dims) { /* of a tensor without dimensions there may be no arrays */
+            memcpy(facts + used + sizeof one, seen.shape, dims);
+            memcpy(facts + used + sizeof one + dims, seen.strides, dims);
+        }
         used += sizeof one + 2 * dims;
     }
-    PyObject *result = PyBytes_FromStringAndSize(facts, (Py_ssize_t)used);
+    result = PyBytes_FromStringAndSize(facts, (Py_ssize_t)used);
+    goto done;
+no_memory:
+    PyErr_NoMemory();
+done:
     PyMem_Free(facts);
+    Py_DECREF(tensors);
     return result;
-failed:
-    PyMem_Free(facts);
-    return NULL;
 }
 
+/* Whether `question`, a callable, says no of an object: 1 or 0, and -1 where it raised. */
+static int denies(PyObject *question, PyObject *object) {
+    Py_INCREF(object); /* whatever is called may run Python, in other threads too */
+    PyObject *answer = PyObject_CallOneArg(question, object);
+    Py_DECREF(object);
+    int yes = answer ? PyObject_IsTrue(answer) : -1;
+    Py_XDECREF(answer);
+    return yes < 0 ? -1 : !yes;
+}
+
+/* Are these tensors what was noted, and does `question`, if there is one, say no of each? Asked here,
+ * while the tensor is in the cache, that takes a third of what it takes on its own. */
 static PyObject *py_facts_hold(PyObject *self, PyObject *args) {
-    PyObject *capsule, *tensors, *facts;
+    PyObject *capsule, *given, *facts, *question = Py_None;
     (void)self;
-    if (!PyArg_ParseTuple(args, "OO!S", &capsule, &PyList_Type, &tensors, &facts)) return NULL;
+    if (!PyArg_ParseTuple(args, "OOS|O", &capsule, &given, &facts, &question)) return NULL;
     const dl_table *table = table_of(capsule);
     if (!table) return NULL;
+    PyObject *tensors = PySequence_Fast(given, "expected tensors");
+    if (!tensors) return NULL;
     const char *at = PyBytes_AS_STRING(facts), *end = at + PyBytes_GET_SIZE(facts);
-    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(tensors); i++) {
+    int same = 1;
+    for (Py_ssize_t i = 0; same == 1 && i < PySequence_Fast_GET_SIZE(tensors); i++) {
         fact one;
         dl_tensor seen;
-        if (describe(table, PyList_GET_ITEM(tensors, i), &one, &seen) != 0) return NULL;
+        prefetch_tensors(tensors, i);
+        PyObject *tensor = PySequence_Fast_GET_ITEM(tensors, i);
+        if (describe(table, tensor, &one, &seen) != 0) {
+            same = -1;
+            break;
+        }
         size_t dims = (size_t)one.ndim * sizeof(int64_t);
-        if ((size_t)(end - at) < sizeof one + 2 * dims || memcmp(at, &one, sizeof one) != 0 ||
-            memcmp(at + sizeof one, seen.shape, dims) != 0 ||
-            memcmp(at + sizeof one + dims, seen.strides, dims) != 0)
-            Py_RETURN_FALSE;
-        at += sizeof one + 2 * dims;
+        same = (size_t)(end - at) >= sizeof one + 2 * dims && memcmp(at, &one, sizeof one) == 0 &&
+               (!dims || (memcmp(at + sizeof one, seen.shape, dims) == 0 &&
+                          memcmp(at + sizeof one + dims, seen.strides, dims) == 0));
+        if (same) at += sizeof one + 2 * dims;
+        if (same && question != Py_None) same = denies(question, tensor);
     }
-    return PyBool_FromLong(at == end);
+    Py_DECREF(tensors);
+    return same < 0 ? NULL : PyBool_FromLong(same && at == end);
 }
 
-/* Modules that are asked for from memory before their turn comes: a third of the time was waiting. */
-#define AHEAD 8
+/* CPython before 3.12 gives a dictionary a number that no dictionary ever had at each change (PEP 509):
+ * with the same number it is the same one and holds the same. 0 where there is none. */
+static uint64_t version_of(PyObject *dict) {
+#if PY_VERSION_HEX < 0x030C0000
+    return ((PyDictObject *)dict)->ma_version_tag;
+#else
+    (void)dict;
+    return 0;
+#endif
+}
+
+/* What `same_modules` was given, and how far it is. */
+typedef struct {
+    PyObject *names, *parts, *keys, *values;
+    Py_ssize_t num_dicts, kinds, item;
+    const uint32_t *size;
+    uint64_t *version; /* of a module's own dictionary, then of its first containers */
+} walk;
+
+static int same_items(walk *w, PyObject *part) {
+    uint64_t now = version_of(part);
+    Py_ssize_t first = w->item;
+    w->item += (Py_ssize_t)*w->size;
+    if (now && now == *w->version) return 1;
+    int same = PyObject_Size(part) == (Py_ssize_t)*w->size && w->item <= PyList_GET_SIZE(w->keys);
+    for (Py_ssize_t i = first; same && i < w->item; i++)
+        same = PyDict_GetItemWithError(part, PyList_GET_ITEM(w->keys, i)) ==
+               PyList_GET_ITEM(w->values, i);
+    if (same) *w->version = now;
+    return same;
+}
+
+static int same_module(walk *w, PyObject *own, PyObject **parts) {
+    uint64_t now = version_of(own), *noted = w->version++;
+    int same = 1, is_known = now && now == *noted;
+    for (Py_ssize_t kind = 0; same && kind < w->kinds; kind++, w->size++) {
+        same = is_known ||
+               PyDict_GetItemWithError(own, PyTuple_GET_ITEM(w->names, kind)) == parts[kind];
+        if (same && kind < w->num_dicts && PyDict_Check(parts[kind]))
+            same = same_items(w, parts[kind]);
+        else if (same)
+            same = PyObject_Size(parts[kind]) == (Py_ssize_t)*w->size;
+        if (kind < w->num_dicts) w->version++;
+    }
+    if (same) *noted = now;
+    return same;
+}
 
 /* Each module keeps a container under each of `names`; those were `parts`, module by module, with
  * `sizes` (uint32 in a bytes object) items each. The first `num_dicts` of a module are dictionaries:
- * their items were `keys` and `values`, in order. One visit per module, while it is in the cache. */
+ * their items were `keys` and `values`, in order. One visit per module, while it is in the cache.
+ * `versions` (uint64, 1 + `num_dicts` for each module) is ours, from one call to the next. */
 static PyObject *py_same_modules(PyObject *self, PyObject *args) {
-    PyObject *modules, *names, *parts, *sizes, *keys, *values;
-    Py_ssize_t num_dicts, item = 0;
+    PyObject *modules, *sizes, *versions;
+    walk w = {0};
     (void)self;
-    if (!PyArg_ParseTuple(args, "O!O!nO!SO!O!", &PyList_Type, &modules, &PyTuple_Type, &names,
-                          &num_dicts, &PyList_Type, &parts, &sizes, &PyList_Type, &keys,
-                          &PyList_Type, &values))
+    if (!PyArg_ParseTuple(args, "O!O!nO!SO!O!Y", &PyList_Type, &modules, &PyTuple_Type, &w.names,
+                          &w.num_dicts, &PyList_Type, &w.parts, &sizes, &PyList_Type, &w.keys,
+                          &PyList_Type, &w.values, &versions))
         return NULL;
-    Py_ssize_t kinds = PyTuple_GET_SIZE(names), count = PyList_GET_SIZE(parts);
-    const uint32_t *size = (const uint32_t *)(const void *)PyBytes_AS_STRING(sizes);
-    if (count != kinds * PyList_GET_SIZE(modules) || num_dicts > kinds ||
-        (size_t)PyBytes_GET_SIZE(sizes) != (size_t)count * sizeof *size ||
-        PyList_GET_SIZE(keys) != PyList_GET_SIZE(values))
+    Py_ssize_t num = PyList_GET_SIZE(modules), count = PyList_GET_SIZE(w.parts);
+    w.kinds = PyTuple_GET_SIZE(w.names);
+    w.size = (const uint32_t *)(const void *)PyBytes_AS_STRING(sizes);
+    w.version = (uint64_t *)(void *)PyByteArray_AS_STRING(versions);
+    if (count != w.kinds * num || w.num_dicts < 0 || w.num_dicts > w.kinds ||
+        PyBytes_GET_SIZE(sizes) != count * (Py_ssize_t)sizeof *w.size ||
+        PyByteArray_GET_SIZE(versions) != num * (1 + w.num_dicts) * (Py_ssize_t)sizeof *w.version ||
+        PyList_GET_SIZE(w.keys) != PyList_GET_SIZE(w.values))
         return PyErr_Format(PyExc_ValueError, "the lists do not fit each other");
-    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(modules); i++) {
-        if (i + AHEAD < PyList_GET_SIZE(modules)) {
-            __builtin_prefetch(PyList_GET_ITEM(modules, i + AHEAD));
-            for (Py_ssize_t kind = 0; kind < kinds; kind++)
-                __builtin_prefetch(PyList_GET_ITEM(parts, (i + AHEAD) * kinds + kind));
+    for (Py_ssize_t i = 0; i < num; i++) {
+        PyObject **parts = PySequence_Fast_ITEMS(w.parts) + i * w.kinds;
+        if (i + AHEAD < num) {
+            prefetch(PyList_GET_ITEM(modules, i + AHEAD), 1);
+            for (Py_ssize_t kind = 0; kind < w.kinds; kind++)
+                prefetch(parts[AHEAD * w.kinds + kind], 1);
         }
         PyObject *own = PyObject_GenericGetDict(PyList_GET_ITEM(modules, i), NULL);
         if (!own) return NULL;
-        int same = 1;
-        for (Py_ssize_t kind = 0; same && kind < kinds; kind++) {
-            PyObject *part = PyList_GET_ITEM(parts, i * kinds + kind);
-            same = PyDict_GetItemWithError(own, PyTuple_GET_ITEM(names, kind)) == part &&
-                   PyObject_Size(part) == (Py_ssize_t)*size;
-            int is_dict = kind < num_dicts && PyDict_Check(part);
-            for (uint32_t k = 0; same && is_dict && k < *size; k++, item++)
-                same = item < PyList_GET_SIZE(keys) &&
-                       PyDict_GetItemWithError(part, PyList_GET_ITEM(keys, item)) ==
-                           PyList_GET_ITEM(values, item);
-            size++;
-        }
+        int same = same_module(&w, own, parts);
         Py_DECREF(own);
         if (PyErr_Occurred()) return NULL;
         if (!same) Py_RETURN_FALSE;
@@ -312,6 +432,7 @@ static PyMethodDef methods[] = {
     {"combine", py_combine, METH_VARARGS, "Digest each tensor's leaf digests with its length."},
     {"tensor_facts", py_tensor_facts, METH_VARARGS, "Note what some tensors are, as bytes."},
     {"facts_hold", py_facts_hold, METH_VARARGS, "Compare tensors with what was noted of them."},
+    {"learn_layout", py_learn_layout, METH_VARARGS, "Find where a tensor object has what."},
     {"same_modules", py_same_modules, METH_VARARGS, "Compare modules with what was noted of them."},
     {NULL, NULL, 0, NULL},
 };

@@ -38,6 +38,7 @@ class ModuleState:
         self._sizes = b""
         self._keys: list[str] = []
         self._values: list[object] = []
+        self._versions = bytearray()  # the compiled module's own notes
 
     def tensors(self) -> Mapping[str, torch.Tensor]:
         """Name -> the live tensor object, tied names included.
@@ -54,7 +55,7 @@ class ModuleState:
             return False
         native = native_module()
         same_modules = _same_modules if native is None else native.same_modules
-        noted = (self._parts, self._sizes, self._keys, self._values)
+        noted = (self._parts, self._sizes, self._keys, self._values, self._versions)
         return bool(same_modules(self._modules, _PARTS, len(_DICTS), *noted))
 
     def _walk(self) -> None:
@@ -72,6 +73,7 @@ class ModuleState:
         dicts = [own[name] for own in owned for name in _DICTS]
         self._keys = [key for part in dicts for key in part]
         self._values = [value for part in dicts for value in part.values()]
+        self._versions = bytearray(8 * (1 + len(_DICTS)) * len(self._modules))
         self._is_cached = is_plain
 
 
@@ -142,7 +144,7 @@ def _is_plainly_filled(own: dict[str, Any]) -> bool:
 def _same_modules(
     modules: list[torch.nn.Module], names: tuple[str, ...], num_dicts: int, *noted: Any
 ) -> bool:
-    parts, sizes, keys, values = noted
+    parts, sizes, keys, values, _ = noted
     now = [module.__dict__.get(name) for module in modules for name in names]
     if not all(map(is_, now, parts)) or list(map(len, parts)) != list(memoryview(sizes).cast("I")):
         return False

@@ -3,6 +3,7 @@
 import json
 import struct
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import xxhash
@@ -192,6 +193,15 @@ def test_a_plan_serves_many_updates() -> None:
     first = made.root(pattern(16))
     made.root(pattern(16, 1))
     assert made.root(pattern(16)) == first
+
+
+def test_threads_that_ask_one_plan_at_once_get_each_its_root() -> None:
+    names = [f"layer.{index}" for index in range(3000)]
+    shared = plan(*names)
+    blocks = [bytes([seed]) * (DIGEST_NBYTES * len(names)) for seed in range(8)]
+    expected = [plan(*names).root(block) for block in blocks]
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(shared.root, blocks * 20)) == expected * 20
 
 
 @pytest.mark.parametrize("nbytes", [0, 15, 17, 32])

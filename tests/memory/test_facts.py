@@ -1,5 +1,8 @@
 """Tensors that are no longer what was noted of them are found out, in both ways to compare."""
 
+import sys
+from typing import Any
+
 import pytest
 import torch
 
@@ -32,6 +35,59 @@ def test_other_objects_over_the_same_memory_hold() -> None:
     tensors = [torch.randn(4, 4), torch.randn(3, 2).t()]
     noted = TensorFacts(tensors)
     assert noted.hold(tensor.detach() for tensor in tensors)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64, torch.int8])
+def test_a_tensor_that_reads_as_its_negative_is_told_although_all_else_holds(
+    dtype: torch.dtype,
+) -> None:
+    tensors = (torch.ones(2, 2), torch.ones(3, dtype=dtype), torch.nn.Parameter(torch.ones(1)))
+    noted = TensorFacts(tensors)
+    assert noted.hold_unnegated(tensors)
+    tensors[1].data = torch._neg_view(tensors[1].data)
+    assert noted.hold(tensors)
+    assert not noted.hold_unnegated(tensors)
+    tensors[1].data = torch._neg_view(tensors[1].data)
+    assert noted.hold_unnegated(tensors)
+    assert not noted.hold_unnegated(tensors[:2])
+    tensors[2].data = torch.ones(2)
+    assert not noted.hold_unnegated(tensors)
+
+
+def test_a_question_that_fails_does_not_hold_and_leaves_no_reference() -> None:
+    class Failing(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func: Any, *_rest: Any) -> Any:
+            raise RuntimeError(f"{func} is not for this one")
+
+    tensors = [torch.ones(2), torch.Tensor._make_subclass(Failing, torch.ones(2))]
+    if facts._ask("tensor_facts", []) is None:
+        pytest.skip("the other way raises what the tensor raised")
+    with torch._C.DisableTorchFunction():
+        noted = TensorFacts(tensors)
+        counts = [sys.getrefcount(tensor) for tensor in tensors]
+    assert not noted.hold_unnegated(tensors)
+    assert [sys.getrefcount(tensor) for tensor in tensors] == counts
+
+
+def test_many_tensors_of_many_kinds_are_compared_with_what_is_asked_for_ahead_of_time() -> None:
+    made: list[torch.Tensor] = []
+    for index in range(40):
+        made += [torch.empty(0), torch.ones(index), torch.nn.Parameter(torch.ones(1, index))]
+        made += [torch.ones(4, 4).t(), torch.tensor(1.0), torch.ones(2, dtype=torch.complex64)]
+    assert TensorFacts(made).hold_unnegated(made)
+    for last in (torch.empty(0, device="meta"), torch.zeros(4).to_sparse(), torch.ones(1)):
+        assert not TensorFacts(made).hold_unnegated([*made[:-1], last])
+        assert not TensorFacts(made).hold_unnegated([*made[:3], last, *made[4:]])
+
+
+def test_the_compiled_module_finds_its_way_in_this_torchs_tensors() -> None:
+    native = passes.native_module()
+    if native is None:
+        pytest.skip("not compiled")
+    assert native.learn_layout(torch.Tensor.__base__, torch.empty(1), 0, 0)
+    with pytest.raises(TypeError, match="no tensor"):
+        native.learn_layout(torch.Tensor.__base__, object(), 0, 0)
 
 
 def test_every_dtype_is_told_from_every_other() -> None:

@@ -72,6 +72,37 @@ def _replace_the_dictionary(module: torch.nn.Module) -> None:
     child._parameters = OrderedDict(weight=torch.nn.Parameter(torch.zeros(3, 3)), bias=None)
 
 
+def _write_to_a_dictionary(module: torch.nn.Module) -> None:
+    kept = module.get_submodule("0")._parameters
+    # Often enough for the interpreter to take its shortcuts.
+    for bias in [kept["bias"]] * 99 + [torch.nn.Parameter(torch.zeros(3))]:
+        kept["bias"] = bias
+
+
+def _empty_a_dictionary_and_fill_it_again(module: torch.nn.Module) -> None:
+    kept = module.get_submodule("0")._parameters
+    weight = kept["weight"]
+    kept.clear()
+    kept.update(weight=weight, bias=torch.nn.Parameter(torch.zeros(3)))
+
+
+def _take_and_set_anew(module: torch.nn.Module) -> None:
+    kept = module._buffers
+    kept.pop("kept")
+    kept.setdefault("kept", torch.zeros(2))
+
+
+def _replace_all_attributes(module: torch.nn.Module) -> None:
+    child = module.get_submodule("2")
+    child.__dict__ = {**child.__dict__, "_parameters": {"weight": child.weight, "bias": None}}
+
+
+def _grow_a_child_while_others_stay(module: torch.nn.Module) -> None:
+    module.get_submodule("1").training = False
+    module.get_submodule("0")._non_persistent_buffers_set.add("none")
+    module.get_submodule("2")._buffers["late"] = torch.zeros(1)
+
+
 def _hook(module: torch.nn.Module) -> None:
     def rename(_module: object, state: dict[str, torch.Tensor], *_rest: object) -> None:
         state["renamed"] = state.pop("kept")
@@ -90,6 +121,11 @@ _CHANGES: list[Callable[[torch.nn.Module], None]] = [
     _make_buffer_temporary,
     _make_buffer_persistent,
     _replace_the_dictionary,
+    _write_to_a_dictionary,
+    _empty_a_dictionary_and_fill_it_again,
+    _take_and_set_anew,
+    _replace_all_attributes,
+    _grow_a_child_while_others_stay,
     _hook,
 ]
 
@@ -106,10 +142,14 @@ def _agrees(state: ModuleState, module: torch.nn.Module) -> bool:
 
 
 @pytest.mark.parametrize("change", _CHANGES, ids=lambda change: change.__name__.strip("_"))
-def test_a_change_of_structure_is_seen(change: Callable[[torch.nn.Module], None]) -> None:
+@pytest.mark.parametrize("looks", [1, 3])  # each look may note what makes the next one shorter
+def test_a_change_of_structure_is_seen(
+    change: Callable[[torch.nn.Module], None], looks: int
+) -> None:
     module = build()
     state = ModuleState(module)
-    assert _agrees(state, module)
+    for _ in range(looks):
+        assert _agrees(state, module)
     change(module)
     assert _agrees(state, module)
     assert _agrees(state, module), "and stays seen"
@@ -126,6 +166,19 @@ def test_nothing_is_walked_again_where_nothing_changed(monkeypatch: pytest.Monke
         for tensor in first.values():
             tensor.zero_()
     monkeypatch.setattr(torch.nn.Module, "named_modules", lambda *_: pytest.fail("walked again"))
+    assert state.tensors() is first
+
+
+def test_a_change_that_was_taken_back_costs_no_walk() -> None:
+    module = build()
+    state = ModuleState(module)
+    first = state.tensors()
+    for is_training in (False, True):
+        assert state.tensors() is first
+        module.train(is_training)
+        kept = module.get_submodule("0")._parameters
+        kept["bias"], bias = torch.nn.Parameter(torch.zeros(3)), kept["bias"]
+        kept["bias"] = bias
     assert state.tensors() is first
 
 
