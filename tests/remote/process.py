@@ -1,10 +1,12 @@
 """Side-cars as processes of their own, which can be killed and started again."""
 
 import os
+import secrets
 import signal
 import socket
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +23,16 @@ PLATFORM = {"WEB_CONCURRENCY": "4"}
 
 
 def free_port() -> int:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        return int(taken.getsockname()[1])
+    """One that nobody listens on.
+
+    Below those that the kernel gives to whoever connects: a server may take minutes until it
+    listens on it.
+    """
+    while True:
+        port = 20_000 + secrets.randbelow(12_000)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 class SidecarProcess:

@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -15,6 +14,7 @@ from typing import Any
 import httpx
 
 from rl_bridge.testing.processes import until
+from tests.remote.process import free_port
 from tests.sglang.bench import (
     CALL_S,
     PROMPTS,
@@ -27,12 +27,20 @@ from tests.sglang.bench import (
     read,
 )
 
-__all__ = ["KEY", "Served", "served"]
+__all__ = ["KEY", "Served", "make_api_key", "served"]
 
 ROOT = Path(__file__).resolve().parents[2]
 START_S = 240
 END_S = 30
 KEY = "a key of the test's own"
+
+
+def make_api_key(directory: Path) -> Path:
+    """A file with the key that the server asks for."""
+    path = directory / "api-key"
+    path.touch(mode=0o600)
+    path.write_text(f"{KEY}\n", "utf-8")
+    return path
 
 
 @dataclass(slots=True)
@@ -103,9 +111,7 @@ class Served:
 @contextmanager
 def served(path: str, log: Path, ranks: int = 1) -> Iterator[Served]:
     """Start it; it is killed with the block."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     flags = ["--host", "127.0.0.1", "--port", str(port), "--admin-api-key", KEY, "--api-key", KEY]
     for name, value in options(path, ranks).items():
         flags.append(f"--{name.replace('_', '-')}")

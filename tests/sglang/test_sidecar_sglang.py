@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from rl_bridge import EngineLost, IncompatibleUpdate
+from rl_bridge import EngineLost, IncompatibleUpdate, make_weight_bridge
 from tests.engines.models import Checkpoints, Kind
 from tests.engines.trainer import Trainer
 from tests.remote.process import SidecarProcess, make_key
 from tests.sglang.bench import Bench, Engines
-from tests.sglang.served import KEY, Served, served
+from tests.sglang.served import Served, make_api_key, served
 from tests.sglang.sidecars import DEATH, URL
 
 KIND = Kind("qwen2")
@@ -71,12 +71,28 @@ def test_killed_behind_any_step_its_next_start_brings_the_living_server_to_a_ver
             assert server.label() == f"{held.weight_version}@{held.root}"
 
 
+def test_the_bytes_come_by_broadcast_to_the_side_car_and_to_the_server(
+    server: Served, sidecar: SidecarProcess, reference: Bench
+) -> None:
+    api_key = make_api_key(sidecar.directory)
+    sidecar.start(server.url, server="sglang", transport="broadcast", api_key_file=api_key)
+    with (
+        make_weight_bridge("broadcast", source_worker="trainer", address="127.0.0.1") as trainer,
+        sidecar.client(timeout_s=DEADLINE_S) as engine,
+    ):
+        for number, version in enumerate((1, 0), 1):
+            manifest = trainer.publish(reference.weights[version], weight_version=number)
+            assert engine.update_weights(manifest).proof.root == manifest.root
+            check(server, reference, version, manifest)
+            told = {report.worker for report in trainer.holders(manifest.update_id) if report}
+            assert "sglang" in told
+        assert engine.status().transport == "broadcast"
+
+
 def test_it_takes_updates_with_the_servers_key_until_the_server_is_gone(
     server: Served, sidecar: SidecarProcess, trainer: Trainer, reference: Bench
 ) -> None:
-    api_key = sidecar.directory / "api-key"
-    api_key.touch(mode=0o600)
-    api_key.write_text(f"{KEY}\n", "utf-8")
+    api_key = make_api_key(sidecar.directory)
     assert sidecar.start(server.url, server="sglang", api_key_file=api_key).state == "empty"
     with sidecar.client(timeout_s=DEADLINE_S) as engine:
         for version in (1, 0):
