@@ -7,16 +7,18 @@ import pytest
 import torch
 
 from rl_bridge import IncompatibleUpdate, ProofFailed, TornEngine, WeightUpdateRejectedError
-from rl_bridge.integrations.sglang.routes import ROUTES, RouteName
+from rl_bridge.integrations.sglang.routes import RouteName
 from tests.engines.models import Checkpoints, Kind
 from tests.engines.trainer import Trainer
-from tests.sglang.bench import Bench, Engines, executor_for, sums_of
-from tests.sglang.served import KEY, served
+from tests.remote.process import SidecarProcess, make_key
+from tests.sglang.bench import WAYS, Bench, Engines, executor_for, sums_of
+from tests.sglang.served import KEY, make_api_key, served
 from tests.sglang.test_equal import alternate, folder
 
 RANKS = 2
 KIND = Kind("qwen2", tied=True)
 OTHER = Kind("llama")
+SIDECAR_S = 120
 # Two engines of two ranks are started one behind the other.
 STARTS = pytest.mark.timeout(600)
 
@@ -37,14 +39,16 @@ def test_twenty_updates_with_failures_mixed_in_equal_fresh_engines(
     alternate(pair, "import", tmp_path, 20)
 
 
-@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize(("route", "exchange"), WAYS)
 @pytest.mark.parametrize("rank", range(RANKS))
 def test_a_rank_that_fails_at_any_tensor_takes_the_other_one_back(
-    rank: int, route: RouteName, pair: Bench, tmp_path: Path
+    rank: int, route: RouteName, exchange: bool, pair: Bench, tmp_path: Path
 ) -> None:
-    with executor_for(pair.engine, route=route, directory=folder(route, tmp_path)) as executor:
+    options = {"route": route, "directory": folder(route, tmp_path), "exchange": exchange}
+    with executor_for(pair.engine, **options) as executor:
         count = len(pair.weights[0])
-        for nth in range(count) if route == "import" else (0, count // 2, count - 1):
+        every = (route, exchange) == WAYS[0]
+        for nth in range(count) if every else (0, count // 2, count - 1):
             pair.plant("fail", nth, rank)
             with pytest.raises(WeightUpdateRejectedError):
                 executor.update_weights(pair.trainer.publish(pair.next()))
@@ -105,7 +109,7 @@ def test_every_rank_tells_the_trainer(pair: Bench) -> None:
 
 
 @STARTS
-def test_a_server_of_two_ranks_takes_updates(
+def test_a_server_of_two_ranks_takes_updates_also_from_a_side_car(
     engines: Engines, checkpoints: Checkpoints, trainer: Trainer, tmp_path: Path
 ) -> None:
     engines.close()  # whoever ends an engine of this process ends all of its children
@@ -122,3 +126,15 @@ def test_a_server_of_two_ranks_takes_updates(
                     executor.update_weights(trainer.publish(bad))
                 executor.update_weights(trainer.publish(weights[holds]))
             assert (server.sums(), server.answers()) == fresh[holds], route
+        sidecar = SidecarProcess(tmp_path, make_key(tmp_path))
+        try:
+            sidecar.start(server.url, server="sglang", api_key_file=make_api_key(tmp_path))
+            with sidecar.client(timeout_s=SIDECAR_S) as remote:
+                with pytest.raises(IncompatibleUpdate, match="NaN"):
+                    remote.update_weights(trainer.publish(bad))
+                assert (server.sums(), server.answers()) == fresh[holds]
+                manifest = trainer.publish(weights[1 - holds])
+                assert remote.update_weights(manifest).proof.root == manifest.root
+                assert (server.sums(), server.answers()) == fresh[1 - holds]
+        finally:
+            sidecar.kill()
