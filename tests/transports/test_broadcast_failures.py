@@ -16,8 +16,9 @@ from rl_bridge.testing.processes import Child, ChildDied, ChildError, until
 from tests.transports.broadcast_rig import BreakingPeer, big_weights
 
 TIMEOUT_S = 3.0
-# What the deadlines add up to, and the machine's own delays.
-SLACK_S = 4 * TIMEOUT_S + 10.0
+# What the deadlines add up to, and the delays of a machine with other things to do: what has no
+# deadline takes longer than that.
+SLACK_S = 4 * TIMEOUT_S + 40.0
 
 Start = Callable[..., Child]
 
