@@ -1,6 +1,7 @@
 """What actors of Ray do with bytes, tried without Ray: one publisher's side, many rollouts'."""
 
 import json
+import threading
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -122,6 +123,42 @@ def test_a_rollout_that_has_not_joined_says_so() -> None:
     nowhere = PairChoice(transport="nowhere", reason="a test").to_json()
     answer = RolloutAnswer.from_json(rollout.side.join(nowhere))
     assert answer.error == "WeightBridgeUnavailableError"
+
+
+def test_an_engine_that_cannot_be_made_is_told_in_words(trainer: Trainer) -> None:
+    rollout, broken = Rollout(None), RuntimeError("CUDA out of memory")
+
+    def adapter() -> ModuleInstallAdapter:
+        raise broken
+
+    rollout.side = RolloutSide(adapter)
+    answer = RolloutAnswer.from_json(rollout.side.join(MEMORY))
+    assert (answer.error, answer.message) == ("RuntimeError", "CUDA out of memory")
+    _, manifests = trainer.side.publish(1)
+    assert rollout.update(manifests["shared-memory"]).outcome == "unjoined"
+
+
+def test_an_update_that_comes_while_it_joins_waits_for_that(trainer: Trainer) -> None:
+    """As in an actor that runs several methods at a time."""
+    rollout = Rollout(None)
+    _, manifests = trainer.side.publish(1)
+    answers: list[RolloutAnswer] = []
+
+    def update() -> None:
+        answers.append(rollout.update(manifests["shared-memory"]))
+
+    thread = threading.Thread(target=update)
+
+    def adapter() -> ModuleInstallAdapter:
+        thread.start()
+        thread.join(0.3)  # who does not wait has answered by then
+        return ModuleInstallAdapter(rollout.engine)
+
+    rollout.side = RolloutSide(adapter)
+    rollout.side.join(MEMORY)
+    thread.join(60)
+    assert [answer.outcome for answer in answers] == ["acknowledged"]
+    rollout.side.close()
 
 
 def test_joining_the_same_way_again_keeps_the_engines_version(trainer: Trainer) -> None:

@@ -6,6 +6,7 @@ UCX ends the process that answers a read over TCP where the reader dies in the m
 import os
 import signal
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -16,7 +17,7 @@ import pytest
 from rl_bridge import make_weight_bridge
 from rl_bridge.bridge.bridges import NIXLTensorBridge
 from rl_bridge.errors import TransportUnavailable
-from rl_bridge.testing.processes import Child, until
+from rl_bridge.testing.processes import DEADLINE_S, Child, until
 from rl_bridge.transports.nixl.serving_process import ServingProcess
 from tests.machines.network.namespaces import machines, why_not
 from tests.machines.nixl_roles import Reader, Trainer
@@ -121,6 +122,27 @@ def test_a_process_that_hangs_ends_the_read_in_time_and_the_next_read_has_anothe
     with Child(Reader, ucx=TCP, timeout_s=PATIENCE_S) as other:
         assert other.call("read", manifest=manifest) == 1
     assert not runs(pid)
+
+
+def test_words_to_a_process_that_hangs_keep_nobody_waiting() -> None:
+    serving = ServingProcess(backend="UCX", params={})
+
+    def speak() -> None:
+        for number in range(5000):
+            serving.help(is_needed=not number % 2)
+
+    speaking = threading.Thread(target=speak, daemon=True)
+    try:
+        os.kill(serving.pid, signal.SIGSTOP)
+        speaking.start()
+        speaking.join(DEADLINE_S)
+        assert not speaking.is_alive()
+        assert serving.is_lost  # and is started anew for the next reader
+        assert serving.ensure()
+    finally:
+        if serving.pid:
+            os.kill(serving.pid, signal.SIGCONT)
+        serving.close()
 
 
 def test_it_ends_with_its_trainer(trainer: Child) -> None:

@@ -8,8 +8,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from rl_bridge import make_weight_bridge
+import pytest
+
+from rl_bridge import SegmentError, make_weight_bridge
 from rl_bridge.testing.processes import DEADLINE_S
+from rl_bridge.testing.strategies import bytes_of
+from rl_bridge.transports.nixl.agent import Agent, AgentError
+from rl_bridge.transports.nixl.reading import Reading
 from tests.machines.nixl_roles import weights
 
 
@@ -48,3 +53,31 @@ def test_who_cannot_be_accepted_does_not_keep_the_publisher_from_publishing() ->
         latest = publisher.latest_manifest
         assert latest is not None
         assert latest.weight_version == 4
+
+
+def test_an_engine_whose_memory_is_refused_for_a_while_reads_from_everybody_later() -> None:
+    """A read fails, and what is registered anew for the next one is refused in the middle of it."""
+    with (
+        make_weight_bridge("nixl", suspicious="off") as one,
+        make_weight_bridge("nixl", suspicious="off") as other,
+        make_weight_bridge("nixl") as engine,
+    ):
+        for trainer in (one, other):
+            first = trainer.publish(weights(1), weight_version=1)
+            engine.import_update(first)
+            engine.release(first)  # its slot is used again
+        second = one.publish(weights(2), weight_version=2)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Reading, "step", refusing)
+            patch.setattr(Agent, "register", refusing)
+            patch.setattr(Agent, "register_segment", refusing)
+            with pytest.raises(SegmentError, match="cannot be read"):
+                engine.import_update(second)
+        newer = other.publish(weights(2), weight_version=2)
+        assert bytes_of(engine.import_update(newer)["w"]) == bytes_of(weights(2)["w"])
+        newer = one.publish(weights(3), weight_version=3)
+        assert bytes_of(engine.import_update(newer)["w"]) == bytes_of(weights(3)["w"])
+
+
+def refusing(*_: object) -> None:
+    raise AgentError("no more memory may be locked.")

@@ -4,6 +4,7 @@ Derive from one, make it an actor with ``ray.remote``, and write the one hook. P
 and restarts are Ray's. Only bytes, text and numbers go through these methods.
 """
 
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,6 +21,10 @@ from rl_bridge.manifest.canonical import JSONValue
 from rl_bridge.manifest.placement import Placement
 
 __all__ = ["RolloutActor", "WeightPublisherActor"]
+
+# An actor may run several methods at a time, and has one side. (Of the process, as mixins have no
+# __init__ that is sure to be called.)
+_MAKING = threading.Lock()
 
 
 class WeightPublisherActor:
@@ -127,9 +132,10 @@ class WeightPublisherActor:
             self.__publisher_side.close()
 
     def _publisher_side(self) -> PublisherSide:
-        if self.__publisher_side is None:
-            self.__publisher_side = self._make_side(0, None)
-        return self.__publisher_side
+        with _MAKING:
+            if self.__publisher_side is None:
+                self.__publisher_side = self._make_side(0, None)
+            return self.__publisher_side
 
     def _make_side(self, rank: int, make_lane: MakeLane | None) -> PublisherSide:
         node, address = here()
@@ -213,14 +219,15 @@ class RolloutActor:
         return version
 
     def _rollout_side(self) -> RolloutSide:
-        if self.__rollout_side is None:
-            node, _ = here()
-            self.__rollout_side = RolloutSide(
-                self.weight_adapter,
-                worker=type(self).__name__,
-                node=node,
-                directories=self.weight_directories,
-                options=self.weight_options,
-                wanted=self.weight_layout,
-            )
-        return self.__rollout_side
+        with _MAKING:
+            if self.__rollout_side is None:
+                node, _ = here()
+                self.__rollout_side = RolloutSide(
+                    self.weight_adapter,
+                    worker=type(self).__name__,
+                    node=node,
+                    directories=self.weight_directories,
+                    options=self.weight_options,
+                    wanted=self.weight_layout,
+                )
+            return self.__rollout_side

@@ -38,7 +38,7 @@ def result_of(name: str, what: str, reference: Any, deadline: Deadline) -> Any:
         deadline: until when.
 
     Raises:
-        EngineLost: the actor died or cannot be reached.
+        EngineLost: the actor died, cannot be reached, or cannot be started or placed by Ray.
         DeadlineExceeded: no answer in time; it may still come.
 
     """
@@ -51,8 +51,9 @@ def result_of(name: str, what: str, reference: Any, deadline: Deadline) -> Any:
             f"actor {name!r} did not {what} within {deadline.timeout_s:g} s. It may still do it: "
             "ask its status before you let it serve, or replace it."
         ) from error
-    except (gone.RayActorError, gone.RaySystemError, gone.NodeDiedError) as error:
-        if isinstance(error, WeightBridgeError):
+    except gone.RayError as error:
+        # (Of these kinds is also what the actor's method raised: its own, whatever it is.)
+        if isinstance(error, (gone.RayTaskError, WeightBridgeError)):
             raise
         cause = str(error).strip().partition("\n")[0].rstrip(".")
         raise EngineLost(

@@ -32,7 +32,8 @@ class FleetUpdate:
         root: its root.
         answers: rollout -> what it answered.
         lost: rollout -> why there is no answer: `EngineLost`, `DeadlineExceeded`, or what kept it
-            from joining again.
+            from joining again; what its actor raised otherwise is the cause of a
+            `WeightUpdateRejectedError`.
 
     """
 
@@ -209,8 +210,8 @@ class RolloutFleet:
             member.answer = None
             try:
                 answer = self._installed(name, member, calls.get(name), deadline)
-            except WeightBridgeError as error:
-                lost[name] = error
+            except Exception as error:  # noqa: BLE001 - told of this one; the others go on
+                lost[name] = _told(name, error)
                 _LOG.warning("rollout %s has not version %s: %s", name, weight_version, error)
                 continue
             answers[name] = self._members[name].answer = answer
@@ -261,6 +262,19 @@ class RolloutFleet:
             result_of(name, "tell its status", reference, Deadline(self._timeout_s))
         )
         return member.answer
+
+
+def _told(name: str, error: Exception) -> WeightBridgeError:
+    """Why there is no answer, as an error of ours."""
+    if isinstance(error, WeightBridgeError):
+        return error
+    cause = str(error).strip().rpartition("\n")[2]
+    told = WeightUpdateRejectedError(
+        f"rollout {name!r} raised instead of answering: {cause}. See its log, or replace it: "
+        "RolloutFleet.join(name, actor)."
+    )
+    told.__cause__ = error
+    return told
 
 
 def _answer(text: Any) -> RolloutAnswer:

@@ -5,6 +5,7 @@ Knows nothing of Ray: what it takes and gives are bytes and plain values.
 
 import logging
 import os
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, cast
 
@@ -13,7 +14,7 @@ from rl_bridge.bridge.group_import import GroupBridge
 from rl_bridge.bridge.pairing import PairChoice, SideFacts, look_around
 from rl_bridge.bridge.resharding import Wanted, WantedLayout
 from rl_bridge.bridge.rollout import RolloutExecutor
-from rl_bridge.errors import TornEngine, WeightBridgeError, WeightBridgeUnavailableError
+from rl_bridge.errors import TornEngine, WeightBridgeUnavailableError
 from rl_bridge.installers.base import TransactionalAdapter, WeightInstallAdapter
 from rl_bridge.integrations.ray.answers import RolloutAnswer
 from rl_bridge.manifest.group import GroupManifest
@@ -65,6 +66,8 @@ class RolloutSide:
         """Update -> root of the group's version that it is, of the last one and the active one."""
         self._bridge: TensorBridge | None = None
         self._executor: RolloutExecutor | None = None
+        # An actor may run several methods at a time. Who only asks waits for nobody.
+        self._lock = threading.RLock()
 
     @property
     def executor(self) -> RolloutExecutor:
@@ -74,12 +77,13 @@ class RolloutSide:
             WeightBridgeUnavailableError: it has not joined yet.
 
         """
-        if self._executor is None:
+        executor = self._executor
+        if executor is None:
             raise WeightBridgeUnavailableError(
                 f"rollout {self._worker!r} has no transport yet. Join it first: "
                 "RolloutFleet.join(name, actor)."
             )
-        return self._executor
+        return executor
 
     def facts(self, publisher: bytes) -> bytes:
         """What this side is, and what it reaches of the publisher's: `SideFacts` as JSON.
@@ -95,12 +99,17 @@ class RolloutSide:
         ).to_json()
 
     def join(self, choice: bytes) -> bytes:
-        """Take a lane; again with the same one changes nothing: `RolloutAnswer` as JSON."""
-        try:
-            self._join(PairChoice.from_json(choice))
-        except WeightBridgeError as error:
-            return self._answer("refused", error).to_json()
-        return self._answer("status").to_json()
+        """Take a lane; again with the same one changes nothing: `RolloutAnswer` as JSON.
+
+        What keeps it from joining is in the answer, an engine that cannot be made too.
+        """
+        with self._lock:
+            try:
+                self._join(PairChoice.from_json(choice))
+            except Exception as error:  # noqa: BLE001 - the answer carries it to who asked
+                _LOG.warning("rollout %s cannot join", self._worker, exc_info=True)
+                return self._answer("refused", self._executor, error).to_json()
+            return self._answer("status", self._executor).to_json()
 
     def update(self, manifest: bytes) -> bytes:
         """Install one version, or leave everything as it was: `RolloutAnswer` as JSON.
@@ -108,32 +117,37 @@ class RolloutSide:
         Whatever fails is in the answer, the engine's own exceptions too: it is told in words, and
         nothing has to be rebuilt from a type that the other side may not have.
         """
-        if self._executor is None:
-            return self._answer("unjoined").to_json()
-        try:
-            self._install(self._executor, manifest.decode())
-        except TornEngine as error:
-            return self._answer("torn", error).to_json()
-        except Exception as error:  # noqa: BLE001 - the answer carries it to who asked
-            _LOG.warning("rollout %s keeps its version: %s", self._worker, error)
-            return self._answer("torn" if self._executor.is_torn else "refused", error).to_json()
-        return self._answer("acknowledged").to_json()
+        with self._lock:
+            executor = self._executor
+            if executor is None:
+                return self._answer("unjoined", None).to_json()
+            try:
+                self._install(executor, manifest.decode())
+            except TornEngine as error:
+                return self._answer("torn", executor, error).to_json()
+            except Exception as error:  # noqa: BLE001 - the answer carries it to who asked
+                _LOG.warning("rollout %s keeps its version: %s", self._worker, error)
+                outcome: Outcome = "torn" if executor.is_torn else "refused"
+                return self._answer(outcome, executor, error).to_json()
+            return self._answer("acknowledged", executor).to_json()
 
     def status(self) -> bytes:
-        """What the engine holds: `RolloutAnswer` as JSON."""
-        return self._answer("unjoined" if self._executor is None else "status").to_json()
+        """What the engine holds: `RolloutAnswer` as JSON. Waits for no update."""
+        executor = self._executor
+        return self._answer("unjoined" if executor is None else "status", executor).to_json()
 
     def close(self) -> None:
         """Release the active version and close the bridge; the engine keeps its bytes."""
-        executor, self._executor = self._executor, None
-        bridge, self._bridge = self._bridge, None
-        self._joined = None
-        try:
-            if executor is not None:
-                executor.close()
-        finally:
-            if bridge is not None:
-                bridge.close()
+        with self._lock:
+            executor, self._executor = self._executor, None
+            bridge, self._bridge = self._bridge, None
+            self._joined = None
+            try:
+                if executor is not None:
+                    executor.close()
+            finally:
+                if bridge is not None:
+                    bridge.close()
 
     def _install(self, executor: RolloutExecutor, text: str) -> None:
         if not isinstance(executor.bridge, GroupBridge):
@@ -172,7 +186,9 @@ class RolloutSide:
             return GroupBridge(self._wanted(), transports={chosen.transport: options}, **who)
         return make_weight_bridge(chosen.transport, **who, **options)
 
-    def _answer(self, outcome: Outcome, error: Exception | None = None) -> RolloutAnswer:
+    def _answer(
+        self, outcome: Outcome, executor: RolloutExecutor | None, error: Exception | None = None
+    ) -> RolloutAnswer:
         answer = RolloutAnswer(
             worker=self._worker,
             rank=self._rank,
@@ -182,4 +198,4 @@ class RolloutSide:
             error="" if error is None else type(error).__name__,
             message="" if error is None else str(error)[:4096],
         )
-        return answer if self._executor is None else answer.of(self._executor, self._groups)
+        return answer if executor is None else answer.of(executor, self._groups)

@@ -201,9 +201,14 @@ class NIXLConsumer(ConsumerEnd):
         """This side's agent; what was registered with an earlier one is registered with it."""
         held = self._held
         if held.agent is None:
-            held.agent = self._make_agent()
-            for source in held.sources.values():
-                source.move_to(held.agent)
+            agent = self._make_agent()
+            try:
+                for source in held.sources.values():
+                    source.move_to(agent)
+            except BaseException:
+                agent.close()  # the next one takes all of them, or fails as a whole
+                raise
+            held.agent = agent
         return held.agent
 
     def _token_of(self, endpoint: NIXLEndpoint) -> bytes:

@@ -5,6 +5,7 @@ import os
 import select
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -202,8 +203,13 @@ class ServingProcess:
         if self.is_lost or self._line is None:
             return
         text = json.dumps({"do": what, **options}).encode("ascii")
+        # Not to wait: one that has not read so many words hangs, and another one takes its place.
+        # (By `sendmsg`, as `socket.send_fds` takes flags and ignores them.)
+        beside = (
+            [] if fd is None else [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", fd))]
+        )
         try:
-            socket.send_fds(self._line, [text], [] if fd is None else [fd], socket.MSG_NOSIGNAL)
+            self._line.sendmsg([text], beside, socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT)
         except OSError:
             self._end()
 

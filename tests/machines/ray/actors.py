@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from rl_bridge import ModuleInstallAdapter, WeightBridgeUnavailableError
+from rl_bridge import ModuleInstallAdapter
 from rl_bridge.extractors.state_dict import Source
 from rl_bridge.ray import RolloutActor, SideFacts, WeightPublisherActor
 
@@ -98,6 +98,20 @@ class Rollout(RolloutActor):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+class Raising(Rollout):
+    """Its own method raises where it should answer, but for the first time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = 1
+
+    def update_weights(self, manifest: bytes) -> bytes:
+        self.left -= 1
+        if self.left < 0:
+            raise OSError("disk quota exceeded")
+        return super().update_weights(manifest)
+
+
 class Elsewhere(Rollout):
     """Says that it is on another machine; while `busy` exists, it has no engine."""
 
@@ -111,5 +125,5 @@ class Elsewhere(Rollout):
 
     def weight_adapter(self) -> ModuleInstallAdapter:
         if self.busy.exists():
-            raise WeightBridgeUnavailableError("the engine is busy. Ask again.")
+            raise RuntimeError("CUDA out of memory")  # the engine's own
         return super().weight_adapter()

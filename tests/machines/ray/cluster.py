@@ -8,9 +8,9 @@ from typing import Any
 
 import ray
 
-from tests.machines.ray.actors import Elsewhere, Rollout, Trainer
+from tests.machines.ray.actors import Elsewhere, Raising, Rollout, Trainer
 
-__all__ = ["elsewhere", "local_ray", "rollout", "trainer"]
+__all__ = ["elsewhere", "local_ray", "raising", "rollout", "trainer"]
 
 ROOT = Path(__file__).resolve().parents[3]
 STORE_NBYTES = 80 << 20
@@ -47,6 +47,11 @@ def rollout(**options: Any) -> Any:
     """A rollout's actor."""
     kind = ray.remote(num_cpus=0.1, enable_tensor_transport=True)(Rollout)
     return kind.options(**options).remote()
+
+
+def raising() -> Any:
+    """A rollout's actor that raises instead of answering, but for the first time."""
+    return ray.remote(num_cpus=0.1)(Raising).remote()
 
 
 def elsewhere(busy: Path, **options: Any) -> Any:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rl_bridge import (
     DeadlineExceeded,
@@ -17,7 +18,7 @@ from rl_bridge import (
 )
 from rl_bridge.ray import FleetUpdate, RolloutFleet
 from rl_bridge.testing.processes import until
-from tests.machines.ray.cluster import elsewhere, rollout, trainer
+from tests.machines.ray.cluster import elsewhere, raising, rollout, trainer
 
 pytestmark = pytest.mark.usefixtures("one_node")
 
@@ -106,6 +107,23 @@ def test_a_dead_rollout_is_named_and_the_others_go_on(run: Run) -> None:
     assert list(run.fleet.routable) == ["alive", "doomed"]
     run.step().require_all()
     assert run.all_hold(alive, another)
+
+
+def test_a_rollout_that_raises_is_named_and_the_others_go_on(run: Run) -> None:
+    run.step()
+    run.fleet.join("bad", raising())  # asked first: who comes behind it must be heard all the same
+    run.fleet.join("good", good := rollout())
+    update = run.step()
+    assert update.routable == run.fleet.routable == ("good",)
+    assert "'bad' raised instead of answering: OSError: disk quota" in str(update.lost["bad"])
+    assert isinstance(update.lost["bad"].__cause__, OSError)
+    assert run.all_hold(good)
+
+
+def test_a_rollout_that_ray_cannot_place_is_lost(run: Run) -> None:
+    nowhere = NodeAffinitySchedulingStrategy(node_id="ab" * 28, soft=False)
+    with pytest.raises(EngineLost, match="'nowhere' is lost"):
+        run.fleet.join("nowhere", rollout(scheduling_strategy=nowhere))
 
 
 def test_a_rollout_that_hangs_is_given_up_at_the_deadline_and_may_come_back(run: Run) -> None:
