@@ -20,7 +20,7 @@ from rl_bridge.manifest.digest import DIGEST_NBYTES
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.manifest.table import TensorTable
 from rl_bridge.memory.facts import TensorFacts, tensor_key
-from rl_bridge.memory.module_state import ModuleState
+from rl_bridge.memory.module_state import ModuleState, plain_state
 from rl_bridge.memory.packing import raw_elements
 from rl_bridge.memory.passes import Addresses
 from rl_bridge.memory.places import Pass, Place, place_of
@@ -31,6 +31,9 @@ __all__ = ["Binding", "Engine", "EngineMemory", "named_engine_tensors", "put_bac
 def named_engine_tensors(engine: Engine) -> dict[str, torch.Tensor]:
     """Name -> live tensor (tied names included): parameters and persistent buffers."""
     if isinstance(engine, torch.nn.Module):
+        plain = plain_state(engine)
+        if plain is not None:
+            return plain
         found = engine.state_dict(keep_vars=True)
         return {name: item for name, item in found.items() if isinstance(item, torch.Tensor)}
     return dict(engine)

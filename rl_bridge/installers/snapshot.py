@@ -66,9 +66,10 @@ class Snapshot:
         dense = []
         seen = set()
         for name, data in self._data.items():
-            if data.is_meta or (key := tensor_key(data)) in seen:
+            owner = id(self._owners[name])
+            if data.is_meta or owner in seen:
                 continue  # it has no bytes, or they are another name's
-            seen.add(key)
+            seen.add(owner)
             if data.is_cpu and not_plain(data) is None and data.is_contiguous():
                 dense.append(data)
             else:

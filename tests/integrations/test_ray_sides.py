@@ -3,6 +3,7 @@
 import json
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from rl_bridge import (
 from rl_bridge.bridge.pairing import PairChoice, SideFacts, choose_transport
 from rl_bridge.extractors.state_dict import Source
 from rl_bridge.integrations.ray.answers import Announcement, RolloutAnswer
+from rl_bridge.integrations.ray.fleet import FleetUpdate
 from rl_bridge.ray import PublisherSide, RolloutSide
 
 MEMORY = PairChoice(transport="shared-memory", reason="a test").to_json()
@@ -230,3 +232,18 @@ def test_what_a_stranger_sends_is_refused(trainer: Trainer) -> None:
         Rollout(None).side.facts(b'{"boot_id":"x"}')
     with pytest.raises(MalformedManifest):
         RolloutAnswer.from_json(b'{"worker":"w","rank":0,"pid":1,"outcome":"fine"}')
+
+
+@pytest.mark.parametrize(
+    ("told", "why"),
+    [
+        ({"error": "OutOfMemoryError", "message": "no room"}, "OutOfMemoryError: no room"),
+        ({"active_version": 5, "active_root": "b"}, "it holds 5: that came through another fleet"),
+    ],
+    ids=["refused", "of_another_fleet"],
+)
+def test_a_rollout_that_has_another_version_says_why(told: dict[str, Any], why: str) -> None:
+    answer = RolloutAnswer(worker="one", rank=0, pid=1, outcome="refused", **told)
+    update = FleetUpdate(weight_version=3, root="a", answers={"one": answer})
+    with pytest.raises(WeightUpdateRejectedError, match=f"version 3, .*{why}"):
+        update.require_all()

@@ -64,8 +64,8 @@ class FleetUpdate:
                 kind = TornEngine if answer.outcome == "torn" else WeightUpdateRejectedError
                 raise kind(
                     f"rollout {name!r} did not install version {self.weight_version}, it holds "
-                    f"{answer.active_version}: {answer.error}: {answer.message}. See its log, or "
-                    "replace it: RolloutFleet.join(name, actor)."
+                    f"{answer.active_version}: {_why(answer)}. See its log, or replace it: "
+                    "RolloutFleet.join(name, actor)."
                 )
 
     def _has_it(self, answer: RolloutAnswer) -> bool:
@@ -170,8 +170,9 @@ class RolloutFleet:
         self._members[name] = _Member(actor, choice, answer)
         if manifest and name not in self.routable:
             raise WeightUpdateRejectedError(
-                f"rollout {name!r} joined and did not install version {version}: {answer.error}: "
-                f"{answer.message}. It gets no requests. See its log, and join it again."
+                f"rollout {name!r} joined and did not install version {version}, it holds "
+                f"{answer.active_version}: {_why(answer)}. It gets no requests. See its log, and "
+                "join it again."
             )
         return choice
 
@@ -275,6 +276,13 @@ def _told(name: str, error: Exception) -> WeightBridgeError:
     )
     told.__cause__ = error
     return told
+
+
+def _why(answer: RolloutAnswer) -> str:
+    """Why a rollout does not hold the version of this fleet."""
+    if answer.error:
+        return f"{answer.error}: {answer.message}"
+    return "that came through another fleet, whose driver had the trainer publish it"
 
 
 def _answer(text: Any) -> RolloutAnswer:
