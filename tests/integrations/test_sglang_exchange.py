@@ -10,6 +10,7 @@ from rl_bridge import ProofFailed, TornEngine, WeightUpdateManifest, make_weight
 from rl_bridge.installers.sglang import beside
 from rl_bridge.installers.sglang.model_installer import SGLangModelInstaller
 from rl_bridge.installers.snapshot import Snapshot
+from rl_bridge.installers.vllm.staging import TensorChange
 
 HIDDEN, ROWS, PADDED = 64, 48, 64
 
@@ -162,6 +163,15 @@ def test_memory_that_other_processes_map_keeps_its_place(driver: Driver) -> None
     place = weight.data_ptr()
     driver.update(1)
     assert weight.data_ptr() == place
+    assert equal(held(driver.model), loaded(1))
+
+
+def test_memory_that_serves_is_never_spare(driver: Driver) -> None:
+    """Wherever an interrupt cut an exchange off."""
+    driver.update(1)
+    live, memory = driver.model.fused.weight, driver.installer._beside._memory
+    memory.keep([(TensorChange("fused.weight", live, live.data, 0), live.data)])
+    assert live.data_ptr() not in {spare.data_ptr() for spare in memory._free.values()}
     assert equal(held(driver.model), loaded(1))
 
 
