@@ -45,7 +45,7 @@ class HalfWayAdapter(ModuleInstallAdapter):
 
 @contextmanager
 def failing_exchange() -> Iterator[None]:
-    """Within this context, every install into a vLLM model of this process fails half-way.
+    """Within this context, every exchange of a model's weights in this process fails half-way.
 
     Half of the exchange has really been made when it does: the serving model is a mixture.
     """

@@ -32,7 +32,7 @@ def test_a_short_run_keeps_every_promise(tmp_path: Path) -> None:
     assert list(faults) == [fault.value for fault in Fault]
     half_way = faults[Fault.HALF_WAY]
     assert half_way["outcome"] == "undone"
-    assert half_way["message"].startswith("EngineFault: the engine failed after 12 of 25 tensors")
+    assert half_way["message"].startswith("EngineFault: the engine failed after 9 of 19 exchanges")
     for fault in faults.values():
         assert fault["active_version"] != fault["version"]
         assert fault["logprob_max_abs_diff"] <= LOGPROB_TOLERANCE
