@@ -10,6 +10,7 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import rl_bridge.manifest.digest as made_by
 from rl_bridge.errors import MalformedManifest
 from rl_bridge.manifest.digest import (
     ALGORITHM,
@@ -202,6 +203,14 @@ def test_threads_that_ask_one_plan_at_once_get_each_its_root() -> None:
     expected = [plan(*names).root(block) for block in blocks]
     with ThreadPoolExecutor(4) as pool:
         assert list(pool.map(shared.root, blocks * 20)) == expected * 20
+
+
+def test_a_root_is_made_while_another_one_is_being_made() -> None:
+    """As in a child that was forked in the middle of one, where that never ends."""
+    shared = plan("a", "b")
+    expected = plan("a", "b").root(pattern(32))
+    with made_by._FILLING:
+        assert shared.root(pattern(32)) == expected
 
 
 @pytest.mark.parametrize("nbytes", [0, 15, 17, 32])
