@@ -11,6 +11,7 @@ from rl_bridge.installers.sglang import beside
 from rl_bridge.installers.sglang.model_installer import SGLangModelInstaller
 from rl_bridge.installers.snapshot import Snapshot
 from rl_bridge.installers.vllm.staging import TensorChange
+from rl_bridge.integrations.sglang import rank, votes
 
 HIDDEN, ROWS, PADDED = 64, 48, 64
 
@@ -218,6 +219,41 @@ def test_numbers_that_were_not_copied_are_found(
         driver.install(2)
     driver.installer.undo()
     assert equal(held(driver.model), loaded(1))
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [(beside, "spare_pages"), (beside.Beside, "commit")],
+    ids=["behind_the_point_of_no_return", "before_it"],
+)
+def test_a_commit_that_failed_in_a_rank_may_be_asked_for_again(
+    monkeypatch: pytest.MonkeyPatch, owner: Any, name: str
+) -> None:
+    monkeypatch.setattr(rank, "_require_supported", lambda _: None)
+    monkeypatch.setattr(rank, "version", lambda: "0.5.23")
+    monkeypatch.setattr(votes, "world_size", lambda: 1)
+    monkeypatch.setattr(votes, "this_rank", lambda: 0)
+
+    def fail(*_: object) -> None:
+        raise MemoryError
+
+    model = Model()
+    one = rank.SGLangRank(model, lambda: True)
+    with make_weight_bridge("local", source_worker="trainer") as trainer:
+        for number in (1, 2, 3):
+            manifest = trainer.publish(version(number), weight_version=number)
+            asked = {"update_id": manifest.update_id}
+            one.prepare({"manifest": manifest.to_json(), "options": {}, "import": True})
+            one.install(asked)
+            one.prove(asked)
+            with monkeypatch.context() as patch:
+                if number == 2:  # the first one had no memory of ours to keep
+                    patch.setattr(owner, name, fail)
+                    with pytest.raises(MemoryError):
+                        one.commit(asked)
+            one.commit(asked)
+            assert equal(held(model), loaded(number))
+            assert one.describe()["weight_version"] == number
 
 
 def test_an_undo_that_does_not_exchange_back_tears_the_engine(

@@ -207,11 +207,12 @@ class SGLangRank:
         if not is_pending and self._active is not None and self._active.update_id == update_id:
             return {}  # asked again, because the answer was lost
         manifest = self._meant(given)
-        if self._proof is None:
+        proof = self._proof
+        if proof is None:
             msg = f"update {manifest.update_id} is not proven. Call prove first."
             raise WeightUpdateRejectedError(msg)
-        proof, self._proof = self._proof, None
-        self._installer.commit()
+        self._installer.commit()  # where it fails it may be asked for again: it is proven still
+        self._proof = None
         self._active, self._pending, self.is_open = manifest, None, False
         self._let_go()
         if not self._is_imported:
