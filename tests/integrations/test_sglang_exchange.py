@@ -1,15 +1,24 @@
 """SGLang's installer on a model of our own: memory that is exchanged, and what must not be."""
 
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 
-from rl_bridge import ProofFailed, TornEngine, WeightUpdateManifest, make_weight_bridge
+from rl_bridge import (
+    IncompatibleUpdate,
+    ProofFailed,
+    TornEngine,
+    WeightUpdateManifest,
+    make_weight_bridge,
+)
 from rl_bridge.installers.sglang import beside
 from rl_bridge.installers.sglang.model_installer import SGLangModelInstaller
 from rl_bridge.installers.snapshot import Snapshot
+from rl_bridge.installers.vllm import exchange
+from rl_bridge.installers.vllm.exchange import is_alone
 from rl_bridge.installers.vllm.staging import TensorChange
 from rl_bridge.integrations.sglang import rank, votes
 
@@ -197,17 +206,83 @@ def test_a_parameter_that_is_a_part_of_other_memory_gets_its_own(driver: Driver)
         assert equal(held(driver.model), loaded(seed))
 
 
-def test_what_was_staged_is_not_exchanged_for_another_update(driver: Driver) -> None:
-    """An install that nobody undid, and then one that SGLang's own route brings."""
+@pytest.mark.parametrize("done", [2, 9], ids=["half_way", "whole"])
+def test_an_exchange_must_be_ended_before_a_loader_writes(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch, done: int
+) -> None:
+    """Its undo has no copy of what the loader would write to."""
     driver.update(1)
-    driver.install(2)
-    manifest, tensors = driver.publish(3)
-    driver.installer.prepare(manifest, {})
-    driver.installer.begin()
-    driver.model.load_weights(tensors.items())
-    assert driver.installer.prove().root == manifest.root
+    manifest, tensors = driver.publish(2)
+    driver.installer.prepare(manifest, tensors)
+    with monkeypatch.context() as patch:
+        asked = iter(range(done))
+
+        def cut_off(live: torch.Tensor) -> bool:
+            if next(asked, None) is None:
+                raise KeyboardInterrupt
+            return is_alone(live)
+
+        patch.setattr(exchange, "is_alone", cut_off)
+        with pytest.raises(KeyboardInterrupt) if done < 4 else nullcontext():
+            driver.installer.install(manifest, tensors)
+    third, tensors = driver.publish(3)
+    with pytest.raises(IncompatibleUpdate, match="Call undo first"):
+        driver.installer.prepare(third, {})
     driver.installer.undo()
     assert equal(held(driver.model), loaded(1))
+    driver.installer.prepare(third, {})
+    driver.installer.begin()
+    driver.model.load_weights(tensors.items())
+    assert driver.installer.prove().root == third.root
+    driver.installer.undo()
+    assert equal(held(driver.model), loaded(1))
+
+
+def test_a_view_of_a_version_that_was_undone_keeps_its_bytes(
+    driver: Driver, caplog: pytest.LogCaptureFixture
+) -> None:
+    driver.update(1)
+    driver.install(2)
+    view = driver.model.cut.weight.data[:2]
+    bytes_of_two = view.clone()
+    driver.installer.undo()
+    assert [record.args for record in caplog.records] == [("cut.weight",)]
+    assert equal(held(driver.model), loaded(1))
+    for seed in (3, 4, 5):
+        driver.update(seed)
+        assert torch.equal(view, bytes_of_two)
+        assert equal(held(driver.model), loaded(seed))
+
+
+@pytest.mark.parametrize("is_looked_at", [False, True], ids=["alone", "looked_at"])
+def test_parameters_that_somebody_looks_at_count_threefold(
+    driver: Driver, *, is_looked_at: bool
+) -> None:
+    needed = sum(p.nbytes for p in [*driver.model.parameters(), *driver.model.buffers()])
+    view = driver.model.cut.weight.data if is_looked_at else None
+    needed += 0 if view is None else 2 * view.nbytes
+    driver.installer = SGLangModelInstaller(driver.model, memory_budget_nbytes=needed - 1)
+    with pytest.raises(IncompatibleUpdate, match=f"takes {needed} bytes more"):
+        driver.update(1)
+    driver.installer = SGLangModelInstaller(driver.model, memory_budget_nbytes=needed)
+    driver.update(2)
+
+
+def test_parameters_made_in_inference_mode_are_refused_before_the_pause(driver: Driver) -> None:
+    with torch.inference_mode():
+        weight = torch.nn.Parameter(torch.zeros(HIDDEN, HIDDEN // 2), requires_grad=False)
+    driver.model.cut.weight = weight
+    before = held(driver.model)
+    manifest, tensors = driver.publish(1)
+    with pytest.raises(IncompatibleUpdate, match=r"'cut\.weight' was made in inference mode"):
+        driver.installer.prepare(manifest, tensors)
+    assert equal(held(driver.model), before)
+    with torch.inference_mode():  # there its loader may write to it
+        driver.installer.prepare(manifest, tensors)
+        driver.installer.install(manifest, tensors)
+        assert driver.installer.prove().root == manifest.root
+        driver.installer.undo()
+    assert equal(held(driver.model), before)
 
 
 def test_numbers_that_were_not_copied_are_found(
@@ -254,6 +329,29 @@ def test_a_commit_that_failed_in_a_rank_may_be_asked_for_again(
             one.commit(asked)
             assert equal(held(model), loaded(number))
             assert one.describe()["weight_version"] == number
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [(beside.Beside, "commit"), (exchange.Exchange, "forget")],
+    ids=["at_its_begin", "inside"],
+)
+def test_no_undo_goes_back_to_before_a_commit_that_was_cut_off(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str
+) -> None:
+    driver.update(1)
+    driver.install(2)
+    with monkeypatch.context() as patch:
+
+        def cut_off(*_: object) -> None:
+            raise KeyboardInterrupt
+
+        patch.setattr(owner, name, cut_off)
+        with pytest.raises(KeyboardInterrupt):
+            driver.installer.commit()
+    driver.install(3)
+    driver.installer.undo()
+    assert equal(held(driver.model), loaded(2))
 
 
 def test_an_undo_that_does_not_exchange_back_tears_the_engine(

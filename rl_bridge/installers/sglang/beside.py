@@ -34,7 +34,10 @@ def why_not_beside(plan: LoadPlan) -> str | None:
     """
     for index in plan.steps:
         target = plan.targets[index]
-        reason = not_plain(live_parameter(target))
+        live = live_parameter(target)
+        reason = not_plain(live)
+        if reason is None and live.is_inference():
+            reason = "was made in inference mode: torch lets nobody give it other memory"
         if reason is not None:
             return f"parameter {target.name!r} {reason}"
     return None
@@ -51,9 +54,22 @@ class Beside:
         self._staged: Staged | None = None
 
     @property
+    def is_begun(self) -> bool:
+        """Whether an exchange is neither undone nor committed, wherever it was cut off."""
+        return self._exchange.is_begun
+
+    @property
     def is_staged(self) -> bool:
         """Whether `exchange` has something to exchange."""
         return self._staged is not None
+
+    def kept_nbytes(self, plan: LoadPlan) -> int:
+        """What parameters that are written in place take beyond the next version's own bytes.
+
+        Each is copied aside twice: before the install by whoever undoes it, and in it.
+        """
+        lives = (live_parameter(plan.targets[index]) for index in plan.steps)
+        return sum(2 * live.nbytes for live in lives if not is_alone(live))
 
     def stage(self, plan: LoadPlan, tensors: Mapping[str, torch.Tensor]) -> None:
         """Make every parameter that the plan writes; the model is only read.
@@ -133,15 +149,20 @@ class _Memory:
         offset = 0
         for (index, meta), nbytes in zip(metas.items(), sizes, strict=True):
             dtype = str(meta.dtype).removeprefix("torch.")
-            yield index, tensor_in(pin, offset, nbytes, dtype, tuple(meta.shape))
+            # (A view's base would be one more that looks at its memory.)
+            yield index, tensor_in(pin, offset, nbytes, dtype, tuple(meta.shape)).data
             offset += vm.round_up(nbytes)
 
     def keep(self, given: Iterable[tuple[TensorChange, torch.Tensor]]) -> None:
-        """Take memory back; the engine's first, which it made itself, goes back to the system."""
+        """Take memory back; the engine's first, which it made itself, goes back to the system.
+
+        So does what somebody still looks at, when he is done: a view that was taken of a version
+        between its install and its undo.
+        """
         ranges: list[tuple[int, int]] = []
         for change, memory in given:
-            # What serves is never spare, whatever was cut off where.
-            if change.index is None or memory.data_ptr() == change.live.data_ptr():
+            # What serves is never spare, whatever was cut off where: its parameter looks at it.
+            if change.index is None or not is_alone(memory):
                 continue
             if self._is_made_here(memory.data_ptr()):
                 self._free[change.index] = memory

@@ -17,7 +17,7 @@ from rl_bridge.installers.finite import check_finite
 from rl_bridge.installers.sglang import parts
 from rl_bridge.installers.sglang.beside import Beside, why_not_beside
 from rl_bridge.installers.sglang.cuts import Cut, check_covered, cuts_of, part_digests
-from rl_bridge.installers.sglang.proof import LiveEvidence
+from rl_bridge.installers.sglang.proof import LiveEvidence, live_parameter
 from rl_bridge.installers.snapshot import Snapshot, every_engine_tensor
 from rl_bridge.installers.threads import checked_threads
 from rl_bridge.installers.vllm.evidence import Untouched
@@ -56,8 +56,9 @@ class SGLangModelInstaller(TransactionalAdapter):
             model: the model that SGLang loaded.
             exchange: whether parameters may get other memory; False lets SGLang's loader write into
                 what they have.
-            memory_budget_nbytes: what a second copy of the model, which undo needs, may take; None
-                takes what the machine has to give.
+            memory_budget_nbytes: what a second copy of the model, which undo needs, may take, and
+                two more of each parameter that somebody looks at; None takes what the machine has
+                to give.
             num_threads: threads that copy and digest; None takes the usable cores.
             num_ranks: over how many ranks the model is spread. Of more than one, who asks them all
                 checks that together they take every element: see `cuts`.
@@ -82,6 +83,7 @@ class SGLangModelInstaller(TransactionalAdapter):
         self._room: Pin | None = None  # where the last copy was
         self._untouched: Untouched | None = None
         self._has_begun = False
+        self._is_committing = False
 
     def prepare(self, manifest: WeightUpdateManifest, tensors: Mapping[str, torch.Tensor]) -> None:
         """Learn where the tensors go, and make the second copy; nothing that serves is written.
@@ -91,7 +93,8 @@ class SGLangModelInstaller(TransactionalAdapter):
             tensors: the imported update; empty where SGLang's own routes bring it.
 
         Raises:
-            IncompatibleUpdate: names, shapes, dtypes, numbers that are not finite, or memory.
+            IncompatibleUpdate: names, shapes, dtypes, numbers that are not finite, or memory; or an
+                install is half-way, whose undo would not bring back what this update writes to.
 
         """
         self.abandon()
@@ -102,12 +105,22 @@ class SGLangModelInstaller(TransactionalAdapter):
         if tensors:
             cuts, threads = cuts_of(plan, manifest), self._num_threads
             evidence.expect(part_digests(manifest, tensors, cuts, num_threads=threads))
-        is_new = (
-            self._snapshot is None
-        )  # else an install is not undone: what stands is of before it
+        exchanges = bool(tensors) and self._exchanges(plan)
+        if tensors and not exchanges:
+            _check_writable(plan)
+        if self._beside.is_begun and not exchanges:
+            msg = (
+                f"version {manifest.weight_version} would be written by SGLang's loader, and an "
+                "install is neither undone nor committed, whose undo has no copy of what that "
+                "writes to. Call undo first."
+            )
+            raise IncompatibleUpdate(msg)
+        # Else an install is not undone: what stands is of before it.
+        is_new = self._snapshot is None
         if is_new:
-            check_budget(self._nbytes(), self._budget, manifest.weight_version)
-        if tensors and self._exchanges(plan):
+            needed = self._nbytes() + (self._beside.kept_nbytes(plan) if exchanges else 0)
+            check_budget(needed, self._budget, manifest.weight_version)
+        if exchanges:
             self._beside.stage(plan, tensors)
         if is_new:
             self._snapshot = self._copied_aside()
@@ -182,6 +195,8 @@ class SGLangModelInstaller(TransactionalAdapter):
             TornEngine: a byte does not come back.
 
         """
+        if self._is_committing:
+            self.commit()  # an interrupt cut it off: half of it is no state to go back to
         if self._has_begun:
             assert self._snapshot is not None
             self._beside.undo()
@@ -191,6 +206,8 @@ class SGLangModelInstaller(TransactionalAdapter):
 
     def abandon(self) -> None:
         """Forget what was prepared; what the undo of a begun install needs stays."""
+        if self._is_committing:
+            self.commit()
         self._evidence = self._plan = None
         self._beside.abandon()
         if not self._has_begun:
@@ -199,9 +216,13 @@ class SGLangModelInstaller(TransactionalAdapter):
             self._snapshot = self._untouched = None
 
     def commit(self) -> None:
-        """Let the version before go: its memory is the next one's."""
+        """Let the version before go: its memory is the next one's.
+
+        An interrupt may come anywhere: from the first line on it is undone by nothing, only ended.
+        """
+        self._is_committing = True
         self._beside.commit()
-        self._has_begun = False
+        self._has_begun = self._is_committing = False
         self.abandon()
 
     def release(self, update_id: str) -> None:
@@ -274,6 +295,21 @@ def _check_landed(plan: LoadPlan, manifest: WeightUpdateManifest) -> None:
             f"{lost[:_SHOWN]}. Publish the model that the engine serves, and no others."
         )
         raise IncompatibleUpdate(msg)
+
+
+def _check_writable(plan: LoadPlan) -> None:
+    """Loaders are in the middle of the model when torch tells them."""
+    if torch.is_inference_mode_enabled():
+        return
+    for index in plan.steps:
+        target = plan.targets[index]
+        if live_parameter(target).is_inference():
+            msg = (
+                f"parameter {target.name!r} was made in inference mode, expected an ordinary one: "
+                "torch lets nobody write to it outside of that mode. Load the model outside of "
+                "torch.inference_mode()."
+            )
+            raise IncompatibleUpdate(msg)
 
 
 def _check_dtypes(plan: LoadPlan, kinds: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> None:

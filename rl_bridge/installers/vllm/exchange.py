@@ -1,11 +1,14 @@
 """The exchange of a staged version for the serving one, and back."""
 
+import logging
+
 import torch
 
 from rl_bridge.installers.vllm.staging import AttributeChange, Staged, TensorChange
 
 __all__ = ["Exchange", "Freed", "is_alone"]
 
+_LOG = logging.getLogger(__name__)
 _ABSENT = object()
 
 Freed = tuple[list[tuple[TensorChange, torch.Tensor]], list[tuple[AttributeChange, object]]]
@@ -45,7 +48,11 @@ class Exchange:
             state[attribute.key] = attribute.value
 
     def undo(self) -> None:
-        """Exchange back, the last step first. May be called again after an interrupt."""
+        """Exchange back, the last step first. May be called again after an interrupt.
+
+        Whoever took a view of what was exchanged meanwhile looks at the refused version from then
+        on: nobody can turn it, so its memory stays as it is, and the log names the parameter.
+        """
         while self._attributes:
             attribute, before = self._attributes[-1]
             if before is _ABSENT:
@@ -60,6 +67,12 @@ class Exchange:
             else:
                 change.live.data.copy_(memory)
             self._tensors.pop()
+            if rebound and not is_alone(change.fresh):
+                _LOG.warning(
+                    "parameter %r: somebody took a view of it between an install and its undo. "
+                    "The view shows the version that was undone: take it again.",
+                    change.name,
+                )
 
     def forget(self) -> Freed:
         """The exchange stands; returns what it freed and the next update can use.
