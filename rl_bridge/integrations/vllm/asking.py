@@ -51,6 +51,19 @@ class Ranks:
                 )
         return replies
 
+    def is_paused_by_user(self) -> bool:
+        """Whether it is paused, and by no driver: another one may end its pause at any time."""
+        if not self._handle.is_paused():
+            return False
+        before = self._held()
+        is_paused = self._handle.is_paused()
+        return is_paused and before == self._held() and not any(r["pausing"] for r in before)
+
+    def _held(self) -> Replies:
+        # What changes with each driver's update.
+        keys = ("update_id", "pending", "pausing")
+        return [{key: reply[key] for key in keys} for reply in self.ask("describe", {})]
+
 
 def require_alone(handle: EngineHandle) -> None:
     """Refuse engines whose ranks cannot decide together.

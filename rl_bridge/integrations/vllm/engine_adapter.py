@@ -371,8 +371,8 @@ class VLLMEngineAdapter(TransactionalAdapter):
 
     def _stop(self) -> None:
         assert self._pause is not None
-        # Noted first: an interrupt must not leave it paused. Another's pause is not ended here.
-        self._is_paused = self._is_paused or not self._handle.is_paused()
+        # Noted first: an interrupt must not leave it paused. The user's pause is not ended here.
+        self._is_paused = self._is_paused or not self._ranks.is_paused_by_user()
         # Nor by who takes this update over. Not told before: until now there was no pause of its.
         self._all("pauses", {"pauses": self._is_paused})
         self._handle.pause(self._pause)
