@@ -7,11 +7,14 @@ each of vLLM's own steps. Afterwards tokens and log-probabilities are to the bit
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from typing import Any
 
 import pytest
+import torch
 
 from rl_bridge import IncompatibleUpdate, ProofFailed, TornEngine, WeightUpdateRejectedError
-from tests.engines.drive import Setting, answers, executor_for, native_update
+from rl_bridge.integrations.vllm.engine_adapter import VLLMEngineAdapter
+from tests.engines.drive import Setting, answers, executor_for, model_of, native_update
 from tests.engines.engines import Bench, bench
 from tests.engines.faults import PlantedError, plant, uproot
 from tests.engines.models import Checkpoints, Kind
@@ -162,6 +165,28 @@ def test_an_undo_that_fails_too_is_torn_until_it_is_recovered(
     uproot()
     engine.executor.recover()
     engine.executor.check_servable()
+    engine.check()
+
+
+@pytest.mark.parametrize(
+    "look", [lambda tensor: tensor.data[1:], torch.Tensor.untyped_storage], ids=["view", "storage"]
+)
+def test_a_view_of_a_version_that_was_undone_keeps_its_bytes(
+    engine: Bench, caplog: pytest.LogCaptureFixture, look: Callable[[torch.Tensor], Any]
+) -> None:
+    adapter, manifest = VLLMEngineAdapter(engine.llm), engine.trainer.publish(engine.next())
+    adapter.prepare(manifest, {})
+    adapter.install(manifest, {})
+    view = look(dict(model_of(engine.llm).named_parameters())["model.norm.weight"])
+    storage = view.untyped_storage() if isinstance(view, torch.Tensor) else view
+    adapter.undo()
+    assert [r.args for r in caplog.records if "took a view" in r.msg] == [("model.norm.weight",)]
+    bytes_then = bytes(storage)
+    for _ in range(3):
+        engine.check()
+        engine.trainer.release_all()
+        engine.update()
+        assert bytes(storage) == bytes_then
     engine.check()
 
 

@@ -1,12 +1,13 @@
 """The exchange of a staged version for the serving one, and back."""
 
 import logging
+import sys
 
 import torch
 
 from rl_bridge.installers.vllm.staging import AttributeChange, Staged, TensorChange
 
-__all__ = ["Exchange", "Freed", "is_alone"]
+__all__ = ["Exchange", "Freed", "is_alone", "is_looked_at"]
 
 _LOG = logging.getLogger(__name__)
 _ABSENT = object()
@@ -95,12 +96,19 @@ def is_alone(live: torch.Tensor) -> bool:
     """
     if live.device.type != "cpu" or live.is_shared():  # type: ignore[no-untyped-call]  # torch has no types here
         return False
-    return _looking_at(live) <= _ALONE
+    return not is_looked_at(live)
+
+
+def is_looked_at(tensor: torch.Tensor) -> bool:
+    """Whether torch knows of anybody who looks at a tensor's memory beside that tensor."""
+    return _looking_at(tensor) > _ALONE
 
 
 def _looking_at(tensor: torch.Tensor) -> int:
-    count: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)  # noqa: SLF001 - torch has no public name
-    return count
+    storage = tensor.untyped_storage()
+    count: int = torch._C._storage_Use_Count(storage._cdata)  # noqa: SLF001 - torch has no public name
+    # Tensors, and whoever keeps the storage itself: they share one object of Python's.
+    return count + sys.getrefcount(storage)
 
 
 _ALONE = _looking_at(torch.nn.Parameter(torch.empty(1, device="cpu"), requires_grad=False))

@@ -18,7 +18,7 @@ from rl_bridge.installers.finite import check_finite
 from rl_bridge.installers.threads import checked_threads
 from rl_bridge.installers.vllm.casts import check_casts
 from rl_bridge.installers.vllm.evidence import Evidence, Untouched
-from rl_bridge.installers.vllm.exchange import Exchange
+from rl_bridge.installers.vllm.exchange import Exchange, is_looked_at
 from rl_bridge.installers.vllm.memory_budget import check_budget, checked_budget
 from rl_bridge.installers.vllm.parts import RELOAD, unsupported
 from rl_bridge.installers.vllm.routes import LoadPlan, Route, learn
@@ -88,6 +88,7 @@ class VLLMModelInstaller(TransactionalAdapter):
 
         """
         self.abandon()
+        self._spares.drop(is_looked_at)
         plan = self._plan(manifest)
         check_budget(self._spares.missing_nbytes(plan), self._budget, manifest.weight_version)
         evidence = Evidence(manifest, tensors, plan, num_threads=self._num_threads)

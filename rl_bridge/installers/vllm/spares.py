@@ -4,7 +4,7 @@ What the version before the active one had is what the next one gets: parameters
 and one buffer for what is assembled only to be packed.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -32,6 +32,10 @@ class Spares:
     def keep(self, index: int, tensor: torch.Tensor) -> None:
         """Keep what a parameter no longer needs."""
         self._tensors[index] = tensor
+
+    def drop(self, is_looked_at: Callable[[torch.Tensor], bool]) -> None:
+        """Leave to others what they look at: views of a version that was undone keep its bytes."""
+        self._tensors = {i: kept for i, kept in self._tensors.items() if not is_looked_at(kept)}
 
     def keep_packs(self, packs: Iterable[tuple[torch.nn.Module, object]]) -> None:
         """Keep what layers computed with, until each gets its next: then the allocator has room.
