@@ -67,6 +67,12 @@ def sidecar(  # noqa: PLR0917 - typer calls it by name
     step_timeout_s: Annotated[
         float, typer.Option(min=0.001, help="Seconds in which each step is answered.")
     ] = _DEFAULTS.step_timeout_s,
+    body_timeout_s: Annotated[
+        float, typer.Option(min=0.001, help="Seconds in which each request must have arrived.")
+    ] = _DEFAULTS.body_timeout_s,
+    max_connections: Annotated[
+        int, typer.Option(min=1, help="Connections at once; more are turned away.")
+    ] = _DEFAULTS.max_connections,
 ) -> None:
     """Stand beside an engine and take its updates over HTTP.
 
@@ -74,7 +80,12 @@ def sidecar(  # noqa: PLR0917 - typer calls it by name
     engine share; /metrics is for Prometheus, /openapi.json describes the rest. Killed at any point,
     it brings the engine back at its next start, or says that it has no version.
     """
-    config = SidecarConfig(hold_s=hold_s, step_timeout_s=step_timeout_s)
+    config = SidecarConfig(
+        hold_s=hold_s,
+        step_timeout_s=step_timeout_s,
+        body_timeout_s=body_timeout_s,
+        max_connections=max_connections,
+    )
     executor = find_executor(
         engine,
         transport=transport,

@@ -91,6 +91,11 @@ class SidecarProcess:
     def is_alive(self) -> bool:
         return self._process is not None and self._process.poll() is None
 
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
     def client(self, **options: Any) -> RemoteEngine:
         return RemoteEngine(self.url, self.key_file, **options)
 

@@ -5,6 +5,7 @@ import os
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import cache
 from typing import Annotated, Any
 
 from fastapi import FastAPI, Request
@@ -168,10 +169,11 @@ def create_app(
         lifespan=lifespan,
         redoc_url=None,
         docs_url="/docs",
+        redirect_slashes=False,  # to where a stranger's Host header says
         separate_input_output_schemas=False,
     )
     _route(app, routes)
-    app.openapi = lambda: describe_app(app)
+    app.openapi = cache(lambda: describe_app(app))  # whoever asks for it has no signature
     return Gate(app, key=key, nonces=nonces, config=config, answered=metrics.answered)
 
 

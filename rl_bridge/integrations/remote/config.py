@@ -14,11 +14,12 @@ class SidecarConfig:
         max_skew_s: how far a request's time may be from this machine's clock, either way; nonces
             are remembered for as long.
         max_body_nbytes: of a manifest.
-        body_timeout_s: a request's body must be there in this time.
+        body_timeout_s: a request's head must be there in this time, and then its body.
         step_timeout_s: an import, a prepare, a commit or an abort is answered within this time; the
             engine may go on with it, and the status says when that is over.
         hold_s: an update that waits so long for its next step is given up: its trainer is gone.
-        max_connections: open at once; more are turned away.
+        max_connections: open at once; more are turned away. All of their bodies together may have
+            twice `max_body_nbytes`.
 
     Raises:
         ValueError: one of them is no positive number.

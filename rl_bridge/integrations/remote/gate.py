@@ -67,6 +67,7 @@ class Gate:
         """
         self._app, self._key, self._nonces = app, key, nonces
         self._config, self._answered = config, answered
+        self._num_coming = 0  # bytes of bodies that are not whole yet
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """Serve one connection's request, or the start and end of the server."""
@@ -89,11 +90,12 @@ class Gate:
         except _Refused as refused:
             answer.be(refused.problem)
         except SignatureRefused as error:
-            _LOG.warning("refused %s %s: %s", scope["method"], scope["path"], error)
+            # As it came: the decoded path may have line breaks, which would be lines of the log.
+            _LOG.warning("refused %s %r: %s", scope["method"], _target(scope), error)
             answer.be(problem_of(error))
         except Exception as error:  # noqa: BLE001 - answered, and logged unless it is ours
             if not isinstance(error, WeightBridgeError):
-                _LOG.exception("%s %s failed", scope["method"], scope["path"])
+                _LOG.exception("%s %r failed", scope["method"], _target(scope))
             answer.be(problem_of(error))
         self._answered(scope["method"], answer.status)
         await answer.send(self._key, signed_for)
@@ -119,10 +121,41 @@ class Gate:
         timeout_s = self._config.body_timeout_s
         try:
             async with asyncio.timeout(timeout_s):
-                return await _body(receive, limit)
+                return await self._body(receive, limit)
         except TimeoutError as error:
             detail = f"the body did not arrive, expected all of it within {timeout_s:g} s. Retry."
             raise _Refused(http_problem(408, detail)) from error
+
+    async def _body(self, receive: Receive, limit: int) -> bytes:
+        parts = bytearray()
+        try:
+            more = True
+            while more:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    detail = "the client went away before its body was there."
+                    raise _Refused(http_problem(400, detail))
+                part = message.get("body", b"")
+                parts += part
+                self._num_coming += len(part)
+                more = message.get("more_body", False)
+                self._check_size(len(parts), limit)
+        finally:
+            self._num_coming -= len(parts)
+        return bytes(parts)
+
+    def _check_size(self, num: int, limit: int) -> None:
+        """A body's signature is checked when it is whole: until then it may be a stranger's."""
+        if num > limit:
+            detail = (
+                f"the body has more than {limit} bytes, expected at most that many. Raise "
+                "max_body_nbytes, or leave the layout out where the side-car knows it."
+            )
+            raise _Refused(http_problem(413, detail))
+        most = 2 * self._config.max_body_nbytes
+        if self._num_coming > most:
+            detail = f"bodies of more than {most} bytes are coming in at once. Send it again later."
+            raise _Refused(http_problem(503, detail))
 
 
 class _Answer:
@@ -147,7 +180,7 @@ class _Answer:
         self._headers = [(b"content-type", MEDIA_TYPE.encode())]
         if problem.status == 401:  # noqa: PLR2004 - RFC 9110 wants the scheme beside it
             self._headers.append((b"www-authenticate", SCHEME.encode()))
-        if problem.status in {408, 413}:  # the rest of the body is not read
+        if problem.status in {408, 413, 503}:  # the rest of the body is not read
             self._headers.append((b"connection", b"close"))
 
     async def send(self, key: Key, nonce: str) -> None:
@@ -161,24 +194,6 @@ class _Answer:
         headers = [*kept, *mine.items()]
         await self._send({"type": "http.response.start", "status": self.status, "headers": headers})
         await self._send({"type": "http.response.body", "body": body})
-
-
-async def _body(receive: Receive, limit: int) -> bytes:
-    parts = bytearray()
-    more = True
-    while more:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise _Refused(http_problem(400, "the client went away before its body was there."))
-        parts += message.get("body", b"")
-        more = message.get("more_body", False)
-        if len(parts) > limit:
-            detail = (
-                f"the body has more than {limit} bytes, expected at most that many. Raise "
-                "max_body_nbytes, or leave the layout out where the side-car knows it."
-            )
-            raise _Refused(http_problem(413, detail))
-    return bytes(parts)
 
 
 def _replay(body: bytes) -> Receive:

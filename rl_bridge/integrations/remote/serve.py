@@ -133,6 +133,7 @@ def serve(
     uvicorn = needed("uvicorn")
     needed("fastapi"), needed("prometheus_client")
     from rl_bridge.integrations.remote.app import create_app
+    from rl_bridge.integrations.remote.listening import make_protocol
 
     config = config or SidecarConfig()
     if not _is_loopback(host):
@@ -142,12 +143,12 @@ def serve(
         app,
         host=host,
         port=port,
+        http=make_protocol(config),
         access_log=False,
         server_header=False,
         log_level="info",
         ws="none",
         workers=1,  # named: without it WEB_CONCURRENCY of the environment would count
-        limit_concurrency=config.max_connections,
         timeout_keep_alive=_KEEP_ALIVE_S,
         timeout_graceful_shutdown=_GRACE_S,
     )

@@ -153,10 +153,12 @@ class Sidecar:
         self._look_at_engine()
         try:
             self.executor.prepare_weights(update_id)
+            self._ledger.note(manifest, "prepared")
         except Exception as error:
+            if self.executor.pending_weight_update_id == update_id:
+                self.executor.abort_weights(update_id, describe(error))  # it was not written down
             self._failed(manifest, error)
             raise
-        self._ledger.note(manifest, "prepared")
         return self._now(manifest, "prepared")
 
     def commit(self, update_id: str) -> UpdateView:
