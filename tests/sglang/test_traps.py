@@ -12,7 +12,9 @@ from rl_bridge import (
     WeightUpdateRejectedError,
 )
 from rl_bridge.integrations.sglang.engine_adapter import SGLangInstallAdapter
-from tests.sglang.bench import Bench, executor_for, sums_of
+from rl_bridge.integrations.sglang.handles import handle_of
+from rl_bridge.integrations.sglang.routes import RouteName
+from tests.sglang.bench import CALL_S, Bench, executor_for, sums_of
 
 QKV = "model.layers.0.self_attn.{}_proj.weight"
 
@@ -35,6 +37,23 @@ def test_a_second_session_is_refused_and_nothing_is_touched(bench: Bench) -> Non
         bench.check()
         bench.update(executor)
         bench.check()
+
+
+@pytest.mark.parametrize("route", ["tensor", "distributed"])
+def test_a_session_that_a_driver_left_open_does_not_keep_the_next_one_out(
+    route: RouteName, bench: Bench
+) -> None:
+    """All that a driver sent that was killed when its session had begun."""
+    manifest = bench.trainer.publish(bench.next())
+    handle = handle_of(bench.engine, CALL_S)
+    handle.call("prepare", manifest=manifest.to_json(), cuts=True, **{"import": False})
+    handle.pause("retract")
+    handle.call("install", update_id=manifest.update_id)
+    assert bench.engine.begin_weight_update()[0]
+    with executor_for(bench.engine, route=route) as executor:
+        bench.update(executor)
+        bench.check()
+    assert not bench.engine.end_weight_update()[0]
 
 
 def test_a_failed_load_leaves_no_session_open(bench: Bench) -> None:

@@ -268,6 +268,9 @@ class SGLangInstallAdapter(TransactionalAdapter):
             self._back()
         else:
             self._stop()
+            if found["by_sglang"]:
+                # Its driver's session may be open: SGLang would refuse every other one for ever.
+                self._handle.ask("end_weight_update")
             self._handle.call("undo")
             if not self._dropped()[0]:
                 _LOG.warning("requests hold cached prefixes of the update that was undone")

@@ -82,6 +82,7 @@ class SGLangRank:
             "root": None if active is None else active.root,
             "pending": None if pending is None else pending.update_id,
             "begun": self.is_open,
+            "by_sglang": self.is_open and not self._is_imported,
             "torn": self._torn,
             "model": type(self._model).__name__,
         }
