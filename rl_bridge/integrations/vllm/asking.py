@@ -1,14 +1,15 @@
 """Questions to all ranks of an engine, in step: each answer is to the call that was made last."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from rl_bridge.errors import EngineLost, ProofFailed, WeightBridgeUnavailableError
 from rl_bridge.installers.base import InstallProof
 from rl_bridge.integrations.vllm.handles import EngineHandle, Replies, failure
+from rl_bridge.manifest.model import WeightUpdateManifest
 
-__all__ = ["Ranks", "joined", "require_alone", "verified", "version_name"]
+__all__ = ["Ranks", "joined", "label_of", "require_alone", "verified", "version_name"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -117,3 +118,20 @@ def joined(proofs: Sequence[dict[str, Any]]) -> InstallProof:
 def version_name(number: int | None) -> str:
     """What ranks hold, in words."""
     return "the weights that they were started with" if number is None else f"version {number}"
+
+
+def label_of(manifest: WeightUpdateManifest, make: Callable[[WeightUpdateManifest], str]) -> str:
+    """The label that `make` gives a version.
+
+    Raises:
+        TypeError: it is no text. vLLM takes whatever it is given, and answers no request any more.
+
+    """
+    label: object = make(manifest)
+    if not isinstance(label, str):
+        msg = (
+            f"label of version {manifest.weight_version} is {label!r}, a {type(label).__name__}: "
+            "expected a str. Let label= return one."
+        )
+        raise TypeError(msg)
+    return label

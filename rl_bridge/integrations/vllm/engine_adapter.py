@@ -16,13 +16,16 @@ from typing import Any, Literal
 
 import torch
 
-from rl_bridge.errors import (
-    EngineLost,
-    TornEngine,
-    WeightUpdateRejectedError,
-)
+from rl_bridge.errors import EngineLost, TornEngine, WeightUpdateRejectedError
 from rl_bridge.installers.base import InstallProof, TransactionalAdapter
-from rl_bridge.integrations.vllm.asking import Ranks, joined, require_alone, verified, version_name
+from rl_bridge.integrations.vllm.asking import (
+    Ranks,
+    joined,
+    label_of,
+    require_alone,
+    verified,
+    version_name,
+)
 from rl_bridge.integrations.vllm.handles import PauseMode, Replies
 from rl_bridge.integrations.vllm.server import handle_of
 from rl_bridge.manifest.model import WeightUpdateManifest
@@ -192,12 +195,13 @@ class VLLMEngineAdapter(TransactionalAdapter):
         Raises:
             WeightUpdateRejectedError: requests hold cached blocks that ``cache="reset"`` would
                 leave behind.
+            TypeError: the label is no text.
 
         """
         assert self._manifest is not None
         self._drop_caches()
         if self._label is not None:
-            label = self._label(self._manifest)
+            label = label_of(self._manifest, self._label)
             self._timed("label", lambda: self._relabel(label))
         self._may_have_run = True
         self._go_on()
@@ -343,7 +347,7 @@ class VLLMEngineAdapter(TransactionalAdapter):
         if not self._handle.reset_caches(running=True):
             raise WeightUpdateRejectedError(_HELD)
         if self._label is not None and self._handle.label() is not None:
-            self._handle.set_label(self._label(manifest))
+            self._handle.set_label(label_of(manifest, self._label))
         self._all("commit", {"if_installed": True, "pauses": self._is_paused})
         self._held, self._base = version_name(manifest.weight_version), manifest.update_id
 
