@@ -122,7 +122,7 @@ class Consumer(Books):
         """
         manifest = as_manifest(manifest, caller="import_update")
         self._check_process()
-        with self._lock:
+        with self._lock, self._end.in_one_go():
             self._check_open()
             require_transport(manifest, self._transport_name)
             known = self._updates.get(manifest.update_id)

@@ -9,6 +9,7 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import ClassVar
 
 from rl_bridge.bridge.group_assembly import Assembly, AssemblyPlan, require_sealed
@@ -287,6 +288,11 @@ class GroupEnd(ConsumerEnd):
                 self._end_of(part).report(part, mine)
             except Exception:  # noqa: BLE001 - logged in full
                 _LOG.exception("the publisher of a part was not told of %s", mine)
+
+    def in_one_go(self) -> AbstractContextManager[None]:
+        """See `ConsumerEnd`; where parts come by several transports, one by one."""
+        ends = list(self._ends.values())
+        return ends[0].in_one_go() if len(ends) == 1 else nullcontext()
 
     def settle(self) -> None:
         """Let go of what nobody needs."""

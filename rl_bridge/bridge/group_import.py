@@ -162,7 +162,8 @@ class GroupBridge(TensorBridge):
     ) -> Mapping[str, torch.Tensor]:
         """Assemble a group's version and import it. See `TensorBridge.import_update`."""
         # Held over both: another thread's update must not take the memory in between.
-        with self._consumer_end()._lock:  # noqa: SLF001 - the bridge's other half
+        consumer = self._consumer_end()
+        with consumer._lock, consumer._end.in_one_go():  # noqa: SLF001 - the bridge's other half
             return super().import_update(self.resolve_update(manifest))
 
     def acknowledge(

@@ -23,13 +23,17 @@ _MAX_DEPTH = 32
 # Python neither reads nor writes longer integers (sys.set_int_max_str_digits).
 _MAX_INT = 10**4300
 _SHOWN = 5
+# Made once, and types looked up by identity: each update takes some hundred of these steps.
+_ENCODER = json.JSONEncoder(
+    sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False
+)
+_CONSTANT = frozenset({str, bool, type(None)})
+_PLAIN = _CONSTANT | {int, float}
 
 
 def canonical_json(value: JSONValue) -> str:
     """Write `value` as canonical JSON text."""
-    return json.dumps(
-        value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False
-    )
+    return _ENCODER.encode(value)
 
 
 def _no_constant(text: str) -> NoReturn:
@@ -100,7 +104,7 @@ def freeze(value: JSONValue, *, where: str = "metadata", depth: int = 0) -> JSON
     if depth > _MAX_DEPTH:
         msg = f"{where}: nested deeper than {_MAX_DEPTH} levels. Flatten it."
         raise MalformedManifest(msg)
-    if value is None or isinstance(value, str | bool):
+    if type(value) in _CONSTANT or isinstance(value, str):
         return value
     if isinstance(value, int | float):
         return _number(value, where)
@@ -127,6 +131,8 @@ def freeze(value: JSONValue, *, where: str = "metadata", depth: int = 0) -> JSON
 
 def thaw(value: JSONValue) -> JSONValue:
     """Give plain dicts and lists for what `freeze` made."""
+    if type(value) in _PLAIN:
+        return value
     if isinstance(value, Mapping):
         return {key: thaw(item) for key, item in value.items()}
     if isinstance(value, tuple):

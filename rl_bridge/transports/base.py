@@ -10,6 +10,7 @@ suite of `rl_bridge.testing` (see ``docs/how-to/write-a-transport.md``).
 import operator
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal, Self
 
@@ -283,6 +284,13 @@ class ConsumerEnd(ABC):
     @abstractmethod
     def report(self, manifest: WeightUpdateManifest, report: UpdateReport) -> None:
         """Tell the publisher; best effort where it is gone, never waits."""
+
+    def in_one_go(self) -> AbstractContextManager[None]:
+        """What publishers are told inside may reach each of them as one, at the end at the latest.
+
+        Each message wakes a process, which may want the core of who sent it.
+        """
+        return nullcontext()
 
     @abstractmethod
     def settle(self) -> None:

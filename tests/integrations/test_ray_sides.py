@@ -163,6 +163,33 @@ def test_an_update_that_comes_while_it_joins_waits_for_that(trainer: Trainer) ->
     rollout.side.close()
 
 
+def test_two_publishes_at_once_are_taken_in_turn(trainer: Trainer) -> None:
+    """As in an actor that runs several methods at a time."""
+    answers: list[object] = []
+
+    def publish() -> None:
+        try:
+            answers.append(trainer.side.publish(1))
+        except VersionNotMonotonic as error:
+            answers.append(error)
+
+    thread = threading.Thread(target=publish)
+
+    def source() -> Source:
+        trainer.source = lambda: trainer.weights
+        thread.start()
+        thread.join(0.3)  # who does not wait has published by then
+        return trainer.weights
+
+    trainer.source = source
+    first = trainer.side.publish(1)
+    thread.join(60)
+    assert [type(answer) for answer in answers] == [VersionNotMonotonic]
+    rollout = Rollout()
+    assert rollout.update(first[1]["shared-memory"]).active_version == 1
+    rollout.side.close()
+
+
 def test_joining_the_same_way_again_keeps_the_engines_version(trainer: Trainer) -> None:
     rollout = Rollout()
     _, manifests = trainer.side.publish(1)

@@ -1,6 +1,7 @@
 """What a one-sided reader sees of a publisher that writes, forgets, hangs or lies."""
 
 import os
+import re
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ from rl_bridge.transports.nixl.publisher import NIXLPublisher
 from tests.machines.nixl_roles import SIZE, Trainer, weights
 
 SERVE = ("process", "inline")
+SMALL = {"w": torch.arange(100)}
 
 
 def ends(
@@ -242,3 +244,41 @@ def test_once_warm_nothing_is_registered_connected_or_prepared_again(serve: str)
             for bridge in (consumer, publisher):
                 bridge.release(manifest.update_id)
         assert len(set(counts[4:])) == 1, counts
+
+
+def readers(publisher: NIXLPublisher, manifest: WeightUpdateManifest) -> list[str]:
+    publisher._server.catch_up()
+    return publisher._shelf.readers_of(manifest.update_id)
+
+
+def test_the_end_of_a_lease_travels_with_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each message wakes the publisher, which may want the reader's core: two, not three."""
+    with both() as (publisher, consumer):
+        consumer.import_update(publisher.publish(SMALL, weight_version=1))
+        second = publisher.publish(SMALL, weight_version=2)
+        end, far = ends(publisher, consumer)
+        (source,) = far._held.sources.values()
+        sent: list[bytes] = []
+        channel = source.link._channel
+        send = channel.send_raw
+
+        def noting(data: bytes) -> None:
+            sent.append(data)
+            send(data)
+
+        monkeypatch.setattr(channel, "send_raw", noting)
+        consumer.import_update(second)
+        kinds = [re.findall(rb'"kind":"(\w+)"', data) for data in sent]
+        assert kinds == [[b"lease"], [b"unlease", b"report"]]
+        assert readers(end, second) == []
+
+
+def test_a_lease_ends_where_no_report_follows() -> None:
+    with both() as (publisher, consumer):
+        manifest = publisher.publish(SMALL, weight_version=1)
+        end, far = ends(publisher, consumer)
+        with far.in_one_go():
+            attachment = far.attach(manifest)
+            assert len(readers(end, manifest)) == 1
+        assert readers(end, manifest) == []
+        attachment.tensors.forget()

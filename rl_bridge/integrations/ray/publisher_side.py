@@ -5,9 +5,12 @@ Knows nothing of Ray: what it takes and gives are bytes and plain values.
 
 import json
 import logging
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from functools import wraps
 from pathlib import Path
+from typing import Concatenate, ParamSpec, TypeVar
 
 from rl_bridge.bridge.bridges import TensorBridge, make_weight_bridge
 from rl_bridge.bridge.pairing import Beacon, PairChoice, look_around
@@ -26,6 +29,21 @@ _LOG = logging.getLogger(__name__)
 _HOME = "shared-memory"
 # Lanes whose versions lie sealed in this machine's memory, and can be imported here, too.
 _SEALS = (_HOME, "nixl")
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def _in_turn(
+    method: Callable[Concatenate["PublisherSide", _P], _R],
+) -> Callable[Concatenate["PublisherSide", _P], _R]:
+    """Let one such call of a side in at a time."""
+
+    @wraps(method)
+    def call(side: "PublisherSide", /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        with side._lock:  # noqa: SLF001 - its own class
+            return method(side, *args, **kwargs)
+
+    return call
 
 
 class PublisherSide:
@@ -37,7 +55,8 @@ class PublisherSide:
     the current one, and the one before it, until the next.
 
     As a rank of a group, it publishes its part on each lane: `serve`, `publish` and `drop` are
-    called on all ranks alike.
+    called on all ranks alike. Thread-safe, for actors that run several methods at a time: calls are
+    taken in turn.
     """
 
     def __init__(
@@ -88,6 +107,7 @@ class PublisherSide:
         self._asked: set[str] = set()
         """Lanes that rollouts use."""
         self._beacon = Beacon()
+        self._lock = threading.RLock()
         self._open(PairChoice(transport=_HOME, reason="the seal that every lane comes from"))
 
     def facts(self) -> bytes:
@@ -99,6 +119,7 @@ class PublisherSide:
             beacon=self._beacon,
         ).to_json()
 
+    @_in_turn
     def serve(self, choice: bytes) -> bytes:
         """Open a rollout's lane, with the current version on it; idempotent.
 
@@ -119,6 +140,7 @@ class PublisherSide:
         manifest = self._manifests.get(chosen.lane)
         return b"" if manifest is None else manifest.to_json().encode()
 
+    @_in_turn
     def drop(self, lane: str) -> None:
         """Close a rollout's lane that could not be opened on every rank. Idempotent."""
         self._asked.discard(lane)
@@ -127,11 +149,13 @@ class PublisherSide:
             self._before.pop(lane, None)
             self._lanes.pop(lane).bridge.close()
 
+    @_in_turn
     def reseat(self, make_lane: MakeLane) -> None:
         """Go on with the same bridges and versions, in a group that talks in another way."""
         self._make_lane = make_lane
         self._lanes = {name: make_lane(name, lane.bridge) for name, lane in self._lanes.items()}
 
+    @_in_turn
     def publish(
         self, weight_version: int, metadata: Mapping[str, JSONValue] | None = None
     ) -> tuple[bytes, dict[str, bytes]]:
@@ -172,6 +196,7 @@ class PublisherSide:
         self._before, self._manifests, self._metadata = self._manifests, made, metadata or {}
         return self.announcement(), {lane: text.to_json().encode() for lane, text in made.items()}
 
+    @_in_turn
     def announcement(self) -> bytes:
         """What was published last: `Announcement` as JSON."""
         manifest = self._current
@@ -179,12 +204,14 @@ class PublisherSide:
             return Announcement().to_json()
         return Announcement(weight_version=manifest.weight_version, root=manifest.root).to_json()
 
+    @_in_turn
     def reports(self) -> bytes:
         """What the consumers told the publisher, lane by lane, as JSON."""
         found = {name: lane.bridge.consumers() for name, lane in self._lanes.items()}
         told = {lane: [asdict(report) for report in reports] for lane, reports in found.items()}
         return json.dumps(told, default=str).encode()
 
+    @_in_turn
     def close(self) -> None:
         """Take back everything that was published. Idempotent."""
         for lane in self._lanes.values():

@@ -126,12 +126,13 @@ class Channel:
         """Send a message, or keep it until `flush`; on a lost connection a no-op."""
         self.send_bytes(message.model_dump_json().encode("utf-8", "replace"))
 
-    def send_bytes(self, text: bytes) -> None:
-        """Send a message's text."""
-        if len(text) > self._max_message_nbytes:
-            msg = f"a message of {len(text)} bytes, at most {self._max_message_nbytes}. Send less."
+    def send_bytes(self, *texts: bytes) -> None:
+        """Send messages' texts in one go."""
+        longest = max(map(len, texts))
+        if longest > self._max_message_nbytes:
+            msg = f"a message of {longest} bytes, at most {self._max_message_nbytes}. Send less."
             raise MalformedManifest(msg)
-        self.send_raw(_LENGTH.pack(len(text)) + text)
+        self.send_raw(b"".join(_LENGTH.pack(len(text)) + text for text in texts))
 
     def send_raw(self, data: bytes) -> None:
         """Send bytes as they are."""

@@ -6,6 +6,7 @@ import select
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 
 from rl_bridge.errors import (
     SegmentError,
@@ -40,6 +41,19 @@ class _Held:
         self.sources: dict[str, Source] = {}
         self.parked: list[tuple[Agent, Sequence[Job]]] = []
         """Agents that were given up, with reads that may not have ended."""
+        self.num_open = 0
+        """How many are gathering what publishers are told."""
+
+    def __enter__(self) -> None:
+        """Gather what publishers are told."""
+        self.num_open += 1
+
+    def __exit__(self, *_: object) -> None:
+        """Tell them."""
+        self.num_open -= 1
+        if not self.num_open:
+            for source in self.sources.values():
+                source.link.send_held_back()
 
 
 class NIXLConsumer(ConsumerEnd):
@@ -155,17 +169,19 @@ class NIXLConsumer(ConsumerEnd):
                 source = self._source(handle.endpoint, is_observer=is_observer)
                 jobs.append(Job(index, part, handle, source))
         fetch = Fetch(jobs, timeout_s=self._timeout_s)
+        is_here = False
         try:
             fetch.run()
             for job in jobs:
                 attached[job.index] = job.attach(self._num_threads)
+            is_here = True
         except BaseException:
             for one in attached:
                 if one is not None:
                     one.tensors.forget()
             raise
         finally:
-            if fetch.close():
+            if fetch.close(with_next=is_here and self._held.num_open > 0):
                 self._renew_agent(jobs)  # and give their slots back
         return [one for one in attached if one is not None]
 
@@ -293,6 +309,10 @@ class NIXLConsumer(ConsumerEnd):
             _LOG.info("the publisher will not hear of %s: not connected to it", report.update_id)
         else:
             known.link.report(report)
+
+    def in_one_go(self) -> AbstractContextManager[None]:
+        """The end of a lease waits for the report that it goes with."""
+        return self._held
 
     def settle(self) -> None:
         """Let go of versions that were imported, and of publishers that are gone."""

@@ -17,6 +17,8 @@ __all__ = ["Fetch", "Job", "Torn"]
 
 # So long without a byte, and the publisher is asked to help its network along.
 _STALL_S = 0.003
+# Looking at that much takes no longer than the messages that are saved.
+_SOON_NBYTES = 4 << 20
 
 
 class Torn(WeightBridgeError):
@@ -50,11 +52,17 @@ class Job:
             arena_nbytes=self.request.manifest.table.arena_nbytes,
         )
 
+    def prepare(self) -> None:
+        """What takes no answer, while the publisher answers: room, and what is compared later."""
+        manifest = self.request.manifest
+        self.slot = self.source.arrivals.reserve(manifest.table.arena_nbytes)
+        manifest.header_digest  # noqa: B018 - kept there for whoever compares it
+
     def begin(self) -> None:
         """Wait for the lease, and make ready to read."""
         leased = self.source.link.wait(self.update_id)
         self.renewed = time.monotonic()
-        self.slot = self.source.arrivals.reserve(self.request.manifest.table.arena_nbytes)
+        assert self.slot is not None
         expected = self.update_id, self.handle.generation
         self.reading = self.source.reading(self.request, leased, self.slot, expected)
 
@@ -120,10 +128,7 @@ class Fetch:
             WeightBridgeError: a version is gone, or its publisher; or nothing arrived in time.
 
         """
-        for job in self._jobs:
-            job.ask()
-        for job in self._jobs:
-            job.begin()
+        self._begin()
         last = time.monotonic()
         while not self._is_over():
             is_moving = False
@@ -142,6 +147,15 @@ class Fetch:
                     f"update {job.update_id} is gone: its publisher wrote to it while it was read "
                     f"(stamp {job.reading.stamp}). Import the publisher's latest manifest."
                 )
+
+    def _begin(self) -> None:
+        """Lease all parts: each step for all of them, before there is anything to wait for."""
+        for job in self._jobs:
+            job.ask()
+        for job in self._jobs:
+            job.prepare()
+        for job in self._jobs:
+            job.begin()
 
     def _is_over(self) -> bool:
         return all(job.reading is None or job.reading.is_done for job in self._jobs)
@@ -176,8 +190,14 @@ class Fetch:
             "timeout_s."
         )
 
-    def close(self) -> bool:
-        """End the leases; returns whether reads are still under way, which nobody can call off."""
+    def close(self, *, with_next: bool = False) -> bool:
+        """End the leases; returns whether reads are still under way, which nobody can call off.
+
+        Args:
+            with_next: whoever calls has more to tell the publishers at once. Where it is little
+                that was read, the two go together.
+
+        """
         in_flight = False
         for job in self._jobs:
             if job.reading is not None:
@@ -185,7 +205,8 @@ class Fetch:
                 in_flight |= job.reading.in_flight
         for job in self._jobs:
             if job.is_leased and not job.source.link.is_lost:
-                job.source.link.unlease(job.update_id)
+                is_soon = job.request.manifest.table.arena_nbytes < _SOON_NBYTES
+                job.source.link.unlease(job.update_id, with_next=with_next and is_soon)
             if not in_flight:
                 job.give_back()
         return in_flight

@@ -2,8 +2,9 @@
 
 import os
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable
+from contextlib import suppress
 
 import numpy as np
 import numpy.typing as npt
@@ -84,6 +85,7 @@ class Link:
         """Grows when the peer is made anew: what was prepared before is void."""
         self.reports: OrderedDict[str, UpdateReport] = OrderedDict()
         self.known_slots: dict[int, Leased] = {}
+        self._held_back: deque[bytes] = deque()
         self._timeout_s = timeout_s
         self._identity = Join(
             worker=worker[:512], rank=rank, pid=os.getpid(), is_observer=is_observer
@@ -140,13 +142,32 @@ class Link:
         """From an observer become a consumer, who leaves a record."""
         if self.is_observer:
             self.is_observer = False
-            self._channel.send(self._identity.model_copy(update={"is_observer": False}))
+            self._send(self._identity.model_copy(update={"is_observer": False}))
+
+    # ---- sending --------------------------------------------------------------------------------
+
+    def _send(self, message: Message) -> None:
+        self._send_text(message.model_dump_json().encode("utf-8", "replace"))
+
+    def _send_text(self, text: bytes) -> None:
+        """Send a message, behind those that were held back, in one go."""
+        texts = []
+        with suppress(IndexError):  # a finalizer may send them meanwhile
+            while self._held_back:
+                texts.append(self._held_back.popleft())
+        self._channel.send_bytes(*texts, text)
+
+    def send_held_back(self) -> None:
+        """Send what was held back and did not go with anything else."""
+        with suppress(IndexError):
+            while self._held_back:
+                self._channel.send_bytes(self._held_back.popleft())
 
     # ---- leases ---------------------------------------------------------------------------------
 
     def ask(self, update_id: str, *, generation: int, arena_nbytes: int) -> None:
         """Ask for a lease; `wait` for the answer."""
-        self._channel.send(
+        self._send(
             Lease(
                 update_id=update_id,
                 generation=generation,
@@ -221,16 +242,20 @@ class Link:
 
     def renew(self, update_id: str) -> None:
         """Say that this side is still reading."""
-        self._channel.send(Renew(update_id=update_id))
+        self._send(Renew(update_id=update_id))
 
     def help(self, *, is_needed: bool) -> None:
         """Ask the publisher to make progress, or tell it that there is no need."""
         self.needs_help = is_needed
-        self._channel.send(Help(is_needed=is_needed))
+        self._send(Help(is_needed=is_needed))
 
-    def unlease(self, update_id: str) -> None:
-        """Say that this side is done."""
-        self._channel.send(Unlease(update_id=update_id))
+    def unlease(self, update_id: str, *, with_next: bool = False) -> None:
+        """Say that this side is done: now, or together with what is sent next."""
+        message = Unlease(update_id=update_id)
+        if with_next:
+            self._held_back.append(message.model_dump_json().encode())
+        else:
+            self._send(message)
 
     def catalog(self) -> tuple[Entry, ...]:
         """What the publisher holds.
@@ -240,7 +265,7 @@ class Link:
             TransferTimeout: it does not answer in time.
 
         """
-        self._channel.send(AskCatalog())
+        self._send(AskCatalog())
         answer = self._answer((Catalog,), None)
         if not isinstance(answer, Catalog):
             raise TransferTimeout(f"{self._where} gave no catalog. Ask again.")
@@ -257,7 +282,7 @@ class Link:
         text = _text_of(report)
         if len(text) > _MAX_REPORT_NBYTES:
             text = _text_of(report.model_copy(update={"proof": None, "timings_ms": {}}))
-        self._channel.send_bytes(text)
+        self._send_text(text)
 
     def take_over(self, other: "Link") -> None:
         """Repeat what another connection to the same publisher had told."""
@@ -276,7 +301,7 @@ class Link:
 
         """
         if not self._channel.is_lost:
-            self._channel.send(Leave())
+            self._send(Leave())
             # The publisher hangs up in answer: then it has noted that this side is gone.
             until = time.monotonic() + _GOODBYE_S
             while not self._channel.is_lost and time.monotonic() < until:

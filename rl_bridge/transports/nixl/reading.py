@@ -41,15 +41,15 @@ class StampPage:
     def __init__(self, address: int, raw: Any) -> None:
         """Use registered memory; `raw` views it."""
         self.address = address
-        self._raw = raw
+        self._bytes = raw.numpy()  # one view of it, for all the looks at it
 
     def take(self) -> Stamp | None:
         """What arrived."""
-        return parse_stamp(bytes(self._raw[:STAMP_NBYTES].numpy()))
+        return parse_stamp(self._bytes[:STAMP_NBYTES].tobytes())
 
     def clear(self) -> None:
         """Forget it."""
-        self._raw.zero_()
+        self._bytes.fill(0)
 
 
 class _Digester(threading.Thread):
@@ -117,8 +117,8 @@ class Reading:
         self._next = 0
         self._window: deque[tuple[Any, int]] = deque()
         self._stamping: Any = None
-        total = int(prepared.steps.nbytes.sum())
-        self._beside = _Digester(digest) if digest is not None and total >= _DIGEST_BESIDE else None
+        is_beside = digest is not None and int(prepared.steps.nbytes.sum()) >= _DIGEST_BESIDE
+        self._beside = _Digester(digest) if digest is not None and is_beside else None
 
     @property
     def is_done(self) -> bool:

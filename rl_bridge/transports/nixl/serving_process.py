@@ -29,6 +29,7 @@ _LONG_S = 60.0
 _ANSWER_S = 5.0
 _GRACE_S = 1.0
 _END_S = 5.0
+_PEEK = socket.MSG_PEEK | socket.MSG_DONTWAIT
 
 
 class _Far(Region):
@@ -120,9 +121,8 @@ class ServingProcess:
                 self._end()  # an interrupt cut that off
                 return
             with suppress(BlockingIOError):
-                flags = socket.MSG_PEEK | socket.MSG_DONTWAIT
                 try:
-                    is_over = not self._line.recv(1, flags)
+                    is_over = not self._line.recv(1, _PEEK)
                 except ConnectionError:
                     is_over = True
                 if is_over:
