@@ -391,3 +391,9 @@ def test_a_driver_that_gives_up_leaves_the_next_ones_pause_to_be_ended(
     with driver(engine) as (executor, _):
         executor.recover()
     assert not engine.is_paused()
+
+
+@pytest.mark.parametrize("given", [("memory_budget_nbytes", "1"), ("label", "v1")])
+def test_a_wrong_option_is_told_before_any_update(engine: Engine, given: tuple[str, Any]) -> None:
+    with pytest.raises(TypeError, match=f"{given[0]}='{given[1]}': expected"):
+        VLLMEngineAdapter(engine, **dict([given]))

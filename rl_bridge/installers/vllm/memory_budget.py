@@ -30,9 +30,12 @@ def checked_budget(memory_budget_nbytes: int | None) -> int | None:
     """The budget as it was given; None stands for what the machine has to give.
 
     Raises:
+        TypeError: it is no int.
         ValueError: it is negative.
 
     """
+    if not isinstance(memory_budget_nbytes, int | None):
+        raise TypeError(f"memory_budget_nbytes={memory_budget_nbytes!r}: expected an int or None.")
     if memory_budget_nbytes is not None and memory_budget_nbytes < 0:
         raise ValueError(f"memory_budget_nbytes={memory_budget_nbytes}: expected 0 or more.")
     return memory_budget_nbytes

@@ -164,11 +164,12 @@ def _load(skeleton: Skeleton, sources: Iterable[tuple[str, torch.Tensor]]) -> No
         kind = type(skeleton.model).__name__
         msg = f"{kind} has no load_weights. Install it by {skeleton.elsewhere}."
         raise IncompatibleUpdate(msg)
-    last = [""]
+    last: tuple[str, list[int]] = ("", [])
 
     def watched() -> Iterable[tuple[str, torch.Tensor]]:
+        nonlocal last
         for name, tensor in sources:
-            last[0] = name
+            last = name, list(tensor.shape)
             yield name, tensor
 
     try:
@@ -177,9 +178,9 @@ def _load(skeleton: Skeleton, sources: Iterable[tuple[str, torch.Tensor]]) -> No
         raise  # our own: it says what to do
     except Exception as error:
         msg = (
-            f"tensor {last[0]!r} does not fit {type(skeleton.model).__name__}: its loader says "
-            f"{type(error).__name__}: {error}. Publish the model that the engine serves, under "
-            "its checkpoint's names."
+            f"tensor {last[0]!r}, shape {last[1]}, does not fit {type(skeleton.model).__name__}: "
+            f"its loader says {type(error).__name__}: {str(error).rstrip('.')}. Publish the model "
+            "that the engine serves, under its checkpoint's names."
         )
         raise IncompatibleUpdate(msg) from error
 

@@ -9,9 +9,25 @@ from rl_bridge.installers.base import InstallProof
 from rl_bridge.integrations.vllm.handles import EngineHandle, Replies, failure
 from rl_bridge.manifest.model import WeightUpdateManifest
 
-__all__ = ["Ranks", "joined", "label_of", "require_alone", "verified", "version_name"]
+__all__ = [
+    "HELD",
+    "Ranks",
+    "checked_label",
+    "joined",
+    "label_of",
+    "require_alone",
+    "verified",
+    "version_name",
+]
 
 _LOG = logging.getLogger(__name__)
+
+HELD = (
+    "requests hold cached blocks of other weights, so the prefix cache cannot be reset. Use "
+    "cache='recompute', or pause='wait' or 'abort'; try again when a KV connector is done."
+)
+
+Label = Callable[[WeightUpdateManifest], str]
 
 
 class Ranks:
@@ -120,7 +136,19 @@ def version_name(number: int | None) -> str:
     return "the weights that they were started with" if number is None else f"version {number}"
 
 
-def label_of(manifest: WeightUpdateManifest, make: Callable[[WeightUpdateManifest], str]) -> str:
+def checked_label(label: Label | None) -> Label | None:
+    """The function that makes labels, as it was given.
+
+    Raises:
+        TypeError: it is none.
+
+    """
+    if label is not None and not callable(label):
+        raise TypeError(f"label={label!r}: expected a function of the manifest, or None.")
+    return label
+
+
+def label_of(manifest: WeightUpdateManifest, make: Label) -> str:
     """The label that `make` gives a version.
 
     Raises:

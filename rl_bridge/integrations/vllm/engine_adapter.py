@@ -18,8 +18,11 @@ import torch
 
 from rl_bridge.errors import EngineLost, TornEngine, WeightUpdateRejectedError
 from rl_bridge.installers.base import InstallProof, TransactionalAdapter
+from rl_bridge.installers.vllm.memory_budget import checked_budget
 from rl_bridge.integrations.vllm.asking import (
+    HELD,
     Ranks,
+    checked_label,
     joined,
     label_of,
     require_alone,
@@ -33,11 +36,6 @@ from rl_bridge.manifest.model import WeightUpdateManifest
 __all__ = ["CachePolicy", "VLLMEngineAdapter", "default_label"]
 
 _LOG = logging.getLogger(__name__)
-
-_HELD = (
-    "requests hold cached blocks of other weights, so the prefix cache cannot be reset. Use "
-    "cache='recompute', or pause='wait' or 'abort'; try again when a KV connector is done."
-)
 
 CachePolicy = Literal["recompute", "reset", "keep"]
 """What becomes of keys and values that the old weights made.
@@ -92,7 +90,9 @@ class VLLMEngineAdapter(TransactionalAdapter):
             loop: of an ``AsyncLLM``; None takes the running one.
 
         Raises:
-            ValueError: no such pause or cache policy; a reload without a pause, or with a cast.
+            ValueError: no such pause or cache policy; a reload without a pause, or with a cast; a
+                negative budget.
+            TypeError: a budget that is no int, a label that is no function.
             WeightBridgeUnavailableError: a URL without httpx, an ``AsyncLLM`` without a loop.
 
         """
@@ -106,9 +106,9 @@ class VLLMEngineAdapter(TransactionalAdapter):
         self._ranks = Ranks(self._handle)
         self._pause: PauseMode | None = pause
         self._cache: CachePolicy = cache
-        self._label = label
+        self._label = checked_label(label)
         self._options: dict[str, Any] = {"reload": True} if reload else {"cast": cast}
-        self._options["memory_budget_nbytes"] = memory_budget_nbytes
+        self._options["memory_budget_nbytes"] = checked_budget(memory_budget_nbytes)
         self._phases_ms: dict[str, float] = {}
         self._verified = ""
         self._manifest: WeightUpdateManifest | None = None
@@ -345,7 +345,7 @@ class VLLMEngineAdapter(TransactionalAdapter):
         manifest = WeightUpdateManifest.from_json(left)
         _LOG.warning("version %d was left uncommitted: it is now", manifest.weight_version)
         if not self._handle.reset_caches(running=True):
-            raise WeightUpdateRejectedError(_HELD)
+            raise WeightUpdateRejectedError(HELD)
         if self._label is not None and self._handle.label() is not None:
             self._handle.set_label(label_of(manifest, self._label))
         self._all("commit", {"if_installed": True, "pauses": self._is_paused})
@@ -363,7 +363,7 @@ class VLLMEngineAdapter(TransactionalAdapter):
             return
         running = self._cache == "recompute"
         if not self._timed("cache", lambda: self._handle.reset_caches(running=running)):
-            raise WeightUpdateRejectedError(_HELD)
+            raise WeightUpdateRejectedError(HELD)
 
     def _relabel(self, label: str) -> None:
         before = self._handle.label()
