@@ -132,7 +132,27 @@ def read(outputs: Sequence[Any]) -> Answers:
 def answers(llm: Any, prompts: Sequence[Sequence[int]] = PROMPTS, **options: Any) -> Answers:
     """What an engine answers, computed anew: no prefix of an earlier question is used."""
     assert llm.reset_prefix_cache()
-    return read(llm.generate(prompts_for(prompts), greedy(), use_tqdm=False, **options))
+    with _held_back(llm):
+        llm.enqueue(prompts_for(prompts), greedy(), use_tqdm=False, **options)
+    return read(llm.wait_for_completion(use_tqdm=False))
+
+
+@contextmanager
+def _held_back(llm: Any) -> Iterator[None]:
+    """Let an engine in a process of its own begin when all prompts are there.
+
+    Else it begins with those that came in time; in other company the same prompt's bfloat16
+    products are other ones, also of an engine that was never updated.
+    """
+    ask = getattr(llm.llm_engine.engine_core, "call_utility", None)
+    if ask is None:  # in this process nothing begins by itself
+        yield
+        return
+    ask("pause_scheduler", "keep", False)
+    try:
+        yield
+    finally:
+        ask("resume_scheduler")
 
 
 @contextmanager
