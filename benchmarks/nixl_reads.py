@@ -9,6 +9,7 @@ about. (Its name is not `nixl.py`: scripts in this folder would import that for 
 import datetime as dt
 import json
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -35,9 +36,12 @@ _WARM_UP = 4
 _LANES = {"tcp": "tcp", "default": ""}
 _AIMS = {"read_vs_raw_tcp": 0.9, "read_vs_raw_default": 0.8}
 _OWNERS = (1, 2, 4)
+# Each with new processes; their order changes, so that a machine that gets slower does so for all.
+_ROUNDS = ((1, 2, 4), (4, 1, 2), (2, 4, 1))
 _COUNTS = (300, 10_000, 40_000)
 _SMALL = "small"
 _SMALL_COLS = 64
+_Measured = tuple[dict[str, list[dict[str, float]]], dict[str, dict[str, int]]]
 _TCPStore = torch._C._distributed_c10d.TCPStore  # noqa: SLF001 - has no other name
 
 
@@ -119,9 +123,7 @@ def _rig(num: int, specs: dict[str, PayloadSpec], ucx: str) -> Iterator[Rig]:
         yield Rig([owner.ready() for owner in owners], engine.ready())
 
 
-def _measure(
-    rig: Rig, lane: str, reps: int, *, as_group: bool
-) -> tuple[dict[str, list[dict[str, float]]], dict[str, dict[str, int]]]:
+def _measure(rig: Rig, lane: str, reps: int, *, as_group: bool) -> _Measured:
     """Turns, and what the engine's transport made during those that count."""
     warm = [rig.turn(lane, as_group=as_group) for _ in range(_WARM_UP)]
     before = rig.engine.call("counters")[lane]
@@ -155,14 +157,21 @@ def _reads(nbytes: int, reps: int, console: Console) -> dict[str, Any]:
 
 
 def _fan_in(nbytes: int, reps: int, console: Console) -> dict[str, Any]:
+    spec = PayloadSpec.for_nbytes(nbytes, num_tensors=256)
+    spec = PayloadSpec(num_tensors=256, rows=spec.rows // 4 * 4, cols=spec.cols)
+    taken: dict[int, list[_Measured]] = {num: [] for num in _OWNERS}
+    for number, order in enumerate(_ROUNDS):
+        for num in order:
+            console.print(f"fan-in from {num}, round {number + 1}")
+            with _rig(num, {"fan": spec}, "tcp") as rig:
+                taken[num].append(_measure(rig, "fan", -(-reps // len(_ROUNDS)), as_group=True))
     found: dict[str, Any] = {}
-    for num in _OWNERS:
-        console.print(f"fan-in from {num}")
-        spec = PayloadSpec.for_nbytes(nbytes, num_tensors=256)
-        rows = spec.rows // 4 * 4
-        spec = PayloadSpec(num_tensors=spec.num_tensors, rows=rows, cols=spec.cols)
-        with _rig(num, {"fan": spec}, "tcp") as rig:
-            samples, counted = _measure(rig, "fan", reps, as_group=True)
+    for num, rounds in taken.items():
+        samples = {key: [row for one, _ in rounds for row in one[key]] for key in rounds[0][0]}
+        counted: dict[str, Counter[str]] = {"growth": Counter(), "made": Counter()}
+        for _, counts in rounds:
+            for kind, numbers in counts.items():
+                counted[kind].update(numbers)
         seconds = _median(samples["samples"], "seconds")
         found[str(num)] = {
             "ours_s": seconds,
