@@ -21,6 +21,7 @@ _WHITE = " \t\r\n"
 _REMEDY = "Send what to_json() gave, as it is."
 
 _Layout = TypeVar("_Layout", bound=Named)
+_Manifest = TypeVar("_Manifest")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +42,21 @@ class Envelope(Generic[_Layout]):
     maker: str
     known: LayoutCache[_Layout]
     read: Callable[[str], _Layout]
+
+    def read_by(self, read: Callable[[str], _Manifest], text: object) -> _Manifest:
+        """What `read` makes of the text without the white space behind it.
+
+        Raises:
+            MalformedManifest: it is no text, not ASCII, or nests too deep.
+
+        """
+        plain = self.ascii_of(text)
+        try:
+            return read(plain)
+        except RecursionError as error:
+            # Just below the depth at which decoding gives up, whatever looks at the value does.
+            msg = f"the {self.kind} nests too deep. {_REMEDY}"
+            raise MalformedManifest(msg) from error
 
     def ascii_of(self, text: object) -> str:
         """The text without the white space behind it.

@@ -311,12 +311,7 @@ class GroupManifest(BaseModel):
             WeightManifestValidationError: its other subclasses, one per reason.
 
         """
-        plain = _ENVELOPE.ascii_of(text)
-        try:
-            return cls._read(plain)
-        except RecursionError as error:
-            msg = f"the group manifest nests too deep. {_REMEDY}"
-            raise MalformedManifest(msg) from error
+        return _ENVELOPE.read_by(cls._read, text)
 
     @classmethod
     def _read(cls, text: str) -> Self:

@@ -215,13 +215,7 @@ class WeightUpdateManifest(BaseModel):
             WeightManifestValidationError: its other subclasses, one per reason.
 
         """
-        text = _ENVELOPE.ascii_of(text)
-        try:
-            return cls._read(text)
-        except RecursionError as error:
-            # Just below the depth at which decoding gives up, whatever looks at the value does.
-            msg = f"the manifest nests too deep. {_REMEDY}"
-            raise MalformedManifest(msg) from error
+        return _ENVELOPE.read_by(cls._read, text)
 
     @classmethod
     def _read(cls, text: str) -> Self:
