@@ -24,7 +24,7 @@ from rl_bridge.memory.places import CPU_PLACE
 from rl_bridge.memory.vm import tensor_at
 from rl_bridge.transports.base import Attachment
 
-__all__ = ["Assembly", "AssemblyPlan", "require_sealed"]
+__all__ = ["Assembly", "AssemblyPlan", "damaged", "known_wholes", "require_sealed"]
 
 _Column = npt.NDArray[np.int64]
 _ITEMS = {size: np.dtype(f"u{size}") for size in (1, 2, 4, 8)} | {16: np.dtype("c16")}
@@ -83,7 +83,7 @@ class Assembly:
         self._copy(bases, address)
         targets = self.plan.table.offset_column + np.uint64(address)
         digests = self._digests.digest(targets, num_threads=self._num_threads)
-        self._compare(group, digests)
+        self.compare(group, digests)
         return digests
 
     def _verify(
@@ -95,7 +95,7 @@ class Assembly:
             given = np.frombuffer(part.digests, np.uint8).reshape(-1, DIGEST_NBYTES)
             differs = (found.reshape(-1, DIGEST_NBYTES) != given[needs.rows]).any(axis=1)
             if differs.any():
-                raise ChecksumMismatch(_damaged(part, needs, int(np.flatnonzero(differs)[0])))
+                raise _damaged(part, needs, int(np.flatnonzero(differs)[0]))
             return
         table = part.table
         row = table.rows[LEAVES]
@@ -108,7 +108,7 @@ class Assembly:
         if differs.any():
             ends = np.cumsum(verify.leaf_counts)
             place = int(np.searchsorted(ends, np.flatnonzero(differs)[0], side="right"))
-            raise ChecksumMismatch(_damaged(part, needs, place))
+            raise _damaged(part, needs, place)
 
     def _copy(self, bases: npt.NDArray[np.uint64], address: int) -> None:
         plan = self.plan
@@ -146,28 +146,41 @@ class Assembly:
             )
             np.copyto(here, there)
 
-    def _compare(self, group: GroupManifest, digests: bytes) -> None:
-        """Hold whole tensors against the digests that the group has for them."""
-        if self._wholes is None:
-            self._wholes = _known_wholes(self.plan, group.layout)
-        rows, places = self._wholes
-        found = np.frombuffer(digests, np.uint8).reshape(-1, DIGEST_NBYTES)[rows]
-        expected = np.frombuffer(group.digests, np.uint8).reshape(-1, DIGEST_NBYTES)[places]
-        differs = (found != expected).any(axis=1)
-        if differs.any():
-            first = int(np.flatnonzero(differs)[0])
-            name = self.plan.wholes[int(rows[first])]
+    def differing(self, group: GroupManifest, digests: bytes) -> _Column:
+        """Rows of the plan's table whose digests are not those that the group has for them."""
+        rows, places = self._known(group.layout)
+        found, expected = _rows_of(digests)[rows], _rows_of(group.digests)[places]
+        differing: _Column = rows[(found != expected).any(axis=1)]
+        return differing
+
+    def compare(self, group: GroupManifest, digests: bytes) -> None:
+        """Hold whole tensors against the digests that the group has for them.
+
+        Raises:
+            ChecksumMismatch: one is another.
+
+        """
+        differing = self.differing(group, digests)
+        if len(differing):
+            row = int(differing[0])
+            name = self.plan.wholes[row]
+            expected = _rows_of(group.digests)[group.layout.places[name]]
             msg = (
                 f"tensor checksum mismatch for {name!r} in version {group.weight_version}: "
-                f"the group has {expected[first].tobytes().hex()}, what was assembled has "
-                f"{found[first].tobytes().hex()}. The placements are not those of the tensors, or "
-                "memory is damaged: publish again."
+                f"the group has {expected.tobytes().hex()}, what was assembled has "
+                f"{_rows_of(digests)[row].tobytes().hex()}. The placements are not those of the "
+                "tensors, or memory is damaged: publish again."
             )
             raise ChecksumMismatch(msg)
 
+    def _known(self, layout: GroupLayout) -> tuple[_Column, _Column]:
+        if self._wholes is None:
+            self._wholes = known_wholes(self.plan, layout)
+        return self._wholes
+
 
 def require_sealed(
-    group: GroupManifest, attachments: Mapping[int, Attachment], bound: Collection[str]
+    group: GroupManifest, headers: Mapping[int, bytes | None], bound: Collection[str]
 ) -> None:
     """Compare a group's manifest with what each rank sealed beside the bytes of its part.
 
@@ -177,7 +190,7 @@ def require_sealed(
 
     Args:
         group: the version.
-        attachments: of parts, by rank.
+        headers: what lay beside the bytes of parts, by rank.
         bound: names of the transports that keep the digest.
 
     Raises:
@@ -185,8 +198,8 @@ def require_sealed(
 
     """
     expected = group.header_digest
-    for rank, attachment in attachments.items():
-        sealed = attachment.tensors.pin.header or b""
+    for rank, header in headers.items():
+        sealed = header or b""
         part = group.parts[rank]
         if not sealed and part.transport not in bound:
             continue
@@ -221,8 +234,13 @@ class AssemblyPlan(PackPlan):
         return self._assembly.run(self._group, self._attachments, address)
 
 
-def _known_wholes(plan: ReshardPlan, layout: GroupLayout) -> tuple[_Column, _Column]:
-    """Rows of the consumer's table that are whole tensors of known digest; place of each there."""
+def known_wholes(plan: ReshardPlan, layout: GroupLayout) -> tuple[_Column, _Column]:
+    """Which assembled tensors can be held against the group's digests.
+
+    Returns:
+        Rows of the consumer's table that are whole tensors of known digest, and their places there.
+
+    """
     kinds = layout.digest_plan.kinds
     known = [(row, layout.places[name]) for row, name in plan.wholes.items()]
     pairs = np.array([(row, at) for row, at in known if kinds[at] != "cut"], np.int64)
@@ -230,12 +248,31 @@ def _known_wholes(plan: ReshardPlan, layout: GroupLayout) -> tuple[_Column, _Col
     return rows, places
 
 
-def _damaged(part: WeightUpdateManifest, needs: PartNeeds, place: int) -> str:
-    row = int(needs.rows[place])
-    table = part.table
-    first = int(needs.starts[place]) - table.offsets[row]
-    return (
-        f"tensor checksum mismatch for {table.names[row]!r} in version {part.weight_version}, part "
-        f"of rank {needs.part}: bytes {first} to {first + int(needs.nbytes[place])} are not what "
-        "was published. The update is corrupt or was overwritten: publish again."
+def damaged(
+    part: WeightUpdateManifest, rank: int, row: int, start: int, nbytes: int
+) -> ChecksumMismatch:
+    """What to raise where bytes of a part are not what was published.
+
+    Args:
+        part: the part.
+        rank: whose it is.
+        row: tensor that they are in.
+        start: first of them in the part's arena.
+        nbytes: how many.
+
+    """
+    first = start - part.table.offsets[row]
+    return ChecksumMismatch(
+        f"tensor checksum mismatch for {part.table.names[row]!r} in version "
+        f"{part.weight_version}, part of rank {rank}: bytes {first} to {first + nbytes} are not "
+        "what was published. The update is corrupt or was overwritten: publish again."
     )
+
+
+def _damaged(part: WeightUpdateManifest, needs: PartNeeds, place: int) -> ChecksumMismatch:
+    start, nbytes = int(needs.starts[place]), int(needs.nbytes[place])
+    return damaged(part, needs.part, int(needs.rows[place]), start, nbytes)
+
+
+def _rows_of(digests: bytes) -> npt.NDArray[np.uint8]:
+    return np.frombuffer(digests, np.uint8).reshape(-1, DIGEST_NBYTES)

@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import ClassVar
 
 from rl_bridge.bridge.group_assembly import Assembly, AssemblyPlan, require_sealed
+from rl_bridge.bridge.group_landing import ArenaLanding, LandingPlan
 from rl_bridge.bridge.resharding_plan import ReshardPlan
 from rl_bridge.errors import TransportUnavailable
 from rl_bridge.lifecycle.table import State
@@ -20,6 +21,7 @@ from rl_bridge.manifest.canonical import JSONValue, thaw
 from rl_bridge.manifest.group import GroupManifest
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.memory.control import UpdateReport
+from rl_bridge.memory.slots import Slot
 from rl_bridge.transports.base import (
     Attachment,
     Availability,
@@ -31,7 +33,7 @@ from rl_bridge.transports.base import (
     checked_count,
 )
 from rl_bridge.transports.registry import transport_class
-from rl_bridge.transports.shared_memory import SharedMemory
+from rl_bridge.transports.shared_memory import SharedMemory, SharedPublisher
 
 __all__ = ["GROUP", "GroupEnd", "GroupTransport"]
 
@@ -117,7 +119,7 @@ class GroupEnd(ConsumerEnd):
             max_slots=transport.max_slots, max_consumers=1, num_threads=transport.num_threads
         )
         self._reader = self._memory.consumer_end(worker, rank)
-        self._ring: tuple[str, PublisherEnd] | None = None
+        self._ring: tuple[str, SharedPublisher] | None = None
         self._ends: dict[str, ConsumerEnd] = {}
         # Names of their transports that keep the digest of a header beside the bytes.
         self._bound: set[str] = set()
@@ -159,8 +161,15 @@ class GroupEnd(ConsumerEnd):
         for update_id in [one for one in self._made if not is_known(one)]:
             self._release(update_id)
 
-    def assemble(self, group: GroupManifest, assembly: Assembly) -> WeightUpdateManifest:
+    def assemble(
+        self, group: GroupManifest, assembly: Assembly, landing: LandingPlan | None = None
+    ) -> WeightUpdateManifest:
         """Import the parts that are needed, assemble them, and let go of them.
+
+        Args:
+            group: the version.
+            assembly: how it is made of its parts.
+            landing: the same without a copy; None where that does not go.
 
         Raises:
             DigestMismatch: the manifest is not the one that was published.
@@ -169,14 +178,12 @@ class GroupEnd(ConsumerEnd):
         """
         start = time.perf_counter()
         self._sound = None
-        attachments: dict[int, Attachment] = {}
         try:
-            for end, ranks, requests in self._requests(group, assembly.plan):
-                attachments.update(zip(ranks, end.attach_parts(requests), strict=True))
-            require_sealed(group, attachments, self._bound)
-            self._sound = group
-            plan = AssemblyPlan(assembly, group, attachments)
-            carried = self._ring_of(group.group_id).carry(plan, {}, group.update_id)
+            end = None if landing is None else self._end_that_lands(group, assembly.plan)
+            if landing is None or end is None:
+                carried = self._copied(group, assembly)
+            else:
+                carried = self._landed(group, landing, end)
             manifest = self._manifest(group, carried, assembly.plan)
             self.timings_ms[group.update_id] = (time.perf_counter() - start) * 1e3
             self._made[group.update_id] = manifest
@@ -188,12 +195,55 @@ class GroupEnd(ConsumerEnd):
                 self._ring[1].release(group.update_id)
             raise
         finally:
+            for one in self._ends.values():
+                one.settle()
+
+    def _copied(self, group: GroupManifest, assembly: Assembly) -> Carried:
+        """Out of memory of the transports' into a slot."""
+        attachments: dict[int, Attachment] = {}
+        try:
+            for end, ranks, requests in self._requests(group, assembly.plan):
+                attachments.update(zip(ranks, end.attach_parts(requests), strict=True))
+            headers = {rank: one.tensors.pin.header for rank, one in attachments.items()}
+            require_sealed(group, headers, self._bound)
+            self._sound = group
+            plan = AssemblyPlan(assembly, group, attachments)
+            return self._ring_of(group.group_id).carry(plan, {}, group.update_id)
+        finally:
             # Whoever keeps the exception must not keep the publishers' slots.
             for attachment in attachments.values():
                 attachment.tensors.forget()
             attachments.clear()
-            for end in self._ends.values():
-                end.settle()
+
+    def _landed(self, group: GroupManifest, plan: LandingPlan, end: ConsumerEnd) -> Carried:
+        """Straight into a slot."""
+        ring = self._ring_of(group.group_id)
+        landing = ArenaLanding(plan, ring, self._transport.num_threads)
+        slot: Slot | None = None
+        try:
+            landed = end.read_into(plan.requests(group), landing)
+            slot = landed.slot
+            ranks = [one.part for one in plan.ranges]
+            require_sealed(group, dict(zip(ranks, landed.headers, strict=True)), self._bound)
+            self._sound = group
+            digests = landing.finish(group, slot)
+            handle = ring.commit(slot, group.update_id, plan.table)
+            return Carried(digests=digests, handle=handle)
+        except BaseException:
+            landing.stop()
+            if slot is not None:
+                landing.abandon(slot)
+            raise
+
+    def _end_that_lands(self, group: GroupManifest, plan: ReshardPlan) -> ConsumerEnd | None:
+        """The end that reads all the needed parts, if it is one, and can do without a copy."""
+        parts = [group.parts[needs.part] for needs in plan.parts]
+        transports = {part.transport for part in parts}
+        publishers = {part.publisher_id for part in parts}
+        if len(transports) != 1 or len(publishers) < len(parts):
+            return None
+        end = self._end_of(parts[0])
+        return end if end.lands else None
 
     def _requests(
         self, group: GroupManifest, plan: ReshardPlan
@@ -237,7 +287,7 @@ class GroupEnd(ConsumerEnd):
             table=plan.table,
         )
 
-    def _ring_of(self, group_id: str) -> PublisherEnd:
+    def _ring_of(self, group_id: str) -> SharedPublisher:
         if self._ring is not None and self._ring[0] != group_id:
             # Another stream of versions. What an engine still reads of the old one stays mapped.
             _, ring = self._ring
@@ -265,7 +315,11 @@ class GroupEnd(ConsumerEnd):
 
     def attach(self, manifest: WeightUpdateManifest) -> Attachment:
         """Read what was assembled here."""
-        return self._reader.look(manifest)
+        found = self._reader.look(manifest)
+        made = self._made.get(manifest.update_id)
+        if made is not None and made.table.digest == manifest.table.digest:
+            found.digested(made.digests)
+        return found
 
     def report(self, manifest: WeightUpdateManifest, report: UpdateReport) -> None:
         """Tell every rank that published a part."""

@@ -18,6 +18,7 @@ from rl_bridge.bridge.arguments import UpdateRef
 from rl_bridge.bridge.consumer import Consumer
 from rl_bridge.bridge.group_assembly import Assembly
 from rl_bridge.bridge.group_end import GROUP, GroupEnd, GroupTransport
+from rl_bridge.bridge.group_landing import LandingPlan
 from rl_bridge.bridge.guards import as_manifest
 from rl_bridge.bridge.records import is_shortage
 from rl_bridge.bridge.resharding import Wanted, WantedLayout, everything
@@ -93,7 +94,7 @@ class GroupBridge(TensorBridge):
             num_threads=num_threads,
         )
         self._wanted: Wanted | WantedLayout = everything() if wanted is None else wanted
-        self._assemblies: OrderedDict[str, Assembly] = OrderedDict()
+        self._ways: OrderedDict[str, tuple[Assembly, LandingPlan | None]] = OrderedDict()
 
     def _make_transport(self, options: Mapping[str, object]) -> Transport:
         return GroupTransport.create(**options)
@@ -107,7 +108,7 @@ class GroupBridge(TensorBridge):
             IncompatibleUpdate: something is wanted that the group does not hold.
 
         """
-        return self._assembly(layout).plan
+        return self._way(layout)[0].plan
 
     def resolve_update(self, given: GroupRef) -> WeightUpdateManifest:
         """Assemble a group's version here; returns the manifest of what was assembled.
@@ -146,10 +147,10 @@ class GroupBridge(TensorBridge):
             end.forget_unless(consumer.knows)
             end.remember(group, {"group_root": group.root})
             try:
-                assembly = self._assembly(group.layout)
+                assembly, landing = self._way(group.layout)
                 evidence = {"group_root": group.root, "wanted": assembly.plan.wanted_digest}
                 end.remember(group, evidence)
-                return end.assemble(group, assembly)
+                return end.assemble(group, assembly, landing)
             except BaseException as error:
                 # What this side lacks is no fault of the update's: it may come again.
                 if not (is_shortage(error) or isinstance(error, SlotsExhausted)):
@@ -213,17 +214,17 @@ class GroupBridge(TensorBridge):
 
     # ---- inside ---------------------------------------------------------------------------------
 
-    def _assembly(self, layout: GroupLayout) -> Assembly:
-        assembly = self._assemblies.get(layout.digest)
-        if assembly is None:
+    def _way(self, layout: GroupLayout) -> tuple[Assembly, LandingPlan | None]:
+        way = self._ways.get(layout.digest)
+        if way is None:
             wanted = self._wanted
             chosen = wanted if isinstance(wanted, WantedLayout) else wanted(layout.wholes)
             transport = cast("GroupTransport", self._transport)
             assembly = Assembly(make_plan(layout, chosen), num_threads=transport.num_threads)
-            self._assemblies[layout.digest] = assembly
-            while len(self._assemblies) > _PLANS:
-                self._assemblies.popitem(last=False)
-        return assembly
+            way = self._ways[layout.digest] = assembly, LandingPlan.make(assembly, layout)
+            while len(self._ways) > _PLANS:
+                self._ways.popitem(last=False)
+        return way
 
     def _refuse(self, group: GroupManifest, reason: str, *, is_of_a_copy: bool = False) -> None:
         """Never take this update again, and tell its publishers.

@@ -18,7 +18,7 @@ from rl_bridge.memory.passes import Addresses
 from rl_bridge.memory.places import CPU_PLACE, Place
 from rl_bridge.memory.plain import is_lazy_view
 
-__all__ = ["PackPlan", "dtype_name", "raw_elements"]
+__all__ = ["PackPlan", "clear_padding", "dtype_name", "raw_elements"]
 
 
 class _DtypeNames(dict[torch.dtype, str]):
@@ -223,10 +223,14 @@ class PackPlan:
         return self.byte_plan.digest(self._sources, num_threads=num_threads)
 
     def clear_padding(self, address: int) -> None:
-        """Zero the bytes between tensors, so that an arena's content follows from its tensors."""
-        table = self.table
-        ends = table.offset_column + table.nbytes_column
-        gaps = np.append(table.offset_column, np.uint64(table.arena_nbytes))[1:] - ends
-        found = np.flatnonzero(gaps)
-        starts = (ends[found] + np.uint64(address)).tolist()
-        self._place.clear(starts, gaps[found].tolist())
+        """See `clear_padding`."""
+        clear_padding(self.table, address, self._place)
+
+
+def clear_padding(table: TensorTable, address: int, place: Place = CPU_PLACE) -> None:
+    """Zero the bytes between tensors, so that an arena's content follows from its tensors."""
+    ends = table.offset_column + table.nbytes_column
+    gaps = np.append(table.offset_column, np.uint64(table.arena_nbytes))[1:] - ends
+    found = np.flatnonzero(gaps)
+    starts = (ends[found] + np.uint64(address)).tolist()
+    place.clear(starts, gaps[found].tolist())

@@ -20,6 +20,7 @@ from rl_bridge.memory import leases, vm
 from rl_bridge.memory.segment import OwnedSegment, SegmentRef
 
 __all__ = [
+    "ARRIVING",
     "STAMP_NBYTES",
     "Arena",
     "Slot",
@@ -34,6 +35,11 @@ _STAMP = struct.Struct("<8s16sQQ16s")
 STAMP_NBYTES = _STAMP.size
 _MAGIC = b"rl_brdg2"  # (1 had no header: who reads that would take any)
 _EMPTY = b"\0" * 16
+ARRIVING = "arriving"
+"""In place of an update's id, where bytes may land that nobody waits for here.
+
+The lock does not keep this very process out: such a slot must be alone until that is over.
+"""
 # Updates after which a slot that served a lagging reader, and nobody since, is given back.
 _SURPLUS_AGE = 8
 
@@ -307,7 +313,9 @@ class SlotRing:
     def _exhausted(self) -> str:
         reasons = []
         for slot in self._slots:
-            if slot.update_id is not None:
+            if slot.update_id == ARRIVING:
+                reasons.append("a read that broke off may still write to one (it ends by itself)")
+            elif slot.update_id is not None:
                 reasons.append(
                     f"update {slot.update_id}: the publisher has not released it (call release)"
                     + "".join(f", {holder}" for holder in self._name_holders(slot.update_id))

@@ -9,7 +9,7 @@ import os
 import time
 import weakref
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Generic, TypeVar
 
@@ -17,8 +17,9 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, ValidationError
 
 from rl_bridge.errors import MalformedManifest, WeightBridgeError
-from rl_bridge.manifest.canonical import thaw
+from rl_bridge.manifest.canonical import JSONValue, thaw
 from rl_bridge.manifest.model import WeightUpdateManifest
+from rl_bridge.manifest.table import TensorTable
 from rl_bridge.memory.control import (
     ControlReader,
     ControlWriter,
@@ -30,7 +31,7 @@ from rl_bridge.memory.packing import PackPlan
 from rl_bridge.memory.pins import Pin
 from rl_bridge.memory.places import Pass
 from rl_bridge.memory.segment import OwnedSegment, SegmentRef, still_there
-from rl_bridge.memory.slots import Slot, SlotRing
+from rl_bridge.memory.slots import ARRIVING, Slot, SlotRing
 from rl_bridge.memory.views import ViewCache
 from rl_bridge.transports.base import Attachment, Carried, ConsumerEnd, PublisherEnd
 
@@ -99,27 +100,55 @@ class SlotPublisher(PublisherEnd):
         ]
 
     def carry(self, plan: PackPlan, tensors: Mapping[str, torch.Tensor], update_id: str) -> Carried:
-        table = plan.table
         start = time.perf_counter()
-        slot = self._ring.acquire(table.arena_nbytes)
+        slot = self.reserve(plan.table, plan.clear_padding)
         try:
-            if slot.layout_digest != table.digest:
-                plan.clear_padding(slot.address)
-                slot.layout_digest = table.digest
             staged = time.perf_counter()
             digests = plan.pack(tensors, slot.address, num_threads=self._num_threads)
-            self._ring.publish(slot, update_id, table.arena_nbytes)
+            handle = self.commit(slot, update_id, plan.table)
             return Carried(
                 digests=digests,
-                handle=self._handle(slot, self._control.segment.ref).model_dump(),
+                handle=handle,
                 timings_ms={
                     "slot": (staged - start) * 1e3,
                     "stage_digest": (time.perf_counter() - staged) * 1e3,
                 },
             )
         except BaseException:
-            self._ring.abandon(slot)
+            self.abandon(slot)
             raise
+
+    def reserve(self, table: TensorTable, clear_padding: Callable[[int], None]) -> Slot:
+        """Find room for an arena; end with `commit` or `abandon`.
+
+        Args:
+            table: its layout.
+            clear_padding: zeroes the bytes between the tensors of an arena at an address.
+
+        Raises:
+            SlotsExhausted: all slots are held.
+            SegmentError: no memory for another one.
+
+        """
+        slot = self._ring.acquire(table.arena_nbytes)
+        try:
+            if slot.layout_digest != table.digest:
+                clear_padding(slot.address)
+                slot.layout_digest = table.digest
+            slot.update_id = ARRIVING
+        except BaseException:
+            self.abandon(slot)
+            raise
+        return slot
+
+    def commit(self, slot: Slot, update_id: str, table: TensorTable) -> Mapping[str, JSONValue]:
+        """Let readers in; returns the JSON handle that leads to the arena."""
+        self._ring.publish(slot, update_id, table.arena_nbytes)
+        return self._handle(slot, self._control.segment.ref).model_dump()
+
+    def abandon(self, slot: Slot) -> None:
+        """Give a slot back whose update did not come about: nothing can land there any more."""
+        self._ring.abandon(slot)
 
     def seal_header(self, update_id: str, digest: bytes) -> None:
         self._ring.seal_header(update_id, digest)

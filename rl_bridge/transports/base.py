@@ -21,11 +21,13 @@ import torch
 from rl_bridge.manifest.canonical import JSONValue
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.manifest.table import TensorTable
+from rl_bridge.memory import vm
 from rl_bridge.memory.control import Record, UpdateReport
 from rl_bridge.memory.imported import ImportedTensors
 from rl_bridge.memory.packing import PackPlan
 from rl_bridge.memory.pins import Pin
 from rl_bridge.memory.places import CPU_PLACE, Pass, Place
+from rl_bridge.transports._landing import Landed, Landing
 
 __all__ = [
     "Attachment",
@@ -120,9 +122,26 @@ class Attachment:
         self.tensors = ImportedTensors(table, pin)
         self._plan = plan
         self._num_threads = num_threads
+        self._arrived: bytes | None = None
+
+    def digested(self, arrived: bytes | None) -> None:
+        """Note what this side itself digested when it wrote the arena; None where it did not."""
+        self._arrived = arrived
 
     def digests(self) -> bytes:
-        """Digest the bytes through the very mapping that will be installed: 16 bytes per tensor."""
+        """Digest the bytes through the very mapping that will be installed: 16 bytes per tensor.
+
+        What was noted by `digested` is taken the first time, if that is what the mapping shows: no
+        page of it was written to in this process.
+        """
+        arrived, self._arrived = self._arrived, None  # the next look is at the bytes
+        if arrived is not None:
+            pin = self.tensors.pin
+            if pin.place.private_ranges(pin.address, vm.round_up(pin.nbytes)) == []:
+                return arrived
+        return self._digest_all()
+
+    def _digest_all(self) -> bytes:
         return self._plan.digest(self.tensors.addresses, num_threads=self._num_threads)
 
     def refresh(self, expected: bytes, found: bytes) -> bytes:
@@ -166,12 +185,15 @@ class PartRequest:
         starts: first byte, in the part's arena, of each range that is read: int64, ascending, no
             two of them meet. None: the whole arena.
         nbytes: size of each: int64, above 0. None where `starts` is.
+        targets: where each range goes in the arena of a `Landing`, in bytes: int64, in any order,
+            no two ranges meet there. None where the transport finds room itself.
 
     """
 
     manifest: WeightUpdateManifest
     starts: npt.NDArray[np.int64] | None = None
     nbytes: npt.NDArray[np.int64] | None = None
+    targets: npt.NDArray[np.int64] | None = None
 
 
 class PublisherEnd(ABC):
@@ -231,7 +253,14 @@ class PublisherEnd(ABC):
 
 
 class ConsumerEnd(ABC):
-    """The engine's end of a transport. The bridge calls it under one lock."""
+    """The engine's end of a transport. The bridge calls it under one lock.
+
+    Attributes:
+        lands: whether it has `read_into`.
+
+    """
+
+    lands: ClassVar[bool] = False
 
     @abstractmethod
     def attach(self, manifest: WeightUpdateManifest) -> Attachment:
@@ -265,6 +294,18 @@ class ConsumerEnd(ABC):
                 one.tensors.forget()
             raise
         return attached
+
+    def read_into(self, parts: Sequence[PartRequest], landing: Landing) -> Landed:
+        """Read ranges of parts, each by another publisher, into an arena of the caller's.
+
+        Only where `lands` says so. What arrived is not verified: whoever has asked does that.
+
+        Raises:
+            WeightBridgeError: what `attach` raises; the slot was abandoned, or will be as soon as
+                nothing can land there any more.
+
+        """
+        raise NotImplementedError
 
     def look(self, manifest: WeightUpdateManifest) -> Attachment:
         """Attach, and leave no trace at the publisher: for a look from outside.

@@ -25,12 +25,11 @@ from rl_bridge.transports._slots import SlotConsumer, SlotHandle, SlotPublisher
 from rl_bridge.transports.base import (
     Availability,
     ConsumerEnd,
-    PublisherEnd,
     Transport,
     checked_count,
 )
 
-__all__ = ["SharedMemory", "SharedMemoryHandle"]
+__all__ = ["SharedMemory", "SharedMemoryHandle", "SharedPublisher"]
 
 _PROBED = "0" * 31 + "1"  # the id of the update that the probe leases
 
@@ -107,7 +106,7 @@ class SharedMemory(Transport):
             )
         return Availability(cls.name, "pass")
 
-    def publisher_end(self, publisher_id: str) -> PublisherEnd:
+    def publisher_end(self, publisher_id: str) -> "SharedPublisher":
         """Open the trainer's end; named segments of dead publishers are swept first.
 
         Raises:
@@ -125,7 +124,7 @@ class SharedMemory(Transport):
                     "sides a directory that this user may write to, best on a tmpfs."
                 )
                 raise SegmentError(msg) from error
-        return _SharedPublisher(
+        return SharedPublisher(
             publisher_id,
             directory=self._directory,
             max_slots=self._max_slots,
@@ -140,7 +139,9 @@ class SharedMemory(Transport):
         )
 
 
-class _SharedPublisher(SlotPublisher):
+class SharedPublisher(SlotPublisher):
+    """The trainer's end."""
+
     def __init__(
         self,
         publisher_id: str,

@@ -15,11 +15,11 @@ from rl_bridge.installers.module import ModuleInstallAdapter
 from rl_bridge.manifest.digest import digest_bytes
 from rl_bridge.manifest.table import TensorTable
 from rl_bridge.memory import vm
+from rl_bridge.memory.arrival_digest import ArrivalPlan
 from rl_bridge.testing.peer import engine_weights, hashes, sample_weights
 from rl_bridge.testing.processes import until
 from rl_bridge.testing.strategies import contents_of, random_tensor
 from rl_bridge.transports._wire.arenas import CPUArenas
-from rl_bridge.transports._wire.arrival_digest import ArrivalPlan
 from rl_bridge.transports._wire.arrivals import Arrivals
 from rl_bridge.transports.base import Attachment
 from rl_bridge.transports.broadcast import group, intake, sender
@@ -89,13 +89,13 @@ def test_a_steady_update_is_digested_on_arrival_and_not_once_more(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     passes: list[int] = []
-    whole = Attachment.digests
+    whole = Attachment._digest_all
 
     def counting(self: Attachment) -> bytes:
         passes.append(1)
         return whole(self)
 
-    monkeypatch.setattr(Attachment, "digests", counting)
+    monkeypatch.setattr(Attachment, "_digest_all", counting)
     for version in (1, 2, 3):
         manifest = trainer.publish(sample_weights(version), weight_version=version)
         tensors = rollout.import_update(manifest)

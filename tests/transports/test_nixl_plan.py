@@ -26,10 +26,10 @@ def leased(*ranges: tuple[int, int]) -> Leased:
 
 def test_everything_is_read_once_in_steps_from_where_it_lies() -> None:
     steps = plan_steps(leased((0, 4096), (4096, ARENA - 4096)), ARENA, None, None)
-    assert steps.starts[0] == 0
-    assert (steps.starts[:-1] + steps.nbytes[:-1] == steps.starts[1:]).all()
-    assert int(steps.starts[-1] + steps.nbytes[-1]) == ARENA == steps.marks[-1]
-    assert (steps.addresses == (steps.starts + 1_000_000).astype(np.uint64)).all()
+    assert steps.places[0] == 0
+    assert (steps.places[:-1] + steps.nbytes[:-1] == steps.places[1:]).all()
+    assert int(steps.places[-1] + steps.nbytes[-1]) == ARENA == steps.marks[-1]
+    assert (steps.addresses == (steps.places + 1_000_000).astype(np.uint64)).all()
     assert steps.nbytes.max() <= STEP_NBYTES
 
 

@@ -9,22 +9,17 @@ import torch
 
 from rl_bridge.errors import SegmentError
 from rl_bridge.manifest.table import TensorTable
-from rl_bridge.memory import vm
-from rl_bridge.memory.pins import Pin
-from rl_bridge.memory.places import Pass
-from rl_bridge.memory.slots import Slot, SlotRing
+from rl_bridge.memory.arrival_digest import ArrivalDigest, ArrivalPlan
+from rl_bridge.memory.slots import ARRIVING, Slot, SlotRing
 from rl_bridge.transports._wire.arenas import Arenas
-from rl_bridge.transports._wire.arrival_digest import ArrivalDigest, ArrivalPlan
 from rl_bridge.transports.base import Attachment
 
-__all__ = ["Arrival", "Arrivals", "ArrivedAttachment"]
+__all__ = ["Arrival", "Arrivals"]
 
 # A receiver keeps what its engine holds, however much that is. What nobody imported yet is another
 # matter: the newest, and one more for an import that is under way.
 _MAX_UNCLAIMED = 2
 _UNLIMITED = 1 << 30
-# In place of an update's id, while one arrives.
-_ARRIVING = "arriving"
 # Layouts that take turns, such as whole models and adapters.
 _KEPT_LAYOUTS = 4
 
@@ -41,32 +36,6 @@ class Arrival:
     digests: bytes | None
     header: bytes | None = None
     is_claimed: bool = False
-
-
-class ArrivedAttachment(Attachment):
-    """An arrived version. It was digested while it arrived, if its layout was known by then."""
-
-    def __init__(
-        self,
-        table: TensorTable,
-        pin: Pin,
-        plan: Pass,
-        *,
-        arrived: bytes | None,
-        num_threads: int | None = None,
-    ) -> None:
-        """Attach to a pinned arena; `arrived` are the digests of its arrival."""
-        super().__init__(table, pin, plan, num_threads=num_threads)
-        self._arrived = arrived
-
-    def digests(self) -> bytes:
-        """What arrived, if that is what the mapping shows: no page of it was written to here."""
-        arrived, self._arrived = self._arrived, None  # the next look is at the bytes
-        if arrived is not None:
-            pin = self.tensors.pin
-            if pin.place.private_ranges(pin.address, vm.round_up(pin.nbytes)) == []:
-                return arrived
-        return super().digests()
 
 
 def _keep_newest(kept: OrderedDict[str, Any]) -> None:
@@ -104,9 +73,7 @@ class Arrivals:
         with self._lock:
             self._evict()
             slot = self._ring.acquire(arena_nbytes)
-            # The lock does not keep this very process out: what may still land, of a transfer that
-            # broke off too, must be alone here.
-            slot.update_id = _ARRIVING
+            slot.update_id = ARRIVING
             return slot
 
     def tensor(self, slot: Slot, arena_nbytes: int) -> torch.Tensor:
@@ -163,7 +130,7 @@ class Arrivals:
 
     def attach(
         self, update_id: str, table: TensorTable, *, generation: int, num_threads: int | None
-    ) -> ArrivedAttachment | None:
+    ) -> Attachment | None:
         """Lease a version that is here; None if it is not.
 
         Raises:
@@ -190,14 +157,11 @@ class Arrivals:
             pin.header = arrival.header
             arrival.is_claimed = True
             self.learn(table)
-            is_same = arrival.layout_digest == table.digest
-            return ArrivedAttachment(
-                table,
-                pin,
-                pin.place.plan(table.nbytes_column),
-                arrived=arrival.digests if is_same else None,
-                num_threads=num_threads,
-            )
+            plan = pin.place.plan(table.nbytes_column)
+            made = Attachment(table, pin, plan, num_threads=num_threads)
+            # It was digested while it arrived, if its layout was known by then.
+            made.digested(arrival.digests if arrival.layout_digest == table.digest else None)
+            return made
 
     def attach_part(
         self, slot: Slot, update_id: str, table: TensorTable, *, header: bytes | None

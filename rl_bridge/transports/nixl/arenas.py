@@ -1,7 +1,10 @@
 """Slots whose memory an agent knows: registered once, when they are made."""
 
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
+
+import torch
 
 from rl_bridge.errors import SegmentError
 from rl_bridge.memory.pins import Pin
@@ -10,7 +13,9 @@ from rl_bridge.transports._wire.arenas import Arenas
 from rl_bridge.transports.nixl.agent import AgentError, Kind, Region
 from rl_bridge.transports.nixl.host import Host
 
-__all__ = ["Registered", "RegisteredArenas"]
+__all__ = ["KnownSlots", "Registered", "RegisteredArenas"]
+
+_NUMBERS = itertools.count(1)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -35,55 +40,57 @@ class Registered:
     stamp: int
 
 
-class RegisteredArenas(Arenas):
-    """Arenas of any kind, whose slots are registered with one agent for as long as they live."""
+class KnownSlots:
+    """Slots that are registered with one agent, for as long as they live."""
 
-    def __init__(self, inner: Arenas, agent: Host) -> None:
-        """Make slots by `inner`."""
-        self.place = inner.place
-        self._inner = inner
+    def __init__(self, agent: Host, device: torch.device) -> None:
+        """Know of none yet; `device` is where their arenas lie."""
         self._agent = agent
-        self._numbers = itertools.count(1)
+        self._device = device
         self._known: dict[Slot, Registered] = {}
 
-    def make_slot(self, name: str, arena_nbytes: int) -> Slot:
-        """Make a slot and register it.
+    def add(self, slot: Slot, *, before_end: Callable[[], None] | None = None) -> Registered:
+        """Register a slot that is not known yet, until it is closed.
+
+        Args:
+            slot: the slot.
+            before_end: called first when it is closed.
 
         Raises:
-            SegmentError: there is no memory, or the library refuses it.
+            SegmentError: the library refuses its memory.
 
         """
-        slot = self._inner.make_slot(name, arena_nbytes)
+        known = self._known.get(slot)
+        if known is not None:
+            return known
         try:
-            self._known[slot] = self._register(slot)
+            known = self._known[slot] = self._register(slot)
         except AgentError as error:
-            slot.close()
             msg = (
                 f"a slot of {slot.nbytes} bytes cannot be read from elsewhere: {error} Raise the "
                 "limit of locked memory (ulimit -l), or lower max_slots."
             )
             raise SegmentError(msg) from error
-        except BaseException:
-            slot.close()
-            raise
 
         def forget() -> None:
+            if before_end is not None:
+                before_end()
             # What a late reader still sees of these pages is no version any more.
             slot.stamp(None, 0)
             for region in self._known.pop(slot).regions:
                 self._agent.deregister(region)
 
         slot.before_close = forget
-        return slot
+        return known
 
     def _register(self, slot: Slot) -> Registered:
-        number = next(self._numbers)
+        number = next(_NUMBERS)
         if slot.arena is None:
             whole = self._agent.register_segment(slot.segment)
             stamp_at = whole.address + slot.stamp_address - slot.segment.address
             return Registered(number, (whole,), "DRAM", 0, whole.address, stamp_at)
-        device = self.place.device.index or 0
-        kind: Kind = "DRAM" if self.place.device.type == "cpu" else "VRAM"
+        device = self._device.index or 0
+        kind: Kind = "DRAM" if self._device.type == "cpu" else "VRAM"
         arena = self._agent.register([(slot.arena.address, slot.arena.nbytes)], kind, device)
         try:
             stamp = self._agent.register([(slot.segment.address, slot.segment.nbytes)], "DRAM")
@@ -103,6 +110,44 @@ class RegisteredArenas(Arenas):
         self._agent = agent
         for slot in self._known:
             self._known[slot] = self._register(slot)
+
+    def __getitem__(self, slot: Slot) -> Registered:
+        """What the agent knows of a slot."""
+        return self._known[slot]
+
+
+class RegisteredArenas(Arenas):
+    """Arenas of any kind, whose slots are registered with one agent."""
+
+    def __init__(self, inner: Arenas, agent: Host) -> None:
+        """Make slots by `inner`."""
+        self.place = inner.place
+        self._inner = inner
+        self._known = KnownSlots(agent, inner.place.device)
+
+    def make_slot(self, name: str, arena_nbytes: int) -> Slot:
+        """Make a slot and register it.
+
+        Raises:
+            SegmentError: there is no memory, or the library refuses it.
+
+        """
+        slot = self._inner.make_slot(name, arena_nbytes)
+        try:
+            self._known.add(slot)
+        except BaseException:
+            slot.close()
+            raise
+        return slot
+
+    def move_to(self, agent: Host) -> None:
+        """See `KnownSlots`.
+
+        Raises:
+            AgentError: the library refuses.
+
+        """
+        self._known.move_to(agent)
 
     def known(self, slot: Slot) -> Registered:
         """What the agent knows of a slot."""

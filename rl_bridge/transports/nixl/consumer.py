@@ -7,6 +7,9 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from typing import ClassVar, TypeVar
+
+import torch
 
 from rl_bridge.errors import (
     SegmentError,
@@ -16,12 +19,15 @@ from rl_bridge.errors import (
 )
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.memory.control import UpdateReport
+from rl_bridge.transports._landing import Landed, Landing
 from rl_bridge.transports._wire.arenas import Arenas
 from rl_bridge.transports._wire.handles import read_handle, require_publisher
 from rl_bridge.transports.base import Attachment, ConsumerEnd, PartRequest
 from rl_bridge.transports.nixl.agent import Agent, AgentError, Counters
+from rl_bridge.transports.nixl.arenas import KnownSlots
 from rl_bridge.transports.nixl.endpoint import NIXLEndpoint, NIXLHandle
-from rl_bridge.transports.nixl.fetch import Fetch, Job, Torn
+from rl_bridge.transports.nixl.fetch import Fetch, Job, Room, Torn
+from rl_bridge.transports.nixl.held import Held, end
 from rl_bridge.transports.nixl.link import Link
 from rl_bridge.transports.nixl.messages import Entry
 from rl_bridge.transports.nixl.source import Source
@@ -31,33 +37,13 @@ __all__ = ["NIXLConsumer"]
 _LOG = logging.getLogger(__name__)
 _PAUSE_MS = 5
 _LONGEST_PAUSE_MS = 500
-
-
-class _Held:
-    """What outlives a consumer's end that is dropped: closed by its finalizer."""
-
-    def __init__(self) -> None:
-        self.agent: Agent | None = None
-        self.sources: dict[str, Source] = {}
-        self.parked: list[tuple[Agent, Sequence[Job]]] = []
-        """Agents that were given up, with reads that may not have ended."""
-        self.num_open = 0
-        """How many are gathering what publishers are told."""
-
-    def __enter__(self) -> None:
-        """Gather what publishers are told."""
-        self.num_open += 1
-
-    def __exit__(self, *_: object) -> None:
-        """Tell them."""
-        self.num_open -= 1
-        if not self.num_open:
-            for source in self.sources.values():
-                source.link.send_held_back()
+_Made = TypeVar("_Made")
 
 
 class NIXLConsumer(ConsumerEnd):
     """See `rl_bridge.transports.base.ConsumerEnd`."""
+
+    lands: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -80,12 +66,12 @@ class NIXLConsumer(ConsumerEnd):
         self._token = token
         self._num_threads = num_threads
         self._timeout_s = timeout_s
-        self._held = _Held()
+        self._held = Held()
         self._past = Counters()
         self._unreachable: set[str] = set()
         # A bridge that is dropped instead of closed must not keep its memory and connections.
         self._pid = os.getpid()
-        self._finalizer = weakref.finalize(self, _end, self._pid, self._held)
+        self._finalizer = weakref.finalize(self, end, self._pid, self._held)
 
     # ---- what can be looked at ------------------------------------------------------------------
 
@@ -132,14 +118,24 @@ class NIXLConsumer(ConsumerEnd):
         """The same as `attach`, without a record."""
         return self._attach([PartRequest(manifest=manifest)], is_observer=True)[0]
 
+    def read_into(self, parts: Sequence[PartRequest], landing: Landing) -> Landed:
+        """Read ranges of parts into an arena of the caller's, from all publishers at once."""
+        return self._tried(parts[0].manifest.update_id, lambda: self._land_once(parts, landing))
+
     def _attach(self, parts: Sequence[PartRequest], *, is_observer: bool) -> list[Attachment]:
+        return self._tried(
+            parts[0].manifest.update_id, lambda: self._attach_once(parts, is_observer=is_observer)
+        )
+
+    def _tried(self, update_id: str, once: Callable[[], _Made]) -> _Made:
+        """Try again where that may help, until the deadline."""
         until = time.monotonic() + self._timeout_s
         num_broken = 0
         pause_ms = _PAUSE_MS
         self._sweep()
         while True:
             try:
-                return self._attach_once(parts, is_observer=is_observer)
+                return once()
             except Torn as error:
                 # Its publisher wrote meanwhile: this side's lease was lost, or never counted.
                 if time.monotonic() >= until:
@@ -151,7 +147,7 @@ class NIXLConsumer(ConsumerEnd):
                 num_broken += 1
                 if num_broken > 1:
                     msg = (
-                        f"update {parts[0].manifest.update_id} cannot be read: {error} See that "
+                        f"update {update_id} cannot be read: {error} See that "
                         "its publisher runs and can be reached. Import it again."
                     )
                     raise SegmentError(msg) from error
@@ -184,6 +180,36 @@ class NIXLConsumer(ConsumerEnd):
             if fetch.close(with_next=is_here and self._held.num_open > 0):
                 self._renew_agent(jobs)  # and give their slots back
         return [one for one in attached if one is not None]
+
+    def _land_once(self, parts: Sequence[PartRequest], landing: Landing) -> Landed:
+        held = self._held
+        agent = self._agent()
+        if held.landings is None:
+            held.landings = KnownSlots(agent, torch.device("cpu"))
+        slot = landing.reserve()
+        jobs: list[Job] = []
+        fetch = Fetch(jobs, timeout_s=self._timeout_s)
+        room = Room(landing, slot)
+        is_here = False
+        try:
+            room.known = held.landings.add(slot, before_end=lambda: held.end_reads_into(slot))
+            for index, part in enumerate(parts):
+                handle = self._handle(part.manifest)
+                source = self._source(handle.endpoint, is_observer=False)
+                jobs.append(Job(index, part, handle, source, room=room))
+            fetch.run()
+            made = Landed(slot, [job.header for job in jobs])
+            is_here = True
+        finally:
+            in_flight = True  # unless it is known that nothing is
+            try:
+                in_flight = fetch.close(with_next=is_here and held.num_open > 0)
+            finally:
+                if in_flight:
+                    self._renew_agent(jobs)  # the slot is given back when they ended
+                elif not is_here:
+                    room.give_back()
+        return made
 
     def _here(self, part: PartRequest) -> Attachment | None:
         """A version that was read already, if it is still here."""
@@ -221,6 +247,8 @@ class NIXLConsumer(ConsumerEnd):
             try:
                 for source in held.sources.values():
                     source.move_to(agent)
+                if held.landings is not None:
+                    held.landings.move_to(agent)
             except BaseException:
                 agent.close()  # the next one takes all of them, or fails as a whole
                 raise
@@ -288,6 +316,8 @@ class NIXLConsumer(ConsumerEnd):
                 agent.close()
                 for job in jobs:
                     job.give_back()
+                    if job.room is not None:
+                        job.room.give_back()
 
     # ---- the rest -------------------------------------------------------------------------------
 
@@ -326,20 +356,5 @@ class NIXLConsumer(ConsumerEnd):
 
     def close(self) -> None:
         """Say goodbye everywhere; tensors keep what they look at. Idempotent."""
-        _end(self._pid, self._held)
+        end(self._pid, self._held)
         self._finalizer.detach()  # behind it: what an interrupt cuts off, the next call ends
-
-
-def _end(pid: int, held: _Held) -> None:
-    if os.getpid() != pid:
-        return
-    for source in held.sources.values():
-        source.let_go()
-    # First of all: nothing can land any more, and publishers that hear of the end can see it.
-    for agent in (held.agent, *(agent for agent, _ in held.parked)):
-        if agent is not None:
-            agent.close()
-    held.parked.clear()
-    for publisher_id, source in list(held.sources.items()):
-        source.close()
-        held.sources.pop(publisher_id, None)  # behind it: an interrupt must not lose it

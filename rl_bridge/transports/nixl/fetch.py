@@ -3,17 +3,20 @@
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from rl_bridge.errors import TransferTimeout, WeightBridgeError
 from rl_bridge.memory.slots import Slot
+from rl_bridge.transports._landing import Landing
 from rl_bridge.transports._wire.arrivals import Arrival
 from rl_bridge.transports.base import Attachment, PartRequest
 from rl_bridge.transports.nixl.agent import AgentError
+from rl_bridge.transports.nixl.arenas import Registered
 from rl_bridge.transports.nixl.endpoint import NIXLHandle
 from rl_bridge.transports.nixl.reading import Reading
 from rl_bridge.transports.nixl.source import Source
 
-__all__ = ["Fetch", "Job", "Torn"]
+__all__ = ["Fetch", "Job", "Room", "Torn"]
 
 # So long without a byte, and the publisher is asked to help its network along.
 _STALL_S = 0.003
@@ -26,6 +29,21 @@ class Torn(WeightBridgeError):
 
 
 @dataclass(slots=True, eq=False)
+class Room:
+    """A slot that all parts of a version are read into, for one attempt."""
+
+    landing: Landing
+    slot: Slot | None
+    known: Registered | None = None
+
+    def give_back(self) -> None:
+        """Let the slot be used again: nothing can land there any more. Idempotent."""
+        slot, self.slot = self.slot, None
+        if slot is not None:
+            self.landing.abandon(slot)
+
+
+@dataclass(slots=True, eq=False)
 class Job:
     """One part, and what has become of it."""
 
@@ -33,6 +51,7 @@ class Job:
     request: PartRequest
     handle: NIXLHandle
     source: Source
+    room: Room | None = None
     slot: Slot | None = None
     reading: Reading | None = None
     is_leased: bool = False
@@ -55,16 +74,23 @@ class Job:
     def prepare(self) -> None:
         """What takes no answer, while the publisher answers: room, and what is compared later."""
         manifest = self.request.manifest
-        self.slot = self.source.arrivals.reserve(manifest.table.arena_nbytes)
+        if self.room is None:
+            self.slot = self.source.arrivals.reserve(manifest.table.arena_nbytes)
         manifest.header_digest  # noqa: B018 - kept there for whoever compares it
 
     def begin(self) -> None:
         """Wait for the lease, and make ready to read."""
         leased = self.source.link.wait(self.update_id)
         self.renewed = time.monotonic()
-        assert self.slot is not None
         expected = self.update_id, self.handle.generation
-        self.reading = self.source.reading(self.request, leased, self.slot, expected)
+        room = self.room
+        slot = self.slot if room is None else room.slot
+        assert slot is not None
+        landing = None
+        if room is not None:
+            assert room.known is not None
+            landing = room.known, partial(room.landing.arrived, self.index)
+        self.reading = self.source.reading(self.request, leased, slot, expected, landing=landing)
 
     def attach(self, num_threads: int | None) -> Attachment:
         """Lease what arrived, on this side."""
@@ -103,6 +129,13 @@ class Job:
         )
         assert attachment is not None
         return attachment
+
+    @property
+    def header(self) -> bytes | None:
+        """What was sealed beside the bytes that landed."""
+        assert self.reading is not None
+        assert self.reading.stamp is not None
+        return self.reading.stamp.header
 
     def give_back(self) -> None:
         """Let the slot be used again: nothing can land there any more."""

@@ -24,15 +24,15 @@ class Steps:
     """A list of ranges, and how it is cut into reads.
 
     Attributes:
-        starts: first byte of each range in the arena.
+        places: where each range goes: first byte in the reader's arena.
         addresses: of each range at the publisher.
         nbytes: size of each.
         cuts: row with which each read begins, and the number of rows.
-        marks: the arena is there up to here, behind each read.
+        marks: the publisher's arena is there up to here, behind each read.
 
     """
 
-    starts: _Column
+    places: _Column
     addresses: npt.NDArray[np.uint64]
     nbytes: _Column
     cuts: tuple[int, ...]
@@ -40,7 +40,12 @@ class Steps:
 
 
 def plan_steps(
-    leased: Leased, arena_nbytes: int, starts: _Column | None, nbytes: _Column | None
+    leased: Leased,
+    arena_nbytes: int,
+    starts: _Column | None,
+    nbytes: _Column | None,
+    *,
+    targets: _Column | None = None,
 ) -> Steps:
     """Cut a request into reads.
 
@@ -49,6 +54,7 @@ def plan_steps(
         arena_nbytes: its size.
         starts: first byte of each range that is asked for; None: everything.
         nbytes: size of each.
+        targets: where each goes in an arena of the reader's own; None: to the same place.
 
     Raises:
         MalformedManifest: the publisher's ranges do not lie in the arena.
@@ -67,12 +73,18 @@ def plan_steps(
         low, high = at, ends
         source = np.arange(len(at))
     else:
-        low, high, source = _inside(*_joined(starts, nbytes), at, ends)
+        # What lies between two ranges must not be read along where it would land on others.
+        first, last = _joined(starts, nbytes) if targets is None else (starts, starts + nbytes)
+        low, high, source = _inside(first, last, at, ends)
     low, high, source = _split(low, high, source)
     rows = address[source] + (low - at[source]).astype(np.uint64)
     cuts = _cuts(high - low)
     marks = tuple(int(high[cut - 1]) for cut in cuts[1:])
-    return Steps(low, rows, high - low, cuts, marks)
+    places = low
+    if starts is not None and targets is not None:
+        asked = np.searchsorted(starts, low, side="right") - 1
+        places = targets[asked] + (low - starts[asked])
+    return Steps(places, rows, high - low, cuts, marks)
 
 
 def _joined(starts: _Column, nbytes: _Column) -> tuple[_Column, _Column]:

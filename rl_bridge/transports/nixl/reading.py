@@ -6,13 +6,13 @@ that was given back). A write begins by changing the stamp, so an unchanged one 
 was written since the version was published.
 """
 
-import threading
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from rl_bridge.memory.arrival_digest import BESIDE_NBYTES, ArrivalDigest, Digester
 from rl_bridge.memory.slots import STAMP_NBYTES, Slot, Stamp, parse_stamp
-from rl_bridge.transports._wire.arrival_digest import ArrivalDigest
 from rl_bridge.transports.nixl.agent import Agent, AgentError
 from rl_bridge.transports.nixl.plan import Steps
 
@@ -20,8 +20,6 @@ __all__ = ["Prepared", "Reading", "StampPage"]
 
 # Reads under way at a time: the next ones wait at the publisher while one is digested here.
 _WINDOW = 4
-# Below that, a thread costs more than it saves.
-_DIGEST_BESIDE = 32 << 20
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,32 +50,6 @@ class StampPage:
         self._bytes.fill(0)
 
 
-class _Digester(threading.Thread):
-    """Digests what arrived while more arrives."""
-
-    def __init__(self, digest: ArrivalDigest) -> None:
-        super().__init__(name="rlb-nixl-digest", daemon=True)
-        self._digest = digest
-        self._marks: deque[int | None] = deque()
-        self._has_some = threading.Semaphore(0)
-        self.problem: BaseException | None = None
-
-    def put(self, mark: int | None) -> None:
-        self._marks.append(mark)
-        self._has_some.release()
-
-    def run(self) -> None:
-        try:
-            while True:
-                self._has_some.acquire()
-                mark = self._marks.popleft()
-                if mark is None:
-                    return
-                self._digest.advance(mark)
-        except Exception as error:  # noqa: BLE001 - raised where the digests are wanted
-            self.problem = error
-
-
 class Reading:
     """One version that is being read into a slot."""
 
@@ -89,6 +61,7 @@ class Reading:
         *,
         slot: Slot,
         digest: ArrivalDigest | None,
+        told: Callable[[int], None] | None = None,
         expected: tuple[str, int],
         arena_nbytes: int,
     ) -> None:
@@ -100,6 +73,7 @@ class Reading:
             page: where the stamp arrives.
             slot: where the bytes arrive.
             digest: of what arrives; None to digest nothing.
+            told: called with each mark up to which the version is there.
             expected: update and generation that the stamp must show.
             arena_nbytes: size of the version.
 
@@ -112,13 +86,14 @@ class Reading:
         self._agent = agent
         self._prepared = prepared
         self._page = page
+        self._told = told
         self._expected = expected
         self._stage: Literal["new", "before", "bytes", "after", "done"] = "new"
         self._next = 0
         self._window: deque[tuple[Any, int]] = deque()
         self._stamping: Any = None
-        is_beside = digest is not None and int(prepared.steps.nbytes.sum()) >= _DIGEST_BESIDE
-        self._beside = _Digester(digest) if digest is not None and is_beside else None
+        is_beside = digest is not None and int(prepared.steps.nbytes.sum()) >= BESIDE_NBYTES
+        self._beside = Digester(digest) if digest is not None and is_beside else None
 
     @property
     def is_done(self) -> bool:
@@ -217,6 +192,8 @@ class Reading:
         return is_moving
 
     def _arrived(self, mark: int) -> None:
+        if self._told is not None:
+            self._told(mark)
         if self._beside is not None:
             self._beside.put(mark)
         elif self.digest is not None:
@@ -225,12 +202,11 @@ class Reading:
     def finish(self) -> bytes | None:
         """The digests of what arrived; None where they are to be taken later."""
         self.stop()
-        if self._beside is not None and self._beside.problem is not None:
-            raise self._beside.problem
+        if self._beside is not None:
+            self._beside.check()
         return None if self.digest is None else self.digest.digests()
 
     def stop(self) -> None:
         """Wait for the digests that are under way. Idempotent."""
-        if self._beside is not None and self._beside.ident is not None:
-            self._beside.put(None)
-            self._beside.join()
+        if self._beside is not None:
+            self._beside.stop()

@@ -1,6 +1,7 @@
 """What a consumer keeps of one publisher between updates: connection, slots, prepared reads."""
 
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from rl_bridge.transports._wire.arenas import Arenas
 from rl_bridge.transports._wire.arrivals import Arrivals
 from rl_bridge.transports.base import PartRequest
 from rl_bridge.transports.nixl.agent import Agent, Kind, Region
-from rl_bridge.transports.nixl.arenas import RegisteredArenas
+from rl_bridge.transports.nixl.arenas import Registered, RegisteredArenas
 from rl_bridge.transports.nixl.link import Link
 from rl_bridge.transports.nixl.messages import Leased
 from rl_bridge.transports.nixl.plan import STEP_NBYTES, Steps, plan_steps
@@ -66,9 +67,23 @@ class Source:
         self._register_page()
 
     def reading(
-        self, request: PartRequest, leased: Leased, slot: Slot, expected: tuple[str, int]
+        self,
+        request: PartRequest,
+        leased: Leased,
+        slot: Slot,
+        expected: tuple[str, int],
+        *,
+        landing: tuple[Registered, Callable[[int], None]] | None = None,
     ) -> Reading:
         """Make ready to read a version into a slot.
+
+        Args:
+            request: what.
+            leased: where it lies.
+            slot: where it goes.
+            expected: update and generation that its stamp must show.
+            landing: what the agent knows of the slot where it is none of this source's, and who is
+                told what arrived.
 
         Raises:
             AgentError: the library refuses.
@@ -76,7 +91,8 @@ class Source:
 
         """
         table = request.manifest.table
-        prepared = self._prepare(request, leased, slot)
+        mine, told = (self.arenas.known(slot), None) if landing is None else landing
+        prepared = self._prepare(request, leased, slot, mine)
         digest = None
         if request.starts is None:
             self.arrivals.learn(table)
@@ -87,12 +103,14 @@ class Source:
             self._page,
             slot=slot,
             digest=digest,
+            told=told,
             expected=expected,
             arena_nbytes=table.arena_nbytes,
         )
 
-    def _prepare(self, request: PartRequest, leased: Leased, slot: Slot) -> Prepared:
-        mine = self.arenas.known(slot)
+    def _prepare(
+        self, request: PartRequest, leased: Leased, slot: Slot, mine: Registered
+    ) -> Prepared:
         # By identity: whoever plans once asks with the same arrays each time. They are kept here,
         # so that no other array can come to have theirs.
         ranges = None if request.starts is None else id(request.starts)
@@ -104,7 +122,7 @@ class Source:
             if len(self._prepared) >= _KEPT:
                 self._forget_reads()
             steps, far = self._remote(request, leased, remote)
-            near = self._local(steps, slot, (mine.number, *remote[3:]), request)
+            near = self._local(steps, slot, mine, (mine.number, *remote[3:]), request)
             reads = tuple(
                 self._agent.make_read(near, far, low, high)
                 for low, high in zip(steps.cuts, steps.cuts[1:], strict=False)
@@ -118,7 +136,9 @@ class Source:
         found = self._lists.get(("far", key))
         if found is None:
             nbytes = request.manifest.table.arena_nbytes
-            steps = plan_steps(leased, nbytes, request.starts, request.nbytes)
+            steps = plan_steps(
+                leased, nbytes, request.starts, request.nbytes, targets=request.targets
+            )
             rows = _rows(steps.addresses, steps.nbytes, leased.device)
             made = None
             if len(rows):
@@ -127,12 +147,13 @@ class Source:
         steps, made = found[0]
         return steps, made
 
-    def _local(self, steps: Steps, slot: Slot, key: Any, request: PartRequest) -> Any:
+    def _local(
+        self, steps: Steps, slot: Slot, mine: Registered, key: Any, request: PartRequest
+    ) -> Any:
         found = self._lists.get(("near", key))
         if found is None:
-            mine = self.arenas.known(slot)
             rows = _rows(
-                steps.starts.astype(np.uint64) + np.uint64(slot.address), steps.nbytes, mine.device
+                steps.places.astype(np.uint64) + np.uint64(slot.address), steps.nbytes, mine.device
             )
             made = self._agent.prepare(None, rows, mine.memory) if len(rows) else None
             found = self._keep(("near", key), made, request)

@@ -1,6 +1,8 @@
 """Digests of an update while it arrives: each tensor as soon as its last byte is there."""
 
 import ctypes
+import threading
+from collections import deque
 
 import numpy as np
 
@@ -8,7 +10,10 @@ from rl_bridge.manifest.digest import DIGEST_NBYTES, LEAF_NBYTES, leaf_digests, 
 from rl_bridge.manifest.table import TensorTable
 from rl_bridge.memory.passes import BytePlan
 
-__all__ = ["ArrivalDigest", "ArrivalPlan"]
+__all__ = ["BESIDE_NBYTES", "ArrivalDigest", "ArrivalPlan", "Digester"]
+
+BESIDE_NBYTES = 32 << 20
+"""From this size on a `Digester` saves more than its thread costs."""
 
 
 class ArrivalPlan:
@@ -93,3 +98,43 @@ class ArrivalDigest:
         if self._next_step < len(self._plan.steps) or self._large:
             return None
         return self._digests.tobytes()
+
+
+class Digester(threading.Thread):
+    """Digests what arrived while more arrives."""
+
+    def __init__(self, digest: ArrivalDigest) -> None:
+        """Begin with `start`; `digest` belongs to this thread until `stop`."""
+        super().__init__(name="rlb-digest", daemon=True)
+        self._digest = digest
+        self._marks: deque[int | None] = deque()
+        self._has_some = threading.Semaphore(0)
+        self._problem: BaseException | None = None
+
+    def put(self, mark: int | None) -> None:
+        """The first `mark` bytes are there; None: there will be no more."""
+        self._marks.append(mark)
+        self._has_some.release()
+
+    def run(self) -> None:
+        """Digest, until there is no more."""
+        try:
+            while True:
+                self._has_some.acquire()
+                mark = self._marks.popleft()
+                if mark is None:
+                    return
+                self._digest.advance(mark)
+        except Exception as error:  # noqa: BLE001 - raised where the digests are wanted
+            self._problem = error
+
+    def stop(self) -> None:
+        """Wait until all marks are digested. Idempotent."""
+        if self.ident is not None:
+            self.put(None)
+            self.join()
+
+    def check(self) -> None:
+        """Raise what came in between, where something did."""
+        if self._problem is not None:
+            raise self._problem

@@ -1,0 +1,65 @@
+"""What a consumer's end holds: its agent, its connections, and reads that were given up."""
+
+import os
+from collections.abc import Sequence
+
+from rl_bridge.memory.slots import Slot
+from rl_bridge.transports.nixl.agent import Agent
+from rl_bridge.transports.nixl.arenas import KnownSlots
+from rl_bridge.transports.nixl.fetch import Job
+from rl_bridge.transports.nixl.source import Source
+
+__all__ = ["Held", "end"]
+
+
+class Held:
+    """What outlives a consumer's end that is dropped: closed by its finalizer."""
+
+    def __init__(self) -> None:
+        self.agent: Agent | None = None
+        self.sources: dict[str, Source] = {}
+        self.parked: list[tuple[Agent, Sequence[Job]]] = []
+        """Agents that were given up, with reads that may not have ended."""
+        self.landings: KnownSlots | None = None
+        """Slots of others' that were read into."""
+        self.num_open = 0
+        """How many are gathering what publishers are told."""
+
+    def __enter__(self) -> None:
+        """Gather what publishers are told."""
+        self.num_open += 1
+
+    def end_reads_into(self, slot: Slot) -> None:
+        """Close agents that may still write to a slot, whose memory is about to go."""
+        for agent, jobs in list(self.parked):
+            rooms = [job.room for job in jobs if job.room is not None and job.room.slot is slot]
+            if rooms:
+                agent.close()
+                self.parked.remove((agent, jobs))
+                for room in rooms:
+                    room.slot = None
+
+    def __exit__(self, *_: object) -> None:
+        """Tell them."""
+        self.num_open -= 1
+        if not self.num_open:
+            for source in self.sources.values():
+                source.link.send_held_back()
+
+
+def end(pid: int, held: Held) -> None:
+    """Say goodbye everywhere; in another process than `pid` nothing is done. Idempotent."""
+    if os.getpid() != pid:
+        return
+    for source in held.sources.values():
+        source.let_go()
+    # First of all: nothing can land any more, and publishers that hear of the end can see it.
+    for agent in (held.agent, *(agent for agent, _ in held.parked)):
+        if agent is not None:
+            agent.close()
+    for room in {job.room for _, jobs in held.parked for job in jobs if job.room is not None}:
+        room.give_back()
+    held.parked.clear()
+    for publisher_id, source in list(held.sources.items()):
+        source.close()
+        held.sources.pop(publisher_id, None)  # behind it: an interrupt must not lose it
