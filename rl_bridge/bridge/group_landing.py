@@ -7,7 +7,7 @@ for which it has none, each range is held against its part's.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Self
 
 import numpy as np
@@ -59,13 +59,13 @@ class _PartRanges:
     left: _Column
 
     @classmethod
-    def of(cls, part: int, plan: ReshardPlan) -> Self:
-        """Take a plan's copies out of one part."""
-        mine = np.flatnonzero(plan.run_parts == part)
-        mine = mine[np.argsort(plan.run_sources[mine], kind="stable")]
-        starts, nbytes = plan.run_sources[mine], plan.run_nbytes[mine]
-        targets = plan.run_targets[mine]
-        behind = np.append(targets, plan.table.arena_nbytes)
+    def of(
+        cls, part: int, starts: _Column, nbytes: _Column, targets: _Column, arena_nbytes: int
+    ) -> Self:
+        """Order ranges; `arena_nbytes` is the size of the consumer's arena."""
+        order = np.argsort(starts, kind="stable")
+        starts, nbytes, targets = starts[order], nbytes[order], targets[order]
+        behind = np.append(targets, arena_nbytes)
         left = np.minimum.accumulate(behind[::-1])[::-1]
         return cls(part, starts, nbytes, targets, starts + nbytes, left)
 
@@ -79,11 +79,12 @@ class _PartRanges:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Pieces:
-    """Ranges that are verified one by one, as they are whole tensors of their parts.
+    """Ranges that lie one behind the other at their part and here, each in one tensor.
 
     Attributes:
         parts: rank that has each.
-        rows: place of each in its part's layout.
+        rows: tensor of its part that each is in.
+        starts: first byte in the part's arena.
         targets: first byte in the consumer's arena.
         nbytes: size.
         wanted: row of the consumer's table that each is in.
@@ -92,18 +93,21 @@ class _Pieces:
 
     parts: _Column
     rows: _Column
+    starts: _Column
     targets: _Column
     nbytes: _Column
     wanted: _Column
 
+    def where(self, chosen: npt.NDArray[np.bool_]) -> "_Pieces":
+        """Some of them."""
+        return _Pieces(*(getattr(self, one.name)[chosen] for one in fields(self)))
+
     def of(self, wanted: _Column) -> "_Pieces":
         """Those that these rows are made of."""
-        mine = np.isin(self.wanted, wanted)
-        columns = (self.parts, self.rows, self.targets, self.nbytes, self.wanted)
-        return _Pieces(*(column[mine] for column in columns))
+        return self.where(np.isin(self.wanted, wanted))
 
     def check(self, group: GroupManifest, address: int, num_threads: int | None) -> None:
-        """Hold each against what its part says.
+        """Hold each, a whole tensor of its part, against what that says.
 
         Raises:
             ChecksumMismatch: one is another.
@@ -119,6 +123,26 @@ class _Pieces:
             if made[at : at + DIGEST_NBYTES] != manifest.digests[of : of + DIGEST_NBYTES]:
                 start, nbytes = manifest.table.offsets[row], int(self.nbytes[place])
                 raise damaged(manifest, int(part), int(row), start, nbytes)
+
+
+def _pieces_of(plan: ReshardPlan, layout: GroupLayout) -> _Pieces:
+    """A plan's copies; those of one range of elements, which come row by row, in one."""
+    order = np.lexsort((plan.run_sources, plan.run_parts))
+    parts, starts = plan.run_parts[order], plan.run_sources[order]
+    targets, nbytes = plan.run_targets[order], plan.run_nbytes[order]
+    # Of tensors that begin at one byte the last is the one that is not empty.
+    wanted = np.searchsorted(plan.table.offset_column.astype(np.int64), targets, side="right") - 1
+    rows = np.zeros_like(starts)
+    for needs in plan.parts:
+        mine = parts == needs.part
+        offsets = layout.tables[needs.part].offset_column.astype(np.int64)
+        rows[mine] = np.searchsorted(offsets, starts[mine], side="right") - 1
+    goes_on = (parts[1:] == parts[:-1]) & (rows[1:] == rows[:-1]) & (wanted[1:] == wanted[:-1])
+    goes_on &= starts[1:] == starts[:-1] + nbytes[:-1]
+    goes_on &= targets[1:] == targets[:-1] + nbytes[:-1]
+    first = np.flatnonzero(np.concatenate(([True], ~goes_on)))
+    sizes = np.add.reduceat(nbytes, first)
+    return _Pieces(parts[first], rows[first], starts[first], targets[first], sizes, wanted[first])
 
 
 class LandingPlan:
@@ -149,31 +173,29 @@ class LandingPlan:
     def make(cls, assembly: Assembly, layout: GroupLayout) -> Self | None:
         """Plan it; None where it cannot be done, or where copying is faster."""
         plan = assembly.plan
-        num = len(plan.run_nbytes)
-        if plan.boxes or not num or int(plan.run_nbytes.sum()) < num * _WORTH_NBYTES:
+        if plan.boxes or not len(plan.run_nbytes):
             return None
-        ranges = [_PartRanges.of(needs.part, plan) for needs in plan.parts]
-        if any((one.ends[:-1] > one.starts[1:]).any() for one in ranges):
-            return None  # what is wanted twice is read once
-        # Of tensors that begin at one byte the last is the one that is not empty.
-        wanted = np.searchsorted(plan.table.offset_column, plan.run_targets, side="right") - 1
-        found = np.zeros(num, np.int64)
-        is_whole = np.zeros(num, bool)
+        pieces = _pieces_of(plan, layout)
+        if int(pieces.nbytes.sum()) < len(pieces.nbytes) * _WORTH_NBYTES:
+            return None
+        tables = layout.tables
+        ranges = []
+        is_whole = np.zeros(len(pieces.nbytes), bool)
         for needs in plan.parts:
-            table = layout.tables[needs.part]
-            mine = np.flatnonzero(plan.run_parts == needs.part)
-            starts, nbytes = plan.run_sources[mine], plan.run_nbytes[mine]
-            rows = np.searchsorted(table.offset_column, starts, side="right") - 1
-            found[mine] = rows
-            begins = table.offset_column[rows].astype(np.int64)
-            is_whole[mine] = (begins == starts) & (table.nbytes_column[rows] == nbytes)
+            mine = pieces.parts == needs.part
+            columns = (pieces.starts[mine], pieces.nbytes[mine], pieces.targets[mine])
+            one = _PartRanges.of(needs.part, *columns, plan.table.arena_nbytes)
+            if (one.ends[:-1] > one.starts[1:]).any():
+                return None  # what is wanted twice is read once
+            ranges.append(one)
+            rows, table = pieces.rows[mine], tables[needs.part]
+            begins, sizes = table.offset_column[rows], table.nbytes_column[rows]
+            is_whole[mine] = (begins == pieces.starts[mine]) & (sizes == pieces.nbytes[mine])
         known, _ = known_wholes(plan, layout)
-        unknown = np.setdiff1d(wanted, known)
-        if not is_whole[np.isin(wanted, unknown)].all():
+        unknown = np.setdiff1d(pieces.wanted, known)
+        if not is_whole[np.isin(pieces.wanted, unknown)].all():
             return None  # nothing that it could be held against
-        columns = (plan.run_parts, found, plan.run_targets, plan.run_nbytes, wanted)
-        pieces = _Pieces(*(column[is_whole] for column in columns))
-        return cls(assembly, ranges, pieces, unknown)
+        return cls(assembly, ranges, pieces.where(is_whole), unknown)
 
     def requests(self, group: GroupManifest) -> list[PartRequest]:
         """What is asked of each part."""

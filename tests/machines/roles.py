@@ -17,6 +17,7 @@ from rl_bridge.bridge.resharding import TensorParallel, parallel
 from rl_bridge.manifest.group import GroupManifest
 from rl_bridge.testing.faults import die
 from rl_bridge.testing.processes import Child
+from rl_bridge.transports.nixl.publisher import NIXLPublisher
 from tests.groups.meshes import Shards, cut, model
 from tests.machines.network.namespaces import enter
 
@@ -58,12 +59,14 @@ class Owner:
         options: dict[str, Any] | None = None,
         timeout_s: float = 60.0,
         rows: int = 0,
+        all_by_rows: bool = False,
         namespace: str = "",
         ucx: dict[str, str] | None = None,
         serves_store: bool = False,
     ) -> None:
         settle_in(namespace, ucx)
         self.rank, self.world_size, self.rows = rank, world_size, rows
+        self.dims = dict.fromkeys(DIMS, 0) if all_by_rows else DIMS
         self.store = TCPStore(
             store[0],
             store[1],
@@ -82,7 +85,7 @@ class Owner:
         self.publisher = GroupPublisher(self.bridge, exchange, timeout_s=timeout_s)
 
     def shards(self, version: int) -> Shards:
-        dims: dict[str, int | None] = {**dict.fromkeys(shapes(self.rows)), **DIMS, "wide": 0}
+        dims: dict[str, int | None] = {**dict.fromkeys(shapes(self.rows)), **self.dims, "wide": 0}
         return cut(model(shapes(self.rows), version), self.world_size, dims)[self.rank]
 
     def publish(self, version: int) -> str:
@@ -93,6 +96,12 @@ class Owner:
 
     def states(self, manifest: str) -> list[str]:
         return [one.state for one in self.publisher.consumers(GroupManifest.from_json(manifest))]
+
+    def help(self, rounds: int) -> None:
+        """Let the network move what it still has."""
+        end = cast("NIXLPublisher", self.bridge._publisher_end()._end)
+        for _ in range(rounds):
+            end._host.progress()
 
     def die(self) -> None:
         die()

@@ -1,0 +1,200 @@
+"""Reads over `nixl` that land where they belong, and what can end them."""
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import pytest
+import torch
+
+from rl_bridge import GroupBridge
+from rl_bridge.bridge.group_end import GroupEnd
+from rl_bridge.errors import StaleUpdate, TransferTimeout, WeightBridgeError
+from rl_bridge.memory import vm
+from rl_bridge.memory.slots import ARRIVING, Slot
+from rl_bridge.testing.processes import Child, until
+from rl_bridge.transports.nixl.consumer import NIXLConsumer
+from rl_bridge.transports.nixl.publisher import NIXLPublisher
+from tests.groups.meshes import Shards, cut, model
+from tests.groups.rig import Trainers, trainers
+from tests.machines.nixl_roles import Between
+from tests.machines.roles import Owner, owners_of, publish, shapes
+
+# Several steps of a read in each half, and small tensors in between.
+ROWS = 12 << 10
+SHAPES = shapes(ROWS)
+BY_ROWS: dict[str, Any] = {"rows": ROWS, "all_by_rows": True}
+DIMS: dict[str, int | None] = {**dict.fromkeys(SHAPES), "embed": 0, "layer.w": 0, "wide": 0}
+
+
+def shards(version: int) -> list[Shards]:
+    return cut(model(SHAPES, version), 2, DIMS)
+
+
+def consumer_of(bridge: GroupBridge) -> NIXLConsumer:
+    end = cast("GroupEnd", bridge._consumer_end()._end)
+    return cast("NIXLConsumer", end._ends["nixl"])
+
+
+def ring_of(bridge: GroupBridge) -> list[Slot]:
+    end = cast("GroupEnd", bridge._consumer_end()._end)
+    assert end._ring is not None
+    return end._ring[1]._ring._slots
+
+
+def update(group: Trainers, bridge: GroupBridge, version: int) -> None:
+    manifest = group.publish(shards(version), version)
+    check(bridge, manifest, version)
+    bridge.acknowledge(manifest)
+    bridge.release(manifest)
+    group.release(manifest)
+
+
+def check(bridge: GroupBridge, manifest: object, version: int) -> None:
+    found = bridge.import_update(manifest)  # type: ignore[arg-type]  # a text does as well
+    for name, expected in model(SHAPES, version).items():
+        assert torch.equal(found[name], expected), name
+    assert consumer_of(bridge)._held.landings is not None, "it was copied"
+
+
+@contextmanager
+def reading(**options: object) -> Iterator[GroupBridge]:
+    with GroupBridge(transports={"nixl": options}) as bridge:
+        yield bridge
+
+
+def test_no_memory_is_taken_for_the_parts_and_nothing_is_made_once_warm() -> None:
+    with trainers(2, "nixl") as group, reading() as bridge:
+        counts = []
+        for version in range(1, 11):
+            update(group, bridge, version)
+            end = consumer_of(bridge)
+            counts.append(str(end.counters))
+            assert [len(one.arrivals._ring) for one in end._held.sources.values()] == [0, 0]
+            assert end.num_registered == 2 + len(ring_of(bridge))  # the stamps' pages, the slots
+        assert len(set(counts[4:])) == 1, counts
+        assert len(ring_of(bridge)) <= 2
+
+
+def overwrite(group: Trainers, rank: int, update_id: str, nbytes: int) -> None:
+    """What a publisher does that does not know of a reader: the next write of the slot."""
+    end = cast("NIXLPublisher", group.bridges[rank]._publisher_end()._end)
+    slot = end.snapshot(update_id)
+    slot.generation += 1
+    slot.stamp(None, 0)
+    vm.tensor_at(slot.address, nbytes).fill_(7)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_part_that_is_overwritten_while_it_lands_ends_its_version_alone(rank: int) -> None:
+    with trainers(2, "nixl") as group, reading(timeout_s=0.5) as bridge:
+        update(group, bridge, 1)
+        second = group.publish(shards(2), 2)
+        part = second.parts[rank]
+
+        def write() -> None:
+            overwrite(group, rank, part.update_id, part.table.arena_nbytes)
+
+        with (
+            Between(write, at="bytes", times=1) as seen,
+            pytest.raises(StaleUpdate, match="wrote to it while it was read"),
+        ):
+            bridge.import_update(second)
+        assert seen.calls == 1
+        assert all(slot.update_id is None for slot in ring_of(bridge))
+        update(group, bridge, 3)
+        assert len(ring_of(bridge)) == 1
+
+
+def test_an_owner_that_is_killed_while_its_part_lands_ends_its_version_alone() -> None:
+    with (
+        owners_of(2, **BY_ROWS) as (owners, meet),
+        reading(timeout_s=6.0) as bridge,
+    ):
+        check(bridge, publish(owners, 1), 1)
+        second = publish(owners, 2)
+
+        def kill() -> None:
+            owners[1].process.kill()
+            owners[1].process.join()
+
+        with Between(kill, at="bytes", times=1) as seen, pytest.raises(WeightBridgeError):
+            bridge.import_update(second)
+        assert seen.calls == 1
+        with Child(Owner, rank=1, world_size=2, store=meet, **BY_ROWS) as fresh:
+            check(bridge, publish([owners[0], fresh.ready()], 3), 3)
+
+
+@pytest.fixture
+def over_tcp(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reads over TCP do not end while their owner stands still."""
+    monkeypatch.setenv("UCX_TLS", "tcp")
+
+
+def stopped(owners: list[Child], bridge: GroupBridge, manifest: str) -> list[int]:
+    """Import while an owner stands still; gives up. Returns whom to wake."""
+    pids: list[int] = []
+
+    def stop() -> None:
+        os.kill(owners[1].pid, signal.SIGSTOP)
+        pids.append(owners[1].pid)
+
+    with (
+        Between(stop, at="bytes", times=1),
+        pytest.raises(TransferTimeout, match="can be reached"),
+    ):
+        bridge.import_update(manifest)
+    return pids
+
+
+@pytest.mark.usefixtures("over_tcp")
+def test_a_slot_where_bytes_may_yet_land_is_used_again_only_when_they_cannot() -> None:
+    with (
+        owners_of(2, **BY_ROWS, options={"serve": "inline"}) as (owners, _),
+        reading(timeout_s=1.0) as bridge,
+    ):
+        check(bridge, publish(owners, 1), 1)
+        pids = stopped(owners, bridge, publish(owners, 2))
+        late = [slot for slot in ring_of(bridge) if slot.update_id == ARRIVING]
+        end = consumer_of(bridge)
+        try:
+            assert len(late) == len(end._held.parked) == 1
+        finally:
+            for pid in pids:
+                os.kill(pid, signal.SIGCONT)
+        third = publish(owners, 3)
+        found = bridge.import_update(third)
+        for name, expected in model(SHAPES, 3).items():
+            assert torch.equal(found[name], expected), name
+
+        def settled() -> bool:
+            for owner in owners:
+                owner.call("help", rounds=200)
+            end._sweep()
+            return not end._held.parked
+
+        until(settled, what="the late reads to end")
+        for name, expected in model(SHAPES, 3).items():
+            assert torch.equal(found[name], expected), name
+        assert late[0].update_id is None, "the slot is given back"
+
+
+@pytest.mark.usefixtures("over_tcp")
+def test_memory_goes_only_behind_the_agent_that_may_write_to_it() -> None:
+    """Another stream of versions takes the place of one whose read did not end."""
+    with (
+        reading(timeout_s=1.0) as bridge,
+        owners_of(2, **BY_ROWS, options={"serve": "inline"}) as (owners, _),
+    ):
+        check(bridge, publish(owners, 1), 1)
+        pids = stopped(owners, bridge, publish(owners, 2))
+        held = consumer_of(bridge)._held
+        ((agent, _),) = held.parked
+        with owners_of(2, **BY_ROWS, options={"serve": "inline"}) as (others, _):
+            check(bridge, publish(others, 1), 1)
+            assert agent.is_closed
+            assert not held.parked
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
