@@ -34,6 +34,8 @@ __all__ = [
     "Availability",
     "Carried",
     "ConsumerEnd",
+    "Landed",
+    "Landing",
     "PartRequest",
     "PublisherEnd",
     "Transport",

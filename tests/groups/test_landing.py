@@ -292,7 +292,7 @@ def test_a_byte_that_changed_on_its_way_names_the_part(
 def test_a_manifest_that_was_changed_on_its_way_is_refused_and_the_right_one_taken(
     sky: Sky,
 ) -> None:
-    with trainers(2, "local-clone") as group, GroupBridge() as bridge:
+    with trainers(2, "local-clone") as group, GroupBridge(max_slots=1) as bridge:
         manifest = group.publish(shards(1), 1)
         changed = GroupManifest.build(
             list(manifest.parts),
