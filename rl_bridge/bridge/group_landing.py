@@ -294,7 +294,6 @@ class ArenaLanding:
 
     def stop(self) -> None:
         """Wait for digests that are under way. Idempotent."""
-        beside, self._beside = self._beside, None
-        self._digest = None
-        if beside is not None:
-            beside.stop()
+        if self._beside is not None:
+            self._beside.stop()
+        self._beside = self._digest = None  # behind it: it reads memory that may be given back

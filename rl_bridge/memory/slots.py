@@ -252,9 +252,9 @@ class SlotRing:
     def abandon(self, slot: Slot) -> None:
         """Give a slot back whose update did not come about, also in the middle of `publish`."""
         slot.layout_digest = None
-        slot.update_id = None
         slot.stamp(None, 0)
         leases.unlock(slot.segment.fd)
+        slot.update_id = None  # last: what an interrupt cuts off is done again
 
     def release(self, update_id: str) -> None:
         """Let a published update's slot be written again as soon as its readers are gone."""

@@ -31,7 +31,7 @@ from rl_bridge.memory.packing import PackPlan
 from rl_bridge.memory.pins import Pin
 from rl_bridge.memory.places import Pass
 from rl_bridge.memory.segment import OwnedSegment, SegmentRef, still_there
-from rl_bridge.memory.slots import ARRIVING, Slot, SlotRing
+from rl_bridge.memory.slots import Slot, SlotRing
 from rl_bridge.memory.views import ViewCache
 from rl_bridge.transports.base import Attachment, Carried, ConsumerEnd, PublisherEnd
 
@@ -135,7 +135,6 @@ class SlotPublisher(PublisherEnd):
             if slot.layout_digest != table.digest:
                 clear_padding(slot.address)
                 slot.layout_digest = table.digest
-            slot.update_id = ARRIVING
         except BaseException:
             self.abandon(slot)
             raise

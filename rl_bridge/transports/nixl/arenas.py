@@ -63,6 +63,17 @@ class KnownSlots:
         known = self._known.get(slot)
         if known is not None:
             return known
+
+        def forget() -> None:
+            if before_end is not None:
+                before_end()
+            # What a late reader still sees of these pages is no version any more.
+            slot.stamp(None, 0)
+            ended = self._known.pop(slot, None)
+            for region in () if ended is None else ended.regions:
+                self._agent.deregister(region)
+
+        slot.before_close = forget  # first: an interrupt must not lose what is known
         try:
             known = self._known[slot] = self._register(slot)
         except AgentError as error:
@@ -71,16 +82,6 @@ class KnownSlots:
                 "limit of locked memory (ulimit -l), or lower max_slots."
             )
             raise SegmentError(msg) from error
-
-        def forget() -> None:
-            if before_end is not None:
-                before_end()
-            # What a late reader still sees of these pages is no version any more.
-            slot.stamp(None, 0)
-            for region in self._known.pop(slot).regions:
-                self._agent.deregister(region)
-
-        slot.before_close = forget
         return known
 
     def _register(self, slot: Slot) -> Registered:

@@ -19,6 +19,7 @@ from rl_bridge.errors import (
 )
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.memory.control import UpdateReport
+from rl_bridge.memory.slots import ARRIVING
 from rl_bridge.transports._landing import Landed, Landing
 from rl_bridge.transports._wire.arenas import Arenas
 from rl_bridge.transports._wire.handles import read_handle, require_publisher
@@ -197,6 +198,9 @@ class NIXLConsumer(ConsumerEnd):
                 handle = self._handle(part.manifest)
                 source = self._source(handle.endpoint, is_observer=False)
                 jobs.append(Job(index, part, handle, source, room=room))
+            # From here on bytes may land in it, and `_sweep` sees to its end if nothing else does.
+            held.under_way = agent, jobs
+            slot.update_id = ARRIVING
             fetch.run()
             made = Landed(slot, [job.header for job in jobs])
             is_here = True
@@ -207,8 +211,11 @@ class NIXLConsumer(ConsumerEnd):
             finally:
                 if in_flight:
                     self._renew_agent(jobs)  # the slot is given back when they ended
-                elif not is_here:
+                elif is_here:
+                    room.slot = slot.update_id = None  # the caller's, and nobody's if it fails
+                else:
                     room.give_back()
+                held.under_way = None
         return made
 
     def _here(self, part: PartRequest) -> Attachment | None:
@@ -306,18 +313,27 @@ class NIXLConsumer(ConsumerEnd):
             source.let_go()
             source.link.hang_up()
         self._held.parked.append((old, jobs))
+        self._held.under_way = None
         self._sweep()
 
     def _sweep(self) -> None:
         """Close agents whose reads ended meanwhile, and use their slots again."""
-        for agent, jobs in list(self._held.parked):
+        held = self._held
+        if held.under_way is not None:  # an interrupt cut off its end
+            agent, jobs = held.under_way
+            if agent is held.agent:
+                self._renew_agent(jobs)
+                return
+            held.parked.append((agent, jobs))
+            held.under_way = None
+        for agent, jobs in list(held.parked):
             if all(job.reading is None or job.reading.settle() for job in jobs):
-                self._held.parked.remove((agent, jobs))
                 agent.close()
                 for job in jobs:
                     job.give_back()
                     if job.room is not None:
                         job.room.give_back()
+                held.parked.remove((agent, jobs))
 
     # ---- the rest -------------------------------------------------------------------------------
 

@@ -38,9 +38,9 @@ class Room:
 
     def give_back(self) -> None:
         """Let the slot be used again: nothing can land there any more. Idempotent."""
-        slot, self.slot = self.slot, None
-        if slot is not None:
-            self.landing.abandon(slot)
+        if self.slot is not None:
+            self.landing.abandon(self.slot)
+            self.slot = None  # behind it: an interrupt must not lose it
 
 
 @dataclass(slots=True, eq=False)

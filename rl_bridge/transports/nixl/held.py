@@ -20,6 +20,8 @@ class Held:
         self.sources: dict[str, Source] = {}
         self.parked: list[tuple[Agent, Sequence[Job]]] = []
         """Agents that were given up, with reads that may not have ended."""
+        self.under_way: tuple[Agent, Sequence[Job]] | None = None
+        """What is read into a slot of others' now, or was as an interrupt cut off even its end."""
         self.landings: KnownSlots | None = None
         """Slots of others' that were read into."""
         self.num_open = 0
@@ -54,12 +56,15 @@ def end(pid: int, held: Held) -> None:
     for source in held.sources.values():
         source.let_go()
     # First of all: nothing can land any more, and publishers that hear of the end can see it.
-    for agent in (held.agent, *(agent for agent, _ in held.parked)):
+    under_way = None if held.under_way is None else held.under_way[0]
+    for agent in (held.agent, under_way, *(agent for agent, _ in held.parked)):
         if agent is not None:
             agent.close()
-    for room in {job.room for _, jobs in held.parked for job in jobs if job.room is not None}:
+    given_up = [*held.parked, *([] if held.under_way is None else [held.under_way])]
+    for room in {job.room for _, jobs in given_up for job in jobs if job.room is not None}:
         room.give_back()
     held.parked.clear()
+    held.under_way = None
     for publisher_id, source in list(held.sources.items()):
         source.close()
         held.sources.pop(publisher_id, None)  # behind it: an interrupt must not lose it

@@ -1,0 +1,103 @@
+"""What a second reader found in versions that are read to where they belong, by symptom."""
+
+from contextlib import suppress
+from types import FrameType
+from typing import Any, cast
+
+import pytest
+import torch
+
+from rl_bridge import GroupBridge
+from rl_bridge.bridge.group_end import GroupEnd
+from rl_bridge.bridge.resharding import TensorParallel, parallel
+from rl_bridge.errors import ChecksumMismatch
+from rl_bridge.manifest.canonical import thaw
+from rl_bridge.manifest.model import WeightUpdateManifest
+from rl_bridge.memory.slots import ARRIVING
+from rl_bridge.transports.nixl.consumer import NIXLConsumer
+from tests.groups.meshes import Shards, cut, model
+from tests.groups.rig import trainers
+from tests.helpers import tracing
+from tests.interrupts import InterruptBefore
+
+SHAPES = {"a": (1024, 512), "b": (640, 1024), "n": (70_000,)}
+ROWS = dict.fromkeys(SHAPES, 0)
+INLINE: dict[str, Any] = {"serve": "inline"}
+
+
+class WhereSlotsChangeHands(InterruptBefore):
+    """Counts only lines of the files in which they do."""
+
+    def __call__(self, frame: FrameType, event: str, told: Any) -> Any:
+        name = frame.f_code.co_filename
+        if "/rl_bridge/" in name and not name.endswith(("nixl/consumer.py", "/_slots.py")):
+            return self
+        return super().__call__(frame, event, told)
+
+
+def shards(version: int) -> list[Shards]:
+    """Rows of each tensor, for two ranks: 128 KiB of each and more."""
+    return cut(model(SHAPES, version), 2, dict(ROWS))
+
+
+def end_of(bridge: GroupBridge) -> GroupEnd:
+    return cast("GroupEnd", bridge._consumer_end()._end)
+
+
+def nixl_of(bridge: GroupBridge) -> NIXLConsumer:
+    return cast("NIXLConsumer", end_of(bridge)._ends["nixl"])
+
+
+def kept(bridge: GroupBridge) -> list[str | None]:
+    """What is in each slot of the consumer's ring."""
+    ring = end_of(bridge)._ring
+    return [] if ring is None else [slot.update_id for slot in ring[1]._ring._slots]
+
+
+def holds(found: Any, version: int) -> bool:
+    return all(torch.equal(found[name], one) for name, one in model(SHAPES, version).items())
+
+
+def test_an_interrupt_before_any_line_that_hands_a_slot_on_costs_none() -> None:
+    """Slots that nothing can land in any more are written again; there are only four."""
+    number, struck, version = 0, True, 0
+    while struck:
+        with trainers(2, "nixl", **INLINE) as ranks, GroupBridge() as bridge:
+            for _ in range(40):
+                version += 1
+                cut_off = ranks.publish(shards(version), version)
+                tracer = WhereSlotsChangeHands(number)
+                with suppress(KeyboardInterrupt), tracing(tracer):
+                    bridge.import_update(cut_off)
+                struck = tracer.struck
+                bridge.release(cut_off)
+                ranks.release(cut_off)
+                version += 1
+                whole = ranks.publish(shards(version), version)
+                assert holds(bridge.import_update(whole), version), number
+                bridge.acknowledge(whole)
+                bridge.release(whole)
+                ranks.release(whole)
+                assert not nixl_of(bridge)._held.parked, number
+                assert ARRIVING not in kept(bridge), number
+                if not struck:
+                    break
+                number += 1
+    assert number > 60
+
+
+def test_a_manifest_that_leads_to_other_bytes_is_not_taken_for_what_was_digested() -> None:
+    """Two shares of one version, alike in all but their bytes."""
+    shares = [parallel(tensor=TensorParallel(2, rank, ROWS)) for rank in range(2)]
+    with (
+        trainers(2, "nixl", **INLINE) as ranks,
+        GroupBridge(shares[0]) as bridge,
+        GroupBridge(shares[1], source_rank=1) as other,
+    ):
+        manifest = ranks.publish(shards(1), 1)
+        mine, theirs = bridge.resolve_update(manifest), other.resolve_update(manifest)
+        assert mine.table.digest == theirs.table.digest
+        document = {name: getattr(mine, name) for name in type(mine).model_fields}
+        document |= {"metadata": thaw(mine.metadata), "handle": thaw(theirs.handle)}
+        with pytest.raises(ChecksumMismatch, match="tensor checksum mismatch for 'a'"):
+            bridge.import_update(WeightUpdateManifest(**document))
