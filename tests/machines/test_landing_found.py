@@ -10,11 +10,12 @@ import torch
 from rl_bridge import GroupBridge
 from rl_bridge.bridge.group_end import GroupEnd
 from rl_bridge.bridge.resharding import TensorParallel, parallel
-from rl_bridge.errors import ChecksumMismatch
+from rl_bridge.errors import ChecksumMismatch, TransferTimeout
 from rl_bridge.manifest.canonical import thaw
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.memory.slots import ARRIVING
 from rl_bridge.transports.nixl.consumer import NIXLConsumer
+from rl_bridge.transports.nixl.reading import Reading
 from tests.groups.meshes import Shards, cut, model
 from tests.groups.rig import trainers
 from tests.helpers import tracing
@@ -101,3 +102,26 @@ def test_a_manifest_that_leads_to_other_bytes_is_not_taken_for_what_was_digested
         document |= {"metadata": thaw(mine.metadata), "handle": thaw(theirs.handle)}
         with pytest.raises(ChecksumMismatch, match="tensor checksum mismatch for 'a'"):
             bridge.import_update(WeightUpdateManifest(**document))
+
+
+def test_reads_that_never_end_do_not_take_all_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A publisher that hangs, again and again; then one that does not."""
+
+    def late(_: Reading) -> bool:
+        raise TransferTimeout("nothing arrived")
+
+    with trainers(2, "nixl", **INLINE) as ranks, GroupBridge(max_slots=2) as bridge:
+        manifest = ranks.publish(shards(1), 1)
+        assert holds(bridge.import_update(manifest), 1)
+        bridge.acknowledge(manifest)
+        monkeypatch.setattr(Reading, "in_flight", property(lambda _: True))
+        monkeypatch.setattr(Reading, "settle", lambda _: False)
+        for version in (2, 3):
+            hung = ranks.publish(shards(version), version)
+            with monkeypatch.context() as hanging:
+                hanging.setattr(Reading, "step", late)
+                with pytest.raises(TransferTimeout):
+                    bridge.import_update(hung)
+            assert kept(bridge) == [manifest.update_id, ARRIVING]
+        monkeypatch.undo()
+        assert holds(bridge.import_update(ranks.publish(shards(4), 4)), 4)

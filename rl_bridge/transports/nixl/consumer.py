@@ -13,6 +13,7 @@ import torch
 
 from rl_bridge.errors import (
     SegmentError,
+    SlotsExhausted,
     StaleUpdate,
     TransportUnavailable,
     WeightBridgeError,
@@ -187,7 +188,12 @@ class NIXLConsumer(ConsumerEnd):
         agent = self._agent()
         if held.landings is None:
             held.landings = KnownSlots(agent, torch.device("cpu"))
-        slot = landing.reserve()
+        try:
+            slot = landing.reserve()
+        except SlotsExhausted:
+            if not held.end_landings():  # of a publisher that hangs, reads may never end
+                raise
+            slot = landing.reserve()
         jobs: list[Job] = []
         fetch = Fetch(jobs, timeout_s=self._timeout_s)
         room = Room(landing, slot)

@@ -41,6 +41,17 @@ class Held:
                 for room in rooms:
                     room.slot = None
 
+    def end_landings(self) -> bool:
+        """Close agents that may still write to slots of others'; returns whether there were any."""
+        ended = [(agent, jobs) for agent, jobs in self.parked if any(job.room for job in jobs)]
+        for agent, jobs in ended:
+            agent.close()
+            for job in jobs:
+                if job.room is not None:
+                    job.room.give_back()
+            self.parked.remove((agent, jobs))
+        return bool(ended)
+
     def __exit__(self, *_: object) -> None:
         """Tell them."""
         self.num_open -= 1
