@@ -19,6 +19,8 @@ class Landing(Protocol):
     def reserve(self) -> Slot:
         """Find room, for each attempt anew; it comes back by `abandon`, or in what landed.
 
+        Its `update_id` is `ARRIVING` from before the first byte may land until none can any more.
+
         Raises:
             WeightBridgeError: there is none.
 

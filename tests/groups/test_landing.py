@@ -41,7 +41,7 @@ from rl_bridge.manifest.group import GroupManifest
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.memory.control import UpdateReport
 from rl_bridge.memory.imported import ImportedTensors
-from rl_bridge.memory.slots import Slot
+from rl_bridge.memory.slots import ARRIVING, Slot
 from rl_bridge.testing.faults import flip_byte
 from rl_bridge.transports._landing import Landed, Landing
 from rl_bridge.transports.base import Attachment, ConsumerEnd, PartRequest
@@ -327,6 +327,7 @@ def test_room_where_bytes_may_yet_land_is_nobody_elses(
 
     def gives_up(self: Falling, parts: Sequence[PartRequest], landing: Landing) -> Landed:
         late.append(landing.reserve())
+        late[0].update_id = ARRIVING
         raise SegmentError(f"update {parts[0].manifest.update_id} is gone. Publish again.")
 
     with trainers(2, "local-clone") as group, GroupBridge(max_slots=2) as bridge:
