@@ -369,7 +369,7 @@ def _scan(
     found: list[tuple[int, int]] = []
     end = address + nbytes
     try:
-        with Path("/proc/self/pagemap").open("rb") as pagemap:
+        with open("/proc/self/pagemap", "rb", 0) as pagemap:  # noqa: PTH123 - for each update
             while address < end:
                 arguments = bytearray(
                     _SCAN_ARGS.pack(
