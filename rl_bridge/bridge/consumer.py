@@ -25,6 +25,7 @@ from rl_bridge.bridge.records import (
     is_sealed_so,
     is_shortage,
     never_let_in,
+    news_of,
     remember,
     report_of,
     sweep,
@@ -42,7 +43,6 @@ from rl_bridge.lifecycle.machine import Lifecycle, Observer
 from rl_bridge.lifecycle.table import Event, Role, State
 from rl_bridge.manifest.canonical import JSONValue
 from rl_bridge.manifest.model import WeightUpdateManifest
-from rl_bridge.memory.control import UpdateReport
 from rl_bridge.transports.base import ConsumerEnd, Transport
 
 __all__ = ["Consumer"]
@@ -373,15 +373,15 @@ class Consumer(Books):
         manifest = record.manifest
         if manifest is None or self._is_closed:
             return
-        report: UpdateReport | None = None
+        told: dict[str, object] | None = None
         try:
             # Another thread, in which a tensor died, may have told newer news meanwhile.
-            while report != (news := report_of(record, manifest)):
-                report = news
-                self._end.report(manifest, report)
+            while told != (news := news_of(record)):
+                told = news
+                self._end.report(manifest, report_of(manifest, news))
         except Exception:  # noqa: BLE001 - logged in full
             # What it tells of has happened: a way back that fails must not look like its failure.
-            _LOG.exception("the publisher was not told of %s", report)
+            _LOG.exception("the publisher was not told of %s: %s", record.update_id, told)
 
     def _check_open(self) -> None:
         if self._is_closed:

@@ -7,6 +7,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -38,6 +39,7 @@ __all__ = [
     "is_sealed_so",
     "is_shortage",
     "never_let_in",
+    "news_of",
     "remember",
     "report_of",
     "require_bytes",
@@ -115,11 +117,14 @@ def sweep(updates: Mapping[str, ImportedUpdate]) -> None:
     cycles: until Python's next full collection, which may be hours away, the update would keep its
     publisher's slot. Where tensors are held on purpose this gives up soon.
     """
-    held = [
-        one
-        for one in updates.values()
-        if one.lifecycle.state is State.REJECTED and one.sweeps_left and one.living_buffers
-    ]
+    held = []
+    for one in updates.values():
+        if one.sweeps_left:
+            state = one.lifecycle.state
+            if state is State.RELEASED:
+                one.sweeps_left = 0  # nothing follows: not every later update looks at it again
+            elif state is State.REJECTED and one.living_buffers:
+                held.append(one)
     if held:
         gc.collect()
         for one in held:
@@ -135,16 +140,21 @@ def never_let_in(manifest: WeightUpdateManifest, reason: str) -> ImportedUpdate:
     return ImportedUpdate(manifest.update_id, manifest, lifecycle)
 
 
-def report_of(record: ImportedUpdate, manifest: WeightUpdateManifest) -> UpdateReport:
-    """What the publisher gets to know of an update, as it stands."""
+def news_of(record: ImportedUpdate) -> dict[str, Any]:
+    """What can change of an update's report, as it stands."""
+    return {
+        "state": str(record.lifecycle.state),
+        "reason": record.lifecycle.reason,
+        "proof": None if record.proof is None else dict(record.proof),
+        "timings_ms": dict(record.timings_ms),
+        "tensors_held": bool(record.living_buffers),
+    }
+
+
+def report_of(manifest: WeightUpdateManifest, news: Mapping[str, Any]) -> UpdateReport:
+    """What the publisher gets to know of an update."""
     return UpdateReport(
-        update_id=manifest.update_id,
-        weight_version=manifest.weight_version,
-        state=str(record.lifecycle.state),
-        reason=record.lifecycle.reason,
-        proof=None if record.proof is None else dict(record.proof),
-        timings_ms=record.timings_ms,
-        tensors_held=bool(record.living_buffers),
+        update_id=manifest.update_id, weight_version=manifest.weight_version, **news
     )
 
 
@@ -248,7 +258,8 @@ def require_header(
 
 def is_as_published(manifest: WeightUpdateManifest, attachment: Attachment | None) -> bool:
     """Whether a manifest's header is the one that was sealed; True where nobody can tell."""
-    return _sealed(attachment) in {b"", manifest.header_digest}
+    sealed = _sealed(attachment)
+    return not sealed or sealed == manifest.header_digest
 
 
 def is_sealed_so(manifest: WeightUpdateManifest, attachment: Attachment) -> bool:
