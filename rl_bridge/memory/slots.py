@@ -233,10 +233,12 @@ class SlotRing:
         usable.stamp(None, 0)
         return usable
 
-    def publish(self, slot: Slot, update_id: str, arena_nbytes: int) -> None:
-        """Stamp a written slot and let readers in."""
+    def publish(
+        self, slot: Slot, update_id: str, arena_nbytes: int, header: bytes | None = None
+    ) -> None:
+        """Stamp a written slot and let readers in; without `header`, `seal_header` may follow."""
         slot.update_id = update_id
-        slot.stamp(update_id, arena_nbytes)
+        slot.stamp(update_id, arena_nbytes, header)
         leases.unlock(slot.segment.fd)
 
     def seal_header(self, update_id: str, digest: bytes) -> None:

@@ -10,6 +10,7 @@ import torch
 from rl_bridge.errors import SegmentError
 from rl_bridge.manifest.table import TensorTable
 from rl_bridge.memory.arrival_digest import ArrivalDigest, ArrivalPlan
+from rl_bridge.memory.places import Pass
 from rl_bridge.memory.slots import ARRIVING, Slot, SlotRing
 from rl_bridge.transports._wire.arenas import Arenas
 from rl_bridge.transports.base import Attachment
@@ -56,6 +57,7 @@ class Arrivals:
         self._arrived: OrderedDict[str, Arrival] = OrderedDict()
         self._plans: OrderedDict[str, ArrivalPlan] = OrderedDict()
         self._tables: OrderedDict[str, TensorTable] = OrderedDict()
+        self._passes: OrderedDict[str, Pass] = OrderedDict()
 
     def _make_slot(self, arena_nbytes: int) -> Slot:
         self._made += 1
@@ -107,9 +109,7 @@ class Arrivals:
         """Let a version that arrived be attached."""
         with self._lock:
             slot = arrival.slot
-            self._ring.publish(slot, arrival.update_id, arrival.arena_nbytes)
-            if arrival.header is not None:
-                self._ring.seal_header(arrival.update_id, arrival.header)
+            self._ring.publish(slot, arrival.update_id, arrival.arena_nbytes, arrival.header)
             known = self._arrived.pop(arrival.update_id, None)
             if known is not None:
                 known.slot.update_id = None
@@ -157,8 +157,7 @@ class Arrivals:
             pin.header = arrival.header
             arrival.is_claimed = True
             self.learn(table)
-            plan = pin.place.plan(table.nbytes_column)
-            made = Attachment(table, pin, plan, num_threads=num_threads)
+            made = Attachment(table, pin, self._pass(table), num_threads=num_threads)
             # It was digested while it arrived, if its layout was known by then.
             made.digested(arrival.digests if arrival.layout_digest == table.digest else None)
             return made
@@ -173,14 +172,20 @@ class Arrivals:
 
         """
         with self._lock:
-            self._ring.publish(slot, update_id, table.arena_nbytes)
+            self._ring.publish(slot, update_id, table.arena_nbytes, header)
             try:
-                if header is not None:
-                    slot.stamp(update_id, table.arena_nbytes, header)
                 pin = self._arenas.pin(slot, update_id, table.arena_nbytes)
             finally:
                 slot.update_id = None
-            return Attachment(table, pin, pin.place.plan(table.nbytes_column))
+            return Attachment(table, pin, self._pass(table))
+
+    def _pass(self, table: TensorTable) -> Pass:
+        """What reads versions of a layout; made once."""
+        found = self._passes.get(table.digest)
+        if found is None:
+            found = self._passes[table.digest] = self._arenas.place.plan(table.nbytes_column)
+            _keep_newest(self._passes)
+        return found
 
     def drop(self, update_id: str) -> None:
         """Forget a version that nobody imported: its publisher let go of it."""
@@ -216,5 +221,6 @@ class Arrivals:
         """Give everything back; tensors keep what they look at."""
         with self._lock:
             self._arrived.clear()
+            self._passes.clear()
             self._ring.close()
             self._arenas.close()
