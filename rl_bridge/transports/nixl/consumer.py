@@ -159,11 +159,11 @@ class NIXLConsumer(ConsumerEnd):
                 _LOG.warning("%s Once more, on a new connection.", error)
 
     def _attach_once(self, parts: Sequence[PartRequest], *, is_observer: bool) -> list[Attachment]:
-        attached: list[Attachment | None] = [self._here(part) for part in parts]
+        handles = [self._handle(part.manifest) for part in parts]
+        attached = [self._here(*one) for one in zip(parts, handles, strict=True)]
         jobs: list[Job] = []
-        for index, part in enumerate(parts):
+        for index, (part, handle) in enumerate(zip(parts, handles, strict=True)):
             if attached[index] is None:
-                handle = self._handle(part.manifest)
                 source = self._source(handle.endpoint, is_observer=is_observer)
                 jobs.append(Job(index, part, handle, source))
         fetch = Fetch(jobs, timeout_s=self._timeout_s)
@@ -224,13 +224,12 @@ class NIXLConsumer(ConsumerEnd):
                 held.under_way = None
         return made
 
-    def _here(self, part: PartRequest) -> Attachment | None:
+    def _here(self, part: PartRequest, handle: NIXLHandle) -> Attachment | None:
         """A version that was read already, if it is still here."""
         manifest = part.manifest
         source = self._held.sources.get(manifest.publisher_id)
         if source is None or part.starts is not None:
             return None
-        handle = self._handle(manifest)
         return source.arrivals.attach(
             manifest.update_id,
             manifest.table,

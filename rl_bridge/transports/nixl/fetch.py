@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from rl_bridge.errors import TransferTimeout, WeightBridgeError
+from rl_bridge.memory.arrival_digest import ArrivalDigest
 from rl_bridge.memory.slots import Slot
 from rl_bridge.transports._landing import Landing
 from rl_bridge.transports._wire.arrivals import Arrival
@@ -53,6 +54,7 @@ class Job:
     source: Source
     room: Room | None = None
     slot: Slot | None = None
+    digest: ArrivalDigest | None = None
     reading: Reading | None = None
     is_leased: bool = False
     renewed: float = 0.0
@@ -61,6 +63,13 @@ class Job:
     def update_id(self) -> str:
         """Of which update it is a part."""
         return self.request.manifest.update_id
+
+    @property
+    def _place(self) -> Slot:
+        """Where it is read to."""
+        slot = self.slot if self.room is None else self.room.slot
+        assert slot is not None
+        return slot
 
     def ask(self) -> None:
         """Ask for the lease."""
@@ -72,11 +81,16 @@ class Job:
         )
 
     def prepare(self) -> None:
-        """What takes no answer, while the publisher answers: room, and what is compared later."""
+        """What takes no answer, while the publisher answers: room, and what is compared later.
+
+        Of a part it is the whole group's header that is compared, not its own.
+        """
         manifest = self.request.manifest
         if self.room is None:
             self.slot = self.source.arrivals.reserve(manifest.table.arena_nbytes)
-        manifest.header_digest  # noqa: B018 - kept there for whoever compares it
+        if self.request.starts is None:
+            self.digest = self.source.digest_of(manifest.table, self._place)
+            manifest.header_digest  # noqa: B018 - kept there for whoever compares it
 
     def begin(self) -> None:
         """Wait for the lease, and make ready to read."""
@@ -84,13 +98,13 @@ class Job:
         self.renewed = time.monotonic()
         expected = self.update_id, self.handle.generation
         room = self.room
-        slot = self.slot if room is None else room.slot
-        assert slot is not None
         landing = None
         if room is not None:
             assert room.known is not None
             landing = room.known, partial(room.landing.arrived, self.index)
-        self.reading = self.source.reading(self.request, leased, slot, expected, landing=landing)
+        self.reading = self.source.reading(
+            self.request, leased, self._place, expected, digest=self.digest, landing=landing
+        )
 
     def attach(self, num_threads: int | None) -> Attachment:
         """Lease what arrived, on this side."""

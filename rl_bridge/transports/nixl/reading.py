@@ -92,7 +92,7 @@ class Reading:
         self._next = 0
         self._window: deque[tuple[Any, int]] = deque()
         self._stamping: Any = None
-        is_beside = digest is not None and int(prepared.steps.nbytes.sum()) >= BESIDE_NBYTES
+        is_beside = digest is not None and arena_nbytes >= BESIDE_NBYTES
         self._beside = Digester(digest) if digest is not None and is_beside else None
 
     @property

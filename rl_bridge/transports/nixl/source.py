@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from rl_bridge.manifest.table import TensorTable
+from rl_bridge.memory.arrival_digest import ArrivalDigest
 from rl_bridge.memory.slots import STAMP_NBYTES, Slot
 from rl_bridge.transports._wire.arenas import Arenas
 from rl_bridge.transports._wire.arrivals import Arrivals
@@ -73,6 +75,7 @@ class Source:
         slot: Slot,
         expected: tuple[str, int],
         *,
+        digest: ArrivalDigest | None = None,
         landing: tuple[Registered, Callable[[int], None]] | None = None,
     ) -> Reading:
         """Make ready to read a version into a slot.
@@ -82,6 +85,7 @@ class Source:
             leased: where it lies.
             slot: where it goes.
             expected: update and generation that its stamp must show.
+            digest: of what arrives; None to digest nothing.
             landing: what the agent knows of the slot where it is none of this source's, and who is
                 told what arrived.
 
@@ -90,13 +94,8 @@ class Source:
             MalformedManifest: what the publisher said cannot be.
 
         """
-        table = request.manifest.table
         mine, told = (self.arenas.known(slot), None) if landing is None else landing
         prepared = self._prepare(request, leased, slot, mine)
-        digest = None
-        if request.starts is None:
-            self.arrivals.learn(table)
-            digest = self.arrivals.digest_of(table.digest, STEP_NBYTES, slot, table.arena_nbytes)
         return Reading(
             self._agent,
             prepared,
@@ -105,8 +104,13 @@ class Source:
             digest=digest,
             told=told,
             expected=expected,
-            arena_nbytes=table.arena_nbytes,
+            arena_nbytes=request.manifest.table.arena_nbytes,
         )
+
+    def digest_of(self, table: TensorTable, slot: Slot) -> ArrivalDigest | None:
+        """What digests a whole version while it arrives in a slot."""
+        self.arrivals.learn(table)
+        return self.arrivals.digest_of(table.digest, STEP_NBYTES, slot, table.arena_nbytes)
 
     def _prepare(
         self, request: PartRequest, leased: Leased, slot: Slot, mine: Registered
