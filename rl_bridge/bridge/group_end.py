@@ -17,7 +17,7 @@ from rl_bridge.bridge.group_landing import ArenaLanding, LandingPlan
 from rl_bridge.bridge.resharding_plan import ReshardPlan
 from rl_bridge.errors import TransportUnavailable
 from rl_bridge.lifecycle.table import State
-from rl_bridge.manifest.canonical import JSONValue, thaw
+from rl_bridge.manifest.canonical import JSONValue
 from rl_bridge.manifest.group import GroupManifest
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.memory.control import UpdateReport
@@ -281,7 +281,7 @@ class GroupEnd(ConsumerEnd):
             weight_version=group.weight_version,
             transport=GROUP,
             created_at=group.created_at,
-            metadata={**thaw(group.metadata), "group_root": group.root},
+            metadata={**group.metadata, "group_root": group.root},
             handle=dict(carried.handle),
             digests=carried.digests,
             table=plan.table,

@@ -132,6 +132,17 @@ class Reading:
             AgentError: a read failed.
 
         """
+        is_moving = False
+        while not self.is_done:
+            stage = self._stage
+            if not self._go_on():
+                break
+            is_moving = True
+            if self._stage == stage:
+                break  # between bytes and bytes other readings have their turn
+        return is_moving
+
+    def _go_on(self) -> bool:
         match self._stage:
             case "new":
                 self._post_stamp()
