@@ -78,8 +78,10 @@ def test_a_publication_that_is_interrupted_while_it_is_stamped_holds_no_slot(
 ) -> None:
     stamp = Slot.stamp
 
-    def interrupted(self: Slot, update_id: str | None, arena_nbytes: int) -> None:
-        stamp(self, update_id, arena_nbytes)
+    def interrupted(
+        self: Slot, update_id: str | None, arena_nbytes: int, header: bytes | None = None
+    ) -> None:
+        stamp(self, update_id, arena_nbytes, header)
         if update_id is not None:
             raise KeyboardInterrupt
 
