@@ -187,9 +187,15 @@ HALF = parallel(tensor=TensorParallel(2, 1, {"big": 0, "small": 0}))
     ids=["one", "two", "uneven", "flat", "half"],
 )
 def test_in_whatever_order_it_lands_it_is_what_was_published(
-    sky: Sky, ranks: list[Shards], wanted: Wanted, seed: int
+    sky: Sky,
+    monkeypatch: pytest.MonkeyPatch,
+    ranks: list[Shards],
+    wanted: Wanted,
+    seed: int,
 ) -> None:
     sky.seed = seed
+    if seed % 2:  # what is small is digested as it comes, without a thread
+        monkeypatch.setattr(group_landing, "BESIDE_NBYTES", 1 << 40)
     with trainers(len(ranks), "local-clone") as group, GroupBridge(wanted) as bridge:
         found = bridge.import_update(group.publish(ranks, 1))
         assert len(sky.landed) == 1, "it was copied"
