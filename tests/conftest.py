@@ -31,3 +31,11 @@ settings.register_profile("nightly", _COMMON, max_examples=3000, stateful_step_c
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 assert Phase.shrink in settings().phases
+
+
+def pytest_configure() -> None:
+    """Have children begin with what the files import that their classes are found in."""
+    from rl_bridge.testing import processes
+
+    # Not rl_bridge: a child imports it anew, or without its compiled module (tests.pure_python).
+    processes.PRELOADED += ["hypothesis", "numpy", "pydantic", "pytest"]

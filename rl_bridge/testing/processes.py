@@ -1,7 +1,11 @@
-"""Real processes for tests: spawned, talked to in JSON, never waited for without a deadline.
+"""Real processes for tests: talked to in JSON, never waited for without a deadline.
 
 What crosses to a child is a function, classes and plain arguments, and from then on JSON text: an
 object that took its bytes along by pickle would hide exactly the lies that these tests look for.
+
+Children come from a server that has imported torch and nothing of ours: a spawned process takes
+seconds for that alone. They share neither memory nor descriptors with the test, and have its
+environment as it is when they start.
 """
 
 import json
@@ -19,10 +23,22 @@ from typing import Any, Self
 
 from rl_bridge.errors import DeadlineExceeded, WeightBridgeError
 
-__all__ = ["DEADLINE_S", "Child", "ChildDied", "ChildError", "Line", "Target", "until", "watchdog"]
+__all__ = [
+    "DEADLINE_S",
+    "PRELOADED",
+    "Child",
+    "ChildDied",
+    "ChildError",
+    "Line",
+    "Target",
+    "until",
+    "watchdog",
+]
 
 DEADLINE_S = 60.0
-_SPAWN = multiprocessing.get_context("spawn")
+_SERVED = multiprocessing.get_context("forkserver")
+PRELOADED = ["torch"]
+"""Modules that the server imports before its first child; to be added to before that."""
 _ENDED = "bye"
 
 
@@ -94,11 +110,19 @@ class Line:
 Target = Callable[..., object]
 
 
-def _serve(connection: Connection, target: Target, arguments: dict[str, Any]) -> None:
+def _serve(
+    connection: Connection,
+    target: Target,
+    arguments: dict[str, Any],
+    environment: dict[str, str],
+) -> None:
     """Answer calls until the parent hangs up."""
     import torch
 
     torch.set_num_threads(1)
+    # The server's is that of the first child's start.
+    os.environ.clear()
+    os.environ.update(environment)
     line = Line(connection)
     try:
         served = target(**arguments)
@@ -126,7 +150,7 @@ def _describe(error: Exception) -> list[Any]:
 
 
 class Child:
-    """A spawned process that serves one object; its methods are called with `call`.
+    """A process that serves one object; its methods are called with `call`.
 
     Use as a context manager: whatever still runs at the end is killed, before any assertion of the
     caller's can be skipped over.
@@ -141,10 +165,14 @@ class Child:
 
         """
         self.arguments = arguments
-        here, there = _SPAWN.Pipe()
+        here, there = _SERVED.Pipe()
         self._line = Line(here)
-        self.process = _SPAWN.Process(
-            target=_serve, args=(there, target, arguments), daemon=True, name=f"test-{target}"
+        _SERVED.set_forkserver_preload(PRELOADED)  # read when the server starts
+        self.process = _SERVED.Process(
+            target=_serve,
+            args=(there, target, arguments, dict(os.environ)),
+            daemon=True,
+            name=f"test-{target}",
         )
         self.process.start()
         there.close()
