@@ -93,7 +93,7 @@ class Standing:
         )
 
     def given_back(self, manifest: WeightUpdateManifest, error: BaseException) -> None:
-        """An update was cut off before a byte of the engine changed: it may come again."""
+        """An update was given up before a byte of the engine changed: it may come again."""
         if not self.is_torn_by(manifest):
             try:
                 if isinstance(self._bridge, TensorBridge):
@@ -104,7 +104,7 @@ class Standing:
                 _LOG.exception("version %d could not be released", manifest.weight_version)
         add_note(
             error,
-            f"version {manifest.weight_version} was cut off before the engine was "
+            f"version {manifest.weight_version} was given up before the engine was "
             f"touched, and may be installed again; {self._told()}",
         )
 

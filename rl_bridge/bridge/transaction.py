@@ -21,6 +21,7 @@ from rl_bridge.bridge.acknowledgement import (
 )
 from rl_bridge.bridge.bridges import TensorBridge
 from rl_bridge.bridge.protocols import WeightConsumer
+from rl_bridge.bridge.records import is_shortage
 from rl_bridge.bridge.settling import settle
 from rl_bridge.bridge.standing import Standing
 from rl_bridge.bridge.steps import FineSteps
@@ -218,7 +219,7 @@ class Transaction:
             if self.tensors is not _NOT_IMPORTED or (
                 self._brings_it and self._steps.is_in(self.manifest, State.IMPORTED, State.VERIFIED)
             ):
-                is_refused = isinstance(error, Exception) and not was_cut_off
+                is_refused = not (is_shortage(error) or was_cut_off)
                 (self._standing.refused if is_refused else self._standing.given_back)(
                     self.manifest, error
                 )

@@ -303,7 +303,7 @@ def test_recovering_lets_go_of_what_a_dead_driver_had_staged(
         executor.recover()
     assert engine.rank.describe()["pending"] is None
     (report,) = [report for report in trainer.holders(manifest) if report.worker == "vllm"]
-    assert (report.reason, report.tensors_held) == ("its driver ended", 0)
+    assert (report.state, report.tensors_held) == ("released", 0)
     engine.pause("keep")  # the user's own: the dead driver never came to its pause
     with driver(engine) as (executor, _):
         executor.update_weights(publish(trainer, 2))

@@ -24,7 +24,7 @@ from rl_bridge import (
 from rl_bridge.errors import DigestMismatch, WeightBridgeUnavailableError
 from rl_bridge.installers.base import InstallProof, TransactionalAdapter
 from rl_bridge.integrations.vllm import rank as rank_module
-from rl_bridge.integrations.vllm import support
+from rl_bridge.integrations.vllm import support, votes
 from rl_bridge.integrations.vllm.calls import answer
 from rl_bridge.integrations.vllm.rank import VLLMRank
 
@@ -82,7 +82,8 @@ class Group:
         monkeypatch.setattr(rank_module, "group", lambda: self)
         monkeypatch.setattr(rank_module, "all_agree", lambda *, ok: all(self._hear(ok)))
         monkeypatch.setattr(rank_module, "first_said", self._first_said)
-        monkeypatch.setattr(rank_module, "require_one", self._require_one)
+        monkeypatch.setattr(votes, "group", lambda: self)
+        monkeypatch.setattr(votes, "_all_say", self._hear)
 
     @property
     def rank_in_group(self) -> int:
@@ -110,10 +111,6 @@ class Group:
     def _first_said(self, problem: str, *, echo: tuple[str, ...] = ()) -> str:
         own = "" if problem.startswith(echo) else problem
         return next(filter(None, self._hear(own)), problem)
-
-    def _require_one(self, update_id: str, expected: str | None) -> None:
-        assert len({*self._hear(update_id)}) == 1
-        assert expected in {None, update_id}
 
 
 @pytest.fixture

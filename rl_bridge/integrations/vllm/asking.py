@@ -1,9 +1,11 @@
 """Questions to all ranks of an engine, in step: each answer is to the call that was made last."""
 
 import logging
+import secrets
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from rl_bridge.bridge.records import is_shortage
 from rl_bridge.errors import EngineLost, ProofFailed, WeightBridgeUnavailableError
 from rl_bridge.installers.base import InstallProof
 from rl_bridge.integrations.vllm.handles import EngineHandle, Replies, failure
@@ -15,6 +17,7 @@ __all__ = [
     "checked_label",
     "joined",
     "label_of",
+    "refusal_of",
     "require_alone",
     "verified",
     "version_name",
@@ -37,6 +40,7 @@ class Ranks:
         """Ask by `handle`; nothing is asked yet."""
         self._handle = handle
         self._calls = 0
+        self._driver = secrets.token_hex(8)  # two drivers may have the same update
 
     def ask(self, verb: str, payload: dict[str, Any]) -> Replies:
         """Ask all ranks; one reply for each, by rank.
@@ -47,7 +51,8 @@ class Ranks:
 
         """
         self._calls += 1
-        replies = self._handle.call(verb, {**payload, "call": self._calls})
+        who = {"call": self._calls, "driver": self._driver}
+        replies = self._handle.call(verb, {**payload, **who})
         for reply in replies:
             if reply["call"] != self._calls:
                 msg = (
@@ -80,6 +85,19 @@ class Ranks:
         # What changes with each driver's update.
         keys = ("update_id", "pending", "pausing")
         return [{key: reply[key] for key in keys} for reply in self.ask("describe", {})]
+
+
+def refusal_of(error: Exception, held: str) -> str | None:
+    """Why no rank lets an update in again that one refused; None where it may come again.
+
+    Args:
+        error: that rank's; it is told what the ranks hold: an executor that begins anew knows of no
+            version that was installed before.
+        held: by the ranks.
+
+    """
+    error.add_note(f"rl_bridge: the engine's ranks hold {held}.")
+    return None if is_shortage(error) else "another rank refused it"
 
 
 def require_alone(handle: EngineHandle) -> None:

@@ -42,23 +42,23 @@ def _prepare(rank: VLLMRank, given: Payload) -> Payload:
         msg = "prepare came without a manifest. Pass its JSON text as 'manifest'."
         raise WeightUpdateRejectedError(msg)
     rank.configure(given.get("options") or {})
-    return rank.prepare(WeightUpdateManifest.from_json(given["manifest"]))
+    return rank.prepare(WeightUpdateManifest.from_json(given["manifest"]), given.get("driver"))
 
 
 def _undo(rank: VLLMRank, given: Payload) -> Payload:
-    told = rank.undo("undone by the executor", given.get("update_id"))
+    told = rank.undo("undone by the executor", given.get("update_id"), given.get("driver"))
     return {**told, "holds": rank.describe()["update_id"]}
 
 
 def _abandon(rank: VLLMRank, given: Payload) -> Payload:
-    told = rank.undo(str(given.get("reason", "it was refused")), given.get("update_id"))
+    told = rank.undo(given.get("reason"), given.get("update_id"), given.get("driver"))
     if rank.describe()["pending"] is None:  # else another driver has come, with its own
         rank.is_pausing = bool(given.get("pauses"))
     return told
 
 
 def _forget(rank: VLLMRank, given: Payload) -> Payload:
-    rank.forget_staged(str(given.get("reason", "it was given up")))
+    rank.forget_staged(given.get("reason"))
     return _pauses(rank, given)
 
 
@@ -79,7 +79,7 @@ def _pauses(rank: VLLMRank, given: Payload) -> Payload:
 _VERBS: dict[str, Callable[[VLLMRank, Payload], Payload]] = {
     "describe": lambda rank, _: rank.describe(),
     "prepare": _prepare,
-    "install": lambda rank, given: rank.install(given.get("update_id")),
+    "install": lambda rank, given: rank.install(given.get("update_id"), given.get("driver")),
     "undo": _undo,
     "abandon": _abandon,
     "forget": _forget,

@@ -25,6 +25,7 @@ from rl_bridge.integrations.vllm.asking import (
     checked_label,
     joined,
     label_of,
+    refusal_of,
     require_alone,
     verified,
     version_name,
@@ -111,6 +112,7 @@ class VLLMEngineAdapter(TransactionalAdapter):
         self._options["memory_budget_nbytes"] = checked_budget(memory_budget_nbytes)
         self._phases_ms: dict[str, float] = {}
         self._verified = ""
+        self._refusal: str | None = None  # a rank's; None: the update may come again
         self._manifest: WeightUpdateManifest | None = None
         self._proofs: list[dict[str, Any]] = []
         # Each is noted before the step that it tells of: an interrupt may come behind any.
@@ -148,15 +150,14 @@ class VLLMEngineAdapter(TransactionalAdapter):
 
         """
         del tensors  # the workers import it themselves
-        self._phases_ms, self._verified = {}, ""
+        self._phases_ms, self._verified, self._refusal = {}, "", None
         self._look_at_ranks()
         self._manifest = manifest
         payload = {"manifest": manifest.to_json(), "options": self._options}
         try:
             replies = self._all("prepare", payload)
         except Exception as error:
-            # An executor that begins anew knows of no version that was installed before.
-            error.add_note(f"rl_bridge: the engine's ranks hold {self._held}.")
+            self._refusal = refusal_of(error, self._held)
             raise
         if self.imports_itself:  # else the executor's own verification has that name
             slowest = max(reply["timings_ms"].get("verify", 0.0) for reply in replies)
@@ -277,7 +278,7 @@ class VLLMEngineAdapter(TransactionalAdapter):
         """
         if self._manifest is None:
             self._look_at_ranks()
-            self._all("forget", {"reason": "its driver ended", "pauses": self._is_paused})
+            self._all("forget", {"pauses": self._is_paused})
             self._end_pause()
 
     def abandon(self) -> None:
@@ -287,8 +288,7 @@ class VLLMEngineAdapter(TransactionalAdapter):
         try:
             if self._manifest is not None:
                 meant, self._manifest = self._meant(), None
-                reason = "another rank, or the executor, refused it"
-                self._all("abandon", {"reason": reason, "pauses": self._is_paused, **meant})
+                self._all("abandon", {"reason": self._refusal, "pauses": self._is_paused, **meant})
         finally:
             self._end_pause()
 

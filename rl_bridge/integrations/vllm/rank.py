@@ -8,26 +8,26 @@ runs a step of the model: they vote, within one call.
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
 import torch
 
 from rl_bridge.bridge.acknowledgement import describe
-from rl_bridge.bridge.steps import FineSteps
+from rl_bridge.bridge.records import is_shortage
 from rl_bridge.errors import TornEngine, WeightUpdateRejectedError
 from rl_bridge.installers.base import InstallProof, TransactionalAdapter
 from rl_bridge.integrations.vllm.support import (
     Bridges,
     acknowledge,
+    let_go,
     make_installer,
     manifest_of,
     require_supported,
     tried,
 )
 from rl_bridge.integrations.vllm.votes import all_agree, first_said, group, require_one
-from rl_bridge.lifecycle.table import State
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.memory.imported import ImportedTensors
 
@@ -55,6 +55,7 @@ class VLLMRank:
         self._active: WeightUpdateManifest | None = None
         self._pending: WeightUpdateManifest | None = None
         self._tensors: Mapping[str, torch.Tensor] = {}
+        self._driver: str | None = None  # had it prepared; None: none that says who it is
         self._proof: InstallProof | None = None
         self._timings_ms: dict[str, float] = {}
         self._torn = ""
@@ -106,7 +107,7 @@ class VLLMRank:
         """
         if options == self._options or self._is_installed:
             return
-        self.undo("other options came before it was installed")
+        self.undo(None)  # what is staged by the options before
         installer = make_installer(self._model, self._config, **options)
         self._options, self._installer = dict(options), installer
 
@@ -123,8 +124,12 @@ class VLLMRank:
 
     # ---- the steps ------------------------------------------------------------------------------
 
-    def prepare(self, manifest: WeightUpdateManifest) -> Payload:
+    def prepare(self, manifest: WeightUpdateManifest, driver: str | None = None) -> Payload:
         """Import, verify and stage; the model goes on serving what it has.
+
+        Args:
+            manifest: the update.
+            driver: who alone may install it; None: whoever names the update.
 
         Raises:
             WeightBridgeError: refused; nothing of the model was written.
@@ -144,17 +149,17 @@ class VLLMRank:
             )
             raise WeightUpdateRejectedError(msg)
         if self._pending is not None:
-            self.undo("a later update came before it was installed")
+            self.undo(None)  # the driver that staged it may have died, and begin anew
         bridge = self._bridges.of(manifest)
         start = time.perf_counter()
         self._is_own(manifest.update_id)
-        self._pending = manifest
+        self._pending, self._driver = manifest, driver
         try:
             self._tensors = bridge.import_update(manifest)
             imported = time.perf_counter()
             self._engine().prepare(manifest, self._tensors)
         except BaseException as error:
-            self._end(describe(error))
+            self._end(None if is_shortage(error) else describe(error))
             raise
         self._timings_ms = {
             "import": (imported - start) * 1e3,
@@ -208,18 +213,20 @@ class VLLMRank:
             _LOG.warning("version %d: %s", earlier.weight_version, reason)
         self.undo(reason)
 
-    def install(self, update_id: str | None = None) -> Payload:
+    def install(self, update_id: str | None = None, driver: str | None = None) -> Payload:
         """Exchange and prove, on all ranks or on none.
 
         Args:
             update_id: what must be prepared; None takes what is.
+            driver: who must have had it prepared.
 
         Raises:
             WeightBridgeError: this rank failed, or another one did; all are at the old version.
 
         """
         manifest, error = self._pending, None
-        require_one("" if manifest is None else manifest.update_id, update_id)
+        is_meant = manifest is not None and (update_id is None or driver == self._driver)
+        require_one(manifest.update_id if manifest and is_meant else "", update_id)
         try:
             if manifest is None:
                 msg = "no update is prepared on this rank. Call prepare first."
@@ -258,12 +265,15 @@ class VLLMRank:
         assert self._proof is not None
         return {"proof": self._proof.to_dict(), "timings_ms": self._timings_ms}
 
-    def undo(self, reason: str, update_id: str | None = None) -> Payload:
+    def undo(
+        self, reason: str | None, update_id: str | None = None, driver: str | None = None
+    ) -> Payload:
         """Exchange back what is not committed; without any, nothing happens.
 
         Args:
-            reason: for its trainer.
+            reason: for its trainer. None: it was not refused, and may come again.
             update_id: of the update that is meant: another one stays. None means any.
+            driver: who had it prepared: that of another driver stays.
 
         Raises:
             TornEngine: it could not be exchanged back.
@@ -272,7 +282,8 @@ class VLLMRank:
         """
         if self._is_committing:
             self._finish_commit()  # it was proven on all ranks: forward is the only way
-        if self._pending is not None and update_id in {None, self._pending.update_id}:
+        meant = None if self._pending is None else (self._pending.update_id, self._driver)
+        if self._pending is not None and (update_id is None or (update_id, driver) == meant):
             try:
                 self._engine().undo()
             except Exception as error:
@@ -290,12 +301,12 @@ class VLLMRank:
             raise WeightUpdateRejectedError(msg)
         return {}
 
-    def forget_staged(self, reason: str) -> None:
-        """Let go of what was staged and not begun to be installed."""
+    def forget_staged(self, reason: str | None) -> None:
+        """Let go of what was staged and not begun to be installed; `reason` as for `undo`."""
         if self._pending is not None and not self._is_installed:
             self._undo_quietly(reason)
 
-    def _undo_quietly(self, reason: str) -> str:
+    def _undo_quietly(self, reason: str | None) -> str:
         try:
             self.undo(reason)
         except TornEngine as error:
@@ -363,29 +374,15 @@ class VLLMRank:
             self._installer = make_installer(self._model, self._config, **self._options)
         return self._installer
 
-    def _end(self, reason: str) -> None:
-        """The pending update is refused or undone: tell its publisher."""
+    def _end(self, reason: str | None) -> None:
+        """The pending update is refused, undone or given up: tell its publisher."""
         manifest, self._pending, self._proof = self._pending, None, None
         tensors, self._tensors = self._tensors, {}
         self._is_installed = False
         assert manifest is not None
         if isinstance(tensors, ImportedTensors):
             tensors.forget()  # a kept exception's frames must not keep the trainer's slot
-        bridge = self._bridges.of(manifest)
-        steps: list[Callable[[], object]] = [
-            lambda: bridge.release_imported(manifest.update_id),
-        ]
-        if FineSteps(bridge).is_in(manifest, State.IMPORTED, State.VERIFIED):
-            # Else the import failed: the bridge knows whether that may be tried again.
-            steps.insert(0, lambda: bridge.reject(manifest.update_id, reason))
-        if self._installer is not None:
-            steps.insert(0, self._installer.abandon)
-        for step in steps:
-            try:
-                step()
-            except Exception:  # noqa: BLE001 - logged in full
-                # The model is as it should be; that its trainer is not told must not change this.
-                _LOG.exception("version %d could not be rejected", manifest.weight_version)
+        let_go(self._bridges.of(manifest), manifest, reason, self._installer)
 
 
 def rank_of(model: torch.nn.Module, vllm_config: Any) -> VLLMRank:

@@ -8,16 +8,27 @@ import torch
 
 from rl_bridge.bridge.acknowledgement import describe
 from rl_bridge.bridge.bridges import TensorBridge, make_weight_bridge
+from rl_bridge.bridge.group_end import GROUP
+from rl_bridge.bridge.steps import FineSteps
 from rl_bridge.errors import MalformedManifest, WeightBridgeError, WeightBridgeUnavailableError
 from rl_bridge.installers.base import InstallProof, TransactionalAdapter
 from rl_bridge.installers.vllm.model_installer import VLLMModelInstaller
 from rl_bridge.installers.vllm.reload import VLLMReloadAdapter
 from rl_bridge.integrations.vllm.frames import clear_frames
 from rl_bridge.integrations.vllm.votes import group
+from rl_bridge.lifecycle.table import State
 from rl_bridge.manifest.canonical import canonical_json
 from rl_bridge.manifest.model import WeightUpdateManifest
 
-__all__ = ["Bridges", "acknowledge", "make_installer", "manifest_of", "require_supported", "tried"]
+__all__ = [
+    "Bridges",
+    "acknowledge",
+    "let_go",
+    "make_installer",
+    "manifest_of",
+    "require_supported",
+    "tried",
+]
 
 _LOG = logging.getLogger(__name__)
 
@@ -30,7 +41,20 @@ class Bridges:
         self._made: dict[str, TensorBridge] = {}
 
     def of(self, manifest: WeightUpdateManifest) -> TensorBridge:
-        """The bridge that imports this update."""
+        """The bridge that imports this update.
+
+        Raises:
+            WeightBridgeUnavailableError: no transport leads it here.
+
+        """
+        if manifest.transport == GROUP:
+            msg = (
+                f"version {manifest.weight_version} was assembled of a group's parts, in the "
+                "memory of the process that did it, and the engine's workers read updates by "
+                "themselves. Publish what was assembled there once more, by shared-memory, for the "
+                "engine; or publish whole tensors."
+            )
+            raise WeightBridgeUnavailableError(msg)
         bridge = self._made.get(manifest.transport)
         if bridge is None:
             bridge = make_weight_bridge(
@@ -67,6 +91,36 @@ def acknowledge(
         # The model has memory of its own: the trainer's slot is free for the next version.
         bridge.release_imported(manifest.update_id)
     return {}
+
+
+def let_go(
+    bridge: TensorBridge,
+    manifest: WeightUpdateManifest,
+    reason: str | None,
+    installer: TransactionalAdapter | None,
+) -> None:
+    """End an update that is over here, whatever its trainer's side makes of it.
+
+    Args:
+        bridge: that imported it.
+        manifest: the update.
+        reason: why it is never let in again; None: nothing is wrong with it, and it may come again.
+        installer: of the model that it was staged for.
+
+    """
+    steps: list[Callable[[], object]] = [lambda: bridge.release_imported(manifest.update_id)]
+    is_here = FineSteps(bridge).is_in(manifest, State.IMPORTED, State.VERIFIED)
+    if reason is not None and is_here:
+        # (Else the import failed: the bridge knows whether that may be tried again.)
+        steps.insert(0, lambda: bridge.reject(manifest.update_id, reason))
+    if installer is not None:
+        steps.insert(0, installer.abandon)
+    for step in steps:
+        try:
+            step()
+        except Exception:  # noqa: BLE001 - logged in full
+            # The model is as it should be; that its trainer is not told must not change this.
+            _LOG.exception("version %d could not be let go of", manifest.weight_version)
 
 
 def manifest_of(given: object) -> WeightUpdateManifest:

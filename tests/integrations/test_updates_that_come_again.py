@@ -1,0 +1,156 @@
+"""What was given up before an engine was touched may come again, also where its ranks import it.
+
+And two drivers of one update: neither takes the other's install back.
+"""
+
+import errno
+import os
+from typing import Any
+
+import pytest
+
+from rl_bridge import (
+    GroupBridge,
+    RolloutExecutor,
+    TensorBridge,
+    VLLMEngineAdapter,
+    WeightBridgeError,
+    WeightUpdateRejectedError,
+)
+from rl_bridge.bridge.group_end import GROUP
+from rl_bridge.errors import WeightBridgeUnavailableError
+from rl_bridge.integrations.vllm.handles import Replies
+from tests.integrations.test_engine_adapter import Engine, driver, engine, trainer
+from tests.integrations.test_rank import publish
+
+__all__ = ["engine", "trainer"]  # fixtures, for this file, too
+
+
+def exhausted(*_args: Any, **_kwargs: Any) -> int:
+    raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+
+def interrupted(*_args: Any, **_kwargs: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def cut_off(engine: Engine, executor: RolloutExecutor, manifest: Any, where: str) -> None:
+    """An update that is interrupted, or short of something, before the engine is touched."""
+    real = engine.call
+
+    def call(verb: str, payload: dict[str, Any] | None = None) -> Replies:
+        if verb != "prepare":
+            return real(verb, payload)
+        with pytest.MonkeyPatch.context() as patch:
+            if where == "a rank is short of descriptors":
+                patch.setattr(os, "open", exhausted)
+            if where == "interrupted while it stages":
+                patch.setattr(engine.rank._installer, "prepare", interrupted)
+            told = real(verb, payload)
+        if where == "interrupted behind that":
+            raise KeyboardInterrupt
+        return told
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "call", call)
+        with pytest.raises((KeyboardInterrupt, WeightBridgeUnavailableError)) as caught:
+            executor.update_weights(manifest)
+    assert "may be installed again" in caught.value.__notes__[-1]
+
+
+@pytest.mark.parametrize(
+    "where",
+    [
+        "a rank is short of descriptors",
+        "interrupted while it stages",
+        "interrupted behind that",
+    ],
+)
+def test_an_update_that_was_given_up_before_the_engine_was_touched_is_installed_the_next_time(
+    engine: Engine, trainer: TensorBridge, where: str
+) -> None:
+    manifest = publish(trainer, 1)
+    with driver(engine) as (executor, _):
+        cut_off(engine, executor, manifest, where)
+        executor.update_weights(manifest)
+    assert engine.rank.describe()["update_id"] == manifest.update_id
+
+
+@pytest.mark.parametrize("recovers", [False, True])
+def test_a_driver_that_died_as_it_staged_an_update_sends_it_again_when_it_is_back(
+    engine: Engine, trainer: TensorBridge, *, recovers: bool
+) -> None:
+    manifest = publish(trainer, 1)
+    VLLMEngineAdapter(engine).prepare(manifest, {})
+    with driver(engine) as (executor, _):
+        if recovers:
+            executor.recover()
+        executor.update_weights(manifest)
+    assert engine.rank.describe()["update_id"] == manifest.update_id
+
+
+def test_what_a_rank_refused_is_told_to_the_trainer_and_never_let_in_again(
+    engine: Engine, trainer: TensorBridge
+) -> None:
+    manifest = publish(trainer, 1)
+    adapter = VLLMEngineAdapter(engine)
+    real = engine.call
+
+    def another_refuses(verb: str, payload: dict[str, Any] | None = None) -> Replies:
+        (told,) = real(verb, payload)
+        if verb != "prepare":
+            return [told]
+        refused = {"ok": False, "type": "IncompatibleUpdate", "message": "planted"}
+        return [told, {**told, **refused, "rank": 1}]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "call", another_refuses)
+        with pytest.raises(WeightUpdateRejectedError, match="rank 1: planted"):
+            adapter.prepare(manifest, {})
+    adapter.abandon()
+    (report,) = [report for report in trainer.holders(manifest) if report.worker == "vllm"]
+    assert (report.reason, report.tensors_held) == ("another rank refused it", 0)
+    with pytest.raises(WeightUpdateRejectedError, match="was rejected"):
+        adapter.prepare(manifest, {})
+
+
+@pytest.mark.parametrize("first", ["prepare", "install"])
+def test_a_driver_that_is_refused_takes_back_nothing_of_another_one_with_the_same_update(
+    engine: Engine, trainer: TensorBridge, first: str
+) -> None:
+    manifest = publish(trainer, 1)
+    mine, other = VLLMEngineAdapter(engine), VLLMEngineAdapter(engine)
+    other.prepare(manifest, {})
+    if first == "prepare":
+        mine.prepare(manifest, {})
+        with pytest.raises(WeightUpdateRejectedError, match="another driver came in between"):
+            other.install(manifest, {})
+        mine.install(manifest, {})
+    else:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(other, "_look_at_ranks", lambda: None)  # (it has looked before)
+            mine.prepare(manifest, {})
+            mine.install(manifest, {})
+            with pytest.raises(WeightUpdateRejectedError, match="is installed on this rank"):
+                other.prepare(manifest, {})
+    other.undo()
+    mine.prove()
+    mine.resume()
+    mine.commit()
+    assert engine.rank.describe()["update_id"] == manifest.update_id
+
+
+def test_what_was_assembled_of_a_group_is_refused_with_what_to_do(
+    engine: Engine, trainer: TensorBridge
+) -> None:
+    manifest = publish(trainer, 1).model_copy(update={"transport": GROUP})
+    with (
+        GroupBridge() as bridge,
+        RolloutExecutor(
+            weight_bridge=bridge, weight_install_adapter=VLLMEngineAdapter(engine)
+        ) as executor,
+        pytest.raises(WeightBridgeError),
+    ):
+        executor.update_weights(manifest)
+    with pytest.raises(WeightBridgeUnavailableError, match="Publish what was assembled"):
+        VLLMEngineAdapter(engine).prepare(manifest, {})
