@@ -30,6 +30,10 @@ def exhausted(*_args: Any, **_kwargs: Any) -> int:
     raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
 
+def out_of_memory(*_args: Any, **_kwargs: Any) -> None:
+    raise MemoryError
+
+
 def interrupted(*_args: Any, **_kwargs: Any) -> None:
     raise KeyboardInterrupt
 
@@ -44,6 +48,8 @@ def cut_off(engine: Engine, executor: RolloutExecutor, manifest: Any, where: str
         with pytest.MonkeyPatch.context() as patch:
             if where == "a rank is short of descriptors":
                 patch.setattr(os, "open", exhausted)
+            if where == "a rank is short of memory":
+                patch.setattr(engine.rank._installer, "prepare", out_of_memory)
             if where == "interrupted while it stages":
                 patch.setattr(engine.rank._installer, "prepare", interrupted)
             told = real(verb, payload)
@@ -62,6 +68,7 @@ def cut_off(engine: Engine, executor: RolloutExecutor, manifest: Any, where: str
     "where",
     [
         "a rank is short of descriptors",
+        "a rank is short of memory",
         "interrupted while it stages",
         "interrupted behind that",
     ],
