@@ -20,6 +20,7 @@ from rl_bridge.errors import (
     WeightBridgeUnavailableError,
     WeightUpdateRejectedError,
 )
+from rl_bridge.installers.vllm.parts import MINIMUM
 from rl_bridge.integrations.vllm.plugin import METHOD
 
 __all__ = [
@@ -109,7 +110,8 @@ def no_plugin(error: BaseException) -> WeightBridgeUnavailableError:
     """The workers do not know our method."""
     return WeightBridgeUnavailableError(
         f"the engine's workers do not have rl_bridge's plugin ({error}). Install rl_bridge in the "
-        "engine's environment; where VLLM_PLUGINS is set, add rl_bridge to it."
+        f"engine's environment, with vLLM >= {MINIMUM}; where VLLM_PLUGINS is set, add rl_bridge "
+        "to it. The engine's log says what it lacks."
     )
 
 
