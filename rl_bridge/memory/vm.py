@@ -393,7 +393,7 @@ def _scan(
                     found.append((low, high - low))
                 walked = _SCAN_ARGS.unpack(arguments)[4]
                 if walked <= address:
-                    break
+                    return None  # of what is left nothing is known
                 address = walked
     except OSError:
         return None

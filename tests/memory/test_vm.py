@@ -248,3 +248,9 @@ def test_a_kernel_that_cannot_tell_says_none(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr("rl_bridge.memory.vm.fcntl.ioctl", unknown)
     assert vm.private_ranges(vm.PAGE, vm.PAGE) is None
+
+
+def test_a_kernel_that_looks_at_a_part_only_says_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    # (An argument that it did not write to: the look went no further than its beginning.)
+    monkeypatch.setattr("rl_bridge.memory.vm.fcntl.ioctl", lambda *_: 0)
+    assert vm.private_ranges(vm.PAGE, vm.PAGE) is None
