@@ -61,20 +61,25 @@ def _undo(rank: VLLMRank, given: Payload) -> Payload:
 
 
 def _abandon(rank: VLLMRank, given: Payload) -> Payload:
-    told = rank.undo(given.get("reason"), given.get("update_id"), given.get("driver"))
+    told = rank.undo(_reason(given), given.get("update_id"), given.get("driver"))
     if rank.describe()["pending"] is None:  # else another driver has come, with its own
         rank.is_pausing = bool(given.get("pauses"))
     return told
 
 
 def _forget(rank: VLLMRank, given: Payload) -> Payload:
-    rank.forget_staged(given.get("reason"))
+    rank.forget_staged(_reason(given))
     return _pauses(rank, given)
 
 
 def _commit(rank: VLLMRank, given: Payload) -> Payload:
     told = rank.commit(given.get("update_id"), if_installed=bool(given.get("if_installed")))
     return {**told, **_pauses(rank, given)}
+
+
+def _reason(given: Payload) -> str | None:
+    reason = given.get("reason")
+    return None if reason is None else str(reason)
 
 
 def _pauses(rank: VLLMRank, given: Payload) -> Payload:
