@@ -29,6 +29,7 @@ _ENCODER = json.JSONEncoder(
 )
 _CONSTANT = frozenset({str, bool, type(None)})
 _PLAIN = _CONSTANT | {int, float}
+_MAPPINGS = frozenset({dict, MappingProxyType})
 
 
 def canonical_json(value: JSONValue) -> str:
@@ -104,18 +105,24 @@ def freeze(value: JSONValue, *, where: str = "metadata", depth: int = 0) -> JSON
     if depth > _MAX_DEPTH:
         msg = f"{where}: nested deeper than {_MAX_DEPTH} levels. Flatten it."
         raise MalformedManifest(msg)
-    if type(value) in _CONSTANT or isinstance(value, str):
+    kind = type(value)
+    if kind in _CONSTANT or isinstance(value, str):
         return value
     if isinstance(value, int | float):
         return _number(value, where)
-    if isinstance(value, Mapping):
+    if kind in _MAPPINGS or isinstance(value, Mapping):
         frozen: dict[str, JSONValue] = {}
         for key, item in value.items():
             if not isinstance(key, str):
-                kind = type(key).__name__
-                msg = f"{where}: key {key!r} is {kind}, expected str. Write it as a string."
+                msg = (
+                    f"{where}: key {key!r} is {type(key).__name__}, expected str. Write it as a "
+                    "string."
+                )
                 raise MalformedManifest(msg)
-            frozen[key] = freeze(item, where=f"{where}.{key}", depth=depth + 1)
+            if type(item) in _CONSTANT:  # as a rule: and no name of it has to be made
+                frozen[key] = item
+            else:
+                frozen[key] = freeze(item, where=f"{where}.{key}", depth=depth + 1)
         return MappingProxyType(frozen)
     if isinstance(value, list | tuple):
         return tuple(freeze(item, where=f"{where}[]", depth=depth + 1) for item in value)
@@ -131,10 +138,11 @@ def freeze(value: JSONValue, *, where: str = "metadata", depth: int = 0) -> JSON
 
 def thaw(value: JSONValue) -> JSONValue:
     """Give plain dicts and lists for what `freeze` made."""
-    if type(value) in _PLAIN:
+    kind = type(value)
+    if kind in _PLAIN:
         return value
-    if isinstance(value, Mapping):
-        return {key: thaw(item) for key, item in value.items()}
+    if kind in _MAPPINGS or isinstance(value, Mapping):
+        return {key: item if type(item) in _PLAIN else thaw(item) for key, item in value.items()}
     if isinstance(value, tuple):
         return [thaw(item) for item in value]
     return value

@@ -9,6 +9,7 @@ import base64
 import time
 from collections.abc import Mapping
 from functools import cached_property
+from types import MappingProxyType
 from typing import Annotated, Any, Self
 
 from pydantic import (
@@ -111,9 +112,13 @@ class WeightUpdateManifest(BaseModel):
             if not isinstance(getattr(self, name), Mapping):
                 msg = f"manifest {name} is no mapping. {_REMEDY}"
                 raise MalformedManifest(msg)
-        layout = WeightLayout.from_metadata(self.metadata).to_metadata()
-        # `object.__setattr__`: the model is frozen, and it is still being born.
-        object.__setattr__(self, "metadata", freeze({**self.metadata, "layout": layout}))
+        layout = WeightLayout.from_metadata(self.metadata)
+        self.__dict__["weight_layout"] = layout  # whoever looks at it need not read it again
+        # `object.__setattr__`: the model is frozen, and it is still being born. What is there is
+        # frozen already, and the layout is put beside it.
+        written = freeze(layout.to_metadata(), where="metadata.layout", depth=1)
+        frozen = MappingProxyType({**self.metadata, "layout": written})
+        object.__setattr__(self, "metadata", frozen)
         root = self.table.root_plan.root(self.digests).hex()
         if self.root == "":
             object.__setattr__(self, "root", root)
@@ -147,7 +152,7 @@ class WeightUpdateManifest(BaseModel):
         """Name of the layout part."""
         return self.table.digest
 
-    @property
+    @cached_property
     def weight_layout(self) -> WeightLayout:
         """``metadata["layout"]`` as an object."""
         return WeightLayout.from_metadata(self.metadata)
@@ -162,9 +167,15 @@ class WeightUpdateManifest(BaseModel):
     def _header_text(self) -> str:
         """Canonical JSON of `header`, in half the time where there are many tensors."""
         # The digits of base64 are written as they are; the encoder would look at each of them.
-        rest = canonical_json({**self._header_but_digests(), "digests": ""})
-        before, key, behind = rest.partition('"digests":"')  # before it stands a number only
-        return f"{before}{key}{base64.b64encode(self.digests).decode('ascii')}{behind}"
+        digests = base64.b64encode(self.digests).decode("ascii")
+        # Before the handle, which is next by name, stands a number only.
+        before, key, behind = self._short_text.partition('"handle":')
+        return f'{before}"digests":"{digests}",{key}{behind}'
+
+    @cached_property
+    def _short_text(self) -> str:
+        """Canonical JSON of the header but for its digests: written once, and used twice."""
+        return canonical_json(self._header_but_digests())
 
     def _header_but_digests(self) -> dict[str, JSONValue]:
         return {
@@ -185,7 +196,7 @@ class WeightUpdateManifest(BaseModel):
     def header_digest(self) -> bytes:
         """16 bytes over the update part: what a transport keeps beside the bytes that it names."""
         # The root stands for the digests, which it covers: they are long.
-        return bytes.fromhex(text_digest(canonical_json(self._header_but_digests())))
+        return bytes.fromhex(text_digest(self._short_text))
 
     @model_serializer(mode="plain")
     def document(self) -> dict[str, Any]:
