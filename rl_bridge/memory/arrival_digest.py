@@ -5,6 +5,7 @@ import threading
 from collections import deque
 
 import numpy as np
+import numpy.typing as npt
 
 from rl_bridge.manifest.digest import DIGEST_NBYTES, LEAF_NBYTES, leaf_digests, tensor_digest
 from rl_bridge.manifest.table import TensorTable
@@ -14,6 +15,21 @@ __all__ = ["BESIDE_NBYTES", "ArrivalDigest", "ArrivalPlan", "Digester"]
 
 BESIDE_NBYTES = 32 << 20
 """From this size on a `Digester` saves more than its thread costs."""
+
+
+class _Step:
+    """The small tensors that are complete at a mark."""
+
+    def __init__(self, mark: int, rows: npt.NDArray[np.intp], table: TensorTable) -> None:
+        self.mark = mark
+        self.rows = rows
+        self.offsets = table.offset_column[rows]
+        self.passes = BytePlan(table.nbytes_column[rows])
+        self.place: slice | None = None
+        """Of their digests, where these lie in one piece: no large tensor is between."""
+        if len(rows) and rows[-1] - rows[0] + 1 == len(rows):
+            first = int(rows[0])
+            self.place = slice(first * DIGEST_NBYTES, (first + len(rows)) * DIGEST_NBYTES)
 
 
 class ArrivalPlan:
@@ -35,12 +51,12 @@ class ArrivalPlan:
         # Of each slice: the small tensors that end in it. Their ends grow with their rows.
         marks = [*range(slice_nbytes, table.arena_nbytes, slice_nbytes), table.arena_nbytes]
         cuts = np.searchsorted(ends, marks, side="right")
-        self.steps: list[tuple[int, np.ndarray, BytePlan]] = []
+        self.steps: list[_Step] = []
         first = 0
         for mark, cut in zip(marks, cuts.tolist(), strict=True):
             rows = small[first:cut]
             first = max(first, cut)
-            self.steps.append((mark, rows, BytePlan(table.nbytes_column[rows])))
+            self.steps.append(_Step(mark, rows, table))
 
     def start(self, address: int) -> "ArrivalDigest":
         """Begin with an arena that will arrive at an address."""
@@ -54,7 +70,7 @@ class ArrivalDigest:
         """Begin; nothing has arrived."""
         self._plan = plan
         self._address = address
-        self._digests = np.zeros((len(plan.table.names), DIGEST_NBYTES), np.uint8)
+        self._digests = bytearray(len(plan.table.names) * DIGEST_NBYTES)
         self._next_step = 0
         self._large = list(plan.large)
         self._leaves: list[bytes] = []
@@ -63,14 +79,17 @@ class ArrivalDigest:
     def advance(self, watermark: int) -> None:
         """Digest what is complete now that the first `watermark` bytes are there."""
         plan = self._plan
-        while self._next_step < len(plan.steps) and plan.steps[self._next_step][0] <= watermark:
-            _, rows, passes = plan.steps[self._next_step]
+        while self._next_step < len(plan.steps) and plan.steps[self._next_step].mark <= watermark:
+            step = plan.steps[self._next_step]
             self._next_step += 1
-            if len(rows):
-                addresses = plan.table.offset_column[rows] + np.uint64(self._address)
+            if len(step.rows):
                 # One thread: the other cores carry bytes.
-                found = passes.digest(addresses, num_threads=1)
-                self._digests[rows] = np.frombuffer(found, np.uint8).reshape(-1, DIGEST_NBYTES)
+                addresses = step.offsets + np.uint64(self._address)
+                found = step.passes.digest(addresses, num_threads=1)
+                if step.place is not None:
+                    self._digests[step.place] = found
+                else:
+                    _by_row(self._digests)[step.rows] = _by_row(found)
         while self._large and self._advance_large(self._large[0], watermark):
             del self._large[0]
 
@@ -88,7 +107,7 @@ class ArrivalDigest:
         if there < nbytes:
             return False
         digest = tensor_digest(b"".join(self._leaves), nbytes)
-        self._digests[row] = np.frombuffer(digest, np.uint8)
+        self._digests[row * DIGEST_NBYTES : (row + 1) * DIGEST_NBYTES] = digest
         self._leaves.clear()
         self._leaf_nbytes = 0
         return True
@@ -97,7 +116,11 @@ class ArrivalDigest:
         """16 bytes per tensor, in layout order; None if not everything has arrived."""
         if self._next_step < len(self._plan.steps) or self._large:
             return None
-        return self._digests.tobytes()
+        return bytes(self._digests)
+
+
+def _by_row(digests: bytes | bytearray) -> npt.NDArray[np.uint8]:
+    return np.frombuffer(digests, np.uint8).reshape(-1, DIGEST_NBYTES)
 
 
 class Digester(threading.Thread):

@@ -12,6 +12,7 @@ import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -38,6 +39,13 @@ _SERIAL_NBYTES = 4 << 20
 # Above this the written bytes would only push others out of the cache.
 _STREAM_NBYTES = 8 << 20
 _MAX_THREADS = 8
+_CURSOR_NBYTES = 8
+
+
+def _address_of(array: npt.NDArray[Any]) -> int:
+    """Where an array's first item lies: asked in the way that takes the least time."""
+    address: int = array.__array_interface__["data"][0]
+    return address
 
 
 def default_threads() -> int:
@@ -84,6 +92,7 @@ class BytePlan:
         self._table_nbytes = int(self._start[-1]) * DIGEST_NBYTES + 8 * len(leaves)
         self.total_nbytes = int(self._nbytes.sum())
         self._native = _NATIVE if native else None
+        self._fixed = _address_of(self._nbytes), _address_of(self._start)
 
     def __len__(self) -> int:
         """Count the tensors."""
@@ -110,23 +119,25 @@ class BytePlan:
         dst = None if dst is None else self._checked(dst)
         if self._native is None:
             return self._run_python(src, dst, digest=digest)
-        table = np.empty(self._table_nbytes, np.uint8)
-        cursor = np.zeros(1, np.uint64)
+        # The threads' cursor, and behind it the leaves' digests.
+        room = np.empty(_CURSOR_NBYTES + self._table_nbytes, np.uint8)
+        room[:_CURSOR_NBYTES] = 0
+        cursor = _address_of(room)
         arguments = (
             _HASH if digest else 0,
             len(self),
-            src.ctypes.data,
-            0 if dst is None else dst.ctypes.data,
-            self._nbytes.ctypes.data,
-            self._start.ctypes.data,
-            table.ctypes.data,
-            cursor.ctypes.data,
+            _address_of(src),
+            0 if dst is None else _address_of(dst),
+            *self._fixed,
+            cursor + _CURSOR_NBYTES,
+            cursor,
             _BLOCK,
             int(self.total_nbytes >= _STREAM_NBYTES),
         )
-        threads = default_threads() if num_threads is None else max(1, num_threads)
-        blocks = -(-int(self._start[-1]) // _BLOCK)
-        helpers = 0 if self.total_nbytes < _SERIAL_NBYTES else min(threads, blocks) - 1
+        helpers = 0
+        if self.total_nbytes >= _SERIAL_NBYTES:
+            threads = default_threads() if num_threads is None else max(1, num_threads)
+            helpers = min(threads, -(-int(self._start[-1]) // _BLOCK)) - 1
         shares = [_Share(self._native, arguments) for _ in range(helpers)]
         try:
             _POOL.start(shares)
@@ -136,7 +147,7 @@ class BytePlan:
             _finish(shares)
         if not digest:
             return b""
-        return self._combine(table)
+        return self._combine(room[_CURSOR_NBYTES:])
 
     def _combine(self, table: npt.NDArray[np.uint8]) -> bytes:
         """Each tensor's digest from those of its leaves; their lengths are filled in here."""
@@ -145,10 +156,9 @@ class BytePlan:
         self._native.combine(
             _HASH,
             len(self),
-            self._nbytes.ctypes.data,
-            self._start.ctypes.data,
-            table.ctypes.data,
-            out.ctypes.data,
+            *self._fixed,
+            _address_of(table),
+            _address_of(out),
         )
         self._note(table)
         return out.tobytes()

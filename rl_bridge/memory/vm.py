@@ -338,6 +338,8 @@ _IS_FILE = 1 << 2
 _IS_PRESENT = 1 << 3
 _IS_SWAPPED = 1 << 4
 _MAX_REGIONS = 256
+# Kept: `ctypes` makes an array's type anew, which takes long, once nobody has it any more.
+_Regions = ctypes.c_char * (_REGION.size * _MAX_REGIONS)
 
 
 def private_ranges(address: int, nbytes: int) -> list[tuple[int, int]] | None:
@@ -365,28 +367,15 @@ def _scan(
     address: int, nbytes: int, *, inverted: int, needed: int, some: int
 ) -> list[tuple[int, int]] | None:
     """Find pages with every flag of `needed` and one of `some`; `inverted` ones must be absent."""
-    regions = ctypes.create_string_buffer(_REGION.size * _MAX_REGIONS)
+    regions = _Regions()
+    rest = ctypes.addressof(regions), _MAX_REGIONS, 0, inverted, needed, some, needed | some
     found: list[tuple[int, int]] = []
     end = address + nbytes
     try:
         with open("/proc/self/pagemap", "rb", 0) as pagemap:  # noqa: PTH123 - for each update
             while address < end:
-                arguments = bytearray(
-                    _SCAN_ARGS.pack(
-                        _SCAN_ARGS.size,
-                        0,
-                        address,
-                        end,
-                        0,
-                        ctypes.addressof(regions),
-                        _MAX_REGIONS,
-                        0,
-                        inverted,
-                        needed,
-                        some,
-                        needed | some,
-                    )
-                )
+                head = _SCAN_ARGS.size, 0, address, end, 0
+                arguments = bytearray(_SCAN_ARGS.pack(*head, *rest))
                 count = fcntl.ioctl(pagemap, _PAGEMAP_SCAN, arguments, True)  # noqa: FBT003
                 for index in range(count):
                     low, high, _ = _REGION.unpack_from(regions, index * _REGION.size)
