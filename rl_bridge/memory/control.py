@@ -7,6 +7,7 @@ checksummed and parsed into a strict model, and what does not parse is reported 
 """
 
 import logging
+import math
 import os
 import struct
 import threading
@@ -71,8 +72,15 @@ def legible(text: Any, limit: int = _MAX_REASON) -> Any:
 
 
 def _writable(value: Any) -> Any:
-    canonical_json(value)  # a ValueError where it holds NaN, which is no JSON
+    if value:  # nothing at all can be written
+        canonical_json(value)  # a ValueError where it holds NaN, which is no JSON
     return value
+
+
+def _finite(values: dict[str, float]) -> dict[str, float]:
+    if not all(map(math.isfinite, values.values())):  # sooner seen than written
+        canonical_json(values)  # the ValueError
+    return values
 
 
 Text = Annotated[StrictStr, Field(max_length=512)]
@@ -99,7 +107,7 @@ class UpdateReport(BaseModel):
     state: Text
     reason: Annotated[Text | None, BeforeValidator(legible)] = None
     proof: Annotated[dict[str, Any] | None, AfterValidator(_writable)] = None
-    timings_ms: Annotated[dict[str, StrictFloat], AfterValidator(_writable)] = Field(
+    timings_ms: Annotated[dict[str, StrictFloat], AfterValidator(_finite)] = Field(
         default_factory=dict
     )
     tensors_held: bool = False

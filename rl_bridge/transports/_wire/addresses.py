@@ -2,6 +2,7 @@
 
 import ipaddress
 import operator
+from functools import lru_cache
 
 __all__ = ["checked_address", "checked_port"]
 
@@ -16,8 +17,8 @@ def checked_address(address: str) -> str:
 
     """
     try:
-        parsed = ipaddress.ip_address(address)
-    except ValueError as error:
+        parsed = _parsed(address)
+    except (TypeError, ValueError) as error:
         raise ValueError(f"{address!r} is no IP address. Write it in numbers.") from error
     if parsed.is_unspecified or parsed.is_multicast:
         raise ValueError(f"{address!r} is no machine's address. Name the interface's own.")
@@ -39,3 +40,9 @@ def checked_port(port: object) -> int:
     if not 0 <= number < 2**16:
         raise ValueError(f"port={port!r}: expected an int from 0 to 65535.")
     return number
+
+
+# A consumer reads the same few publishers' in every manifest that it gets.
+@lru_cache(maxsize=1024)
+def _parsed(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
+    return ipaddress.ip_address(address)
