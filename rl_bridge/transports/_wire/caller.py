@@ -130,5 +130,5 @@ class Caller:
             poll.register(channel.socket, select.POLLIN)
             poll.poll(left * 1e3)
             channel.flush()
-            channel.fill()
+            channel.fill(is_polled=True)
         return text

@@ -169,8 +169,14 @@ class Channel:
                 self._outgoing[0] = data[num:]
         return True
 
-    def fill(self) -> None:
-        """Read what is there, without waiting; at the end of the stream `is_lost` is set."""
+    def fill(self, *, is_polled: bool = False) -> None:
+        """Read what is there, without waiting; at the end of the stream `is_lost` is set.
+
+        Args:
+            is_polled: whoever calls polls the socket again before long, and hears of an end behind
+                the last bytes then: it need not be asked for now.
+
+        """
         try:
             while True:
                 data = self.socket.recv(_CHUNK)
@@ -178,6 +184,8 @@ class Channel:
                     self.is_lost = True
                     return
                 self._incoming += data
+                if is_polled and len(data) < _CHUNK:
+                    return
                 if len(self._incoming) > 2 * (self._max_message_nbytes + _CHUNK):
                     return  # first take out what is complete
         except BlockingIOError:

@@ -34,6 +34,7 @@ from rl_bridge.transports.nixl.messages import (
     Help,
     Join,
     Lease,
+    Leased,
     Renew,
     Unlease,
     Welcome,
@@ -184,10 +185,14 @@ class Server:
         """Serve what is ready; returns whether anything was."""
         poll, timeout_ms = self._look_out(timeout_ms)
         ready = {fd for fd, _ in poll.poll(timeout_ms)}
-        if self._wake.fd in ready:
+        wake = self._wake.fd
+        if wake in ready:
             self._wake.settle()
         with self.changed:
             if not self._is_stopping:
+                fd = self._host.fileno()
+                if fd < 0 or fd in ready:  # else it lives: `poll` would have told
+                    self._host.look()
                 self._look_after_host()
                 for member in list(self.members):
                     if member.channel.socket.fileno() in ready or member.channel.is_lost:
@@ -195,7 +200,7 @@ class Server:
                 for channel, join in self._door.serve(ready, self.changed):
                     self._join(channel, join)
                 self._expire()
-        return bool(ready - {self._wake.fd})
+        return bool(ready - {wake})
 
     def _look_out(self, timeout_ms: float | None) -> tuple[select.poll, float | None]:
         poll = select.poll()
@@ -224,7 +229,7 @@ class Server:
         return max(0.0, min(left)) * 1e3 + 1 if left else None
 
     def _look_after_host(self) -> None:
-        self._host.look()
+        """Draw conclusions from what is known of it."""
         if self._host.is_lost or self._host.epoch != self._epoch:
             self._let_down()
 
@@ -250,7 +255,7 @@ class Server:
             AgentError: there is none.
 
         """
-        self._shelf.attend(is_sure=is_sure)
+        self._shelf.attend(is_sure=is_sure)  # which looks
         self._look_after_host()
 
     def _expire(self) -> None:
@@ -302,7 +307,7 @@ class Server:
     def _serve(self, member: Member) -> None:
         channel = member.channel
         channel.flush()
-        channel.fill()
+        channel.fill(is_polled=True)
         while not member.is_gone and (text := channel.take()) is not None:
             try:
                 message = from_reader(text)
@@ -349,11 +354,9 @@ class Server:
         # A connection that is about to be made always needs help.
         member.needs_help = lease.needs_help or is_moved
         answer = self._shelf.lease(lease, member, member.name)
-        if isinstance(answer, Gone):
-            return answer
-        member.leases[lease.update_id] = time.monotonic() + self._timeout_s
-        metadata = self._host.metadata(None).hex() if is_moved else ""
-        return answer.model_copy(update={"epoch": self._host.epoch, "moved": metadata})
+        if isinstance(answer, Leased):
+            member.leases[lease.update_id] = time.monotonic() + self._timeout_s
+        return answer
 
     def _lose(self, member: Member) -> None:
         member.is_gone = True

@@ -130,16 +130,19 @@ class Shelf(ABC):
         placed = self._place_of(lease.update_id, known)
         addresses, starts, nbytes = placed.ranges
         parts = () if placed.number in lease.known else placed.regions
+        host = self._host
         return Leased(
             update_id=lease.update_id,
             slot=placed.number,
-            metadata=tuple(self._host.metadata(part).hex() for part in parts),
+            metadata=tuple(host.metadata(part).hex() for part in parts),
             stamp=placed.stamp,
             addresses=addresses,
             starts=starts,
             nbytes=nbytes,
             memory=placed.memory,
             device=placed.device,
+            epoch=host.epoch,
+            moved="" if lease.epoch == host.epoch else host.metadata(None).hex(),
         )
 
     @abstractmethod
