@@ -91,10 +91,10 @@ class Assembly:
     ) -> None:
         addresses = (needs.starts + base).astype(np.uint64)
         if not needs.has_leaves:
-            found = np.frombuffer(verify.digest(addresses, num_threads=self._num_threads), np.uint8)
-            given = np.frombuffer(part.digests, np.uint8).reshape(-1, DIGEST_NBYTES)
-            differs = (found.reshape(-1, DIGEST_NBYTES) != given[needs.rows]).any(axis=1)
-            if differs.any():
+            found = verify.digest(addresses, num_threads=self._num_threads)
+            given = _rows_of(part.digests)[needs.rows]
+            if found != given.tobytes():
+                differs = (_rows_of(found) != given).any(axis=1)
                 raise _damaged(part, needs, int(np.flatnonzero(differs)[0]))
             return
         table = part.table
@@ -150,6 +150,8 @@ class Assembly:
         """Rows of the plan's table whose digests are not those that the group has for them."""
         rows, places = self._known(group.layout)
         found, expected = _rows_of(digests)[rows], _rows_of(group.digests)[places]
+        if found.tobytes() == expected.tobytes():  # as a rule, and told in less time
+            return rows[:0]
         differing: _Column = rows[(found != expected).any(axis=1)]
         return differing
 
