@@ -11,6 +11,7 @@ import logging
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -93,6 +94,10 @@ class BytePlan:
         self.total_nbytes = int(self._nbytes.sum())
         self._native = _NATIVE if native else None
         self._fixed = _address_of(self._nbytes), _address_of(self._start)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Make a copy anew: its columns lie elsewhere."""
+        return partial(type(self), native=self._native is not None), (self._nbytes,)
 
     def __len__(self) -> int:
         """Count the tensors."""

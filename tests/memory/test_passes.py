@@ -1,5 +1,6 @@
 """One pass over many tensors: equal to the reference, on any number of threads, compiled or not."""
 
+import copy
 import importlib.util
 import logging
 import signal
@@ -138,6 +139,16 @@ def test_no_tensors_and_empty_tensors_are_fine(native: bool) -> None:
     empty = BytePlan(np.zeros(3, np.uint64), native=native)
     nowhere = np.zeros(3, np.uint64)
     assert empty.copy_digest(nowhere, nowhere + np.uint64(8)) == 3 * digest_bytes(b"")
+
+
+def test_a_copy_of_a_plan_does_without_the_first_one() -> None:
+    data = np.arange(3 * LEAF_NBYTES, dtype=np.uint8)
+    first = BytePlan(np.array([LEAF_NBYTES + 1, 7], np.uint64))
+    addresses = np.full(2, data.ctypes.data, np.uint64)
+    expected = first.digest(addresses)
+    second = copy.deepcopy(first)
+    first._nbytes[:] = first._start[:] = 0  # as whoever gets that memory next may write there
+    assert second.digest(addresses) == expected
 
 
 def test_a_wrong_number_of_addresses_is_refused_before_memory_is_touched() -> None:
