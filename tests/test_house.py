@@ -5,6 +5,7 @@ tests plant one violation of each kind in a small package and must see it.
 """
 
 import ast
+import gc
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,11 +48,15 @@ BROAD = frozenset({"Exception", "BaseException"})
 
 @dataclass(frozen=True, slots=True)
 class Module:
-    """One parsed file: its dotted name, and how many lines it has."""
+    """One parsed file: its dotted name, its tree, all nodes of it, and how many lines it has.
+
+    The nodes are listed once: to walk the whole code anew for every rule takes a minute.
+    """
 
     name: str
     path: Path
     tree: ast.Module
+    nodes: tuple[ast.AST, ...]
     num_lines: int
 
     def at(self, line: int, text: str) -> str:
@@ -79,13 +84,14 @@ def parse_tree(root: Path, top: str) -> list[Module]:
         name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
         text = path.read_text(encoding="utf-8")
         tree = ast.parse(text, filename=str(path))
-        modules.append(Module(name, path.relative_to(root), tree, len(text.splitlines())))
+        nodes = tuple(ast.walk(tree))
+        modules.append(Module(name, path.relative_to(root), tree, nodes, len(text.splitlines())))
     return modules
 
 
 def imports(module: Module) -> Iterator[tuple[int, str, str | None]]:
     """Every import, lazy and type-checking ones too, as (line, module, name taken from it)."""
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield node.lineno, alias.name, None
@@ -208,12 +214,12 @@ def check_no_sleep(modules: Sequence[Module]) -> list[str]:
 
 def sleeps(module: Module) -> Iterator[int]:
     clocks = set()
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if isinstance(node, ast.Import):
             clocks |= {alias.asname or alias.name for alias in node.names if alias.name == "time"}
         elif isinstance(node, ast.ImportFrom) and node.module == "time":
             yield from (node.lineno for alias in node.names if alias.name in {"sleep", "*"})
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         match node:
             case ast.Attribute(value=ast.Name(id=name), attr="sleep") if name in clocks:
                 yield node.lineno
@@ -236,7 +242,7 @@ def does_nothing(body: Sequence[ast.stmt]) -> bool:
 def check_no_swallowed_errors(modules: Sequence[Module]) -> list[str]:
     found = []
     for module in modules:
-        for node in ast.walk(module.tree):
+        for node in module.nodes:
             if isinstance(node, ast.ExceptHandler):
                 if node.type is None:
                     found.append(module.at(node.lineno, "a bare except"))
@@ -271,16 +277,29 @@ def rule_name(rule: Rule) -> str:
 # ------------------------------------------------------------------------------ the real code
 
 
+@pytest.fixture(scope="module")
+def real_code() -> Iterator[dict[str, list[Module]]]:
+    """The library and the tests, parsed once; not kept for the tests of other files."""
+    # What parses makes objects by the hundred thousand, and none of them is garbage.
+    gc.disable()
+    try:
+        found = {top: parse_tree(ROOT, top) for top in (PACKAGE, "tests")}
+    finally:
+        gc.enable()
+    yield found
+    found.clear()
+
+
 @pytest.mark.parametrize("rule", LIBRARY_RULES, ids=rule_name)
-def test_the_library_keeps(rule: Rule) -> None:
-    modules = parse_tree(ROOT, PACKAGE)
+def test_the_library_keeps(rule: Rule, real_code: dict[str, list[Module]]) -> None:
+    modules = real_code[PACKAGE]
     assert modules, "nothing was read: the checker looks in the wrong place"
     assert rule(modules) == []
 
 
 @pytest.mark.parametrize("rule", TEST_RULES, ids=rule_name)
-def test_the_tests_keep(rule: Rule) -> None:
-    modules = parse_tree(ROOT, "tests")
+def test_the_tests_keep(rule: Rule, real_code: dict[str, list[Module]]) -> None:
+    modules = real_code["tests"]
     assert modules
     assert rule(modules) == []
 
