@@ -44,12 +44,11 @@ class Said:
         )
 
 
-def run(*arguments: str | Path, text: str | None = None) -> Said:
+def run(*arguments: str | Path) -> Said:
     """Run the program the way users do: as a process of its own."""
     kept = {k: v for k, v in os.environ.items() if k not in {"FORCE_COLOR", "GITHUB_ACTIONS"}}
     done = subprocess.run(
         [sys.executable, "-m", "rl_bridge", *map(str, arguments)],
-        input=text,
         capture_output=True,
         text=True,
         timeout=TIMEOUT_S,
@@ -59,10 +58,11 @@ def run(*arguments: str | Path, text: str | None = None) -> Said:
     return Said(done.returncode, done.stdout, done.stderr)
 
 
-def call(*arguments: str | Path, columns: int = 100) -> Said:
+def call(*arguments: str | Path, text: str = "", columns: int = 100) -> Said:
     """Run the program in this process: the same, without the seconds that torch's import takes."""
     with (
         mock.patch.dict(os.environ, PLAIN | {"COLUMNS": str(columns)}),
+        mock.patch.object(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode()))),
         redirect_stdout(io.StringIO()) as out,
         redirect_stderr(io.StringIO()) as err,
         pytest.raises(SystemExit) as left,

@@ -64,7 +64,7 @@ def flip_a_byte(bridge: BridgeOver, manifest: WeightUpdateManifest, name: str) -
 
 
 def test_the_version_is_the_librarys() -> None:
-    assert run("--version") == Said(0, f"rl-bridge {rl_bridge.__version__}\n", "")
+    assert call("--version") == Said(0, f"rl-bridge {rl_bridge.__version__}\n", "")
 
 
 def test_the_entry_point_is_the_same_program() -> None:
@@ -147,7 +147,7 @@ def test_sizes_and_times_read_well() -> None:
 
 
 def test_inspect_reads_a_manifest_from_standard_input(manifest: WeightUpdateManifest) -> None:
-    said = run("inspect", "-", text=manifest.to_json() + "\n")
+    said = call("inspect", "-", text=manifest.to_json() + "\n")
     assert (said.code, said.err) == (0, "")
     for word in (manifest.root, manifest.update_id, '{"step":41}', "200x300", "bfloat16", "scalar"):
         assert word in said.out
@@ -257,7 +257,7 @@ def test_a_flipped_byte_is_exit_code_1_and_a_checksum_mismatch(
     bridge: BridgeOver, manifest: WeightUpdateManifest, file: Path
 ) -> None:
     flip_a_byte(bridge, manifest, "layers.1.weight")
-    said = run("verify", file)
+    said = call("verify", file)
     assert said.complains("ChecksumMismatch")
     assert "tensor checksum mismatch for 'layers.1.weight' in version 7" in said.err
     assert "1 of 3 tensors differ" in said.out

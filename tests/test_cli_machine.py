@@ -16,15 +16,17 @@ import pytest
 import torch
 
 from rl_bridge.bridge.bridges import make_weight_bridge
-from rl_bridge.cli import environment, measure, probes
+from rl_bridge.cli import bench, environment, measure, probes
 from rl_bridge.integrations import engine_probe
 from rl_bridge.integrations.sglang import probe as sglang
 from rl_bridge.integrations.vllm import probe as vllm
 from rl_bridge.memory import leases, vm
 from rl_bridge.memory.segment import OwnedSegment
+from rl_bridge.testing.processes import Child
 from rl_bridge.transports import registry
 from rl_bridge.transports.base import Availability
-from tests.cli_program import TIMEOUT_S, call, run
+from tests import bench_consumers
+from tests.cli_program import Said, call, run
 
 WEIGHTS = {"w": torch.ones(5_000)}
 
@@ -37,7 +39,7 @@ def checks(said: Any) -> dict[str, Any]:
 
 
 def test_doctor_checks_every_transport_every_engine_and_the_machine() -> None:
-    said = run("doctor", "--json")
+    said = call("doctor", "--json")
     assert (said.code, said.err, said.json["status"]) == (0, "", "pass")
     found = checks(said)
     assert found.keys() == {
@@ -212,36 +214,27 @@ def test_what_the_machine_hides_is_said_to_be_unknown(
 # ------------------------------------------------------------------------------ gc
 
 
-def publish_and_wait(directory: str, connection: Connection) -> None:
-    """Be a publisher that is killed: publish into named segments, say so, wait."""
-    bridge = make_weight_bridge("shared-memory", directory=directory)
-    bridge.publish(WEIGHTS, weight_version=1)
-    connection.send_bytes(b"published")
-    connection.poll(TIMEOUT_S)
+class Publisher:
+    """One that is killed: it publishes into named segments, and waits."""
+
+    def __init__(self, directory: str) -> None:
+        self.bridge = make_weight_bridge("shared-memory", directory=directory)
+        self.bridge.publish(WEIGHTS, weight_version=1)
 
 
 def kill_a_publisher(directory: Path) -> None:
     """Leave named segments in a directory the hard way."""
-    context = multiprocessing.get_context("spawn")
-    here, there = context.Pipe()
-    child = context.Process(target=publish_and_wait, args=(str(directory), there), daemon=True)
-    child.start()
-    there.close()
-    try:
-        assert here.poll(TIMEOUT_S)
-        assert here.recv_bytes() == b"published"
+    with Child(Publisher, directory=str(directory)) as child:
+        child.ready()
         assert call("gc", directory, "--json").json["segments"] == [], "it lives"
-    finally:
         child.kill()
-        child.join(TIMEOUT_S)
-        here.close()
-    assert child.exitcode == -signal.SIGKILL
+        assert child.exitcode() == -signal.SIGKILL
 
 
 def test_gc_removes_what_a_killed_publisher_left(tmp_path: Path) -> None:
     kill_a_publisher(tmp_path)
     (tmp_path / "rlb-notes.txt").write_text("mine", "ascii")
-    said = run("gc", tmp_path)
+    said = call("gc", tmp_path)
     assert (said.code, said.err) == (0, "")
     assert "Removed 2 segments" in said.out
     assert [path.name for path in tmp_path.iterdir()] == ["rlb-notes.txt"]
@@ -269,8 +262,14 @@ def test_gc_says_whether_there_was_any_segment_at_all(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------ bench
 
 
-def test_bench_measures_every_phase_in_two_processes() -> None:
-    said = run("bench", "--mib", "1", "--mib", "2", "--tensors", "3", "--repeats", "2", "--json")
+@pytest.fixture(scope="module")
+def measured() -> Said:
+    """What the bench says, run once and as a process of its own: it starts another one."""
+    return run("bench", "--mib", "1", "--mib", "2", "--tensors", "3", "--repeats", "2", "--json")
+
+
+def test_bench_measures_every_phase_in_two_processes(measured: Said) -> None:
+    said = measured
     assert (said.code, said.err) == (0, "")
     first, second = said.json["sizes"]
     assert first["nbytes"] == pytest.approx(1 << 20, rel=1e-3)
@@ -285,9 +284,9 @@ def test_bench_measures_every_phase_in_two_processes() -> None:
     assert max(rates) == 1
 
 
-def test_the_phases_of_the_bench_account_for_all_of_its_time() -> None:
-    said = call("bench", "--mib", "1", "--tensors", "2", "--repeats", "2", "--json").json
-    found = {name: phase["samples_ms"] for name, phase in said["sizes"][0]["phases"].items()}
+def test_the_phases_of_the_bench_account_for_all_of_its_time(measured: Said) -> None:
+    first = measured.json["sizes"][0]
+    found = {name: phase["samples_ms"] for name, phase in first["phases"].items()}
     for way, updates in (("copy", slice(0, 2)), ("flip", slice(2, 4))):
         parts = [found[name][updates] for name in ("publish", "import_verify")]
         parts += [found[f"{name}_{way}"] for name in ("prepare", "install", "prove", "rest")]
@@ -296,37 +295,28 @@ def test_the_phases_of_the_bench_account_for_all_of_its_time() -> None:
         assert min(map(min, parts)) > 0
 
 
-def test_bench_shows_rates_next_to_memcpy() -> None:
-    said = call("bench", "--mib", "1", "--tensors", "1", "--repeats", "1")
+def test_bench_shows_rates_next_to_memcpy(monkeypatch: pytest.MonkeyPatch, measured: Said) -> None:
+    """Of what was measured already: only the screen is another one."""
+    first = measured.json["sizes"][0]
+    samples = {name: phase["samples_ms"] for name, phase in first["phases"].items()}
+
+    def measure_again(_: object, *, on_update: Callable[[str], None]) -> measure.Timings:
+        on_update("again")
+        return measure.Timings(1 << 20, samples)
+
+    monkeypatch.setattr(bench, "measure", measure_again)
+    said = call("bench", "--mib", "1", "--tensors", "3", "--repeats", "2")
     assert said.code == 0
-    for words in ("1.00 MiB in 1 tensors", "of memcpy", "install by flip", "publish to loaded"):
+    for words in ("1.00 MiB in 3 tensors", "of memcpy", "install by flip", "publish to loaded"):
         assert words in said.out
-
-
-def dies(connection: Connection) -> None:
-    """A consumer that ends when it is asked something."""
-    connection.recv_bytes()
-    os._exit(3)
-
-
-def fails(connection: Connection) -> None:
-    """A consumer that refuses everything."""
-    connection.recv_bytes()
-    connection.send_bytes(json.dumps({"error": "SegmentError: gone"}).encode())
-
-
-def hangs(connection: Connection) -> None:
-    """A consumer that answers nothing, and ends for nobody."""
-    del connection
-    signal.pause()
 
 
 @pytest.mark.parametrize(
     ("consumer", "error", "words"),
     [
-        (dies, "MeasurementFailed", "exit code 3"),
-        (fails, "MeasurementFailed", "SegmentError: gone"),
-        (hangs, "DeadlineExceeded", "gave no answer"),
+        (bench_consumers.dies, "MeasurementFailed", "exit code 3"),
+        (bench_consumers.fails, "MeasurementFailed", "SegmentError: gone"),
+        (bench_consumers.hangs, "DeadlineExceeded", "gave no answer"),
     ],
     ids=["dies", "fails", "hangs"],
 )
@@ -337,7 +327,7 @@ def test_a_consumer_that_fails_ends_the_bench_with_its_reason(
     words: str,
 ) -> None:
     monkeypatch.setattr(measure, "serve", consumer)
-    if consumer is hangs:
+    if consumer is bench_consumers.hangs:
         monkeypatch.setattr(measure, "_ANSWER_TIMEOUT_S", 0.2)
         monkeypatch.setattr(measure, "_STOP_TIMEOUT_S", 0.2)
     said = call("bench", "--mib", "1", "--json")
@@ -358,7 +348,7 @@ def test_the_consumer_of_the_bench_tells_what_the_library_refused() -> None:
 
 
 def test_the_demo_runs_from_the_command_line(tmp_path: Path) -> None:
-    said = run("demo", "--steps", "6", "--transport", "local-clone", "--out", tmp_path / "out")
+    said = call("demo", "--steps", "6", "--transport", "local-clone", "--out", tmp_path / "out")
     assert (said.code, said.err) == (0, "")
     assert json.loads((tmp_path / "out" / "demo.json").read_text("utf-8"))["refused"] >= 2
     assert (tmp_path / "out" / "demo.png").read_bytes().startswith(b"\x89PNG")
