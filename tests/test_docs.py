@@ -8,6 +8,7 @@ import runpy
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from rl_bridge import errors
 from rl_bridge.cli.program import app
 from rl_bridge.lifecycle.diagram import mermaid
 from rl_bridge.lifecycle.table import Role
+from tests.script_runner import ScriptRunner
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -69,11 +71,17 @@ def blocks(page: Path) -> list[Block]:
     return found
 
 
+@pytest.fixture(scope="module")
+def runner() -> Iterator[ScriptRunner]:
+    """Runs scripts, and files of tests, each in a process of its own."""
+    with ScriptRunner() as made:
+        yield made
+
+
 def run(script: Path, cwd: Path) -> None:
-    # A page may show a test: then that is what its reader would run.
-    how = ["-m", "pytest", "-q"] if script.name.startswith("test_") else ["-W", "error"]
+    """Run a script as its reader would: by a Python that is started for it."""
     done = subprocess.run(
-        [sys.executable, *how, str(script)],
+        [sys.executable, "-W", "error", str(script)],
         cwd=cwd,
         env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
         capture_output=True,
@@ -94,19 +102,27 @@ RUNNABLE = [page for page in PAGES if any(block.language == "python" for block i
 
 
 @pytest.mark.parametrize("page", RUNNABLE, ids=name_of)
-def test_the_code_of_a_page_runs(page: Path, tmp_path: Path) -> None:
-    script = ["import logging, sys", "logging.disable()"]
+def test_the_code_of_a_page_runs(page: Path, tmp_path: Path, runner: ScriptRunner) -> None:
+    script = []
     for block in blocks(page):
         if block.language != "python" or block.reason is not None:
             continue
         if block.title is not None:
             (tmp_path / block.title).write_text(block.text, "utf-8")
-            run(tmp_path / block.title, tmp_path)
+            # An example that a page shows whole has a test of its own.
+            if not shows_an_example(block):
+                runner.run(tmp_path / block.title, tmp_path)
         else:
             script.append(block.text)
-    whole = tmp_path / "page.py"
-    whole.write_text("\n".join(script), "utf-8")
-    run(whole, tmp_path)
+    if script:
+        whole = tmp_path / "page.py"
+        whole.write_text("\n".join(["import logging, sys", "logging.disable()", *script]), "utf-8")
+        runner.run(whole, tmp_path)
+
+
+def shows_an_example(block: Block) -> bool:
+    file = DOCS / "examples" / (block.title or "")
+    return file in EXAMPLES and file.read_text("utf-8").strip() == block.text.strip()
 
 
 def test_python_is_always_called_python_and_every_block_left_out_has_a_reason() -> None:
@@ -117,11 +133,17 @@ def test_python_is_always_called_python_and_every_block_left_out_has_a_reason() 
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=name_of)
-def test_an_example_runs(example: Path, tmp_path: Path) -> None:
-    run(example, tmp_path)
+def test_an_example_runs(example: Path, tmp_path: Path, runner: ScriptRunner) -> None:
+    # One of them by a Python that is started for it, to see that nothing else is needed.
+    if example.name == "publish_and_import.py":
+        run(example, tmp_path)
+    else:
+        runner.run(example, tmp_path)
 
 
-def test_the_example_transport_does_not_raise_where_the_publisher_is_gone(tmp_path: Path) -> None:
+def test_the_example_transport_does_not_raise_where_the_publisher_is_gone(
+    tmp_path: Path, runner: ScriptRunner
+) -> None:
     script = tmp_path / "gone.py"
     script.write_text(
         f"""
@@ -146,7 +168,7 @@ with (
 """,
         "utf-8",
     )
-    run(script, tmp_path)
+    runner.run(script, tmp_path)
 
 
 def test_every_command_that_the_docs_tell_to_type_exists() -> None:
