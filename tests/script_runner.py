@@ -21,7 +21,7 @@ __all__ = ["ScriptRunner"]
 ROOT = Path(__file__).resolve().parents[1]
 START_S = 180.0
 # Of the longest, a conformance suite that starts processes, where the machine is busy.
-TIMEOUT_S = 400.0
+TIMEOUT_S = 250.0
 TIMED_OUT = -signal.SIGALRM
 
 

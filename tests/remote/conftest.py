@@ -6,7 +6,15 @@ from pathlib import Path
 import pytest
 
 from rl_bridge import TensorBridge, WeightUpdateManifest, make_weight_bridge
-from tests.remote.process import SidecarProcess, make_key
+from tests.remote.process import SidecarProcess, make_key, warm
+
+
+@pytest.fixture(scope="package", autouse=True)
+def nothing_stays_warm() -> Iterator[None]:
+    yield
+    if warm.cache_info().currsize:
+        warm().close()
+        warm.cache_clear()
 
 
 @pytest.fixture

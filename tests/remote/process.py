@@ -2,19 +2,22 @@
 
 import os
 import secrets
+import select
 import signal
 import socket
 import subprocess
 import sys
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from rl_bridge.errors import DeadlineExceeded, EngineLost
 from rl_bridge.remote import RemoteEngine, Status
 from rl_bridge.testing.processes import DEADLINE_S, until
+from tests.remote.warm import Warm
 
-__all__ = ["SidecarProcess", "free_port", "make_key"]
+__all__ = ["SidecarProcess", "free_port", "make_key", "warm"]
 
 ROOT = Path(__file__).resolve().parents[2]
 START_S = 180.0
@@ -45,9 +48,15 @@ class SidecarProcess:
         self.state_dir = directory / "state"
         self.log = directory / "sidecar.log"
         self._process: subprocess.Popen[bytes] | None = None
+        self.pid = -1
+        # What stands for the process, whoever started it, and however it ended.
+        self._descriptor: int | None = None
 
-    def start(self, engine: str = "plain", **options: Any) -> Status:
+    def start(self, engine: str = "plain", *, afresh: bool = False, **options: Any) -> Status:
         """Start it and wait until it answers; returns its first status.
+
+        As users start it where `afresh` is set, and with a real engine; one of the engines of tests
+        is started without the time that imports take.
 
         One that does not answer is made to say where each of its threads is.
 
@@ -55,19 +64,25 @@ class SidecarProcess:
         """
         named = engine if ":" in engine else f"tests.remote.engines:{engine}"
         extra = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
-        with self.log.open("ab") as log:
-            self._process = subprocess.Popen(
-                [
-                    *(sys.executable, "-X", "faulthandler", "-m", "rl_bridge", "sidecar"),
-                    named,
-                    *("--key-file", str(self.key_file), "--state-dir", str(self.state_dir)),
-                    *("--port", str(self.port), *extra),
-                ],
-                cwd=self.directory,
-                env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])} | PLATFORM,
-                stdout=log,
-                stderr=log,
-            )
+        arguments = [
+            *("sidecar", named, "--key-file", str(self.key_file)),
+            *("--state-dir", str(self.state_dir), "--port", str(self.port), *extra),
+        ]
+        self._let_go()
+        if afresh or named == engine:
+            with self.log.open("ab") as log:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-X", "faulthandler", "-m", "rl_bridge", *arguments],
+                    cwd=self.directory,
+                    env=environment(),
+                    stdout=log,
+                    stderr=log,
+                )
+            self.pid = self._process.pid
+        else:
+            self.pid = warm().start(arguments, cwd=self.directory, log=self.log)
+        with suppress(ProcessLookupError):  # it may have ended
+            self._descriptor = os.pidfd_open(self.pid)
         found: list[Status] = []
 
         def answers(client: RemoteEngine) -> bool:
@@ -89,12 +104,12 @@ class SidecarProcess:
 
     @property
     def is_alive(self) -> bool:
-        return self._process is not None and self._process.poll() is None
+        return not self._has_ended(0)
 
-    @property
-    def pid(self) -> int:
-        assert self._process is not None
-        return self._process.pid
+    def _has_ended(self, timeout_s: float) -> bool:
+        return self._descriptor is None or bool(
+            select.select([self._descriptor], [], [], timeout_s)[0]
+        )
 
     def client(self, **options: Any) -> RemoteEngine:
         return RemoteEngine(self.url, self.key_file, **options)
@@ -108,13 +123,31 @@ class SidecarProcess:
 
     def died(self) -> None:
         """Wait until it died by itself."""
-        assert self._process is not None
-        self._process.wait(DEADLINE_S)
+        assert self._has_ended(DEADLINE_S)
 
     def _end(self, number: int) -> None:
-        if self._process is not None and self._process.poll() is None:
-            self._process.send_signal(number)
+        if self._descriptor is not None and self.is_alive:
+            signal.pidfd_send_signal(self._descriptor, number)
+            assert self._has_ended(DEADLINE_S)
+        self._let_go()
+
+    def _let_go(self) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+        if self._process is not None:
             self._process.wait(DEADLINE_S)
+            self._process = None
+
+
+def environment() -> dict[str, str]:
+    return os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])} | PLATFORM
+
+
+@cache
+def warm() -> Warm:
+    """What starts side-cars quickly; one for all tests of this folder."""
+    return Warm(environment())
 
 
 def make_key(directory: Path) -> Path:

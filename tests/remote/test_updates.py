@@ -30,7 +30,7 @@ def publish(trainer: TensorBridge, version: int) -> WeightUpdateManifest:
 def test_an_engine_in_another_process_holds_what_was_published(
     sidecar: SidecarProcess, trainer: TensorBridge
 ) -> None:
-    assert sidecar.start("writing").state == "empty"
+    assert sidecar.start("writing", afresh=True).state == "empty"
     with sidecar.client() as engine:
         with pytest.raises(WeightBridgeUnavailableError, match="no verified version"):
             engine.check_servable()
