@@ -3,6 +3,7 @@
 import ast
 import re
 from collections.abc import Collection, Iterator
+from functools import cache
 from pathlib import Path
 
 import rl_bridge
@@ -34,11 +35,34 @@ def says_a_remedy(text: str) -> bool:
     return _REMEDY.search(text) is not None
 
 
-def modules() -> Iterator[tuple[str, ast.Module]]:
-    """Every module of `LAYERS`, by its path."""
-    for layer in LAYERS:
-        for path in sorted((ROOT / layer).rglob("*.py")):
-            yield str(path.relative_to(ROOT)), ast.parse(path.read_text("utf-8"))
+@cache
+def modules() -> tuple[tuple[str, ast.Module], ...]:
+    """Every module of `LAYERS`, by its path; each is read once."""
+    return tuple(
+        (str(path.relative_to(ROOT)), ast.parse(path.read_text("utf-8")))
+        for layer in LAYERS
+        for path in sorted((ROOT / layer).rglob("*.py"))
+    )
+
+
+@cache
+def _assigned(module: ast.Module) -> tuple[tuple[int, str, ast.expr], ...]:
+    """Line, name and value of everything that a module assigns to a plain name."""
+    return tuple(
+        (node.lineno, node.targets[0].id, node.value)
+        for node in ast.walk(module)
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
+    )
+
+
+@cache
+def _functions(module: ast.Module) -> dict[str, ast.FunctionDef]:
+    """The functions of a module by name; of two of one name, the first."""
+    found: dict[str, ast.FunctionDef] = {}
+    for node in ast.walk(module):
+        if isinstance(node, ast.FunctionDef):
+            found.setdefault(node.name, node)
+    return found
 
 
 def errors_raised(module: ast.Module) -> Iterator[tuple[int, str, list[ast.expr]]]:
@@ -51,9 +75,7 @@ def errors_raised(module: ast.Module) -> Iterator[tuple[int, str, list[ast.expr]
 def messages(module: ast.Module, known: Collection[str]) -> Iterator[tuple[int, str]]:
     """Line and text of every message that a module raises one of the `known` errors with."""
     steps: list[tuple[int, ast.expr | tuple[str, list[ast.expr]]]] = [
-        (node.lineno, node.value)
-        for node in ast.walk(module)
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "msg"
+        (line, value) for line, name, value in _assigned(module) if name == "msg"
     ]
     steps += [(line, (name, args)) for line, name, args in errors_raised(module)]
     said: list[ast.expr] = []
@@ -89,10 +111,9 @@ def _forms(value: ast.expr, module: ast.Module) -> list[str]:
     if isinstance(value, ast.Call):
         name = ast.unparse(value.func).split(".")[-1]
         for other in [module, *(other for _, other in modules())]:
-            for node in ast.walk(other):
-                if isinstance(node, ast.FunctionDef) and node.name == name:
-                    ends = [end.value for end in ast.walk(node) if isinstance(end, ast.Return)]
-                    return [text for end in ends if end for text in _forms(end, other)]
+            if node := _functions(other).get(name):
+                ends = [end.value for end in ast.walk(node) if isinstance(end, ast.Return)]
+                return [text for end in ends if end for text in _forms(end, other)]
         return [ast.unparse(value)]
     return [_text(value, module)]
 
@@ -108,10 +129,9 @@ def _text(value: ast.expr, module: ast.Module) -> str:
     if isinstance(value, ast.FormattedValue) and isinstance(value.value, ast.Name):
         value = value.value
     if isinstance(value, ast.Name):
-        name = value.id
-        for node in ast.walk(module):
-            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name:
-                return " | ".join(_forms(node.value, module)) if _is_text(node.value) else "{}"
+        for _, name, assigned in _assigned(module):
+            if name == value.id:
+                return " | ".join(_forms(assigned, module)) if _is_text(assigned) else "{}"
     return "{}"
 
 

@@ -4,6 +4,7 @@ import ast
 import re
 import socket
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -374,12 +375,13 @@ def lacks_a_remedy(text: str) -> bool:
     return not says_a_remedy(text) and not any(part in text for part in YET_TO_SAY)
 
 
-def said() -> list[tuple[str, int, str]]:
+@cache
+def said() -> tuple[tuple[str, int, str], ...]:
     """Module, line and text of every message that the library raises an error of ours with."""
     known = {kind.__name__ for kind in tree()}
-    return [
+    return tuple(
         (path, line, text) for path, module in modules() for line, text in messages(module, known)
-    ]
+    )
 
 
 def test_every_message_says_what_to_do() -> None:
