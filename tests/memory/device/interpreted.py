@@ -31,12 +31,38 @@ def _broken_interpreter() -> str | None:
     return None if out.item() == 3 else f"Triton's interpreter counts to {out.item()}, not 3"
 
 
+def _look_through_the_language_once() -> None:
+    """Have Triton look for what it replaces once for each launch and module.
+
+    It does so at every call of a function within a kernel, which takes most of its time; what it
+    replaced for one call is in place for the next.
+    """
+    from triton.runtime import interpreter
+
+    patch, launch = interpreter._patch_lang, interpreter.GridExecutor.__call__
+    found: dict[int, Any] = {}
+
+    def patched(function: Any) -> Any:
+        module = id(function.__globals__)
+        if module not in found:
+            found[module] = patch(function)
+        return found[module]
+
+    def launched(*arguments: Any, **options: Any) -> Any:
+        found.clear()  # the end of a launch takes back what its beginning has replaced
+        return launch(*arguments, **options)
+
+    interpreter._patch_lang = patched
+    interpreter.GridExecutor.__call__ = launched
+
+
 class Interpreted:
     """What a child serves in which Triton interprets: the same questions, asked of the kernel."""
 
     def __init__(self) -> None:
         # Triton looks when it is imported: nothing in this process has done so yet.
         os.environ["TRITON_INTERPRET"] = "1"
+        _look_through_the_language_once()
         self.broken = _broken_interpreter()
         # The tests look themselves; a wrong kernel is to fail them and not to be refused to them.
         choice._CAUSES[torch.device("cpu")] = None
