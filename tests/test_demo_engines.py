@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterable
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
@@ -93,12 +94,16 @@ def test_an_engine_that_cannot_sample_is_refused_before_anything_starts(
 
 @pytest.fixture(scope="module")
 def result(tmp_path_factory: pytest.TempPathFactory) -> DemoResult:
-    return run_demo(
-        transport="local-clone",
-        steps=MIN_STEPS,
-        out=tmp_path_factory.mktemp("out"),
-        console=Console(file=io.StringIO()),
-    )
+    # What is told of it does not depend on the task.
+    task = partial(RolloutConfig, num_digits=LOCAL.num_digits, base=LOCAL.base)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("rl_bridge.demo.run.RolloutConfig", task)
+        return run_demo(
+            transport="local-clone",
+            steps=MIN_STEPS,
+            out=tmp_path_factory.mktemp("out"),
+            console=Console(file=io.StringIO()),
+        )
 
 
 @pytest.mark.parametrize("engine", [Engine.VLLM, Engine.SGLANG, Engine.VLLM_HTTP])
