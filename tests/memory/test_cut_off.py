@@ -13,7 +13,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -42,28 +42,41 @@ class InterruptBefore:
 
     def __call__(self, frame: FrameType, event: str, _: Any) -> Any:
         file = frame.f_code.co_filename
-        if not any(part in file for part in self.LOOKED_AT):
-            # What these call, and what they are called from.
-            return None if "/rl_bridge/" not in file else self
-        if event == "line" and not self.struck:
-            # Leaving a with block is traced as its line, where Python itself never interrupts.
-            line = linecache.getline(file, frame.f_lineno).strip()
-            if not line.startswith("with "):
-                self._left -= 1
-                if self._left < 0:
-                    self.struck = f"{file}:{frame.f_lineno}: {line}"
-                    raise KeyboardInterrupt
+        # Whatever else is called is asked about by itself; once struck, nothing is.
+        if self.struck or not is_looked_at(file):
+            return None
+        if event == "line" and not is_leaving(file, frame.f_lineno):
+            self._left -= 1
+            if self._left < 0:
+                line = linecache.getline(file, frame.f_lineno).strip()
+                self.struck = f"{file}:{frame.f_lineno}: {line}"
+                raise KeyboardInterrupt
         return self
+
+
+@cache
+def is_looked_at(file: str) -> bool:
+    return any(part in file for part in InterruptBefore.LOOKED_AT)
+
+
+@cache
+def is_leaving(file: str, number: int) -> bool:
+    """Leaving a with block is traced as its line, where Python itself never interrupts."""
+    return linecache.getline(file, number).strip().startswith("with ")
 
 
 @pytest.fixture
 def nobody_keeps_garbage(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """What is there already is not collected again and again; no hook keeps exceptions."""
     monkeypatch.setattr(sys, "unraisablehook", lambda _: None)
+    was_frozen = gc.get_freeze_count() > 0
     gc.collect()
     gc.freeze()
     yield
     gc.unfreeze()
+    if was_frozen:  # as somebody wanted it for all tests
+        gc.collect()
+        gc.freeze()
 
 
 def holdings(directory: Path | None) -> tuple[Counter[str], Counter[str], list[str]]:
@@ -75,7 +88,7 @@ def holdings(directory: Path | None) -> tuple[Counter[str], Counter[str], list[s
         with suppress(OSError):  # the descriptor of this very listing
             links.append(str(Path(f"/proc/self/fd/{entry}").readlink()))
     lines = Path("/proc/self/maps").read_text("utf-8", "replace").splitlines()
-    mapped = [line.split(maxsplit=5)[-1] for line in lines]
+    mapped = [line.split(maxsplit=5)[-1] for line in lines if any(mark in line for mark in marks)]
     names = [] if directory is None else sorted(path.name for path in directory.iterdir())
     return (
         Counter(link for link in links if any(mark in link for mark in marks)),
