@@ -8,7 +8,7 @@ from pathlib import Path
 
 import rl_bridge
 
-__all__ = ["errors_raised", "messages", "modules", "says_a_remedy"]
+__all__ = ["errors_raised", "messages", "modules", "said", "says_a_remedy"]
 
 ROOT = Path(rl_bridge.__file__).parent
 LAYERS = [
@@ -90,6 +90,14 @@ def messages(module: ast.Module, known: Collection[str]) -> Iterator[tuple[int, 
                 if not _is_handed_on(value, module):
                     yield from ((line, text) for text in _forms(value, module))
         said = []
+
+
+@cache
+def said(known: frozenset[str]) -> tuple[tuple[str, int, str], ...]:
+    """Module, line and text of every message that the library raises a `known` error with."""
+    return tuple(
+        (path, line, text) for path, module in modules() for line, text in messages(module, known)
+    )
 
 
 def _is_handed_on(value: ast.expr, module: ast.Module) -> bool:
