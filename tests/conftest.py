@@ -1,5 +1,6 @@
 """What all tests share: hypothesis profiles, one thread for torch, readable assertions."""
 
+import gc
 import os
 import signal
 
@@ -39,3 +40,13 @@ def pytest_configure() -> None:
 
     # Not rl_bridge: a child imports it anew, or without its compiled module (tests.pure_python).
     processes.PRELOADED += ["hypothesis", "numpy", "pydantic", "pytest"]
+
+
+def pytest_collection_finish() -> None:
+    """Have what stays for all tests, so that no test takes it for its own."""
+    from rl_bridge.testing import processes
+
+    processes.start_server()
+    # Left out of every collection from here on: it would take most of its time.
+    gc.collect()
+    gc.freeze()

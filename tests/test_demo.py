@@ -319,7 +319,7 @@ def test_a_place_that_cannot_be_written_is_refused_before_anything_starts(tmp_pa
 
 @pytest.mark.slow
 def test_the_policy_learns_to_sort(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # The smallest task that three seeds learn in so few steps; the demo's own takes twice as many.
+    # The smallest task that is learned in so few steps; the demo's own takes twice as many.
     task = partial(RolloutConfig, num_digits=LOCAL.num_digits, base=LOCAL.base)
     monkeypatch.setattr("rl_bridge.demo.run.RolloutConfig", task)
     result, _ = run("local-clone", tmp_path, steps=18)

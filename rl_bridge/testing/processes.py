@@ -17,6 +17,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from types import TracebackType
 from typing import Any, Self
@@ -31,6 +32,7 @@ __all__ = [
     "ChildError",
     "Line",
     "Target",
+    "start_server",
     "until",
     "watchdog",
 ]
@@ -106,6 +108,12 @@ class Line:
         self._connection.close()
 
 
+def start_server() -> None:
+    """Have the process that children come from. It stays, with a few descriptors of this one."""
+    _SERVED.set_forkserver_preload(PRELOADED)
+    forkserver.ensure_running()
+
+
 # Builds, in the child, the object whose methods the parent calls.
 Target = Callable[..., object]
 
@@ -167,7 +175,7 @@ class Child:
         self.arguments = arguments
         here, there = _SERVED.Pipe()
         self._line = Line(here)
-        _SERVED.set_forkserver_preload(PRELOADED)  # read when the server starts
+        start_server()
         self.process = _SERVED.Process(
             target=_serve,
             args=(there, target, arguments, dict(os.environ)),
