@@ -1,5 +1,6 @@
 """The processes that tests talk to: an answer belongs to its call, however late it comes."""
 
+import os
 import threading
 
 import pytest
@@ -24,6 +25,9 @@ class Clerk:
     def quick(self, number: int) -> int:
         return number
 
+    def say(self, variable: str) -> None:
+        os.write(2, os.environ[variable].encode())
+
 
 def test_a_late_answer_is_not_taken_for_that_to_the_next_call() -> None:
     with Child(Clerk) as child:
@@ -31,6 +35,16 @@ def test_a_late_answer_is_not_taken_for_that_to_the_next_call() -> None:
         with pytest.raises(DeadlineExceeded):
             child.answer(deadline_s=0.0)
         assert child.call("quick", number=2) == 2
+
+
+def test_a_child_has_the_environment_and_the_output_of_the_test_that_starts_it(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for word in ("first", "second"):
+        monkeypatch.setenv("RL_BRIDGE_WORD", word)
+        with Child(Clerk) as child:
+            child.call("say", variable="RL_BRIDGE_WORD")
+        assert capfd.readouterr().err == word
 
 
 def test_a_call_in_between_takes_nobodys_answer() -> None:

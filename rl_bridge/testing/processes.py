@@ -4,8 +4,8 @@ What crosses to a child is a function, classes and plain arguments, and from the
 object that took its bytes along by pickle would hide exactly the lies that these tests look for.
 
 Children come from a server that has imported torch and nothing of ours: a spawned process takes
-seconds for that alone. They share neither memory nor descriptors with the test, and have its
-environment as it is when they start.
+seconds for that alone. They share no memory with the test, and have its environment and output as
+these are when they start.
 """
 
 import json
@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
+from multiprocessing.reduction import DupFd
 from types import TracebackType
 from typing import Any, Self
 
@@ -42,6 +43,7 @@ _SERVED = multiprocessing.get_context("forkserver")
 PRELOADED = ["torch"]
 """Modules that the server imports before its first child; to be added to before that."""
 _ENDED = "bye"
+_OUTPUT = (1, 2)
 
 
 class ChildDied(WeightBridgeError):
@@ -118,19 +120,30 @@ def start_server() -> None:
 Target = Callable[..., object]
 
 
+class _Surroundings:
+    """Where a child is to be: its parent's environment and output, and not the server's."""
+
+    def __reduce__(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
+        """Travel as what is to be done in the child."""
+        return _settle_in, (dict(os.environ), *map(DupFd, _OUTPUT))
+
+
+def _settle_in(environment: dict[str, str], *outputs: Any) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
+    for number, output in zip(_OUTPUT, outputs, strict=True):
+        descriptor = output.detach()
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+
+
 def _serve(
-    connection: Connection,
-    target: Target,
-    arguments: dict[str, Any],
-    environment: dict[str, str],
+    _: _Surroundings, connection: Connection, target: Target, arguments: dict[str, Any]
 ) -> None:
     """Answer calls until the parent hangs up."""
     import torch
 
     torch.set_num_threads(1)
-    # The server's is that of the first child's start.
-    os.environ.clear()
-    os.environ.update(environment)
     line = Line(connection)
     try:
         served = target(**arguments)
@@ -178,7 +191,7 @@ class Child:
         start_server()
         self.process = _SERVED.Process(
             target=_serve,
-            args=(there, target, arguments, dict(os.environ)),
+            args=(_Surroundings(), there, target, arguments),
             daemon=True,
             name=f"test-{target}",
         )
