@@ -112,8 +112,7 @@ class WeightUpdateManifest(BaseModel):
             if not isinstance(getattr(self, name), Mapping):
                 msg = f"manifest {name} is no mapping. {_REMEDY}"
                 raise MalformedManifest(msg)
-        layout = WeightLayout.from_metadata(self.metadata)
-        self.__dict__["weight_layout"] = layout  # whoever looks at it need not read it again
+        layout = self.weight_layout  # kept: whoever looks at it need not read it again
         # `object.__setattr__`: the model is frozen, and it is still being born. What is there is
         # frozen already, and the layout is put beside it.
         written = freeze(layout.to_metadata(), where="metadata.layout", depth=1)
