@@ -69,6 +69,9 @@ def test_killed_behind_any_step_its_next_start_brings_the_living_server_to_a_ver
             assert status.recovery.outcome == "reinstalled"
             check(server, reference, holds, step)
             assert server.label() == f"{held.weight_version}@{held.root}"
+            if step == "prepare":  # nothing was wrong with it: the same one may come again
+                assert engine.update_weights(following).root == following.root
+                held, holds = following, 1 - holds
 
 
 def test_the_bytes_come_by_broadcast_to_the_side_car_and_to_the_server(

@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 import torch
 
+from rl_bridge.bridge.records import is_shortage
 from rl_bridge.errors import EngineLost, TornEngine, WeightUpdateRejectedError
 from rl_bridge.installers.base import InstallProof, TransactionalAdapter
 from rl_bridge.integrations.sglang.handles import PauseMode, handle_of
@@ -105,6 +106,7 @@ class SGLangInstallAdapter(TransactionalAdapter):
         self._parts: list[list[str]] = []
         self._phases_ms: dict[str, float] = {}
         self._verified = ""
+        self._refusal: str | None = None  # a rank's; None: the update may come again
         self._manifest: WeightUpdateManifest | None = None
         self._proof: InstallProof | None = None
         # Each is noted before the step that it tells of: an interrupt may come behind any.
@@ -137,18 +139,17 @@ class SGLangInstallAdapter(TransactionalAdapter):
             EngineLost: the engine is gone.
 
         """
-        self._phases_ms, self._verified = {}, ""
+        self._phases_ms, self._verified, self._refusal = {}, "", None
         self._look_for_remains()
         self._route.prepare(manifest, tensors)
         self._manifest = manifest
         is_new = not self._shares.knows(manifest)
-        reply = self._handle.call(
-            "prepare",
-            manifest=manifest.to_json(),
-            options=self._options,
-            cuts=is_new,
-            **{"import": self._route.imports},
-        )
+        given = {"manifest": manifest.to_json(), "options": self._options, "cuts": is_new}
+        try:
+            reply = self._handle.call("prepare", **given, **{"import": self._route.imports})
+        except Exception as error:
+            self._refusal = None if is_shortage(error) else "another rank refused it"
+            raise
         if self._route.imports:
             self._phases_ms["verify"] = reply["timings_ms"].get("verify", 0.0)
             self._verified = reply["verified"]
@@ -225,7 +226,7 @@ class SGLangInstallAdapter(TransactionalAdapter):
         try:
             if self._manifest is not None:
                 meant, self._manifest = self._meant(), None
-                self._handle.call("undo", reason="the executor refused it", **meant)
+                self._handle.call("undo", reason=self._refusal, **meant)
         finally:
             self._go_on()
 

@@ -16,6 +16,7 @@ import torch
 
 from rl_bridge.bridge.acknowledgement import describe
 from rl_bridge.bridge.bridges import TensorBridge, make_weight_bridge
+from rl_bridge.bridge.records import is_shortage
 from rl_bridge.bridge.steps import FineSteps
 from rl_bridge.errors import (
     TornEngine,
@@ -27,7 +28,7 @@ from rl_bridge.installers.base import InstallProof
 from rl_bridge.installers.sglang.model_installer import SGLangModelInstaller
 from rl_bridge.installers.sglang.parts import require, version
 from rl_bridge.integrations.sglang import votes
-from rl_bridge.integrations.vllm.frames import clear_frames
+from rl_bridge.integrations.vllm.frames import clear_frames, told
 from rl_bridge.lifecycle.table import State
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.memory.imported import ImportedTensors
@@ -96,7 +97,7 @@ class SGLangRank:
         """
         _require_supported(self._device())
         self._require_closed()
-        self._end("another update came before it was installed")
+        self._end(None)  # the driver that staged it may have died, and begin anew
         manifest = WeightUpdateManifest.from_json(str(given.get("manifest", "")))
         self._configure(dict(given.get("options") or {}))
         start, told = time.perf_counter(), {}
@@ -109,7 +110,7 @@ class SGLangRank:
             imported = time.perf_counter()
             self._installer.prepare(manifest, self._tensors)
         except BaseException as error:
-            self._end(describe(error))
+            self._end(None if is_shortage(error) else describe(error))
             raise
         self._timings_ms = {
             "import": (imported - start) * 1e3,
@@ -174,6 +175,8 @@ class SGLangRank:
     def undo(self, given: Payload) -> Reply:
         """Put back what is not committed; without any, nothing happens.
 
+        With ``"reason": null`` the update was not refused, and may come again.
+
         Raises:
             TornEngine: it could not be put back.
             WeightUpdateRejectedError: that update is committed.
@@ -193,7 +196,8 @@ class SGLangRank:
             raise TornEngine(msg) from error
         self._torn = ""
         self.is_open = False
-        self._end(str(given.get("reason", "undone by the executor")))
+        reason = given.get("reason", "undone by the executor")
+        self._end(None if reason is None else str(reason))
         return {}
 
     def commit(self, given: Payload) -> Reply:
@@ -271,8 +275,8 @@ class SGLangRank:
             self._bridges[manifest.transport] = bridge
         return bridge
 
-    def _end(self, reason: str) -> None:
-        """The pending update is refused or undone: tell its publisher."""
+    def _end(self, reason: str | None) -> None:
+        """The pending update is refused or undone, or given up and may come again: None."""
         manifest, self._pending, self._proof = self._pending, None, None
         if manifest is None:
             return
@@ -282,7 +286,8 @@ class SGLangRank:
         if bridge is None or not self._is_imported:
             return
         steps: list[Callable[[], object]] = [lambda: bridge.release_imported(manifest.update_id)]
-        if FineSteps(bridge).is_in(manifest, State.IMPORTED, State.VERIFIED):
+        is_here = FineSteps(bridge).is_in(manifest, State.IMPORTED, State.VERIFIED)
+        if reason is not None and is_here:
             # Else the import failed: the bridge knows whether that may be tried again.
             steps.insert(0, lambda: bridge.reject(manifest.update_id, reason))
         for step in steps:
@@ -371,7 +376,7 @@ def answer(model: torch.nn.Module, flush: Callable[[], bool | None], text: str) 
         reply = {**reply, "ok": True, **_VERBS[given["verb"]](rank, given)}
     except Exception as error:  # noqa: BLE001 - it is the answer
         _LOG.warning("a call of rl_bridge failed", exc_info=True)
-        reply = {**reply, "ok": False, "type": type(error).__name__, "message": str(error)}
+        reply = {**reply, "ok": False, **told(error)}
         clear_frames(error)
     one = votes.merged(votes.all_reply(reply, float(given.get("timeout_s", _TIMEOUT_S))))
     if rank is not None and given.get("verb") == "prove" and not one["ok"]:

@@ -4,20 +4,14 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from rl_bridge.bridge.records import is_shortage
-from rl_bridge.errors import (
-    WeightBridgeError,
-    WeightBridgeUnavailableError,
-    WeightUpdateRejectedError,
-)
-from rl_bridge.integrations.vllm.frames import clear_frames
+from rl_bridge.errors import WeightUpdateRejectedError
+from rl_bridge.integrations.vllm.frames import clear_frames, told
 from rl_bridge.integrations.vllm.rank import VLLMRank
 from rl_bridge.manifest.model import WeightUpdateManifest
 
 __all__ = ["answer"]
 
 _LOG = logging.getLogger(__name__)
-_SHORT = WeightBridgeUnavailableError.__name__
 
 Payload = Mapping[str, Any]
 
@@ -40,11 +34,7 @@ def answer(rank: VLLMRank, verb: str, payload: object) -> dict[str, Any]:
     except Exception as error:  # noqa: BLE001 - it is the answer
         _LOG.warning("%s failed", verb, exc_info=True)
         clear_frames(error)
-        kind, message = type(error).__name__, str(error)
-        if is_shortage(error) and not isinstance(error, WeightBridgeError):
-            # That it may come again must not be lost on the way.
-            kind, message = _SHORT, f"{kind}: {message.rstrip('.')}. Free some, and try again."
-        return {"ok": False, **reply, "type": kind, "message": message}
+        return {"ok": False, **reply, **told(error)}
 
 
 def _prepare(rank: VLLMRank, given: Payload) -> Payload:
