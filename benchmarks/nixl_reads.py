@@ -8,6 +8,7 @@ about. (Its name is not `nixl.py`: scripts in this folder would import that for 
 
 import datetime as dt
 import json
+import os
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -109,17 +110,27 @@ class Rig:
 
 
 @contextmanager
-def _rig(num: int, specs: dict[str, PayloadSpec], ucx: str) -> Iterator[Rig]:
-    """Start processes; each owner has `1 / num` of the rows of every tensor."""
+def _rig(
+    num: int, specs: dict[str, PayloadSpec], ucx: str, *, is_apart: bool = False
+) -> Iterator[Rig]:
+    """Start processes; each owner has `1 / num` of the rows of every tensor.
+
+    With `is_apart` no owner uses the engine's core, as if on another machine: else a message wakes
+    an owner on the very core that sends it, and the engine waits for its own core.
+    """
+    cores = sorted(os.sched_getaffinity(0))
+    ours, theirs = (cores[:1], cores[1:]) if is_apart and len(cores) > 1 else (cores, cores)
     parts = {
         lane: {"num_tensors": one.num_tensors, "rows": one.rows // num, "cols": one.cols}
         for lane, one in specs.items()
     }
     store = _TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with ExitStack() as stack:
-        given = {"world_size": num, "port": store.port, "specs": parts, "ucx": ucx}
+        given = {"world_size": num, "port": store.port, "specs": parts, "ucx": ucx, "cores": theirs}
         owners = [stack.enter_context(Child(Owner, rank=rank, **given)) for rank in range(num)]
-        engine = stack.enter_context(Child(Engine, specs=parts, ucx=ucx, num_owners=num))
+        engine = stack.enter_context(
+            Child(Engine, specs=parts, ucx=ucx, num_owners=num, cores=ours)
+        )
         yield Rig([owner.ready() for owner in owners], engine.ready())
 
 
@@ -189,7 +200,7 @@ def _software(reps: int, console: Console) -> dict[str, Any]:
         console.print(f"cost of software, {count} tensors")
         spec = PayloadSpec(num_tensors=count, rows=4, cols=_SMALL_COLS // 4)
         for num, as_group in ((1, False), (2, True)):
-            with _rig(num, {_SMALL: spec}, "") as rig:
+            with _rig(num, {_SMALL: spec}, "", is_apart=True) as rig:
                 samples, counted = _measure(rig, _SMALL, reps, as_group=as_group)
             rows = samples["samples"]
             cost = _median(rows, "import_s") - _median(rows, "raw_one_s")

@@ -75,8 +75,10 @@ class Owner:
         *,
         specs: dict[str, dict[str, int]],
         ucx: str,
+        cores: list[int],
     ) -> None:
-        """Build the payloads, each of a lane."""
+        """Build the payloads, each of a lane; `cores` are those that it may use."""
+        os.sched_setaffinity(0, cores)
         if ucx:
             os.environ["UCX_TLS"] = ucx
         self.rank, self.world_size = rank, world_size
@@ -199,8 +201,11 @@ class Owner:
 class Engine:
     """Imports what it is told to, and says how long that took."""
 
-    def __init__(self, specs: dict[str, dict[str, int]], ucx: str, num_owners: int) -> None:
+    def __init__(
+        self, specs: dict[str, dict[str, int]], ucx: str, num_owners: int, cores: list[int]
+    ) -> None:
         """Connect to nobody yet; `specs` are those of one owner."""
+        os.sched_setaffinity(0, cores)
         self.num_owners = num_owners
         if ucx:
             os.environ["UCX_TLS"] = ucx
