@@ -80,9 +80,9 @@ demo: $(if $(filter vllm vllm-http,$(ENGINE)),$(STAMP_VLLM),$(if $(filter sglang
 	  $(if $(STEPS),--steps $(STEPS)) $(if $(SEED),--seed $(SEED)) $(if $(OUT),--out $(OUT)) $(ARGS)
 
 # In two processes: half of the time is spent waiting for processes that the tests start. A file stays
-# whole, since its fixtures are shared; files in their order, since few tests may take long.
+# whole, since its fixtures are shared.
 JOBS ?= 2
-SPREAD = -n $(JOBS) --dist loadfile --no-loadscope-reorder
+SPREAD = -n $(JOBS) --dist loadfile
 PYTEST_ALL = $(TEST_ENV) $(BIN)/python -m pytest $(SPREAD)
 
 test: $(STAMP) ## Run the tests (ARGS="-k name" to choose, JOBS=0 for one process)

@@ -65,6 +65,12 @@ def changed(manifest: WeightUpdateManifest, part: str, **fields: Any) -> WeightU
     return manifest.model_copy(update={"handle": handle})
 
 
+def settled() -> Live:
+    """What the process holds, whatever tests before left to be collected."""
+    gc.collect()
+    return held()
+
+
 def held() -> Live:
     driver = driver_at("host", None)
     assert isinstance(driver, HostDriver)
@@ -160,7 +166,7 @@ def test_a_publish_never_waits_for_the_whole_device(
     trainer: BridgeOver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Not even where its layout needs another slot, and the old one is given back.
-    before = held()  # what other tests of this process gave up
+    before = settled()
     stream = OnTheStream(monkeypatch)
     for version, size in enumerate((300, 300, 4 << 20, 300), 1):
         manifest = trainer.publish({"w": torch.zeros(size)}, weight_version=version)
@@ -201,7 +207,7 @@ def test_a_slot_is_unmapped_once_nothing_writes_to_it(
 def test_a_device_that_is_lost_stops_no_bridge_from_closing(
     trainer: BridgeOver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = held()
+    before = settled()
     stream = OnTheStream(monkeypatch)
     give_up(monkeypatch, trainer)
 
