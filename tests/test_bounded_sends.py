@@ -1,7 +1,6 @@
 """A peer that reads nothing, because it is stopped for instance, makes no sender wait for ever."""
 
 import multiprocessing
-import os
 import signal
 
 import pytest
@@ -9,6 +8,7 @@ import pytest
 from rl_bridge.cli import measure
 from rl_bridge.demo.frames import Channel, Frame, bound_sends
 from rl_bridge.errors import DeadlineExceeded
+from tests.helpers import stop
 
 # More than a pair of sockets buffers.
 LONG = "x" * (4 << 20)
@@ -34,7 +34,7 @@ def test_a_consumer_of_the_bench_that_is_stopped_ends_it(monkeypatch: pytest.Mon
     monkeypatch.setattr(measure, "_STOP_TIMEOUT_S", 0.05)
     with measure._consumer() as ask:
         (child,) = multiprocessing.active_children()
-        os.kill(child.pid or 0, signal.SIGSTOP)
+        stop(child.pid or 0)
         with pytest.raises(DeadlineExceeded, match=rf"pid {child.pid}\) took no message"):
             ask({"do": "update", "manifest": LONG})
     assert child.exitcode == -signal.SIGKILL

@@ -21,6 +21,7 @@ from tests.engines.models import Checkpoints, Kind
 from tests.engines.served import Served, served
 from tests.engines.sidecars import DEATH, URL
 from tests.engines.trainer import Trainer
+from tests.helpers import stop
 from tests.remote.process import SidecarProcess, make_key
 
 SETTING = Setting(Kind("llama"), in_process=False)
@@ -150,6 +151,7 @@ def test_a_server_that_stands_still_is_told_within_the_deadline(
         manifest = trainer.publish(versions[1])
         engine.import_weights(manifest)
         os.killpg(server.process.pid, signal.SIGSTOP)
+        stop(server.process.pid)
         try:
             with pytest.raises(DeadlineExceeded):
                 engine.prepare_weights(manifest)

@@ -14,6 +14,7 @@ from rl_bridge.testing.strategies import bytes_of
 from rl_bridge.transports.nixl.publisher import NIXLPublisher
 from rl_bridge.transports.nixl.reading import Reading
 from rl_bridge.transports.nixl.serving_process import ServingProcess
+from tests.helpers import stop
 from tests.machines.roles import settle_in
 
 __all__ = ["SIZE", "Between", "Reader", "Trainer", "weights"]
@@ -61,12 +62,14 @@ class Reader:
         self.bridge = cast("NIXLTensorBridge", made)
         self.tensors: Any = None
 
-    def read(self, manifest: str, kills: int = 0, by: int = signal.SIGKILL) -> int | str:
-        """Import, and kill a process in the middle of it; returns what came of it."""
+    def read(self, manifest: str, kills: int = 0, stops: int = 0) -> int | str:
+        """Import, and kill or stop a process in the middle of it; returns what came of it."""
 
         def kill() -> None:
             if kills:
-                os.kill(kills, by)
+                os.kill(kills, signal.SIGKILL)
+            if stops:
+                stop(stops)
 
         try:
             with Between(kill, at="bytes", times=1) as seen:

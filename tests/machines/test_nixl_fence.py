@@ -20,7 +20,8 @@ from rl_bridge.transports.base import PartRequest
 from rl_bridge.transports.nixl import reading
 from rl_bridge.transports.nixl.consumer import NIXLConsumer
 from rl_bridge.transports.nixl.publisher import NIXLPublisher
-from tests.machines.nixl_roles import SIZE, Trainer, weights
+from tests.helpers import stop
+from tests.machines.nixl_roles import SIZE, Between, Trainer, weights
 
 SERVE = ("process", "inline")
 SMALL = {"w": torch.arange(100)}
@@ -45,24 +46,6 @@ def both(**options: Any) -> Iterator[tuple[NIXLTensorBridge, NIXLTensorBridge]]:
         publisher.close()
 
 
-class Between:
-    """Calls something between two steps of a read: the barrier of these tests."""
-
-    def __init__(self, patch: pytest.MonkeyPatch, action: Any, *, at: str, times: int) -> None:
-        self.left = times
-        self.calls = 0
-        moving = reading.Reading.step
-
-        def step(one: reading.Reading) -> bool:
-            if one._stage == at and self.left and (at != "bytes" or one._next):
-                self.left -= 1
-                self.calls += 1
-                action()
-            return moving(one)
-
-        patch.setattr(reading.Reading, "step", step)
-
-
 def overwrite(end: NIXLPublisher, manifest: WeightUpdateManifest) -> None:
     """What a publisher does that does not know of a reader: the next write of the slot."""
     slot = end.snapshot(manifest.update_id)
@@ -72,14 +55,14 @@ def overwrite(end: NIXLPublisher, manifest: WeightUpdateManifest) -> None:
 
 
 @pytest.mark.parametrize("serve", SERVE)
-def test_a_version_that_is_overwritten_while_it_is_read_is_refused(
-    monkeypatch: pytest.MonkeyPatch, serve: str
-) -> None:
+def test_a_version_that_is_overwritten_while_it_is_read_is_refused(serve: str) -> None:
     with both(timeout_s=0.5, serve=serve) as (publisher, consumer):
         manifest = publisher.publish(weights(1), weight_version=1)
         end, _ = ends(publisher, consumer)
-        seen = Between(monkeypatch, lambda: overwrite(end, manifest), at="bytes", times=1)
-        with pytest.raises(StaleUpdate, match="wrote to it while it was read"):
+        with (
+            Between(lambda: overwrite(end, manifest), at="bytes", times=1) as seen,
+            pytest.raises(StaleUpdate, match="wrote to it while it was read"),
+        ):
             consumer.import_update(manifest)
         assert seen.calls == 1
         newer = publisher.publish(weights(2), weight_version=2)
@@ -108,11 +91,11 @@ def test_a_torn_read_is_repeated_within_its_deadline(monkeypatch: pytest.MonkeyP
             monkeypatch.setattr(reading.Reading, "_checked", checked)
             return found
 
-        Between(monkeypatch, scribble, at="bytes", times=1)
-        assert bytes_of(consumer.import_update(manifest)["w"]) == bytes_of(weights(1)["w"])
+        with Between(scribble, at="bytes", times=1):
+            assert bytes_of(consumer.import_update(manifest)["w"]) == bytes_of(weights(1)["w"])
 
 
-def test_a_leased_version_is_not_overwritten(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_leased_version_is_not_overwritten() -> None:
     """Its publisher lets go of it and publishes three more, in the middle of the read."""
     with both() as (publisher, consumer):
         manifest = publisher.publish(weights(1), weight_version=1)
@@ -123,8 +106,8 @@ def test_a_leased_version_is_not_overwritten(monkeypatch: pytest.MonkeyPatch) ->
             version = next(newer)
             publisher.release(publisher.publish(weights(version), weight_version=version).update_id)
 
-        seen = Between(monkeypatch, publish, at="bytes", times=3)
-        assert bytes_of(consumer.import_update(manifest)["w"]) == bytes_of(weights(1)["w"])
+        with Between(publish, at="bytes", times=3) as seen:
+            assert bytes_of(consumer.import_update(manifest)["w"]) == bytes_of(weights(1)["w"])
         assert seen.calls == 3
 
 
@@ -193,16 +176,11 @@ def test_the_slot_of_a_read_that_did_not_end_is_used_again_only_when_nothing_can
             end = cast("NIXLConsumer", consumer._consumer_end()._end)
             second = trainer.call("publish", version=2)
             pid = trainer.pid
-            stopped = []
-
-            def stop() -> None:
-                os.kill(pid, signal.SIGSTOP)
-                stopped.append(pid)
-
-            patch = pytest.MonkeyPatch()
-            Between(patch, stop, at="bytes", times=1)
             try:
-                with pytest.raises(TransferTimeout, match="can be reached"):
+                with (
+                    Between(lambda: stop(pid), at="bytes", times=1) as seen,
+                    pytest.raises(TransferTimeout, match="can be reached"),
+                ):
                     consumer.import_update(second)
                 ((_, jobs),) = end._held.parked
                 late = jobs[0].slot
@@ -211,9 +189,8 @@ def test_the_slot_of_a_read_that_did_not_end_is_used_again_only_when_nothing_can
                 jobs[0].source.arrivals.abandon(other)
                 assert other is not late, "what may land yet lands in a slot that is in use"
             finally:
-                patch.undo()
                 os.kill(pid, signal.SIGCONT)
-            assert stopped == [pid]
+            assert seen.calls == 1
             third = trainer.call("publish", version=3)
             tensors = consumer.import_update(third)
             # What was under way when the reader gave up lands now, in a slot that nobody uses.

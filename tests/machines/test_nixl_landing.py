@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from rl_bridge import GroupBridge
+from rl_bridge import GroupBridge, GroupManifest
 from rl_bridge.bridge.group_end import GroupEnd
 from rl_bridge.errors import StaleUpdate, TransferTimeout, WeightBridgeError
 from rl_bridge.memory import vm
@@ -17,8 +17,10 @@ from rl_bridge.memory.slots import ARRIVING, Slot
 from rl_bridge.testing.processes import Child, until
 from rl_bridge.transports.nixl.consumer import NIXLConsumer
 from rl_bridge.transports.nixl.publisher import NIXLPublisher
+from rl_bridge.transports.nixl.reading import Reading
 from tests.groups.meshes import Shards, cut, model
 from tests.groups.rig import Trainers, trainers
+from tests.helpers import stop
 from tests.machines.nixl_roles import Between
 from tests.machines.roles import Owner, owners_of, publish, shapes
 
@@ -133,20 +135,21 @@ def over_tcp(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UCX_TLS", "tcp")
 
 
-def stopped(owners: list[Child], bridge: GroupBridge, manifest: str) -> list[int]:
+def stopped(owners: list[Child], bridge: GroupBridge, manifest: str) -> int:
     """Import while an owner stands still; gives up. Returns whom to wake."""
-    pids: list[int] = []
+    part, pid = GroupManifest.from_json(manifest).parts[1].update_id, owners[1].pid
+    move = Reading._move
+    with pytest.MonkeyPatch.context() as patch:
 
-    def stop() -> None:
-        os.kill(owners[1].pid, signal.SIGSTOP)
-        pids.append(owners[1].pid)
+        def moving(one: Reading) -> bool:
+            if one._expected[0] == part and not one._next:
+                stop(pid)  # before its first byte is asked for: none of them can be there
+            return move(one)
 
-    with (
-        Between(stop, at="bytes", times=1),
-        pytest.raises(TransferTimeout, match="can be reached"),
-    ):
-        bridge.import_update(manifest)
-    return pids
+        patch.setattr(Reading, "_move", moving)
+        with pytest.raises(TransferTimeout, match="can be reached"):
+            bridge.import_update(manifest)
+    return pid
 
 
 @pytest.mark.usefixtures("over_tcp")
@@ -156,14 +159,13 @@ def test_a_slot_where_bytes_may_yet_land_is_used_again_only_when_they_cannot() -
         reading(timeout_s=1.0) as bridge,
     ):
         check(bridge, publish(owners, 1), 1)
-        pids = stopped(owners, bridge, publish(owners, 2))
+        pid = stopped(owners, bridge, publish(owners, 2))
         late = [slot for slot in ring_of(bridge) if slot.update_id == ARRIVING]
         end = consumer_of(bridge)
         try:
             assert len(late) == len(end._held.parked) == 1
         finally:
-            for pid in pids:
-                os.kill(pid, signal.SIGCONT)
+            os.kill(pid, signal.SIGCONT)
         third = publish(owners, 3)
         found = bridge.import_update(third)
         for name, expected in model(SHAPES, 3).items():
@@ -189,12 +191,11 @@ def test_memory_goes_only_behind_the_agent_that_may_write_to_it() -> None:
         owners_of(2, **BY_ROWS, options={"serve": "inline"}) as (owners, _),
     ):
         check(bridge, publish(owners, 1), 1)
-        pids = stopped(owners, bridge, publish(owners, 2))
+        pid = stopped(owners, bridge, publish(owners, 2))
         held = consumer_of(bridge)._held
         ((agent, _),) = held.parked
         with owners_of(2, **BY_ROWS, options={"serve": "inline"}) as (others, _):
             check(bridge, publish(others, 1), 1)
             assert agent.is_closed
             assert not held.parked
-        for pid in pids:
-            os.kill(pid, signal.SIGCONT)
+        os.kill(pid, signal.SIGCONT)

@@ -19,6 +19,7 @@ from rl_bridge.bridge.bridges import NIXLTensorBridge
 from rl_bridge.errors import TransportUnavailable
 from rl_bridge.testing.processes import DEADLINE_S, Child, until
 from rl_bridge.transports.nixl.serving_process import ServingProcess
+from tests.helpers import stop
 from tests.machines.network.namespaces import machines, why_not
 from tests.machines.nixl_roles import Reader, Trainer
 
@@ -117,7 +118,7 @@ def test_a_process_that_hangs_ends_the_read_in_time_and_the_next_read_has_anothe
     with Child(Reader, ucx=TCP, timeout_s=1.0) as reader:
         manifest = trainer.call("publish", version=1)
         pid = trainer.call("server_pid")
-        found = reader.call("read", manifest=manifest, kills=pid, by=signal.SIGSTOP)
+        found = reader.call("read", manifest=manifest, stops=pid)
         assert found == "TransferTimeout"
     with Child(Reader, ucx=TCP, timeout_s=PATIENCE_S) as other:
         assert other.call("read", manifest=manifest) == 1
@@ -133,7 +134,7 @@ def test_words_to_a_process_that_hangs_keep_nobody_waiting() -> None:
 
     speaking = threading.Thread(target=speak, daemon=True)
     try:
-        os.kill(serving.pid, signal.SIGSTOP)
+        stop(serving.pid)
         speaking.start()
         speaking.join(DEADLINE_S)
         assert not speaking.is_alive()

@@ -14,6 +14,7 @@ import pytest
 from rl_bridge import DeadlineExceeded, EngineLost, WeightBridgeUnavailableError
 from rl_bridge.integrations.sglang.handles import handle_of
 from rl_bridge.testing.processes import until
+from tests.helpers import stop
 from tests.sglang.bench import Bench, executor_for
 
 WAIT_S = 60
@@ -54,7 +55,7 @@ def stopped(bench: Bench) -> Iterator[None]:
         if b"sglang::scheduler" in Path(f"/proc/{child.pid}/cmdline").read_bytes()
     ]
     assert scheduler is not None
-    os.kill(scheduler, signal.SIGSTOP)
+    stop(scheduler)
     try:
         yield
     finally:

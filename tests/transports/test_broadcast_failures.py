@@ -13,6 +13,7 @@ from rl_bridge import make_weight_bridge
 from rl_bridge.bridge.bridges import BroadcastTensorBridge
 from rl_bridge.testing.peer import hashes
 from rl_bridge.testing.processes import Child, ChildDied, ChildError, until
+from tests.helpers import stop
 from tests.transports.broadcast_rig import BreakingPeer, big_weights
 
 TIMEOUT_S = 3.0
@@ -113,7 +114,7 @@ def test_a_receiver_that_was_stopped_costs_one_deadline_and_comes_back(
     first = publish(trainer, 1)
     for child in (one, two):
         assert child.call("import_update", manifest=first) == hashes(big_weights(1))
-    os.kill(two.pid, signal.SIGSTOP)
+    stop(two.pid)
     began = time.monotonic()
     second = publish(trainer, 2)
     assert one.call("import_update", manifest=second) == hashes(big_weights(2))

@@ -18,6 +18,7 @@ from rl_bridge import (
 )
 from rl_bridge.ray import FleetUpdate, RolloutFleet
 from rl_bridge.testing.processes import until
+from tests.helpers import stop
 from tests.machines.ray.cluster import elsewhere, raising, rollout, trainer
 
 pytestmark = pytest.mark.usefixtures("one_node")
@@ -132,7 +133,7 @@ def test_a_rollout_that_hangs_is_given_up_at_the_deadline_and_may_come_back(run:
     run.fleet.join("slow", slow)
     pid = get(slow.pid.remote())
     run.fleet._timeout_s = SHORT_S
-    os.kill(pid, signal.SIGSTOP)
+    stop(pid)
     try:
         start = time.monotonic()
         update = run.step()

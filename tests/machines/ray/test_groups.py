@@ -12,6 +12,7 @@ import ray
 from rl_bridge import DeadlineExceeded, EngineLost, GroupAborted
 from rl_bridge.integrations.ray.calls import Deadline
 from rl_bridge.ray import FleetUpdate, RolloutFleet
+from tests.helpers import stop
 from tests.machines.ray.group_actors import owners, share
 
 pytestmark = pytest.mark.usefixtures("one_node")
@@ -100,7 +101,7 @@ def test_a_rank_that_hangs_is_named_and_the_group_goes_on_when_it_is_back(run: R
     pid = get(run.owners[1].pid.remote())
     version = run.train()
     run.hurry(fleet)
-    os.kill(pid, signal.SIGSTOP)
+    stop(pid)
     try:
         start = time.monotonic()
         with pytest.raises(DeadlineExceeded, match="'trainer rank 1' did not publish"):
