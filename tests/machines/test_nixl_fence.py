@@ -20,6 +20,7 @@ from rl_bridge.transports.base import PartRequest
 from rl_bridge.transports.nixl import reading
 from rl_bridge.transports.nixl.consumer import NIXLConsumer
 from rl_bridge.transports.nixl.publisher import NIXLPublisher
+from rl_bridge.transports.nixl.serving_process import ServingProcess
 from tests.helpers import stop
 from tests.machines.nixl_roles import SIZE, Between, Trainer, weights
 
@@ -107,6 +108,22 @@ def test_a_leased_version_is_not_overwritten() -> None:
             publisher.release(publisher.publish(weights(version), weight_version=version).update_id)
 
         with Between(publish, at="bytes", times=3) as seen:
+            assert bytes_of(consumer.import_update(manifest)["w"]) == bytes_of(weights(1)["w"])
+        assert seen.calls == 3
+
+
+def test_a_read_outlasts_one_process_that_serves_it_after_the_other() -> None:
+    """As where readers are killed at the same time: over TCP, each may take the process along."""
+    with both(timeout_s=20.0, serve="process") as (publisher, consumer):
+        manifest = publisher.publish(weights(1), weight_version=1)
+        host = ends(publisher, consumer)[0]._host
+        assert isinstance(host, ServingProcess)
+
+        def kill() -> None:
+            assert host.pid
+            os.kill(host.pid, signal.SIGKILL)
+
+        with Between(kill, at="bytes", times=3) as seen:
             assert bytes_of(consumer.import_update(manifest)["w"]) == bytes_of(weights(1)["w"])
         assert seen.calls == 3
 

@@ -13,7 +13,7 @@ import pytest
 from rl_bridge import SegmentError, make_weight_bridge
 from rl_bridge.testing.processes import DEADLINE_S
 from rl_bridge.testing.strategies import bytes_of
-from rl_bridge.transports.nixl.agent import Agent, AgentError
+from rl_bridge.transports.nixl.agent import Agent, MemoryRefused
 from rl_bridge.transports.nixl.reading import Reading
 from tests.machines.nixl_roles import weights
 
@@ -67,17 +67,20 @@ def test_an_engine_whose_memory_is_refused_for_a_while_reads_from_everybody_late
             engine.import_update(first)
             engine.release(first)  # its slot is used again
         second = one.publish(weights(2), weight_version=2)
+        tries = []
+
+        def refusing(*_: object) -> None:
+            tries.append(1)
+            raise MemoryRefused("no more memory may be locked.")
+
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Reading, "step", refusing)
             patch.setattr(Agent, "register", refusing)
             patch.setattr(Agent, "register_segment", refusing)
             with pytest.raises(SegmentError, match="cannot be read"):
                 engine.import_update(second)
+        assert len(tries) == 2, "the read, and the memory: asking for more would not help"
         newer = other.publish(weights(2), weight_version=2)
         assert bytes_of(engine.import_update(newer)["w"]) == bytes_of(weights(2)["w"])
         newer = one.publish(weights(3), weight_version=3)
         assert bytes_of(engine.import_update(newer)["w"]) == bytes_of(weights(3)["w"])
-
-
-def refusing(*_: object) -> None:
-    raise AgentError("no more memory may be locked.")

@@ -25,6 +25,7 @@ __all__ = [
     "AgentError",
     "Counters",
     "Kind",
+    "MemoryRefused",
     "Region",
     "State",
 ]
@@ -42,6 +43,10 @@ REMEDY = (
 
 class AgentError(WeightBridgeError):
     """A call into the library failed; this transport catches it, and knows what it means."""
+
+
+class MemoryRefused(AgentError):
+    """The library does not take memory of this process, and would not the next time."""
 
 
 @dataclass(slots=True)
@@ -114,14 +119,14 @@ class Agent:
         """Register ranges (address, size).
 
         Raises:
-            AgentError: the library refuses.
+            MemoryRefused: the library refuses.
 
         """
         rows = [(address, nbytes, device, "") for address, nbytes in ranges]
         try:
             made = self._agent.register_memory(rows, kind, [self._backend])
         except self._failures as error:
-            raise AgentError(
+            raise MemoryRefused(
                 f"NIXL cannot register {len(rows)} ranges: {error}. See it."
             ) from error
         with self._lock:
@@ -133,7 +138,7 @@ class Agent:
         """Register a segment, where it is mapped.
 
         Raises:
-            AgentError: the library refuses.
+            MemoryRefused: the library refuses.
 
         """
         return self.register([(segment.address, segment.nbytes)], "DRAM")

@@ -5,7 +5,7 @@ import os
 import select
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import ClassVar, TypeVar
 
@@ -25,7 +25,7 @@ from rl_bridge.transports._landing import Landed, Landing
 from rl_bridge.transports._wire.arenas import Arenas
 from rl_bridge.transports._wire.handles import read_handle, require_publisher
 from rl_bridge.transports.base import Attachment, ConsumerEnd, PartRequest
-from rl_bridge.transports.nixl.agent import Agent, AgentError, Counters
+from rl_bridge.transports.nixl.agent import Agent, AgentError, Counters, MemoryRefused
 from rl_bridge.transports.nixl.arenas import KnownSlots
 from rl_bridge.transports.nixl.endpoint import NIXLEndpoint, NIXLHandle
 from rl_bridge.transports.nixl.fetch import Fetch, Job, Room, Torn
@@ -40,6 +40,15 @@ _LOG = logging.getLogger(__name__)
 _PAUSE_MS = 5
 _LONGEST_PAUSE_MS = 500
 _Made = TypeVar("_Made")
+
+
+def _pauses() -> Iterator[None]:
+    """Each one is made before it is given, and longer than the last."""
+    pause_ms = _PAUSE_MS
+    while True:
+        select.poll().poll(pause_ms)
+        yield
+        pause_ms = min(2 * pause_ms, _LONGEST_PAUSE_MS)
 
 
 class NIXLConsumer(ConsumerEnd):
@@ -133,7 +142,7 @@ class NIXLConsumer(ConsumerEnd):
         """Try again where that may help, until the deadline."""
         until = time.monotonic() + self._timeout_s
         num_broken = 0
-        pause_ms = _PAUSE_MS
+        pauses = _pauses()
         self._sweep()
         while True:
             try:
@@ -142,12 +151,13 @@ class NIXLConsumer(ConsumerEnd):
                 # Its publisher wrote meanwhile: this side's lease was lost, or never counted.
                 if time.monotonic() >= until:
                     raise StaleUpdate(str(error)) from error
-                select.poll().poll(pause_ms)
-                pause_ms = min(2 * pause_ms, _LONGEST_PAUSE_MS)  # whoever writes wants the memory
+                next(pauses)  # whoever writes wants the memory
             except AgentError as error:
-                # The connection broke, which may mean no more than that: once more, on a new one.
+                # The connection broke, which may mean no more than that: again, on a new one. The
+                # process that serves there may die under one reader after the other.
                 num_broken += 1
-                if num_broken > 1:
+                is_hopeless = isinstance(error, MemoryRefused) or time.monotonic() >= until
+                if num_broken > 1 and is_hopeless:
                     msg = (
                         f"update {update_id} cannot be read: {error} See that "
                         "its publisher runs and can be reached. Import it again."
@@ -156,7 +166,9 @@ class NIXLConsumer(ConsumerEnd):
                 # A new agent, too: the library looks for ways to peers when one is made, and never
                 # again.
                 self._renew_agent(())
-                _LOG.warning("%s Once more, on a new connection.", error)
+                _LOG.warning("%s Again, on a new connection.", error)
+                if num_broken > 1:
+                    next(pauses)
 
     def _attach_once(self, parts: Sequence[PartRequest], *, is_observer: bool) -> list[Attachment]:
         handles = [self._handle(part.manifest) for part in parts]
