@@ -96,6 +96,20 @@ def test_a_driver_that_died_as_it_staged_an_update_sends_it_again_when_it_is_bac
     assert engine.rank.describe()["update_id"] == manifest.update_id
 
 
+def test_an_update_that_was_cut_off_as_a_rank_let_go_of_it_is_installed_the_next_time(
+    engine: Engine, trainer: TensorBridge
+) -> None:
+    manifest = publish(trainer, 1)
+    VLLMEngineAdapter(engine).prepare(manifest, {})
+    with driver(engine) as (executor, _):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(engine.rank._bridges.of(manifest), "release_imported", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                executor.update_weights(manifest)
+        executor.update_weights(manifest)
+    assert engine.rank.describe()["update_id"] == manifest.update_id
+
+
 def test_what_a_rank_refused_is_told_to_the_trainer_and_never_let_in_again(
     engine: Engine, trainer: TensorBridge
 ) -> None:
