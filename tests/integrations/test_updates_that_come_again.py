@@ -11,6 +11,7 @@ import pytest
 
 from rl_bridge import (
     GroupBridge,
+    IncompatibleUpdate,
     RolloutExecutor,
     TensorBridge,
     VLLMEngineAdapter,
@@ -18,7 +19,7 @@ from rl_bridge import (
     WeightUpdateRejectedError,
 )
 from rl_bridge.bridge.group_end import GROUP
-from rl_bridge.errors import WeightBridgeUnavailableError
+from rl_bridge.errors import DriverError, TransportUnavailable, WeightBridgeUnavailableError
 from rl_bridge.integrations.vllm.handles import Replies
 from tests.integrations.test_engine_adapter import Engine, driver, engine, trainer
 from tests.integrations.test_rank import publish
@@ -108,6 +109,52 @@ def test_an_update_that_was_cut_off_as_a_rank_let_go_of_it_is_installed_the_next
                 executor.update_weights(manifest)
         executor.update_weights(manifest)
     assert engine.rank.describe()["update_id"] == manifest.update_id
+
+
+class Elsewhere(WeightBridgeUnavailableError):
+    """Of a transport of somebody's own: the driver does not have it."""
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        DriverError("cuMemCreate", "CUDA_ERROR_OUT_OF_MEMORY", "no memory is left", "Free some."),
+        TransportUnavailable("cuda-vmm", "no device is left", "Use another one."),
+        Elsewhere("nothing is left. Use less."),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_what_a_rank_is_short_of_costs_no_update_whichever_error_tells_it(
+    engine: Engine, trainer: TensorBridge, error: Exception
+) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    manifest = publish(trainer, 1)
+    with driver(engine) as (executor, _):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(engine.rank._installer, "prepare", fail)
+            with pytest.raises(WeightBridgeUnavailableError, match="is left"):
+                executor.update_weights(manifest)
+        executor.update_weights(manifest)
+    assert engine.rank.describe()["update_id"] == manifest.update_id
+
+
+def test_a_refusal_is_told_before_what_another_rank_is_only_short_of(
+    engine: Engine, trainer: TensorBridge
+) -> None:
+    real = engine.call
+
+    def both(verb: str, payload: dict[str, Any] | None = None) -> Replies:
+        (told,) = real(verb, payload)
+        short = {**told, "ok": False, "type": "WeightBridgeUnavailableError", "message": "short"}
+        refused = {**short, "rank": 1, "type": "IncompatibleUpdate", "message": "planted"}
+        return [short, refused] if verb == "prepare" else [told]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "call", both)
+        with pytest.raises(IncompatibleUpdate, match="rank 1: planted"):
+            VLLMEngineAdapter(engine).prepare(publish(trainer, 1), {})
 
 
 def test_what_a_rank_refused_is_told_to_the_trainer_and_never_let_in_again(

@@ -63,9 +63,11 @@ class Ranks:
                 raise EngineLost(msg)
         failed = [reply for reply in replies if not reply["ok"]]
         if failed:
-            # Where one failed, the others say that another one did: the cause is told first.
-            failed.sort(key=lambda reply: "another rank" in reply["message"])
-            raise failure(failed[0], len(replies))
+            # Where one failed, the others say that another one did: the cause is told first. And
+            # of causes the one that keeps the update from coming again.
+            causes = [failure(reply, len(replies)) for reply in failed]
+            causes.sort(key=lambda error: ("another rank" in str(error), is_shortage(error)))
+            raise causes[0]
         for reply in replies:
             if "not_told" in reply:
                 _LOG.warning(
