@@ -208,6 +208,23 @@ def test_a_driver_that_is_refused_takes_back_nothing_of_another_one_with_the_sam
     assert engine.rank.describe()["update_id"] == manifest.update_id
 
 
+def test_a_driver_that_was_replaced_takes_no_label_back_that_is_its_successors_own(
+    engine: Engine, trainer: TensorBridge
+) -> None:
+    manifest = publish(trainer, 1)
+    late, successor = VLLMEngineAdapter(engine), VLLMEngineAdapter(engine)
+    for each in (late, successor):  # (the second one finds the first one's, and commits it)
+        each.prepare(manifest, {})
+        each.install(manifest, {})
+        each.resume()
+    successor.commit()
+    for _attempt in range(2):
+        with pytest.raises(WeightUpdateRejectedError, match="another driver has updated"):
+            late.undo()
+    assert engine.rank.describe()["update_id"] == manifest.update_id
+    assert engine.shown == f"1@{manifest.root}"
+
+
 def test_what_was_assembled_of_a_group_is_refused_with_what_to_do(
     engine: Engine, trainer: TensorBridge
 ) -> None:

@@ -235,6 +235,7 @@ class VLLMEngineAdapter(TransactionalAdapter):
             self._label_before = None
             self._end_pause()
             raise
+        self._require_base(replies)
         if self._may_have_run:
             # Requests may have cached keys and values of what is undone now.
             if not self._handle.reset_caches(running=True):
@@ -248,15 +249,14 @@ class VLLMEngineAdapter(TransactionalAdapter):
             if self._handle.label() == self._label_set:  # else somebody set another one since
                 self._handle.set_label(self._label_before)
             self._label_before = None
-        if self._manifest is not None:
-            self._require_base(replies)
         self._is_installed = False
         self._manifest = None
 
     def _require_base(self, replies: Replies) -> None:
         """Refuse to take another driver's version for the one that this driver went back to."""
         held = replies[0]["holds"]
-        if held != self._base:
+        if self._manifest is not None and held != self._base:  # (None: whosever was half-way)
+            self._label_before = None  # the label is that one's, also where it reads the same
             self._end_pause()
             msg = (
                 "another driver has updated this engine, or it was started anew: it holds update "
