@@ -5,11 +5,14 @@ And two drivers of one update: neither takes the other's install back.
 
 import errno
 import os
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
 
 from rl_bridge import (
+    EngineLost,
     GroupBridge,
     IncompatibleUpdate,
     RolloutExecutor,
@@ -21,8 +24,9 @@ from rl_bridge import (
 from rl_bridge.bridge.group_end import GROUP
 from rl_bridge.errors import DriverError, TransportUnavailable, WeightBridgeUnavailableError
 from rl_bridge.integrations.vllm.handles import Replies
-from tests.integrations.test_engine_adapter import Engine, driver, engine, trainer
-from tests.integrations.test_rank import publish
+from rl_bridge.integrations.vllm.rank import VLLMRank
+from tests.integrations.test_engine_adapter import Engine, broken, driver, engine, trainer
+from tests.integrations.test_rank import RANKS, Group, Model, publish, rank_with
 
 __all__ = ["engine", "trainer"]  # fixtures, for this file, too
 
@@ -182,6 +186,58 @@ def test_what_a_rank_refused_is_told_to_the_trainer_and_never_let_in_again(
         adapter.prepare(manifest, {})
 
 
+def receive(ranks: Sequence[VLLMRank], group: Group, *texts: str) -> list[str]:
+    """By vLLM's own calls: each rank its text."""
+    pairs = zip(ranks, texts, strict=True)
+    return group.each([partial(rank.receive, text) for rank, text in pairs])
+
+
+def test_what_one_rank_is_short_of_costs_the_others_no_update_by_vllms_own_calls(
+    trainer: TensorBridge, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group, models = Group(monkeypatch, RANKS), [Model() for _ in range(RANKS)]
+    ranks, text = [rank_with(model) for model in models], publish(trainer, 1).to_json()
+    with monkeypatch.context() as patch:
+        patch.setattr(models[1], "prepare", out_of_memory)
+        assert set(receive(ranks, group, text, text)) == {"MemoryError"}
+    assert receive(ranks, group, text, text) == ["", ""]
+    for rank in ranks:
+        rank.close()
+
+
+def test_what_one_rank_refused_no_other_lets_in_again_by_vllms_own_calls(
+    trainer: TensorBridge, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group, models = Group(monkeypatch, RANKS), [Model() for _ in range(RANKS)]
+    ranks, manifest = [rank_with(model) for model in models], publish(trainer, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(models[1], "prepare", broken)
+        receive(ranks, group, *[manifest.to_json()] * RANKS)
+    told = {report.reason for report in trainer.holders(manifest) if report.worker == "vllm"}
+    assert told == {"another rank refused it", "RuntimeError: planted"}
+    for rank in ranks:
+        rank.close()
+
+
+def test_ranks_that_were_given_different_updates_take_either_when_all_are_given_it(
+    trainer: TensorBridge, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group, ranks = Group(monkeypatch, RANKS), [rank_with(Model()) for _ in range(RANKS)]
+    first, second = publish(trainer, 1).to_json(), publish(trainer, 2).to_json()
+    assert "given different updates" in receive(ranks, group, first, second)[0]
+    assert receive(ranks, group, second, second) == ["", ""]
+    for rank in ranks:
+        rank.close()
+
+
+def test_what_a_driver_that_died_had_staged_may_come_by_vllms_own_calls(
+    engine: Engine, trainer: TensorBridge
+) -> None:
+    manifest = publish(trainer, 1)
+    VLLMEngineAdapter(engine).prepare(manifest, {})
+    assert engine.rank.receive(manifest.to_json()) == ""
+
+
 @pytest.mark.parametrize("first", ["prepare", "install"])
 def test_a_driver_that_is_refused_takes_back_nothing_of_another_one_with_the_same_update(
     engine: Engine, trainer: TensorBridge, first: str
@@ -191,7 +247,7 @@ def test_a_driver_that_is_refused_takes_back_nothing_of_another_one_with_the_sam
     other.prepare(manifest, {})
     if first == "prepare":
         mine.prepare(manifest, {})
-        with pytest.raises(WeightUpdateRejectedError, match="another driver came in between"):
+        with pytest.raises(WeightUpdateRejectedError, match=r"of another driver, is prepared here"):
             other.install(manifest, {})
         mine.install(manifest, {})
     else:
@@ -223,6 +279,27 @@ def test_a_driver_that_was_replaced_takes_no_label_back_that_is_its_successors_o
             late.undo()
     assert engine.rank.describe()["update_id"] == manifest.update_id
     assert engine.shown == f"1@{manifest.root}"
+
+
+def test_what_a_rank_answers_another_driver_is_not_taken_for_the_answer_to_ones_own(
+    engine: Engine,
+) -> None:
+    real, answers = engine.call, list[Replies]()
+
+    def heard(verb: str, payload: dict[str, Any] | None = None) -> Replies:
+        answers.append(real(verb, payload))
+        return answers[-1]
+
+    def one_behind(verb: str, payload: dict[str, Any] | None = None) -> Replies:
+        answers.append(real(verb, payload))
+        return answers.pop(0)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "call", heard)
+        VLLMEngineAdapter(engine).describe()
+        patch.setattr(engine, "call", one_behind)
+        with pytest.raises(EngineLost, match="out of step"):
+            VLLMEngineAdapter(engine).describe()
 
 
 def test_what_was_assembled_of_a_group_is_refused_with_what_to_do(

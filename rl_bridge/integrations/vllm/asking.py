@@ -51,14 +51,15 @@ class Ranks:
 
         """
         self._calls += 1
-        who = {"call": self._calls, "driver": self._driver}
+        number = f"{self._driver}-{self._calls}"  # another driver counts as this one does
+        who = {"call": number, "driver": self._driver}
         replies = self._handle.call(verb, {**payload, **who})
         for reply in replies:
-            if reply["call"] != self._calls:
+            if reply["call"] != number:
                 msg = (
-                    f"rank {reply['rank']} answers to call {reply['call']}, expected "
-                    f"{self._calls}: the engine's replies are out of step. Start a fresh engine "
-                    "and install the current version in it before it serves."
+                    f"rank {reply['rank']} answers to call {reply['call']}, expected {number}: "
+                    "the engine's replies are out of step. Start a fresh engine and install the "
+                    "current version in it before it serves."
                 )
                 raise EngineLost(msg)
         failed = [reply for reply in replies if not reply["ok"]]
