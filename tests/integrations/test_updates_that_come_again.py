@@ -17,6 +17,7 @@ from rl_bridge import (
     IncompatibleUpdate,
     RolloutExecutor,
     TensorBridge,
+    TornEngine,
     VLLMEngineAdapter,
     WeightBridgeError,
     WeightUpdateRejectedError,
@@ -247,7 +248,7 @@ def test_a_driver_that_is_refused_takes_back_nothing_of_another_one_with_the_sam
     other.prepare(manifest, {})
     if first == "prepare":
         mine.prepare(manifest, {})
-        with pytest.raises(WeightUpdateRejectedError, match=r"of another driver, is prepared here"):
+        with pytest.raises(WeightUpdateRejectedError, match="another driver came in between"):
             other.install(manifest, {})
         mine.install(manifest, {})
     else:
@@ -262,6 +263,41 @@ def test_a_driver_that_is_refused_takes_back_nothing_of_another_one_with_the_sam
     mine.resume()
     mine.commit()
     assert engine.rank.describe()["update_id"] == manifest.update_id
+
+
+def test_a_driver_that_stood_still_behind_its_install_says_nothing_of_its_successors_version(
+    engine: Engine, trainer: TensorBridge
+) -> None:
+    mine, theirs = publish(trainer, 1), publish(trainer, 2)
+    real = VLLMEngineAdapter.resume
+
+    def stands_still(late: VLLMEngineAdapter) -> None:
+        patch.setattr(VLLMEngineAdapter, "resume", real)
+        with driver(engine) as (successor, _):
+            successor.update_weights(theirs)
+        real(late)
+
+    with pytest.MonkeyPatch.context() as patch, driver(engine) as (executor, _):
+        patch.setattr(VLLMEngineAdapter, "resume", stands_still)
+        with pytest.raises(TornEngine, match="another driver came in between"):
+            executor.update_weights(mine)
+    assert engine.rank.describe()["update_id"] == theirs.update_id
+    assert engine.shown == f"2@{theirs.root}"
+    assert not engine.is_paused()
+
+
+def test_a_driver_that_is_refused_ends_no_pause_of_another_ones(
+    engine: Engine, trainer: TensorBridge
+) -> None:
+    one, other = VLLMEngineAdapter(engine), VLLMEngineAdapter(engine)
+    mine, theirs = publish(trainer, 1), publish(trainer, 2)
+    one.prepare(mine, {})
+    other.prepare(theirs, {})
+    other.install(theirs, {})
+    with pytest.raises(WeightUpdateRejectedError, match="another driver came in between"):
+        one.install(mine, {})
+    one.undo()
+    assert engine.is_paused()
 
 
 def test_a_driver_that_was_replaced_takes_no_label_back_that_is_its_successors_own(

@@ -173,7 +173,7 @@ class VLLMEngineAdapter(TransactionalAdapter):
         del tensors
         self._manifest = manifest
         if self._pause is not None:
-            self._timed("pause", self._stop)
+            self._timed("pause", lambda: self._stop(self._meant()))
         self._is_installed = True
         self._may_have_run |= self._pause is None
         replies = self._all("install", {"update_id": manifest.update_id})
@@ -194,12 +194,13 @@ class VLLMEngineAdapter(TransactionalAdapter):
         """Drop what the old weights cached, set the label, and let requests go on.
 
         Raises:
-            WeightUpdateRejectedError: requests hold cached blocks that ``cache="reset"`` would
-                leave behind.
+            WeightUpdateRejectedError: another driver has taken it over; or requests hold cached
+                blocks that ``cache="reset"`` would leave behind.
             TypeError: the label is no text.
 
         """
         assert self._manifest is not None
+        self._all("pauses", {"pauses": self._is_paused, **self._meant()})
         self._drop_caches()
         if self._label is not None:
             label = label_of(self._manifest, self._label)
@@ -227,7 +228,7 @@ class VLLMEngineAdapter(TransactionalAdapter):
 
     def _back(self) -> None:
         if self._pause is not None:  # again, where it is not known whether the engine goes on
-            self._stop()
+            self._stop({})
         try:
             replies = self._all("undo", self._meant())
         except WeightUpdateRejectedError:
@@ -329,9 +330,7 @@ class VLLMEngineAdapter(TransactionalAdapter):
         if not self._is_paused and any(reply["pausing"] for reply in replies):
             # Who left an update half-way may have left its pause: that ends with this update.
             self._is_paused = self._handle.is_paused()
-        is_half_way = any(
-            reply["torn"] or (reply["exchanged"] and not reply["installed"]) for reply in replies
-        )
+        is_half_way = any(r["torn"] or (r["exchanged"] and not r["installed"]) for r in replies)
         if is_half_way or (self._is_installed and self._manifest is None):  # as at the last look
             _LOG.warning("what was left half-way is undone")
             self._is_installed = self._may_have_run = True
@@ -373,12 +372,13 @@ class VLLMEngineAdapter(TransactionalAdapter):
             self._label_set = label
             self._handle.set_label(label)
 
-    def _stop(self) -> None:
+    def _stop(self, meant: dict[str, Any]) -> None:
         assert self._pause is not None
-        # Noted first: an interrupt must not leave it paused. The user's pause is not ended here.
-        self._is_paused = self._is_paused or not self._ranks.is_paused_by_user()
-        # Nor by who takes this update over. Not told before: until now there was no pause of its.
-        self._all("pauses", {"pauses": self._is_paused})
+        # The user's pause is not ended here. Nor by who takes this update over: not told before,
+        # as there was none. Refused where another driver's update is: its pause is not this one's.
+        is_paused = self._is_paused or not self._ranks.is_paused_by_user()
+        self._all("pauses", {"pauses": is_paused, **meant})
+        self._is_paused = is_paused  # noted first: an interrupt must not leave it paused
         self._handle.pause(self._pause)
 
     def _go_on(self) -> None:

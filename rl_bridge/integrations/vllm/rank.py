@@ -110,16 +110,11 @@ class VLLMRank:
         installer = make_installer(self._model, self._config, **options)
         self._options, self._installer = dict(options), installer
 
-    def require_idle(self) -> None:
-        """Refuse other options for an update that is installed with those before.
-
-        Raises:
-            WeightUpdateRejectedError: finish it first.
-
-        """
-        if self._is_installed:
-            msg = "an update is installed and not finished. Call finish_weight_update first."
-            raise WeightUpdateRejectedError(msg)
+    def has(self, update_id: str, driver: str | None) -> bool:
+        """Whether it has that driver's update still: staged, installed or committed."""
+        pending = None if self._pending is None else (self._pending.update_id, self._driver)
+        is_active = self._active is not None and self._active.update_id == update_id
+        return is_active or (update_id, driver) == pending
 
     # ---- the steps ------------------------------------------------------------------------------
 
