@@ -78,8 +78,8 @@ class VLLMEngineAdapter(TransactionalAdapter):
         Args:
             engine: an ``LLM``, an ``AsyncLLM``, a server's URL, or an `EngineHandle`.
             pause: what running requests do during the install. None does not pause: the install is
-                atomic between two steps of the model all the same, but the label on tokens of the
-                step beside it may be the other version's.
+                atomic between two steps of the model all the same, but tokens of the steps beside
+                it may carry the other label, and use keys and values of the old weights.
             cache: what becomes of cached keys and values.
             label: makes the version label that vLLM puts on outputs; None leaves it alone.
             cast: True lets an update's dtype differ from the engine's.
