@@ -127,8 +127,8 @@ class Consumer(Books):
             require_transport(manifest, self._transport_name)
             known = self._updates.get(manifest.update_id)
             self._check_acceptable(manifest, known)
-            if known is not None and known.is_half_imported:
-                # Two interrupts in a row cut its import off: it begins anew.
+            if known is not None and known.is_cut_off:
+                # Two interrupts in a row cut its import off, or one its end: it begins anew.
                 known.attachment, known = None, None
             if known is not None and known.attachment is not None:
                 if known.manifest != manifest:

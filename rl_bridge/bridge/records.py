@@ -87,9 +87,11 @@ class ImportedUpdate:
     sweeps_left: int = 2
 
     @property
-    def is_half_imported(self) -> bool:
-        """Whether its bytes are held and were never verified."""
-        return self.attachment is not None and not self.lifecycle.has_taken(Event.VERIFY)
+    def is_cut_off(self) -> bool:
+        """Whether it is attached, and its bytes were never verified, or are given back."""
+        return self.attachment is not None and (
+            not self.lifecycle.has_taken(Event.VERIFY) or self.attachment.tensors.is_forgotten
+        )
 
     @property
     def living_buffers(self) -> list[weakref.ref[object]]:

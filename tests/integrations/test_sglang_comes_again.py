@@ -72,7 +72,7 @@ def test_a_shortage_costs_no_update_and_is_told_as_one(
         patch.setattr(SGLangModelInstaller, "prepare", fail)
         told = engine.prepare(manifest)
     assert (told["ok"], told["type"]) == (False, "WeightBridgeUnavailableError")
-    assert "Free some, and try again." in told["message"]
+    assert "Free some, and try again; what was undone, as a later version." in told["message"]
     engine.update(manifest)
     assert equal(held(engine.model), loaded(1))
 

@@ -5,23 +5,29 @@ And two drivers of one update: neither takes the other's install back.
 
 import errno
 import os
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
 
 from rl_bridge import (
+    EngineLost,
     GroupBridge,
+    IncompatibleUpdate,
     RolloutExecutor,
     TensorBridge,
+    TornEngine,
     VLLMEngineAdapter,
     WeightBridgeError,
     WeightUpdateRejectedError,
 )
 from rl_bridge.bridge.group_end import GROUP
-from rl_bridge.errors import WeightBridgeUnavailableError
+from rl_bridge.errors import DriverError, TransportUnavailable, WeightBridgeUnavailableError
 from rl_bridge.integrations.vllm.handles import Replies
-from tests.integrations.test_engine_adapter import Engine, driver, engine, trainer
-from tests.integrations.test_rank import publish
+from rl_bridge.integrations.vllm.rank import VLLMRank
+from tests.integrations.test_engine_adapter import Engine, broken, driver, engine, trainer
+from tests.integrations.test_rank import RANKS, Group, Model, publish, rank_with
 
 __all__ = ["engine", "trainer"]  # fixtures, for this file, too
 
@@ -96,6 +102,66 @@ def test_a_driver_that_died_as_it_staged_an_update_sends_it_again_when_it_is_bac
     assert engine.rank.describe()["update_id"] == manifest.update_id
 
 
+def test_an_update_that_was_cut_off_as_a_rank_let_go_of_it_is_installed_the_next_time(
+    engine: Engine, trainer: TensorBridge
+) -> None:
+    manifest = publish(trainer, 1)
+    VLLMEngineAdapter(engine).prepare(manifest, {})
+    with driver(engine) as (executor, _):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(engine.rank._bridges.of(manifest), "release_imported", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                executor.update_weights(manifest)
+        executor.update_weights(manifest)
+    assert engine.rank.describe()["update_id"] == manifest.update_id
+
+
+class Elsewhere(WeightBridgeUnavailableError):
+    """Of a transport of somebody's own: the driver does not have it."""
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        DriverError("cuMemCreate", "CUDA_ERROR_OUT_OF_MEMORY", "no memory is left", "Free some."),
+        TransportUnavailable("cuda-vmm", "no device is left", "Use another one."),
+        Elsewhere("nothing is left. Use less."),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_what_a_rank_is_short_of_costs_no_update_whichever_error_tells_it(
+    engine: Engine, trainer: TensorBridge, error: Exception
+) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    manifest = publish(trainer, 1)
+    with driver(engine) as (executor, _):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(engine.rank._installer, "prepare", fail)
+            with pytest.raises(WeightBridgeUnavailableError, match="is left"):
+                executor.update_weights(manifest)
+        executor.update_weights(manifest)
+    assert engine.rank.describe()["update_id"] == manifest.update_id
+
+
+def test_a_refusal_is_told_before_what_another_rank_is_only_short_of(
+    engine: Engine, trainer: TensorBridge
+) -> None:
+    real = engine.call
+
+    def both(verb: str, payload: dict[str, Any] | None = None) -> Replies:
+        (told,) = real(verb, payload)
+        short = {**told, "ok": False, "type": "WeightBridgeUnavailableError", "message": "short"}
+        refused = {**short, "rank": 1, "type": "IncompatibleUpdate", "message": "planted"}
+        return [short, refused] if verb == "prepare" else [told]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "call", both)
+        with pytest.raises(IncompatibleUpdate, match="rank 1: planted"):
+            VLLMEngineAdapter(engine).prepare(publish(trainer, 1), {})
+
+
 def test_what_a_rank_refused_is_told_to_the_trainer_and_never_let_in_again(
     engine: Engine, trainer: TensorBridge
 ) -> None:
@@ -119,6 +185,58 @@ def test_what_a_rank_refused_is_told_to_the_trainer_and_never_let_in_again(
     assert (report.reason, report.tensors_held) == ("another rank refused it", 0)
     with pytest.raises(WeightUpdateRejectedError, match="was rejected"):
         adapter.prepare(manifest, {})
+
+
+def receive(ranks: Sequence[VLLMRank], group: Group, *texts: str) -> list[str]:
+    """By vLLM's own calls: each rank its text."""
+    pairs = zip(ranks, texts, strict=True)
+    return group.each([partial(rank.receive, text) for rank, text in pairs])
+
+
+def test_what_one_rank_is_short_of_costs_the_others_no_update_by_vllms_own_calls(
+    trainer: TensorBridge, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group, models = Group(monkeypatch, RANKS), [Model() for _ in range(RANKS)]
+    ranks, text = [rank_with(model) for model in models], publish(trainer, 1).to_json()
+    with monkeypatch.context() as patch:
+        patch.setattr(models[1], "prepare", out_of_memory)
+        assert set(receive(ranks, group, text, text)) == {"MemoryError"}
+    assert receive(ranks, group, text, text) == ["", ""]
+    for rank in ranks:
+        rank.close()
+
+
+def test_what_one_rank_refused_no_other_lets_in_again_by_vllms_own_calls(
+    trainer: TensorBridge, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group, models = Group(monkeypatch, RANKS), [Model() for _ in range(RANKS)]
+    ranks, manifest = [rank_with(model) for model in models], publish(trainer, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(models[1], "prepare", broken)
+        receive(ranks, group, *[manifest.to_json()] * RANKS)
+    told = {report.reason for report in trainer.holders(manifest) if report.worker == "vllm"}
+    assert told == {"another rank refused it", "RuntimeError: planted"}
+    for rank in ranks:
+        rank.close()
+
+
+def test_ranks_that_were_given_different_updates_take_either_when_all_are_given_it(
+    trainer: TensorBridge, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group, ranks = Group(monkeypatch, RANKS), [rank_with(Model()) for _ in range(RANKS)]
+    first, second = publish(trainer, 1).to_json(), publish(trainer, 2).to_json()
+    assert "given different updates" in receive(ranks, group, first, second)[0]
+    assert receive(ranks, group, second, second) == ["", ""]
+    for rank in ranks:
+        rank.close()
+
+
+def test_what_a_driver_that_died_had_staged_may_come_by_vllms_own_calls(
+    engine: Engine, trainer: TensorBridge
+) -> None:
+    manifest = publish(trainer, 1)
+    VLLMEngineAdapter(engine).prepare(manifest, {})
+    assert engine.rank.receive(manifest.to_json()) == ""
 
 
 @pytest.mark.parametrize("first", ["prepare", "install"])
@@ -145,6 +263,79 @@ def test_a_driver_that_is_refused_takes_back_nothing_of_another_one_with_the_sam
     mine.resume()
     mine.commit()
     assert engine.rank.describe()["update_id"] == manifest.update_id
+
+
+def test_a_driver_that_stood_still_behind_its_install_says_nothing_of_its_successors_version(
+    engine: Engine, trainer: TensorBridge
+) -> None:
+    mine, theirs = publish(trainer, 1), publish(trainer, 2)
+    real = VLLMEngineAdapter.resume
+
+    def stands_still(late: VLLMEngineAdapter) -> None:
+        patch.setattr(VLLMEngineAdapter, "resume", real)
+        with driver(engine) as (successor, _):
+            successor.update_weights(theirs)
+        real(late)
+
+    with pytest.MonkeyPatch.context() as patch, driver(engine) as (executor, _):
+        patch.setattr(VLLMEngineAdapter, "resume", stands_still)
+        with pytest.raises(TornEngine, match="another driver came in between"):
+            executor.update_weights(mine)
+    assert engine.rank.describe()["update_id"] == theirs.update_id
+    assert engine.shown == f"2@{theirs.root}"
+    assert not engine.is_paused()
+
+
+def test_a_driver_that_is_refused_ends_no_pause_of_another_ones(
+    engine: Engine, trainer: TensorBridge
+) -> None:
+    one, other = VLLMEngineAdapter(engine), VLLMEngineAdapter(engine)
+    mine, theirs = publish(trainer, 1), publish(trainer, 2)
+    one.prepare(mine, {})
+    other.prepare(theirs, {})
+    other.install(theirs, {})
+    with pytest.raises(WeightUpdateRejectedError, match="another driver came in between"):
+        one.install(mine, {})
+    one.undo()
+    assert engine.is_paused()
+
+
+def test_a_driver_that_was_replaced_takes_no_label_back_that_is_its_successors_own(
+    engine: Engine, trainer: TensorBridge
+) -> None:
+    manifest = publish(trainer, 1)
+    late, successor = VLLMEngineAdapter(engine), VLLMEngineAdapter(engine)
+    for each in (late, successor):  # (the second one finds the first one's, and commits it)
+        each.prepare(manifest, {})
+        each.install(manifest, {})
+        each.resume()
+    successor.commit()
+    for _attempt in range(2):
+        with pytest.raises(WeightUpdateRejectedError, match="another driver has updated"):
+            late.undo()
+    assert engine.rank.describe()["update_id"] == manifest.update_id
+    assert engine.shown == f"1@{manifest.root}"
+
+
+def test_what_a_rank_answers_another_driver_is_not_taken_for_the_answer_to_ones_own(
+    engine: Engine,
+) -> None:
+    real, answers = engine.call, list[Replies]()
+
+    def heard(verb: str, payload: dict[str, Any] | None = None) -> Replies:
+        answers.append(real(verb, payload))
+        return answers[-1]
+
+    def one_behind(verb: str, payload: dict[str, Any] | None = None) -> Replies:
+        answers.append(real(verb, payload))
+        return answers.pop(0)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "call", heard)
+        VLLMEngineAdapter(engine).describe()
+        patch.setattr(engine, "call", one_behind)
+        with pytest.raises(EngineLost, match="out of step"):
+            VLLMEngineAdapter(engine).describe()
 
 
 def test_what_was_assembled_of_a_group_is_refused_with_what_to_do(

@@ -189,10 +189,12 @@ class SGLangInstallAdapter(TransactionalAdapter):
         """Drop what the old weights cached, set the label, and let requests go on.
 
         Raises:
-            WeightUpdateRejectedError: requests hold cached prefixes.
+            WeightUpdateRejectedError: requests hold cached prefixes, or another driver has taken
+                the update back.
 
         """
         assert self._manifest is not None
+        self._require_held(self._manifest.update_id)
         if self._cache == "flush":
             self._timed("cache", self._flush)
         if self._label is not None:
@@ -276,6 +278,17 @@ class SGLangInstallAdapter(TransactionalAdapter):
             if not self._dropped()[0]:
                 _LOG.warning("requests hold cached prefixes of the update that was undone")
         self._go_on()
+
+    def _require_held(self, update_id: str) -> None:
+        """Refuse to go on with what another driver took back: its version is not to be labelled."""
+        told = self._handle.call("describe")
+        if update_id not in {told["pending"], told["update_id"]}:
+            msg = (
+                f"update {update_id} is not in the engine any more, expected it, got "
+                f"{told['pending'] or told['update_id'] or 'none'}: another driver came in "
+                "between. Let one driver at a time update an engine, and publish a later version."
+            )
+            raise WeightUpdateRejectedError(msg)
 
     def _prove(self) -> None:
         reply = self._handle.call("prove", parts=self._parts, **self._meant())

@@ -51,21 +51,24 @@ class Ranks:
 
         """
         self._calls += 1
-        who = {"call": self._calls, "driver": self._driver}
+        number = f"{self._driver}-{self._calls}"  # another driver counts as this one does
+        who = {"call": number, "driver": self._driver}
         replies = self._handle.call(verb, {**payload, **who})
         for reply in replies:
-            if reply["call"] != self._calls:
+            if reply["call"] != number:
                 msg = (
-                    f"rank {reply['rank']} answers to call {reply['call']}, expected "
-                    f"{self._calls}: the engine's replies are out of step. Start a fresh engine "
-                    "and install the current version in it before it serves."
+                    f"rank {reply['rank']} answers to call {reply['call']}, expected {number}: "
+                    "the engine's replies are out of step. Start a fresh engine and install the "
+                    "current version in it before it serves."
                 )
                 raise EngineLost(msg)
         failed = [reply for reply in replies if not reply["ok"]]
         if failed:
-            # Where one failed, the others say that another one did: the cause is told first.
-            failed.sort(key=lambda reply: "another rank" in reply["message"])
-            raise failure(failed[0], len(replies))
+            # Where one failed, the others say that another one did: the cause is told first. And
+            # of causes the one that keeps the update from coming again.
+            causes = [failure(reply, len(replies)) for reply in failed]
+            causes.sort(key=lambda error: ("another rank" in str(error), is_shortage(error)))
+            raise causes[0]
         for reply in replies:
             if "not_told" in reply:
                 _LOG.warning(

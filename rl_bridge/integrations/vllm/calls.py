@@ -64,7 +64,8 @@ def _forget(rank: VLLMRank, given: Payload) -> Payload:
 
 def _commit(rank: VLLMRank, given: Payload) -> Payload:
     told = rank.commit(given.get("update_id"), if_installed=bool(given.get("if_installed")))
-    return {**told, **_pauses(rank, given)}
+    rank.is_pausing = bool(given.get("pauses"))
+    return told
 
 
 def _reason(given: Payload) -> str | None:
@@ -75,8 +76,19 @@ def _reason(given: Payload) -> str | None:
 def _pauses(rank: VLLMRank, given: Payload) -> Payload:
     """Noted right before the engine is paused: whoever finds it paused then knows by whom.
 
-    Without a word the pause of the update is over, or was none of its driver's.
+    Without a word the pause of the update is over, or was none of its driver's. Who names the
+    update goes on with it, and must not do so with another driver's.
     """
+    update_id = given.get("update_id")
+    if update_id is not None and not rank.has(update_id, given.get("driver")):
+        told = rank.describe()
+        held = told["pending"] or told["update_id"] or "none"
+        msg = (
+            f"update {update_id} is not this driver's here any more, expected it, got {held}: "
+            "another driver came in between. Let one driver at a time update an engine, and "
+            "publish again."
+        )
+        raise WeightUpdateRejectedError(msg)
     rank.is_pausing = bool(given.get("pauses"))
     return {}
 

@@ -78,8 +78,8 @@ class VLLMEngineAdapter(TransactionalAdapter):
         Args:
             engine: an ``LLM``, an ``AsyncLLM``, a server's URL, or an `EngineHandle`.
             pause: what running requests do during the install. None does not pause: the install is
-                atomic between two steps of the model all the same, but the label on tokens of the
-                step beside it may be the other version's.
+                atomic between two steps of the model all the same, but tokens of the steps beside
+                it may carry the other label, and use keys and values of the old weights.
             cache: what becomes of cached keys and values.
             label: makes the version label that vLLM puts on outputs; None leaves it alone.
             cast: True lets an update's dtype differ from the engine's.
@@ -173,7 +173,7 @@ class VLLMEngineAdapter(TransactionalAdapter):
         del tensors
         self._manifest = manifest
         if self._pause is not None:
-            self._timed("pause", self._stop)
+            self._timed("pause", lambda: self._stop(self._meant()))
         self._is_installed = True
         self._may_have_run |= self._pause is None
         replies = self._all("install", {"update_id": manifest.update_id})
@@ -194,12 +194,13 @@ class VLLMEngineAdapter(TransactionalAdapter):
         """Drop what the old weights cached, set the label, and let requests go on.
 
         Raises:
-            WeightUpdateRejectedError: requests hold cached blocks that ``cache="reset"`` would
-                leave behind.
+            WeightUpdateRejectedError: another driver has taken it over; or requests hold cached
+                blocks that ``cache="reset"`` would leave behind.
             TypeError: the label is no text.
 
         """
         assert self._manifest is not None
+        self._all("pauses", {"pauses": self._is_paused, **self._meant()})
         self._drop_caches()
         if self._label is not None:
             label = label_of(self._manifest, self._label)
@@ -227,7 +228,7 @@ class VLLMEngineAdapter(TransactionalAdapter):
 
     def _back(self) -> None:
         if self._pause is not None:  # again, where it is not known whether the engine goes on
-            self._stop()
+            self._stop({})
         try:
             replies = self._all("undo", self._meant())
         except WeightUpdateRejectedError:
@@ -235,6 +236,7 @@ class VLLMEngineAdapter(TransactionalAdapter):
             self._label_before = None
             self._end_pause()
             raise
+        self._require_base(replies)
         if self._may_have_run:
             # Requests may have cached keys and values of what is undone now.
             if not self._handle.reset_caches(running=True):
@@ -248,15 +250,14 @@ class VLLMEngineAdapter(TransactionalAdapter):
             if self._handle.label() == self._label_set:  # else somebody set another one since
                 self._handle.set_label(self._label_before)
             self._label_before = None
-        if self._manifest is not None:
-            self._require_base(replies)
         self._is_installed = False
         self._manifest = None
 
     def _require_base(self, replies: Replies) -> None:
         """Refuse to take another driver's version for the one that this driver went back to."""
         held = replies[0]["holds"]
-        if held != self._base:
+        if self._manifest is not None and held != self._base:  # (None: whosever was half-way)
+            self._label_before = None  # the label is that one's, also where it reads the same
             self._end_pause()
             msg = (
                 "another driver has updated this engine, or it was started anew: it holds update "
@@ -329,9 +330,7 @@ class VLLMEngineAdapter(TransactionalAdapter):
         if not self._is_paused and any(reply["pausing"] for reply in replies):
             # Who left an update half-way may have left its pause: that ends with this update.
             self._is_paused = self._handle.is_paused()
-        is_half_way = any(
-            reply["torn"] or (reply["exchanged"] and not reply["installed"]) for reply in replies
-        )
+        is_half_way = any(r["torn"] or (r["exchanged"] and not r["installed"]) for r in replies)
         if is_half_way or (self._is_installed and self._manifest is None):  # as at the last look
             _LOG.warning("what was left half-way is undone")
             self._is_installed = self._may_have_run = True
@@ -373,12 +372,13 @@ class VLLMEngineAdapter(TransactionalAdapter):
             self._label_set = label
             self._handle.set_label(label)
 
-    def _stop(self) -> None:
+    def _stop(self, meant: dict[str, Any]) -> None:
         assert self._pause is not None
-        # Noted first: an interrupt must not leave it paused. The user's pause is not ended here.
-        self._is_paused = self._is_paused or not self._ranks.is_paused_by_user()
-        # Nor by who takes this update over. Not told before: until now there was no pause of its.
-        self._all("pauses", {"pauses": self._is_paused})
+        # The user's pause is not ended here. Nor by who takes this update over: not told before,
+        # as there was none. Refused where another driver's update is: its pause is not this one's.
+        is_paused = self._is_paused or not self._ranks.is_paused_by_user()
+        self._all("pauses", {"pauses": is_paused, **meant})
+        self._is_paused = is_paused  # noted first: an interrupt must not leave it paused
         self._handle.pause(self._pause)
 
     def _go_on(self) -> None:

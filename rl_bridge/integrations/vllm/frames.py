@@ -3,9 +3,17 @@
 import traceback
 
 from rl_bridge.bridge.records import is_shortage
-from rl_bridge.errors import WeightBridgeError, WeightBridgeUnavailableError
+from rl_bridge.errors import (
+    DeadlineExceeded,
+    TransferTimeout,
+    WeightBridgeError,
+    WeightBridgeUnavailableError,
+)
 
 __all__ = ["clear_frames", "told"]
+
+# Those shortages that another process can make again of a text: it has them, and they take one.
+_OF_A_TEXT = (WeightBridgeUnavailableError, DeadlineExceeded, TransferTimeout)
 
 
 def told(error: Exception) -> dict[str, str]:
@@ -15,8 +23,10 @@ def told(error: Exception) -> dict[str, str]:
     must not be lost on the way.
     """
     kind, message = type(error).__name__, str(error)
-    if is_shortage(error) and not isinstance(error, WeightBridgeError):
-        message = f"{kind}: {message.rstrip('.')}. Free some, and try again."
+    if is_shortage(error) and type(error) not in _OF_A_TEXT:
+        if not isinstance(error, WeightBridgeError):
+            said = f"{kind}: {message.rstrip('.')}" if message else kind
+            message = f"{said}. Free some, and try again; what was undone, as a later version."
         kind = WeightBridgeUnavailableError.__name__
     return {"type": kind, "message": message}
 

@@ -72,8 +72,7 @@ class VLLMRank:
     @property
     def is_last(self) -> bool:
         """Whether it is the last of the workers."""
-        ranks = group()
-        return bool(ranks.rank_in_group == ranks.world_size - 1)
+        return self.rank == int(group().world_size) - 1
 
     # ---- what it holds --------------------------------------------------------------------------
 
@@ -111,16 +110,11 @@ class VLLMRank:
         installer = make_installer(self._model, self._config, **options)
         self._options, self._installer = dict(options), installer
 
-    def require_idle(self) -> None:
-        """Refuse other options for an update that is installed with those before.
-
-        Raises:
-            WeightUpdateRejectedError: finish it first.
-
-        """
-        if self._is_installed:
-            msg = "an update is installed and not finished. Call finish_weight_update first."
-            raise WeightUpdateRejectedError(msg)
+    def has(self, update_id: str, driver: str | None) -> bool:
+        """Whether it has that driver's update still: staged, installed or committed."""
+        pending = None if self._pending is None else (self._pending.update_id, self._driver)
+        is_active = self._active is not None and self._active.update_id == update_id
+        return is_active or (update_id, driver) == pending
 
     # ---- the steps ------------------------------------------------------------------------------
 
@@ -148,12 +142,11 @@ class VLLMRank:
                 "installed on this rank, and neither committed nor undone. Commit it, or undo it."
             )
             raise WeightUpdateRejectedError(msg)
-        if self._pending is not None:
-            self.undo(None)  # the driver that staged it may have died, and begin anew
+        self.undo(None)  # what is staged: its driver may have died, and begin anew
         bridge = self._bridges.of(manifest)
         start = time.perf_counter()
         self._is_own(manifest.update_id)
-        self._pending, self._driver = manifest, driver
+        self._driver, self._pending = driver, manifest
         try:
             self._tensors = bridge.import_update(manifest)
             imported = time.perf_counter()
@@ -179,17 +172,20 @@ class VLLMRank:
 
         """
         manifest: list[WeightUpdateManifest] = []
-        problem = tried(lambda: manifest.append(self._read(given)))
+        problem, _ = tried(lambda: manifest.append(self._read(given)))
         # A vote of its own: nobody takes anything back for what another rank cannot read.
         if not all_agree(ok=not problem):
-            problem = problem or f"{_OTHER[0]} refused it"
-        elif not all_agree(ok=not (problem := tried(lambda: self._take(manifest[0])))):
-            undone = self._undo_quietly("another rank refused it")
-            problem = problem or undone
-        elif problem := tried(self.install):
-            self.forget_staged(problem)
-        # (All of them failed, or none: they voted.)
-        return first_said(problem, echo=_OTHER) if problem else ""
+            return first_said(problem or f"{_OTHER[0]} refused it", echo=_OTHER)
+        problem, is_refused = tried(lambda: self._take(manifest[0]))
+        if not all_agree(ok=not problem):
+            # What no rank refused, and one only was short of something for, may come again.
+            reason = None if all_agree(ok=not is_refused) else "another rank refused it"
+            undone = self._undo_quietly(reason)
+            return first_said(problem or undone, echo=_OTHER)
+        problem, _ = tried(self.install)
+        if problem:
+            self.forget_staged(None)  # each rank was given another one: nothing is wrong with any
+        return first_said(problem, echo=_OTHER) if problem else ""  # (all failed, or none)
 
     def _read(self, given: object) -> WeightUpdateManifest:
         if self._options.get("reload"):
@@ -204,7 +200,7 @@ class VLLMRank:
     def _make_way(self, manifest: WeightUpdateManifest) -> None:
         """Take an unfinished update back, and say so: requests may have been served by it."""
         earlier = self._pending
-        reason = "the next update came before it was installed"
+        reason = "the next update came before it was proven" if self._is_installed else None
         if earlier is not None and self._holds_it() and not self._is_committing:
             reason = (
                 f"it was installed, and taken back: version {manifest.weight_version} came before "
@@ -225,8 +221,10 @@ class VLLMRank:
 
         """
         manifest, error = self._pending, None
-        is_meant = manifest is not None and (update_id is None or driver == self._driver)
-        require_one(manifest.update_id if manifest and is_meant else "", update_id)
+        held = "" if manifest is None else manifest.update_id
+        if held and update_id is not None and driver != self._driver:
+            held += ", of another driver,"
+        require_one(held, update_id)
         try:
             if manifest is None:
                 msg = "no update is prepared on this rank. Call prepare first."

@@ -9,6 +9,7 @@ import torch
 from rl_bridge.bridge.acknowledgement import describe
 from rl_bridge.bridge.bridges import TensorBridge, make_weight_bridge
 from rl_bridge.bridge.group_end import GROUP
+from rl_bridge.bridge.records import is_shortage
 from rl_bridge.bridge.steps import FineSteps
 from rl_bridge.errors import MalformedManifest, WeightBridgeError, WeightBridgeUnavailableError
 from rl_bridge.installers.base import InstallProof, TransactionalAdapter
@@ -183,13 +184,16 @@ def require_supported(vllm_config: Any) -> None:
             raise WeightBridgeUnavailableError(msg)
 
 
-def tried(step: Callable[[], object]) -> str:
-    """Why a step failed, to be told behind a vote; empty if it did not."""
+def tried(step: Callable[[], object]) -> tuple[str, bool]:
+    """Why a step failed, to be told behind a vote, and whether that is a refusal.
+
+    Empty if it did not fail.
+    """
     try:
         step()
     except Exception as error:  # noqa: BLE001 - its text is the answer
         _LOG.warning("an update is refused", exc_info=True)
         problem = describe(error)
         clear_frames(error)
-        return problem
-    return ""
+        return problem, not is_shortage(error)
+    return "", False

@@ -72,7 +72,7 @@ class RLBridgeTransferEngine(
         def configure() -> str:
             options = RLBridgeInitInfo(**init_info)
             given = vars(options).items()
-            self.rank.require_idle()
+            _require_idle(self.rank)
             self.rank.configure({key: value for key, value in given if value is not None})
             return ""
 
@@ -148,6 +148,13 @@ class RLBridgeTransferEngine(
             "make_weight_bridge(...).publish(model, weight_version=...)"
         )
         raise WeightBridgeUnavailableError(msg)
+
+
+def _require_idle(rank: VLLMRank) -> None:
+    """Refuse other options for an update that is installed with those before."""
+    if rank.describe()["exchanged"]:
+        msg = "an update is installed and not finished. Call finish_weight_update first."
+        raise WeightUpdateRejectedError(msg)
 
 
 def _manifest_in(update_info: Any) -> Any:
