@@ -20,6 +20,7 @@ class Engine:
 
     def __init__(self) -> None:
         self.model = Model()
+        self.label = "user's"
 
     def ask(self, verb: str, **given: Any) -> dict[str, Any]:
         text = json.dumps({"verb": verb, "call": 1, **given})

@@ -18,15 +18,13 @@ __all__ = ["engine", "trainer"]  # fixtures, for this file, too
 class Handle(EngineHandle):
     """One driver's, of an engine that several have."""
 
-    shown = "user's"
-
     def __init__(self, engine: Engine) -> None:
         super().__init__(20)
         self._engine = engine
 
     def ask(self, route: str, **body: Any) -> tuple[bool, Any]:
         if route == "update_weight_version":
-            type(self).shown = body["new_version"]
+            self._engine.label = body["new_version"]
         if route != "get_weights_by_name":
             return True, ""
         text = body["name"].removeprefix(PREFIX)
@@ -36,7 +34,7 @@ class Handle(EngineHandle):
         return True, ""
 
     def label(self) -> str:
-        return self.shown
+        return self._engine.label
 
     def model_path(self) -> str:
         return ""
@@ -57,4 +55,20 @@ def test_a_driver_that_stood_still_behind_its_install_says_nothing_of_its_succes
         late.resume()
     late.undo()
     assert equal(held(engine.model), loaded(2))
-    assert Handle.shown == f"2@{theirs.root}"
+    assert engine.label == f"2@{theirs.root}"
+
+
+def test_a_driver_that_gives_up_takes_back_no_other_drivers_install_of_the_same_update(
+    engine: Engine, trainer: TensorBridge
+) -> None:
+    manifest = trainer.publish(version(1), weight_version=1)
+    late, successor = (SGLangInstallAdapter(Handle(engine)) for _ in range(2))
+    late.prepare(manifest, {})
+    successor.prepare(manifest, {})
+    successor.install(manifest, {})
+    with pytest.raises(WeightUpdateRejectedError, match="not prepared here by this driver"):
+        late.commit()
+    late.undo()
+    successor.resume()
+    successor.commit()
+    assert equal(held(engine.model), loaded(1))

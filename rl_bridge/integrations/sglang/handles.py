@@ -114,7 +114,8 @@ class EngineHandle(ABC):
         """
         self._calls += 1
         number = f"{self._name}-{self._calls}"
-        told = {"verb": verb, "call": number, "timeout_s": self.timeout_s}
+        who = {"call": number, "driver": self._name}
+        told = {"verb": verb, **who, "timeout_s": self.timeout_s}
         text = json.dumps({**told, **given})
         _, weights = self.ask("get_weights_by_name", name=call_text(text), truncate_size=1)
         said = reply_text(weights)

@@ -63,6 +63,7 @@ class SGLangRank:
         self._bridges: dict[str, TensorBridge] = {}
         self._active: WeightUpdateManifest | None = None
         self._pending: WeightUpdateManifest | None = None
+        self._driver: str | None = None  # whose that is: two may have the same update
         self._is_imported = False
         self._tensors: Mapping[str, torch.Tensor] = {}
         self._proof: InstallProof | None = None
@@ -101,7 +102,8 @@ class SGLangRank:
         manifest = WeightUpdateManifest.from_json(str(given.get("manifest", "")))
         self._configure(dict(given.get("options") or {}))
         start, told = time.perf_counter(), {}
-        self._pending, self._is_imported = manifest, bool(given.get("import"))
+        self._driver, self._is_imported = given.get("driver"), bool(given.get("import"))
+        self._pending = manifest
         try:
             if self._is_imported:
                 bridge = self._bridge(manifest)
@@ -183,7 +185,7 @@ class SGLangRank:
 
         """
         update_id = given.get("update_id")
-        if self._pending is None or update_id not in {None, self._pending.update_id}:
+        if self._pending is None or (update_id is not None and not self._is_pending(given)):
             if update_id is not None and self._active is not None:
                 _refuse_committed(str(update_id), self._active)
             return {}
@@ -208,8 +210,8 @@ class SGLangRank:
 
         """
         update_id = given.get("update_id")
-        is_pending = self._pending is not None and self._pending.update_id == update_id
-        if not is_pending and self._active is not None and self._active.update_id == update_id:
+        active = None if self._active is None else self._active.update_id
+        if update_id is not None and update_id == active and not self._is_pending(given):
             return {}  # asked again, because the answer was lost
         manifest = self._meant(given)
         proof = self._proof
@@ -256,12 +258,16 @@ class SGLangRank:
             )
             raise WeightUpdateRejectedError(msg)
 
+    def _is_pending(self, given: Payload) -> bool:
+        asked = given.get("update_id"), given.get("driver")
+        return self._pending is not None and asked == (self._pending.update_id, self._driver)
+
     def _meant(self, given: Payload) -> WeightUpdateManifest:
-        held = None if self._pending is None else self._pending.update_id
-        if self._pending is None or held != given.get("update_id"):
+        if self._pending is None or not self._is_pending(given):
+            held = "none" if self._pending is None else self._pending.update_id
             msg = (
-                f"update {given.get('update_id')} is not prepared here, {held} is. Let one driver "
-                "at a time update an engine, and publish a later version."
+                f"update {given.get('update_id')} is not prepared here by this driver: {held} is "
+                "prepared. Let one driver at a time update an engine, and publish a later version."
             )
             raise WeightUpdateRejectedError(msg)
         return self._pending
