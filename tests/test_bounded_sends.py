@@ -3,12 +3,16 @@
 import multiprocessing
 import os
 import signal
+import socket
+import threading
 
 import pytest
 
 from rl_bridge.cli import measure
 from rl_bridge.demo.frames import Channel, Frame, bound_sends
 from rl_bridge.errors import DeadlineExceeded
+from rl_bridge.transports._wire import channel as wire
+from rl_bridge.transports._wire.caller import Caller
 
 # More than a pair of sockets buffers.
 LONG = "x" * (4 << 20)
@@ -38,3 +42,25 @@ def test_a_consumer_of_the_bench_that_is_stopped_ends_it(monkeypatch: pytest.Mon
         with pytest.raises(DeadlineExceeded, match=rf"pid {child.pid}\) took no message"):
             ask({"do": "update", "manifest": LONG})
     assert child.exitcode == -signal.SIGKILL
+
+
+def test_a_question_goes_on_leaving_while_its_answer_is_waited_for() -> None:
+    here, there = socket.socketpair()
+    near = wire.Channel(here, max_message_nbytes=len(LONG))
+    far = wire.Channel(there, max_message_nbytes=len(LONG))
+    near.send_bytes(LONG.encode())
+    assert near.has_outgoing
+    caller = Caller("the publisher", "127.0.0.1", 1, magic=b"", timeout_s=5.0)
+
+    def answer() -> None:
+        caller.wait_for_message(far)
+        far.send_bytes(b"here")
+
+    peer = threading.Thread(target=answer)
+    peer.start()
+    try:
+        assert caller.wait_for_message(near) == b"here"
+    finally:
+        near.close()
+        peer.join()
+        far.close()
