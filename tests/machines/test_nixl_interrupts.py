@@ -1,0 +1,69 @@
+"""The trainer's own thread serves readers, too: an interrupt there costs no slot and no record."""
+
+import select
+from contextlib import suppress
+from typing import cast
+
+import pytest
+import torch
+
+from rl_bridge import make_weight_bridge
+from rl_bridge.bridge.bridges import NIXLTensorBridge
+from rl_bridge.testing.processes import until
+from rl_bridge.transports.nixl.consumer import NIXLConsumer
+from rl_bridge.transports.nixl.publisher import NIXLPublisher
+from tests.helpers import tracing
+from tests.interrupts import InterruptBefore
+
+WEIGHTS = {"w": torch.arange(100)}
+
+
+@pytest.mark.parametrize("what", ["lease", "end of a lease", "end of a connection", "release"])
+def test_an_interrupt_before_any_line_keeps_nothing_for_a_reader_that_is_gone(what: str) -> None:
+    options = {"serve": "inline", "timeout_s": 1.0, "suspicious": "off"}
+    trainer = cast("NIXLTensorBridge", make_weight_bridge("nixl", **options))
+    reader = cast("NIXLTensorBridge", make_weight_bridge("nixl"))
+    with trainer, reader:
+        publisher = cast("NIXLPublisher", trainer._publisher_end()._end)
+        server, shelf = publisher._server, publisher._shelf
+        number, version, struck = 0, 0, True
+        while struck:
+            version += 1
+            manifest = trainer.publish(WEIGHTS, weight_version=version)
+            end = cast("NIXLConsumer", reader._consumer_end()._end)
+            handle = end._handle(manifest)
+            link = end._source(handle.endpoint, is_observer=False).link
+            lease = {"generation": handle.generation, "arena_nbytes": manifest.table.arena_nbytes}
+            if what != "lease":
+                link.ask(manifest.update_id, **lease)
+                link.wait(manifest.update_id)
+            tracer = InterruptBefore(number)
+            with server.changed:  # its own thread has nothing to do with what comes now
+                match what:
+                    case "lease":
+                        link.ask(manifest.update_id, **lease)
+                    case "end of a lease":
+                        trainer.release(manifest.update_id)
+                        link.unlease(manifest.update_id)
+                    case "end of a connection":
+                        link.hang_up()
+                arrived = select.poll()
+                arrived.register(server.members[-1].channel.socket, select.POLLIN)
+                assert what == "release" or arrived.poll(5000)
+                with suppress(KeyboardInterrupt), tracing(tracer):
+                    if what == "release":
+                        trainer.release(manifest.update_id)
+                    else:
+                        server._step(0)
+            struck = tracer.struck
+            link.hang_up()
+            trainer.release(manifest.update_id)
+
+            def is_over(update_id: str = manifest.update_id) -> bool:
+                server.catch_up()
+                return not server.members and shelf.slot_of(update_id) is None
+
+            until(is_over, what=f"what was cut off before line {number}", deadline_s=10)
+            assert all(entry.update_id is None for entry in publisher.catalog()), number
+            number += 2
+        assert number > 40
