@@ -1,4 +1,4 @@
-"""The trainer's own thread serves readers, too: an interrupt there costs no slot and no record."""
+"""Interrupts before any line cost neither side of `nixl` a slot."""
 
 import select
 from contextlib import suppress
@@ -65,5 +65,37 @@ def test_an_interrupt_before_any_line_keeps_nothing_for_a_reader_that_is_gone(wh
 
             until(is_over, what=f"what was cut off before line {number}", deadline_s=10)
             assert all(entry.update_id is None for entry in publisher.catalog()), number
-            number += 2
+            number += 2  # (the trainer's own thread serves readers, too)
         assert number > 40
+
+
+def test_an_import_that_was_cut_off_before_any_line_keeps_no_slot_for_long() -> None:
+    options = {"serve": "inline", "timeout_s": 1.0, "suspicious": "off"}
+    trainer = cast("NIXLTensorBridge", make_weight_bridge("nixl", **options))
+    reader = cast("NIXLTensorBridge", make_weight_bridge("nixl"))
+    with trainer, reader:
+        publisher = cast("NIXLPublisher", trainer._publisher_end()._end)
+        number, version, struck = 0, 0, True
+        while struck:
+            version += 1
+            manifest = trainer.publish(WEIGHTS, weight_version=version)
+            tracer = InterruptBefore(number)
+            with suppress(KeyboardInterrupt), tracing(tracer):
+                reader.import_update(manifest)
+            struck = tracer.struck
+            assert torch.equal(reader.import_update(manifest)["w"], WEIGHTS["w"])
+            reader.acknowledge(manifest.update_id)
+            reader.release(manifest.update_id)
+            trainer.release(manifest.update_id)
+            end = cast("NIXLConsumer", reader._consumer_end()._end)
+            assert not end._held.parked
+            slots = [s for one in end._held.sources.values() for s in one.arrivals._ring._slots]
+            assert all(slot.update_id is None for slot in slots), f"before line {number}"
+
+            def is_free(update_id: str = manifest.update_id) -> bool:
+                publisher._server.catch_up()
+                return publisher._shelf.slot_of(update_id) is None
+
+            until(is_free, what=f"the end of what was cut off before line {number}", deadline_s=10)
+            number += 13
+        assert number > 800
