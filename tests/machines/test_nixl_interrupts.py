@@ -2,7 +2,7 @@
 
 import select
 from contextlib import suppress
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ WEIGHTS = {"w": torch.arange(100)}
 
 @pytest.mark.parametrize("what", ["lease", "end of a lease", "end of a connection", "release"])
 def test_an_interrupt_before_any_line_keeps_nothing_for_a_reader_that_is_gone(what: str) -> None:
-    options = {"serve": "inline", "timeout_s": 1.0, "suspicious": "off"}
+    options: dict[str, Any] = {"serve": "inline", "timeout_s": 1.0, "suspicious": "off"}
     trainer = cast("NIXLTensorBridge", make_weight_bridge("nixl", **options))
     reader = cast("NIXLTensorBridge", make_weight_bridge("nixl"))
     with trainer, reader:
@@ -70,7 +70,7 @@ def test_an_interrupt_before_any_line_keeps_nothing_for_a_reader_that_is_gone(wh
 
 
 def test_an_import_that_was_cut_off_before_any_line_keeps_no_slot_for_long() -> None:
-    options = {"serve": "inline", "timeout_s": 1.0, "suspicious": "off"}
+    options: dict[str, Any] = {"serve": "inline", "timeout_s": 1.0, "suspicious": "off"}
     trainer = cast("NIXLTensorBridge", make_weight_bridge("nixl", **options))
     reader = cast("NIXLTensorBridge", make_weight_bridge("nixl"))
     with trainer, reader:
