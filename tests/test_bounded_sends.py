@@ -2,12 +2,16 @@
 
 import multiprocessing
 import signal
+import socket
+import threading
 
 import pytest
 
 from rl_bridge.cli import measure
 from rl_bridge.demo.frames import Channel, Frame, bound_sends
 from rl_bridge.errors import DeadlineExceeded
+from rl_bridge.transports._wire import channel as wire
+from rl_bridge.transports._wire.caller import Caller
 from tests.helpers import stop
 
 # More than a pair of sockets buffers.
@@ -37,4 +41,27 @@ def test_a_consumer_of_the_bench_that_is_stopped_ends_it(monkeypatch: pytest.Mon
         stop(child.pid or 0)
         with pytest.raises(DeadlineExceeded, match=rf"pid {child.pid}\) took no message"):
             ask({"do": "update", "manifest": LONG})
+    child.join(30)  # it was killed; a busy machine takes longer to end it than was waited for
     assert child.exitcode == -signal.SIGKILL
+
+
+def test_a_question_goes_on_leaving_while_its_answer_is_waited_for() -> None:
+    here, there = socket.socketpair()
+    near = wire.Channel(here, max_message_nbytes=len(LONG))
+    far = wire.Channel(there, max_message_nbytes=len(LONG))
+    near.send_bytes(LONG.encode())
+    assert near.has_outgoing
+    caller = Caller("the publisher", "127.0.0.1", 1, magic=b"", timeout_s=5.0)
+
+    def answer() -> None:
+        caller.wait_for_message(far)
+        far.send_bytes(b"here")
+
+    peer = threading.Thread(target=answer)
+    peer.start()
+    try:
+        assert caller.wait_for_message(near) == b"here"
+    finally:
+        near.close()
+        peer.join()
+        far.close()

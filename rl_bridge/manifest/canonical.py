@@ -119,7 +119,8 @@ def freeze(value: JSONValue, *, where: str = "metadata", depth: int = 0) -> JSON
                     "string."
                 )
                 raise MalformedManifest(msg)
-            if type(item) in _CONSTANT:  # as a rule: and no name of it has to be made
+            # As a rule it is plain: no name of it has to be made. (At the limit `freeze` refuses.)
+            if type(item) in _CONSTANT and depth < _MAX_DEPTH:
                 frozen[key] = item
             else:
                 frozen[key] = freeze(item, where=f"{where}.{key}", depth=depth + 1)

@@ -224,6 +224,41 @@ def test_the_slot_of_a_read_that_did_not_end_is_used_again_only_when_nothing_can
             consumer.close()
 
 
+def test_a_stamp_that_comes_when_its_reader_gave_up_is_not_taken_for_a_later_one() -> None:
+    with Child(Trainer, ucx={"UCX_TLS": "tcp"}, serve="inline") as trainer:
+        consumer = cast("NIXLTensorBridge", make_weight_bridge("nixl", timeout_s=1.0))
+        try:
+            consumer.import_update(trainer.call("publish", version=1, small=True))
+            end = cast("NIXLConsumer", consumer._consumer_end()._end)
+            second = trainer.call("publish", version=2, small=True)
+            try:
+                with (
+                    Between(lambda: stop(trainer.pid), at="new", times=1),
+                    pytest.raises(TransferTimeout, match="can be reached"),
+                ):
+                    consumer.import_update(second)
+            finally:
+                os.kill(trainer.pid, signal.SIGCONT)
+            ((_, (job,)),) = end._held.parked
+            assert job.reading is not None
+            assert job.reading._stage == "before"
+            third = trainer.call("publish", version=3, small=True)
+            assert int(consumer.import_update(third)["w"][0]) == 3
+
+            def settled() -> bool:
+                trainer.call("help", rounds=200)
+                end._sweep()
+                return not end._held.parked
+
+            until(settled, what="the late read to end")
+            stamps = [job.reading._page.take(), job.source._page.take()]
+            found = [None if one is None else one.update_id for one in stamps]
+            texts = (second, third)
+            assert found == [WeightUpdateManifest.from_json(text).update_id for text in texts]
+        finally:
+            consumer.close()
+
+
 @pytest.mark.parametrize("serve", SERVE)
 def test_once_warm_nothing_is_registered_connected_or_prepared_again(serve: str) -> None:
     with both(serve=serve) as (publisher, consumer):

@@ -118,6 +118,18 @@ def test_other_tensors_are_registered_in_place_of_the_first_ones() -> None:
             assert end_of(publisher).num_registered == 2
 
 
+def test_tensors_of_other_sizes_where_others_were_are_read_without_a_failure() -> None:
+    room = torch.arange(4096.0)
+    with both() as (publisher, consumer):
+        for version, (first, second) in enumerate(((64, 512), (512, 64), (64, 512)), 1):
+            live = {"v": room[2048 : 2048 + second], "w": room[:first]}
+            manifest = publisher.publish(live, weight_version=version)
+            assert take(consumer, manifest) == bytes_of(live["w"])
+            publisher.release(manifest.update_id)
+        far: Any = consumer._consumer_end()._end
+        assert far._past.connections == 0, "an agent was given up"
+
+
 def test_tensors_that_are_read_are_kept_though_others_take_their_place() -> None:
     with both(timeout_s=20.0) as (publisher, consumer):
         first = publisher.publish(weights(1), weight_version=1)

@@ -166,6 +166,15 @@ def test_thirty_two_levels_are_allowed_and_no_more() -> None:
         freeze(_nested(33))
 
 
+@pytest.mark.parametrize("value", ["text", True, None, 1, 1.5])
+def test_what_is_nested_too_deep_in_mappings_is_refused_whatever_it_is(value: object) -> None:
+    for _ in range(32):
+        value = {"a": value}
+    freeze(value)
+    with pytest.raises(MalformedManifest, match="nested deeper than 32 levels"):
+        freeze({"a": value})
+
+
 @pytest.mark.parametrize(
     ("value", "said"),
     [

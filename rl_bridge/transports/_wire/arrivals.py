@@ -117,8 +117,11 @@ class Arrivals:
             self._evict()
 
     def abandon(self, slot: Slot) -> None:
-        """Give a slot back whose version did not arrive."""
+        """Give a slot back whose version did not arrive, also in the middle of `commit`."""
         with self._lock:
+            for arrival in list(self._arrived.values()):
+                if arrival.slot is slot:
+                    self._forget(arrival)
             self._ring.abandon(slot)
 
     # ---- once it is there -----------------------------------------------------------------------

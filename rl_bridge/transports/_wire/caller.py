@@ -127,7 +127,9 @@ class Caller:
             if left <= 0:
                 raise self._late("answer")
             poll = select.poll()
-            poll.register(channel.socket, select.POLLIN)
+            # What the publisher answers to may not have left as a whole.
+            wants = select.POLLIN | (select.POLLOUT if channel.has_outgoing else 0)
+            poll.register(channel.socket, wants)
             poll.poll(left * 1e3)
             channel.flush()
             channel.fill(is_polled=True)

@@ -191,8 +191,12 @@ class NIXLConsumer(ConsumerEnd):
                     one.tensors.forget()
             raise
         finally:
-            if fetch.close(with_next=is_here and self._held.num_open > 0):
-                self._renew_agent(jobs)  # and give their slots back
+            in_flight = True  # unless it is known that nothing is
+            try:
+                in_flight = fetch.close(with_next=is_here and self._held.num_open > 0)
+            finally:
+                if in_flight:
+                    self._renew_agent(jobs)  # and give their slots back
         return [one for one in attached if one is not None]
 
     def _land_once(self, parts: Sequence[PartRequest], landing: Landing) -> Landed:

@@ -133,8 +133,8 @@ class Job:
             digests,
             header,
         )
-        self.slot = None
         arrivals.commit(arrival)
+        self.slot = None  # behind it: what an interrupt cuts off is given back
         attachment = arrivals.attach(
             manifest.update_id,
             table,

@@ -155,9 +155,9 @@ class LiveShelf(Shelf):
         """Let nobody in any more, and have those who read it know that it is no version now."""
         slot = self._slot
         if slot.update_id == update_id:
-            slot.update_id = None
             slot.generation += 1
             slot.stamp(None, 0)
+            slot.update_id = None  # behind it: what an interrupt cuts off is done again
         super().release(update_id)
 
     def attend(self, *, is_sure: bool = False) -> bool:

@@ -37,7 +37,7 @@ class StampPage:
     """Where one publisher's stamps arrive."""
 
     def __init__(self, address: int, raw: Any) -> None:
-        """Use registered memory; `raw` views it."""
+        """Use registered memory; `raw` views it, and lives as long as this."""
         self.address = address
         self._bytes = raw.numpy()  # one view of it, for all the looks at it
 

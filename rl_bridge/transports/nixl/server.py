@@ -34,7 +34,6 @@ from rl_bridge.transports.nixl.messages import (
     Help,
     Join,
     Lease,
-    Leased,
     Renew,
     Unlease,
     Welcome,
@@ -273,8 +272,9 @@ class Server:
                     self._unlease(member, update_id)
 
     def _unlease(self, member: Member, update_id: str) -> None:
-        if member.leases.pop(update_id, None) is not None:
+        if update_id in member.leases:
             self._shelf.unlease(update_id, member)
+            del member.leases[update_id]  # behind it: what an interrupt cuts off is done again
             self.changed.notify_all()
 
     def _join(self, channel: Channel, join: Join) -> None:
@@ -318,7 +318,7 @@ class Server:
             answer = self._note(member, message)
             if answer is not None:
                 channel.send(answer)
-        if channel.is_lost and not member.is_gone:
+        if channel.is_lost and member in self.members:
             self._lose(member)
 
     def _note(self, member: Member, message: FromReader) -> Message | None:
@@ -353,9 +353,12 @@ class Server:
         is_moved = lease.epoch != self._host.epoch
         # A connection that is about to be made always needs help.
         member.needs_help = lease.needs_help or is_moved
+        is_new = lease.update_id not in member.leases
+        # First: whatever comes between, it ends with its time or with the connection.
+        member.leases[lease.update_id] = time.monotonic() + self._timeout_s
         answer = self._shelf.lease(lease, member, member.name)
-        if isinstance(answer, Leased):
-            member.leases[lease.update_id] = time.monotonic() + self._timeout_s
+        if is_new and isinstance(answer, Gone):
+            del member.leases[lease.update_id]
         return answer
 
     def _lose(self, member: Member) -> None:
@@ -366,11 +369,11 @@ class Server:
         member.channel.close()
         for update_id in list(member.leases):
             self._unlease(member, update_id)
+        if member.updates and not member.is_observer and member not in self._gone:
+            self._gone.append(member)
+            del self._gone[:-_REMEMBERED]
         if member in self.members:
-            self.members.remove(member)
-            if member.updates and not member.is_observer:
-                self._gone.append(member)
-                del self._gone[:-_REMEMBERED]
+            self.members.remove(member)  # last: what an interrupt cuts off is done again
         self.changed.notify_all()
 
 

@@ -152,7 +152,8 @@ class Shelf(ABC):
     def unlease(self, update_id: str, reader: Hashable) -> None:
         """Note that a reader is done; unknown ones are ignored."""
         known = self._published.get(update_id)
-        if known is not None and known.readers.pop(reader, None) is not None:
+        if known is not None:
+            known.readers.pop(reader, None)
             self._settle(update_id, known)
 
     def readers_of(self, update_id: str) -> list[str]:
@@ -169,8 +170,8 @@ class Shelf(ABC):
 
     def _settle(self, update_id: str, known: Published) -> None:
         if known.is_released and not known.readers:
-            del self._published[update_id]
             self._free(update_id)
+            del self._published[update_id]  # behind it: what an interrupt cuts off is done again
 
     @abstractmethod
     def _free(self, update_id: str) -> None:

@@ -35,14 +35,16 @@ class Source:
         self._agent = agent
         self.arenas = RegisteredArenas(arenas, agent)
         self.arrivals = Arrivals(self.arenas, f"rlb-{link.endpoint.publisher_id[:12]}-in")
-        self._raw = torch.zeros(STAMP_NBYTES, dtype=torch.uint8, device="cpu")
-        self._page = StampPage(self._raw.data_ptr(), self._raw)
+        self._page: StampPage
         self._page_region: Region | None = None
         self._lists: OrderedDict[Any, tuple[Any, PartRequest | None]] = OrderedDict()
         self._prepared: OrderedDict[Any, tuple[Prepared, PartRequest]] = OrderedDict()
         self._register_page()
 
     def _register_page(self) -> None:
+        # For each agent another one: what an earlier one waits for still may land in its own.
+        raw = torch.zeros(STAMP_NBYTES, dtype=torch.uint8, device="cpu")
+        self._page = StampPage(raw.data_ptr(), raw)
         self._page_region = self._agent.register([(self._page.address, STAMP_NBYTES)], "DRAM")
 
     def reconnect(self, link: Link) -> None:
@@ -126,7 +128,7 @@ class Source:
             if len(self._prepared) >= _KEPT:
                 self._forget_reads()
             steps, far = self._remote(request, leased, remote)
-            near = self._local(steps, slot, mine, (mine.number, *remote[3:]), request)
+            near = self._local(steps, slot, mine, key, request)
             reads = tuple(
                 self._agent.make_read(near, far, low, high)
                 for low, high in zip(steps.cuts, steps.cuts[1:], strict=False)
