@@ -290,7 +290,7 @@ def test_no_error_is_left_out() -> None:
 
 def test_every_error_that_the_library_raises_is_in_the_tree() -> None:
     builtins = {"ValueError", "TypeError", "KeyError", "OSError", "RuntimeError", "StopIteration"}
-    builtins |= {"AgentError", "Torn", "ImportError"}  # said within a transport
+    builtins |= {"AgentError", "MemoryRefused", "Torn", "ImportError"}  # said within a transport
     known = {kind.__name__ for kind in tree()}
     strangers = {
         f"{path}:{line} raises {name}"
