@@ -286,6 +286,23 @@ def test_a_driver_that_stood_still_behind_its_install_says_nothing_of_its_succes
     assert not engine.is_paused()
 
 
+def test_a_driver_that_was_overtaken_says_nothing_before_its_successor_has_committed_either(
+    engine: Engine, trainer: TensorBridge
+) -> None:
+    late, successor = VLLMEngineAdapter(engine), VLLMEngineAdapter(engine)
+    mine, theirs = publish(trainer, 1), publish(trainer, 2)
+    late.prepare(mine, {})
+    late.install(mine, {})
+    successor.prepare(theirs, {})  # (finds the first one's, and commits it)
+    successor.install(theirs, {})
+    successor.resume()
+    with pytest.raises(WeightUpdateRejectedError, match="another driver came in between"):
+        late.resume()
+    successor.commit()
+    assert engine.rank.describe()["update_id"] == theirs.update_id
+    assert engine.shown == f"2@{theirs.root}"
+
+
 def test_a_driver_that_is_refused_ends_no_pause_of_another_ones(
     engine: Engine, trainer: TensorBridge
 ) -> None:

@@ -111,10 +111,10 @@ class VLLMRank:
         self._options, self._installer = dict(options), installer
 
     def has(self, update_id: str, driver: str | None) -> bool:
-        """Whether it has that driver's update still: staged, installed or committed."""
+        """Whether it has that driver's update still: staged, or what the model holds."""
         pending = None if self._pending is None else (self._pending.update_id, self._driver)
         is_active = self._active is not None and self._active.update_id == update_id
-        return is_active or (update_id, driver) == pending
+        return (is_active and not self._is_installed) or (update_id, driver) == pending
 
     # ---- the steps ------------------------------------------------------------------------------
 
