@@ -11,6 +11,7 @@ from rl_bridge import (
     VLLMEngineAdapter,
     WeightBridgeError,
     WeightUpdateManifest,
+    WeightUpdateRejectedError,
     make_weight_bridge,
 )
 from rl_bridge.integrations.vllm.handles import PauseMode, Replies
@@ -104,4 +105,20 @@ def test_the_engine_is_not_left_paused_wherever_another_drivers_update_ends_in_o
     engine.catch_up()
     told = engine.rank.describe()
     assert (told["update_id"], told["pending"]) == (theirs.update_id, None)
+    assert not engine.is_paused()
+
+
+def test_the_undo_of_an_overtaken_driver_leaves_the_others_pause_alone(
+    engine: Interleaved, trainer: TensorBridge
+) -> None:
+    late, other = VLLMEngineAdapter(engine), VLLMEngineAdapter(engine)
+    mine, theirs = publish(trainer, 1), publish(trainer, 2)
+    late.prepare(mine, {})
+    late.install(mine, {})
+    other.prepare(theirs, {})  # commits what it finds installed
+    other.install(theirs, {})
+    with pytest.raises(WeightUpdateRejectedError, match="another driver has committed it"):
+        late.undo()
+    assert engine.is_paused()
+    end(other, theirs, is_installed=True)
     assert not engine.is_paused()

@@ -239,6 +239,15 @@ def test_what_a_driver_that_died_had_staged_may_come_by_vllms_own_calls(
     assert engine.rank.receive(manifest.to_json()) == ""
 
 
+def test_what_nobody_finished_may_come_again_by_vllms_own_calls(
+    engine: Engine, trainer: TensorBridge
+) -> None:
+    manifest = publish(trainer, 1)
+    assert [engine.rank.receive(manifest.to_json()) for _ in range(2)] == ["", ""]
+    engine.rank.commit()
+    assert engine.rank.describe()["update_id"] == manifest.update_id
+
+
 @pytest.mark.parametrize("first", ["prepare", "install"])
 def test_a_driver_that_is_refused_takes_back_nothing_of_another_one_with_the_same_update(
     engine: Engine, trainer: TensorBridge, first: str

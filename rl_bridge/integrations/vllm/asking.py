@@ -84,6 +84,11 @@ class Ranks:
         is_paused = self._handle.is_paused()
         return is_paused and before == self._held() and not any(r["pausing"] for r in before)
 
+    def is_paused_by_other(self) -> bool:
+        """Whether another driver says that it pauses the engine: that one ends its pause itself."""
+        said = {reply["pausing"] for reply in self.ask("describe", {})}
+        return bool(said - {None, self._driver})
+
     def _held(self) -> Replies:
         # What changes with each driver's update.
         keys = ("update_id", "pending", "pausing")

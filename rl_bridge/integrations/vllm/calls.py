@@ -53,7 +53,7 @@ def _undo(rank: VLLMRank, given: Payload) -> Payload:
 def _abandon(rank: VLLMRank, given: Payload) -> Payload:
     told = rank.undo(_reason(given), given.get("update_id"), given.get("driver"))
     if rank.describe()["pending"] is None:  # else another driver has come, with its own
-        rank.is_pausing = bool(given.get("pauses"))
+        _note_pause(rank, given)
     return told
 
 
@@ -64,7 +64,7 @@ def _forget(rank: VLLMRank, given: Payload) -> Payload:
 
 def _commit(rank: VLLMRank, given: Payload) -> Payload:
     told = rank.commit(given.get("update_id"), if_installed=bool(given.get("if_installed")))
-    rank.is_pausing = bool(given.get("pauses"))
+    _note_pause(rank, given)
     return told
 
 
@@ -89,8 +89,12 @@ def _pauses(rank: VLLMRank, given: Payload) -> Payload:
             "publish again."
         )
         raise WeightUpdateRejectedError(msg)
-    rank.is_pausing = bool(given.get("pauses"))
+    _note_pause(rank, given)
     return {}
+
+
+def _note_pause(rank: VLLMRank, given: Payload) -> None:
+    rank.note_pause(str(given.get("driver")), pauses=bool(given.get("pauses")))
 
 
 _VERBS: dict[str, Callable[[VLLMRank, Payload], Payload]] = {

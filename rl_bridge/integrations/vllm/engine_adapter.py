@@ -178,8 +178,7 @@ class VLLMEngineAdapter(TransactionalAdapter):
         self._may_have_run |= self._pause is None
         replies = self._all("install", {"update_id": manifest.update_id})
         self._proofs = [reply["proof"] for reply in replies]
-        slowest = max(reply["timings_ms"]["prove"] for reply in replies)
-        self._phases_ms["prove"] = slowest
+        self._phases_ms["prove"] = max(reply["timings_ms"]["prove"] for reply in replies)
 
     def prove(self) -> InstallProof:
         """What all ranks found in their models when they installed.
@@ -227,8 +226,8 @@ class VLLMEngineAdapter(TransactionalAdapter):
                 self._end_pause()  # also where the pause itself failed, or was cut off
 
     def _back(self) -> None:
-        if self._pause is not None:  # again, where it is not known whether the engine goes on
-            self._stop({})
+        if self._pause is not None and not self._ranks.is_paused_by_other():
+            self._stop({})  # again: it is not known whether the engine goes on
         try:
             replies = self._all("undo", self._meant())
         except WeightUpdateRejectedError:
@@ -299,8 +298,7 @@ class VLLMEngineAdapter(TransactionalAdapter):
             self._committed = self._base = self._manifest.update_id
         self._is_installed = self._may_have_run = False
         self._manifest = self._label_before = None
-        # (Behind the pause: they forget that there was one.)
-        self._all("commit", {"update_id": self._committed})
+        self._all("commit", {"update_id": self._committed})  # behind the pause: noted no more
 
     def release(self, update_id: str) -> None:
         """Nothing is kept of an update: the engine has memory of its own."""
@@ -327,9 +325,10 @@ class VLLMEngineAdapter(TransactionalAdapter):
         self._held = version_name(replies[0]["weight_version"])
         if not self._is_installed:  # else an undo is due that leads back to the one before
             self._base = replies[0]["update_id"]
-        if not self._is_paused and any(reply["pausing"] for reply in replies):
+        if any(reply["pausing"] for reply in replies):
             # Who left an update half-way may have left its pause: that ends with this update.
-            self._is_paused = self._handle.is_paused()
+            self._is_paused |= self._handle.is_paused()
+            self._all("pauses", {"pauses": self._is_paused})
         is_half_way = any(r["torn"] or (r["exchanged"] and not r["installed"]) for r in replies)
         if is_half_way or (self._is_installed and self._manifest is None):  # as at the last look
             _LOG.warning("what was left half-way is undone")
@@ -388,9 +387,10 @@ class VLLMEngineAdapter(TransactionalAdapter):
 
     def _end_pause(self) -> None:
         """Go on behind what was refused or undone: there is no commit that ends the pause."""
-        if self._is_paused:
+        if self._is_paused and not self._ranks.is_paused_by_other():
             self._go_on()
             self._all("pauses", {})
+        self._is_paused = False
 
     def _timed(self, phase: str, action: Callable[[], Any]) -> Any:
         start = time.perf_counter()

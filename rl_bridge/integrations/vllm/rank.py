@@ -60,7 +60,7 @@ class VLLMRank:
         self._timings_ms: dict[str, float] = {}
         self._torn = ""
         self._is_installed = self._is_committing = False
-        self.is_pausing = False  # for an update: as its driver said
+        self._pausing: str | None = None  # the driver that pauses the engine for its update
         # Committed by who did not name it: the driver that installed it may not know.
         self._taken_over: deque[str] = deque(maxlen=_TAKEN_OVER)
 
@@ -87,7 +87,7 @@ class VLLMRank:
             "pending": None if self._pending is None else self._pending.update_id,
             "installed": self._pending.to_json() if self._pending and self._holds_it() else None,
             "exchanged": self._is_installed,
-            "pausing": self.is_pausing,
+            "pausing": self._pausing,
             "torn": self._torn,
             "model": type(self._model).__name__,
         }
@@ -115,6 +115,11 @@ class VLLMRank:
         pending = None if self._pending is None else (self._pending.update_id, self._driver)
         is_active = self._active is not None and self._active.update_id == update_id
         return (is_active and not self._is_installed) or (update_id, driver) == pending
+
+    def note_pause(self, driver: str, *, pauses: bool) -> None:
+        """A driver is about to pause the engine, or does so no more; another one's stays noted."""
+        if pauses or self._pausing == driver:
+            self._pausing = driver if pauses else None
 
     # ---- the steps ------------------------------------------------------------------------------
 
@@ -199,9 +204,9 @@ class VLLMRank:
 
     def _make_way(self, manifest: WeightUpdateManifest) -> None:
         """Take an unfinished update back, and say so: requests may have been served by it."""
-        earlier = self._pending
-        reason = "the next update came before it was proven" if self._is_installed else None
-        if earlier is not None and self._holds_it() and not self._is_committing:
+        earlier, reason = self._pending, None
+        comes_again = earlier is not None and earlier.update_id == manifest.update_id
+        if earlier is not None and self._is_installed and not (comes_again or self._is_committing):
             reason = (
                 f"it was installed, and taken back: version {manifest.weight_version} came before "
                 "finish_weight_update. Requests may have been served by it."
