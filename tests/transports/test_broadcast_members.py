@@ -174,3 +174,15 @@ def test_an_engine_that_is_collected_in_its_own_thread_is_closed_there(
     publish(trainer, 2)  # the offer is what its thread is in the middle of
     assert done.wait(20)
     assert ended == [True]
+
+
+def test_a_publisher_that_hung_up_is_gone_before_anybody_read_that(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer, engine = make("trainer"), make("rollout")
+    engine.import_update(publish(trainer, 1))
+    link = link_of(engine, trainer)
+    monkeypatch.setattr(link._channel, "fill", lambda: None)
+    assert not link.is_lost
+    trainer.close()
+    assert link.is_lost

@@ -58,7 +58,8 @@ class BroadcastConsumer(ConsumerEnd):
         self._timeout_s = timeout_s
         self._links: dict[str, tuple[Link, Arrivals]] = {}
         # A bridge that is dropped instead of closed must not go on receiving.
-        self._finalizer = weakref.finalize(self, _end, os.getpid(), self._links)
+        self._pid = os.getpid()
+        self._finalizer = weakref.finalize(self, _end, self._pid, self._links)
         if init_info is not None:
             self._link(init_info, is_observer=False)
 
@@ -162,9 +163,10 @@ class BroadcastConsumer(ConsumerEnd):
 
     def _make_way(self, rivals: list[str]) -> None:
         for publisher_id in rivals:
-            link, arrivals = self._links.pop(publisher_id)
+            link, arrivals = self._links[publisher_id]
             _LOG.info("the group %r of %s makes way", link.info.group_name, publisher_id)
             _leave(link, arrivals)
+            del self._links[publisher_id]
 
     def report(self, manifest: WeightUpdateManifest, report: UpdateReport) -> None:
         """Tell the publisher, if this side is in its group."""
@@ -179,12 +181,13 @@ class BroadcastConsumer(ConsumerEnd):
         for publisher_id, (link, arrivals) in list(self._links.items()):
             arrivals.settle()
             if link.is_lost and not arrivals.is_needed:
-                del self._links[publisher_id]
                 _leave(link, arrivals)
+                del self._links[publisher_id]
 
     def close(self) -> None:
         """Leave all groups; tensors keep what they look at."""
-        self._finalizer()
+        _end(self._pid, self._links)
+        self._finalizer.detach()  # behind it: what an interrupt cuts off, the next call ends
 
 
 def _is_same(one: BroadcastInitInfo, other: BroadcastInitInfo) -> bool:
@@ -200,5 +203,6 @@ def _leave(link: Link, arrivals: Arrivals) -> None:
 def _end(pid: int, links: dict[str, tuple[Link, Arrivals]]) -> None:
     if os.getpid() != pid:
         return
-    while links:
-        _leave(*links.popitem()[1])
+    for publisher_id, link in list(links.items()):
+        _leave(*link)
+        links.pop(publisher_id, None)

@@ -176,7 +176,7 @@ class Hub:
 
     def close(self, *, timeout_s: float = 5.0) -> None:
         """Hang up everywhere and end the thread. Idempotent; in a forked child a no-op."""
-        if self._is_stopping or os.getpid() != self._pid:
+        if os.getpid() != self._pid:
             return
         self._is_stopping = True
         self._wake.poke()
@@ -300,7 +300,7 @@ class Hub:
                 self._lose(member)
                 return
             self._note(member, message)
-        if channel.is_lost and not member.is_gone:
+        if channel.is_lost:
             self._lose(member)
 
     def _note(self, member: Member, message: FromReceiver) -> None:
@@ -333,17 +333,18 @@ class Hub:
                     other.channel.send(message)
 
     def _lose(self, member: Member) -> None:
-        member.is_gone = True
+        # Out of the members last: what an interrupt cuts off, the next look does again.
         member.channel.close()
-        if member in self.members:
-            self.members.remove(member)
-            if member.updates and not member.is_observer:
-                self._gone.append(member)
-                del self._gone[:-_REMEMBERED]
+        member.is_gone = True
         for store, members in self._stores.values():
             if member in members:
                 store.fail(f"{member.name} is gone")
+        if member.updates and not member.is_observer and member not in self._gone:
+            self._gone.append(member)
+            del self._gone[:-_REMEMBERED]
         self.changed.notify_all()
+        if member in self.members:
+            self.members.remove(member)
 
 
 _HUBS: weakref.WeakSet[Hub] = weakref.WeakSet()

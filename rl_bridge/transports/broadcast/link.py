@@ -75,7 +75,7 @@ class Link:
         self.reports: OrderedDict[str, UpdateReport] = OrderedDict()
         """What this side told last: a later connection repeats it."""
         self._lost: str | None = None
-        self._is_closing = False
+        self._has_left = False
         self._has_ended = False
         self._before: Link | None = None
         self._identity = Join(
@@ -102,8 +102,12 @@ class Link:
 
     @property
     def is_lost(self) -> bool:
-        """Whether the connection ended."""
-        return self._lost is not None
+        """Whether the connection ended, also where this side's thread has yet to read that."""
+        if self._lost is not None or self._channel.is_lost:
+            return True
+        poll = select.poll()
+        poll.register(self._channel.socket, select.POLLRDHUP)
+        return bool(poll.poll(0))
 
     def follow(self) -> None:
         """From an observer become a consumer, who is pushed every version."""
@@ -198,9 +202,9 @@ class Link:
         """
         if os.getpid() != self._pid:
             return self._has_ended
-        if not self._is_closing:
-            self._is_closing = True
+        if not self._has_left:
             self._say_goodbye()
+            self._has_left = True
         self._has_ended = self._intake.close(timeout_s=self._timeout_s)
         return self._has_ended and (self._before is None or self._before.close())
 

@@ -152,7 +152,8 @@ class BroadcastPublisher(PublisherEnd):
     def close(self) -> None:
         """Tell the receivers, and end both threads."""
         self._is_closed = True
-        self._finalizer()
+        _end(self._hub, self._sender, self._timeout_s)
+        self._finalizer.detach()  # behind it: what an interrupt cuts off, the next call ends
 
 
 class _SlotMaker:
