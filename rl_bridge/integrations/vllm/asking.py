@@ -2,21 +2,18 @@
 
 import logging
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from rl_bridge.bridge.records import is_shortage
 from rl_bridge.errors import EngineLost, ProofFailed, WeightBridgeUnavailableError
 from rl_bridge.installers.base import InstallProof
 from rl_bridge.integrations.vllm.handles import EngineHandle, Replies, failure
-from rl_bridge.manifest.model import WeightUpdateManifest
 
 __all__ = [
     "HELD",
     "Ranks",
-    "checked_label",
     "joined",
-    "label_of",
     "refusal_of",
     "require_alone",
     "verified",
@@ -30,8 +27,6 @@ HELD = (
     "cache='recompute', or pause='wait' or 'abort'; try again when a KV connector is done."
 )
 
-Label = Callable[[WeightUpdateManifest], str]
-
 
 class Ranks:
     """The ranks of one engine."""
@@ -40,7 +35,7 @@ class Ranks:
         """Ask by `handle`; nothing is asked yet."""
         self._handle = handle
         self._calls = 0
-        self._driver = secrets.token_hex(8)  # two drivers may have the same update
+        self.driver = secrets.token_hex(8)  # two drivers may have the same update
 
     def ask(self, verb: str, payload: dict[str, Any]) -> Replies:
         """Ask all ranks; one reply for each, by rank.
@@ -51,8 +46,8 @@ class Ranks:
 
         """
         self._calls += 1
-        number = f"{self._driver}-{self._calls}"  # another driver counts as this one does
-        who = {"call": number, "driver": self._driver}
+        number = f"{self.driver}-{self._calls}"  # another driver counts as this one does
+        who = {"call": number, "driver": self.driver}
         replies = self._handle.call(verb, {**payload, **who})
         for reply in replies:
             if reply["call"] != number:
@@ -75,24 +70,6 @@ class Ranks:
                     "rank %d: its trainer is not told: %s", reply["rank"], reply["not_told"]
                 )
         return replies
-
-    def is_paused_by_user(self) -> bool:
-        """Whether it is paused, and by no driver: another one may end its pause at any time."""
-        if not self._handle.is_paused():
-            return False
-        before = self._held()
-        is_paused = self._handle.is_paused()
-        return is_paused and before == self._held() and not any(r["pausing"] for r in before)
-
-    def is_paused_by_other(self) -> bool:
-        """Whether another driver says that it pauses the engine: that one ends its pause itself."""
-        said = {reply["pausing"] for reply in self.ask("describe", {})}
-        return bool(said - {None, self._driver})
-
-    def _held(self) -> Replies:
-        # What changes with each driver's update.
-        keys = ("update_id", "pending", "pausing")
-        return [{key: reply[key] for key in keys} for reply in self.ask("describe", {})]
 
 
 def refusal_of(error: Exception, held: str) -> str | None:
@@ -160,32 +137,3 @@ def joined(proofs: Sequence[dict[str, Any]]) -> InstallProof:
 def version_name(number: int | None) -> str:
     """What ranks hold, in words."""
     return "the weights that they were started with" if number is None else f"version {number}"
-
-
-def checked_label(label: Label | None) -> Label | None:
-    """The function that makes labels, as it was given.
-
-    Raises:
-        TypeError: it is none.
-
-    """
-    if label is not None and not callable(label):
-        raise TypeError(f"label={label!r}: expected a function of the manifest, or None.")
-    return label
-
-
-def label_of(manifest: WeightUpdateManifest, make: Label) -> str:
-    """The label that `make` gives a version.
-
-    Raises:
-        TypeError: it is no text. vLLM takes whatever it is given, and answers no request any more.
-
-    """
-    label: object = make(manifest)
-    if not isinstance(label, str):
-        msg = (
-            f"label of version {manifest.weight_version} is {label!r}, a {type(label).__name__}: "
-            "expected a str. Let label= return one."
-        )
-        raise TypeError(msg)
-    return label

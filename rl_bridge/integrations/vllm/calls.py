@@ -37,6 +37,12 @@ def answer(rank: VLLMRank, verb: str, payload: object) -> dict[str, Any]:
         return {"ok": False, **reply, **told(error)}
 
 
+def _describe(rank: VLLMRank, given: Payload) -> Payload:
+    told = rank.describe()
+    pending = told["pending"]
+    return {**told, "mine": pending is not None and rank.has(pending, given.get("driver"))}
+
+
 def _prepare(rank: VLLMRank, given: Payload) -> Payload:
     if not isinstance(given.get("manifest"), str):
         msg = "prepare came without a manifest. Pass its JSON text as 'manifest'."
@@ -59,12 +65,16 @@ def _abandon(rank: VLLMRank, given: Payload) -> Payload:
 
 def _forget(rank: VLLMRank, given: Payload) -> Payload:
     rank.forget_staged(_reason(given))
-    return _pauses(rank, given)
+    return {}
 
 
 def _commit(rank: VLLMRank, given: Payload) -> Payload:
     told = rank.commit(given.get("update_id"), if_installed=bool(given.get("if_installed")))
-    _note_pause(rank, given)
+    now = rank.describe()
+    in_model = now["pending"] if now["exchanged"] else now["update_id"]
+    told |= {"in_model": in_model, **_note_pause(rank, given)}
+    if not (given.get("pauses") or told["is_left"] or now["pending"]):
+        rank.pause_note.clear()  # what another driver had here is over with this
     return told
 
 
@@ -89,21 +99,34 @@ def _pauses(rank: VLLMRank, given: Payload) -> Payload:
             "publish again."
         )
         raise WeightUpdateRejectedError(msg)
-    _note_pause(rank, given)
-    return {}
+    if given.get("whosever") and not given.get("pauses"):
+        rank.pause_note.clear()
+    return _note_pause(rank, given)
 
 
-def _note_pause(rank: VLLMRank, given: Payload) -> None:
-    rank.note_pause(str(given.get("driver")), pauses=bool(given.get("pauses")))
+def _note_pause(rank: VLLMRank, given: Payload) -> Payload:
+    if given.get("pauses"):
+        rank.pause_note.begin(_driver(given))
+        return {"is_left": False}
+    return {"is_left": rank.pause_note.end(_driver(given))}
+
+
+def _leaves(rank: VLLMRank, given: Payload) -> Payload:
+    return {"is_others": rank.pause_note.leave(_driver(given))}
+
+
+def _driver(given: Payload) -> str:
+    return str(given.get("driver") or "")
 
 
 _VERBS: dict[str, Callable[[VLLMRank, Payload], Payload]] = {
-    "describe": lambda rank, _: rank.describe(),
+    "describe": _describe,
     "prepare": _prepare,
     "install": lambda rank, given: rank.install(given.get("update_id"), given.get("driver")),
     "undo": _undo,
     "abandon": _abandon,
     "forget": _forget,
+    "leaves": _leaves,
     "commit": _commit,
     "pauses": _pauses,
 }

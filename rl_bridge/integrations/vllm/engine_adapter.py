@@ -22,15 +22,15 @@ from rl_bridge.installers.vllm.memory_budget import checked_budget
 from rl_bridge.integrations.vllm.asking import (
     HELD,
     Ranks,
-    checked_label,
     joined,
-    label_of,
     refusal_of,
     require_alone,
     verified,
     version_name,
 )
 from rl_bridge.integrations.vllm.handles import PauseMode, Replies
+from rl_bridge.integrations.vllm.labels import EngineLabel, LabelMaker, default_label
+from rl_bridge.integrations.vllm.pauses import EnginePause
 from rl_bridge.integrations.vllm.server import handle_of
 from rl_bridge.manifest.model import WeightUpdateManifest
 
@@ -47,11 +47,6 @@ CachePolicy = Literal["recompute", "reset", "keep"]
 """
 
 
-def default_label(manifest: WeightUpdateManifest) -> str:
-    """``version@root``: the label on outputs tells which weights made them, not only a number."""
-    return f"{manifest.weight_version}@{manifest.root}"
-
-
 class VLLMEngineAdapter(TransactionalAdapter):
     """Installs updates into a vLLM engine: an ``LLM``, an ``AsyncLLM``, or a server by its URL.
 
@@ -66,7 +61,7 @@ class VLLMEngineAdapter(TransactionalAdapter):
         *,
         pause: PauseMode | None = "keep",
         cache: CachePolicy = "recompute",
-        label: Callable[[WeightUpdateManifest], str] | None = default_label,
+        label: LabelMaker | None = default_label,
         cast: bool = False,
         reload: bool = False,
         memory_budget_nbytes: int | None = None,
@@ -105,9 +100,9 @@ class VLLMEngineAdapter(TransactionalAdapter):
             raise ValueError("reload=True: expected a pause, and no cast; vLLM's loader casts.")
         self._handle = handle_of(engine, timeout_s, loop)
         self._ranks = Ranks(self._handle)
-        self._pause: PauseMode | None = pause
+        self._pause = EnginePause(self._handle, self._ranks, pause)
         self._cache: CachePolicy = cache
-        self._label = checked_label(label)
+        self._label = EngineLabel(self._handle, label)
         self._options: dict[str, Any] = {"reload": True} if reload else {"cast": cast}
         self._options["memory_budget_nbytes"] = checked_budget(memory_budget_nbytes)
         self._phases_ms: dict[str, float] = {}
@@ -117,9 +112,6 @@ class VLLMEngineAdapter(TransactionalAdapter):
         self._proofs: list[dict[str, Any]] = []
         # Each is noted before the step that it tells of: an interrupt may come behind any.
         self._is_installed = self._may_have_run = False
-        self._is_paused = False  # by this driver, or one before it that ended in its pause
-        self._label_before: str | None = None
-        self._label_set: str | None = None
         self._held = ""  # by the ranks, as they said last
         self._base: str | None = None  # the update that they held, which an undo leads back to
         self._committed: str | None = None
@@ -172,10 +164,10 @@ class VLLMEngineAdapter(TransactionalAdapter):
         """
         del tensors
         self._manifest = manifest
-        if self._pause is not None:
-            self._timed("pause", lambda: self._stop(self._meant()))
+        if self._pause.is_wanted:
+            self._timed("pause", lambda: self._pause.begin(self._meant()))
         self._is_installed = True
-        self._may_have_run |= self._pause is None
+        self._may_have_run |= not self._pause.is_wanted
         replies = self._all("install", {"update_id": manifest.update_id})
         self._proofs = [reply["proof"] for reply in replies]
         self._phases_ms["prove"] = max(reply["timings_ms"]["prove"] for reply in replies)
@@ -199,13 +191,13 @@ class VLLMEngineAdapter(TransactionalAdapter):
 
         """
         assert self._manifest is not None
-        self._all("pauses", {"pauses": self._is_paused, **self._meant()})
+        self._pause.require(self._meant())
         self._drop_caches()
-        if self._label is not None:
-            label = label_of(self._manifest, self._label)
-            self._timed("label", lambda: self._relabel(label))
+        if self._label.is_wanted:
+            label = self._label.of(self._manifest)
+            self._timed("label", lambda: self._label.set(label))
         self._may_have_run = True
-        self._go_on()
+        self._pause.go_on()
 
     def undo(self) -> None:
         """Bring all ranks back, with caches and label, and let requests go on.
@@ -223,18 +215,15 @@ class VLLMEngineAdapter(TransactionalAdapter):
             raise TornEngine(str(error)) from error
         finally:
             if not self._is_installed:
-                self._end_pause()  # also where the pause itself failed, or was cut off
+                self._pause.end()  # also where the pause itself failed, or was cut off
 
     def _back(self) -> None:
-        if self._pause is not None and not self._ranks.is_paused_by_other():
-            self._stop({})  # again: it is not known whether the engine goes on
+        self._pause.begin_again()
         try:
-            replies = self._all("undo", self._meant())
-        except WeightUpdateRejectedError:
-            # Another driver has committed it: from now on cache and label are that one's.
-            self._label_before = None
-            self._end_pause()
-            raise
+            if any(reply["mine"] for reply in self._all("describe", {})):
+                self._label.take_back()  # first: who finds it without this driver labels it anew
+        finally:
+            replies = self._undone()
         self._require_base(replies)
         if self._may_have_run:
             # Requests may have cached keys and values of what is undone now.
@@ -245,19 +234,25 @@ class VLLMEngineAdapter(TransactionalAdapter):
                 )
                 raise TornEngine(msg)
             self._may_have_run = False
-        if self._label_before is not None:
-            if self._handle.label() == self._label_set:  # else somebody set another one since
-                self._handle.set_label(self._label_before)
-            self._label_before = None
+        self._label.take_back()
         self._is_installed = False
         self._manifest = None
+
+    def _undone(self) -> Replies:
+        try:
+            return self._all("undo", self._meant())
+        except WeightUpdateRejectedError:
+            # Another driver has committed it: from now on cache and label are that one's.
+            self._label.keep()
+            self._pause.end()
+            raise
 
     def _require_base(self, replies: Replies) -> None:
         """Refuse to take another driver's version for the one that this driver went back to."""
         held = replies[0]["holds"]
         if self._manifest is not None and held != self._base:  # (None: whosever was half-way)
-            self._label_before = None  # the label is that one's, also where it reads the same
-            self._end_pause()
+            self._label.keep()  # it is that one's, also where it reads the same
+            self._pause.end()
             msg = (
                 "another driver has updated this engine, or it was started anew: it holds update "
                 f"{held}, expected {self._base}. Let one driver at a time update an engine; leave "
@@ -278,8 +273,8 @@ class VLLMEngineAdapter(TransactionalAdapter):
         """
         if self._manifest is None:
             self._look_at_ranks()
-            self._all("forget", {"pauses": self._is_paused})
-            self._end_pause()
+            self._all("forget", {})
+            self._pause.end()
 
     def abandon(self) -> None:
         """Let all ranks forget what they staged."""
@@ -288,17 +283,25 @@ class VLLMEngineAdapter(TransactionalAdapter):
         try:
             if self._manifest is not None:
                 meant, self._manifest = self._meant(), None
-                self._all("abandon", {"reason": self._refusal, "pauses": self._is_paused, **meant})
+                told = {"reason": self._refusal, "pauses": self._pause.is_on, **meant}
+                self._all("abandon", told)
         finally:
-            self._end_pause()
+            self._pause.end()
 
     def commit(self) -> None:
         """Let all ranks acknowledge. Called again, those that have done so say nothing more."""
         if self._manifest is not None:
             self._committed = self._base = self._manifest.update_id
         self._is_installed = self._may_have_run = False
-        self._manifest = self._label_before = None
-        self._all("commit", {"update_id": self._committed})  # behind the pause: noted no more
+        before, self._manifest = self._label.keep(), None
+        try:
+            replies = self._all("commit", {"update_id": self._committed})
+        except WeightUpdateRejectedError:
+            self._label.take_back_to(before)  # another driver has gone on from it, with its own
+            raise
+        if replies[0]["in_model"] != self._committed:
+            self._label.take_back_to(before)  # as above
+        self._pause.settle(replies)
 
     def release(self, update_id: str) -> None:
         """Nothing is kept of an update: the engine has memory of its own."""
@@ -325,29 +328,41 @@ class VLLMEngineAdapter(TransactionalAdapter):
         self._held = version_name(replies[0]["weight_version"])
         if not self._is_installed:  # else an undo is due that leads back to the one before
             self._base = replies[0]["update_id"]
-        if any(reply["pausing"] for reply in replies):
-            # Who left an update half-way may have left its pause: that ends with this update.
-            self._is_paused |= self._handle.is_paused()
-            self._all("pauses", {"pauses": self._is_paused})
+        self._pause.look(replies)
         is_half_way = any(r["torn"] or (r["exchanged"] and not r["installed"]) for r in replies)
         if is_half_way or (self._is_installed and self._manifest is None):  # as at the last look
             _LOG.warning("what was left half-way is undone")
             self._is_installed = self._may_have_run = True
             self._manifest = None  # whosever it is
-            self._back()
+        if self._is_installed:
+            self._settle_own(replies)
             return  # on all ranks: nothing is left that could be committed
         left = next((reply["installed"] for reply in replies if reply["installed"]), None)
-        if left is None or self._is_installed:
+        if left is None:
             return
         # In this order: cut off anywhere, it is done again.
         manifest = WeightUpdateManifest.from_json(left)
         _LOG.warning("version %d was left uncommitted: it is now", manifest.weight_version)
         if not self._handle.reset_caches(running=True):
             raise WeightUpdateRejectedError(HELD)
-        if self._label is not None and self._handle.label() is not None:
-            self._handle.set_label(label_of(manifest, self._label))
-        self._all("commit", {"if_installed": True, "pauses": self._is_paused})
-        self._held, self._base = version_name(manifest.weight_version), manifest.update_id
+        self._label.keep()
+        if self._label.is_wanted:
+            self._label.set(self._label.of(manifest))
+        replies = self._all("commit", {"if_installed": True, "pauses": self._pause.is_on})
+        self._base = replies[0]["in_model"]
+        if self._base == manifest.update_id:
+            self._label.keep()
+            self._held = version_name(manifest.weight_version)
+        else:
+            self._label.take_back()  # its own driver has undone it in between
+
+    def _settle_own(self, replies: Replies) -> None:
+        """End an update whose undo is due still: it failed before, or its answer was lost."""
+        is_there = self._manifest is None or any(reply["mine"] for reply in replies)
+        if is_there or replies[0]["update_id"] == self._base:
+            self._back()
+            self._pause.end()
+        # Else another driver has gone on from it: there is no undo, and a later version mends it.
 
     def _meant(self) -> dict[str, Any]:
         """Names the update to the ranks: by now they may have another driver's."""
@@ -362,35 +377,6 @@ class VLLMEngineAdapter(TransactionalAdapter):
         running = self._cache == "recompute"
         if not self._timed("cache", lambda: self._handle.reset_caches(running=running)):
             raise WeightUpdateRejectedError(HELD)
-
-    def _relabel(self, label: str) -> None:
-        before = self._handle.label()
-        if self._label_before is None:  # (else an undo that failed still has to bring it back)
-            self._label_before = before
-        if before is not None:
-            self._label_set = label
-            self._handle.set_label(label)
-
-    def _stop(self, meant: dict[str, Any]) -> None:
-        assert self._pause is not None
-        # The user's pause is not ended here. Nor by who takes this update over: not told before,
-        # as there was none. Refused where another driver's update is: its pause is not this one's.
-        is_paused = self._is_paused or not self._ranks.is_paused_by_user()
-        self._all("pauses", {"pauses": is_paused, **meant})
-        self._is_paused = is_paused  # noted first: an interrupt must not leave it paused
-        self._handle.pause(self._pause)
-
-    def _go_on(self) -> None:
-        if self._is_paused:
-            self._handle.resume()
-            self._is_paused = False
-
-    def _end_pause(self) -> None:
-        """Go on behind what was refused or undone: there is no commit that ends the pause."""
-        if self._is_paused and not self._ranks.is_paused_by_other():
-            self._go_on()
-            self._all("pauses", {})
-        self._is_paused = False
 
     def _timed(self, phase: str, action: Callable[[], Any]) -> Any:
         start = time.perf_counter()

@@ -18,6 +18,7 @@ from rl_bridge.bridge.acknowledgement import describe
 from rl_bridge.bridge.records import is_shortage
 from rl_bridge.errors import TornEngine, WeightUpdateRejectedError
 from rl_bridge.installers.base import InstallProof, TransactionalAdapter
+from rl_bridge.integrations.vllm.pauses import PauseNote
 from rl_bridge.integrations.vllm.support import (
     Bridges,
     acknowledge,
@@ -60,7 +61,7 @@ class VLLMRank:
         self._timings_ms: dict[str, float] = {}
         self._torn = ""
         self._is_installed = self._is_committing = False
-        self._pausing: str | None = None  # the driver that pauses the engine for its update
+        self.pause_note = PauseNote()
         # Committed by who did not name it: the driver that installed it may not know.
         self._taken_over: deque[str] = deque(maxlen=_TAKEN_OVER)
 
@@ -87,7 +88,7 @@ class VLLMRank:
             "pending": None if self._pending is None else self._pending.update_id,
             "installed": self._pending.to_json() if self._pending and self._holds_it() else None,
             "exchanged": self._is_installed,
-            "pausing": self._pausing,
+            "pausing": self.pause_note.driver,
             "torn": self._torn,
             "model": type(self._model).__name__,
         }
@@ -116,11 +117,6 @@ class VLLMRank:
         is_active = self._active is not None and self._active.update_id == update_id
         return (is_active and not self._is_installed) or (update_id, driver) == pending
 
-    def note_pause(self, driver: str, *, pauses: bool) -> None:
-        """A driver is about to pause the engine, or does so no more; another one's stays noted."""
-        if pauses or self._pausing == driver:
-            self._pausing = driver if pauses else None
-
     # ---- the steps ------------------------------------------------------------------------------
 
     def prepare(self, manifest: WeightUpdateManifest, driver: str | None = None) -> Payload:
@@ -144,7 +140,7 @@ class VLLMRank:
             # Requests may have been served by it: that is not this call's to take back.
             msg = (
                 f"version {self._pending.weight_version} (update {self._pending.update_id}) is "
-                "installed on this rank, and neither committed nor undone. Commit it, or undo it."
+                "installed on this rank, and neither committed nor undone. Call recover()."
             )
             raise WeightUpdateRejectedError(msg)
         self.undo(None)  # what is staged: its driver may have died, and begin anew
@@ -205,13 +201,14 @@ class VLLMRank:
     def _make_way(self, manifest: WeightUpdateManifest) -> None:
         """Take an unfinished update back, and say so: requests may have been served by it."""
         earlier, reason = self._pending, None
-        comes_again = earlier is not None and earlier.update_id == manifest.update_id
-        if earlier is not None and self._is_installed and not (comes_again or self._is_committing):
+        if earlier is not None and self._is_installed and not self._is_committing:
             reason = (
                 f"it was installed, and taken back: version {manifest.weight_version} came before "
                 "finish_weight_update. Requests may have been served by it."
             )
             _LOG.warning("version %d: %s", earlier.weight_version, reason)
+            if earlier.update_id == manifest.update_id:
+                reason = None  # it comes again
         self.undo(reason)
 
     def install(self, update_id: str | None = None, driver: str | None = None) -> Payload:

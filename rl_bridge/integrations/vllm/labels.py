@@ -1,0 +1,84 @@
+"""The version label that vLLM puts on outputs: bound to the weights, and taken back with them."""
+
+from collections.abc import Callable
+
+from rl_bridge.integrations.vllm.handles import EngineHandle
+from rl_bridge.manifest.model import WeightUpdateManifest
+
+__all__ = ["EngineLabel", "LabelMaker", "default_label"]
+
+LabelMaker = Callable[[WeightUpdateManifest], str]
+
+
+def default_label(manifest: WeightUpdateManifest) -> str:
+    """``version@root``: the label on outputs tells which weights made them, not only a number."""
+    return f"{manifest.weight_version}@{manifest.root}"
+
+
+class EngineLabel:
+    """The label of one engine, as one driver sets it."""
+
+    def __init__(self, handle: EngineHandle, make: LabelMaker | None) -> None:
+        """Configure; the engine is not called.
+
+        Args:
+            handle: the engine.
+            make: makes the label of a version; None leaves it alone.
+
+        Raises:
+            TypeError: `make` is no function.
+
+        """
+        if make is not None and not callable(make):
+            raise TypeError(f"label={make!r}: expected a function of the manifest, or None.")
+        self._handle = handle
+        self._make = make
+        self._before: str | None = None
+        self._set: set[str] = set()  # since that one
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether updates set it."""
+        return self._make is not None
+
+    def of(self, manifest: WeightUpdateManifest) -> str:
+        """The label of a version.
+
+        Raises:
+            TypeError: it is no text. vLLM takes whatever it is given, and answers no request any
+                more.
+
+        """
+        assert self._make is not None
+        label: object = self._make(manifest)
+        if not isinstance(label, str):
+            msg = (
+                f"label of version {manifest.weight_version} is {label!r}, a "
+                f"{type(label).__name__}: expected a str. Let label= return one."
+            )
+            raise TypeError(msg)
+        return label
+
+    def set(self, label: str) -> None:
+        """Set it, if the engine has labels."""
+        before = self._handle.label()
+        if self._before is None:  # (else an undo that failed still has to bring that one back)
+            self._before, self._set = before, set()
+        if before is not None:
+            self._set.add(label)
+            self._handle.set_label(label)
+
+    def keep(self) -> str | None:
+        """What is set stands from now on; returns the one before, for `take_back_to`."""
+        before, self._before = self._before, None
+        return before
+
+    def take_back(self) -> None:
+        """Bring back the one before; called again, nothing happens."""
+        self.take_back_to(self._before)
+        self._before = None
+
+    def take_back_to(self, before: str | None) -> None:
+        """Bring back this one, unless somebody has set another one since."""
+        if before is not None and self._handle.label() in self._set:
+            self._handle.set_label(before)
