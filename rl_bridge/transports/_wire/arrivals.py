@@ -2,6 +2,7 @@
 
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,8 +66,12 @@ class Arrivals:
 
     # ---- while it arrives -----------------------------------------------------------------------
 
-    def reserve(self, arena_nbytes: int) -> Slot:
+    def reserve(self, arena_nbytes: int, hold: Callable[[Slot], None] | None = None) -> Slot:
         """Find room for a version; end with `commit` or `abandon`.
+
+        Args:
+            arena_nbytes: its size.
+            hold: is called with the slot before that is taken, so that an interrupt cannot lose it.
 
         Raises:
             WeightBridgeError: there is none.
@@ -75,6 +80,8 @@ class Arrivals:
         with self._lock:
             self._evict()
             slot = self._ring.acquire(arena_nbytes)
+            if hold is not None:
+                hold(slot)
             slot.update_id = ARRIVING
             return slot
 
@@ -110,9 +117,9 @@ class Arrivals:
         with self._lock:
             slot = arrival.slot
             self._ring.publish(slot, arrival.update_id, arrival.arena_nbytes, arrival.header)
-            known = self._arrived.pop(arrival.update_id, None)
+            known = self._arrived.get(arrival.update_id)
             if known is not None:
-                known.slot.update_id = None
+                self._forget(known)
             self._arrived[arrival.update_id] = arrival
             self._evict()
 
@@ -129,7 +136,7 @@ class Arrivals:
     def find(self, update_id: str) -> Arrival | None:
         """A version that is here."""
         with self._lock:
-            return self._arrived.get(update_id)
+            return self._whole(update_id)
 
     def attach(
         self, update_id: str, table: TensorTable, *, generation: int, num_threads: int | None
@@ -143,7 +150,7 @@ class Arrivals:
 
         """
         with self._lock:
-            arrival = self._arrived.get(update_id)
+            arrival = self._whole(update_id)
             if arrival is None:
                 return None
             expected, found = (
@@ -215,10 +222,18 @@ class Arrivals:
         for arrival in unclaimed[: max(0, len(unclaimed) - _MAX_UNCLAIMED)]:
             self._forget(arrival)
 
+    def _whole(self, update_id: str) -> Arrival | None:
+        arrival = self._arrived.get(update_id)
+        if arrival is not None and arrival.slot.update_id != update_id:
+            self._forget(arrival)  # which an interrupt cut off
+            return None
+        return arrival
+
     def _forget(self, arrival: Arrival) -> None:
         # Tensors that live keep the slot's lease: it is not written again before the last one died.
-        self._arrived.pop(arrival.update_id, None)
-        arrival.slot.update_id = None
+        if arrival.slot.update_id == arrival.update_id:  # else it is another version's by now
+            arrival.slot.update_id = None
+        self._arrived.pop(arrival.update_id, None)  # behind it: an interrupt must not lose the slot
 
     def close(self) -> None:
         """Give everything back; tensors keep what they look at."""

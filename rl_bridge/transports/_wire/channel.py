@@ -109,7 +109,7 @@ class Channel:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         self.socket = connection
-        self.is_lost = False
+        self.is_lost = self._is_cut_off = False
         self._incoming = bytearray()
         self._outgoing: deque[bytes] = deque()
         # Not reentrant on purpose: a finalizer that runs inside of `_flush`, in this very thread,
@@ -144,14 +144,16 @@ class Channel:
             self.is_lost = True  # a peer that does not read must not cost memory
 
     def flush(self) -> None:
-        """Hand to the kernel what it takes. Never waits."""
-        while self._outgoing and not self.is_lost and self._sending.acquire(blocking=False):
-            try:
+        """Hand to the kernel what it takes. Never waits; an interrupt ends the connection."""
+        try:
+            while self._outgoing and not self.is_lost and self._sending.acquire(blocking=False):
                 is_stuck = not self._flush()
-            finally:
                 self._sending.release()
-            if is_stuck:
-                return
+                if is_stuck:
+                    return
+        except BaseException:
+            self._cut_off()
+            raise
 
     def _flush(self) -> bool:
         while self._outgoing:
@@ -172,13 +174,15 @@ class Channel:
     def fill(self, *, is_polled: bool = False) -> None:
         """Read what is there, without waiting; at the end of the stream `is_lost` is set.
 
+        An interrupt ends the connection: what it cut off may have been read, and is nowhere.
+
         Args:
             is_polled: whoever calls polls the socket again before long, and hears of an end behind
                 the last bytes then: it need not be asked for now.
 
         """
         try:
-            while True:
+            while not self._is_cut_off:
                 data = self.socket.recv(_CHUNK)
                 if not data:
                     self.is_lost = True
@@ -192,6 +196,13 @@ class Channel:
             return
         except OSError:
             self.is_lost = True
+        except BaseException:
+            self._cut_off()
+            raise
+
+    def _cut_off(self) -> None:
+        """After an interrupt: what was sent or read, and who has the lock, nobody knows."""
+        self.is_lost = self._is_cut_off = True
 
     def take_raw(self, nbytes: int) -> bytes | None:
         """Take that many bytes out of what was read; None if there are fewer."""
@@ -216,7 +227,17 @@ class Channel:
         return data
 
     def receive_raw(self, nbytes: int, *, until: float) -> bytes | None:
-        """Wait for that many bytes; None if they do not come in time, or never."""
+        """Wait for that many bytes; None if they do not come in time, or never.
+
+        An interrupt ends the connection, as in `fill`.
+        """
+        try:
+            return self._receive_raw(nbytes, until)
+        except BaseException:
+            self._cut_off()
+            raise
+
+    def _receive_raw(self, nbytes: int, until: float) -> bytes | None:
         while (data := self.take_raw(nbytes)) is None:
             left = until - time.monotonic()
             if self.is_lost or left <= 0:

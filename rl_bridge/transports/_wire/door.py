@@ -119,12 +119,12 @@ class Door(Generic[_Joined]):
         joined = []
         now = time.monotonic()
         for fd, pending in list(self._pending.items()):
-            if fd in ready:
-                join = self._greet(fd, pending)
+            if pending.channel.is_lost or pending.until <= now:
+                self._turn_away(fd)  # also who hung up before the hello, of whom nothing more comes
+            elif fd in ready:
+                join = self._heard(fd, pending)
                 if join is not None:
                     joined.append((pending.channel, join))
-            elif pending.until <= now:
-                self._turn_away(fd)
         if self.listener.fileno() in ready:
             self._accept(pause)
         return joined
@@ -144,6 +144,13 @@ class Door(Generic[_Joined]):
         channel.send_raw(greeting.hello)
         for oldest in list(self._pending)[: -self._max_pending]:
             self._turn_away(oldest)
+
+    def _heard(self, fd: int, pending: _Pending) -> _Joined | None:
+        try:
+            return self._greet(fd, pending)
+        except BaseException:
+            pending.channel.is_lost = True  # what it said may be heard by half
+            raise
 
     def _greet(self, fd: int, pending: _Pending) -> _Joined | None:
         channel = pending.channel
