@@ -187,6 +187,7 @@ class SlotRing:
         *,
         limit: int,
         name_holders: Callable[[str], list[str]],
+        is_released: Callable[[str], bool] = lambda _: False,
     ) -> None:
         """Start empty.
 
@@ -194,11 +195,13 @@ class SlotRing:
             make_slot: makes a slot with room for an arena of a number of bytes.
             limit: most slots at a time.
             name_holders: who holds an update, for the error message.
+            is_released: whether an update keeps its slot for its readers alone, for that message.
 
         """
         self._make_slot = make_slot
         self._limit = limit
         self._name_holders = name_holders
+        self._is_released = is_released
         self._slots: list[Slot] = []
         self._uses = 0
 
@@ -318,10 +321,12 @@ class SlotRing:
             if slot.update_id == ARRIVING:
                 reasons.append("a read that broke off may still write to one (it ends by itself)")
             elif slot.update_id is not None:
-                reasons.append(
-                    f"update {slot.update_id}: the publisher has not released it (call release)"
-                    + "".join(f", {holder}" for holder in self._name_holders(slot.update_id))
+                is_over = self._is_released(slot.update_id)
+                state = (
+                    "released" if is_over else "the publisher has not released it (call release)"
                 )
+                holders = self._name_holders(slot.update_id)
+                reasons.append(f"update {slot.update_id}: {', '.join([state, *holders])}")
             else:
                 stamp = read_stamp(slot.segment.fd, slot.segment.ref)
                 holders = self._name_holders(stamp.update_id) or ["a reader that left no record"]

@@ -227,6 +227,21 @@ def test_an_unreleased_update_names_its_readers_too(make_ring: MakeRing) -> None
         ring.acquire(SIZE)
 
 
+def test_an_update_that_is_held_for_its_readers_alone_is_not_said_to_be_unreleased() -> None:
+    ring = SlotRing(
+        lambda nbytes: Slot(OwnedSegment.make("released", slot_segment_nbytes(nbytes))),
+        limit=1,
+        name_holders=lambda _: ["worker 'r' rank 0 (pid 9) reads it"],
+        is_released=lambda update_id: update_id == uid(1),
+    )
+    write(ring, 1)
+    with pytest.raises(
+        SlotsExhausted, match=rf"{uid(1)}: released, worker 'r' rank 0 \(pid 9\) reads"
+    ):
+        ring.acquire(SIZE)
+    ring.close()
+
+
 def test_a_reader_without_a_record_is_told_as_such(make_ring: MakeRing) -> None:
     ring = make_ring(limit=1)
     lease = read_lease(write(ring, 1))

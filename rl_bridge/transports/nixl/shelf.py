@@ -161,6 +161,11 @@ class Shelf(ABC):
         known = self._published.get(update_id)
         return [] if known is None else [f"{name} reads it" for name in known.readers.values()]
 
+    def is_released(self, update_id: str) -> bool:
+        """Whether a version is held for those alone who read it."""
+        known = self._published.get(update_id)
+        return known is not None and known.is_released
+
     def release(self, update_id: str) -> None:
         """Let nobody in any more; its slot is written again once nobody reads it."""
         known = self._published.get(update_id)

@@ -28,7 +28,12 @@ class SlotShelf(Shelf):
         self._arenas = arenas
         self._names = (f"{label}-{number}" for number in itertools.count(1))
         self._slots: dict[Slot, None] = {}
-        self.ring = SlotRing(self._make_slot, limit=max_slots, name_holders=self.readers_of)
+        self.ring = SlotRing(
+            self._make_slot,
+            limit=max_slots,
+            name_holders=self.readers_of,
+            is_released=self.is_released,
+        )
 
     def attend(self, *, is_sure: bool = False) -> bool:
         """Have somebody there who serves what is held; see `Host.ensure`."""
