@@ -7,15 +7,22 @@ from typing import Any, cast
 import pytest
 import torch
 
-from rl_bridge import make_weight_bridge
+from rl_bridge import GroupBridge, GroupManifest, make_weight_bridge
 from rl_bridge.bridge.bridges import NIXLTensorBridge
+from rl_bridge.bridge.group_end import GroupEnd
 from rl_bridge.testing.processes import until
+from rl_bridge.transports.nixl.agent import AgentError
 from rl_bridge.transports.nixl.consumer import NIXLConsumer
 from rl_bridge.transports.nixl.publisher import NIXLPublisher
+from rl_bridge.transports.nixl.reading import Reading
+from tests.groups.meshes import cut, model
+from tests.groups.rig import trainers
 from tests.helpers import tracing
 from tests.interrupts import InterruptBefore
+from tests.machines.roles import shapes
 
 WEIGHTS = {"w": torch.arange(100)}
+SHAPES = shapes(600)
 
 
 @pytest.mark.parametrize("what", ["lease", "end of a lease", "end of a connection", "release"])
@@ -97,5 +104,97 @@ def test_an_import_that_was_cut_off_before_any_line_keeps_no_slot_for_long() -> 
                 return publisher._shelf.slot_of(update_id) is None
 
             until(is_free, what=f"the end of what was cut off before line {number}", deadline_s=10)
-            number += 13
+            number += 5
         assert number > 800
+
+
+@pytest.mark.parametrize("lands", [False, True], ids=["parts", "landing"])
+def test_a_fan_in_that_was_cut_off_before_any_line_keeps_no_slot_and_no_lease(lands: bool) -> None:
+    dims = {"embed": 0, "wide": 0 if lands else 1}
+    with (
+        trainers(2, "nixl", serve="inline") as group,
+        GroupBridge(transports={"nixl": {"timeout_s": 20.0}}) as reader,
+    ):
+        number, version, struck = 0, 0, True
+        while struck:
+            version += 1
+            manifest = group.publish(cut(model(SHAPES, version), 2, dims), version)
+            tracer = InterruptBefore(number)
+            with suppress(KeyboardInterrupt), tracing(tracer):
+                reader.import_update(manifest)
+            struck = tracer.struck
+            found = reader.import_update(manifest)
+            for name, expected in model(SHAPES, version).items():
+                assert torch.equal(found[name], expected), f"{name}, before line {number}"
+            del found
+            reader.acknowledge(manifest)
+            reader.release(manifest)
+            group.release(manifest)
+            end = cast("GroupEnd", reader._consumer_end()._end)
+            held = cast("NIXLConsumer", end._ends["nixl"])._held
+            assert (held.landings is not None) == lands
+            assert not held.parked
+            assert held.under_way is None
+            slots = [s for one in held.sources.values() for s in one.arrivals._ring._slots]
+            slots += [] if end._ring is None else end._ring[1]._ring._slots
+            assert all(slot.update_id is None for slot in slots), f"before line {number}"
+            ends = [cast("NIXLPublisher", one._publisher_end()._end) for one in group.bridges]
+
+            def is_free(
+                ends: list[NIXLPublisher] = ends, manifest: GroupManifest = manifest
+            ) -> bool:
+                for one in ends:
+                    one._server.catch_up()
+                pairs = zip(ends, manifest.parts, strict=True)
+                return all(one._shelf.slot_of(part.update_id) is None for one, part in pairs)
+
+            until(is_free, what=f"the end of what was cut off before line {number}", deadline_s=10)
+            number += 23
+        assert number > 1000
+
+
+def test_reads_that_an_interrupt_keeps_from_being_given_up_are_given_up_by_the_next_import(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The network failed, and Ctrl-C comes while a new agent takes the place of the old one."""
+    options: dict[str, Any] = {"serve": "inline", "timeout_s": 1.0, "suspicious": "off"}
+    trainer = cast("NIXLTensorBridge", make_weight_bridge("nixl", **options))
+    reader = cast("NIXLTensorBridge", make_weight_bridge("nixl"))
+    failed: list[int] = []
+    move = Reading._move
+
+    def failing(one: Reading) -> bool:
+        if failed:
+            return move(one)
+        failed.append(1)
+        one._window.append((one._prepared.stamp[0], 0))
+        raise AgentError("it broke")
+
+    monkeypatch.setattr(Reading, "_move", failing)
+    with trainer, reader:
+        number, version, struck = 0, 0, True
+        while struck:
+            version += 1
+            manifest = trainer.publish(WEIGHTS, weight_version=version)
+            tracer = InterruptBefore(number)
+            renew = NIXLConsumer._renew_agent
+
+            def cut_off(*given: Any, tracer: InterruptBefore = tracer, renew: Any = renew) -> None:
+                with tracing(tracer):
+                    renew(*given)
+
+            failed.clear()
+            with monkeypatch.context() as patch, suppress(KeyboardInterrupt):
+                patch.setattr(NIXLConsumer, "_renew_agent", cut_off)
+                reader.import_update(manifest)
+            struck = tracer.struck
+            assert failed
+            assert torch.equal(reader.import_update(manifest)["w"], WEIGHTS["w"]), number
+            end = cast("NIXLConsumer", reader._consumer_end()._end)
+            reader.release(manifest.update_id)
+            trainer.release(manifest.update_id)
+            assert not end._held.parked
+            slots = [s for one in end._held.sources.values() for s in one.arrivals._ring._slots]
+            assert all(slot.update_id is None for slot in slots), f"before line {number}"
+            number += 3
+        assert number > 20

@@ -64,6 +64,11 @@ class Counters:
     connections: int = 0
     plans: int = 0
 
+    def __add__(self, other: "Counters") -> "Counters":
+        return Counters(
+            *(getattr(self, item.name) + getattr(other, item.name) for item in fields(self))
+        )
+
     def __str__(self) -> str:
         return ", ".join(f"{item.name}={getattr(self, item.name)}" for item in fields(self))
 

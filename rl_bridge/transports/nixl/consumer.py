@@ -89,13 +89,8 @@ class NIXLConsumer(ConsumerEnd):
     @property
     def counters(self) -> Counters:
         """What was made so far; in steady state nothing of it grows."""
-        made = Counters() if self._held.agent is None else self._held.agent.made
-        past = self._past
-        return Counters(
-            registrations=made.registrations + past.registrations,
-            connections=made.connections + past.connections,
-            plans=made.plans + past.plans,
-        )
+        agent = self._held.agent
+        return self._past + (Counters() if agent is None else agent.made)
 
     @property
     def num_registered(self) -> int:
@@ -181,6 +176,8 @@ class NIXLConsumer(ConsumerEnd):
         fetch = Fetch(jobs, timeout_s=self._timeout_s)
         is_here = False
         try:
+            if jobs:
+                self._held.under_way = self._agent(), jobs
             fetch.run()
             for job in jobs:
                 attached[job.index] = job.attach(self._num_threads)
@@ -197,6 +194,7 @@ class NIXLConsumer(ConsumerEnd):
             finally:
                 if in_flight:
                     self._renew_agent(jobs)  # and give their slots back
+                self._held.under_way = None  # behind it: what an interrupt cuts off, `_sweep` ends
         return [one for one in attached if one is not None]
 
     def _land_once(self, parts: Sequence[PartRequest], landing: Landing) -> Landed:
@@ -324,17 +322,18 @@ class NIXLConsumer(ConsumerEnd):
         Reads that did not end may still write to this side's memory: nothing that the library
         offers calls them off. Until they end, their slots are not used and their agent lives.
         """
-        old, self._held.agent = self._held.agent, None
+        held, old = self._held, self._held.agent
         if old is None:
             return
+        held.under_way = old, jobs  # first: what an interrupt cuts off, `_sweep` does again
         _LOG.warning("a read failed or did not end: this side's connections are made anew")
-        for name in ("registrations", "connections", "plans"):
-            setattr(self._past, name, getattr(self._past, name) + getattr(old.made, name))
-        for source in self._held.sources.values():
+        for source in held.sources.values():
             source.let_go()
             source.link.hang_up()
-        self._held.parked.append((old, jobs))
-        self._held.under_way = None
+        held.agent = None
+        self._past += old.made
+        held.parked.append((old, jobs))
+        held.under_way = None
         self._sweep()
 
     def _sweep(self) -> None:

@@ -71,6 +71,9 @@ class Job:
         assert slot is not None
         return slot
 
+    def _hold(self, slot: Slot) -> None:
+        self.slot = slot
+
     def ask(self) -> None:
         """Ask for the lease."""
         self.is_leased = True
@@ -87,7 +90,7 @@ class Job:
         """
         manifest = self.request.manifest
         if self.room is None:
-            self.slot = self.source.arrivals.reserve(manifest.table.arena_nbytes)
+            self.source.arrivals.reserve(manifest.table.arena_nbytes, self._hold)
         if self.request.starts is None:
             self.digest = self.source.digest_of(manifest.table, self._place)
             manifest.header_digest  # noqa: B018 - kept there for whoever compares it
@@ -152,10 +155,10 @@ class Job:
         return self.reading.stamp.header
 
     def give_back(self) -> None:
-        """Let the slot be used again: nothing can land there any more."""
-        slot, self.slot = self.slot, None
-        if slot is not None:
-            self.source.arrivals.abandon(slot)
+        """Let the slot be used again: nothing can land there any more. Idempotent."""
+        if self.slot is not None:
+            self.source.arrivals.abandon(self.slot)
+            self.slot = None  # behind it: an interrupt must not lose it
 
 
 class Fetch:

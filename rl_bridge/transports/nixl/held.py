@@ -21,7 +21,7 @@ class Held:
         self.parked: list[tuple[Agent, Sequence[Job]]] = []
         """Agents that were given up, with reads that may not have ended."""
         self.under_way: tuple[Agent, Sequence[Job]] | None = None
-        """What is read into a slot of others' now, or was as an interrupt cut off even its end."""
+        """What is read now, or was as an interrupt cut off even its end."""
         self.landings: KnownSlots | None = None
         """Slots of others' that were read into."""
         self.num_open = 0

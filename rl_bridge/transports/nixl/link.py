@@ -151,17 +151,23 @@ class Link:
 
     def _send_text(self, text: bytes) -> None:
         """Send a message, behind those that were held back, in one go."""
-        texts = []
-        with suppress(IndexError):  # a finalizer may send them meanwhile
-            while self._held_back:
-                texts.append(self._held_back.popleft())
+        texts = list(self._held_back)
         self._channel.send_bytes(*texts, text)
+        self._was_sent(texts)
 
     def send_held_back(self) -> None:
         """Send what was held back and did not go with anything else."""
-        with suppress(IndexError):
-            while self._held_back:
-                self._channel.send_bytes(self._held_back.popleft())
+        texts = list(self._held_back)
+        if texts:
+            self._channel.send_bytes(*texts)
+            self._was_sent(texts)
+
+    def _was_sent(self, texts: list[bytes]) -> None:
+        # Behind it: what an interrupt cuts off, or a finalizer sends meanwhile, goes twice. The end
+        # of a lease may, as the next lease comes behind both.
+        for text in texts:
+            with suppress(ValueError):
+                self._held_back.remove(text)
 
     # ---- leases ---------------------------------------------------------------------------------
 

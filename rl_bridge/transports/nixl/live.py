@@ -180,7 +180,8 @@ class LiveShelf(Shelf):
 
     def _free(self, update_id: str) -> None:
         """Give the registration back, if the tensors are others by now."""
-        self._let_go(self._held.pop(update_id, None))
+        self._let_go(self._held.get(update_id), but=update_id)
+        self._held.pop(update_id, None)  # behind it: what an interrupt cuts off is done again
 
     def entries(self) -> tuple[Entry, ...]:
         """The version that the tensors hold, or none."""
@@ -194,9 +195,10 @@ class LiveShelf(Shelf):
         """Bytes beside the trainer's own."""
         return self._slot.nbytes
 
-    def _let_go(self, live: _Registered | None) -> None:
-        """Give a registration back that nothing needs: tensors that are read must stay."""
-        if live is None or live is self._live or live in self._held.values():
+    def _let_go(self, live: _Registered | None, *, but: str = "") -> None:
+        """Give a registration back that nothing needs but that update: who reads must have it."""
+        others = (one for update_id, one in self._held.items() if update_id != but)
+        if live is None or live is self._live or live in others:
             return
         if live.region is not None:
             self._host.deregister(live.region)

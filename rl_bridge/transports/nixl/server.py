@@ -243,9 +243,9 @@ class Server:
             self._name,
             len(busy),
         )
-        self._epoch = self._host.epoch
         for member in busy:
             self._lose(member)
+        self._epoch = self._host.epoch  # behind it: what an interrupt cuts off is done again
 
     def _attend(self, *, is_sure: bool) -> None:
         """Have a host for who comes now.
@@ -305,6 +305,13 @@ class Server:
         self._serve(member)
 
     def _serve(self, member: Member) -> None:
+        try:
+            self._hear(member)
+        except BaseException:
+            member.channel.is_lost = True  # a message was heard by half, and it comes again
+            raise
+
+    def _hear(self, member: Member) -> None:
         channel = member.channel
         channel.flush()
         channel.fill(is_polled=True)

@@ -49,9 +49,9 @@ class Source:
 
     def reconnect(self, link: Link) -> None:
         """Go on over a new connection to the same publisher."""
+        self._forget_reads()  # first: those of another connection must not be taken for this one's
+        link.take_over(self.link)
         old, self.link = self.link, link
-        self._forget_reads()
-        link.take_over(old)
         old.close(keeps_peer=old.peer == link.peer)
 
     def let_go(self) -> None:
@@ -66,6 +66,7 @@ class Source:
             AgentError: the library refuses the memory.
 
         """
+        self.let_go()  # of the other one, if an interrupt kept anybody from it
         self._agent = agent
         self.arenas.move_to(agent)
         self._register_page()
@@ -189,14 +190,14 @@ class Source:
 
     def _forget_reads(self) -> None:
         reads = [read for prepared, _ in self._prepared.values() for read in prepared.reads]
+        lists = list(self._lists.items())
+        self.let_go()  # first: what an interrupt leaves, the agent releases at its end
         self._agent.release(*reads)
-        for key, (made, _) in self._lists.items():
+        for key, (made, _) in lists:
             if key[0] == "stamp":
                 self._agent.release(made[0], *made[1])
             elif (made := made[1] if key[0] == "far" else made) is not None:
                 self._agent.release(made)
-        self._prepared.clear()
-        self._lists.clear()
 
     def close(self) -> None:
         """Let go of everything that no tensor needs."""
