@@ -108,6 +108,8 @@ def test_an_import_that_was_cut_off_before_any_line_keeps_no_slot_for_long() -> 
         assert number > 800
 
 
+# Of an interrupt in the middle of a finalizer Python tells, and goes on.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("lands", [False, True], ids=["parts", "landing"])
 def test_a_fan_in_that_was_cut_off_before_any_line_keeps_no_slot_and_no_lease(lands: bool) -> None:
     dims = {"embed": 0, "wide": 0 if lands else 1}
