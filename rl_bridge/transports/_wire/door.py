@@ -119,12 +119,14 @@ class Door(Generic[_Joined]):
         joined = []
         now = time.monotonic()
         for fd, pending in list(self._pending.items()):
-            if pending.channel.is_lost or pending.until <= now:
-                self._turn_away(fd)  # also who hung up before the hello, of whom nothing more comes
+            if pending.channel.is_lost:
+                self._turn_away(fd)  # nobody polls it any more: nothing that it said is ready
             elif fd in ready:
                 join = self._heard(fd, pending)
                 if join is not None:
                     joined.append((pending.channel, join))
+            elif pending.until <= now:
+                self._turn_away(fd)
         if self.listener.fileno() in ready:
             self._accept(pause)
         return joined
