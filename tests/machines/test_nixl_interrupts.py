@@ -11,8 +11,9 @@ from rl_bridge import GroupBridge, GroupManifest, make_weight_bridge
 from rl_bridge.bridge.bridges import NIXLTensorBridge
 from rl_bridge.bridge.group_end import GroupEnd
 from rl_bridge.testing.processes import until
-from rl_bridge.transports.nixl.agent import AgentError
+from rl_bridge.transports.nixl.agent import AgentError, Region
 from rl_bridge.transports.nixl.consumer import NIXLConsumer
+from rl_bridge.transports.nixl.live import LiveShelf
 from rl_bridge.transports.nixl.publisher import NIXLPublisher
 from rl_bridge.transports.nixl.reading import Reading
 from tests.groups.meshes import cut, model
@@ -200,3 +201,33 @@ def test_reads_that_an_interrupt_keeps_from_being_given_up_are_given_up_by_the_n
             assert all(slot.update_id is None for slot in slots), f"before line {number}"
             number += 3
         assert number > 20
+
+
+def test_an_interrupt_before_any_line_of_the_last_read_in_place_keeps_nothing_registered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    options: dict[str, Any] = {"in_place": True, "suspicious": "off"}
+    with cast("NIXLTensorBridge", make_weight_bridge("nixl", **options)) as trainer:
+        number, struck = 0, True
+        while struck:
+            first = trainer.publish({"w": torch.arange(100)}, weight_version=2 * number + 1)
+            publisher = cast("NIXLPublisher", trainer._publisher_end()._end)
+            shelf = cast("LiveShelf", publisher._shelf)
+            region = shelf._held[first.update_id].region
+            shelf._published[first.update_id].readers["reader"] = "it"
+            trainer.release(first.update_id)
+            # Other tensors: what the first ones were registered as is kept for its reader alone.
+            second = trainer.publish({"w": torch.arange(200)}, weight_version=2 * number + 2)
+            tracer = InterruptBefore(number)
+            with monkeypatch.context() as patch:
+                ended: list[Region] = []
+                patch.setattr(publisher._host, "deregister", ended.append)
+                with suppress(KeyboardInterrupt), tracing(tracer):
+                    shelf.unlease(first.update_id, "reader")
+                struck = tracer.struck
+                shelf.unlease(first.update_id, "reader")
+            assert shelf.slot_of(first.update_id) is None
+            assert region in ended, f"before line {number}"
+            trainer.release(second.update_id)
+            number += 1
+        assert number > 5
