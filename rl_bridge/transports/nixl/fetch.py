@@ -199,17 +199,13 @@ class Fetch:
                 )
 
     def _begin(self) -> None:
-        """Lease all parts: each step for all of them, before there is anything to wait for.
-
-        Reading begins with the first answer.
-        """
+        """Lease all parts: each step for all of them, before there is anything to wait for."""
         for job in self._jobs:
             job.ask()
         for job in self._jobs:
             job.prepare()
         for job in self._jobs:
             job.begin()
-            self._step(job, idle_s=0.0)  # while the next publisher answers
 
     def _is_over(self) -> bool:
         return all(job.reading is None or job.reading.is_done for job in self._jobs)
