@@ -4,6 +4,7 @@ import errno
 import json
 import os
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,21 +12,33 @@ import torch
 
 from rl_bridge import TensorBridge, make_weight_bridge
 from rl_bridge.installers.sglang.model_installer import SGLangModelInstaller
-from rl_bridge.integrations.sglang import rank, votes
+from rl_bridge.integrations.sglang import calls, rank, votes
 from tests.integrations.test_sglang_exchange import Model, equal, held, loaded, version
 
 
 class Engine:
-    """One rank, asked as SGLang's scheduler asks it."""
+    """One rank, asked as SGLang's scheduler asks it; it has what a load of SGLang's own needs."""
+
+    model_config = SimpleNamespace(model_path="")
 
     def __init__(self) -> None:
         self.model = Model()
         self.label = "user's"
+        self.is_paused = False
+        self.pauses: list[str | None] = []  # modes; None: it went on
+        self.flushes = True
+        self.refuses = ""  # a route of SGLang's own
+
+    def get_model(self) -> Model:
+        return self.model
 
     def ask(self, verb: str, **given: Any) -> dict[str, Any]:
         text = json.dumps({"verb": verb, "call": 1, **given})
-        told: dict[str, Any] = json.loads(rank.answer(self.model, lambda: True, text))
+        told: dict[str, Any] = json.loads(self.answer(text))
         return told
+
+    def answer(self, text: str) -> str:
+        return calls.answer(self.model, lambda: self.flushes, text)
 
     def prepare(self, manifest: Any) -> dict[str, Any]:
         return self.ask("prepare", manifest=manifest.to_json(), **{"import": True})
@@ -39,7 +52,7 @@ class Engine:
 
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
-    monkeypatch.setattr(rank, "_require_supported", lambda _: None)
+    monkeypatch.setattr(rank, "require_supported", lambda _: None)
     monkeypatch.setattr(rank, "version", lambda: "0.5.23")
     monkeypatch.setattr(votes, "world_size", lambda: 1)
     monkeypatch.setattr(votes, "this_rank", lambda: 0)
@@ -85,7 +98,7 @@ def test_what_was_staged_and_not_installed_is_let_in_again(
     manifest = trainer.publish(version(1), weight_version=1)
     assert engine.prepare(manifest)["ok"]
     if asks:
-        assert engine.ask("undo", update_id=manifest.update_id, reason=None)["ok"]
+        assert engine.ask("abandon", update_id=manifest.update_id, reason=None)["ok"]
     engine.update(manifest)
     assert equal(held(engine.model), loaded(1))
 
@@ -106,6 +119,7 @@ def test_what_another_rank_refused_is_never_let_in_again(
 ) -> None:
     manifest = trainer.publish(version(1), weight_version=1)
     assert engine.prepare(manifest)["ok"]
-    assert engine.ask("undo", update_id=manifest.update_id, reason="another rank refused it")["ok"]
+    named = {"update_id": manifest.update_id, "reason": "another rank refused it"}
+    assert engine.ask("abandon", **named)["ok"]
     assert reasons(trainer, manifest) == ["another rank refused it"]
     assert "was rejected" in engine.prepare(manifest)["message"]

@@ -304,7 +304,7 @@ def test_numbers_that_were_not_copied_are_found(
 def test_a_commit_that_failed_in_a_rank_may_be_asked_for_again(
     monkeypatch: pytest.MonkeyPatch, owner: Any, name: str
 ) -> None:
-    monkeypatch.setattr(rank, "_require_supported", lambda _: None)
+    monkeypatch.setattr(rank, "require_supported", lambda _: None)
     monkeypatch.setattr(rank, "version", lambda: "0.5.23")
     monkeypatch.setattr(votes, "world_size", lambda: 1)
     monkeypatch.setattr(votes, "this_rank", lambda: 0)
@@ -328,7 +328,7 @@ def test_a_commit_that_failed_in_a_rank_may_be_asked_for_again(
                         one.commit(asked)
             one.commit(asked)
             assert equal(held(model), loaded(number))
-            assert one.describe()["weight_version"] == number
+            assert one.describe({})["weight_version"] == number
 
 
 @pytest.mark.parametrize(

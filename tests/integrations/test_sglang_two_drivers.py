@@ -1,34 +1,75 @@
-"""Two drivers of one SGLang engine: one that was overtaken says nothing of the other's version."""
+"""Two drivers of one SGLang engine: whatever one is refused, it takes nothing of the other's."""
 
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
 
-from rl_bridge import TensorBridge, WeightUpdateRejectedError
-from rl_bridge.integrations.sglang import rank
+from rl_bridge import (
+    RolloutExecutor,
+    TensorBridge,
+    WeightBridgeError,
+    WeightUpdateManifest,
+    WeightUpdateRejectedError,
+    make_weight_bridge,
+)
+from rl_bridge.integrations.sglang import plugin
 from rl_bridge.integrations.sglang.engine_adapter import SGLangInstallAdapter
 from rl_bridge.integrations.sglang.handles import Answer, EngineHandle
-from rl_bridge.integrations.sglang.plugin import PREFIX
+from rl_bridge.integrations.sglang.plugin import PREFIX, SENDER, sender
+from rl_bridge.integrations.sglang.routes import Route
 from tests.integrations.test_sglang_comes_again import Engine, engine, trainer
 from tests.integrations.test_sglang_exchange import equal, held, loaded, version
 
 __all__ = ["engine", "trainer"]  # fixtures, for this file, too
 
+# No more than a driver makes behind its `prepare`, for an update that is refused.
+CALLS = 14
+# The one call that nothing can be asked within: SGLang's own, that ends the pause.
+BETWEEN = 9
+
 
 class Handle(EngineHandle):
-    """One driver's, of an engine that several have."""
+    """One driver's, of an engine that several have; at one of its calls something is done first."""
 
     def __init__(self, engine: Engine) -> None:
         super().__init__(20)
         self._engine = engine
+        self._left = 0
+        self._first: Callable[[], object] = lambda: None
+
+    def interrupt(self, at: int, first: Callable[[], object]) -> None:
+        """Before the call that is the `at`-th from now on."""
+        self._left, self._first = at, first
+
+    def catch_up(self) -> None:
+        """Do it now, if that call did not come."""
+        if self._left > 0:
+            self._left = 0
+            self._first()
+
+    def _come_in(self) -> None:
+        self._left -= 1
+        if self._left == 0:
+            self._first()
 
     def ask(self, route: str, **body: Any) -> tuple[bool, Any]:
+        self._come_in()
+        if route == self._engine.refuses:
+            return False, "planted"
         if route == "update_weight_version":
             self._engine.label = body["new_version"]
+        if route in {"pause_generation", "continue_generation"}:
+            self._engine.is_paused = route == "pause_generation"
+            self._engine.pauses.append(body.get("mode"))
+        if route == "update_weights_from_tensor":
+            done: tuple[bool, Any] = plugin._guarded(load_bucket, self._engine, body["bucket"])
+            return done
         if route != "get_weights_by_name":
             return True, ""
         text = body["name"].removeprefix(PREFIX)
-        return True, list(rank.answer(self._engine.model, lambda: True, text).encode())
+        return True, list(self._engine.answer(text).encode())
 
     def flush(self) -> Answer:
         return True, ""
@@ -40,29 +81,110 @@ class Handle(EngineHandle):
         return ""
 
 
+def load_bucket(engine: Engine, bucket: Any) -> tuple[bool, str]:
+    engine.model.load_weights(iter(bucket["tensors"].items()))
+    return True, ""
+
+
+class Loader(Route):
+    """Brings the bytes itself, as all routes but ``import`` do."""
+
+    def load(self, manifest: WeightUpdateManifest, tensors: Any) -> None:
+        bucket = {"tensors": tensors, SENDER: sender(self._handle.name)}
+        self._handle.do("update_weights_from_tensor", bucket=bucket)
+
+
+def importing(engine: Engine) -> SGLangInstallAdapter:
+    return SGLangInstallAdapter(Handle(engine))
+
+
+def loading(engine: Engine) -> SGLangInstallAdapter:
+    adapter = importing(engine)
+    adapter._route = Loader(adapter._handle)
+    return adapter
+
+
+def drivers(engine: Engine) -> tuple[SGLangInstallAdapter, SGLangInstallAdapter]:
+    return importing(engine), importing(engine)
+
+
+def update(adapter: SGLangInstallAdapter, manifest: WeightUpdateManifest) -> None:
+    adapter.prepare(manifest, {})
+    adapter.install(manifest, {})
+    adapter.resume()
+    adapter.commit()
+
+
+def end(
+    adapter: SGLangInstallAdapter, manifest: WeightUpdateManifest, *, is_installed: bool = False
+) -> None:
+    """Go on with an update as an executor does."""
+    try:
+        if not is_installed:
+            adapter.install(manifest, version(manifest.weight_version))
+        adapter.prove()
+        adapter.resume()
+        adapter.commit()
+    except WeightBridgeError:
+        with suppress(WeightBridgeError):
+            adapter.undo()
+
+
+def interrupt(adapter: SGLangInstallAdapter, at: int, first: Callable[[], object]) -> Handle:
+    handle = adapter._handle
+    assert isinstance(handle, Handle)
+    handle.interrupt(at, first)
+    return handle
+
+
+# ---- a driver that stood still ------------------------------------------------------------------
+
+
 def test_a_driver_that_stood_still_behind_its_install_says_nothing_of_its_successors_version(
     engine: Engine, trainer: TensorBridge
 ) -> None:
     mine, theirs = (trainer.publish(version(n), weight_version=n) for n in (1, 2))
-    late, successor = (SGLangInstallAdapter(Handle(engine)) for _ in range(2))
+    late, successor = drivers(engine)
     late.prepare(mine, {})
     late.install(mine, {})
-    successor.prepare(theirs, {})
-    successor.install(theirs, {})
-    successor.resume()
-    successor.commit()
-    with pytest.raises(WeightUpdateRejectedError, match="another driver came in between"):
+    update(successor, theirs)
+    with pytest.raises(WeightUpdateRejectedError, match="not prepared here by this driver"):
         late.resume()
-    late.undo()
+    with pytest.raises(WeightUpdateRejectedError, match="another driver has updated this engine"):
+        late.undo()
     assert equal(held(engine.model), loaded(2))
     assert engine.label == f"2@{theirs.root}"
+    assert not engine.is_paused
+
+
+def test_a_driver_labels_no_other_drivers_install_of_the_same_update(
+    engine: Engine, trainer: TensorBridge
+) -> None:
+    """Of routes that import nothing in the engine, one's undo does not keep the other's out."""
+    manifest = trainer.publish(version(1), weight_version=1)
+    late, successor = loading(engine), loading(engine)
+    late.prepare(manifest, version(1))
+    late.install(manifest, version(1))
+    successor.prepare(manifest, version(1))
+    successor.install(manifest, version(1))
+    with pytest.raises(WeightUpdateRejectedError, match="not prepared here by this driver"):
+        late.resume()
+    assert engine.label == "user's"
+    assert engine.is_paused
+    with pytest.raises(WeightUpdateRejectedError, match="another driver has updated this engine"):
+        late.undo()
+    assert engine.is_paused, "the other one's pause was ended"
+    successor.resume()
+    successor.commit()
+    assert equal(held(engine.model), loaded(1))
+    assert (engine.label, engine.is_paused) == (f"1@{manifest.root}", False)
 
 
 def test_a_driver_that_gives_up_takes_back_no_other_drivers_install_of_the_same_update(
     engine: Engine, trainer: TensorBridge
 ) -> None:
     manifest = trainer.publish(version(1), weight_version=1)
-    late, successor = (SGLangInstallAdapter(Handle(engine)) for _ in range(2))
+    late, successor = drivers(engine)
     late.prepare(manifest, {})
     successor.prepare(manifest, {})
     successor.install(manifest, {})
@@ -72,3 +194,166 @@ def test_a_driver_that_gives_up_takes_back_no_other_drivers_install_of_the_same_
     successor.resume()
     successor.commit()
     assert equal(held(engine.model), loaded(1))
+
+
+# ---- whose the pause is -------------------------------------------------------------------------
+
+
+def test_a_driver_whose_update_another_one_committed_leaves_no_pause(
+    engine: Engine, trainer: TensorBridge
+) -> None:
+    manifest = trainer.publish(version(1), weight_version=1)
+    late, successor = drivers(engine)
+    late.prepare(manifest, {})
+    update(successor, manifest)
+    with pytest.raises(WeightUpdateRejectedError, match="not prepared here by this driver"):
+        late.install(manifest, {})
+    late.undo()
+    assert equal(held(engine.model), loaded(1))
+    assert not engine.is_paused
+
+
+def test_an_executor_that_came_too_late_is_told_and_is_not_torn(
+    engine: Engine, trainer: TensorBridge, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest = trainer.publish(version(1), weight_version=1)
+    late, successor = drivers(engine)
+    install = late.install
+
+    def overtaken(*given: Any) -> None:
+        update(successor, manifest)
+        install(*given)
+
+    monkeypatch.setattr(late, "install", overtaken)
+    with (
+        make_weight_bridge("local", source_worker="rollout") as bridge,
+        RolloutExecutor(weight_bridge=bridge, weight_install_adapter=late) as executor,
+    ):
+        with pytest.raises(WeightUpdateRejectedError, match="not prepared here by this driver"):
+            executor.update_weights(manifest)
+        executor.recover()
+        assert not executor.is_torn
+        assert not engine.is_paused
+        assert engine.label == f"1@{manifest.root}"
+
+
+def test_an_undo_of_what_is_committed_is_refused_and_requests_go_on(
+    engine: Engine, trainer: TensorBridge
+) -> None:
+    """Its answer was lost, or another driver did it in between."""
+    manifest = trainer.publish(version(1), weight_version=1)
+    adapter, other = drivers(engine)
+    adapter.prepare(manifest, {})
+    adapter.install(manifest, {})
+    given = {"update_id": manifest.update_id, "driver": adapter._handle.name}
+    # The undo's second to last call: it has looked, and has paused the engine again.
+    interrupt(adapter, 4, lambda: engine.ask("commit", **given))
+    with pytest.raises(WeightUpdateRejectedError, match="is committed: it cannot be undone"):
+        adapter.undo()
+    assert not engine.is_paused
+    with pytest.raises(WeightUpdateRejectedError, match="leave it to the other one"):
+        adapter.undo()
+    later = trainer.publish(version(2), weight_version=2)
+    update(adapter, later)
+    update(other, trainer.publish(version(3), weight_version=3))
+    assert equal(held(engine.model), loaded(3))
+
+
+def test_a_driver_that_is_refused_does_not_end_anothers_pause(
+    engine: Engine, trainer: TensorBridge, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine, theirs = (trainer.publish(version(n), weight_version=n) for n in (1, 2))
+    late, other = importing(engine), loading(engine)
+    load = other._route.load
+
+    def meanwhile(*given: Any) -> None:
+        with pytest.raises(WeightUpdateRejectedError, match="not prepared here by this driver"):
+            late.install(mine, {})
+        late.undo()
+        assert engine.is_paused, "in the middle of another driver's load"
+        load(*given)
+
+    late.prepare(mine, {})
+    other.prepare(theirs, version(2))
+    monkeypatch.setattr(other._route, "load", meanwhile)
+    other.install(theirs, version(2))
+    other.resume()
+    other.commit()
+    assert equal(held(engine.model), loaded(2))
+    assert not engine.is_paused
+
+
+@pytest.mark.parametrize("at", range(1, CALLS + 1))
+@pytest.mark.parametrize("is_same", [False, True], ids=["other_update", "same_update"])
+@pytest.mark.parametrize("make", [importing, loading])
+def test_the_engine_is_at_one_version_wherever_another_drivers_update_comes_in(
+    engine: Engine, trainer: TensorBridge, make: Callable[..., Any], at: int, *, is_same: bool
+) -> None:
+    before = held(engine.model)
+    one, other = make(engine), make(engine)
+    mine = trainer.publish(version(1), weight_version=1)
+    theirs = mine if is_same else trainer.publish(version(2), weight_version=2)
+
+    def come_in() -> None:
+        try:
+            other.prepare(theirs, version(theirs.weight_version))
+        except WeightBridgeError:
+            other.abandon()  # what the first one's undo rejected is let in no more
+        else:
+            end(other, theirs)
+
+    one.prepare(mine, version(1))
+    handle = interrupt(one, at, come_in)
+    end(one, mine)
+    handle.catch_up()
+    told = engine.ask("describe")
+    assert (told["pending"], told["pausing"], told["begun"]) == (None, None, False)
+    assert not engine.is_paused
+    number = told["weight_version"]
+    assert equal(held(engine.model), before if number is None else loaded(number))
+    assert engine.label == ("user's" if number is None else f"{number}@{told['root']}")
+
+
+@pytest.mark.parametrize("at", range(1, CALLS + 1))
+def test_the_engine_is_not_left_paused_wherever_another_drivers_update_ends(
+    engine: Engine, trainer: TensorBridge, at: int
+) -> None:
+    one, other = drivers(engine)
+    mine, theirs = (trainer.publish(version(n), weight_version=n) for n in (1, 2))
+    one.prepare(mine, {})
+    other.prepare(theirs, {})
+    other.install(theirs, {})
+    handle = interrupt(one, at, lambda: end(other, theirs, is_installed=True))
+    end(one, mine)
+    assert handle._left <= 0 or engine.is_paused, "in the middle of another driver's update"
+    handle.catch_up()
+    told = engine.ask("describe")
+    assert (told["update_id"], told["pending"]) == (theirs.update_id, None)
+    assert engine.label == f"2@{theirs.root}"
+    assert not engine.is_paused
+
+
+@pytest.mark.parametrize("at", range(1, CALLS + 1))
+def test_no_driver_ends_the_pause_of_an_update_that_begins_within_its_own(
+    engine: Engine, trainer: TensorBridge, at: int
+) -> None:
+    one, other = drivers(engine)
+    mine, theirs = (trainer.publish(version(n), weight_version=n) for n in (1, 2))
+    has_begun: list[bool] = []
+
+    def begin() -> None:
+        with suppress(WeightBridgeError):
+            other.prepare(theirs, {})
+            other.install(theirs, {})
+            has_begun.append(True)
+
+    one.prepare(mine, {})
+    interrupt(one, at, begin)
+    end(one, mine)
+    if has_begun and at != BETWEEN:
+        assert engine.is_paused
+        assert engine.label == "user's"
+        other.resume()
+        other.commit()
+        assert equal(held(engine.model), loaded(2))
+        assert (engine.label, engine.is_paused) == (f"2@{theirs.root}", False)

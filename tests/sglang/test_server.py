@@ -113,15 +113,15 @@ def running(server: Served, executor: RolloutExecutor) -> list[Request]:
     Earlier it could be over by then, on a machine where other things keep the update waiting.
     """
     adapter: Any = executor.weight_install_adapter
-    stop = adapter._stop
+    stop = adapter._serving.stop
     begun: list[Request] = []
 
-    def begin_and_stop() -> None:
+    def begin_and_stop(meant: Any) -> None:
         if not begun:
             begun.append(Request(server))
-        stop()
+        stop(meant)
 
-    adapter._stop = begin_and_stop
+    adapter._serving.stop = begin_and_stop
     return begun
 
 

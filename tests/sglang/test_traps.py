@@ -47,6 +47,7 @@ def test_a_session_that_a_driver_left_open_does_not_keep_the_next_one_out(
     manifest = bench.trainer.publish(bench.next())
     handle = handle_of(bench.engine, CALL_S)
     handle.call("prepare", manifest=manifest.to_json(), cuts=True, **{"import": False})
+    handle.call("pauses", pauses=True, update_id=manifest.update_id)
     handle.pause("retract")
     handle.call("install", update_id=manifest.update_id)
     assert bench.engine.begin_weight_update()[0]

@@ -23,7 +23,9 @@ from rl_bridge.errors import EngineLost, TornEngine, WeightUpdateRejectedError
 from rl_bridge.installers.base import InstallProof, TransactionalAdapter
 from rl_bridge.integrations.sglang.handles import PauseMode, handle_of
 from rl_bridge.integrations.sglang.routes import RouteName, route_of
+from rl_bridge.integrations.sglang.serving import Serving
 from rl_bridge.integrations.sglang.shares import Shares
+from rl_bridge.integrations.vllm.asking import checked_label, label_of
 from rl_bridge.integrations.vllm.engine_adapter import default_label
 from rl_bridge.manifest.model import WeightUpdateManifest
 
@@ -83,7 +85,7 @@ class SGLangInstallAdapter(TransactionalAdapter):
             api_key: of a server that asks for one; its admin's, where it has one.
 
         Raises:
-            TypeError: no engine; `exchange` is no bool.
+            TypeError: no engine; `exchange` is no bool; a label that is no function.
             ValueError: no such route, pause or cache policy; a directory without ``disk``, or none;
                 an address without ``distributed``.
             WeightBridgeUnavailableError: what the engine or the route needs is missing here.
@@ -98,9 +100,9 @@ class SGLangInstallAdapter(TransactionalAdapter):
         self._handle = handle_of(engine, timeout_s, api_key)
         self._route = route_of(route, self._handle, directory, address)
         self._route_name = route
-        self._pause: PauseMode = pause
+        self._serving = Serving(self._handle, pause)
         self._cache: CachePolicy = cache
-        self._label = label
+        self._label = checked_label(label)
         self._options = {"exchange": exchange, "memory_budget_nbytes": memory_budget_nbytes}
         self._shares = Shares()
         self._parts: list[list[str]] = []
@@ -110,9 +112,9 @@ class SGLangInstallAdapter(TransactionalAdapter):
         self._manifest: WeightUpdateManifest | None = None
         self._proof: InstallProof | None = None
         # Each is noted before the step that it tells of: an interrupt may come behind any.
-        self._is_begun = self._is_paused = self._may_have_run = False
-        self._label_before: str | None = None
-        self._label_set: str | None = None
+        self._is_begun = self._may_have_run = self._is_committing = False
+        self._base: str | None = None  # the update that it held, which an undo leads back to
+        self._committed: str | None = None
 
     @property
     def imports_itself(self) -> bool:
@@ -165,8 +167,8 @@ class SGLangInstallAdapter(TransactionalAdapter):
 
         """
         self._manifest = manifest
-        meant = {"update_id": manifest.update_id}
-        self._timed("pause", self._stop)
+        meant = self._meant()
+        self._timed("pause", lambda: self._serving.stop(meant))  # refused, nothing was touched
         self._is_begun = True
         start = time.perf_counter()
         self._handle.call("install", **meant)
@@ -191,17 +193,18 @@ class SGLangInstallAdapter(TransactionalAdapter):
         Raises:
             WeightUpdateRejectedError: requests hold cached prefixes, or another driver has taken
                 the update back.
+            TypeError: the label is no text.
 
         """
         assert self._manifest is not None
-        self._require_held(self._manifest.update_id)
+        label = None if self._label is None else label_of(self._manifest, self._label)
+        self._timed("label", lambda: self._serving.announce(label, self._meant()))
         if self._cache == "flush":
             self._timed("cache", self._flush)
-        if self._label is not None:
-            label = self._label(self._manifest)
-            self._timed("label", lambda: self._relabel(label))
+        if label is not None:
+            self._timed("label", lambda: self._serving.relabel(label))
         self._may_have_run = True
-        self._go_on()
+        self._serving.go_on(self._meant())
 
     def undo(self) -> None:
         """Put the weights back, with caches and label, and let requests go on.
@@ -219,7 +222,7 @@ class SGLangInstallAdapter(TransactionalAdapter):
             raise TornEngine(str(error)) from error
         finally:
             if not self._is_begun:
-                self._go_on()  # also where the pause itself failed, or was cut off
+                self._serving.end_pause()  # also where the pause itself failed, or was cut off
 
     def abandon(self) -> None:
         """Let the engine forget what was prepared."""
@@ -228,15 +231,33 @@ class SGLangInstallAdapter(TransactionalAdapter):
         try:
             if self._manifest is not None:
                 meant, self._manifest = self._meant(), None
-                self._handle.call("undo", reason=self._refusal, **meant)
+                self._handle.call("abandon", reason=self._refusal, **meant)
         finally:
-            self._go_on()
+            self._serving.end_pause()
+
+    def take_over(self) -> None:
+        """End what a driver that ended inside of an update left, and let requests go on.
+
+        It is taken back, as `prepare` does it. Without anything left, nothing happens, nor in the
+        middle of an update of this driver's own.
+
+        Raises:
+            WeightBridgeError: the engine is gone, or the weights do not come back.
+
+        """
+        if self._manifest is None:
+            self._look_for_remains()
+            self._handle.call("abandon", reason=None)
+            self._serving.end_pause()
 
     def commit(self) -> None:
-        """Let the engine's half acknowledge."""
-        self._handle.call("commit", **self._meant())
-        self._is_begun = self._may_have_run = False
-        self._manifest = self._label_before = None
+        """Let the engine's half acknowledge. Called again, it does so where it did not."""
+        if self._manifest is not None:
+            self._committed = self._manifest.update_id
+        self._is_committing = True
+        self._handle.call("commit", update_id=self._committed)
+        self._is_begun = self._may_have_run = self._is_committing = False
+        self._manifest = None
         self._route.ended(installed=True)
 
     def release(self, update_id: str) -> None:
@@ -257,90 +278,96 @@ class SGLangInstallAdapter(TransactionalAdapter):
         """Take back what was left half-way, by this driver or by one that ended: it is no version.
 
         Raises:
-            TornEngine: the weights do not come back.
+            TornEngine: the weights do not come back, or prefixes that they made do not go.
 
         """
         found = self._handle.call("describe")
+        if self._is_committing and found["mine"]:
+            self.commit()  # it is acknowledged: there is no way back
+            found = self._handle.call("describe")
         self._shares.meet(found["engine"])
         self._handle.device = found["device"]
         if not found["begun"]:
-            self._is_begun = False  # else the engine is another one now
-            return
-        _LOG.warning("update %s was left half-way: it is undone", found["pending"])
-        if self._is_begun:
-            self._back()
+            # Else the engine is another one now, or another driver has taken it over.
+            self._is_begun = self._may_have_run = self._is_committing = False
+            if found["pausing"] is not None:
+                self._serving.take_over(begun=False)  # it ends with this update
         else:
-            self._stop()
-            if found["by_sglang"]:
-                # Its driver's session may be open: SGLang would refuse every other one for ever.
-                self._handle.ask("end_weight_update")
-            self._handle.call("undo")
-            if not self._dropped()[0]:
-                _LOG.warning("requests hold cached prefixes of the update that was undone")
-        self._go_on()
+            _LOG.warning("update %s was left half-way: it is undone", found["pending"])
+            if found["mine"] and self._is_begun:
+                self._back()
+            else:
+                self._take_back(found)
+            self._serving.end_pause()
+        self._base = found["update_id"]
 
-    def _require_held(self, update_id: str) -> None:
-        """Refuse to go on with what another driver took back: its version is not to be labelled."""
-        told = self._handle.call("describe")
-        if update_id not in {told["pending"], told["update_id"]}:
-            msg = (
-                f"update {update_id} is not in the engine any more, expected it, got "
-                f"{told['pending'] or told['update_id'] or 'none'}: another driver came in "
-                "between. Let one driver at a time update an engine, and publish a later version."
-            )
-            raise WeightUpdateRejectedError(msg)
+    def _take_back(self, found: Mapping[str, Any]) -> None:
+        """Undo another driver's update. In this order: cut off anywhere, it is done again."""
+        self._serving.take_over(begun=True)
+        self._drop_undone(*self._serving.stop_and_drop())
+        self._serving.label_back(found["labels"])
+        if found["by_sglang"]:
+            # Its driver's session may be open: SGLang would refuse every other one for ever.
+            self._handle.ask("end_weight_update")
+        self._handle.call("undo")
+        self._is_begun = self._may_have_run = self._is_committing = False
 
     def _prove(self) -> None:
         reply = self._handle.call("prove", parts=self._parts, **self._meant())
         self._proof = InstallProof(**reply["proof"])
 
     def _back(self) -> None:
-        self._stop()  # again, where it is not known whether the engine goes on
-        self._handle.call("undo", **self._meant())
-        if self._may_have_run:
-            # Requests may have cached keys and values of what is undone now.
-            if not self._dropped()[0]:
-                msg = (
-                    "the engine keeps cached prefixes of the version that was undone. Call "
-                    "recover() when its requests are done."
-                )
-                raise TornEngine(msg)
-            self._may_have_run = False
-        if self._label_before is not None:
-            if self._handle.label() == self._label_set:  # else somebody set another one since
-                self._handle.set_label(self._label_before)
-            self._label_before = None
-        self._is_begun = False
+        told = self._handle.call("describe")
+        if told["mine"]:
+            self._take_own_back(told)
+        else:
+            self._serving.label_right(told["label"])
+            self._require_base(told)  # then it was taken back before, with all that was of it
+        self._is_begun = self._may_have_run = False
         self._manifest = None
         self._route.ended(installed=False)
 
+    def _take_own_back(self, told: Mapping[str, Any]) -> None:
+        meant = self._meant()
+        self._serving.stop(meant)  # again, where it is not known whether the engine goes on
+        if self._may_have_run:
+            self._drop_undone(*self._serving.stop_and_drop())
+        self._serving.label_back(told["labels"])
+        try:
+            self._handle.call("undo", **meant)
+        except WeightUpdateRejectedError:
+            self._serving.end_pause()  # another driver's update is here by now
+            raise
+
+    def _require_base(self, told: Mapping[str, Any]) -> None:
+        """Refuse to take another driver's version for the one that this driver went back to."""
+        held = told["pending"] if told["begun"] else told["update_id"]
+        if held != self._base:
+            self._serving.end_pause()
+            msg = (
+                "another driver has updated this engine, or it was started anew: it holds update "
+                f"{held}, expected {self._base}. Let one driver at a time update an engine; leave "
+                "it to the other one, or install a later version in full."
+            )
+            raise WeightUpdateRejectedError(msg)
+
+    def _drop_undone(self, is_dropped: bool, said: str) -> None:  # noqa: FBT001 - an `Answer`
+        """Requests may have cached keys and values of what is undone."""
+        if not is_dropped:
+            msg = (
+                f"the engine keeps cached prefixes of the version that is undone ({said}). Call "
+                "recover() when its requests are done."
+            )
+            raise TornEngine(msg)
+
     def _flush(self) -> None:
-        flushed, said = self._dropped()
+        flushed, said = self._serving.drop()
         if not flushed:
             msg = (
                 f"cached prefixes of the old weights could not be dropped ({said}). Use "
                 "pause='retract' or 'abort', or cache='keep'."
             )
             raise WeightUpdateRejectedError(msg)
-
-    def _dropped(self) -> tuple[bool, str]:
-        """Let the engine drop cached prefixes: whether it did, and what it said."""
-        flushed = self._handle.call("flush")["flushed"]
-        # SGLang's own route gives memory back as well, which takes it as long as a small update.
-        return self._handle.flush() if flushed is None else (flushed, "requests hold some")
-
-    def _relabel(self, label: str) -> None:
-        self._label_before, self._label_set = self._handle.label(), label
-        self._handle.set_label(label)
-
-    def _stop(self) -> None:
-        self._is_paused = True
-        self._handle.pause(self._pause)
-
-    def _go_on(self) -> None:
-        if self._is_paused:
-            self._handle.resume()
-            self._is_paused = False
 
     def _meant(self) -> dict[str, Any]:
         """Names the update to the engine: by now it may have another driver's."""

@@ -65,6 +65,7 @@ class EngineHandle(ABC):
         sharing: by which of torch's strategies its process gets shared memory.
         num_ranks: ranks that compute its model together, as its last answer said.
         device: the kind of device that its model is on.
+        name: the driver's, by which the engine tells drivers apart.
 
     """
 
@@ -75,7 +76,7 @@ class EngineHandle(ABC):
     def __init__(self, timeout_s: float) -> None:
         """Give every call `timeout_s` seconds."""
         self.timeout_s = timeout_s
-        self._name = uuid.uuid4().hex  # drivers that follow each other begin to count anew
+        self.name = uuid.uuid4().hex  # drivers that follow each other begin to count anew
         self._calls = 0
 
     @abstractmethod
@@ -113,8 +114,8 @@ class EngineHandle(ABC):
 
         """
         self._calls += 1
-        number = f"{self._name}-{self._calls}"
-        who = {"call": number, "driver": self._name}
+        number = f"{self.name}-{self._calls}"
+        who = {"call": number, "driver": self.name}
         told = {"verb": verb, **who, "timeout_s": self.timeout_s}
         text = json.dumps({**told, **given})
         _, weights = self.ask("get_weights_by_name", name=call_text(text), truncate_size=1)
@@ -139,17 +140,29 @@ class EngineHandle(ABC):
         self.num_ranks = reply["ranks"]
         return reply
 
+    def do(self, route: str, **body: Any) -> None:
+        """Call a control route that has to succeed.
+
+        Raises:
+            WeightUpdateRejectedError: SGLang refused.
+
+        """
+        succeeded, said = self.ask(route, **body)
+        if not succeeded:
+            msg = f"SGLang refused {route} ({said}). See the engine's log."
+            raise WeightUpdateRejectedError(msg)
+
     def pause(self, mode: PauseMode) -> None:
         """Stop generating; requests that come meanwhile wait."""
-        self.ask("pause_generation", mode=mode)
+        self.do("pause_generation", mode=mode)
 
     def resume(self) -> None:
         """Go on."""
-        self.ask("continue_generation", torch_empty_cache=False)
+        self.do("continue_generation", torch_empty_cache=False)
 
     def set_label(self, label: str) -> None:
         """Set the version label on outputs."""
-        self.ask("update_weight_version", new_version=label, abort_all_requests=False)
+        self.do("update_weight_version", new_version=label, abort_all_requests=False)
 
     def close(self) -> None:  # noqa: B027 - only some have something to close
         """Let go of the connection; the engine goes on."""

@@ -9,7 +9,7 @@ from rl_bridge.installers.sglang.parts import MINIMUM, require, version
 from rl_bridge.integrations import engine_probe
 from rl_bridge.integrations.engine_probe import TIMEOUT_S, Feature
 from rl_bridge.integrations.sglang.handles import METHODS
-from rl_bridge.integrations.sglang.plugin import ANSWERED, GUARDED, NAME
+from rl_bridge.integrations.sglang.plugin import ANSWERED, GUARDED, NAME, RECEIVED
 from rl_bridge.transports.base import Availability
 
 __all__ = ["FEATURES", "INSTALL", "Feature", "look", "probe", "version"]
@@ -28,7 +28,7 @@ def _plugin() -> str | None:
     if allowed and NAME not in {name.strip() for name in allowed.split(",")}:
         return f"SGLANG_PLUGINS allows {allowed}, and not {NAME}"
     require("sglang.srt.plugins.hook_registry")
-    return next(filter(None, map(_missing, (ANSWERED, *GUARDED))), None)
+    return next(filter(None, map(_missing, (ANSWERED, RECEIVED, *GUARDED))), None)
 
 
 def _missing(target: str) -> str | None:

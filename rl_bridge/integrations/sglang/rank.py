@@ -1,12 +1,10 @@
 """The engine's part in an update: it imports, verifies, installs, proves and undoes.
 
-It lives in the scheduler's process, at the model, and is asked over `rl_bridge.integrations.sglang
-.plugin` by the executor's adapter: JSON in, JSON out. SGLang asks it between two steps, and all
-ranks of a tensor-parallel engine the same; they answer together.
+It lives in the scheduler's process, at the model, and is asked by `rl_bridge.integrations.sglang
+.calls`, between two steps of the model. Several drivers may have one engine: it knows whose the
+update is, and the pause, and what the label was before.
 """
 
-import json
-import logging
 import time
 import uuid
 from collections.abc import Callable, Mapping
@@ -17,31 +15,19 @@ import torch
 from rl_bridge.bridge.acknowledgement import describe
 from rl_bridge.bridge.bridges import TensorBridge, make_weight_bridge
 from rl_bridge.bridge.records import is_shortage
-from rl_bridge.bridge.steps import FineSteps
-from rl_bridge.errors import (
-    TornEngine,
-    WeightBridgeError,
-    WeightBridgeUnavailableError,
-    WeightUpdateRejectedError,
-)
+from rl_bridge.errors import TornEngine, WeightUpdateRejectedError
 from rl_bridge.installers.base import InstallProof
 from rl_bridge.installers.sglang.model_installer import SGLangModelInstaller
-from rl_bridge.installers.sglang.parts import require, version
+from rl_bridge.installers.sglang.parts import version
 from rl_bridge.integrations.sglang import votes
-from rl_bridge.integrations.vllm.frames import clear_frames, told
-from rl_bridge.lifecycle.table import State
+from rl_bridge.integrations.sglang.support import acknowledge, let_go, require_supported
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.memory.imported import ImportedTensors
 
-__all__ = ["SGLangRank", "answer", "known_rank"]
-
-_LOG = logging.getLogger(__name__)
+__all__ = ["SGLangRank"]
 
 Payload = Mapping[str, Any]
 Reply = dict[str, Any]
-
-_ATTRIBUTE = "_rl_bridge_rank"
-_TIMEOUT_S = 600.0
 
 
 class SGLangRank:
@@ -64,16 +50,21 @@ class SGLangRank:
         self._active: WeightUpdateManifest | None = None
         self._pending: WeightUpdateManifest | None = None
         self._driver: str | None = None  # whose that is: two may have the same update
+        self._pausing: str | None = None  # the driver whose the engine's pause is
+        self._labels: list[str] | None = None  # before the pending update, and with it
+        self._label: str | None = None  # of the active one
         self._is_imported = False
         self._tensors: Mapping[str, torch.Tensor] = {}
         self._proof: InstallProof | None = None
         self._timings_ms: dict[str, float] = {}
         self._torn = ""
+        self._is_committing = False
         self.is_open = False
         """Whether its model may be a mixture: between the begin of an install and its end."""
 
-    def describe(self) -> Reply:
-        """What it holds."""
+    def describe(self, given: Payload) -> Reply:
+        """What it holds, and whether what is under way is that driver's who asks."""
+        self._settle()
         active, pending = self._active, self._pending
         return {
             "sglang": version(),
@@ -83,6 +74,10 @@ class SGLangRank:
             "weight_version": None if active is None else active.weight_version,
             "root": None if active is None else active.root,
             "pending": None if pending is None else pending.update_id,
+            "mine": pending is not None and self._driver == given.get("driver"),
+            "pausing": self._pausing,
+            "labels": self._labels,
+            "label": self._label if self._labels is None else self._labels[1],
             "begun": self.is_open,
             "by_sglang": self.is_open and not self._is_imported,
             "torn": self._torn,
@@ -96,7 +91,7 @@ class SGLangRank:
             WeightBridgeError: refused; nothing of the model was written.
 
         """
-        _require_supported(self._device())
+        require_supported(self._device())
         self._require_closed()
         self._end(None)  # the driver that staged it may have died, and begin anew
         manifest = WeightUpdateManifest.from_json(str(given.get("manifest", "")))
@@ -126,14 +121,51 @@ class SGLangRank:
             reply["cuts"] = [[cut.to_json() for cut in self._installer.cuts(manifest)]]
         return reply
 
+    def pauses(self, given: Payload) -> Reply:
+        """Note right before the engine is paused whose pause it is: that driver alone ends it.
+
+        Without ``"pauses": true`` it is over, or about to be. Who names the update goes on with it.
+
+        Raises:
+            WeightUpdateRejectedError: another driver's update is here.
+
+        """
+        if "update_id" in given:
+            self._meant(given)
+        if given.get("pauses"):
+            self._pausing = given.get("driver")
+        elif self._pausing == given.get("driver"):
+            self._pausing = None
+        return {}
+
+    def take_over(self, given: Payload) -> Reply:
+        """Give what is under way, and its pause, to the driver that ends it; its own is shut out.
+
+        Raises:
+            WeightUpdateRejectedError: it was begun since that driver looked.
+
+        """
+        if not given.get("begun"):
+            self._require_closed()
+        self._driver = self._pausing = given.get("driver")
+        return {}
+
     def install(self, given: Payload) -> Reply:
         """Install what was imported; or note that SGLang's own load comes next.
 
         Raises:
+            WeightUpdateRejectedError: another driver came in between.
             Exception: the loader's. The executor asks for the undo.
 
         """
         manifest = self._meant(given)
+        if self._pausing != self._driver:
+            msg = (
+                f"update {manifest.update_id}: the engine is not paused by its driver any more, "
+                "expected it: another driver came in between. Let one driver at a time update an "
+                "engine, and publish a later version."
+            )
+            raise WeightUpdateRejectedError(msg)
         start = time.perf_counter()
         self.is_open = True
         if self._is_imported:
@@ -142,6 +174,10 @@ class SGLangRank:
             self._installer.begin()
         self._timings_ms["install"] = (time.perf_counter() - start) * 1e3
         return {"timings_ms": self._timings_ms}
+
+    def takes_from(self, driver: str) -> bool:
+        """Whether that driver's update is the one whose load comes by SGLang's own routes now."""
+        return self.is_open and not self._is_imported and self._driver == driver
 
     def prove(self, given: Payload) -> Reply:
         """Read what the model holds.
@@ -166,28 +202,51 @@ class SGLangRank:
         self._timings_ms["prove"] = (time.perf_counter() - start) * 1e3
         return {"proof": proof.to_dict(), "timings_ms": self._timings_ms}
 
-    def is_refused(self) -> None:
+    def is_refused(self, given: Payload) -> None:
         """Another rank has no proof: this one's is worth nothing."""
-        self._proof = None
+        if self._is_pending(given):
+            self._proof = None
+
+    def resume(self, given: Payload) -> Reply:
+        """Let its driver label the proven update; note the label that an undo goes back to.
+
+        Raises:
+            WeightUpdateRejectedError: another driver came in between, or it is not proven.
+
+        """
+        self._require_proof(self._meant(given))
+        self._labels = given.get("labels")
+        return {}
 
     def flush(self) -> Reply:
         """Drop cached prefixes; the memory that they are in stays SGLang's."""
         return {"flushed": self._flush()}
 
+    def abandon(self, given: Payload) -> Reply:
+        """Let go of what was staged and not begun to be installed: that of who names it, or any.
+
+        With ``"reason": null`` the update was not refused, and may come again.
+        """
+        if not self.is_open and ("update_id" not in given or self._is_pending(given)):
+            reason = given.get("reason")
+            self._end(None if reason is None else str(reason))
+        return {}
+
     def undo(self, given: Payload) -> Reply:
         """Put back what is not committed; without any, nothing happens.
 
-        With ``"reason": null`` the update was not refused, and may come again.
+        Who names no update means whosever is here.
 
         Raises:
             TornEngine: it could not be put back.
-            WeightUpdateRejectedError: that update is committed.
+            WeightUpdateRejectedError: that update is committed, or another driver's is begun.
 
         """
+        self._settle()
         update_id = given.get("update_id")
         if self._pending is None or (update_id is not None and not self._is_pending(given)):
-            if update_id is not None and self._active is not None:
-                _refuse_committed(str(update_id), self._active)
+            if update_id is not None:
+                self._require_nobody_elses(str(update_id))
             return {}
         try:
             self._installer.undo()
@@ -198,8 +257,7 @@ class SGLangRank:
             raise TornEngine(msg) from error
         self._torn = ""
         self.is_open = False
-        reason = given.get("reason", "undone by the executor")
-        self._end(None if reason is None else str(reason))
+        self._end("undone by the executor")
         return {}
 
     def commit(self, given: Payload) -> Reply:
@@ -213,30 +271,24 @@ class SGLangRank:
         active = None if self._active is None else self._active.update_id
         if update_id is not None and update_id == active and not self._is_pending(given):
             return {}  # asked again, because the answer was lost
-        manifest = self._meant(given)
-        proof = self._proof
-        if proof is None:
-            msg = f"update {manifest.update_id} is not proven. Call prove first."
-            raise WeightUpdateRejectedError(msg)
-        self._installer.commit()  # where it fails it may be asked for again: it is proven still
-        self._proof = None
-        self._active, self._pending, self.is_open = manifest, None, False
+        self._require_proof(self._meant(given))
+        self._is_committing = True
+        return self._settle()
+
+    def _settle(self) -> Reply:
+        """End a commit that was begun: it was proven on all ranks, and forward is the only way."""
+        manifest, proof = self._pending, self._proof
+        if not self._is_committing or manifest is None or proof is None:
+            return {}
+        self._installer.commit()  # where it fails it is done again: it is proven still
+        self._active, self._pending, self._proof = manifest, None, None
+        if self._labels is not None:
+            self._label, self._labels = self._labels[1], None
+        self.is_open = self._is_committing = False
         self._let_go()
         if not self._is_imported:
             return {}
-        bridge = self._bridge(manifest)
-        try:
-            bridge.acknowledge(
-                manifest.update_id, proof=proof.to_dict(), timings_ms=dict(self._timings_ms)
-            )
-        except WeightBridgeError as error:
-            # There is no way back, and none is needed: the engine has it.
-            _LOG.exception("version %d: its trainer is not told", manifest.weight_version)
-            return {"not_told": describe(error)}
-        finally:
-            # The model has memory of its own: the trainer's slot is free for the next version.
-            bridge.release_imported(manifest.update_id)
-        return {}
+        return acknowledge(self._bridge(manifest), manifest, proof, self._timings_ms)
 
     # ---- inside ---------------------------------------------------------------------------------
 
@@ -272,6 +324,24 @@ class SGLangRank:
             raise WeightUpdateRejectedError(msg)
         return self._pending
 
+    def _require_proof(self, manifest: WeightUpdateManifest) -> None:
+        if self._proof is None:
+            msg = f"update {manifest.update_id} is not proven. Call prove first."
+            raise WeightUpdateRejectedError(msg)
+
+    def _require_nobody_elses(self, update_id: str) -> None:
+        """Who takes an update back that is here no more must not go on where another one is."""
+        if self._active is not None and self._active.update_id == update_id:
+            msg = f"update {update_id} is committed: it cannot be undone. Publish a later version."
+            raise WeightUpdateRejectedError(msg)
+        if self.is_open and self._pending is not None:
+            msg = (
+                f"update {update_id} cannot be undone: another driver's, "
+                f"{self._pending.update_id}, is installed by now. Let one driver at a time update "
+                "an engine, and publish a later version."
+            )
+            raise WeightUpdateRejectedError(msg)
+
     def _bridge(self, manifest: WeightUpdateManifest) -> TensorBridge:
         bridge = self._bridges.get(manifest.transport)
         if bridge is None:
@@ -284,115 +354,16 @@ class SGLangRank:
     def _end(self, reason: str | None) -> None:
         """The pending update is refused or undone, or given up and may come again: None."""
         manifest, self._pending, self._proof = self._pending, None, None
+        self._labels = None
         if manifest is None:
             return
         self._installer.abandon()
         self._let_go()
         bridge = self._bridges.get(manifest.transport)
-        if bridge is None or not self._is_imported:
-            return
-        steps: list[Callable[[], object]] = [lambda: bridge.release_imported(manifest.update_id)]
-        is_here = FineSteps(bridge).is_in(manifest, State.IMPORTED, State.VERIFIED)
-        if reason is not None and is_here:
-            # Else the import failed: the bridge knows whether that may be tried again.
-            steps.insert(0, lambda: bridge.reject(manifest.update_id, reason))
-        for step in steps:
-            try:
-                step()
-            except WeightBridgeError:
-                # The model is as it should be; that its trainer is not told must not change this.
-                _LOG.exception("version %d could not be rejected", manifest.weight_version)
+        if bridge is not None and self._is_imported:
+            let_go(bridge, manifest, reason)
 
     def _let_go(self) -> None:
         tensors, self._tensors = self._tensors, {}
         if isinstance(tensors, ImportedTensors):
             tensors.forget()  # a kept exception's frames must not keep the trainer's slot
-
-
-def _refuse_committed(update_id: str, active: WeightUpdateManifest) -> None:
-    if active.update_id == update_id:
-        msg = f"update {update_id} is committed: it cannot be undone. Publish a later version."
-        raise WeightUpdateRejectedError(msg)
-
-
-def _require_supported(device: str) -> None:
-    """Refuse engines of which some processes would not be asked, or hold what is not proven."""
-    context = require("sglang.srt.runtime_context")
-    parallel, speculative = context.get_parallel(), context.get_spec()
-    for name in ("pp_size", "dp_size", "ep_size"):
-        degree = int(getattr(parallel, name, None) or 1)
-        if degree != 1:
-            msg = (
-                f"the engine has {name}={degree}, expected 1: only the ranks of tensor "
-                "parallelism decide together here. Use one engine and one executor for each "
-                "replica, and tp_size to spread a model."
-            )
-            raise WeightBridgeUnavailableError(msg)
-    if speculative.speculative_algorithm:
-        msg = (
-            f"the engine speculates by {speculative.speculative_algorithm}, expected none: the "
-            "draft model's weights are not proven. Start it without a draft model."
-        )
-        raise WeightBridgeUnavailableError(msg)
-    if device == "cpu" and context.get_flags().capture.enable_torch_compile:
-        msg = (
-            "the engine was started with enable_torch_compile, expected without: on the CPU SGLang "
-            "compiles a model's weights into its code as constants, and no update reaches them. "
-            "Start it without."
-        )
-        raise WeightBridgeUnavailableError(msg)
-
-
-def known_rank(model: torch.nn.Module) -> SGLangRank | None:
-    """The rank whose model this is, if anybody asked for it before."""
-    rank: SGLangRank | None = vars(model).get(_ATTRIBUTE)
-    return rank
-
-
-_VERBS: Mapping[str, Callable[[SGLangRank, Payload], Reply]] = {
-    "describe": lambda rank, _: rank.describe(),
-    "prepare": SGLangRank.prepare,
-    "install": SGLangRank.install,
-    "prove": SGLangRank.prove,
-    "flush": lambda rank, _: rank.flush(),
-    "undo": SGLangRank.undo,
-    "commit": SGLangRank.commit,
-}
-
-
-def answer(model: torch.nn.Module, flush: Callable[[], bool | None], text: str) -> str:
-    """Do what is asked, on all ranks. Never raises: a failure is an answer, too.
-
-    SGLang would end for one, and ranks that did not vote would be waited for by the others.
-
-    Args:
-        model: this rank's.
-        flush: see `SGLangRank`.
-        text: the call.
-
-    """
-    reply: Reply = {}
-    given: Payload = {}
-    rank = known_rank(model)
-    try:
-        given = _given(text)
-        reply["call"] = given.get("call")
-        if rank is None:
-            rank = vars(model)[_ATTRIBUTE] = SGLangRank(model, flush)
-        reply = {**reply, "ok": True, **_VERBS[given["verb"]](rank, given)}
-    except Exception as error:  # noqa: BLE001 - it is the answer
-        _LOG.warning("a call of rl_bridge failed", exc_info=True)
-        reply = {**reply, "ok": False, **told(error)}
-        clear_frames(error)
-    one = votes.merged(votes.all_reply(reply, float(given.get("timeout_s", _TIMEOUT_S))))
-    if rank is not None and given.get("verb") == "prove" and not one["ok"]:
-        rank.is_refused()
-    return json.dumps(one)
-
-
-def _given(text: str) -> Payload:
-    given = json.loads(text)
-    if not isinstance(given, dict) or given.get("verb") not in _VERBS:
-        msg = f"{text[:80]!r} is no call. Pass an object with a verb of {sorted(_VERBS)}."
-        raise WeightUpdateRejectedError(msg)
-    return given

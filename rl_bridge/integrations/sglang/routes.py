@@ -16,10 +16,11 @@ from typing import Any, Literal
 
 import torch
 
-from rl_bridge.errors import WeightBridgeUnavailableError, WeightUpdateRejectedError
+from rl_bridge.errors import WeightBridgeUnavailableError
 from rl_bridge.installers.finite import check_finite
 from rl_bridge.installers.sglang.parts import require
 from rl_bridge.integrations.sglang.handles import EngineHandle
+from rl_bridge.integrations.sglang.plugin import SENDER, sender
 from rl_bridge.integrations.sglang.update_group import UpdateGroup
 from rl_bridge.manifest.model import WeightUpdateManifest
 
@@ -66,17 +67,13 @@ class Route(ABC):
     @contextmanager
     def _session(self) -> Iterator[None]:
         """SGLang's own, without which it takes no weights; whatever comes, it is closed."""
-        self._ask("begin_weight_update", selector="target")
+        self._handle.do("begin_weight_update", selector="target")
         try:
             yield
-        finally:
-            self._ask("end_weight_update")  # an engine has only one
-
-    def _ask(self, route: str, **body: Any) -> None:
-        succeeded, said = self._handle.ask(route, **body)
-        if not succeeded:
-            msg = f"SGLang refused {route} ({said}). See the engine's log."
-            raise WeightUpdateRejectedError(msg)
+        except BaseException:
+            self._handle.ask("end_weight_update")  # whatever it says: the cause is told
+            raise
+        self._handle.do("end_weight_update")  # an engine has only one
 
 
 class ImportRoute(Route):
@@ -110,7 +107,7 @@ class TensorRoute(Route):
         """Open a session, load the bucket, close the session."""
         del manifest
         with self._session():
-            self._ask(
+            self._handle.do(
                 "update_weights_from_tensor",
                 serialized_named_tensors=[
                     self._handle.payload(serialized) for serialized in self._serialized(tensors)
@@ -132,7 +129,11 @@ class TensorRoute(Route):
             )
             for name, start, stop in places
         ]
-        content = {"flattened_tensor": self._bucket, "metadata": metadata}
+        content = {
+            "flattened_tensor": self._bucket,
+            "metadata": metadata,
+            SENDER: sender(self._handle.name),
+        }
         with _SHARING, _strategy(self._handle.sharing):
             try:
                 return [self._serializer.serialize(content) for _ in range(self._handle.num_ranks)]
@@ -174,7 +175,7 @@ class DistributedRoute(Route):
         with self._session():
             work = self._group.send(self._bucket)
             try:
-                self._ask(
+                self._handle.do(
                     "update_weights_from_distributed",
                     names=list(ordered),
                     dtypes=[str(item.dtype).removeprefix("torch.") for item in ordered.values()],
@@ -252,7 +253,8 @@ class DiskRoute(Route):
         """Write the version, and let the engine load it."""
         if self._initial is None:
             self._initial = Path(self._handle.model_path())
-        folder = self._home / f"v{manifest.weight_version}-{manifest.update_id}"
+        said = sender(self._handle.name)
+        folder = self._home / f"v{manifest.weight_version}-{manifest.update_id}-{said}"
         folder.mkdir(parents=True)
         self._next = folder
         for extra in self._initial.glob("*.json"):
@@ -260,7 +262,7 @@ class DiskRoute(Route):
                 shutil.copy(extra, folder)
         content = {name: tensor.contiguous().clone() for name, tensor in tensors.items()}
         self._save(content, folder / "model.safetensors", metadata={"format": "pt"})
-        self._ask(
+        self._handle.do(
             "update_weights_from_disk",
             model_path=str(folder),
             load_format="safetensors",

@@ -21,6 +21,7 @@ from rl_bridge.errors import (
 )
 from rl_bridge.installers.sglang.parts import require
 from rl_bridge.integrations.sglang.handles import EngineHandle
+from rl_bridge.integrations.sglang.plugin import sender
 
 __all__ = ["UpdateGroup"]
 
@@ -64,7 +65,7 @@ class UpdateGroup:
             return
         self.leave()
         self._ranks = self._handle.num_ranks
-        self.name = f"rl_bridge-{uuid.uuid4().hex}"
+        self.name = f"{sender(self._handle.name)}-{uuid.uuid4().hex}"
         try:
             self._group = self._met(backend)
         except BaseException:
