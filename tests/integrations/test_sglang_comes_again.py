@@ -28,6 +28,7 @@ class Engine:
         self.pauses: list[str | None] = []  # modes; None: it went on
         self.flushes = True
         self.refuses = ""  # a route of SGLang's own
+        self.is_written_to_paused = True
 
     def get_model(self) -> Model:
         return self.model
@@ -38,6 +39,8 @@ class Engine:
         return told
 
     def answer(self, text: str) -> str:
+        if json.loads(text)["verb"] in {"install", "undo"}:
+            self.is_written_to_paused &= self.is_paused
         return calls.answer(self.model, lambda: self.flushes, text)
 
     def prepare(self, manifest: Any) -> dict[str, Any]:

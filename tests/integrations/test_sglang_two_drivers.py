@@ -334,6 +334,29 @@ def test_the_engine_is_not_left_paused_wherever_another_drivers_update_ends(
 
 
 @pytest.mark.parametrize("at", range(1, CALLS + 1))
+def test_a_driver_that_is_taken_over_serves_nothing_of_what_is_being_undone(
+    engine: Engine, trainer: TensorBridge, at: int
+) -> None:
+    """It would go on in the middle of that, with an engine that the successor has paused."""
+    before = held(engine.model)
+    successor, late = drivers(engine)
+    mine, theirs = (trainer.publish(version(n), weight_version=n) for n in (1, 2))
+    late.prepare(mine, {})
+    late.install(mine, {})
+    handle = interrupt(successor, at, lambda: end(late, mine, is_installed=True))
+    with suppress(WeightBridgeError):
+        successor.prepare(theirs, {})
+    successor.abandon()
+    handle.catch_up()
+    told = engine.ask("describe")
+    assert (told["pending"], told["pausing"], told["begun"]) == (None, None, False)
+    assert (engine.is_paused, engine.is_written_to_paused) == (False, True)
+    number = told["weight_version"]
+    assert equal(held(engine.model), before if number is None else loaded(number))
+    assert engine.label == ("user's" if number is None else f"{number}@{told['root']}")
+
+
+@pytest.mark.parametrize("at", range(1, CALLS + 1))
 def test_no_driver_ends_the_pause_of_an_update_that_begins_within_its_own(
     engine: Engine, trainer: TensorBridge, at: int
 ) -> None:

@@ -159,13 +159,6 @@ class SGLangRank:
 
         """
         manifest = self._meant(given)
-        if self._pausing != self._driver:
-            msg = (
-                f"update {manifest.update_id}: the engine is not paused by its driver any more, "
-                "expected it: another driver came in between. Let one driver at a time update an "
-                "engine, and publish a later version."
-            )
-            raise WeightUpdateRejectedError(msg)
         start = time.perf_counter()
         self.is_open = True
         if self._is_imported:
