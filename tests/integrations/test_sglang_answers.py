@@ -65,8 +65,10 @@ def test_a_torn_rank_is_told_before_others_that_refused() -> None:
 
 
 def test_an_update_that_any_rank_has_begun_is_begun() -> None:
-    one = merged([yes(begun=False, pending=None, torn=""), yes(begun=True, pending="u", torn="x")])
+    back = yes(begun=False, mine=False, pending=None, torn="")
+    one = merged([back, yes(begun=True, mine=True, pending="u", torn="x")])
     assert one["begun"]
+    assert one["mine"], "its driver could not undo it where one rank has done so"
     assert one["pending"] == "u"
     assert one["torn"] == "x"
 

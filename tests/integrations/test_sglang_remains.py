@@ -256,3 +256,19 @@ def test_a_commit_that_is_asked_for_again_behind_another_ones_refusal_succeeds(
     adapter.abandon()
     adapter.commit()
     assert equal(held(engine.model), loaded(1))
+
+
+def test_a_rank_that_has_undone_its_part_lets_the_undo_be_asked_for_again(
+    engine: Engine, trainer: TensorBridge
+) -> None:
+    """Of several ranks another one failed to; but what is committed by now stays."""
+    manifest = trainer.publish(version(1), weight_version=1)
+    assert engine.prepare(manifest)["ok"]
+    named = {"update_id": manifest.update_id}
+    assert engine.ask("undo", **named)["ok"]
+    assert engine.ask("pauses", pauses=True, undoes=True, **named)["ok"]
+    assert not engine.ask("pauses", pauses=True, **named)["ok"]
+    later = trainer.publish(version(2), weight_version=2)
+    engine.update(later)
+    given = {"pauses": True, "undoes": True, "update_id": later.update_id}
+    assert "is committed" in engine.ask("pauses", **given)["message"]

@@ -116,10 +116,10 @@ def running(server: Served, executor: RolloutExecutor) -> list[Request]:
     stop = adapter._serving.stop
     begun: list[Request] = []
 
-    def begin_and_stop(meant: Any) -> None:
+    def begin_and_stop(meant: Any, **how: Any) -> None:
         if not begun:
             begun.append(Request(server))
-        stop(meant)
+        stop(meant, **how)
 
     adapter._serving.stop = begin_and_stop
     return begun

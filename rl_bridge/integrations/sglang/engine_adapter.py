@@ -329,7 +329,8 @@ class SGLangInstallAdapter(TransactionalAdapter):
 
     def _take_own_back(self, told: Mapping[str, Any]) -> None:
         meant = self._meant()
-        self._serving.stop(meant)  # again, where it is not known whether the engine goes on
+        # Again, where it is not known whether the engine goes on.
+        self._serving.stop(meant, undoes=True)
         if self._may_have_run:
             self._drop_undone(*self._serving.stop_and_drop())
         self._serving.label_back(told["labels"])

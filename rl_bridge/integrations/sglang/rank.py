@@ -124,13 +124,16 @@ class SGLangRank:
     def pauses(self, given: Payload) -> Reply:
         """Note right before the engine is paused whose pause it is: that driver alone ends it.
 
-        Without ``"pauses": true`` it is over, or about to be. Who names the update goes on with it.
+        Without ``"pauses": true`` it is over, or about to be. Who names the update goes on with it,
+        or ``"undoes"`` it: a rank that has done so may be asked again, as another one failed to.
 
         Raises:
             WeightUpdateRejectedError: another driver's update is here.
 
         """
-        if "update_id" in given:
+        if given.get("undoes") and self._pending is None:
+            self._require_nobody_elses(str(given["update_id"]))
+        elif "update_id" in given:
             self._meant(given)
         if given.get("pauses"):
             self._pausing = given.get("driver")

@@ -29,17 +29,18 @@ class Serving:
         self._is_paused = False  # noted before it is: an interrupt may come in between
         self._labels: list[str] | None = None  # before an update, and with it, till it goes on
 
-    def stop(self, meant: Mapping[str, Any]) -> None:
+    def stop(self, meant: Mapping[str, Any], *, undoes: bool = False) -> None:
         """Pause for an update of this driver's.
 
         Args:
             meant: names it.
+            undoes: it is to be taken back; some ranks may have done so.
 
         Raises:
             WeightUpdateRejectedError: another driver's is there; nothing was paused.
 
         """
-        self._handle.call("pauses", pauses=True, **meant)
+        self._handle.call("pauses", pauses=True, undoes=undoes, **meant)
         self._is_paused = True
         self._handle.pause(self._pause)
 

@@ -106,7 +106,7 @@ def _proofs(values: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 _MERGED: Mapping[str, Callable[[Sequence[Any]], Any]] = {
     "ok": all,
     "begun": any,
-    "mine": all,
+    "mine": any,
     "by_sglang": any,
     "flushed": _all_did,
     "timings_ms": _slowest,
