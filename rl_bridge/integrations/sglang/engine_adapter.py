@@ -25,8 +25,7 @@ from rl_bridge.integrations.sglang.handles import PauseMode, handle_of
 from rl_bridge.integrations.sglang.routes import RouteName, route_of
 from rl_bridge.integrations.sglang.serving import Serving
 from rl_bridge.integrations.sglang.shares import Shares
-from rl_bridge.integrations.vllm.asking import checked_label, label_of
-from rl_bridge.integrations.vllm.engine_adapter import default_label
+from rl_bridge.integrations.vllm.labels import checked_label, default_label, label_of
 from rl_bridge.manifest.model import WeightUpdateManifest
 
 __all__ = ["CachePolicy", "SGLangInstallAdapter"]

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from rl_bridge.integrations.vllm.handles import EngineHandle
 from rl_bridge.manifest.model import WeightUpdateManifest
 
-__all__ = ["EngineLabel", "LabelMaker", "default_label"]
+__all__ = ["EngineLabel", "LabelMaker", "checked_label", "default_label", "label_of"]
 
 LabelMaker = Callable[[WeightUpdateManifest], str]
 
@@ -13,6 +13,35 @@ LabelMaker = Callable[[WeightUpdateManifest], str]
 def default_label(manifest: WeightUpdateManifest) -> str:
     """``version@root``: the label on outputs tells which weights made them, not only a number."""
     return f"{manifest.weight_version}@{manifest.root}"
+
+
+def checked_label(make: LabelMaker | None) -> LabelMaker | None:
+    """The function that makes labels, as it was given.
+
+    Raises:
+        TypeError: it is none.
+
+    """
+    if make is not None and not callable(make):
+        raise TypeError(f"label={make!r}: expected a function of the manifest, or None.")
+    return make
+
+
+def label_of(manifest: WeightUpdateManifest, make: LabelMaker) -> str:
+    """The label that `make` gives a version.
+
+    Raises:
+        TypeError: it is no text. vLLM takes whatever it is given, and answers no request any more.
+
+    """
+    label: object = make(manifest)
+    if not isinstance(label, str):
+        msg = (
+            f"label of version {manifest.weight_version} is {label!r}, a {type(label).__name__}: "
+            "expected a str. Let label= return one."
+        )
+        raise TypeError(msg)
+    return label
 
 
 class EngineLabel:
@@ -29,12 +58,10 @@ class EngineLabel:
             TypeError: `make` is no function.
 
         """
-        if make is not None and not callable(make):
-            raise TypeError(f"label={make!r}: expected a function of the manifest, or None.")
         self._handle = handle
-        self._make = make
+        self._make = checked_label(make)
         self._before: str | None = None
-        self._set: set[str] = set()  # since that one
+        self._now: str | None = None
 
     @property
     def is_wanted(self) -> bool:
@@ -45,27 +72,17 @@ class EngineLabel:
         """The label of a version.
 
         Raises:
-            TypeError: it is no text. vLLM takes whatever it is given, and answers no request any
-                more.
+            TypeError: it is no text.
 
         """
         assert self._make is not None
-        label: object = self._make(manifest)
-        if not isinstance(label, str):
-            msg = (
-                f"label of version {manifest.weight_version} is {label!r}, a "
-                f"{type(label).__name__}: expected a str. Let label= return one."
-            )
-            raise TypeError(msg)
-        return label
+        return label_of(manifest, self._make)
 
     def set(self, label: str) -> None:
         """Set it, if the engine has labels."""
         before = self._handle.label()
-        if self._before is None:  # (else an undo that failed still has to bring that one back)
-            self._before, self._set = before, set()
         if before is not None:
-            self._set.add(label)
+            self._before, self._now = before, label
             self._handle.set_label(label)
 
     def keep(self) -> str | None:
@@ -80,5 +97,5 @@ class EngineLabel:
 
     def take_back_to(self, before: str | None) -> None:
         """Bring back this one, unless somebody has set another one since."""
-        if before is not None and self._handle.label() in self._set:
+        if before is not None and self._handle.label() == self._now:
             self._handle.set_label(before)
