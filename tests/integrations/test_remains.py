@@ -248,6 +248,29 @@ def test_what_its_driver_undoes_while_another_takes_it_over_leaves_no_label(
     assert not engine.is_paused()
 
 
+def test_what_another_driver_commits_in_the_middle_of_an_undo_keeps_its_label(
+    engine: Engine, trainer: TensorBridge
+) -> None:
+    owner, manifest = VLLMEngineAdapter(engine), publish(trainer, 1)
+    owner.prepare(manifest, {})
+    owner.install(manifest, {})
+    owner.resume()
+    other, real = VLLMEngineAdapter(engine), engine.label
+
+    def label() -> str:
+        patch.undo()
+        other.take_over()
+        return real()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "label", label)
+        with pytest.raises(WeightUpdateRejectedError, match="another driver has committed it"):
+            owner.undo()
+    assert engine.rank.describe()["update_id"] == manifest.update_id
+    assert engine.shown == f"1@{manifest.root}"
+    assert not engine.is_paused()
+
+
 def test_an_overtaken_driver_takes_its_label_back_at_its_commit(
     engine: Engine, trainer: TensorBridge
 ) -> None:

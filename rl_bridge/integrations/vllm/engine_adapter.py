@@ -243,7 +243,7 @@ class VLLMEngineAdapter(TransactionalAdapter):
             return self._all("undo", self._meant())
         except WeightUpdateRejectedError:
             # Another driver has committed it: from now on cache and label are that one's.
-            self._label.keep()
+            self._label.stand()
             self._pause.end()
             raise
 

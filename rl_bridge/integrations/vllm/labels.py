@@ -62,6 +62,7 @@ class EngineLabel:
         self._make = checked_label(make)
         self._before: str | None = None
         self._now: str | None = None
+        self._taken_back_to: str | None = None
 
     @property
     def is_wanted(self) -> bool:
@@ -82,7 +83,7 @@ class EngineLabel:
         """Set it, if the engine has labels."""
         before = self._handle.label()
         if before is not None:
-            self._before, self._now = before, label
+            self._before, self._now, self._taken_back_to = before, label, None
             self._handle.set_label(label)
 
     def keep(self) -> str | None:
@@ -93,7 +94,16 @@ class EngineLabel:
     def take_back(self) -> None:
         """Bring back the one before; called again, nothing happens."""
         self.take_back_to(self._before)
-        self._before = None
+        self._before, self._taken_back_to = None, self._before or self._taken_back_to
+
+    def stand(self) -> None:
+        """It is no more to be taken back, and is set again where it was taken back already.
+
+        What it is of cannot be undone: another driver has committed it.
+        """
+        before, self._before, self._taken_back_to = self._taken_back_to, None, None
+        if before is not None and self._now is not None and self._handle.label() == before:
+            self._handle.set_label(self._now)
 
     def take_back_to(self, before: str | None) -> None:
         """Bring back this one, unless somebody has set another one since."""
