@@ -1,29 +1,19 @@
 """What staging is said to take is what it takes."""
 
-from collections.abc import Callable
+from pathlib import Path
 
 import pytest
-import torch
 
+from rl_bridge import IncompatibleUpdate
 from rl_bridge.installers.vllm.model_installer import VLLMModelInstaller
+from tests.engines import models
 from tests.engines.drive import Setting, model_of, start
 from tests.engines.models import Checkpoints, Kind
 from tests.engines.trainer import Trainer
+from tests.peaks import peak_nbytes
 
 # Tables, masks and products of canaries: no tensor of the model is among them.
 SLACK = 0.1
-
-
-def peak_nbytes(action: Callable[[], None]) -> int:
-    """The most that torch had allocated on the host at any time, beyond what there was."""
-    with torch.autograd.profiler.profile(profile_memory=True) as seen:
-        action()
-    size = peak = 0
-    for event in sorted(seen.kineto_results.events(), key=lambda event: event.start_ns()):
-        if event.name() == "[memory]":
-            size += event.nbytes()
-            peak = max(peak, size)
-    return peak
 
 
 @pytest.mark.timeout(120)
@@ -47,3 +37,29 @@ def test_the_budget_of_packed_experts_counts_all_that_is_there_at_once(
         assert said >= manifest.total_nbytes + sum(beside)
         assert said <= peak * 1.5, "it refuses what would fit"
         installer.abandon()
+
+
+@pytest.mark.timeout(120)
+def test_the_first_update_of_a_large_vocabulary_takes_no_more_than_the_next(
+    tmp_path: Path, trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(models._SHAPE, "vocab_size", 151_936)
+    kind, checkpoints = Kind(tied=True, dtype="bfloat16"), Checkpoints(tmp_path)
+    weights = checkpoints.weights(kind, 1)
+    with start(Setting(kind), checkpoints.path(kind, 0)) as llm:
+        model, config = model_of(llm), llm.llm_engine.vllm_config
+        manifest = trainer.publish(weights)
+        small = VLLMModelInstaller(model, config, memory_budget_nbytes=manifest.total_nbytes)
+
+        def refused() -> None:
+            with pytest.raises(IncompatibleUpdate, match=r"staging it .* takes \d+ bytes more"):
+                small.prepare(manifest, weights)
+
+        assert peak_nbytes(refused) < manifest.total_nbytes * SLACK
+        learner = VLLMModelInstaller(model, config)
+        said = learner._spares.missing_nbytes(learner._plan(manifest))
+        # What staging takes is enough for all: nobody is refused because of learning.
+        exact = VLLMModelInstaller(model, config, memory_budget_nbytes=said)
+        assert peak_nbytes(lambda: exact._plan(manifest)) <= said * (1 + SLACK)
+        exact.prepare(manifest, weights)
+        exact.abandon()

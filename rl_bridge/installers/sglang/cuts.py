@@ -12,6 +12,7 @@ import torch
 
 from rl_bridge.errors import IncompatibleUpdate, ProofFailed, WeightUpdateRejectedError
 from rl_bridge.installers.vllm.evidence import digests_of
+from rl_bridge.installers.vllm.numbering import other_than
 from rl_bridge.installers.vllm.routes import LoadPlan, Route, View
 from rl_bridge.manifest.digest import DIGEST_NBYTES
 from rl_bridge.manifest.model import WeightUpdateManifest
@@ -120,7 +121,7 @@ def check_covered(manifest: WeightUpdateManifest, ranks: Sequence[Sequence[Cut]]
         if not seen.all():
             msg = (
                 f"tensor {table.names[row]!r} has shape {list(shape)}: the engine takes "
-                f"{int(seen.sum())} of its {seen.numel()} elements, expected all. Publish the "
+                f"{other_than(0, seen)} of its {seen.numel()} elements, expected all. Publish the "
                 "model that it serves."
             )
             raise IncompatibleUpdate(msg)

@@ -21,7 +21,7 @@ from rl_bridge.installers.sglang.proof import LiveEvidence, live_parameter
 from rl_bridge.installers.snapshot import Snapshot, every_engine_tensor
 from rl_bridge.installers.threads import checked_threads
 from rl_bridge.installers.vllm.evidence import Untouched
-from rl_bridge.installers.vllm.memory_budget import check_budget, checked_budget
+from rl_bridge.installers.vllm.memory_budget import LEARNING, check_budget, checked_budget
 from rl_bridge.installers.vllm.routes import LoadPlan, learn
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.memory.facts import tensor_key
@@ -262,7 +262,14 @@ class SGLangModelInstaller(TransactionalAdapter):
                 name: (getattr(torch, table.dtypes[row]), table.shapes[row])
                 for name, row in table.rows.items()
             }
-            plan = learn(self._model, kinds, None, parts=parts)
+
+            def admit(_: LoadPlan, nbytes: int) -> None:
+                version = manifest.weight_version
+                if self._snapshot is None:
+                    check_budget(self._nbytes(), self._budget, version)
+                check_budget(nbytes, self._budget, version, LEARNING)
+
+            plan = learn(self._model, kinds, None, admit=admit, parts=parts)
             _check_landed(plan, manifest)
             _check_dtypes(plan, kinds)
             if self._num_ranks == 1:

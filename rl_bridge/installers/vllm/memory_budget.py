@@ -4,7 +4,10 @@ from pathlib import Path
 
 from rl_bridge.errors import IncompatibleUpdate
 
-__all__ = ["available_nbytes", "check_budget", "checked_budget"]
+__all__ = ["LEARNING", "STAGING", "available_nbytes", "check_budget", "checked_budget"]
+
+STAGING = "staging it beside the serving one"
+LEARNING = "trying the engine's loader on numbers, before its first update"
 
 
 def available_nbytes() -> int | None:
@@ -41,18 +44,18 @@ def checked_budget(memory_budget_nbytes: int | None) -> int | None:
     return memory_budget_nbytes
 
 
-def check_budget(needed: int, budget: int | None, version: int) -> None:
+def check_budget(needed: int, budget: int | None, version: int, what: str = STAGING) -> None:
     """Refuse what does not fit.
 
     Raises:
-        IncompatibleUpdate: staging takes more than `budget`, or than there is.
+        IncompatibleUpdate: `what` takes more than `budget`, or than there is.
 
     """
     given = available_nbytes() if budget is None else budget
     if given is not None and needed > given:
         whose = "the machine has" if budget is None else "memory_budget_nbytes allows"
         msg = (
-            f"version {version}: staging it beside the serving one takes {needed} bytes more, "
+            f"version {version}: {what} takes {needed} bytes more, "
             f"{whose} {given}. Free memory, or give the engine's caches less."
         )
         raise IncompatibleUpdate(msg)

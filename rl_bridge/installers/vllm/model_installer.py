@@ -19,9 +19,10 @@ from rl_bridge.installers.threads import checked_threads
 from rl_bridge.installers.vllm.casts import check_casts
 from rl_bridge.installers.vllm.evidence import Evidence, Untouched
 from rl_bridge.installers.vllm.exchange import Exchange, is_looked_at
-from rl_bridge.installers.vllm.memory_budget import check_budget, checked_budget
+from rl_bridge.installers.vllm.memory_budget import LEARNING, check_budget, checked_budget
+from rl_bridge.installers.vllm.numbering import other_than
 from rl_bridge.installers.vllm.parts import RELOAD, unsupported
-from rl_bridge.installers.vllm.routes import LoadPlan, Route, learn
+from rl_bridge.installers.vllm.routes import Kinds, LoadPlan, Route, learn
 from rl_bridge.installers.vllm.spares import Spares
 from rl_bridge.installers.vllm.staging import Staged, TensorChange, stage
 from rl_bridge.manifest.model import WeightUpdateManifest
@@ -90,7 +91,7 @@ class VLLMModelInstaller(TransactionalAdapter):
         self.abandon()
         self._spares.drop(is_looked_at)
         plan = self._plan(manifest)
-        check_budget(self._spares.missing_nbytes(plan), self._budget, manifest.weight_version)
+        self._check_room(plan, manifest)
         evidence = Evidence(manifest, tensors, plan, num_threads=self._num_threads)
         self._staged = staged = Staged()  # noted first: what fails half-way is let go of
         try:
@@ -184,7 +185,12 @@ class VLLMModelInstaller(TransactionalAdapter):
                 name: (getattr(torch, table.dtypes[row]), table.shapes[row])
                 for name, row in table.rows.items()
             }
-            plan = learn(self._model, kinds, self._config)
+
+            def admit(noted: LoadPlan, nbytes: int) -> None:
+                self._check_room(noted, manifest)
+                check_budget(nbytes, self._budget, manifest.weight_version, LEARNING)
+
+            plan = learn(self._model, kinds, self._config, admit=admit)
             self._check_landed(plan, manifest)
             self._check_whole(plan, kinds)
             self._check_dtypes(plan, kinds)
@@ -193,6 +199,10 @@ class VLLMModelInstaller(TransactionalAdapter):
                 self._plans.popitem(last=False)
         self._plans.move_to_end(table.digest)
         return plan
+
+    def _check_room(self, plan: LoadPlan, manifest: WeightUpdateManifest) -> None:
+        needed = self._spares.missing_nbytes(plan)
+        check_budget(needed, self._budget, manifest.weight_version)
 
     def _check_layers(self) -> None:
         for name, layer in self._model.named_modules():
@@ -215,9 +225,7 @@ class VLLMModelInstaller(TransactionalAdapter):
             )
             raise IncompatibleUpdate(msg)
 
-    def _check_whole(
-        self, plan: LoadPlan, kinds: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
-    ) -> None:
+    def _check_whole(self, plan: LoadPlan, kinds: Kinds) -> None:
         """Loaders cut each rank's part out of a tensor, and do not see that it is too long."""
         ranks = self._config.parallel_config.tensor_parallel_size
         routes: dict[str, list[Route]] = {}
@@ -227,10 +235,11 @@ class VLLMModelInstaller(TransactionalAdapter):
             if any(part.is_whole for part in parts):
                 continue
             shape = kinds[name][1]
+            # (A byte an element, as the learning took for it, and for its targets besides.)
             seen = torch.zeros(shape, dtype=torch.bool, device="cpu")
             for part in parts:
                 part.source_view.once().of(seen).fill_(True)  # noqa: FBT003 - torch's own
-            taken = int(seen.sum())
+            taken = other_than(0, seen)
             padded = sum(plan.padding(index) for index in {part.target for part in parts})
             if (taken + padded) * ranks < seen.numel():
                 targets = sorted({plan.targets[part.target].name for part in parts})
@@ -241,9 +250,7 @@ class VLLMModelInstaller(TransactionalAdapter):
                 )
                 raise IncompatibleUpdate(msg)
 
-    def _check_dtypes(
-        self, plan: LoadPlan, kinds: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
-    ) -> None:
+    def _check_dtypes(self, plan: LoadPlan, kinds: Kinds) -> None:
         if self._cast:
             return
         for route in plan.routes():

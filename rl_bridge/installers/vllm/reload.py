@@ -19,7 +19,7 @@ from rl_bridge.installers.threads import checked_threads
 from rl_bridge.installers.vllm.casts import check_casts
 from rl_bridge.installers.vllm.derived import make_ready
 from rl_bridge.installers.vllm.evidence import Untouched
-from rl_bridge.installers.vllm.memory_budget import check_budget, checked_budget
+from rl_bridge.installers.vllm.memory_budget import LEARNING, check_budget, checked_budget
 from rl_bridge.installers.vllm.module_snapshot import (
     ModelSnapshot,
     ReloadBooks,
@@ -90,13 +90,13 @@ class VLLMReloadAdapter(TransactionalAdapter):
         if self._snapshot is None:
             refuse_half_way(self._model)
         check_finite(tensors, tensors, num_threads=self._num_threads)
-        self._learn(manifest)
-        if self._plan is not None:
-            check_casts(self._plan, tensors)
         needed = manifest.total_nbytes  # the layers that vLLM makes anew
         if self._snapshot is None:
             needed += ModelSnapshot(self._model).nbytes
         check_budget(needed, self._budget, manifest.weight_version)
+        self._learn(manifest)
+        if self._plan is not None:
+            check_casts(self._plan, tensors)
 
     def install(self, manifest: WeightUpdateManifest, tensors: Mapping[str, torch.Tensor]) -> None:
         """Copy the model, then let vLLM reload it from `tensors`.
@@ -201,8 +201,14 @@ class VLLMReloadAdapter(TransactionalAdapter):
             name: (getattr(torch, table.dtypes[row]), table.shapes[row])
             for name, row in table.rows.items()
         }
+
+        def admit(_: LoadPlan, nbytes: int) -> None:
+            check_budget(nbytes, self._budget, manifest.weight_version, LEARNING)
+
         try:
-            self._plan = learn(self._model, kinds, self._config, is_optional=_is_optional)
+            self._plan = learn(
+                self._model, kinds, self._config, admit=admit, is_optional=_is_optional
+            )
         except IncompatibleUpdate as error:
             if "VLLMReloadAdapter" not in str(error):
                 raise

@@ -1,0 +1,255 @@
+"""Learning where tensors go: the trial of a loader finds every element, and takes what it says."""
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from rl_bridge import IncompatibleUpdate, make_weight_bridge
+from rl_bridge.installers.sglang import parts
+from rl_bridge.installers.sglang.model_installer import SGLangModelInstaller
+from rl_bridge.installers.vllm import model_installer
+from rl_bridge.installers.vllm.load_plan import LoadPlan
+from rl_bridge.installers.vllm.model_installer import VLLMModelInstaller
+from rl_bridge.installers.vllm.numbering import SMALL_NBYTES, Numbering
+from rl_bridge.installers.vllm.routes import learn
+from tests.peaks import peak_nbytes
+
+Given = Iterable[tuple[str, torch.Tensor]]
+Mishap = Callable[[torch.Tensor], None]
+
+WIDTH = 512
+# One of which the trial takes little, one of which it takes much: numbers of one and more digits.
+ROWS = {"small": 64, "large": 17 << 10}
+PADDING = 8
+SLACK_NBYTES = 2 << 20
+
+
+class Model(torch.nn.Module):
+    """A vocabulary that is longer than its tensor, and loaded twice: noted, then tried."""
+
+    def __init__(
+        self, rows: int, mishap: Mishap = lambda _: None, dtype: torch.dtype = torch.bfloat16
+    ) -> None:
+        super().__init__()
+        made = torch.empty(rows + PADDING, WIDTH, dtype=dtype, device="meta")
+        self.words = torch.nn.Parameter(made, requires_grad=False)
+        self.mishap = mishap
+
+    def load_weights(self, given: Given) -> None:
+        """What engines do."""
+        for _, tensor in given:
+            self.words.data[: len(tensor)].copy_(tensor)
+            self.words.data[len(tensor) :].fill_(0)
+        if self.words.device.type != "meta":
+            self.mishap(self.words.data)
+
+
+def learned(model: Model, admit: Callable[[LoadPlan, int], None] = lambda *_: None) -> LoadPlan:
+    shape = (len(model.words) - PADDING, WIDTH)
+    kinds = {"words": (model.words.dtype, shape)}
+    return learn(model, kinds, None, admit=admit, parts=parts)
+
+
+def exchanged(*places: tuple[int, int]) -> Mishap:
+    """Elements that change places."""
+
+    def mishap(words: torch.Tensor) -> None:
+        values = [words[place].clone() for place in places]
+        for place, value in zip(places, values[1:] + values[:1], strict=True):
+            words[place] = value
+
+    return mishap
+
+
+def written(place: Any, value: Callable[[torch.Tensor], Any]) -> Mishap:
+    def mishap(words: torch.Tensor) -> None:
+        words[place] = value(words)
+
+    return mishap
+
+
+MISHAPS = {
+    "neighbours": exchanged((5, 7), (5, 8)),
+    "first and last": exchanged((0, 0), (63, WIDTH - 1)),
+    "above each other": exchanged((31, 3), (63, 3)),
+    "three in a ring": exchanged((1, 1), (40, 9), (63, 500)),
+    "one twice": written((9, 9), lambda words: words[9, 10].clone()),
+    "one left out": written((9, 9), lambda _: -128),
+    "one zero": written((9, 9), lambda _: 0),
+    "last padding": written((-1, -1), lambda words: words[0, 0].clone() | 1),
+    "padding left out": written((-1, 0), lambda _: -128),
+    "rows turned": written(slice(0, 64), lambda words: words[:64].flip(0)),
+    "shifted by one": written(slice(0, 64), lambda words: words[:64].roll(1)),
+}
+
+
+@pytest.mark.parametrize("size", ROWS)
+def test_a_loader_that_does_twice_the_same_is_learned(size: str) -> None:
+    plan = learned(Model(ROWS[size]))
+    assert plan.landed == {"words"}
+    assert plan.padding(0) == PADDING * WIDTH
+
+
+@pytest.mark.parametrize("mishap", MISHAPS)
+@pytest.mark.parametrize("size", ROWS)
+def test_each_element_that_goes_elsewhere_the_second_time_is_found(size: str, mishap: str) -> None:
+    with pytest.raises(IncompatibleUpdate, match=r"'words'.* twice into the same place"):
+        learned(Model(ROWS[size], MISHAPS[mishap]))
+
+
+@pytest.mark.parametrize("far", [1, 128, 1 << 14, 1 << 17, 1 << 21, 1 << 22, (1 << 23) - 1])
+def test_two_elements_of_a_large_tensor_that_change_places_are_found(far: int) -> None:
+    one, other = divmod(3, WIDTH), divmod(3 + far, WIDTH)
+    with pytest.raises(IncompatibleUpdate, match="twice into the same place"):
+        learned(Model(ROWS["large"], exchanged(one, other)))
+
+
+@pytest.mark.parametrize("digit", range(4))
+def test_elements_whose_numbers_share_a_digit_are_found_by_the_others(digit: int) -> None:
+    count = ROWS["large"] * WIDTH
+    numbering = Numbering.of(count, 2 * count)
+    assert numbering.digits == 4
+    memory = torch.empty(count, dtype=numbering.dtype)
+    numbering.write(memory, digit)
+    alike = (memory == memory[3]).nonzero().flatten().tolist()
+    mishap = exchanged(divmod(alike[0], WIDTH), divmod(alike[-1], WIDTH))
+    with pytest.raises(IncompatibleUpdate, match="twice into the same place"):
+        learned(Model(ROWS["large"], mishap))
+
+
+@pytest.mark.parametrize("count", [1, 127, 128, 1 << 14, (1 << 21) - (1 << 14), 3_000_001])
+@pytest.mark.parametrize("copies", [0, 1 << 30])
+def test_every_element_has_a_number_of_its_own_that_is_not_paddings(
+    count: int, copies: int
+) -> None:
+    numbering = Numbering.of(count, count + copies)
+    numbers = torch.zeros(count, dtype=torch.int64)
+    for digit in range(numbering.digits):
+        memory = torch.empty(count, dtype=numbering.dtype)
+        numbering.write(memory, digit)
+        assert memory.min() >= 0  # else it is a mark
+        numbers += memory.long() << numbering.bits * digit
+    assert numbers.all()
+    ordered = numbers.sort()[0]
+    assert (ordered[1:] != ordered[:-1]).all()
+
+
+def test_a_digit_alone_tells_rows_apart() -> None:
+    numbering = Numbering.of(1 << 23, 1 << 24)
+    memory = torch.empty(1 << 23, dtype=numbering.dtype)
+    for digit in range(numbering.digits):
+        numbering.write(memory, digit)
+        rows = memory.view(-1, 4096)
+        assert not (rows[1:] == rows[:-1]).all(1).any()
+
+
+def test_trying_a_loader_takes_what_was_asked_for_and_no_more_than_the_weights() -> None:
+    asked: list[int] = []
+    model = Model(ROWS["large"])
+    peak = peak_nbytes(lambda: learned(model, lambda _, nbytes: asked.append(nbytes)))
+    (nbytes,) = asked
+    assert nbytes <= peak <= nbytes + SLACK_NBYTES
+    assert nbytes <= model.words.numel() * model.words.element_size()
+
+
+def test_the_memory_of_one_parameters_trial_is_gone_before_the_next_ones() -> None:
+    class Two(Model):
+        """A vocabulary and an untied head."""
+
+        def __init__(self) -> None:
+            super().__init__(ROWS["large"])
+            self.head = torch.nn.Parameter(self.words.clone(), requires_grad=False)
+
+        def load_weights(self, given: Given) -> None:
+            for name, tensor in given:
+                getattr(self, name).data.copy_(tensor)
+
+    asked: list[int] = []
+    model = Two()
+    kinds = {name: (p.dtype, tuple(p.shape)) for name, p in model.named_parameters()}
+
+    def admit(_: LoadPlan, nbytes: int) -> None:
+        asked.append(nbytes)
+
+    peak = peak_nbytes(lambda: learn(model, kinds, None, admit=admit, parts=parts))
+    assert [peak <= nbytes + SLACK_NBYTES for nbytes in asked] == [True]
+
+
+def test_of_small_parameters_as_many_are_tried_at_once_as_take_little() -> None:
+    class Many(Model):
+        """Each of these is small; together they are not."""
+
+        def __init__(self) -> None:
+            super().__init__(8)
+            for index in range(64):
+                made = torch.empty(256, WIDTH, dtype=torch.bfloat16, device="meta")
+                setattr(self, f"layer{index}", torch.nn.Parameter(made, requires_grad=False))
+
+        def load_weights(self, given: Given) -> None:
+            self.mishap(torch.empty(0))
+            for name, tensor in given:
+                getattr(self, name).data[: len(tensor)].copy_(tensor)
+
+    calls: list[None] = []
+    asked: list[int] = []
+    model = Many()
+    model.mishap = lambda _: calls.append(None)
+    kinds = {name: (p.dtype, tuple(p.shape)) for name, p in model.named_parameters()}
+
+    def admit(_: LoadPlan, nbytes: int) -> None:
+        asked.append(nbytes)
+
+    def learn_all() -> None:
+        learn(model, kinds, None, admit=admit, parts=parts)
+
+    assert peak_nbytes(learn_all) <= SMALL_NBYTES + SLACK_NBYTES
+    assert asked == [0]
+    assert len(calls) < 10  # loaders walk the whole model in each
+
+
+def test_who_is_not_admitted_takes_no_memory() -> None:
+    def refuse(_: LoadPlan, nbytes: int) -> None:
+        msg = f"{nbytes} bytes"
+        raise IncompatibleUpdate(msg)
+
+    def refused() -> None:
+        with pytest.raises(IncompatibleUpdate, match=r"\d+ bytes"):
+            learned(Model(ROWS["large"]), refuse)
+
+    assert peak_nbytes(refused) < SLACK_NBYTES
+
+
+@pytest.mark.parametrize(
+    ("share", "refusal"),
+    [(0.9, "staging it beside"), (1.1, "trying the engine's loader on numbers")],
+    ids=["for the copy", "for the trial"],
+)
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_a_first_update_without_room_is_refused_before_it_takes_memory(
+    engine: str, share: float, refusal: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = Model(ROWS["large"], dtype=torch.uint8)  # (of one byte: numbers take twice as much)
+    served = torch.zeros(model.words.shape, dtype=torch.uint8)
+    model.words = torch.nn.Parameter(served, requires_grad=False)
+    budget = int(served.numel() * share)
+    # What SGLang's parts say of this model is true without SGLang.
+    monkeypatch.setattr(model_installer, "learn", partial(learn, parts=parts))
+    installer = (
+        SGLangModelInstaller(model, memory_budget_nbytes=budget)
+        if engine == "sglang"
+        else VLLMModelInstaller(model, None, memory_budget_nbytes=budget)
+    )
+    sent = {"words": torch.zeros(ROWS["large"], WIDTH, dtype=torch.uint8)}
+    with make_weight_bridge("local-clone") as bridge:
+        manifest = bridge.publish(sent, weight_version=1)
+
+        def refused() -> None:
+            match = rf"version 1: {refusal}.* takes \d+ bytes more, .* allows {budget}"
+            with pytest.raises(IncompatibleUpdate, match=match):
+                installer.prepare(manifest, sent)
+
+        assert peak_nbytes(refused) < SLACK_NBYTES
+        bridge.release(manifest.update_id)
