@@ -23,6 +23,10 @@ def pair() -> tuple[TensorBridge, TensorBridge]:
     return receiver, trainer
 
 
+def interrupted(*_args: object) -> None:
+    raise KeyboardInterrupt
+
+
 def test_a_close_that_was_cut_off_before_any_line_is_made_up_for_by_the_next(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -51,3 +55,28 @@ def test_a_member_whose_end_was_cut_off_before_any_line_is_let_go_of_at_the_next
         trainer.close()
         number += 1
     assert number > 8
+
+
+def test_a_report_whose_hearing_is_interrupted_is_told_again_by_the_next_connection(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    receiver, trainer = pair()
+    hub = trainer._publisher_end()._end._hub  # type: ignore[attr-defined]
+    assert isinstance(hub, Hub)
+    (member,) = hub.members
+    until(lambda: member.updates, what="its report came")
+    receiver.import_update(manifest := trainer.publish(WEIGHTS, weight_version=2))
+    until(lambda: manifest.update_id in member.updates, what="its next report came")
+    with hub.changed:  # what comes waits for the next look
+        receiver.acknowledge(manifest.update_id)
+        with monkeypatch.context() as patch:
+            patch.setattr(hub, "_note", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                until(hub.drain, what="it is heard")
+    trainer.consumers()
+    assert member.is_gone
+    receiver.import_update(trainer.publish(WEIGHTS, weight_version=3))
+    states = [report.state for report in trainer.holders(manifest)]
+    assert "acknowledged" in states
+    receiver.close()
+    trainer.close()

@@ -289,6 +289,13 @@ class Hub:
             member.is_observer = False
 
     def _serve(self, member: Member) -> None:
+        try:
+            self._hear(member)
+        except BaseException:
+            member.channel.is_lost = True  # a message was heard by half: its next link repeats it
+            raise
+
+    def _hear(self, member: Member) -> None:
         channel = member.channel
         channel.flush()
         channel.fill()
