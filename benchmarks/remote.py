@@ -9,7 +9,6 @@ import datetime as dt
 import json
 import multiprocessing
 import os
-import socket
 import tempfile
 import time
 from itertools import pairwise
@@ -27,6 +26,7 @@ from rl_bridge import ModuleInstallAdapter, SharedMemoryTensorBridge
 from rl_bridge.errors import EngineLost
 from rl_bridge.integrations.remote.durable import DurableLines
 from rl_bridge.remote import RemoteEngine, TwoPhaseExecutor, serve
+from rl_bridge.testing.processes import free_port
 
 __all__ = ["main"]
 
@@ -122,13 +122,11 @@ def main(
     torch.set_num_threads(1)
     started = time.monotonic()
     repetitions = 50 if quick else 300
-    with tempfile.TemporaryDirectory() as name, socket.socket() as taken:
+    with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         (directory / "key").touch(mode=0o600)
         (directory / "key").write_bytes(os.urandom(32))
-        taken.bind(("127.0.0.1", 0))
-        port = int(taken.getsockname()[1])
-        taken.close()
+        port = free_port()
         process = multiprocessing.get_context("spawn").Process(
             target=_sidecar, args=(name, port), daemon=True
         )

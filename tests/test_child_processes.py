@@ -2,11 +2,12 @@
 
 import os
 import threading
+from pathlib import Path
 
 import pytest
 
 from rl_bridge.errors import DeadlineExceeded
-from rl_bridge.testing.processes import Child, ChildDied, ChildError
+from rl_bridge.testing.processes import Child, ChildDied, ChildError, free_port
 
 
 class Clerk:
@@ -66,3 +67,8 @@ def test_a_killed_child_is_told_apart() -> None:
         with pytest.raises(ChildDied) as caught:
             child.call("quick", number=1)
     assert caught.value.exitcode == -9
+
+
+def test_a_servers_port_is_none_that_the_kernel_gives_to_whoever_connects() -> None:
+    first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    assert all(1024 < free_port() < first for _ in range(50))

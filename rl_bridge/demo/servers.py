@@ -7,7 +7,6 @@ import ctypes
 import os
 import secrets
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -19,7 +18,7 @@ from rl_bridge.demo.failures import PeerGone
 from rl_bridge.demo.task import SortTask
 from rl_bridge.demo.vllm_worker import EXTENSION
 from rl_bridge.errors import DeadlineExceeded, WeightBridgeUnavailableError
-from rl_bridge.testing.processes import until
+from rl_bridge.testing.processes import free_port, until
 
 __all__ = ["Server", "make_key", "start_sidecar", "start_vllm"]
 
@@ -106,7 +105,7 @@ class Server:
 
 def start_vllm(task: SortTask, checkpoint: str, *, seed: int, log: Path) -> Server:
     """Start a vLLM server with a checkpoint."""
-    port = _free_port()
+    port = free_port()
     flags = {
         "model": checkpoint,
         "host": _LOOPBACK,
@@ -130,7 +129,7 @@ def start_sidecar(
     engine_url: str, *, key_file: Path, state_dir: Path, transport: str, log: Path
 ) -> Server:
     """Start a side-car beside an engine's server, as a user does."""
-    port = _free_port()
+    port = free_port()
     command = ["rl_bridge", "sidecar", engine_url, "--port", str(port), "--transport", transport]
     command += ["--key-file", str(key_file), "--state-dir", str(state_dir)]
     return Server("side-car", command, port=port, log=log)
@@ -141,12 +140,6 @@ def make_key(path: Path) -> Path:
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
         file.write(secrets.token_bytes(32))
     return path
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((_LOOPBACK, 0))
-        return int(probe.getsockname()[1])
 
 
 def _end_with_parent() -> None:

@@ -11,7 +11,9 @@ these are when they start.
 import json
 import multiprocessing
 import os
+import secrets
 import signal
+import socket
 import time
 import traceback
 from collections import deque
@@ -33,6 +35,7 @@ __all__ = [
     "ChildError",
     "Line",
     "Target",
+    "free_port",
     "start_server",
     "until",
     "watchdog",
@@ -64,6 +67,19 @@ class ChildError(WeightBridgeError):
         self.kind = kind
         self.lineage = lineage
         self.message = message
+
+
+def free_port() -> int:
+    """A port of the loopback that nobody listens on.
+
+    Below those that the kernel gives to whoever connects: a server may take minutes until it
+    listens on it.
+    """
+    while True:
+        port = 20_000 + secrets.randbelow(12_000)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def until(condition: Callable[[], object], *, what: str, deadline_s: float = DEADLINE_S) -> None:

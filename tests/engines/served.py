@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -13,7 +12,7 @@ from typing import Any
 
 import httpx
 
-from rl_bridge.testing.processes import until
+from rl_bridge.testing.processes import free_port, until
 from tests.engines.drive import MAX_TOKENS, PROMPTS, Answers, Setting, arguments
 
 __all__ = ["Served", "served"]
@@ -78,9 +77,7 @@ class Served:
 @contextmanager
 def served(setting: Setting, path: str, log: Path, **environment: str) -> Iterator[Served]:
     """Start it; it is killed with the block."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     flags = [*_flags(setting, path), "--host", "127.0.0.1", "--port", str(port)]
     with log.open("wb") as written:
         process = subprocess.Popen(

@@ -1,10 +1,8 @@
 """Side-cars as processes of their own, which can be killed and started again."""
 
 import os
-import secrets
 import select
 import signal
-import socket
 import subprocess
 import sys
 from contextlib import suppress
@@ -14,28 +12,15 @@ from typing import Any
 
 from rl_bridge.errors import DeadlineExceeded, EngineLost
 from rl_bridge.remote import RemoteEngine, Status
-from rl_bridge.testing.processes import DEADLINE_S, until
+from rl_bridge.testing.processes import DEADLINE_S, free_port, until
 from tests.remote.warm import Warm
 
-__all__ = ["SidecarProcess", "free_port", "make_key", "warm"]
+__all__ = ["SidecarProcess", "make_key", "warm"]
 
 ROOT = Path(__file__).resolve().parents[2]
 START_S = 180.0
 # What hosting platforms set for web servers: a side-car has one worker all the same.
 PLATFORM = {"WEB_CONCURRENCY": "4"}
-
-
-def free_port() -> int:
-    """One that nobody listens on.
-
-    Below those that the kernel gives to whoever connects: a server may take minutes until it
-    listens on it.
-    """
-    while True:
-        port = 20_000 + secrets.randbelow(12_000)
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
 
 
 class SidecarProcess:

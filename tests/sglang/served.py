@@ -13,8 +13,7 @@ from typing import Any
 
 import httpx
 
-from rl_bridge.testing.processes import until
-from tests.remote.process import free_port
+from rl_bridge.testing.processes import free_port, until
 from tests.sglang.bench import (
     CALL_S,
     PROMPTS,
