@@ -253,3 +253,24 @@ def test_a_first_update_without_room_is_refused_before_it_takes_memory(
 
         assert peak_nbytes(refused) < SLACK_NBYTES
         bridge.release(manifest.update_id)
+
+
+class Casting(torch.nn.Module):
+    """Casts to its own dtype: nothing at the noting. As vLLM's MiniMax-M2 loads a router's bias."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        made = torch.empty(rows, WIDTH, dtype=torch.float32, device="meta")
+        self.bias = torch.nn.Parameter(made, requires_grad=False)
+
+    def load_weights(self, given: Given) -> None:
+        """What engines do."""
+        for _, tensor in given:
+            self.bias.data.copy_(tensor.to(torch.float32))
+
+
+@pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
+def test_a_loader_that_casts_to_the_dtype_that_is_there_is_learned(rows: int) -> None:
+    kinds = {"bias": (torch.float32, (rows, WIDTH))}
+    plan = learn(Casting(rows), kinds, None, admit=lambda *_: None, parts=parts)
+    assert plan.landed == {"bias"}

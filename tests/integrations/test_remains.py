@@ -1,6 +1,7 @@
 """What a driver of a vLLM engine leaves that died, or failed twice: pause, label, weights."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from rl_bridge import (
     TensorBridge,
     TornEngine,
     VLLMEngineAdapter,
+    WeightBridgeError,
     WeightUpdateManifest,
     WeightUpdateRejectedError,
     make_weight_bridge,
@@ -301,3 +303,59 @@ def test_what_is_taken_back_is_told_also_where_it_comes_again(
     for _ in range(2):
         assert engine.rank.receive(manifest.to_json()) == ""
     assert any("taken back" in record.getMessage() for record in caplog.records)
+
+
+def late(*_args: Any, **_kwargs: Any) -> None:
+    raise DeadlineExceeded("planted")
+
+
+@pytest.mark.parametrize("fails", ["reset_caches", "label", "set_label"])
+@pytest.mark.parametrize("by", ["update", "recover"])
+def test_who_fails_to_take_a_dead_drivers_update_over_leaves_its_pause(
+    engine: Engine, trainer: TensorBridge, fails: str, by: str
+) -> None:
+    dead, manifest = VLLMEngineAdapter(engine), publish(trainer, 1)
+    dead.prepare(manifest, {})
+    dead.install(manifest, {})
+    with driver(engine) as (executor, _):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(engine, fails, late)
+            act = (
+                partial(executor.update_weights, publish(trainer, 2))
+                if by == "update"
+                else executor.recover
+            )
+            with pytest.raises(WeightBridgeError, match="planted"):
+                act()
+        assert engine.is_paused()
+        executor.recover()
+    assert engine.rank.describe()["update_id"] == manifest.update_id
+    assert engine.shown == f"1@{manifest.root}"
+    assert not engine.is_paused()
+
+
+def test_a_torn_rank_that_a_dead_driver_left_serves_nothing_however_the_next_one_fails(
+    engine: Engine, trainer: TensorBridge
+) -> None:
+    dead, manifest, real = VLLMEngineAdapter(engine), publish(trainer, 1), engine.call
+    dead.prepare(manifest, {})
+    dead.install(manifest, {})
+
+    def call(verb: str, payload: dict[str, Any] | None = None) -> Replies:
+        told = real(verb, payload)
+        if verb == "pauses" and payload is not None and payload.get("whosever"):
+            raise DeadlineExceeded("planted")
+        return told
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine.rank._installer, "undo", broken)
+        with pytest.raises(TornEngine):
+            dead.undo()
+        patch.setattr(engine, "call", call)
+        with driver(engine) as (executor, _), pytest.raises(DeadlineExceeded):
+            executor.update_weights(publish(trainer, 2))
+    assert engine.rank.describe()["torn"]
+    assert engine.is_paused()
+    with driver(engine) as (executor, _):
+        executor.update_weights(publish(trainer, 3))
+    assert not engine.is_paused()

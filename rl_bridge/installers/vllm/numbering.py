@@ -44,7 +44,7 @@ class Numbering:
     def of(cls, numbered: int, held: int) -> "Numbering":
         """For so many elements with a number, and so many places in memory, copies included."""
         if held * torch.int32.itemsize <= SMALL_NBYTES:
-            return cls(torch.int32, 30, 1)
+            return cls(torch.int32, 24, 1)  # what float32 holds: loaders cast to their own dtype
         last = _TILE + numbered
         return cls(torch.int8, 7, -(-last.bit_length() // 7))
 

@@ -112,6 +112,7 @@ class VLLMEngineAdapter(TransactionalAdapter):
         self._proofs: list[dict[str, Any]] = []
         # Each is noted before the step that it tells of: an interrupt may come behind any.
         self._is_installed = self._may_have_run = False
+        self._is_left = False  # another driver's update is in the model: its pause must stay
         self._held = ""  # by the ranks, as they said last
         self._base: str | None = None  # the update that they held, which an undo leads back to
         self._committed: str | None = None
@@ -214,7 +215,7 @@ class VLLMEngineAdapter(TransactionalAdapter):
         except EngineLost as error:
             raise TornEngine(str(error)) from error
         finally:
-            if not self._is_installed:
+            if not (self._is_installed or self._is_left):
                 self._pause.end()  # also where the pause itself failed, or was cut off
 
     def _back(self) -> None:
@@ -235,7 +236,7 @@ class VLLMEngineAdapter(TransactionalAdapter):
                 raise TornEngine(msg)
             self._may_have_run = False
         self._label.take_back()
-        self._is_installed = False
+        self._is_left = self._is_installed = False
         self._manifest = None
 
     def _undone(self) -> Replies:
@@ -278,7 +279,7 @@ class VLLMEngineAdapter(TransactionalAdapter):
 
     def abandon(self) -> None:
         """Let all ranks forget what they staged."""
-        if self._is_installed:
+        if self._is_installed or self._is_left:
             return
         try:
             if self._manifest is not None:
@@ -328,6 +329,7 @@ class VLLMEngineAdapter(TransactionalAdapter):
         self._held = version_name(replies[0]["weight_version"])
         if not self._is_installed:  # else an undo is due that leads back to the one before
             self._base = replies[0]["update_id"]
+        self._is_left = not self._is_installed and any(r["torn"] or r["exchanged"] for r in replies)
         self._pause.look(replies)
         is_half_way = any(r["torn"] or (r["exchanged"] and not r["installed"]) for r in replies)
         if is_half_way or (self._is_installed and self._manifest is None):  # as at the last look
@@ -355,6 +357,7 @@ class VLLMEngineAdapter(TransactionalAdapter):
             self._held = version_name(manifest.weight_version)
         else:
             self._label.take_back()  # its own driver has undone it in between
+        self._is_left = False
 
     def _settle_own(self, replies: Replies) -> None:
         """End an update whose undo is due still: it failed before, or its answer was lost."""

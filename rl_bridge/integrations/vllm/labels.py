@@ -94,7 +94,8 @@ class EngineLabel:
     def take_back(self) -> None:
         """Bring back the one before; called again, nothing happens."""
         self.take_back_to(self._before)
-        self._before, self._taken_back_to = None, self._before or self._taken_back_to
+        if self._before is not None:
+            self._before, self._taken_back_to = None, self._before
 
     def stand(self) -> None:
         """It is no more to be taken back, and is set again where it was taken back already.
