@@ -1,11 +1,14 @@
 """SIGKILL while the bytes move: in the middle of a publisher's pass, and of an installer's.
 
-Each test first shows that the kill came in the middle: the first byte is new, the last one old.
+Each test first shows that the kill came in the middle: the first byte is new, the last one old. On
+a busy machine a pass may end before who watches it has its turn: such a kill shows nothing, and the
+next one is tried, of new processes.
 """
 
 import mmap
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,6 +23,8 @@ from rl_bridge.testing.processes import Child, until
 
 # Large enough that a pass over it lasts many times as long as it takes to send a signal.
 SIZE = 192 << 20
+
+TRIES = 20
 
 
 def weights(version: int) -> dict[str, torch.Tensor]:
@@ -101,7 +106,16 @@ def kill_when_begun(child: Child, windows: list[Window], version: int) -> Window
     return begun[0]
 
 
+def hits_the_middle(kill: Callable[[], bool]) -> bool:
+    """Whether one of the kills came in the middle; what is promised there was asserted then."""
+    return any(kill() for _ in range(TRIES))
+
+
 def test_a_trainer_killed_in_the_middle_of_its_pass_leaves_the_rollout_whole() -> None:
+    assert hits_the_middle(_kills_a_trainer_in_the_middle)
+
+
+def _kills_a_trainer_in_the_middle() -> bool:
     engine = {"weight": torch.zeros(SIZE, dtype=torch.uint8)}
     with (
         make_weight_bridge("shared-memory", source_worker="rollout") as bridge,
@@ -120,12 +134,14 @@ def test_a_trainer_killed_in_the_middle_of_its_pass_leaves_the_rollout_whole() -
         trainer.call("release", update_id=first.update_id)
         trainer.tell("publish", version=3)
         slot = kill_when_begun(trainer, slots, 3)
-        assert (slot.first, slot.last) == (3, 1), "the kill did not come in the middle"
+        if (slot.first, slot.last) != (3, 1):
+            return False
         assert executor.active_weight_version == 2
         assert is_whole(engine["weight"], 2)
         with Child(Trainer) as successor:
             executor.update_weights(successor.call("publish", version=4))
             assert is_whole(engine["weight"], 4)
+    return True
 
 
 @pytest.fixture
@@ -139,6 +155,10 @@ def engine_file(tmp_path: Path) -> Path:
 def test_a_rollout_killed_in_the_middle_of_its_copy_is_made_whole_by_its_successor(
     engine_file: Path,
 ) -> None:
+    assert hits_the_middle(lambda: _kills_a_rollout_in_the_middle(engine_file))
+
+
+def _kills_a_rollout_in_the_middle(engine_file: Path) -> bool:
     trainer = make_weight_bridge("shared-memory", source_worker="trainer")
     with trainer, Child(Rollout, path=str(engine_file)) as victim:
         with engine_file.open("rb") as file:
@@ -149,7 +169,8 @@ def test_a_rollout_killed_in_the_middle_of_its_copy_is_made_whole_by_its_success
         trainer.release(first.update_id)
         victim.tell("install", manifest=second.to_json())
         kill_when_begun(victim, [engine], 2)
-        assert (engine.first, engine.last) == (2, 1), "the kill did not come in the middle"
+        if (engine.first, engine.last) != (2, 1):
+            return False
         until(
             lambda: {report.presence for report in trainer.consumers()} == {"gone"},
             what="the kernel tells that the rollout is gone",
@@ -162,3 +183,4 @@ def test_a_rollout_killed_in_the_middle_of_its_copy_is_made_whole_by_its_success
         taken = trainer.published_nbytes
         trainer.publish(weights(3), weight_version=3)
         assert trainer.published_nbytes == taken, "what the victim read is never used again"
+    return True
