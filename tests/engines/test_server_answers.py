@@ -19,6 +19,8 @@ from rl_bridge.integrations.vllm.server import ServerHandle
 
 WAIT_S = 20
 
+TRICKLE = b'{"results": [{}]}' + 200 * b" "
+
 
 def nothing(server: http.server.HTTPServer) -> None:
     """What most servers do while they are asked."""
@@ -147,3 +149,36 @@ def test_a_driver_that_can_start_no_thread_is_told_that_nothing_was_asked(
     with pytest.raises(WeightBridgeUnavailableError, match=r"no thread .*can't start new"):
         handle.call("describe")
     handle.close()
+
+
+def test_a_server_that_answers_by_the_byte_is_not_waited_for_beyond_the_deadline() -> None:
+    """Each byte comes in time: it is the whole that must."""
+    is_over, served = threading.Event(), threading.Event()
+
+    class Trickling(http.server.BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(TRICKLE)))
+            self.end_headers()
+            for byte in TRICKLE:
+                self.wfile.write(bytes([byte]))
+                if is_over.wait(0.05):
+                    break
+            served.set()
+
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+
+        def log_request(self, code: object = "-", size: object = "-") -> None:
+            """Say nothing."""
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Trickling) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        handle = ServerHandle(f"http://127.0.0.1:{server.server_port}", 2)
+        with pytest.raises(DeadlineExceeded, match="within 2 s"):
+            handle.call("describe")
+        assert not served.is_set(), "it was waited for to its end"
+        is_over.set()
+        server.shutdown()
+        handle.close()

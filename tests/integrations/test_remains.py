@@ -77,8 +77,23 @@ def test_a_dead_drivers_note_is_gone_behind_the_next_driver_whatever_it_does(
     assert engine.is_paused()
 
 
+def answer_is_lost(engine: Engine, patch: pytest.MonkeyPatch, lost: str) -> None:
+    """Of the next call of that verb: it is done all the same."""
+    real = engine.call
+
+    def call(verb: str, payload: dict[str, Any] | None = None) -> Replies:
+        told = real(verb, payload)
+        if verb == lost:
+            patch.setattr(engine, "call", real)
+            raise DeadlineExceeded("planted")
+        return told
+
+    patch.setattr(engine, "call", call)
+
+
+@pytest.mark.parametrize("lost", ["", "commit", "pauses"])
 def test_a_pause_that_is_left_to_another_driver_behind_its_resume_ends_with_its_commit(
-    engine: Engine, trainer: TensorBridge
+    engine: Engine, trainer: TensorBridge, lost: str
 ) -> None:
     late, other = VLLMEngineAdapter(engine), VLLMEngineAdapter(engine)
     mine, theirs = publish(trainer, 1), publish(trainer, 2)
@@ -97,8 +112,14 @@ def test_a_pause_that_is_left_to_another_driver_behind_its_resume_ends_with_its_
             late.install(mine, {})
     late.undo()
     assert engine.is_paused()  # the other one is noted
-    other.commit()
+    with pytest.MonkeyPatch.context() as patch:
+        answer_is_lost(engine, patch, lost)
+        if lost:
+            with pytest.raises(DeadlineExceeded, match="planted"):
+                other.commit()
+        other.commit()
     assert not engine.is_paused()
+    assert engine.rank.describe()["pausing"] is None
 
 
 def test_a_pause_that_begins_behind_ones_look_is_not_taken_for_the_users(
@@ -273,8 +294,9 @@ def test_what_another_driver_commits_in_the_middle_of_an_undo_keeps_its_label(
     assert not engine.is_paused()
 
 
+@pytest.mark.parametrize("is_lost", [False, True])
 def test_an_overtaken_driver_takes_its_label_back_at_its_commit(
-    engine: Engine, trainer: TensorBridge
+    engine: Engine, trainer: TensorBridge, *, is_lost: bool
 ) -> None:
     late, other = VLLMEngineAdapter(engine), VLLMEngineAdapter(engine)
     mine, theirs = publish(trainer, 1), publish(trainer, 2)
@@ -291,7 +313,11 @@ def test_an_overtaken_driver_takes_its_label_back_at_its_commit(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(late._pause, "require", overtaken)
         late.resume()
-    late.commit()  # the other one has done it
+        answer_is_lost(engine, patch, "commit" if is_lost else "")
+        if is_lost:
+            with pytest.raises(DeadlineExceeded, match="planted"):
+                late.commit()
+        late.commit()  # the other one has done it
     other.commit()
     assert engine.shown == f"2@{theirs.root}"
 

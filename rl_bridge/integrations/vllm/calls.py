@@ -73,7 +73,7 @@ def _commit(rank: VLLMRank, given: Payload) -> Payload:
     now = rank.describe()
     in_model = now["pending"] if now["exchanged"] else now["update_id"]
     told |= {"in_model": in_model, **_note_pause(rank, given)}
-    if not (given.get("pauses") or told["is_left"] or now["pending"]):
+    if not (given.get("pauses") or told["left"] or now["pending"]):
         rank.pause_note.clear()  # what another driver had here is over with this
     return told
 
@@ -107,8 +107,8 @@ def _pauses(rank: VLLMRank, given: Payload) -> Payload:
 def _note_pause(rank: VLLMRank, given: Payload) -> Payload:
     if given.get("pauses"):
         rank.pause_note.begin(_driver(given))
-        return {"is_left": False}
-    return {"is_left": rank.pause_note.end(_driver(given))}
+        return {"left": 0}
+    return {"left": rank.pause_note.end(_driver(given), int(given.get("heard") or 0))}
 
 
 def _leaves(rank: VLLMRank, given: Payload) -> Payload:

@@ -62,6 +62,7 @@ class EngineLabel:
         self._make = checked_label(make)
         self._before: str | None = None
         self._now: str | None = None
+        self._kept: str | None = None
         self._taken_back_to: str | None = None
 
     @property
@@ -83,13 +84,20 @@ class EngineLabel:
         """Set it, if the engine has labels."""
         before = self._handle.label()
         if before is not None:
-            self._before, self._now, self._taken_back_to = before, label, None
+            self._before, self._now = before, label
+            self._kept = self._taken_back_to = None
             self._handle.set_label(label)
 
     def keep(self) -> str | None:
-        """What is set stands from now on; returns the one before, for `take_back_to`."""
-        before, self._before = self._before, None
-        return before
+        """What is set stands from now on.
+
+        Returns:
+            The one before, for `take_back_to`; called again, the same.
+
+        """
+        if self._before is not None:
+            self._before, self._kept = None, self._before
+        return self._kept
 
     def take_back(self) -> None:
         """Bring back the one before; called again, nothing happens."""

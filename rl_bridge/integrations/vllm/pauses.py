@@ -19,36 +19,40 @@ class PauseNote:
     def __init__(self) -> None:
         """Nobody pauses it."""
         self.driver: str | None = None
-        self._is_left = False
+        self._left = 0  # how often another driver has left its own to this one
 
     def begin(self, driver: str) -> None:
         """This driver pauses it from now on, and lets it go on later."""
-        self.driver, self._is_left = driver, False
+        self.driver, self._left = driver, 0
 
     def leave(self, driver: str) -> bool:
         """A driver that was refused is done: whether it leaves its pause to another one."""
         is_others = self.driver not in {None, driver}
-        self._is_left |= is_others
+        self._left += is_others
         return is_others
 
-    def end(self, driver: str) -> bool:
+    def end(self, driver: str, heard: int = 0) -> int:
         """A driver has let the engine go on.
 
+        Args:
+            driver: which.
+            heard: what it was told here before it did. (An answer may be lost on its way.)
+
         Returns:
-            Whether another one has left its pause to it meanwhile: it must do so once more, and
-            stays noted until then.
+            How often others have left their pauses to it, where that is more: it must let the
+            engine go on once more, and stays noted until it has. Else 0.
 
         """
         if self.driver != driver:
-            return False
-        was_left, self._is_left = self._is_left, False
-        if not was_left:
-            self.driver = None
-        return was_left
+            return 0
+        if self._left > heard:
+            return self._left
+        self.clear()
+        return 0
 
     def clear(self) -> None:
         """The engine goes on, and nobody has an update of his own in it any more."""
-        self.driver, self._is_left = None, False
+        self.driver, self._left = None, 0
 
 
 class EnginePause:
@@ -122,9 +126,9 @@ class EnginePause:
 
     def settle(self, replies: Replies) -> None:
         """Go on once more, where a driver that was refused left its pause to this one meanwhile."""
-        while any(reply["is_left"] for reply in replies):
+        while heard := max(reply["left"] for reply in replies):
             self._handle.resume()
-            replies = self._ranks.ask("pauses", {})
+            replies = self._ranks.ask("pauses", {"heard": heard})
 
     def _is_users(self) -> bool:
         """Whether it is paused, and by no driver: another one may end its pause at any time."""

@@ -6,6 +6,7 @@ And `handle_of`, which finds the handle for any engine.
 import concurrent.futures
 import errno
 import importlib
+import time
 from typing import Any
 
 from rl_bridge.errors import DeadlineExceeded, WeightBridgeUnavailableError
@@ -117,11 +118,19 @@ class ServerHandle(EngineHandle):
         return self._send("POST", path, doing, **request)
 
     def _request(self, doing: str, method: str, path: str, **request: Any) -> Any:
-        """Wait for an answer as long as there is an engine to give it: the server would not."""
+        """Wait for an answer as long as there is an engine to give it: the server would not.
+
+        Raises:
+            TimeoutError: it is not all there yet. (httpx waits so long for each of its pieces.)
+
+        """
+        end = time.monotonic() + self.timeout_s
         asked = in_thread(lambda: self._client.request(method, path, **request))
         while not concurrent.futures.wait([asked], _LOOK_S).done:
             if self._is_dead() and not asked.done():
                 raise lost(RuntimeError("its engine ended"), doing)
+            if time.monotonic() > end and not asked.done():
+                raise TimeoutError
         return asked.result()
 
     def _is_dead(self) -> bool:
@@ -137,7 +146,7 @@ class ServerHandle(EngineHandle):
     def _send(self, method: str, path: str, doing: str, **request: Any) -> dict[str, Any]:
         try:
             reply = self._request(doing, method, path, **request)
-        except self._httpx.TimeoutException as error:
+        except (self._httpx.TimeoutException, TimeoutError) as error:
             msg = (
                 f"the server at {self._url} did not {doing} within {self.timeout_s} s. Look at "
                 "its log; give the adapter a longer timeout_s if it was only slow."
