@@ -7,7 +7,7 @@ every part must hold the numbers that the notes say. Nothing is learned from nam
 takes is known before, and asked for.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -24,6 +24,9 @@ __all__ = ["Admit", "Fill", "Kinds", "LoadPlan", "Route", "View", "learn"]
 _SHOWN = 5
 # What `item()` says of a tensor without memory: the position of the tensor, above this.
 _ITEM = float(1 << 52)
+
+_COPY = torch.ops.aten.copy_.default
+_FILLS = (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default)
 
 
 Admit = Callable[[LoadPlan, int], None]
@@ -88,32 +91,32 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ha
     ) -> Any:
         if function is torch.ops.aten._local_scalar_dense.default:  # noqa: SLF001 - its name
             return self._item(args[0])
-        if function._schema.is_mutable:  # noqa: SLF001 - the documented way to ask
-            written = args[0]
-            index = self._index.get(_storage(written)) if _is_tensor(written) else None
+        for written in _written(function, args, kwargs or {}):
+            index = self._index.get(_storage(written))
             if index is not None:
                 self._note(function, index, args)
-            elif _is_tensor(written) and self._is_given(args[1:]):
-                self._refuse_buffer(_storage(written))
+            else:
+                self._refuse_what_is_no_target(function, _storage(written), args)
         return function(*args, **(kwargs or {}))
 
-    def _is_given(self, values: Sequence[Any]) -> bool:
-        """Whether what is written comes from the update."""
-        return any(
-            _storage(value) in self._names
-            if _is_tensor(value)
-            else isinstance(value, float) and value >= _ITEM
-            for value in values
-        )
-
-    def _refuse_buffer(self, storage: int) -> None:
-        if storage not in self._buffers:
-            return  # the loader's own memory, on the way
-        msg = (
-            f"buffer {self._buffers[storage]!r} is loaded from the checkpoint; buffers cannot be "
-            f"made beside the serving layer. Install it by {self._elsewhere}."
-        )
-        raise IncompatibleUpdate(msg)
+    def _refuse_what_is_no_target(self, function: Any, storage: int, args: Any) -> None:
+        """What is neither the update's nor the model's is the loader's own memory, on the way."""
+        if storage in self._names:
+            # Whoever reads it behind that does not get what the update says.
+            msg = (
+                f"tensor {self._names[storage]!r} is changed by the loader ({function}), expected "
+                f"copies of it. Install it by {self._elsewhere}."
+            )
+            raise IncompatibleUpdate(msg)
+        # (Its values may be computed from the update; a number that is none of it is the same
+        # each time.)
+        is_constant = function in _FILLS and not any(_is_item(value) for value in args[1:])
+        if storage in self._buffers and not is_constant:
+            msg = (
+                f"buffer {self._buffers[storage]!r} is loaded from the checkpoint; buffers cannot "
+                f"be made beside the serving layer. Install it by {self._elsewhere}."
+            )
+            raise IncompatibleUpdate(msg)
 
     def _item(self, tensor: torch.Tensor) -> float:
         """Tensors of one element are often handed over as a number."""
@@ -127,31 +130,35 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ha
         return _ITEM + list(self._sources).index(name)
 
     def _note(self, function: Any, index: int, args: Any) -> None:
-        aten = torch.ops.aten
         target = self._targets[index]
-        view = _view(args[0])
-        step: Route | Fill
-        if function is aten.copy_.default and _storage(args[1]) in self._names:
-            name, given = self._names[_storage(args[1])], args[1].expand(args[0].shape)
-            whole = self._sources[name]
-            source_view = _view(given)
-            is_whole = source_view.is_contiguous and given.numel() == whole.numel()
-            step = Route(name, source_view, index, view, is_whole)
-        elif function is aten.fill_.Scalar and args[1] >= _ITEM:
-            name = list(self._sources)[int(args[1] - _ITEM)]
-            number = View(view.shape, (0,) * len(view.shape), 0)
-            step = Route(name, number, index, view, is_whole=view.numel == 1)
-        elif function is aten.fill_.Scalar:
-            step = Fill(float(args[1]), index, view)
-        elif function is aten.zero_.default:
-            step = Fill(0.0, index, view)
-        else:
+        step = self._step(function, index, args) if function in (_COPY, *_FILLS) else None
+        if step is None:
             msg = (
                 f"parameter {target.name!r} is computed from the checkpoint ({function}), not "
                 f"copied. Install it by {self._elsewhere}."
             )
             raise IncompatibleUpdate(msg)
         self._steps.setdefault(index, []).append(step)
+
+    def _step(self, function: Any, index: int, args: Any) -> Route | Fill | None:
+        """What is written into a target; None if it is no copy."""
+        view = _view(args[0])
+        if args[0].dtype != self._targets[index].meta.dtype:
+            return None  # a view of its bytes as other numbers
+        if function is not _COPY:
+            value = args[1] if len(args) > 1 else 0.0
+            if not _is_item(value):
+                return Fill(float(value), index, view)
+            name = list(self._sources)[int(value - _ITEM)]
+            number = View(view.shape, (0,) * len(view.shape), 0)
+            return Route(name, number, index, view, is_whole=view.numel == 1)
+        source = self._names.get(_storage(args[1]))
+        if source is None or args[1].dtype != self._sources[source].dtype:
+            return None
+        given = args[1].expand(args[0].shape)
+        source_view = _view(given)
+        is_whole = source_view.is_contiguous and given.numel() == self._sources[source].numel()
+        return Route(source, source_view, index, view, is_whole)
 
     def plan(self) -> LoadPlan:
         """What was noted."""
@@ -173,8 +180,20 @@ def _check_complete(plan: LoadPlan, is_optional: Callable[[Target], bool]) -> No
         raise IncompatibleUpdate(msg)
 
 
-def _is_tensor(item: object) -> bool:
-    return isinstance(item, torch.Tensor)
+def _written(function: Any, args: Any, kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:
+    """The tensors that a function of torch's writes to, also as ``out=`` or in a list."""
+    schema = function._schema  # noqa: SLF001 - the documented way to ask
+    if not schema.is_mutable:
+        return
+    for position, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given = args[position] if position < len(args) else kwargs.get(argument.name)
+            several = given if isinstance(given, list | tuple) else [given]
+            yield from (one for one in several if isinstance(one, torch.Tensor))
+
+
+def _is_item(value: object) -> bool:
+    return isinstance(value, float) and value >= _ITEM
 
 
 def _storage(tensor: torch.Tensor) -> int:

@@ -96,6 +96,8 @@ def _check_chunk(skeleton: Skeleton, plan: LoadPlan, kinds: Kinds, chunk: Sequen
             found.fill_(NEVER)
         with skeleton.holding(memory):
             load(skeleton, numbered.items())
+        # Compared is with what was handed over, whatever became of it.
+        numbering.write(every, digit=digit)
         for index, found in memory.items():
             _compare(plan, index, found, numbered, skeleton.elsewhere)
 
