@@ -232,9 +232,12 @@ def test_a_first_update_without_room_is_refused_before_it_takes_memory(
     engine: str, share: float, refusal: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = Model(ROWS["large"], dtype=torch.uint8)  # (of one byte: numbers take twice as much)
-    served = torch.zeros(model.words.shape, dtype=torch.uint8)
-    model.words = torch.nn.Parameter(served, requires_grad=False)
-    budget = int(served.numel() * share)
+    # (Nobody else has this memory: what others look at is asked for once more.)
+    made = torch.nn.Parameter(
+        torch.zeros(model.words.shape, dtype=torch.uint8), requires_grad=False
+    )
+    model.words = made
+    budget = int(made.numel() * share)
     # What SGLang's parts say of this model is true without SGLang.
     monkeypatch.setattr(model_installer, "learn", partial(learn, parts=parts))
     installer = (

@@ -18,11 +18,12 @@ from rl_bridge.installers.finite import check_finite
 from rl_bridge.installers.threads import checked_threads
 from rl_bridge.installers.vllm.casts import check_casts
 from rl_bridge.installers.vllm.evidence import Evidence, Untouched
-from rl_bridge.installers.vllm.exchange import Exchange, is_looked_at
+from rl_bridge.installers.vllm.exchange import Exchange, is_alone, is_looked_at
 from rl_bridge.installers.vllm.memory_budget import LEARNING, check_budget, checked_budget
 from rl_bridge.installers.vllm.numbering import other_than
 from rl_bridge.installers.vllm.parts import RELOAD, unsupported
 from rl_bridge.installers.vllm.routes import Kinds, LoadPlan, Route, learn
+from rl_bridge.installers.vllm.same import check_same
 from rl_bridge.installers.vllm.spares import Spares
 from rl_bridge.installers.vllm.staging import Staged, TensorChange, stage
 from rl_bridge.manifest.model import WeightUpdateManifest
@@ -91,6 +92,7 @@ class VLLMModelInstaller(TransactionalAdapter):
         self.abandon()
         self._spares.drop(is_looked_at)
         plan = self._plan(manifest)
+        check_same(plan, manifest)
         self._check_room(plan, manifest)
         evidence = Evidence(manifest, tensors, plan, num_threads=self._num_threads)
         self._staged = staged = Staged()  # noted first: what fails half-way is let go of
@@ -201,7 +203,10 @@ class VLLMModelInstaller(TransactionalAdapter):
         return plan
 
     def _check_room(self, plan: LoadPlan, manifest: WeightUpdateManifest) -> None:
-        needed = self._spares.missing_nbytes(plan)
+        lives = (plan.targets[index].live for index in plan.steps)
+        # An install copies aside what it writes in place.
+        aside = sum(live.nbytes for live in lives if live is not None and not is_alone(live))
+        needed = self._spares.missing_nbytes(plan) + aside
         check_budget(needed, self._budget, manifest.weight_version)
 
     def _check_layers(self) -> None:
@@ -267,11 +272,12 @@ def _asked_about(plan: LoadPlan, staged: Staged) -> set[str]:
     """Tensors that need no pass of their own: each of their numbers is in a canary's product."""
     modules = {id(canary.module) for canary in staged.canaries}
     asked: set[str] = set()
-    for index, steps in plan.steps.items():
-        users = plan.targets[index].users
-        if any(user.leaf == "weight" and id(user.module) in modules for user in users):
-            asked.update(step.source for step in steps if isinstance(step, Route))
-    return asked
+    rest: set[str] = set()
+    for route in plan.routes():
+        users = plan.targets[route.target].users
+        is_asked = any(user.leaf == "weight" and id(user.module) in modules for user in users)
+        (asked if is_asked else rest).add(route.source)
+    return asked - rest
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -79,6 +79,11 @@ class Target:
         """Full name, of its first user."""
         return self.users[0].name
 
+    @property
+    def live(self) -> torch.Tensor | None:
+        """What the engine has of it now; None where it was packed away."""
+        return self.users[0].module._parameters.get(self.users[0].leaf)  # noqa: SLF001 - torch has no other way in
+
     def like(self, memory: torch.Tensor) -> torch.Tensor:
         """Make `memory`, a tensor of the same shape, a parameter of this kind."""
         made = memory.detach()
@@ -88,8 +93,7 @@ class Target:
 
     def empty(self) -> torch.Tensor:
         """Memory for it, not initialized, on the engine's device."""
-        live = self.users[0].module._parameters.get(self.users[0].leaf)  # noqa: SLF001 - torch has no other way in
-        device = torch.device("cpu") if live is None else live.device
+        device = torch.device("cpu") if self.live is None else self.live.device
         return torch.empty_strided(
             tuple(self.meta.shape), self.meta.stride(), dtype=self.meta.dtype, device=device
         )
