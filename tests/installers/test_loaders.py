@@ -101,7 +101,7 @@ def test_what_changes_a_tensor_unseen_is_found_by_its_numbers(rows: int) -> None
 
 
 @pytest.mark.parametrize("how", BUFFERS)
-def test_a_buffer_that_is_made_of_the_update_is_named(how: str) -> None:
+def test_a_buffer_that_is_made_of_an_update_is_named(how: str) -> None:
     with pytest.raises(IncompatibleUpdate, match="buffer 'table' is loaded"):
         learned(64, with_a_buffer(BUFFERS[how]))
 

@@ -77,17 +77,26 @@ class LoadPlan:
         targets: the parameters that it writes and those that it does not.
         steps: position of a target -> what is written into it, in the loader's order.
         landed: names of the tensors that go anywhere.
+        computed: positions of the targets that the loader computes; they have no steps.
+        buffers: full names of the buffers that it loads.
 
     """
 
     targets: Sequence[Target]
     steps: dict[int, list[Route | Fill]] = field(default_factory=dict)
     landed: frozenset[str] = frozenset()
+    computed: frozenset[int] = frozenset()
+    buffers: frozenset[str] = frozenset()
 
     def routes(self) -> Iterator[Route]:
         """Go over all copies."""
         for steps in self.steps.values():
             yield from (step for step in steps if isinstance(step, Route))
+
+    def unfollowed(self) -> frozenset[str]:
+        """Full names of the parameters and buffers whose content the steps do not tell."""
+        users = (user for index in self.computed for user in self.targets[index].users)
+        return self.buffers.union(user.name for user in users)
 
     def padding(self, index: int) -> int:
         """Elements of a parameter that its loader fills with a number."""

@@ -114,8 +114,11 @@ class VLLMReloadAdapter(TransactionalAdapter):
             snapshot, books = self._snapshot
             self._restore()  # a whole model again, of one whose undo failed
         self._update = manifest, tensors
-        # What is processed in place is vLLM's business; buffers of all other layers must stay.
+        # What is processed in place is vLLM's business, what is loaded the update's; all other
+        # buffers must stay.
+        unfollowed = frozenset() if self._plan is None else self._plan.unfollowed()
         free: list[torch.Tensor] = [*self._model.parameters()]
+        free += (buffer for name, buffer in self._model.named_buffers() if name in unfollowed)
         for layer in self._model.modules():
             if unsupported(layer) is not None:
                 free += layer.buffers()
@@ -132,6 +135,13 @@ class VLLMReloadAdapter(TransactionalAdapter):
             self._pack_anew(snapshot)
         _keep_processed(loads)
         books.unwrap()
+        # What the loader computes may be no number though the update's are.
+        computed = {
+            name: tensor
+            for name, tensor in _tensors(self._model)
+            if name in unfollowed and not tensor.is_meta
+        }
+        check_finite(computed, computed, num_threads=self._num_threads)
 
     def prove(self) -> InstallProof:
         """Read what can be read.
@@ -143,11 +153,7 @@ class VLLMReloadAdapter(TransactionalAdapter):
         if self._update is None or self._untouched is None:
             msg = "nothing was installed that could be proven. Call install first."
             raise ProofFailed(msg)
-        lost = [
-            name
-            for name, tensor in (*self._model.named_parameters(), *self._model.named_buffers())
-            if tensor.is_meta
-        ]
+        lost = [name for name, tensor in _tensors(self._model) if tensor.is_meta]
         if lost:
             msg = (
                 f"vLLM's reload left {len(lost)} tensors without memory: {lost[:_SHOWN]}. Publish "
@@ -207,13 +213,18 @@ class VLLMReloadAdapter(TransactionalAdapter):
 
         try:
             self._plan = learn(
-                self._model, kinds, self._config, admit=admit, is_optional=_is_optional
+                self._model,
+                kinds,
+                self._config,
+                admit=admit,
+                is_optional=_is_optional,
+                allows_computed=True,
             )
         except IncompatibleUpdate as error:
             if "VLLMReloadAdapter" not in str(error):
                 raise
-            # What vLLM's loader computes instead of copying cannot be followed; the message says so
-            # by naming this adapter.
+            # A loader that does not do twice the same cannot be followed; the message says so by
+            # naming this adapter.
             self._plan = None
         if self._plan is not None:
             lost = sorted(table.rows.keys() - self._plan.landed)
@@ -264,6 +275,10 @@ class VLLMReloadAdapter(TransactionalAdapter):
             if pack is snapshot.attribute(layer, "cpu_linear"):
                 method: Any = layer.quant_method
                 method.process_weights_after_loading(layer)
+
+
+def _tensors(model: torch.nn.Module) -> tuple[tuple[str, torch.Tensor], ...]:
+    return (*model.named_parameters(), *model.named_buffers())
 
 
 def _patterns(names: Iterable[str]) -> dict[str, None]:

@@ -142,10 +142,17 @@ def _readable(
         for name, layer in model.named_modules()
         if is_latent(layer) and name not in latent
     }
+    for name in sorted(plan.unfollowed()):
+        unproven[name.rpartition(".")[0] or type(model).__name__] = None
+    computed = {user.module for index in plan.computed for user in plan.targets[index].users}
     readable = {}
     for index, steps in plan.steps.items():
         target = plan.targets[index]
-        if all(_is_readable(user, target) for user in target.users):
+        # (What packed experts are made of is needed as a whole.)
+        is_apart = not any(
+            repacks(user.module) and user.module in computed for user in target.users
+        )
+        if is_apart and all(_is_readable(user, target) for user in target.users):
             readable[index] = steps
         else:
             unproven.update((user.path, None) for user in target.users)

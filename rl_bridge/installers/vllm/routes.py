@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from rl_bridge.errors import IncompatibleUpdate
 from rl_bridge.installers.vllm import parts as vllm_parts
@@ -40,6 +41,7 @@ def learn(
     *,
     admit: Admit,
     is_optional: Callable[[Target], bool] = lambda _: False,
+    allows_computed: bool = False,
     parts: EngineParts = vllm_parts,
 ) -> LoadPlan:
     """Learn what the engine's loader does with tensors of these dtypes and shapes.
@@ -50,6 +52,8 @@ def learn(
         config: the engine's configuration.
         admit: asked once, when the plan is noted and no memory was taken yet.
         is_optional: whether checkpoints may come without a parameter.
+        allows_computed: whether parameters may be computed, and buffers loaded: they are noted as
+            such, and all else is learned.
         parts: what is to be known of the engine.
 
     Raises:
@@ -63,7 +67,7 @@ def learn(
         for name, (dtype, shape) in kinds.items()
     }
     with parts.config_context(config), torch.no_grad():
-        recorder = _Recorder(skeleton, sources)
+        recorder = _Recorder(skeleton, sources, allows_computed=allows_computed)
         with recorder:
             load(skeleton, sources.items())
         plan = recorder.plan()
@@ -76,7 +80,9 @@ def learn(
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no types here
     """Notes what is written into the targets."""
 
-    def __init__(self, skeleton: Skeleton, sources: Mapping[str, torch.Tensor]) -> None:
+    def __init__(
+        self, skeleton: Skeleton, sources: Mapping[str, torch.Tensor], *, allows_computed: bool
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # as above
         targets = self._targets = skeleton.targets
         self._buffers = {_storage(b): name for name, b in skeleton.model.named_buffers()}
@@ -85,38 +91,48 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ha
         self._index = {_storage(target.meta): i for i, target in enumerate(targets)}
         self._names = {_storage(tensor): name for name, tensor in sources.items()}
         self._steps: dict[int, list[Route | Fill]] = {}
+        self._allows_computed = allows_computed
+        self._computed: dict[int, set[View]] = {}
+        # Storage -> the tensors of the update that it was made of. (Kept: none is used again.)
+        self._made_of = {storage: {name} for storage, name in self._names.items()}
+        self._kept: list[torch.Tensor] = []
 
     def __torch_dispatch__(
         self, function: Any, _types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         if function is torch.ops.aten._local_scalar_dense.default:  # noqa: SLF001 - its name
             return self._item(args[0])
-        for written in _written(function, args, kwargs or {}):
-            index = self._index.get(_storage(written))
-            if index is not None:
-                self._note(function, index, args)
-            else:
-                self._refuse_what_is_no_target(function, _storage(written), args)
-        return function(*args, **(kwargs or {}))
+        written = list(_written(function, args, kwargs or {}))
+        for tensor in written:
+            storage = _storage(tensor)
+            if storage in self._index:
+                self._note(function, self._index[storage], args, tensor)
+            elif storage in self._names:
+                # Whoever reads it behind that, or shares its memory, does not get the update's.
+                msg = (
+                    f"tensor {self._names[storage]!r} is changed by the loader ({function}), "
+                    "expected copies of it. Start a fresh engine from a checkpoint instead."
+                )
+                raise IncompatibleUpdate(msg)
+        made = function(*args, **(kwargs or {}))
+        self._follow((args, kwargs), (written, made))
+        return made
 
-    def _refuse_what_is_no_target(self, function: Any, storage: int, args: Any) -> None:
-        """What is neither the update's nor the model's is the loader's own memory, on the way."""
-        if storage in self._names:
-            # Whoever reads it behind that does not get what the update says.
-            msg = (
-                f"tensor {self._names[storage]!r} is changed by the loader ({function}), expected "
-                f"copies of it. Install it by {self._elsewhere}."
-            )
-            raise IncompatibleUpdate(msg)
-        # (Its values may be computed from the update; a number that is none of it is the same
-        # each time.)
-        is_constant = function in _FILLS and not any(_is_item(value) for value in args[1:])
-        if storage in self._buffers and not is_constant:
-            msg = (
-                f"buffer {self._buffers[storage]!r} is loaded from the checkpoint; buffers cannot "
-                f"be made beside the serving layer. Install it by {self._elsewhere}."
-            )
-            raise IncompatibleUpdate(msg)
+    def _follow(self, given: Any, made: Any) -> None:
+        """Note of which tensors of the update something was made."""
+        names: set[str] = set()
+        for value in tree_leaves(given):
+            if isinstance(value, torch.Tensor):
+                names |= self._made_of.get(_storage(value), set())
+            elif self._is_item(value):
+                names.add(list(self._sources)[int(value - _ITEM)])
+        for tensor in tree_leaves(made) if names else ():
+            if isinstance(tensor, torch.Tensor):
+                self._made_of.setdefault(_storage(tensor), set()).update(names)
+                self._kept.append(tensor)
+
+    def _is_item(self, value: object) -> bool:
+        return isinstance(value, float) and 0 <= value - _ITEM < len(self._sources)
 
     def _item(self, tensor: torch.Tensor) -> float:
         """Tensors of one element are often handed over as a number."""
@@ -129,16 +145,19 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ha
             raise IncompatibleUpdate(msg)
         return _ITEM + list(self._sources).index(name)
 
-    def _note(self, function: Any, index: int, args: Any) -> None:
+    def _note(self, function: Any, index: int, args: Any, written: torch.Tensor) -> None:
         target = self._targets[index]
         step = self._step(function, index, args) if function in (_COPY, *_FILLS) else None
-        if step is None:
+        if step is not None:
+            self._steps.setdefault(index, []).append(step)
+        elif self._allows_computed:
+            self._computed.setdefault(index, set()).add(_view(written))
+        else:
             msg = (
                 f"parameter {target.name!r} is computed from the checkpoint ({function}), not "
                 f"copied. Install it by {self._elsewhere}."
             )
             raise IncompatibleUpdate(msg)
-        self._steps.setdefault(index, []).append(step)
 
     def _step(self, function: Any, index: int, args: Any) -> Route | Fill | None:
         """What is written into a target; None if it is no copy."""
@@ -147,7 +166,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ha
             return None  # a view of its bytes as other numbers
         if function is not _COPY:
             value = args[1] if len(args) > 1 else 0.0
-            if not _is_item(value):
+            if not self._is_item(value):
                 return Fill(float(value), index, view)
             name = list(self._sources)[int(value - _ITEM)]
             number = View(view.shape, (0,) * len(view.shape), 0)
@@ -161,16 +180,51 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ha
         return Route(source, source_view, index, view, is_whole)
 
     def plan(self) -> LoadPlan:
-        """What was noted."""
-        landed = {s.source for steps in self._steps.values() for s in steps if type(s) is Route}
-        return LoadPlan(self._targets, self._steps, frozenset(landed))
+        """What was noted.
+
+        Raises:
+            IncompatibleUpdate: a buffer is loaded, or a part of what is computed is left out.
+
+        """
+        buffers = {
+            storage: name for storage, name in self._buffers.items() if storage in self._made_of
+        }
+        if buffers and not self._allows_computed:
+            msg = (
+                f"buffer {min(buffers.values())!r} is loaded from the checkpoint; buffers cannot "
+                f"be made beside the serving layer. Install it by {self._elsewhere}."
+            )
+            raise IncompatibleUpdate(msg)
+        for index, views in self._computed.items():
+            views.update(step.target_view for step in self._steps.pop(index, ()))
+            target = self._targets[index]
+            written = sum(view.numel for view in views)
+            if written < target.meta.numel():
+                msg = (
+                    f"parameter {target.name!r}: the update writes {written} of its "
+                    f"{target.meta.numel()} elements. Publish the fused parts together (q, k and "
+                    "v; gate and up; all experts)."
+                )
+                raise IncompatibleUpdate(msg)
+        made = [*buffers, *(_storage(self._targets[index].meta) for index in self._computed)]
+        landed = {name for storage in made for name in self._made_of.get(storage, ())}
+        plan = LoadPlan(
+            self._targets,
+            self._steps,
+            computed=frozenset(self._computed),
+            buffers=frozenset(buffers.values()),
+        )
+        plan.landed = frozenset(landed.union(route.source for route in plan.routes()))
+        return plan
 
 
 def _check_complete(plan: LoadPlan, is_optional: Callable[[Target], bool]) -> None:
     missing = [
         target.name
         for index, target in enumerate(plan.targets)
-        if index not in plan.steps and target.meta.numel() and not is_optional(target)
+        if not (index in plan.steps or index in plan.computed)
+        and target.meta.numel()
+        and not is_optional(target)
     ]
     if missing:
         msg = (
@@ -190,10 +244,6 @@ def _written(function: Any, args: Any, kwargs: Mapping[str, Any]) -> Iterator[to
             given = args[position] if position < len(args) else kwargs.get(argument.name)
             several = given if isinstance(given, list | tuple) else [given]
             yield from (one for one in several if isinstance(one, torch.Tensor))
-
-
-def _is_item(value: object) -> bool:
-    return isinstance(value, float) and value >= _ITEM
 
 
 def _storage(tensor: torch.Tensor) -> int:

@@ -1,0 +1,165 @@
+"""Loaders that compute what they load, as those of Mamba2 and Plamo3 do, behind vLLM's own reload.
+
+No engine starts: a small model is loaded, processed and reloaded by vLLM's own code.
+"""
+
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
+from vllm.model_executor.model_loader.weight_utils import (
+    composed_weight_loader,
+    default_weight_loader,
+)
+from vllm.model_executor.utils import set_weight_attrs
+
+from rl_bridge import IncompatibleUpdate, RolloutExecutor
+from rl_bridge.installers.vllm.reload import VLLMReloadAdapter
+from tests.engines.trainer import Trainer
+
+Weights = dict[str, torch.Tensor]
+WIDTH = 64
+
+
+class Fused(torch.nn.Module):
+    """q and k, packed by vLLM when they are loaded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.quant_method = UnquantizedLinearMethod()
+        made = torch.empty(2 * WIDTH, WIDTH, dtype=torch.float32)
+        self.weight = torch.nn.Parameter(made, requires_grad=False)
+
+        def load(param: torch.Tensor, loaded: torch.Tensor, part: int) -> None:
+            param.data[part * WIDTH :][:WIDTH].copy_(loaded)
+
+        set_weight_attrs(self.weight, {"weight_loader": load})
+
+
+class Mixer(torch.nn.Module):
+    """What is computed, beside a parameter that is copied and a buffer that is loaded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.A = torch.nn.Parameter(torch.empty(8), requires_grad=False)
+        self.D = torch.nn.Parameter(torch.empty(8), requires_grad=False)
+        self.register_buffer("turn", torch.zeros(8))
+        computed = composed_weight_loader(default_weight_loader, lambda x: -torch.exp(x.float()))
+        set_weight_attrs(self.A, {"weight_loader": computed})
+
+
+class Model(torch.nn.Module):
+    """A hybrid in small."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qk, self.mixer = Fused(), Mixer()
+
+    def load_weights(self, given: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """As vLLM's do: what they do not know they skip."""
+        for name, tensor in given:
+            if name in {"q", "k"}:
+                weight: Any = self.qk.weight
+                weight.weight_loader(weight, tensor, "qk".index(name))
+            elif hasattr(self.mixer, name):
+                target = getattr(self.mixer, name)
+                getattr(target, "weight_loader", default_weight_loader)(target, tensor)
+
+
+def weights(number: float, **changed: torch.Tensor | None) -> Weights:
+    made: dict[str, torch.Tensor | None] = {
+        name: torch.full((WIDTH, WIDTH), number + i) for i, name in enumerate("qk")
+    }
+    made |= {name: torch.full((8,), number) for name in ("A", "D", "turn")}
+    return {name: tensor for name, tensor in {**made, **changed}.items() if tensor is not None}
+
+
+def content(model: Model) -> Weights:
+    linear: Any = model.qk
+    with torch.no_grad():
+        product = linear.cpu_linear(torch.eye(WIDTH), linear.weight, None)
+    held = {"qk": product, "A": model.mixer.A, "D": model.mixer.D, "turn": model.mixer.turn}
+    return {name: tensor.detach().clone() for name, tensor in held.items()}
+
+
+def same(one: Weights, other: Weights) -> bool:
+    return all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.fixture(scope="module")
+def config() -> VllmConfig:
+    made = VllmConfig()
+    made.model_config = SimpleNamespace(dtype=torch.float32)
+    return made
+
+
+@pytest.fixture
+def engine(config: VllmConfig) -> Callable[[float], Model]:
+    def fresh(number: float) -> Model:
+        model = Model()
+        record_metadata_for_reloading(model)
+        with set_current_vllm_config(config), torch.no_grad():
+            model.load_weights(weights(number).items())
+            model.qk.quant_method.process_weights_after_loading(model.qk)
+        return model
+
+    return fresh
+
+
+def updated(model: Model, config: VllmConfig, trainer: Trainer, sent: Weights) -> RolloutExecutor:
+    adapter = VLLMReloadAdapter(model, config)
+    executor = RolloutExecutor(
+        weight_bridge=trainer.bridge, weight_install_adapter=adapter, suspicious="off"
+    )
+    executor.update_weights(trainer.publish(sent))
+    return executor
+
+
+def test_it_is_a_fresh_engine_and_only_what_is_computed_is_unproven(
+    engine: Callable[[float], Model],
+    config: VllmConfig,
+    trainer: Trainer,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = engine(1)
+    with caplog.at_level(logging.WARNING, logger="rl_bridge"):
+        executor = updated(model, config, trainer, weights(2))
+    message = caplog.records[-1].getMessage()
+    assert message.endswith("what 1 layers hold cannot be read back, so it is unproven: mixer")
+    assert same(content(model), content(engine(2)))
+    assert executor.last_ack is not None
+    proof = executor.last_ack.proof
+    assert (proof.method, proof.root) == ("unproven", "")
+    assert proof.tensors == 3  # q, k and D
+
+
+WRONG: Mapping[str, tuple[Weights, str]] = {
+    "half": (weights(2, k=None), "'qk.weight': 4096 of its 8192 elements are in none"),
+    "misnamed": (weights(2, k=None, K=torch.ones(WIDTH, WIDTH)), "'qk.weight': 4096 of its 8192"),
+    "stranger": (weights(2, other=torch.ones(3)), "nowhere: .'other'"),
+    "computed is missing": (weights(2, A=None), r"as they are: .'mixer\.A'"),
+    "cast": (weights(2, D=torch.full((8,), 1e300, dtype=torch.float64)), "tensor 'D' has numbers"),
+    "computed": (weights(2, A=torch.full((8,), 100.0)), r"'mixer\.A': 8 of its 8 numbers are NaN"),
+    "buffer": (
+        weights(2, turn=torch.full((8,), 1e300, dtype=torch.float64)),
+        r"'mixer\.turn': 8 of its 8 numbers are NaN",
+    ),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_what_does_not_fit_is_refused_beside_what_is_computed(
+    engine: Callable[[float], Model], config: VllmConfig, trainer: Trainer, wrong: str
+) -> None:
+    model = engine(1)
+    before = content(model)
+    sent, match = WRONG[wrong]
+    with pytest.raises(IncompatibleUpdate, match=match):
+        updated(model, config, trainer, sent)
+    assert same(content(model), before)
