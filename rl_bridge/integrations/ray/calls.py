@@ -2,14 +2,19 @@
 
 import logging
 import time
-from typing import Any
+from collections.abc import Generator, Mapping
+from typing import Any, TypeVar
 
 from rl_bridge.errors import DeadlineExceeded, EngineLost, WeightBridgeError
 from rl_bridge.integrations.ray.library import require
 
-__all__ = ["Deadline", "result_of"]
+__all__ = ["Deadline", "Steps", "awaited", "result_of", "side_by_side"]
 
 _LOG = logging.getLogger(__name__)
+T = TypeVar("T")
+
+Steps = Generator[Any, None, T]
+"""Calls that follow from one another: each one's reference, before its answer is taken."""
 
 
 class Deadline:
@@ -60,3 +65,48 @@ def result_of(name: str, what: str, reference: Any, deadline: Deadline) -> Any:
             f"actor {name!r} is lost and did not {what}: {cause}. Start another one and join it: "
             "RolloutFleet.join(name, actor)."
         ) from error
+
+
+def awaited(name: str, what: str, reference: Any, deadline: Deadline) -> Steps[Any]:
+    """`result_of` as one of several steps: others go on while this one's answer is due."""
+    yield reference
+    return result_of(name, what, reference, deadline)
+
+
+def side_by_side(
+    steps: Mapping[str, Steps[T]], deadline: Deadline
+) -> tuple[dict[str, T], dict[str, Exception]]:
+    """Take the steps of several; each goes on when its own answer is there.
+
+    When the time is over, each takes what it has: what has no answer then raises.
+
+    Args:
+        steps: name -> its steps.
+        deadline: until when, for all of them.
+
+    Returns:
+        Name -> what its steps gave, and name -> what they raised; in the order of `steps`.
+
+    """
+    ray = require()
+    given: dict[str, T] = {}
+    raised: dict[str, Exception] = {}
+    waiting: dict[Any, str] = {}
+    turns = list(steps)
+    while turns:
+        for name in turns:
+            try:
+                waiting[next(steps[name])] = name
+            except StopIteration as end:
+                given[name] = end.value
+            except Exception as error:  # noqa: BLE001 - told of this one; the others go on
+                raised[name] = error
+        found: list[Any] = []
+        if waiting:
+            found, _ = ray.wait(list(waiting), timeout=deadline.left_s)
+        turns = [waiting.pop(one) for one in found or list(waiting)]
+    return _in_order(steps, given), _in_order(steps, raised)
+
+
+def _in_order(names: Mapping[str, object], found: Mapping[str, T]) -> dict[str, T]:
+    return {name: found[name] for name in names if name in found}

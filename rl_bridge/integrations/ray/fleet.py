@@ -14,7 +14,7 @@ from rl_bridge.errors import (
     WeightUpdateRejectedError,
 )
 from rl_bridge.integrations.ray.answers import RolloutAnswer
-from rl_bridge.integrations.ray.calls import Deadline, result_of
+from rl_bridge.integrations.ray.calls import Deadline, Steps, awaited, result_of, side_by_side
 from rl_bridge.integrations.ray.trainers import Trainers
 from rl_bridge.manifest.canonical import JSONValue
 
@@ -94,7 +94,7 @@ class RolloutFleet:
 
         Args:
             trainer: the handle of the trainer's actor; or those of its ranks, by rank.
-            timeout_s: longest wait for the answers to one version, one joining, or one publication.
+            timeout_s: longest wait for one publication, for all answers to it, or for one joining.
 
         Raises:
             EngineLost: an actor of the trainer's is dead.
@@ -150,14 +150,23 @@ class RolloutFleet:
         """
         self._members.pop(name, None)
         deadline = Deadline(self._timeout_s)
-        choices = self._trainers.choose(name, actor, deadline)
+        _, raised = side_by_side({name: self._joining(name, actor, deadline)}, deadline)
+        for error in raised.values():
+            raise error
+        return self._members[name].choice
+
+    def _joining(self, name: str, actor: Any, deadline: Deadline) -> Steps[RolloutAnswer]:
+        """The steps of a join, up to a rollout's answer to the current version."""
+        choices = yield from self._trainers.choose(name, actor, deadline)
         choice = choices[0]
         _LOG.info("rollout %s gets weights by %s", name, choice)
-        text = choice.to_json()
         # The trainer first: what listens must listen before somebody calls.
-        is_used = any(one.choice.lane == choice.lane for one in self._members.values())
+        is_used = any(
+            one.choice.lane == choice.lane for other, one in self._members.items() if other != name
+        )
         manifest = self._trainers.serve(name, choices, deadline, is_used=is_used)
-        answer = _answer(result_of(name, "join", actor.join_weights.remote(text), deadline))
+        call = actor.join_weights.remote(choice.to_json())
+        answer = _answer((yield from awaited(name, "join", call, deadline)))
         if answer.error:
             raise WeightUpdateRejectedError(
                 f"rollout {name!r} did not join by {choice.transport}: {answer.error}: "
@@ -165,8 +174,9 @@ class RolloutFleet:
             )
         version = self.weight_version
         if manifest:
-            reference = actor.update_weights.remote(manifest)
-            answer = _answer(result_of(name, f"install version {version}", reference, deadline))
+            call = actor.update_weights.remote(manifest)
+            what = f"install version {version}"
+            answer = _answer((yield from awaited(name, what, call, deadline)))
         self._members[name] = _Member(actor, choice, answer)
         if manifest and name not in self.routable:
             raise WeightUpdateRejectedError(
@@ -174,7 +184,7 @@ class RolloutFleet:
                 f"{answer.active_version}: {_why(answer)}. It gets no requests. See its log, and "
                 "join it again."
             )
-        return choice
+        return answer
 
     def leave(self, name: str) -> None:
         """Forget a rollout; unknown names are ignored. Its actor is not touched."""
@@ -197,25 +207,23 @@ class RolloutFleet:
 
         """
         manifests = self._trainers.publish(weight_version, metadata, Deadline(self._timeout_s))
-        deadline = Deadline(self._timeout_s)
-        calls = {
-            name: member.actor.update_weights.remote(manifests[member.choice.lane])
-            for name, member in self._members.items()
-            if member.choice.lane in manifests
-        }
-        if len(calls) < len(self._members):
+        members = dict(self._members)
+        if any(member.choice.lane not in manifests for member in members.values()):
             self._trainers.look_again()  # Ray started it anew: it has none of its lanes
-        answers: dict[str, RolloutAnswer] = {}
-        lost: dict[str, WeightBridgeError] = {}
-        for name, member in list(self._members.items()):
+        for member in members.values():
             member.answer = None
-            try:
-                answer = self._installed(name, member, calls.get(name), deadline)
-            except Exception as error:  # noqa: BLE001 - told of this one; the others go on
-                lost[name] = _told(name, error)
-                _LOG.warning("rollout %s has not version %s: %s", name, weight_version, error)
-                continue
-            answers[name] = self._members[name].answer = answer
+        deadline = Deadline(self._timeout_s)
+        answers, raised = side_by_side(
+            {
+                name: self._installing(name, member, manifests, deadline)
+                for name, member in members.items()
+            },
+            deadline,
+        )
+        lost: dict[str, WeightBridgeError] = {}
+        for name, error in raised.items():
+            lost[name] = _told(name, error)
+            _LOG.warning("rollout %s has not version %s: %s", name, weight_version, error)
         return FleetUpdate(
             weight_version=weight_version,
             root=self._trainers.current.root,
@@ -223,29 +231,23 @@ class RolloutFleet:
             lost=MappingProxyType(lost),
         )
 
-    def _installed(
-        self, name: str, member: _Member, reference: Any, deadline: Deadline
-    ) -> RolloutAnswer:
-        """A rollout's answer to the current version; it joins again where that is what it takes.
+    def _installing(
+        self, name: str, member: _Member, manifests: Mapping[str, bytes], deadline: Deadline
+    ) -> Steps[RolloutAnswer]:
+        """The steps to a rollout's answer; it joins again where that is what it takes.
 
-        Raises:
-            WeightBridgeError: there is none. It stays a member, and is asked again next time.
-
+        Where they fail it stays a member, and is asked again next time.
         """
-        if reference is not None:
+        manifest = manifests.get(member.choice.lane)
+        if manifest is not None:
+            call = member.actor.update_weights.remote(manifest)
             what = f"install version {self.weight_version}"
-            answer = _answer(result_of(name, what, reference, deadline))
+            answer = _answer((yield from awaited(name, what, call, deadline)))
             if answer.outcome != "unjoined":
+                member.answer = answer
                 return answer
         # Ray started it anew, or the trainer: one of the two knows nothing of the other.
-        try:
-            self.join(name, member.actor)
-        except BaseException:
-            self._members.setdefault(name, member)
-            raise
-        joined = self._members[name].answer
-        assert joined is not None  # what has joined has answered
-        return joined
+        return (yield from self._joining(name, member.actor, deadline))
 
     def ask(self, name: str) -> RolloutAnswer:
         """Ask a rollout what it holds; one that missed its deadline may be routable after it.

@@ -7,7 +7,7 @@ from typing import Any
 from rl_bridge.bridge.pairing import PairChoice, SideFacts, choose_for_group, choose_transport
 from rl_bridge.errors import DeadlineExceeded, EngineLost, GroupAborted, RanksDisagree
 from rl_bridge.integrations.ray.answers import Announcement
-from rl_bridge.integrations.ray.calls import Deadline, result_of
+from rl_bridge.integrations.ray.calls import Deadline, Steps, awaited, result_of
 from rl_bridge.integrations.ray.group_store import GroupSeat, GroupStore
 from rl_bridge.integrations.ray.library import require
 from rl_bridge.manifest.canonical import JSONValue
@@ -82,8 +82,8 @@ class Trainers:
         """Ask anew where they run, before the next one joins: Ray may have started one anew."""
         self._facts = []
 
-    def choose(self, name: str, actor: Any, deadline: Deadline) -> list[PairChoice]:
-        """How a rollout reads them: a choice for each, of one lane.
+    def choose(self, name: str, actor: Any, deadline: Deadline) -> Steps[list[PairChoice]]:
+        """The steps to how a rollout reads them: a choice for each, of one lane.
 
         Raises:
             WeightBridgeError: it is dead or silent, or nothing works.
@@ -91,7 +91,10 @@ class Trainers:
         """
         sides = self._sides(deadline)
         calls = [actor.find_weights.remote(facts.to_json()) for facts in sides]
-        found = [SideFacts.from_json(result_of(name, "join", call, deadline)) for call in calls]
+        found = []
+        for call in calls:
+            told = yield from awaited(name, "join", call, deadline)
+            found.append(SideFacts.from_json(told))
         if not self.is_group:
             return [choose_transport(sides[0], found[0])]
         return list(choose_for_group(list(zip(sides, found, strict=True))))

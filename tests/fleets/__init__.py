@@ -1,0 +1,1 @@
+"""Tests of update groups: coverage, group manifests, resharding."""

@@ -1,0 +1,171 @@
+"""Actors of this process, and a clock that waiting moves: what a fleet calls, without Ray."""
+
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from rl_bridge import ModuleInstallAdapter
+from rl_bridge.bridge.pairing import SideFacts
+from rl_bridge.integrations.ray import calls, trainers
+from rl_bridge.ray import PublisherSide, RolloutSide
+
+__all__ = ["NEVER_S", "Actor", "Cluster", "Elsewhere", "Rollout", "Trainer"]
+
+NEVER_S = 1e9
+
+
+class GetTimeoutError(Exception):
+    """No answer in time."""
+
+
+class RayError(Exception):
+    """An actor is lost."""
+
+
+class RayTaskError(RayError):
+    """An actor's method raised."""
+
+
+class Call:
+    """One call of an actor: made in its turn, answered some time after it was asked for."""
+
+    def __init__(self, run: Callable[[], Any], ready_at: float) -> None:
+        self.ready_at = ready_at
+        self._error: Exception | None = None
+        try:
+            self._answer = run()
+        except Exception as error:  # noqa: BLE001 - raised where it is asked for
+            self._error = error
+
+    def answer(self) -> Any:
+        if self._error is not None:
+            raise self._error
+        return self._answer
+
+
+class Cluster:
+    """What the fleet knows as Ray."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_s = 0.0
+        monkeypatch.setattr(calls, "time", SimpleNamespace(monotonic=lambda: self.now_s))
+        for module in (calls, trainers):
+            monkeypatch.setattr(module, "require", self.require)
+
+    def require(self, module: str = "ray") -> Any:
+        if module == "ray.exceptions":
+            return SimpleNamespace(
+                GetTimeoutError=GetTimeoutError, RayError=RayError, RayTaskError=RayTaskError
+            )
+        return SimpleNamespace(get=self.get, wait=self.wait)
+
+    def get(self, call: Call, *, timeout: float) -> Any:
+        if not self.wait([call], timeout=timeout)[0]:
+            raise GetTimeoutError
+        return call.answer()
+
+    def wait(self, waiting: Sequence[Call], *, timeout: float) -> tuple[list[Call], list[Call]]:
+        first = min(waiting, key=lambda call: call.ready_at)
+        if first.ready_at > self.now_s + timeout:
+            self.now_s += timeout
+            return [], list(waiting)
+        self.now_s = max(self.now_s, first.ready_at)
+        return [first], [call for call in waiting if call is not first]
+
+
+class Actor:
+    """Its methods are those of a side, by the names that actors have for them.
+
+    Attributes:
+        takes_s: method -> how long its answer takes; one that never answers does nothing either.
+        asked: the methods that were called, in their order.
+
+    """
+
+    def __init__(self, cluster: Cluster, side: Any, names: dict[str, str]) -> None:
+        self.side = side
+        self.takes_s: dict[str, float] = {}
+        self.asked: list[str] = []
+        self._cluster = cluster
+        self._names = names
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in self._names:
+            raise AttributeError(name)
+        return SimpleNamespace(remote=lambda *given: self._call(name, given))
+
+    def _call(self, name: str, given: tuple[Any, ...]) -> Call:
+        self.asked.append(name)
+        takes_s = self.takes_s.get(name, 0.0)
+        if takes_s >= NEVER_S:
+            return Call(lambda: None, NEVER_S)
+        method = getattr(self.side, self._names[name])
+        return Call(lambda: method(*given), self._cluster.now_s + takes_s)
+
+
+class Trainer(Actor):
+    """A trainer's actor, over one dict of weights."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.weights = {"a": torch.arange(6.0)}
+        names = {
+            "weight_facts": "facts",
+            "weight_announcement": "announcement",
+            "serve_weights": "serve",
+            "publish_weights": "publish",
+            "drop_weights": "drop",
+        }
+        super().__init__(cluster, self._new_side(), names)
+
+    def start_anew(self) -> None:
+        """As Ray does: nothing is left of what it published and opened."""
+        self.side.close()
+        self.side = self._new_side()
+
+    def _new_side(self) -> PublisherSide:
+        return PublisherSide(lambda: self.weights, address="127.0.0.1")
+
+
+class Rollout(Actor):
+    """A rollout's actor, of this machine.
+
+    Attributes:
+        engine: what it holds.
+
+    """
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.engine = {"a": torch.zeros(6)}
+        names = {
+            "find_weights": "facts",
+            "join_weights": "join",
+            "update_weights": "update",
+            "weight_status": "status",
+        }
+        super().__init__(cluster, self._new_side(), names)
+
+    def start_anew(self) -> None:
+        """As Ray does: it has not joined."""
+        self.side.close()
+        self.side = self._new_side()
+
+    def _new_side(self) -> RolloutSide:
+        return RolloutSide(lambda: ModuleInstallAdapter(self.engine))
+
+
+class Elsewhere(Rollout):
+    """One of another machine, which has broadcast and nothing else."""
+
+    def _new_side(self) -> RolloutSide:
+        return _Far(lambda: ModuleInstallAdapter(self.engine))
+
+
+class _Far(RolloutSide):
+    def facts(self, publisher: bytes) -> bytes:
+        found = SideFacts.from_json(super().facts(publisher))
+        transports = {**found.transports, "nixl": "a test"}
+        changes = {"boot_id": "another", "opened": None, "transports": transports}
+        return found.model_copy(update=changes).to_json()
