@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from rl_bridge import (
+    BridgeClosed,
     MalformedManifest,
     ModuleInstallAdapter,
     VersionNotMonotonic,
@@ -50,9 +51,15 @@ class Rollout:
 
     def __init__(self, choice: bytes | None = MEMORY) -> None:
         self.engine = {name: torch.zeros_like(one) for name, one in weights().items()}
-        self.side = RolloutSide(lambda: ModuleInstallAdapter(self.engine))
+        self.adapter_fails = False
+        self.side = RolloutSide(self.adapter)
         if choice is not None:
             assert RolloutAnswer.from_json(self.side.join(choice)).error == ""
+
+    def adapter(self) -> ModuleInstallAdapter:
+        if self.adapter_fails:
+            raise MemoryError
+        return ModuleInstallAdapter(self.engine)
 
     def update(self, manifest: bytes) -> RolloutAnswer:
         return RolloutAnswer.from_json(self.side.update(manifest))
@@ -195,6 +202,41 @@ def test_joining_the_same_way_again_keeps_the_engines_version(trainer: Trainer) 
     _, manifests = trainer.side.publish(1)
     rollout.update(manifests["shared-memory"])
     assert RolloutAnswer.from_json(rollout.side.join(MEMORY)).active_version == 1
+    rollout.side.close()
+
+
+def test_a_rollout_that_fails_to_take_another_lane_goes_on_with_its_version(
+    trainer: Trainer,
+) -> None:
+    rollout = Rollout()
+    _, manifests = trainer.side.publish(1)
+    rollout.update(manifests["shared-memory"])
+    trainer.side.serve(BROADCAST)
+    nowhere = PairChoice(transport="nowhere", reason="a test").to_json()
+    for choice, error in ((nowhere, "WeightBridgeUnavailableError"), (BROADCAST, "MemoryError")):
+        rollout.adapter_fails = error == "MemoryError"
+        answer = RolloutAnswer.from_json(rollout.side.join(choice))
+        assert (answer.error, answer.active_version) == (error, 1)
+        rollout.side.executor.check_servable()
+    _, manifests = trainer.side.publish(2)
+    assert rollout.update(manifests["shared-memory"]).active_version == 2
+    rollout.side.close()
+
+
+def test_a_rollout_that_takes_another_lane_lets_go_of_the_one_before(trainer: Trainer) -> None:
+    rollout = Rollout()
+    _, manifests = trainer.side.publish(1)
+    rollout.update(manifests["shared-memory"])
+    before = rollout.side.executor
+    manifest = trainer.side.serve(BROADCAST)
+    assert RolloutAnswer.from_json(rollout.side.join(BROADCAST)).error == ""
+    assert rollout.side.executor is not before
+    with pytest.raises(BridgeClosed):
+        before.update_weights(manifests["shared-memory"].decode())
+    reports = json.loads(trainer.side.reports())["shared-memory"]
+    told = {one["worker"]: (one["presence"], one["state"]) for one in reports}
+    assert told["rollout"] == ("gone", "released")
+    assert rollout.update(manifest).active_version == 1
     rollout.side.close()
 
 

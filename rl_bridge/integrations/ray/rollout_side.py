@@ -25,6 +25,7 @@ __all__ = ["RolloutSide"]
 _LOG = logging.getLogger(__name__)
 
 Outcome = Literal["acknowledged", "refused", "torn", "unjoined", "status"]
+_Taken = tuple[RolloutExecutor, TensorBridge]
 
 
 class RolloutSide:
@@ -64,8 +65,7 @@ class RolloutSide:
         self._joined: tuple[str, str, Mapping[str, str]] | None = None
         self._groups: dict[str, str] = {}
         """Update -> root of the group's version that it is, of the last one and the active one."""
-        self._bridge: TensorBridge | None = None
-        self._executor: RolloutExecutor | None = None
+        self._taken: _Taken | None = None
         # An actor may run several methods at a time. Who only asks waits for nobody.
         self._lock = threading.RLock()
 
@@ -101,7 +101,8 @@ class RolloutSide:
     def join(self, choice: bytes) -> bytes:
         """Take a lane; again with the same one changes nothing: `RolloutAnswer` as JSON.
 
-        What keeps it from joining is in the answer, an engine that cannot be made too.
+        What keeps it from joining is in the answer, an engine that cannot be made too. Then it goes
+        on with the lane and the version that it has.
         """
         with self._lock:
             try:
@@ -139,15 +140,14 @@ class RolloutSide:
     def close(self) -> None:
         """Release the active version and close the bridge; the engine keeps its bytes."""
         with self._lock:
-            executor, self._executor = self._executor, None
-            bridge, self._bridge = self._bridge, None
             self._joined = None
-            try:
-                if executor is not None:
-                    executor.close()
-            finally:
-                if bridge is not None:
-                    bridge.close()
+            before, self._taken = self._taken, None
+            _close(before)
+
+    @property
+    def _executor(self) -> RolloutExecutor | None:
+        taken = self._taken
+        return None if taken is None else taken[0]
 
     def _install(self, executor: RolloutExecutor, text: str) -> None:
         if not isinstance(executor.bridge, GroupBridge):
@@ -164,17 +164,18 @@ class RolloutSide:
         lane = (chosen.transport, chosen.group, chosen.consumer_options)
         if self._joined == lane:
             return
-        self.close()
         bridge = self._open(chosen)
         try:
-            self._executor = RolloutExecutor(
-                weight_bridge=bridge, weight_install_adapter=self._adapter()
-            )
+            executor = RolloutExecutor(weight_bridge=bridge, weight_install_adapter=self._adapter())
         except BaseException:
             bridge.close()
             raise
-        self._bridge, self._joined = bridge, lane
+        # From here on it has the one or the other, wherever an interrupt comes in.
+        self._joined = None
+        before, self._taken = self._taken, (executor, bridge)
+        self._joined = lane
         _LOG.info("rollout %s joins by %s", self._worker, chosen)
+        _close(before)
 
     def _open(self, chosen: PairChoice) -> TensorBridge:
         options: dict[str, Any] = {
@@ -199,3 +200,12 @@ class RolloutSide:
             message="" if error is None else str(error)[:4096],
         )
         return answer if executor is None else answer.of(executor, self._groups)
+
+
+def _close(taken: _Taken | None) -> None:
+    if taken is not None:
+        executor, bridge = taken
+        try:
+            executor.close()
+        finally:
+            bridge.close()
