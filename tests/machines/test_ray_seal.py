@@ -6,9 +6,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from rl_bridge import ModuleInstallAdapter
+from rl_bridge import ModuleInstallAdapter, VersionNotMonotonic
 from rl_bridge.bridge.pairing import PairChoice
-from rl_bridge.integrations.ray.answers import RolloutAnswer
+from rl_bridge.integrations.ray.answers import Announcement, RolloutAnswer
 from rl_bridge.ray import PublisherSide, RolloutSide
 
 NIXL = PairChoice(transport="nixl", reason="a test").to_json()
@@ -81,3 +81,16 @@ def test_a_late_rollout_elsewhere_gets_what_was_published_before_anybody_came(ru
     late = run.join(NIXL)
     assert late["w"][-1] == 1
     assert set(run.publish(2)) == {"nixl"}
+
+
+def test_the_last_seal_outlives_its_last_rollout_until_another_one_has_a_seal(run: Run) -> None:
+    run.join(NIXL)
+    run.publish(1)
+    run.trainer.drop("nixl")
+    assert Announcement.from_json(run.trainer.announcement()).weight_version == 1
+    assert list(run.publish(2)) == ["nixl"]
+    with pytest.raises(VersionNotMonotonic):
+        run.publish(2)
+    late = run.join(MEMORY)
+    assert late["w"][-1] == 2
+    assert list(run.publish(3)) == ["shared-memory"]

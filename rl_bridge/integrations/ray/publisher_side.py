@@ -142,12 +142,11 @@ class PublisherSide:
 
     @_in_turn
     def drop(self, lane: str) -> None:
-        """Close a rollout's lane that could not be opened on every rank. Idempotent."""
+        """Close a lane that no rollout uses; the last seal stays open. Idempotent."""
         self._asked.discard(lane)
-        if lane != _HOME and lane in self._lanes:
-            self._manifests.pop(lane, None)
-            self._before.pop(lane, None)
-            self._lanes.pop(lane).bridge.close()
+        if lane in self._lanes and lane not in _SEALS:
+            self._shut(lane)
+        self._drop_spare()
 
     @_in_turn
     def reseat(self, make_lane: MakeLane) -> None:
@@ -240,13 +239,18 @@ class PublisherSide:
         return next(iter(self._manifests.values()), None)
 
     def _drop_spare(self) -> None:
-        """Let go of the seal that no rollout uses, where a lane that one uses is a seal as well."""
-        others = [lane for lane in _SEALS if lane in self._asked and lane in self._lanes]
-        if _HOME in self._lanes and _HOME not in self._asked and others:
-            self._manifests.pop(_HOME, None)
-            self._before.pop(_HOME, None)
-            self._lanes.pop(_HOME).bridge.close()
-            _LOG.info("%s seals versions on %s alone", self._worker, others[0])
+        """Let go of seals that no rollout uses; where none is used, all but one."""
+        seals = [lane for lane in _SEALS if lane in self._lanes]
+        kept = [lane for lane in seals if lane in self._asked] or seals[:1]
+        for lane in seals:
+            if lane not in kept:
+                self._shut(lane)
+                _LOG.info("%s seals versions on %s alone", self._worker, kept[0])
+
+    def _shut(self, lane: str) -> None:
+        self._manifests.pop(lane, None)
+        self._before.pop(lane, None)
+        self._lanes.pop(lane).bridge.close()
 
     def _folder(self, lane: str) -> Path:
         assert self._state_dir is not None
