@@ -10,11 +10,12 @@ import torch
 from rl_bridge import ModuleInstallAdapter
 from rl_bridge.bridge.pairing import SideFacts
 from rl_bridge.integrations.ray import calls, trainers
-from rl_bridge.ray import PublisherSide, RolloutSide
+from rl_bridge.ray import FleetUpdate, PublisherSide, RolloutFleet, RolloutSide
 
-__all__ = ["NEVER_S", "Actor", "Cluster", "Elsewhere", "Rollout", "Trainer"]
+__all__ = ["NEVER_S", "TIMEOUT_S", "Actor", "Cluster", "Elsewhere", "Rollout", "Run", "Trainer"]
 
 NEVER_S = 1e9
+TIMEOUT_S = 60.0
 
 
 class GetTimeoutError(Exception):
@@ -169,3 +170,33 @@ class _Far(RolloutSide):
         transports = {**found.transports, "nixl": "a test"}
         changes = {"boot_id": "another", "opened": None, "transports": transports}
         return found.model_copy(update=changes).to_json()
+
+
+class Run:
+    """A fleet, and what it is made of."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+        self.trainer = Trainer(cluster)
+        self.fleet = RolloutFleet(self.trainer, timeout_s=TIMEOUT_S)
+        self.rollouts: dict[str, Rollout] = {}
+        self.version = 0
+
+    def join(self, *names: str, kind: type[Rollout] = Rollout) -> None:
+        for name in names:
+            self.rollouts[name] = kind(self.cluster)
+            self.fleet.join(name, self.rollouts[name])
+
+    def update(self) -> FleetUpdate:
+        self.version += 1
+        self.trainer.weights["a"].add_(1)
+        return self.fleet.update(self.version)
+
+    @property
+    def lanes(self) -> list[str]:
+        """What the trainer publishes on."""
+        return sorted(self.trainer.side._lanes)
+
+    def close(self) -> None:
+        for one in (*self.rollouts.values(), self.trainer):
+            one.side.close()

@@ -1,46 +1,7 @@
 """How long a fleet waits, and what it knows behind an answer that came too late."""
 
-from collections.abc import Iterator
-
-import pytest
-
 from rl_bridge import DeadlineExceeded
-from rl_bridge.ray import FleetUpdate, RolloutFleet
-from tests.fleets.actors import NEVER_S, Cluster, Rollout, Trainer
-
-TIMEOUT_S = 60.0
-
-
-class Run:
-    """A fleet of rollouts of one machine."""
-
-    def __init__(self, cluster: Cluster) -> None:
-        self.cluster = cluster
-        self.trainer = Trainer(cluster)
-        self.fleet = RolloutFleet(self.trainer, timeout_s=TIMEOUT_S)
-        self.rollouts: dict[str, Rollout] = {}
-        self.version = 0
-
-    def join(self, *names: str) -> None:
-        for name in names:
-            self.rollouts[name] = Rollout(self.cluster)
-            self.fleet.join(name, self.rollouts[name])
-
-    def update(self) -> FleetUpdate:
-        self.version += 1
-        self.trainer.weights["a"].add_(1)
-        return self.fleet.update(self.version)
-
-    def close(self) -> None:
-        for one in (*self.rollouts.values(), self.trainer):
-            one.side.close()
-
-
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
-    made = Run(Cluster(monkeypatch))
-    yield made
-    made.close()
+from tests.fleets.actors import NEVER_S, TIMEOUT_S, Run
 
 
 def test_rollouts_that_hang_while_they_join_again_take_one_deadline_in_all(run: Run) -> None:

@@ -101,6 +101,22 @@ def test_a_lane_that_was_dropped_is_published_on_no_more(run: Run, rollouts: lis
     assert rollouts[0].update(manifests["shared-memory"]).active_version == 2
 
 
+def test_a_dropped_lane_that_is_opened_again_gets_the_version_of_now(
+    run: Run, rollouts: list[Rollout]
+) -> None:
+    run.all(lambda rank: rank.side.serve(BROADCAST))
+    run.publish(1)
+    run.all(lambda rank: rank.side.drop("broadcast"))
+    run.publish(2)
+    manifest = run.all(lambda rank: rank.side.serve(BROADCAST))
+    late = Rollout(1, BROADCAST)
+    assert late.update(manifest).active_version == 2
+    assert late.holds(2)
+    _, manifests = run.publish(3)
+    assert late.update(manifests["broadcast"]).active_version == 3
+    late.close()
+
+
 def test_ranks_that_talk_over_another_store_go_on_with_their_versions(
     run: Run, rollouts: list[Rollout]
 ) -> None:

@@ -3,6 +3,7 @@
 import json
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -257,6 +258,28 @@ def test_a_late_lane_gets_the_sealed_version_and_not_the_weights_of_now(trainer:
         assert answer.active_root == Announcement.from_json(told).root, answer
         assert rollout.holds(trainer.weights)
         rollout.side.close()
+
+
+def test_a_lane_that_is_opened_again_gets_the_version_of_now(tmp_path: Path) -> None:
+    side = PublisherSide(weights, state_dir=str(tmp_path))
+    side.serve(BROADCAST)
+    side.publish(3)
+    side.drop("broadcast")
+    far = Rollout(BROADCAST)
+    assert far.update(side.serve(BROADCAST)).active_version == 3
+    far.side.close()
+    side.close()
+
+
+def test_a_trainer_that_comes_back_goes_on_behind_its_last_version(tmp_path: Path) -> None:
+    for version in (3, 4):
+        side = PublisherSide(weights, state_dir=str(tmp_path))
+        side.publish(version)
+        side.close()
+    side = PublisherSide(weights, state_dir=str(tmp_path))
+    with pytest.raises(VersionNotMonotonic, match="4 came after 4"):
+        side.publish(4)
+    side.close()
 
 
 def test_versions_only_grow_on_every_lane(trainer: Trainer) -> None:

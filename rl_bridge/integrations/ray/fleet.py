@@ -151,6 +151,7 @@ class RolloutFleet:
         self._members.pop(name, None)
         deadline = Deadline(self._timeout_s)
         _, raised = side_by_side({name: self._joining(name, actor, deadline)}, deadline)
+        self._keep_lanes()
         for error in raised.values():
             raise error
         return self._members[name].choice
@@ -161,10 +162,7 @@ class RolloutFleet:
         choice = choices[0]
         _LOG.info("rollout %s gets weights by %s", name, choice)
         # The trainer first: what listens must listen before somebody calls.
-        is_used = any(
-            one.choice.lane == choice.lane for other, one in self._members.items() if other != name
-        )
-        manifest = self._trainers.serve(name, choices, deadline, is_used=is_used)
+        manifest = self._trainers.serve(name, choices, deadline)
         call = actor.join_weights.remote(choice.to_json())
         answer = _answer((yield from awaited(name, "join", call, deadline)))
         if answer.error:
@@ -187,8 +185,12 @@ class RolloutFleet:
         return answer
 
     def leave(self, name: str) -> None:
-        """Forget a rollout; unknown names are ignored. Its actor is not touched."""
+        """Forget a rollout; unknown names are ignored. Its actor is not touched.
+
+        The trainer drops a lane that no rollout of this fleet uses any more.
+        """
         self._members.pop(name, None)
+        self._keep_lanes()
 
     def update(
         self, weight_version: int, *, metadata: Mapping[str, JSONValue] | None = None
@@ -220,6 +222,7 @@ class RolloutFleet:
             },
             deadline,
         )
+        self._keep_lanes()
         lost: dict[str, WeightBridgeError] = {}
         for name, error in raised.items():
             lost[name] = _told(name, error)
@@ -248,6 +251,9 @@ class RolloutFleet:
                 return answer
         # Ray started it anew, or the trainer: one of the two knows nothing of the other.
         return (yield from self._joining(name, member.actor, deadline))
+
+    def _keep_lanes(self) -> None:
+        self._trainers.keep_lanes({member.choice.lane for member in self._members.values()})
 
     def ask(self, name: str) -> RolloutAnswer:
         """Ask a rollout what it holds; one that missed its deadline may be routable after it.

@@ -7,6 +7,7 @@ import json
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
 from functools import wraps
 from pathlib import Path
@@ -18,6 +19,7 @@ from rl_bridge.errors import VersionNotMonotonic, WeightUpdateRejectedError
 from rl_bridge.extractors.state_dict import Source
 from rl_bridge.integrations.ray.answers import Announcement
 from rl_bridge.integrations.ray.lanes import Lane, Manifest, SingleLane
+from rl_bridge.lifecycle.journal import Journal
 from rl_bridge.manifest.canonical import JSONValue
 
 __all__ = ["MakeLane", "PublisherSide"]
@@ -86,7 +88,8 @@ class PublisherSide:
             make_lane: how versions are published through a bridge; None: by this side alone.
 
         Raises:
-            WeightBridgeError: shared memory is blocked here.
+            WeightBridgeUnavailableError: another live trainer holds `state_dir`.
+            WeightBridgeError: shared memory is blocked here, or `state_dir` cannot be used.
 
         """
         self._source = source
@@ -95,9 +98,6 @@ class PublisherSide:
         self._node = node
         self._address = address
         self._directories = tuple(directories)
-        self._state_dir = None if state_dir is None else Path(state_dir)
-        if self._state_dir is not None and make_lane is not None:
-            self._state_dir /= f"rank-{rank}"  # ranks of one class name one directory
         self._options = {name: dict(given) for name, given in (options or {}).items()}
         self._metadata: Mapping[str, JSONValue] = {}
         self._make_lane = make_lane or (lambda _, bridge: SingleLane(bridge))
@@ -108,7 +108,13 @@ class PublisherSide:
         """Lanes that rollouts use."""
         self._beacon = Beacon()
         self._lock = threading.RLock()
-        self._open(PairChoice(transport=_HOME, reason="the seal that every lane comes from"))
+        # Of the side, and not of its lanes: one that is opened again gets the version of now.
+        self._journal = Journal(_folder(state_dir, rank=None if make_lane is None else rank))
+        try:
+            self._open(PairChoice(transport=_HOME, reason="the seal that every lane comes from"))
+        except BaseException:
+            self._journal.close()
+            raise
 
     def facts(self) -> bytes:
         """Where this side runs and what works here: `SideFacts` as JSON."""
@@ -170,12 +176,12 @@ class PublisherSide:
             WeightBridgeError: a lane cannot carry it.
 
         """
-        current = self._current
-        if current is not None and weight_version <= current.weight_version:
+        last = self._journal.last_version
+        if last is not None and weight_version <= last:
             # Before any lane takes it: half of them would go on otherwise.
             raise VersionNotMonotonic(
-                f"weight_version must increase monotonically: {weight_version} came after "
-                f"{current.weight_version}. Publish a later version."
+                f"weight_version must increase monotonically: {weight_version} came after {last}. "
+                "Publish a later version."
             )
         self._drop_spare()
         for lane, manifest in self._before.items():
@@ -188,6 +194,7 @@ class PublisherSide:
                     self._source(), weight_version=weight_version, metadata=metadata
                 )
             _require_one_root(made)
+            self._journal.reserve(weight_version)
         except BaseException:
             for lane, manifest in made.items():
                 self._lanes[lane].release(manifest)
@@ -213,12 +220,13 @@ class PublisherSide:
     @_in_turn
     def close(self) -> None:
         """Take back everything that was published. Idempotent."""
-        for lane in self._lanes.values():
-            lane.bridge.close()
-        self._beacon.close()
+        with ExitStack() as ends:  # each of them, also where one fails
+            ends.callback(self._journal.close)
+            ends.callback(self._beacon.close)
+            for lane in self._lanes.values():
+                ends.callback(lane.bridge.close)
 
     def _open(self, chosen: PairChoice) -> Lane:
-        place = {} if self._state_dir is None else {"state_dir": self._folder(chosen.lane)}
         bridge = make_weight_bridge(
             chosen.transport,
             source_worker=self._worker,
@@ -226,7 +234,6 @@ class PublisherSide:
             **{
                 **self._options.get(chosen.transport, {}),
                 **chosen.publisher_options,
-                **place,
             },
         )
         lane = self._lanes[chosen.lane] = self._make_lane(chosen.lane, bridge)
@@ -252,12 +259,6 @@ class PublisherSide:
         self._before.pop(lane, None)
         self._lanes.pop(lane).bridge.close()
 
-    def _folder(self, lane: str) -> Path:
-        assert self._state_dir is not None
-        folder = self._state_dir / lane.replace("/", "_")
-        folder.mkdir(parents=True, exist_ok=True)
-        return folder
-
     def _carry_over(self, name: str, lane: Lane) -> None:
         """Publish the current version on a new lane, from where it is sealed."""
         seal = next(name for name in _SEALS if name in self._manifests)
@@ -272,6 +273,15 @@ class PublisherSide:
             self._manifests.pop(name, None)
             self._lanes.pop(name).bridge.close()
             raise
+
+
+def _folder(state_dir: str | None, *, rank: int | None) -> Path | None:
+    """Where the last version is kept; ranks of one class name one directory."""
+    if state_dir is None:
+        return None
+    folder = Path(state_dir) if rank is None else Path(state_dir) / f"rank-{rank}"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
 
 
 def _require_one_root(made: Mapping[str, Manifest]) -> None:

@@ -1,7 +1,7 @@
 """The trainer as a fleet knows it: one actor, or those of all ranks of a group."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from rl_bridge.bridge.pairing import PairChoice, SideFacts, choose_for_group, choose_transport
@@ -40,6 +40,8 @@ class Trainers:
             raise ValueError("trainer=[]: expected the actors of a group's ranks.")
         self._store: Any = None
         self._facts: list[SideFacts] = []
+        self._lanes: set[str] = set()
+        self._drops: list[tuple[str, str, Any]] = []
         deadline = Deadline(timeout_s)
         if self.is_group:
             self.current = self._seat(deadline)
@@ -99,32 +101,44 @@ class Trainers:
             return [choose_transport(sides[0], found[0])]
         return list(choose_for_group(list(zip(sides, found, strict=True))))
 
-    def serve(
-        self, name: str, choices: Sequence[PairChoice], deadline: Deadline, *, is_used: bool
-    ) -> bytes:
+    def serve(self, name: str, choices: Sequence[PairChoice], deadline: Deadline) -> bytes:
         """Open a rollout's lane; the manifest of the current version, empty before the first.
 
         Args:
             name: the rollout's.
             choices: what `choose` gave for it.
             deadline: until when.
-            is_used: other rollouts read on that lane.
 
         Raises:
             WeightBridgeError: it cannot be opened.
 
         """
+        self._see_dropped(deadline)
+        self._lanes.add(choices[0].lane)  # first: it may be open without an answer that says so
         given = [(choice.to_json(),) for choice in choices]
-        try:
-            answers = self._ask(f"serve {name}", "serve_weights", deadline, given)
-            manifest: bytes = self._same(answers)
-        except BaseException:
-            if self.is_group and not is_used:
-                # Else some ranks would publish on a lane that others do not have.
-                for one in self._actors:
-                    one.drop_weights.remote(choices[0].lane)
-            raise
+        manifest: bytes = self._same(self._ask(f"serve {name}", "serve_weights", deadline, given))
         return manifest
+
+    def keep_lanes(self, used: Collection[str]) -> None:
+        """Have all other lanes that were opened for this fleet dropped; waits for nothing.
+
+        No version is copied for them any more. In a group, no rank goes on with one of which others
+        have none.
+        """
+        for lane in self._lanes.difference(used):
+            _LOG.info("no rollout uses %s any more: the trainer drops it", lane)
+            for rank, one in enumerate(self._actors):
+                self._drops.append((self._name(rank), lane, one.drop_weights.remote(lane)))
+        self._lanes.intersection_update(used)
+
+    def _see_dropped(self, deadline: Deadline) -> None:
+        """Wait until lanes are dropped: in actors that run several methods, others overtake it."""
+        drops, self._drops = self._drops, []
+        for name, lane, call in drops:
+            try:
+                result_of(name, f"drop its lane {lane}", call, deadline)
+            except Exception as error:  # noqa: BLE001 - it costs a copy, and no more
+                _LOG.warning("a lane that no rollout uses was not dropped: %s", error)
 
     def publish(
         self, weight_version: int, metadata: Mapping[str, JSONValue] | None, deadline: Deadline
@@ -135,6 +149,7 @@ class Trainers:
             WeightBridgeError: nothing is published.
 
         """
+        self._see_dropped(deadline)
         given = [(weight_version, metadata)] * len(self._actors)
         what = f"publish version {weight_version}"
         told, manifests = self._same(self._ask(what, "publish_weights", deadline, given))

@@ -1,0 +1,54 @@
+"""Lanes of a trainer: open for as long as a rollout of the fleet uses them."""
+
+import pytest
+
+from rl_bridge import DeadlineExceeded
+from tests.fleets.actors import NEVER_S, Elsewhere, Run
+
+
+def test_a_lane_goes_with_its_last_rollout(run: Run) -> None:
+    run.join("near")
+    run.join("far", "farther", kind=Elsewhere)
+    run.update().require_all()
+    assert run.lanes == ["broadcast", "shared-memory"]
+    run.fleet.leave("far")
+    run.update().require_all()
+    assert run.lanes == ["broadcast", "shared-memory"]
+    run.fleet.leave("farther")
+    run.update().require_all()
+    assert run.lanes == ["shared-memory"]
+
+
+def test_a_rollout_that_comes_back_finds_its_lane_again(run: Run) -> None:
+    run.join("far", kind=Elsewhere)
+    run.update().require_all()
+    run.fleet.leave("far")
+    run.join("another", kind=Elsewhere)
+    run.fleet.join("far", run.rollouts["far"])
+    assert run.fleet.routable == ("another", "far")
+    run.update().require_all()
+
+
+def test_a_join_that_fails_leaves_no_lane_behind(run: Run) -> None:
+    run.join("near")
+    far = Elsewhere(run.cluster)
+    far.takes_s["join_weights"] = NEVER_S
+    with pytest.raises(DeadlineExceeded):
+        run.fleet.join("far", far)
+    run.update().require_all()
+    assert run.lanes == ["shared-memory"]
+
+
+def test_a_lane_that_cannot_be_dropped_holds_no_version_up(
+    run: Run, caplog: pytest.LogCaptureFixture
+) -> None:
+    run.join("near")
+    run.join("far", kind=Elsewhere)
+
+    def drop(lane: str) -> None:
+        raise OSError(lane)
+
+    run.trainer.side.drop = drop
+    run.fleet.leave("far")
+    run.update().require_all()
+    assert "was not dropped: broadcast" in caplog.text
