@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -19,13 +20,14 @@ from rl_bridge.manifest.digest import DIGEST_NBYTES, text_digest
 from rl_bridge.manifest.model import FORMAT, WeightUpdateManifest
 from rl_bridge.manifest.table import KNOWN_LAYOUTS, TensorTable
 from rl_bridge.testing.leaks import Holdings
-from rl_bridge.testing.processes import until
+from rl_bridge.testing.processes import DEADLINE_S, until
 
 __all__ = [
     "assemble",
     "forget_layouts",
     "forked",
     "forking",
+    "held_before_its_poll",
     "make_manifest",
     "make_table",
     "open_fds",
@@ -160,6 +162,33 @@ def forked(function: Callable[[], bool]) -> bool:
 
 def _exited(pid: int) -> bool:
     return os.waitpid(pid, os.WNOHANG)[0] == pid
+
+
+# ---- threads ------------------------------------------------------------------------------------
+
+
+@contextmanager
+def held_before_its_poll(server: Any) -> Iterator[None]:
+    """Hold a server's thread where it has looked out for what to wait for, and is yet to wait."""
+    is_there, may_go = threading.Event(), threading.Event()
+    look_out = server._look_out
+
+    def held(timeout_ms: float | None) -> Any:
+        found = look_out(timeout_ms)
+        if threading.current_thread() is server._thread:
+            server._wake.settle()
+            is_there.set()
+            may_go.wait(DEADLINE_S)
+        return found
+
+    server._look_out = held
+    server._wake.poke()
+    try:
+        assert is_there.wait(DEADLINE_S)
+        yield
+    finally:
+        server._look_out = look_out
+        may_go.set()
 
 
 # ---- interrupts ---------------------------------------------------------------------------------

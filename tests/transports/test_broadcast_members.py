@@ -2,6 +2,7 @@
 
 import os
 import resource
+import select
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -12,10 +13,11 @@ import pytest
 from rl_bridge import BroadcastTensorBridge, make_weight_bridge
 from rl_bridge.errors import SegmentError, WeightBridgeUnavailableError
 from rl_bridge.testing.peer import sample_weights
-from rl_bridge.testing.processes import until
+from rl_bridge.testing.processes import DEADLINE_S, until
 from rl_bridge.testing.strategies import contents_of
 from rl_bridge.transports.broadcast.hub import Hub
 from rl_bridge.transports.broadcast.messages import Released
+from tests.helpers import held_before_its_poll
 
 Make = Callable[..., BroadcastTensorBridge]
 
@@ -94,6 +96,29 @@ def test_a_member_that_never_stops_talking_does_not_hold_the_publisher(
     monkeypatch.setattr(hub, "_step", always)
     hub.drain()
     assert rounds
+
+
+def test_what_a_member_did_not_take_at_once_is_sent_on_whoever_looks_meanwhile(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = make("trainer")
+    manifest = publish(trainer, 1)
+    engines = [make("one"), make("other")]
+    for engine in engines:
+        engine.import_update(manifest)
+    hub = hub_of(trainer)
+    one, other = hub.members
+    hub.open_store(7, (one, other))
+    with held_before_its_poll(hub):
+        with monkeypatch.context() as patch:
+            patch.setattr(other.channel, "flush", lambda: None)  # it is full
+            link_of(engines[0], trainer)._tell(7, "key", b"value")
+            arrived = select.poll()
+            arrived.register(one.channel.socket, select.POLLIN)
+            assert arrived.poll(DEADLINE_S * 1e3)
+            hub.drain()
+        assert other.channel.has_outgoing
+    until(lambda: not other.channel.has_outgoing, what="the rest to be sent", deadline_s=20)
 
 
 def test_a_closed_publisher_writes_to_no_descriptor_that_took_its_number(make: Make) -> None:

@@ -137,9 +137,12 @@ class Hub:
 
     def drain(self) -> None:
         """Read what members said already; who goes on talking is not listened to for ever."""
-        for _ in range(_MOST_ROUNDS):
-            if self._is_stopping or not self._step(0):
-                return
+        try:
+            for _ in range(_MOST_ROUNDS):
+                if self._is_stopping or not self._step(0):
+                    return
+        finally:
+            self._wake.poke()  # what is left to send now is not what its thread waits for
 
     def send(self, members: Iterable[Member], message: Message) -> None:
         """Tell members; whoever is gone meanwhile is noted by the thread."""

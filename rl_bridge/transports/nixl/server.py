@@ -120,8 +120,11 @@ class Server:
         which may never end: where nobody can be accepted, or somebody goes on and on.
         """
         until = time.monotonic() + _CATCH_UP_S
-        while not self._is_stopping and self._step(0) and time.monotonic() < until:
-            pass
+        try:
+            while not self._is_stopping and self._step(0) and time.monotonic() < until:
+                pass
+        finally:
+            self._wake.poke()  # what is to be done now is not what its thread waits for
 
     def close(self, *, timeout_s: float = 5.0) -> None:
         """Hang up everywhere and end the thread. Idempotent; in a forked child a no-op."""

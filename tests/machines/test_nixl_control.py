@@ -1,0 +1,60 @@
+"""What readers and a publisher of `nixl` say to each other is heard, whatever happens meanwhile."""
+
+import select
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import pytest
+import torch
+
+from rl_bridge import make_weight_bridge
+from rl_bridge.bridge.bridges import NIXLTensorBridge
+from rl_bridge.testing.processes import DEADLINE_S, until
+from rl_bridge.transports.nixl.consumer import NIXLConsumer
+from rl_bridge.transports.nixl.publisher import NIXLPublisher
+from tests.helpers import held_before_its_poll
+
+WEIGHTS = {"w": torch.arange(100)}
+
+
+@contextmanager
+def both(**options: Any) -> Iterator[tuple[NIXLTensorBridge, NIXLTensorBridge]]:
+    publisher = make_weight_bridge(
+        "nixl", source_worker="trainer", suspicious="off", serve="inline", **options
+    )
+    consumer = make_weight_bridge("nixl", source_worker="rollout", **options)
+    with publisher, consumer:
+        yield cast("NIXLTensorBridge", publisher), cast("NIXLTensorBridge", consumer)
+
+
+def ends(
+    publisher: NIXLTensorBridge, consumer: NIXLTensorBridge
+) -> tuple[NIXLPublisher, NIXLConsumer]:
+    return cast("NIXLPublisher", publisher._publisher_end()._end), cast(
+        "NIXLConsumer", consumer._consumer_end()._end
+    )
+
+
+def test_a_reader_is_helped_whose_lease_the_trainers_own_thread_heard_of(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with both() as (publisher, consumer):
+        manifest = publisher.publish(WEIGHTS, weight_version=1)
+        end, far = ends(publisher, consumer)
+        handle = far._handle(manifest)
+        link = far._source(handle.endpoint, is_observer=False).link
+        helped: list[bool] = []
+        monkeypatch.setattr(end._host, "help", lambda *, is_needed: helped.append(is_needed))
+        server = end._server
+        (member,) = server.members
+        with held_before_its_poll(server):
+            nbytes = manifest.table.arena_nbytes
+            link.ask(manifest.update_id, generation=handle.generation, arena_nbytes=nbytes)
+            arrived = select.poll()
+            arrived.register(member.channel.socket, select.POLLIN)
+            assert arrived.poll(DEADLINE_S * 1e3)
+            publisher.consumers()
+            assert list(member.leases) == [manifest.update_id]
+            helped.clear()
+        until(lambda: True in helped, what="the reader to be helped", deadline_s=20)
