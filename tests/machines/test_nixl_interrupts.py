@@ -1,7 +1,10 @@
 """Interrupts before any line cost neither side of `nixl` a slot."""
 
+import os
 import select
-from contextlib import suppress
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any, cast
 
 import pytest
@@ -11,11 +14,13 @@ from rl_bridge import GroupBridge, GroupManifest, make_weight_bridge
 from rl_bridge.bridge.bridges import NIXLTensorBridge
 from rl_bridge.bridge.group_end import GroupEnd
 from rl_bridge.testing.processes import until
+from rl_bridge.transports.nixl import serving_process
 from rl_bridge.transports.nixl.agent import AgentError, Region
 from rl_bridge.transports.nixl.consumer import NIXLConsumer
 from rl_bridge.transports.nixl.live import LiveShelf
 from rl_bridge.transports.nixl.publisher import NIXLPublisher
 from rl_bridge.transports.nixl.reading import Reading
+from rl_bridge.transports.nixl.serving_process import ServingProcess
 from tests.groups.meshes import cut, model
 from tests.groups.rig import trainers
 from tests.helpers import tracing
@@ -231,3 +236,65 @@ def test_an_interrupt_before_any_line_of_the_last_read_in_place_keeps_nothing_re
             trainer.release(second.update_id)
             number += 1
         assert number > 5
+
+
+@contextmanager
+def served() -> Iterator[tuple[NIXLTensorBridge, NIXLTensorBridge]]:
+    """A trainer whose reads another process serves, as by default, and a reader."""
+    trainer = make_weight_bridge("nixl", suspicious="off", serve="process")
+    reader = make_weight_bridge("nixl")
+    with trainer, reader:
+        yield cast("NIXLTensorBridge", trainer), cast("NIXLTensorBridge", reader)
+
+
+def test_an_answer_that_an_interrupt_left_is_not_taken_for_the_next_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    is_readable = serving_process._is_readable
+
+    def interrupted(*given: Any) -> bool:
+        is_readable(*given)  # the answer is there, and nobody takes it
+        raise KeyboardInterrupt
+
+    with served() as (trainer, reader):
+        trainer.publish(WEIGHTS, weight_version=1)
+        monkeypatch.setattr(serving_process, "_is_readable", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            trainer.publish({"w": torch.arange(200_000)}, weight_version=2)  # in a new slot
+        monkeypatch.setattr(serving_process, "_is_readable", is_readable)
+        for version in (3, 4):
+            weights = torch.full((version * 200_000,), version)
+            manifest = trainer.publish({"w": weights}, weight_version=version)
+            assert torch.equal(reader.import_update(manifest)["w"], weights)
+
+
+# Of what an interrupt drops before anything refers to it Python tells, and ends it.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_process_whose_start_an_interrupt_cut_off_before_any_line_does_not_seem_to_serve() -> (
+    None
+):
+    with served() as (trainer, reader):
+        number, version, struck = 0, 1, True
+        manifest = trainer.publish(WEIGHTS, weight_version=version)
+        publisher = cast("NIXLPublisher", trainer._publisher_end()._end)
+        host = cast("ServingProcess", publisher._host)
+
+        def has_ended() -> bool:
+            host.look()
+            return host.is_lost
+
+        while struck:
+            with publisher._server.changed:  # it is the trainer's own thread that starts another
+                os.kill(host.pid, signal.SIGKILL)
+                until(has_ended, what="its end")
+                tracer = InterruptBefore(number)
+                with suppress(KeyboardInterrupt), tracing(tracer):
+                    publisher._shelf.attend()
+                struck = tracer.struck
+            assert torch.equal(reader.import_update(manifest)["w"], WEIGHTS["w"]), number
+            reader.release(manifest.update_id)
+            trainer.release(manifest.update_id)
+            version += 1
+            manifest = trainer.publish(WEIGHTS, weight_version=version)
+            number += 5
+        assert number > 60

@@ -146,6 +146,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # UCX may end this process; a core file with the weights in it helps nobody.
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    Serving(socket.socket(fileno=0)).run()
+    with suppress(ConnectionError):  # the publisher is gone, or does not want the answer
+        Serving(socket.socket(fileno=0)).run()
     # The kernel gives everything back. Closing in good order would wait for readers.
     os._exit(0)

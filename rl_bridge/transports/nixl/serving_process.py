@@ -74,29 +74,31 @@ class ServingProcess:
     def _start(self) -> None:
         if not sys.executable:
             raise TransportUnavailable("nixl", "this Python does not know its program", _REMEDY)
-        mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         command = bare_command(serving.__name__)
+        mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
+            self._line = mine
             with theirs:
-                process = subprocess.Popen(  # noqa: S603 - our own interpreter, our own words
+                self._process = subprocess.Popen(  # noqa: S603 - our own interpreter, our own words
                     command, stdin=theirs.fileno(), stdout=subprocess.DEVNULL
                 )
-        except OSError as error:
-            mine.close()
-            cause = f"the process that serves reads cannot be started: {error}"
-            raise TransportUnavailable("nixl", cause, _REMEDY) from error
-        self._process, self._line = process, mine
-        self._live.clear()
-        self._is_helping = False
-        self.epoch += 1
-        try:
+            self._live.clear()
+            self._is_helping = False
+            self.epoch += 1
             answer = self._ask("open", within_s=_LONG_S, **self._options)
+            self._connection = bytes.fromhex(answer["connection"])
         except AgentError as error:
             self._end()  # it may have said why it cannot, and wait for more
             raise TransportUnavailable(
                 "nixl", str(error).removesuffix(f". {_REMEDY}"), _REMEDY
             ) from error
-        self._connection = bytes.fromhex(answer["connection"])
+        except OSError as error:
+            self._end()
+            cause = f"the process that serves reads cannot be started: {error}"
+            raise TransportUnavailable("nixl", cause, _REMEDY) from error
+        except BaseException:
+            self._end()  # half of it is known here: it would seem to serve
+            raise
 
     @property
     def pid(self) -> int:
@@ -183,11 +185,15 @@ class ServingProcess:
             AgentError: it says no, is gone, or does not answer in time and is ended.
 
         """
-        self._tell(what, fd, **options)
         text = b""
-        if self._line is not None and _is_readable(self._line, within_s):
-            with suppress(ConnectionError):
-                text = self._line.recv(MAX_MESSAGE_NBYTES)
+        try:
+            self._tell(what, fd, **options)
+            if self._line is not None and _is_readable(self._line, within_s):
+                with suppress(ConnectionError):
+                    text = self._line.recv(MAX_MESSAGE_NBYTES)
+        except BaseException:
+            self._end()  # or the next question would get the answer to this one
+            raise
         if not text:
             self._end()
             raise AgentError(

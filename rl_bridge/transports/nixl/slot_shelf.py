@@ -26,6 +26,7 @@ class SlotShelf(Shelf):
         """Start empty; slots are made when they are needed."""
         super().__init__(host)
         self._arenas = arenas
+        self._epoch = host.epoch
         self._names = (f"{label}-{number}" for number in itertools.count(1))
         self._slots: dict[Slot, None] = {}
         self.ring = SlotRing(
@@ -37,14 +38,17 @@ class SlotShelf(Shelf):
 
     def attend(self, *, is_sure: bool = False) -> bool:
         """Have somebody there who serves what is held; see `Host.ensure`."""
-        is_new = self._host.ensure(is_sure=is_sure)
-        if is_new:
-            try:
-                self._arenas.move_to(self._host)
-            except AgentError:
-                self._host.close()  # what it does not know it must not seem to serve
-                raise
-        return is_new
+        self._host.ensure(is_sure=is_sure)
+        epoch = self._host.epoch
+        if epoch == self._epoch:
+            return False
+        try:
+            self._arenas.move_to(self._host)
+        except BaseException:
+            self._host.close()  # what it does not know it must not seem to serve
+            raise
+        self._epoch = epoch  # behind it: what an interrupt cuts off is done again
+        return True
 
     def _make_slot(self, arena_nbytes: int) -> Slot:
         name = next(self._names)
