@@ -1,8 +1,10 @@
 """What readers and a publisher of `nixl` say to each other is heard, whatever happens meanwhile."""
 
 import select
+import socket
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, cast
 
 import pytest
@@ -11,7 +13,9 @@ import torch
 from rl_bridge import make_weight_bridge
 from rl_bridge.bridge.bridges import NIXLTensorBridge
 from rl_bridge.testing.processes import DEADLINE_S, until
+from rl_bridge.transports._wire.channel import GREETING_NBYTES, Channel, Greeting, fresh_nonce
 from rl_bridge.transports.nixl.consumer import NIXLConsumer
+from rl_bridge.transports.nixl.messages import MAGIC
 from rl_bridge.transports.nixl.publisher import NIXLPublisher
 from tests.helpers import held_before_its_poll
 
@@ -58,3 +62,30 @@ def test_a_reader_is_helped_whose_lease_the_trainers_own_thread_heard_of(
             assert list(member.leases) == [manifest.update_id]
             helped.clear()
         until(lambda: True in helped, what="the reader to be helped", deadline_s=20)
+
+
+def test_engines_that_all_come_at_once_get_in() -> None:
+    with both(max_consumers=100, timeout_s=60.0) as (publisher, consumer), ExitStack() as stack:
+        handle = ends(publisher, consumer)[1]._handle(publisher.publish(WEIGHTS, weight_version=1))
+        at = handle.endpoint
+        assert at.token is not None
+        waiting: list[Channel] = []
+        hellos = []
+        for _ in range(100):
+            connection = socket.create_connection((at.address, at.port), timeout=20)
+            waiting.append(Channel(connection))
+            stack.callback(waiting[-1].close)
+            hellos.append(read(waiting[-1], "hello"))
+        nonce = Greeting.nonce_of(MAGIC, hellos[0])
+        assert nonce is not None
+        greeting = Greeting(MAGIC, bytes.fromhex(at.token), at.identity, nonce)
+        answer = greeting.answer(fresh_nonce())
+        waiting[0].send_raw(answer)
+        assert greeting.is_proven_by(read(waiting[0], "proof"), answer)
+
+
+def read(channel: Channel, part: str) -> bytes:
+    """One part of a greeting."""
+    found = channel.receive_raw(GREETING_NBYTES[part], until=time.monotonic() + 20)
+    assert found, f"hung up instead of the {part}"
+    return found

@@ -112,7 +112,13 @@ def test_who_is_lost_at_the_door_is_turned_away_at_once() -> None:
     listener = listen("test", "127.0.0.1", 0)
     with ExitStack() as stack:
         door: Door[bytes] = Door(
-            listener, magic=b"12345678", token=b"t", identity="i", parse=bytes, timeout_s=3600.0
+            listener,
+            magic=b"12345678",
+            token=b"t",
+            identity="i",
+            parse=bytes,
+            timeout_s=3600.0,
+            max_members=1,
         )
         stack.callback(door.close)
         stack.enter_context(closing(socket.create_connection(listener.getsockname())))

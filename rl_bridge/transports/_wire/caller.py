@@ -88,9 +88,9 @@ class Caller:
             if not channel.is_lost:
                 raise self._late("greet")
             msg = (
-                f"{self.where} hung up in the greeting: the token is not its own, or another "
-                "program listens there by now. Use the manifest or init info of the publisher that "
-                "runs now."
+                f"{self.where} hung up in the greeting: the token is not its own, another program "
+                "listens there by now, or too many came at once. Use the manifest or init info of "
+                "the publisher that runs now, and raise its max_consumers if there are more."
             )
             raise SegmentError(msg)
         return data

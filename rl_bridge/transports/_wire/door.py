@@ -24,7 +24,7 @@ _LOG = logging.getLogger(__name__)
 _Joined = TypeVar("_Joined")
 
 _BACKLOG = 128
-_MAX_PENDING = 64
+_MIN_PENDING = 64
 _PAUSE_S = 0.05
 
 
@@ -78,7 +78,7 @@ class Door(Generic[_Joined]):
         parse: Callable[[bytes], _Joined | None],
         timeout_s: float,
         max_message_nbytes: int = MAX_MESSAGE_NBYTES,
-        max_pending: int = _MAX_PENDING,
+        max_members: int,
     ) -> None:
         """Own a listening socket.
 
@@ -90,7 +90,9 @@ class Door(Generic[_Joined]):
             parse: reads the first message of those who proved themselves; None turns them away.
             timeout_s: how long a connection may take to get in.
             max_message_nbytes: the largest message.
-            max_pending: most connections in their greeting; beyond it the oldest is turned away.
+            max_members: most who may be in. All of them may come at once, and each has some round
+                trips to make: twice as many may be in their greeting, and 64 in any case. Beyond it
+                the oldest is turned away.
 
         """
         self.listener = listener
@@ -100,7 +102,7 @@ class Door(Generic[_Joined]):
         self._parse = parse
         self._timeout_s = timeout_s
         self._max_message_nbytes = max_message_nbytes
-        self._max_pending = max_pending
+        self._max_pending = max(_MIN_PENDING, 2 * max_members)
         self._pending: dict[int, _Pending] = {}
 
     @property

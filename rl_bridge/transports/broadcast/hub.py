@@ -45,7 +45,6 @@ _LOG = logging.getLogger(__name__)
 
 _REMEMBERED = 64
 _MAX_ANSWERS = 16
-_MIN_PENDING = 64
 # Of a look at what members said, each as much of everybody as a channel reads at a time.
 _MOST_ROUNDS = 64
 
@@ -115,8 +114,7 @@ class Hub:
             identity=info.identity,
             parse=_joining,
             timeout_s=timeout_s,
-            # All engines of a fleet may come at once, and each has some round trips to make.
-            max_pending=max(_MIN_PENDING, 2 * max_members),
+            max_members=max_members,
         )
         self._max_members = max_members
         self._timeout_s = timeout_s

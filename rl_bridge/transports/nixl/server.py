@@ -95,6 +95,7 @@ class Server:
             parse=joining,
             timeout_s=timeout_s,
             max_message_nbytes=MAX_MESSAGE_NBYTES,
+            max_members=max_members,
         )
         self._max_members = max_members
         self._timeout_s = timeout_s
@@ -116,8 +117,8 @@ class Server:
     def catch_up(self) -> None:
         """Take note of what has arrived: leases that ended, readers that are gone. Never for long.
 
-        One look takes all that those said who are in. More of them let in who stands at the door,
-        which may never end: where nobody can be accepted, or somebody goes on and on.
+        More than one look lets in who stands at the door. That may never end: where nobody can be
+        accepted, or somebody goes on and on.
         """
         until = time.monotonic() + _CATCH_UP_S
         try:
