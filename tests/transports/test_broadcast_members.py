@@ -211,3 +211,17 @@ def test_a_publisher_that_hung_up_is_gone_before_anybody_read_that(
     assert not link.is_lost
     trainer.close()
     assert link.is_lost
+
+
+def test_the_kernel_asks_whether_the_other_machine_is_there_on_both_sides(make: Make) -> None:
+    """One that lost its power says no goodbye, and would keep its place for hours."""
+    trainer, engine = make("trainer", timeout_s=20.0), make("rollout", timeout_s=10.0)
+    engine.import_update(publish(trainer, 1))
+    (member,) = hub_of(trainer).members
+    asked = ("TCP_KEEPIDLE", "TCP_KEEPINTVL", "TCP_KEEPCNT", "TCP_USER_TIMEOUT")
+    found = [
+        [channel.socket.getsockopt(socket.IPPROTO_TCP, getattr(socket, option)) for option in asked]
+        for channel in (member.channel, link_of(engine, trainer)._channel)
+    ]
+    # No time limit for what a peer does not read: it may be slow.
+    assert found == [[20, 6, 6, 0], [10, 3, 6, 0]]

@@ -49,7 +49,9 @@ class Caller:
             TransferTimeout: it does not answer in time.
 
         """
-        channel = Channel(self._open(), max_message_nbytes=max_message_nbytes)
+        channel = Channel(
+            self._open(), max_message_nbytes=max_message_nbytes, timeout_s=self._timeout_s
+        )
         try:
             self._greet(channel, token, identity)
         except BaseException:

@@ -7,6 +7,7 @@ travels. Sending never waits: what the peer does not take is kept, up to a bound
 
 import hashlib
 import hmac
+import math
 import os
 import secrets
 import socket
@@ -39,6 +40,8 @@ GREETING_NBYTES = {
 _LENGTH = struct.Struct("!I")
 _MAX_PENDING = 1024
 _CHUNK = 1 << 16
+# The most that Linux takes.
+_MAX_QUIET_S = 32767
 
 
 def fresh_nonce() -> bytes:
@@ -100,14 +103,28 @@ class Channel:
     """A socket with framed messages; sending works from any thread, and from finalizers."""
 
     def __init__(
-        self, connection: socket.socket, *, max_message_nbytes: int = MAX_MESSAGE_NBYTES
+        self,
+        connection: socket.socket,
+        *,
+        max_message_nbytes: int = MAX_MESSAGE_NBYTES,
+        timeout_s: float | None = None,
     ) -> None:
-        """Own a connected socket."""
+        """Own a connected socket.
+
+        Args:
+            connection: the socket.
+            max_message_nbytes: the largest message.
+            timeout_s: what this side waits for at most elsewhere; a machine that is gone without a
+                word is noticed in about three times that. None: as the kernel does, in hours.
+
+        """
         self._max_message_nbytes = max_message_nbytes
         connection.setblocking(False)  # noqa: FBT003 - Python's own signature
         if connection.family in {socket.AF_INET, socket.AF_INET6}:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            if timeout_s is not None:
+                _notice_a_lost_machine(connection, timeout_s)
         self.socket = connection
         self.is_lost = self._is_cut_off = False
         self._incoming = bytearray()
@@ -263,6 +280,18 @@ class Channel:
         self.is_lost = True
         _CHANNELS.discard(self)
         self.socket.close()
+
+
+def _notice_a_lost_machine(connection: socket.socket, timeout_s: float) -> None:
+    """Have the kernel ask whether the other machine is there, where it says nothing for long.
+
+    Its kernel answers, so a process there that is slow or stopped is not taken for lost. (With
+    TCP_USER_TIMEOUT it would be, where it does not read for so long.)
+    """
+    quiet_s = min(max(1, math.ceil(timeout_s)), _MAX_QUIET_S)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, quiet_s)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, max(1, quiet_s // 3))
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 6)
 
 
 _CHANNELS: weakref.WeakSet[Channel] = weakref.WeakSet()

@@ -141,7 +141,9 @@ class Door(Generic[_Joined]):
                 # Nobody is accepted now; the connection waits, and must not be polled in a circle.
                 pause.wait(_PAUSE_S)
             return
-        channel = Channel(connection, max_message_nbytes=self._max_message_nbytes)
+        channel = Channel(
+            connection, max_message_nbytes=self._max_message_nbytes, timeout_s=self._timeout_s
+        )
         greeting = Greeting(self._magic, self._token, self._identity, fresh_nonce())
         until = time.monotonic() + self._timeout_s
         self._pending[connection.fileno()] = _Pending(channel, greeting, until)
