@@ -1,72 +1,18 @@
 """SGLang's ranks: what was given up before the engine was touched may come again."""
 
 import errno
-import json
 import os
-from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from rl_bridge import TensorBridge, make_weight_bridge
+from rl_bridge import TensorBridge
 from rl_bridge.installers.sglang.model_installer import SGLangModelInstaller
-from rl_bridge.integrations.sglang import calls, rank, votes
-from tests.integrations.test_sglang_exchange import Model, equal, held, loaded, version
+from tests.integrations.sglang_drivers import Engine, engine, trainer
+from tests.integrations.test_sglang_exchange import equal, held, loaded, version
 
-
-class Engine:
-    """One rank, asked as SGLang's scheduler asks it; it has what a load of SGLang's own needs."""
-
-    model_config = SimpleNamespace(model_path="")
-
-    def __init__(self) -> None:
-        self.model = Model()
-        self.label = "user's"
-        self.is_paused = False
-        self.pauses: list[str | None] = []  # modes; None: it went on
-        self.flushes = True
-        self.refuses = ""  # a route of SGLang's own
-        self.is_written_to_paused = True
-
-    def get_model(self) -> Model:
-        return self.model
-
-    def ask(self, verb: str, **given: Any) -> dict[str, Any]:
-        text = json.dumps({"verb": verb, "call": 1, **given})
-        told: dict[str, Any] = json.loads(self.answer(text))
-        return told
-
-    def answer(self, text: str) -> str:
-        if json.loads(text)["verb"] in {"install", "undo"}:
-            self.is_written_to_paused &= self.is_paused
-        return calls.answer(self.model, lambda: self.flushes, text)
-
-    def prepare(self, manifest: Any) -> dict[str, Any]:
-        return self.ask("prepare", manifest=manifest.to_json(), **{"import": True})
-
-    def update(self, manifest: Any) -> None:
-        asked = {"update_id": manifest.update_id}
-        told = [self.prepare(manifest)]
-        told += [self.ask(verb, **asked) for verb in ("install", "prove", "commit")]
-        assert all(one["ok"] for one in told), told
-
-
-@pytest.fixture
-def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
-    monkeypatch.setattr(rank, "require_supported", lambda _: None)
-    monkeypatch.setattr(rank, "version", lambda: "0.5.23")
-    monkeypatch.setattr(votes, "world_size", lambda: 1)
-    monkeypatch.setattr(votes, "this_rank", lambda: 0)
-    monkeypatch.setattr(votes, "all_reply", lambda reply, _: [reply])
-    return Engine()
-
-
-@pytest.fixture
-def trainer() -> Iterator[TensorBridge]:
-    with make_weight_bridge("local", source_worker="trainer") as bridge:
-        yield bridge
+__all__ = ["engine", "trainer"]  # fixtures, for this file, too
 
 
 def reasons(trainer: TensorBridge, manifest: Any) -> list[str | None]:

@@ -16,9 +16,16 @@ from rl_bridge import (
 )
 from rl_bridge.installers.sglang.model_installer import SGLangModelInstaller
 from rl_bridge.integrations.sglang.engine_adapter import SGLangInstallAdapter
-from tests.integrations.test_sglang_comes_again import Engine, engine, trainer
+from tests.integrations.sglang_drivers import (
+    Engine,
+    Handle,
+    engine,
+    importing,
+    interrupt,
+    trainer,
+    update,
+)
 from tests.integrations.test_sglang_exchange import equal, held, loaded, version
-from tests.integrations.test_sglang_two_drivers import Handle, importing, interrupt, update
 
 __all__ = ["engine", "trainer"]  # fixtures, for this file, too
 

@@ -10,16 +10,20 @@ from rl_bridge import (
     RolloutExecutor,
     TensorBridge,
     WeightBridgeError,
-    WeightUpdateManifest,
     WeightUpdateRejectedError,
     make_weight_bridge,
 )
-from rl_bridge.integrations.sglang import plugin
-from rl_bridge.integrations.sglang.engine_adapter import SGLangInstallAdapter
-from rl_bridge.integrations.sglang.handles import Answer, EngineHandle
-from rl_bridge.integrations.sglang.plugin import PREFIX, SENDER, sender
-from rl_bridge.integrations.sglang.routes import Route
-from tests.integrations.test_sglang_comes_again import Engine, engine, trainer
+from tests.integrations.sglang_drivers import (
+    Engine,
+    drivers,
+    end,
+    engine,
+    importing,
+    interrupt,
+    loading,
+    trainer,
+    update,
+)
 from tests.integrations.test_sglang_exchange import equal, held, loaded, version
 
 __all__ = ["engine", "trainer"]  # fixtures, for this file, too
@@ -28,113 +32,6 @@ __all__ = ["engine", "trainer"]  # fixtures, for this file, too
 CALLS = 14
 # The one call that nothing can be asked within: SGLang's own, that ends the pause.
 BETWEEN = 9
-
-
-class Handle(EngineHandle):
-    """One driver's, of an engine that several have; at one of its calls something is done first."""
-
-    def __init__(self, engine: Engine) -> None:
-        super().__init__(20)
-        self._engine = engine
-        self._left = 0
-        self._first: Callable[[], object] = lambda: None
-
-    def interrupt(self, at: int, first: Callable[[], object]) -> None:
-        """Before the call that is the `at`-th from now on."""
-        self._left, self._first = at, first
-
-    def catch_up(self) -> None:
-        """Do it now, if that call did not come."""
-        if self._left > 0:
-            self._left = 0
-            self._first()
-
-    def _come_in(self) -> None:
-        self._left -= 1
-        if self._left == 0:
-            self._first()
-
-    def ask(self, route: str, **body: Any) -> tuple[bool, Any]:
-        self._come_in()
-        if route == self._engine.refuses:
-            return False, "planted"
-        if route == "update_weight_version":
-            self._engine.label = body["new_version"]
-        if route in {"pause_generation", "continue_generation"}:
-            self._engine.is_paused = route == "pause_generation"
-            self._engine.pauses.append(body.get("mode"))
-        if route == "update_weights_from_tensor":
-            done: tuple[bool, Any] = plugin._guarded(load_bucket, self._engine, body["bucket"])
-            return done
-        if route != "get_weights_by_name":
-            return True, ""
-        text = body["name"].removeprefix(PREFIX)
-        return True, list(self._engine.answer(text).encode())
-
-    def flush(self) -> Answer:
-        return True, ""
-
-    def label(self) -> str:
-        return self._engine.label
-
-    def model_path(self) -> str:
-        return ""
-
-
-def load_bucket(engine: Engine, bucket: Any) -> tuple[bool, str]:
-    engine.model.load_weights(iter(bucket["tensors"].items()))
-    return True, ""
-
-
-class Loader(Route):
-    """Brings the bytes itself, as all routes but ``import`` do."""
-
-    def load(self, manifest: WeightUpdateManifest, tensors: Any) -> None:
-        bucket = {"tensors": tensors, SENDER: sender(self._handle.name)}
-        self._handle.do("update_weights_from_tensor", bucket=bucket)
-
-
-def importing(engine: Engine) -> SGLangInstallAdapter:
-    return SGLangInstallAdapter(Handle(engine))
-
-
-def loading(engine: Engine) -> SGLangInstallAdapter:
-    adapter = importing(engine)
-    adapter._route = Loader(adapter._handle)
-    return adapter
-
-
-def drivers(engine: Engine) -> tuple[SGLangInstallAdapter, SGLangInstallAdapter]:
-    return importing(engine), importing(engine)
-
-
-def update(adapter: SGLangInstallAdapter, manifest: WeightUpdateManifest) -> None:
-    adapter.prepare(manifest, {})
-    adapter.install(manifest, {})
-    adapter.resume()
-    adapter.commit()
-
-
-def end(
-    adapter: SGLangInstallAdapter, manifest: WeightUpdateManifest, *, is_installed: bool = False
-) -> None:
-    """Go on with an update as an executor does."""
-    try:
-        if not is_installed:
-            adapter.install(manifest, version(manifest.weight_version))
-        adapter.prove()
-        adapter.resume()
-        adapter.commit()
-    except WeightBridgeError:
-        with suppress(WeightBridgeError):
-            adapter.undo()
-
-
-def interrupt(adapter: SGLangInstallAdapter, at: int, first: Callable[[], object]) -> Handle:
-    handle = adapter._handle
-    assert isinstance(handle, Handle)
-    handle.interrupt(at, first)
-    return handle
 
 
 # ---- a driver that stood still ------------------------------------------------------------------

@@ -333,6 +333,7 @@ class SGLangInstallAdapter(TransactionalAdapter):
         if self._may_have_run:
             self._drop_undone(*self._serving.stop_and_drop())
         self._serving.label_back(told["labels"])
+        self._route.end_session()
         try:
             self._handle.call("undo", **meant)
         except WeightUpdateRejectedError:

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import torch
 
-from rl_bridge.errors import WeightBridgeUnavailableError
+from rl_bridge.errors import WeightBridgeUnavailableError, WeightUpdateRejectedError
 from rl_bridge.installers.finite import check_finite
 from rl_bridge.installers.sglang.parts import require
 from rl_bridge.integrations.sglang.handles import EngineHandle
@@ -43,6 +43,7 @@ class Route(ABC):
     def __init__(self, handle: EngineHandle) -> None:
         """Use `handle`; nothing is called."""
         self._handle = handle
+        self._may_be_in_session = False
 
     def prepare(self, manifest: WeightUpdateManifest, tensors: Mapping[str, torch.Tensor]) -> None:
         """Refuse what can be refused before the engine is asked."""
@@ -58,22 +59,32 @@ class Route(ABC):
 
         """
 
-    def ended(self, *, installed: bool) -> None:  # noqa: B027 - only some keep something
+    def end_session(self) -> None:
+        """End SGLang's session where it may be open still: no other one would be let in, ever."""
+        if self._may_be_in_session:
+            self._handle.ask("end_weight_update")  # whatever it says: an engine has only one
+            self._may_be_in_session = False
+
+    def ended(self, *, installed: bool) -> None:
         """The update is committed, or undone: what the other version needed may go."""
+        del installed
+        self._may_be_in_session = False  # else whoever took the update back has ended it
 
     def close(self) -> None:  # noqa: B027 - as above
         """Let go of what is kept from update to update."""
 
     @contextmanager
     def _session(self) -> Iterator[None]:
-        """SGLang's own, without which it takes no weights; whatever comes, it is closed."""
-        self._handle.do("begin_weight_update", selector="target")
-        try:
-            yield
-        except BaseException:
-            self._handle.ask("end_weight_update")  # whatever it says: the cause is told
-            raise
-        self._handle.do("end_weight_update")  # an engine has only one
+        """SGLang's own, without which it takes no weights. Where this fails, an undo ends it."""
+        self._may_be_in_session = True  # noted before it is: the answer may be lost
+        succeeded, said = self._handle.ask("begin_weight_update", selector="target")
+        if not succeeded:
+            self._may_be_in_session = False  # the one that is open is somebody else's
+            msg = f"SGLang refused begin_weight_update ({said}). See the engine's log."
+            raise WeightUpdateRejectedError(msg)
+        yield
+        self._handle.do("end_weight_update")
+        self._may_be_in_session = False
 
 
 class ImportRoute(Route):
@@ -271,6 +282,7 @@ class DiskRoute(Route):
 
     def ended(self, *, installed: bool) -> None:
         """Remove the folder of the version that is no longer there."""
+        super().ended(installed=installed)
         gone = self._active if installed else self._next
         if installed:
             self._active = self._next

@@ -1,0 +1,83 @@
+"""SGLang's session: an engine has one, and while it is open every other update is refused."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from rl_bridge import (
+    RolloutExecutor,
+    TensorBridge,
+    TornEngine,
+    WeightUpdateRejectedError,
+    make_weight_bridge,
+)
+from rl_bridge.integrations.sglang.engine_adapter import SGLangInstallAdapter
+from tests.integrations.sglang_drivers import (
+    Engine,
+    Handle,
+    LostError,
+    engine,
+    loading,
+    trainer,
+)
+from tests.integrations.test_sglang_exchange import equal, held, loaded, version
+
+__all__ = ["engine", "trainer"]  # fixtures, for this file, too
+
+
+@pytest.fixture
+def executor(engine: Engine) -> Iterator[RolloutExecutor]:
+    with (
+        make_weight_bridge("local", source_worker="rollout") as bridge,
+        RolloutExecutor(weight_bridge=bridge, weight_install_adapter=loading(engine)) as made,
+    ):
+        yield made
+
+
+def handle_of(executor: RolloutExecutor) -> Handle:
+    adapter = executor.weight_install_adapter
+    assert isinstance(adapter, SGLangInstallAdapter)
+    assert isinstance(adapter._handle, Handle)
+    return adapter._handle
+
+
+@pytest.mark.parametrize("is_made", [False, True], ids=["call_lost", "answer_lost"])
+@pytest.mark.parametrize(
+    "call", ["begin_weight_update", "update_weights_from_tensor", "end_weight_update", "prove"]
+)
+def test_a_session_that_was_cut_off_anywhere_is_closed_with_the_undo(
+    engine: Engine, trainer: TensorBridge, executor: RolloutExecutor, call: str, *, is_made: bool
+) -> None:
+    before = held(engine.model)
+    handle_of(executor).lose(call, is_made=is_made)
+    with pytest.raises(LostError):
+        executor.update_weights(trainer.publish(version(1), weight_version=1))
+    assert not engine.is_in_session
+    assert equal(held(engine.model), before)
+    executor.update_weights(trainer.publish(version(2), weight_version=2))
+    assert equal(held(engine.model), loaded(2))
+
+
+@pytest.mark.parametrize("is_made", [False, True], ids=["call_lost", "answer_lost"])
+def test_an_end_that_is_lost_within_the_undo_is_asked_for_again(
+    engine: Engine, trainer: TensorBridge, executor: RolloutExecutor, *, is_made: bool
+) -> None:
+    engine.refuses = "update_weights_from_tensor"
+    handle_of(executor).lose("end_weight_update", is_made=is_made)
+    with pytest.raises(TornEngine, match="its undo failed too"):
+        executor.update_weights(trainer.publish(version(1), weight_version=1))
+    executor.recover()
+    assert not engine.is_in_session
+    engine.refuses = ""
+    executor.update_weights(trainer.publish(version(2), weight_version=2))
+    assert equal(held(engine.model), loaded(2))
+
+
+def test_a_session_of_somebody_elses_stays_open(
+    engine: Engine, trainer: TensorBridge, executor: RolloutExecutor
+) -> None:
+    engine.turn_session(is_on=True)
+    with pytest.raises(WeightUpdateRejectedError, match="SGLang refused begin_weight_update"):
+        executor.update_weights(trainer.publish(version(1), weight_version=1))
+    assert engine.is_in_session
+    assert not engine.is_paused
