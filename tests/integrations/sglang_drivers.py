@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rl_bridge import TensorBridge, WeightBridgeError, WeightUpdateManifest, make_weight_bridge
-from rl_bridge.integrations.sglang import calls, plugin, rank, votes
+from rl_bridge.integrations.sglang import calls, plugin, rank, support, votes
 from rl_bridge.integrations.sglang.engine_adapter import SGLangInstallAdapter
 from rl_bridge.integrations.sglang.handles import Answer, EngineHandle
 from rl_bridge.integrations.sglang.plugin import PREFIX, SENDER, sender
@@ -32,6 +32,21 @@ __all__ = [
 ]
 
 
+class Context:
+    """What SGLang says there of how an engine was started."""
+
+    def __init__(self) -> None:
+        self.told: dict[str, Any] = {"speculative_algorithm": None, "enable_torch_compile": False}
+
+    def _bag(self) -> SimpleNamespace:
+        return SimpleNamespace(**self.told)
+
+    get_parallel = get_serving = get_spec = get_memory = _bag
+
+    def get_flags(self) -> SimpleNamespace:
+        return SimpleNamespace(capture=self._bag())
+
+
 class Engine:
     """One rank, asked as SGLang's scheduler asks it; it has what a load of SGLang's own needs."""
 
@@ -39,6 +54,7 @@ class Engine:
 
     def __init__(self) -> None:
         self.model = Model()
+        self.context = Context()
         self.label = "user's"
         self.is_paused = False
         self.pauses: list[str | None] = []  # modes; None: it went on
@@ -78,12 +94,13 @@ class Engine:
 
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
-    monkeypatch.setattr(rank, "require_supported", lambda _: None)
+    engine = Engine()
+    monkeypatch.setattr(support, "require", lambda _: engine.context)
     monkeypatch.setattr(rank, "version", lambda: "0.5.23")
     monkeypatch.setattr(votes, "world_size", lambda: 1)
     monkeypatch.setattr(votes, "this_rank", lambda: 0)
     monkeypatch.setattr(votes, "all_reply", lambda reply, _: [reply])
-    return Engine()
+    return engine
 
 
 @pytest.fixture

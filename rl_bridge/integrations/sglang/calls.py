@@ -42,7 +42,7 @@ _VERBS: Mapping[str, Callable[[SGLangRank, Payload], Reply]] = {
     "install": SGLangRank.install,
     "prove": SGLangRank.prove,
     "resume": SGLangRank.resume,
-    "flush": lambda rank, _: rank.flush(),
+    "flush": SGLangRank.flush,
     "undo": SGLangRank.undo,
     "commit": SGLangRank.commit,
 }

@@ -146,6 +146,7 @@ class SGLangInstallAdapter(TransactionalAdapter):
         self._manifest = manifest
         is_new = not self._shares.knows(manifest)
         given = {"manifest": manifest.to_json(), "options": self._options, "cuts": is_new}
+        given["drops"] = self._cache == "flush"
         try:
             reply = self._handle.call("prepare", **given, **{"import": self._route.imports})
         except Exception as error:
@@ -362,7 +363,7 @@ class SGLangInstallAdapter(TransactionalAdapter):
             raise TornEngine(msg)
 
     def _flush(self) -> None:
-        flushed, said = self._serving.drop()
+        flushed, said = self._serving.drop(all=True)
         if not flushed:
             msg = (
                 f"cached prefixes of the old weights could not be dropped ({said}). Use "

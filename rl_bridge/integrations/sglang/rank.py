@@ -20,7 +20,12 @@ from rl_bridge.installers.base import InstallProof
 from rl_bridge.installers.sglang.model_installer import SGLangModelInstaller
 from rl_bridge.installers.sglang.parts import version
 from rl_bridge.integrations.sglang import votes
-from rl_bridge.integrations.sglang.support import acknowledge, let_go, require_supported
+from rl_bridge.integrations.sglang.support import (
+    acknowledge,
+    let_go,
+    require_droppable,
+    require_supported,
+)
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.memory.imported import ImportedTensors
 
@@ -92,6 +97,8 @@ class SGLangRank:
 
         """
         require_supported(self._device())
+        if given.get("drops"):
+            require_droppable()  # here already: nothing is installed that had to be undone
         self._require_closed()
         self._end(None)  # the driver that staged it may have died, and begin anew
         manifest = WeightUpdateManifest.from_json(str(given.get("manifest", "")))
@@ -214,8 +221,15 @@ class SGLangRank:
         self._labels = given.get("labels")
         return {}
 
-    def flush(self) -> Reply:
-        """Drop cached prefixes; the memory that they are in stays SGLang's."""
+    def flush(self, given: Payload) -> Reply:
+        """Drop cached prefixes; the memory that they are in stays SGLang's.
+
+        Raises:
+            WeightBridgeUnavailableError: ``"all"`` are to go, and some are out of reach.
+
+        """
+        if given.get("all"):
+            require_droppable()
         return {"flushed": self._flush()}
 
     def abandon(self, given: Payload) -> Reply:

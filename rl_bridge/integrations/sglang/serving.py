@@ -97,9 +97,9 @@ class Serving:
                 self._handle.call("pauses")
             self._is_paused = False
 
-    def drop(self) -> Answer:
+    def drop(self, **given: Any) -> Answer:
         """Let the engine drop cached prefixes: whether it did, and what it said."""
-        flushed = self._handle.call("flush")["flushed"]
+        flushed = self._handle.call("flush", **given)["flushed"]
         # SGLang's own route gives memory back as well, which takes it as long as a small update.
         return self._handle.flush() if flushed is None else (flushed, "requests hold some")
 

@@ -13,9 +13,17 @@ from rl_bridge.installers.sglang.parts import require
 from rl_bridge.lifecycle.table import State
 from rl_bridge.manifest.model import WeightUpdateManifest
 
-__all__ = ["acknowledge", "let_go", "require_supported"]
+__all__ = ["acknowledge", "let_go", "require_droppable", "require_supported"]
 
 _LOG = logging.getLogger(__name__)
+
+_STORES = (
+    "hicache_storage_backend",
+    "enable_lmcache",
+    "enable_flexkv",
+    "enable_unified_cache_external_linker",
+    "radix_cache_backend",  # somebody's own: nobody knows what it keeps
+)
 
 
 def acknowledge(
@@ -68,7 +76,8 @@ def require_supported(device: str) -> None:
     """
     context = require("sglang.srt.runtime_context")
     parallel, speculative = context.get_parallel(), context.get_spec()
-    for name in ("pp_size", "dp_size", "ep_size"):
+    # (Of --dp-size with --enable-dp-attention SGLang makes attn_dp_size.)
+    for name in ("pp_size", "dp_size", "attn_dp_size", "ep_size"):
         degree = int(getattr(parallel, name, None) or 1)
         if degree != 1:
             msg = (
@@ -77,6 +86,13 @@ def require_supported(device: str) -> None:
                 "replica, and tp_size to spread a model."
             )
             raise WeightBridgeUnavailableError(msg)
+    workers = int(getattr(context.get_serving(), "tokenizer_worker_num", None) or 1)
+    if workers != 1:
+        msg = (
+            f"the engine has tokenizer_worker_num={workers}, expected 1: each of these processes "
+            "has a version label of its own, and SGLang sets that of one alone. Start it with one."
+        )
+        raise WeightBridgeUnavailableError(msg)
     if speculative.speculative_algorithm:
         msg = (
             f"the engine speculates by {speculative.speculative_algorithm}, expected none: the "
@@ -90,3 +106,25 @@ def require_supported(device: str) -> None:
             "Start it without."
         )
         raise WeightBridgeUnavailableError(msg)
+
+
+def require_droppable() -> None:
+    """Refuse to drop prefixes of an engine that keeps some outside of its memory.
+
+    SGLang's flush leaves those, and finds them by their tokens, whatever the weights are by then.
+
+    Raises:
+        WeightBridgeUnavailableError: this one is such an engine.
+
+    """
+    memory = require("sglang.srt.runtime_context").get_memory()
+    for name in _STORES:
+        store = getattr(memory, name, None)  # a store of HiCache's comes and goes while it runs
+        if store:
+            msg = (
+                f"the engine keeps cached prefixes outside of its memory ({name}={store}), "
+                "expected none: SGLang does not drop them with the others, so requests would go on "
+                "from what other weights computed. Start it without, or detach it; or use "
+                "cache='keep', if they may."
+            )
+            raise WeightBridgeUnavailableError(msg)
