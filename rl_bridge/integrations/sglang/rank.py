@@ -19,13 +19,9 @@ from rl_bridge.errors import TornEngine, WeightUpdateRejectedError
 from rl_bridge.installers.base import InstallProof
 from rl_bridge.installers.sglang.model_installer import SGLangModelInstaller
 from rl_bridge.installers.sglang.parts import version
+from rl_bridge.integrations.ranks import acknowledge, let_go
 from rl_bridge.integrations.sglang import votes
-from rl_bridge.integrations.sglang.support import (
-    acknowledge,
-    let_go,
-    require_droppable,
-    require_supported,
-)
+from rl_bridge.integrations.sglang.support import require_droppable, require_supported
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.memory.imported import ImportedTensors
 
@@ -291,14 +287,16 @@ class SGLangRank:
         if not self._is_committing or manifest is None or proof is None:
             return {}
         self._installer.commit()  # where it fails it is done again: it is proven still
-        self._active, self._pending, self._proof = manifest, None, None
+        self._active = manifest
+        self._let_go()
+        answer: Reply = {}
+        if self._is_imported:
+            answer = acknowledge(self._bridge(manifest), manifest, proof, self._timings_ms)
         if self._labels is not None:
             self._label, self._labels = self._labels[1], None
-        self.is_open = self._is_committing = False
-        self._let_go()
-        if not self._is_imported:
-            return {}
-        return acknowledge(self._bridge(manifest), manifest, proof, self._timings_ms)
+        self._pending = self._proof = None
+        self.is_open = self._is_committing = False  # last: until here it is done again
+        return answer
 
     # ---- inside ---------------------------------------------------------------------------------
 
@@ -367,11 +365,9 @@ class SGLangRank:
         self._labels = None
         if manifest is None:
             return
-        self._installer.abandon()
         self._let_go()
-        bridge = self._bridges.get(manifest.transport)
-        if bridge is not None and self._is_imported:
-            let_go(bridge, manifest, reason)
+        bridge = self._bridges.get(manifest.transport) if self._is_imported else None
+        let_go(bridge, manifest, reason, self._installer)
 
     def _let_go(self) -> None:
         tensors, self._tensors = self._tensors, {}

@@ -1,21 +1,9 @@
-"""What a rank needs of others: an engine that fits, and a trainer that is told."""
+"""Engines that are refused, by how they were started."""
 
-import logging
-from collections.abc import Callable, Mapping
-from typing import Any
-
-from rl_bridge.bridge.acknowledgement import describe
-from rl_bridge.bridge.bridges import TensorBridge
-from rl_bridge.bridge.steps import FineSteps
-from rl_bridge.errors import WeightBridgeError, WeightBridgeUnavailableError
-from rl_bridge.installers.base import InstallProof
+from rl_bridge.errors import WeightBridgeUnavailableError
 from rl_bridge.installers.sglang.parts import require
-from rl_bridge.lifecycle.table import State
-from rl_bridge.manifest.model import WeightUpdateManifest
 
-__all__ = ["acknowledge", "let_go", "require_droppable", "require_supported"]
-
-_LOG = logging.getLogger(__name__)
+__all__ = ["require_droppable", "require_supported"]
 
 _STORES = (
     "hicache_storage_backend",
@@ -24,47 +12,6 @@ _STORES = (
     "enable_unified_cache_external_linker",
     "radix_cache_backend",  # somebody's own: nobody knows what it keeps
 )
-
-
-def acknowledge(
-    bridge: TensorBridge,
-    manifest: WeightUpdateManifest,
-    proof: InstallProof,
-    timings_ms: Mapping[str, float],
-) -> dict[str, Any]:
-    """Tell the trainer that its update is active here; where that fails, the answer says so."""
-    try:
-        bridge.acknowledge(manifest.update_id, proof=proof.to_dict(), timings_ms=dict(timings_ms))
-    except WeightBridgeError as error:
-        # There is no way back, and none is needed: the engine has it.
-        _LOG.exception("version %d: its trainer is not told", manifest.weight_version)
-        return {"not_told": describe(error)}
-    finally:
-        # The model has memory of its own: the trainer's slot is free for the next version.
-        bridge.release_imported(manifest.update_id)
-    return {}
-
-
-def let_go(bridge: TensorBridge, manifest: WeightUpdateManifest, reason: str | None) -> None:
-    """End an update that is over here, whatever its trainer's side makes of it.
-
-    Args:
-        bridge: that imported it.
-        manifest: the update.
-        reason: why it is never let in again; None: nothing is wrong with it, and it may come again.
-
-    """
-    steps: list[Callable[[], object]] = [lambda: bridge.release_imported(manifest.update_id)]
-    is_here = FineSteps(bridge).is_in(manifest, State.IMPORTED, State.VERIFIED)
-    if reason is not None and is_here:
-        # Else the import failed: the bridge knows whether that may be tried again.
-        steps.insert(0, lambda: bridge.reject(manifest.update_id, reason))
-    for step in steps:
-        try:
-            step()
-        except WeightBridgeError:
-            # The model is as it should be; that its trainer is not told must not change this.
-            _LOG.exception("version %d could not be rejected", manifest.weight_version)
 
 
 def require_supported(device: str) -> None:
