@@ -11,7 +11,6 @@ from rl_bridge.installers.base import InstallProof
 from rl_bridge.integrations.vllm.handles import EngineHandle, Replies, failure
 
 __all__ = [
-    "HELD",
     "Ranks",
     "joined",
     "refusal_of",
@@ -21,11 +20,6 @@ __all__ = [
 ]
 
 _LOG = logging.getLogger(__name__)
-
-HELD = (
-    "requests hold cached blocks of other weights, so the prefix cache cannot be reset. Use "
-    "cache='recompute', or pause='wait' or 'abort'; try again when a KV connector is done."
-)
 
 
 class Ranks:

@@ -12,7 +12,7 @@ between, no request sees a mixture, whatever fails.
 import logging
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -20,7 +20,6 @@ from rl_bridge.errors import EngineLost, TornEngine, WeightUpdateRejectedError
 from rl_bridge.installers.base import InstallProof, TransactionalAdapter
 from rl_bridge.installers.vllm.memory_budget import checked_budget
 from rl_bridge.integrations.vllm.asking import (
-    HELD,
     Ranks,
     joined,
     refusal_of,
@@ -28,6 +27,7 @@ from rl_bridge.integrations.vllm.asking import (
     verified,
     version_name,
 )
+from rl_bridge.integrations.vllm.caches import CachePolicy, EngineCaches
 from rl_bridge.integrations.vllm.handles import PauseMode, Replies
 from rl_bridge.integrations.vllm.labels import EngineLabel, LabelMaker, default_label
 from rl_bridge.integrations.vllm.pauses import EnginePause
@@ -37,14 +37,6 @@ from rl_bridge.manifest.model import WeightUpdateManifest
 __all__ = ["CachePolicy", "VLLMEngineAdapter", "default_label"]
 
 _LOG = logging.getLogger(__name__)
-
-CachePolicy = Literal["recompute", "reset", "keep"]
-"""What becomes of keys and values that the old weights made.
-
-``recompute``: all go, running requests' too; these are computed anew with the new weights.
-``reset``: cached prefixes go; refused while requests hold blocks.
-``keep``: all stay: for those who give each request a ``cache_salt`` of its version.
-"""
 
 
 class VLLMEngineAdapter(TransactionalAdapter):
@@ -101,7 +93,7 @@ class VLLMEngineAdapter(TransactionalAdapter):
         self._handle = handle_of(engine, timeout_s, loop)
         self._ranks = Ranks(self._handle)
         self._pause = EnginePause(self._handle, self._ranks, pause)
-        self._cache: CachePolicy = cache
+        self._caches = EngineCaches(self._handle, cache)
         self._label = EngineLabel(self._handle, label)
         self._options: dict[str, Any] = {"reload": True} if reload else {"cast": cast}
         self._options["memory_budget_nbytes"] = checked_budget(memory_budget_nbytes)
@@ -193,7 +185,7 @@ class VLLMEngineAdapter(TransactionalAdapter):
         """
         assert self._manifest is not None
         self._pause.require(self._meant())
-        self._drop_caches()
+        self._timed("cache", self._caches.drop_old)
         if self._label.is_wanted:
             label = self._label.of(self._manifest)
             self._timed("label", lambda: self._label.set(label))
@@ -220,21 +212,17 @@ class VLLMEngineAdapter(TransactionalAdapter):
 
     def _back(self) -> None:
         self._pause.begin_again()
-        try:
-            if any(reply["mine"] for reply in self._all("describe", {})):
-                self._label.take_back()  # first: who finds it without this driver labels it anew
-        finally:
-            replies = self._undone()
-        self._require_base(replies)
+        # Caches and label first: who finds the weights back lets requests go on, and nothing else.
+        # Who finds the update in the model commits it, and does both anew.
         if self._may_have_run:
-            # Requests may have cached keys and values of what is undone now.
-            if not self._handle.reset_caches(running=True):
-                msg = (
-                    "the engine keeps cached blocks of the version that was undone. Call "
-                    "recover() when its requests are done."
-                )
-                raise TornEngine(msg)
+            self._caches.drop_undone()
+        if any(reply["mine"] for reply in self._all("describe", {})):
+            self._label.take_back()
+        replies = self._undone()
+        if self._may_have_run:
+            self._caches.drop_undone()  # where it is not paused, requests went on until here
             self._may_have_run = False
+        self._require_base(replies)
         self._label.take_back()
         self._is_left = self._is_installed = False
         self._manifest = None
@@ -345,8 +333,7 @@ class VLLMEngineAdapter(TransactionalAdapter):
         # In this order: cut off anywhere, it is done again.
         manifest = WeightUpdateManifest.from_json(left)
         _LOG.warning("version %d was left uncommitted: it is now", manifest.weight_version)
-        if not self._handle.reset_caches(running=True):
-            raise WeightUpdateRejectedError(HELD)
+        self._caches.drop_left()
         self._label.keep()
         if self._label.is_wanted:
             self._label.set(self._label.of(manifest))
@@ -373,13 +360,6 @@ class VLLMEngineAdapter(TransactionalAdapter):
 
     def _all(self, verb: str, payload: dict[str, Any]) -> Replies:
         return self._ranks.ask(verb, payload)
-
-    def _drop_caches(self) -> None:
-        if self._cache == "keep":
-            return
-        running = self._cache == "recompute"
-        if not self._timed("cache", lambda: self._handle.reset_caches(running=running)):
-            raise WeightUpdateRejectedError(HELD)
 
     def _timed(self, phase: str, action: Callable[[], Any]) -> Any:
         start = time.perf_counter()
