@@ -286,7 +286,8 @@ class VLLMEngineAdapter(TransactionalAdapter):
         try:
             replies = self._all("commit", {"update_id": self._committed})
         except WeightUpdateRejectedError:
-            self._label.take_back_to(before)  # another driver has gone on from it, with its own
+            if not self._is_anywhere(self._committed):
+                self._label.take_back_to(before)  # another driver has gone on from it
             raise
         if replies[0]["in_model"] != self._committed:
             self._label.take_back_to(before)  # as above
@@ -304,6 +305,11 @@ class VLLMEngineAdapter(TransactionalAdapter):
         self._handle.close()
 
     # ---- inside ---------------------------------------------------------------------------------
+
+    def _is_anywhere(self, update_id: str | None) -> bool:
+        """Whether a rank has that update of this driver's still, committed or about to be."""
+        replies = self._all("describe", {})
+        return any(reply["mine"] or reply["update_id"] == update_id for reply in replies)
 
     def _look_at_ranks(self) -> None:
         """Refuse engines whose ranks cannot decide together, and end what a driver left behind.
