@@ -4,16 +4,19 @@ The way that needs the least of an engine: no plugin in its workers, only a fold
 read. It promises the least, too.
 """
 
+import concurrent.futures
 import importlib
 import json
+import secrets
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from rl_bridge.errors import (
+    DeadlineExceeded,
     EngineLost,
     IncompatibleUpdate,
     TornEngine,
@@ -64,7 +67,9 @@ class VLLMCheckpointReloadAdapter(TransactionalAdapter):
     * vLLM on the CPU does not reload tied embeddings, packed experts and quantized layers rightly,
       and fails on latent attention: such engines are refused.
     * A folder of two versions' size, on all workers' machines; the engine's configuration names it
-      afterwards, so it must outlive the engine.
+      afterwards, so it must outlive the engine. What a process that died had written stays there:
+      remove it with the engine's end.
+    * It sets no version label.
     """
 
     def __init__(
@@ -106,7 +111,7 @@ class VLLMCheckpointReloadAdapter(TransactionalAdapter):
         self._home.mkdir(parents=True, exist_ok=True)
         self._active = self._initial
         self._next: Path | None = None
-        self._has_begun = self._is_paused = self._is_half_way = False
+        self._has_begun = self._is_paused = False
 
     def prepare(self, manifest: WeightUpdateManifest, tensors: Mapping[str, torch.Tensor]) -> None:
         """Compare with the engine's checkpoint; nothing is written yet.
@@ -145,18 +150,20 @@ class VLLMCheckpointReloadAdapter(TransactionalAdapter):
 
         """
         self.prepare(manifest, tensors)
-        folder = self._home / f"v{manifest.weight_version}-{manifest.update_id}"
-        self._next = folder
+        # A name of its own: an engine may have this version from a process that died since.
+        name = f"v{manifest.weight_version}-{manifest.update_id}-{secrets.token_hex(4)}"
+        self._next = folder = self._home / name
         folder.mkdir()
         for extra in self._initial.glob("*.json"):
             if not extra.name.endswith(".index.json"):
                 shutil.copy(extra, folder)
         content = {name: tensors[name].contiguous() for name in self._kinds}
         self._save(content, folder / "model.safetensors", metadata={"format": "pt"})
-        self._is_paused = True  # noted first: an interrupt must not leave it paused
+        # Noted first: an interrupt must not leave it paused. The user's own is not ended.
+        self._is_paused = self._is_paused or not self._engine.is_paused()
         self._engine.pause("keep")
         self._has_begun = True
-        self._reload(folder)
+        self._engine.reload(folder)
 
     def prove(self) -> InstallProof:
         """Say that nothing was read."""
@@ -181,7 +188,7 @@ class VLLMCheckpointReloadAdapter(TransactionalAdapter):
         """
         if self._has_begun:
             try:
-                self._reload(self._active)
+                self._engine.reload(self._active)
                 self._drop_caches()
             except EngineLost as error:
                 raise TornEngine(str(error)) from error
@@ -200,20 +207,13 @@ class VLLMCheckpointReloadAdapter(TransactionalAdapter):
         """Remove the files of the version before."""
         before, self._active = self._active, self._next or self._active
         self._next, self._has_begun = None, False
-        if before != self._initial:
+        if before not in {self._initial, self._active}:  # (called again, it is the active one)
             self._forget(before)
 
     def release(self, update_id: str) -> None:
         """Nothing is kept of an update but its files, which go when the next one is committed."""
 
     # ---- inside ---------------------------------------------------------------------------------
-
-    def _reload(self, folder: Path) -> None:
-        if self._is_half_way:
-            self._engine.abort()
-        self._is_half_way = True
-        self._engine.reload(folder)
-        self._is_half_way = False
 
     def _drop_caches(self) -> None:
         if not self._engine.reset_caches(running=True):
@@ -236,21 +236,36 @@ class VLLMCheckpointReloadAdapter(TransactionalAdapter):
 class _Reloading(LLMHandle):
     """An ``LLM``, and vLLM's own reload on all of its workers."""
 
-    def reload(self, folder: Path) -> None:
-        """Reload what is in a folder."""
-        self._do(
-            "reload its weights",
-            lambda: self._llm.collective_rpc(
-                "reload_weights", timeout=self.timeout_s, kwargs={"weights_path": str(folder)}
-            ),
-        )
+    def __init__(self, llm: Any, timeout_s: float) -> None:
+        """Look at `llm`; nothing is called."""
+        super().__init__(llm, timeout_s)
+        self._last: list[concurrent.futures.Future[Any]] = []  # one, behind the first call
+        self._is_half_way = False
 
-    def abort(self) -> None:
-        """Clear what a failed reload left behind."""
-        self._do(
-            "abort a reload",
-            lambda: self._llm.collective_rpc(_abort_reload, timeout=self.timeout_s),
-        )
+    def reload(self, folder: Path) -> None:
+        """Reload what is in a folder, behind what an earlier one that failed left."""
+
+        def load() -> None:
+            if self._is_half_way:
+                self._llm.collective_rpc(_abort_reload)
+            self._is_half_way = True
+            self._llm.collective_rpc("reload_weights", kwargs={"weights_path": str(folder)})
+            self._is_half_way = False
+
+        # Without a deadline inside: vLLM would give up and take the late answers for the next ones.
+        self._do("reload its weights", load)
+
+    def _begun(self, action: Callable[[], Any]) -> "concurrent.futures.Future[Any]":
+        """Not beside a call whose deadline has passed: its workers may be at it still."""
+        if concurrent.futures.wait(self._last, self.timeout_s).not_done:
+            msg = (
+                f"the engine is still at an earlier call, {self.timeout_s} s behind that one's "
+                "deadline. Look at its log; give the adapter a longer timeout_s if it was only slow."
+            )
+            raise DeadlineExceeded(msg)
+        begun = super()._begun(action)
+        self._last = [begun]
+        return begun
 
 
 def _abort_reload(worker: Any) -> None:

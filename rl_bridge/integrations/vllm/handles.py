@@ -205,7 +205,10 @@ class LLMHandle(EngineHandle):
                 return action()
             except Exception as error:
                 raise _translated(error, doing, self.timeout_s) from error
-        return _watched(in_thread(action), doing, self.timeout_s, self._is_dead)
+        return _watched(self._begun(action), doing, self.timeout_s, self._is_dead)
+
+    def _begun(self, action: Callable[[], Any]) -> "concurrent.futures.Future[Any]":
+        return in_thread(action)
 
     def _workers(self) -> int:
         return int(getattr(self._llm.llm_engine.vllm_config.parallel_config, "world_size", 1))
