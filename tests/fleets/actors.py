@@ -108,10 +108,17 @@ class Actor:
 
 
 class Trainer(Actor):
-    """A trainer's actor, over one dict of weights."""
+    """A trainer's actor, over one dict of weights.
+
+    Attributes:
+        weights: the dict.
+        address: where it listens, from its next start on.
+
+    """
 
     def __init__(self, cluster: Cluster) -> None:
         self.weights = {"a": torch.arange(6.0)}
+        self.address = "127.0.0.1"
         names = {
             "weight_facts": "facts",
             "weight_announcement": "announcement",
@@ -127,7 +134,7 @@ class Trainer(Actor):
         self.side = self._new_side()
 
     def _new_side(self) -> PublisherSide:
-        return PublisherSide(lambda: self.weights, address="127.0.0.1")
+        return PublisherSide(lambda: self.weights, address=self.address)
 
 
 class Rollout(Actor):

@@ -1,6 +1,8 @@
 """How long a fleet waits, and what it knows behind an answer that came too late."""
 
-from rl_bridge import DeadlineExceeded
+import pytest
+
+from rl_bridge import DeadlineExceeded, VersionNotMonotonic
 from tests.fleets.actors import NEVER_S, TIMEOUT_S, Run
 
 
@@ -28,4 +30,47 @@ def test_a_rollout_that_joins_again_does_not_wait_for_one_that_hangs(run: Run) -
     assert update.routable == ("again",)
     assert list(update.lost) == ["hangs"]
     del run.rollouts["hangs"].takes_s["update_weights"]
+    run.update().require_all()
+
+
+def publish_late(run: Run) -> None:
+    """Version 2 comes through, and its answer too late."""
+    run.join("near")
+    run.update().require_all()
+    run.trainer.takes_s["publish_weights"] = TIMEOUT_S + 1
+    with pytest.raises(DeadlineExceeded):
+        run.update()
+    run.trainer.takes_s.clear()
+
+
+def test_who_joins_behind_a_publication_that_came_late_gets_that_version(run: Run) -> None:
+    publish_late(run)
+    assert run.fleet.routable == ("near",)
+    run.join("late")
+    assert run.fleet.weight_version == 2
+    assert run.fleet.routable == ("late",)
+    run.update().require_all()
+
+
+def test_a_driver_that_counts_on_from_the_fleets_version_gets_past_one_that_came_late(
+    run: Run,
+) -> None:
+    publish_late(run)
+    assert run.fleet.weight_version == 1
+    with pytest.raises(VersionNotMonotonic, match="2 came after 2"):
+        run.fleet.update(2)
+    assert run.fleet.weight_version == 2
+    run.fleet.update(3).require_all()
+
+
+def test_a_trainer_that_was_started_anew_takes_nothing_back_from_the_rollouts(run: Run) -> None:
+    run.join("near")
+    run.update().require_all()
+    run.trainer.takes_s["publish_weights"] = NEVER_S
+    with pytest.raises(DeadlineExceeded):
+        run.update()
+    run.trainer.takes_s.clear()
+    run.trainer.start_anew()
+    run.join("late")
+    assert (run.fleet.weight_version, run.fleet.routable) == (1, ("near",))
     run.update().require_all()

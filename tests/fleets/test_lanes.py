@@ -52,3 +52,13 @@ def test_a_lane_that_cannot_be_dropped_holds_no_version_up(
     run.fleet.leave("far")
     run.update().require_all()
     assert "was not dropped: broadcast" in caplog.text
+
+
+def test_a_trainer_that_moved_while_nobody_was_there_is_found(run: Run) -> None:
+    run.trainer.address = "192.0.2.1"  # of no machine
+    run.trainer.start_anew()
+    run.join("near")
+    run.trainer.address = "127.0.0.1"
+    run.trainer.start_anew()
+    run.join("far", kind=Elsewhere)
+    run.update().require_all()

@@ -90,7 +90,7 @@ class RolloutFleet:
     """
 
     def __init__(self, trainer: Any, *, timeout_s: float = 60.0) -> None:
-        """Ask the trainer where it runs.
+        """Ask the trainer what it has published.
 
         Args:
             trainer: the handle of the trainer's actor; or those of its ranks, by rank.
@@ -110,7 +110,7 @@ class RolloutFleet:
 
     @property
     def weight_version(self) -> int | None:
-        """The version that was published last; None before the first."""
+        """The version that was published last, as far as is known; None before the first."""
         return self._trainers.current.weight_version
 
     @property
@@ -149,6 +149,7 @@ class RolloutFleet:
 
         """
         self._members.pop(name, None)
+        self._trainers.look_again()
         deadline = Deadline(self._timeout_s)
         _, raised = side_by_side({name: self._joining(name, actor, deadline)}, deadline)
         self._keep_lanes()
@@ -210,8 +211,7 @@ class RolloutFleet:
         """
         manifests = self._trainers.publish(weight_version, metadata, Deadline(self._timeout_s))
         members = dict(self._members)
-        if any(member.choice.lane not in manifests for member in members.values()):
-            self._trainers.look_again()  # Ray started it anew: it has none of its lanes
+        self._trainers.look_again()
         for member in members.values():
             member.answer = None
         deadline = Deadline(self._timeout_s)

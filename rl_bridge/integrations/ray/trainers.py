@@ -20,10 +20,16 @@ _SHARE = 0.5
 
 
 class Trainers:
-    """Calls them all at once, and gives the answer of one."""
+    """Calls them all at once, and gives the answer of one.
+
+    Attributes:
+        is_group: whether they are ranks that publish together.
+        current: what they have published last, as far as they said.
+
+    """
 
     def __init__(self, trainer: Any, *, timeout_s: float) -> None:
-        """Ask them where they run, and what they have published; a group takes its seats first.
+        """Ask them what they have published; a group takes its seats first.
 
         Args:
             trainer: the handle of an actor; or those of the ranks of a group, by rank.
@@ -40,6 +46,8 @@ class Trainers:
             raise ValueError("trainer=[]: expected the actors of a group's ranks.")
         self._store: Any = None
         self._facts: list[SideFacts] = []
+        self._is_sure = True
+        """No publication may have come through without an answer."""
         self._lanes: set[str] = set()
         self._drops: list[tuple[str, str, Any]] = []
         deadline = Deadline(timeout_s)
@@ -48,7 +56,6 @@ class Trainers:
         else:
             (told,) = self._ask("answer", "weight_announcement", deadline)
             self.current = Announcement.from_json(told)
-        self._sides(deadline)
 
     def _seat(self, deadline: Deadline) -> Announcement:
         # Placed by Ray; it goes when the last handle does.
@@ -81,7 +88,7 @@ class Trainers:
         return self._facts
 
     def look_again(self) -> None:
-        """Ask anew where they run, before the next one joins: Ray may have started one anew."""
+        """Ask anew where they run, before one joins: Ray may have started one anew, elsewhere."""
         self._facts = []
 
     def choose(self, name: str, actor: Any, deadline: Deadline) -> Steps[list[PairChoice]]:
@@ -114,10 +121,22 @@ class Trainers:
 
         """
         self._see_dropped(deadline)
+        self._see_current(deadline)
         self._lanes.add(choices[0].lane)  # first: it may be open without an answer that says so
         given = [(choice.to_json(),) for choice in choices]
         manifest: bytes = self._same(self._ask(f"serve {name}", "serve_weights", deadline, given))
         return manifest
+
+    def _see_current(self, deadline: Deadline) -> None:
+        """Ask what is out, behind a publication without an answer: it may have come through."""
+        if self._is_sure:
+            return
+        told = self._ask("answer", "weight_announcement", deadline)
+        if all(one == told[0] for one in told):  # else the next publication brings them together
+            out = Announcement.from_json(told[0])
+            # (Who was started anew has published nothing: what was out before stays out.)
+            self.current = self.current if out.weight_version is None else out
+            self._is_sure = True
 
     def keep_lanes(self, used: Collection[str]) -> None:
         """Have all other lanes that were opened for this fleet dropped; waits for nothing.
@@ -150,10 +169,12 @@ class Trainers:
 
         """
         self._see_dropped(deadline)
+        self._see_current(deadline)
+        self._is_sure = False  # until its answer is here
         given = [(weight_version, metadata)] * len(self._actors)
         what = f"publish version {weight_version}"
         told, manifests = self._same(self._ask(what, "publish_weights", deadline, given))
-        self.current = Announcement.from_json(told)
+        self.current, self._is_sure = Announcement.from_json(told), True
         found: Mapping[str, bytes] = manifests
         return found
 
@@ -177,8 +198,6 @@ class Trainers:
                 answers.append(result_of(self._name(rank), what, call, deadline))
             except Exception as error:  # noqa: BLE001 - raised below, once all have answered
                 errors.append(error)
-                if isinstance(error, EngineLost):
-                    self.look_again()
         for first in sorted(errors, key=_remoteness):
             raise first
         return answers
