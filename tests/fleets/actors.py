@@ -82,14 +82,14 @@ class Actor:
 
     Attributes:
         takes_s: method -> how long its answer takes; one that never answers does nothing either.
-        asked: the methods that were called, in their order.
+        is_lost: whether it is dead, and every call fails.
 
     """
 
     def __init__(self, cluster: Cluster, side: Any, names: dict[str, str]) -> None:
         self.side = side
         self.takes_s: dict[str, float] = {}
-        self.asked: list[str] = []
+        self.is_lost = False
         self._cluster = cluster
         self._names = names
 
@@ -99,12 +99,15 @@ class Actor:
         return SimpleNamespace(remote=lambda *given: self._call(name, given))
 
     def _call(self, name: str, given: tuple[Any, ...]) -> Call:
-        self.asked.append(name)
         takes_s = self.takes_s.get(name, 0.0)
         if takes_s >= NEVER_S:
             return Call(lambda: None, NEVER_S)
-        method = getattr(self.side, self._names[name])
+        method = _die if self.is_lost else getattr(self.side, self._names[name])
         return Call(lambda: method(*given), self._cluster.now_s + takes_s)
+
+
+def _die(*_given: object) -> None:
+    raise RayError
 
 
 class Trainer(Actor):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rl_bridge import DeadlineExceeded, VersionNotMonotonic
+from rl_bridge import DeadlineExceeded, EngineLost, VersionNotMonotonic
 from tests.fleets.actors import NEVER_S, TIMEOUT_S, Run
 
 
@@ -74,3 +74,13 @@ def test_a_trainer_that_was_started_anew_takes_nothing_back_from_the_rollouts(ru
     run.join("late")
     assert (run.fleet.weight_version, run.fleet.routable) == (1, ("near",))
     run.update().require_all()
+
+
+def test_a_trainer_without_an_answer_is_not_to_be_joined_like_a_rollout(run: Run) -> None:
+    run.trainer.takes_s["publish_weights"] = NEVER_S
+    with pytest.raises(DeadlineExceeded, match=r"'trainer' did not publish .* a later version\."):
+        run.update()
+    run.trainer.takes_s.clear()
+    run.trainer.is_lost = True
+    with pytest.raises(EngineLost, match=r"'trainer' is lost .* make another fleet"):
+        run.update()

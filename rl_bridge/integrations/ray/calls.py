@@ -54,7 +54,8 @@ def result_of(name: str, what: str, reference: Any, deadline: Deadline) -> Any:
     except gone.GetTimeoutError as error:
         raise DeadlineExceeded(
             f"actor {name!r} did not {what} within {deadline.timeout_s:g} s. It may still do it: "
-            "ask its status before you let it serve, or replace it."
+            "ask a rollout's status before you let it serve, or replace it; have a trainer publish "
+            "a later version."
         ) from error
     except gone.RayError as error:
         # (Of these kinds is also what the actor's method raised: its own, whatever it is.)
@@ -62,8 +63,9 @@ def result_of(name: str, what: str, reference: Any, deadline: Deadline) -> Any:
             raise
         cause = str(error).strip().partition("\n")[0].rstrip(".")
         raise EngineLost(
-            f"actor {name!r} is lost and did not {what}: {cause}. Start another one and join it: "
-            "RolloutFleet.join(name, actor)."
+            f"actor {name!r} is lost and did not {what}: {cause}. Start another rollout and join "
+            "it: RolloutFleet.join(name, actor). For another trainer make another fleet, but where "
+            "Ray starts it anew: then try again."
         ) from error
 
 
