@@ -5,6 +5,8 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -12,11 +14,16 @@ import torch
 
 from rl_bridge import make_weight_bridge
 from rl_bridge.bridge.bridges import NIXLTensorBridge
+from rl_bridge.errors import TransferTimeout, WeightBridgeUnavailableError
 from rl_bridge.testing.processes import DEADLINE_S, until
 from rl_bridge.transports._wire.channel import GREETING_NBYTES, Channel, Greeting, fresh_nonce
+from rl_bridge.transports.nixl import consumer as nixl_consumer
+from rl_bridge.transports.nixl.agent import AgentError
 from rl_bridge.transports.nixl.consumer import NIXLConsumer
+from rl_bridge.transports.nixl.endpoint import NIXLEndpoint
 from rl_bridge.transports.nixl.messages import MAGIC
 from rl_bridge.transports.nixl.publisher import NIXLPublisher
+from rl_bridge.transports.nixl.reading import Reading
 from tests.helpers import held_before_its_poll
 
 WEIGHTS = {"w": torch.arange(100)}
@@ -89,3 +96,49 @@ def read(channel: Channel, part: str) -> bytes:
     found = channel.receive_raw(GREETING_NBYTES[part], until=time.monotonic() + 20)
     assert found, f"hung up instead of the {part}"
     return found
+
+
+def test_publishers_that_are_only_told_share_a_short_time_and_are_tried_again_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nothing is needed of them, so an import does not wait for them; but it does not give up."""
+    clock, asked = [1000.0], list[tuple[str, float]]()
+    monkeypatch.setattr(nixl_consumer, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    with ExitStack() as stack:
+        make = partial(make_weight_bridge, "nixl", suspicious="off", serve="inline")
+        trainers = [stack.enter_context(make()) for _ in range(3)]
+        manifests = [one.publish(WEIGHTS, weight_version=1) for one in trainers]
+        names = [one.publisher_id for one in manifests]
+        engine = stack.enter_context(make())
+        assert isinstance(engine, NIXLTensorBridge)
+        end = cast("NIXLConsumer", engine._consumer_end()._end)
+
+        def silent(endpoint: NIXLEndpoint, *, is_observer: bool, within_s: float) -> None:
+            assert not is_observer
+            asked.append((endpoint.publisher_id, within_s))
+            clock[0] += within_s
+            raise TransferTimeout("it does not answer")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(end, "_source", silent)
+            for _ in range(5):  # imports
+                end.meet(manifests)
+            assert asked == [(name, 2.0) for name in names]
+        clock[0] += 60.0
+        end.meet(manifests)
+        assert list(end._held.sources) == names
+
+
+def test_a_version_that_could_not_be_read_for_a_while_is_imported_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def broken(_: Reading) -> bool:
+        raise AgentError("a read failed: NIXL_ERR_REMOTE_DISCONNECT.")
+
+    with both(timeout_s=0.2) as (publisher, consumer):
+        manifest = publisher.publish(WEIGHTS, weight_version=1)
+        with monkeypatch.context() as patch:
+            patch.setattr(Reading, "step", broken)
+            with pytest.raises(WeightBridgeUnavailableError, match="then import it again"):
+                consumer.import_update(manifest)
+        assert torch.equal(consumer.import_update(manifest)["w"], WEIGHTS["w"])

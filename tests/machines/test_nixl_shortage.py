@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rl_bridge import SegmentError, make_weight_bridge
+from rl_bridge import WeightBridgeUnavailableError, make_weight_bridge
 from rl_bridge.testing.processes import DEADLINE_S
 from rl_bridge.testing.strategies import bytes_of
 from rl_bridge.transports.nixl.agent import Agent, MemoryRefused
@@ -77,9 +77,11 @@ def test_an_engine_whose_memory_is_refused_for_a_while_reads_from_everybody_late
             patch.setattr(Reading, "step", refusing)
             patch.setattr(Agent, "register", refusing)
             patch.setattr(Agent, "register_segment", refusing)
-            with pytest.raises(SegmentError, match="cannot be read"):
+            with pytest.raises(WeightBridgeUnavailableError, match="cannot be read"):
                 engine.import_update(second)
         assert len(tries) == 2, "the read, and the memory: asking for more would not help"
+        assert bytes_of(engine.import_update(second)["w"]) == bytes_of(weights(2)["w"])
+        engine.release(second.update_id)
         newer = other.publish(weights(2), weight_version=2)
         assert bytes_of(engine.import_update(newer)["w"]) == bytes_of(weights(2)["w"])
         newer = one.publish(weights(3), weight_version=3)

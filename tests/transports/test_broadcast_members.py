@@ -1,5 +1,6 @@
 """``broadcast``: what members, strangers and closed ends can cost a publisher and its engines."""
 
+import errno
 import os
 import resource
 import select
@@ -225,3 +226,20 @@ def test_the_kernel_asks_whether_the_other_machine_is_there_on_both_sides(make: 
     ]
     # No time limit for what a peer does not read: it may be slow.
     assert found == [[20, 6, 6, 0], [10, 3, 6, 0]]
+
+
+def test_an_engine_whose_cable_is_out_imports_the_same_version_later(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer, engine = make("trainer"), make("rollout")
+    manifest = publish(trainer, 1)
+
+    class Unplugged(socket.socket):
+        def connect(self, _: object) -> None:
+            raise OSError(errno.EHOSTUNREACH, os.strerror(errno.EHOSTUNREACH))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(socket, "socket", Unplugged)
+        with pytest.raises(WeightBridgeUnavailableError, match="then import again"):
+            engine.import_update(manifest)
+    assert contents_of(engine.import_update(manifest)) == contents_of(sample_weights(1))

@@ -1,10 +1,11 @@
 """How a receiver reaches a publisher: connect, and prove both ways that the token is known."""
 
+import errno
 import select
 import socket
 import time
 
-from rl_bridge.errors import SegmentError, TransferTimeout
+from rl_bridge.errors import SegmentError, TransferTimeout, WeightBridgeUnavailableError
 from rl_bridge.transports._wire.channel import (
     GREETING_NBYTES,
     MAX_MESSAGE_NBYTES,
@@ -15,12 +16,22 @@ from rl_bridge.transports._wire.channel import (
 
 __all__ = ["Caller"]
 
+# The way there does not work, which says nothing of the publisher.
+_NETWORK = frozenset({errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN, errno.EHOSTDOWN})
+
 
 class Caller:
     """One attempt to reach a publisher, within one deadline."""
 
     def __init__(
-        self, what: str, address: str, port: int, *, magic: bytes, timeout_s: float
+        self,
+        what: str,
+        address: str,
+        port: int,
+        *,
+        magic: bytes,
+        timeout_s: float,
+        within_s: float | None = None,
     ) -> None:
         """Begin; nothing is opened yet.
 
@@ -30,13 +41,15 @@ class Caller:
             port: where it listens.
             magic: see `Greeting`.
             timeout_s: longest wait for all of it.
+            within_s: a shorter one, for this attempt only.
 
         """
         self._address = address
         self._port = port
         self._magic = magic
         self._timeout_s = timeout_s
-        self._until = time.monotonic() + timeout_s
+        self._within_s = timeout_s if within_s is None else min(within_s, timeout_s)
+        self._until = time.monotonic() + self._within_s
         self.where = f"{what} at {address} port {port}"
 
     def connect(
@@ -47,6 +60,7 @@ class Caller:
         Raises:
             SegmentError: the publisher is gone, or refuses the token.
             TransferTimeout: it does not answer in time.
+            WeightBridgeUnavailableError: the network does not lead there now.
 
         """
         channel = Channel(
@@ -70,17 +84,23 @@ class Caller:
             raise self._late("be reached") from error
         except OSError as error:
             connection.close()
+            if error.errno in _NETWORK:
+                msg = (
+                    f"{self.where} cannot be reached: {error}. See that the network works and that "
+                    "this machine has a route there, then import again; or give the publisher an "
+                    "address= that can be reached."
+                )
+                raise WeightBridgeUnavailableError(msg) from error
             msg = (
                 f"{self.where} cannot be reached: {error}. Its bridge was closed, or it died: "
-                "publish again; or this machine has no route there: give the publisher an address= "
-                "that it has."
+                "publish again."
             )
             raise SegmentError(msg) from error
         return connection
 
     def _late(self, what: str) -> TransferTimeout:
         return TransferTimeout(
-            f"{self.where} could not {what} within {self._timeout_s} s. See that the publisher "
+            f"{self.where} could not {what} within {self._within_s:g} s. See that the publisher "
             "runs and is reachable, then import again, or raise timeout_s."
         )
 

@@ -131,9 +131,7 @@ class Agent:
         try:
             made = self._agent.register_memory(rows, kind, [self._backend])
         except self._failures as error:
-            raise MemoryRefused(
-                f"NIXL cannot register {len(rows)} ranges: {error}. See it."
-            ) from error
+            raise MemoryRefused(f"NIXL cannot register {len(rows)} ranges: {error}.") from error
         with self._lock:
             self.made.registrations += len(rows)
             self.num_registered += len(rows)
@@ -215,9 +213,7 @@ class Agent:
                 "NIXL_INIT_AGENT" if peer is None else peer, ranges, kind, [self._backend]
             )
         except self._failures as error:
-            raise AgentError(
-                f"NIXL cannot prepare {len(ranges)} ranges: {error}. See it."
-            ) from error
+            raise AgentError(f"NIXL cannot prepare {len(ranges)} ranges: {error}.") from error
         self.made.plans += 1
         self._made[id(made)] = made
         return made

@@ -2,22 +2,15 @@
 
 import logging
 import os
-import select
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import ClassVar, TypeVar
 
 import torch
 
-from rl_bridge.errors import (
-    SegmentError,
-    SlotsExhausted,
-    StaleUpdate,
-    TransportUnavailable,
-    WeightBridgeError,
-)
+from rl_bridge.errors import SlotsExhausted, TransportUnavailable, WeightBridgeError
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.memory.control import UpdateReport
 from rl_bridge.memory.slots import ARRIVING
@@ -25,10 +18,11 @@ from rl_bridge.transports._landing import Landed, Landing
 from rl_bridge.transports._wire.arenas import Arenas
 from rl_bridge.transports._wire.handles import read_handle, require_publisher
 from rl_bridge.transports.base import Attachment, ConsumerEnd, PartRequest
-from rl_bridge.transports.nixl.agent import Agent, AgentError, Counters, MemoryRefused
+from rl_bridge.transports.nixl.agent import Agent, Counters
 from rl_bridge.transports.nixl.arenas import KnownSlots
+from rl_bridge.transports.nixl.attempts import tried
 from rl_bridge.transports.nixl.endpoint import NIXLEndpoint, NIXLHandle
-from rl_bridge.transports.nixl.fetch import Fetch, Job, Room, Torn
+from rl_bridge.transports.nixl.fetch import Fetch, Job, Room
 from rl_bridge.transports.nixl.held import Held, end
 from rl_bridge.transports.nixl.link import Link
 from rl_bridge.transports.nixl.messages import Entry
@@ -37,18 +31,11 @@ from rl_bridge.transports.nixl.source import Source
 __all__ = ["NIXLConsumer"]
 
 _LOG = logging.getLogger(__name__)
-_PAUSE_MS = 5
-_LONGEST_PAUSE_MS = 500
+# Of all attempts of one import to reach publishers of which nothing is needed.
+_MEET_S = 2.0
+# How long one that could not be reached is left alone.
+_REST_S = 60.0
 _Made = TypeVar("_Made")
-
-
-def _pauses() -> Iterator[None]:
-    """Each one is made before it is given, and longer than the last."""
-    pause_ms = _PAUSE_MS
-    while True:
-        select.poll().poll(pause_ms)
-        yield
-        pause_ms = min(2 * pause_ms, _LONGEST_PAUSE_MS)
 
 
 class NIXLConsumer(ConsumerEnd):
@@ -79,7 +66,8 @@ class NIXLConsumer(ConsumerEnd):
         self._timeout_s = timeout_s
         self._held = Held()
         self._past = Counters()
-        self._unreachable: set[str] = set()
+        self._unreachable: dict[str, float] = {}
+        """Publisher -> until when it is left alone."""
         # A bridge that is dropped instead of closed must not keep its memory and connections.
         self._pid = os.getpid()
         self._finalizer = weakref.finalize(self, end, self._pid, self._held)
@@ -135,35 +123,14 @@ class NIXLConsumer(ConsumerEnd):
 
     def _tried(self, update_id: str, once: Callable[[], _Made]) -> _Made:
         """Try again where that may help, until the deadline."""
-        until = time.monotonic() + self._timeout_s
-        num_broken = 0
-        pauses = _pauses()
         self._sweep()
-        while True:
-            try:
-                return once()
-            except Torn as error:
-                # Its publisher wrote meanwhile: this side's lease was lost, or never counted.
-                if time.monotonic() >= until:
-                    raise StaleUpdate(str(error)) from error
-                next(pauses)  # whoever writes wants the memory
-            except AgentError as error:
-                # The connection broke, which may mean no more than that: again, on a new one. The
-                # process that serves there may die under one reader after the other.
-                num_broken += 1
-                is_hopeless = isinstance(error, MemoryRefused) or time.monotonic() >= until
-                if num_broken > 1 and is_hopeless:
-                    msg = (
-                        f"update {update_id} cannot be read: {error} See that "
-                        "its publisher runs and can be reached. Import it again."
-                    )
-                    raise SegmentError(msg) from error
-                # A new agent, too: the library looks for ways to peers when one is made, and never
-                # again.
-                self._renew_agent(())
-                _LOG.warning("%s Again, on a new connection.", error)
-                if num_broken > 1:
-                    next(pauses)
+        # A new agent, too: the library looks for ways to peers when one is made, and never again.
+        return tried(
+            update_id,
+            once,
+            timeout_s=self._timeout_s,
+            reconnect=lambda: self._renew_agent(()),
+        )
 
     def _attach_once(self, parts: Sequence[PartRequest], *, is_observer: bool) -> list[Attachment]:
         handles = [self._handle(part.manifest) for part in parts]
@@ -292,8 +259,10 @@ class NIXLConsumer(ConsumerEnd):
             )
         return self._token
 
-    def _source(self, endpoint: NIXLEndpoint, *, is_observer: bool) -> Source:
-        """Find or make the connection to a publisher."""
+    def _source(
+        self, endpoint: NIXLEndpoint, *, is_observer: bool, within_s: float | None = None
+    ) -> Source:
+        """Find or make the connection to a publisher, within that time if it is short."""
         known = self._held.sources.get(endpoint.publisher_id)
         if known is not None and not known.link.is_lost and known.link.endpoint == endpoint:
             if not is_observer:
@@ -308,6 +277,7 @@ class NIXLConsumer(ConsumerEnd):
             rank=self._rank,
             is_observer=is_observer,
             timeout_s=self._timeout_s,
+            within_s=within_s,
         )
         if known is None:
             source = Source(link, self._make_arenas(), self._agent())
@@ -358,15 +328,22 @@ class NIXLConsumer(ConsumerEnd):
     # ---- the rest -------------------------------------------------------------------------------
 
     def meet(self, manifests: Sequence[WeightUpdateManifest]) -> None:
-        """Connect to these publishers. One that cannot be reached is not tried again."""
+        """Connect to these publishers, within a short time for all; later ones have their turn."""
+        until = time.monotonic() + min(_MEET_S, self._timeout_s)
         for manifest in manifests:
-            if manifest.publisher_id in self._unreachable:
-                continue
-            try:
-                self._source(self._handle(manifest).endpoint, is_observer=False)
-            except WeightBridgeError as error:
-                self._unreachable.add(manifest.publisher_id)
-                _LOG.warning("it will not hear of updates: %s", error)
+            now = time.monotonic()
+            if now >= self._unreachable.get(manifest.publisher_id, 0.0) and now < until:
+                self._meet(manifest, until - now)
+
+    def _meet(self, manifest: WeightUpdateManifest, within_s: float) -> None:
+        try:
+            endpoint = self._handle(manifest).endpoint
+            self._source(endpoint, is_observer=False, within_s=within_s)
+        except WeightBridgeError as error:
+            self._unreachable[manifest.publisher_id] = time.monotonic() + _REST_S
+            _LOG.warning("it will not hear of updates for %s s: %s", _REST_S, error)
+        else:
+            self._unreachable.pop(manifest.publisher_id, None)
 
     def report(self, manifest: WeightUpdateManifest, report: UpdateReport) -> None:
         """Tell the publisher, if this side is connected to it."""

@@ -66,8 +66,9 @@ class Link:
         rank: int,
         is_observer: bool,
         timeout_s: float,
+        within_s: float | None = None,
     ) -> None:
-        """Connect, prove that the token is known, and join.
+        """Connect, prove that the token is known, and join; within that time if it is shorter.
 
         Raises:
             SegmentError: the publisher is gone, or refuses the token.
@@ -90,7 +91,7 @@ class Link:
         self._identity = Join(
             worker=worker[:512], rank=rank, pid=os.getpid(), is_observer=is_observer
         )
-        caller = self._caller()
+        caller = self._caller(within_s)
         self._where = caller.where
         self._channel = caller.connect(
             token, endpoint.identity, max_message_nbytes=MAX_MESSAGE_NBYTES
@@ -106,10 +107,14 @@ class Link:
             self._channel.close()
             raise
 
-    def _caller(self) -> Caller:
-        endpoint = self.endpoint
+    def _caller(self, within_s: float | None = None) -> Caller:
         return Caller(
-            _WHAT, endpoint.address, endpoint.port, magic=MAGIC, timeout_s=self._timeout_s
+            _WHAT,
+            self.endpoint.address,
+            self.endpoint.port,
+            magic=MAGIC,
+            timeout_s=self._timeout_s,
+            within_s=within_s,
         )
 
     def _join(self, caller: Caller) -> Welcome:
