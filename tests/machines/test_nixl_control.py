@@ -1,8 +1,10 @@
 """What readers and a publisher of `nixl` say to each other is heard, whatever happens meanwhile."""
 
+import gc
 import select
 import socket
 import time
+import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -127,6 +129,31 @@ def test_publishers_that_are_only_told_share_a_short_time_and_are_tried_again_la
         clock[0] += 60.0
         end.meet(manifests)
         assert list(end._held.sources) == names
+
+
+def test_who_keeps_the_error_of_a_failed_read_does_not_keep_the_librarys_agent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It may write to slots for as long as it lives, and they are used again."""
+    used: list[weakref.ref[object]] = []
+
+    def failing(agent: object, *_: object) -> str:
+        used.append(weakref.ref(agent))
+        raise RuntimeError("NIXL_ERR_REMOTE_DISCONNECT")
+
+    with both(timeout_s=0.2) as (publisher, consumer):
+        consumer.import_update(publisher.publish(WEIGHTS, weight_version=1))
+        second = publisher.publish(WEIGHTS, weight_version=2)
+        agent = ends(publisher, consumer)[1]._held.agent
+        assert agent is not None
+        with monkeypatch.context() as patch:
+            patch.setattr(type(agent._agent), "transfer", failing)
+            with pytest.raises(WeightBridgeUnavailableError, match="DISCONNECT") as kept:
+                consumer.import_update(second)
+        gc.collect()
+        assert used
+        assert not [one for one in used if one() is not None]
+        assert kept.value.__cause__ is not None
 
 
 def test_a_version_that_could_not_be_read_for_a_while_is_imported_later(

@@ -1,7 +1,8 @@
 """One agent of the library: registered memory, peers, and reads, each counted.
 
 Every call into the library stands here. What it raises comes out as `AgentError`, so that nobody
-else has to know its classes.
+else has to know its classes; and without the library's frames: who keeps the error, a log for
+instance, would keep the library's agent alive, which may write to slots that are in use again.
 """
 
 import secrets
@@ -131,7 +132,9 @@ class Agent:
         try:
             made = self._agent.register_memory(rows, kind, [self._backend])
         except self._failures as error:
-            raise MemoryRefused(f"NIXL cannot register {len(rows)} ranges: {error}.") from error
+            raise MemoryRefused(
+                f"NIXL cannot register {len(rows)} ranges: {error}."
+            ) from error.with_traceback(None)
         with self._lock:
             self.made.registrations += len(rows)
             self.num_registered += len(rows)
@@ -156,7 +159,9 @@ class Agent:
         try:
             self._agent.deregister_memory(descriptors, [self._backend])
         except self._failures as error:
-            raise AgentError(f"NIXL cannot deregister memory: {error}.") from error
+            raise AgentError(f"NIXL cannot deregister memory: {error}.") from error.with_traceback(
+                None
+            )
 
     def metadata(self, region: Region | None) -> bytes:
         """What a peer needs to read a region, and no other one; None: to reach this agent at all.
@@ -172,7 +177,9 @@ class Agent:
                 descriptors, region is None, [self._backend]
             )
         except self._failures as error:
-            raise AgentError(f"NIXL cannot describe memory: {error}.") from error
+            raise AgentError(f"NIXL cannot describe memory: {error}.") from error.with_traceback(
+                None
+            )
         return found
 
     # ---- peers ----------------------------------------------------------------------------------
@@ -188,7 +195,9 @@ class Agent:
         try:
             name: str | bytes = self._agent.add_remote_agent(metadata)
         except self._failures as error:
-            raise AgentError(f"NIXL cannot read a peer's metadata: {error}.") from error
+            raise AgentError(
+                f"NIXL cannot read a peer's metadata: {error}."
+            ) from error.with_traceback(None)
         self.made.connections += is_new
         return name.decode("ascii", "replace") if isinstance(name, bytes) else name
 
@@ -213,7 +222,9 @@ class Agent:
                 "NIXL_INIT_AGENT" if peer is None else peer, ranges, kind, [self._backend]
             )
         except self._failures as error:
-            raise AgentError(f"NIXL cannot prepare {len(ranges)} ranges: {error}.") from error
+            raise AgentError(
+                f"NIXL cannot prepare {len(ranges)} ranges: {error}."
+            ) from error.with_traceback(None)
         self.made.plans += 1
         self._made[id(made)] = made
         return made
@@ -231,7 +242,7 @@ class Agent:
                 "READ", local, rows, remote, rows, backends=[self._backend]
             )
         except self._failures as error:
-            raise AgentError(f"NIXL cannot make a read: {error}.") from error
+            raise AgentError(f"NIXL cannot make a read: {error}.") from error.with_traceback(None)
         self._made[id(made)] = made
         return made
 
@@ -257,7 +268,9 @@ class Agent:
         try:
             state = call(read)
         except self._failures as error:
-            raise AgentError(f"a read failed: {error}.") from error
+            raise AgentError(f"a read failed: {error}.") from error.with_traceback(None)
+        finally:
+            del call  # it is the library's agent, which who keeps the error must not keep
         if state not in {"DONE", "PROC"}:
             raise AgentError(f"a read ended in {state}.")
         done: State = state
@@ -277,7 +290,7 @@ class Agent:
         try:
             self._agent.get_new_notifs([self._backend])
         except self._failures as error:
-            raise AgentError(f"NIXL makes no progress: {error}.") from error
+            raise AgentError(f"NIXL makes no progress: {error}.") from error.with_traceback(None)
 
     def help(self, *, is_needed: bool) -> None:
         """Nothing: who holds it calls `progress`."""
