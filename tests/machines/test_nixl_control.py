@@ -169,3 +169,26 @@ def test_a_version_that_could_not_be_read_for_a_while_is_imported_later(
             with pytest.raises(WeightBridgeUnavailableError, match="then import it again"):
                 consumer.import_update(manifest)
         assert torch.equal(consumer.import_update(manifest)["w"], WEIGHTS["w"])
+
+
+def test_a_read_whose_lease_is_over_begins_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its reader was held up. Over TCP nobody helps it any more, so nothing would arrive."""
+    stalled: list[Reading] = []
+    step = Reading.step
+    with both(timeout_s=2.0) as (publisher, consumer):
+        consumer.import_update(publisher.publish(WEIGHTS, weight_version=1))
+        end, far = ends(publisher, consumer)
+        (source,) = far._held.sources.values()
+        source.link.lease_s = 0.0  # it is renewed at every step
+        second = publisher.publish({"w": torch.arange(50)}, weight_version=2)
+
+        def stalling(one: Reading) -> bool:
+            if not stalled:
+                stalled.append(one)
+                with end._server.changed:
+                    end._server._unlease(end._server.members[0], second.update_id)
+            return one is not stalled[0] and step(one)
+
+        monkeypatch.setattr(Reading, "step", stalling)
+        assert torch.equal(consumer.import_update(second)["w"], torch.arange(50))
+        assert stalled

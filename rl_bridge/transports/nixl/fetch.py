@@ -223,6 +223,8 @@ class Fetch:
             if link.is_lost:
                 # Sooner than the library notices, if it does.
                 raise AgentError(f"update {job.update_id}: the connection to its publisher ended.")
+            if link.has_lapsed(job.update_id):
+                raise AgentError(f"update {job.update_id}: its lease was not renewed in time.")
             if not link.needs_help:
                 link.help(is_needed=True)
         now = time.monotonic()

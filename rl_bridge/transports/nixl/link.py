@@ -37,6 +37,7 @@ from rl_bridge.transports.nixl.messages import (
     FromPublisher,
     Help,
     Join,
+    Lapsed,
     Lease,
     Leased,
     Renew,
@@ -250,6 +251,17 @@ class Link:
         self.known_slots.clear()
         self.is_fresh = True
         self.epoch += 1
+
+    def has_lapsed(self, update_id: str) -> bool:
+        """Whether the publisher said by now that a lease is over; what else it said is passed over.
+
+        Of an earlier lease of the same update it spoke before its answer to this one.
+        """
+        while (text := self._channel.take()) is not None:
+            message = self._parsed(text)
+            if isinstance(message, Lapsed) and message.update_id == update_id:
+                return True
+        return False
 
     def renew(self, update_id: str) -> None:
         """Say that this side is still reading."""

@@ -25,6 +25,7 @@ __all__ = [
     "FromReader",
     "Help",
     "Join",
+    "Lapsed",
     "Lease",
     "Leased",
     "Renew",
@@ -148,6 +149,13 @@ class Leased(Message):
     moved: _Hex = ""
 
 
+class Lapsed(Message):
+    """You renew a lease that is over: I may write there, and help nobody to read it."""
+
+    kind: Literal["lapsed"] = "lapsed"
+    update_id: UpdateId
+
+
 class Entry(Message):
     """One slot of a publisher."""
 
@@ -167,7 +175,7 @@ class Catalog(Message):
 
 
 FromReader = Join | Lease | Renew | Help | Unlease | Reported | AskCatalog | Leave
-FromPublisher = Welcome | Refused | Leased | Gone | Catalog
+FromPublisher = Welcome | Refused | Leased | Lapsed | Gone | Catalog
 
 _FROM_READER: TypeAdapter[FromReader] = TypeAdapter(
     Annotated[FromReader, Field(discriminator="kind")]

@@ -33,6 +33,7 @@ from rl_bridge.transports.nixl.messages import (
     FromReader,
     Help,
     Join,
+    Lapsed,
     Lease,
     Renew,
     Unlease,
@@ -117,8 +118,7 @@ class Server:
     def catch_up(self) -> None:
         """Take note of what has arrived: leases that ended, readers that are gone. Never for long.
 
-        More than one look lets in who stands at the door. That may never end: where nobody can be
-        accepted, or somebody goes on and on.
+        More than one look lets in who stands at the door, where somebody may go on and on.
         """
         until = time.monotonic() + _CATCH_UP_S
         try:
@@ -303,8 +303,7 @@ class Server:
         ]
         member = Member(channel, join)
         self.members.append(member)
-        metadata = self._host.metadata(None).hex()
-        epoch = self._host.epoch
+        metadata, epoch = self._host.metadata(None).hex(), self._host.epoch
         channel.send(Welcome(metadata=metadata, epoch=epoch, timeout_s=self._timeout_s))
         self._serve(member)
 
@@ -337,8 +336,9 @@ class Server:
             case Lease():
                 return self._lease(member, message)
             case Renew(update_id=update_id):
-                if update_id in member.leases:
-                    member.leases[update_id] = time.monotonic() + self._timeout_s
+                if update_id not in member.leases:
+                    return Lapsed(update_id=update_id)
+                member.leases[update_id] = time.monotonic() + self._timeout_s
             case Help(is_needed=is_needed):
                 member.needs_help = is_needed
             case Unlease(update_id=update_id):
