@@ -120,16 +120,19 @@ class Handle(EngineHandle):
         super().__init__(20)
         self._engine = engine
         self._left = 0
+        self._named = ""
         self._first: Callable[[], object] = lambda: None
         self._lost: tuple[str, bool] | None = None
+        self.came_in_at = ""
 
     def lose(self, call: str, *, is_made: bool) -> None:
         """The next call of that name is not made; or it is, and its answer is lost."""
         self._lost = call, is_made
 
-    def interrupt(self, at: int, first: Callable[[], object]) -> None:
-        """Before the call that is the `at`-th from now on."""
-        self._left, self._first = at, first
+    def interrupt(self, at: int | str, first: Callable[[], object]) -> None:
+        """Before the call that is the `at`-th from now on, or the first one of that name."""
+        self._left, self._named = (0, at) if isinstance(at, str) else (at, "")
+        self._first = first
 
     def catch_up(self) -> None:
         """Do it now, if that call did not come."""
@@ -139,7 +142,8 @@ class Handle(EngineHandle):
 
     def _made(self, name: str, call: Callable[[], Any]) -> Any:
         self._left -= 1
-        if self._left == 0:
+        if self._left == 0 or self._named == name:
+            self.came_in_at, self._named = name, ""
             self._first()
         if self._lost == (name, False):
             self._lost = None
@@ -175,10 +179,12 @@ class Handle(EngineHandle):
         return True, list(self._engine.answer(text).encode())
 
     def flush(self) -> Answer:
-        return True, ""
+        answer: Answer = self._made("flush_cache", lambda: (True, ""))
+        return answer
 
     def label(self) -> str:
-        return self._engine.label
+        label: str = self._made("model_info", lambda: self._engine.label)
+        return label
 
     def model_path(self) -> str:
         return ""
@@ -234,7 +240,7 @@ def end(
             adapter.undo()
 
 
-def interrupt(adapter: SGLangInstallAdapter, at: int, first: Callable[[], object]) -> Handle:
+def interrupt(adapter: SGLangInstallAdapter, at: int | str, first: Callable[[], object]) -> Handle:
     handle = adapter._handle
     assert isinstance(handle, Handle)
     handle.interrupt(at, first)

@@ -19,6 +19,7 @@ from rl_bridge.integrations.sglang.engine_adapter import SGLangInstallAdapter
 from tests.integrations.sglang_drivers import (
     Engine,
     Handle,
+    LostError,
     engine,
     importing,
     interrupt,
@@ -63,7 +64,7 @@ def unfit(trainer: TensorBridge, number: int) -> WeightUpdateManifest:
     return trainer.publish(weights | {"more": weights["cut"]}, weight_version=number)
 
 
-@pytest.mark.parametrize("at", range(1, 11))
+@pytest.mark.parametrize("at", range(1, 12))
 def test_a_driver_that_was_killed_anywhere_leaves_neither_pause_nor_label(
     engine: Engine, trainer: TensorBridge, at: int
 ) -> None:
@@ -79,7 +80,7 @@ def test_a_driver_that_was_killed_anywhere_leaves_neither_pause_nor_label(
     assert (engine.label, engine.is_paused) == (f"1@{first.root}", False)
 
 
-@pytest.mark.parametrize("at", range(1, 11))
+@pytest.mark.parametrize("at", range(1, 12))
 def test_a_new_driver_takes_over_what_one_that_was_killed_left(
     engine: Engine, trainer: TensorBridge, at: int
 ) -> None:
@@ -91,6 +92,22 @@ def test_a_new_driver_takes_over_what_one_that_was_killed_left(
     assert (engine.label, engine.is_paused) == (f"1@{first.root}", False)
     told = engine.ask("describe")
     assert (told["pending"], told["pausing"]) == (None, None)
+
+
+def test_a_take_over_that_is_killed_behind_its_undo_has_the_label_back(
+    engine: Engine, trainer: TensorBridge
+) -> None:
+    """Of what is undone nobody knows the label any more."""
+    manifest = trainer.publish(version(1), weight_version=1)
+    killed(engine, manifest, 11)
+    adapter = importing(engine)
+    handle = adapter._handle
+    assert isinstance(handle, Handle)
+    handle.lose("undo", is_made=True)
+    with pytest.raises(LostError):
+        adapter.take_over()
+    importing(engine).take_over()
+    assert (engine.label, engine.is_paused) == ("user's", False)
 
 
 def test_a_take_over_in_the_middle_of_ones_own_update_changes_nothing(
@@ -129,7 +146,7 @@ def test_what_cannot_be_undone_with_its_prefixes_is_kept_and_not_served(
 ) -> None:
     before = held(engine.model)
     manifest = trainer.publish(version(1), weight_version=1)
-    killed(engine, manifest, 10)
+    killed(engine, manifest, 11)
     successor = importing(engine)
     engine.flushes = False
     later = trainer.publish(version(2), weight_version=2)

@@ -29,9 +29,9 @@ from tests.integrations.test_sglang_exchange import equal, held, loaded, version
 __all__ = ["engine", "trainer"]  # fixtures, for this file, too
 
 # No more than a driver makes behind its `prepare`, for an update that is refused.
-CALLS = 14
+CALLS = 18
 # The one call that nothing can be asked within: SGLang's own, that ends the pause.
-BETWEEN = 9
+BETWEEN = "continue_generation"
 
 
 # ---- a driver that stood still ------------------------------------------------------------------
@@ -91,6 +91,76 @@ def test_a_driver_that_gives_up_takes_back_no_other_drivers_install_of_the_same_
     successor.resume()
     successor.commit()
     assert equal(held(engine.model), loaded(1))
+
+
+# ---- whose the label is -------------------------------------------------------------------------
+
+
+def test_a_driver_that_is_overtaken_in_its_flush_labels_nothing(
+    engine: Engine, trainer: TensorBridge
+) -> None:
+    mine, theirs = (trainer.publish(version(n), weight_version=n) for n in (1, 2))
+    late, successor = drivers(engine)
+    late.prepare(mine, {})
+    late.install(mine, {})
+    interrupt(late, "flush", lambda: update(successor, theirs))
+    with pytest.raises(WeightUpdateRejectedError, match="not prepared here by this driver"):
+        late.resume()
+    assert engine.label == f"2@{theirs.root}"
+
+
+@pytest.mark.parametrize("at", range(1, CALLS + 1))
+def test_a_version_that_is_committed_as_another_driver_recovers_keeps_its_label(
+    engine: Engine, trainer: TensorBridge, at: int
+) -> None:
+    before = held(engine.model)
+    mine = trainer.publish(version(1), weight_version=1)
+    late, fresh = drivers(engine)
+    late.prepare(mine, {})
+    late.install(mine, {})
+    late.resume()
+
+    def commit() -> None:
+        with suppress(WeightBridgeError):
+            late.commit()
+
+    handle = interrupt(fresh, at, commit)
+    fresh.take_over()
+    handle.catch_up()
+    is_there = engine.ask("describe")["weight_version"] == 1
+    assert equal(held(engine.model), loaded(1) if is_there else before)
+    assert engine.label == (f"1@{mine.root}" if is_there else "user's")
+    assert not engine.is_paused
+
+
+def test_a_label_that_is_set_as_its_version_is_undone_is_taken_back_with_it(
+    engine: Engine, trainer: TensorBridge
+) -> None:
+    mine = trainer.publish(version(1), weight_version=1)
+    late, fresh = drivers(engine)
+    late.prepare(mine, {})
+    late.install(mine, {})
+    late._serving.announce("1", late._meant())
+    interrupt(fresh, "undo", lambda: late._serving.relabel("1"))
+    fresh.take_over()
+    assert engine.label == "user's"
+
+
+def test_a_driver_whose_update_another_one_committed_sets_no_label(
+    engine: Engine, trainer: TensorBridge
+) -> None:
+    """It is right, and by the time that it is set it may be the next version's."""
+    manifest = trainer.publish(version(1), weight_version=1)
+    late, successor = loading(engine), loading(engine)
+    late.prepare(manifest, version(1))
+    late.install(manifest, version(1))
+    late._serving.announce(f"1@{manifest.root}", late._meant())
+    successor.prepare(manifest, version(1))
+    end(successor, manifest)
+    interrupt(late, "update_weight_version", lambda: pytest.fail("set once more"))
+    with pytest.raises(WeightUpdateRejectedError, match="another driver has updated this engine"):
+        late.undo()
+    assert engine.label == f"1@{manifest.root}"
 
 
 # ---- whose the pause is -------------------------------------------------------------------------
@@ -268,9 +338,9 @@ def test_no_driver_ends_the_pause_of_an_update_that_begins_within_its_own(
             has_begun.append(True)
 
     one.prepare(mine, {})
-    interrupt(one, at, begin)
+    handle = interrupt(one, at, begin)
     end(one, mine)
-    if has_begun and at != BETWEEN:
+    if has_begun and handle.came_in_at != BETWEEN:
         assert engine.is_paused
         assert engine.label == "user's"
         other.resume()

@@ -198,9 +198,10 @@ class SGLangInstallAdapter(TransactionalAdapter):
         """
         assert self._manifest is not None
         label = None if self._label is None else label_of(self._manifest, self._label)
-        self._timed("label", lambda: self._serving.announce(label, self._meant()))
         if self._cache == "flush":
             self._timed("cache", self._flush)
+        # Right behind each other: who is overtaken in between labels what is another one's.
+        self._timed("label", lambda: self._serving.announce(label, self._meant()))
         if label is not None:
             self._timed("label", lambda: self._serving.relabel(label))
         self._may_have_run = True
@@ -297,20 +298,24 @@ class SGLangInstallAdapter(TransactionalAdapter):
             if found["mine"] and self._is_begun:
                 self._back()
             else:
-                self._take_back(found)
+                found = self._take_back()
             self._serving.end_pause()
         self._base = found["update_id"]
 
-    def _take_back(self, found: Mapping[str, Any]) -> None:
+    def _take_back(self) -> dict[str, Any]:
         """Undo another driver's update. In this order: cut off anywhere, it is done again."""
         self._serving.take_over(begun=True)
-        self._drop_undone(*self._serving.stop_and_drop())
-        self._serving.label_back(found["labels"])
-        if found["by_sglang"]:
-            # Its driver's session may be open: SGLang would refuse every other one for ever.
-            self._handle.ask("end_weight_update")
-        self._handle.call("undo")
+        found = self._handle.call("describe")  # till then its driver may have gone on with it
+        if found["begun"]:
+            self._drop_undone(*self._serving.stop_and_drop())
+            self._serving.label_back(found["labels"])
+            if found["by_sglang"]:
+                # Its driver's session may be open: SGLang would refuse every other one for ever.
+                self._handle.ask("end_weight_update")
+            self._handle.call("undo")
+            self._serving.label_back(found["labels"])  # one that is overtaken may have set it late
         self._is_begun = self._may_have_run = self._is_committing = False
+        return found
 
     def _prove(self) -> None:
         reply = self._handle.call("prove", parts=self._parts, **self._meant())
@@ -363,7 +368,7 @@ class SGLangInstallAdapter(TransactionalAdapter):
             raise TornEngine(msg)
 
     def _flush(self) -> None:
-        flushed, said = self._serving.drop(all=True)
+        flushed, said = self._serving.drop(all=True, **self._meant())
         if not flushed:
             msg = (
                 f"cached prefixes of the old weights could not be dropped ({said}). Use "

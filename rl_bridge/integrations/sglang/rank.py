@@ -222,9 +222,11 @@ class SGLangRank:
 
         Raises:
             WeightBridgeUnavailableError: ``"all"`` are to go, and some are out of reach.
+            WeightUpdateRejectedError: for an update, and another driver came in between.
 
         """
         if given.get("all"):
+            self._meant(given)
             require_droppable()
         return {"flushed": self._flush()}
 

@@ -138,6 +138,6 @@ class Serving:
         """
         if self._labels is not None:
             before, given = self._labels
-            if self._handle.label() == given:
+            if right != given and self._handle.label() == given:
                 self._handle.set_label(before if right is None else right)
             self._labels = None
