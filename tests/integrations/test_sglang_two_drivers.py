@@ -226,6 +226,39 @@ def test_an_undo_of_what_is_committed_is_refused_and_requests_go_on(
     assert equal(held(engine.model), loaded(3))
 
 
+def test_a_pause_that_comes_as_another_driver_ends_its_own_is_ended_with_it(
+    engine: Engine, trainer: TensorBridge
+) -> None:
+    mine = trainer.publish(version(1), weight_version=1)
+    late, fresh = drivers(engine)
+    late.prepare(mine, {})
+    late._handle.call("pauses", pauses=True, **late._meant())  # and there it stands still
+
+    def go_on() -> None:
+        late._serving._is_paused = True
+        late._handle.pause("retract")
+        late.undo()
+
+    interrupt(fresh, "pauses", go_on)  # its last call: the engine goes on already
+    fresh.take_over()
+    assert not engine.is_paused
+    assert engine.ask("describe")["pausing"] is None
+
+
+def test_a_pause_that_is_left_to_a_driver_ends_with_its_update(
+    engine: Engine, trainer: TensorBridge
+) -> None:
+    mine = trainer.publish(version(1), weight_version=1)
+    late, successor = drivers(engine)
+    late._serving._is_paused = True
+    successor.prepare(mine, {})
+    successor.install(mine, {})
+    late._serving.end_pause()
+    assert engine.is_paused
+    successor.resume()
+    assert (engine.is_paused, engine.ask("describe")["pausing"]) == (False, None)
+
+
 def test_a_driver_that_is_refused_does_not_end_anothers_pause(
     engine: Engine, trainer: TensorBridge, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -38,6 +38,7 @@ _VERBS: Mapping[str, Callable[[SGLangRank, Payload], Reply]] = {
     "prepare": SGLangRank.prepare,
     "abandon": SGLangRank.abandon,
     "pauses": SGLangRank.pauses,
+    "leaves": SGLangRank.leaves,
     "take_over": SGLangRank.take_over,
     "install": SGLangRank.install,
     "prove": SGLangRank.prove,

@@ -22,6 +22,7 @@ from rl_bridge.installers.sglang.parts import version
 from rl_bridge.integrations.ranks import acknowledge, let_go
 from rl_bridge.integrations.sglang import votes
 from rl_bridge.integrations.sglang.support import require_droppable, require_supported
+from rl_bridge.integrations.vllm.pauses import PauseNote
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.memory.imported import ImportedTensors
 
@@ -51,7 +52,7 @@ class SGLangRank:
         self._active: WeightUpdateManifest | None = None
         self._pending: WeightUpdateManifest | None = None
         self._driver: str | None = None  # whose that is: two may have the same update
-        self._pausing: str | None = None  # the driver whose the engine's pause is
+        self._pause = PauseNote()
         self._labels: list[str] | None = None  # before the pending update, and with it
         self._label: str | None = None  # of the active one
         self._is_imported = False
@@ -76,7 +77,7 @@ class SGLangRank:
             "root": None if active is None else active.root,
             "pending": None if pending is None else pending.update_id,
             "mine": pending is not None and self._driver == given.get("driver"),
-            "pausing": self._pausing,
+            "pausing": self._pause.driver,
             "labels": self._labels,
             "label": self._label if self._labels is None else self._labels[1],
             "begun": self.is_open,
@@ -138,11 +139,24 @@ class SGLangRank:
             self._require_nobody_elses(str(given["update_id"]))
         elif "update_id" in given:
             self._meant(given)
+        driver, left = str(given.get("driver")), 0
         if given.get("pauses"):
-            self._pausing = given.get("driver")
-        elif self._pausing == given.get("driver"):
-            self._pausing = None
-        return {}
+            self._pause.begin(driver)
+        elif "update_id" not in given:
+            left = self._pause.end(driver, int(given.get("heard", 0)))
+        elif self._pause.driver == driver:
+            self._pause.clear()  # it goes on behind this, which ends what others left to it, too
+        return {"left": left}
+
+    def leaves(self, given: Payload) -> Reply:
+        """That driver is done with what was refused or undone: whether the engine stays paused.
+
+        It does where another driver has paused it by now, who ends both pauses; and where what is
+        half-way could not be taken back.
+        """
+        driver = str(given.get("driver"))
+        is_others = self._pause.leave(driver)
+        return {"stays": is_others or (self._pause.driver == driver and self.is_open)}
 
     def take_over(self, given: Payload) -> Reply:
         """Give what is under way, and its pause, to the driver that ends it; its own is shut out.
@@ -153,7 +167,8 @@ class SGLangRank:
         """
         if not given.get("begun"):
             self._require_closed()
-        self._driver = self._pausing = given.get("driver")
+        self._driver = str(given.get("driver"))
+        self._pause.begin(self._driver)
         return {}
 
     def install(self, given: Payload) -> Reply:

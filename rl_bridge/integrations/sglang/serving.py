@@ -89,12 +89,12 @@ class Serving:
         Nor where what is half-way could not be taken back.
         """
         if self._is_paused:
-            told = self._handle.call("describe")
-            is_own = told["pausing"] == self._handle.name and not told["begun"]
-            # Nobody's: another driver has ended it, perhaps before this one's came about.
-            if is_own or told["pausing"] is None:
+            if not self._handle.call("leaves")["stays"]:
                 self._handle.resume()
-                self._handle.call("pauses")
+                told = self._handle.call("pauses")
+                while heard := told["left"]:  # another driver left its pause to this one meanwhile
+                    self._handle.resume()
+                    told = self._handle.call("pauses", heard=heard)
             self._is_paused = False
 
     def drop(self, **given: Any) -> Answer:

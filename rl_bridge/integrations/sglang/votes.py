@@ -108,6 +108,8 @@ _MERGED: Mapping[str, Callable[[Sequence[Any]], Any]] = {
     "begun": any,
     "mine": any,
     "by_sglang": any,
+    "stays": any,
+    "left": max,
     "flushed": _all_did,
     "timings_ms": _slowest,
     "proof": _proofs,
