@@ -1,11 +1,12 @@
 """What the ranks of any engine do at the end of an update, whatever of it fails."""
 
 import errno
+import logging
 import os
 
 import pytest
 
-from rl_bridge import TensorBridge
+from rl_bridge import TensorBridge, WeightBridgeError
 from rl_bridge.installers.sglang.model_installer import SGLangModelInstaller
 from rl_bridge.integrations.sglang import rank
 from tests.integrations.sglang_drivers import Engine, engine, importing, trainer, update
@@ -46,4 +47,22 @@ def test_a_trainer_is_told_of_a_commit_that_was_cut_off_before_it_was(
     assert told.proof is not None
     assert not told.tensors_held
     assert engine.ask("describe")["update_id"] == manifest.update_id
+    assert equal(held(engine.model), loaded(1))
+
+
+def test_a_trainer_that_cannot_be_told_is_a_warning_where_the_commit_was_asked_for(
+    engine: Engine,
+    trainer: TensorBridge,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def lose(*_: object, **__: object) -> None:
+        raise WeightBridgeError("the way back is gone")
+
+    manifest = trainer.publish(version(1), weight_version=1)
+    monkeypatch.setattr(TensorBridge, "acknowledge", lose)
+    caplog.set_level(logging.WARNING, "rl_bridge.integrations.sglang.handles")
+    update(importing(engine), manifest)
+    (said,) = [r.getMessage() for r in caplog.records if r.name.endswith("sglang.handles")]
+    assert "the way back is gone" in said
     assert equal(held(engine.model), loaded(1))

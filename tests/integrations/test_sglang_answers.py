@@ -73,6 +73,10 @@ def test_an_update_that_any_rank_has_begun_is_begun() -> None:
     assert one["torn"] == "x"
 
 
+def test_what_one_rank_alone_has_to_say_is_heard() -> None:
+    assert merged([yes(), yes(not_told="the way back is gone")])["not_told"]
+
+
 def test_a_cache_is_flushed_where_all_ranks_flushed_theirs() -> None:
     assert merged([yes(flushed=True), yes(flushed=True)])["flushed"] is True
     assert merged([yes(flushed=True), yes(flushed=False)])["flushed"] is False

@@ -368,7 +368,7 @@ class SGLangInstallAdapter(TransactionalAdapter):
             raise TornEngine(msg)
 
     def _flush(self) -> None:
-        flushed, said = self._serving.drop(all=True, **self._meant())
+        flushed, said = self._serving.drop(all=True)
         if not flushed:
             msg = (
                 f"cached prefixes of the old weights could not be dropped ({said}). Use "

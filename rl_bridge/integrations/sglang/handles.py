@@ -9,6 +9,7 @@ import base64
 import concurrent.futures
 import importlib
 import json
+import logging
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Coroutine, Mapping
@@ -26,6 +27,8 @@ from rl_bridge.installers.sglang.parts import MINIMUM, require
 from rl_bridge.integrations.sglang.plugin import NAME, call_text, reply_text
 
 __all__ = ["METHODS", "EngineHandle", "PauseMode", "handle_of"]
+
+_LOG = logging.getLogger(__name__)
 
 PauseMode = Literal["retract", "in_place", "abort"]
 """What becomes of running requests: computed anew from their tokens, frozen, or ended."""
@@ -138,6 +141,8 @@ class EngineHandle(ABC):
         if not reply["ok"]:
             raise _failure(reply)
         self.num_ranks = reply["ranks"]
+        if "not_told" in reply:
+            _LOG.warning("the engine has it, and its trainer is not told: %s", reply["not_told"])
         return reply
 
     def do(self, route: str, **body: Any) -> None:

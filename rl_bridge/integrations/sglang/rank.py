@@ -237,11 +237,9 @@ class SGLangRank:
 
         Raises:
             WeightBridgeUnavailableError: ``"all"`` are to go, and some are out of reach.
-            WeightUpdateRejectedError: for an update, and another driver came in between.
 
         """
         if given.get("all"):
-            self._meant(given)
             require_droppable()
         return {"flushed": self._flush()}
 
@@ -344,7 +342,8 @@ class SGLangRank:
             held = "none" if self._pending is None else self._pending.update_id
             msg = (
                 f"update {given.get('update_id')} is not prepared here by this driver: {held} is "
-                "prepared. Let one driver at a time update an engine, and publish a later version."
+                "prepared. Another driver came in between, or the engine was started anew: let one "
+                "driver at a time update an engine, and publish a later version."
             )
             raise WeightUpdateRejectedError(msg)
         return self._pending

@@ -75,7 +75,7 @@ def merged(replies: Sequence[Reply]) -> Reply:
         rank, said = (torn or noes)[0]
         return {**said, "message": f"rank {rank}: {said['message']}"}
     one: Reply = {"ranks": len(replies)}
-    for key in replies[0]:
+    for key in dict.fromkeys(key for reply in replies for key in reply):  # one may say more
         values = [reply.get(key) for reply in replies]
         one[key] = _MERGED.get(key, _first)(values)
     return one
