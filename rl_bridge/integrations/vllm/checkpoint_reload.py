@@ -260,7 +260,7 @@ class _Reloading(LLMHandle):
         if concurrent.futures.wait(self._last, self.timeout_s).not_done:
             msg = (
                 f"the engine is still at an earlier call, {self.timeout_s} s behind that one's "
-                "deadline. Look at its log; give the adapter a longer timeout_s if it was only slow."
+                "deadline. See its log; give the adapter a longer timeout_s if it was only slow."
             )
             raise DeadlineExceeded(msg)
         begun = super()._begun(action)
