@@ -7,11 +7,11 @@ from typing import Any, TypeVar
 
 import pytest
 
-from rl_bridge import TensorBridge, VLLMEngineAdapter
+from rl_bridge import DeadlineExceeded, TensorBridge, TornEngine, VLLMEngineAdapter
 from rl_bridge.integrations.vllm.calls import answer
 from rl_bridge.integrations.vllm.handles import PauseMode, Replies
 from rl_bridge.integrations.vllm.rank import VLLMRank
-from tests.integrations.test_engine_adapter import Engine, driver, trainer
+from tests.integrations.test_engine_adapter import Engine, broken, driver, trainer
 from tests.integrations.test_rank import Group, Model, publish, rank_with
 
 __all__ = ["trainer"]  # a fixture, for this file, too
@@ -133,3 +133,30 @@ def test_behind_an_undo_without_a_pause_nothing_of_what_was_undone_is_cached(
     monkeypatch.setattr(engine, "reset_caches", reset)
     adapter.undo()
     assert held[-1] == engine.model.version == 0
+
+
+@pytest.mark.parametrize("recovers", [False, True])
+def test_an_undo_whose_last_call_is_lost_does_not_end_what_the_user_pauses_later(
+    engine: Serving, trainer: TensorBridge, *, recovers: bool
+) -> None:
+    real = engine.call
+
+    def call(verb: str, payload: dict[str, Any] | None = None) -> Replies:
+        if verb == "pauses" and not (payload or {}).get("pauses"):
+            raise DeadlineExceeded("planted")
+        return real(verb, payload)
+
+    with driver(engine) as (executor, _):
+        executor.update_weights(publish(trainer, 1))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(engine.model, "prove", broken)
+            patch.setattr(engine, "call", call)
+            with pytest.raises(TornEngine, match="planted"):
+                executor.update_weights(publish(trainer, 2))
+        assert not engine.stopped
+        if recovers:
+            executor.recover()
+            assert engine.rank.describe()["pausing"] is None
+        engine.pause("keep")
+        executor.update_weights(publish(trainer, 3))
+    assert engine.stopped

@@ -66,6 +66,7 @@ class EnginePause:
         # Noted before the engine is paused: an interrupt must not leave it so.
         self.is_on = False
         """By this driver, or by one before it that ended in its pause."""
+        self._is_noted = False  # by the ranks, although it is over
 
     @property
     def is_wanted(self) -> bool:
@@ -74,7 +75,11 @@ class EnginePause:
 
     def look(self, replies: Replies) -> None:
         """Take over the pause that a driver left which ended in it, as the ranks describe it."""
-        if any(reply["pausing"] for reply in replies):
+        noted = {reply["pausing"] for reply in replies} - {None}
+        if self._is_noted:
+            self._tell()
+            noted.discard(self._ranks.driver)
+        if noted:
             self.is_on |= self._handle.is_paused()
             self._ranks.ask("pauses", {"pauses": self.is_on, "whosever": True})
 
@@ -90,7 +95,7 @@ class EnginePause:
         # as there was none. Refused where another driver's update is: its pause is not this one's.
         is_on = self.is_on or not self._is_users()
         self._ranks.ask("pauses", {"pauses": is_on, **meant})
-        self.is_on = is_on
+        self.is_on, self._is_noted = is_on, False
         self._handle.pause(self._mode if is_on else "keep")  # (what the user froze stays frozen)
 
     def begin_again(self) -> None:
@@ -112,23 +117,26 @@ class EnginePause:
         """Let requests go on."""
         if self.is_on:
             self._handle.resume()
-            self.is_on = False
+            self._is_noted, self.is_on = True, False
 
     def end(self) -> None:
         """Go on behind what was refused or undone: there is no commit that ends the pause."""
-        if not self.is_on:
-            return
-        if any(reply["is_others"] for reply in self._ranks.ask("leaves", {})):
+        if self.is_on and any(reply["is_others"] for reply in self._ranks.ask("leaves", {})):
             self.is_on = False  # another driver has paused it for its own: it ends both
             return
         self.go_on()
-        self.settle(self._ranks.ask("pauses", {}))
+        if self._is_noted:
+            self._tell()
 
     def settle(self, replies: Replies) -> None:
         """Go on once more, where a driver that was refused left its pause to this one meanwhile."""
         while heard := max(reply["left"] for reply in replies):
             self._handle.resume()
             replies = self._ranks.ask("pauses", {"heard": heard})
+        self._is_noted = False
+
+    def _tell(self) -> None:
+        self.settle(self._ranks.ask("pauses", {}))
 
     def _is_users(self) -> bool:
         """Whether it is paused, and by no driver: another one may end its pause at any time."""
