@@ -135,6 +135,28 @@ def test_behind_an_undo_without_a_pause_nothing_of_what_was_undone_is_cached(
     assert held[-1] == engine.model.version == 0
 
 
+def test_what_an_undo_could_not_let_go_of_is_let_go_of_by_the_next_attempt(
+    engine: Serving, trainer: TensorBridge
+) -> None:
+    real = engine.call
+
+    def call(verb: str, payload: dict[str, Any] | None = None) -> Replies:
+        if verb == "abandon":
+            patch.undo()
+            raise DeadlineExceeded("planted")
+        return real(verb, payload)
+
+    with driver(engine) as (executor, _):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(engine, "pause", broken)
+            patch.setattr(engine, "call", call)
+            with pytest.raises(TornEngine, match="planted"):
+                executor.update_weights(publish(trainer, 1))
+        assert engine.rank.describe()["pending"] is not None
+        executor.recover()
+        assert engine.rank.describe()["pending"] is None
+
+
 @pytest.mark.parametrize("recovers", [False, True])
 def test_an_undo_whose_last_call_is_lost_does_not_end_what_the_user_pauses_later(
     engine: Serving, trainer: TensorBridge, *, recovers: bool

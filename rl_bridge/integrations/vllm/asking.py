@@ -14,6 +14,7 @@ __all__ = [
     "Ranks",
     "joined",
     "refusal_of",
+    "require_all",
     "require_alone",
     "verified",
     "version_name",
@@ -91,6 +92,24 @@ def require_alone(handle: EngineHandle) -> None:
         msg = (
             f"the engine has data_parallel_size={degree}, expected 1: its replicas do not "
             "decide together. Use one engine and one executor for each replica."
+        )
+        raise WeightBridgeUnavailableError(msg)
+
+
+def require_all(replies: Replies) -> None:
+    """Refuse engines of which not all ranks answer: the others would be waited for in a vote.
+
+    Raises:
+        WeightBridgeUnavailableError: some are another process's to ask.
+
+    """
+    ranks = replies[0]["world_size"]
+    if len(replies) != ranks:
+        msg = (
+            f"{len(replies)} of the engine's ranks answered, expected {ranks}: this process "
+            "reaches only some of its workers, as with "
+            "distributed_executor_backend='external_launcher'. Let vLLM start all of them: use "
+            "'mp' or 'ray'."
         )
         raise WeightBridgeUnavailableError(msg)
 

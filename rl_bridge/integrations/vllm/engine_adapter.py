@@ -23,6 +23,7 @@ from rl_bridge.integrations.vllm.asking import (
     Ranks,
     joined,
     refusal_of,
+    require_all,
     require_alone,
     verified,
     version_name,
@@ -101,6 +102,7 @@ class VLLMEngineAdapter(TransactionalAdapter):
         self._verified = ""
         self._refusal: str | None = None  # a rank's; None: the update may come again
         self._manifest: WeightUpdateManifest | None = None
+        self._given_up: dict[str, Any] | None = None  # of which the ranks may not have heard
         self._proofs: list[dict[str, Any]] = []
         # Each is noted before the step that it tells of: an interrupt may come behind any.
         self._is_installed = self._may_have_run = False
@@ -271,9 +273,11 @@ class VLLMEngineAdapter(TransactionalAdapter):
             return
         try:
             if self._manifest is not None:
-                meant, self._manifest = self._meant(), None
-                told = {"reason": self._refusal, "pauses": self._pause.is_on, **meant}
-                self._all("abandon", told)
+                self._given_up = {"reason": self._refusal, **self._meant()}
+                self._manifest = None
+            if self._given_up is not None:
+                self._all("abandon", {**self._given_up, "pauses": self._pause.is_on})
+                self._given_up = None
         finally:
             self._pause.end()
 
@@ -320,6 +324,7 @@ class VLLMEngineAdapter(TransactionalAdapter):
         """
         require_alone(self._handle)
         replies = self._all("describe", {})
+        require_all(replies)
         self._held = version_name(replies[0]["weight_version"])
         if not self._is_installed:  # else an undo is due that leads back to the one before
             self._base = replies[0]["update_id"]

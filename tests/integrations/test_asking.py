@@ -1,0 +1,27 @@
+"""What a driver finds out about an engine's ranks before it asks anything else of them."""
+
+from typing import Any
+
+import pytest
+
+from rl_bridge import TensorBridge, VLLMEngineAdapter, WeightBridgeUnavailableError
+from rl_bridge.integrations.vllm.handles import Replies
+from tests.integrations.test_commit_fails import RanksOfOne, engine
+from tests.integrations.test_engine_adapter import trainer
+from tests.integrations.test_rank import publish
+
+__all__ = ["engine", "trainer"]  # fixtures, for this file, too
+
+
+def test_who_reaches_some_of_the_ranks_only_is_refused_before_they_stage(
+    engine: RanksOfOne, trainer: TensorBridge, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = engine.call
+
+    def call(verb: str, payload: dict[str, Any] | None = None) -> Replies:
+        return real(verb, payload)[:1]
+
+    monkeypatch.setattr(engine, "call", call)
+    with pytest.raises(WeightBridgeUnavailableError, match="1 of the engine's ranks answered"):
+        VLLMEngineAdapter(engine).prepare(publish(trainer, 1), {})
+    assert engine.rank.describe()["pending"] is None
