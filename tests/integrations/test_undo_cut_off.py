@@ -182,3 +182,23 @@ def test_an_undo_whose_last_call_is_lost_does_not_end_what_the_user_pauses_later
         engine.pause("keep")
         executor.update_weights(publish(trainer, 3))
     assert engine.stopped
+
+
+def test_an_undo_in_an_engine_that_was_started_anew_is_not_told_as_the_version_before(
+    engine: Serving, trainer: TensorBridge
+) -> None:
+    with driver(engine) as (executor, _):
+        executor.update_weights(publish(trainer, 1))
+        engine.rank.close()
+        engine.model, engine.shown, engine.cached = Model(), "0@", set()
+        engine.rank = rank_with(engine.model)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(engine.model, "prove", broken)
+            with pytest.raises(TornEngine, match="or it was started anew: it holds update None"):
+                executor.update_weights(publish(trainer, 2))
+        with pytest.raises(TornEngine, match="version 2"):
+            executor.check_servable()
+        executor.update_weights(publish(trainer, 3))
+        executor.check_servable()
+    assert engine.model.version == 3
+    engine.rank.close()
