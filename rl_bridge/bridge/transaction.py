@@ -26,7 +26,7 @@ from rl_bridge.bridge.settling import settle
 from rl_bridge.bridge.standing import Standing
 from rl_bridge.bridge.steps import FineSteps
 from rl_bridge.bridge.unread import UnreadTensors, require_verified
-from rl_bridge.errors import ProofFailed, TornEngine
+from rl_bridge.errors import EngineLost, ProofFailed, TornEngine
 from rl_bridge.installers.base import InstallProof, TransactionalAdapter
 from rl_bridge.lifecycle.table import Event, State
 from rl_bridge.manifest.canonical import JSONValue
@@ -219,8 +219,9 @@ class Transaction:
             if self.tensors is not _NOT_IMPORTED or (
                 self._brings_it and self._steps.is_in(self.manifest, State.IMPORTED, State.VERIFIED)
             ):
-                is_refused = not (is_shortage(error) or was_cut_off)
-                (self._standing.refused if is_refused else self._standing.given_back)(
+                # An engine that is gone says nothing of the update: a fresh one may take it.
+                is_given_back = was_cut_off or isinstance(error, EngineLost) or is_shortage(error)
+                (self._standing.given_back if is_given_back else self._standing.refused)(
                     self.manifest, error
                 )
         self._forget()

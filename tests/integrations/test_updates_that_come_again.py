@@ -89,6 +89,22 @@ def test_an_update_that_was_given_up_before_the_engine_was_touched_is_installed_
     assert engine.rank.describe()["update_id"] == manifest.update_id
 
 
+def test_an_update_whose_engine_is_gone_before_it_stages_goes_to_a_fresh_one(
+    engine: Engine, trainer: TensorBridge
+) -> None:
+    def gone(*_args: Any, **_options: Any) -> Replies:
+        raise EngineLost("planted")
+
+    manifest = publish(trainer, 1)
+    with driver(engine) as (executor, _):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(engine, "call", gone)
+            with pytest.raises(EngineLost, match="planted"):
+                executor.update_weights(manifest)
+        executor.update_weights(manifest)
+        executor.check_servable()
+
+
 @pytest.mark.parametrize("recovers", [False, True])
 def test_a_driver_that_died_as_it_staged_an_update_sends_it_again_when_it_is_back(
     engine: Engine, trainer: TensorBridge, *, recovers: bool
