@@ -13,6 +13,12 @@ from tests.integrations.test_rank import publish
 __all__ = ["engine", "trainer"]  # fixtures, for this file, too
 
 
+@pytest.mark.parametrize("url", ["127.0.0.1:8000", "localhost:8000", "org/model", ""])
+def test_a_text_that_is_no_url_is_refused_before_any_update(url: str) -> None:
+    with pytest.raises(ValueError, match=r"expected a server's URL, such as"):
+        VLLMEngineAdapter(url)
+
+
 def test_who_reaches_some_of_the_ranks_only_is_refused_before_they_stage(
     engine: RanksOfOne, trainer: TensorBridge, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -80,7 +80,7 @@ class VLLMEngineAdapter(TransactionalAdapter):
 
         Raises:
             ValueError: no such pause or cache policy; a reload without a pause, or with a cast; a
-                negative budget.
+                negative budget; a text that is no URL.
             TypeError: a budget that is no int, a label that is no function.
             WeightBridgeUnavailableError: a URL without httpx, an ``AsyncLLM`` without a loop.
 

@@ -125,8 +125,8 @@ def failure(reply: dict[str, Any], ranks: int) -> Exception:
         except TypeError:
             pass  # it takes more than a text: the general one must do
     return WeightUpdateRejectedError(
-        f"{where}{reply['type']}: {reply['message'].rstrip('.')}. The engine holds what it held "
-        "before; its log has the traceback."
+        f"{where}{reply['type']}: {reply['message'].rstrip('.')}. The engine's log has the "
+        "traceback."
     )
 
 

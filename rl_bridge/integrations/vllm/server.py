@@ -39,10 +39,14 @@ class ServerHandle(EngineHandle):
         """Prepare the connection; nothing is sent.
 
         Raises:
+            ValueError: it is no URL.
             WeightBridgeUnavailableError: httpx is missing.
 
         """
         super().__init__(timeout_s)
+        if not url.startswith(("http://", "https://")):
+            msg = f"engine={url!r}: expected a server's URL, such as 'http://127.0.0.1:8000'."
+            raise ValueError(msg)
         try:
             self._httpx = importlib.import_module("httpx")
         except ImportError as error:
@@ -220,6 +224,7 @@ def handle_of(engine: Any, timeout_s: float, loop: Any) -> EngineHandle:
 
     Raises:
         TypeError: it is no engine.
+        ValueError: a text that is no URL.
 
     """
     if isinstance(engine, EngineHandle):
