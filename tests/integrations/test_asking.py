@@ -1,11 +1,12 @@
 """What a driver finds out about an engine's ranks before it asks anything else of them."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from rl_bridge import TensorBridge, VLLMEngineAdapter, WeightBridgeUnavailableError
-from rl_bridge.integrations.vllm.handles import Replies
+from rl_bridge.integrations.vllm.handles import LLMHandle, Replies
 from tests.integrations.test_commit_fails import RanksOfOne, engine
 from tests.integrations.test_engine_adapter import trainer
 from tests.integrations.test_rank import publish
@@ -31,3 +32,23 @@ def test_who_reaches_some_of_the_ranks_only_is_refused_before_they_stage(
     with pytest.raises(WeightBridgeUnavailableError, match="1 of the engine's ranks answered"):
         VLLMEngineAdapter(engine).prepare(publish(trainer, 1), {})
     assert engine.rank.describe()["pending"] is None
+
+
+def test_what_is_aborted_in_an_engine_of_this_process_is_not_waited_for() -> None:
+    requests = {"one": 1, "other": 2}
+
+    def abort_request(names: list[str], *, internal: bool) -> None:
+        assert internal
+        for name in names:
+            del requests[name]
+
+    left: list[int] = []
+    core = SimpleNamespace(pause_scheduler=lambda *_given: left.append(len(requests)))
+    engine = SimpleNamespace(
+        output_processor=SimpleNamespace(request_states=requests),
+        abort_request=abort_request,
+        engine_core=SimpleNamespace(engine_core=core),
+        vllm_config=SimpleNamespace(parallel_config=SimpleNamespace(world_size=1)),
+    )
+    LLMHandle(SimpleNamespace(llm_engine=engine), 5).pause("abort")
+    assert left == [0]

@@ -161,6 +161,11 @@ class LLMHandle(EngineHandle):
         """Stop scheduling. An in-process engine cannot wait: it steps only in ``generate``."""
         if mode == "wait" and self._is_in_process():
             mode = "keep"  # nothing steps while this thread is here, so there is nothing to await
+        if mode == "abort" and self._is_in_process():
+            # By the LLM: of what its scheduler aborts it hears nothing, and would wait for it.
+            engine = self._llm.llm_engine
+            requests = list(engine.output_processor.request_states)
+            self._do("abort requests", lambda: engine.abort_request(requests, internal=True))
         self._utility("pause_scheduler", mode, False)  # noqa: FBT003 - vLLM's own signature
 
     def resume(self) -> None:
