@@ -26,6 +26,7 @@ from rl_bridge.installers.vllm.routes import Kinds, LoadPlan, Route, learn
 from rl_bridge.installers.vllm.same import check_same
 from rl_bridge.installers.vllm.spares import Spares
 from rl_bridge.installers.vllm.staging import Staged, TensorChange, stage
+from rl_bridge.installers.vllm.unreached import refuse_unreached
 from rl_bridge.manifest.model import WeightUpdateManifest
 
 __all__ = ["VLLMModelInstaller"]
@@ -85,11 +86,13 @@ class VLLMModelInstaller(TransactionalAdapter):
         """Make the next version beside the serving one; nothing that serves is written.
 
         Raises:
-            IncompatibleUpdate: names, shapes, dtypes, numbers that are not finite, or memory.
+            IncompatibleUpdate: names, shapes, dtypes, numbers that are not finite, memory, or a
+                model that holds what no update reaches.
             ProofFailed: what was made is not what the update says.
 
         """
         self.abandon()
+        refuse_unreached(self._model)
         self._spares.drop(is_looked_at)
         plan = self._plan(manifest)
         check_same(plan, manifest)
@@ -128,6 +131,7 @@ class VLLMModelInstaller(TransactionalAdapter):
 
         Raises:
             ProofFailed: it is not what was installed.
+            IncompatibleUpdate: the model holds what no update reaches.
 
         """
         if self._staged is None or self._evidence is None or self._untouched is None:
@@ -135,6 +139,7 @@ class VLLMModelInstaller(TransactionalAdapter):
             raise ProofFailed(msg)
         proof = self._evidence.check(self._staged)
         self._untouched.check()
+        refuse_unreached(self._model)  # a step of the model may have made a copy since
         return proof
 
     def undo(self) -> None:

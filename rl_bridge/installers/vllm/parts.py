@@ -4,7 +4,7 @@ vLLM is imported where it is used, never when rl_bridge is: whoever has no vLLM 
 """
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from contextlib import AbstractContextManager
 from types import MethodType, ModuleType
 from typing import Any
@@ -21,6 +21,7 @@ __all__ = [
     "config_context",
     "is_latent",
     "loaded_dtype",
+    "recorded_buffers",
     "repacks",
     "require",
     "unsupported",
@@ -86,6 +87,18 @@ def checkpoint_tensors(layer: torch.nn.Module) -> Mapping[str, torch.Tensor]:
     reload = require("vllm.model_executor.model_loader.reload.layerwise")
     parameters: Mapping[str, torch.Tensor] = reload.get_layerwise_info(layer).restore_metadata[0]
     return parameters
+
+
+def recorded_buffers(layer: torch.nn.Module) -> Container[str]:
+    """Names of the buffers that vLLM's reload makes anew, or knows that no weight changes.
+
+    Left out are views of parameters, and what was made when the weights had been loaded.
+    """
+    meta = require("vllm.model_executor.model_loader.reload.meta")
+    if type(layer).__name__ in meta.SKIP_MODULES:
+        return layer._buffers.keys()  # noqa: SLF001 - torch has no other way in
+    reload = require("vllm.model_executor.model_loader.reload.layerwise")
+    return {*reload.get_layerwise_info(layer).restore_metadata[1], *meta.SKIP_TENSORS}
 
 
 def loaded_dtype(layer: torch.nn.Module, leaf: str, parameter: torch.Tensor) -> torch.dtype:

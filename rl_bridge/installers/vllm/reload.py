@@ -29,6 +29,7 @@ from rl_bridge.installers.vllm.parts import checkpoint_tensors, config_context, 
 from rl_bridge.installers.vllm.reload_proof import prove_reload
 from rl_bridge.installers.vllm.routes import LoadPlan, learn
 from rl_bridge.installers.vllm.skeleton import Target
+from rl_bridge.installers.vllm.unreached import refuse_unreached
 from rl_bridge.manifest.model import WeightUpdateManifest
 
 __all__ = ["VLLMReloadAdapter"]
@@ -84,11 +85,13 @@ class VLLMReloadAdapter(TransactionalAdapter):
         """Run the engine's loader on a model without memory, and look for memory.
 
         Raises:
-            IncompatibleUpdate: names, shapes, numbers that are not finite, or memory.
+            IncompatibleUpdate: names, shapes, numbers that are not finite, memory, or a model that
+                holds what no update reaches.
 
         """
         if self._snapshot is None:
             refuse_half_way(self._model)
+        refuse_unreached(self._model)
         check_finite(tensors, tensors, num_threads=self._num_threads)
         needed = manifest.total_nbytes  # the layers that vLLM makes anew
         if self._snapshot is None:
@@ -148,6 +151,7 @@ class VLLMReloadAdapter(TransactionalAdapter):
 
         Raises:
             ProofFailed: it is not what was installed.
+            IncompatibleUpdate: the model holds what no update reaches.
 
         """
         if self._update is None or self._untouched is None:
@@ -161,6 +165,7 @@ class VLLMReloadAdapter(TransactionalAdapter):
             )
             raise ProofFailed(msg)
         self._untouched.check()
+        refuse_unreached(self._model)  # a step of the model may have made a copy since
         manifest, tensors = self._update
         proof, unproven = prove_reload(
             manifest,

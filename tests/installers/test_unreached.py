@@ -1,0 +1,125 @@
+"""What no update reaches is found before an update is let in, and named."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from rl_bridge import IncompatibleUpdate
+from rl_bridge.installers.vllm import unreached
+from rl_bridge.installers.vllm.unreached import refuse_unreached
+
+
+@pytest.fixture(autouse=True)
+def recorded(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """Names of the buffers that the engine makes anew."""
+    names: set[str] = set()
+    monkeypatch.setattr(unreached, "recorded_buffers", lambda _: names)
+    return names
+
+
+class Mixer(torch.nn.Module):
+    """A weight, and a buffer that is a view of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = torch.nn.Linear(4, 2, bias=False)
+        self.register_buffer("flat", self.conv.weight.detach().view(8), persistent=False)
+
+
+class Attention(torch.nn.Module):
+    """Computes with what its implementation holds."""
+
+    def __init__(self, dtype: torch.dtype = torch.bfloat16) -> None:
+        super().__init__()
+        self.sinks = torch.nn.Parameter(torch.zeros(4, dtype=dtype), requires_grad=False)
+        self.impl = SimpleNamespace(sinks=self.sinks)
+
+
+def inside(layer: torch.nn.Module) -> torch.nn.Module:
+    return torch.nn.Sequential(torch.nn.Linear(2, 2), layer)
+
+
+# ---- buffers ------------------------------------------------------------------------------------
+
+
+def test_a_view_of_a_parameter_follows_it() -> None:
+    refuse_unreached(inside(Mixer()))
+
+
+def test_a_view_of_a_weight_that_was_packed_since_is_named() -> None:
+    mixer = Mixer()
+    mixer.conv.weight.data = mixer.conv.weight.data.clone()  # as vLLM packs
+    with pytest.raises(IncompatibleUpdate, match=r"buffer '1\.flat': expected a view"):
+        refuse_unreached(inside(mixer))
+
+
+@pytest.mark.parametrize("kind", ["recorded", "persistent", "empty"])
+def test_buffers_of_their_own_are_none(kind: str, recorded: set[str]) -> None:
+    layer = torch.nn.Module()
+    table = torch.zeros(0 if kind == "empty" else 3)
+    layer.register_buffer("table", table, persistent=kind == "persistent")
+    if kind == "recorded":
+        recorded.add("table")
+    refuse_unreached(inside(layer))
+
+
+# ---- attention ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_sinks_that_are_the_parameter_follow_it(dtype: torch.dtype) -> None:
+    layer = Attention(dtype)
+    refuse_unreached(inside(layer))
+    layer.impl.sinks = layer.sinks.data[:]
+    refuse_unreached(inside(layer))
+
+
+def test_a_copy_of_sinks_is_named() -> None:
+    layer = Attention()
+    layer.impl.sinks = layer.sinks.float()
+    with pytest.raises(IncompatibleUpdate, match=r"layer '1': .*copy of its sinks \(float32\)"):
+        refuse_unreached(inside(layer))
+
+
+def test_sinks_that_the_first_step_will_copy_are_named_before_it() -> None:
+    with pytest.raises(IncompatibleUpdate, match=r"copy of its sinks \(float16\)"):
+        refuse_unreached(inside(Attention(torch.float16)))
+
+
+def test_the_sinks_of_each_attention_that_a_layer_chooses_from_are_looked_at() -> None:
+    layer = Attention()
+    other = SimpleNamespace(sinks=layer.sinks.clone())
+    layer.impl = SimpleNamespace(sinks=layer.sinks, causal=layer.impl, general=other)
+    with pytest.raises(IncompatibleUpdate, match="copy of its sinks"):
+        refuse_unreached(inside(layer))
+
+
+# ---- hooks --------------------------------------------------------------------------------------
+
+
+class Processed(torch.nn.Module):
+    """Makes something of all of its weights."""
+
+    def process_weights_after_loading(self) -> None:
+        """Called by vLLM once."""
+
+
+class Sunk(torch.nn.Module):
+    """Makes something of its weights."""
+
+    def post_weight_load(self) -> None:
+        """Called by the model's loader."""
+
+
+def test_a_hook_of_the_whole_model_is_named() -> None:
+    with pytest.raises(
+        IncompatibleUpdate, match="Processed: its process_weights_after_loading was"
+    ):
+        refuse_unreached(Processed())
+    refuse_unreached(inside(Processed()))  # vLLM calls that of a layer when it reloads, or never
+
+
+def test_a_hook_of_a_layer_behind_the_loader_is_named() -> None:
+    with pytest.raises(IncompatibleUpdate, match="layer '1', Sunk: its post_weight_load was"):
+        refuse_unreached(inside(Sunk()))
