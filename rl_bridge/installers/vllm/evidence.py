@@ -62,6 +62,7 @@ class Evidence:
         self._borrowed: set[int] = set()
         # What processing made of parameters: it has no digest in any manifest.
         self._processed: list[tuple[TensorChange, bytes]] = []
+        self._derived: dict[str, bytes] = {}
 
     def add(self, assembled: Assembled) -> None:
         """Look at a parameter that is packed away next: later it cannot be read.
@@ -93,6 +94,7 @@ class Evidence:
         changes = [change for change in staged.tensors if change.index is None]
         digests = digests_of([c.fresh for c in changes], num_threads=self._num_threads)
         self._processed = list(zip(changes, digests, strict=True))
+        self._derived = self._derived_digests(staged)
 
     def check(self, staged: Staged) -> InstallProof:
         """Read what the engine holds.
@@ -124,6 +126,9 @@ class Evidence:
                     "for this version. Install the update again."
                 )
                 raise ProofFailed(msg)
+        for name, digest in self._derived_digests(staged).items():
+            if digest != self._derived[name]:
+                raise ProofFailed(_text(name, "what was staged", digest, self._derived[name]))
         answered: set[tuple[int, int]] = set()
         for canary in staged.canaries:
             canary.check(answered)
@@ -136,6 +141,16 @@ class Evidence:
         )
 
     # ---- inside ---------------------------------------------------------------------------------
+
+    def _derived_digests(self, staged: Staged) -> dict[str, bytes]:
+        """Digests of the tensors that layers compute with beside their parameters, by name."""
+        tensors = {
+            f"{attribute.path}.{attribute.key}": attribute.value
+            for attribute in staged.attributes
+            if isinstance(attribute.value, torch.Tensor)
+        }
+        found = digests_of(list(tensors.values()), num_threads=self._num_threads)
+        return dict(zip(tensors, found, strict=True))
 
     def _check_complete(self, staged: Staged) -> None:
         """Each layer that an update writes to gets other memory, or a pack that answers for it."""
