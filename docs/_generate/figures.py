@@ -97,6 +97,8 @@ def render_engine(name: str, results: dict[str, Any] | None) -> str:
     for figure in first["ratios"]:
         values = (_value(model["ratios"][figure]) for model in models.values())
         lines.append(f"| `{figure}` | {' | '.join(values)} |")
+    values = (_value(model["first_update"]["update_s"]) for model in models.values())
+    lines.append(f"| `first_update_s` | {' | '.join(values)} |")
     return "\n".join([_intro(results, first["total_nbytes"], name), "", *lines])
 
 
