@@ -47,6 +47,18 @@ _LATENT = {
     "n_group": 1,
     "topk_group": 1,
 }
+_HYBRID = {
+    "layer_types": ["mamba", "attention"],
+    "num_local_experts": 0,
+    "num_experts_per_tok": 0,
+    "shared_intermediate_size": 256,
+    "mamba_n_heads": 8,
+    "mamba_d_head": 32,
+    "mamba_n_groups": 1,
+    "mamba_d_state": 16,
+    "mamba_chunk_size": 64,
+    "position_embedding_type": "rope",
+}
 # family -> configuration class, model class, what it has beside `_SHAPE`
 _FAMILIES: Mapping[str, tuple[str, str, Mapping[str, Any]]] = {
     "qwen2": ("Qwen2Config", "Qwen2ForCausalLM", {}),
@@ -54,6 +66,7 @@ _FAMILIES: Mapping[str, tuple[str, str, Mapping[str, Any]]] = {
     "llama": ("LlamaConfig", "LlamaForCausalLM", {"head_dim": 32}),
     "moe": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM", {"head_dim": 32, **_MOE}),
     "deepseek": ("DeepseekV2Config", "DeepseekV2ForCausalLM", _LATENT),
+    "hybrid": ("GraniteMoeHybridConfig", "GraniteMoeHybridForCausalLM", _HYBRID),
 }
 # layer -> inputs, outputs
 _ADAPTED = {

@@ -1,6 +1,6 @@
 """Loaders that compute what they load, as those of Mamba2 and Plamo3 do, behind vLLM's own reload.
 
-No engine starts: a small model is loaded, processed and reloaded by vLLM's own code.
+A small model is loaded, processed and reloaded by vLLM's own code; and an engine with a hybrid.
 """
 
 import logging
@@ -21,6 +21,8 @@ from vllm.model_executor.utils import set_weight_attrs
 
 from rl_bridge import IncompatibleUpdate, RolloutExecutor
 from rl_bridge.installers.vllm.reload import VLLMReloadAdapter
+from tests.engines.drive import Setting, answers, executor_for, start
+from tests.engines.models import Checkpoints, Kind
 from tests.engines.trainer import Trainer
 
 Weights = dict[str, torch.Tensor]
@@ -163,3 +165,32 @@ def test_what_does_not_fit_is_refused_beside_what_is_computed(
     with pytest.raises(IncompatibleUpdate, match=match):
         updated(model, config, trainer, sent)
     assert same(content(model), before)
+
+
+@pytest.mark.timeout(300)  # engines start
+def test_a_hybrid_engine_is_a_fresh_one_and_refuses_what_does_not_fit(
+    checkpoints: Checkpoints, trainer: Trainer
+) -> None:
+    kind = Kind("hybrid")  # in float32: see test_unreached.py
+    with start(Setting(kind), checkpoints.path(kind, 1)) as llm:
+        second = answers(llm)
+    sent = [checkpoints.weights(kind, version) for version in (0, 1)]
+    key = next(name for name in sent[1] if "k_proj" in name)
+    lost = {name: tensor for name, tensor in sent[1].items() if name != key}
+    numbers = next(name for name in sent[1] if name.endswith("A_log"))
+    broken = {**sent[1], numbers: torch.full_like(sent[1][numbers], 100)}
+    with (
+        start(Setting(kind), checkpoints.path(kind, 0)) as llm,
+        executor_for(llm, reload=True) as executor,
+    ):
+        fresh = [answers(llm), second]
+        assert fresh[0] != fresh[1]
+        for step in (1, 2, 3):
+            for wrong, match in ((lost, "qkv_proj"), (broken, r"mamba\.A': 8 of its 8 numbers")):
+                with pytest.raises(IncompatibleUpdate, match=match):
+                    executor.update_weights(trainer.publish(wrong))
+                assert answers(llm) == fresh[(step - 1) % 2]
+            executor.update_weights(trainer.publish(sent[step % 2]))
+            assert answers(llm) == fresh[step % 2]
+            assert executor.last_ack is not None
+            assert executor.last_ack.proof.tensors == len(sent[1]) - 1  # all but A
