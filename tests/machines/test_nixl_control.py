@@ -14,7 +14,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from rl_bridge import make_weight_bridge
+from rl_bridge import GroupBridge, make_weight_bridge
 from rl_bridge.bridge.bridges import NIXLTensorBridge
 from rl_bridge.errors import TransferTimeout, WeightBridgeUnavailableError
 from rl_bridge.testing.processes import DEADLINE_S, until
@@ -26,6 +26,8 @@ from rl_bridge.transports.nixl.endpoint import NIXLEndpoint
 from rl_bridge.transports.nixl.messages import MAGIC
 from rl_bridge.transports.nixl.publisher import NIXLPublisher
 from rl_bridge.transports.nixl.reading import Reading
+from tests.groups.meshes import cut, model
+from tests.groups.rig import trainers
 from tests.helpers import held_before_its_poll
 
 WEIGHTS = {"w": torch.arange(100)}
@@ -192,3 +194,31 @@ def test_a_read_whose_lease_is_over_begins_again_at_once(monkeypatch: pytest.Mon
         monkeypatch.setattr(Reading, "step", stalling)
         assert torch.equal(consumer.import_update(second)["w"], torch.arange(50))
         assert stalled
+
+
+def test_owners_hear_what_became_of_a_version_whose_read_failed_at_one_of_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """After the failure all connections are made anew; nobody waits for the next import."""
+    shapes, dims = {"first": (64, 8), "second": (64, 8)}, {"first": 0, "second": 0}
+    options: dict[str, Any] = {"transports": {"nixl": {"timeout_s": 0.5}}}
+    step = Reading.step
+    with trainers(2, "nixl", serve="inline") as group, GroupBridge(**options) as reader:
+        reader.import_update(group.publish(cut(model(shapes, 1), 2, dims), 1))
+        manifest = group.publish(cut(model(shapes, 2), 2, dims), 2)
+        part = manifest.parts[1].update_id
+        with monkeypatch.context() as patch:
+            patch.setattr(Reading, "step", lambda one: one._expected[0] != part and step(one))
+            patch.setattr(Reading, "in_flight", property(lambda one: not one.is_done))
+            with pytest.raises(TransferTimeout):
+                reader.import_update(manifest)
+        reader.reject(manifest, "the engine does without it")
+
+        def have_heard() -> bool:
+            states = [
+                {one.state for one in bridge.consumers() if one.weight_version == 2}
+                for bridge in group.bridges
+            ]
+            return states == [{"rejected"}, {"rejected"}]
+
+        until(have_heard, what="both owners to hear of it", deadline_s=20)

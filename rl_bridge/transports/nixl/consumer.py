@@ -331,19 +331,25 @@ class NIXLConsumer(ConsumerEnd):
         """Connect to these publishers, within a short time for all; later ones have their turn."""
         until = time.monotonic() + min(_MEET_S, self._timeout_s)
         for manifest in manifests:
-            now = time.monotonic()
-            if now >= self._unreachable.get(manifest.publisher_id, 0.0) and now < until:
-                self._meet(manifest, until - now)
+            try:
+                endpoint = self._handle(manifest).endpoint
+            except WeightBridgeError as error:
+                _LOG.warning("it will not hear of this update: %s", error)
+            else:
+                self._reach(endpoint, until, is_observer=False)
 
-    def _meet(self, manifest: WeightUpdateManifest, within_s: float) -> None:
+    def _reach(self, endpoint: NIXLEndpoint, until: float, *, is_observer: bool) -> None:
+        """Connect, if there is time, to a publisher that could be reached lately."""
+        name, now = endpoint.publisher_id, time.monotonic()
+        if now >= until or now < self._unreachable.get(name, 0.0):
+            return
         try:
-            endpoint = self._handle(manifest).endpoint
-            self._source(endpoint, is_observer=False, within_s=within_s)
+            self._source(endpoint, is_observer=is_observer, within_s=until - now)
         except WeightBridgeError as error:
-            self._unreachable[manifest.publisher_id] = time.monotonic() + _REST_S
+            self._unreachable[name] = time.monotonic() + _REST_S
             _LOG.warning("it will not hear of updates for %s s: %s", _REST_S, error)
         else:
-            self._unreachable.pop(manifest.publisher_id, None)
+            self._unreachable.pop(name, None)
 
     def report(self, manifest: WeightUpdateManifest, report: UpdateReport) -> None:
         """Tell the publisher, if this side is connected to it."""
@@ -358,8 +364,15 @@ class NIXLConsumer(ConsumerEnd):
         return self._held
 
     def settle(self) -> None:
-        """Let go of versions that were imported, and of publishers that are gone."""
+        """Let go of versions that were imported, and of publishers that are gone.
+
+        Where a connection ended and the publisher is not gone, it hears what it missed.
+        """
         self._sweep()
+        until = time.monotonic() + min(_MEET_S, self._timeout_s)
+        for link in [source.link for source in self._held.sources.values()]:
+            if link.is_lost and link.reports:
+                self._reach(link.endpoint, until, is_observer=link.is_observer)
         busy = {job.source for _, jobs in self._held.parked for job in jobs}
         for publisher_id, source in list(self._held.sources.items()):
             source.arrivals.settle()
