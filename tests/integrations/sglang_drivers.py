@@ -61,6 +61,7 @@ class Engine:
         self.flushes = True
         self.refuses = ""  # a route of SGLang's own
         self.is_in_session = False
+        self.named = ""  # the folder that it took last
         self.is_written_to_paused = True
 
     def get_model(self) -> Model:

@@ -259,6 +259,7 @@ class DiskRoute(Route):
         self._initial: Path | None = None
         self._active: Path | None = None
         self._next: Path | None = None
+        self._undone: set[Path] = set()
 
     def load(self, manifest: WeightUpdateManifest, tensors: Mapping[str, torch.Tensor]) -> None:
         """Write the version, and let the engine load it."""
@@ -266,7 +267,8 @@ class DiskRoute(Route):
             self._initial = Path(self._handle.model_path())
         said = sender(self._handle.name)
         folder = self._home / f"v{manifest.weight_version}-{manifest.update_id}-{said}"
-        folder.mkdir(parents=True)
+        folder.mkdir(parents=True, exist_ok=True)  # what was undone may come again
+        self._undone.discard(folder)
         self._next = folder
         for extra in self._initial.glob("*.json"):
             if not extra.name.endswith(".index.json"):
@@ -281,14 +283,20 @@ class DiskRoute(Route):
         )
 
     def ended(self, *, installed: bool) -> None:
-        """Remove the folder of the version that is no longer there."""
+        """With a commit the folders go that the engine names no more; it names what was undone."""
         super().ended(installed=installed)
-        gone = self._active if installed else self._next
-        if installed:
-            self._active = self._next
-        self._next = None
-        if gone is not None:
-            shutil.rmtree(gone, ignore_errors=True)
+        folder, self._next = self._next, None
+        if folder is None:
+            return
+        if not installed:
+            self._undone.add(folder)
+            return
+        gone, self._undone = self._undone, set()
+        if self._active is not None:
+            gone.add(self._active)
+        self._active = folder
+        for path in gone:
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def route_of(
