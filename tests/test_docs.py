@@ -255,7 +255,11 @@ def test_figures_of_real_engines_come_from_their_raw_files(name: str, by_model: 
     assert f"<!-- figures: benchmarks/results/{name}.json -->" in page
     assert "benchmarks/" in figures["render_engine"](name, None)
     where = {"cpu": "a processor", "cpu_cores_usable": 2, "kernel": "6.1", "python": "3.11"}
-    one = {"ratios": {"update_vs_loader": 1.25}, "total_nbytes": 7}
+    one = {
+        "ratios": {"update_vs_loader": 1.25},
+        "total_nbytes": 7,
+        "first_update": {"update_s": 2.5},
+    }
     results = {
         "environment": where | {"versions": {"torch": "2.4"}, "commit": "0" * 40},
         "began": "2020-01-01",
@@ -264,7 +268,8 @@ def test_figures_of_real_engines_come_from_their_raw_files(name: str, by_model: 
     }
     shown = figures["render_engine"](name, results)
     assert "Measured 2020-01-01" in shown
-    assert f"| `update_vs_loader` | 1.25 |{' 1.25 |' if by_model else ''}\n" in f"{shown}\n"
+    for figure, value in (("update_vs_loader", 1.25), ("first_update_s", 2.5)):
+        assert f"| `{figure}` | {value} |{f' {value} |' if by_model else ''}\n" in f"{shown}\n"
 
 
 FIGURE = re.compile(
