@@ -17,8 +17,10 @@ from tests.integrations.sglang_drivers import (
     Handle,
     LostError,
     engine,
+    importing,
     loading,
     trainer,
+    update,
 )
 from tests.integrations.test_sglang_exchange import equal, held, loaded, version
 
@@ -59,17 +61,31 @@ def test_a_session_that_was_cut_off_anywhere_is_closed_with_the_undo(
 
 
 @pytest.mark.parametrize("is_made", [False, True], ids=["call_lost", "answer_lost"])
-def test_an_end_that_is_lost_within_the_undo_is_asked_for_again(
+def test_an_end_that_is_lost_behind_a_failed_load_is_asked_for_again(
     engine: Engine, trainer: TensorBridge, executor: RolloutExecutor, *, is_made: bool
 ) -> None:
     engine.refuses = "update_weights_from_tensor"
     handle_of(executor).lose("end_weight_update", is_made=is_made)
-    with pytest.raises(TornEngine, match="its undo failed too"):
+    with pytest.raises(LostError):
         executor.update_weights(trainer.publish(version(1), weight_version=1))
-    executor.recover()
     assert not engine.is_in_session
     engine.refuses = ""
     executor.update_weights(trainer.publish(version(2), weight_version=2))
+    assert equal(held(engine.model), loaded(2))
+
+
+@pytest.mark.parametrize("is_lost", [False, True], ids=["load_refused", "answer_lost"])
+def test_a_session_that_is_opened_behind_another_drivers_update_is_closed(
+    engine: Engine, trainer: TensorBridge, executor: RolloutExecutor, *, is_lost: bool
+) -> None:
+    mine, theirs = (trainer.publish(version(n), weight_version=n) for n in (1, 2))
+    late, successor = handle_of(executor), importing(engine)
+    late.interrupt("begin_weight_update", lambda: update(successor, theirs))
+    if is_lost:
+        late.lose("begin_weight_update", is_made=True)
+    with pytest.raises(TornEngine, match="another driver has updated this engine"):
+        executor.update_weights(mine)
+    assert not engine.is_in_session
     assert equal(held(engine.model), loaded(2))
 
 

@@ -326,6 +326,8 @@ class SGLangInstallAdapter(TransactionalAdapter):
         if told["mine"]:
             self._take_own_back(told)
         else:
+            if not told["by_sglang"]:  # else the session may be the other one's
+                self._route.end_session()
             self._serving.label_right(told["label"])
             self._require_base(told)  # then it was taken back before, with all that was of it
         self._is_begun = self._may_have_run = False

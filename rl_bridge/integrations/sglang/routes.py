@@ -75,14 +75,18 @@ class Route(ABC):
 
     @contextmanager
     def _session(self) -> Iterator[None]:
-        """SGLang's own, without which it takes no weights. Where this fails, an undo ends it."""
+        """SGLang's own, without which it takes no weights. Where its end is lost, an undo asks."""
         self._may_be_in_session = True  # noted before it is: the answer may be lost
         succeeded, said = self._handle.ask("begin_weight_update", selector="target")
         if not succeeded:
             self._may_be_in_session = False  # the one that is open is somebody else's
             msg = f"SGLang refused begin_weight_update ({said}). See the engine's log."
             raise WeightUpdateRejectedError(msg)
-        yield
+        try:
+            yield
+        except BaseException:
+            self.end_session()
+            raise
         self._handle.do("end_weight_update")
         self._may_be_in_session = False
 
