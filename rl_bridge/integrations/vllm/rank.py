@@ -18,11 +18,10 @@ from rl_bridge.bridge.acknowledgement import describe
 from rl_bridge.bridge.records import is_shortage
 from rl_bridge.errors import TornEngine, WeightUpdateRejectedError
 from rl_bridge.installers.base import InstallProof, TransactionalAdapter
+from rl_bridge.integrations.ranks import acknowledge, let_go
 from rl_bridge.integrations.vllm.pauses import PauseNote
 from rl_bridge.integrations.vllm.support import (
     Bridges,
-    acknowledge,
-    let_go,
     make_installer,
     manifest_of,
     require_supported,

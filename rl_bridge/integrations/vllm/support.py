@@ -1,7 +1,7 @@
 """What a rank needs of others: bridges, one of two ways of installing, an engine that fits."""
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,21 +10,17 @@ from rl_bridge.bridge.acknowledgement import describe
 from rl_bridge.bridge.bridges import TensorBridge, make_weight_bridge
 from rl_bridge.bridge.group_end import GROUP
 from rl_bridge.bridge.records import is_shortage
-from rl_bridge.bridge.steps import FineSteps
-from rl_bridge.errors import MalformedManifest, WeightBridgeError, WeightBridgeUnavailableError
-from rl_bridge.installers.base import InstallProof, TransactionalAdapter
+from rl_bridge.errors import MalformedManifest, WeightBridgeUnavailableError
+from rl_bridge.installers.base import TransactionalAdapter
 from rl_bridge.installers.vllm.model_installer import VLLMModelInstaller
 from rl_bridge.installers.vllm.reload import VLLMReloadAdapter
 from rl_bridge.integrations.vllm.frames import clear_frames
 from rl_bridge.integrations.vllm.votes import group
-from rl_bridge.lifecycle.table import State
 from rl_bridge.manifest.canonical import canonical_json
 from rl_bridge.manifest.model import WeightUpdateManifest
 
 __all__ = [
     "Bridges",
-    "acknowledge",
-    "let_go",
     "make_installer",
     "manifest_of",
     "require_supported",
@@ -71,57 +67,6 @@ class Bridges:
         made, self._made = self._made, {}
         for bridge in made.values():
             bridge.close()
-
-
-def acknowledge(
-    bridge: TensorBridge,
-    manifest: WeightUpdateManifest,
-    proof: InstallProof,
-    timings_ms: Mapping[str, float],
-) -> dict[str, Any]:
-    """Tell the trainer that its update is active here; where that fails, the answer says so."""
-    try:
-        if bridge.active_update_id != manifest.update_id:
-            evidence, timings = proof.to_dict(), dict(timings_ms)
-            bridge.acknowledge(manifest.update_id, proof=evidence, timings_ms=timings)
-    except WeightBridgeError as error:
-        # Other ranks have committed: there is no way back, and none is needed.
-        _LOG.exception("version %d is active, but its trainer is not told", manifest.weight_version)
-        return {"not_told": describe(error)}
-    finally:
-        # The model has memory of its own: the trainer's slot is free for the next version.
-        bridge.release_imported(manifest.update_id)
-    return {}
-
-
-def let_go(
-    bridge: TensorBridge,
-    manifest: WeightUpdateManifest,
-    reason: str | None,
-    installer: TransactionalAdapter | None,
-) -> None:
-    """End an update that is over here, whatever its trainer's side makes of it.
-
-    Args:
-        bridge: that imported it.
-        manifest: the update.
-        reason: why it is never let in again; None: nothing is wrong with it, and it may come again.
-        installer: of the model that it was staged for.
-
-    """
-    steps: list[Callable[[], object]] = [lambda: bridge.release_imported(manifest.update_id)]
-    is_here = FineSteps(bridge).is_in(manifest, State.IMPORTED, State.VERIFIED)
-    if reason is not None and is_here:
-        # (Else the import failed: the bridge knows whether that may be tried again.)
-        steps.insert(0, lambda: bridge.reject(manifest.update_id, reason))
-    if installer is not None:
-        steps.insert(0, installer.abandon)
-    for step in steps:
-        try:
-            step()
-        except Exception:  # noqa: BLE001 - logged in full
-            # The model is as it should be; that its trainer is not told must not change this.
-            _LOG.exception("version %d could not be let go of", manifest.weight_version)
 
 
 def manifest_of(given: object) -> WeightUpdateManifest:
