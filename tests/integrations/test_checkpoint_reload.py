@@ -145,6 +145,23 @@ def test_no_reload_begins_beside_one_that_is_only_late(
     assert not llm.is_paused
 
 
+def test_an_engine_that_dies_in_a_reload_is_told_at_once(
+    trainer: TensorBridge, checkpoint: Path
+) -> None:
+    """No call to it ends: nothing waits for its deadline."""
+    llm, may_end = LLM(checkpoint, workers=2), threading.Event()
+
+    def dies() -> None:
+        llm.model_executor.is_failed = True
+        assert may_end.wait(60)
+
+    with executor_of(llm, checkpoint, timeout_s=600) as executor:
+        llm.before_loading = dies
+        with pytest.raises(TornEngine, match="its process ended"):
+            executor.update_weights(publish(trainer, 1))
+        may_end.set()
+
+
 def test_a_pause_of_the_users_own_outlasts_a_reload(
     trainer: TensorBridge, checkpoint: Path
 ) -> None:

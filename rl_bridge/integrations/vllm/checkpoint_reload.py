@@ -9,6 +9,7 @@ import importlib
 import json
 import secrets
 import shutil
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -26,12 +27,14 @@ from rl_bridge.errors import (
 from rl_bridge.installers.base import InstallProof, TransactionalAdapter
 from rl_bridge.installers.finite import check_finite
 from rl_bridge.installers.vllm.parts import require
-from rl_bridge.integrations.vllm.handles import LLMHandle
+from rl_bridge.integrations.vllm.handles import LLMHandle, lost
 from rl_bridge.manifest.model import WeightUpdateManifest
 
 __all__ = ["VLLMCheckpointReloadAdapter"]
 
 _SHOWN = 5
+# A late call is looked at this often, and whether there is an engine to end it.
+_LOOK_S = 0.1
 _HEADER_LIMIT = 100 << 20
 # safetensors' own names of dtypes
 _DTYPES = {
@@ -257,12 +260,17 @@ class _Reloading(LLMHandle):
 
     def _begun(self, action: Callable[[], Any]) -> "concurrent.futures.Future[Any]":
         """Not beside a call whose deadline has passed: its workers may be at it still."""
-        if concurrent.futures.wait(self._last, self.timeout_s).not_done:
-            msg = (
-                f"the engine is still at an earlier call, {self.timeout_s} s behind that one's "
-                "deadline. See its log; give the adapter a longer timeout_s if it was only slow."
-            )
-            raise DeadlineExceeded(msg)
+        end = time.monotonic() + self.timeout_s
+        while concurrent.futures.wait(self._last, _LOOK_S).not_done:
+            if self._is_dead():
+                raise lost(RuntimeError("its process ended"), "end an earlier call")
+            if time.monotonic() > end:
+                msg = (
+                    f"the engine is still at an earlier call, {self.timeout_s} s behind that one's "
+                    "deadline. See its log; give the adapter a longer timeout_s if it was only "
+                    "slow."
+                )
+                raise DeadlineExceeded(msg)
         begun = super()._begun(action)
         self._last = [begun]
         return begun

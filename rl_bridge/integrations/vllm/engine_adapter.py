@@ -108,8 +108,8 @@ class VLLMEngineAdapter(TransactionalAdapter):
         self._is_installed = self._may_have_run = False
         self._is_left = False  # another driver's update is in the model: its pause must stay
         self._held = ""  # by the ranks, as they said last
-        # What an undo leads back to: this driver's last, or what they held before its first. Where
-        # they hold another one, by another driver or a new start, the undo says so.
+        # What an undo leads back to: what they held before, or this driver's last where they hold
+        # nothing: they were started anew, and the undo says so.
         self._base: str | None = None
         self._committed: str | None = None
 
@@ -329,7 +329,7 @@ class VLLMEngineAdapter(TransactionalAdapter):
         require_all(replies)
         self._held = version_name(replies[0]["weight_version"])
         if not self._is_installed:  # else an undo is due that leads back to the one before
-            self._base = self._committed or replies[0]["update_id"]
+            self._base = replies[0]["update_id"] or self._committed
         self._is_left = not self._is_installed and any(r["torn"] or r["exchanged"] for r in replies)
         self._pause.look(replies)
         is_half_way = any(r["torn"] or (r["exchanged"] and not r["installed"]) for r in replies)
@@ -351,7 +351,7 @@ class VLLMEngineAdapter(TransactionalAdapter):
         if self._label.is_wanted:
             self._label.set(self._label.of(manifest))
         replies = self._all("commit", {"if_installed": True, "pauses": self._pause.is_on})
-        self._base = self._committed or replies[0]["in_model"]
+        self._base = replies[0]["in_model"] or self._committed
         if replies[0]["in_model"] == manifest.update_id:
             self._label.keep()
             self._held = version_name(manifest.weight_version)
