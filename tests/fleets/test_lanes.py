@@ -3,7 +3,7 @@
 import pytest
 
 from rl_bridge import DeadlineExceeded
-from tests.fleets.actors import NEVER_S, Elsewhere, Run
+from tests.fleets.actors import NEVER_S, TIMEOUT_S, Elsewhere, Run
 
 
 def test_a_lane_goes_with_its_last_rollout(run: Run) -> None:
@@ -37,6 +37,43 @@ def test_a_join_that_fails_leaves_no_lane_behind(run: Run) -> None:
         run.fleet.join("far", far)
     run.update().require_all()
     assert run.lanes == ["shared-memory"]
+
+
+def test_a_join_that_is_late_comes_again_on_the_lane_that_it_has(run: Run) -> None:
+    """What is copied for it anew each time is never there in time."""
+    run.join("near")
+    run.update().require_all()
+    far = run.rollouts["far"] = Elsewhere(run.cluster)
+    far.takes_s["update_weights"] = TIMEOUT_S + 1
+    with pytest.raises(DeadlineExceeded):
+        run.fleet.join("far", far)
+    lane = run.trainer.side._lanes["broadcast"]
+    far.takes_s.clear()
+    run.fleet.join("far", far)
+    assert run.trainer.side._lanes["broadcast"] is lane
+    assert set(run.fleet.routable) == {"far", "near"}
+
+
+def test_a_rollout_whose_first_install_on_another_lane_is_late_gets_the_next_one_there(
+    run: Run,
+) -> None:
+    run.join("near", "moved")
+    run.update().require_all()
+    moved = run.rollouts["moved"]
+    moved.side.close()
+    moved.side = Elsewhere(run.cluster).side  # Ray started it anew, on another machine
+    joins = moved.side.join
+
+    def late(choice: bytes) -> bytes:
+        moved.takes_s["update_weights"] = TIMEOUT_S + 1
+        answer: bytes = joins(choice)
+        return answer
+
+    moved.side.join = late
+    assert list(run.update().lost) == ["moved"]
+    moved.takes_s.clear()
+    run.update().require_all()
+    assert set(run.fleet.routable) == {"moved", "near"}
 
 
 def test_a_lane_that_cannot_be_dropped_holds_no_version_up(

@@ -8,6 +8,7 @@ from typing import Any
 
 from rl_bridge.bridge.pairing import PairChoice
 from rl_bridge.errors import (
+    DeadlineExceeded,
     EngineLost,
     TornEngine,
     WeightBridgeError,
@@ -152,9 +153,11 @@ class RolloutFleet:
         self._trainers.look_again()
         deadline = Deadline(self._timeout_s)
         _, raised = side_by_side({name: self._joining(name, actor, deadline)}, deadline)
-        self._keep_lanes()
         for error in raised.values():
+            if not isinstance(error, DeadlineExceeded):
+                self._keep_lanes()  # else it may be at its first install still, and come again
             raise error
+        self._keep_lanes()
         return self._members[name].choice
 
     def _joining(self, name: str, actor: Any, deadline: Deadline) -> Steps[RolloutAnswer]:
@@ -171,6 +174,8 @@ class RolloutFleet:
                 f"rollout {name!r} did not join by {choice.transport}: {answer.error}: "
                 f"{answer.message}. See its log, and join it again."
             )
+        if name in self._members:
+            self._members[name].choice = choice  # also where its first install is late
         version = self.weight_version
         if manifest:
             call = actor.update_weights.remote(manifest)
@@ -209,6 +214,7 @@ class RolloutFleet:
             WeightBridgeError: it could not be published.
 
         """
+        self._keep_lanes()
         manifests = self._trainers.publish(weight_version, metadata, Deadline(self._timeout_s))
         members = dict(self._members)
         self._trainers.look_again()
@@ -222,7 +228,6 @@ class RolloutFleet:
             },
             deadline,
         )
-        self._keep_lanes()
         lost: dict[str, WeightBridgeError] = {}
         for name, error in raised.items():
             lost[name] = _told(name, error)
