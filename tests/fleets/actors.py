@@ -136,6 +136,11 @@ class Trainer(Actor):
         self.side.close()
         self.side = self._new_side()
 
+    def move(self) -> None:
+        """As Ray does where a machine is lost: started anew on another one."""
+        self.side.close()
+        self.side = _FarTrainer(lambda: self.weights, address=self.address)
+
     def _new_side(self) -> PublisherSide:
         return PublisherSide(lambda: self.weights, address=self.address)
 
@@ -176,10 +181,19 @@ class Elsewhere(Rollout):
 
 class _Far(RolloutSide):
     def facts(self, publisher: bytes) -> bytes:
-        found = SideFacts.from_json(super().facts(publisher))
-        transports = {**found.transports, "nixl": "a test"}
-        changes = {"boot_id": "another", "opened": None, "transports": transports}
-        return found.model_copy(update=changes).to_json()
+        return _elsewhere(super().facts(publisher), opened=None)
+
+
+class _FarTrainer(PublisherSide):
+    def facts(self) -> bytes:
+        return _elsewhere(super().facts(), beacon=None)
+
+
+def _elsewhere(facts: bytes, **changes: None) -> bytes:
+    found = SideFacts.from_json(facts)
+    transports = {**found.transports, "nixl": "a test"}
+    changed = {"boot_id": "another", "transports": transports, **changes}
+    return found.model_copy(update=changed).to_json()
 
 
 class Run:

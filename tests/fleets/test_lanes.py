@@ -2,7 +2,8 @@
 
 import pytest
 
-from rl_bridge import DeadlineExceeded
+from rl_bridge import DeadlineExceeded, RolloutExecutor, SegmentError
+from rl_bridge.ray import RolloutSide
 from tests.fleets.actors import NEVER_S, TIMEOUT_S, Elsewhere, Run
 
 
@@ -74,6 +75,25 @@ def test_a_rollout_whose_first_install_on_another_lane_is_late_gets_the_next_one
     moved.takes_s.clear()
     run.update().require_all()
     assert set(run.fleet.routable) == {"moved", "near"}
+
+
+def test_rollouts_of_a_trainer_that_moved_join_again_by_themselves(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run.join("near")
+    run.update().require_all()
+    run.trainer.move()
+    real = RolloutSide._install
+
+    def install(side: RolloutSide, executor: RolloutExecutor, text: str) -> None:
+        if '"shared-memory"' in text:
+            raise SegmentError("it is another machine's memory")
+        real(side, executor, text)
+
+    monkeypatch.setattr(RolloutSide, "_install", install)
+    run.update().require_all()
+    assert run.fleet.routable == ("near",)
+    assert run.fleet.choices["near"].transport == "broadcast"
 
 
 def test_a_lane_that_cannot_be_dropped_holds_no_version_up(

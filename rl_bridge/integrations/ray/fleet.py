@@ -253,9 +253,21 @@ class RolloutFleet:
             answer = _answer((yield from awaited(name, what, call, deadline)))
             if answer.outcome != "unjoined":
                 member.answer = answer
-                return answer
+                if answer.outcome != "refused" or (
+                    yield from self._is_near(name, member, deadline)
+                ):
+                    return answer
         # Ray started it anew, or the trainer: one of the two knows nothing of the other.
         return (yield from self._joining(name, member.actor, deadline))
+
+    def _is_near(self, name: str, member: _Member, deadline: Deadline) -> Steps[bool]:
+        """Whether a rollout's lane is still the one for it: where not, one of the two has moved."""
+        try:
+            choices = yield from self._trainers.choose(name, member.actor, deadline)
+        except WeightBridgeError as error:
+            _LOG.warning("where rollout %s runs is not known: %s", name, error)
+            return True
+        return choices[0].lane == member.choice.lane
 
     def _keep_lanes(self) -> None:
         self._trainers.keep_lanes({member.choice.lane for member in self._members.values()})
