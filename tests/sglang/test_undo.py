@@ -101,7 +101,7 @@ def test_an_update_that_is_refused_by_its_cache_is_undone(bench: Bench) -> None:
     with executor_for(bench.engine) as executor:
         adapter = executor.weight_install_adapter
         original = adapter._serving.drop  # type: ignore[union-attr]
-        adapter._serving.drop = lambda: (False, "planted.")  # type: ignore[union-attr]
+        adapter._serving.drop = lambda **_: (False, "planted.")  # type: ignore[union-attr]
         with pytest.raises(WeightUpdateRejectedError, match=r"could not be dropped .planted"):
             executor.update_weights(bench.trainer.publish(bench.next()))
         adapter._serving.drop = original  # type: ignore[union-attr]
