@@ -61,9 +61,11 @@ def tried(
             is_hopeless = isinstance(error, MemoryRefused) or time.monotonic() >= until
             if num_broken > 1 and is_hopeless:
                 reason = str(error).removesuffix(".")
+                remedy = "See that its publisher runs and can be reached"
+                if isinstance(error, MemoryRefused):
+                    remedy = "See how much memory this process may lock and register"
                 msg = (
-                    f"update {update_id} cannot be read: {reason}. See that its publisher runs and "
-                    "can be reached, then import it again."
+                    f"update {update_id} cannot be read: {reason}. {remedy}, then import it again."
                 )
                 raise WeightBridgeUnavailableError(msg) from error
             reconnect()
