@@ -60,7 +60,8 @@ class Caller:
         Raises:
             SegmentError: the publisher is gone, or refuses the token.
             TransferTimeout: it does not answer in time.
-            WeightBridgeUnavailableError: the network does not lead there now.
+            WeightBridgeUnavailableError: the network does not lead there now, or this process has
+                no descriptor for it.
 
         """
         channel = Channel(
@@ -75,7 +76,15 @@ class Caller:
 
     def _open(self) -> socket.socket:
         family = socket.AF_INET6 if ":" in self._address else socket.AF_INET
-        connection = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        try:
+            connection = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        except OSError as error:
+            msg = (
+                f"{self.where} cannot be reached: this process gets no socket ({error}). Raise its "
+                "limit of open files (ulimit -n), or see that the machine has this kind of "
+                "address, then import again."
+            )
+            raise WeightBridgeUnavailableError(msg) from error
         try:
             connection.settimeout(max(0.001, self._until - time.monotonic()))
             connection.connect((self._address, self._port))
