@@ -17,6 +17,7 @@ import torch
 from rl_bridge import GroupBridge, make_weight_bridge
 from rl_bridge.bridge.bridges import NIXLTensorBridge
 from rl_bridge.errors import TransferTimeout, WeightBridgeUnavailableError
+from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.testing.processes import DEADLINE_S, until
 from rl_bridge.transports._wire.channel import GREETING_NBYTES, Channel, Greeting, fresh_nonce
 from rl_bridge.transports.nixl import consumer as nixl_consumer
@@ -102,20 +103,26 @@ def read(channel: Channel, part: str) -> bytes:
     return found
 
 
+@contextmanager
+def three_trainers() -> Iterator[tuple[list[WeightUpdateManifest], NIXLConsumer]]:
+    """What each of them published, and an engine that did not read it yet."""
+    with ExitStack() as stack:
+        make = partial(make_weight_bridge, "nixl", suspicious="off", serve="inline")
+        trainers = [stack.enter_context(make()) for _ in range(3)]
+        manifests = [one.publish(WEIGHTS, weight_version=1) for one in trainers]
+        engine = stack.enter_context(make())
+        assert isinstance(engine, NIXLTensorBridge)
+        yield manifests, cast("NIXLConsumer", engine._consumer_end()._end)
+
+
 def test_publishers_that_are_only_told_share_a_short_time_and_are_tried_again_later(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Nothing is needed of them, so an import does not wait for them; but it does not give up."""
     clock, asked = [1000.0], list[tuple[str, float]]()
     monkeypatch.setattr(nixl_consumer, "time", SimpleNamespace(monotonic=lambda: clock[0]))
-    with ExitStack() as stack:
-        make = partial(make_weight_bridge, "nixl", suspicious="off", serve="inline")
-        trainers = [stack.enter_context(make()) for _ in range(3)]
-        manifests = [one.publish(WEIGHTS, weight_version=1) for one in trainers]
+    with three_trainers() as (manifests, end):
         names = [one.publisher_id for one in manifests]
-        engine = stack.enter_context(make())
-        assert isinstance(engine, NIXLTensorBridge)
-        end = cast("NIXLConsumer", engine._consumer_end()._end)
 
         def silent(endpoint: NIXLEndpoint, *, is_observer: bool, within_s: float) -> None:
             assert not is_observer
@@ -131,6 +138,26 @@ def test_publishers_that_are_only_told_share_a_short_time_and_are_tried_again_la
         clock[0] += 60.0
         end.meet(manifests)
         assert list(end._held.sources) == names
+
+
+def test_a_publisher_that_others_left_no_time_is_told_of_the_next_update(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock, asked = [1000.0], list[tuple[str, float]]()
+    monkeypatch.setattr(nixl_consumer, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    with three_trainers() as (manifests, end):
+
+        def slow(endpoint: NIXLEndpoint, *, is_observer: bool, within_s: float) -> None:
+            assert not is_observer
+            asked.append((endpoint.publisher_id, within_s))
+            clock[0] += min(within_s, 1.5)
+            raise TransferTimeout("it does not answer")
+
+        monkeypatch.setattr(end, "_source", slow)
+        for _ in range(3):  # imports
+            end.meet(manifests)
+        first, second, third = (one.publisher_id for one in manifests)
+        assert asked == [(first, 2.0), (second, 0.5), (second, 2.0), (third, 0.5), (third, 2.0)]
 
 
 def test_who_keeps_the_error_of_a_failed_read_does_not_keep_the_librarys_agent(

@@ -10,7 +10,12 @@ from typing import ClassVar, TypeVar
 
 import torch
 
-from rl_bridge.errors import SlotsExhausted, TransportUnavailable, WeightBridgeError
+from rl_bridge.errors import (
+    SlotsExhausted,
+    TransferTimeout,
+    TransportUnavailable,
+    WeightBridgeError,
+)
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.memory.control import UpdateReport
 from rl_bridge.memory.slots import ARRIVING
@@ -346,6 +351,9 @@ class NIXLConsumer(ConsumerEnd):
         try:
             self._source(endpoint, is_observer=is_observer, within_s=until - now)
         except WeightBridgeError as error:
+            if isinstance(error, TransferTimeout) and until - now < _MEET_S / 2:
+                _LOG.warning("it will not hear of this update: %s", error)
+                return  # others took its time: it did not have the chance to answer
             self._unreachable[name] = time.monotonic() + _REST_S
             _LOG.warning("it will not hear of updates for %s s: %s", _REST_S, error)
         else:
