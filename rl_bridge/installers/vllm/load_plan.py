@@ -79,6 +79,7 @@ class LoadPlan:
         landed: names of the tensors that go anywhere.
         computed: positions of the targets that the loader computes; they have no steps.
         buffers: full names of the buffers that it loads.
+        mixed: names of the tensors of which computed targets and buffers are made.
 
     """
 
@@ -87,6 +88,7 @@ class LoadPlan:
     landed: frozenset[str] = frozenset()
     computed: frozenset[int] = frozenset()
     buffers: frozenset[str] = frozenset()
+    mixed: frozenset[str] = frozenset()
 
     def routes(self) -> Iterator[Route]:
         """Go over all copies."""

@@ -20,10 +20,9 @@ from rl_bridge.installers.vllm.casts import check_casts
 from rl_bridge.installers.vllm.evidence import Evidence, Untouched
 from rl_bridge.installers.vllm.exchange import Exchange, is_alone, is_looked_at
 from rl_bridge.installers.vllm.memory_budget import LEARNING, check_budget, checked_budget
-from rl_bridge.installers.vllm.numbering import other_than
 from rl_bridge.installers.vllm.parts import RELOAD, unsupported
-from rl_bridge.installers.vllm.routes import Kinds, LoadPlan, Route, learn
-from rl_bridge.installers.vllm.same import check_same
+from rl_bridge.installers.vllm.routes import Kinds, LoadPlan, learn
+from rl_bridge.installers.vllm.same import check_same, check_whole
 from rl_bridge.installers.vllm.spares import Spares
 from rl_bridge.installers.vllm.staging import Staged, TensorChange, stage
 from rl_bridge.installers.vllm.unreached import refuse_unreached
@@ -199,7 +198,7 @@ class VLLMModelInstaller(TransactionalAdapter):
 
             plan = learn(self._model, kinds, self._config, admit=admit)
             self._check_landed(plan, manifest)
-            self._check_whole(plan, kinds)
+            check_whole(plan, kinds, self._config.parallel_config.tensor_parallel_size)
             self._check_dtypes(plan, kinds)
             self._plans[table.digest] = plan
             while len(self._plans) > _PLANS:
@@ -234,31 +233,6 @@ class VLLMModelInstaller(TransactionalAdapter):
                 f"{lost[:_SHOWN]}. Publish the model that the engine serves, and no others."
             )
             raise IncompatibleUpdate(msg)
-
-    def _check_whole(self, plan: LoadPlan, kinds: Kinds) -> None:
-        """Loaders cut each rank's part out of a tensor, and do not see that it is too long."""
-        ranks = self._config.parallel_config.tensor_parallel_size
-        routes: dict[str, list[Route]] = {}
-        for route in plan.routes():
-            routes.setdefault(route.source, []).append(route)
-        for name, parts in routes.items():
-            if any(part.is_whole for part in parts):
-                continue
-            shape = kinds[name][1]
-            # (A byte an element, as the learning took for it, and for its targets besides.)
-            seen = torch.zeros(shape, dtype=torch.bool, device="cpu")
-            for part in parts:
-                part.source_view.once().of(seen).fill_(True)  # noqa: FBT003 - torch's own
-            taken = other_than(0, seen)
-            padded = sum(plan.padding(index) for index in {part.target for part in parts})
-            if (taken + padded) * ranks < seen.numel():
-                targets = sorted({plan.targets[part.target].name for part in parts})
-                msg = (
-                    f"tensor {name!r} has shape {list(shape)}: each rank takes {taken} of its "
-                    f"{seen.numel()} elements, for {targets}, and the rest goes nowhere; expected "
-                    f"all of it on {ranks} ranks. Publish the model that the engine serves."
-                )
-                raise IncompatibleUpdate(msg)
 
     def _check_dtypes(self, plan: LoadPlan, kinds: Kinds) -> None:
         if self._cast:

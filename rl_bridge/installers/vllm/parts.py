@@ -21,6 +21,7 @@ __all__ = [
     "config_context",
     "is_latent",
     "loaded_dtype",
+    "num_same",
     "recorded_buffers",
     "repacks",
     "require",
@@ -146,3 +147,14 @@ def is_latent(layer: torch.nn.Module) -> bool:
 def repacks(layer: torch.nn.Module) -> bool:
     """Whether a layer's parameters may keep their shape and hold something else: experts do."""
     return type(getattr(layer, "quant_method", None)).__name__ == "UnquantizedFusedMoEMethod"
+
+
+def num_same(layer: torch.nn.Module, row: int) -> int:
+    """How many ranks take the same rows of a parameter from a checkpoint.
+
+    Ranks of which there are more than heads for keys and values share these heads.
+    """
+    replicas = getattr(layer, "num_kv_head_replicas", None)
+    if replicas is None or row < layer.num_heads * layer.head_size:
+        return 1
+    return int(replicas)

@@ -28,6 +28,7 @@ from rl_bridge.installers.vllm.module_snapshot import (
 from rl_bridge.installers.vllm.parts import checkpoint_tensors, config_context, require, unsupported
 from rl_bridge.installers.vllm.reload_proof import prove_reload
 from rl_bridge.installers.vllm.routes import LoadPlan, learn
+from rl_bridge.installers.vllm.same import check_whole
 from rl_bridge.installers.vllm.skeleton import Target
 from rl_bridge.installers.vllm.unreached import refuse_unreached
 from rl_bridge.manifest.model import WeightUpdateManifest
@@ -241,6 +242,7 @@ class VLLMReloadAdapter(TransactionalAdapter):
                     f"{lost[:_SHOWN]}. Publish the model that the engine serves, and no others."
                 )
                 raise IncompatibleUpdate(msg)
+            check_whole(self._plan, kinds, self._config.parallel_config.tensor_parallel_size)
         self._planned = table.digest
 
     def _check_loaded(self, reload: Any) -> None:

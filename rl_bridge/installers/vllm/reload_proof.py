@@ -10,7 +10,13 @@ from rl_bridge.installers.base import InstallProof
 from rl_bridge.installers.vllm.canary import Canary
 from rl_bridge.installers.vllm.derived import absorbed, check_absorbed, check_packed
 from rl_bridge.installers.vllm.evidence import Evidence
-from rl_bridge.installers.vllm.parts import is_latent, loaded_dtype, repacks, unsupported
+from rl_bridge.installers.vllm.parts import (
+    checkpoint_tensors,
+    is_latent,
+    loaded_dtype,
+    repacks,
+    unsupported,
+)
 from rl_bridge.installers.vllm.routes import LoadPlan
 from rl_bridge.installers.vllm.skeleton import Target, User
 from rl_bridge.installers.vllm.staging import Assembled, Staged, TensorChange
@@ -166,7 +172,7 @@ def _is_readable(user: User, target: Target) -> bool:
     if target.is_consumed:
         return user.leaf == "weight" and callable(vars(user.module).get("cpu_linear"))
     live = _live(user)
-    if repacks(user.module):
+    if repacks(user.module) and user.leaf in checkpoint_tensors(user.module):
         return live.device.type == "cpu" and len(target.users) == 1
     return (
         live.shape == target.meta.shape

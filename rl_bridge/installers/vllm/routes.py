@@ -213,6 +213,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ha
             self._steps,
             computed=frozenset(self._computed),
             buffers=frozenset(buffers.values()),
+            mixed=frozenset(landed),
         )
         plan.landed = frozenset(landed.union(route.source for route in plan.routes()))
         return plan

@@ -1,11 +1,15 @@
-"""Tensors of an update that an engine keeps as one: they must be the same."""
+"""Tensors of which an engine would keep less than was published: as one, or cut to its size."""
+
+import torch
 
 from rl_bridge.errors import IncompatibleUpdate
-from rl_bridge.installers.vllm.load_plan import LoadPlan, Route, View
+from rl_bridge.installers.vllm.load_plan import Kinds, LoadPlan, Route, View
+from rl_bridge.installers.vllm.numbering import other_than
+from rl_bridge.installers.vllm.parts import num_same
 from rl_bridge.manifest.digest import DIGEST_NBYTES
 from rl_bridge.manifest.model import WeightUpdateManifest
 
-__all__ = ["check_same"]
+__all__ = ["check_same", "check_whole"]
 
 
 def check_same(plan: LoadPlan, manifest: WeightUpdateManifest) -> None:
@@ -35,3 +39,51 @@ def check_same(plan: LoadPlan, manifest: WeightUpdateManifest) -> None:
 def _digest(manifest: WeightUpdateManifest, name: str) -> bytes:
     start = manifest.table.rows[name] * DIGEST_NBYTES
     return manifest.digests[start : start + DIGEST_NBYTES]
+
+
+def check_whole(plan: LoadPlan, kinds: Kinds, ranks: int) -> None:
+    """Refuse tensors of which all ranks together do not take all.
+
+    Loaders cut each rank's part out of a tensor, and do not see that it is too long.
+
+    Args:
+        plan: of one rank.
+        kinds: of the update's tensors.
+        ranks: how many take parts.
+
+    Raises:
+        IncompatibleUpdate: there are such.
+
+    """
+    routes: dict[str, list[Route]] = {}
+    for route in plan.routes():
+        routes.setdefault(route.source, []).append(route)
+    for name, parts in routes.items():
+        if name in plan.mixed or any(part.is_whole for part in parts):
+            continue
+        shape = kinds[name][1]
+        # How many ranks take the same part -> which elements. (A byte an element, as the learning
+        # took for it, and for its targets besides.)
+        seen: dict[int, torch.Tensor] = {}
+        for part in parts:
+            empty = torch.zeros(shape, dtype=torch.bool, device="cpu")
+            mask = seen.setdefault(_num_same(plan, part), empty)
+            part.source_view.once().of(mask).fill_(True)  # noqa: FBT003 - torch's own
+        taken = sum(other_than(0, mask) * (ranks // same) for same, mask in seen.items())
+        padded = sum(plan.padding(index) for index in {part.target for part in parts})
+        numel = torch.Size(shape).numel()
+        if taken + padded * ranks < numel:
+            targets = sorted({plan.targets[part.target].name for part in parts})
+            msg = (
+                f"tensor {name!r} has shape {list(shape)}: all {ranks} ranks together take "
+                f"{taken} of its {numel} elements, for {targets}, and the rest goes nowhere; "
+                "expected all of it. Publish the model that the engine serves."
+            )
+            raise IncompatibleUpdate(msg)
+
+
+def _num_same(plan: LoadPlan, part: Route) -> int:
+    """How many ranks take the same part of a tensor."""
+    target = plan.targets[part.target]
+    a_row = next(iter(target.meta.stride()), 1)
+    return num_same(target.users[0].module, part.target_view.offset // a_row)
