@@ -149,7 +149,7 @@ def repacks(layer: torch.nn.Module) -> bool:
     return type(getattr(layer, "quant_method", None)).__name__ == "UnquantizedFusedMoEMethod"
 
 
-def num_same(layer: torch.nn.Module, row: int) -> int:
+def num_same(layer: Any, row: int) -> int:
     """How many ranks take the same rows of a parameter from a checkpoint.
 
     Ranks of which there are more than heads for keys and values share these heads.
