@@ -21,6 +21,7 @@ from rl_bridge.transports.nixl.live import LiveShelf
 from rl_bridge.transports.nixl.publisher import NIXLPublisher
 from rl_bridge.transports.nixl.reading import Reading
 from rl_bridge.transports.nixl.serving_process import ServingProcess
+from rl_bridge.transports.nixl.slot_shelf import SlotShelf
 from tests.groups.meshes import cut, model
 from tests.groups.rig import trainers
 from tests.helpers import tracing
@@ -236,6 +237,22 @@ def test_an_interrupt_before_any_line_of_the_last_read_in_place_keeps_nothing_re
             trainer.release(second.update_id)
             number += 1
         assert number > 5
+
+
+def test_an_interrupt_before_any_line_of_making_a_slot_keeps_nobody_from_making_the_next() -> None:
+    options: dict[str, Any] = {"serve": "inline", "suspicious": "off"}
+    with cast("NIXLTensorBridge", make_weight_bridge("nixl", **options)) as trainer:
+        trainer.publish(WEIGHTS, weight_version=1)
+        shelf = cast("SlotShelf", cast("NIXLPublisher", trainer._publisher_end()._end)._shelf)
+        number, struck = 0, True
+        while struck:
+            tracer = InterruptBefore(number)
+            with suppress(KeyboardInterrupt), tracing(tracer):
+                shelf._make_slot(4096)
+            struck = tracer.struck
+            shelf._make_slot(4096).close()
+            number += 1
+        assert number > 10
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from rl_bridge.transports._wire.arrivals import Arrival, Arrivals
 from rl_bridge.transports._wire.caller import Caller
 from rl_bridge.transports._wire.channel import Channel
 from rl_bridge.transports._wire.door import Door, listen
+from rl_bridge.transports.broadcast.publisher import _SlotMaker
 from tests.helpers import tracing
 from tests.interrupts import InterruptBefore
 
@@ -173,3 +174,15 @@ def test_an_interrupt_before_any_line_of_an_arrival_loses_no_slot(what: str) -> 
             number += 1
         assert number > 3
         assert len(arrivals._ring) <= 3
+
+
+def test_an_interrupt_before_any_line_of_making_a_slot_keeps_nobody_from_making_the_next() -> None:
+    make, number, struck = _SlotMaker(CPUArenas(), "rlb-interrupts"), 0, True
+    while struck:
+        tracer = InterruptBefore(number)
+        with suppress(KeyboardInterrupt), tracing(tracer):
+            make(NBYTES).close()
+        struck = tracer.struck
+        make(NBYTES).close()
+        number += 1
+    assert number > 10

@@ -161,10 +161,11 @@ class _SlotMaker:
 
     def __init__(self, arenas: Arenas, label: str) -> None:
         self._arenas = arenas
-        self._names = (f"{label}-{number}" for number in itertools.count(1))
+        self._label = label
+        self._numbers = itertools.count(1)  # no generator, which an interrupt would end for good
 
     def __call__(self, arena_nbytes: int) -> Slot:
-        return self._arenas.make_slot(next(self._names), arena_nbytes)
+        return self._arenas.make_slot(f"{self._label}-{next(self._numbers)}", arena_nbytes)
 
 
 class _Receivers:

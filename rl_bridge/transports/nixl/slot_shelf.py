@@ -27,7 +27,8 @@ class SlotShelf(Shelf):
         super().__init__(host)
         self._arenas = arenas
         self._epoch = host.epoch
-        self._names = (f"{label}-{number}" for number in itertools.count(1))
+        self._label = label
+        self._numbers = itertools.count(1)  # no generator, which an interrupt would end for good
         self._slots: dict[Slot, None] = {}
         self.ring = SlotRing(
             self._make_slot,
@@ -51,7 +52,7 @@ class SlotShelf(Shelf):
         return True
 
     def _make_slot(self, arena_nbytes: int) -> Slot:
-        name = next(self._names)
+        name = f"{self._label}-{next(self._numbers)}"
         try:
             self.attend()
             try:
