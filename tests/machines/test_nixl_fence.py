@@ -1,8 +1,10 @@
 """What a one-sided reader sees of a publisher that writes, forgets, hangs or lies."""
 
+import gc
 import os
 import re
 import signal
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, cast
@@ -14,12 +16,14 @@ from rl_bridge import WeightUpdateManifest, make_weight_bridge
 from rl_bridge.bridge.bridges import NIXLTensorBridge
 from rl_bridge.errors import SegmentError, StaleUpdate, TransferTimeout
 from rl_bridge.memory import vm
+from rl_bridge.memory.slots import ARRIVING
 from rl_bridge.testing.processes import Child, until
 from rl_bridge.testing.strategies import bytes_of
 from rl_bridge.transports.base import PartRequest
 from rl_bridge.transports.nixl import reading
 from rl_bridge.transports.nixl.consumer import NIXLConsumer
 from rl_bridge.transports.nixl.publisher import NIXLPublisher
+from rl_bridge.transports.nixl.reading import Reading
 from rl_bridge.transports.nixl.serving_process import ServingProcess
 from tests.helpers import stop
 from tests.machines.nixl_roles import SIZE, Between, Trainer, weights
@@ -222,6 +226,44 @@ def test_the_slot_of_a_read_that_did_not_end_is_used_again_only_when_nothing_can
             assert jobs[0].slot is None, "the slot is given back"
         finally:
             consumer.close()
+
+
+def test_of_reads_that_never_end_the_last_two_are_waited_for_and_the_others_end_by_force(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The control port answers and the data port does not, for many updates."""
+    errors: list[BaseException] = []
+    agents: list[weakref.ref[object]] = []
+
+    def late(_: Reading) -> bool:
+        raise TransferTimeout("nothing arrived")
+
+    with both(serve="inline") as (publisher, consumer):
+        consumer.import_update(publisher.publish(SMALL, weight_version=1))
+        _, far = ends(publisher, consumer)
+        (source,) = far._held.sources.values()
+        with monkeypatch.context() as hanging:
+            hanging.setattr(Reading, "in_flight", property(lambda _: True))
+            hanging.setattr(Reading, "settle", lambda _: False)
+            hanging.setattr(Reading, "step", late)
+            for version in range(2, 8):
+                manifest = publisher.publish(SMALL, weight_version=version)
+                with pytest.raises(TransferTimeout) as failed:
+                    consumer.import_update(manifest)
+                publisher.release(manifest.update_id)
+                errors.append(failed.value)  # with its frames, as a log may keep it
+                agents.append(weakref.ref(far._held.parked[-1][0]._agent.agent))
+            kept = [slot.update_id for slot in source.arrivals._ring._slots]
+            assert kept.count(ARRIVING) == len(far._held.parked) == 2
+            gc.collect()
+            alive = [agent() is not None for agent in agents]
+            assert alive == [False] * 4 + [True] * 2, "the library's, which might write"
+            far._held.parked[0][0].close()  # as one whose end an interrupt cut off
+            far._sweep()
+            assert len(far._held.parked) == 1
+        last = publisher.publish(SMALL, weight_version=8)
+        assert torch.equal(consumer.import_update(last)["w"], SMALL["w"])
+        assert not far._held.parked
 
 
 def test_a_stamp_that_comes_when_its_reader_gave_up_is_not_taken_for_a_later_one() -> None:

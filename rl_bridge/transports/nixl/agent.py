@@ -26,6 +26,7 @@ __all__ = [
     "AgentError",
     "Counters",
     "Kind",
+    "Made",
     "MemoryRefused",
     "Region",
     "State",
@@ -84,6 +85,20 @@ class Region:
         self.address = address
 
 
+class Made:
+    """What the library made of an agent, a list or a read, until it is released or the agent ends.
+
+    The library's own object keeps the library's agent alive. So nobody holds that but this: what an
+    error's frames refer to is empty when the agent is closed.
+    """
+
+    __slots__ = ("raw",)
+
+    def __init__(self, raw: Any) -> None:
+        """Hold it."""
+        self.raw = raw
+
+
 class Agent:
     """See the module. Thread-safe: the library's own lock is on."""
 
@@ -116,7 +131,7 @@ class Agent:
         self.num_registered = 0
         """Ranges that are registered now."""
         self._lock = threading.Lock()
-        self._made: dict[int, Any] = {}
+        self._made: dict[Made, None] = {}
         """Lists and reads that were made and not released."""
 
     # ---- memory ---------------------------------------------------------------------------------
@@ -210,7 +225,7 @@ class Agent:
 
     # ---- reads ----------------------------------------------------------------------------------
 
-    def prepare(self, peer: str | None, ranges: Ranges, kind: Kind) -> Any:
+    def prepare(self, peer: str | None, ranges: Ranges, kind: Kind) -> Made:
         """Prepare a list of descriptors; `peer` None is this side.
 
         Raises:
@@ -218,18 +233,20 @@ class Agent:
 
         """
         try:
-            made = self._agent.prep_xfer_dlist(
-                "NIXL_INIT_AGENT" if peer is None else peer, ranges, kind, [self._backend]
+            made = Made(
+                self._agent.prep_xfer_dlist(
+                    "NIXL_INIT_AGENT" if peer is None else peer, ranges, kind, [self._backend]
+                )
             )
         except self._failures as error:
             raise AgentError(
                 f"NIXL cannot prepare {len(ranges)} ranges: {error}."
             ) from error.with_traceback(None)
         self.made.plans += 1
-        self._made[id(made)] = made
+        self._made[made] = None
         return made
 
-    def make_read(self, local: Any, remote: Any, low: int, high: int) -> Any:
+    def make_read(self, local: Made, remote: Made, low: int, high: int) -> Made:
         """Make a read of the descriptors `low` to `high` of two lists; it can be posted many times.
 
         Raises:
@@ -238,15 +255,17 @@ class Agent:
         """
         rows = np.arange(low, high, dtype=np.int32)
         try:
-            made = self._agent.make_prepped_xfer(
-                "READ", local, rows, remote, rows, backends=[self._backend]
+            made = Made(
+                self._agent.make_prepped_xfer(
+                    "READ", local.raw, rows, remote.raw, rows, backends=[self._backend]
+                )
             )
         except self._failures as error:
             raise AgentError(f"NIXL cannot make a read: {error}.") from error.with_traceback(None)
-        self._made[id(made)] = made
+        self._made[made] = None
         return made
 
-    def post(self, read: Any) -> State:
+    def post(self, read: Made) -> State:
         """Begin a read.
 
         Raises:
@@ -255,7 +274,7 @@ class Agent:
         """
         return self._state(self._agent.transfer, read)
 
-    def check(self, read: Any) -> State:
+    def check(self, read: Made) -> State:
         """Make progress, and say whether a read is over.
 
         Raises:
@@ -264,9 +283,9 @@ class Agent:
         """
         return self._state(self._agent.check_xfer_state, read)
 
-    def _state(self, call: Any, read: Any) -> State:
+    def _state(self, call: Any, read: Made) -> State:
         try:
-            state = call(read)
+            state = call(read.raw)
         except self._failures as error:
             raise AgentError(f"a read failed: {error}.") from error.with_traceback(None)
         finally:
@@ -276,14 +295,17 @@ class Agent:
         done: State = state
         return done
 
-    def release(self, *made: Any) -> None:
-        """Let go of reads that are over, or of prepared lists."""
+    def release(self, *made: Made) -> None:
+        """Let go of reads that are over, or of prepared lists. Idempotent."""
         for one in made:
-            self._made.pop(id(one), None)
             try:
-                one.release()
+                if one.raw is not None:
+                    one.raw.release()
             except self._failures:
-                continue  # its finalizer tries again when the agent ends
+                pass  # it is under way, and ends with the agent
+            finally:
+                one.raw = None
+            self._made.pop(one, None)
 
     def progress(self) -> None:
         """Serve peers that read from here, where the network cannot do that by itself."""
@@ -308,9 +330,12 @@ class Agent:
         return -1
 
     def close(self) -> None:
-        """End it; registered memory and connections go along. Idempotent."""
+        """End it, with reads that are under way, registered memory and connections. Idempotent.
+
+        Nothing lands any more behind it.
+        """
         # What the library made must not outlive it: whoever still refers to it has nothing then.
-        self.release(*reversed(list(self._made.values())))
+        self.release(*reversed(list(self._made)))
         self._agent = None
         with self._lock:
             self.num_registered = 0

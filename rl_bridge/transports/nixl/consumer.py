@@ -40,6 +40,8 @@ _LOG = logging.getLogger(__name__)
 _MEET_S = 2.0
 # How long one that could not be reached is left alone.
 _REST_S = 60.0
+# Agents that are kept for reads that did not end; each costs a slot, memory and descriptors.
+_MAX_PARKED = 2
 _Made = TypeVar("_Made")
 
 
@@ -295,7 +297,7 @@ class NIXLConsumer(ConsumerEnd):
         """Go on with a new agent, which the next import makes.
 
         Reads that did not end may still write to this side's memory: nothing that the library
-        offers calls them off. Until they end, their slots are not used and their agent lives.
+        offers calls them off. Until they end, or their agent does, their slots are not used.
         """
         held, old = self._held, self._held.agent
         if old is None:
@@ -312,7 +314,10 @@ class NIXLConsumer(ConsumerEnd):
         self._sweep()
 
     def _sweep(self) -> None:
-        """Close agents whose reads ended meanwhile, and use their slots again."""
+        """Close agents whose reads ended meanwhile, and use their slots again.
+
+        Of a publisher that hangs they may never end: all but the last few end with their agents.
+        """
         held = self._held
         if held.under_way is not None:  # an interrupt cut off its end
             agent, jobs = held.under_way
@@ -321,14 +326,20 @@ class NIXLConsumer(ConsumerEnd):
                 return
             held.parked.append((agent, jobs))
             held.under_way = None
-        for agent, jobs in list(held.parked):
-            if all(job.reading is None or job.reading.settle() for job in jobs):
-                agent.close()
-                for job in jobs:
-                    job.give_back()
-                    if job.room is not None:
-                        job.room.give_back()
-                held.parked.remove((agent, jobs))
+        num_kept = 0
+        for agent, jobs in reversed(list(held.parked)):
+            is_over = agent.is_closed or all(
+                job.reading is None or job.reading.settle() for job in jobs
+            )
+            if not is_over and num_kept < _MAX_PARKED:
+                num_kept += 1
+                continue
+            agent.close()
+            for job in jobs:
+                job.give_back()
+                if job.room is not None:
+                    job.room.give_back()
+            held.parked.remove((agent, jobs))
 
     # ---- the rest -------------------------------------------------------------------------------
 
