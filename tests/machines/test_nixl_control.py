@@ -6,7 +6,7 @@ import socket
 import time
 import weakref
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
@@ -16,7 +16,7 @@ import torch
 
 from rl_bridge import GroupBridge, make_weight_bridge
 from rl_bridge.bridge.bridges import NIXLTensorBridge
-from rl_bridge.errors import TransferTimeout, WeightBridgeUnavailableError
+from rl_bridge.errors import SegmentError, TransferTimeout, WeightBridgeUnavailableError
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.testing.processes import DEADLINE_S, until
 from rl_bridge.transports._wire.channel import GREETING_NBYTES, Channel, Greeting, fresh_nonce
@@ -24,6 +24,7 @@ from rl_bridge.transports.nixl import consumer as nixl_consumer
 from rl_bridge.transports.nixl.agent import AgentError
 from rl_bridge.transports.nixl.consumer import NIXLConsumer
 from rl_bridge.transports.nixl.endpoint import NIXLEndpoint
+from rl_bridge.transports.nixl.link import Link
 from rl_bridge.transports.nixl.messages import MAGIC
 from rl_bridge.transports.nixl.publisher import NIXLPublisher
 from rl_bridge.transports.nixl.reading import Reading
@@ -221,6 +222,48 @@ def test_a_read_whose_lease_is_over_begins_again_at_once(monkeypatch: pytest.Mon
         monkeypatch.setattr(Reading, "step", stalling)
         assert torch.equal(consumer.import_update(second)["w"], torch.arange(50))
         assert stalled
+
+
+def link_of(end: NIXLConsumer) -> Link:
+    (source,) = end._held.sources.values()
+    return source.link
+
+
+def test_a_connection_that_fell_silent_is_not_used_again() -> None:
+    """A firewall forgot it, for instance: nobody hears its words, and nobody says so."""
+    here, nobody = socket.socketpair()
+    here.setblocking(False)  # noqa: FBT003 - Python's own signature
+    with both(timeout_s=0.5) as (publisher, consumer), closing(here), closing(nobody):
+        consumer.import_update(publisher.publish(WEIGHTS, weight_version=1))
+        channel = link_of(ends(publisher, consumer)[1])._channel
+        whole, channel.socket = channel.socket, here
+        second = publisher.publish({"w": torch.arange(50)}, weight_version=2)
+        with closing(whole):
+            with pytest.raises(TransferTimeout, match="could not answer"):
+                consumer.import_update(second)
+            assert torch.equal(consumer.import_update(second)["w"], torch.arange(50))
+
+
+@pytest.mark.parametrize("is_alive", [True, False], ids=["cut", "dead"])
+def test_a_connection_whose_end_shows_at_the_first_word_costs_no_version_but_a_dead_publishers(
+    is_alive: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with both(timeout_s=20.0) as (publisher, consumer):
+        consumer.import_update(publisher.publish(WEIGHTS, weight_version=1))
+        second = publisher.publish({"w": torch.arange(50)}, weight_version=2)
+        channel = link_of(ends(publisher, consumer)[1])._channel
+
+        def send(_: bytes) -> None:
+            if not is_alive:
+                publisher.close()
+            channel.close()
+
+        monkeypatch.setattr(channel, "send_raw", send)
+        if is_alive:
+            assert torch.equal(consumer.import_update(second)["w"], torch.arange(50))
+        else:
+            with pytest.raises(SegmentError, match="publish again"):
+                consumer.import_update(second)
 
 
 def test_owners_hear_what_became_of_a_version_whose_read_failed_at_one_of_them(

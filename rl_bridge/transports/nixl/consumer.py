@@ -40,8 +40,6 @@ _LOG = logging.getLogger(__name__)
 _MEET_S = 2.0
 # How long one that could not be reached is left alone.
 _REST_S = 60.0
-# Agents that are kept for reads that did not end; each costs a slot, memory and descriptors.
-_MAX_PARKED = 2
 _Made = TypeVar("_Made")
 
 
@@ -314,10 +312,7 @@ class NIXLConsumer(ConsumerEnd):
         self._sweep()
 
     def _sweep(self) -> None:
-        """Close agents whose reads ended meanwhile, and use their slots again.
-
-        Of a publisher that hangs they may never end: all but the last few end with their agents.
-        """
+        """Close agents whose reads ended meanwhile, and use their slots again."""
         held = self._held
         if held.under_way is not None:  # an interrupt cut off its end
             agent, jobs = held.under_way
@@ -326,20 +321,7 @@ class NIXLConsumer(ConsumerEnd):
                 return
             held.parked.append((agent, jobs))
             held.under_way = None
-        num_kept = 0
-        for agent, jobs in reversed(list(held.parked)):
-            is_over = agent.is_closed or all(
-                job.reading is None or job.reading.settle() for job in jobs
-            )
-            if not is_over and num_kept < _MAX_PARKED:
-                num_kept += 1
-                continue
-            agent.close()
-            for job in jobs:
-                job.give_back()
-                if job.room is not None:
-                    job.room.give_back()
-            held.parked.remove((agent, jobs))
+        held.sweep()
 
     # ---- the rest -------------------------------------------------------------------------------
 

@@ -11,6 +11,9 @@ from rl_bridge.transports.nixl.source import Source
 
 __all__ = ["Held", "end"]
 
+# Agents that are kept for reads that did not end; each costs a slot, memory and descriptors.
+_MAX_PARKED = 2
+
 
 class Held:
     """What outlives a consumer's end that is dropped: closed by its finalizer."""
@@ -30,6 +33,26 @@ class Held:
     def __enter__(self) -> None:
         """Gather what publishers are told."""
         self.num_open += 1
+
+    def sweep(self) -> None:
+        """Close agents whose reads ended meanwhile, and give their slots back.
+
+        Of a publisher that hangs they may never end: all but the last few end with their agents.
+        """
+        num_kept = 0
+        for agent, jobs in reversed(list(self.parked)):
+            is_over = agent.is_closed or all(
+                job.reading is None or job.reading.settle() for job in jobs
+            )
+            if not is_over and num_kept < _MAX_PARKED:
+                num_kept += 1
+                continue
+            agent.close()
+            for job in jobs:
+                job.give_back()
+                if job.room is not None:
+                    job.room.give_back()
+            self.parked.remove((agent, jobs))
 
     def end_reads_into(self, slot: Slot) -> None:
         """Close agents that may still write to a slot, whose memory is about to go."""

@@ -26,7 +26,7 @@ from rl_bridge.transports._wire.messages import (
     Reported,
     error_of,
 )
-from rl_bridge.transports.nixl.agent import Agent
+from rl_bridge.transports.nixl.agent import Agent, AgentError
 from rl_bridge.transports.nixl.endpoint import NIXLEndpoint
 from rl_bridge.transports.nixl.messages import (
     MAGIC,
@@ -195,7 +195,8 @@ class Link:
 
         Raises:
             StaleUpdate: the publisher released it.
-            SegmentError: it is not what was asked for, or the publisher is gone.
+            SegmentError: it is not what was asked for.
+            AgentError: the connection ended. Whether the publisher did, a new one shows.
             TransferTimeout: it does not answer in time.
 
         """
@@ -213,7 +214,17 @@ class Link:
     def _answer(self, kinds: tuple[type[Message], ...], update_id: str | None) -> Message:
         caller = self._caller()
         while True:
-            message = self._parsed(caller.wait_for_message(self._channel))
+            try:
+                text = caller.wait_for_message(self._channel)
+            except TransferTimeout:
+                self._channel.close()  # it may be cut without a word, and a new one is not
+                raise
+            except SegmentError as error:
+                if update_id is None:
+                    raise
+                msg = f"update {update_id}: the connection to its publisher ended."
+                raise AgentError(msg) from error
+            message = self._parsed(text)
             if isinstance(message, Refused):
                 self._channel.close()
                 msg = f"{self._where} ended the connection: {message.reason}. Publish again."
