@@ -232,7 +232,7 @@ def link_of(end: NIXLConsumer) -> Link:
 def test_a_connection_that_fell_silent_is_not_used_again() -> None:
     """A firewall forgot it, for instance: nobody hears its words, and nobody says so."""
     here, nobody = socket.socketpair()
-    here.setblocking(False)  # noqa: FBT003 - Python's own signature
+    here.setblocking(False)
     with both(timeout_s=0.5) as (publisher, consumer), closing(here), closing(nobody):
         consumer.import_update(publisher.publish(WEIGHTS, weight_version=1))
         channel = link_of(ends(publisher, consumer)[1])._channel

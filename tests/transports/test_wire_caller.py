@@ -2,11 +2,18 @@
 
 import os
 import resource
+import select
+import socket
+import threading
+import time
+from contextlib import ExitStack, closing
 
 import pytest
 
 from rl_bridge.errors import SegmentError, WeightBridgeUnavailableError
 from rl_bridge.transports._wire.caller import Caller
+from rl_bridge.transports._wire.channel import Channel, Greeting, fresh_nonce
+from rl_bridge.transports._wire.door import Door, listen
 
 
 def call(address: str = "127.0.0.1") -> None:
@@ -30,3 +37,59 @@ def test_a_publisher_that_does_not_listen_is_gone() -> None:
         SegmentError, match=r"at 127\.0\.0\.1 port 1 cannot be reached.* publish again"
     ):
         call()
+
+
+@pytest.mark.parametrize("said", [b"", b"12345678" + bytes(32)], ids=["at once", "behind hello"])
+def test_who_is_pushed_out_of_its_greeting_may_come_again(said: bytes) -> None:
+    """Anybody can have that happen who opens many connections, without the token."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def push_out() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.sendall(said)
+                if said:
+                    connection.recv(4096)
+
+        thread = threading.Thread(target=push_out)
+        thread.start()
+        port = listener.getsockname()[1]
+        caller = Caller("the publisher", "127.0.0.1", port, magic=b"12345678", timeout_s=20.0)
+        with pytest.raises(WeightBridgeUnavailableError, match="hung up in the greeting"):
+            caller.connect(b"token", "identity")
+        thread.join(20)
+
+
+def test_strangers_push_nobody_out_who_knows_the_token() -> None:
+    listener = listen("test", "127.0.0.1", 0)
+    with ExitStack() as stack:
+        door: Door[bytes] = Door(
+            listener,
+            magic=b"12345678",
+            token=b"token",
+            identity="identity",
+            parse=bytes,
+            timeout_s=3600.0,
+            max_members=1,
+        )
+        stack.callback(door.close)
+        pause = stack.enter_context(threading.Condition())
+
+        def come() -> Channel:
+            near = Channel(socket.create_connection(listener.getsockname(), timeout=20))
+            stack.enter_context(closing(near))
+            door.serve({listener.fileno()}, pause)
+            return near
+
+        near = come()
+        (far,) = door.channels
+        hello = near.receive_raw(40, until=time.monotonic() + 20)
+        assert hello is not None
+        greeting = Greeting(b"12345678", b"token", "identity", hello[8:])
+        near.send_raw(greeting.answer(fresh_nonce()))
+        select.select([far.socket], [], [], 20)
+        door.serve({far.socket.fileno()}, pause)
+        for _ in range(80):
+            come()
+        assert len(door.channels) == 64
+        assert far in door.channels

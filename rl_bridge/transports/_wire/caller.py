@@ -60,8 +60,8 @@ class Caller:
         Raises:
             SegmentError: the publisher is gone, or refuses the token.
             TransferTimeout: it does not answer in time.
-            WeightBridgeUnavailableError: the network does not lead there now, or this process has
-                no descriptor for it.
+            WeightBridgeUnavailableError: the network does not lead there now, this process has no
+                descriptor for it, or the publisher hung up before it looked at the token.
 
         """
         channel = Channel(
@@ -119,11 +119,11 @@ class Caller:
             if not channel.is_lost:
                 raise self._late("greet")
             msg = (
-                f"{self.where} hung up in the greeting: the token is not its own, another program "
-                "listens there by now, or too many came at once. Use the manifest or init info of "
-                "the publisher that runs now, and raise its max_consumers if there are more."
+                f"{self.where} hung up in the greeting, without a word about the token: too many "
+                "came at once, or another program listens there by now. Import again; if that does "
+                "not help, raise the publisher's max_consumers, or publish again."
             )
-            raise SegmentError(msg)
+            raise WeightBridgeUnavailableError(msg)
         return data
 
     def _greet(self, channel: Channel, token: bytes, identity: str) -> None:
@@ -138,7 +138,14 @@ class Caller:
         answer = greeting.answer(fresh_nonce())
         channel.send_raw(answer)
         # Both ways: what a stranger says is not parsed on this side either.
-        if not greeting.is_proven_by(self._receive(channel, "proof"), answer):
+        proof = self._receive(channel, "proof")
+        if proof == Greeting.refusal:
+            msg = (
+                f"{self.where} refuses this side: the token is not its own. Use the manifest or "
+                "init info of the publisher that runs now."
+            )
+            raise SegmentError(msg)
+        if not greeting.is_proven_by(proof, answer):
             msg = f"{self.where} does not know the token. Use its own init info."
             raise SegmentError(msg)
 

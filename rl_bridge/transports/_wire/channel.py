@@ -17,6 +17,7 @@ import time
 import weakref
 from collections import deque
 from contextlib import suppress
+from typing import ClassVar
 
 from pydantic import BaseModel
 
@@ -51,6 +52,9 @@ def fresh_nonce() -> bytes:
 
 class Greeting:
     """Both sides' parts of one greeting."""
+
+    refusal: ClassVar[bytes] = bytes(_PROOF_NBYTES)
+    """In place of the publisher's proof: the receiver's shows that it has another token."""
 
     def __init__(self, magic: bytes, token: bytes, identity: str, nonce: bytes) -> None:
         """Start with the publisher's nonce.

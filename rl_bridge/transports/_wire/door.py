@@ -92,7 +92,7 @@ class Door(Generic[_Joined]):
             max_message_nbytes: the largest message.
             max_members: most who may be in. All of them may come at once, and each has some round
                 trips to make: twice as many may be in their greeting, and 64 in any case. Beyond it
-                the oldest is turned away.
+                the oldest is turned away, of those who did not prove themselves if there are any.
 
         """
         self.listener = listener
@@ -148,7 +148,9 @@ class Door(Generic[_Joined]):
         until = time.monotonic() + self._timeout_s
         self._pending[connection.fileno()] = _Pending(channel, greeting, until)
         channel.send_raw(greeting.hello)
-        for oldest in list(self._pending)[: -self._max_pending]:
+        # Strangers first: however many they are, they push out nobody who knows the token.
+        by_age = sorted(self._pending, key=lambda fd: self._pending[fd].is_proven)
+        for oldest in by_age[: -self._max_pending]:
             self._turn_away(oldest)
 
     def _heard(self, fd: int, pending: _Pending) -> _Joined | None:
@@ -166,6 +168,7 @@ class Door(Generic[_Joined]):
             if answer is not None:
                 if not pending.greeting.accepts(answer):
                     _LOG.warning("a connection that does not know the token was refused")
+                    channel.send_raw(Greeting.refusal)  # else it might take it for a crowd
                     self._turn_away(fd)
                     return None
                 pending.is_proven = True
