@@ -136,6 +136,9 @@ def test_publishers_that_are_only_told_share_a_short_time_and_are_tried_again_la
             for _ in range(5):  # imports
                 end.meet(manifests)
             assert asked == [(name, 2.0) for name in names]
+            clock[0] += 60.0
+            end.meet(manifests[:1])
+            assert list(end._unreachable) == names[:1], "of the others nothing is kept"
         clock[0] += 60.0
         end.meet(manifests)
         assert list(end._held.sources) == names

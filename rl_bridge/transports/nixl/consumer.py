@@ -347,7 +347,10 @@ class NIXLConsumer(ConsumerEnd):
             if isinstance(error, TransferTimeout) and until - now < _MEET_S / 2:
                 _LOG.warning("it will not hear of this update: %s", error)
                 return  # others took its time: it did not have the chance to answer
-            self._unreachable[name] = time.monotonic() + _REST_S
+            now = time.monotonic()
+            # Of those that are gone for good nobody asks again.
+            rests = {one: end_at for one, end_at in self._unreachable.items() if end_at > now}
+            self._unreachable = rests | {name: now + _REST_S}
             _LOG.warning("it will not hear of updates for %s s: %s", _REST_S, error)
         else:
             self._unreachable.pop(name, None)
