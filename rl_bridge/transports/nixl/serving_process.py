@@ -171,7 +171,7 @@ class ServingProcess:
                 with suppress(subprocess.TimeoutExpired):
                     process.wait(_END_S)
             elif process.returncode < 0:
-                self._how = f"it was ended by {signal.Signals(-process.returncode).name}"
+                self._how = f"it was ended by {_name_of(-process.returncode)}"
             else:
                 self._how = f"it ended with {process.returncode}"
         self._line = self._process = None  # last: what an interrupt cut off, the next call ends
@@ -292,6 +292,14 @@ class ServingProcess:
         """In a forked child: close its copy of the socket, which would keep the process alive."""
         if self._line is not None:
             self._line.close()
+
+
+def _name_of(number: int) -> str:
+    """A signal's name; those in real time have none."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 def _is_readable(line: socket.socket, within_s: float) -> bool:
