@@ -20,6 +20,9 @@ from rl_bridge.transports.nixl.messages import Entry, Lease, Leased
 
 __all__ = ["Placed", "Published", "Ranges", "Shelf", "Taken"]
 
+# Of a reader's name in a catalog: who is called by what cannot be printed has a long one.
+_MAX_NAME = 1024
+
 Ranges = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 """Of each range of a version: its address, its first byte in the arena, its size."""
 
@@ -199,7 +202,7 @@ class Shelf(ABC):
             generation=slot.generation,
             arena_nbytes=slot.arena_nbytes,
             nbytes=nbytes,
-            readers=() if known is None else tuple(known.readers.values()),
+            readers=tuple(name[:_MAX_NAME] for name in known.readers.values()) if known else (),
         )
 
     @property
