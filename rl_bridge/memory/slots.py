@@ -101,6 +101,9 @@ class Slot:
         self.last_used = 0
         self.layout_digest: str | None = None
         self.before_close: Callable[[], None] | None = None
+        """Called first when it is closed, and again if an interrupt cut that off."""
+        self.is_kept = False
+        """Whether a ring has it: until then, who made it sees to its end."""
 
     @property
     def address(self) -> int:
@@ -119,9 +122,9 @@ class Slot:
 
     def close(self) -> None:
         """Give the memory back; readers keep what they mapped."""
-        before, self.before_close = self.before_close, None
-        if before is not None:
-            before()
+        if self.before_close is not None:
+            self.before_close()
+        self.before_close = None  # behind it: what an interrupt cuts off, the next call does again
         self.segment.close()
         if self.arena is not None:
             self.arena.close()
@@ -203,6 +206,8 @@ class SlotRing:
         self._name_holders = name_holders
         self._is_released = is_released
         self._slots: list[Slot] = []
+        self._ending: list[Slot] = []
+        """On their way in or out: what an interrupt left here, the next call closes."""
         self._uses = 0
 
     @property
@@ -222,6 +227,8 @@ class SlotRing:
             SegmentError: no memory for another one.
 
         """
+        for slot in list(self._ending):
+            self._drop(slot)
         self._uses += 1
         usable = self._find(arena_nbytes)
         if usable is None and len(self._slots) >= self._limit:
@@ -269,8 +276,9 @@ class SlotRing:
 
     def close(self) -> None:
         """Give all segments back; readers keep what they mapped."""
-        for slot in self._slots:
+        for slot in (*self._ending, *self._slots):
             slot.close()
+        self._ending.clear()
         self._slots.clear()
 
     def _find(self, arena_nbytes: int) -> Slot | None:
@@ -298,21 +306,28 @@ class SlotRing:
         return usable
 
     def _drop(self, slot: Slot) -> None:
-        self._slots.remove(slot)
+        if slot not in self._ending:
+            self._ending.append(slot)
+        if slot in self._slots:
+            self._slots.remove(slot)
         slot.close()
+        self._ending.remove(slot)
 
     def _grow(self, arena_nbytes: int) -> Slot:
         if len(self._slots) >= self._limit:
             raise SlotsExhausted(self._exhausted())
         slot = self._make_slot(arena_nbytes)
+        self._ending.append(slot)
+        slot.is_kept = True
         if not leases.try_exclusive(slot.segment.fd):
-            slot.close()
+            self._drop(slot)
             msg = (
                 f"a new slot of {slot.nbytes} bytes was locked by somebody else before its "
                 "first use. Keep other programs out of this process's descriptors, and try again."
             )
             raise WeightBridgeError(msg)
         self._slots.append(slot)
+        self._ending.remove(slot)
         return slot
 
     def _exhausted(self) -> str:

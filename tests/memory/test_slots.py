@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,8 @@ from rl_bridge.memory import leases, vm
 from rl_bridge.memory.holding import close_fd
 from rl_bridge.memory.segment import OwnedSegment, open_segment
 from rl_bridge.memory.slots import Slot, SlotRing, Stamp, read_stamp, slot_segment_nbytes
-from tests.helpers import open_fds
+from tests.helpers import open_fds, tracing
+from tests.interrupts import InterruptBefore
 from tests.memory.slots_rig import SIZE, new_ring, uid, write
 
 MakeRing = Callable[..., SlotRing]
@@ -310,3 +312,28 @@ def test_closing_gives_all_segments_back_and_readers_keep_theirs(make_ring: Make
     assert os.pread(lease, 5, 0) == b"bytes"
     close_fd(lease)
     assert open_fds() == before
+
+
+def test_an_interrupt_before_any_line_keeps_no_slot_that_was_on_its_way_in_or_out() -> None:
+    ring = new_ring(2)
+    make, taken = ring._make_slot, []
+
+    def make_slot(nbytes: int) -> Slot:
+        slot = make(nbytes)
+        slot.before_close = lambda: None
+        taken.append(slot)
+        return slot
+
+    ring._make_slot = make_slot
+    number, struck = 0, True
+    while struck:
+        tracer = InterruptBefore(number)
+        with suppress(KeyboardInterrupt), tracing(tracer):
+            ring.acquire(SIZE)
+        struck = tracer.struck
+        ring.acquire((8 if number % 2 else 32) * SIZE)
+        kept = [slot for slot in taken if slot.is_kept and slot.before_close is not None]
+        assert kept == ring._slots, f"before line number {number}"
+        number += 1
+    assert number > 50
+    ring.close()

@@ -69,9 +69,11 @@ class KnownSlots:
                 before_end()
             # What a late reader still sees of these pages is no version any more.
             slot.stamp(None, 0)
-            ended = self._known.pop(slot, None)
+            ended = self._known.get(slot)
             for region in () if ended is None else ended.regions:
                 self._agent.deregister(region)
+            # Behind it: what an interrupt cuts off, the next `close` of the slot does again.
+            self._known.pop(slot, None)
 
         slot.before_close = forget  # first: an interrupt must not lose what is known
         try:
@@ -112,6 +114,11 @@ class KnownSlots:
         for slot in self._known:
             self._known[slot] = self._register(slot)
 
+    def end_lost(self) -> None:
+        """Close slots that an interrupt kept from the ring they were made for."""
+        for slot in [slot for slot in self._known if not slot.is_kept]:
+            slot.close()
+
     def __getitem__(self, slot: Slot) -> Registered:
         """What the agent knows of a slot."""
         return self._known[slot]
@@ -133,6 +140,7 @@ class RegisteredArenas(Arenas):
             SegmentError: there is no memory, or the library refuses it.
 
         """
+        self._known.end_lost()
         slot = self._inner.make_slot(name, arena_nbytes)
         try:
             self._known.add(slot)

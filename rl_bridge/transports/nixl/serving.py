@@ -119,8 +119,9 @@ class Serving:
                 metadata = self._agent.metadata(made.region).hex()
                 return {"address": made.address, "metadata": metadata}
             case "unmap":
-                self._mapped.pop(options["key"]).close()
-                return {}
+                if (mapped := self._mapped.pop(options["key"], None)) is not None:
+                    mapped.close()
+                return {}  # one that is gone, too: an interrupt may have lost that answer
             case "ping":
                 return {}
             case "help":

@@ -64,6 +64,8 @@ class ServingProcess:
         self._connection = b""
         self._keys = 0
         self._live: set[int] = set()
+        self._regions: weakref.WeakValueDictionary[int, _Far] = weakref.WeakValueDictionary()
+        """Of those that are live; one that nobody has was lost, to an interrupt."""
         self._is_helping = False
         self._how = "it is gone"
         _ALL.add(self)
@@ -244,15 +246,22 @@ class ServingProcess:
 
         """
         with self._lock:
+            for lost in self._live - set(self._regions):
+                self._unmap(lost)
             self._keys += 1
             key = self._keys
-            answer = self._ask(
-                "map", within_s=_LONG_S, fd=segment.fd, key=key, nbytes=segment.nbytes
-            )
-            self._live.add(key)
+            self._live.add(key)  # first: it may be mapped from here on
+            try:
+                answer = self._ask(
+                    "map", within_s=_LONG_S, fd=segment.fd, key=key, nbytes=segment.nbytes
+                )
+            except AgentError:
+                self._live.discard(key)
+                raise
             self.made.registrations += 1
             metadata = bytes.fromhex(answer["metadata"])
-            return _Far(key, self.epoch, answer["address"], metadata)
+            region = self._regions[key] = _Far(key, self.epoch, answer["address"], metadata)
+            return region
 
     def deregister(self, region: Region) -> None:
         """Have it unmapped there. Idempotent; with the process it is gone anyway."""
@@ -260,9 +269,12 @@ class ServingProcess:
             key = region.descriptors
             if not isinstance(region, _Far) or region.epoch != self.epoch or key not in self._live:
                 return
-            self._live.discard(key)
-            with suppress(AgentError):  # it ended: so did the registration
-                self._ask("unmap", within_s=_LONG_S, key=key)
+            self._unmap(key)
+
+    def _unmap(self, key: int) -> None:
+        with suppress(AgentError):  # it ended: so did the registration
+            self._ask("unmap", within_s=_LONG_S, key=key)
+        self._live.discard(key)  # behind it: what an interrupt cuts off is done again
 
     def metadata(self, region: Region | None) -> bytes:
         """What a peer needs to read a region; None: to reach the process at all."""
