@@ -2,6 +2,7 @@
 
 import logging
 import os
+import secrets
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -63,6 +64,7 @@ class NIXLConsumer(ConsumerEnd):
         """Open nothing yet."""
         self._worker = worker
         self._rank = rank
+        self._reader = secrets.token_hex(16)
         self._make_agent = make_agent
         self._make_arenas = make_arenas
         self._backend = backend
@@ -282,6 +284,7 @@ class NIXLConsumer(ConsumerEnd):
             rank=self._rank,
             is_observer=is_observer,
             timeout_s=self._timeout_s,
+            reader=self._reader,
             within_s=within_s,
         )
         if known is None:

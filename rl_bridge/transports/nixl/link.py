@@ -67,6 +67,7 @@ class Link:
         rank: int,
         is_observer: bool,
         timeout_s: float,
+        reader: str,
         within_s: float | None = None,
     ) -> None:
         """Connect, prove that the token is known, and join; within that time if it is shorter.
@@ -90,7 +91,11 @@ class Link:
         self._held_back: deque[bytes] = deque()
         self._timeout_s = timeout_s
         self._identity = Join(
-            worker=worker[:512], rank=rank, pid=os.getpid(), is_observer=is_observer
+            worker=worker[:512],
+            rank=rank,
+            pid=os.getpid(),
+            reader=reader,
+            is_observer=is_observer,
         )
         caller = self._caller(within_s)
         self._where = caller.where

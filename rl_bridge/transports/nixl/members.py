@@ -20,6 +20,7 @@ class Member(Peer):
             rank=join.rank,
             pid=join.pid,
             is_observer=join.is_observer,
+            reader=join.reader,
         )
         self.needs_help = False
         self.leases: dict[str, float] = {}

@@ -56,6 +56,8 @@ class Join(Message):
     worker: Annotated[StrictStr, Field(max_length=512)]
     rank: Count
     pid: Count
+    reader: UpdateId
+    """The same for all connections of this reader, of which the publisher keeps the newest."""
     is_observer: StrictBool = False
     """It leaves no record."""
 

@@ -282,6 +282,8 @@ class Server:
             self.changed.notify_all()
 
     def _join(self, channel: Channel, join: Join) -> None:
+        for before in [m for m in self.members if m.is_of(join.reader, join.pid)]:
+            self._lose(before)  # its end may never be heard, and takes a place
         if len(self.members) >= self._max_members:
             reason = (
                 f"the publisher has room for {self._max_members} consumers and all are taken. "
@@ -296,13 +298,9 @@ class Server:
             channel.send(Refused(reason=f"it cannot serve now: {error}"[:_MAX_REASON]))
             channel.close()
             return
-        self._gone = [
-            m
-            for m in self._gone
-            if (m.worker, m.rank, m.pid) != (join.worker, join.rank, join.pid) or m.updates
-        ]
         member = Member(channel, join)
         self.members.append(member)
+        member.take_over(self._gone)
         metadata, epoch = self._host.metadata(None).hex(), self._host.epoch
         channel.send(Welcome(metadata=metadata, epoch=epoch, timeout_s=self._timeout_s))
         self._serve(member)
@@ -351,6 +349,7 @@ class Server:
                 self._lose(member)
             case Join(is_observer=is_observer):
                 member.is_observer = is_observer
+                member.take_over(self._gone)
         return None
 
     def _lease(self, member: Member, lease: Lease) -> Message | None:
