@@ -17,14 +17,18 @@ __all__ = ["InterruptBefore", "cut_closes_off"]
 
 
 class InterruptBefore:
-    """Traces this thread and raises before the `number`-th line of the library, once."""
+    """Traces this thread and raises before the `number`-th line of the library, once.
 
-    def __init__(self, number: int) -> None:
+    Counted are lines of files with `within` in their path.
+    """
+
+    def __init__(self, number: int, *, within: str = "/rl_bridge/") -> None:
         self._left = number
+        self._within = within
         self.struck = False
 
     def __call__(self, frame: FrameType, event: str, _: Any) -> Any:
-        if "/rl_bridge/" not in frame.f_code.co_filename:
+        if self._within not in frame.f_code.co_filename:
             return None
         if event == "line" and not self.struck:
             # Leaving a with block is traced as its line, where Python itself never interrupts; nor

@@ -138,9 +138,12 @@ class PublisherSide:
 
         """
         chosen = PairChoice.from_json(choice)
+        is_behind = bool(self._manifests) and chosen.lane not in self._manifests
+        if is_behind and chosen.lane in self._lanes:
+            self._shut(chosen.lane)  # an interrupt came where it was opened, or shut
         if chosen.lane not in self._lanes:
             lane = self._open(chosen)
-            if self._manifests:
+            if is_behind:
                 self._carry_over(chosen.lane, lane)
         self._asked.add(chosen.lane)
         manifest = self._manifests.get(chosen.lane)
@@ -150,8 +153,6 @@ class PublisherSide:
     def drop(self, lane: str) -> None:
         """Close a lane that no rollout uses; the last seal stays open. Idempotent."""
         self._asked.discard(lane)
-        if lane in self._lanes and lane not in _SEALS:
-            self._shut(lane)
         self._drop_spare()
 
     @_in_turn
@@ -195,11 +196,13 @@ class PublisherSide:
                 )
             _require_one_root(made)
             self._journal.reserve(weight_version)
+            # (Where the version is known from here on, an interrupt takes nothing of it back.)
+            self._before, self._manifests, self._metadata = self._manifests, made, metadata or {}
         except BaseException:
-            for lane, manifest in made.items():
-                self._lanes[lane].release(manifest)
+            if self._manifests is not made:
+                for lane, manifest in made.items():
+                    self._lanes[lane].release(manifest)
             raise
-        self._before, self._manifests, self._metadata = self._manifests, made, metadata or {}
         return self.announcement(), {lane: text.to_json().encode() for lane, text in made.items()}
 
     @_in_turn
@@ -246,15 +249,18 @@ class PublisherSide:
         return next(iter(self._manifests.values()), None)
 
     def _drop_spare(self) -> None:
-        """Let go of seals that no rollout uses; where none is used, all but one."""
-        seals = [lane for lane in _SEALS if lane in self._lanes]
-        kept = [lane for lane in seals if lane in self._asked] or seals[:1]
-        for lane in seals:
-            if lane not in kept:
-                self._shut(lane)
-                _LOG.info("%s seals versions on %s alone", self._worker, kept[0])
+        """Shut every lane that no rollout uses, but for the last seal.
+
+        Among them is what an interrupt left of a lane that was to be opened or shut.
+        """
+        seals = [lane for lane in _SEALS if lane in (self._manifests or self._lanes)]
+        kept = self._asked.intersection(seals) or seals[:1]
+        for lane in self._lanes.keys() - self._asked.union(kept):
+            self._shut(lane)
+            _LOG.info("%s shuts %s", self._worker, lane)
 
     def _shut(self, lane: str) -> None:
+        # In this order: a lane without the version is known as one that is not to be used.
         self._manifests.pop(lane, None)
         self._before.pop(lane, None)
         self._lanes.pop(lane).bridge.close()
@@ -270,8 +276,7 @@ class PublisherSide:
                 )
             _require_one_root(self._manifests)
         except BaseException:
-            self._manifests.pop(name, None)
-            self._lanes.pop(name).bridge.close()
+            self._shut(name)
             raise
 
 
