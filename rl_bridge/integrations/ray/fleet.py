@@ -150,7 +150,7 @@ class RolloutFleet:
 
         """
         self._members.pop(name, None)
-        self._trainers.look_again()
+        self._trainers.look_again(at_version=True)
         deadline = Deadline(self._timeout_s)
         _, raised = side_by_side({name: self._joining(name, actor, deadline)}, deadline)
         for error in raised.values():

@@ -47,7 +47,7 @@ class Trainers:
         self._store: Any = None
         self._facts: list[SideFacts] = []
         self._is_sure = True
-        """No publication may have come through without an answer."""
+        """No publication may have come through without an answer, or for another fleet."""
         self._lanes: set[str] = set()
         self._drops: list[tuple[str, str, Any]] = []
         deadline = Deadline(timeout_s)
@@ -87,9 +87,15 @@ class Trainers:
             self._facts = [SideFacts.from_json(one) for one in told]
         return self._facts
 
-    def look_again(self) -> None:
-        """Ask anew where they run, before one joins: Ray may have started one anew, elsewhere."""
+    def look_again(self, *, at_version: bool = False) -> None:
+        """Ask anew where they run, before one joins: Ray may have started one anew, elsewhere.
+
+        Args:
+            at_version: ask what they have published, too: another fleet may have had them do it.
+
+        """
         self._facts = []
+        self._is_sure = self._is_sure and not at_version
 
     def choose(self, name: str, actor: Any, deadline: Deadline) -> Steps[list[PairChoice]]:
         """The steps to how a rollout reads them: a choice for each, of one lane.
@@ -128,7 +134,7 @@ class Trainers:
         return manifest
 
     def _see_current(self, deadline: Deadline) -> None:
-        """Ask what is out, behind a publication without an answer: it may have come through."""
+        """Ask what is out, where that is not known: a publication may have come through."""
         if self._is_sure:
             return
         told = self._ask("answer", "weight_announcement", deadline)
