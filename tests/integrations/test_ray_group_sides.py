@@ -74,6 +74,21 @@ def test_a_late_lane_gets_the_sealed_version_of_all_ranks(
     late.close()
 
 
+def test_a_rollout_that_takes_another_lane_answers_with_the_groups_root_still(
+    run: Run, rollouts: list[Rollout]
+) -> None:
+    told, manifests = run.publish(1)
+    rollouts[0].update(manifests["shared-memory"])
+    manifest = run.all(lambda rank: rank.side.serve(BROADCAST))
+    rollouts[0].side.join(BROADCAST)
+    changed = manifest.replace(b'"weight_version":1', b'"weight_version":3')
+    answer = rollouts[0].update(changed)
+    assert answer.outcome == "refused"
+    assert (answer.active_version, answer.active_root) == (1, told.root)
+    answer = rollouts[0].update(manifest)
+    assert (answer.outcome, answer.active_root) == ("acknowledged", told.root)
+
+
 def test_where_a_rank_fails_no_rank_publishes_and_the_next_version_goes_through(
     run: Run, rollouts: list[Rollout]
 ) -> None:

@@ -241,6 +241,38 @@ def test_a_rollout_that_takes_another_lane_lets_go_of_the_one_before(trainer: Tr
     rollout.side.close()
 
 
+def test_a_rollout_serves_its_version_until_one_has_come_by_another_lane(trainer: Trainer) -> None:
+    rollout = Rollout()
+    told, manifests = trainer.side.publish(1)
+    rollout.update(manifests["shared-memory"])
+    first = Announcement.from_json(told)
+    manifest = trainer.side.serve(BROADCAST)
+    joined = RolloutAnswer.from_json(rollout.side.join(BROADCAST))
+    asked = RolloutAnswer.from_json(rollout.side.status())
+    for answer in (joined, asked, rollout.update(b"{}")):
+        assert (answer.active_version, answer.active_root) == (1, first.root), answer
+        assert rollout.side.check_servable() == 1
+    assert rollout.update(manifest).outcome == "acknowledged"
+    trainer.step()
+    _, manifests = trainer.side.publish(2)
+    assert rollout.update(manifests["broadcast"]).active_version == 2
+    assert rollout.side.check_servable() == 2
+    rollout.side.close()
+
+
+def test_tensors_that_are_used_as_they_came_do_not_outlive_their_lane(trainer: Trainer) -> None:
+    side = RolloutSide(lambda: None)
+    side.join(MEMORY)
+    _, manifests = trainer.side.publish(1)
+    side.update(manifests["shared-memory"])
+    assert side.check_servable() == 1
+    trainer.side.serve(BROADCAST)
+    side.join(BROADCAST)
+    with pytest.raises(WeightBridgeUnavailableError, match="no verified version yet"):
+        side.check_servable()
+    side.close()
+
+
 def test_a_late_lane_gets_the_sealed_version_and_not_the_weights_of_now(trainer: Trainer) -> None:
     near = Rollout()
     told, manifests = trainer.side.publish(1)

@@ -212,11 +212,7 @@ class RolloutActor:
             WeightBridgeUnavailableError: it has no verified version yet.
 
         """
-        executor = self._rollout_side().executor
-        executor.check_servable()
-        version = executor.active_weight_version
-        assert version is not None  # what is servable has one
-        return version
+        return self._rollout_side().check_servable()
 
     def _rollout_side(self) -> RolloutSide:
         with _MAKING:

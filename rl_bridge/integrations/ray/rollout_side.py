@@ -25,7 +25,8 @@ __all__ = ["RolloutSide"]
 _LOG = logging.getLogger(__name__)
 
 Outcome = Literal["acknowledged", "refused", "torn", "unjoined", "status"]
-_Taken = tuple[RolloutExecutor, TensorBridge]
+_Taken = tuple[RolloutExecutor, TensorBridge, RolloutExecutor | None]
+"""A lane's, and who had the engine before, until the lane's own first version is in it."""
 
 
 class RolloutSide:
@@ -109,8 +110,8 @@ class RolloutSide:
                 self._join(PairChoice.from_json(choice))
             except Exception as error:  # noqa: BLE001 - the answer carries it to who asked
                 _LOG.warning("rollout %s cannot join", self._worker, exc_info=True)
-                return self._answer("refused", self._executor, error).to_json()
-            return self._answer("status", self._executor).to_json()
+                return self._answer("refused", error).to_json()
+            return self._answer("status").to_json()
 
     def update(self, manifest: bytes) -> bytes:
         """Install one version, or leave everything as it was: `RolloutAnswer` as JSON.
@@ -119,23 +120,36 @@ class RolloutSide:
         nothing has to be rebuilt from a type that the other side may not have.
         """
         with self._lock:
-            executor = self._executor
-            if executor is None:
-                return self._answer("unjoined", None).to_json()
+            if self._taken is None:
+                return self._answer("unjoined").to_json()
+            executor, bridge, _ = self._taken
             try:
                 self._install(executor, manifest.decode())
             except TornEngine as error:
-                return self._answer("torn", executor, error).to_json()
+                return self._answer("torn", error).to_json()
             except Exception as error:  # noqa: BLE001 - the answer carries it to who asked
                 _LOG.warning("rollout %s keeps its version: %s", self._worker, error)
-                outcome: Outcome = "torn" if executor.is_torn else "refused"
-                return self._answer(outcome, executor, error).to_json()
-            return self._answer("acknowledged", executor).to_json()
+                return self._answer("torn" if self._is_torn else "refused", error).to_json()
+            self._taken = (executor, bridge, None)
+            return self._answer("acknowledged").to_json()
 
     def status(self) -> bytes:
         """What the engine holds: `RolloutAnswer` as JSON. Waits for no update."""
-        executor = self._executor
-        return self._answer("unjoined" if executor is None else "status", executor).to_json()
+        return self._answer("unjoined" if self._taken is None else "status").to_json()
+
+    def check_servable(self) -> int:
+        """The version that the engine may answer with. Waits for no update.
+
+        Raises:
+            TornEngine: it may not answer.
+            WeightBridgeUnavailableError: it has no verified version yet.
+
+        """
+        holder = self._holder or self.executor  # which says that there is none
+        holder.check_servable()
+        version = holder.active_weight_version
+        assert version is not None  # what is servable has one
+        return version
 
     def close(self) -> None:
         """Release the active version and close the bridge; the engine keeps its bytes."""
@@ -149,12 +163,30 @@ class RolloutSide:
         taken = self._taken
         return None if taken is None else taken[0]
 
+    @property
+    def _holder(self) -> RolloutExecutor | None:
+        """Who says what the engine holds: on a new lane who had it before, up to a first version.
+
+        It is closed, and its engine has the bytes that it proved.
+        """
+        taken = self._taken
+        if taken is None:
+            return None
+        executor, _, before = taken
+        is_new = executor.active_weight_version is None and not executor.is_torn
+        return before if is_new and before is not None else executor
+
+    @property
+    def _is_torn(self) -> bool:
+        return self._holder is not None and self._holder.is_torn
+
     def _install(self, executor: RolloutExecutor, text: str) -> None:
         if not isinstance(executor.bridge, GroupBridge):
             executor.update_weights(text)
             return
         group = GroupManifest.from_json(text)
-        held = executor.active_weight_update_id
+        last = None if self._holder is None else self._holder.last_ack
+        held = None if last is None else last.update_id
         self._groups = {one: root for one, root in self._groups.items() if one == held}
         self._groups[group.update_id] = group.root
         # What an executor is given, its bridge makes a manifest of.
@@ -170,9 +202,11 @@ class RolloutSide:
         except BaseException:
             bridge.close()
             raise
+        # Without an adapter, tensors of the lane itself are what serves: those go with it.
+        holder = None if executor.weight_install_adapter is None else self._holder
         # From here on it has the one or the other, wherever an interrupt comes in.
         self._joined = None
-        before, self._taken = self._taken, (executor, bridge)
+        before, self._taken = self._taken, (executor, bridge, holder)
         self._joined = lane
         _LOG.info("rollout %s joins by %s", self._worker, chosen)
         _close(before)
@@ -187,9 +221,8 @@ class RolloutSide:
             return GroupBridge(self._wanted(), transports={chosen.transport: options}, **who)
         return make_weight_bridge(chosen.transport, **who, **options)
 
-    def _answer(
-        self, outcome: Outcome, executor: RolloutExecutor | None, error: Exception | None = None
-    ) -> RolloutAnswer:
+    def _answer(self, outcome: Outcome, error: Exception | None = None) -> RolloutAnswer:
+        holder = self._holder
         answer = RolloutAnswer(
             worker=self._worker,
             rank=self._rank,
@@ -199,12 +232,12 @@ class RolloutSide:
             error="" if error is None else type(error).__name__,
             message="" if error is None else str(error)[:4096],
         )
-        return answer if executor is None else answer.of(executor, self._groups)
+        return answer if holder is None else answer.of(holder, self._groups)
 
 
 def _close(taken: _Taken | None) -> None:
     if taken is not None:
-        executor, bridge = taken
+        executor, bridge, _ = taken
         try:
             executor.close()
         finally:
