@@ -116,6 +116,16 @@ def test_a_lane_that_was_dropped_is_published_on_no_more(run: Run, rollouts: lis
     assert rollouts[0].update(manifests["shared-memory"]).active_version == 2
 
 
+def test_ranks_that_have_their_lanes_in_another_order_publish_together(
+    run: Run, rollouts: list[Rollout]
+) -> None:
+    run.all(lambda rank: rank.side.serve(BROADCAST))
+    side = run.ranks[1].side
+    side._lanes = dict(reversed(side._lanes.items()))
+    _, manifests = run.publish(1)
+    assert rollouts[0].update(manifests["shared-memory"]).active_version == 1
+
+
 def test_a_dropped_lane_that_is_opened_again_gets_the_version_of_now(
     run: Run, rollouts: list[Rollout]
 ) -> None:

@@ -99,6 +99,18 @@ class WeightPublisherActor:
         self.__seat = taken
         return self.__publisher_side.announcement()
 
+    def as_weight_rank(self, method: str, *given: Any) -> tuple[bool, Any]:
+        """Call another method, as a rank of a group that has its seat.
+
+        Returns:
+            Whether it has one, and the answer. One that Ray started anew has none, and does nothing
+            of what a publisher by itself would do.
+
+        """
+        if self.__seat is None:
+            return False, None
+        return True, getattr(self, method)(*given)
+
     def publish_weights(
         self, weight_version: int, metadata: Mapping[str, JSONValue] | None = None
     ) -> tuple[bytes, dict[str, bytes]]:

@@ -20,11 +20,13 @@ class Announcement(Said):
     Attributes:
         weight_version: its version; None before the first.
         root: its root: whoever acknowledges it holds exactly that.
+        lanes: what it publishes on, in order.
 
     """
 
     weight_version: Version | None = None
     root: Text = ""
+    lanes: Annotated[tuple[Text, ...], Field(max_length=1024)] = ()
 
 
 class RolloutAnswer(Said):

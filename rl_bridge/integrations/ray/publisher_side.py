@@ -190,7 +190,7 @@ class PublisherSide:
         self._before = {}
         made: dict[str, Manifest] = {}
         try:
-            for name, one in self._lanes.items():
+            for name, one in sorted(self._lanes.items()):  # on all ranks one behind the other
                 made[name] = one.publish(
                     self._source(), weight_version=weight_version, metadata=metadata
                 )
@@ -208,10 +208,11 @@ class PublisherSide:
     @_in_turn
     def announcement(self) -> bytes:
         """What was published last: `Announcement` as JSON."""
-        manifest = self._current
-        if manifest is None:
-            return Announcement().to_json()
-        return Announcement(weight_version=manifest.weight_version, root=manifest.root).to_json()
+        told, manifest = Announcement(lanes=tuple(sorted(self._lanes))), self._current
+        if manifest is not None:
+            out = {"weight_version": manifest.weight_version, "root": manifest.root}
+            told = told.model_copy(update=out)
+        return told.to_json()
 
     @_in_turn
     def reports(self) -> bytes:

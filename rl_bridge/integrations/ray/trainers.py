@@ -1,7 +1,7 @@
 """The trainer as a fleet knows it: one actor, or those of all ranks of a group."""
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from rl_bridge.bridge.pairing import PairChoice, SideFacts, choose_for_group, choose_transport
@@ -17,6 +17,17 @@ __all__ = ["Trainers"]
 _LOG = logging.getLogger(__name__)
 # Of the fleet's time, what a rank waits for the others: who waited can still say for whom.
 _SHARE = 0.5
+
+
+class _SeatLost(GroupAborted):
+    """Ray started a rank anew: it knows of no group."""
+
+    def __init__(self, rank: int, what: str) -> None:
+        super().__init__(
+            f"trainer rank {rank} did not {what}: it was started anew, and has no seat in its "
+            "group. Publish a later version: the fleet gives it its seat.",
+            (rank,),
+        )
 
 
 class Trainers:
@@ -61,10 +72,15 @@ class Trainers:
         # Placed by Ray; it goes when the last handle does.
         self._store = require().remote(num_cpus=0)(GroupStore).remote()
         result_of("the group's store", "begin", self._store.check.remote([]), deadline)
+        return self._come_together(deadline)
+
+    def _come_together(self, deadline: Deadline) -> Announcement:
+        """Have all ranks take their seats, with the same version and the same lanes."""
         told = self._take_seats(deadline, anew=False)
         if any(one != told[0] for one in told):
             _LOG.warning("the ranks have published different versions: the group begins anew")
             told = self._take_seats(deadline, anew=True)
+        self._facts = []
         return told[0]
 
     def _take_seats(self, deadline: Deadline, *, anew: bool) -> list[Announcement]:
@@ -77,12 +93,17 @@ class Trainers:
             ).to_json()
 
         given = [(seat(rank), self._store) for rank in range(len(self._actors))]
-        told = self._ask("join its group", "join_weight_group", deadline, given)
+        told = self._answers(
+            "join its group",
+            [one.join_weight_group.remote(*mine) for one, mine in self._each(given)],
+            deadline,
+        )
         return [Announcement.from_json(one) for one in told]
 
     def _sides(self, deadline: Deadline) -> list[SideFacts]:
         """Where they run, and what works there."""
         if not self._facts:
+            self._see_current("answer", deadline)
             told = self._ask("answer", "weight_facts", deadline)
             self._facts = [SideFacts.from_json(one) for one in told]
         return self._facts
@@ -126,22 +147,35 @@ class Trainers:
             WeightBridgeError: it cannot be opened.
 
         """
-        self._see_dropped(deadline)
-        self._see_current(deadline)
+        self._see_current("answer", deadline)
         self._lanes.add(choices[0].lane)  # first: it may be open without an answer that says so
         given = [(choice.to_json(),) for choice in choices]
         manifest: bytes = self._same(self._ask(f"serve {name}", "serve_weights", deadline, given))
         return manifest
 
-    def _see_current(self, deadline: Deadline) -> None:
-        """Ask what is out, where that is not known: a publication may have come through."""
-        if self._is_sure:
+    def _see_current(self, what: str, deadline: Deadline) -> None:
+        """Ask what is out, where that is not known: a publication may have come through.
+
+        Ranks are asked each time, and brought together where that is what it takes: one that Ray
+        started anew would publish nothing, and have all others wait for it.
+        """
+        self._see_dropped(deadline)
+        if self._is_sure and not self.is_group:
             return
-        told = self._ask("answer", "weight_announcement", deadline)
+        try:
+            told = [
+                Announcement.from_json(one)
+                for one in self._ask(what, "weight_announcement", deadline)
+            ]
+            is_together = all(one.lanes == told[0].lanes for one in told)
+        except _SeatLost as error:
+            _LOG.warning("%s", error)
+            is_together = False
+        if not is_together:
+            told = [self._come_together(deadline)]
         if all(one == told[0] for one in told):  # else the next publication brings them together
-            out = Announcement.from_json(told[0])
             # (Who was started anew has published nothing: what was out before stays out.)
-            self.current = self.current if out.weight_version is None else out
+            self.current = self.current if told[0].weight_version is None else told[0]
             self._is_sure = True
 
     def keep_lanes(self, used: Collection[str]) -> None:
@@ -153,7 +187,8 @@ class Trainers:
         for lane in self._lanes.difference(used):
             _LOG.info("no rollout uses %s any more: the trainer drops it", lane)
             for rank, one in enumerate(self._actors):
-                self._drops.append((self._name(rank), lane, one.drop_weights.remote(lane)))
+                call = self._call(one, "drop_weights", (lane,))
+                self._drops.append((self._name(rank), lane, call))
         self._lanes.intersection_update(used)
 
     def _see_dropped(self, deadline: Deadline) -> None:
@@ -174,11 +209,10 @@ class Trainers:
             WeightBridgeError: nothing is published.
 
         """
-        self._see_dropped(deadline)
-        self._see_current(deadline)
+        what = f"publish version {weight_version}"
+        self._see_current(what, deadline)
         self._is_sure = False  # until its answer is here
         given = [(weight_version, metadata)] * len(self._actors)
-        what = f"publish version {weight_version}"
         told, manifests = self._same(self._ask(what, "publish_weights", deadline, given))
         self.current, self._is_sure = Announcement.from_json(told), True
         found: Mapping[str, bytes] = manifests
@@ -191,12 +225,30 @@ class Trainers:
         deadline: Deadline,
         given: Sequence[tuple[object, ...]] | None = None,
     ) -> list[Any]:
-        """Call a method of each, with what is given for each; the answers of all."""
-        given = given or [()] * len(self._actors)
+        """Call a method of each, with what is given for each; the answers of all.
+
+        Raises:
+            GroupAborted: a rank has no seat in the group.
+            Exception: what the calls raised.
+
+        """
         calls = [
-            getattr(actor, method).remote(*mine)
-            for actor, mine in zip(self._actors, given, strict=True)
+            self._call(actor, method, mine)
+            for actor, mine in self._each(given or [()] * len(self._actors))
         ]
+        told = self._answers(what, calls, deadline)
+        return [answer for _, answer in told] if self.is_group else told
+
+    def _each(self, given: Sequence[tuple[object, ...]]) -> Iterable[tuple[Any, tuple[Any, ...]]]:
+        return zip(self._actors, given, strict=True)
+
+    def _call(self, actor: Any, method: str, given: tuple[object, ...]) -> Any:
+        if self.is_group:
+            return actor.as_weight_rank.remote(method, *given)
+        return getattr(actor, method).remote(*given)
+
+    def _answers(self, what: str, calls: Sequence[Any], deadline: Deadline) -> list[Any]:
+        """What each answered, once all have."""
         answers: list[Any] = []
         errors: list[Exception] = []
         for rank, call in enumerate(calls):
@@ -204,6 +256,9 @@ class Trainers:
                 answers.append(result_of(self._name(rank), what, call, deadline))
             except Exception as error:  # noqa: BLE001 - raised below, once all have answered
                 errors.append(error)
+            else:
+                if self.is_group and answers[-1] == (False, None):
+                    errors.append(_SeatLost(rank, what))
         for first in sorted(errors, key=_remoteness):
             raise first
         return answers
@@ -223,6 +278,6 @@ class Trainers:
 
 def _remoteness(error: Exception) -> int:
     """How far an error is from what began it: the ranks that live were told, and gave up."""
-    kinds = (EngineLost, DeadlineExceeded, GroupAborted)
+    kinds = (EngineLost, DeadlineExceeded, _SeatLost, GroupAborted)
     # (What a rank's own code raised stands behind its death, and before all that follows.)
     return next((2 * at for at, kind in enumerate(kinds) if isinstance(error, kind)), 1)

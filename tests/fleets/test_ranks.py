@@ -1,0 +1,85 @@
+"""A trainer of several ranks: who was started anew, and who has other lanes, is brought back."""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from rl_bridge import GroupAborted
+from rl_bridge.bridge.pairing import PairChoice
+from tests.fleets.ranks import Actor, Cluster, Run
+
+BROADCAST = PairChoice(
+    transport="broadcast",
+    reason="a test",
+    publisher_options={"address": "127.0.0.1"},
+    group="broadcast",
+).to_json()
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], Run]]:
+    cluster = Cluster(monkeypatch)
+    yield lambda num_ranks: Run(cluster, num_ranks)
+    cluster.close()
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_rank_that_was_started_anew_gets_its_seat_again(
+    made: Callable[[int], Run], num_ranks: int
+) -> None:
+    run = made(num_ranks)
+    fleet = run.fleet()
+    run.update(fleet)
+    run.ranks[-1].start_anew()
+    for _ in range(2):
+        assert run.update(fleet).routable == ("one",)
+    assert run.lanes == [["shared-memory"]] * num_ranks
+
+
+def test_who_joins_behind_a_rank_that_was_started_anew_gets_the_next_version(
+    made: Callable[[int], Run],
+) -> None:
+    run = made(2)
+    fleet = run.fleet()
+    run.update(fleet)
+    run.ranks[0].start_anew()
+    fleet.join("one", run.rollout)
+    assert fleet.weight_version == 1
+    run.update(fleet)
+
+
+def test_a_rank_that_is_started_anew_in_a_publication_does_not_publish_by_itself(
+    made: Callable[[int], Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where Ray asks the new one what the one before did not answer."""
+    run = made(1)
+    fleet = run.fleet()
+    run.update(fleet)
+    ask = fleet._trainers._call
+
+    def call(actor: Actor, method: str, given: tuple[object, ...]) -> object:
+        if method == "publish_weights":
+            actor.start_anew()
+        return ask(actor, method, given)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(fleet._trainers, "_call", call)
+        with pytest.raises(GroupAborted, match="rank 0 did not publish version 2: it was started"):
+            run.update(fleet)
+    assert run.rollout.made.holds(1)
+    run.update(fleet)
+
+
+@pytest.mark.parametrize("is_known", [True, False], ids=["to_this_fleet", "to_the_next_fleet"])
+def test_ranks_that_have_not_the_same_lanes_begin_anew(
+    made: Callable[[int], Run], is_known: bool
+) -> None:
+    """A driver that dies may have had one of them drop a lane, and not the others."""
+    run = made(2)
+    fleet = run.fleet()
+    run.update(fleet)
+    side = run.ranks[0].made._publisher_side()
+    side._open(PairChoice.from_json(BROADCAST))
+    side._asked.add("broadcast")
+    run.update(fleet if is_known else run.fleet())
+    assert run.lanes == [["shared-memory"]] * 2
