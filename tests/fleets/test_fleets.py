@@ -1,7 +1,7 @@
 """Two fleets of one trainer, side by side or one behind the other."""
 
 from rl_bridge.ray import RolloutFleet
-from tests.fleets.actors import TIMEOUT_S, Rollout, Run
+from tests.fleets.actors import TIMEOUT_S, Elsewhere, Rollout, Run
 
 
 def test_who_joins_gets_the_version_that_another_fleet_had_published(run: Run) -> None:
@@ -16,3 +16,41 @@ def test_who_joins_gets_the_version_that_another_fleet_had_published(run: Run) -
     other.join("late", run.rollouts["late"])
     assert (other.weight_version, other.routable) == (2, ("late",))
     other.update(3).require_all()
+
+
+def test_lanes_of_a_driver_that_is_gone_go_with_the_first_update_of_the_next_one(run: Run) -> None:
+    run.join("near")
+    run.join("far", kind=Elsewhere)
+    run.update().require_all()
+    run.fleet = RolloutFleet(run.trainer, timeout_s=TIMEOUT_S)
+    run.fleet.join("near", run.rollouts["near"])
+    run.update().require_all()
+    assert run.lanes == ["shared-memory"]
+
+
+def test_rollouts_of_a_driver_that_was_started_anew_find_their_lanes(run: Run) -> None:
+    run.join("near")
+    run.join("far", kind=Elsewhere)
+    run.update().require_all()
+    lane = run.trainer.side._lanes["broadcast"]
+    run.fleet = RolloutFleet(run.trainer, timeout_s=TIMEOUT_S)
+    for name, rollout in run.rollouts.items():
+        run.fleet.join(name, rollout)
+    run.update().require_all()
+    assert run.trainer.side._lanes["broadcast"] is lane
+
+
+def test_rollouts_of_another_fleet_that_lives_join_again(run: Run) -> None:
+    run.join("far", kind=Elsewhere)
+    run.update().require_all()
+    other = RolloutFleet(run.trainer, timeout_s=TIMEOUT_S)
+    run.rollouts["near"] = Rollout(run.cluster)
+    other.join("near", run.rollouts["near"])
+    other.update(2).require_all()
+    run.version = 2
+    for _ in range(2):
+        run.update().require_all()
+    assert run.fleet.routable == ("far",)
+    assert run.lanes == ["broadcast", "shared-memory"]
+    other.update(5).require_all()
+    assert run.lanes == ["broadcast", "shared-memory"]

@@ -214,7 +214,7 @@ class RolloutFleet:
             WeightBridgeError: it could not be published.
 
         """
-        self._keep_lanes()
+        self._keep_lanes(of_all=True)  # whoever a driver before had is here by now
         manifests = self._trainers.publish(weight_version, metadata, Deadline(self._timeout_s))
         members = dict(self._members)
         self._trainers.look_again()
@@ -269,8 +269,9 @@ class RolloutFleet:
             return True
         return choices[0].lane == member.choice.lane
 
-    def _keep_lanes(self) -> None:
-        self._trainers.keep_lanes({member.choice.lane for member in self._members.values()})
+    def _keep_lanes(self, *, of_all: bool = False) -> None:
+        used = {member.choice.lane for member in self._members.values()}
+        self._trainers.keep_lanes(used, of_all=of_all)
 
     def ask(self, name: str) -> RolloutAnswer:
         """Ask a rollout what it holds; one that missed its deadline may be routable after it.

@@ -67,6 +67,8 @@ class Trainers:
         else:
             (told,) = self._ask("answer", "weight_announcement", deadline)
             self.current = Announcement.from_json(told)
+        self._found = set(self.current.lanes)
+        """Lanes that were open before this fleet."""
 
     def _seat(self, deadline: Deadline) -> Announcement:
         # Placed by Ray; it goes when the last handle does.
@@ -178,12 +180,21 @@ class Trainers:
             self.current = self.current if told[0].weight_version is None else told[0]
             self._is_sure = True
 
-    def keep_lanes(self, used: Collection[str]) -> None:
+    def keep_lanes(self, used: Collection[str], *, of_all: bool = False) -> None:
         """Have all other lanes that were opened for this fleet dropped; waits for nothing.
 
         No version is copied for them any more. In a group, no rank goes on with one of which others
         have none.
+
+        Args:
+            used: those that rollouts use.
+            of_all: drop those that were open before this fleet, too: its driver may have been
+                started anew. The rollouts of another one that lives join again.
+
         """
+        if of_all:
+            self._lanes.update(self._found)
+            self._found = set()
         for lane in self._lanes.difference(used):
             _LOG.info("no rollout uses %s any more: the trainer drops it", lane)
             for rank, one in enumerate(self._actors):
