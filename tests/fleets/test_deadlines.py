@@ -23,7 +23,7 @@ def test_rollouts_that_hang_while_they_join_again_take_one_deadline_in_all(run: 
 def test_a_rollout_that_joins_again_does_not_wait_for_one_that_hangs(run: Run) -> None:
     run.join("hangs", "again")
     run.update().require_all()
-    run.rollouts["hangs"].takes_s["update_weights"] = NEVER_S
+    run.rollouts["hangs"].takes_s["update_weights"] = TIMEOUT_S + 1
     run.rollouts["again"].start_anew()
     run.rollouts["again"].takes_s["join_weights"] = 1.0
     update = run.update()
@@ -31,6 +31,27 @@ def test_a_rollout_that_joins_again_does_not_wait_for_one_that_hangs(run: Run) -
     assert list(update.lost) == ["hangs"]
     del run.rollouts["hangs"].takes_s["update_weights"]
     run.update().require_all()
+
+
+def test_a_rollout_that_hangs_has_one_manifest_to_take_and_then_the_last_one(run: Run) -> None:
+    run.join("hangs")
+    run.update().require_all()
+    rollout, given = run.rollouts["hangs"], []
+    installs = rollout.side.update
+
+    def install(manifest: bytes) -> bytes:
+        given.append(manifest)
+        answer: bytes = installs(manifest)
+        return answer
+
+    rollout.side.update = install
+    rollout.takes_s["update_weights"] = 2.5 * TIMEOUT_S
+    for _ in range(2):
+        assert {type(error) for error in run.update().lost.values()} == {DeadlineExceeded}
+    assert len(given) == 1
+    rollout.takes_s.clear()
+    run.update().require_all()
+    assert len(given) == 2
 
 
 def publish_late(run: Run) -> None:

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from rl_bridge.errors import DeadlineExceeded, EngineLost, WeightBridgeError
 from rl_bridge.integrations.ray.library import require
 
-__all__ = ["Deadline", "Steps", "awaited", "result_of", "side_by_side"]
+__all__ = ["Deadline", "Steps", "awaited", "ended", "result_of", "side_by_side"]
 
 _LOG = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -52,11 +52,7 @@ def result_of(name: str, what: str, reference: Any, deadline: Deadline) -> Any:
     try:
         return ray.get(reference, timeout=deadline.left_s)
     except gone.GetTimeoutError as error:
-        raise DeadlineExceeded(
-            f"actor {name!r} did not {what} within {deadline.timeout_s:g} s. It may still do it: "
-            "ask a rollout's status before you let it serve, or replace it; have a trainer publish "
-            "a later version."
-        ) from error
+        raise DeadlineExceeded(_no_answer(name, what, deadline)) from error
     except gone.RayError as error:
         # (Of these kinds is also what the actor's method raised: its own, whatever it is.)
         if isinstance(error, (gone.RayTaskError, WeightBridgeError)):
@@ -73,6 +69,27 @@ def awaited(name: str, what: str, reference: Any, deadline: Deadline) -> Steps[A
     """`result_of` as one of several steps: others go on while this one's answer is due."""
     yield reference
     return result_of(name, what, reference, deadline)
+
+
+def ended(name: str, what: str, reference: Any, deadline: Deadline) -> Steps[None]:
+    """Wait until an actor has answered, whatever it is, as one of several steps.
+
+    Raises:
+        DeadlineExceeded: no answer in time; it may still come.
+
+    """
+    yield reference
+    found, _ = require().wait([reference], timeout=deadline.left_s)
+    if not found:
+        raise DeadlineExceeded(_no_answer(name, what, deadline))
+
+
+def _no_answer(name: str, what: str, deadline: Deadline) -> str:
+    return (
+        f"actor {name!r} did not {what} within {deadline.timeout_s:g} s. It may still do it: ask a "
+        "rollout's status before you let it serve, or replace it; have a trainer publish a later "
+        "version."
+    )
 
 
 def side_by_side(

@@ -15,7 +15,14 @@ from rl_bridge.errors import (
     WeightUpdateRejectedError,
 )
 from rl_bridge.integrations.ray.answers import RolloutAnswer
-from rl_bridge.integrations.ray.calls import Deadline, Steps, awaited, result_of, side_by_side
+from rl_bridge.integrations.ray.calls import (
+    Deadline,
+    Steps,
+    awaited,
+    ended,
+    result_of,
+    side_by_side,
+)
 from rl_bridge.integrations.ray.trainers import Trainers
 from rl_bridge.manifest.canonical import JSONValue
 
@@ -80,6 +87,8 @@ class _Member:
     actor: Any
     choice: PairChoice
     answer: RolloutAnswer | None = None
+    call: Any = None
+    """Its last one, as long as it may be under way: another one would only queue behind it."""
 
 
 class RolloutFleet:
@@ -248,9 +257,12 @@ class RolloutFleet:
         """
         manifest = manifests.get(member.choice.lane)
         if manifest is not None:
-            call = member.actor.update_weights.remote(manifest)
             what = f"install version {self.weight_version}"
+            if member.call is not None:
+                yield from ended(name, f"{what}, or the one before", member.call, deadline)
+            call = member.call = member.actor.update_weights.remote(manifest)
             answer = _answer((yield from awaited(name, what, call, deadline)))
+            member.call = None
             if answer.outcome != "unjoined":
                 member.answer = answer
                 if answer.outcome != "refused" or (
