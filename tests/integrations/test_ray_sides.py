@@ -349,6 +349,11 @@ def test_many_versions_hold_no_more_than_two_slots(trainer: Trainer) -> None:
     rollout.side.close()
 
 
+def test_tensors_that_train_on_are_no_place_for_the_version_before() -> None:
+    with pytest.raises(ValueError, match="'nixl': in_place=True, expected False"):
+        PublisherSide(weights, options={"nixl": {"in_place": True}})
+
+
 def test_what_a_stranger_sends_is_refused(trainer: Trainer) -> None:
     with pytest.raises(MalformedManifest):
         trainer.side.serve(b"{}")

@@ -90,8 +90,16 @@ class PublisherSide:
         Raises:
             WeightBridgeUnavailableError: another live trainer holds `state_dir`.
             WeightBridgeError: shared memory is blocked here, or `state_dir` cannot be used.
+            ValueError: an option that it cannot be used with.
 
         """
+        for name, given in (options or {}).items():
+            if given.get("in_place"):
+                raise ValueError(
+                    f"options of {name!r}: in_place={given['in_place']!r}, expected False: the "
+                    "current version is kept until the next one is out, and tensors that train on "
+                    "hold one of the two. Leave it out."
+                )
         self._source = source
         self._worker = worker
         self._rank = rank
