@@ -368,11 +368,12 @@ def test_what_a_stranger_sends_is_refused(trainer: Trainer) -> None:
     [
         ({"error": "OutOfMemoryError", "message": "no room"}, "OutOfMemoryError: no room"),
         ({"active_version": 5, "active_root": "b"}, "it holds 5: that came through another fleet"),
+        ({"outcome": "unjoined"}, "it holds None: it was started anew meanwhile"),
     ],
-    ids=["refused", "of_another_fleet"],
+    ids=["refused", "of_another_fleet", "started_anew"],
 )
 def test_a_rollout_that_has_another_version_says_why(told: dict[str, Any], why: str) -> None:
-    answer = RolloutAnswer(worker="one", rank=0, pid=1, outcome="refused", **told)
+    answer = RolloutAnswer(**{"worker": "one", "rank": 0, "pid": 1, "outcome": "refused"} | told)
     update = FleetUpdate(weight_version=3, root="a", answers={"one": answer})
     with pytest.raises(WeightUpdateRejectedError, match=f"version 3, .*{why}"):
         update.require_all()

@@ -320,6 +320,8 @@ def _why(answer: RolloutAnswer) -> str:
     """Why a rollout does not hold the version of this fleet."""
     if answer.error:
         return f"{answer.error}: {answer.message}"
+    if answer.outcome == "unjoined":
+        return "it was started anew meanwhile, and has no transport yet"
     return "that came through another fleet, whose driver had the trainer publish it"
 
 
