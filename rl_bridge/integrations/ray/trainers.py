@@ -82,7 +82,7 @@ class Trainers:
         if any(one != told[0] for one in told):
             _LOG.warning("the ranks have published different versions: the group begins anew")
             told = self._take_seats(deadline, anew=True)
-        self._facts = []
+        self.look_again()
         return told[0]
 
     def _take_seats(self, deadline: Deadline, *, anew: bool) -> list[Announcement]:
