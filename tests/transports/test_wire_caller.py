@@ -73,7 +73,8 @@ def test_strangers_push_nobody_out_who_knows_the_token() -> None:
             max_members=1,
         )
         stack.callback(door.close)
-        pause = stack.enter_context(threading.Condition())
+        pause = threading.Condition()
+        stack.enter_context(pause)
 
         def come() -> Channel:
             near = Channel(socket.create_connection(listener.getsockname(), timeout=20))
