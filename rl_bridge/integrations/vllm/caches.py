@@ -12,7 +12,8 @@ CachePolicy = Literal["recompute", "reset", "keep"]
 
 ``recompute``: all go, running requests' too; these are computed anew with the new weights.
 ``reset``: cached prefixes go; refused while requests hold blocks.
-``keep``: all stay: for those who give each request a ``cache_salt`` of its version.
+``keep``: all stay: for those who give each request a ``cache_salt`` of its version. Only what was
+made of images and other media goes all the same: vLLM looks it up without the salt.
 """
 
 _HELD = (
@@ -36,7 +37,9 @@ class EngineCaches:
             WeightUpdateRejectedError: requests hold blocks.
 
         """
-        if self._policy != "keep":
+        if self._policy == "keep":
+            self._handle.reset_encoder_cache()
+        else:
             self._drop(running=self._policy == "recompute")
 
     def drop_left(self) -> None:

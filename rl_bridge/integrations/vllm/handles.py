@@ -77,9 +77,12 @@ class EngineHandle(ABC):
         """Whether it is stopped, by whomever; False where an engine does not tell."""
         return False
 
+    def reset_encoder_cache(self) -> None:  # noqa: B027 - only some have one
+        """Drop what was made of images and other media."""
+
     @abstractmethod
     def reset_caches(self, *, running: bool) -> bool:
-        """Drop cached prefixes; with `running`, running requests are computed anew, too.
+        """Drop that and cached prefixes; with `running`, running requests are computed anew, too.
 
         Returns:
             False if requests hold blocks, so that nothing was dropped.
@@ -176,11 +179,15 @@ class LLMHandle(EngineHandle):
         """Whether it is stopped, by whomever."""
         return bool(self._utility("is_scheduler_paused"))
 
-    def reset_caches(self, *, running: bool) -> bool:
-        """Drop cached prefixes."""
+    def reset_encoder_cache(self) -> None:
+        """Drop what was made of images and other media."""
         engine = self._llm.llm_engine
         if hasattr(engine, "reset_encoder_cache"):
             self._do("drop its encoder's cache", engine.reset_encoder_cache)
+
+    def reset_caches(self, *, running: bool) -> bool:
+        """Drop that and cached prefixes."""
+        self.reset_encoder_cache()
         options = {"reset_running_requests": running, "reset_connector": True}
         return bool(self._do("drop caches", lambda: self._llm.reset_prefix_cache(**options)))
 
@@ -267,10 +274,14 @@ class AsyncLLMHandle(EngineHandle):
         """Whether it is stopped, by whomever."""
         return bool(self._do("tell whether it is paused", self._engine.is_paused()))
 
-    def reset_caches(self, *, running: bool) -> bool:
-        """Drop cached prefixes."""
+    def reset_encoder_cache(self) -> None:
+        """Drop what was made of images and other media."""
         if hasattr(self._engine, "reset_encoder_cache"):
             self._do("drop its encoder's cache", self._engine.reset_encoder_cache())
+
+    def reset_caches(self, *, running: bool) -> bool:
+        """Drop that and cached prefixes."""
+        self.reset_encoder_cache()
         options = {"reset_running_requests": running, "reset_connector": True}
         return bool(self._do("drop caches", self._engine.reset_prefix_cache(**options)))
 

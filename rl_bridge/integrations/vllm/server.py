@@ -97,9 +97,13 @@ class ServerHandle(EngineHandle):
             raise self._strange("is_paused", told)
         return bool(told["is_paused"])
 
-    def reset_caches(self, *, running: bool) -> bool:
-        """Drop cached prefixes. Older servers do not say whether they could: taken for a no."""
+    def reset_encoder_cache(self) -> None:
+        """Drop what was made of images and other media."""
         self._post("reset_encoder_cache", "drop its encoder's cache")
+
+    def reset_caches(self, *, running: bool) -> bool:
+        """Drop that and cached prefixes. Older servers do not say if they could: taken for a no."""
+        self.reset_encoder_cache()
         flags = {"reset_running_requests": str(running).lower(), "reset_external": "true"}
         reply = self._post("reset_prefix_cache", "drop caches", params=flags)
         return bool(reply.get("success", running))
