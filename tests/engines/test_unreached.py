@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
 from vllm.v1.attention.backends import cpu_attn
@@ -237,3 +238,28 @@ def test_a_hook_behind_the_first_load_is_refused(
     model = loaded(Processed(torch.float32), config, {})
     with pytest.raises(IncompatibleUpdate, match="Processed: its process_weights_after_loading"):
         update(way, model, config, trainer, {"sinks": torch.ones(8)})
+
+
+class Gates(Model):
+    """The gates that vLLM's runner of experts fuses in its first step, by its own code."""
+
+    _maybe_fuse_gate_weights = MoERunner._maybe_fuse_gate_weights
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = torch.nn.Linear(8, 4, bias=False).requires_grad_(False)
+        self.shared_expert_gate = torch.nn.Linear(8, 1, bias=False).requires_grad_(False)
+        self._combined_gate_weight: torch.Tensor | None = None
+
+
+@WAYS
+def test_gates_that_a_step_has_fused_are_refused(
+    way: Any, config: VllmConfig, trainer: Trainer
+) -> None:
+    model = loaded(Gates(), config, {})
+    sent = {name: torch.ones_like(weight) for name, weight in model.named_parameters()}
+    update(way, model, config, trainer, sent)  # no step was made yet: the first one takes these
+    model._maybe_fuse_gate_weights()
+    assert (model._combined_gate_weight == 1).all()
+    with pytest.raises(IncompatibleUpdate, match="its _combined_gate_weight was made of weights"):
+        update(way, model, config, trainer, {name: 2 * weight for name, weight in sent.items()})

@@ -123,3 +123,16 @@ def test_a_hook_of_the_whole_model_is_named() -> None:
 def test_a_hook_of_a_layer_behind_the_loader_is_named() -> None:
     with pytest.raises(IncompatibleUpdate, match="layer '1', Sunk: its post_weight_load was"):
         refuse_unreached(inside(Sunk()))
+
+
+# ---- what steps make ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("leaf", ["_combined_gate_weight", "_wp_fp32", "_merged_conv_weight"])
+def test_what_a_step_made_of_weights_is_named(leaf: str) -> None:
+    layer = torch.nn.Linear(2, 2)
+    setattr(layer, leaf, None)
+    refuse_unreached(inside(layer))  # its first step will make it of the weights that it has then
+    setattr(layer, leaf, layer.weight.detach().clone())
+    with pytest.raises(IncompatibleUpdate, match=rf"layer '1', Linear: its {leaf} was made"):
+        refuse_unreached(inside(layer))

@@ -15,13 +15,17 @@ __all__ = ["refuse_unreached"]
 
 # vLLM's attention for the CPU computes with sinks of these; of all others it makes a copy.
 _SINK_DTYPES = (torch.bfloat16, torch.float32)
+# What layers make of weights in their first step and keep: fused gates (Qwen3-Next on ROCm), and
+# what GLM-5-Next's indexer and its linear attention compute with.
+_MADE_BY_STEPS = ("_combined_gate_weight", "_wp_fp32", "_merged_conv_weight")
 
 
 def refuse_unreached(model: torch.nn.Module) -> None:
     """Refuse a model that would go on computing with something of the version before.
 
     Raises:
-        IncompatibleUpdate: a hook that is called once, a buffer or attention sinks.
+        IncompatibleUpdate: a hook that is called once, a buffer, attention sinks, or what a step
+            made of weights.
 
     """
     _refuse_hooks(model)
@@ -29,6 +33,7 @@ def refuse_unreached(model: torch.nn.Module) -> None:
     held = parameters | {_storage(buffer) for buffer in model.buffers()}
     for name, layer in model.named_modules():
         _refuse_buffers(name, layer, parameters)
+        _refuse_made_by_steps(name, layer)
         for sinks in _sinks(layer):
             is_cast = sinks.device.type == "cpu" and sinks.dtype not in _SINK_DTYPES
             if is_cast or _storage(sinks) not in held:
@@ -68,6 +73,18 @@ def _refuse_buffers(name: str, layer: torch.nn.Module, parameters: set[int]) -> 
                 f"buffer {full!r}: expected a view of a parameter; vLLM has packed that since, or "
                 "made the buffer when the weights had been loaded, and no update reaches it. Start "
                 "the engine with a dtype in which vLLM does not pack that weight ('float32')."
+            )
+            raise IncompatibleUpdate(msg)
+
+
+def _refuse_made_by_steps(name: str, layer: torch.nn.Module) -> None:
+    """Refuse what a step has made of weights; a layer that made none yet makes it of new ones."""
+    for leaf in _MADE_BY_STEPS:
+        if getattr(layer, leaf, None) is not None:
+            msg = (
+                f"layer {name!r}, {type(layer).__name__}: its {leaf} was made of weights in its "
+                "first step, and no update reaches it; expected none. Such models cannot be "
+                "updated: start a fresh engine from the checkpoint."
             )
             raise IncompatibleUpdate(msg)
 
