@@ -123,7 +123,18 @@ def test_an_untied_update_of_a_tied_model_is_refused_by_the_name_of_its_head(
 ) -> None:
     sent = engine.next()
     sent["lm_head.weight"] = torch.randn_like(sent["model.embed_tokens.weight"])
-    assert "lm_head" in refuse(engine, sent)
+    text = refuse(engine, sent)
+    assert "lm_head" in text
+    assert "ties to ['model.embed_tokens.weight'] must have the same bytes" in text
+
+
+def test_a_tied_head_that_is_published_as_a_tensor_of_its_own_is_taken(engine: Bench) -> None:
+    sent = engine.next()
+    sent["lm_head.weight"] = sent["model.embed_tokens.weight"].clone()
+    engine.trainer.release_all()
+    engine.executor.update_weights(engine.trainer.publish(sent))
+    engine.holds = 1 - engine.holds
+    engine.check()
 
 
 def test_a_budget_that_is_too_small_is_told_in_bytes(engine: Bench) -> None:

@@ -15,6 +15,7 @@ from rl_bridge.errors import ProofFailed
 from rl_bridge.installers.base import InstallProof
 from rl_bridge.installers.vllm.parts import RELOAD
 from rl_bridge.installers.vllm.routes import Fill, LoadPlan, Route
+from rl_bridge.installers.vllm.same import doubles
 from rl_bridge.installers.vllm.staging import Assembled, Staged, TensorChange
 from rl_bridge.manifest.digest import DIGEST_NBYTES
 from rl_bridge.manifest.model import WeightUpdateManifest
@@ -242,6 +243,9 @@ class Evidence:
                 raise ProofFailed(msg)
 
     def _root(self) -> str:
+        for row, other in doubles(self._plan, self._manifest).items():
+            if other in self._rows:
+                self._rows[row] = self._rows[other]
         digests = [self._rows.get(row, b"\0" * DIGEST_NBYTES) for row in self._stored()]
         return self._manifest.table.root_plan.root(b"".join(digests)).hex()
 

@@ -22,7 +22,7 @@ from rl_bridge.installers.vllm.exchange import Exchange, is_alone, is_looked_at
 from rl_bridge.installers.vllm.memory_budget import LEARNING, check_budget, checked_budget
 from rl_bridge.installers.vllm.parts import RELOAD, unsupported
 from rl_bridge.installers.vllm.routes import Kinds, LoadPlan, learn
-from rl_bridge.installers.vllm.same import check_same, check_whole
+from rl_bridge.installers.vllm.same import check_landed, check_same, check_whole
 from rl_bridge.installers.vllm.spares import Spares
 from rl_bridge.installers.vllm.staging import Staged, TensorChange, stage
 from rl_bridge.installers.vllm.unreached import refuse_unreached
@@ -32,7 +32,6 @@ __all__ = ["VLLMModelInstaller"]
 
 _LOG = logging.getLogger(__name__)
 _PLANS = 4
-_SHOWN = 5
 
 
 class VLLMModelInstaller(TransactionalAdapter):
@@ -94,6 +93,7 @@ class VLLMModelInstaller(TransactionalAdapter):
         refuse_unreached(self._model)
         self._spares.drop(is_looked_at)
         plan = self._plan(manifest)
+        check_landed(plan, manifest)
         check_same(plan, manifest)
         self._check_room(plan, manifest)
         evidence = Evidence(manifest, tensors, plan, num_threads=self._num_threads)
@@ -197,7 +197,6 @@ class VLLMModelInstaller(TransactionalAdapter):
                 check_budget(nbytes, self._budget, manifest.weight_version, LEARNING)
 
             plan = learn(self._model, kinds, self._config, admit=admit)
-            self._check_landed(plan, manifest)
             check_whole(plan, kinds, self._config.parallel_config.tensor_parallel_size)
             self._check_dtypes(plan, kinds)
             self._plans[table.digest] = plan
@@ -222,17 +221,6 @@ class VLLMModelInstaller(TransactionalAdapter):
                     f"Install it by {RELOAD}."
                 )
                 raise IncompatibleUpdate(msg)
-
-    def _check_landed(self, plan: LoadPlan, manifest: WeightUpdateManifest) -> None:
-        rows = manifest.table.rows
-        landed = {rows[name] for name in plan.landed}
-        lost = [name for name, row in rows.items() if row not in landed]
-        if lost:
-            msg = (
-                f"the engine's loader puts {len(lost)} tensors of the update nowhere: "
-                f"{lost[:_SHOWN]}. Publish the model that the engine serves, and no others."
-            )
-            raise IncompatibleUpdate(msg)
 
     def _check_dtypes(self, plan: LoadPlan, kinds: Kinds) -> None:
         if self._cast:

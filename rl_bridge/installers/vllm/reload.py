@@ -28,7 +28,7 @@ from rl_bridge.installers.vllm.module_snapshot import (
 from rl_bridge.installers.vllm.parts import checkpoint_tensors, config_context, require, unsupported
 from rl_bridge.installers.vllm.reload_proof import prove_reload
 from rl_bridge.installers.vllm.routes import LoadPlan, learn
-from rl_bridge.installers.vllm.same import check_whole
+from rl_bridge.installers.vllm.same import check_landed, check_whole
 from rl_bridge.installers.vllm.skeleton import Target
 from rl_bridge.installers.vllm.unreached import refuse_unreached
 from rl_bridge.manifest.model import WeightUpdateManifest
@@ -100,6 +100,7 @@ class VLLMReloadAdapter(TransactionalAdapter):
         check_budget(needed, self._budget, manifest.weight_version)
         self._learn(manifest)
         if self._plan is not None:
+            check_landed(self._plan, manifest)
             check_casts(self._plan, tensors)
 
     def install(self, manifest: WeightUpdateManifest, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -233,15 +234,6 @@ class VLLMReloadAdapter(TransactionalAdapter):
             # naming this adapter.
             self._plan = None
         if self._plan is not None:
-            lost = sorted(table.rows.keys() - self._plan.landed)
-            tied = {row for name, row in table.rows.items() if name in self._plan.landed}
-            lost = [name for name in lost if table.rows[name] not in tied]
-            if lost:
-                msg = (
-                    f"the engine's loader puts {len(lost)} tensors of the update nowhere: "
-                    f"{lost[:_SHOWN]}. Publish the model that the engine serves, and no others."
-                )
-                raise IncompatibleUpdate(msg)
             check_whole(self._plan, kinds, self._config.parallel_config.tensor_parallel_size)
         self._planned = table.digest
 

@@ -1,4 +1,4 @@
-"""Tensors of which an engine would keep less than was published: as one, or cut to its size."""
+"""Tensors of which an engine would keep less than was published: as one, cut, or not at all."""
 
 import torch
 
@@ -9,7 +9,9 @@ from rl_bridge.installers.vllm.parts import num_same
 from rl_bridge.manifest.digest import DIGEST_NBYTES
 from rl_bridge.manifest.model import WeightUpdateManifest
 
-__all__ = ["check_same", "check_whole"]
+__all__ = ["check_landed", "check_same", "check_whole", "doubles"]
+
+_SHOWN = 5
 
 
 def check_same(plan: LoadPlan, manifest: WeightUpdateManifest) -> None:
@@ -34,6 +36,56 @@ def check_same(plan: LoadPlan, manifest: WeightUpdateManifest) -> None:
                     "ones. Publish the model that the engine serves: tied as it ties them."
                 )
                 raise IncompatibleUpdate(msg)
+
+
+def check_landed(plan: LoadPlan, manifest: WeightUpdateManifest) -> None:
+    """Refuse tensors that the loader puts nowhere, except those whose bytes are there already.
+
+    Raises:
+        IncompatibleUpdate: there are such.
+
+    """
+    rows = manifest.table.rows
+    known = {rows[name] for name in plan.landed} | doubles(plan, manifest).keys()
+    lost = [name for name, row in rows.items() if row not in known]
+    if not lost:
+        return
+    kinds = {_kind(manifest, rows[name]) for name in lost}
+    tied = [name for name in _tied(plan) if _kind(manifest, rows[name]) in kinds]
+    hint = f" (What the engine ties to {tied} must have the same bytes.)" if tied else ""
+    msg = (
+        f"the engine's loader puts {len(lost)} tensors of the update nowhere: {lost[:_SHOWN]}. "
+        f"Publish the model that the engine serves, and no others.{hint}"
+    )
+    raise IncompatibleUpdate(msg)
+
+
+def doubles(plan: LoadPlan, manifest: WeightUpdateManifest) -> dict[int, int]:
+    """Rows that go nowhere and are, byte by byte, a row that goes to a tied parameter -> that row.
+
+    Loaders pass over the second name of what they tie.
+    """
+    rows = manifest.table.rows
+    landed = {rows[name] for name in plan.landed}
+    tied = {
+        (_kind(manifest, rows[name]), _digest(manifest, name)): rows[name] for name in _tied(plan)
+    }
+    found = {
+        row: tied.get((_kind(manifest, row), _digest(manifest, name)))
+        for name, row in rows.items()
+        if row not in landed
+    }
+    return {row: other for row, other in found.items() if other is not None}
+
+
+def _tied(plan: LoadPlan) -> list[str]:
+    """Tensors of which all goes to a parameter that several layers hold."""
+    routes = (route for route in plan.routes() if route.is_whole)
+    return sorted({r.source for r in routes if len(plan.targets[r.target].users) > 1})
+
+
+def _kind(manifest: WeightUpdateManifest, row: int) -> tuple[str, tuple[int, ...]]:
+    return manifest.table.dtypes[row], tuple(manifest.table.shapes[row])
 
 
 def _digest(manifest: WeightUpdateManifest, name: str) -> bytes:

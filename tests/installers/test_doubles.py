@@ -1,0 +1,78 @@
+"""A second name of what an engine ties: loaders pass over it, and its bytes must be the first's."""
+
+from collections.abc import Iterable, Iterator
+
+import pytest
+import torch
+
+from rl_bridge import IncompatibleUpdate, SharedMemoryTensorBridge
+from rl_bridge.installers.sglang import parts
+from rl_bridge.installers.vllm.evidence import Evidence
+from rl_bridge.installers.vllm.load_plan import LoadPlan
+from rl_bridge.installers.vllm.routes import learn
+from rl_bridge.installers.vllm.same import check_landed
+from rl_bridge.installers.vllm.staging import Staged, TensorChange
+
+
+class Model(torch.nn.Module):
+    """Its loader passes over the head, whether that is tied or not."""
+
+    def __init__(self, *, is_tied: bool) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(3, 2).requires_grad_(False)
+        if is_tied:
+            self.head = torch.nn.Linear(2, 3, bias=False)
+            self.head.weight = self.embed.weight
+
+    def load_weights(self, given: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """What engines do."""
+        for name, tensor in given:
+            if name == "embed":
+                self.embed.weight.data.copy_(tensor)
+
+
+@pytest.fixture
+def trainer() -> Iterator[SharedMemoryTensorBridge]:
+    with SharedMemoryTensorBridge(source_worker="trainer", suspicious="off") as bridge:
+        yield bridge
+
+
+def learned(model: Model, sent: dict[str, torch.Tensor]) -> LoadPlan:
+    kinds = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in sent.items()}
+    return learn(model, kinds, None, admit=lambda *_: None, parts=parts)
+
+
+def test_a_second_name_with_equal_bytes_is_proven_with_the_first(
+    trainer: SharedMemoryTensorBridge,
+) -> None:
+    model, sent = Model(is_tied=True), {"embed": torch.ones(3, 2), "head": torch.ones(3, 2)}
+    plan = learned(model, sent)
+    manifest = trainer.publish(sent, weight_version=1)
+    check_landed(plan, manifest)
+    evidence, staged = Evidence(manifest, sent, plan, num_threads=1), Staged()
+    model.load_weights(sent.items())
+    live = model.embed.weight
+    staged.tensors.append(TensorChange("embed.weight", live, live, 0))
+    evidence.seal(staged)
+    assert evidence.check(staged).root == manifest.root
+
+
+@pytest.mark.parametrize(
+    ("head", "is_tied"),
+    [
+        (torch.zeros(3, 2), True),
+        (torch.ones(2, 3), True),
+        (torch.ones(3, 2).view(torch.int32), True),
+        (torch.ones(3, 2), False),
+    ],
+    ids=["other bytes", "other shape", "other dtype", "not tied"],
+)
+def test_anything_else_that_goes_nowhere_is_refused(
+    trainer: SharedMemoryTensorBridge, head: torch.Tensor, *, is_tied: bool
+) -> None:
+    sent = {"embed": torch.ones(3, 2), "head": head}
+    plan = learned(Model(is_tied=is_tied), sent)
+    with pytest.raises(IncompatibleUpdate, match=r"puts 1 tensors .* nowhere: \['head'\]") as told:
+        check_landed(plan, trainer.publish(sent, weight_version=1))
+    is_alike = is_tied and (head.shape, head.dtype) == ((3, 2), torch.float32)
+    assert ("ties to ['embed'] must have the same bytes" in str(told.value)) == is_alike
