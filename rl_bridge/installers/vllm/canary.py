@@ -108,7 +108,8 @@ def _question(inputs: int, dtype: torch.dtype) -> torch.Tensor:
     """The fixed input, [8, inputs]: every input in one row, as 1 or -1."""
     generator = torch.Generator("cpu").manual_seed(inputs)
     signs = torch.randint(0, 2, (inputs,), generator=generator, device="cpu") * 2 - 1
-    rows, columns = torch.zeros(_ROWS, inputs, device="cpu"), torch.arange(inputs, device="cpu")
+    rows = torch.zeros(_ROWS, inputs, dtype=torch.float32, device="cpu")
+    columns = torch.arange(inputs, device="cpu")
     rows[columns % _ROWS, columns] = signs.float()
     return rows.to(dtype)
 

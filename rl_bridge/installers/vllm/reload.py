@@ -255,9 +255,15 @@ class VLLMReloadAdapter(TransactionalAdapter):
         # A tied layer gets its weights through the other one.
         lost = [name for name, held in empty.items() if not {id(t) for t in held} <= loaded]
         if lost:
+            # What the loader writes when it is asked alone, it writes past vLLM's reload.
+            is_past = bool(self._plan and {*lost} <= _written_layers(self._plan))
+            remedy = (
+                "The update has them, but vLLM's loader of this model goes past its reload: such "
+                "models cannot be updated. Start a fresh engine from the checkpoint."
+            )
             msg = (
                 f"the update leaves {len(lost)} layers of the engine as they are: {lost[:_SHOWN]}. "
-                "Publish the whole model."
+                f"{remedy if is_past else 'Publish the whole model.'}"
             )
             raise IncompatibleUpdate(msg)
 
@@ -278,6 +284,12 @@ class VLLMReloadAdapter(TransactionalAdapter):
 
 def _tensors(model: torch.nn.Module) -> tuple[tuple[str, torch.Tensor], ...]:
     return (*model.named_parameters(), *model.named_buffers())
+
+
+def _written_layers(plan: LoadPlan) -> set[str]:
+    """Paths of the layers whose parameters the loader writes."""
+    written = plan.steps.keys() | plan.computed
+    return {user.path for index in written for user in plan.targets[index].users}
 
 
 def _patterns(names: Iterable[str]) -> dict[str, None]:
