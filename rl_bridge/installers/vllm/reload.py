@@ -255,16 +255,17 @@ class VLLMReloadAdapter(TransactionalAdapter):
         # A tied layer gets its weights through the other one.
         lost = [name for name, held in empty.items() if not {id(t) for t in held} <= loaded]
         if lost:
-            # What the loader writes when it is asked alone, it writes past vLLM's reload.
-            is_past = bool(self._plan and {*lost} <= _written_layers(self._plan))
-            remedy = (
-                "The update has them, but vLLM's loader of this model goes past its reload: such "
-                "models cannot be updated. Start a fresh engine from the checkpoint."
-            )
             msg = (
                 f"the update leaves {len(lost)} layers of the engine as they are: {lost[:_SHOWN]}. "
-                f"{remedy if is_past else 'Publish the whole model.'}"
+                "Publish the whole model."
             )
+            # What the loader writes when it is asked alone, it writes past vLLM's reload.
+            if self._plan and {*lost} <= _written_layers(self._plan):
+                msg = (
+                    f"the update has what {len(lost)} layers need ({lost[:_SHOWN]}), but vLLM's "
+                    "loader of this model goes past its reload: such models cannot be updated. "
+                    "Start a fresh engine from the checkpoint."
+                )
             raise IncompatibleUpdate(msg)
 
     def _pack_anew(self, snapshot: ModelSnapshot) -> None:
