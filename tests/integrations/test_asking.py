@@ -1,11 +1,19 @@
 """What a driver finds out about an engine's ranks before it asks anything else of them."""
 
+import concurrent.futures
+import threading
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from rl_bridge import TensorBridge, VLLMEngineAdapter, WeightBridgeUnavailableError
+from rl_bridge import (
+    DeadlineExceeded,
+    TensorBridge,
+    VLLMEngineAdapter,
+    WeightBridgeUnavailableError,
+)
 from rl_bridge.integrations.vllm.handles import LLMHandle, Replies
 from tests.integrations.test_commit_fails import RanksOfOne, engine
 from tests.integrations.test_engine_adapter import trainer
@@ -52,3 +60,38 @@ def test_what_is_aborted_in_an_engine_of_this_process_is_not_waited_for() -> Non
     )
     LLMHandle(SimpleNamespace(llm_engine=engine), 5).pause("abort")
     assert left == [0]
+
+
+def test_a_call_that_was_interrupted_is_waited_for_before_the_next_one_begins(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Workers of an engine in this process answer in one queue: two that read it would mix them."""
+    may_end, begun = threading.Event(), list[str]()
+
+    def collective_rpc(_method: str, args: tuple[str, Any]) -> Replies:
+        begun.append(args[0])
+        assert may_end.wait(20)
+        return [{"to": args[0]}]
+
+    engine = SimpleNamespace(
+        engine_core=SimpleNamespace(engine_core=SimpleNamespace(model_executor=None)),
+        vllm_config=SimpleNamespace(parallel_config=SimpleNamespace(world_size=2)),
+    )
+    handle = LLMHandle(SimpleNamespace(llm_engine=engine, collective_rpc=collective_rpc), 0.3)
+    real = concurrent.futures.wait
+
+    def interrupted(futures: Sequence[Any], timeout_s: float) -> Any:
+        if futures:
+            raise KeyboardInterrupt
+        return real(futures, timeout_s)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(concurrent.futures, "wait", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            handle.call("prepare")
+    with pytest.raises(DeadlineExceeded, match="is still at an earlier call"):
+        handle.call("abandon")
+    may_end.set()
+    handle.timeout_s = 20
+    assert handle.call("describe") == [{"to": "describe"}]
+    assert begun == ["prepare", "describe"]

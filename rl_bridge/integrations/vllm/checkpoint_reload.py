@@ -4,20 +4,17 @@ The way that needs the least of an engine: no plugin in its workers, only a fold
 read. It promises the least, too.
 """
 
-import concurrent.futures
 import importlib
 import json
 import secrets
 import shutil
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from rl_bridge.errors import (
-    DeadlineExceeded,
     EngineLost,
     IncompatibleUpdate,
     TornEngine,
@@ -27,14 +24,12 @@ from rl_bridge.errors import (
 from rl_bridge.installers.base import InstallProof, TransactionalAdapter
 from rl_bridge.installers.finite import check_finite
 from rl_bridge.installers.vllm.parts import require
-from rl_bridge.integrations.vllm.handles import LLMHandle, lost
+from rl_bridge.integrations.vllm.handles import LLMHandle
 from rl_bridge.manifest.model import WeightUpdateManifest
 
 __all__ = ["VLLMCheckpointReloadAdapter"]
 
 _SHOWN = 5
-# A late call is looked at this often, and whether there is an engine to end it.
-_LOOK_S = 0.1
 _HEADER_LIMIT = 100 << 20
 # safetensors' own names of dtypes
 _DTYPES = {
@@ -242,7 +237,6 @@ class _Reloading(LLMHandle):
     def __init__(self, llm: Any, timeout_s: float) -> None:
         """Look at `llm`; nothing is called."""
         super().__init__(llm, timeout_s)
-        self._last: list[concurrent.futures.Future[Any]] = []  # one, behind the first call
         self._is_half_way = False
 
     def reload(self, folder: Path) -> None:
@@ -257,23 +251,6 @@ class _Reloading(LLMHandle):
 
         # Without a deadline inside: vLLM would give up and take the late answers for the next ones.
         self._do("reload its weights", load)
-
-    def _begun(self, action: Callable[[], Any]) -> "concurrent.futures.Future[Any]":
-        """Not beside a call whose deadline has passed: its workers may be at it still."""
-        end = time.monotonic() + self.timeout_s
-        while concurrent.futures.wait(self._last, _LOOK_S).not_done:
-            if self._is_dead():
-                raise lost(RuntimeError("its process ended"), "end an earlier call")
-            if time.monotonic() > end:
-                msg = (
-                    f"the engine is still at an earlier call, {self.timeout_s} s behind that one's "
-                    "deadline. See its log; give the adapter a longer timeout_s if it was only "
-                    "slow."
-                )
-                raise DeadlineExceeded(msg)
-        begun = super()._begun(action)
-        self._last = [begun]
-        return begun
 
 
 def _abort_reload(worker: Any) -> None:

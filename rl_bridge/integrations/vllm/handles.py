@@ -148,6 +148,7 @@ class LLMHandle(EngineHandle):
         """Look at `llm`; nothing is called."""
         super().__init__(timeout_s)
         self._llm = llm
+        self._last: list[concurrent.futures.Future[Any]] = []  # one, behind the first call
 
     def call(self, verb: str, payload: dict[str, Any] | None = None) -> Replies:
         """Ask all workers. See `EngineHandle`."""
@@ -220,7 +221,24 @@ class LLMHandle(EngineHandle):
         return _watched(self._begun(action), doing, self.timeout_s, self._is_dead)
 
     def _begun(self, action: Callable[[], Any]) -> "concurrent.futures.Future[Any]":
-        return in_thread(action)
+        """Begin a call, not beside one that was given up: its workers may be at it still.
+
+        vLLM's answers come in one queue: two that wait take each other's, and all later ones do.
+        """
+        end = time.monotonic() + self.timeout_s
+        while concurrent.futures.wait(self._last, _LOOK_S).not_done:
+            if self._is_dead():
+                raise lost(RuntimeError("its process ended"), "end an earlier call")
+            if time.monotonic() > end:
+                msg = (
+                    f"the engine is still at an earlier call, {self.timeout_s} s behind the end of "
+                    "the wait for it. See its log; give the adapter a longer timeout_s if it was "
+                    "only slow."
+                )
+                raise DeadlineExceeded(msg)
+        begun = in_thread(action)
+        self._last = [begun]
+        return begun
 
     def _workers(self) -> int:
         return int(getattr(self._llm.llm_engine.vllm_config.parallel_config, "world_size", 1))
