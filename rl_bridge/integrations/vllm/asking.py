@@ -12,6 +12,7 @@ from rl_bridge.integrations.vllm.handles import EngineHandle, Replies, failure
 
 __all__ = [
     "Ranks",
+    "are_half_way",
     "joined",
     "refusal_of",
     "require_all",
@@ -112,6 +113,16 @@ def require_all(replies: Replies) -> None:
             "'mp' or 'ray'."
         )
         raise WeightBridgeUnavailableError(msg)
+
+
+def are_half_way(replies: Replies) -> bool:
+    """Whether ranks are inside of an update that has to be undone: it is not proven on all."""
+    held = {reply["pending"] if reply["exchanged"] else reply["update_id"] for reply in replies}
+    is_begun = any(reply["exchanged"] for reply in replies)
+    # Of a vote that some ranks did not hear, these are back, and others hold what they have proven.
+    return (is_begun and len(held) > 1) or any(
+        reply["torn"] or (reply["exchanged"] and not reply["installed"]) for reply in replies
+    )
 
 
 def verified(replies: Replies) -> str:

@@ -21,6 +21,7 @@ from rl_bridge.installers.base import InstallProof, TransactionalAdapter
 from rl_bridge.installers.vllm.memory_budget import checked_budget
 from rl_bridge.integrations.vllm.asking import (
     Ranks,
+    are_half_way,
     joined,
     refusal_of,
     require_all,
@@ -332,8 +333,8 @@ class VLLMEngineAdapter(TransactionalAdapter):
             self._base = replies[0]["update_id"] or self._committed
         self._is_left = not self._is_installed and any(r["torn"] or r["exchanged"] for r in replies)
         self._pause.look(replies)
-        is_half_way = any(r["torn"] or (r["exchanged"] and not r["installed"]) for r in replies)
-        if is_half_way or (self._is_installed and self._manifest is None):  # as at the last look
+        is_due = self._is_installed and self._manifest is None  # as at the last look
+        if is_due or are_half_way(replies):
             _LOG.warning("what was left half-way is undone")
             self._is_installed = self._may_have_run = True
             self._manifest = None  # whosever it is
