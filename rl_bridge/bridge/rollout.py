@@ -23,7 +23,7 @@ from rl_bridge.bridge.no_engine import NoEngine
 from rl_bridge.bridge.protocols import WeightConsumer
 from rl_bridge.bridge.standing import Standing
 from rl_bridge.bridge.steps import FineSteps
-from rl_bridge.bridge.transaction import Transaction, commit, let_go
+from rl_bridge.bridge.transaction import Transaction, commit, let_go, look_whose, undo
 from rl_bridge.errors import BridgeClosed, StaleUpdate, TornEngine, WeightUpdateRejectedError
 from rl_bridge.installers.base import TransactionalAdapter, WeightInstallAdapter
 from rl_bridge.installers.wrapped import as_transactional
@@ -236,11 +236,11 @@ class RolloutExecutor:
             self._settle_if_idle()
             if not self._standing.is_torn:
                 self._adapter.take_over()
+                look_whose(self._adapter, self._standing, self.bridge)
                 return
             manifest, _ = self._standing.last_torn
             try:
-                self._adapter.undo()
-                self._standing.require_committed()
+                undo(self._adapter, self._standing, self.bridge)
             except Exception as error:
                 msg = (
                     f"recover: the undo of version {manifest.weight_version} failed again: "

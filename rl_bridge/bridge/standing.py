@@ -13,7 +13,7 @@ from rl_bridge.bridge.acknowledgement import Acknowledgement, add_note, describe
 from rl_bridge.bridge.bridges import TensorBridge
 from rl_bridge.bridge.protocols import WeightConsumer
 from rl_bridge.bridge.steps import FineSteps
-from rl_bridge.errors import TornEngine, WeightBridgeUnavailableError
+from rl_bridge.errors import EngineLost, TornEngine, WeightBridgeUnavailableError
 from rl_bridge.lifecycle.table import Event, State
 from rl_bridge.manifest.model import WeightUpdateManifest
 
@@ -41,6 +41,7 @@ class Standing:
         """Updates that were active and are to be let go of; each stays until it is."""
         self.uncommitted: str | None = None
         """Why the adapter did not commit the active version; None if it did."""
+        self._is_overtaken = False
         # The updates that tore the engine, each with its reason, the last one last.
         self._torn: OrderedDict[str, tuple[WeightUpdateManifest, str]] = OrderedDict()
 
@@ -80,6 +81,8 @@ class Standing:
             raise TornEngine(msg)
         if self.active is None:
             msg = "the engine has no verified version yet. Install one with update_weights first."
+            if self._is_overtaken:
+                msg = f"{self._told()} Leave it to the other one, or install a version in full."
             raise WeightBridgeUnavailableError(msg)
 
     def refused(self, manifest: WeightUpdateManifest, error: BaseException) -> None:
@@ -102,10 +105,13 @@ class Standing:
                     self._bridge.release(manifest.update_id)
             except Exception:  # noqa: BLE001 - logged in full
                 _LOG.exception("version %d could not be released", manifest.weight_version)
+        told = self._told()
+        if isinstance(error, EngineLost):
+            told = "what the engine holds is not known before recover() has asked it."
         add_note(
             error,
             f"version {manifest.weight_version} was given up before the engine was "
-            f"touched, and may be installed again; {self._told()}",
+            f"touched, and may be installed again; {told}",
         )
 
     def undone(self, manifest: WeightUpdateManifest, error: BaseException) -> None:
@@ -144,7 +150,7 @@ class Standing:
         """
         if self.update_id not in {None, manifest.update_id}:
             self.superseded[str(self.update_id)] = None
-        self.active = manifest
+        self.active, self._is_overtaken = manifest, False
         self.update_id = manifest.update_id
         self.weights = weights
         self._torn.pop(manifest.update_id, None)
@@ -170,6 +176,14 @@ class Standing:
             )
             raise TornEngine(msg)
 
+    def overtaken(self) -> None:
+        """The engine does not hold the active version any more, by nobody's failure here."""
+        if self.update_id is not None:
+            self.released(self.update_id)
+        self._is_overtaken = True
+        # (Of a version that the engine has no more, nothing is left to commit.)
+        self.active = self.uncommitted = None
+
     def released(self, update_id: str) -> None:
         """An update is to be let go of; the engine goes on with the bytes that it has."""
         self.superseded[update_id] = None
@@ -192,6 +206,11 @@ class Standing:
     def _told(self) -> str:
         if self._torn:
             return "the engine is still torn."
+        if self._is_overtaken:
+            return (
+                "the engine holds nothing of this executor's any more: another driver has updated "
+                "it, or it was started anew."
+            )
         if self.active is None:
             return "this executor has installed nothing yet."
         return f"the engine holds version {self.active.weight_version}."

@@ -33,7 +33,7 @@ from rl_bridge.manifest.canonical import JSONValue
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.memory.imported import ImportedTensors
 
-__all__ = ["Transaction", "commit", "let_go"]
+__all__ = ["Transaction", "commit", "let_go", "look_whose", "undo"]
 
 _LOG = logging.getLogger(__name__)
 _NOT_IMPORTED: Mapping[str, torch.Tensor] = MappingProxyType({})
@@ -216,6 +216,7 @@ class Transaction:
         else:
             if self._is_preparing:
                 self._abandon()
+                look_whose(self._adapter, self._standing, self._bridge)
             if self.tensors is not _NOT_IMPORTED or (
                 self._brings_it and self._steps.is_in(self.manifest, State.IMPORTED, State.VERIFIED)
             ):
@@ -281,8 +282,7 @@ class Transaction:
         """Failed while or after the engine changed: bring it back, or declare it torn."""
         manifest = self.manifest
         try:
-            self._adapter.undo()
-            self._standing.require_committed()
+            undo(self._adapter, self._standing, self._bridge)
         except BaseException as second:
             self._standing.torn(manifest, error, second)
             self.is_over = True
@@ -332,6 +332,34 @@ def commit(adapter: TransactionalAdapter, standing: Standing) -> None:
     except Exception as error:
         standing.uncommitted = describe(error)
         raise
+
+
+def undo(adapter: TransactionalAdapter, standing: Standing, bridge: WeightConsumer) -> None:
+    """Bring the engine back to the active version, or to another driver's.
+
+    Raises:
+        TornEngine: it could not be brought back, or not to that.
+
+    """
+    adapter.undo()
+    look_whose(adapter, standing, bridge)
+    standing.require_committed()
+
+
+def look_whose(adapter: TransactionalAdapter, standing: Standing, bridge: WeightConsumer) -> None:
+    """Where the engine holds something else than the active version, none is active any more."""
+    update_id = standing.update_id
+    if standing.active is None or not adapter.is_overtaken:
+        return
+    _LOG.warning("version %d is not in the engine any more", standing.active.weight_version)
+    standing.overtaken()
+    if update_id is None:
+        return
+    try:
+        let_go(update_id, adapter=adapter, bridge=bridge)  # at once: the engine may need it again
+        standing.superseded.pop(update_id, None)
+    except Exception:  # noqa: BLE001 - logged in full; it is due again with the next version
+        _LOG.exception("update %s could not be let go of", update_id)
 
 
 def let_go(update_id: str, *, adapter: TransactionalAdapter, bridge: WeightConsumer) -> None:

@@ -144,6 +144,15 @@ class TransactionalAdapter(ABC):
     def take_over(self) -> None:  # noqa: B027 - not every engine outlives who updates it
         """End what an earlier driver of this engine left half-way; `prepare` does so, too."""
 
+    @property
+    def is_overtaken(self) -> bool:
+        """Whether the engine holds something else than what this adapter committed last.
+
+        As it was seen last: another driver's version, or none, where it was started anew. It is
+        asked behind a refusal, an undo and `take_over`; then the executor holds no version.
+        """
+        return False
+
     @abstractmethod
     def release(self, update_id: str) -> None:
         """Let go of what was kept for an update. Unknown ids are ignored."""

@@ -113,6 +113,7 @@ class VLLMEngineAdapter(TransactionalAdapter):
         # nothing: they were started anew, and the undo says so.
         self._base: str | None = None
         self._committed: str | None = None
+        self._found: str | None = None  # what they held when they were looked at last
 
     @property
     def imports_itself(self) -> bool:
@@ -128,6 +129,11 @@ class VLLMEngineAdapter(TransactionalAdapter):
     def phases_ms(self) -> Mapping[str, float]:
         """Phases of the update under way: pause, cache, label; the slowest rank's verify, prove."""
         return self._phases_ms
+
+    @property
+    def is_overtaken(self) -> bool:
+        """Whether the ranks hold another driver's version, or none, instead of this one's."""
+        return self._committed is not None and self._found != self._committed
 
     # ---- the steps ------------------------------------------------------------------------------
 
@@ -243,7 +249,7 @@ class VLLMEngineAdapter(TransactionalAdapter):
 
     def _require_base(self, replies: Replies) -> None:
         """Refuse to take another driver's version for the one that this driver went back to."""
-        held = replies[0]["holds"]
+        held = self._found = replies[0]["holds"]
         if self._manifest is not None and held != self._base:  # (None: whosever was half-way)
             self._label.keep()  # it is that one's, also where it reads the same
             self._pause.end()
@@ -287,7 +293,7 @@ class VLLMEngineAdapter(TransactionalAdapter):
     def commit(self) -> None:
         """Let all ranks acknowledge. Called again, those that have done so say nothing more."""
         if self._manifest is not None:
-            self._committed = self._base = self._manifest.update_id
+            self._committed = self._base = self._found = self._manifest.update_id
         self._is_installed = self._may_have_run = False
         before, self._manifest = self._label.keep(), None
         try:
@@ -329,6 +335,8 @@ class VLLMEngineAdapter(TransactionalAdapter):
         replies = self._all("describe", {})
         require_all(replies)
         self._held = version_name(replies[0]["weight_version"])
+        is_pending = any(reply["pending"] == self._committed for reply in replies)
+        self._found = self._committed if is_pending else replies[0]["update_id"]
         if not self._is_installed:  # else an undo is due that leads back to the one before
             self._base = replies[0]["update_id"] or self._committed
         self._is_left = not self._is_installed and any(r["torn"] or r["exchanged"] for r in replies)
@@ -352,7 +360,8 @@ class VLLMEngineAdapter(TransactionalAdapter):
         if self._label.is_wanted:
             self._label.set(self._label.of(manifest))
         replies = self._all("commit", {"if_installed": True, "pauses": self._pause.is_on})
-        self._base = replies[0]["in_model"] or self._committed
+        self._found = replies[0]["in_model"]
+        self._base = self._found or self._committed
         if replies[0]["in_model"] == manifest.update_id:
             self._label.keep()
             self._held = version_name(manifest.weight_version)
