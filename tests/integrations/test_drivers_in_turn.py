@@ -111,3 +111,23 @@ def test_an_executor_whose_own_commit_is_still_due_goes_on_saying_its_version(
                 executor.update_weights(publish(trainer, 2))
         executor.check_servable()
         assert executor.active_weight_version == 1
+
+
+def test_an_update_that_is_staged_when_its_answer_is_lost_may_come_again(
+    engine: Engine, trainer: TensorBridge
+) -> None:
+    real, manifest = engine.call, publish(trainer, 1)
+
+    def lost(verb: str, payload: dict[str, Any] | None = None) -> Replies:
+        told = real(verb, payload)
+        if verb == "prepare":
+            raise EngineLost("planted")
+        return told
+
+    with driver(engine) as (executor, _):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(engine, "call", lost)
+            with pytest.raises(EngineLost, match="planted"):
+                executor.update_weights(manifest)
+        executor.update_weights(manifest)
+    assert engine.rank.describe()["update_id"] == manifest.update_id

@@ -150,7 +150,8 @@ class SGLangInstallAdapter(TransactionalAdapter):
         try:
             reply = self._handle.call("prepare", **given, **{"import": self._route.imports})
         except Exception as error:
-            self._refusal = None if is_shortage(error) else "another rank refused it"
+            may_come_again = is_shortage(error) or isinstance(error, EngineLost)
+            self._refusal = None if may_come_again else "another rank refused it"
             raise
         if self._route.imports:
             self._phases_ms["verify"] = reply["timings_ms"].get("verify", 0.0)

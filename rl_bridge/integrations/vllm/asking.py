@@ -78,7 +78,8 @@ def refusal_of(error: Exception, held: str) -> str | None:
 
     """
     error.add_note(f"rl_bridge: the engine's ranks hold {held}.")
-    return None if is_shortage(error) else "another rank refused it"
+    may_come_again = is_shortage(error) or isinstance(error, EngineLost)
+    return None if may_come_again else "another rank refused it"
 
 
 def require_alone(handle: EngineHandle) -> None:
