@@ -21,3 +21,44 @@ __all__ = ["checkpoint", "trainer"]  # fixtures, for this file, too
 
 def versions(checkpoint: Path) -> list[str]:
     return sorted(p.name.partition("-")[0] for p in (checkpoint.parent / "versions").iterdir())
+
+
+def test_what_torn_updates_wrote_is_gone_behind_the_next_version(
+    trainer: TensorBridge, checkpoint: Path
+) -> None:
+    llm = LLM(checkpoint)
+    with executor_of(llm, checkpoint) as executor:
+        executor.update_weights(publish(trainer, 1))
+        llm.before_loading = broken
+        for version in (2, 3):
+            with pytest.raises(TornEngine):
+                executor.update_weights(publish(trainer, version))
+        llm.before_loading = lambda: None
+        executor.update_weights(publish(trainer, 4))
+        assert versions(checkpoint) == ["v4"]
+
+
+def test_what_torn_updates_wrote_is_gone_behind_the_undo(
+    trainer: TensorBridge, checkpoint: Path
+) -> None:
+    llm = LLM(checkpoint)
+    with executor_of(llm, checkpoint) as executor:
+        executor.update_weights(publish(trainer, 1))
+        llm.before_loading = broken
+        for version in (2, 3):
+            with pytest.raises(TornEngine):
+                executor.update_weights(publish(trainer, version))
+        llm.before_loading = lambda: None
+        executor.recover()
+        assert versions(checkpoint) == ["v1"]
+        assert llm.loaded[-1] == 1
+
+
+def test_a_tie_is_written_under_both_names_of_the_checkpoint(
+    trainer: TensorBridge, checkpoint: Path
+) -> None:
+    save_file({name: torch.zeros(4) for name in ("w", "head")}, checkpoint / "model.safetensors")
+    llm, weight = LLM(checkpoint), torch.ones(4)
+    with executor_of(llm, checkpoint) as executor:
+        executor.update_weights(trainer.publish({"w": weight, "head": weight}, weight_version=1))
+    assert llm.loaded == [1]

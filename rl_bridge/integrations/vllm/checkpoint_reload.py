@@ -109,6 +109,7 @@ class VLLMCheckpointReloadAdapter(TransactionalAdapter):
         self._home.mkdir(parents=True, exist_ok=True)
         self._active = self._initial
         self._next: Path | None = None
+        self._written: set[Path] = set()  # all that are there, by this process
         self._has_begun = self._is_paused = False
 
     def prepare(self, manifest: WeightUpdateManifest, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -151,11 +152,17 @@ class VLLMCheckpointReloadAdapter(TransactionalAdapter):
         # A name of its own: an engine may have this version from a process that died since.
         name = f"v{manifest.weight_version}-{manifest.update_id}-{secrets.token_hex(4)}"
         self._next = folder = self._home / name
+        self._written.add(folder)
         folder.mkdir()
         for extra in self._initial.glob("*.json"):
             if not extra.name.endswith(".index.json"):
                 shutil.copy(extra, folder)
-        content = {name: tensors[name].contiguous() for name in self._kinds}
+        # (safetensors refuses tensors that share memory: each name of a tie gets its own.)
+        ties = manifest.table.ties
+        content = {
+            name: tensors[name].clone() if name in ties else tensors[name].contiguous()
+            for name in self._kinds
+        }
         self._save(content, folder / "model.safetensors", metadata={"format": "pt"})
         # Noted first: an interrupt must not leave it paused. The user's own is not ended.
         self._is_paused = self._is_paused or not self._engine.is_paused()
@@ -198,15 +205,14 @@ class VLLMCheckpointReloadAdapter(TransactionalAdapter):
                 raise TornEngine(msg) from error
             self._has_begun = False
         self._go_on()
-        self._forget(self._next)
         self._next = None
+        self._forget_others()
 
     def commit(self) -> None:
-        """Remove the files of the version before."""
-        before, self._active = self._active, self._next or self._active
+        """Remove the files of all other versions."""
+        self._active = self._next or self._active
         self._next, self._has_begun = None, False
-        if before not in {self._initial, self._active}:  # (called again, it is the active one)
-            self._forget(before)
+        self._forget_others()
 
     def release(self, update_id: str) -> None:
         """Nothing is kept of an update but its files, which go when the next one is committed."""
@@ -226,9 +232,11 @@ class VLLMCheckpointReloadAdapter(TransactionalAdapter):
             self._engine.resume()
             self._is_paused = False
 
-    def _forget(self, folder: Path | None) -> None:
-        if folder is not None and folder.parent == self._home:
+    def _forget_others(self) -> None:
+        """Remove all but the active version; no reload is under way that may read one of them."""
+        for folder in self._written - {self._active}:
             shutil.rmtree(folder, ignore_errors=True)
+            self._written.discard(folder)  # last: what an interrupt cut off is done again
 
 
 class _Reloading(LLMHandle):
