@@ -343,7 +343,14 @@ def changed(served: Served, name: str, tensor: torch.Tensor | None) -> dict[str,
     return weights if tensor is None else {**weights, name: tensor}
 
 
-@pytest.mark.parametrize("wrong", ["shape", "missing", "stranger", "nan"])
+def bigger(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A model with twice the neurons: vLLM's loader takes half of them, without a word."""
+    across = {"gate_proj": 0, "up_proj": 0, "down_proj": 1}
+    dims = {name: across.get(name.split(".")[-2]) for name in weights}
+    return {n: t if (d := dims[n]) is None else torch.cat([t, t], d) for n, t in weights.items()}
+
+
+@pytest.mark.parametrize("wrong", ["shape", "missing", "stranger", "nan", "bigger"])
 def test_what_does_not_fit_is_refused_before_vllm_begins(
     served: Served,
     update: Callable[..., Any],
@@ -359,6 +366,7 @@ def test_what_does_not_fit_is_refused_before_vllm_begins(
         "missing": lambda: changed(served, name, None),
         "stranger": lambda: {**served.weights[1], "model.layers.7.mlp.gate": torch.ones(2)},
         "nan": lambda: changed(served, bias, served.weights[1][bias] * float("nan")),
+        "bigger": lambda: bigger(served.weights[1]),
     }[wrong]()
     before = state(served.model)
     monkeypatch.setattr(layerwise, "initialize_layerwise_reload", lambda _: 1 / 0)

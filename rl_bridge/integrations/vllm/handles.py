@@ -6,7 +6,6 @@ drop cached prefixes, and read and set the label that vLLM puts on outputs.
 
 import asyncio
 import concurrent.futures
-import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine
@@ -22,6 +21,7 @@ from rl_bridge.errors import (
 )
 from rl_bridge.installers.vllm.parts import MINIMUM
 from rl_bridge.integrations.vllm.plugin import METHOD
+from rl_bridge.integrations.vllm.threads import in_thread
 
 __all__ = [
     "AsyncLLMHandle",
@@ -29,7 +29,6 @@ __all__ = [
     "LLMHandle",
     "PauseMode",
     "failure",
-    "in_thread",
     "lost",
     "no_plugin",
 ]
@@ -330,37 +329,6 @@ class AsyncLLMHandle(EngineHandle):
         return _watched(
             future, doing, self.timeout_s, lambda: getattr(self._engine, "errored", False)
         )
-
-
-def in_thread(action: Callable[[], Any]) -> "concurrent.futures.Future[Any]":
-    """Do something that may never end, in a thread that nobody has to wait for.
-
-    Raises:
-        WeightBridgeUnavailableError: this process can start no thread; nothing was done.
-
-    """
-    future: concurrent.futures.Future[Any] = concurrent.futures.Future()
-    thread = threading.Thread(
-        target=_answer, args=(future, action), name="rl_bridge-vllm-call", daemon=True
-    )
-    try:
-        thread.start()
-    except RuntimeError as error:
-        msg = (
-            f"this process can start no thread to call the engine from ({error}). Nothing was "
-            "asked of it: end other threads, or raise the limit, and try again."
-        )
-        raise WeightBridgeUnavailableError(msg) from error
-    return future
-
-
-def _answer(future: "concurrent.futures.Future[Any]", action: Callable[[], Any]) -> None:
-    if not future.set_running_or_notify_cancel():
-        return
-    try:
-        future.set_result(action())
-    except BaseException as error:  # noqa: BLE001 - raised where the future is read
-        future.set_exception(error)
 
 
 def _watched(

@@ -86,7 +86,7 @@ class VLLMRank:
             "root": None if active is None else active.root,
             "pending": None if self._pending is None else self._pending.update_id,
             "installed": self._pending.to_json() if self._pending and self._holds_it() else None,
-            "exchanged": self._is_installed,
+            "exchanged": self._is_installed and self._pending is not None,
             "pausing": self.pause_note.driver,
             "torn": self._torn,
             "model": type(self._model).__name__,

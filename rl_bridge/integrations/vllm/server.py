@@ -16,11 +16,11 @@ from rl_bridge.integrations.vllm.handles import (
     LLMHandle,
     PauseMode,
     Replies,
-    in_thread,
     lost,
     no_plugin,
 )
 from rl_bridge.integrations.vllm.plugin import METHOD
+from rl_bridge.integrations.vllm.threads import in_thread
 
 __all__ = ["ServerHandle", "handle_of"]
 
