@@ -130,7 +130,7 @@ class Run:
 
     def __init__(self, cluster: Cluster, num_ranks: int) -> None:
         self.ranks = [Actor(cluster, partial(Rank, rank, num_ranks)) for rank in range(num_ranks)]
-        self.rollout = Actor(cluster, Whole)
+        self.cluster, self.rollout = cluster, Actor(cluster, Whole)
         self.version = 0
 
     def fleet(self) -> RolloutFleet:

@@ -3,10 +3,13 @@
 from collections.abc import Callable, Iterator
 
 import pytest
+import torch
 
-from rl_bridge import GroupAborted
+from rl_bridge import GroupAborted, WeightBridgeUnavailableError
 from rl_bridge.bridge.pairing import PairChoice
-from tests.fleets.ranks import Actor, Cluster, Run
+from rl_bridge.ray import RolloutActor
+from tests.fleets.ranks import SHAPES, Actor, Cluster, Run
+from tests.groups.meshes import model
 
 BROADCAST = PairChoice(
     transport="broadcast",
@@ -83,3 +86,27 @@ def test_ranks_that_have_not_the_same_lanes_begin_anew(
     side._asked.add("broadcast")
     run.update(fleet if is_known else run.fleet())
     assert run.lanes == [["shared-memory"]] * 2
+
+
+class Plain(RolloutActor):
+    """A rollout that uses the tensors as they are imported."""
+
+    def weight_adapter(self) -> None:
+        return None
+
+
+def test_a_rollout_without_an_adapter_has_the_tensors_of_the_active_version(
+    made: Callable[[int], Run],
+) -> None:
+    run = made(2)
+    fleet = run.fleet()
+    rollout = Actor(run.cluster, Plain)
+    fleet.join("plain", rollout)
+    with pytest.raises(WeightBridgeUnavailableError, match="no verified version yet"):
+        rollout.made.imported_weights()
+    for version in (1, 2):
+        run.update(fleet)
+        found = rollout.made.imported_weights()
+        wanted = model(SHAPES, version)
+        assert found.keys() == wanted.keys()
+        assert all(torch.equal(found[name], one) for name, one in wanted.items())

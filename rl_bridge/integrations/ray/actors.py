@@ -8,6 +8,8 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+
 from rl_bridge.bridge.resharding import Wanted, WantedLayout
 from rl_bridge.bridge.tensor_bridge import TensorBridge
 from rl_bridge.extractors.state_dict import Source
@@ -225,6 +227,21 @@ class RolloutActor:
 
         """
         return self._rollout_side().check_servable()
+
+    def imported_weights(self) -> Mapping[str, torch.Tensor]:
+        """The verified tensors of the active version; for an actor that has no adapter.
+
+        They are the transport's own memory: do not write to them, and take them anew behind each
+        update, as they end with their version.
+
+        Raises:
+            TornEngine: it may not answer.
+            WeightBridgeUnavailableError: it has no verified version yet.
+
+        """
+        side = self._rollout_side()
+        side.check_servable()
+        return side.executor.shared_weights
 
     def _rollout_side(self) -> RolloutSide:
         with _MAKING:
