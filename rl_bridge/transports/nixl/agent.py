@@ -285,6 +285,8 @@ class Agent:
 
     def _state(self, call: Any, read: Made) -> State:
         try:
+            if read.raw is None:  # an interrupt cut off `close`, which ends it
+                raise AgentError("a read was released. Import again.")
             state = call(read.raw)
         except self._failures as error:
             raise AgentError(f"a read failed: {error}.") from error.with_traceback(None)
