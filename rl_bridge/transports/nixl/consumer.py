@@ -71,6 +71,7 @@ class NIXLConsumer(ConsumerEnd):
         self._token = token
         self._num_threads = num_threads
         self._timeout_s = timeout_s
+        self._meet_s = min(_MEET_S, timeout_s)
         self._held = Held()
         self._past = Counters()
         self._unreachable: dict[str, float] = {}
@@ -330,7 +331,7 @@ class NIXLConsumer(ConsumerEnd):
 
     def meet(self, manifests: Sequence[WeightUpdateManifest]) -> None:
         """Connect to these publishers, within a short time for all; later ones have their turn."""
-        until = time.monotonic() + min(_MEET_S, self._timeout_s)
+        until = time.monotonic() + self._meet_s
         for manifest in manifests:
             try:
                 endpoint = self._handle(manifest).endpoint
@@ -347,7 +348,7 @@ class NIXLConsumer(ConsumerEnd):
         try:
             self._source(endpoint, is_observer=is_observer, within_s=until - now)
         except WeightBridgeError as error:
-            if isinstance(error, TransferTimeout) and until - now < _MEET_S / 2:
+            if isinstance(error, TransferTimeout) and until - now < self._meet_s / 2:
                 _LOG.warning("it will not hear of this update: %s", error)
                 return  # others took its time: it did not have the chance to answer
             now = time.monotonic()
@@ -376,7 +377,7 @@ class NIXLConsumer(ConsumerEnd):
         Where a connection ended and the publisher is not gone, it hears what it missed.
         """
         self._sweep()
-        until = time.monotonic() + min(_MEET_S, self._timeout_s)
+        until = time.monotonic() + self._meet_s
         for link in [source.link for source in self._held.sources.values()]:
             if link.is_lost and link.reports:
                 self._reach(link.endpoint, until, is_observer=link.is_observer)
