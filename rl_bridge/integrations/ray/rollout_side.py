@@ -14,7 +14,7 @@ from rl_bridge.bridge.group_import import GroupBridge
 from rl_bridge.bridge.pairing import PairChoice, SideFacts, look_around
 from rl_bridge.bridge.resharding import Wanted, WantedLayout
 from rl_bridge.bridge.rollout import RolloutExecutor
-from rl_bridge.errors import TornEngine, WeightBridgeUnavailableError
+from rl_bridge.errors import EngineLost, TornEngine, WeightBridgeUnavailableError
 from rl_bridge.installers.base import TransactionalAdapter, WeightInstallAdapter
 from rl_bridge.integrations.ray.answers import RolloutAnswer
 from rl_bridge.manifest.group import GroupManifest
@@ -129,6 +129,8 @@ class RolloutSide:
                 return self._answer("torn", error).to_json()
             except Exception as error:  # noqa: BLE001 - the answer carries it to who asked
                 _LOG.warning("rollout %s keeps its version: %s", self._worker, error)
+                if isinstance(error, EngineLost):  # with what the lane before had proven in it
+                    self._taken = (executor, bridge, None)
                 return self._answer("torn" if self._is_torn else "refused", error).to_json()
             self._taken = (executor, bridge, None)
             return self._answer("acknowledged").to_json()
