@@ -225,6 +225,7 @@ class RolloutFleet:
         """
         self._keep_lanes(of_all=True)  # whoever a driver before had is here by now
         manifests = self._trainers.publish(weight_version, metadata, Deadline(self._timeout_s))
+        root = self._trainers.current.root  # of this one: another fleet may have one published
         members = dict(self._members)
         self._trainers.look_again()
         for member in members.values():
@@ -243,7 +244,7 @@ class RolloutFleet:
             _LOG.warning("rollout %s has not version %s: %s", name, weight_version, error)
         return FleetUpdate(
             weight_version=weight_version,
-            root=self._trainers.current.root,
+            root=root,
             answers=MappingProxyType(answers),
             lost=MappingProxyType(lost),
         )
