@@ -101,17 +101,17 @@ class WeightPublisherActor:
         self.__seat = taken
         return self.__publisher_side.announcement()
 
-    def as_weight_rank(self, method: str, *given: Any) -> tuple[bool, Any]:
+    def as_weight_rank(self, method: str, *given: Any) -> tuple[str, Any]:
         """Call another method, as a rank of a group that has its seat.
 
         Returns:
-            Whether it has one, and the answer. One that Ray started anew has none, and does nothing
-            of what a publisher by itself would do.
+            In which group, empty if in none, and the answer. One that Ray started anew has none,
+            and does nothing of what a publisher by itself would do.
 
         """
         if self.__seat is None:
-            return False, None
-        return True, getattr(self, method)(*given)
+            return "", None
+        return self.__seat.group, getattr(self, method)(*given)
 
     def publish_weights(
         self, weight_version: int, metadata: Mapping[str, JSONValue] | None = None

@@ -7,7 +7,7 @@ import asyncio
 from contextlib import suppress
 from typing import Any, cast
 
-from pydantic import Field, StrictBool, StrictFloat, StrictInt
+from pydantic import Field, StrictBool, StrictFloat, StrictInt, StrictStr
 
 from rl_bridge.bridge.group_exchange import Store, StoreExchange
 from rl_bridge.bridge.group_rounds import not_together
@@ -29,6 +29,7 @@ class GroupSeat(Said):
         world_size: how many ranks.
         timeout_s: longest wait for the others, in one step of a publication.
         anew: forget what was published before: another rank has lost its part of it.
+        group: whose seat it is: ranks with seats of two fleets would not come together.
 
     """
 
@@ -36,6 +37,7 @@ class GroupSeat(Said):
     world_size: StrictInt = Field(ge=1, lt=1 << 20)
     timeout_s: StrictFloat = Field(gt=0, allow_inf_nan=False)
     anew: StrictBool = False
+    group: StrictStr = Field(min_length=1, max_length=64)
 
 
 class GroupStore:

@@ -1,6 +1,7 @@
 """The trainer as a fleet knows it: one actor, or those of all ranks of a group."""
 
 import logging
+import secrets
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -25,7 +26,8 @@ class _SeatLost(GroupAborted):
     def __init__(self, rank: int, what: str) -> None:
         super().__init__(
             f"trainer rank {rank} did not {what}: it was started anew, and has no seat in its "
-            "group. Publish a later version: the fleet gives it its seat.",
+            "group, or has one in another fleet's. Publish a later version: the fleet gives it its "
+            "seat.",
             (rank,),
         )
 
@@ -56,6 +58,7 @@ class Trainers:
         if not self._actors:
             raise ValueError("trainer=[]: expected the actors of a group's ranks.")
         self._store: Any = None
+        self._group = secrets.token_hex(8)
         self._facts: list[SideFacts] = []
         self._is_sure = True
         """No publication may have come through without an answer, or for another fleet."""
@@ -92,6 +95,7 @@ class Trainers:
                 world_size=len(self._actors),
                 timeout_s=deadline.timeout_s * _SHARE,
                 anew=anew,
+                group=self._group,
             ).to_json()
 
         given = [(seat(rank), self._store) for rank in range(len(self._actors))]
@@ -248,7 +252,12 @@ class Trainers:
             for actor, mine in self._each(given or [()] * len(self._actors))
         ]
         told = self._answers(what, calls, deadline)
-        return [answer for _, answer in told] if self.is_group else told
+        if not self.is_group:
+            return told
+        for rank, (group, _) in enumerate(told):
+            if group != told[0][0]:  # two fleets gave out seats at the same time
+                raise _SeatLost(rank, what)
+        return [answer for _, answer in told]
 
     def _each(self, given: Sequence[tuple[object, ...]]) -> Iterable[tuple[Any, tuple[Any, ...]]]:
         return zip(self._actors, given, strict=True)
@@ -268,7 +277,7 @@ class Trainers:
             except Exception as error:  # noqa: BLE001 - raised below, once all have answered
                 errors.append(error)
             else:
-                if self.is_group and answers[-1] == (False, None):
+                if self.is_group and answers[-1] == ("", None):
                     errors.append(_SeatLost(rank, what))
         for first in sorted(errors, key=_remoteness):
             raise first
