@@ -154,7 +154,8 @@ def num_same(layer: Any, row: int) -> int:
 
     Ranks of which there are more than heads for keys and values share these heads.
     """
-    replicas = getattr(layer, "num_kv_head_replicas", None)
+    # (A layer that was merged with others may not tell its heads' size: all counts as its own.)
+    replicas = getattr(layer, "num_kv_head_replicas", None) if hasattr(layer, "head_size") else None
     if replicas is None or row < layer.num_heads * layer.head_size:
         return 1
     return int(replicas)

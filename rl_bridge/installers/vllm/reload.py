@@ -218,8 +218,9 @@ class VLLMReloadAdapter(TransactionalAdapter):
         def admit(_: LoadPlan, nbytes: int) -> None:
             check_budget(nbytes, self._budget, manifest.weight_version, LEARNING)
 
+        plan: LoadPlan | None = None
         try:
-            self._plan = learn(
+            plan = learn(
                 self._model,
                 kinds,
                 self._config,
@@ -228,13 +229,13 @@ class VLLMReloadAdapter(TransactionalAdapter):
                 allows_computed=True,
             )
         except IncompatibleUpdate as error:
-            if "VLLMReloadAdapter" not in str(error):
-                raise
             # A loader that does not do twice the same cannot be followed; the message says so by
             # naming this adapter.
-            self._plan = None
-        if self._plan is not None:
-            check_whole(self._plan, kinds, self._config.parallel_config.tensor_parallel_size)
+            if "VLLMReloadAdapter" not in str(error):
+                raise
+        if plan is not None:
+            check_whole(plan, kinds, self._config.parallel_config.tensor_parallel_size)
+        self._planned, self._plan = "", plan  # (cut off here, it is learned again)
         self._planned = table.digest
 
     def _check_loaded(self, reload: Any) -> None:

@@ -79,9 +79,10 @@ def doubles(plan: LoadPlan, manifest: WeightUpdateManifest) -> dict[int, int]:
 
 
 def _tied(plan: LoadPlan) -> list[str]:
-    """Tensors of which all goes to a parameter that several layers hold."""
-    routes = (route for route in plan.routes() if route.is_whole)
-    return sorted({r.source for r in routes if len(plan.targets[r.target].users) > 1})
+    """Tensors that go to parameters which several layers hold, and nowhere else."""
+    routes = list(plan.routes())  # (of ranks, each has only its part)
+    alone = {route.source for route in routes if len(plan.targets[route.target].users) == 1}
+    return sorted({route.source for route in routes} - alone)
 
 
 def _kind(manifest: WeightUpdateManifest, row: int) -> tuple[str, tuple[int, ...]]:
@@ -118,9 +119,10 @@ def check_whole(plan: LoadPlan, kinds: Kinds, ranks: int) -> None:
         # took for it, and for its targets besides.)
         seen: dict[int, torch.Tensor] = {}
         for part in parts:
-            empty = torch.zeros(shape, dtype=torch.bool, device="cpu")
-            mask = seen.setdefault(_num_same(plan, part), empty)
-            part.source_view.once().of(mask).fill_(True)  # noqa: FBT003 - torch's own
+            same = _num_same(plan, part)
+            if same not in seen:  # (experts in one tensor have hundreds of parts)
+                seen[same] = torch.zeros(shape, dtype=torch.bool, device="cpu")
+            part.source_view.once().of(seen[same]).fill_(True)  # noqa: FBT003 - torch's own
         taken = sum(other_than(0, mask) * (ranks // same) for same, mask in seen.items())
         padded = sum(plan.padding(index) for index in {part.target for part in parts})
         numel = torch.Size(shape).numel()

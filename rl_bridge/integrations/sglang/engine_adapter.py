@@ -114,6 +114,12 @@ class SGLangInstallAdapter(TransactionalAdapter):
         self._is_begun = self._may_have_run = self._is_committing = False
         self._base: str | None = None  # the update that it held, which an undo leads back to
         self._committed: str | None = None
+        self._found: str | None = None  # what it held when it was looked at last
+
+    @property
+    def is_overtaken(self) -> bool:
+        """Whether the engine holds another driver's version, or none, instead of this one's."""
+        return self._committed is not None and self._found != self._committed
 
     @property
     def imports_itself(self) -> bool:
@@ -255,7 +261,7 @@ class SGLangInstallAdapter(TransactionalAdapter):
     def commit(self) -> None:
         """Let the engine's half acknowledge. Called again, it does so where it did not."""
         if self._manifest is not None:
-            self._committed = self._manifest.update_id
+            self._committed = self._found = self._manifest.update_id
         self._is_committing = True
         self._handle.call("commit", update_id=self._committed)
         self._is_begun = self._may_have_run = self._is_committing = False
@@ -301,7 +307,7 @@ class SGLangInstallAdapter(TransactionalAdapter):
             else:
                 found = self._take_back()
             self._serving.end_pause()
-        self._base = found["update_id"]
+        self._base = self._found = found["update_id"]
 
     def _take_back(self) -> dict[str, Any]:
         """Undo another driver's update. In this order: cut off anywhere, it is done again."""

@@ -123,9 +123,12 @@ class VLLMCheckpointReloadAdapter(TransactionalAdapter):
         sent: Kinds = {
             name: (table.dtypes[row], tuple(table.shapes[row])) for name, row in table.rows.items()
         }
-        # A tied head is in some trainers' state dicts and in no checkpoint: the other name has it.
-        for name in set(table.ties) - self._kinds.keys():
-            del sent[name]
+        # A tied head is in some trainers' state dicts and in no checkpoint: the other name has it,
+        # whichever of the two the update stores it under.
+        had = {table.rows[name] for name in sent.keys() & self._kinds.keys()}
+        for name in sent.keys() - self._kinds.keys():
+            if table.rows[name] in had:
+                del sent[name]
         different = sorted(
             name for name in sent.keys() | self._kinds if sent.get(name) != self._kinds.get(name)
         )

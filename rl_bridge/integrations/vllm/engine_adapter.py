@@ -335,8 +335,8 @@ class VLLMEngineAdapter(TransactionalAdapter):
         replies = self._all("describe", {})
         require_all(replies)
         self._held = version_name(replies[0]["weight_version"])
-        is_pending = any(reply["pending"] == self._committed for reply in replies)
-        self._found = self._committed if is_pending else replies[0]["update_id"]
+        found = [r["pending"] if r["exchanged"] else r["update_id"] for r in replies]
+        self._found = self._committed if self._committed in found else found[0]
         if not self._is_installed:  # else an undo is due that leads back to the one before
             self._base = replies[0]["update_id"] or self._committed
         self._is_left = not self._is_installed and any(r["torn"] or r["exchanged"] for r in replies)

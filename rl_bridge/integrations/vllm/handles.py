@@ -169,7 +169,11 @@ class LLMHandle(EngineHandle):
             engine = self._llm.llm_engine
             requests = list(engine.output_processor.request_states)
             self._do("abort requests", lambda: engine.abort_request(requests, internal=True))
-        self._utility("pause_scheduler", mode, False)  # noqa: FBT003 - vLLM's own signature
+        try:
+            self._utility("pause_scheduler", mode, False)  # noqa: FBT003 - vLLM's own signature
+        finally:
+            if mode == "wait":  # it ends with the requests, and keeps no other call from its answer
+                self._last = []
 
     def resume(self) -> None:
         """Go on."""
