@@ -345,9 +345,8 @@ def changed(served: Served, name: str, tensor: torch.Tensor | None) -> dict[str,
 
 def bigger(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """A model with twice the neurons: vLLM's loader takes half of them, without a word."""
-    across = {"gate_proj": 0, "up_proj": 0, "down_proj": 1}
-    dims = {name: across.get(name.split(".")[-2]) for name in weights}
-    return {n: t if (d := dims[n]) is None else torch.cat([t, t], d) for n, t in weights.items()}
+    mlp = {n: torch.cat([t, t], int("down" in n)) for n, t in weights.items() if ".mlp." in n}
+    return {**weights, **mlp}
 
 
 @pytest.mark.parametrize("wrong", ["shape", "missing", "stranger", "nan", "bigger"])
@@ -374,6 +373,8 @@ def test_what_does_not_fit_is_refused_before_vllm_begins(
         update(weights)
     monkeypatch.undo()
     assert state(served.model) == before
+    update(served.weights[1])  # (what was learned for the other one is not taken for it)
+    assert answers(served.llm) == served.fresh[1]
 
 
 def test_a_model_that_does_not_fit_beside_itself_is_refused(

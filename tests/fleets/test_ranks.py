@@ -7,8 +7,10 @@ import torch
 
 from rl_bridge import GroupAborted, WeightBridgeUnavailableError
 from rl_bridge.bridge.pairing import PairChoice
-from rl_bridge.ray import RolloutActor
-from tests.fleets.ranks import SHAPES, Actor, Cluster, Run
+from rl_bridge.integrations.ray.calls import Deadline
+from rl_bridge.integrations.ray.group_store import GroupSeat
+from rl_bridge.ray import RolloutActor, RolloutFleet
+from tests.fleets.ranks import SHAPES, TIMEOUT_S, Actor, Cluster, Run, Whole
 from tests.groups.meshes import model
 
 BROADCAST = PairChoice(
@@ -86,6 +88,45 @@ def test_ranks_that_have_not_the_same_lanes_begin_anew(
     side._asked.add("broadcast")
     run.update(fleet if is_known else run.fleet())
     assert run.lanes == [["shared-memory"]] * 2
+
+
+def test_ranks_with_seats_of_two_fleets_are_brought_together(made: Callable[[int], Run]) -> None:
+    """As where two drivers see at once that a rank was started anew."""
+    run = made(2)
+    fleets = [run.fleet(), run.fleet()]
+    for rank, fleet in enumerate(fleets):
+        trainers = fleet._trainers
+        seat = GroupSeat(rank=rank, world_size=2, timeout_s=1.0, group=trainers._group)
+        run.ranks[rank].join_weight_group.remote(seat.to_json(), trainers._store).result(20)
+    for fleet in (*fleets, fleets[0]):
+        run.update(fleet)
+
+
+def test_a_version_is_told_by_its_own_root_whatever_another_fleet_publishes_meanwhile(
+    made: Callable[[int], Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = made(2)
+    fleet, other = run.fleet(), RolloutFleet(run.ranks, timeout_s=TIMEOUT_S)
+    again = Actor(run.cluster, Whole)
+    fleet.join("again", again)
+    run.update(fleet)
+    again.start_anew()  # it joins again inside of the next update
+    see, seen = fleet._trainers._see_current, list[str]()
+
+    def behind_anothers(what: str, deadline: Deadline) -> None:
+        if what == "answer" and not seen:
+            seen.append(what)
+            for rank in run.ranks:
+                rank.made.train(9)
+            other._trainers.publish(9, None, deadline)
+        see(what, deadline)
+
+    monkeypatch.setattr(fleet._trainers, "_see_current", behind_anothers)
+    run.version += 1
+    for rank in run.ranks:
+        rank.made.train(run.version)
+    assert fleet.update(run.version).routable == ("one",)
+    assert seen
 
 
 class Plain(RolloutActor):

@@ -15,20 +15,20 @@ from rl_bridge.installers.vllm.staging import Staged, TensorChange
 
 
 class Model(torch.nn.Module):
-    """Its loader passes over the head, whether that is tied or not."""
+    """Its loader passes over the head, whether that is tied or not, and takes the first part."""
 
-    def __init__(self, *, is_tied: bool) -> None:
+    def __init__(self, *, is_tied: bool, rows: int = 3) -> None:
         super().__init__()
-        self.embed = torch.nn.Embedding(3, 2).requires_grad_(False)
+        self.embed = torch.nn.Embedding(rows, 2).requires_grad_(False)
         if is_tied:
-            self.head = torch.nn.Linear(2, 3, bias=False)
+            self.head = torch.nn.Linear(2, rows, bias=False)
             self.head.weight = self.embed.weight
 
     def load_weights(self, given: Iterable[tuple[str, torch.Tensor]]) -> None:
         """What engines do."""
         for name, tensor in given:
             if name == "embed":
-                self.embed.weight.data.copy_(tensor)
+                self.embed.weight.data.copy_(tensor.narrow(0, 0, self.embed.num_embeddings))
 
 
 @pytest.fixture
@@ -55,6 +55,14 @@ def test_a_second_name_with_equal_bytes_is_proven_with_the_first(
     staged.tensors.append(TensorChange("embed.weight", live, live, 0))
     evidence.seal(staged)
     assert evidence.check(staged).root == manifest.root
+
+
+def test_a_second_name_is_taken_by_ranks_that_have_a_part_each(
+    trainer: SharedMemoryTensorBridge,
+) -> None:
+    sent = {"embed": torch.ones(4, 2), "head": torch.ones(4, 2)}
+    plan = learned(Model(is_tied=True, rows=2), sent)
+    check_landed(plan, trainer.publish(sent, weight_version=1))
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,14 @@
 """Of what is cut up for ranks, together they take all: a loader does not see what is too long."""
 
 from collections.abc import Iterable
+from typing import Any
 
 import pytest
 import torch
 
 from rl_bridge import IncompatibleUpdate
 from rl_bridge.installers.sglang import parts
+from rl_bridge.installers.vllm.parts import num_same
 from rl_bridge.installers.vllm.routes import learn
 from rl_bridge.installers.vllm.same import check_whole
 
@@ -78,3 +80,9 @@ def test_a_tensor_that_is_too_long_by_one_head_is_refused(kv_heads: int, name: s
 def test_a_fused_tensor_that_is_too_long_by_one_head_is_refused(kv_heads: int) -> None:
     with pytest.raises(IncompatibleUpdate, match=r"tensor 'qkv' .* the rest goes nowhere"):
         check(kv_heads, qkv=HEADS + 2 * kv_heads + 1)
+
+
+def test_a_merged_layer_that_does_not_tell_its_heads_size_is_asked_nothing() -> None:
+    layer: Any = torch.nn.Module()
+    layer.num_kv_head_replicas = 2
+    assert num_same(layer, 0) == 1

@@ -95,3 +95,24 @@ def test_a_call_that_was_interrupted_is_waited_for_before_the_next_one_begins(
     handle.timeout_s = 20
     assert handle.call("describe") == [{"to": "describe"}]
     assert begun == ["prepare", "describe"]
+
+
+def test_a_pause_that_waits_for_requests_keeps_no_other_call_from_its_answer() -> None:
+    """vLLM answers by a call's name where the engine is in another process."""
+    drained = threading.Event()
+
+    def call_utility(name: str, *_: object) -> bool:
+        return name != "pause_scheduler" or drained.wait(60)
+
+    core = SimpleNamespace(call_utility=call_utility, resources=None)
+    engine = SimpleNamespace(engine_core=core)
+    calls = SimpleNamespace(llm_engine=engine, collective_rpc=lambda _, args: [{"to": args[0]}])
+    handle = LLMHandle(calls, 0.3)
+    try:
+        with pytest.raises(DeadlineExceeded, match="did not pause_scheduler"):
+            handle.pause("wait")
+        handle.timeout_s = 5
+        assert handle.call("abandon") == [{"to": "abandon"}]
+        handle.resume()
+    finally:
+        drained.set()

@@ -62,3 +62,14 @@ def test_a_tie_is_written_under_both_names_of_the_checkpoint(
     with executor_of(llm, checkpoint) as executor:
         executor.update_weights(trainer.publish({"w": weight, "head": weight}, weight_version=1))
     assert llm.loaded == [1]
+
+
+@pytest.mark.parametrize("other", ["a_head", "z_head"])
+def test_a_tie_of_which_the_checkpoint_has_one_name_is_taken(
+    trainer: TensorBridge, checkpoint: Path, other: str
+) -> None:
+    """A manifest stores a tie under the name that comes first in the alphabet."""
+    llm, weight = LLM(checkpoint), torch.ones(4)
+    with executor_of(llm, checkpoint) as executor:
+        executor.update_weights(trainer.publish({"w": weight, other: weight}, weight_version=1))
+    assert llm.loaded == [1]

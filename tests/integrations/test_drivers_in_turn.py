@@ -8,6 +8,7 @@ from rl_bridge import (
     DeadlineExceeded,
     EngineLost,
     TensorBridge,
+    VLLMEngineAdapter,
     WeightBridgeUnavailableError,
     WeightUpdateRejectedError,
 )
@@ -40,6 +41,23 @@ def test_an_executor_does_not_say_its_own_version_of_an_engine_that_holds_anothe
         one.update_weights(publish(trainer, 4))
         one.check_servable()
         assert one.active_weight_version == 4
+
+
+def test_an_executor_does_not_say_its_own_version_where_a_dead_drivers_one_serves(
+    engine: Engine, trainer: TensorBridge
+) -> None:
+    with driver(engine) as (one, _):
+        one.update_weights(publish(trainer, 1))
+        theirs, dead = publish(trainer, 2), VLLMEngineAdapter(engine)
+        dead.prepare(theirs, {})
+        dead.install(theirs, {})
+        dead.resume()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(engine, "reset_caches", lambda **_: False)
+            with pytest.raises(WeightUpdateRejectedError):
+                one.update_weights(publish(trainer, 3))
+        assert engine.shown == f"2@{theirs.root}"
+        assert one.active_weight_version is None
 
 
 def test_a_commit_that_another_driver_has_gone_on_from_keeps_no_engine_torn(

@@ -5,12 +5,14 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from rl_bridge import (
     BridgeClosed,
+    EngineLost,
     MalformedManifest,
     ModuleInstallAdapter,
     VersionNotMonotonic,
@@ -19,6 +21,7 @@ from rl_bridge import (
     WeightUpdateRejectedError,
 )
 from rl_bridge.bridge.pairing import PairChoice, SideFacts, choose_transport
+from rl_bridge.bridge.rollout import RolloutExecutor
 from rl_bridge.extractors.state_dict import Source
 from rl_bridge.integrations.ray.answers import Announcement, RolloutAnswer
 from rl_bridge.integrations.ray.fleet import FleetUpdate
@@ -257,6 +260,21 @@ def test_a_rollout_serves_its_version_until_one_has_come_by_another_lane(trainer
     _, manifests = trainer.side.publish(2)
     assert rollout.update(manifests["broadcast"]).active_version == 2
     assert rollout.side.check_servable() == 2
+    rollout.side.close()
+
+
+def test_a_rollout_whose_engine_is_lost_on_a_new_lane_says_no_version(
+    trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rollout = Rollout()
+    rollout.update(trainer.side.publish(1)[1]["shared-memory"])
+    manifest = trainer.side.serve(BROADCAST)
+    rollout.side.join(BROADCAST)
+    lost = EngineLost("the engine ended: a fresh one is in its place.")
+    monkeypatch.setattr(RolloutExecutor, "update_weights", Mock(side_effect=lost))
+    assert rollout.update(manifest).active_version is None
+    with pytest.raises(WeightBridgeUnavailableError, match="no verified version yet"):
+        rollout.side.check_servable()
     rollout.side.close()
 
 
