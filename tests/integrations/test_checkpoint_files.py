@@ -23,8 +23,9 @@ def versions(checkpoint: Path) -> list[str]:
     return sorted(p.name.partition("-")[0] for p in (checkpoint.parent / "versions").iterdir())
 
 
-def test_what_torn_updates_wrote_is_gone_behind_the_next_version(
-    trainer: TensorBridge, checkpoint: Path
+@pytest.mark.parametrize("ends_by", ["the next version", "the undo"])
+def test_what_torn_updates_wrote_is_gone_behind(
+    trainer: TensorBridge, checkpoint: Path, ends_by: str
 ) -> None:
     llm = LLM(checkpoint)
     with executor_of(llm, checkpoint) as executor:
@@ -34,24 +35,13 @@ def test_what_torn_updates_wrote_is_gone_behind_the_next_version(
             with pytest.raises(TornEngine):
                 executor.update_weights(publish(trainer, version))
         llm.before_loading = lambda: None
-        executor.update_weights(publish(trainer, 4))
-        assert versions(checkpoint) == ["v4"]
-
-
-def test_what_torn_updates_wrote_is_gone_behind_the_undo(
-    trainer: TensorBridge, checkpoint: Path
-) -> None:
-    llm = LLM(checkpoint)
-    with executor_of(llm, checkpoint) as executor:
-        executor.update_weights(publish(trainer, 1))
-        llm.before_loading = broken
-        for version in (2, 3):
-            with pytest.raises(TornEngine):
-                executor.update_weights(publish(trainer, version))
-        llm.before_loading = lambda: None
-        executor.recover()
-        assert versions(checkpoint) == ["v1"]
-        assert llm.loaded[-1] == 1
+        if ends_by == "the undo":
+            executor.recover()
+        else:
+            executor.update_weights(publish(trainer, 4))
+        held = 1 if ends_by == "the undo" else 4
+        assert versions(checkpoint) == [f"v{held}"]
+        assert llm.loaded[-1] == held
 
 
 def test_a_tie_is_written_under_both_names_of_the_checkpoint(

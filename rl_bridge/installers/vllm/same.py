@@ -67,13 +67,14 @@ def doubles(plan: LoadPlan, manifest: WeightUpdateManifest) -> dict[int, int]:
     """
     rows = manifest.table.rows
     landed = {rows[name] for name in plan.landed}
+    lost = {name: row for name, row in rows.items() if row not in landed}
+    if not lost:  # as in nearly every update
+        return {}
     tied = {
         (_kind(manifest, rows[name]), _digest(manifest, name)): rows[name] for name in _tied(plan)
     }
     found = {
-        row: tied.get((_kind(manifest, row), _digest(manifest, name)))
-        for name, row in rows.items()
-        if row not in landed
+        row: tied.get((_kind(manifest, row), _digest(manifest, name))) for name, row in lost.items()
     }
     return {row: other for row, other in found.items() if other is not None}
 
