@@ -1,13 +1,21 @@
 """The bridges that users make: one class for each transport, and a maker by name."""
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
+from rl_bridge.bridge.guards import as_manifest, require_transport
 from rl_bridge.bridge.tensor_bridge import TensorBridge
+from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.transports.base import Transport
 from rl_bridge.transports.broadcast.init_info import BroadcastInitInfo
 from rl_bridge.transports.broadcast.transport import Broadcast
+from rl_bridge.transports.nixl.agent import Counters
+from rl_bridge.transports.nixl.messages import Entry
 from rl_bridge.transports.registry import canonical_name
+
+if TYPE_CHECKING:
+    from rl_bridge.transports.nixl.consumer import NIXLConsumer
+    from rl_bridge.transports.nixl.publisher import NIXLPublisher
 
 __all__ = [
     "BroadcastTensorBridge",
@@ -88,6 +96,51 @@ class NIXLTensorBridge(TensorBridge):
     def _make_transport(self, options: Mapping[str, object]) -> Transport:
         # Each rank's server has a port and a name of its own.
         return super()._make_transport({"source_rank": self.source_rank, **options})
+
+    def catalog(self, manifest: WeightUpdateManifest | str | None = None) -> tuple[Entry, ...]:
+        """What a publisher holds: one entry for each of its slots, with who reads it.
+
+        Args:
+            manifest: of any version of the publisher that is asked, or its JSON text. It is asked
+                over its control connection, takes no record of it, and need not hold that version
+                any more. Of a group of ranks, that is one of the group manifest's ``parts``. None:
+                what this bridge itself published, which is empty before the first publication and
+                after `close`.
+
+        Raises:
+            BridgeClosed: another one was to be asked, and this bridge is closed.
+            MalformedManifest: what is given is no manifest.
+            ForeignTransport: it is another transport's.
+            SegmentError: the publisher is gone, or does not know the token.
+            WeightBridgeUnavailableError: it has no room for this side, or NIXL finds no way to it.
+            TransferTimeout: it does not answer in time.
+
+        """
+        if manifest is None:
+            if self._publisher is None:
+                return ()
+            self._check_process()
+            return cast("NIXLPublisher", self._publisher._end).catalog()  # noqa: SLF001 - the bridge's other half
+        manifest = as_manifest(manifest, caller="catalog")
+        require_transport(manifest, self.transport)
+        consumer = self._consumer_end()
+        with consumer._lock:  # noqa: SLF001 - the bridge's other half
+            consumer._check_open()  # noqa: SLF001
+            return cast("NIXLConsumer", consumer._end).catalog(manifest)  # noqa: SLF001
+
+    @property
+    def counters(self) -> Counters:
+        """What this bridge made of NIXL so far, both halves together; once warm, no count grows.
+
+        It is as of now: look again to see what was made since. Zeros before the first use; `close`
+        keeps the counts. Connections that readers made to this side are theirs.
+        """
+        found = Counters()
+        if self._publisher is not None:
+            found += cast("NIXLPublisher", self._publisher._end).counters  # noqa: SLF001 - the bridge's other half
+        if self._consumer is not None:
+            found += cast("NIXLConsumer", self._consumer._end).counters  # noqa: SLF001 - the bridge's other half
+        return found
 
 
 # Transports whose bridges users know by a class name. Every other one gets a class when asked for.

@@ -152,6 +152,10 @@ class GroupEnd(ConsumerEnd):
             del self._groups[update_id]
             self.timings_ms.pop(update_id, None)
 
+    def end_of(self, name: str) -> ConsumerEnd | None:
+        """The end of a transport that parts came by."""
+        return self._ends.get(name)
+
     def is_as_published(self, group: GroupManifest) -> bool:
         """Whether the last assembly found this manifest to be the one that the ranks sealed."""
         return self._sound is group

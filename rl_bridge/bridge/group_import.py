@@ -9,7 +9,7 @@ whose end every publishing rank gets to know.
 import os
 from collections import OrderedDict
 from collections.abc import Mapping
-from typing import ClassVar, cast
+from typing import TYPE_CHECKING, ClassVar, cast
 
 import torch
 
@@ -38,6 +38,10 @@ from rl_bridge.manifest.group_layout import GroupLayout
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.memory.control import UpdateReport
 from rl_bridge.transports.base import Transport
+from rl_bridge.transports.nixl.agent import Counters
+
+if TYPE_CHECKING:
+    from rl_bridge.transports.nixl.consumer import NIXLConsumer
 
 __all__ = ["GroupBridge", "GroupRef"]
 
@@ -157,6 +161,16 @@ class GroupBridge(TensorBridge):
                     is_of_a_copy = not end.is_as_published(group)
                     self._refuse(group, describe(error), is_of_a_copy=is_of_a_copy)
                 raise
+
+    @property
+    def nixl_counters(self) -> Counters:
+        """What reading parts over ``nixl`` made so far: see `NIXLTensorBridge.counters`.
+
+        Zeros where no part came that way yet. What a rank holds, and who reads it, any
+        `NIXLTensorBridge` tells: its `catalog` takes a group's ``parts``.
+        """
+        end = None if self._consumer is None else _end_of(self._consumer).end_of("nixl")
+        return Counters() if end is None else cast("NIXLConsumer", end).counters
 
     def import_update(
         self, manifest: WeightUpdateManifest | GroupManifest | str

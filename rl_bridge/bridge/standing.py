@@ -42,6 +42,7 @@ class Standing:
         self.uncommitted: str | None = None
         """Why the adapter did not commit the active version; None if it did."""
         self._is_overtaken = False
+        self._lost: WeightUpdateManifest | None = None  # what was active when it was overtaken
         # The updates that tore the engine, each with its reason, the last one last.
         self._torn: OrderedDict[str, tuple[WeightUpdateManifest, str]] = OrderedDict()
 
@@ -150,7 +151,7 @@ class Standing:
         """
         if self.update_id not in {None, manifest.update_id}:
             self.superseded[str(self.update_id)] = None
-        self.active, self._is_overtaken = manifest, False
+        self.active, self._is_overtaken, self._lost = manifest, False, None
         self.update_id = manifest.update_id
         self.weights = weights
         self._torn.pop(manifest.update_id, None)
@@ -182,7 +183,13 @@ class Standing:
             self.released(self.update_id)
         self._is_overtaken = True
         # (Of a version that the engine has no more, nothing is left to commit.)
+        self._lost = self.active or self._lost
         self.active = self.uncommitted = None
+
+    def found_again(self) -> None:
+        """The engine is back at what was active before it was overtaken."""
+        if self._is_overtaken and self._lost is not None:
+            self.active, self._is_overtaken, self._lost = self._lost, False, None
 
     def released(self, update_id: str) -> None:
         """An update is to be let go of; the engine goes on with the bytes that it has."""

@@ -349,7 +349,10 @@ def undo(adapter: TransactionalAdapter, standing: Standing, bridge: WeightConsum
 def look_whose(adapter: TransactionalAdapter, standing: Standing, bridge: WeightConsumer) -> None:
     """Where the engine holds something else than the active version, none is active any more."""
     update_id = standing.update_id
-    if standing.active is None or not adapter.is_overtaken:
+    if not adapter.is_overtaken:
+        standing.found_again()
+        return
+    if standing.active is None:
         return
     _LOG.warning("version %d is not in the engine any more", standing.active.weight_version)
     standing.overtaken()

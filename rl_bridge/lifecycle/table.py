@@ -90,7 +90,7 @@ CONSUMER: Final = MappingProxyType(
         State.VERIFIED: MappingProxyType(
             {
                 Event.STAGE: State.STAGED,
-                # The caller installs on his own and says so: seed-001 style, without an executor.
+                # The caller installs on his own and says so, without an executor.
                 Event.ACKNOWLEDGE: State.ACKNOWLEDGED,
                 Event.REJECT: State.REJECTED,
                 Event.RELEASE: State.RELEASED,
