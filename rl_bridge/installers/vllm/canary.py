@@ -14,11 +14,12 @@ import torch
 
 from rl_bridge.errors import IncompatibleUpdate, ProofFailed
 
-__all__ = ["Canary"]
+__all__ = ["ROWS", "Canary", "question"]
 
-# Rows of the input. Each weight is asked about in one of them, and with an eighth of the others:
+ROWS = 8
+"""Rows of the input."""
+# Each weight is asked about in one of them, and with an eighth of the others:
 # the fewer there are in a sum, the less of a wrong one is lost in rounding.
-_ROWS = 8
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,7 +54,7 @@ class Canary:
 
         """
         inputs = weight.shape[1]
-        asked = _question(inputs, weight.dtype)
+        asked = question(inputs, weight.dtype)
         weight = weight.detach()
         # As `linear(asked, weight)`, which would lay the weight out anew, at half the speed.
         answer, expected = product(asked, weight, None), (weight @ asked.t()).t()
@@ -91,7 +92,7 @@ class Canary:
             pair = (id(serving), id(weight))
             if pair in known:
                 return
-            asked = _question(self.inputs, self.answer.dtype)
+            asked = question(self.inputs, self.answer.dtype)
             if torch.equal(serving(asked, weight, None), self.answer):
                 known.add(pair)
                 return
@@ -104,13 +105,13 @@ class Canary:
 
 
 @lru_cache(maxsize=64)
-def _question(inputs: int, dtype: torch.dtype) -> torch.Tensor:
+def question(inputs: int, dtype: torch.dtype) -> torch.Tensor:
     """The fixed input, [8, inputs]: every input in one row, as 1 or -1."""
     generator = torch.Generator("cpu").manual_seed(inputs)
     signs = torch.randint(0, 2, (inputs,), generator=generator, device="cpu") * 2 - 1
-    rows = torch.zeros(_ROWS, inputs, dtype=torch.float32, device="cpu")
+    rows = torch.zeros(ROWS, inputs, dtype=torch.float32, device="cpu")
     columns = torch.arange(inputs, device="cpu")
-    rows[columns % _ROWS, columns] = signs.float()
+    rows[columns % ROWS, columns] = signs.float()
     return rows.to(dtype)
 
 
@@ -120,7 +121,7 @@ def _differ(answer: torch.Tensor, expected: torch.Tensor, inputs: int) -> int:
     Both sum in single precision, each in its own order, and round once.
     """
     rounding = torch.finfo(answer.dtype).eps * torch.maximum(answer.abs(), expected.abs()).float()
-    summing = 2 * (inputs / _ROWS) ** 0.5 * torch.finfo(torch.float32).eps
+    summing = 2 * (inputs / ROWS) ** 0.5 * torch.finfo(torch.float32).eps
     scale = expected.abs().amax(dim=1, keepdim=True).float()
     fits = (answer.float() - expected.float()).abs() <= rounding + summing * scale
     return int((~fits).sum())  # (NaN does not fit)

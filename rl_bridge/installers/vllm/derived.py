@@ -1,8 +1,8 @@
 """What vLLM derives from a model's weights, compared with what it derives from an update's.
 
-Packed experts and the absorbed projections of multi-head latent attention (MLA) answer no
-questions, as packed linear layers do, but they can be read. vLLM's own processing is run once more,
-on a stand-in of the layer, and must come to the bytes that the serving layer holds.
+Packed experts and the absorbed projections of multi-head latent attention (MLA) can be read. vLLM's
+own processing is run once more, on a stand-in of the layer, and must come to the bytes that the
+serving layer holds; what that packs of experts is asked for products besides.
 """
 
 import copy
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from rl_bridge.errors import ProofFailed
+from rl_bridge.installers.vllm.expert_canary import check_experts
 from rl_bridge.installers.vllm.parts import (
     checkpoint_tensors,
     config_context,
@@ -65,7 +66,9 @@ def check_packed(path: str, layer: torch.nn.Module, given: Given, config: Any) -
 
     """
     with config_context(config), torch.no_grad():
-        made = processed(layer, given)["_parameters"]
+        state = processed(layer, given)
+        made = state["_parameters"]
+        check_experts(path, state, {leaf: memory for leaf, (_, memory, _) in given.items()})
     for leaf in given:
         _compare(f"{path}.{leaf}", layer._parameters[leaf], made[leaf])  # noqa: SLF001 - as above
 

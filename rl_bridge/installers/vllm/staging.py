@@ -14,6 +14,7 @@ import torch
 
 from rl_bridge.errors import IncompatibleUpdate, ProofFailed
 from rl_bridge.installers.vllm.canary import Canary
+from rl_bridge.installers.vllm.expert_canary import check_experts
 from rl_bridge.installers.vllm.parts import RELOAD, config_context
 from rl_bridge.installers.vllm.routes import LoadPlan, Route
 from rl_bridge.installers.vllm.skeleton import Target, User
@@ -233,6 +234,7 @@ def _process(user: User, given: Given, staged: Staged) -> None:
             if leaf in given and fresh.numel() and not _is_kept(given[leaf][1], fresh):
                 repacked[leaf] = fresh
     if repacked:
+        check_experts(user.path, state, {leaf: memory for leaf, (_, memory, _) in given.items()})
         _check_repacked(user, repacked, processed(module, given)["_parameters"])
     for key, value in state.items():
         if key not in _OWN and vars(module).get(key, _OWN) is not value:
@@ -281,12 +283,12 @@ def _check_repacked(
 ) -> None:
     """Compare two packs of one weight: what comes out wrong once does not come out so twice.
 
-    Packed experts cannot be asked for products, as linear layers can; but they can be read.
+    A single wrong number may be lost in the rounding of products; but packed experts can be read.
     """
     for leaf, tensor in first.items():
         if not torch.equal(_bytes(tensor), _bytes(second[leaf])):
             msg = (
-                f"parameter {user.path}.{leaf}: vLLM packs the same weight into different bytes. "
+                f"parameter '{user.path}.{leaf}': vLLM packs the same weight into different bytes. "
                 "The engine was not touched; publish again, and look at the machine's memory if it "
                 "happens again."
             )

@@ -77,9 +77,10 @@ def refusal_of(error: Exception, held: str) -> str | None:
         held: by the ranks.
 
     """
+    if isinstance(error, EngineLost):
+        return None  # (and what the ranks hold is not known)
     error.add_note(f"rl_bridge: the engine's ranks hold {held}.")
-    may_come_again = is_shortage(error) or isinstance(error, EngineLost)
-    return None if may_come_again else "another rank refused it"
+    return None if is_shortage(error) else "another rank refused it"
 
 
 def require_alone(handle: EngineHandle) -> None:

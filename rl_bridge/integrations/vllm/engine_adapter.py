@@ -19,6 +19,7 @@ import torch
 from rl_bridge.errors import EngineLost, TornEngine, WeightUpdateRejectedError
 from rl_bridge.installers.base import InstallProof, TransactionalAdapter
 from rl_bridge.installers.vllm.memory_budget import checked_budget
+from rl_bridge.integrations.engine_bridges import TransportOptions, checked_transports
 from rl_bridge.integrations.vllm.asking import (
     Ranks,
     are_half_way,
@@ -59,6 +60,7 @@ class VLLMEngineAdapter(TransactionalAdapter):
         cast: bool = False,
         reload: bool = False,
         memory_budget_nbytes: int | None = None,
+        transports: TransportOptions | None = None,
         timeout_s: float = 600.0,
         loop: Any = None,
     ) -> None:
@@ -76,14 +78,18 @@ class VLLMEngineAdapter(TransactionalAdapter):
                 and others that are refused without it. What cannot be read back makes the proof
                 ``unproven``. Requests wait for all of it; vLLM's loader casts.
             memory_budget_nbytes: what staging may take on each rank; None takes what there is.
+            transports: name of a transport -> options of the ranks' bridges, such as
+                ``{"shared-memory": {"directory": path}}``; they travel to the engine as JSON.
             timeout_s: deadline of each call to the engine.
             loop: of an ``AsyncLLM``; None takes the running one.
 
         Raises:
             ValueError: no such pause or cache policy; a reload without a pause, or with a cast; a
                 negative budget; a text that is no URL.
-            TypeError: a budget that is no int, a label that is no function.
-            WeightBridgeUnavailableError: a URL without httpx, an ``AsyncLLM`` without a loop.
+            TypeError: a budget that is no int, a label that is no function, no such option of a
+                transport.
+            WeightBridgeUnavailableError: a URL without httpx, an ``AsyncLLM`` without a loop; no
+                such transport.
 
         """
         if pause not in {"keep", "wait", "abort", None}:
@@ -99,6 +105,8 @@ class VLLMEngineAdapter(TransactionalAdapter):
         self._label = EngineLabel(self._handle, label)
         self._options: dict[str, Any] = {"reload": True} if reload else {"cast": cast}
         self._options["memory_budget_nbytes"] = checked_budget(memory_budget_nbytes)
+        if transports:
+            self._options["transports"] = checked_transports(transports)
         self._phases_ms: dict[str, float] = {}
         self._verified = ""
         self._refusal: str | None = None  # a rank's; None: the update may come again
@@ -336,7 +344,7 @@ class VLLMEngineAdapter(TransactionalAdapter):
         require_all(replies)
         self._held = version_name(replies[0]["weight_version"])
         found = [r["pending"] if r["exchanged"] else r["update_id"] for r in replies]
-        self._found = self._committed if self._committed in found else found[0]
+        self._found = next((one for one in found if one != self._committed), self._committed)
         if not self._is_installed:  # else an undo is due that leads back to the one before
             self._base = replies[0]["update_id"] or self._committed
         self._is_left = not self._is_installed and any(r["torn"] or r["exchanged"] for r in replies)

@@ -229,7 +229,9 @@ class LLMHandle(EngineHandle):
         vLLM's answers come in one queue: two that wait take each other's, and all later ones do.
         """
         end = time.monotonic() + self.timeout_s
-        while concurrent.futures.wait(self._last, _LOOK_S).not_done:
+        # (What an interrupt kept from beginning never ends.)
+        last = [one for one in self._last if not one.cancelled()]
+        while concurrent.futures.wait(last, _LOOK_S).not_done:
             if self._is_dead():
                 raise lost(RuntimeError("its process ended"), "end an earlier call")
             if time.monotonic() > end:
@@ -239,9 +241,10 @@ class LLMHandle(EngineHandle):
                     "only slow."
                 )
                 raise DeadlineExceeded(msg)
-        begun = in_thread(action)
+        return in_thread(action, self._note)
+
+    def _note(self, begun: "concurrent.futures.Future[Any]") -> None:
         self._last = [begun]
-        return begun
 
     def _workers(self) -> int:
         return int(getattr(self._llm.llm_engine.vllm_config.parallel_config, "world_size", 1))

@@ -83,7 +83,7 @@ class EnginePause:
             self.is_on |= self._handle.is_paused()
             self._ranks.ask("pauses", {"pauses": self.is_on, "whosever": True})
 
-    def begin(self, meant: Mapping[str, Any]) -> None:
+    def begin(self, meant: Mapping[str, Any], *, undoes: bool = False) -> None:
         """Pause the engine, for the update that is named; unless the user has.
 
         Raises:
@@ -96,13 +96,15 @@ class EnginePause:
         is_on = self.is_on or not self._is_users()
         self._ranks.ask("pauses", {"pauses": is_on, **meant})
         self.is_on, self._is_noted = is_on, False
-        self._handle.pause(self._mode if is_on else "keep")  # (what the user froze stays frozen)
+        # (What the user froze stays frozen. And no request ends with what is to be undone.)
+        mode = "keep" if undoes and self._mode == "wait" else self._mode
+        self._handle.pause(mode if is_on else "keep")
 
     def begin_again(self) -> None:
         """Pause it for an undo: it is not known whether it goes on. Not where another one does."""
         said = {reply["pausing"] for reply in self._ranks.ask("describe", {})}
         if self.is_wanted and not said - {None, self._ranks.driver}:
-            self.begin({})
+            self.begin({}, undoes=True)
 
     def require(self, meant: Mapping[str, Any]) -> None:
         """Let the ranks say that the update that is named is this driver's still.

@@ -124,7 +124,10 @@ FEATURES: Mapping[str, Feature] = {
         "an engine tells the version that it serves", "0.27.0", _labels, _UPGRADE
     ),
     "vllm version spans": Feature(
-        "each output tells which tokens come from which version", "0.32.0", _spans, _UPGRADE
+        "each output tells which tokens come from which version",
+        "0.32.0",
+        _spans,
+        "Upgrade vLLM: pip install 'vllm>=0.32.0'.",
     ),
     "vllm ipc": Feature(
         "vLLM's own backend ipc, with VLLMIPCWeightUpdateRequestBuilder",

@@ -18,10 +18,10 @@ from rl_bridge.bridge.acknowledgement import describe
 from rl_bridge.bridge.records import is_shortage
 from rl_bridge.errors import TornEngine, WeightUpdateRejectedError
 from rl_bridge.installers.base import InstallProof, TransactionalAdapter
+from rl_bridge.integrations.engine_bridges import EngineBridges
 from rl_bridge.integrations.ranks import acknowledge, let_go
 from rl_bridge.integrations.vllm.pauses import PauseNote
 from rl_bridge.integrations.vllm.support import (
-    Bridges,
     make_installer,
     manifest_of,
     require_supported,
@@ -51,7 +51,7 @@ class VLLMRank:
         self._config = vllm_config
         self._options: Payload = {}
         self._installer: TransactionalAdapter | None = None
-        self._bridges = Bridges()
+        self._bridges = EngineBridges("vllm")
         self._active: WeightUpdateManifest | None = None
         self._pending: WeightUpdateManifest | None = None
         self._tensors: Mapping[str, torch.Tensor] = {}
@@ -97,17 +97,14 @@ class VLLMRank:
         return self._is_installed and not self._torn and self._proof is not None
 
     def configure(self, options: Payload) -> None:
-        """Options of `make_installer`.
-
-        Raises:
-            TypeError: no such option.
-            ValueError: a value that it cannot have.
-
-        """
+        """Options of `make_installer`, which raises for them; ``transports`` of `EngineBridges`."""
         if options == self._options or self._is_installed:
             return
         self.undo(None)  # what is staged by the options before
-        installer = make_installer(self._model, self._config, **options)
+        wanted = dict(options)
+        transports = wanted.pop("transports", {})
+        installer = make_installer(self._model, self._config, **wanted)
+        self._bridges.configure(transports)
         self._options, self._installer = dict(options), installer
 
     def has(self, update_id: str, driver: str | None) -> bool:
@@ -143,7 +140,7 @@ class VLLMRank:
             )
             raise WeightUpdateRejectedError(msg)
         self.undo(None)  # what is staged: its driver may have died, and begin anew
-        bridge = self._bridges.of(manifest)
+        bridge = self._bridges.of(manifest, self.rank)
         start = time.perf_counter()
         self._is_own(manifest.update_id)
         self._driver, self._pending = driver, manifest
@@ -353,7 +350,7 @@ class VLLMRank:
         answer: Payload = {}
         if manifest is not None and proof is not None:
             self._active = manifest
-            bridge = self._bridges.of(manifest)
+            bridge = self._bridges.of(manifest, self.rank)
             answer = acknowledge(bridge, manifest, proof, self._timings_ms)
         self._pending, self._proof, self._tensors = None, None, {}
         self._is_committing = self._is_installed = False  # last: until here it is done again
@@ -370,7 +367,7 @@ class VLLMRank:
 
     def _engine(self) -> TransactionalAdapter:
         if self._installer is None:
-            self._installer = make_installer(self._model, self._config, **self._options)
+            self._installer = make_installer(self._model, self._config)
         return self._installer
 
     def _end(self, reason: str | None) -> None:
@@ -381,7 +378,7 @@ class VLLMRank:
         assert manifest is not None
         if isinstance(tensors, ImportedTensors):
             tensors.forget()  # a kept exception's frames must not keep the trainer's slot
-        let_go(self._bridges.of(manifest), manifest, reason, self._installer)
+        let_go(self._bridges.of(manifest, self.rank), manifest, reason, self._installer)
 
 
 def rank_of(model: torch.nn.Module, vllm_config: Any) -> VLLMRank:

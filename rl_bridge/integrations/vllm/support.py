@@ -1,4 +1,4 @@
-"""What a rank needs of others: bridges, one of two ways of installing, an engine that fits."""
+"""What a rank needs of others: one of two ways of installing, an engine that fits."""
 
 import logging
 from collections.abc import Callable
@@ -7,20 +7,16 @@ from typing import Any
 import torch
 
 from rl_bridge.bridge.acknowledgement import describe
-from rl_bridge.bridge.bridges import TensorBridge, make_weight_bridge
-from rl_bridge.bridge.group_end import GROUP
 from rl_bridge.bridge.records import is_shortage
 from rl_bridge.errors import MalformedManifest, WeightBridgeUnavailableError
 from rl_bridge.installers.base import TransactionalAdapter
 from rl_bridge.installers.vllm.model_installer import VLLMModelInstaller
 from rl_bridge.installers.vllm.reload import VLLMReloadAdapter
 from rl_bridge.integrations.vllm.frames import clear_frames
-from rl_bridge.integrations.vllm.votes import group
 from rl_bridge.manifest.canonical import canonical_json
 from rl_bridge.manifest.model import WeightUpdateManifest
 
 __all__ = [
-    "Bridges",
     "make_installer",
     "manifest_of",
     "require_supported",
@@ -28,45 +24,6 @@ __all__ = [
 ]
 
 _LOG = logging.getLogger(__name__)
-
-
-class Bridges:
-    """One bridge for each transport that updates came by."""
-
-    def __init__(self) -> None:
-        """Begin with none."""
-        self._made: dict[str, TensorBridge] = {}
-
-    def of(self, manifest: WeightUpdateManifest) -> TensorBridge:
-        """The bridge that imports this update.
-
-        Raises:
-            WeightBridgeUnavailableError: no transport leads it here.
-
-        """
-        if manifest.transport == GROUP:
-            msg = (
-                f"version {manifest.weight_version} was assembled of a group's parts, in the "
-                "memory of the process that did it, and the engine's workers read updates by "
-                "themselves. Publish what was assembled there once more, by shared-memory, for the "
-                "engine; or publish whole tensors."
-            )
-            raise WeightBridgeUnavailableError(msg)
-        bridge = self._made.get(manifest.transport)
-        if bridge is None:
-            bridge = make_weight_bridge(
-                manifest.transport,
-                source_worker="vllm",
-                source_rank=int(group().rank_in_group),
-            )
-            self._made[manifest.transport] = bridge
-        return bridge
-
-    def close(self) -> None:
-        """Close all of them."""
-        made, self._made = self._made, {}
-        for bridge in made.values():
-            bridge.close()
 
 
 def manifest_of(given: object) -> WeightUpdateManifest:

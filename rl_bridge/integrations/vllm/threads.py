@@ -10,8 +10,15 @@ from rl_bridge.errors import WeightBridgeUnavailableError
 __all__ = ["in_thread"]
 
 
-def in_thread(action: Callable[[], Any]) -> "concurrent.futures.Future[Any]":
+def in_thread(
+    action: Callable[[], Any],
+    note: Callable[["concurrent.futures.Future[Any]"], object] = lambda _: None,
+) -> "concurrent.futures.Future[Any]":
     """Do something that may never end, in a thread that nobody has to wait for.
+
+    Args:
+        action: what is done.
+        note: is given the call before it begins: an interrupt may come as it does.
 
     Raises:
         WeightBridgeUnavailableError: this process can start no thread; nothing was done.
@@ -22,8 +29,12 @@ def in_thread(action: Callable[[], Any]) -> "concurrent.futures.Future[Any]":
         target=_answer, args=(future, action), name="rl_bridge-vllm-call", daemon=True
     )
     try:
+        note(future)
         thread.start()
-    except RuntimeError as error:
+    except BaseException as error:
+        future.cancel()  # unless it runs by now
+        if not isinstance(error, RuntimeError):
+            raise
         msg = (
             f"this process can start no thread to call the engine from ({error}). Nothing was "
             "asked of it: end other threads, or raise the limit, and try again."

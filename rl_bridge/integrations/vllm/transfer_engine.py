@@ -29,11 +29,12 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass
 class RLBridgeInitInfo(WeightTransferInitInfo):  # type: ignore[misc]  # vLLM has no types here
-    """Options of `VLLMModelInstaller`; all may be left out."""
+    """Options of `VLLMModelInstaller`, and of transports; all may be left out."""
 
     cast: bool | None = None
     memory_budget_nbytes: int | None = None
     num_threads: int | None = None
+    transports: dict[str, dict[str, Any]] | None = None
 
 
 @dataclass

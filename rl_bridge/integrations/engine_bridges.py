@@ -1,0 +1,110 @@
+"""The bridges of an engine's rank, by which it imports updates itself; and options for them."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rl_bridge.bridge.bridges import TensorBridge, make_weight_bridge
+from rl_bridge.bridge.group_end import GROUP
+from rl_bridge.errors import MalformedManifest, WeightBridgeUnavailableError
+from rl_bridge.manifest.canonical import canonical_json
+from rl_bridge.manifest.model import WeightUpdateManifest
+from rl_bridge.transports.registry import canonical_name, transport_class
+
+__all__ = ["EngineBridges", "TransportOptions", "checked_transports"]
+
+TransportOptions = Mapping[str, Mapping[str, object]]
+"""Name of a transport -> what the ranks' bridges of that transport are made with."""
+
+
+def checked_transports(given: TransportOptions | None) -> dict[str, dict[str, Any]]:
+    """Options of transports as they travel to an engine: plain JSON.
+
+    Raises:
+        TypeError: an option that the transport does not have, or one that is no JSON.
+        ValueError: a value that it cannot have; one transport by two of its names.
+        WeightBridgeUnavailableError: no transport has that name.
+
+    """
+    plain: dict[str, dict[str, Any]] = {}
+    for given_name, options in (given or {}).items():
+        transport_class(given_name).create(**options)  # opens nothing
+        name = canonical_name(given_name)
+        if name in plain:
+            raise ValueError(f"transports has {name!r} by two names. Give its options once.")
+        # (Of another process's working directory, a relative path would name another folder.)
+        plain[name] = {
+            key: str(Path(value).absolute()) if isinstance(value, os.PathLike) else value
+            for key, value in options.items()
+        }
+        try:
+            canonical_json(plain[name])
+        except (TypeError, MalformedManifest) as error:
+            msg = (
+                f"transports[{name!r}]: expected texts, numbers, booleans and mappings of them, "
+                "which travel to the engine as JSON. Leave out what its ranks cannot be told so."
+            )
+            raise TypeError(msg) from error
+    return plain
+
+
+class EngineBridges:
+    """One bridge for each transport that updates came by."""
+
+    def __init__(self, worker: str) -> None:
+        """Begin with none.
+
+        Args:
+            worker: what publishers are told of who reads.
+
+        """
+        self._worker = worker
+        self._options: TransportOptions = {}
+        self._made: dict[str, TensorBridge] = {}
+
+    def configure(self, transports: TransportOptions) -> None:
+        """From here on, make them with these options. Nothing may be under way by them."""
+        wanted = {canonical_name(name): dict(options) for name, options in transports.items()}
+        if wanted == self._options:
+            return
+        others = [one for one in self._made if self._options.get(one) != wanted.get(one)]
+        ended = [self._made.pop(one) for one in others]
+        self._options = wanted
+        for bridge in ended:
+            bridge.close()
+
+    def of(self, manifest: WeightUpdateManifest, rank: int) -> TensorBridge:
+        """The bridge that imports this update on that rank.
+
+        Raises:
+            WeightBridgeUnavailableError: no transport leads it here.
+            TypeError: an option that the transport does not have here.
+            ValueError: a value that it cannot have.
+
+        """
+        if manifest.transport == GROUP:
+            msg = (
+                f"version {manifest.weight_version} was assembled of a group's parts, in the "
+                "memory of the process that did it, and the engine's workers read updates by "
+                "themselves. Publish what was assembled there once more, by shared-memory, for the "
+                "engine; or publish whole tensors."
+            )
+            raise WeightBridgeUnavailableError(msg)
+        bridge = self._made.get(manifest.transport)
+        if bridge is None:
+            options: dict[str, Any] = dict(self._options.get(manifest.transport, {}))
+            who: dict[str, Any] = {"source_worker": self._worker, "source_rank": rank}
+            bridge = make_weight_bridge(manifest.transport, **who, **options)
+            self._made[manifest.transport] = bridge
+        return bridge
+
+    def made(self, manifest: WeightUpdateManifest) -> TensorBridge | None:
+        """The bridge that imported it, if one did."""
+        return self._made.get(manifest.transport)
+
+    def close(self) -> None:
+        """Close all of them."""
+        made, self._made = self._made, {}
+        for bridge in made.values():
+            bridge.close()
