@@ -126,11 +126,11 @@ class RolloutSide:
             try:
                 self._install(executor, manifest.decode())
             except TornEngine as error:
+                self._taken = (executor, bridge, None)  # what it goes back to, it says by itself
                 return self._answer("torn", error).to_json()
             except Exception as error:  # noqa: BLE001 - the answer carries it to who asked
                 _LOG.warning("rollout %s keeps its version: %s", self._worker, error)
-                if isinstance(error, EngineLost):  # with what the lane before had proven in it
-                    self._taken = (executor, bridge, None)
+                self._look_whose(error)
                 return self._answer("torn" if self._is_torn else "refused", error).to_json()
             self._taken = (executor, bridge, None)
             return self._answer("acknowledged").to_json()
@@ -181,6 +181,24 @@ class RolloutSide:
     @property
     def _is_torn(self) -> bool:
         return self._holder is not None and self._holder.is_torn
+
+    def _look_whose(self, error: Exception) -> None:
+        """On a new lane: have who had the engine before look whether that holds its version still.
+
+        Another driver may have updated it meanwhile, or it was lost, or started anew.
+        """
+        taken = self._taken
+        if taken is None or (before := taken[2]) is None or self._holder is not before:
+            return
+        is_known = not isinstance(error, EngineLost)
+        try:
+            if is_known and not before.is_torn:
+                before.recover()  # which has nothing to undo, and asks the engine
+        except Exception:  # noqa: BLE001 - logged in full
+            _LOG.warning("what the engine of %s holds is not known", self._worker, exc_info=True)
+            is_known = False
+        if not is_known:
+            self._taken = (*taken[:2], None)
 
     def _install(self, executor: RolloutExecutor, text: str) -> None:
         if not isinstance(executor.bridge, GroupBridge):

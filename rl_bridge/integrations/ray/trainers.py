@@ -62,6 +62,8 @@ class Trainers:
         self._facts: list[SideFacts] = []
         self._is_sure = True
         """No publication may have come through without an answer, or for another fleet."""
+        self._is_seated = True
+        """The ranks may come together where they sit: else another fleet's store may be lost."""
         self._lanes: set[str] = set()
         self._drops: list[tuple[str, str, Any]] = []
         deadline = Deadline(timeout_s)
@@ -173,12 +175,12 @@ class Trainers:
                 Announcement.from_json(one)
                 for one in self._ask(what, "weight_announcement", deadline)
             ]
-            is_together = all(one.lanes == told[0].lanes for one in told)
+            is_together = self._is_seated and all(one.lanes == told[0].lanes for one in told)
         except _SeatLost as error:
             _LOG.warning("%s", error)
             is_together = False
         if not is_together:
-            told = [self._come_together(deadline)]
+            told, self._is_seated = [self._come_together(deadline)], True
         if all(one == told[0] for one in told):  # else the next publication brings them together
             # (Who was started anew has published nothing: what was out before stays out.)
             self.current = self.current if told[0].weight_version is None else told[0]
@@ -228,7 +230,12 @@ class Trainers:
         self._see_current(what, deadline)
         self._is_sure = False  # until its answer is here
         given = [(weight_version, metadata)] * len(self._actors)
-        told, manifests = self._same(self._ask(what, "publish_weights", deadline, given))
+        try:
+            answers = self._ask(what, "publish_weights", deadline, given)
+        except GroupAborted:
+            self._is_seated = False
+            raise
+        told, manifests = self._same(answers)
         self.current, self._is_sure = Announcement.from_json(told), True
         found: Mapping[str, bytes] = manifests
         return found

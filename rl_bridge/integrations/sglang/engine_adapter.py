@@ -21,8 +21,9 @@ import torch
 from rl_bridge.bridge.records import is_shortage
 from rl_bridge.errors import EngineLost, TornEngine, WeightUpdateRejectedError
 from rl_bridge.installers.base import InstallProof, TransactionalAdapter
+from rl_bridge.integrations.engine_bridges import TransportOptions
 from rl_bridge.integrations.sglang.handles import PauseMode, handle_of
-from rl_bridge.integrations.sglang.routes import RouteName, route_of
+from rl_bridge.integrations.sglang.routes import RouteName, options_for, route_of
 from rl_bridge.integrations.sglang.serving import Serving
 from rl_bridge.integrations.sglang.shares import Shares
 from rl_bridge.integrations.vllm.labels import checked_label, default_label, label_of
@@ -54,6 +55,7 @@ class SGLangInstallAdapter(TransactionalAdapter):
         label: Callable[[WeightUpdateManifest], str] | None = default_label,
         exchange: bool = True,
         memory_budget_nbytes: int | None = None,
+        transports: TransportOptions | None = None,
         timeout_s: float = 600.0,
         api_key: str | None = None,
     ) -> None:
@@ -80,13 +82,15 @@ class SGLangInstallAdapter(TransactionalAdapter):
                 do; it is for code of your own in the engine that keeps addresses of weights.
             memory_budget_nbytes: what the second copy of the engine's weights, which undo needs,
                 may take; None takes what there is.
+            transports: for ``import``: name of a transport -> options of the ranks' bridges, such
+                as ``{"shared-memory": {"directory": path}}``; they travel as JSON.
             timeout_s: deadline of each call to the engine.
             api_key: of a server that asks for one; its admin's, where it has one.
 
         Raises:
-            TypeError: no engine; `exchange` is no bool; a label that is no function.
+            TypeError: no engine; `exchange` no bool; `label` no function; no option of a transport.
             ValueError: no such route, pause or cache policy; a directory without ``disk``, or none;
-                an address without ``distributed``.
+                an address without ``distributed``; transports without ``import``.
             WeightBridgeUnavailableError: what the engine or the route needs is missing here.
 
         """
@@ -102,7 +106,8 @@ class SGLangInstallAdapter(TransactionalAdapter):
         self._serving = Serving(self._handle, pause)
         self._cache: CachePolicy = cache
         self._label = checked_label(label)
-        self._options = {"exchange": exchange, "memory_budget_nbytes": memory_budget_nbytes}
+        self._options = dict[str, Any](exchange=exchange, **options_for(route, transports))
+        self._options["memory_budget_nbytes"] = memory_budget_nbytes
         self._shares = Shares()
         self._parts: list[list[str]] = []
         self._phases_ms: dict[str, float] = {}
@@ -180,13 +185,8 @@ class SGLangInstallAdapter(TransactionalAdapter):
         start = time.perf_counter()
         self._handle.call("install", **meant)
         self._route.load(manifest, tensors)
-        _LOG.info(
-            "version %d, %d bytes: loaded by route %s in %.3f s",
-            manifest.weight_version,
-            manifest.total_nbytes,
-            self._route_name,
-            time.perf_counter() - start,
-        )
+        told = (manifest.weight_version, self._route_name, time.perf_counter() - start)
+        _LOG.info("version %d: loaded by route %s in %.3f s", *told)
         self._timed("prove", self._prove)
 
     def prove(self) -> InstallProof:
@@ -293,6 +293,7 @@ class SGLangInstallAdapter(TransactionalAdapter):
         if self._is_committing and found["mine"]:
             self.commit()  # it is acknowledged: there is no way back
             found = self._handle.call("describe")
+        self._found = found["pending"] if found["begun"] else found["update_id"]
         self._shares.meet(found["engine"])
         self._handle.device = found["device"]
         if not found["begun"]:

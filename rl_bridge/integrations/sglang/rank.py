@@ -13,12 +13,12 @@ from typing import Any
 import torch
 
 from rl_bridge.bridge.acknowledgement import describe
-from rl_bridge.bridge.bridges import TensorBridge, make_weight_bridge
 from rl_bridge.bridge.records import is_shortage
 from rl_bridge.errors import TornEngine, WeightUpdateRejectedError
 from rl_bridge.installers.base import InstallProof
 from rl_bridge.installers.sglang.model_installer import SGLangModelInstaller
 from rl_bridge.installers.sglang.parts import version
+from rl_bridge.integrations.engine_bridges import EngineBridges
 from rl_bridge.integrations.ranks import acknowledge, let_go
 from rl_bridge.integrations.sglang import votes
 from rl_bridge.integrations.sglang.support import require_droppable, require_supported
@@ -48,7 +48,7 @@ class SGLangRank:
         self._engine = uuid.uuid4().hex
         self._options: Reply = {}
         self._installer = SGLangModelInstaller(model, num_ranks=votes.world_size())
-        self._bridges: dict[str, TensorBridge] = {}
+        self._bridges = EngineBridges("sglang")
         self._active: WeightUpdateManifest | None = None
         self._pending: WeightUpdateManifest | None = None
         self._driver: str | None = None  # whose that is: two may have the same update
@@ -105,7 +105,7 @@ class SGLangRank:
         self._pending = manifest
         try:
             if self._is_imported:
-                bridge = self._bridge(manifest)
+                bridge = self._bridges.of(manifest, votes.this_rank())
                 self._tensors = bridge.import_update(manifest)
                 told = bridge.timings(manifest.update_id)
             imported = time.perf_counter()
@@ -306,7 +306,9 @@ class SGLangRank:
         self._let_go()
         answer: Reply = {}
         if self._is_imported:
-            answer = acknowledge(self._bridge(manifest), manifest, proof, self._timings_ms)
+            answer = acknowledge(
+                self._bridges.of(manifest, votes.this_rank()), manifest, proof, self._timings_ms
+            )
         if self._labels is not None:
             self._label, self._labels = self._labels[1], None
         self._pending = self._proof = None
@@ -320,8 +322,10 @@ class SGLangRank:
 
     def _configure(self, options: Reply) -> None:
         if options != self._options:
-            ranks = votes.world_size()
-            self._installer = SGLangModelInstaller(self._model, num_ranks=ranks, **options)
+            wanted = dict(options)
+            transports, ranks = wanted.pop("transports", {}), votes.world_size()
+            self._installer = SGLangModelInstaller(self._model, num_ranks=ranks, **wanted)
+            self._bridges.configure(transports)
             self._options = options
 
     def _require_closed(self) -> None:
@@ -366,15 +370,6 @@ class SGLangRank:
             )
             raise WeightUpdateRejectedError(msg)
 
-    def _bridge(self, manifest: WeightUpdateManifest) -> TensorBridge:
-        bridge = self._bridges.get(manifest.transport)
-        if bridge is None:
-            bridge = make_weight_bridge(
-                manifest.transport, source_worker="sglang", source_rank=votes.this_rank()
-            )
-            self._bridges[manifest.transport] = bridge
-        return bridge
-
     def _end(self, reason: str | None) -> None:
         """The pending update is refused or undone, or given up and may come again: None."""
         manifest, self._pending, self._proof = self._pending, None, None
@@ -382,7 +377,7 @@ class SGLangRank:
         if manifest is None:
             return
         self._let_go()
-        bridge = self._bridges.get(manifest.transport) if self._is_imported else None
+        bridge = self._bridges.made(manifest) if self._is_imported else None
         let_go(bridge, manifest, reason, self._installer)
 
     def _let_go(self) -> None:

@@ -19,12 +19,13 @@ import torch
 from rl_bridge.errors import WeightBridgeUnavailableError, WeightUpdateRejectedError
 from rl_bridge.installers.finite import check_finite
 from rl_bridge.installers.sglang.parts import require
+from rl_bridge.integrations.engine_bridges import TransportOptions, checked_transports
 from rl_bridge.integrations.sglang.handles import EngineHandle
 from rl_bridge.integrations.sglang.plugin import SENDER, sender
 from rl_bridge.integrations.sglang.update_group import UpdateGroup
 from rl_bridge.manifest.model import WeightUpdateManifest
 
-__all__ = ["ROUTES", "Route", "RouteName", "route_of"]
+__all__ = ["ROUTES", "Route", "RouteName", "options_for", "route_of"]
 
 RouteName = Literal["import", "tensor", "distributed", "disk"]
 ROUTES: tuple[RouteName, ...] = ("import", "tensor", "distributed", "disk")
@@ -325,3 +326,24 @@ def route_of(
     if name == "distributed":
         return DistributedRoute(handle, address or "127.0.0.1")
     return ImportRoute(handle) if name == "import" else TensorRoute(handle)
+
+
+def options_for(
+    name: str, transports: TransportOptions | None
+) -> dict[str, dict[str, dict[str, Any]]]:
+    """What the engine's ranks are told of transports: nothing, unless they import by themselves.
+
+    Raises:
+        ValueError: `transports` for another route; a value that a transport cannot have.
+        TypeError: an option that a transport does not have, or that is no JSON.
+        WeightBridgeUnavailableError: no transport has that name.
+
+    """
+    if not transports:
+        return {}
+    if name != "import":
+        raise ValueError(
+            f"route={name!r} with transports={sorted(transports)}: expected 'import'; by other "
+            "routes the executor's own bridge imports. Give them to make_weight_bridge."
+        )
+    return {"transports": checked_transports(transports)}
