@@ -98,10 +98,15 @@ class NIXLConsumer(ConsumerEnd):
 
         Raises:
             SegmentError: it is gone.
+            WeightBridgeUnavailableError: it has no room for this side, or there is no way to it.
             TransferTimeout: it does not answer in time.
 
         """
-        return self._source(self._handle(manifest).endpoint, is_observer=True).link.catalog()
+
+        def ask() -> tuple[Entry, ...]:
+            return self._source(self._handle(manifest).endpoint, is_observer=True).link.catalog()
+
+        return self._tried(manifest.update_id, ask)
 
     # ---- attaching ------------------------------------------------------------------------------
 
@@ -283,7 +288,8 @@ class NIXLConsumer(ConsumerEnd):
             self._agent,
             worker=self._worker,
             rank=self._rank,
-            is_observer=is_observer,
+            # Who left a record keeps it, whatever it comes again for.
+            is_observer=is_observer and (known is None or known.link.is_observer),
             timeout_s=self._timeout_s,
             reader=self._reader,
             within_s=within_s,

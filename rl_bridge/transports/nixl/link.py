@@ -304,8 +304,12 @@ class Link:
             TransferTimeout: it does not answer in time.
 
         """
-        self._send(AskCatalog())
-        answer = self._answer((Catalog,), None)
+        try:
+            self._send(AskCatalog())
+            answer = self._answer((Catalog,), None)
+        except BaseException:
+            self._channel.close()  # an answer that comes later must not be the next question's
+            raise
         if not isinstance(answer, Catalog):
             raise TransferTimeout(f"{self._where} gave no catalog. Ask again.")
         return answer.entries

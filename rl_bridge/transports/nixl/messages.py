@@ -159,7 +159,17 @@ class Lapsed(Message):
 
 
 class Entry(Message):
-    """One slot of a publisher."""
+    """One slot of a publisher, or the trainer's own tensors where they are read in place.
+
+    Attributes:
+        slot: its number; no two of a publisher have the same.
+        update_id: the version in it; None where there is none, or it is no version any more.
+        generation: which write of the slot it is.
+        arena_nbytes: bytes of that version.
+        nbytes: bytes of the slot.
+        readers: who leases the version: worker, rank and process of each.
+
+    """
 
     slot: Count
     update_id: UpdateId | None
