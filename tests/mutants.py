@@ -25,7 +25,12 @@ __all__ = ["Mutant", "main", "planted", "read_mutants"]
 
 ROOT = Path(__file__).resolve().parents[1]
 COPIED = ("rl_bridge", "tests", "docs", "pyproject.toml", "setup.py", "README.md", "LICENSE")
-MACHINES = ROOT / ".venv-machines" / "bin" / "python"
+# Tests of these folders need what only an environment of their own has.
+ENVIRONMENTS = {
+    "tests/machines": ".venv-machines",
+    "tests/engines": ".venv-vllm",
+    "tests/sglang": ".venv-sglang",
+}
 TIMEOUT_S = 180
 
 
@@ -74,8 +79,11 @@ def environment(tree: Path) -> dict[str, str]:
 
 
 def interpreter(tests: str) -> Path:
-    """The Python whose environment has what these tests need: that of NIXL has one of its own."""
-    return MACHINES if tests.startswith("tests/machines") else Path(sys.executable)
+    """The Python whose environment has what these tests need."""
+    for folder, name in ENVIRONMENTS.items():
+        if tests.startswith(folder):
+            return ROOT / name / "bin" / "python"
+    return Path(sys.executable)
 
 
 def run(tree: Path, *command: str, python: Path | None = None) -> tuple[int, str]:
@@ -97,7 +105,8 @@ def run(tree: Path, *command: str, python: Path | None = None) -> tuple[int, str
 
 def run_tests(tree: Path, tests: str) -> tuple[int, str]:
     """Run some tests in the copy, up to the first failure."""
-    options = ["-x", "-q", "-p", "no:cacheprovider", "--timeout=60"]
+    each_s = 150 if tests.startswith("tests/engines") else 60  # an engine has to start
+    options = ["-x", "-q", "-p", "no:cacheprovider", f"--timeout={each_s}"]
     return run(tree, "-m", "pytest", *options, *tests.split(), python=interpreter(tests))
 
 

@@ -7,10 +7,13 @@ import sys
 import tarfile
 import tomllib
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 import rl_bridge
+from rl_bridge.installers.sglang import parts as sglang
+from rl_bridge.installers.vllm import parts as vllm
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -63,3 +66,15 @@ def test_the_version_is_said_once_and_the_distribution_has_it(
     project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
     assert "version" not in project
     assert f"\nVersion: {rl_bridge.__version__}\n".encode() in distribution["PKG-INFO"]
+
+
+@pytest.mark.parametrize(("engine", "parts"), [("vllm", vllm), ("sglang", sglang)])
+def test_the_remedy_for_an_old_engine_installs_one_that_is_new_enough(
+    engine: str, parts: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parts, "version", lambda: "0.1")
+    with pytest.raises(rl_bridge.WeightBridgeUnavailableError) as told:
+        parts.require(f"{engine}_that_is_old.part")
+    assert f"pip install 'rl-bridge[{engine}]'" in str(told.value)
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    assert f"{engine}>={parts.MINIMUM}" in extras["optional-dependencies"][engine]

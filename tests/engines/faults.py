@@ -111,6 +111,26 @@ def _packers() -> list[tuple[Any, str]]:
     return found
 
 
+def _wrong_experts(nth: int, *, alike: bool) -> None:
+    """Pack experts of the n-th layer in another order, both times alike or the second time only.
+
+    A layer's weights are packed twice: ``w13`` and ``w2``, and the same once more.
+    """
+    from vllm.model_executor.layers.fused_moe.experts import cpu_moe
+
+    original, calls = cpu_moe.__dict__["cpu_prepack_moe_weight"], [0]
+
+    def create(weight: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        layer, call = divmod(calls[0], 4)
+        calls[0] += 1
+        _calls[0] = layer + 1
+        if layer == nth and call in ({0, 2} if alike else {2}):
+            weight = weight.roll(1, 1)
+        return original(weight, *args, **kwargs)
+
+    _patch(cpu_moe, "cpu_prepack_moe_weight", create)
+
+
 def _pack_fails(nth: int, action: Callable[[], None] | None) -> None:
     for owner, name in _packers():
         _counted(owner, name, nth, action)
@@ -210,9 +230,11 @@ def plant(point: str, nth: int = 0, action: str = "") -> None:
         "assemble": lambda: _counted(routes.LoadPlan, "assemble", nth, does),
         "process": lambda: _counted(staging, "_process", nth, does),
         "pack": lambda: _pack_fails(nth, does),
-        "canary": lambda: _counted(canary, "_question", nth, does),
+        "canary": lambda: _counted(canary, "question", nth, does),
         "digest": lambda: _counted(evidence, "digests_of", nth, does),
         "wrong pack": lambda: _wrong_pack(nth),
+        "wrong experts": lambda: _wrong_experts(nth, alike=True),
+        "unlike experts": lambda: _wrong_experts(nth, alike=False),
         "corrupt": lambda: _corrupt(nth),
         "product": lambda: _swap(nth, "product"),
         "packed weight": lambda: _swap(nth, "packed weight"),

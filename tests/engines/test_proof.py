@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from rl_bridge import ProofFailed
+from rl_bridge.installers.vllm.parts import repacks
 from tests.engines.drive import Setting, model_of
 from tests.engines.engines import Bench, bench
 from tests.engines.faults import cell, flip_byte, plant, uproot
@@ -66,6 +67,16 @@ def test_each_packed_layer_that_computes_with_something_else_is_named(
     layers = packed_layers(engine)
     assert len(named) >= len(set(layers.values())) >= 5
     assert {layers[name] for name in named} == set(layers.values())
+
+
+@pytest.mark.parametrize("point", ["wrong experts", "unlike experts"])
+def test_each_layer_whose_experts_are_packed_as_something_else_is_named(
+    engine: Bench, point: str
+) -> None:
+    modules = model_of(engine.llm).named_modules()
+    experts = [name for name, layer in modules if repacks(layer)]
+    named = damage_each(engine, point)
+    assert [name.removesuffix(".w13_weight") for name in named] == experts
 
 
 def test_each_parameter_with_one_wrong_bit_is_named(engine: Bench) -> None:

@@ -156,6 +156,8 @@ def test_requests_under_way_change_version_at_a_token_that_they_tell(
         assert spans[-1]["end"] == len(choice["token_ids"]) == 400
         order = [labels.index(span["version"]) for span in spans]
         assert order == sorted(set(order))
+    # No request comes to its end between two updates: a rank stages between steps, not beside them.
+    assert any(len(choice["weight_versions"]) > 1 for choice in choices)
     executor.update_weights(trainer.publish(weights[1]))
     assert server.answers() == fresh[1]
 

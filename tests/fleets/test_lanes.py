@@ -1,10 +1,31 @@
 """Lanes of a trainer: open for as long as a rollout of the fleet uses them."""
 
+import logging
+import re
+
 import pytest
 
 from rl_bridge import DeadlineExceeded, RolloutExecutor, SegmentError
 from rl_bridge.ray import RolloutSide
-from tests.fleets.actors import NEVER_S, TIMEOUT_S, Elsewhere, Run
+from tests.fleets.actors import NEVER_S, TIMEOUT_S, Elsewhere, Rollout, Run
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        (Rollout, "shared-memory: one machine, and the publisher's memory is reachable"),
+        (Elsewhere, "broadcast: .*; not shared-memory: they run on different machines"),
+    ],
+    ids=["near", "far"],
+)
+def test_the_transport_and_its_reason_are_logged(
+    run: Run, caplog: pytest.LogCaptureFixture, kind: type[Rollout], said: str
+) -> None:
+    with caplog.at_level(logging.INFO, "rl_bridge"):
+        run.join("one", kind=kind)
+    told = [record.getMessage() for record in caplog.records]
+    for what in ("rollout one gets weights by", "rollout rollout joins by"):
+        assert any(re.match(f"{what} {said}", text) for text in told), told
 
 
 def test_a_lane_goes_with_its_last_rollout(run: Run) -> None:

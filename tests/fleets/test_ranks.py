@@ -10,6 +10,7 @@ from rl_bridge.bridge.pairing import PairChoice
 from rl_bridge.integrations.ray.calls import Deadline
 from rl_bridge.integrations.ray.group_store import GroupSeat
 from rl_bridge.ray import RolloutActor, RolloutFleet
+from tests.fleets.actors import RayError
 from tests.fleets.ranks import SHAPES, TIMEOUT_S, Actor, Cluster, Run, Whole
 from tests.groups.meshes import model
 
@@ -151,3 +152,24 @@ def test_a_rollout_without_an_adapter_has_the_tensors_of_the_active_version(
         wanted = model(SHAPES, version)
         assert found.keys() == wanted.keys()
         assert all(torch.equal(found[name], one) for name, one in wanted.items())
+
+
+def test_ranks_whose_store_went_with_another_driver_come_together_in_the_fleets_own(
+    made: Callable[[int], Run],
+) -> None:
+    """Such as an evaluation's, which took their seats and has ended since."""
+    run = made(2)
+    mine = run.fleet()
+    run.update(mine)
+    other = run.fleet()
+    run.update(other)
+
+    def gone(*_given: object) -> None:
+        raise RayError("The actor died because its owner has died.")
+
+    for call in ("set", "get", "check", "compare_set", "delete_key", "wait_for"):
+        setattr(other._trainers._store.made, call, gone)
+    with pytest.raises(GroupAborted):
+        run.update(mine)
+    run.update(mine)
+    run.update(mine)

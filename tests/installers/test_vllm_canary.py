@@ -1,11 +1,13 @@
 """Canaries of packed weights: each layer that serves is looked at, each pack is asked once."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
 from rl_bridge.errors import ProofFailed
+from rl_bridge.installers.vllm import canary
 from rl_bridge.installers.vllm.canary import Canary
 
 
@@ -20,6 +22,22 @@ class Pack:
         del weight, bias
         self.asked += 1
         return torch.nn.functional.linear(given, self.weight)
+
+
+@pytest.fixture
+def narrow() -> Iterator[None]:
+    """As in an engine that loads its model in bf16."""
+    canary.question.cache_clear()
+    torch.set_default_dtype(torch.bfloat16)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.usefixtures("narrow")
+def test_a_pack_is_asked_the_same_under_another_default_dtype() -> None:
+    asked = canary.question(24, torch.float32)
+    assert asked.dtype == torch.float32
+    assert asked.abs().sum(0).tolist() == [1] * 24
 
 
 def layer(pack: Pack, weight: torch.nn.Parameter) -> torch.nn.Module:
@@ -42,8 +60,8 @@ def tied() -> tuple[Pack, list[torch.nn.Module], list[Canary]]:
 
 def prove(canaries: list[Canary]) -> None:
     answered: set[tuple[int, int]] = set()
-    for canary in canaries:
-        canary.check(answered)
+    for one in canaries:
+        one.check(answered)
 
 
 def test_a_pack_that_tied_layers_share_is_asked_once_for_all_of_them() -> None:

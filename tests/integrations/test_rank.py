@@ -24,7 +24,7 @@ from rl_bridge import (
 from rl_bridge.errors import DigestMismatch, WeightBridgeUnavailableError
 from rl_bridge.installers.base import InstallProof, TransactionalAdapter
 from rl_bridge.integrations.vllm import rank as rank_module
-from rl_bridge.integrations.vllm import support, votes
+from rl_bridge.integrations.vllm import votes
 from rl_bridge.integrations.vllm.calls import answer
 from rl_bridge.integrations.vllm.rank import VLLMRank
 
@@ -78,7 +78,6 @@ class Group:
         self._own = threading.local()
         self._own.rank = 0
         self.world_size = ranks
-        monkeypatch.setattr(support, "group", lambda: self)
         monkeypatch.setattr(rank_module, "group", lambda: self)
         monkeypatch.setattr(rank_module, "all_agree", lambda *, ok: all(self._hear(ok)))
         monkeypatch.setattr(rank_module, "first_said", self._first_said)

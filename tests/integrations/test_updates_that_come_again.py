@@ -125,7 +125,7 @@ def test_an_update_that_was_cut_off_as_a_rank_let_go_of_it_is_installed_the_next
     VLLMEngineAdapter(engine).prepare(manifest, {})
     with driver(engine) as (executor, _):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(engine.rank._bridges.of(manifest), "release_imported", interrupted)
+            patch.setattr(engine.rank._bridges.of(manifest, 0), "release_imported", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 executor.update_weights(manifest)
         executor.update_weights(manifest)

@@ -135,5 +135,4 @@ class Trainer:
         return cast("NIXLPublisher", self.bridge._publisher_end()._end).num_registered
 
     def readers(self) -> list[str]:
-        end = cast("NIXLPublisher", self.bridge._publisher_end()._end)
-        return [name for entry in end.catalog() for name in entry.readers]
+        return [name for entry in self.bridge.catalog() for name in entry.readers]

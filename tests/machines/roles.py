@@ -10,7 +10,6 @@ from typing import Any, cast
 import torch
 
 from rl_bridge import GroupBridge, ModuleInstallAdapter, RolloutExecutor, make_weight_bridge
-from rl_bridge.bridge.group_end import GroupEnd
 from rl_bridge.bridge.group_exchange import StoreExchange
 from rl_bridge.bridge.group_publish import GroupPublisher
 from rl_bridge.bridge.resharding import TensorParallel, parallel
@@ -156,9 +155,7 @@ class Engine:
 
     def counters(self) -> dict[str, int]:
         """What the transport counts: registrations, connections and plans made so far."""
-        end = cast("GroupEnd", self.bridge._consumer_end()._end)
-        counted: Any = end._ends["nixl"]
-        return asdict(counted.counters)
+        return asdict(self.bridge.nixl_counters)
 
     def close(self) -> None:
         self.executor.close()

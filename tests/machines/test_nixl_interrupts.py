@@ -78,7 +78,7 @@ def test_an_interrupt_before_any_line_keeps_nothing_for_a_reader_that_is_gone(wh
                 return not server.members and shelf.slot_of(update_id) is None
 
             until(is_over, what=f"what was cut off before line {number}", deadline_s=10)
-            assert all(entry.update_id is None for entry in publisher.catalog()), number
+            assert all(entry.update_id is None for entry in trainer.catalog()), number
             number += 2  # (the trainer's own thread serves readers, too)
         assert number > 40
 

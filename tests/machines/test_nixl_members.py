@@ -47,10 +47,7 @@ def test_a_reader_whose_name_cannot_be_printed_keeps_nobody_from_the_catalog() -
         nbytes = manifest.table.arena_nbytes
         link.ask(manifest.update_id, generation=handle.generation, arena_nbytes=nbytes)
         link.wait(manifest.update_id)
-        for catalog in (
-            cast("NIXLPublisher", publisher._publisher_end()._end).catalog(),
-            far(plain).catalog(manifest),
-        ):
+        for catalog in (publisher.catalog(), plain.catalog(manifest)):
             (reader,) = catalog[0].readers
             assert reader.startswith(r"worker '\U0010ffff")
 

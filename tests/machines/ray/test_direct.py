@@ -1,5 +1,6 @@
 """Tensors returned through Ray Direct Transport under our name are sealed and verified."""
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,16 @@ def get(reference: Any) -> Any:
 def pair() -> tuple[Any, Any]:
     """An actor that returns tensors, and one that takes them."""
     return trainer(), rollout()
+
+
+def memories(pid: int) -> set[int]:
+    """The sealed memories that a process has open, by inode."""
+    found = set()
+    for path in Path(f"/proc/{pid}/fd").glob("*"):
+        with suppress(OSError):  # closed meanwhile, or another user's
+            if str(path.readlink()).startswith("/memfd:rlb-"):
+                found.add(path.stat().st_ino)
+    return found
 
 
 def steps_of(actor: Any) -> int:
@@ -79,10 +90,16 @@ def test_the_memory_of_a_dead_source_goes_with_it(pair: Any) -> None:
     pid = get(source.pid.remote())
     reference = source.weights.remote()
     assert get(taker.take.remote(reference, 0))
+    sealed = memories(pid)
+    assert sealed
     ray.kill(source)
     until(lambda: not Path(f"/proc/{pid}").exists(), what="the source is gone")
     # (Who has mapped it may go on reading.)
     with pytest.raises(ray.exceptions.RayError):
         get(rollout().take.remote(reference, 0))
-    # It had no name, so nothing of it is left in a folder.
-    assert not list(Path("/dev/shm").glob("rlb-*"))
+    # It has no name: it is gone when those who took it let go of it.
+    taken = get(taker.pid.remote())
+    ray.kill(taker)
+    until(lambda: not Path(f"/proc/{taken}").exists(), what="the taker is gone")
+    alive = [int(path.name) for path in Path("/proc").glob("[0-9]*")]
+    assert not sealed & set().union(*map(memories, alive))

@@ -32,10 +32,23 @@ def test_reinforcement_learning_on_two_nodes_sends_its_weights_over_the_cable() 
     assert crossed >= 2 * STEPS * int(found[1]), crossed
 
 
+def test_reinforcement_learning_on_one_node_that_it_starts_itself(tmp_path: Path) -> None:
+    said = run(tmp_path, "ray_rl.py", "--steps", "2", "--rollouts", "1")
+    assert "rollout-0 gets weights by shared-memory: " in said, said
+    assert re.search(r"2 versions of \d+ bytes in 1 rollouts, reward", said), said
+
+
 def test_a_node_is_lost_and_replaced_while_training_goes_on(tmp_path: Path) -> None:
+    said = run(tmp_path, "ray_lost_node.py")
+    assert re.search(r"\d+ versions, one node lost and replaced", said), said
+    assert "as expected: actor 'rollout-" in said
+
+
+def run(folder: Path, script: str, *arguments: str) -> str:
+    """What an example says that starts its cluster itself."""
     done = subprocess.run(
-        [sys.executable, str(EXAMPLES / "ray_lost_node.py")],
-        cwd=tmp_path,
+        [sys.executable, str(EXAMPLES / script), *arguments],
+        cwd=folder,
         env=os.environ
         | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "RAY_AUTH_MODE": "disabled"},
         capture_output=True,
@@ -45,5 +58,4 @@ def test_a_node_is_lost_and_replaced_while_training_goes_on(tmp_path: Path) -> N
     )
     said = f"{done.stdout}\n{done.stderr}"
     assert done.returncode == 0, said
-    assert re.search(r"\d+ versions, one node lost and replaced", said), said
-    assert "as expected: actor 'rollout-" in said
+    return said

@@ -1,0 +1,66 @@
+"""What a reload refuses, and what it can read: layers that got nothing, parameters of two users."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from rl_bridge import IncompatibleUpdate
+from rl_bridge.installers.vllm import reload_proof
+from rl_bridge.installers.vllm.load_plan import LoadPlan
+from rl_bridge.installers.vllm.reload import VLLMReloadAdapter
+from rl_bridge.installers.vllm.skeleton import Target, User
+
+
+class UnquantizedFusedMoEMethod:
+    """Known by its name."""
+
+
+def layer() -> Any:
+    made = torch.nn.Module()
+    made.weight = torch.nn.Parameter(torch.zeros(2, 3), requires_grad=False)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("is_written", "said"), [(True, "goes past its reload"), (False, "Publish the whole model")]
+)
+def test_a_layer_that_got_nothing_is_told_from_one_that_is_loaded_past_the_reload(
+    is_written: bool, said: str
+) -> None:
+    model, inner = torch.nn.Module(), layer()
+    model.inner = inner
+
+    def info(of: torch.nn.Module) -> Any:
+        weights = dict(of.named_parameters(recurse=False))
+        return SimpleNamespace(
+            restore_metadata=(weights, {}),
+            kernel_tensors=(weights, {}),
+            can_load=lambda: True,
+            load_numel=0,
+        )
+
+    reload = SimpleNamespace(
+        get_layerwise_info=info, is_deferred_attention_layer=lambda _layer: False
+    )
+    adapter = VLLMReloadAdapter(model, None)
+    targets = [Target(inner.weight.to("meta"), [User("inner", inner, "weight")])]
+    adapter._plan = LoadPlan(targets, {0: []} if is_written else {})
+    with pytest.raises(IncompatibleUpdate, match=rf"\['inner'\].*{said}"):
+        adapter._check_loaded(reload)
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_packed_experts_with_two_users_are_not_called_readable(
+    monkeypatch: pytest.MonkeyPatch, is_packed: bool
+) -> None:
+    monkeypatch.setattr(reload_proof, "checkpoint_tensors", lambda one: one._parameters)
+    one, other = layer(), layer()
+    other.weight = one.weight
+    if is_packed:
+        vars(one)["quant_method"] = vars(other)["quant_method"] = UnquantizedFusedMoEMethod()
+    users = [User("one", one, "weight"), User("other", other, "weight")]
+    meta = one.weight.to("meta")
+    assert reload_proof._is_readable(users[0], Target(meta, users[:1]))
+    assert reload_proof._is_readable(users[0], Target(meta, users)) is not is_packed

@@ -1,0 +1,123 @@
+"""What an engine's ranks are told of transports: they import with it, as the trainer publishes."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from rl_bridge import (
+    RolloutExecutor,
+    SGLangInstallAdapter,
+    TensorBridge,
+    VLLMEngineAdapter,
+    WeightBridgeError,
+    WeightBridgeUnavailableError,
+    make_weight_bridge,
+)
+from rl_bridge.integrations.engine_bridges import checked_transports
+from rl_bridge.integrations.sglang.routes import options_for
+from rl_bridge.integrations.vllm import rank as vllm_rank
+from rl_bridge.integrations.vllm.rank import VLLMRank
+from tests.integrations import test_engine_adapter as vllm
+from tests.integrations.sglang_drivers import Engine as SGLangEngine
+from tests.integrations.sglang_drivers import Handle, engine
+from tests.integrations.test_rank import Group, Model
+from tests.integrations.test_sglang_exchange import equal, held, loaded, version
+
+__all__ = ["engine"]  # a fixture, for this file, too
+
+
+@pytest.fixture
+def contained(tmp_path: Path) -> Iterator[TensorBridge]:
+    """A trainer in a container of its own: it publishes in a folder that both sides share."""
+    with make_weight_bridge("shared-memory", directory=tmp_path, source_worker="trainer") as bridge:
+        yield bridge
+
+
+@pytest.fixture
+def vllm_engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[vllm.Engine]:
+    Group(monkeypatch, 1)
+    monkeypatch.setattr(vllm_rank, "make_installer", lambda *_given, **_options: Model())
+    monkeypatch.setattr(vllm_rank, "require_supported", lambda _config: None)
+    rank = VLLMRank(torch.nn.Module(), SimpleNamespace())
+    yield vllm.Engine(rank)
+    rank.close()
+
+
+def through(adapter: Any, manifest: Any, **options: Any) -> None:
+    with (
+        make_weight_bridge("shared-memory", source_worker="driver", **options) as bridge,
+        RolloutExecutor(weight_bridge=bridge, weight_install_adapter=adapter) as executor,
+    ):
+        executor.update_weights(manifest)
+
+
+def test_ranks_of_vllm_read_what_a_trainer_in_another_container_published(
+    vllm_engine: vllm.Engine, contained: TensorBridge, tmp_path: Path
+) -> None:
+    given = {"shared-memory": {"directory": tmp_path}}
+    manifest = contained.publish({"w": torch.ones(3)}, weight_version=1)
+    through(VLLMEngineAdapter(vllm_engine, transports=given), manifest, directory=tmp_path)
+    assert vllm_engine.rank.describe()["update_id"] == manifest.update_id
+
+
+def test_ranks_of_vllm_take_other_options_with_the_next_update(
+    vllm_engine: vllm.Engine, contained: TensorBridge, tmp_path: Path
+) -> None:
+    with make_weight_bridge("shared-memory", source_worker="trainer") as beside:
+        first = beside.publish({"w": torch.zeros(3)}, weight_version=1)
+        through(VLLMEngineAdapter(vllm_engine), first)
+        second = contained.publish({"w": torch.ones(3)}, weight_version=2)
+        refused = VLLMEngineAdapter(vllm_engine)
+        with pytest.raises(WeightBridgeError, match="directory"):
+            through(refused, second, directory=tmp_path)
+        third = contained.publish({"w": torch.ones(3)}, weight_version=3)
+        given = {"shared-memory": {"directory": str(tmp_path)}}
+        through(VLLMEngineAdapter(vllm_engine, transports=given), third, directory=tmp_path)
+    assert vllm_engine.rank.describe()["update_id"] == third.update_id
+
+
+def test_ranks_of_sglang_read_what_a_trainer_in_another_container_published(
+    engine: SGLangEngine, contained: TensorBridge, tmp_path: Path
+) -> None:
+    given = {"shared-memory": {"directory": tmp_path}}
+    manifest = contained.publish(version(1), weight_version=1)
+    through(SGLangInstallAdapter(Handle(engine), transports=given), manifest, directory=tmp_path)
+    assert equal(held(engine.model), loaded(1))
+
+
+def test_options_mean_the_same_in_the_engines_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    given = {"shm": {"directory": Path("weights"), "max_slots": 3}}
+    plain = {"shared-memory": {"directory": str(tmp_path / "weights"), "max_slots": 3}}
+    assert checked_transports(given) == plain
+
+
+@pytest.mark.parametrize("kind", [VLLMEngineAdapter, SGLangInstallAdapter])
+@pytest.mark.parametrize(
+    ("given", "error", "said"),
+    [
+        ({"shared-memory": {"folder": "/tmp"}}, TypeError, "folder"),
+        ({"shared-memory": {"max_slots": 0}}, ValueError, "max_slots"),
+        ({"pigeons": {}}, WeightBridgeUnavailableError, "pigeons"),
+        ({"shm": {}, "shared-memory": {}}, ValueError, "by two names"),
+        ({"nixl": {"backend_options": {"a": object()}}}, TypeError, "as JSON"),
+    ],
+    ids=["no_option", "no_value", "no_transport", "two_names", "no_json"],
+)
+def test_options_that_no_transport_has_are_told_where_they_are_given(
+    engine: SGLangEngine, kind: Any, given: Any, error: type[Exception], said: str
+) -> None:
+    handle = Handle(engine) if kind is SGLangInstallAdapter else vllm.Engine(None)  # type: ignore[arg-type]
+    with pytest.raises(error, match=said):
+        kind(handle, transports=given)
+
+
+def test_options_for_ranks_that_import_nothing_are_told_where_they_are_given() -> None:
+    with pytest.raises(ValueError, match="expected 'import'"):
+        options_for("tensor", {"shared-memory": {"max_slots": 2}})

@@ -1,0 +1,103 @@
+"""An engine that is back at a version is said to be, whatever stood in it meanwhile."""
+
+from typing import Any
+
+import pytest
+
+from rl_bridge import (
+    RolloutExecutor,
+    TensorBridge,
+    TornEngine,
+    VLLMEngineAdapter,
+    WeightBridgeError,
+    WeightBridgeUnavailableError,
+    make_weight_bridge,
+)
+from tests.integrations.sglang_drivers import Engine as SGLangEngine
+from tests.integrations.sglang_drivers import engine as sglang_engine
+from tests.integrations.sglang_drivers import importing
+from tests.integrations.test_engine_adapter import Engine, broken, driver, engine, trainer
+from tests.integrations.test_rank import publish
+from tests.integrations.test_sglang_exchange import equal, held, loaded, version
+
+__all__ = ["engine", "sglang_engine", "trainer"]  # fixtures, for this file, too
+
+
+def interrupted(**_given: Any) -> bool:
+    raise KeyboardInterrupt
+
+
+def kept(**_given: Any) -> bool:
+    """Cached blocks stay: requests hold them."""
+    return False
+
+
+def test_a_driver_that_recovers_from_its_own_update_says_the_version_that_is_back(
+    engine: Engine, trainer: TensorBridge
+) -> None:
+    with driver(engine) as (executor, bridge):
+        executor.update_weights(publish(trainer, 1))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(bridge, "acknowledge", broken)
+            told = iter([True])
+            patch.setattr(engine, "reset_caches", lambda **_: next(told, False))
+            with pytest.raises(TornEngine, match="cached blocks"):
+                executor.update_weights(publish(trainer, 2))
+            with pytest.raises(WeightBridgeError, match="cached blocks"):
+                executor.update_weights(publish(trainer, 3))
+        executor.recover()
+        executor.check_servable()
+        assert executor.active_weight_version == engine.rank.describe()["weight_version"] == 1
+
+
+@pytest.mark.parametrize("reset", [kept, interrupted])
+def test_a_driver_that_takes_back_what_a_dead_one_left_says_the_version_that_is_back(
+    engine: Engine, trainer: TensorBridge, reset: Any
+) -> None:
+    """Also where that goes wrong once; and it says none as long as the other one's is there."""
+    with driver(engine) as (executor, _):
+        executor.update_weights(publish(trainer, 1))
+        dead, left = VLLMEngineAdapter(engine), publish(trainer, 2)
+        dead.prepare(left, {})
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(engine.rank._installer, "prove", broken)
+            patch.setattr(engine.rank, "undo", lambda *_args, **_given: {})
+            with pytest.raises(WeightBridgeError, match="planted"):
+                dead.install(left, {})
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(engine, "reset_caches", reset)
+            with pytest.raises((WeightBridgeError, KeyboardInterrupt)):
+                executor.update_weights(publish(trainer, 3))
+        assert executor.active_weight_version is None
+        executor.recover()
+        executor.check_servable()
+        assert executor.active_weight_version == engine.rank.describe()["weight_version"] == 1
+
+
+def test_a_driver_of_sglang_says_no_version_while_a_dead_ones_update_stays(
+    sglang_engine: SGLangEngine,
+) -> None:
+    with (
+        make_weight_bridge("local", source_worker="trainer") as bridge,
+        make_weight_bridge("local", source_worker="rollout") as rollout,
+        RolloutExecutor(
+            weight_bridge=rollout, weight_install_adapter=importing(sglang_engine)
+        ) as executor,
+    ):
+        one, two, three = (bridge.publish(version(n), weight_version=n) for n in (1, 2, 3))
+        executor.update_weights(one)
+        dead = importing(sglang_engine)
+        dead.prepare(two, {})
+        dead.install(two, {})
+        dead.resume()
+        sglang_engine.flushes = False
+        with pytest.raises(WeightBridgeError, match="cached prefixes"):
+            executor.update_weights(three)
+        assert equal(held(sglang_engine.model), loaded(2))
+        with pytest.raises((WeightBridgeUnavailableError, TornEngine)):
+            executor.check_servable()
+        sglang_engine.flushes = True
+        executor.recover()
+        executor.check_servable()
+        assert executor.active_weight_version == 1
+        assert equal(held(sglang_engine.model), loaded(1))

@@ -1,0 +1,85 @@
+"""A rollout on a new lane says what its engine holds, where another driver was in it meanwhile."""
+
+import pytest
+
+from rl_bridge import (
+    TensorBridge,
+    VLLMEngineAdapter,
+    WeightBridgeUnavailableError,
+    make_weight_bridge,
+)
+from rl_bridge.integrations.ray.answers import RolloutAnswer
+from rl_bridge.ray import PairChoice, RolloutSide
+from tests.integrations.test_engine_adapter import Engine, broken, driver, engine, trainer
+from tests.integrations.test_rank import Model, publish, rank_with
+
+__all__ = ["engine", "trainer"]  # fixtures, for this file, too
+
+
+def lane(transport: str) -> bytes:
+    return PairChoice(transport=transport, reason="a test").to_json()
+
+
+@pytest.fixture
+def side(engine: Engine) -> RolloutSide:
+    """It has version 1, and is on another lane."""
+    side = RolloutSide(lambda: VLLMEngineAdapter(engine))
+    side.join(lane("local-clone"))
+    with make_weight_bridge("local", source_worker="trainer") as before:
+        side.update(publish(before, 1).to_json().encode())
+    side.join(lane("shared-memory"))
+    assert side.check_servable() == 1
+    return side
+
+
+def updated(side: RolloutSide, trainer: TensorBridge, version: int) -> RolloutAnswer:
+    return RolloutAnswer.from_json(side.update(publish(trainer, version).to_json().encode()))
+
+
+@pytest.mark.parametrize("fails", ["prepare", "prove"])
+@pytest.mark.parametrize("meanwhile", ["another driver", "a fresh engine"])
+def test_a_rollout_whose_first_update_there_is_refused_says_no_version_that_is_gone(
+    engine: Engine, trainer: TensorBridge, side: RolloutSide, meanwhile: str, fails: str
+) -> None:
+    if meanwhile == "another driver":
+        with driver(engine) as (other, _):
+            other.update_weights(publish(trainer, 2))
+    else:
+        engine.rank.close()
+        engine.rank = rank_with(Model())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine.rank._installer, fails, broken)
+        answer = updated(side, trainer, 3)
+    assert (answer.outcome, answer.active_version) == ("refused", None)
+    with pytest.raises(WeightBridgeUnavailableError):
+        side.check_servable()
+    assert updated(side, trainer, 4).active_version == side.check_servable() == 4
+    side.close()
+
+
+@pytest.mark.parametrize("fails", ["prepare", "prove"])
+def test_a_rollout_whose_first_update_there_is_refused_keeps_the_version_that_is_there(
+    engine: Engine, trainer: TensorBridge, side: RolloutSide, fails: str
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine.rank._installer, fails, broken)
+        answer = updated(side, trainer, 3)
+    assert (answer.outcome, answer.active_version) == ("refused", 1)
+    assert side.check_servable() == engine.rank.describe()["weight_version"] == 1
+    side.close()
+
+
+def test_a_rollout_that_recovers_from_its_first_update_there_says_no_version_that_is_gone(
+    engine: Engine, trainer: TensorBridge, side: RolloutSide
+) -> None:
+    with driver(engine) as (other, _):
+        other.update_weights(publish(trainer, 2))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine.rank._installer, "prove", broken)
+        patch.setattr(engine.rank._installer, "undo", broken)
+        assert updated(side, trainer, 3).outcome == "torn"
+    side.executor.recover()
+    assert engine.rank.describe()["weight_version"] == 2
+    with pytest.raises(WeightBridgeUnavailableError):
+        side.check_servable()
+    side.close()
