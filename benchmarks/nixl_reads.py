@@ -217,7 +217,7 @@ def _software(reps: int, console: Console) -> dict[str, Any]:
 
 
 def _figures(document: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """What the issue asks for: value, aim, and whether it is met."""
+    """What the documentation shows: value, aim, and whether it is met."""
     found = {name: _at_least(one["value"], _AIMS[name]) for name, one in document["reads"].items()}
     for num, one in document["fan_in"].items():
         if num != "1":

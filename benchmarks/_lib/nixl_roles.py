@@ -16,7 +16,7 @@ import torch
 from _lib.memory import MIB
 from _lib.payload import Payload, PayloadSpec, find_wrong_tensor
 from rl_bridge import GroupBridge, GroupPublisher, Piece, TensorBridge, make_weight_bridge
-from rl_bridge.bridge.group_end import GroupEnd
+from rl_bridge.bridge.bridges import NIXLTensorBridge
 from rl_bridge.bridge.group_exchange import StoreExchange
 from rl_bridge.manifest.group import GroupManifest
 from rl_bridge.manifest.model import WeightUpdateManifest
@@ -257,13 +257,9 @@ class Engine:
 
     def counters(self) -> dict[str, dict[str, int]]:
         """What each lane's transport has made so far."""
-        found = {}
-        for lane, bridge in self.plain.items():
-            found[lane] = cast("Any", bridge._consumer_end()._end)  # noqa: SLF001 - no public name
-        for lane, group in self.groups.items():
-            end = cast("GroupEnd", group._consumer_end()._end)  # noqa: SLF001
-            found[lane] = cast("Any", end._ends["nixl"])  # noqa: SLF001
-        return {lane: asdict(end.counters) for lane, end in found.items()}
+        found = {lane: cast("NIXLTensorBridge", one).counters for lane, one in self.plain.items()}
+        found |= {lane: group.nixl_counters for lane, group in self.groups.items()}
+        return {lane: asdict(counted) for lane, counted in found.items()}
 
     def raw_read(self, owners: list[dict[str, Any]], *, as_one: bool) -> float:
         """Read the same bytes raw, of all owners at once: seconds."""
