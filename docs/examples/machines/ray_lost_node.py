@@ -52,14 +52,17 @@ def main() -> None:
 
         # The node goes. Its actor may still answer for a moment; then training goes on without it.
         lost = next(name for name, node in homes.items() if node == doomed.node_id)
+        (kept,) = actors.keys() - {lost}
         cluster.remove_node(doomed, allow_graceful=False)
         end = time.monotonic() + PATIENCE_S
         while lost in fleet.routable and time.monotonic() < end:
             step += 1
             train_step(trainer, fleet, actors, step)
+            assert kept in fleet.routable
         for _ in range(3):
             step += 1
             train_step(trainer, fleet, actors, step)
+            assert kept in fleet.routable
             assert lost not in fleet.routable
         try:
             fleet.ask(lost)
@@ -75,8 +78,9 @@ def main() -> None:
         for _ in range(3):
             step += 1
             train_step(trainer, fleet, actors, step)
+            assert kept in fleet.routable
         assert len(fleet.routable) == 2
-        print(f"{step} versions, one node lost and replaced, the other rollout never waited")
+        print(f"{step} versions, one node lost and replaced, the other one had each of them")
     finally:
         ray.shutdown()
         cluster.shutdown()
