@@ -42,7 +42,8 @@ class Standing:
         self.uncommitted: str | None = None
         """Why the adapter did not commit the active version; None if it did."""
         self._is_overtaken = False
-        self._lost: WeightUpdateManifest | None = None  # what was active when it was overtaken
+        # What was active when it was overtaken, and its `update_id`.
+        self._lost: tuple[WeightUpdateManifest, str | None] | None = None
         # The updates that tore the engine, each with its reason, the last one last.
         self._torn: OrderedDict[str, tuple[WeightUpdateManifest, str]] = OrderedDict()
 
@@ -179,17 +180,19 @@ class Standing:
 
     def overtaken(self) -> None:
         """The engine does not hold the active version any more, by nobody's failure here."""
+        self._is_overtaken = True
+        if self.active is not None:
+            self._lost = self.active, self.update_id
         if self.update_id is not None:
             self.released(self.update_id)
-        self._is_overtaken = True
         # (Of a version that the engine has no more, nothing is left to commit.)
-        self._lost = self.active or self._lost
         self.active = self.uncommitted = None
 
     def found_again(self) -> None:
         """The engine is back at what was active before it was overtaken."""
         if self._is_overtaken and self._lost is not None:
-            self.active, self._is_overtaken, self._lost = self._lost, False, None
+            (self.active, self.update_id), self._lost = self._lost, None
+            self._is_overtaken = False
 
     def released(self, update_id: str) -> None:
         """An update is to be let go of; the engine goes on with the bytes that it has."""

@@ -69,6 +69,21 @@ def test_weights_so_small_that_their_products_are_coarse_pass(scale: float, dtyp
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("leaf", ["w13_weight", "w2_weight", "both"])
+@pytest.mark.parametrize("made_of", ["constants", "one_row"])
+def test_experts_whose_products_cancel_pass(made_of: str, leaf: str, dtype: str) -> None:
+    layer = Layer((4, 256, 512), DTYPES[dtype], MoEActivation.SILU)
+    for name in layer.weights if leaf == "both" else [leaf]:
+        weight = layer.weights[name].float()
+        weight = (
+            weight[:, :1] * weight[:, :, :1] * 50 if made_of == "one_row" else weight * 0 + 0.01
+        )
+        layer.weights[name] = weight.to(DTYPES[dtype])
+        layer.state["_parameters"][name] = pack(layer.weights[name])
+    assert layer.is_asked()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("leaf", ["w13_weight", "w2_weight"])
 @pytest.mark.parametrize("wrong", ["shifted", "two_rows", "not_packed", "another_expert"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

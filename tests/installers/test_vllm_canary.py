@@ -92,3 +92,27 @@ def test_a_tied_layer_with_another_parameter_is_asked_by_itself() -> None:
     layers[1].weight = torch.nn.Parameter(torch.zeros(6, 16))
     prove(canaries)
     assert pack.asked == 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("size", [0.1, 1e-6])
+def test_a_pack_passes_whose_products_cancel(size: float, dtype: torch.dtype) -> None:
+    """One that sums in another order, of a weight of which all rows and columns are alike."""
+    weight = torch.full((6, 4096), size, dtype=dtype)
+    order = torch.randperm(4096, generator=torch.Generator().manual_seed(3))
+
+    def product(given: torch.Tensor, _weight: Any, _bias: None) -> torch.Tensor:
+        halves = (given[:, order].float() * weight[0, 0].float()).chunk(2, dim=1)
+        sums = (halves[0].cumsum(1)[:, -1] + halves[1].cumsum(1)[:, -1]).unsqueeze(1)
+        return sums.expand(-1, 6).to(dtype)
+
+    Canary.make("layer", torch.nn.Module(), product, weight)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_pack_of_another_weight_is_named_where_products_cancel(dtype: torch.dtype) -> None:
+    weight = torch.full((6, 4096), 0.1, dtype=dtype)
+    other = weight.clone()
+    other[2, 7] = 0.2
+    with pytest.raises(ProofFailed, match="layer 'layer'"):
+        Canary.make("layer", torch.nn.Module(), Pack(other), weight)

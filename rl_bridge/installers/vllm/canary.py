@@ -14,12 +14,14 @@ import torch
 
 from rl_bridge.errors import IncompatibleUpdate, ProofFailed
 
-__all__ = ["ROWS", "Canary", "question"]
+__all__ = ["ROWS", "Canary", "norms", "question"]
 
 ROWS = 8
 """Rows of the input."""
 # Each weight is asked about in one of them, and with an eighth of the others:
 # the fewer there are in a sum, the less of a wrong one is lost in rounding.
+# Rows of a weight that are squared at a time.
+_SQUARED = 4096
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -64,7 +66,10 @@ class Canary:
                 "version. See which training step made such weights."
             )
             raise IncompatibleUpdate(msg)
-        wrong = _differ(answer, expected, inputs)
+        wrong = _differ(answer, expected, inputs, expected.abs().amax(1, keepdim=True))
+        if wrong:  # sums that cancel are rounded as coarsely as what they are made of
+            largest = norms(weight, asked).amax(0).unsqueeze(1)
+            wrong = _differ(answer, expected, inputs, largest)
         if wrong:
             msg = (
                 f"layer {path!r}: {wrong} of {answer.numel()} products of its packed weight differ "
@@ -115,13 +120,33 @@ def question(inputs: int, dtype: torch.dtype) -> torch.Tensor:
     return rows.to(dtype)
 
 
-def _differ(answer: torch.Tensor, expected: torch.Tensor, inputs: int) -> int:
+def norms(weight: torch.Tensor, asked: torch.Tensor) -> torch.Tensor:
+    """How large what is summed is: norms of the terms of ``weight @ asked.t()``, in float64.
+
+    Args:
+        weight: shape [out, in].
+        asked: shape [rows, in].
+
+    Returns:
+        Shape [out, rows].
+
+    """
+    squares = asked.double().square().t()
+    return torch.cat([p.double().square() @ squares for p in weight.split(_SQUARED)]).sqrt()
+
+
+def _differ(
+    answer: torch.Tensor, expected: torch.Tensor, inputs: int, largest: torch.Tensor
+) -> int:
     """Count products that differ by more than rounding can make them differ.
 
-    Both sum in single precision, each in its own order, and round once.
+    Both sum in single precision, each in its own order, and round once. `largest`, shape [8, 1],
+    says how large sums are on their way.
     """
-    rounding = torch.finfo(answer.dtype).eps * torch.maximum(answer.abs(), expected.abs()).float()
+    number = torch.finfo(answer.dtype)
+    # (Below its smallest normal number a dtype's steps are absolute.)
+    size = torch.maximum(answer.abs(), expected.abs()).float().clamp_min(number.tiny)
     summing = 2 * (inputs / ROWS) ** 0.5 * torch.finfo(torch.float32).eps
-    scale = expected.abs().amax(dim=1, keepdim=True).float()
-    fits = (answer.float() - expected.float()).abs() <= rounding + summing * scale
+    within = number.eps * size + summing * largest
+    fits = (answer.float() - expected.float()).abs() <= within
     return int((~fits).sum())  # (NaN does not fit)

@@ -14,7 +14,7 @@ import torch
 from torch.nn import functional
 
 from rl_bridge.errors import ProofFailed
-from rl_bridge.installers.vllm.canary import ROWS, question
+from rl_bridge.installers.vllm.canary import ROWS, norms, question
 
 __all__ = ["check_experts"]
 
@@ -39,7 +39,7 @@ _TAKEN = {
     *("output", "hidden_states", "w1", "w2", "topk_weights", "topk_ids"),
     *("activation", "global_num_experts", "apply_router_weight_on_input", *_UNUSED),
 }
-# Of the largest product in a row: what is between the two halves is rounded by one and not by the
+# Of the largest in a row: what is between the two halves is rounded by one and not by the
 # other. A wrong order makes products differ by about as much as they are large.
 _ROUNDINGS = 8
 
@@ -74,7 +74,12 @@ def check_experts(path: str, state: Mapping[str, Any], weights: Mapping[str, tor
         gate, up = (first[expert] @ asked.t()).chunk(2)
         expected = (second[expert] @ (activation(gate) * up)).t()
         answer = ask(asked, *(pack[expert : expert + 1] for pack in packs))
-        wrong = _differ(answer, expected, sum(first.shape[1:]))
+        summed, largest = sum(first.shape[1:]), expected.abs().amax(dim=1, keepdim=True)
+        wrong = _differ(answer, expected, summed, largest)
+        if wrong:  # sums that cancel are rounded as coarsely as what they are made of
+            gates, ups = norms(first[expert], asked).chunk(2)
+            largest = norms(second[expert], (gates * ups).t()).amax(0).unsqueeze(1)
+            wrong = _differ(answer, expected, summed, largest)
         if wrong:
             msg = (
                 f"layer {path!r}: {wrong} of {answer.numel()} products of its packed expert "
@@ -116,13 +121,15 @@ def _kernel(state: Mapping[str, Any]) -> Callable[..., torch.Tensor] | None:
     return ask
 
 
-def _differ(answer: torch.Tensor, expected: torch.Tensor, summed: int) -> int:
+def _differ(
+    answer: torch.Tensor, expected: torch.Tensor, summed: int, largest: torch.Tensor
+) -> int:
     """Count products that differ by more than rounding can make them differ."""
     if not expected.isfinite().all():
         return 0  # too large to be asked about in this dtype; weights themselves are finite
     # (Below its smallest normal number a dtype's steps are absolute.)
     tiny = torch.finfo(answer.dtype).tiny
-    scale = expected.abs().amax(dim=1, keepdim=True).float().clamp_min(tiny)
+    scale = largest.float().clamp_min(tiny)
     summing = 2 * (summed / ROWS) ** 0.5 * torch.finfo(torch.float32).eps
     within = (_ROUNDINGS * torch.finfo(answer.dtype).eps + summing) * scale
     return int((~((answer.float() - expected.float()).abs() <= within)).sum())  # (NaN does not fit)

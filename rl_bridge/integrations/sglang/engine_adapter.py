@@ -293,7 +293,8 @@ class SGLangInstallAdapter(TransactionalAdapter):
         if self._is_committing and found["mine"]:
             self.commit()  # it is acknowledged: there is no way back
             found = self._handle.call("describe")
-        self._found = found["pending"] if found["begun"] else found["update_id"]
+        # (What another driver left half-way is no update's; this one's is undone.)
+        self._found = found["update_id"] if found["mine"] or not found["begun"] else None
         self._shares.meet(found["engine"])
         self._handle.device = found["device"]
         if not found["begun"]:
@@ -339,7 +340,7 @@ class SGLangInstallAdapter(TransactionalAdapter):
             self._serving.label_right(told["label"])
             self._require_base(told)  # then it was taken back before, with all that was of it
         self._is_begun = self._may_have_run = False
-        self._manifest = None
+        self._found, self._manifest = told["update_id"], None  # (no undo changes what is committed)
         self._route.ended(installed=False)
 
     def _take_own_back(self, told: Mapping[str, Any]) -> None:

@@ -13,6 +13,7 @@ from rl_bridge.integrations.vllm.handles import EngineHandle, Replies, failure
 __all__ = [
     "Ranks",
     "are_half_way",
+    "held_by",
     "joined",
     "refusal_of",
     "require_all",
@@ -125,6 +126,25 @@ def are_half_way(replies: Replies) -> bool:
     return (is_begun and len(held) > 1) or any(
         reply["torn"] or (reply["exchanged"] and not reply["installed"]) for reply in replies
     )
+
+
+def held_by(replies: Replies, committed: str | None) -> str | None:
+    """The update that all ranks hold; None where it is not the same one, or none.
+
+    Of one that is half-way, what its undo leads back to, if that is this driver's to do. What
+    another driver left half-way is no update's, whichever it began.
+
+    Args:
+        replies: what each rank holds.
+        committed: what this driver committed last.
+
+    """
+    is_half_way = are_half_way(replies)
+    if is_half_way and not any(reply["mine"] for reply in replies):
+        return None
+    is_kept = not is_half_way  # proven, it is going to be committed
+    found = [r["pending"] if r["exchanged"] and is_kept else r["update_id"] for r in replies]
+    return next((one for one in found if one != committed), committed)
 
 
 def verified(replies: Replies) -> str:

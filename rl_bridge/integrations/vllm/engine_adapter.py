@@ -23,6 +23,7 @@ from rl_bridge.integrations.engine_bridges import TransportOptions, checked_tran
 from rl_bridge.integrations.vllm.asking import (
     Ranks,
     are_half_way,
+    held_by,
     joined,
     refusal_of,
     require_all,
@@ -343,8 +344,7 @@ class VLLMEngineAdapter(TransactionalAdapter):
         replies = self._all("describe", {})
         require_all(replies)
         self._held = version_name(replies[0]["weight_version"])
-        found = [r["pending"] if r["exchanged"] else r["update_id"] for r in replies]
-        self._found = next((one for one in found if one != self._committed), self._committed)
+        self._found = held_by(replies, self._committed)
         if not self._is_installed:  # else an undo is due that leads back to the one before
             self._base = replies[0]["update_id"] or self._committed
         self._is_left = not self._is_installed and any(r["torn"] or r["exchanged"] for r in replies)
