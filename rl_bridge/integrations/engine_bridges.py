@@ -1,7 +1,8 @@
 """The bridges of an engine's rank, by which it imports updates itself; and options for them."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -10,32 +11,45 @@ from rl_bridge.bridge.group_end import GROUP
 from rl_bridge.errors import MalformedManifest, WeightBridgeUnavailableError
 from rl_bridge.manifest.canonical import canonical_json
 from rl_bridge.manifest.model import WeightUpdateManifest
-from rl_bridge.transports.registry import canonical_name, transport_class
+from rl_bridge.transports.registry import canonical_name
 
 __all__ = ["EngineBridges", "TransportOptions", "checked_transports"]
 
 TransportOptions = Mapping[str, Mapping[str, object]]
 """Name of a transport -> what the ranks' bridges of that transport are made with."""
 
+_WHO = {"source_worker", "source_rank"}
+# Options that name a folder.
+_FOLDERS = {"directory", "state_dir"}
+
 
 def checked_transports(given: TransportOptions | None) -> dict[str, dict[str, Any]]:
     """Options of transports as they travel to an engine: plain JSON.
 
     Raises:
-        TypeError: an option that the transport does not have, or one that is no JSON.
+        TypeError: no mapping; an option that the transport does not have, or one that is no JSON.
         ValueError: a value that it cannot have; one transport by two of its names.
         WeightBridgeUnavailableError: no transport has that name.
 
     """
     plain: dict[str, dict[str, Any]] = {}
-    for given_name, options in (given or {}).items():
-        transport_class(given_name).create(**options)  # opens nothing
+    for given_name, options in _checked_mapping("transports", given or {}).items():
         name = canonical_name(given_name)
+        _checked_mapping(f"transports[{name!r}]", options)
+        if taken := _WHO & options.keys():
+            names = " and ".join(sorted(taken))
+            msg = (
+                f"transports[{name!r}]: each rank has its own {names}, expected none. Leave it out."
+            )
+            raise TypeError(msg)
+        make_weight_bridge(name, **options).close()  # opens nothing
         if name in plain:
             raise ValueError(f"transports has {name!r} by two names. Give its options once.")
         # (Of another process's working directory, a relative path would name another folder.)
         plain[name] = {
-            key: str(Path(value).absolute()) if isinstance(value, os.PathLike) else value
+            key: str(Path(value).absolute())
+            if isinstance(value, os.PathLike) or (key in _FOLDERS and isinstance(value, str))
+            else value
             for key, value in options.items()
         }
         try:
@@ -47,6 +61,13 @@ def checked_transports(given: TransportOptions | None) -> dict[str, dict[str, An
             )
             raise TypeError(msg) from error
     return plain
+
+
+def _checked_mapping(what: str, given: object) -> Mapping[str, Any]:
+    if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
+        msg = f"{what}: expected a mapping of names, got {given!r}. Give name -> value, as a dict."
+        raise TypeError(msg)
+    return given
 
 
 class EngineBridges:
@@ -71,8 +92,7 @@ class EngineBridges:
         others = [one for one in self._made if self._options.get(one) != wanted.get(one)]
         ended = [self._made.pop(one) for one in others]
         self._options = wanted
-        for bridge in ended:
-            bridge.close()
+        _close(ended)
 
     def of(self, manifest: WeightUpdateManifest, rank: int) -> TensorBridge:
         """The bridge that imports this update on that rank.
@@ -106,5 +126,11 @@ class EngineBridges:
     def close(self) -> None:
         """Close all of them."""
         made, self._made = self._made, {}
-        for bridge in made.values():
-            bridge.close()
+        _close(made.values())
+
+
+def _close(bridges: Iterable[TensorBridge]) -> None:
+    """Close all of them, whatever one says."""
+    with ExitStack() as stack:
+        for bridge in bridges:
+            stack.callback(bridge.close)

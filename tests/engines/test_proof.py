@@ -75,6 +75,7 @@ def test_each_layer_whose_experts_are_packed_as_something_else_is_named(
 ) -> None:
     modules = model_of(engine.llm).named_modules()
     experts = [name for name, layer in modules if repacks(layer)]
+    assert bool(experts) == (engine.setting.kind.family == "moe")
     named = damage_each(engine, point)
     assert [name.removesuffix(".w13_weight") for name in named] == experts
 

@@ -160,9 +160,17 @@ def test_a_refusal_names_the_version_that_an_earlier_driver_left(
             llm.finish_weight_update()
 
 
-def test_an_option_of_another_type_is_refused(llm: Any) -> None:
-    with pytest.raises(Exception, match="expected True or False"):
-        llm.init_weight_transfer_engine({"init_info": {"cast": "false"}})
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        ({"cast": "false"}, "expected True or False"),
+        ({"transports": {"shared-memory": {"max_slots": 0}}}, "max_slots"),
+    ],
+    ids=["type", "transport"],
+)
+def test_a_wrong_option_is_refused(llm: Any, wrong: dict[str, Any], told: str) -> None:
+    with pytest.raises(Exception, match=told):
+        llm.init_weight_transfer_engine({"init_info": wrong})
     llm.init_weight_transfer_engine({"init_info": {}})
 
 

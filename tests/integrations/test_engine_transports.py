@@ -93,9 +93,10 @@ def test_options_mean_the_same_in_the_engines_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    given = {"shm": {"directory": Path("weights"), "max_slots": 3}}
     plain = {"shared-memory": {"directory": str(tmp_path / "weights"), "max_slots": 3}}
-    assert checked_transports(given) == plain
+    for folder in (Path("weights"), "weights"):
+        given = {"shm": {"directory": folder, "max_slots": 3}}
+        assert checked_transports(given) == plain
 
 
 @pytest.mark.parametrize("kind", [VLLMEngineAdapter, SGLangInstallAdapter])
@@ -106,9 +107,12 @@ def test_options_mean_the_same_in_the_engines_process(
         ({"shared-memory": {"max_slots": 0}}, ValueError, "max_slots"),
         ({"pigeons": {}}, WeightBridgeUnavailableError, "pigeons"),
         ({"shm": {}, "shared-memory": {}}, ValueError, "by two names"),
-        ({"nixl": {"backend_options": {"a": object()}}}, TypeError, "as JSON"),
+        ({"shm": {"observer": print}}, TypeError, "as JSON"),
+        ({"nixl": {"source_rank": 1}}, TypeError, "source_rank"),
+        ({"shm": None}, TypeError, "expected a mapping"),
+        (["shm"], TypeError, "expected a mapping"),
     ],
-    ids=["no_option", "no_value", "no_transport", "two_names", "no_json"],
+    ids=["no_option", "no_value", "no_transport", "two_names", "no_json", "who", "none", "list"],
 )
 def test_options_that_no_transport_has_are_told_where_they_are_given(
     engine: SGLangEngine, kind: Any, given: Any, error: type[Exception], said: str

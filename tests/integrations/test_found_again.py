@@ -40,7 +40,8 @@ def test_a_driver_that_recovers_from_its_own_update_says_the_version_that_is_bac
     engine: Engine, trainer: TensorBridge
 ) -> None:
     with driver(engine) as (executor, bridge):
-        executor.update_weights(publish(trainer, 1))
+        one = publish(trainer, 1)
+        executor.update_weights(one)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(bridge, "acknowledge", broken)
             told = iter([True])
@@ -49,10 +50,10 @@ def test_a_driver_that_recovers_from_its_own_update_says_the_version_that_is_bac
                 executor.update_weights(publish(trainer, 2))
             with pytest.raises(WeightBridgeError, match="cached blocks"):
                 executor.update_weights(publish(trainer, 3))
+        assert executor.active_weight_update_id == one.update_id  # which its undo leads back to
         executor.recover()
         executor.check_servable()
         assert executor.active_weight_version == engine.rank.describe()["weight_version"] == 1
-        assert executor.active_weight_update_id == engine.rank.describe()["update_id"]
 
 
 @pytest.mark.parametrize("reset", [kept, interrupted])
@@ -142,6 +143,7 @@ def test_a_driver_of_sglang_that_recovers_says_the_version_that_is_back(
         one, two, three = (trainer.publish(version(n), weight_version=n) for n in (1, 2, 3))
         executor.update_weights(one)
         torn(sglang_engine, executor, bridge, two, three)
+        assert executor.active_weight_update_id == one.update_id
         executor.recover()
         executor.check_servable()
         assert executor.active_weight_update_id == one.update_id

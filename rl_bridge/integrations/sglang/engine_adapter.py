@@ -340,7 +340,7 @@ class SGLangInstallAdapter(TransactionalAdapter):
             self._serving.label_right(told["label"])
             self._require_base(told)  # then it was taken back before, with all that was of it
         self._is_begun = self._may_have_run = False
-        self._found, self._manifest = told["update_id"], None  # (no undo changes what is committed)
+        self._manifest = None
         self._route.ended(installed=False)
 
     def _take_own_back(self, told: Mapping[str, Any]) -> None:

@@ -128,21 +128,22 @@ def are_half_way(replies: Replies) -> bool:
     )
 
 
-def held_by(replies: Replies, committed: str | None) -> str | None:
+def held_by(replies: Replies, committed: str | None, *, is_undone: bool) -> str | None:
     """The update that all ranks hold; None where it is not the same one, or none.
 
-    Of one that is half-way, what its undo leads back to, if that is this driver's to do. What
-    another driver left half-way is no update's, whichever it began.
+    Where this driver's own is to be undone, what that leads back to. What another driver left
+    half-way is no update's, whichever it began.
 
     Args:
         replies: what each rank holds.
         committed: what this driver committed last.
+        is_undone: whether it is going to undo what it began, proven or not.
 
     """
-    is_half_way = are_half_way(replies)
-    if is_half_way and not any(reply["mine"] for reply in replies):
+    is_mine, is_half_way = any(reply["mine"] for reply in replies), are_half_way(replies)
+    if is_half_way and not is_mine:
         return None
-    is_kept = not is_half_way  # proven, it is going to be committed
+    is_kept = not (is_mine and (is_half_way or is_undone))  # proven, to be committed
     found = [r["pending"] if r["exchanged"] and is_kept else r["update_id"] for r in replies]
     return next((one for one in found if one != committed), committed)
 

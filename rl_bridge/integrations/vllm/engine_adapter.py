@@ -344,7 +344,7 @@ class VLLMEngineAdapter(TransactionalAdapter):
         replies = self._all("describe", {})
         require_all(replies)
         self._held = version_name(replies[0]["weight_version"])
-        self._found = held_by(replies, self._committed)
+        self._found = held_by(replies, self._committed, is_undone=self._is_installed)
         if not self._is_installed:  # else an undo is due that leads back to the one before
             self._base = replies[0]["update_id"] or self._committed
         self._is_left = not self._is_installed and any(r["torn"] or r["exchanged"] for r in replies)

@@ -19,6 +19,7 @@ from vllm.distributed.weight_transfer.base import (
 
 from rl_bridge.bridge.acknowledgement import describe
 from rl_bridge.errors import WeightBridgeUnavailableError, WeightUpdateRejectedError
+from rl_bridge.integrations.engine_bridges import checked_transports
 from rl_bridge.integrations.vllm.rank import VLLMRank, rank_of
 from rl_bridge.integrations.vllm.votes import first_said
 
@@ -72,9 +73,11 @@ class RLBridgeTransferEngine(
 
         def configure() -> str:
             options = RLBridgeInitInfo(**init_info)
-            given = vars(options).items()
+            given = vars(options)
+            if options.transports is not None:
+                given = {**given, "transports": checked_transports(options.transports)}
             _require_idle(self.rank)
-            self.rank.configure({key: value for key, value in given if value is not None})
+            self.rank.configure({key: value for key, value in given.items() if value is not None})
             return ""
 
         self._together(configure)
