@@ -77,8 +77,8 @@ def test_a_driver_that_takes_back_what_a_dead_one_left_says_the_version_that_is_
         assert executor.active_weight_version is None
         executor.recover()
         executor.check_servable()
-        assert executor.active_weight_version == engine.rank.describe()["weight_version"] == 1
         assert executor.active_weight_update_id == engine.rank.describe()["update_id"]
+        assert executor.active_weight_version == engine.rank.describe()["weight_version"] == 1
 
 
 def test_a_driver_says_no_version_of_a_mixture_that_began_as_its_own(

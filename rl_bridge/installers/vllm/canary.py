@@ -132,7 +132,8 @@ def norms(weight: torch.Tensor, asked: torch.Tensor) -> torch.Tensor:
 
     """
     squares = asked.double().square().t()
-    return torch.cat([p.double().square() @ squares for p in weight.split(_SQUARED)]).sqrt()
+    parts = weight.chunk(-(-len(weight) // _SQUARED))
+    return torch.cat([part.double().square() @ squares for part in parts]).sqrt()
 
 
 def _differ(

@@ -73,9 +73,9 @@ class RLBridgeTransferEngine(
 
         def configure() -> str:
             options = RLBridgeInitInfo(**init_info)
-            given = vars(options)
+            given = dict(vars(options))
             if options.transports is not None:
-                given = {**given, "transports": checked_transports(options.transports)}
+                given["transports"] = checked_transports(options.transports)
             _require_idle(self.rank)
             self.rank.configure({key: value for key, value in given.items() if value is not None})
             return ""
