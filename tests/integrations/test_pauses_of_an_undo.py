@@ -12,6 +12,7 @@ from rl_bridge import (
     WeightBridgeError,
     make_weight_bridge,
 )
+from rl_bridge.integrations.vllm.asking import held_by
 from tests.integrations.test_commit_fails import RanksOfOne, engine
 from tests.integrations.test_engine_adapter import broken, trainer
 from tests.integrations.test_rank import publish
@@ -117,3 +118,11 @@ def test_nobody_says_a_version_that_only_some_ranks_hold(
         assert [model.version for model in engine.models] == [1, 1]
         executor.check_servable()
         assert executor.active_weight_version == 1
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=["first", "last"])
+def test_a_version_that_some_ranks_hold_is_not_the_engines(order: tuple[int, int]) -> None:
+    """Nothing is under way: one of them was started anew."""
+    idle = {"exchanged": False, "torn": "", "installed": None, "pending": None, "mine": False}
+    replies = [{**idle, "update_id": "one"}, {**idle, "update_id": None}]
+    assert held_by([replies[at] for at in order], "one", is_undone=False) is None
