@@ -121,6 +121,7 @@ class GroupBridge(TensorBridge):
         as it is, and a group's version that is assembled already is not assembled again.
 
         Raises:
+            BridgeClosed: it was closed.
             WeightBridgeError: nothing is held, and the engine was not touched; unless it is this
                 side's fault, the update is rejected, and every publishing rank told.
 
@@ -131,6 +132,7 @@ class GroupBridge(TensorBridge):
         consumer = self._consumer_end()
         end = _end_of(consumer)
         with consumer._lock:  # noqa: SLF001 - the bridge's other half
+            consumer._check_open()  # noqa: SLF001 - before anything is read
             made = end.made(group.update_id)
             if made is not None:
                 if end.group(group.update_id) != group:

@@ -4,10 +4,11 @@ import gc
 import weakref
 from collections.abc import Mapping
 
+import pytest
 import torch
 
-from rl_bridge import GroupBridge, ModuleInstallAdapter, RolloutExecutor
-from rl_bridge.bridge.group_end import _REMEMBERED
+from rl_bridge import BridgeClosed, GroupBridge, ModuleInstallAdapter, RolloutExecutor
+from rl_bridge.bridge.group_end import _REMEMBERED, GroupEnd
 from rl_bridge.bridge.resharding import TensorParallel, parallel
 from rl_bridge.testing.leaks import assert_nothing_leaks
 from tests.groups.meshes import Shards, cut, model
@@ -116,3 +117,18 @@ def test_tensors_outlive_a_closed_bridge() -> None:
         group.release(manifest)
         assert torch.equal(tensor, model(SHAPES)["layer.w"])
         bridge.close()
+
+
+@pytest.mark.parametrize("was_used", [True, False])
+@pytest.mark.parametrize("method", ["import_update", "resolve_update"])
+def test_a_closed_bridge_assembles_nothing(
+    method: str, monkeypatch: pytest.MonkeyPatch, *, was_used: bool
+) -> None:
+    monkeypatch.setattr(GroupEnd, "assemble", lambda *_args: pytest.fail("it read the parts"))
+    with trainers(2) as group:
+        bridge = GroupBridge()
+        if was_used:
+            bridge._consumer_end()
+        bridge.close()
+        with pytest.raises(BridgeClosed):
+            getattr(bridge, method)(group.publish(shards(1), 1))
