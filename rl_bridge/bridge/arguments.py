@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterable
 
 from rl_bridge.errors import MalformedManifest
+from rl_bridge.lifecycle.machine import Observer
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.transports.base import Transport
 
@@ -14,6 +15,7 @@ __all__ = [
     "UpdateRef",
     "as_update",
     "check_options",
+    "checked_observer",
     "checked_rank",
     "checked_state_dir",
     "checked_worker",
@@ -22,6 +24,8 @@ __all__ = [
 
 UpdateRef = str | WeightUpdateManifest
 """What names an update: its id, its manifest, or the manifest's JSON text."""
+
+_MAX_RANK = 2**63 - 1
 
 # Of every bridge, whatever its transport.
 _OWN_OPTIONS = ("observer", "source_rank", "source_worker", "state_dir", "suspicious")
@@ -63,12 +67,31 @@ def checked_worker(source_worker: object) -> str:
 
     Raises:
         TypeError: it is no text.
+        ValueError: a text that cannot be sent.
 
     """
     if not isinstance(source_worker, str):
         kind = type(source_worker).__name__
         raise TypeError(f"source_worker is a {kind}, expected a name such as 'trainer-0'.")
+    try:
+        source_worker.encode()
+    except UnicodeEncodeError as error:  # it is half of a surrogate pair
+        msg = f"source_worker={source_worker!r}: expected a name that UTF-8 can hold."
+        raise ValueError(msg) from error
     return source_worker
+
+
+def checked_observer(observer: Observer | None) -> Observer | None:
+    """Check what is called with transitions.
+
+    Raises:
+        TypeError: it cannot be called.
+
+    """
+    given: object = observer
+    if given is not None and not callable(given):
+        raise TypeError(f"observer={given!r}: expected a function of a transition, or None.")
+    return observer
 
 
 def checked_rank(source_rank: object) -> int:
@@ -76,15 +99,16 @@ def checked_rank(source_rank: object) -> int:
 
     Raises:
         TypeError: it is no integer.
-        ValueError: it is negative.
+        ValueError: it is negative, or larger than any.
 
     """
     try:
         rank = -1 if isinstance(source_rank, bool) else operator.index(source_rank)  # type: ignore[arg-type]  # that is what is tried
     except TypeError as error:
         raise TypeError(f"source_rank={source_rank!r}: expected an int of 0 or more.") from error
-    if rank < 0:
-        raise ValueError(f"source_rank={source_rank!r}: expected an int of 0 or more.")
+    if not 0 <= rank <= _MAX_RANK:
+        msg = f"source_rank={source_rank!r}: expected an int of 0 or more, and below 2**63."
+        raise ValueError(msg)
     return rank
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import ClassVar
 
+from rl_bridge.bridge.arguments import check_options
 from rl_bridge.bridge.group_assembly import Assembly, AssemblyPlan, require_sealed
 from rl_bridge.bridge.group_landing import ArenaLanding, LandingPlan
 from rl_bridge.bridge.resharding_plan import ReshardPlan
@@ -32,7 +33,7 @@ from rl_bridge.transports.base import (
     Transport,
     checked_count,
 )
-from rl_bridge.transports.registry import transport_class
+from rl_bridge.transports.registry import canonical_name, transport_class
 from rl_bridge.transports.shared_memory import SharedMemory, SharedPublisher
 
 __all__ = ["GROUP", "GroupEnd", "GroupTransport"]
@@ -71,7 +72,7 @@ class GroupTransport(Transport):
             ValueError: a count below 1.
 
         """
-        self._options = {name: dict(given) for name, given in (transports or {}).items()}
+        self._options = _checked_transports({} if transports is None else transports)
         self.max_slots = checked_count("max_slots", max_slots)
         self.num_threads = (
             None if num_threads is None else checked_count("num_threads", num_threads)
@@ -105,6 +106,19 @@ class GroupTransport(Transport):
     def consumer_end(self, worker: str, rank: int) -> "GroupEnd":
         """Open the engine's end."""
         return GroupEnd(self, worker, rank)
+
+
+def _checked_transports(given: object) -> dict[str, dict[str, object]]:
+    found: dict[str, dict[str, object]] = {}
+    for name, options in given.items() if isinstance(given, Mapping) else [("", given)]:
+        if not isinstance(name, str) or not isinstance(options, Mapping):
+            raise TypeError(
+                f"transports={given!r}: expected name of a transport -> its options, such as "
+                "{'nixl': {'timeout_s': 60.0}}."
+            )
+        check_options(transport_class(name), options)
+        found[canonical_name(name)] = dict(options)
+    return found
 
 
 class GroupEnd(ConsumerEnd):

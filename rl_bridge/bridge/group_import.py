@@ -97,6 +97,10 @@ class GroupBridge(TensorBridge):
             max_slots=max_slots,
             num_threads=num_threads,
         )
+        given: object = wanted
+        if not (given is None or isinstance(given, WantedLayout) or callable(given)):
+            msg = f"wanted={given!r}: expected what `parallel` or `everything` give, or a layout."
+            raise TypeError(msg)
         self._wanted: Wanted | WantedLayout = everything() if wanted is None else wanted
         self._ways: OrderedDict[str, tuple[Assembly, LandingPlan | None]] = OrderedDict()
 

@@ -11,6 +11,7 @@ from rl_bridge.bridge.arguments import (
     UpdateRef,
     as_update,
     check_options,
+    checked_observer,
     checked_rank,
     checked_state_dir,
     checked_worker,
@@ -72,7 +73,7 @@ class TensorBridge:
         self.source_rank = checked_rank(source_rank)
         self._state_dir = checked_state_dir(state_dir)
         self._suspicious = Policy(suspicious)
-        self._observer = observer
+        self._observer = checked_observer(observer)
         self._transport = self._make_transport(options)
         self._lock = threading.RLock()
         self._pid: int | None = None

@@ -10,7 +10,12 @@ import numpy as np
 import pytest
 
 import rl_bridge
-from rl_bridge import SharedMemoryTensorBridge, TensorBridge, WeightUpdateManifest
+from rl_bridge import (
+    GroupBridge,
+    SharedMemoryTensorBridge,
+    TensorBridge,
+    WeightUpdateManifest,
+)
 from rl_bridge.bridge.bridges import make_weight_bridge
 from rl_bridge.errors import (
     MalformedManifest,
@@ -285,3 +290,49 @@ def test_an_update_of_a_closed_bridge_says_that_its_bridge_may_be_closed() -> No
         pytest.raises(SegmentError, match="bridge was closed or dropped"),
     ):
         rollout.import_update(manifest)
+
+
+def test_a_name_that_cannot_be_sent_is_told_where_it_is_given() -> None:
+    with pytest.raises(ValueError, match=r"source_worker=.*UTF-8"):
+        make_weight_bridge(source_worker="\ud800")
+
+
+def test_a_rank_larger_than_any_is_told_where_it_is_given() -> None:
+    with pytest.raises(ValueError, match=r"source_rank=.*below 2\*\*63"):
+        make_weight_bridge(source_rank=2**63)
+
+
+def test_an_observer_that_cannot_be_called_is_told_where_it_is_given() -> None:
+    given: Any = 3
+    with pytest.raises(TypeError, match="observer=3"):
+        make_weight_bridge(observer=given)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("backend_options", [1]),
+        ("backend_options", {1: "a"}),
+        ("backend_options", {"a": None}),
+        ("server_name", 7),
+    ],
+    ids=["list", "no_name", "no_value", "server_name"],
+)
+def test_an_option_of_nixl_of_a_wrong_type_is_named(option: str, value: object) -> None:
+    with pytest.raises(TypeError, match=f"{option}="):
+        make_weight_bridge("nixl", **{option: value})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"transports": 5}, "expected name of a transport"),
+        ({"transports": {"nixl": 5}}, "expected name of a transport"),
+        ({"transports": {"nixl": {"prot": 1}}}, "Did you mean port"),
+        ({"wanted": 5}, "wanted=5"),
+    ],
+    ids=["transports", "options", "option", "wanted"],
+)
+def test_an_argument_of_a_groups_bridge_of_a_wrong_type_is_named(given: Any, said: str) -> None:
+    with pytest.raises(TypeError, match=said):
+        GroupBridge(**given)

@@ -45,11 +45,12 @@ def test_who_is_pushed_out_of_its_greeting_may_come_again(said: bytes) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def push_out() -> None:
-            connection, _ = listener.accept()
-            with connection:
-                connection.sendall(said)
-                if said:
-                    connection.recv(4096)
+            for _ in range(2):
+                connection, _ = listener.accept()
+                with connection:
+                    connection.sendall(said)
+                    if said:
+                        connection.recv(4096)
 
         thread = threading.Thread(target=push_out)
         thread.start()
@@ -58,6 +59,24 @@ def test_who_is_pushed_out_of_its_greeting_may_come_again(said: bytes) -> None:
         with pytest.raises(WeightBridgeUnavailableError, match="hung up in the greeting"):
             caller.connect(b"token", "identity")
         thread.join(20)
+
+
+def test_a_publisher_that_dies_while_it_is_greeted_is_gone() -> None:
+    """Its listener took the connection, and goes with it."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+
+    def die() -> None:
+        connection, _ = listener.accept()
+        listener.close()
+        connection.close()
+
+    thread = threading.Thread(target=die)
+    thread.start()
+    caller = Caller("the publisher", "127.0.0.1", port, magic=b"12345678", timeout_s=20.0)
+    with pytest.raises(SegmentError, match="it died"):
+        caller.connect(b"token", "identity")
+    thread.join(20)
 
 
 def test_strangers_push_nobody_out_who_knows_the_token() -> None:

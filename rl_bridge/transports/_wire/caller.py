@@ -18,6 +18,8 @@ __all__ = ["Caller"]
 
 # The way there does not work, which says nothing of the publisher.
 _NETWORK = frozenset({errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN, errno.EHOSTDOWN})
+# Before a publisher that hung up is tried once more.
+_AGAIN_MS = 100
 
 
 class Caller:
@@ -64,15 +66,26 @@ class Caller:
                 descriptor for it, or the publisher hung up before it looked at the token.
 
         """
-        channel = Channel(
-            self._open(), max_message_nbytes=max_message_nbytes, timeout_s=self._timeout_s
-        )
-        try:
-            self._greet(channel, token, identity)
-        except BaseException:
+        for is_last in (False, True):
+            channel = Channel(
+                self._open(), max_message_nbytes=max_message_nbytes, timeout_s=self._timeout_s
+            )
+            try:
+                if self._greet(channel, token, identity):
+                    return channel
+            except BaseException:
+                channel.close()
+                raise
             channel.close()
-            raise
-        return channel
+            if not is_last:  # of one that is dying nobody listens there in a moment
+                left_ms = (self._until - time.monotonic()) * 1e3
+                select.poll().poll(max(0, min(_AGAIN_MS, left_ms)))
+        msg = (
+            f"{self.where} hung up in the greeting, without a word about the token: too many "
+            "came at once, or another program listens there by now. Import again; if that does "
+            "not help, raise the publisher's max_consumers, or publish again."
+        )
+        raise WeightBridgeUnavailableError(msg)
 
     def _open(self) -> socket.socket:
         family = socket.AF_INET6 if ":" in self._address else socket.AF_INET
@@ -113,21 +126,19 @@ class Caller:
             "runs and is reachable, then import again, or raise timeout_s."
         )
 
-    def _receive(self, channel: Channel, part: str) -> bytes:
+    def _receive(self, channel: Channel, part: str) -> bytes | None:
+        """One part of the greeting; None where the other side hung up."""
         data = channel.receive_raw(GREETING_NBYTES[part], until=self._until)
-        if data is None:
-            if not channel.is_lost:
-                raise self._late("greet")
-            msg = (
-                f"{self.where} hung up in the greeting, without a word about the token: too many "
-                "came at once, or another program listens there by now. Import again; if that does "
-                "not help, raise the publisher's max_consumers, or publish again."
-            )
-            raise WeightBridgeUnavailableError(msg)
+        if data is None and not channel.is_lost:
+            raise self._late("greet")
         return data
 
-    def _greet(self, channel: Channel, token: bytes, identity: str) -> None:
-        nonce = Greeting.nonce_of(self._magic, self._receive(channel, "hello"))
+    def _greet(self, channel: Channel, token: bytes, identity: str) -> bool:
+        """Prove the token both ways; False where the other side hung up without a word of it."""
+        hello = self._receive(channel, "hello")
+        if hello is None:
+            return False
+        nonce = Greeting.nonce_of(self._magic, hello)
         if nonce is None:
             msg = (
                 f"what listens at {self._address} port {self._port} is no publisher of this "
@@ -139,6 +150,8 @@ class Caller:
         channel.send_raw(answer)
         # Both ways: what a stranger says is not parsed on this side either.
         proof = self._receive(channel, "proof")
+        if proof is None:
+            return False
         if proof == Greeting.refusal:
             msg = (
                 f"{self.where} refuses this side: the token is not its own. Use the manifest or "
@@ -148,6 +161,7 @@ class Caller:
         if not greeting.is_proven_by(proof, answer):
             msg = f"{self.where} does not know the token. Use its own init info."
             raise SegmentError(msg)
+        return True
 
     def wait_for_message(self, channel: Channel) -> bytes:
         """Wait for one message's text.

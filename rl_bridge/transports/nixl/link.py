@@ -115,7 +115,7 @@ class Link:
 
     def _caller(self, within_s: float | None = None) -> Caller:
         return Caller(
-            _WHAT,
+            f"{_WHAT} {self.endpoint.server_name}",
             self.endpoint.address,
             self.endpoint.port,
             magic=MAGIC,

@@ -105,7 +105,9 @@ class NIXL(Transport):
         self._rank = checked_count("source_rank", source_rank + 1) - 1
         if self._port and self._port + self._rank > _MAX_PORT:
             raise ValueError(f"port={port!r}: none is left for rank {source_rank}. Lower it.")
-        if not re.fullmatch("[A-Za-z0-9_.:-]{1,128}", str(server_name)):
+        if not isinstance(server_name, str):
+            raise TypeError(f"server_name={server_name!r}: expected a text.")
+        if not re.fullmatch("[A-Za-z0-9_.:-]{1,128}", server_name):
             raise ValueError(f"server_name={server_name!r}: expected letters, digits, '_.:-'.")
         self._server_name = f"{server_name}_{self._rank}"
         if token is not None and not re.fullmatch("[0-9a-f]{64}", str(token)):
@@ -117,7 +119,7 @@ class NIXL(Transport):
         # Whether a peer lives is seen by the control connection. UCX's own way to handle lost peers
         # ends a publisher's process that was stopped while its reader went away.
         self._params = {"ucx_error_handling_mode": "none"} if backend == "UCX" else {}
-        self._params |= {str(key): str(value) for key, value in (backend_options or {}).items()}
+        self._params |= _checked_params({} if backend_options is None else backend_options)
         if device is not None and (type(device) is not int or device < 0):
             raise ValueError(f"device={device!r}: expected the number of a GPU, or None.")
         self._device = device
@@ -237,3 +239,16 @@ class NIXL(Transport):
         from rl_bridge.memory.cuda_place import cuda_place
 
         return DeviceArenas(cuda_place(self._device))
+
+
+def _checked_params(given: object) -> dict[str, str]:
+    """Options of a backend as NIXL takes them: texts."""
+    if not isinstance(given, Mapping) or not all(
+        isinstance(name, str) and isinstance(value, str | int | float)
+        for name, value in given.items()
+    ):
+        raise TypeError(
+            f"backend_options={given!r}: expected a mapping of names to texts or numbers, such as "
+            "{'num_workers': '2'}."
+        )
+    return {name: str(value) for name, value in given.items()}
