@@ -1,5 +1,8 @@
 """Two fleets of one trainer, side by side or one behind the other."""
 
+import pytest
+
+from rl_bridge import GroupAborted
 from rl_bridge.ray import RolloutFleet
 from tests.fleets.actors import TIMEOUT_S, Elsewhere, Rollout, Run
 
@@ -54,3 +57,20 @@ def test_rollouts_of_another_fleet_that_lives_join_again(run: Run) -> None:
     assert run.lanes == ["broadcast", "shared-memory"]
     other.update(5).require_all()
     assert run.lanes == ["broadcast", "shared-memory"]
+
+
+def test_a_trainer_whose_own_gathering_is_aborted_keeps_its_lanes(run: Run) -> None:
+    """It publishes alone, of ranks that it knows and that the fleet does not."""
+    run.join("near")
+    run.update().require_all()
+    lane = run.trainer.side._lanes["shared-memory"]
+    with pytest.MonkeyPatch.context() as patch:
+
+        def aborted(*_given: object) -> None:
+            raise GroupAborted("rank 3 of its own did not answer. Publish again.")
+
+        patch.setattr(run.trainer.side, "publish", aborted)
+        with pytest.raises(GroupAborted):
+            run.update()
+    run.update().require_all()
+    assert run.trainer.side._lanes["shared-memory"] is lane

@@ -5,6 +5,7 @@ import pytest
 from rl_bridge import (
     TensorBridge,
     VLLMEngineAdapter,
+    WeightBridgeError,
     WeightBridgeUnavailableError,
     make_weight_bridge,
 )
@@ -82,4 +83,22 @@ def test_a_rollout_that_recovers_from_its_first_update_there_says_no_version_tha
     assert engine.rank.describe()["weight_version"] == 2
     with pytest.raises(WeightBridgeUnavailableError):
         side.check_servable()
+    side.close()
+
+
+def test_a_rollout_whose_first_update_there_finds_remains_says_what_it_had_once_they_are_gone(
+    engine: Engine, trainer: TensorBridge, side: RolloutSide
+) -> None:
+    dead, left = VLLMEngineAdapter(engine), publish(trainer, 2)
+    dead.prepare(left, {})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine.rank._installer, "prove", broken)
+        patch.setattr(engine.rank, "undo", lambda *_args, **_given: {})
+        with pytest.raises(WeightBridgeError, match="planted"):
+            dead.install(left, {})
+    with pytest.MonkeyPatch.context() as patch:
+        busy = iter([False])  # requests hold cached blocks, at first
+        patch.setattr(engine, "reset_caches", lambda **_given: next(busy, True))
+        assert updated(side, trainer, 3).error == "TornEngine"
+    assert side.check_servable() == engine.rank.describe()["weight_version"] == 1
     side.close()

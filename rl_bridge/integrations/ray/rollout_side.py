@@ -126,7 +126,10 @@ class RolloutSide:
             try:
                 self._install(executor, manifest.decode())
             except TornEngine as error:
-                self._taken = (executor, bridge, None)  # what it goes back to, it says by itself
+                if executor.is_torn:
+                    self._taken = (executor, bridge, None)  # who had it before says nothing of it
+                else:
+                    self._look_whose(error)  # another driver's remains are in the way
                 return self._answer("torn", error).to_json()
             except Exception as error:  # noqa: BLE001 - the answer carries it to who asked
                 _LOG.warning("rollout %s keeps its version: %s", self._worker, error)

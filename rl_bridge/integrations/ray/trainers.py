@@ -233,7 +233,7 @@ class Trainers:
         try:
             answers = self._ask(what, "publish_weights", deadline, given)
         except GroupAborted:
-            self._is_seated = False
+            self._is_seated = not self.is_group  # what gathers by itself has no seat to lose
             raise
         told, manifests = self._same(answers)
         self.current, self._is_sure = Announcement.from_json(told), True
