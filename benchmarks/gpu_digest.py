@@ -24,9 +24,8 @@ from _lib.stats import summarise
 from rich.console import Console
 from rich.progress import track
 
-from rl_bridge.memory.device.choice import EngineName
-from rl_bridge.memory.device.device_pass import DevicePass
-from rl_bridge.memory.device.leaves import ALIGNMENT, CAST_BF16
+from rl_bridge.cuda.digest import DevicePass, EngineName
+from rl_bridge.cuda.leaves import ALIGNMENT, CAST_BF16
 from rl_bridge.memory.passes import BytePlan
 
 __all__ = ["main"]

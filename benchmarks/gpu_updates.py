@@ -38,10 +38,10 @@ from rich.console import Console
 from rich.progress import track
 
 from rl_bridge import ModuleInstallAdapter, RolloutExecutor, make_weight_bridge
+from rl_bridge.cuda.devices import driver_at
+from rl_bridge.cuda.owners import AddressRange, Allocation
 from rl_bridge.errors import ProofFailed
 from rl_bridge.installers.base import InstallProof
-from rl_bridge.memory.vmm.local import driver_at
-from rl_bridge.memory.vmm.owners import AddressRange, Allocation
 
 __all__ = ["main"]
 

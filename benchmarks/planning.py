@@ -25,9 +25,9 @@ from rich.table import Table
 
 from rl_bridge import GroupBridge, GroupManifest, GroupPublisher, Piece, Placement
 from rl_bridge import SharedMemoryTensorBridge as Bridge
-from rl_bridge.bridge.group_exchange import FunctionExchange
-from rl_bridge.bridge.resharding import TensorParallel, Wanted, everything, parallel
-from rl_bridge.bridge.resharding_plan import make_plan
+from rl_bridge.groups.exchange import FunctionExchange
+from rl_bridge.groups.plan import make_plan
+from rl_bridge.groups.wanted import TensorParallel, Wanted, everything, parallel
 from rl_bridge.manifest.coverage import held_pieces, prove_coverage
 from rl_bridge.manifest.group_layout import KNOWN_GROUPS, GroupLayout
 from rl_bridge.manifest.table import TensorTable

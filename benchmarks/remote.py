@@ -24,8 +24,8 @@ from rich.table import Table
 
 from rl_bridge import ModuleInstallAdapter, SharedMemoryTensorBridge
 from rl_bridge.errors import EngineLost
-from rl_bridge.integrations.remote.durable import DurableLines
 from rl_bridge.remote import RemoteEngine, TwoPhaseExecutor, serve
+from rl_bridge.remote.state import DurableLines
 from rl_bridge.testing.processes import free_port
 
 __all__ = ["main"]

@@ -96,7 +96,7 @@ class _Bench:
         from vllm import LLM
 
         from rl_bridge import RolloutExecutor, make_weight_bridge
-        from rl_bridge.integrations.vllm.engine_adapter import VLLMEngineAdapter
+        from rl_bridge.engines.vllm.engine_adapter import VLLMEngineAdapter
 
         (folder / "config.json").write_text(json.dumps(shape), encoding="utf-8")
         self.folder = folder

@@ -17,7 +17,7 @@ from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.memory.control import Record, UpdateReport
 from rl_bridge.memory.packing import PackPlan
 from rl_bridge.memory.passes import BytePlan
-from rl_bridge.memory.pins import Pin, anonymous_pin
+from rl_bridge.memory.views import Pin, anonymous_pin
 from rl_bridge.testing import InstallerSuite, TransportSuite
 from rl_bridge.testing.faults import flip_byte
 from rl_bridge.transports.base import Attachment, Carried, ConsumerEnd, PublisherEnd, Transport

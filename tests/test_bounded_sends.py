@@ -7,11 +7,11 @@ import threading
 
 import pytest
 
-from rl_bridge.cli import measure
+from rl_bridge.cli import bench as measure
 from rl_bridge.demo.frames import Channel, Frame, bound_sends
 from rl_bridge.errors import DeadlineExceeded
-from rl_bridge.transports._wire import channel as wire
-from rl_bridge.transports._wire.caller import Caller
+from rl_bridge.transports.wire import channel as wire
+from rl_bridge.transports.wire.client import Caller
 from tests.helpers import stop
 
 # More than a pair of sockets buffers.

@@ -20,7 +20,7 @@ from rl_bridge.cli.screen import duration, plain, size
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.memory import vm
 from rl_bridge.testing.faults import FaultInjecting
-from rl_bridge.testing.over import BridgeOver
+from rl_bridge.testing.peer import BridgeOver
 from rl_bridge.transports.shared_memory import SharedMemory
 from tests.cli_program import Said, call, run
 

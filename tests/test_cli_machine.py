@@ -16,11 +16,15 @@ import pytest
 import torch
 
 from rl_bridge.bridge.bridges import make_weight_bridge
-from rl_bridge.cli import bench, environment, measure, probes
-from rl_bridge.integrations import engine_probe
-from rl_bridge.integrations.sglang import probe as sglang
-from rl_bridge.integrations.vllm import probe as vllm
-from rl_bridge.memory import leases, vm
+from rl_bridge.cli import bench
+from rl_bridge.cli import bench as measure
+from rl_bridge.cli import doctor as probes
+from rl_bridge.cli import screen as environment
+from rl_bridge.engines import probe as engine_probe
+from rl_bridge.engines.sglang import probe as sglang
+from rl_bridge.engines.vllm import probe as vllm
+from rl_bridge.memory import segment as leases
+from rl_bridge.memory import vm
 from rl_bridge.memory.segment import OwnedSegment
 from rl_bridge.testing.processes import Child
 from rl_bridge.transports import registry

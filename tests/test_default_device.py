@@ -8,11 +8,9 @@ import torch
 from torch.utils._device import _device_constructors
 
 from rl_bridge import ModuleInstallAdapter, RolloutExecutor
-from rl_bridge.memory.device.device_pass import DevicePass
-from rl_bridge.testing.host_ipc import HostIPC
-from rl_bridge.testing.host_vmm import HostVMM
-from rl_bridge.testing.over import BridgeOver
-from rl_bridge.testing.peer import sample_weights
+from rl_bridge.cuda.digest import DevicePass
+from rl_bridge.testing.host_devices import HostIPC, HostVMM
+from rl_bridge.testing.peer import BridgeOver, sample_weights
 from rl_bridge.testing.strategies import contents_of
 from rl_bridge.transports.base import Transport
 from rl_bridge.transports.local import LocalClone

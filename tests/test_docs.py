@@ -18,8 +18,7 @@ import pytest
 import rl_bridge
 from rl_bridge import errors
 from rl_bridge.cli.program import app
-from rl_bridge.lifecycle.diagram import mermaid
-from rl_bridge.lifecycle.table import Role
+from rl_bridge.lifecycle import Role, mermaid
 from tests.script_runner import ScriptRunner
 
 ROOT = Path(__file__).resolve().parents[1]

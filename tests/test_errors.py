@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from rl_bridge import RolloutExecutor, errors, make_weight_bridge
+from rl_bridge.cuda.host import HostDriver
+from rl_bridge.engines.vllm.engine_adapter import VLLMEngineAdapter
 from rl_bridge.installers.base import InstallProof
-from rl_bridge.integrations.remote.signing import Credentials
-from rl_bridge.integrations.vllm.engine_adapter import VLLMEngineAdapter
-from rl_bridge.lifecycle.journal import Journal
+from rl_bridge.journal import Journal
 from rl_bridge.manifest.coverage import held_pieces, prove_coverage
-from rl_bridge.manifest.placement import Piece, Placement
+from rl_bridge.manifest.parallel import Piece, Placement
 from rl_bridge.memory.segment import OwnedSegment, open_segment
-from rl_bridge.memory.vmm.host import HostDriver
+from rl_bridge.remote.signing import Credentials
 from rl_bridge.transports.broadcast.init_info import BroadcastInitInfo
 from rl_bridge.transports.broadcast.transport import Broadcast
 from rl_bridge.transports.registry import transport_class

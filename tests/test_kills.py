@@ -15,13 +15,11 @@ import pytest
 from rl_bridge.bridge.rollout import RolloutExecutor
 from rl_bridge.errors import IncompatibleUpdate, VersionNotMonotonic
 from rl_bridge.installers.module import ModuleInstallAdapter
-from rl_bridge.lifecycle.machine import Transition
-from rl_bridge.lifecycle.table import TABLE, Event, Role, State
+from rl_bridge.lifecycle import TABLE, Event, Role, State, Transition
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.testing.faults import Fault, FaultInjecting, KillAt, Step
 from rl_bridge.testing.installer_faults import Sabotage, Stage
-from rl_bridge.testing.over import BridgeOver
-from rl_bridge.testing.peer import Peer, engine_weights, hashes, sample_weights
+from rl_bridge.testing.peer import BridgeOver, Peer, engine_weights, hashes, sample_weights
 from rl_bridge.testing.processes import Child, ChildDied, until
 from rl_bridge.testing.strategies import contents_of
 from rl_bridge.transports.shared_memory import SharedMemory

@@ -23,8 +23,7 @@ from rl_bridge.testing import Holdings, assert_nothing_leaks
 from rl_bridge.testing.faults import Fault, FaultInjecting, InjectedFault, KillAt, Step
 from rl_bridge.testing.installer_faults import EngineFault, Sabotage, Stage
 from rl_bridge.testing.leaks import LEAKS, growth, planted, prove_checks
-from rl_bridge.testing.over import BridgeOver
-from rl_bridge.testing.peer import Peer, engine_weights, sample_weights
+from rl_bridge.testing.peer import BridgeOver, Peer, engine_weights, sample_weights
 from rl_bridge.testing.processes import Child, ChildDied
 from rl_bridge.testing.strategies import random_tensor
 from rl_bridge.transports.base import Transport

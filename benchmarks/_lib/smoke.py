@@ -21,7 +21,7 @@ from rl_bridge import (
     WeightUpdateManifest,
     make_weight_bridge,
 )
-from rl_bridge.integrations.vllm import probe as vllm
+from rl_bridge.engines.vllm import probe as vllm
 from rl_bridge.transports.registry import probe
 
 __all__ = ["Mode", "Outcome", "SmokeConfig", "run_mode"]

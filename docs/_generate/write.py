@@ -9,8 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rl_bridge.lifecycle.diagram import mermaid
-from rl_bridge.lifecycle.table import STATUS, TABLE, Role
+from rl_bridge.lifecycle import STATUS, TABLE, Role, mermaid
 
 __all__ = ["PARTS", "fill", "main"]
 

@@ -14,11 +14,12 @@ from pydantic import ValidationError
 
 from rl_bridge import WeightUpdateManifest, make_weight_bridge
 from rl_bridge.errors import MalformedManifest, SegmentError
-from rl_bridge.memory import leases, vm
+from rl_bridge.memory import segment as leases
+from rl_bridge.memory import vm
 from rl_bridge.memory.control import Record, UpdateReport
 from rl_bridge.memory.packing import PackPlan
 from rl_bridge.memory.passes import BytePlan
-from rl_bridge.memory.pins import anonymous_pin
+from rl_bridge.memory.views import anonymous_pin
 from rl_bridge.transports.base import (
     Attachment,
     Availability,

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
-from rl_bridge.bridge.guards import as_manifest, require_transport
+from rl_bridge.bridge.arguments import as_manifest, require_transport
 from rl_bridge.bridge.tensor_bridge import TensorBridge
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.transports.base import Transport

@@ -1,7 +1,7 @@
 """The engine's use case: import a version, verify every byte, say what became of it.
 
 A consumer orders versions within each publisher's stream: what is older than the last acknowledged
-version, or was rejected, never gets in again (see `rl_bridge.bridge.order`).
+version, or was rejected, never gets in again (see `rl_bridge.bridge.consumer`).
 """
 
 import logging
@@ -9,14 +9,14 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Mapping
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from typing import NoReturn
 
 import torch
 
 from rl_bridge.bridge.acknowledgement import describe
-from rl_bridge.bridge.books import Books
-from rl_bridge.bridge.guards import as_manifest, require_own_process, require_transport
-from rl_bridge.bridge.order import Order
+from rl_bridge.bridge.arguments import as_manifest, require_own_process, require_transport
 from rl_bridge.bridge.records import (
     ImportedUpdate,
     checked_proof,
@@ -28,24 +28,275 @@ from rl_bridge.bridge.records import (
     news_of,
     remember,
     report_of,
+    require_bytes,
     sweep,
     verified,
 )
-from rl_bridge.bridge.unread import UnreadTensors
 from rl_bridge.errors import (
     BridgeClosed,
     ChecksumMismatch,
     MalformedManifest,
+    StaleUpdate,
+    UnknownUpdate,
     WeightBridgeError,
     WeightUpdateRejectedError,
 )
-from rl_bridge.lifecycle.machine import Lifecycle, Observer
-from rl_bridge.lifecycle.table import Event, Role, State
+from rl_bridge.lifecycle import Event, Lifecycle, Observer, Role, State
 from rl_bridge.manifest.canonical import JSONValue
 from rl_bridge.manifest.model import WeightUpdateManifest
-from rl_bridge.transports.base import ConsumerEnd, Transport
+from rl_bridge.transports.base import Attachment, ConsumerEnd, Transport
 
-__all__ = ["Consumer"]
+__all__ = [
+    "UNSEEN",
+    "Books",
+    "Consumer",
+    "Order",
+    "UnreadTensors",
+    "require_verified",
+]
+
+# ---- What a consumer can tell of the updates that it met; nothing changes here.
+
+
+class Books:
+    """A consumer's records, by update."""
+
+    def __init__(self) -> None:
+        """Begin with no update known."""
+        self._updates: OrderedDict[str, ImportedUpdate] = OrderedDict()
+
+    def state(self, update_id: str) -> State:
+        """Fine state of an update.
+
+        Raises:
+            UnknownUpdate: nothing is known of it here.
+
+        """
+        return self._record(update_id, "tell the state of update").lifecycle.state
+
+    def reason(self, update_id: str) -> str | None:
+        """Why an update was rejected or torn.
+
+        Raises:
+            UnknownUpdate: nothing is known of it here.
+
+        """
+        return self._record(update_id, "tell the reason of update").lifecycle.reason
+
+    def timings_ms(self, update_id: str) -> dict[str, float]:
+        """Phase -> milliseconds on this side.
+
+        Raises:
+            UnknownUpdate: nothing is known of it here.
+
+        """
+        return dict(self._record(update_id, "tell the timings of update").timings_ms)
+
+    def has_acknowledged(self, update_id: str) -> bool:
+        """Whether an update was acknowledged here; it may be released by now."""
+        record = self._updates.get(update_id)
+        return record is not None and record.lifecycle.has_taken(Event.ACKNOWLEDGE)
+
+    def knows(self, update_id: str) -> bool:
+        """Whether anything is known of the update here."""
+        return update_id in self._updates
+
+    def _record(self, update_id: str, purpose: str) -> ImportedUpdate:
+        record = self._updates.get(update_id)
+        if record is None:
+            msg = (
+                f"cannot {purpose}: unknown weight update {update_id}. Call "
+                "import_update(manifest) first."
+            )
+            raise UnknownUpdate(msg)
+        return record
+
+
+# ---- Which updates a consumer lets in: only what is newer, and never what was rejected.
+#
+# Kept apart from the records of single updates, which are forgotten after a while: what was
+# decided here holds for as long as the consumer lives.
+
+# Ids that were rejected before any manifest of theirs came: nobody knows whose they are, so no
+# later version can make them superfluous. The oldest go when there are more.
+UNSEEN = 4096
+_ANY = b""
+
+
+class Order:
+    """The last acknowledged update of each publisher, and what was rejected above it."""
+
+    def __init__(self) -> None:
+        """Begin with no publisher known."""
+        self._floors: dict[str, tuple[int, str]] = {}
+        # By id and header: of an update of which nothing could be seen but a manifest that may have
+        # been changed on its way, that manifest alone. The empty header is any.
+        self._rejected: dict[tuple[str, bytes], tuple[str, int]] = {}
+        self._unseen: dict[str, None] = {}
+
+    def check(self, manifest: WeightUpdateManifest, *, reason: str | None) -> None:
+        """Refuse what must not be imported.
+
+        Args:
+            manifest: of the update.
+            reason: why it was rejected, where that is still known.
+
+        Raises:
+            WeightUpdateRejectedError: it was rejected here.
+            StaleUpdate: it is not above the last acknowledged version of its publisher.
+
+        """
+        name = f"update {manifest.update_id} (version {manifest.weight_version})"
+        if self._has_rejected(manifest):
+            because = f": {reason}" if reason else ""
+            msg = f"weight {name} was rejected{because}. Publish again under a new version."
+            raise WeightUpdateRejectedError(msg)
+        floor = self._floors.get(manifest.publisher_id)
+        if floor is None or manifest.weight_version > floor[0]:
+            return
+        # The floor itself may come again once it was released: after a loss, into a fresh engine.
+        if (manifest.weight_version, manifest.update_id) == floor:
+            return
+        msg = (
+            f"{name} is stale: version {floor[0]} of publisher {manifest.publisher_id} was "
+            "acknowledged here already. A late or replayed manifest is never installed: get the "
+            "publisher's latest one."
+        )
+        raise StaleUpdate(msg)
+
+    def _has_rejected(self, manifest: WeightUpdateManifest) -> bool:
+        update_id = manifest.update_id
+        return (
+            update_id in self._unseen
+            or (update_id, _ANY) in self._rejected
+            # (Digested only where it decides: that takes a while.)
+            or (bool(self._rejected) and (update_id, manifest.header_digest) in self._rejected)
+        )
+
+    def check_newest(self, manifest: WeightUpdateManifest) -> None:
+        """Refuse to acknowledge what something later has overtaken since its import.
+
+        Raises:
+            StaleUpdate: a later version of its publisher was acknowledged.
+
+        """
+        floor = self._floors.get(manifest.publisher_id)
+        this = (manifest.weight_version, manifest.update_id)
+        if floor is None or manifest.weight_version > floor[0] or this == floor:
+            return
+        msg = (
+            f"cannot acknowledge version {manifest.weight_version}: version {floor[0]} of "
+            f"publisher {manifest.publisher_id} was acknowledged already, and versions only "
+            "grow. Reject or release it."
+        )
+        raise StaleUpdate(msg)
+
+    def acknowledged(self, manifest: WeightUpdateManifest) -> None:
+        """Let in only what is above this update, or itself again, from now on."""
+        version = manifest.weight_version
+        self._floors[manifest.publisher_id] = (version, manifest.update_id)
+        # What the floor has passed is stale: it need not be known by its id any more.
+        self._rejected = {
+            key: (publisher_id, rejected)
+            for key, (publisher_id, rejected) in self._rejected.items()
+            if publisher_id != manifest.publisher_id or rejected > version
+        }
+
+    def rejected_copy(self, manifest: WeightUpdateManifest) -> None:
+        """Never let this very manifest in again; its update may come with another header."""
+        key = (manifest.update_id, manifest.header_digest)
+        self._rejected[key] = (manifest.publisher_id, manifest.weight_version)
+
+    def rejected(self, update_id: str, manifest: WeightUpdateManifest | None) -> None:
+        """Never let this update in again; `manifest` is None for an id that came without one."""
+        if manifest is not None:
+            self._rejected[update_id, _ANY] = (manifest.publisher_id, manifest.weight_version)
+            return
+        self._unseen.pop(update_id, None)
+        self._unseen[update_id] = None
+        while len(self._unseen) > UNSEEN:
+            del self._unseen[next(iter(self._unseen))]
+
+
+# ---- An update of which this process only holds the memory: the engine's own processes verify it.
+
+
+class UnreadTensors(Mapping[str, torch.Tensor]):
+    """An imported update that nobody read here: name -> tensor.
+
+    Who asks for a tensor gets a verified one: the first question reads every byte of the update.
+    Otherwise it is as `rl_bridge.memory.views.ImportedTensors`.
+    """
+
+    def __init__(self, manifest: WeightUpdateManifest, attachment: Attachment) -> None:
+        """Look at what was attached; nothing is read."""
+        self._manifest = manifest
+        self._attachment = attachment
+        self._is_read = False
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        """Make, or find, one tensor.
+
+        Raises:
+            ChecksumMismatch: the bytes are not what the manifest says.
+            WeightUpdateRejectedError: the update was refused or undone, and its memory given back.
+
+        """
+        tensors = self._attachment.tensors
+        if name not in tensors.table.rows:
+            raise KeyError(name)
+        if not self._is_read:
+            require_bytes(self._manifest, self._attachment)
+            self._is_read = True
+        return tensors[name]
+
+    def __contains__(self, name: object) -> bool:
+        """Look at the names only."""
+        return name in self._attachment.tensors.table.rows
+
+    def __iter__(self) -> Iterator[str]:
+        """Go over the names, as those of an imported update."""
+        return iter(self._attachment.tensors)
+
+    def __len__(self) -> int:
+        """Count the names, tied ones included."""
+        return len(self._attachment.tensors)
+
+    def __repr__(self) -> str:
+        """Say how many there are rather than printing weights."""
+        return repr(self._attachment.tensors)
+
+    def __reduce__(self) -> NoReturn:
+        """Refuse to be pickled or copied, as all imported tensors.
+
+        Raises:
+            TypeError: always.
+
+        """
+        self._attachment.tensors.__reduce__()
+
+    def forget(self) -> None:
+        """Let go of the memory. See `rl_bridge.memory.views.ImportedTensors`."""
+        self._attachment.tensors.forget()
+
+
+def require_verified(manifest: WeightUpdateManifest, root: str) -> None:
+    """Take an engine's word that its processes verified an update, if it is about this one.
+
+    Raises:
+        ChecksumMismatch: it is not.
+
+    """
+    if root != manifest.root:
+        msg = (
+            f"version {manifest.weight_version}: the engine's processes verified root {root!r}, "
+            f"expected {manifest.root!r}. Use the same release of rl_bridge in all of them; an "
+            "adapter that imports_itself must tell what they verified."
+        )
+        raise ChecksumMismatch(msg)
+
+
+# ---- the rest builds on the parts above
 
 _LOG = logging.getLogger(__name__)
 _OVER = frozenset({State.REJECTED, State.RELEASED})

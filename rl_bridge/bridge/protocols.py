@@ -5,9 +5,9 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
-from rl_bridge.extractors.state_dict import Source
 from rl_bridge.manifest.canonical import JSONValue
 from rl_bridge.manifest.model import WeightUpdateManifest
+from rl_bridge.trainers.state_dict import Source
 
 __all__ = ["WeightBridge", "WeightConsumer", "WeightPublisher"]
 

@@ -13,19 +13,17 @@ from typing import Any
 
 import torch
 
-from rl_bridge.bridge.guards import look_for_suspicion, require_own_process
+from rl_bridge.bridge.arguments import look_for_suspicion, require_own_process
 from rl_bridge.errors import BridgeClosed, MalformedManifest, UnknownUpdate
-from rl_bridge.extractors.state_dict import Source, named_tensors, trainable_names
-from rl_bridge.lifecycle.journal import Journal
-from rl_bridge.lifecycle.machine import Lifecycle, Observer
-from rl_bridge.lifecycle.table import Event, Role, State
+from rl_bridge.journal import Journal
+from rl_bridge.lifecycle import Event, Lifecycle, Observer, Role, State
 from rl_bridge.manifest.canonical import JSONValue, freeze
 from rl_bridge.manifest.compare import Policy
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.manifest.parallel import WeightLayout
 from rl_bridge.memory.control import Record
-from rl_bridge.memory.leaf_packing import pack_plan
-from rl_bridge.memory.packing import PackPlan
+from rl_bridge.memory.packing import PackPlan, pack_plan
+from rl_bridge.trainers.state_dict import Source, named_tensors, trainable_names
 from rl_bridge.transports.base import PublisherEnd, Transport
 
 __all__ = ["ConsumerReport", "Publisher", "checked_version"]

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from rl_bridge.cuda.driver import INVALID_VALUE
 from rl_bridge.errors import (
     ChecksumMismatch,
     DeadlineExceeded,
@@ -19,15 +20,13 @@ from rl_bridge.errors import (
     MalformedManifest,
     WeightBridgeUnavailableError,
 )
-from rl_bridge.lifecycle.machine import Lifecycle
-from rl_bridge.lifecycle.table import Event, Role, State
+from rl_bridge.lifecycle import Event, Lifecycle, Role, State
 from rl_bridge.manifest.canonical import JSONValue, freeze, thaw
 from rl_bridge.manifest.compare import mismatch
-from rl_bridge.manifest.group_leaves import LEAVES
+from rl_bridge.manifest.group_digests import LEAVES
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.memory.control import UpdateReport
-from rl_bridge.memory.imported import ImportedTensors
-from rl_bridge.memory.vmm.driver import INVALID_VALUE
+from rl_bridge.memory.views import ImportedTensors
 from rl_bridge.transports.base import Attachment
 
 __all__ = [

@@ -14,24 +14,123 @@ from typing import Self, TypeVar
 import torch
 
 from rl_bridge.bridge.acknowledgement import Acknowledgement, describe
-from rl_bridge.bridge.arguments import UpdateRef, update_id_of
-from rl_bridge.bridge.bridges import TensorBridge, make_weight_bridge
-from rl_bridge.bridge.executor_arguments import checked_bridge
-from rl_bridge.bridge.guards import as_manifest, look_for_suspicion, require_own_process
-from rl_bridge.bridge.initial import sealed_initial
-from rl_bridge.bridge.no_engine import NoEngine
+from rl_bridge.bridge.arguments import (
+    UpdateRef,
+    as_manifest,
+    look_for_suspicion,
+    require_own_process,
+    update_id_of,
+)
+from rl_bridge.bridge.bridges import make_weight_bridge
+from rl_bridge.bridge.engine_state import FineSteps, Standing
 from rl_bridge.bridge.protocols import WeightConsumer
-from rl_bridge.bridge.standing import Standing
-from rl_bridge.bridge.steps import FineSteps
+from rl_bridge.bridge.tensor_bridge import TensorBridge
 from rl_bridge.bridge.transaction import Transaction, commit, let_go, look_whose, undo
 from rl_bridge.errors import BridgeClosed, StaleUpdate, TornEngine, WeightUpdateRejectedError
-from rl_bridge.installers.base import TransactionalAdapter, WeightInstallAdapter
-from rl_bridge.installers.wrapped import as_transactional
-from rl_bridge.lifecycle.table import State
+from rl_bridge.installers.base import InstallProof, TransactionalAdapter, WeightInstallAdapter
+from rl_bridge.installers.wrapped import Version, as_transactional
+from rl_bridge.lifecycle import State
 from rl_bridge.manifest.compare import Policy
 from rl_bridge.manifest.model import WeightUpdateManifest
 
-__all__ = ["RolloutExecutor"]
+__all__ = [
+    "NoEngine",
+    "RolloutExecutor",
+    "checked_bridge",
+    "sealed_initial",
+]
+
+# ---- What an executor is given, looked at when it is made.
+
+_VERBS = ("import_update", "acknowledge", "reject", "release")
+
+
+def checked_bridge(given: object) -> WeightConsumer:
+    """The consumer's bridge as it was given.
+
+    Raises:
+        TypeError: it is none: the name of a transport, a class, an object that cannot import.
+
+    """
+    if isinstance(given, type):
+        what, remedy = f"the class {given.__name__}", "Make an object of it"
+    elif isinstance(given, str):
+        what = f"the str {given!r}"
+        remedy = f"Pass make_weight_bridge({given!r}), or weight_transport={given!r} instead"
+    elif isinstance(given, WeightConsumer) and all(callable(getattr(given, v)) for v in _VERBS):
+        return given
+    else:
+        lacking = [verb for verb in _VERBS if not callable(getattr(given, verb, None))]
+        what = f"a {type(given).__name__}, which has no {' and no '.join(lacking)}"
+        remedy = "Pass what make_weight_bridge returned"
+    msg = f"weight_bridge: got {what}, expected a consumer's bridge. {remedy}."
+    raise TypeError(msg)
+
+
+# ---- The engine's weights before its first update, kept for the undo of that one.
+
+
+def sealed_initial(
+    adapter: WeightInstallAdapter | TransactionalAdapter | None,
+    weights: Mapping[str, torch.Tensor] | torch.nn.Module | None,
+) -> Version | None:
+    """Copy the initial weights into a version of their own, which lives until the first commit.
+
+    Raises:
+        ValueError: this adapter would never use them.
+        WeightBridgeError: tensors that cannot be copied.
+
+    """
+    if weights is None:
+        return None
+    if adapter is None or callable(getattr(adapter, "undo", None)):
+        who = "there is no adapter" if adapter is None else f"{type(adapter).__name__} has an undo"
+        msg = (
+            f"initial_weights= would never be used: {who}. They are for adapters without undo(), "
+            "whose first update is undone by installing them. Leave them out."
+        )
+        raise ValueError(msg)
+    with make_weight_bridge("local-clone", source_worker="initial") as bridge:
+        manifest = bridge.publish(weights, weight_version=0)
+        # They outlive the bridge, and are the only copy then.
+        return manifest, bridge.import_update(manifest)
+
+
+# ---- The adapter of an executor that was given none: the imported mapping is what serves.
+
+
+class NoEngine(TransactionalAdapter):
+    """Installs nowhere; what import verified is the proof."""
+
+    def __init__(self) -> None:
+        """Begin without an update."""
+        self._proof = InstallProof(method="unproven")
+
+    def prepare(self, manifest: WeightUpdateManifest, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Nothing can be refused."""
+
+    def install(self, manifest: WeightUpdateManifest, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Remember what was imported."""
+        del tensors
+        self._proof = InstallProof(
+            method="import",
+            root=manifest.root,
+            digested_nbytes=manifest.total_nbytes,
+            tensors=manifest.tensor_count,
+        )
+
+    def prove(self) -> InstallProof:
+        """Tell that import read every byte."""
+        return self._proof
+
+    def undo(self) -> None:
+        """Nothing was changed."""
+
+    def release(self, update_id: str) -> None:
+        """Nothing is kept."""
+
+
+# ---- the rest builds on the parts above
 
 _LOG = logging.getLogger(__name__)
 

@@ -2,6 +2,7 @@
 
 import os
 import threading
+import weakref
 from collections.abc import Iterable, Mapping
 from typing import ClassVar, NoReturn, Self
 
@@ -15,23 +16,62 @@ from rl_bridge.bridge.arguments import (
     checked_rank,
     checked_state_dir,
     checked_worker,
+    require_own_process,
     update_id_of,
 )
-from rl_bridge.bridge.claims import Claim
 from rl_bridge.bridge.consumer import Consumer
-from rl_bridge.bridge.guards import require_own_process
 from rl_bridge.bridge.publisher import ConsumerReport, Publisher
-from rl_bridge.errors import BridgeClosed, UnknownUpdate
-from rl_bridge.extractors.state_dict import Source
-from rl_bridge.lifecycle.machine import Observer
-from rl_bridge.lifecycle.table import STATUS, State
+from rl_bridge.errors import BridgeClosed, UnknownUpdate, WeightBridgeUnavailableError
+from rl_bridge.lifecycle import STATUS, Observer, State
 from rl_bridge.manifest.canonical import JSONValue
 from rl_bridge.manifest.compare import Policy
 from rl_bridge.manifest.model import WeightUpdateManifest
+from rl_bridge.trainers.state_dict import Source
 from rl_bridge.transports.base import Transport
 from rl_bridge.transports.registry import transport_class
 
-__all__ = ["TensorBridge"]
+__all__ = [
+    "Claim",
+    "TensorBridge",
+]
+
+# ---- Who has a bridge's consuming half: one executor at a time.
+
+
+class Claim:
+    """Held by one owner until that gives it up, or is dropped without a word."""
+
+    def __init__(self, of: str) -> None:
+        """Begin unclaimed; `of` names in errors what is claimed."""
+        self._of = of
+        self._owner: weakref.ref[object] | None = None
+        self._lock = threading.RLock()  # a collection in `take` may run what ends in `give_up`
+
+    def take(self, owner: object) -> None:
+        """Take it for `owner`, who may have it already.
+
+        Raises:
+            WeightBridgeUnavailableError: another owner has it.
+
+        """
+        with self._lock:
+            holder = None if self._owner is None else self._owner()
+            if holder is not None and holder is not owner:
+                msg = (
+                    f"{self._of} serves another {type(holder).__name__} already, expected at most "
+                    "one. Make a bridge for each, or close() the other one first."
+                )
+                raise WeightBridgeUnavailableError(msg)
+            self._owner = weakref.ref(owner)
+
+    def give_up(self, owner: object) -> None:
+        """End the claim of `owner`; another one's stands."""
+        with self._lock:
+            if self._owner is not None and self._owner() is owner:
+                self._owner = None
+
+
+# ---- the rest builds on the parts above
 
 
 class TensorBridge:

@@ -19,23 +19,74 @@ from rl_bridge.bridge.acknowledgement import (
     describe,
     peak_rss_nbytes,
 )
-from rl_bridge.bridge.bridges import TensorBridge
+from rl_bridge.bridge.consumer import UnreadTensors, require_verified
+from rl_bridge.bridge.engine_state import FineSteps, Standing
 from rl_bridge.bridge.protocols import WeightConsumer
 from rl_bridge.bridge.records import is_shortage
-from rl_bridge.bridge.settling import settle
-from rl_bridge.bridge.standing import Standing
-from rl_bridge.bridge.steps import FineSteps
-from rl_bridge.bridge.unread import UnreadTensors, require_verified
+from rl_bridge.bridge.tensor_bridge import TensorBridge
 from rl_bridge.errors import EngineLost, ProofFailed, TornEngine
 from rl_bridge.installers.base import InstallProof, TransactionalAdapter
-from rl_bridge.lifecycle.table import Event, State
+from rl_bridge.lifecycle import Event, State
 from rl_bridge.manifest.canonical import JSONValue
 from rl_bridge.manifest.model import WeightUpdateManifest
-from rl_bridge.memory.imported import ImportedTensors
+from rl_bridge.memory.views import ImportedTensors
 
-__all__ = ["Transaction", "commit", "let_go", "look_whose", "undo"]
+__all__ = [
+    "Transaction",
+    "commit",
+    "let_go",
+    "look_whose",
+    "settle",
+    "undo",
+]
+
+# ---- Letting go of what came before an active version.
 
 _LOG = logging.getLogger(__name__)
+
+
+def settle(version: int, steps: Mapping[str, Callable[[], object]]) -> None:
+    """Take each step, whatever becomes of the others; one that fails is taken once more.
+
+    The version is installed, proven and acknowledged: telling the caller that his update failed
+    would be wrong. What could not be let go is said in the log.
+
+    Args:
+        version: the active one.
+        steps: name -> what to do.
+
+    Raises:
+        BaseException: an interrupt, after the last step.
+
+    """
+    interrupt: BaseException | None = None
+    for name, step in steps.items():
+        try:
+            _take(step)
+        except Exception:  # noqa: BLE001 - logged in full
+            _LOG.exception(
+                "version %d is active, but the old one was not let go: its %s failed", version, name
+            )
+        except BaseException as error:  # noqa: BLE001 - raised below
+            interrupt = error
+    if interrupt is not None:
+        try:
+            raise interrupt
+        finally:
+            del interrupt  # else its traceback would hold this frame, and this frame it
+
+
+def _take(step: Callable[[], object]) -> None:
+    try:
+        step()
+    except Exception:  # noqa: BLE001 - of the second one
+        # What a shortage stopped would hold a slot, and with all of them held there is no next
+        # update that could let go of it.
+        step()
+
+
+# ---- the rest builds on the parts above
+
 _NOT_IMPORTED: Mapping[str, torch.Tensor] = MappingProxyType({})
 
 

@@ -9,8 +9,16 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from rl_bridge.cli.manifests import ManifestFile, read_manifest
-from rl_bridge.cli.screen import duration, facts, plain, say_json, screen, size
+from rl_bridge.cli.screen import (
+    ManifestFile,
+    duration,
+    facts,
+    plain,
+    read_manifest,
+    say_json,
+    screen,
+    size,
+)
 from rl_bridge.errors import WeightBridgeError
 from rl_bridge.manifest.canonical import JSONValue, canonical_json
 from rl_bridge.manifest.model import WeightUpdateManifest

@@ -5,22 +5,215 @@ Exit codes: 0 it went well, 1 a check failed or the library refused, 2 the comma
 
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.table import Table
+from rich.text import Text
 
 from rl_bridge.cli.bench import bench
-from rl_bridge.cli.demo import demo
 from rl_bridge.cli.doctor import doctor
-from rl_bridge.cli.environment import version
-from rl_bridge.cli.gc import gc
 from rl_bridge.cli.inspect import inspect
-from rl_bridge.cli.screen import say_error
-from rl_bridge.cli.sidecar import sidecar
+from rl_bridge.cli.screen import plain, say_error, say_json, screen, size, version
 from rl_bridge.cli.verify import verify
+from rl_bridge.demo.options import DEFAULT_STEPS, MIN_STEPS, Engine
+from rl_bridge.demo.run import run_demo
 from rl_bridge.errors import WeightBridgeError
+from rl_bridge.memory.segment import sweep
+from rl_bridge.remote import SidecarConfig, serve
+from rl_bridge.remote.serve import EngineServer, find_executor
 
-__all__ = ["app", "main"]
+__all__ = [
+    "app",
+    "demo",
+    "gc",
+    "main",
+    "sidecar",
+]
+
+# ---- `rl-bridge demo`: train a small policy over the bridge, plant faults, draw what happened.
+
+
+def demo(
+    transport: Annotated[
+        str, typer.Option(help="How the weights travel: shared-memory, or local-clone.")
+    ] = "shared-memory",
+    engine: Annotated[
+        Engine,
+        typer.Option(help="What the rollout samples with: module, vllm, sglang, or vllm-http."),
+    ] = Engine.MODULE,
+    steps: Annotated[
+        int, typer.Option(min=MIN_STEPS, help="Training steps, one update of the weights each.")
+    ] = DEFAULT_STEPS,
+    seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same rewards.")] = 0,
+    out: Annotated[
+        Path, typer.Option(file_okay=False, help="Where demo.json and demo.png go.")
+    ] = Path("demo-out"),
+) -> None:
+    """Train a small policy over the bridge, while faults are planted.
+
+    A trainer and a rollout process learn to sort digits by reinforcement, in about a minute. Each
+    step checks that the rollout samples with exactly the version that it reports. In the middle one
+    update is corrupted, one is stale and one install fails half-way: each is refused or undone, and
+    training goes on.
+    """
+    run_demo(
+        transport=transport,
+        engine=engine.value,
+        steps=steps,
+        seed=seed,
+        out=out,
+        console=screen(),
+    )
+
+
+# ---- `rl-bridge gc`: remove the named segments that dead publishers left in a directory.
+
+
+def gc(
+    directory: Annotated[
+        Path,
+        typer.Argument(
+            exists=True,
+            file_okay=False,
+            readable=True,
+            show_default=False,
+            help="What was given to the bridges as directory=.",
+        ),
+    ],
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only say what would be removed.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Write JSON.")] = False,
+) -> None:
+    """Remove what dead publishers left in a directory.
+
+    A publisher's start does the same by itself. Segments whose publisher lives are never touched,
+    and neither is any other file. Without directory= there is nothing to remove: the kernel frees
+    such segments with the last process that uses them.
+    """
+    swept = sweep(directory, dry_run=dry_run)
+    total = sum(nbytes for _, nbytes in swept)
+    if as_json:
+        say_json(
+            {
+                "directory": str(directory),
+                "dry_run": dry_run,
+                "segments": [{"name": name, "nbytes": nbytes} for name, nbytes in swept],
+                "total_nbytes": total,
+            }
+        )
+        return
+    out = screen()
+    where = plain(str(directory))
+    if not swept:
+        found = "no dead publisher's segment" if any(directory.glob("rlb-*")) else "no segment"
+        out.print(f"Nothing to remove: {found} in {where}.", markup=False)
+        return
+    table = Table(box=None, pad_edge=False)
+    table.add_column("segment", overflow="fold")
+    table.add_column("size", justify="right", no_wrap=True)
+    for name, nbytes in swept:
+        table.add_row(Text(name), size(nbytes))
+    out.print(table)
+    done = "Would remove" if dry_run else "Removed"
+    noun = "segment" if len(swept) == 1 else "segments"
+    out.print(f"{done} {len(swept)} {noun}, {size(total)}, from {where}.", markup=False)
+
+
+# ---- `rl-bridge sidecar`: stand beside an engine, and take its updates over HTTP.
+
+_DEFAULTS = SidecarConfig()
+
+
+def sidecar(  # noqa: PLR0917 - typer calls it by name
+    engine: Annotated[
+        str,
+        typer.Argument(
+            show_default=False,
+            help="A server's URL, or module:function that makes a TwoPhaseExecutor.",
+        ),
+    ],
+    key_file: Annotated[
+        Path,
+        typer.Option(
+            "--key-file",
+            exists=True,
+            dir_okay=False,
+            show_default=False,
+            help="The key that is shared with the trainer: 32 bytes or more, mode 0600.",
+        ),
+    ],
+    state_dir: Annotated[
+        Path,
+        typer.Option(
+            "--state-dir",
+            file_okay=False,
+            show_default=False,
+            help="What it must remember over a restart; a directory of its own.",
+        ),
+    ],
+    host: Annotated[
+        str, typer.Option(help="Address to listen on. Requests are signed, not encrypted.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")] = 8471,
+    transport: Annotated[
+        str, typer.Option(help="By which the bytes come, where the engine is a URL.")
+    ] = "shared-memory",
+    server: Annotated[
+        EngineServer, typer.Option(help="Whose server the URL is: vllm, or sglang.")
+    ] = EngineServer.VLLM,
+    api_key_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--api-key-file",
+            exists=True,
+            dir_okay=False,
+            show_default=False,
+            help="The key that SGLang's server asks for, its admin's if it has one; mode 0600.",
+        ),
+    ] = None,
+    hold_s: Annotated[
+        float,
+        typer.Option(min=0.001, help="Seconds that an update may wait for its next step."),
+    ] = _DEFAULTS.hold_s,
+    step_timeout_s: Annotated[
+        float, typer.Option(min=0.001, help="Seconds in which each step is answered.")
+    ] = _DEFAULTS.step_timeout_s,
+    body_timeout_s: Annotated[
+        float, typer.Option(min=0.001, help="Seconds in which each request must have arrived.")
+    ] = _DEFAULTS.body_timeout_s,
+    max_connections: Annotated[
+        int, typer.Option(min=1, help="Connections at once; more are turned away.")
+    ] = _DEFAULTS.max_connections,
+) -> None:
+    """Stand beside an engine and take its updates over HTTP.
+
+    Each request is signed with a shared key. The bytes come by the transport that trainer and
+    engine share; /metrics is for Prometheus, /openapi.json describes the rest. Killed at any point,
+    it brings the engine back at its next start, or says that it has no version.
+    """
+    config = SidecarConfig(
+        hold_s=hold_s,
+        step_timeout_s=step_timeout_s,
+        body_timeout_s=body_timeout_s,
+        max_connections=max_connections,
+    )
+    executor = find_executor(
+        engine,
+        transport=transport,
+        server=server,
+        api_key_file=api_key_file,
+        timeout_s=step_timeout_s,
+    )
+    try:
+        serve(executor, key_file=key_file, state_dir=state_dir, host=host, port=port, config=config)
+    finally:
+        executor.close()
+
+
+# ---- the rest builds on the parts above
 
 app = typer.Typer(
     name="rl-bridge",

@@ -2,7 +2,9 @@
 
 import re
 import sys
-from typing import TextIO, cast
+from importlib import metadata
+from pathlib import Path
+from typing import Annotated, TextIO, cast
 
 import typer
 from rich.console import Console
@@ -10,16 +12,21 @@ from rich.table import Table
 from rich.text import Text
 
 from rl_bridge.manifest.canonical import JSONValue, canonical_json
+from rl_bridge.manifest.model import WeightUpdateManifest
 
 __all__ = [
+    "ManifestFile",
     "duration",
     "facts",
+    "memory_nbytes",
     "plain",
+    "read_manifest",
     "say_error",
     "say_json",
     "screen",
     "size",
     "status_text",
+    "version",
 ]
 
 _UNITS = ("KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
@@ -112,3 +119,62 @@ def facts(rows: dict[str, str | Text], *, title: str) -> Table:
     for name, value in rows.items():
         table.add_row(name, value if isinstance(value, Text) else Text(value))
     return table
+
+
+# ---- Facts about where the program runs: its version, the machine's memory.
+
+_MEMINFO = Path("/proc/meminfo")
+
+
+def version() -> str:
+    """Version of the installed library; a source tree that was never installed has none."""
+    try:
+        return metadata.version("rl_bridge")
+    except metadata.PackageNotFoundError:
+        return "unknown (not installed)"
+
+
+def memory_nbytes() -> tuple[int, int] | None:
+    """Bytes of memory that are available, and that there are; None where the kernel hides it."""
+    try:
+        lines = _MEMINFO.read_text("ascii").splitlines()
+    except OSError:
+        return None
+    kib = {line.partition(":")[0]: int(line.split()[1]) for line in lines}
+    return kib["MemAvailable"] * 1024, kib["MemTotal"] * 1024
+
+
+# ---- Reading a manifest that the user names: a file, or standard input.
+
+_STDIN = Path("-")
+
+
+def _existing(path: Path) -> Path:
+    # Not typer's own `exists`, which knows no dash. Pipes of the shell's are fine: <(command).
+    if path != _STDIN and (not path.exists() or path.is_dir()):
+        msg = f"{str(path)!r} is no file."
+        raise typer.BadParameter(msg)
+    return path
+
+
+ManifestFile = Annotated[
+    Path,
+    typer.Argument(
+        metavar="FILE",
+        callback=_existing,
+        show_default=False,
+        help="A manifest's JSON, as manifest.to_json() wrote it; - reads standard input.",
+    ),
+]
+
+
+def read_manifest(path: Path) -> WeightUpdateManifest:
+    """Read a manifest from a file, or from standard input for ``-``.
+
+    Raises:
+        WeightManifestValidationError: it is no valid manifest; the subclass says why.
+
+    """
+    text = sys.stdin.buffer.read() if path == _STDIN else path.read_bytes()
+    # The format has no white space around it, but files and shells like to end with a line break.
+    return WeightUpdateManifest.from_json(text.strip())

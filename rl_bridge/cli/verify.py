@@ -14,8 +14,16 @@ from rich.table import Table
 from rich.text import Text
 
 from rl_bridge.bridge.records import require_header
-from rl_bridge.cli.manifests import ManifestFile, read_manifest
-from rl_bridge.cli.screen import facts, plain, say_json, screen, size, status_text
+from rl_bridge.cli.screen import (
+    ManifestFile,
+    facts,
+    plain,
+    read_manifest,
+    say_json,
+    screen,
+    size,
+    status_text,
+)
 from rl_bridge.errors import ChecksumMismatch, DigestMismatch, WeightBridgeError
 from rl_bridge.manifest.canonical import JSONValue
 from rl_bridge.manifest.digest import DIGEST_NBYTES

@@ -6,9 +6,9 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from rl_bridge.engines.exchange import Exchange
+from rl_bridge.engines.staging import Staged
 from rl_bridge.installers.module import ModuleInstallAdapter
-from rl_bridge.installers.vllm.exchange import Exchange
-from rl_bridge.installers.vllm.staging import Staged
 from rl_bridge.manifest.model import WeightUpdateManifest
 
 __all__ = ["EngineFault", "HalfWayAdapter", "failing_exchange"]

@@ -25,7 +25,7 @@ from rl_bridge.demo.sampler import SampleBatch
 from rl_bridge.demo.servers import make_key, start_sidecar, start_vllm
 from rl_bridge.demo.vllm_worker import METHOD
 from rl_bridge.errors import EngineLost, WeightBridgeError
-from rl_bridge.integrations.remote.client import RemoteEngine
+from rl_bridge.remote.client import RemoteEngine
 
 __all__ = ["HttpRollout"]
 

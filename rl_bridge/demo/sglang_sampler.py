@@ -20,8 +20,8 @@ from rl_bridge.demo.qwen import vocabulary_size, write_checkpoint
 from rl_bridge.demo.sampler import SampleBatch, Sampled
 from rl_bridge.demo.sglang_fault import LOADER, NAME
 from rl_bridge.demo.task import SortTask
+from rl_bridge.engines.sglang.engine_adapter import SGLangInstallAdapter
 from rl_bridge.errors import WeightBridgeUnavailableError
-from rl_bridge.integrations.sglang.engine_adapter import SGLangInstallAdapter
 
 __all__ = ["SGLangSampler"]
 

@@ -12,11 +12,11 @@ from rl_bridge.demo.learner import Learner
 from rl_bridge.demo.records import FaultRow, StepRow
 from rl_bridge.demo.rollout import InstallReply, Rollout, SampleReply
 from rl_bridge.demo.versions import Agreement, VersionShelf
-from rl_bridge.integrations.vllm.labels import default_label
+from rl_bridge.engines.vllm.labels import default_label
 from rl_bridge.manifest.compare import Policy
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.testing.faults import FaultInjecting
-from rl_bridge.testing.over import BridgeOver
+from rl_bridge.testing.peer import BridgeOver
 from rl_bridge.transports.registry import transport_class
 
 __all__ = ["Trainer"]

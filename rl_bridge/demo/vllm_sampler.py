@@ -20,9 +20,9 @@ from rl_bridge.demo.half_way import failing_exchange
 from rl_bridge.demo.qwen import write_checkpoint
 from rl_bridge.demo.sampler import SampleBatch, Sampled
 from rl_bridge.demo.task import SortTask
+from rl_bridge.engines.vllm.engine_adapter import VLLMEngineAdapter
+from rl_bridge.engines.vllm.plugin import register
 from rl_bridge.errors import WeightBridgeUnavailableError
-from rl_bridge.integrations.vllm.engine_adapter import VLLMEngineAdapter
-from rl_bridge.integrations.vllm.plugin import register
 
 __all__ = ["VLLMSampler"]
 

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 
 import torch
 
-from rl_bridge.memory.plain import not_plain
+from rl_bridge.memory.tensors import not_plain
 
 __all__ = ["Engine", "Quiesce", "checked_engine", "checked_quiesce", "require_owned"]
 

@@ -4,28 +4,112 @@ Works on any mapping of names to tensors, usually a module's state dict. Used by
 whose engine lives in this process.
 """
 
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from operator import is_
 
 import numpy as np
 import torch
 
+from rl_bridge.cuda.devices import place_of
 from rl_bridge.errors import IncompatibleUpdate, ProofFailed, TornEngine
 from rl_bridge.installers.arguments import Engine, checked_engine
 from rl_bridge.installers.base import InstallProof
-from rl_bridge.installers.fit import check_fit, names_differ
-from rl_bridge.manifest.collector import collector_paused
 from rl_bridge.manifest.digest import DIGEST_NBYTES
 from rl_bridge.manifest.model import WeightUpdateManifest
-from rl_bridge.manifest.table import TensorTable
-from rl_bridge.memory.facts import TensorFacts, tensor_key
-from rl_bridge.memory.module_state import ModuleState, plain_state
-from rl_bridge.memory.packing import raw_elements
+from rl_bridge.manifest.table import TensorTable, collector_paused
+from rl_bridge.memory.packing import dtype_name, raw_elements
 from rl_bridge.memory.passes import Addresses
-from rl_bridge.memory.places import Pass, Place, place_of
+from rl_bridge.memory.places import Pass, Place
+from rl_bridge.memory.tensors import ModuleState, TensorFacts, plain_state, tensor_key
 
-__all__ = ["Binding", "Engine", "EngineMemory", "named_engine_tensors", "put_back", "take_out"]
+__all__ = [
+    "Binding",
+    "Engine",
+    "EngineMemory",
+    "check_fit",
+    "named_engine_tensors",
+    "names_differ",
+    "put_back",
+    "take_out",
+]
+
+# ---- Whether an update's layout fits an engine's tensors: names, shapes, dtypes, plain memory.
+
+_SHOWN = 5
+_COMPILED = "_orig_mod."
+
+
+def check_fit(
+    table: TensorTable, tensors: Mapping[str, torch.Tensor], place: Place, *, strict: bool
+) -> list[str]:
+    """Compare a layout with the engine's tensors (name -> tensor).
+
+    Args:
+        table: the layout.
+        tensors: the engine's.
+        place: where they must lie.
+        strict: whether the layout has to cover every engine tensor.
+
+    Returns:
+        Names of the engine that the layout does not hold; empty where that is allowed. They are
+        covered if the layout holds their tensor under another name.
+
+    Raises:
+        IncompatibleUpdate: it does not fit.
+
+    """
+    unknown = [name for name in table.rows if name not in tensors]
+    missing = [name for name in tensors if name not in table.rows] if strict else []
+    if unknown:
+        raise IncompatibleUpdate(names_differ(unknown, missing))
+    rows, shapes, dtypes = table.rows, table.shapes, table.dtypes
+    for name, row in rows.items():
+        tensor = tensors[name]
+        reason = place.not_plain(tensor)
+        if reason is not None:
+            msg = (
+                f"tensor {name!r} of the engine {reason}. This installer writes plain memory of "
+                "one device. "
+                "Write an adapter of its own, with install and release, for any other engine."
+            )
+            raise IncompatibleUpdate(msg)
+        if tensor.shape != shapes[row] or dtype_name(tensor) != dtypes[row]:
+            msg = (
+                f"tensor {name!r}: the engine has {dtype_name(tensor)}{list(tensor.shape)}, the "
+                f"update {dtypes[row]}{list(shapes[row])}. Publish in the engine's shape and dtype."
+            )
+            raise IncompatibleUpdate(msg)
+        if not tensor.is_contiguous() and any(
+            step == 0 < dim - 1 for step, dim in zip(tensor.stride(), tensor.shape, strict=True)
+        ):
+            msg = (
+                f"tensor {name!r} of the engine is expanded: several of its elements are one in "
+                "memory. Give the engine a contiguous() copy."
+            )
+            raise IncompatibleUpdate(msg)
+    return missing
+
+
+def names_differ(unknown: Sequence[str], missing: Sequence[str]) -> str:
+    """Say which names only the update has, and which only the engine, with the remedy."""
+    parts = []
+    if unknown:
+        parts.append(f"it holds {len(unknown)} tensors that the engine has not {unknown[:_SHOWN]}")
+    if missing:
+        parts.append(f"the engine has {len(missing)} that it does not hold {missing[:_SHOWN]}")
+    remedy = "Publish what the engine's own state dict names"
+    if any(_COMPILED in name for name in (*unknown, *missing)):
+        remedy = (
+            "torch.compile puts '_orig_mod.' before the names: hand over the module that was "
+            "compiled (compiled._orig_mod) on both sides"
+        )
+    elif not unknown:
+        remedy += ", or say strict=False if the rest never changes"
+    return f"the update does not fit the engine: {', and '.join(parts)}. {remedy}."
+
+
+# ---- the rest builds on the parts above
 
 
 def named_engine_tensors(engine: Engine) -> dict[str, torch.Tensor]:

@@ -8,12 +8,11 @@ import torch
 from rl_bridge.errors import IncompatibleUpdate, TornEngine
 from rl_bridge.installers.engine_memory import Engine, named_engine_tensors, put_back, take_out
 from rl_bridge.memory import vm
-from rl_bridge.memory.facts import tensor_key
 from rl_bridge.memory.packing import raw_elements
 from rl_bridge.memory.passes import BytePlan
-from rl_bridge.memory.pins import Pin, anonymous_pin
-from rl_bridge.memory.plain import not_plain
-from rl_bridge.memory.spare import huge_pages, spare_pages
+from rl_bridge.memory.tensors import not_plain, tensor_key
+from rl_bridge.memory.views import Pin, anonymous_pin
+from rl_bridge.memory.vm import huge_pages, spare_pages
 
 __all__ = ["Snapshot", "every_engine_tensor"]
 

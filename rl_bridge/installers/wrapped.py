@@ -19,12 +19,16 @@ import torch
 
 from rl_bridge.errors import IncompatibleUpdate, ProofFailed, TornEngine
 from rl_bridge.installers.arguments import Engine
-from rl_bridge.installers.base import InstallProof, TransactionalAdapter, WeightInstallAdapter
+from rl_bridge.installers.base import (
+    InstallProof,
+    TransactionalAdapter,
+    WeightInstallAdapter,
+    checked_threads,
+)
 from rl_bridge.installers.engine_memory import EngineMemory
 from rl_bridge.installers.snapshot import Snapshot, every_engine_tensor
-from rl_bridge.installers.threads import checked_threads
 from rl_bridge.manifest.model import WeightUpdateManifest
-from rl_bridge.memory.imported import ImportedTensors
+from rl_bridge.memory.views import ImportedTensors
 
 __all__ = ["Version", "WrappedAdapter", "as_transactional", "engine_of"]
 

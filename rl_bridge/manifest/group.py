@@ -29,10 +29,9 @@ from rl_bridge.errors import DigestMismatch, MalformedManifest, RanksDisagree
 from rl_bridge.manifest.canonical import JSONValue, canonical_json, decode_json, freeze, thaw
 from rl_bridge.manifest.coverage import WholeTensor
 from rl_bridge.manifest.digest import DIGEST_NBYTES, text_digest
-from rl_bridge.manifest.envelope import LAYOUT_KEY, Envelope
 from rl_bridge.manifest.group_layout import KNOWN_GROUPS, GroupLayout
 from rl_bridge.manifest.model import FORMAT as PART_FORMAT
-from rl_bridge.manifest.model import WeightUpdateManifest
+from rl_bridge.manifest.model import LAYOUT_KEY, Envelope, WeightUpdateManifest
 from rl_bridge.manifest.table import KNOWN_LAYOUTS
 
 __all__ = ["FORMAT", "GroupManifest", "group_update_id"]

@@ -21,13 +21,11 @@ from rl_bridge.errors import (
     ShapeMismatch,
 )
 from rl_bridge.manifest.canonical import JSONValue, canonical_json, decode_json
-from rl_bridge.manifest.collector import collector_paused
 from rl_bridge.manifest.coverage import Held, WholeTensor, held_pieces, prove_coverage
 from rl_bridge.manifest.digest import RootPlan, text_digest
-from rl_bridge.manifest.group_digests import DigestPlan
-from rl_bridge.manifest.group_leaves import LEAVES, leaf_index
-from rl_bridge.manifest.placement import Piece, Placement
-from rl_bridge.manifest.table import LayoutCache, TensorTable
+from rl_bridge.manifest.group_digests import LEAVES, DigestPlan, leaf_index
+from rl_bridge.manifest.parallel import Piece, Placement
+from rl_bridge.manifest.table import LayoutCache, TensorTable, collector_paused
 
 __all__ = ["KNOWN_GROUPS", "GroupLayout", "PartLayout"]
 

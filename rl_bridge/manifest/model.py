@@ -6,11 +6,13 @@ reader that knows the layout digest need not parse it again.
 """
 
 import base64
+import binascii
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Generic, Self, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -27,16 +29,170 @@ from pydantic import (
     model_validator,
 )
 
-from rl_bridge.errors import DigestMismatch, MalformedManifest
+from rl_bridge.errors import DigestMismatch, LayoutUnknown, MalformedManifest
 from rl_bridge.manifest.canonical import JSONValue, canonical_json, decode_json, freeze, thaw
-from rl_bridge.manifest.collector import collector_paused
-from rl_bridge.manifest.descriptors import DescriptorMap
 from rl_bridge.manifest.digest import text_digest
-from rl_bridge.manifest.envelope import LAYOUT_KEY, Envelope
 from rl_bridge.manifest.parallel import WeightLayout
-from rl_bridge.manifest.table import KNOWN_LAYOUTS, TensorTable
+from rl_bridge.manifest.table import (
+    KNOWN_LAYOUTS,
+    LayoutCache,
+    Named,
+    TensorDescriptor,
+    TensorTable,
+    collector_paused,
+)
 
-__all__ = ["FORMAT", "WeightUpdateManifest"]
+__all__ = [
+    "FORMAT",
+    "LAYOUT_KEY",
+    "DescriptorMap",
+    "Envelope",
+    "WeightUpdateManifest",
+]
+
+# ---- What manifests of both kinds have in common: how their text is split into header and layout.
+#
+# `rl_bridge.manifest.model` reads one rank's, `rl_bridge.manifest.group` that of a group.
+
+LAYOUT_KEY = ',"layout":'
+_WHITE = " \t\r\n"
+_ENVELOPE_REMEDY = "Send what to_json() gave, as it is."
+
+_Layout = TypeVar("_Layout", bound=Named)
+_Manifest = TypeVar("_Manifest")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Envelope(Generic[_Layout]):
+    """One kind of manifest.
+
+    Attributes:
+        kind: what messages call it, such as ``manifest``.
+        layout: what they call its layout.
+        maker: name of the class whose ``to_json`` writes it.
+        known: layouts that this process has seen.
+        read: makes a layout of its text, and adds it to `known`.
+
+    """
+
+    kind: str
+    layout: str
+    maker: str
+    known: LayoutCache[_Layout]
+    read: Callable[[str], _Layout]
+
+    def read_by(self, read: Callable[[str], _Manifest], text: object) -> _Manifest:
+        """What `read` makes of the text without the white space behind it.
+
+        Raises:
+            MalformedManifest: it is no text, not ASCII, or nests too deep.
+
+        """
+        plain = self.ascii_of(text)
+        try:
+            return read(plain)
+        except RecursionError as error:
+            # Just below the depth at which decoding gives up, whatever looks at the value does.
+            msg = f"the {self.kind} nests too deep. {_REMEDY}"
+            raise MalformedManifest(msg) from error
+
+    def ascii_of(self, text: object) -> str:
+        """The text without the white space behind it.
+
+        Raises:
+            MalformedManifest: it is no text, or not ASCII.
+
+        """
+        if not isinstance(text, str | bytes):
+            msg = f"from_json got a {type(text).__name__}, expected a {self.kind}'s text. {_REMEDY}"
+            raise MalformedManifest(msg)
+        try:
+            ascii_text = text.decode("ascii") if isinstance(text, bytes) else text
+            return ascii_text.encode("ascii").decode().rstrip(_WHITE)
+        except UnicodeError as error:
+            msg = f"{self.kind} text is not ASCII: {error}. {_REMEDY}"
+            raise MalformedManifest(msg) from error
+
+    def digests_of(self, given: JSONValue) -> bytes:
+        """The block of digests that the header has as base64.
+
+        Raises:
+            MalformedManifest: it is no base64.
+
+        """
+        try:
+            return base64.b64decode(given, validate=True)
+        except (binascii.Error, ValueError, TypeError) as error:
+            msg = f"{self.kind} field digests is no base64 text: {error}. {_REMEDY}"
+            raise MalformedManifest(msg) from error
+
+    def layout_of(self, digest: JSONValue, rest: str) -> _Layout:
+        """Find the layout by its digest, or parse it from the text behind the header.
+
+        Raises:
+            LayoutUnknown: there is none in the text, and this process has not seen it.
+            DigestMismatch: it is not the one that the header names.
+            MalformedManifest: something else stands there.
+
+        """
+        if not isinstance(digest, str):
+            msg = f"{self.kind} field layout_digest is missing. {_REMEDY}"
+            raise MalformedManifest(msg)
+        known = self.known.get(digest)
+        if rest == "}":
+            if known is None:
+                msg = (
+                    f"{self.layout} {digest} is unknown in this process. Send one full manifest of "
+                    f"this run first: {self.maker}.to_json() with layout=True."
+                )
+                raise LayoutUnknown(msg)
+            return known
+        if not rest.startswith(LAYOUT_KEY) or not rest.endswith("}"):
+            msg = (
+                f"after the {self.kind}'s header stands {rest[:32]!r}, expected its layout or the "
+                f"end. {_REMEDY}"
+            )
+            raise MalformedManifest(msg)
+        text = rest[len(LAYOUT_KEY) : -1]
+        found = text_digest(text)
+        if found != digest:
+            msg = (
+                f"the {self.layout}'s digest is {found}, the manifest names {digest}. It was "
+                "altered: ask the publisher for it again."
+            )
+            raise DigestMismatch(msg)
+        return self.read(text) if known is None else known
+
+
+# ---- What users see as ``manifest.tensors``: the layout's columns, read as one object per tensor.
+
+
+class DescriptorMap(Mapping[str, TensorDescriptor]):
+    """Name -> `TensorDescriptor`, each made when it is asked for."""
+
+    def __init__(self, table: TensorTable, digests: bytes) -> None:
+        """Look at `table` and the digest block; nothing is copied."""
+        self._table = table
+        self._digests = digests
+
+    def __getitem__(self, name: str) -> TensorDescriptor:
+        """Describe one tensor."""
+        return self._table.descriptor(name, self._digests)
+
+    def __iter__(self) -> Iterator[str]:
+        """Go over the names, stored ones first, each part sorted."""
+        return iter(self._table.rows)
+
+    def __len__(self) -> int:
+        """Count the names, tied ones included."""
+        return len(self._table.rows)
+
+    def __repr__(self) -> str:
+        """Say how many there are rather than listing them all."""
+        return f"<{len(self)} tensor descriptors>"
+
+
+# ---- the rest builds on the parts above
 
 FORMAT = "rl_bridge.manifest/1"
 _MAX_VERSION = 2**63 - 1

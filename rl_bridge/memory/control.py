@@ -30,7 +30,8 @@ from pydantic import (
 
 from rl_bridge.errors import SegmentError, WeightBridgeUnavailableError
 from rl_bridge.manifest.canonical import canonical_json
-from rl_bridge.memory import leases, vm
+from rl_bridge.memory import segment as leases
+from rl_bridge.memory import vm
 from rl_bridge.memory.holding import Holding
 from rl_bridge.memory.segment import (
     OwnedSegment,

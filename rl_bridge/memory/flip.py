@@ -11,9 +11,8 @@ from contextlib import suppress
 
 from rl_bridge.errors import SegmentError, TornEngine, WeightBridgeUnavailableError
 from rl_bridge.memory import vm
-from rl_bridge.memory.pins import Pin
 from rl_bridge.memory.segment import require_resources
-from rl_bridge.memory.views import SegmentView
+from rl_bridge.memory.views import Pin, SegmentView
 
 __all__ = ["LiveRange"]
 

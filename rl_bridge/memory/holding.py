@@ -9,8 +9,8 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-from rl_bridge.lifecycle.forks import FORKS, SETTLING, in_forked_children, undisturbed
 from rl_bridge.memory import vm
+from rl_bridge.processes import FORKS, SETTLING, in_forked_children, undisturbed
 
 __all__ = ["FORKS", "SETTLING", "Holding", "close_fd", "forget_fd_in_children"]
 

@@ -5,7 +5,7 @@ that runs where the bytes are, and makes tensors that look at them.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -14,9 +14,9 @@ import torch
 
 from rl_bridge.memory import vm
 from rl_bridge.memory.passes import Addresses, BytePlan
-from rl_bridge.memory.plain import not_plain
+from rl_bridge.memory.tensors import not_plain
 
-__all__ = ["CPU_PLACE", "CPUPlace", "Pass", "Place", "place_of"]
+__all__ = ["CPU_PLACE", "CPUPlace", "Pass", "Place"]
 
 
 class Pass(Protocol):
@@ -97,17 +97,3 @@ class CPUPlace(Place):
 
 
 CPU_PLACE = CPUPlace()
-
-
-def place_of(tensors: Iterable[torch.Tensor]) -> Place:
-    """Where tensors lie that must lie together: the first decides, the CPU if there is none.
-
-    Of a device that is neither the CPU nor CUDA the CPU's place says what is wrong with it.
-    """
-    for tensor in tensors:
-        if tensor.is_cuda:
-            from rl_bridge.memory.cuda_place import cuda_place
-
-            return cuda_place(tensor.device.index)
-        break
-    return CPU_PLACE

@@ -12,6 +12,7 @@ import fcntl
 import os
 import re
 import stat
+import struct
 import weakref
 from pathlib import Path
 from typing import Annotated, Literal, Self
@@ -19,18 +20,69 @@ from typing import Annotated, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr
 
 from rl_bridge.errors import BadSegmentName, SegmentError, WeightBridgeUnavailableError
-from rl_bridge.memory import leases, vm
+from rl_bridge.memory import vm
 from rl_bridge.memory.holding import FORKS, SETTLING, Holding
 
 __all__ = [
     "OwnedSegment",
     "SegmentRef",
+    "is_held",
     "open_segment",
     "process_start_time",
     "require_resources",
     "still_there",
     "sweep",
+    "try_exclusive",
+    "try_shared",
+    "unlock",
 ]
+
+# ---- Leases that the kernel keeps: open-file-description locks on one byte of a segment.
+#
+# A reader holds a shared lock while any of its tensors lives; the publisher may overwrite only
+# under the exclusive lock. A reader that is killed loses its lock in the same instant, so there is
+# no heartbeat, no time-to-live and nothing to clean up. (fcntl(2), "Open file description locks".)
+
+# struct flock on 64-bit Linux: type, whence, start, length, pid.
+_FLOCK = struct.Struct("@hhqqi4x")
+
+
+def _pack(kind: int, start: int, length: int) -> bytes:
+    return _FLOCK.pack(kind, os.SEEK_SET, start, length, 0)
+
+
+def _try(fd: int, kind: int, start: int, length: int) -> bool:
+    try:
+        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _pack(kind, start, length))
+    except OSError as error:
+        if error.errno in {errno.EAGAIN, errno.EACCES}:
+            return False
+        raise
+    return True
+
+
+def try_shared(fd: int, *, start: int = 0, length: int = 1) -> bool:
+    """Take a reader's lock; False if a writer holds the range. Never waits."""
+    return _try(fd, fcntl.F_RDLCK, start, length)
+
+
+def try_exclusive(fd: int, *, start: int = 0, length: int = 1) -> bool:
+    """Take the writer's lock; False if anybody else holds the range. Never waits."""
+    return _try(fd, fcntl.F_WRLCK, start, length)
+
+
+def unlock(fd: int, *, start: int = 0, length: int = 1) -> None:
+    """Give the range back."""
+    _try(fd, fcntl.F_UNLCK, start, length)
+
+
+def is_held(fd: int, *, start: int = 0, length: int = 1) -> bool:
+    """Tell whether another open file description holds the range, in whatever way."""
+    answer = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, _pack(fcntl.F_WRLCK, start, length))
+    return bool(_FLOCK.unpack(answer[: _FLOCK.size])[0] != fcntl.F_UNLCK)
+
+
+# ---- the rest builds on the parts above
 
 _F_SEAL_SEAL = 1
 _F_SEAL_SHRINK = 2
@@ -131,7 +183,7 @@ class OwnedSegment:
             return fd
         # Without a name first: a sweep must never see the file before its owner's lock.
         fd = held.open(os.open, directory, os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC, 0o600)
-        leases.try_exclusive(fd, start=_OWNER_BYTE)
+        try_exclusive(fd, start=_OWNER_BYTE)
         os.ftruncate(fd, self.nbytes)
         # A full file system must say so here, and not by SIGBUS in the middle of a copy.
         os.posix_fallocate(fd, 0, self.nbytes)
@@ -328,7 +380,7 @@ def sweep(directory: Path, *, dry_run: bool = False) -> list[tuple[str, int]]:
         except OSError:
             continue  # removed meanwhile, or another user's: not ours to sweep
         else:
-            if leases.is_held(fd, start=_OWNER_BYTE):
+            if is_held(fd, start=_OWNER_BYTE):
                 continue
             swept.append((path.name, os.fstat(fd).st_size))
             if not dry_run:

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from rl_bridge.errors import SegmentError, SlotsExhausted, WeightBridgeError
-from rl_bridge.memory import leases, vm
+from rl_bridge.memory import segment as leases
+from rl_bridge.memory import vm
 from rl_bridge.memory.segment import OwnedSegment, SegmentRef
 
 __all__ = [

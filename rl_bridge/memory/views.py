@@ -6,16 +6,308 @@ The mapping stays for as long as the publisher keeps the slot; what comes and go
 *pin*: it holds the lease, and every tensor holds the pin. The lease ends when the last tensor dies.
 """
 
-from collections.abc import Callable, Hashable
+import ctypes
+import os
+import threading
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import nullcontext
+from functools import lru_cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
-from rl_bridge.errors import SegmentError
+import numpy as np
+import torch
+
+from rl_bridge.errors import (
+    SegmentError,
+    StaleUpdate,
+    WeightBridgeUnavailableError,
+    WeightUpdateRejectedError,
+)
+from rl_bridge.manifest.table import TensorTable
+from rl_bridge.memory import segment as leases
 from rl_bridge.memory import vm
-from rl_bridge.memory.leased import LeasedView
-from rl_bridge.memory.segment import SegmentRef, require_resources, still_there
+from rl_bridge.memory.holding import Holding
+from rl_bridge.memory.passes import Addresses
+from rl_bridge.memory.places import CPU_PLACE, Place
+from rl_bridge.memory.segment import SegmentRef, open_segment, require_resources, still_there
+from rl_bridge.memory.slots import Stamp, read_stamp
 
-__all__ = ["SegmentView", "ViewCache"]
+__all__ = [
+    "ImportedTensors",
+    "LeasedView",
+    "Pin",
+    "SegmentView",
+    "ViewCache",
+    "anonymous_pin",
+    "tensor_in",
+]
+
+# ---- What keeps imported bytes alive: a *pin*, held by every tensor that looks at them.
+
+
+@lru_cache(maxsize=32)
+def _range_type(nbytes: int) -> Any:
+    # A subclass, because instances of plain ctypes arrays take no weak references' callbacks. Some
+    # are kept: ctypes never forgets `c_char * n`, and one made for each pin would wait for the
+    # garbage collector, which some trainers switch off.
+    return type("PinnedRange", (ctypes.Array,), {"_type_": ctypes.c_char, "_length_": nbytes})
+
+
+class Pin:
+    """Keeps an address range alive: as long as it, or a tensor made from it, lives.
+
+    Attributes:
+        address: first byte.
+        nbytes: size.
+        view: the leased slot behind it; None for memory that no publisher writes.
+        place: what can read and write there.
+        header: digest of the header of the manifest that the bytes were published with; None where
+            nobody sealed one.
+
+    """
+
+    def __init__(
+        self,
+        address: int,
+        nbytes: int,
+        view: "LeasedView | None" = None,
+        *,
+        place: Place = CPU_PLACE,
+    ) -> None:
+        """Describe a range; `buffer` is what keeps it alive, nobody reads through it."""
+        self.buffer: ctypes.Array[ctypes.c_char] = _range_type(nbytes).from_address(address)
+        self.address = address
+        self.nbytes = nbytes
+        self.view = view
+        self.place = place
+        self.header: bytes | None = None
+
+
+def tensor_in(
+    pin: Pin, offset: int, nbytes: int, dtype: str, shape: tuple[int, ...]
+) -> torch.Tensor:
+    """Make a tensor that aliases `nbytes` bytes at `offset` of a pinned range, without a copy.
+
+    Each tensor has a storage of its own, which starts at its first byte and keeps the pin.
+    """
+    # No inference tensors: as an engine's weights, no later version could take their place.
+    with torch.inference_mode(mode=False) if torch.is_inference_mode_enabled() else nullcontext():
+        kind: torch.dtype = getattr(torch, dtype)
+        if nbytes == 0:
+            # By way of bytes: torch warns of some dtypes (complex32) when asked outright.
+            empty = torch.empty(0, dtype=torch.uint8, device=pin.place.device)
+            return empty.view(kind).view(shape)
+        flat = pin.place.tensor(pin.buffer, offset, nbytes, kind)
+        return flat if len(shape) == 1 else flat.view(shape)
+
+
+def anonymous_pin(nbytes: int) -> Pin:
+    """Fresh zero-filled memory of this process, given back when its last tensor dies.
+
+    Raises:
+        WeightBridgeUnavailableError: no memory.
+
+    """
+    nbytes = vm.round_up(max(nbytes, 1))
+    try:
+        address = vm.map_anonymous(nbytes)
+    except OSError as error:
+        msg = f"no {nbytes} bytes of memory for a copy of an update: {error}. Free some, try again."
+        raise WeightBridgeUnavailableError(msg) from error
+    pin = Pin(address, nbytes)
+    weakref.finalize(pin.buffer, vm.unmap, address, nbytes).atexit = False
+    return pin
+
+
+# ---- A publisher's slot seen from a consumer: its arena is made readable once, its version is
+# leased.
+#
+# What comes and goes per version is a *pin*: it holds the lease, and every tensor holds the pin.
+# The lease ends when the last tensor dies. How the arena is reached is each kind's own affair: see
+# `views.SegmentView` for memory of the CPU and `vmm.view.DeviceView` for a device's.
+
+
+class LeasedView(ABC):
+    """A publisher's slot, reached from here; `pin` leases the version that it holds now."""
+
+    place: Place = CPU_PLACE
+
+    def __init__(self, ref: SegmentRef, directory: Path | None) -> None:
+        """Open and check the slot's segment, and make its arena readable.
+
+        Raises:
+            SegmentError: it is gone, or not what `ref` says.
+            WeightBridgeUnavailableError: this process is short of memory or descriptors.
+
+        """
+        self.ref = ref
+        self.directory = directory
+        # A view that an interrupt loses must not keep the slot for as long as the process runs. One
+        # that is pinned is not lost: its pins' finalizers hold it.
+        held = self._held = Holding()
+        self._finalizer = weakref.finalize(self, held.dispose)
+        self._finalizer.atexit = False
+        self.fd = open_segment(ref, directory=directory, held=held)
+        try:
+            self.address = self._open()
+        except BaseException:
+            self._finalizer()  # at once, whoever keeps the exception
+            raise
+        # Reentrant: a pin's finalizer may run inside any allocation, also under this lock.
+        self._lock = threading.RLock()
+        # The pins that live. One that dies is taken out by a function in C: no interrupt can leave
+        # it in. Nobody looks at a pin to see whether it lives: that takes a reference, which may be
+        # the last one by the time it is dropped. The pin would die under this lock, and what it has
+        # to tell the publisher waits for a lock whose holder may wait for this one.
+        self._pins: list[weakref.ref[object]] = []
+        self._is_leased = False
+        self._retired = False
+        self._is_unmapped = False
+        self._pid = os.getpid()
+
+    @property
+    def where(self) -> Hashable:
+        """What leads here: another one leads to another slot."""
+        return self.ref
+
+    @property
+    @abstractmethod
+    def capacity(self) -> int:
+        """Bytes that the arena has room for."""
+
+    @abstractmethod
+    def _open(self) -> int:
+        """Make the arena readable; returns its first address."""
+
+    def _is_quiet(self) -> bool:
+        """Whether nobody reads any more what the last tensor showed. Asked again if not."""
+        return True
+
+    def _unmap(self) -> None:  # noqa: B027 - what is noted suffices as a rule
+        """Give back what `_open` made, but for what it noted in `_held`."""
+
+    @abstractmethod
+    def refresh(self, address: int, nbytes: int) -> bool:
+        """Drop this process's own copies of pages, which date from an earlier version.
+
+        Returns:
+            Whether there could be any: the caller then reads again.
+
+        """
+
+    @abstractmethod
+    def prefault(self, nbytes: int) -> None:
+        """Have the first `nbytes` present at the slot's own address.
+
+        Raises:
+            WeightBridgeUnavailableError: this process is short of memory.
+            SegmentError: a page cannot be read.
+
+        """
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether any tensor of this segment lives."""
+        return bool(self._pins)
+
+    def pin(self, update_id: str, generation: int, arena_nbytes: int) -> Pin:
+        """Lease the version that the segment holds.
+
+        Raises:
+            StaleUpdate: the slot holds another version by now, or is being written.
+            SegmentError: the segment shrank.
+
+        """
+        if arena_nbytes > self.capacity:
+            raise SegmentError(self._another_size(update_id, self.capacity, arena_nbytes))
+        pin: Pin | None = None
+        try:
+            with self._lock:
+                # Noted as living before the lease is taken and the stamp is read: a finalizer of an
+                # older pin, which may run in between, then does not give the lease back.
+                pin = self._make_pin(max(arena_nbytes, 1))
+                self._lease(update_id)
+                pin.header = self._check_stamp(update_id, generation, arena_nbytes).header
+                return pin
+        except BaseException:
+            pin = None  # also for whoever keeps the exception
+            self.settle()
+            raise
+
+    def _lease(self, update_id: str) -> None:
+        self._is_leased = True  # first: an interrupt in between must not lose the lease
+        if not leases.try_shared(self.fd):
+            raise StaleUpdate(self._overwritten(update_id, "is being overwritten"))
+
+    def _make_pin(self, nbytes: int) -> Pin:
+        pin = Pin(self.address, nbytes, self, place=self.place)
+        # In this order: when the pin dies, what was registered last is called first.
+        weakref.finalize(pin.buffer, self.settle).atexit = False
+        self._pins.append(weakref.ref(pin.buffer, self._pins.remove))
+        return pin
+
+    def _check_stamp(self, update_id: str, generation: int, arena_nbytes: int) -> Stamp:
+        stamp = read_stamp(self.fd, self.ref)
+        if (stamp.update_id, stamp.generation) != (update_id, generation):
+            raise StaleUpdate(self._overwritten(update_id, f"holds update {stamp.update_id}"))
+        if stamp.arena_nbytes != arena_nbytes:
+            raise SegmentError(self._another_size(update_id, stamp.arena_nbytes, arena_nbytes))
+        return stamp
+
+    @staticmethod
+    def _another_size(update_id: str, found: int, expected: int) -> str:
+        return (
+            f"update {update_id}: its slot holds {found} bytes, the manifest says {expected}. Use "
+            "the manifest as it was published, or publish again."
+        )
+
+    def _overwritten(self, update_id: str, what: str) -> str:
+        return (
+            f"update {update_id} is gone: its slot {what}. The publisher released it before this "
+            "side imported it. Import the publisher's latest manifest."
+        )
+
+    def settle(self) -> None:
+        """Give the lease back if no tensor lives; harmless at any time."""
+        if os.getpid() != self._pid:
+            return  # before the lock: at the fork, another thread of the parent may have held it
+        is_over = False
+        try:
+            with self._lock:
+                if self.is_pinned or self._is_unmapped:
+                    return
+                if self._is_leased:
+                    # A signal's handler may import in the middle of the wait, in this very thread.
+                    if not self._is_quiet() or self.is_pinned:
+                        return
+                    leases.unlock(self.fd)
+                    self._is_leased = False
+                # Whoever notes it ends it, and nobody else: unmapped twice, the addresses may be
+                # another's by then. (In one line: no interrupt comes in between.)
+                is_over = self._is_unmapped = self._retired
+        finally:
+            if is_over:
+                self._end()
+
+    def retire(self) -> None:
+        """Unmap as soon as no tensor needs it any more."""
+        self._retired = True
+        self.settle()
+
+    def _end(self) -> None:
+        # Not under the lock: whoever waits in here may be waited for by one that collects a tensor,
+        # whose end waits for this lock.
+        try:
+            self._unmap()
+        finally:
+            self._held.dispose()
+            self._finalizer.detach()  # behind it: what an interrupt cuts off, the finalizer ends
+
+
+# ---- the rest builds on the parts above
 
 _View = TypeVar("_View", bound=LeasedView)
 
@@ -134,3 +426,93 @@ class ViewCache:
     def __len__(self) -> int:
         """Count the mapped segments."""
         return len(self._views)
+
+
+# ---- An imported update as a mapping: what bridges return and installers take.
+
+
+class ImportedTensors(Mapping[str, torch.Tensor]):
+    """An imported update: name -> tensor, each made when it is asked for.
+
+    Tied names give the same tensor. The mapping and every tensor from it keep the version's bytes
+    alive, also after ``release``; writing to a tensor changes this process's copy only.
+    """
+
+    def __init__(self, table: TensorTable, pin: Pin) -> None:
+        """Look at a pinned arena through its layout."""
+        self.table = table
+        self._pin: Pin | None = pin
+        self._made: dict[int, torch.Tensor] = {}
+
+    @property
+    def pin(self) -> Pin:
+        """The memory behind it.
+
+        Raises:
+            WeightUpdateRejectedError: the update was refused or undone, and its memory given back.
+
+        """
+        if self._pin is None:
+            msg = "these are the tensors of an update that was refused or undone: they are gone."
+            raise WeightUpdateRejectedError(msg)
+        return self._pin
+
+    @property
+    def is_forgotten(self) -> bool:
+        """Whether `forget` was called."""
+        return self._pin is None
+
+    def forget(self) -> None:
+        """Let go of the memory, whoever still holds the mapping: a kept exception, for instance.
+
+        Tensors that were taken from it keep their bytes.
+        """
+        self._pin = None
+        self._made = {}
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        """Make, or find, one tensor."""
+        row = self.table.rows[name]
+        tensor = self._made.get(row)
+        if tensor is None:
+            table = self.table
+            tensor = tensor_in(
+                self.pin,
+                table.offsets[row],
+                table.nbytes[row],
+                table.dtypes[row],
+                table.shapes[row],
+            )
+            tensor = self._made.setdefault(row, tensor)
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        """Go over the names, stored ones first, each part sorted."""
+        return iter(self.table.rows)
+
+    def __len__(self) -> int:
+        """Count the names, tied ones included."""
+        return len(self.table.rows)
+
+    def __repr__(self) -> str:
+        """Say how many there are rather than printing weights."""
+        return f"<{len(self)} imported tensors, {self.table.total_nbytes} bytes>"
+
+    def __reduce__(self) -> NoReturn:
+        """Refuse to be pickled or copied.
+
+        Raises:
+            TypeError: always.
+
+        """
+        msg = (
+            f"{len(self)} imported tensors cannot be pickled or copied as they are: they lie in "
+            "memory of a publisher. Copy the tensors, {name: t.clone() for name, t in ...items()}, "
+            "or send the manifest and import it in the other process."
+        )
+        raise TypeError(msg)
+
+    @property
+    def addresses(self) -> Addresses:
+        """Address of each stored tensor's bytes, uint64, in layout order."""
+        return self.table.offset_column + np.uint64(self.pin.address)

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from rl_bridge.lifecycle.machine import Transition
+from rl_bridge.lifecycle import Transition
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.memory.control import Record, UpdateReport
 from rl_bridge.memory.packing import PackPlan

@@ -26,11 +26,11 @@ from rl_bridge.errors import (
 )
 from rl_bridge.installers.base import TransactionalAdapter
 from rl_bridge.installers.module import ModuleInstallAdapter
-from rl_bridge.lifecycle.table import State
+from rl_bridge.lifecycle import State
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.testing.faults import FaultInjecting
 from rl_bridge.testing.installer_faults import EngineFault, Sabotage, Stage, poke
-from rl_bridge.testing.over import BridgeOver
+from rl_bridge.testing.peer import BridgeOver
 from rl_bridge.testing.strategies import bytes_of, random_tensor
 from rl_bridge.transports.base import Transport
 from rl_bridge.transports.shared_memory import SharedMemory

@@ -7,19 +7,63 @@ from a seed on either side, so that expected bytes never travel with the update 
 import hashlib
 import resource
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from rl_bridge.bridge.rollout import RolloutExecutor
+from rl_bridge.bridge.tensor_bridge import TensorBridge
 from rl_bridge.installers.module import ModuleInstallAdapter
-from rl_bridge.lifecycle.machine import Observer
+from rl_bridge.lifecycle import Observer
+from rl_bridge.manifest.compare import Policy
 from rl_bridge.testing.faults import Fault, FaultInjecting, Locate, arena_address, die
-from rl_bridge.testing.over import BridgeOver
 from rl_bridge.testing.strategies import bytes_of, random_tensor
 from rl_bridge.transports.base import Transport
 
-__all__ = ["Peer", "hashes", "sample_weights"]
+__all__ = [
+    "BridgeOver",
+    "Peer",
+    "hashes",
+    "sample_weights",
+]
+
+# ---- A bridge over a transport object that is given: one that no registry knows, or a wrapped
+# one.
+
+
+class BridgeOver(TensorBridge):
+    """`TensorBridge` over `given`; the no-op detector is off unless asked for."""
+
+    transport: ClassVar[str] = "given"
+
+    def __init__(
+        self,
+        given: Transport,
+        *,
+        source_worker: str = "test",
+        source_rank: int = 0,
+        state_dir: str | None = None,
+        suspicious: Policy | str = Policy.OFF,
+        observer: Observer | None = None,
+    ) -> None:
+        """Configure; nothing is opened yet."""
+        self.given = given
+        super().__init__(
+            source_worker=source_worker,
+            source_rank=source_rank,
+            state_dir=state_dir,
+            suspicious=suspicious,
+            observer=observer,
+        )
+
+    def _make_transport(self, options: Mapping[str, object]) -> Transport:
+        if options:
+            msg = f"the transport is made already, so it takes no options: {sorted(options)}"
+            raise TypeError(msg)
+        return self.given
+
+
+# ---- the rest builds on the parts above
 
 _SPEC: dict[str, tuple[str, tuple[int, ...]]] = {
     "embed": ("bfloat16", (64, 48)),

@@ -9,8 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from rl_bridge.manifest.dtypes import DTYPE_NBYTES
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.manifest.table import row_major_stride
-from rl_bridge.testing.over import BridgeOver
-from rl_bridge.testing.peer import sample_weights
+from rl_bridge.testing.peer import BridgeOver, sample_weights
 from rl_bridge.testing.strategies import (
     ODD_NAMES,
     bytes_of,

@@ -7,11 +7,10 @@ from typing import Any, ClassVar, TypeVar
 import pytest
 import torch
 
-from rl_bridge.bridge.bridges import TensorBridge
+from rl_bridge.bridge.tensor_bridge import TensorBridge
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.testing.faults import FaultInjecting, Locate, arena_address
-from rl_bridge.testing.over import BridgeOver
-from rl_bridge.testing.peer import Peer
+from rl_bridge.testing.peer import BridgeOver, Peer
 from rl_bridge.testing.processes import Child
 from rl_bridge.transports.base import Transport
 

@@ -12,8 +12,7 @@ import pytest
 
 from rl_bridge.errors import WeightBridgeError
 from rl_bridge.testing.faults import Fault, KillAt, Step, die
-from rl_bridge.testing.over import BridgeOver
-from rl_bridge.testing.peer import hashes, sample_weights
+from rl_bridge.testing.peer import BridgeOver, hashes, sample_weights
 from rl_bridge.testing.processes import Child, ChildDied, ChildError, until
 from rl_bridge.testing.strategies import contents_of
 from rl_bridge.testing.transport_case import MakeBridge, MakePeer, TransportCase, only_report

@@ -28,8 +28,7 @@ from rl_bridge.manifest.digest import DIGEST_NBYTES
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.manifest.table import TensorTable
 from rl_bridge.testing.leaks import Holdings
-from rl_bridge.testing.over import BridgeOver
-from rl_bridge.testing.peer import sample_weights
+from rl_bridge.testing.peer import BridgeOver, sample_weights
 from rl_bridge.testing.processes import watchdog
 from rl_bridge.testing.strategies import contents_of, random_tensor
 from rl_bridge.testing.transport_case import MakeBridge, TransportCase, faults_of, only_report

@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 
 from rl_bridge.testing.leaks import assert_nothing_leaks
-from rl_bridge.testing.over import BridgeOver
-from rl_bridge.testing.peer import hashes
+from rl_bridge.testing.peer import BridgeOver, hashes
 from rl_bridge.testing.strategies import random_tensor
 from rl_bridge.testing.transport_bytes import BytesArriveUnchanged
 from rl_bridge.testing.transport_case import MakeBridge

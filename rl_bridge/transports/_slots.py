@@ -28,11 +28,10 @@ from rl_bridge.memory.control import (
     control_nbytes,
 )
 from rl_bridge.memory.packing import PackPlan
-from rl_bridge.memory.pins import Pin
 from rl_bridge.memory.places import Pass
 from rl_bridge.memory.segment import OwnedSegment, SegmentRef, still_there
 from rl_bridge.memory.slots import Slot, SlotRing
-from rl_bridge.memory.views import ViewCache
+from rl_bridge.memory.views import Pin, ViewCache
 from rl_bridge.transports.base import Attachment, Carried, ConsumerEnd, PublisherEnd
 
 __all__ = ["SlotConsumer", "SlotHandle", "SlotPublisher"]

@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal, Self
+from typing import ClassVar, Literal, Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -23,11 +23,10 @@ from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.manifest.table import TensorTable
 from rl_bridge.memory import vm
 from rl_bridge.memory.control import Record, UpdateReport
-from rl_bridge.memory.imported import ImportedTensors
 from rl_bridge.memory.packing import PackPlan
-from rl_bridge.memory.pins import Pin
 from rl_bridge.memory.places import CPU_PLACE, Pass, Place
-from rl_bridge.transports._landing import Landed, Landing
+from rl_bridge.memory.slots import Slot
+from rl_bridge.memory.views import ImportedTensors, Pin
 
 __all__ = [
     "Attachment",
@@ -42,6 +41,51 @@ __all__ = [
     "checked_count",
     "checked_seconds",
 ]
+
+# ---- Reading parts of a version straight into the arena that is made of them.
+#
+# Else a part is read into memory of the transport's, and copied from there.
+# `ConsumerEnd.read_into` says which transports can do without.
+
+
+class Landing(Protocol):
+    """An arena of this side's own, which several parts are read into, without a copy between."""
+
+    def reserve(self) -> Slot:
+        """Find room, for each attempt anew; it comes back by `abandon`, or in what landed.
+
+        Its `update_id` is `ARRIVING` from before the first byte may land until none can any more.
+
+        Raises:
+            WeightBridgeError: there is none.
+
+        """
+
+    def arrived(self, place: int, mark: int) -> None:
+        """Of the part at that place of the request, the first `mark` bytes of its arena are there.
+
+        (Those that were asked for.) Called with rising marks, in one thread; returns at once.
+        """
+
+    def abandon(self, slot: Slot) -> None:
+        """Take a slot back: nothing can land there any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Landed:
+    """What became of a `Landing`.
+
+    Attributes:
+        slot: where the ranges are.
+        headers: of each part, what its publisher sealed beside its bytes: see `seal_header`.
+
+    """
+
+    slot: Slot
+    headers: Sequence[bytes | None]
+
+
+# ---- the rest builds on the parts above
 
 _MOST_SECONDS = 1e6  # more milliseconds than `poll` takes lie not far behind
 

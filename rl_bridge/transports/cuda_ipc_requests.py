@@ -19,6 +19,8 @@ from typing import Any, Self
 
 import torch
 
+from rl_bridge.cuda.devices import cuda_cause
+from rl_bridge.cuda.torch_handle import Calls, TorchHandle, decline
 from rl_bridge.errors import (
     DuplicateTensorName,
     MalformedManifest,
@@ -26,8 +28,6 @@ from rl_bridge.errors import (
     ShapeMismatch,
     TransportUnavailable,
 )
-from rl_bridge.memory.vmm.local import cuda_cause
-from rl_bridge.memory.vmm.torch_handle import Calls, TorchHandle, decline
 
 __all__ = ["ImportRequest", "decline_request", "open_request"]
 

@@ -13,8 +13,7 @@ from typing import TypeVar
 from rl_bridge.errors import WeightBridgeUnavailableError
 from rl_bridge.transports.base import Availability, Transport
 from rl_bridge.transports.broadcast.transport import Broadcast
-from rl_bridge.transports.cuda_ipc import CUDAIPC
-from rl_bridge.transports.cuda_vmm import CUDAVMM
+from rl_bridge.transports.cuda import CUDAIPC, CUDAVMM
 from rl_bridge.transports.local import LocalClone
 from rl_bridge.transports.nixl.transport import NIXL
 from rl_bridge.transports.shared_memory import SharedMemory

@@ -16,7 +16,7 @@ from rl_bridge import (
 )
 from rl_bridge.errors import MalformedManifest, ProofFailed, TornEngine
 from rl_bridge.installers.wrapped import as_transactional
-from rl_bridge.lifecycle.table import State
+from rl_bridge.lifecycle import State
 from rl_bridge.memory.passes import BytePlan
 from tests.bridge.engines import Recording, SeedStyle, Unseen, bridge_of, content, publish
 from tests.helpers import weights

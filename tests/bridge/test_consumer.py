@@ -17,7 +17,7 @@ from rl_bridge.errors import (
     WeightBridgeUnavailableError,
     WeightUpdateRejectedError,
 )
-from rl_bridge.lifecycle.table import Event, State
+from rl_bridge.lifecycle import Event, State
 from rl_bridge.testing.strategies import bytes_of
 from tests.bridge.engines import TRANSPORTS, publish
 from tests.helpers import forked, forking, weights

@@ -16,7 +16,7 @@ from rl_bridge.errors import (
 )
 from rl_bridge.manifest.canonical import thaw
 from rl_bridge.testing.faults import FaultInjecting
-from rl_bridge.testing.over import BridgeOver
+from rl_bridge.testing.peer import BridgeOver
 from rl_bridge.testing.strategies import bytes_of
 from rl_bridge.transports.shared_memory import SharedMemory
 from tests.bridge.engines import publish

@@ -9,8 +9,7 @@ import torch
 
 from rl_bridge import RolloutExecutor, TensorBridge, make_weight_bridge
 from rl_bridge.errors import IllegalTransition, TornEngine
-from rl_bridge.lifecycle.machine import Transition
-from rl_bridge.lifecycle.table import Event, Role, State
+from rl_bridge.lifecycle import Event, Role, State, Transition
 from rl_bridge.memory.control import UpdateReport
 from tests.bridge.engines import Recording, bridge_of, content, publish
 from tests.helpers import tracing, weights

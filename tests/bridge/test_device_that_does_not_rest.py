@@ -9,14 +9,13 @@ import torch
 
 from rl_bridge import ModuleInstallAdapter, RolloutExecutor, make_weight_bridge
 from rl_bridge.bridge.tensor_bridge import TensorBridge
+from rl_bridge.cuda.host import HostDriver, HostIPCDriver
+from rl_bridge.cuda.ipc import Opening
+from rl_bridge.cuda.owners import settle_late
 from rl_bridge.errors import DeadlineExceeded
-from rl_bridge.memory import leases
+from rl_bridge.memory import segment as leases
 from rl_bridge.memory.segment import SegmentRef
-from rl_bridge.memory.vmm.host import HostDriver
-from rl_bridge.memory.vmm.host_ipc import HostIPCDriver
-from rl_bridge.memory.vmm.ipc import Opening
-from rl_bridge.memory.vmm.references import settle_late
-from rl_bridge.testing.host_vmm import HostVMM
+from rl_bridge.testing.host_devices import HostVMM
 from rl_bridge.testing.processes import Child
 from rl_bridge.transports import registry
 from tests.memory.vmm.test_ipc import HostExporter

@@ -12,10 +12,10 @@ from rl_bridge import (
     WeightUpdateManifest,
 )
 from rl_bridge.errors import ChecksumMismatch, DigestMismatch, WeightUpdateRejectedError
-from rl_bridge.lifecycle.machine import Transition
+from rl_bridge.lifecycle import Transition
 from rl_bridge.remote import TwoPhaseExecutor
 from rl_bridge.testing.faults import FaultInjecting
-from rl_bridge.testing.over import BridgeOver
+from rl_bridge.testing.peer import BridgeOver
 from rl_bridge.transports.shared_memory import SharedMemory
 from tests.bridge.engines import Recording, content, publish
 from tests.helpers import weights

@@ -117,7 +117,7 @@ def test_a_forked_child_cannot_close_its_parents_executor(publisher: TensorBridg
 def test_nothing_is_reported_while_the_interpreter_ends() -> None:
     program = """
         import torch
-        from rl_bridge.testing.over import BridgeOver
+        from rl_bridge.testing.peer import BridgeOver
         from rl_bridge.transports.local import LocalClone
 
         class Telling(LocalClone):

@@ -9,16 +9,16 @@ import torch
 
 from rl_bridge import ModuleInstallAdapter, RolloutExecutor, make_weight_bridge
 from rl_bridge.bridge.tensor_bridge import TensorBridge
+from rl_bridge.cuda.devices import driver_at
+from rl_bridge.cuda.driver import CAPTURING, driver_error
+from rl_bridge.cuda.host import HostDriver
+from rl_bridge.cuda.owners import AddressRange, settle_late
 from rl_bridge.errors import IncompatibleUpdate, ProofFailed, SegmentError, TornEngine
 from rl_bridge.installers.base import InstallProof
-from rl_bridge.memory import leases, vm
+from rl_bridge.memory import segment as leases
+from rl_bridge.memory import vm
 from rl_bridge.memory.places import CPUPlace
-from rl_bridge.memory.vmm.driver import CAPTURING, driver_error
-from rl_bridge.memory.vmm.host import HostDriver
-from rl_bridge.memory.vmm.local import driver_at
-from rl_bridge.memory.vmm.owners import AddressRange
-from rl_bridge.memory.vmm.references import settle_late
-from rl_bridge.testing.host_vmm import HostVMM
+from rl_bridge.testing.host_devices import HostVMM
 from rl_bridge.transports import registry
 from tests.helpers import open_fds
 
@@ -203,7 +203,7 @@ def test_an_engine_on_another_device_is_refused_with_both_named(
         device = torch.device("cuda", 5)
 
     # Verification runs where the memory really is; only what it is called is another device.
-    monkeypatch.setattr("rl_bridge.memory.vmm.view.place_at", lambda _: Elsewhere())
+    monkeypatch.setattr("rl_bridge.cuda.views.place_at", lambda _: Elsewhere())
     with pytest.raises(IncompatibleUpdate, match="lies on cuda:5 and the engine on cpu"):
         rig.update(1)
     assert rig.executor.active_weight_version is None

@@ -10,11 +10,10 @@ import torch
 
 from rl_bridge import ModuleInstallAdapter, RolloutExecutor, SharedMemoryTensorBridge
 from rl_bridge.errors import ForeignTransport, IncompatibleUpdate, WeightBridgeError
-from rl_bridge.lifecycle.machine import Lifecycle, Transition
-from rl_bridge.lifecycle.table import Event
+from rl_bridge.lifecycle import Event, Lifecycle, Transition
 from rl_bridge.manifest.canonical import thaw
 from rl_bridge.manifest.model import WeightUpdateManifest
-from rl_bridge.memory.module_state import ModuleState
+from rl_bridge.memory.tensors import ModuleState
 from tests.bridge.engines import InterruptAtLine
 from tests.helpers import tracing
 

@@ -15,7 +15,7 @@ from rl_bridge import (
     WeightUpdateManifest,
     make_weight_bridge,
 )
-from rl_bridge.bridge.steps import FineSteps
+from rl_bridge.bridge.engine_state import FineSteps
 from rl_bridge.errors import (
     BridgeClosed,
     ChecksumMismatch,
@@ -24,10 +24,9 @@ from rl_bridge.errors import (
     TransportUnavailable,
     WeightUpdateRejectedError,
 )
-from rl_bridge.lifecycle.machine import Transition
-from rl_bridge.lifecycle.table import Event, Role, State
+from rl_bridge.lifecycle import Event, Role, State, Transition
 from rl_bridge.testing.faults import FaultInjecting
-from rl_bridge.testing.over import BridgeOver
+from rl_bridge.testing.peer import BridgeOver
 from rl_bridge.transports.shared_memory import SharedMemory
 
 

@@ -13,8 +13,7 @@ from rl_bridge import (
     make_weight_bridge,
 )
 from rl_bridge.bridge.consumer import Consumer
-from rl_bridge.lifecycle.machine import Transition
-from rl_bridge.lifecycle.table import Event, Role
+from rl_bridge.lifecycle import Event, Role, Transition
 from rl_bridge.memory.passes import BytePlan
 from tests.bridge.engines import Recording, content, publish
 from tests.helpers import weights

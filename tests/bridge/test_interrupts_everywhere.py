@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from rl_bridge import ModuleInstallAdapter, RolloutExecutor, SharedMemoryTensorBridge
-from rl_bridge.bridge.unread import UnreadTensors
-from rl_bridge.lifecycle.forks import FORKS
+from rl_bridge.bridge.consumer import UnreadTensors
+from rl_bridge.processes import FORKS
 from tests.helpers import tracing
 from tests.interrupts import InterruptBefore
 

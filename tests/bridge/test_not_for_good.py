@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from rl_bridge import RolloutExecutor, TensorBridge, WeightUpdateManifest, make_weight_bridge
+from rl_bridge.cuda.driver import driver_error
 from rl_bridge.errors import (
     ChecksumMismatch,
     DeadlineExceeded,
@@ -18,11 +19,10 @@ from rl_bridge.errors import (
     WeightBridgeUnavailableError,
     WeightUpdateRejectedError,
 )
-from rl_bridge.memory import leases
+from rl_bridge.memory import segment as leases
 from rl_bridge.memory.passes import BytePlan
 from rl_bridge.memory.places import CPUPlace
 from rl_bridge.memory.slots import SlotRing
-from rl_bridge.memory.vmm.driver import driver_error
 from rl_bridge.transports.local import _LocalPublisher
 from tests.bridge.engines import Recording, content, publish
 from tests.helpers import weights

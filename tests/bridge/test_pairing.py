@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from rl_bridge import MalformedManifest, WeightBridgeUnavailableError
-from rl_bridge.bridge.pairing import (
+from rl_bridge.ray.pairing import (
     Beacon,
     PairChoice,
     SharedDirectory,

@@ -23,8 +23,7 @@ from rl_bridge.errors import (
     VersionNotMonotonic,
     WeightBridgeUnavailableError,
 )
-from rl_bridge.lifecycle.machine import Transition
-from rl_bridge.lifecycle.table import Event, Role
+from rl_bridge.lifecycle import Event, Role, Transition
 from rl_bridge.testing.strategies import bytes_of
 from tests.helpers import weights
 

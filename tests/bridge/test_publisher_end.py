@@ -15,7 +15,7 @@ from rl_bridge.errors import (
     UnknownUpdate,
     WeightBridgeUnavailableError,
 )
-from rl_bridge.lifecycle.table import State
+from rl_bridge.lifecycle import State
 from rl_bridge.testing.strategies import bytes_of
 from tests.helpers import forked, forking, open_fds, weights
 

@@ -4,7 +4,7 @@ import pytest
 
 from rl_bridge import RolloutExecutor, TensorBridge, WeightUpdateManifest
 from rl_bridge.errors import StaleUpdate, TornEngine, WeightUpdateRejectedError
-from rl_bridge.lifecycle.table import State
+from rl_bridge.lifecycle import State
 from tests.bridge.engines import Recording, bridge_of, content, publish
 from tests.helpers import weights
 

@@ -6,7 +6,7 @@ import pytest
 
 from rl_bridge import RolloutExecutor, TensorBridge, WeightUpdateManifest, make_weight_bridge
 from rl_bridge.errors import TornEngine
-from rl_bridge.lifecycle.table import State
+from rl_bridge.lifecycle import State
 from tests.bridge.engines import InterruptAtLine, Recording, content, publish
 from tests.helpers import tracing, weights
 

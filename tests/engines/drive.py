@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rl_bridge import RolloutExecutor, WeightUpdateManifest, make_weight_bridge
-from rl_bridge.integrations.vllm.engine_adapter import VLLMEngineAdapter
+from rl_bridge.engines.vllm.engine_adapter import VLLMEngineAdapter
 from tests.engines.models import Kind
 
 __all__ = [

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_bridge import WeightBridgeError, WeightUpdateManifest
-from rl_bridge.integrations.vllm.server import ServerHandle
+from rl_bridge.engines.vllm.server import ServerHandle
 from tests.engines.drive import executor_for
 
 __all__ = ["STEPS", "drive"]

@@ -15,7 +15,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from rl_bridge.installers.vllm import canary, evidence, exchange, routes, staging
+from rl_bridge.engines import canary, evidence, exchange, staging
+from rl_bridge.engines import load_plan as routes
 
 __all__ = ["FaultyWorker", "PlantedError", "flip_byte", "plant", "uproot"]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from rl_bridge import WeightUpdateManifest, make_weight_bridge
-from rl_bridge.integrations.vllm.engine_adapter import VLLMEngineAdapter
+from rl_bridge.engines.vllm.engine_adapter import VLLMEngineAdapter
 from rl_bridge.remote import TwoPhaseExecutor
 
 __all__ = ["DEATH", "URL", "dying"]

@@ -16,7 +16,7 @@ from rl_bridge import (
     WeightUpdateRejectedError,
     make_weight_bridge,
 )
-from rl_bridge.integrations.vllm.checkpoint_reload import VLLMCheckpointReloadAdapter
+from rl_bridge.engines.vllm.checkpoint_reload import VLLMCheckpointReloadAdapter
 from tests.engines.drive import Setting, answers, model_of, start
 from tests.engines.models import Checkpoints, Kind
 from tests.engines.references import References

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from rl_bridge import IncompatibleUpdate, RolloutExecutor, make_weight_bridge
-from rl_bridge.integrations.vllm.engine_adapter import VLLMEngineAdapter
-from rl_bridge.integrations.vllm.handles import LLMHandle
+from rl_bridge.engines.vllm.engine_adapter import VLLMEngineAdapter
+from rl_bridge.engines.vllm.handles import LLMHandle
 from tests.engines.drive import Setting, executor_for
 from tests.engines.engines import Bench, bench
 from tests.engines.models import Checkpoints, Kind
@@ -54,8 +54,8 @@ def interrupted_once(patch: pytest.MonkeyPatch, owner: Any, name: str, *, after:
 def test_an_interrupted_commit_of_vllms_calls_ends_forward(
     engine: Bench, monkeypatch: pytest.MonkeyPatch, method: str, *, after: bool
 ) -> None:
-    from rl_bridge.installers.vllm.exchange import Exchange
-    from rl_bridge.installers.vllm.spares import Spares
+    from rl_bridge.engines.exchange import Exchange
+    from rl_bridge.engines.staging import Spares
 
     owner = {"forget": Exchange, "keep_packs": Spares}[method]
     manifest = engine.trainer.publish(engine.next())
@@ -180,7 +180,7 @@ def test_a_pause_of_the_users_own_is_not_taken_for_that_of_a_driver_that_died_be
 def test_an_exchange_that_a_dead_driver_left_unproven_is_taken_back_by_the_next(
     engine: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from rl_bridge.installers.vllm.model_installer import VLLMModelInstaller
+    from rl_bridge.engines.vllm.model_installer import VLLMModelInstaller
 
     manifest = engine.trainer.publish(engine.next())
     prepared = {"manifest": manifest.to_json(), "call": 1}
@@ -254,9 +254,9 @@ def ask(engine: Bench, prompt: list[int], *, reset: bool = True) -> list[int]:
 def test_bytes_that_go_bad_behind_the_import_are_found_before_the_install(
     engine: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from rl_bridge.engines.staging import stage as real
+    from rl_bridge.engines.vllm import model_installer
     from rl_bridge.errors import ProofFailed
-    from rl_bridge.installers.vllm import model_installer
-    from rl_bridge.installers.vllm.staging import stage as real
 
     def spoils(plan: Any, tensors: Any, *rest: Any) -> Any:
         # Weights that are packed straight from the imported memory: nobody else reads these.

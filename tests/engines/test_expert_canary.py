@@ -10,7 +10,7 @@ from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 
 from rl_bridge import ProofFailed
-from rl_bridge.installers.vllm.expert_canary import check_experts
+from rl_bridge.engines.vllm.expert_canary import check_experts
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # experts, intermediate, hidden

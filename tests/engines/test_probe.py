@@ -2,8 +2,8 @@
 
 import pytest
 
-from rl_bridge.integrations.vllm import probe as vllm
-from rl_bridge.integrations.vllm import transfer_engine
+from rl_bridge.engines.vllm import probe as vllm
+from rl_bridge.engines.vllm import transfer_engine
 
 
 def test_everything_that_needs_no_gpu_works_and_the_rest_says_why() -> None:

@@ -11,7 +11,7 @@ import pytest
 from rl_bridge import EngineLost, TornEngine, WeightBridgeError, WeightBridgeUnavailableError
 from rl_bridge.errors import ChecksumMismatch
 from rl_bridge.testing.faults import FaultInjecting
-from rl_bridge.testing.over import BridgeOver
+from rl_bridge.testing.peer import BridgeOver
 from rl_bridge.transports.shared_memory import SharedMemory
 from tests.engines.drive import Setting, answers, executor_for, start
 from tests.engines.engines import Bench, bench

@@ -16,9 +16,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rl_bridge import IncompatibleUpdate, ProofFailed, RolloutExecutor, make_weight_bridge
-from rl_bridge.installers.vllm import reload
-from rl_bridge.installers.vllm.model_installer import VLLMModelInstaller
-from rl_bridge.installers.vllm.reload import VLLMReloadAdapter
+from rl_bridge.engines.vllm import reload
+from rl_bridge.engines.vllm.model_installer import VLLMModelInstaller
+from rl_bridge.engines.vllm.reload import VLLMReloadAdapter
 from tests.engines.drive import Answers, Setting, answers, model_of, start
 from tests.engines.models import Checkpoints, Kind
 from tests.engines.trainer import Trainer

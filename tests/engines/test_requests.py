@@ -11,11 +11,11 @@ from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferUpdat
 from vllm.distributed.weight_transfer.packed_tensor import pack_tensors, unpack_tensor
 
 from rl_bridge import WeightUpdateManifest, make_weight_bridge
-from rl_bridge.integrations.vllm.requests import (
+from rl_bridge.engines.vllm.requests import (
     VLLMIPCWeightUpdateRequestBuilder,
     VLLMNCCLWeightUpdateRequestBuilder,
+    full_buffers,
 )
-from rl_bridge.integrations.vllm.requests_packed import full_buffers
 
 WEIGHTS = {
     f"layer.{n}": torch.randn(n + 1, 3, generator=torch.Generator().manual_seed(n)).to(dtype)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from rl_bridge import DeadlineExceeded, EngineLost, WeightBridgeError, WeightBridgeUnavailableError
-from rl_bridge.integrations.vllm.server import ServerHandle
+from rl_bridge.engines.vllm.server import ServerHandle
 
 WAIT_S = 20
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from rl_bridge import IncompatibleUpdate, ProofFailed, TornEngine, WeightUpdateRejectedError
-from rl_bridge.integrations.vllm.engine_adapter import VLLMEngineAdapter
+from rl_bridge.engines.vllm.engine_adapter import VLLMEngineAdapter
 from tests.engines.drive import Setting, answers, executor_for, model_of, native_update
 from tests.engines.engines import Bench, bench
 from tests.engines.faults import PlantedError, plant, uproot
@@ -143,7 +143,7 @@ def test_what_fails_between_proof_and_acknowledgement_is_undone_with_its_label(
 def test_an_undo_that_fails_too_is_torn_until_it_is_recovered(
     engine: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from rl_bridge.installers.vllm.exchange import Exchange
+    from rl_bridge.engines.exchange import Exchange
 
     engine.update()
     original = Exchange.undo

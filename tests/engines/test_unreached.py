@@ -16,8 +16,8 @@ from vllm.model_executor.model_loader.reload import record_metadata_for_reloadin
 from vllm.v1.attention.backends import cpu_attn
 
 from rl_bridge import IncompatibleUpdate, RolloutExecutor, WeightUpdateManifest
-from rl_bridge.installers.vllm.model_installer import VLLMModelInstaller
-from rl_bridge.installers.vllm.reload import VLLMReloadAdapter
+from rl_bridge.engines.vllm.model_installer import VLLMModelInstaller
+from rl_bridge.engines.vllm.reload import VLLMReloadAdapter
 from tests.engines.trainer import Trainer
 
 WAYS = pytest.mark.parametrize("way", [VLLMModelInstaller, VLLMReloadAdapter])

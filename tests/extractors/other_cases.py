@@ -8,13 +8,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from rl_bridge.bridge.group_exchange import ProcessGroupExchange
-from rl_bridge.bridge.transfer.config import WeightTransferConfig
-from rl_bridge.bridge.transfer.requests import WeightUpdateRequest
-from rl_bridge.bridge.transfer.strategy import make_transfer_strategy
 from rl_bridge.errors import WeightBridgeError
-from rl_bridge.extractors.fsdp import FSDPExtractor
-from rl_bridge.extractors.state_dict import StateDictExtractor
+from rl_bridge.groups.exchange import ProcessGroupExchange
+from rl_bridge.strategies.requests import WeightUpdateRequest
+from rl_bridge.strategies.strategy import WeightTransferConfig, make_transfer_strategy
+from rl_bridge.trainers.fsdp import FSDPExtractor
+from rl_bridge.trainers.state_dict import StateDictExtractor
 from tests.extractors.worlds import described, filled, local_report
 
 __all__ = ["data_parallel", "layers", "narrow", "syncs", "without_elements"]

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from rl_bridge import WeightChunk, make_weight_bridge
 from rl_bridge.errors import IncompatibleUpdate
-from rl_bridge.extractors.chunks import BufferPlan, batches, module_of
+from rl_bridge.trainers.chunks import BufferPlan, batches, module_of
 
 DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float8_e4m3fn]
 

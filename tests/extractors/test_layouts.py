@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl_bridge.extractors.layouts import (
+from rl_bridge.trainers.gather import (
     Cut,
     box_piece,
     cut_evenly,

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from rl_bridge.errors import WeightBridgeUnavailableError
-from rl_bridge.extractors.megatron_layout import Grid, Line, share_of
+from rl_bridge.trainers.megatron import Grid, Line, share_of
 
 
 def grid(tensor: int = 1, expert: int = 1) -> Grid:

@@ -12,10 +12,10 @@ from typing import Any, Self
 import torch
 
 from rl_bridge.errors import WeightBridgeError
-from rl_bridge.extractors.base import WeightExtractor
-from rl_bridge.extractors.chunks import WeightChunk
-from rl_bridge.manifest.placement import Piece, Placement
+from rl_bridge.manifest.parallel import Piece, Placement
 from rl_bridge.testing.processes import Child
+from rl_bridge.trainers.base import WeightExtractor
+from rl_bridge.trainers.chunks import WeightChunk
 
 __all__ = [
     "Rank",

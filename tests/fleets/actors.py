@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from rl_bridge import ModuleInstallAdapter
-from rl_bridge.bridge.pairing import SideFacts
-from rl_bridge.integrations.ray import calls, trainers
-from rl_bridge.ray import FleetUpdate, PublisherSide, RolloutFleet, RolloutSide
+from rl_bridge.ray import FleetUpdate, PublisherSide, RolloutFleet, RolloutSide, calls, trainers
+from rl_bridge.ray.pairing import SideFacts
 
 __all__ = ["NEVER_S", "TIMEOUT_S", "Actor", "Cluster", "Elsewhere", "Rollout", "Run", "Trainer"]
 

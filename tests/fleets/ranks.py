@@ -13,10 +13,18 @@ import pytest
 import torch
 
 from rl_bridge import ModuleInstallAdapter
-from rl_bridge.extractors.state_dict import Source
-from rl_bridge.integrations.ray import actors, calls, group_store, trainers
-from rl_bridge.manifest.placement import Placement
-from rl_bridge.ray import FleetUpdate, RolloutActor, RolloutFleet, WeightPublisherActor
+from rl_bridge.manifest.parallel import Placement
+from rl_bridge.ray import (
+    FleetUpdate,
+    RolloutActor,
+    RolloutFleet,
+    WeightPublisherActor,
+    actors,
+    calls,
+    group_store,
+    trainers,
+)
+from rl_bridge.trainers.state_dict import Source
 from tests.fleets.actors import GetTimeoutError, RayError, RayTaskError
 from tests.groups.meshes import cut, model
 

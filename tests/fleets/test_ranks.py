@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from rl_bridge import GroupAborted, WeightBridgeUnavailableError
-from rl_bridge.bridge.pairing import PairChoice
-from rl_bridge.integrations.ray.calls import Deadline
-from rl_bridge.integrations.ray.group_store import GroupSeat
 from rl_bridge.ray import RolloutActor, RolloutFleet
+from rl_bridge.ray.calls import Deadline
+from rl_bridge.ray.group_store import GroupSeat
+from rl_bridge.ray.pairing import PairChoice
 from tests.fleets.actors import RayError
 from tests.fleets.ranks import SHAPES, TIMEOUT_S, Actor, Cluster, Run, Whole
 from tests.groups.meshes import model

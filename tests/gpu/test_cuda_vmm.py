@@ -14,8 +14,8 @@ from rl_bridge.errors import (
 )
 from rl_bridge.testing import TransportSuite
 from rl_bridge.testing.faults import Locate
-from rl_bridge.testing.host_vmm import published_address
-from rl_bridge.transports.cuda_vmm import CUDAVMM
+from rl_bridge.testing.host_devices import published_address
+from rl_bridge.transports.cuda import CUDAVMM
 from rl_bridge.transports.registry import probe
 
 _FOUND = probe("cuda-vmm")

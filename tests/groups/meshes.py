@@ -7,7 +7,7 @@ from math import prod
 import torch
 from hypothesis import strategies as st
 
-from rl_bridge.manifest.placement import Piece, Placement
+from rl_bridge.manifest.parallel import Piece, Placement
 
 __all__ = ["Shards", "chunked", "cut", "cuts", "flat_cut", "model", "numbered", "shapes"]
 

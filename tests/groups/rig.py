@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 import torch
 
 from rl_bridge import TensorBridge, make_weight_bridge
-from rl_bridge.bridge.group_exchange import StoreExchange
-from rl_bridge.bridge.group_publish import GroupPublisher
+from rl_bridge.groups.exchange import StoreExchange
+from rl_bridge.groups.publish import GroupPublisher
 from rl_bridge.manifest.group import GroupManifest
 from tests.groups.meshes import Shards
 

@@ -7,14 +7,14 @@ from typing import Any
 import torch
 
 from rl_bridge import ModuleInstallAdapter
-from rl_bridge.bridge.group_exchange import StoreExchange
-from rl_bridge.bridge.pairing import PairChoice
-from rl_bridge.bridge.resharding import TensorParallel, parallel
 from rl_bridge.bridge.tensor_bridge import TensorBridge
-from rl_bridge.integrations.ray.answers import Announcement, RolloutAnswer
-from rl_bridge.integrations.ray.lanes import GroupLane
-from rl_bridge.manifest.placement import Placement
+from rl_bridge.groups.exchange import StoreExchange
+from rl_bridge.groups.wanted import TensorParallel, parallel
+from rl_bridge.manifest.parallel import Placement
 from rl_bridge.ray import PublisherSide, RolloutSide
+from rl_bridge.ray.calls import Announcement, RolloutAnswer
+from rl_bridge.ray.pairing import PairChoice
+from rl_bridge.ray.publisher_side import GroupLane
 from tests.groups.meshes import cut, model
 
 __all__ = ["BROADCAST", "MEMORY", "NIXL", "TIMEOUT_S", "HashStore", "Rank", "Rollout", "Run"]

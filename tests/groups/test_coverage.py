@@ -7,17 +7,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rl_bridge.errors import IncompleteCoverage, RangeBeyondSegment, RanksDisagree
-from rl_bridge.manifest.coverage import WholeTensor, held_pieces, piece_boxes, prove_coverage
-from rl_bridge.manifest.group_boxes import (
+from rl_bridge.manifest.coverage import (
+    WholeTensor,
     box_of,
     find_gap,
     find_overlap,
     flat_boxes,
+    held_pieces,
     intersect,
+    piece_boxes,
+    prove_coverage,
     subtract,
     volume,
 )
-from rl_bridge.manifest.placement import Piece, Placement
+from rl_bridge.manifest.parallel import Piece, Placement
 from tests.groups.meshes import boxes, cut, cuts, flat_cut, numbered, shapes
 
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from rl_bridge import BridgeClosed, GroupBridge, ModuleInstallAdapter, RolloutExecutor
-from rl_bridge.bridge.group_end import _REMEMBERED, GroupEnd
-from rl_bridge.bridge.resharding import TensorParallel, parallel
+from rl_bridge.groups.bridge import _REMEMBERED, GroupEnd
+from rl_bridge.groups.wanted import TensorParallel, parallel
 from rl_bridge.testing.leaks import assert_nothing_leaks
 from tests.groups.meshes import Shards, cut, model
 from tests.groups.rig import everywhere, trainers

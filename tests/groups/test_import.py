@@ -7,8 +7,6 @@ import pytest
 import torch
 
 from rl_bridge import ModuleInstallAdapter, RolloutExecutor, make_weight_bridge
-from rl_bridge.bridge.group_import import GroupBridge
-from rl_bridge.bridge.resharding import TensorParallel, Wanted, everything, parallel, slices
 from rl_bridge.errors import (
     ChecksumMismatch,
     ForeignTransport,
@@ -18,6 +16,8 @@ from rl_bridge.errors import (
     TransportUnavailable,
     WeightUpdateRejectedError,
 )
+from rl_bridge.groups.bridge import GroupBridge
+from rl_bridge.groups.wanted import TensorParallel, Wanted, everything, parallel, slices
 from rl_bridge.manifest.digest import LEAF_NBYTES
 from rl_bridge.manifest.group import GroupManifest
 from rl_bridge.testing.faults import arena_address, flip_byte
@@ -379,7 +379,7 @@ def test_an_interrupted_assembly_holds_nothing(monkeypatch: pytest.MonkeyPatch) 
         def interrupted(*_: object) -> Wanted:
             raise KeyboardInterrupt
 
-        monkeypatch.setattr("rl_bridge.bridge.group_end.GroupEnd._manifest", interrupted)
+        monkeypatch.setattr("rl_bridge.groups.bridge.GroupEnd._manifest", interrupted)
         with pytest.raises(KeyboardInterrupt):
             bridge.import_update(manifest)
         monkeypatch.undo()

@@ -15,11 +15,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl_bridge import GroupBridge
-from rl_bridge.bridge import group_landing
-from rl_bridge.bridge.group_assembly import Assembly
-from rl_bridge.bridge.group_end import GroupEnd
-from rl_bridge.bridge.group_landing import LandingPlan
-from rl_bridge.bridge.resharding import (
+from rl_bridge.errors import (
+    ChecksumMismatch,
+    DigestMismatch,
+    SegmentError,
+    SlotsExhausted,
+)
+from rl_bridge.groups import assembly as group_landing
+from rl_bridge.groups.assembly import Assembly, LandingPlan
+from rl_bridge.groups.bridge import GroupEnd
+from rl_bridge.groups.plan import make_plan
+from rl_bridge.groups.wanted import (
     TensorParallel,
     Wanted,
     WantedLayout,
@@ -29,22 +35,14 @@ from rl_bridge.bridge.resharding import (
     parallel,
     slices,
 )
-from rl_bridge.bridge.resharding_plan import make_plan
-from rl_bridge.errors import (
-    ChecksumMismatch,
-    DigestMismatch,
-    SegmentError,
-    SlotsExhausted,
-)
 from rl_bridge.manifest.digest import LEAF_NBYTES
 from rl_bridge.manifest.group import GroupManifest
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.memory.control import UpdateReport
-from rl_bridge.memory.imported import ImportedTensors
 from rl_bridge.memory.slots import ARRIVING, Slot
+from rl_bridge.memory.views import ImportedTensors
 from rl_bridge.testing.faults import flip_byte
-from rl_bridge.transports._landing import Landed, Landing
-from rl_bridge.transports.base import Attachment, ConsumerEnd, PartRequest
+from rl_bridge.transports.base import Attachment, ConsumerEnd, Landed, Landing, PartRequest
 from rl_bridge.transports.local import LocalClone
 from tests.groups.meshes import Shards, cut, flat_cut, model
 from tests.groups.rig import trainers

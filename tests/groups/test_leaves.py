@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from rl_bridge import make_weight_bridge
 from rl_bridge.errors import ChecksumMismatch, MalformedManifest
 from rl_bridge.manifest.digest import LEAF_NBYTES, leaf_digests, tensor_digest
-from rl_bridge.manifest.group_leaves import LEAVES, LeafIndex, leaf_block_nbytes, leaf_index
+from rl_bridge.manifest.group_digests import LEAVES, LeafIndex, leaf_block_nbytes, leaf_index
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.manifest.table import TensorTable
 from rl_bridge.memory import passes
-from rl_bridge.memory.leaf_packing import LeafPackPlan, LeafPlan, LeafSource, checked_block
+from rl_bridge.memory.packing import LeafPackPlan, LeafPlan, LeafSource, checked_block
 from tests.groups.meshes import numbered
 
 SIZES = (0, 1, 1023, 1024, LEAF_NBYTES - 1, LEAF_NBYTES, LEAF_NBYTES + 1, 3 * LEAF_NBYTES + 77)

@@ -21,7 +21,7 @@ from rl_bridge.manifest import coverage
 from rl_bridge.manifest.coverage import held_pieces, prove_coverage
 from rl_bridge.manifest.group import GroupManifest
 from rl_bridge.manifest.group_layout import GroupLayout
-from rl_bridge.manifest.placement import Placement
+from rl_bridge.manifest.parallel import Placement
 from tests.groups.meshes import Shards, cut, model, numbered, placed
 from tests.groups.rig import trainers
 

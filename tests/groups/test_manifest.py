@@ -26,8 +26,8 @@ from rl_bridge.errors import (
 from rl_bridge.manifest.canonical import canonical_json
 from rl_bridge.manifest.digest import LEAF_NBYTES, text_digest
 from rl_bridge.manifest.group import GroupManifest
+from rl_bridge.manifest.group_digests import LEAVES
 from rl_bridge.manifest.group_layout import KNOWN_GROUPS
-from rl_bridge.manifest.group_leaves import LEAVES
 from tests.groups.meshes import Shards, chunked, cut, flat_cut, model, numbered, placed
 from tests.groups.rig import trainers
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from rl_bridge.bridge.group_exchange import StoreExchange
-from rl_bridge.bridge.group_publish import GroupPublisher
 from rl_bridge.errors import GroupAborted
+from rl_bridge.groups.exchange import StoreExchange
+from rl_bridge.groups.publish import GroupPublisher
 from rl_bridge.manifest.digest import LEAF_NBYTES
 from tests.groups.meshes import cut, model
 from tests.groups.rig import HashStore, Trainers, everywhere, trainers

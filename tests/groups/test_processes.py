@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 
 from rl_bridge import ModuleInstallAdapter, RolloutExecutor, make_weight_bridge
-from rl_bridge.bridge.group_exchange import GroupExchange, ProcessGroupExchange, StoreExchange
-from rl_bridge.bridge.group_import import GroupBridge
-from rl_bridge.bridge.group_publish import GroupPublisher
-from rl_bridge.bridge.resharding import TensorParallel, parallel
+from rl_bridge.groups.bridge import GroupBridge
+from rl_bridge.groups.exchange import GroupExchange, ProcessGroupExchange, StoreExchange
+from rl_bridge.groups.publish import GroupPublisher
+from rl_bridge.groups.wanted import TensorParallel, parallel
 from rl_bridge.manifest.group import GroupManifest
 from rl_bridge.testing.faults import die
 from rl_bridge.testing.processes import Child, ChildDied, ChildError

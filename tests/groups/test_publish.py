@@ -5,8 +5,6 @@ import threading
 import pytest
 import torch
 
-from rl_bridge.bridge.group_exchange import FunctionExchange, StoreExchange
-from rl_bridge.bridge.group_publish import GroupPublisher
 from rl_bridge.errors import (
     DuplicateTensorName,
     GroupAborted,
@@ -16,10 +14,12 @@ from rl_bridge.errors import (
     UnknownUpdate,
     VersionNotMonotonic,
 )
+from rl_bridge.groups.exchange import FunctionExchange, StoreExchange
+from rl_bridge.groups.publish import GroupPublisher
 from rl_bridge.manifest.digest import digest_bytes
 from rl_bridge.manifest.group import GroupManifest
-from rl_bridge.manifest.group_leaves import LEAVES
-from rl_bridge.manifest.placement import Placement
+from rl_bridge.manifest.group_digests import LEAVES
+from rl_bridge.manifest.parallel import Placement
 from rl_bridge.testing.processes import until
 from rl_bridge.transports.shared_memory import SharedMemory
 from tests.groups.meshes import Shards, cut, flat_cut, model, placed

@@ -9,21 +9,21 @@ import pytest
 import torch
 
 from rl_bridge import GroupBridge
-from rl_bridge.bridge.resharding import (
+from rl_bridge.errors import SegmentError, StaleUpdate
+from rl_bridge.groups.wanted import (
     Fused,
     TensorParallel,
     everything,
     parallel,
     slices,
 )
-from rl_bridge.errors import SegmentError, StaleUpdate
 from rl_bridge.manifest.digest import LEAF_NBYTES
-from rl_bridge.manifest.group_leaves import LEAVES
+from rl_bridge.manifest.group_digests import LEAVES
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.memory.control import UpdateReport
 from rl_bridge.memory.passes import BytePlan
-from rl_bridge.memory.pins import Pin, anonymous_pin
 from rl_bridge.memory.places import CPU_PLACE
+from rl_bridge.memory.views import Pin, anonymous_pin
 from rl_bridge.transports.base import Attachment, ConsumerEnd, PartRequest
 from rl_bridge.transports.local import LocalClone
 from tests.groups.meshes import Shards, cut, flat_cut, model

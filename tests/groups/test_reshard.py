@@ -9,8 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_bridge.bridge.group_assembly import Assembly
-from rl_bridge.bridge.resharding import (
+from rl_bridge.errors import IncompatibleUpdate
+from rl_bridge.groups.assembly import Assembly
+from rl_bridge.groups.plan import ReshardPlan, make_plan
+from rl_bridge.groups.wanted import (
     ExpertParallel,
     Fused,
     PipelineParallel,
@@ -23,11 +25,9 @@ from rl_bridge.bridge.resharding import (
     parallel,
     slices,
 )
-from rl_bridge.bridge.resharding_plan import ReshardPlan, make_plan
-from rl_bridge.errors import IncompatibleUpdate
+from rl_bridge.manifest.group_digests import LEAVES, leaf_block_nbytes
 from rl_bridge.manifest.group_layout import GroupLayout
-from rl_bridge.manifest.group_leaves import LEAVES, leaf_block_nbytes
-from rl_bridge.manifest.placement import Piece, Placement
+from rl_bridge.manifest.parallel import Piece, Placement
 from rl_bridge.manifest.table import TensorTable
 from rl_bridge.memory.packing import dtype_name
 from tests.groups.meshes import (

@@ -9,8 +9,6 @@ import pytest
 import torch
 
 from rl_bridge import make_weight_bridge
-from rl_bridge.bridge.group_import import GroupBridge
-from rl_bridge.bridge.resharding import slices
 from rl_bridge.errors import (
     DigestMismatch,
     MalformedManifest,
@@ -18,6 +16,8 @@ from rl_bridge.errors import (
     WeightBridgeError,
     WeightUpdateRejectedError,
 )
+from rl_bridge.groups.bridge import GroupBridge
+from rl_bridge.groups.wanted import slices
 from rl_bridge.manifest.group import GroupManifest
 from rl_bridge.manifest.group_layout import GroupLayout
 from rl_bridge.manifest.model import WeightUpdateManifest

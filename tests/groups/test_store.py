@@ -14,10 +14,9 @@ import pytest
 from torch._C._distributed_c10d import TCPStore
 
 from rl_bridge import make_weight_bridge
-from rl_bridge.bridge.asking import Asking
-from rl_bridge.bridge.group_exchange import StoreExchange
-from rl_bridge.bridge.group_publish import GroupPublisher
 from rl_bridge.errors import DeadlineExceeded, GroupAborted
+from rl_bridge.groups.exchange import Asking, StoreExchange
+from rl_bridge.groups.publish import GroupPublisher
 from tests.groups.meshes import cut, model
 from tests.groups.rig import HashStore
 from tests.helpers import stop

@@ -8,11 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rl_bridge.bridge.group_exchange import FunctionExchange, ProcessGroupExchange
-from rl_bridge.bridge.group_import import GroupBridge
-from rl_bridge.bridge.group_publish import GroupPublisher
-from rl_bridge.bridge.resharding import parallel
 from rl_bridge.errors import GroupAborted, WeightBridgeError, WeightBridgeUnavailableError
+from rl_bridge.groups.bridge import GroupBridge
+from rl_bridge.groups.exchange import FunctionExchange, ProcessGroupExchange
+from rl_bridge.groups.publish import GroupPublisher
+from rl_bridge.groups.wanted import parallel
 from rl_bridge.manifest.group import GroupManifest
 from tests.groups.meshes import Shards, cut, model
 from tests.groups.rig import HashStore, Trainers, trainers

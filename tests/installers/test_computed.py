@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from rl_bridge import IncompatibleUpdate
-from rl_bridge.installers.sglang import parts
-from rl_bridge.installers.vllm.load_plan import LoadPlan
-from rl_bridge.installers.vllm.routes import learn
+from rl_bridge.engines.load_plan import LoadPlan, learn
+from rl_bridge.engines.sglang import compat as parts
 
 Load = Callable[["Model", Mapping[str, torch.Tensor]], None]
 

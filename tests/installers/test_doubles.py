@@ -6,12 +6,11 @@ import pytest
 import torch
 
 from rl_bridge import IncompatibleUpdate, SharedMemoryTensorBridge
-from rl_bridge.installers.sglang import parts
-from rl_bridge.installers.vllm.evidence import Evidence
-from rl_bridge.installers.vllm.load_plan import LoadPlan
-from rl_bridge.installers.vllm.routes import learn
-from rl_bridge.installers.vllm.same import check_landed
-from rl_bridge.installers.vllm.staging import Staged, TensorChange
+from rl_bridge.engines.evidence import Evidence
+from rl_bridge.engines.load_checks import check_landed
+from rl_bridge.engines.load_plan import LoadPlan, learn
+from rl_bridge.engines.sglang import compat as parts
+from rl_bridge.engines.staging import Staged, TensorChange
 
 
 class Model(torch.nn.Module):

@@ -8,13 +8,11 @@ import pytest
 import torch
 
 from rl_bridge import IncompatibleUpdate, make_weight_bridge
-from rl_bridge.installers.sglang import parts
-from rl_bridge.installers.sglang.model_installer import SGLangModelInstaller
-from rl_bridge.installers.vllm import model_installer
-from rl_bridge.installers.vllm.load_plan import LoadPlan
-from rl_bridge.installers.vllm.model_installer import VLLMModelInstaller
-from rl_bridge.installers.vllm.numbering import SMALL_NBYTES, Numbering
-from rl_bridge.installers.vllm.routes import learn
+from rl_bridge.engines.load_plan import SMALL_NBYTES, LoadPlan, Numbering, learn
+from rl_bridge.engines.sglang import compat as parts
+from rl_bridge.engines.sglang.model_installer import SGLangModelInstaller
+from rl_bridge.engines.vllm import model_installer
+from rl_bridge.engines.vllm.model_installer import VLLMModelInstaller
 from tests.peaks import peak_nbytes
 
 Given = Iterable[tuple[str, torch.Tensor]]

@@ -7,8 +7,7 @@ from rl_bridge.installers.engine_memory import Engine
 from rl_bridge.installers.module import ModuleInstallAdapter
 from rl_bridge.testing import InstallerSuite
 from rl_bridge.testing.installer_faults import EngineFault, Stage
-from rl_bridge.testing.installer_rig import engine_state
-from rl_bridge.testing.installer_suite import MakeRig
+from rl_bridge.testing.installer_suite import MakeRig, engine_state
 
 WIDTH = 6
 

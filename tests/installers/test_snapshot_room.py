@@ -5,8 +5,8 @@ from pathlib import Path
 import torch
 
 from rl_bridge.installers.snapshot import Snapshot
-from rl_bridge.memory.pins import Pin, anonymous_pin
-from rl_bridge.memory.spare import huge_pages
+from rl_bridge.memory.views import Pin, anonymous_pin
+from rl_bridge.memory.vm import huge_pages
 
 ELEMENTS = 1 << 20
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from rl_bridge import IncompatibleUpdate
-from rl_bridge.installers.vllm import unreached
-from rl_bridge.installers.vllm.unreached import refuse_unreached
+from rl_bridge.engines import load_checks as unreached
+from rl_bridge.engines.load_checks import refuse_unreached
 
 
 @pytest.fixture(autouse=True)

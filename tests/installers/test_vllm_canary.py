@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 
+from rl_bridge.engines import canary
+from rl_bridge.engines.canary import Canary
 from rl_bridge.errors import ProofFailed
-from rl_bridge.installers.vllm import canary
-from rl_bridge.installers.vllm.canary import Canary
 
 
 class Pack:

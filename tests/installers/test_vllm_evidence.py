@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from rl_bridge import ProofFailed, make_weight_bridge
-from rl_bridge.installers.vllm.evidence import Evidence
-from rl_bridge.installers.vllm.load_plan import LoadPlan
-from rl_bridge.installers.vllm.staging import AttributeChange, Staged
+from rl_bridge.engines.evidence import Evidence
+from rl_bridge.engines.load_plan import LoadPlan
+from rl_bridge.engines.staging import AttributeChange, Staged
 
 
 @pytest.fixture

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from rl_bridge import IncompatibleUpdate
-from rl_bridge.installers.sglang import parts
-from rl_bridge.installers.vllm.parts import num_same
-from rl_bridge.installers.vllm.routes import learn
-from rl_bridge.installers.vllm.same import check_whole
+from rl_bridge.engines.load_checks import check_whole
+from rl_bridge.engines.load_plan import learn
+from rl_bridge.engines.sglang import compat as parts
+from rl_bridge.engines.vllm.compat import num_same
 
 HIDDEN, HEAD_SIZE, HEADS, RANKS = 16, 8, 8, 4
 

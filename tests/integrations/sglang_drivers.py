@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from rl_bridge import TensorBridge, WeightBridgeError, WeightUpdateManifest, make_weight_bridge
-from rl_bridge.integrations.sglang import calls, plugin, rank, support, votes
-from rl_bridge.integrations.sglang.engine_adapter import SGLangInstallAdapter
-from rl_bridge.integrations.sglang.handles import Answer, EngineHandle
-from rl_bridge.integrations.sglang.plugin import PREFIX, SENDER, sender
-from rl_bridge.integrations.sglang.routes import Route
+from rl_bridge.engines.sglang import calls, plugin, rank, support, votes
+from rl_bridge.engines.sglang.engine_adapter import SGLangInstallAdapter
+from rl_bridge.engines.sglang.handles import Answer, EngineHandle
+from rl_bridge.engines.sglang.plugin import PREFIX, SENDER, sender
+from rl_bridge.engines.sglang.routes import Route
 from tests.integrations.test_sglang_exchange import Model, version
 
 __all__ = [

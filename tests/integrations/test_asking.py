@@ -14,7 +14,7 @@ from rl_bridge import (
     VLLMEngineAdapter,
     WeightBridgeUnavailableError,
 )
-from rl_bridge.integrations.vllm.handles import LLMHandle, Replies
+from rl_bridge.engines.vllm.handles import LLMHandle, Replies
 from tests.integrations.test_commit_fails import RanksOfOne, engine
 from tests.integrations.test_engine_adapter import trainer
 from tests.integrations.test_rank import publish

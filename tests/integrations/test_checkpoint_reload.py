@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rl_bridge import RolloutExecutor, TensorBridge, TornEngine, make_weight_bridge
-from rl_bridge.integrations.vllm.checkpoint_reload import VLLMCheckpointReloadAdapter
+from rl_bridge.engines.vllm.checkpoint_reload import VLLMCheckpointReloadAdapter
 from tests.integrations.test_engine_adapter import trainer
 from tests.integrations.test_rank import publish
 

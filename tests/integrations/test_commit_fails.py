@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from rl_bridge import TensorBridge, VLLMEngineAdapter, WeightUpdateRejectedError
-from rl_bridge.integrations.vllm.calls import answer
-from rl_bridge.integrations.vllm.handles import Replies
-from rl_bridge.integrations.vllm.rank import VLLMRank
+from rl_bridge.engines.vllm.calls import answer
+from rl_bridge.engines.vllm.handles import Replies
+from rl_bridge.engines.vllm.rank import VLLMRank
 from tests.integrations.test_engine_adapter import Engine, driver, trainer
 from tests.integrations.test_rank import RANKS, Group, Model, publish, rank_with
 

@@ -12,7 +12,7 @@ from rl_bridge import (
     WeightBridgeUnavailableError,
     WeightUpdateRejectedError,
 )
-from rl_bridge.integrations.vllm.handles import Replies
+from rl_bridge.engines.vllm.handles import Replies
 from tests.integrations.test_engine_adapter import Engine, broken, driver, engine, trainer
 from tests.integrations.test_rank import Model, publish, rank_with
 

@@ -16,9 +16,9 @@ from rl_bridge import (
     WeightUpdateRejectedError,
     make_weight_bridge,
 )
-from rl_bridge.integrations.vllm.calls import answer
-from rl_bridge.integrations.vllm.handles import EngineHandle, PauseMode, Replies
-from rl_bridge.integrations.vllm.rank import VLLMRank
+from rl_bridge.engines.vllm.calls import answer
+from rl_bridge.engines.vllm.handles import EngineHandle, PauseMode, Replies
+from rl_bridge.engines.vllm.rank import VLLMRank
 from tests.integrations.test_rank import Group, Model, publish, rank_with
 
 

@@ -17,10 +17,10 @@ from rl_bridge import (
     WeightBridgeUnavailableError,
     make_weight_bridge,
 )
-from rl_bridge.integrations.engine_bridges import checked_transports
-from rl_bridge.integrations.sglang.routes import options_for
-from rl_bridge.integrations.vllm import rank as vllm_rank
-from rl_bridge.integrations.vllm.rank import VLLMRank
+from rl_bridge.engines.rank_bridges import checked_transports
+from rl_bridge.engines.sglang.routes import options_for
+from rl_bridge.engines.vllm import rank as vllm_rank
+from rl_bridge.engines.vllm.rank import VLLMRank
 from tests.integrations import test_engine_adapter as vllm
 from tests.integrations.sglang_drivers import Engine as SGLangEngine
 from tests.integrations.sglang_drivers import Handle, engine

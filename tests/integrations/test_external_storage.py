@@ -15,7 +15,7 @@ from rl_bridge import (
     WeightBridgeUnavailableError,
     make_weight_bridge,
 )
-from rl_bridge.integrations.vllm.external_storage import VLLMCUDAVMMExternalStorageAdapter
+from rl_bridge.engines.vllm.external_storage import VLLMCUDAVMMExternalStorageAdapter
 
 
 class Model(torch.nn.Module):
@@ -188,7 +188,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_touched(
 def test_the_gpus_of_the_engine_are_drained_whichever_is_current(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from rl_bridge.integrations.vllm import external_storage
+    from rl_bridge.engines.vllm import external_storage
 
     drained: list[tuple[str, int]] = []
     monkeypatch.setattr(
@@ -248,7 +248,7 @@ def test_what_an_update_does_not_hold_stays_where_that_is_allowed(bridge: Tensor
 
 
 def test_without_cuda_the_cause_and_the_way_out_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    from rl_bridge.integrations.vllm import external_storage
+    from rl_bridge.engines.vllm import external_storage
 
     monkeypatch.setattr(external_storage, "cuda_cause", lambda: "no driver today")
     with pytest.raises(WeightBridgeUnavailableError, match=r"no driver today\. Use VLLMEngine"):

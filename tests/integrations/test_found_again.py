@@ -15,7 +15,7 @@ from rl_bridge import (
     WeightBridgeUnavailableError,
     make_weight_bridge,
 )
-from rl_bridge.installers.sglang.model_installer import SGLangModelInstaller
+from rl_bridge.engines.sglang.model_installer import SGLangModelInstaller
 from tests.integrations.sglang_drivers import Engine as SGLangEngine
 from tests.integrations.sglang_drivers import engine as sglang_engine
 from tests.integrations.sglang_drivers import importing

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from rl_bridge.engines.sglang.handles import ServerHandle as SGLangServer
+from rl_bridge.engines.vllm.server import ServerHandle as VLLMServer
 from rl_bridge.errors import SignatureRefused
-from rl_bridge.integrations.sglang.handles import ServerHandle as SGLangServer
-from rl_bridge.integrations.vllm.server import ServerHandle as VLLMServer
 from rl_bridge.remote import RemoteEngine
 from tests.remote.process import make_key
 

@@ -7,7 +7,7 @@ import torch
 from torch.testing._internal.two_tensor import TwoTensor
 
 from rl_bridge import IncompatibleUpdate
-from rl_bridge.installers.vllm.module_snapshot import ModelSnapshot
+from rl_bridge.engines.vllm.module_snapshot import ModelSnapshot
 
 
 class Kernel:

@@ -12,7 +12,7 @@ from rl_bridge import (
     WeightBridgeError,
     make_weight_bridge,
 )
-from rl_bridge.integrations.vllm.asking import held_by
+from rl_bridge.engines.vllm.asking import held_by
 from tests.integrations.test_commit_fails import RanksOfOne, engine
 from tests.integrations.test_engine_adapter import broken, trainer
 from tests.integrations.test_rank import publish

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from rl_bridge.integrations.vllm import probe as vllm
+from rl_bridge.engines.vllm import probe as vllm
 
 
 @pytest.fixture

@@ -21,12 +21,12 @@ from rl_bridge import (
     WeightUpdateRejectedError,
     make_weight_bridge,
 )
+from rl_bridge.engines.vllm import rank as rank_module
+from rl_bridge.engines.vllm import votes
+from rl_bridge.engines.vllm.calls import answer
+from rl_bridge.engines.vllm.rank import VLLMRank
 from rl_bridge.errors import DigestMismatch, WeightBridgeUnavailableError
 from rl_bridge.installers.base import InstallProof, TransactionalAdapter
-from rl_bridge.integrations.vllm import rank as rank_module
-from rl_bridge.integrations.vllm import votes
-from rl_bridge.integrations.vllm.calls import answer
-from rl_bridge.integrations.vllm.rank import VLLMRank
 
 RANKS = 2
 WAIT_S = 20

@@ -7,8 +7,8 @@ import os
 import pytest
 
 from rl_bridge import TensorBridge, WeightBridgeError
-from rl_bridge.installers.sglang.model_installer import SGLangModelInstaller
-from rl_bridge.integrations.sglang import rank
+from rl_bridge.engines.sglang import rank
+from rl_bridge.engines.sglang.model_installer import SGLangModelInstaller
 from tests.integrations.sglang_drivers import Engine, engine, importing, trainer, update
 from tests.integrations.test_sglang_exchange import equal, held, loaded, version
 
@@ -61,7 +61,7 @@ def test_a_trainer_that_cannot_be_told_is_a_warning_where_the_commit_was_asked_f
 
     manifest = trainer.publish(version(1), weight_version=1)
     monkeypatch.setattr(TensorBridge, "acknowledge", lose)
-    caplog.set_level(logging.WARNING, "rl_bridge.integrations.sglang.handles")
+    caplog.set_level(logging.WARNING, "rl_bridge.engines.sglang.handles")
     update(importing(engine), manifest)
     (said,) = [r.getMessage() for r in caplog.records if r.name.endswith("sglang.handles")]
     assert "the way back is gone" in said

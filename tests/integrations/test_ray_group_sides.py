@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from rl_bridge import GroupAborted, IncompleteCoverage
-from rl_bridge.integrations.ray.answers import Announcement
 from rl_bridge.ray import PublisherSide
+from rl_bridge.ray.calls import Announcement
 from tests.groups.sides import BROADCAST, MEMORY, TIMEOUT_S, HashStore, Rollout, Run
 
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from rl_bridge import WeightUpdateManifest
-from rl_bridge.bridge.pairing import PairChoice
-from rl_bridge.integrations.ray.answers import Announcement
-from rl_bridge.lifecycle.table import State
+from rl_bridge.lifecycle import State
 from rl_bridge.ray import PublisherSide
+from rl_bridge.ray.calls import Announcement
+from rl_bridge.ray.pairing import PairChoice
 from tests.helpers import tracing
 from tests.interrupts import InterruptBefore
 

@@ -20,12 +20,12 @@ from rl_bridge import (
     WeightUpdateManifest,
     WeightUpdateRejectedError,
 )
-from rl_bridge.bridge.pairing import PairChoice, SideFacts, choose_transport
 from rl_bridge.bridge.rollout import RolloutExecutor
-from rl_bridge.extractors.state_dict import Source
-from rl_bridge.integrations.ray.answers import Announcement, RolloutAnswer
-from rl_bridge.integrations.ray.fleet import FleetUpdate
 from rl_bridge.ray import PublisherSide, RolloutSide
+from rl_bridge.ray.calls import Announcement, RolloutAnswer
+from rl_bridge.ray.fleet import FleetUpdate
+from rl_bridge.ray.pairing import PairChoice, SideFacts, choose_transport
+from rl_bridge.trainers.state_dict import Source
 
 MEMORY = PairChoice(transport="shared-memory", reason="a test").to_json()
 BROADCAST = PairChoice(

@@ -9,8 +9,8 @@ from rl_bridge import (
     WeightBridgeUnavailableError,
     make_weight_bridge,
 )
-from rl_bridge.integrations.ray.answers import RolloutAnswer
 from rl_bridge.ray import PairChoice, RolloutSide
+from rl_bridge.ray.calls import RolloutAnswer
 from tests.integrations.test_engine_adapter import Engine, broken, driver, engine, trainer
 from tests.integrations.test_rank import Model, publish, rank_with
 

@@ -17,7 +17,7 @@ from rl_bridge import (
     WeightUpdateRejectedError,
     make_weight_bridge,
 )
-from rl_bridge.integrations.vllm.handles import PauseMode, Replies
+from rl_bridge.engines.vllm.handles import PauseMode, Replies
 from tests.integrations.test_engine_adapter import Engine, broken, driver, engine, trainer
 from tests.integrations.test_rank import publish
 

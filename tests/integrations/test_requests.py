@@ -19,12 +19,13 @@ from rl_bridge import (
     WeightUpdateManifest,
     make_weight_bridge,
 )
-from rl_bridge.integrations.vllm import requests
-from rl_bridge.integrations.vllm.requests import (
+from rl_bridge.engines.vllm import requests
+from rl_bridge.engines.vllm.requests import (
     VLLMIPCWeightUpdateRequestBuilder,
     VLLMNCCLWeightUpdateRequestBuilder,
+    full_buffers,
+    overfull_buffers,
 )
-from rl_bridge.integrations.vllm.requests_packed import full_buffers, overfull_buffers
 
 Update = tuple[WeightUpdateManifest, dict[str, torch.Tensor]]
 

@@ -12,12 +12,12 @@ from rl_bridge import (
     WeightUpdateRejectedError,
     make_weight_bridge,
 )
-from rl_bridge.installers.sglang.cuts import Cut, check_covered, parse_cuts, part_digests
-from rl_bridge.installers.vllm.evidence import digests_of
-from rl_bridge.installers.vllm.routes import View
-from rl_bridge.integrations.sglang.plugin import reply_text
-from rl_bridge.integrations.sglang.shares import Shares
-from rl_bridge.integrations.sglang.votes import merged
+from rl_bridge.engines.evidence import digests_of
+from rl_bridge.engines.load_plan import View
+from rl_bridge.engines.sglang.cuts import Cut, check_covered, parse_cuts, part_digests
+from rl_bridge.engines.sglang.plugin import reply_text
+from rl_bridge.engines.sglang.shares import Shares
+from rl_bridge.engines.sglang.votes import merged
 
 WEIGHT = torch.arange(24, dtype=torch.float32).view(4, 6)
 TENSORS = {"a": WEIGHT, "b": torch.ones(3)}

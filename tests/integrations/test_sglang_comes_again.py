@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rl_bridge import TensorBridge
-from rl_bridge.installers.sglang.model_installer import SGLangModelInstaller
+from rl_bridge.engines.sglang.model_installer import SGLangModelInstaller
 from tests.integrations.sglang_drivers import Engine, engine, trainer
 from tests.integrations.test_sglang_exchange import equal, held, loaded, version
 

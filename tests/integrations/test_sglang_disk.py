@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from rl_bridge import TensorBridge
-from rl_bridge.integrations.sglang import plugin
-from rl_bridge.integrations.sglang.engine_adapter import SGLangInstallAdapter
+from rl_bridge.engines.sglang import plugin
+from rl_bridge.engines.sglang.engine_adapter import SGLangInstallAdapter
 from tests.integrations.sglang_drivers import Engine, Handle, engine, trainer
 from tests.integrations.test_sglang_exchange import equal, held, loaded, version
 

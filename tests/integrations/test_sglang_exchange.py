@@ -14,13 +14,12 @@ from rl_bridge import (
     WeightUpdateManifest,
     make_weight_bridge,
 )
-from rl_bridge.installers.sglang import beside
-from rl_bridge.installers.sglang.model_installer import SGLangModelInstaller
+from rl_bridge.engines import exchange
+from rl_bridge.engines.exchange import is_alone
+from rl_bridge.engines.sglang import beside, rank, votes
+from rl_bridge.engines.sglang.model_installer import SGLangModelInstaller
+from rl_bridge.engines.staging import TensorChange
 from rl_bridge.installers.snapshot import Snapshot
-from rl_bridge.installers.vllm import exchange
-from rl_bridge.installers.vllm.exchange import is_alone
-from rl_bridge.installers.vllm.staging import TensorChange
-from rl_bridge.integrations.sglang import rank, votes
 
 HIDDEN, ROWS, PADDED = 64, 48, 64
 

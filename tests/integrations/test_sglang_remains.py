@@ -14,8 +14,8 @@ from rl_bridge import (
     WeightUpdateManifest,
     WeightUpdateRejectedError,
 )
-from rl_bridge.installers.sglang.model_installer import SGLangModelInstaller
-from rl_bridge.integrations.sglang.engine_adapter import SGLangInstallAdapter
+from rl_bridge.engines.sglang.engine_adapter import SGLangInstallAdapter
+from rl_bridge.engines.sglang.model_installer import SGLangModelInstaller
 from tests.integrations.sglang_drivers import (
     Engine,
     Handle,

@@ -11,7 +11,7 @@ from rl_bridge import (
     WeightUpdateRejectedError,
     make_weight_bridge,
 )
-from rl_bridge.integrations.sglang.engine_adapter import SGLangInstallAdapter
+from rl_bridge.engines.sglang.engine_adapter import SGLangInstallAdapter
 from tests.integrations.sglang_drivers import (
     Engine,
     Handle,

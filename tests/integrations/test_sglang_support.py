@@ -3,7 +3,7 @@
 import pytest
 
 from rl_bridge import TensorBridge, WeightBridgeUnavailableError
-from rl_bridge.integrations.sglang.engine_adapter import SGLangInstallAdapter
+from rl_bridge.engines.sglang.engine_adapter import SGLangInstallAdapter
 from tests.integrations.sglang_drivers import (
     Engine,
     Handle,

@@ -14,8 +14,8 @@ from rl_bridge import (
     WeightUpdateRejectedError,
     make_weight_bridge,
 )
-from rl_bridge.integrations.vllm.handles import PauseMode, Replies
-from rl_bridge.integrations.vllm.rank import VLLMRank
+from rl_bridge.engines.vllm.handles import PauseMode, Replies
+from rl_bridge.engines.vllm.rank import VLLMRank
 from tests.integrations.test_engine_adapter import Engine
 from tests.integrations.test_rank import Group, Model, publish, rank_with
 

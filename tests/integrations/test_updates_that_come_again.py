@@ -22,10 +22,10 @@ from rl_bridge import (
     WeightBridgeError,
     WeightUpdateRejectedError,
 )
-from rl_bridge.bridge.group_end import GROUP
+from rl_bridge.engines.vllm.handles import Replies
+from rl_bridge.engines.vllm.rank import VLLMRank
 from rl_bridge.errors import DriverError, TransportUnavailable, WeightBridgeUnavailableError
-from rl_bridge.integrations.vllm.handles import Replies
-from rl_bridge.integrations.vllm.rank import VLLMRank
+from rl_bridge.groups.bridge import GROUP
 from tests.integrations.test_engine_adapter import Engine, broken, driver, engine, trainer
 from tests.integrations.test_rank import RANKS, Group, Model, publish, rank_with
 

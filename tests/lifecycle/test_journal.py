@@ -16,7 +16,7 @@ from rl_bridge.errors import (
     WeightBridgeError,
     WeightBridgeUnavailableError,
 )
-from rl_bridge.lifecycle.journal import Journal
+from rl_bridge.journal import Journal
 from rl_bridge.testing.processes import Child, ChildError
 from tests.helpers import forked, forking
 
@@ -95,7 +95,7 @@ def test_a_record_that_cannot_be_written_leaves_the_version_free(
     with Journal(tmp_path) as journal:
         journal.reserve(1)
         with monkeypatch.context() as patch:
-            patch.setattr("rl_bridge.lifecycle.journal.os.fsync", full)
+            patch.setattr("rl_bridge.journal.os.fsync", full)
             with pytest.raises(WeightBridgeError, match=r"version 2 was not published.*No space"):
                 journal.reserve(2)
         assert journal.last_version == 1
@@ -275,7 +275,7 @@ def test_forking_while_a_version_is_being_claimed_does_not_hang(
             go_on.wait(30)
             fsync(fd)
 
-        monkeypatch.setattr("rl_bridge.lifecycle.journal.os.fsync", slow)
+        monkeypatch.setattr("rl_bridge.journal.os.fsync", slow)
         thread = threading.Thread(target=journal.reserve, args=(1,))
         thread.start()
         assert inside.wait(30)

@@ -14,7 +14,7 @@ import pytest
 from rl_bridge.errors import (
     VersionNotMonotonic,
 )
-from rl_bridge.lifecycle.journal import Journal
+from rl_bridge.journal import Journal
 from rl_bridge.testing.processes import until
 from tests.helpers import forking, tracing
 
@@ -29,7 +29,7 @@ def _die(*_: object, **__: object) -> None:
 def _reserve_and_die(directory: Path, version: int, point: str) -> None:
     journal = Journal(directory)
     patch = pytest.MonkeyPatch()
-    module = "rl_bridge.lifecycle.journal"
+    module = "rl_bridge.journal"
     if point == "open":
         patch.setattr(f"{module}.Path.open", _die)
     elif point == "fsync":

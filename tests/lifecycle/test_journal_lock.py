@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from rl_bridge.errors import WeightBridgeError, WeightBridgeUnavailableError
-from rl_bridge.lifecycle.journal import Journal
+from rl_bridge.journal import Journal
 from tests.helpers import forking, tracing
 
 

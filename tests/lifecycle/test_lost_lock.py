@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from rl_bridge.errors import WeightBridgeError, WeightBridgeUnavailableError
-from rl_bridge.lifecycle.journal import Journal
+from rl_bridge.journal import Journal
 
 
 def lock_in(directory: Path) -> Path:

@@ -6,8 +6,7 @@ from collections import Counter
 import pytest
 
 from rl_bridge.errors import IllegalTransition, WeightUpdateRejectedError
-from rl_bridge.lifecycle.machine import Lifecycle, Transition
-from rl_bridge.lifecycle.table import Event, Role, State, shortest_path
+from rl_bridge.lifecycle import Event, Lifecycle, Role, State, Transition, shortest_path
 
 
 def consumer(*events: Event) -> Lifecycle:

@@ -3,17 +3,17 @@
 import pytest
 
 from rl_bridge.errors import IllegalTransition
-from rl_bridge.lifecycle.diagram import mermaid
-from rl_bridge.lifecycle.machine import Lifecycle
-from rl_bridge.lifecycle.table import (
+from rl_bridge.lifecycle import (
     CONSUMER,
     INITIAL,
     PUBLISHER,
     STATUS,
     TABLE,
     Event,
+    Lifecycle,
     Role,
     State,
+    mermaid,
     shortest_path,
 )
 

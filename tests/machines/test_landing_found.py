@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from rl_bridge import GroupBridge
-from rl_bridge.bridge.group_end import GroupEnd
-from rl_bridge.bridge.resharding import TensorParallel, parallel
 from rl_bridge.errors import ChecksumMismatch, TransferTimeout
+from rl_bridge.groups.bridge import GroupEnd
+from rl_bridge.groups.wanted import TensorParallel, parallel
 from rl_bridge.manifest.canonical import thaw
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.memory.slots import ARRIVING

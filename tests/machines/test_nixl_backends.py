@@ -2,8 +2,9 @@
 
 import pytest
 
-from rl_bridge.cli.probes import nixl_backends
-from rl_bridge.transports.nixl import backends, library
+from rl_bridge.cli.doctor import nixl_backends
+from rl_bridge.transports.nixl import library
+from rl_bridge.transports.nixl import library as backends
 
 
 def test_each_backend_that_nixl_brings_is_listed_with_the_cause_if_it_does_not_open() -> None:

@@ -19,15 +19,14 @@ from rl_bridge.bridge.bridges import NIXLTensorBridge
 from rl_bridge.errors import SegmentError, TransferTimeout, WeightBridgeUnavailableError
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.testing.processes import DEADLINE_S, until
-from rl_bridge.transports._wire.channel import GREETING_NBYTES, Channel, Greeting, fresh_nonce
 from rl_bridge.transports.nixl import consumer as nixl_consumer
 from rl_bridge.transports.nixl.agent import AgentError
 from rl_bridge.transports.nixl.consumer import NIXLConsumer
-from rl_bridge.transports.nixl.endpoint import NIXLEndpoint
 from rl_bridge.transports.nixl.link import Link
-from rl_bridge.transports.nixl.messages import MAGIC
+from rl_bridge.transports.nixl.messages import MAGIC, NIXLEndpoint
 from rl_bridge.transports.nixl.publisher import NIXLPublisher
 from rl_bridge.transports.nixl.reading import Reading
+from rl_bridge.transports.wire.channel import GREETING_NBYTES, Channel, Greeting, fresh_nonce
 from tests.groups.meshes import cut, model
 from tests.groups.rig import trainers
 from tests.helpers import held_before_its_poll

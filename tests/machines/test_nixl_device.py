@@ -13,13 +13,12 @@ from rl_bridge.installers.module import ModuleInstallAdapter
 from rl_bridge.memory.places import CPU_PLACE
 from rl_bridge.memory.slots import STAMP_NBYTES
 from rl_bridge.testing.faults import FaultInjecting
-from rl_bridge.testing.over import BridgeOver
-from rl_bridge.testing.peer import sample_weights
+from rl_bridge.testing.peer import BridgeOver, sample_weights
 from rl_bridge.testing.strategies import contents_of
-from rl_bridge.transports._wire.arenas import Arenas, DeviceArenas
 from rl_bridge.transports.nixl import arenas, transport
 from rl_bridge.transports.nixl.agent import Agent, Kind, Made, Ranges, Region
 from rl_bridge.transports.nixl.transport import NIXL
+from rl_bridge.transports.wire.arenas import Arenas, DeviceArenas
 
 GPU = 1
 

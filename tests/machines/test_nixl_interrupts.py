@@ -12,16 +12,15 @@ import torch
 
 from rl_bridge import GroupBridge, GroupManifest, make_weight_bridge
 from rl_bridge.bridge.bridges import NIXLTensorBridge
-from rl_bridge.bridge.group_end import GroupEnd
+from rl_bridge.groups.bridge import GroupEnd
 from rl_bridge.testing.processes import until
 from rl_bridge.transports.nixl import serving_process
 from rl_bridge.transports.nixl.agent import AgentError, Region
 from rl_bridge.transports.nixl.consumer import NIXLConsumer
-from rl_bridge.transports.nixl.live import LiveShelf
 from rl_bridge.transports.nixl.publisher import NIXLPublisher
 from rl_bridge.transports.nixl.reading import Reading
 from rl_bridge.transports.nixl.serving_process import ServingProcess
-from rl_bridge.transports.nixl.slot_shelf import SlotShelf
+from rl_bridge.transports.nixl.shelf import LiveShelf, SlotShelf
 from tests.groups.meshes import cut, model
 from tests.groups.rig import trainers
 from tests.helpers import tracing

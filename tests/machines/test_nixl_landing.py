@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from rl_bridge import GroupBridge, GroupManifest
-from rl_bridge.bridge.group_end import GroupEnd
 from rl_bridge.errors import StaleUpdate, TransferTimeout, WeightBridgeError
+from rl_bridge.groups.bridge import GroupEnd
 from rl_bridge.memory import vm
 from rl_bridge.memory.slots import ARRIVING, Slot
 from rl_bridge.testing.processes import Child, until

@@ -4,10 +4,10 @@ from contextlib import suppress
 from pathlib import Path
 
 from rl_bridge.memory import vm
-from rl_bridge.transports._wire.arenas import CPUArenas
 from rl_bridge.transports.nixl.arenas import RegisteredArenas
 from rl_bridge.transports.nixl.serving_process import ServingProcess
-from rl_bridge.transports.nixl.slot_shelf import SlotShelf
+from rl_bridge.transports.nixl.shelf import SlotShelf
+from rl_bridge.transports.wire.arenas import CPUArenas
 from tests.helpers import tracing
 from tests.interrupts import InterruptBefore
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from rl_bridge import ModuleInstallAdapter, VersionNotMonotonic
-from rl_bridge.bridge.pairing import PairChoice
-from rl_bridge.integrations.ray.answers import Announcement, RolloutAnswer
 from rl_bridge.ray import PublisherSide, RolloutSide
+from rl_bridge.ray.calls import Announcement, RolloutAnswer
+from rl_bridge.ray.pairing import PairChoice
 
 NIXL = PairChoice(transport="nixl", reason="a test").to_json()
 MEMORY = PairChoice(transport="shared-memory", reason="a test").to_json()

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from rl_bridge.manifest.collector import collector_paused
+from rl_bridge.manifest.table import collector_paused
 
 
 @pytest.fixture(autouse=True)

@@ -1,6 +1,6 @@
 """Boxes of no elements: there is nothing in them that could be left out."""
 
-from rl_bridge.manifest.group_boxes import box_of, find_gap
+from rl_bridge.manifest.coverage import box_of, find_gap
 
 
 def test_nothing_is_missing_of_a_tensor_without_elements() -> None:

@@ -23,9 +23,9 @@ from rl_bridge.errors import (
     WeightManifestValidationError,
 )
 from rl_bridge.manifest.canonical import canonical_json
-from rl_bridge.manifest.descriptors import DescriptorMap
 from rl_bridge.manifest.digest import text_digest
 from rl_bridge.manifest.dtypes import DTYPE_NBYTES
+from rl_bridge.manifest.model import DescriptorMap
 from rl_bridge.manifest.table import (
     ALIGNMENT,
     LayoutCache,

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from rl_bridge.memory.broker import Broker
+from rl_bridge.cuda.broker import Broker
+from rl_bridge.cuda.host import HostDriver
 from rl_bridge.memory.slots import SlotRing
-from rl_bridge.memory.vmm.host import HostDriver
 from tests.memory.slots_rig import new_ring
 from tests.memory.vmm.publishers import offering, short_folder
 

@@ -3,10 +3,9 @@
 import torch
 
 from rl_bridge.memory import vm
-from rl_bridge.memory.pins import Pin, tensor_in
 from rl_bridge.memory.segment import OwnedSegment
 from rl_bridge.memory.slots import Slot, SlotRing, slot_segment_nbytes
-from rl_bridge.memory.views import SegmentView
+from rl_bridge.memory.views import Pin, SegmentView, tensor_in
 
 __all__ = ["SIZE", "new_ring", "pin_of", "tensor_of", "uid", "view_of", "write"]
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from rl_bridge.memory.device.address_pass import AddressPass
+from rl_bridge.cuda.digest import AddressPass
 from rl_bridge.memory.passes import Addresses, BytePlan
 
 SIZES = np.array([0, 1, 255, 256, 257, 131_072, 300_001, 0, 7], np.uint64)

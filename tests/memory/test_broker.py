@@ -15,16 +15,15 @@ from types import SimpleNamespace
 
 import pytest
 
+from rl_bridge.cuda import broker as server
+from rl_bridge.cuda.broker import ANSWER, MAGIC, REQUEST, Broker, BrokerRef, Status, fetch_fd
+from rl_bridge.cuda.host import HostDriver
+from rl_bridge.cuda.owners import Descriptor
 from rl_bridge.errors import (
     BridgeClosed,
     SegmentError,
     TransportUnavailable,
 )
-from rl_bridge.memory import broker_server as server
-from rl_bridge.memory.broker import Broker, BrokerRef, fetch_fd
-from rl_bridge.memory.broker_server import ANSWER, MAGIC, REQUEST, Status
-from rl_bridge.memory.vmm.host import HostDriver
-from rl_bridge.memory.vmm.owners import Descriptor
 from rl_bridge.testing.leaks import assert_nothing_leaks
 from rl_bridge.testing.processes import Child, until
 from tests.helpers import open_fds
@@ -137,7 +136,7 @@ def test_a_broker_that_is_dropped_closes_itself(root: Path) -> None:
 def test_a_program_that_just_ends_removes_its_directory(root: Path) -> None:
     code = (
         "import pathlib\n"
-        "from rl_bridge.memory.broker import Broker\n"
+        "from rl_bridge.cuda.broker import Broker\n"
         f"kept = Broker(root=pathlib.Path({str(root)!r}))\n"
         "print(kept.ref.path)\n"
     )
@@ -241,7 +240,7 @@ def test_another_users_process_is_refused(broker: Broker, monkeypatch: pytest.Mo
 
 
 def test_root_and_the_same_user_may_talk(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rl_bridge.memory.broker_server.os.geteuid", lambda: 1000)
+    monkeypatch.setattr("rl_bridge.cuda.broker.os.geteuid", lambda: 1000)
     assert [server.may_talk(uid) for uid in (1000, 0, 1001)] == [True, True, False]
 
 
@@ -262,7 +261,7 @@ def test_an_error_in_the_thread_does_not_end_the_service(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr("rl_bridge.memory.broker_server.hmac.compare_digest", lambda *_: 1 / 0)
+        patch.setattr("rl_bridge.cuda.broker.hmac.compare_digest", lambda *_: 1 / 0)
         with connected(broker.ref) as unlucky:
             unlucky.send(REQUEST.pack(MAGIC, TOKEN, 1))
             assert unlucky.recv(1) == b""
@@ -322,7 +321,7 @@ def test_a_start_that_fails_leaves_nothing(
 
     before = open_fds()
     with monkeypatch.context() as patch:
-        patch.setattr(f"rl_bridge.memory.broker_server.{what}", fail)
+        patch.setattr(f"rl_bridge.cuda.broker.{what}", fail)
         with pytest.raises(TransportUnavailable, match="not here"):
             Broker(root=root)
     assert open_fds() == before

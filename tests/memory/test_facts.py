@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from rl_bridge.manifest.dtypes import DTYPE_NBYTES
-from rl_bridge.memory import facts, passes
-from rl_bridge.memory.facts import TensorFacts
+from rl_bridge.memory import passes
+from rl_bridge.memory import tensors as facts
+from rl_bridge.memory.tensors import TensorFacts
 
 
 @pytest.fixture(params=["compiled", "python"], autouse=True)

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from rl_bridge.errors import SegmentError, TornEngine, WeightBridgeUnavailableError
-from rl_bridge.memory import leases, vm
+from rl_bridge.memory import segment as leases
+from rl_bridge.memory import vm
 from rl_bridge.memory.flip import LiveRange
-from rl_bridge.memory.pins import Pin, anonymous_pin, tensor_in
 from rl_bridge.memory.segment import OwnedSegment
 from rl_bridge.memory.slots import Slot, SlotRing, slot_segment_nbytes
-from rl_bridge.memory.views import ViewCache
+from rl_bridge.memory.views import Pin, ViewCache, anonymous_pin, tensor_in
 from tests.helpers import open_fds, tracing
 
 SIZE = 3 * vm.PAGE

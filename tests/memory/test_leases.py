@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rl_bridge.memory import leases
+from rl_bridge.memory import segment as leases
 from rl_bridge.testing.processes import Child, until
 
 RDONLY, RDWR = os.O_RDONLY | os.O_CLOEXEC, os.O_RDWR | os.O_CLOEXEC

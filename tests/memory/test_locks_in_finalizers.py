@@ -14,16 +14,16 @@ from typing import Any
 
 import pytest
 
-from rl_bridge.lifecycle import forks
-from rl_bridge.lifecycle.forks import FORKS, SETTLING
-from rl_bridge.lifecycle.journal import Journal
+from rl_bridge import processes as forks
+from rl_bridge.cuda.host import HostDriver
+from rl_bridge.cuda.owners import Allocation
+from rl_bridge.journal import Journal
 from rl_bridge.memory import holding
 from rl_bridge.memory.control import ControlReader, ControlWriter, UpdateReport, control_nbytes
 from rl_bridge.memory.holding import Holding
 from rl_bridge.memory.segment import OwnedSegment
 from rl_bridge.memory.slots import SlotRing
-from rl_bridge.memory.vmm.host import HostDriver
-from rl_bridge.memory.vmm.owners import Allocation
+from rl_bridge.processes import FORKS, SETTLING
 from tests.helpers import forked, forking, open_fds
 from tests.memory.slots_rig import new_ring, view_of, write
 

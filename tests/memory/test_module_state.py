@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from rl_bridge.memory import module_state, passes
-from rl_bridge.memory.module_state import ModuleState, plain_state
+from rl_bridge.memory import passes
+from rl_bridge.memory import tensors as module_state
+from rl_bridge.memory.tensors import ModuleState, plain_state
 
 
 @pytest.fixture(params=["compiled", "python"], autouse=True)

@@ -226,7 +226,7 @@ def test_a_control_segments_readers_do_not_make_its_owner_look_alive(tmp_path: P
         owner.kill()
     path = tmp_path / name
     with path.open("r+b") as file:
-        from rl_bridge.memory import leases
+        from rl_bridge.memory import segment as leases
         from rl_bridge.memory.control import RECORD_NBYTES
 
         assert leases.try_exclusive(file.fileno(), start=RECORD_NBYTES, length=RECORD_NBYTES)

@@ -11,10 +11,10 @@ from rl_bridge.errors import IncompatibleUpdate, UnknownDtype, WeightBridgeUnava
 from rl_bridge.manifest.digest import digest_bytes
 from rl_bridge.manifest.dtypes import DTYPE_NBYTES
 from rl_bridge.memory import vm
-from rl_bridge.memory.facts import tensor_key
 from rl_bridge.memory.packing import PackPlan, dtype_name
-from rl_bridge.memory.pins import anonymous_pin
 from rl_bridge.memory.places import CPUPlace
+from rl_bridge.memory.tensors import tensor_key
+from rl_bridge.memory.views import anonymous_pin
 from rl_bridge.testing.strategies import bytes_of
 
 State = dict[str, torch.Tensor]
@@ -282,7 +282,7 @@ def test_a_plan_does_not_fit_anything_else(
     change: str, is_compiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not is_compiled:
-        monkeypatch.setattr("rl_bridge.memory.facts.native_module", lambda: None)
+        monkeypatch.setattr("rl_bridge.memory.tensors.native_module", lambda: None)
     before, after = CHANGES[change]
     plan = PackPlan(before)
     assert plan.fits(before, None)

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from rl_bridge import SharedMemoryTensorBridge
-from rl_bridge.memory import leased, slots
+from rl_bridge.memory import slots
+from rl_bridge.memory import views as leased
 
 
 class Cycle:

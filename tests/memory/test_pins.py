@@ -11,8 +11,7 @@ import torch
 from rl_bridge import SharedMemoryTensorBridge
 from rl_bridge.errors import SlotsExhausted
 from rl_bridge.memory.control import ControlWriter, UpdateReport
-from rl_bridge.memory.imported import ImportedTensors
-from rl_bridge.memory.leased import LeasedView
+from rl_bridge.memory.views import ImportedTensors, LeasedView
 from tests.helpers import tracing
 from tests.memory.slots_rig import SIZE, new_ring, pin_of, tensor_of, uid, view_of, write
 

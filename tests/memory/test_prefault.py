@@ -13,8 +13,8 @@ from rl_bridge.errors import SegmentError, WeightBridgeUnavailableError
 from rl_bridge.installers.module import ModuleInstallAdapter
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.memory import vm
-from rl_bridge.memory.imported import ImportedTensors
 from rl_bridge.memory.slots import SlotRing
+from rl_bridge.memory.views import ImportedTensors
 from tests.memory.slots_rig import SIZE, pin_of, tensor_of, view_of, write
 
 NBYTES = 32 << 20

@@ -14,9 +14,9 @@ from rl_bridge.bridge.bridges import make_weight_bridge
 from rl_bridge.errors import SegmentError, WeightBridgeUnavailableError
 from rl_bridge.memory import vm
 from rl_bridge.memory.flip import LiveRange
-from rl_bridge.memory.pins import anonymous_pin
 from rl_bridge.memory.segment import OwnedSegment
 from rl_bridge.memory.slots import SlotRing
+from rl_bridge.memory.views import anonymous_pin
 from rl_bridge.testing.processes import Child
 from tests.helpers import open_fds
 from tests.memory.slots_rig import SIZE, view_of, write

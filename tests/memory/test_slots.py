@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from rl_bridge.errors import SegmentError, SlotsExhausted, WeightBridgeError
-from rl_bridge.memory import leases, vm
+from rl_bridge.memory import segment as leases
+from rl_bridge.memory import vm
 from rl_bridge.memory.holding import close_fd
 from rl_bridge.memory.segment import OwnedSegment, open_segment
 from rl_bridge.memory.slots import Slot, SlotRing, Stamp, read_stamp, slot_segment_nbytes

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rl_bridge.installers.snapshot import Snapshot
-from rl_bridge.memory.spare import spare_pages
+from rl_bridge.memory.vm import spare_pages
 
 
 def test_locked_memory_is_kept_and_used_again() -> None:

@@ -14,10 +14,10 @@ from rl_bridge.errors import (
     StaleUpdate,
     WeightUpdateRejectedError,
 )
-from rl_bridge.memory import leases, vm
-from rl_bridge.memory.imported import ImportedTensors
-from rl_bridge.memory.pins import anonymous_pin, tensor_in
+from rl_bridge.memory import segment as leases
+from rl_bridge.memory import vm
 from rl_bridge.memory.slots import Slot, SlotRing
+from rl_bridge.memory.views import ImportedTensors, anonymous_pin, tensor_in
 from tests.helpers import forked, forking, make_table, open_fds
 from tests.memory.slots_rig import SIZE, pin_of, tensor_of, uid, view_of, write
 

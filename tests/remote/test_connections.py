@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from rl_bridge.errors import WeightBridgeError, WeightBridgeUnavailableError
-from rl_bridge.integrations.remote.signing import read_key
 from rl_bridge.remote import SidecarConfig
+from rl_bridge.remote.signing import read_key
 from rl_bridge.testing.processes import DEADLINE_S, until
 from tests.remote.process import SidecarProcess, make_key
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from schemathesis.specs.openapi import checks
 
 from rl_bridge import TensorBridge
-from rl_bridge.integrations.remote.signing import read_key
+from rl_bridge.remote.signing import read_key
 from tests.helpers import weights
 from tests.remote.process import SidecarProcess
 

@@ -8,7 +8,7 @@ import pytest
 
 from rl_bridge import TensorBridge, WeightUpdateManifest
 from rl_bridge.errors import EngineLost, IllegalTransition, StaleUpdate
-from rl_bridge.integrations.remote.signing import read_key
+from rl_bridge.remote.signing import read_key
 from tests.helpers import weights
 from tests.remote.engines import DEATH
 from tests.remote.process import SidecarProcess

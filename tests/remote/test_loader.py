@@ -11,9 +11,9 @@ from rl_bridge import (
     TensorBridge,
     WeightUpdateManifest,
 )
-from rl_bridge.bridge.transfer.batching import Layout
 from rl_bridge.errors import UnknownUpdate, WeightUpdateRejectedError
 from rl_bridge.remote import RemoteWeightLoader
+from rl_bridge.strategies.sender import Layout
 from tests.helpers import weights
 from tests.remote.process import SidecarProcess
 

@@ -10,8 +10,8 @@ import pytest
 
 from rl_bridge import TensorBridge
 from rl_bridge.errors import SignatureRefused, WeightBridgeUnavailableError
-from rl_bridge.integrations.remote.signing import ANSWER_HEADER, Credentials, Key, read_key
 from rl_bridge.remote import RemoteEngine
+from rl_bridge.remote.signing import ANSWER_HEADER, Credentials, Key, read_key
 from tests.helpers import weights
 from tests.remote.process import SidecarProcess
 

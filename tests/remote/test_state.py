@@ -14,11 +14,9 @@ from rl_bridge.errors import (
     WeightBridgeError,
     WeightBridgeUnavailableError,
 )
-from rl_bridge.integrations.remote.durable import DurableLines, StateDirectory
-from rl_bridge.integrations.remote.ledger import Entry, Ledger, Step
-from rl_bridge.integrations.remote.nonces import NonceBook
-from rl_bridge.integrations.remote.signing import Credentials, Key, read_key
 from rl_bridge.remote import SidecarConfig
+from rl_bridge.remote.signing import Credentials, Key, read_key
+from rl_bridge.remote.state import DurableLines, Entry, Ledger, NonceBook, StateDirectory, Step
 from tests.helpers import make_manifest
 
 NOW = 1_700_000_000.0

@@ -17,8 +17,8 @@ from rl_bridge import (
     WeightUpdateManifest,
     make_weight_bridge,
 )
-from rl_bridge.integrations.sglang.handles import handle_of
-from rl_bridge.integrations.sglang.routes import ROUTES, RouteName
+from rl_bridge.engines.sglang.handles import handle_of
+from rl_bridge.engines.sglang.routes import ROUTES, RouteName
 from rl_bridge.testing.processes import until
 from tests.engines.models import Checkpoints, Kind
 from tests.engines.trainer import Trainer

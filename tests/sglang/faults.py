@@ -13,11 +13,10 @@ from typing import Any
 
 import torch
 
-from rl_bridge.installers.sglang import beside
+from rl_bridge.engines.exchange import Exchange
+from rl_bridge.engines.sglang import beside, votes
+from rl_bridge.engines.staging import Staged, TensorChange
 from rl_bridge.installers.snapshot import Snapshot
-from rl_bridge.installers.vllm.exchange import Exchange
-from rl_bridge.installers.vllm.staging import Staged, TensorChange
-from rl_bridge.integrations.sglang import votes
 
 __all__ = ["plant"]
 

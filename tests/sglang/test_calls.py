@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from rl_bridge import DeadlineExceeded, EngineLost, WeightBridgeUnavailableError
-from rl_bridge.integrations.sglang.handles import handle_of
+from rl_bridge.engines.sglang.handles import handle_of
 from rl_bridge.testing.processes import until
 from tests.helpers import stop
 from tests.sglang.bench import Bench, executor_for
@@ -94,7 +94,7 @@ def test_an_engine_without_the_plugin_says_how_to_get_it(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # What an engine answers to a name that it does not know.
-    monkeypatch.setattr("rl_bridge.integrations.sglang.handles.call_text", lambda _: "no.weight")
+    monkeypatch.setattr("rl_bridge.engines.sglang.handles.call_text", lambda _: "no.weight")
     with (
         executor_for(bench.engine) as executor,
         pytest.raises(WeightBridgeUnavailableError, match="does not have rl_bridge's plugin"),

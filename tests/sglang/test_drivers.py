@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rl_bridge import RolloutExecutor, TornEngine, WeightUpdateManifest, WeightUpdateRejectedError
-from rl_bridge.integrations.sglang.routes import RouteName
+from rl_bridge.engines.sglang.routes import RouteName
 from tests.sglang.bench import Bench, executor_for
 from tests.sglang.test_equal import folder
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rl_bridge.integrations.sglang import probe
+from rl_bridge.engines.sglang import probe
 
 
 def test_all_of_it_works_here() -> None:

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from rl_bridge import ChecksumMismatch, ProofFailed, SGLangInstallAdapter
-from rl_bridge.integrations.sglang.routes import ROUTES, RouteName
+from rl_bridge.engines.sglang.routes import ROUTES, RouteName
 from rl_bridge.testing.faults import FaultInjecting
-from rl_bridge.testing.over import BridgeOver
+from rl_bridge.testing.peer import BridgeOver
 from rl_bridge.transports.shared_memory import SharedMemory
 from tests.sglang.bench import Bench, executor_for, sums_of
 from tests.sglang.test_equal import folder

@@ -16,8 +16,8 @@ from rl_bridge import (
     WeightBridgeUnavailableError,
     WeightUpdateRejectedError,
 )
-from rl_bridge.integrations.sglang.handles import PauseMode
-from rl_bridge.integrations.sglang.routes import ROUTES, RouteName
+from rl_bridge.engines.sglang.handles import PauseMode
+from rl_bridge.engines.sglang.routes import ROUTES, RouteName
 from tests.engines.models import Checkpoints, Kind
 from tests.engines.trainer import Trainer
 from tests.sglang.bench import Engines, executor_for

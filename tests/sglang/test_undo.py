@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from rl_bridge import TornEngine, WeightUpdateRejectedError
-from rl_bridge.integrations.sglang.routes import RouteName
+from rl_bridge.engines.sglang.routes import RouteName
 from tests.sglang.bench import WAYS, Bench, executor_for, sums_of
 from tests.sglang.test_equal import folder
 

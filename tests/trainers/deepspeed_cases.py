@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from rl_bridge.errors import WeightBridgeError
-from rl_bridge.extractors.deepspeed import DeepSpeedExtractor
+from rl_bridge.trainers.deepspeed import DeepSpeedExtractor
 from tests.extractors.counting import Collectives, peak_nbytes
 from tests.extractors.worlds import as_lists, described, filled, local_report
 

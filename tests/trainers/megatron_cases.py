@@ -12,7 +12,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from rl_bridge.errors import WeightBridgeError
-from rl_bridge.extractors.megatron import MegatronExtractor
+from rl_bridge.trainers.megatron import MegatronExtractor
 from tests.extractors.counting import Collectives
 from tests.extractors.worlds import described, local_report
 from tests.trainers.megatron_on_cpu import prepare_mbridge, prepare_megatron

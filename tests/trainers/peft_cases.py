@@ -9,7 +9,7 @@ from torch.distributed.fsdp import fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from rl_bridge.errors import IncompatibleUpdate
-from rl_bridge.extractors.fsdp import FSDPExtractor
+from rl_bridge.trainers.fsdp import FSDPExtractor
 from tests.extractors.worlds import as_lists, described, filled, local_report
 
 

@@ -9,11 +9,9 @@ from typing import Any
 import torch
 
 from rl_bridge import ModuleInstallAdapter, RolloutExecutor
-from rl_bridge.bridge.transfer.config import WeightTransferConfig
-from rl_bridge.bridge.transfer.init_info import init_info_from_json
-from rl_bridge.bridge.transfer.loader import ExecutorWeightLoader
-from rl_bridge.bridge.transfer.requests import WeightUpdateRequest
-from rl_bridge.bridge.transfer.strategy import make_transfer_strategy
+from rl_bridge.strategies.loader import ExecutorWeightLoader
+from rl_bridge.strategies.requests import WeightUpdateRequest, init_info_from_json
+from rl_bridge.strategies.strategy import WeightTransferConfig, make_transfer_strategy
 from rl_bridge.testing.processes import Child
 from tests.transfer.rig import run
 

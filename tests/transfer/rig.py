@@ -8,14 +8,14 @@ from typing import Any, TypeVar
 import torch
 
 from rl_bridge import RolloutExecutor, make_weight_bridge
-from rl_bridge.bridge.transfer.loader import BatchedLoadAdapter, ExecutorWeightLoader
-from rl_bridge.bridge.transfer.receiver import BridgeTransferReceiver
-from rl_bridge.bridge.transfer.requests import (
+from rl_bridge.strategies.loader import BatchedLoadAdapter, ExecutorWeightLoader
+from rl_bridge.strategies.receiver import BridgeTransferReceiver
+from rl_bridge.strategies.requests import (
     SharedMemoryWeightUpdateRequest,
     WeightUpdateRequest,
 )
-from rl_bridge.bridge.transfer.sender import BridgeTransferSender
-from rl_bridge.extractors.chunks import WeightChunk
+from rl_bridge.strategies.sender import BridgeTransferSender
+from rl_bridge.trainers.chunks import WeightChunk
 
 __all__ = ["Client", "Engine", "Rig", "chunks_of", "rig", "run", "weights"]
 

@@ -8,15 +8,14 @@ from typing import Any
 import pytest
 
 from rl_bridge import MalformedManifest, WeightBridgeUnavailableError
-from rl_bridge.bridge.transfer.config import WeightTransferConfig
-from rl_bridge.bridge.transfer.init_info import EmptyWeightSyncInitInfo
-from rl_bridge.bridge.transfer.requests import (
+from rl_bridge.strategies.requests import (
     BroadcastWeightUpdateRequest,
     CudaIpcWeightUpdateRequest,
+    EmptyWeightSyncInitInfo,
     PackedCudaIpcWeightUpdateRequest,
     SharedMemoryWeightUpdateRequest,
 )
-from rl_bridge.bridge.transfer.strategy import make_transfer_strategy
+from rl_bridge.strategies.strategy import WeightTransferConfig, make_transfer_strategy
 from tests.transfer.rig import run
 
 CHOICES: list[tuple[dict[str, Any], type, str]] = [

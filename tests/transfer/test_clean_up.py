@@ -10,10 +10,9 @@ import pytest
 import torch
 
 from rl_bridge import GroupAborted
-from rl_bridge.bridge.group_exchange import GroupExchange, StoreExchange
-from rl_bridge.bridge.transfer.clean_up import STEPS, CleanUp, cuda_calls
-from rl_bridge.bridge.transfer.outcome import Outcome
-from rl_bridge.bridge.transfer.sender import HelperTransferSender
+from rl_bridge.groups.exchange import GroupExchange, StoreExchange
+from rl_bridge.strategies.clean_up import STEPS, CleanUp, Outcome, cuda_calls
+from rl_bridge.strategies.sender import HelperTransferSender
 from tests.transfer.rig import Rig, chunks_of, rig, run, weights
 
 

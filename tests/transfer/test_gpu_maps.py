@@ -7,17 +7,16 @@ from typing import Any
 import pytest
 
 from rl_bridge import GroupAborted, MalformedManifest, RanksDisagree, make_weight_bridge
-from rl_bridge.bridge.group_exchange import GroupExchange
-from rl_bridge.bridge.transfer.clean_up import CleanUp
-from rl_bridge.bridge.transfer.handle_maps import gather_handles, merge_handles
-from rl_bridge.bridge.transfer.ipc_sender import CudaIpcTransferSender
-from rl_bridge.bridge.transfer.receiver import BridgeTransferReceiver
-from rl_bridge.bridge.transfer.requests import (
+from rl_bridge.groups.exchange import GroupExchange
+from rl_bridge.strategies.clean_up import CleanUp
+from rl_bridge.strategies.receiver import BridgeTransferReceiver
+from rl_bridge.strategies.requests import (
     CudaIpcWeightUpdateRequest,
     PackedCudaIpcWeightUpdateRequest,
     WeightUpdateRequest,
 )
-from rl_bridge.extractors.chunks import WeightChunk
+from rl_bridge.strategies.sender import CudaIpcTransferSender, gather_handles, merge_handles
+from rl_bridge.trainers.chunks import WeightChunk
 from tests.transfer.rig import Client, chunks_of, run, weights
 from tests.transfer.test_clean_up import exchanges, together
 

@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from rl_bridge.bridge.transfer.config import WeightTransferConfig
-from rl_bridge.bridge.transfer.sender import WeightTransferSender
-from rl_bridge.bridge.transfer.strategy import make_transfer_strategy
-from rl_bridge.extractors.state_dict import StateDictExtractor
+from rl_bridge.strategies.sender import WeightTransferSender
+from rl_bridge.strategies.strategy import WeightTransferConfig, make_transfer_strategy
 from rl_bridge.testing.processes import Child, ChildDied
+from rl_bridge.trainers.state_dict import StateDictExtractor
 from tests.transfer.engine_process import EngineProcess, ProcessClient, make_model
 from tests.transfer.rig import run
 

@@ -6,26 +6,24 @@ from typing import Any
 import pytest
 
 from rl_bridge import TorchDistributedWeightSyncInitInfo
-from rl_bridge.bridge.transfer.init_info import (
-    EmptyWeightSyncInitInfo,
-    WeightSyncInitInfo,
-    init_info_from_json,
-)
-from rl_bridge.bridge.transfer.requests import (
-    AbandonedWeightUpdateRequest,
-    BroadcastWeightUpdateRequest,
-    CudaIpcWeightUpdateRequest,
-    GPUHandle,
-    PackedCudaIpcWeightUpdateRequest,
-    SharedMemoryWeightUpdateRequest,
-    WeightUpdateRequest,
-)
 from rl_bridge.errors import (
     DuplicateTensorName,
     MalformedManifest,
     ShapeMismatch,
     UnknownDtype,
     WeightBridgeError,
+)
+from rl_bridge.strategies.requests import (
+    AbandonedWeightUpdateRequest,
+    BroadcastWeightUpdateRequest,
+    CudaIpcWeightUpdateRequest,
+    EmptyWeightSyncInitInfo,
+    GPUHandle,
+    PackedCudaIpcWeightUpdateRequest,
+    SharedMemoryWeightUpdateRequest,
+    WeightSyncInitInfo,
+    WeightUpdateRequest,
+    init_info_from_json,
 )
 
 FIELDS: dict[str, Any] = {

@@ -16,9 +16,8 @@ from rl_bridge import (
     WeightUpdateManifest,
     make_weight_bridge,
 )
-from rl_bridge.extractors.state_dict import StateDictExtractor
-from rl_bridge.integrations.step_hooks import StepPublisher, StepSender
-from rl_bridge.integrations.trl import weight_sync_callback
+from rl_bridge.hooks import StepPublisher, StepSender, weight_sync_callback
+from rl_bridge.trainers.state_dict import StateDictExtractor
 from tests.transfer.engine_process import make_model
 from tests.transfer.rig import rig
 

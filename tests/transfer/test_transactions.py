@@ -18,7 +18,7 @@ from rl_bridge import (
     WeightUpdateManifest,
     WeightUpdateRejectedError,
 )
-from rl_bridge.bridge.transfer.requests import (
+from rl_bridge.strategies.requests import (
     AbandonedWeightUpdateRequest,
     WeightUpdateRequest,
 )

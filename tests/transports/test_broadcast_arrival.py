@@ -19,10 +19,9 @@ from rl_bridge.memory.arrival_digest import ArrivalPlan
 from rl_bridge.testing.peer import engine_weights, hashes, sample_weights
 from rl_bridge.testing.processes import until
 from rl_bridge.testing.strategies import contents_of, random_tensor
-from rl_bridge.transports._wire.arenas import CPUArenas
-from rl_bridge.transports._wire.arrivals import Arrivals
 from rl_bridge.transports.base import Attachment
 from rl_bridge.transports.broadcast import group, intake, sender
+from rl_bridge.transports.wire.arenas import Arrivals, CPUArenas
 from tests.transports.broadcast_rig import at_transfer, big_weights
 
 

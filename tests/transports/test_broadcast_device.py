@@ -11,11 +11,10 @@ from rl_bridge.installers.module import ModuleInstallAdapter
 from rl_bridge.memory.places import CPU_PLACE
 from rl_bridge.testing.faults import FaultInjecting
 from rl_bridge.testing.leaks import assert_nothing_leaks
-from rl_bridge.testing.over import BridgeOver
-from rl_bridge.testing.peer import sample_weights
+from rl_bridge.testing.peer import BridgeOver, sample_weights
 from rl_bridge.testing.strategies import contents_of, random_tensor
-from rl_bridge.transports._wire.arenas import Arenas, DeviceArenas
 from rl_bridge.transports.broadcast.transport import Broadcast
+from rl_bridge.transports.wire.arenas import Arenas, DeviceArenas
 
 
 class InTorchMemory(Broadcast):

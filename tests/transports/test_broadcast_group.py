@@ -24,10 +24,10 @@ from rl_bridge.testing.leaks import Holdings, growth
 from rl_bridge.testing.peer import sample_weights
 from rl_bridge.testing.processes import until
 from rl_bridge.testing.strategies import contents_of
-from rl_bridge.transports._wire.channel import GREETING_NBYTES, Greeting
 from rl_bridge.transports.broadcast import hub
 from rl_bridge.transports.broadcast.init_info import BroadcastInitInfo
 from rl_bridge.transports.broadcast.transport import Broadcast
+from rl_bridge.transports.wire.channel import GREETING_NBYTES, Greeting
 from tests.helpers import forked, forking
 from tests.transports.broadcast_rig import is_at_port
 

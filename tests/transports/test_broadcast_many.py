@@ -8,15 +8,12 @@ import torch
 
 from rl_bridge import BroadcastTensorBridge, make_weight_bridge
 from rl_bridge.testing.processes import until
-from rl_bridge.transports._wire.arenas import CPUArenas
-from rl_bridge.transports._wire.arrivals import Arrivals
-from rl_bridge.transports._wire.channel import GREETING_NBYTES, Greeting, fresh_nonce
-from rl_bridge.transports._wire.messages import Message
-from rl_bridge.transports.broadcast.early import EarlyValues
 from rl_bridge.transports.broadcast.group import Group, GroupStore, send_slices
 from rl_bridge.transports.broadcast.init_info import MAGIC
-from rl_bridge.transports.broadcast.intake import Intake
+from rl_bridge.transports.broadcast.intake import EarlyValues, Intake
 from rl_bridge.transports.broadcast.messages import Arrived, Go, Offer, Ready
+from rl_bridge.transports.wire.arenas import Arrivals, CPUArenas
+from rl_bridge.transports.wire.channel import GREETING_NBYTES, Greeting, Message, fresh_nonce
 
 MANY = 600
 NBYTES = 8192

@@ -16,11 +16,10 @@ from rl_bridge.errors import DeadlineExceeded, SegmentError
 from rl_bridge.testing.peer import hashes
 from rl_bridge.testing.processes import Child, until
 from rl_bridge.testing.strategies import contents_of
-from rl_bridge.transports._wire.arenas import CPUArenas
-from rl_bridge.transports._wire.arrivals import Arrivals
 from rl_bridge.transports.broadcast import intake
 from rl_bridge.transports.broadcast.group import _met
-from rl_bridge.transports.broadcast.wrecks import Wrecks
+from rl_bridge.transports.broadcast.sender import Wrecks
+from rl_bridge.transports.wire.arenas import Arrivals, CPUArenas
 from tests.transports.broadcast_rig import BreakingPeer, at_transfer, big_weights
 
 TIMEOUT_S = 60.0

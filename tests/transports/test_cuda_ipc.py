@@ -8,6 +8,11 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
+from rl_bridge.cuda import views as ipc_view
+from rl_bridge.cuda.devices import driver_at
+from rl_bridge.cuda.driver import CAPTURING, INVALID_VALUE, driver_error
+from rl_bridge.cuda.host import HostIPCDriver
+from rl_bridge.cuda.owners import settle_late
 from rl_bridge.errors import (
     DriverError,
     MalformedManifest,
@@ -19,21 +24,15 @@ from rl_bridge.errors import (
 )
 from rl_bridge.manifest.canonical import thaw
 from rl_bridge.manifest.model import WeightUpdateManifest
-from rl_bridge.memory import leases, vm
-from rl_bridge.memory.vmm import ipc_view
-from rl_bridge.memory.vmm.driver import CAPTURING, INVALID_VALUE, driver_error
-from rl_bridge.memory.vmm.host_ipc import HostIPCDriver
-from rl_bridge.memory.vmm.local import driver_at
-from rl_bridge.memory.vmm.references import settle_late
+from rl_bridge.memory import segment as leases
+from rl_bridge.memory import vm
 from rl_bridge.testing import TransportSuite
 from rl_bridge.testing.faults import Locate
-from rl_bridge.testing.host_ipc import HostIPC
-from rl_bridge.testing.host_vmm import published_address
-from rl_bridge.testing.over import BridgeOver
-from rl_bridge.testing.peer import Peer, hashes, sample_weights
+from rl_bridge.testing.host_devices import HostIPC, published_address
+from rl_bridge.testing.peer import BridgeOver, Peer, hashes, sample_weights
 from rl_bridge.testing.processes import Child
 from rl_bridge.testing.strategies import contents_of
-from rl_bridge.transports.cuda_ipc import CUDAIPC
+from rl_bridge.transports.cuda import CUDAIPC
 from tests.helpers import open_fds
 
 INVALID_HANDLE = "CUDA_ERROR_INVALID_HANDLE"
@@ -287,7 +286,7 @@ def test_a_publisher_in_another_container_is_out_of_reach_and_not_dead(
     mine = ipc_view.ipc_namespace()
     with monkeypatch.context() as patch:
         patch.setattr(ipc_view, "ipc_namespace", lambda: mine + 1)
-        patch.setattr("rl_bridge.transports.cuda_ipc.process_start_time", lambda _: None)
+        patch.setattr("rl_bridge.transports.cuda.process_start_time", lambda _: None)
         with pytest.raises(TransportUnavailable, match=r"is not to be seen.*one process namespace"):
             rollout.import_update(manifest)
     assert hashes(rollout.import_update(manifest)) == hashes(sample_weights(1))
@@ -315,7 +314,7 @@ def test_a_side_that_is_short_of_memory_for_its_copy_may_try_again(
 
     manifest = publish(trainer)
     with monkeypatch.context() as patch:
-        patch.setattr("rl_bridge.memory.pins.vm.map_anonymous", none)
+        patch.setattr("rl_bridge.memory.views.vm.map_anonymous", none)
         with pytest.raises(WeightBridgeUnavailableError, match="memory for a copy") as kept:
             rollout.import_update(manifest)
     end: Any = trainer._publisher_end()
@@ -337,7 +336,7 @@ def test_an_import_while_a_graph_is_captured_may_come_again(
 def test_without_a_gpu_both_ends_and_the_probe_say_what_is_missing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("rl_bridge.transports._device.cuda_cause", lambda: "there is no GPU")
+    monkeypatch.setattr("rl_bridge.transports.cuda.cuda_cause", lambda: "there is no GPU")
     assert (CUDAIPC.probe().status, CUDAIPC.probe().cause) == ("blocked", "there is no GPU")
     for open_end in (
         lambda: CUDAIPC().publisher_end("a" * 32),

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+from rl_bridge.cuda import views as ipc_view
 from rl_bridge.errors import TransportUnavailable
-from rl_bridge.memory.vmm import ipc_view
-from rl_bridge.testing.host_ipc import HostIPC
+from rl_bridge.testing.host_devices import HostIPC
 from rl_bridge.transports import registry
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"

@@ -14,6 +14,8 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, rebuild_tensor
 
+from rl_bridge.cuda import torch_handle
+from rl_bridge.cuda.torch_handle import Calls, TorchHandle
 from rl_bridge.errors import (
     DuplicateTensorName,
     MalformedManifest,
@@ -24,8 +26,6 @@ from rl_bridge.errors import (
     WeightBridgeError,
     WeightUpdateRejectedError,
 )
-from rl_bridge.memory.vmm import torch_handle
-from rl_bridge.memory.vmm.torch_handle import Calls, TorchHandle
 from rl_bridge.transports import cuda_ipc_requests
 from rl_bridge.transports.cuda_ipc_requests import (
     ImportRequest,

@@ -7,6 +7,11 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
+from rl_bridge.cuda import streams
+from rl_bridge.cuda.broker import Broker
+from rl_bridge.cuda.devices import driver_at
+from rl_bridge.cuda.driver import INVALID_VALUE, driver_error
+from rl_bridge.cuda.host import HostDriver, Live
 from rl_bridge.errors import (
     DeadlineExceeded,
     DriverError,
@@ -18,17 +23,12 @@ from rl_bridge.errors import (
 )
 from rl_bridge.manifest.canonical import thaw
 from rl_bridge.manifest.model import WeightUpdateManifest
-from rl_bridge.memory.broker import Broker
-from rl_bridge.memory.device import streams
 from rl_bridge.memory.passes import BytePlan
-from rl_bridge.memory.vmm.driver import INVALID_VALUE, driver_error
-from rl_bridge.memory.vmm.host import HostDriver, Live
-from rl_bridge.memory.vmm.local import driver_at
 from rl_bridge.testing import TransportSuite
 from rl_bridge.testing.faults import Locate
-from rl_bridge.testing.host_vmm import HostVMM, published_address
-from rl_bridge.testing.over import BridgeOver
-from rl_bridge.transports.cuda_vmm import CUDAVMM
+from rl_bridge.testing.host_devices import HostVMM, published_address
+from rl_bridge.testing.peer import BridgeOver
+from rl_bridge.transports.cuda import CUDAVMM
 from tests.helpers import open_fds
 
 
@@ -107,7 +107,7 @@ def test_a_time_that_nobody_can_wait_for_is_refused(timeout_s: Any) -> None:
 
 
 def test_without_a_gpu_both_ends_say_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rl_bridge.transports._device.cuda_cause", lambda: "there is no GPU")
+    monkeypatch.setattr("rl_bridge.transports.cuda.cuda_cause", lambda: "there is no GPU")
     for open_end in (
         lambda: CUDAVMM().publisher_end("a" * 32),
         lambda: CUDAVMM().consumer_end("w", 0),
@@ -261,7 +261,7 @@ def test_an_arena_that_is_too_small_for_its_tensors_is_refused_unseen(
     trainer: BridgeOver, rollout: BridgeOver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     manifest = publish(trainer)
-    monkeypatch.setattr("rl_bridge.memory.vmm.view.fetch_fd", pytest.fail)
+    monkeypatch.setattr("rl_bridge.cuda.views.fetch_fd", pytest.fail)
     with pytest.raises(RangeBeyondSegment, match="does not fit its allocation of 1024"):
         rollout.import_update(changed(manifest, "arena", nbytes=1024))
     assert rollout.update_status(manifest.update_id) == "rejected"
@@ -325,7 +325,7 @@ def test_a_broker_that_is_late_does_not_cost_the_update(
 
     manifest = publish(trainer)
     with monkeypatch.context() as patch:
-        patch.setattr("rl_bridge.memory.vmm.view.fetch_fd", late)
+        patch.setattr("rl_bridge.cuda.views.fetch_fd", late)
         with pytest.raises(WeightBridgeUnavailableError, match=r"import it again.*did not answer"):
             rollout.import_update(manifest)
     assert shown(rollout, manifest) == {1.0}

@@ -12,7 +12,8 @@ import torch
 
 from rl_bridge.bridge.bridges import make_weight_bridge
 from rl_bridge.errors import BridgeClosed, SegmentError
-from rl_bridge.memory import leases, vm
+from rl_bridge.memory import segment as leases
+from rl_bridge.memory import vm
 from rl_bridge.memory.control import ControlWriter
 from rl_bridge.memory.slots import Slot
 from rl_bridge.transports import shared_memory

@@ -3,8 +3,7 @@
 from contextlib import ExitStack
 
 from rl_bridge.testing import TransportSuite
-from rl_bridge.testing.over import BridgeOver
-from rl_bridge.testing.peer import sample_weights
+from rl_bridge.testing.peer import BridgeOver, sample_weights
 from rl_bridge.transports.local import LocalClone
 
 

@@ -13,8 +13,7 @@ import pytest
 from rl_bridge.errors import TransferTimeout
 from rl_bridge.transports.nixl import library
 from rl_bridge.transports.nixl.agent import Agent, Made
-from rl_bridge.transports.nixl.consumer import NIXLConsumer
-from rl_bridge.transports.nixl.held import Held
+from rl_bridge.transports.nixl.consumer import Held, NIXLConsumer
 from rl_bridge.transports.nixl.reading import Reading
 
 

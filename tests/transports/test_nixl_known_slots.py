@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from rl_bridge.memory import vm
-from rl_bridge.transports._wire.arenas import CPUArenas
 from rl_bridge.transports.nixl.agent import Region
 from rl_bridge.transports.nixl.arenas import KnownSlots
-from rl_bridge.transports.nixl.host import Host
+from rl_bridge.transports.nixl.serving_process import Host
+from rl_bridge.transports.wire.arenas import CPUArenas
 
 
 class Interrupted:

@@ -5,7 +5,7 @@ import pytest
 
 from rl_bridge.errors import MalformedManifest
 from rl_bridge.transports.nixl.messages import Leased
-from rl_bridge.transports.nixl.plan import STEP_NBYTES, plan_steps
+from rl_bridge.transports.nixl.reading import STEP_NBYTES, plan_steps
 
 ARENA = 3 * STEP_NBYTES + 4096
 

@@ -11,9 +11,9 @@ from contextlib import ExitStack, closing
 import pytest
 
 from rl_bridge.errors import SegmentError, WeightBridgeUnavailableError
-from rl_bridge.transports._wire.caller import Caller
-from rl_bridge.transports._wire.channel import Channel, Greeting, fresh_nonce
-from rl_bridge.transports._wire.door import Door, listen
+from rl_bridge.transports.wire.acceptor import Door, listen
+from rl_bridge.transports.wire.channel import Channel, Greeting, fresh_nonce
+from rl_bridge.transports.wire.client import Caller
 
 
 def call(address: str = "127.0.0.1") -> None:

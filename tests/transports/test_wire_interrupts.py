@@ -10,12 +10,11 @@ import pytest
 
 from rl_bridge.errors import SegmentError
 from rl_bridge.memory.slots import Slot
-from rl_bridge.transports._wire.arenas import CPUArenas
-from rl_bridge.transports._wire.arrivals import Arrival, Arrivals
-from rl_bridge.transports._wire.caller import Caller
-from rl_bridge.transports._wire.channel import Channel
-from rl_bridge.transports._wire.door import Door, listen
 from rl_bridge.transports.broadcast.publisher import _SlotMaker
+from rl_bridge.transports.wire.acceptor import Door, listen
+from rl_bridge.transports.wire.arenas import Arrival, Arrivals, CPUArenas
+from rl_bridge.transports.wire.channel import Channel
+from rl_bridge.transports.wire.client import Caller
 from tests.helpers import tracing
 from tests.interrupts import InterruptBefore
 

@@ -29,8 +29,8 @@ from rl_bridge import (
     RolloutExecutor,
     make_weight_bridge,
 )
-from rl_bridge.bridge.group_exchange import ProcessGroupExchange
-from rl_bridge.bridge.resharding import TensorParallel, parallel
+from rl_bridge.groups.exchange import ProcessGroupExchange
+from rl_bridge.groups.wanted import TensorParallel, parallel
 
 STEPS = 4
 OWNERS = 2

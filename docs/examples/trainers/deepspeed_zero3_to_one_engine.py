@@ -13,9 +13,8 @@ import torch.distributed as dist
 from engines import TIMEOUT_S, Engines, run, sums
 
 from rl_bridge import DeepSpeedWeightExtractor
-from rl_bridge.bridge.group_exchange import ProcessGroupExchange
-from rl_bridge.bridge.transfer.config import WeightTransferConfig
-from rl_bridge.bridge.transfer.strategy import make_transfer_strategy
+from rl_bridge.groups.exchange import ProcessGroupExchange
+from rl_bridge.strategies.strategy import WeightTransferConfig, make_transfer_strategy
 
 STEPS = 3
 

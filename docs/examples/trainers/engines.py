@@ -11,11 +11,9 @@ from typing import Any
 import torch
 
 from rl_bridge import RolloutExecutor
-from rl_bridge.bridge.transfer.config import WeightTransferConfig
-from rl_bridge.bridge.transfer.init_info import init_info_from_json
-from rl_bridge.bridge.transfer.loader import BatchedLoadAdapter, ExecutorWeightLoader
-from rl_bridge.bridge.transfer.requests import WeightUpdateRequest
-from rl_bridge.bridge.transfer.strategy import make_transfer_strategy
+from rl_bridge.strategies.loader import BatchedLoadAdapter, ExecutorWeightLoader
+from rl_bridge.strategies.requests import WeightUpdateRequest, init_info_from_json
+from rl_bridge.strategies.strategy import WeightTransferConfig, make_transfer_strategy
 
 TIMEOUT_S = 100
 SPAWN = multiprocessing.get_context("spawn")

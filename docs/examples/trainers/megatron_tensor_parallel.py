@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 
 from rl_bridge import MegatronWeightExtractor, RolloutExecutor, make_weight_bridge
-from rl_bridge.bridge.group_exchange import ProcessGroupExchange
-from rl_bridge.bridge.group_import import GroupBridge
-from rl_bridge.bridge.group_publish import GroupPublisher
-from rl_bridge.bridge.resharding import TensorParallel, parallel
+from rl_bridge.groups.bridge import GroupBridge
+from rl_bridge.groups.exchange import ProcessGroupExchange
+from rl_bridge.groups.publish import GroupPublisher
+from rl_bridge.groups.wanted import TensorParallel, parallel
 
 STEPS = 3
 TIMEOUT_S = 100

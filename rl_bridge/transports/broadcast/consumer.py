@@ -13,12 +13,11 @@ from rl_bridge.errors import (
 )
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.memory.control import UpdateReport
-from rl_bridge.transports._wire.arenas import Arenas
-from rl_bridge.transports._wire.arrivals import Arrivals
-from rl_bridge.transports._wire.handles import read_handle, require_publisher
 from rl_bridge.transports.base import Attachment, ConsumerEnd
 from rl_bridge.transports.broadcast.init_info import Backend, BroadcastHandle, BroadcastInitInfo
 from rl_bridge.transports.broadcast.link import Link
+from rl_bridge.transports.wire.arenas import Arenas, Arrivals
+from rl_bridge.transports.wire.channel import read_handle, require_publisher
 
 __all__ = ["BroadcastConsumer"]
 

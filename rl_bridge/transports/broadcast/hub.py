@@ -19,11 +19,6 @@ from pydantic import ValidationError
 
 from rl_bridge.errors import WeightBridgeUnavailableError
 from rl_bridge.memory.control import Record, take_note
-from rl_bridge.transports._wire.channel import Channel
-from rl_bridge.transports._wire.door import Door
-from rl_bridge.transports._wire.messages import Leave, Message, Refused, Reported
-from rl_bridge.transports._wire.peers import Peer
-from rl_bridge.transports._wire.wake import Wake
 from rl_bridge.transports.broadcast.group import GroupStore
 from rl_bridge.transports.broadcast.init_info import MAGIC, BroadcastInitInfo
 from rl_bridge.transports.broadcast.messages import (
@@ -38,6 +33,8 @@ from rl_bridge.transports.broadcast.messages import (
     Welcome,
     from_receiver,
 )
+from rl_bridge.transports.wire.acceptor import Door, Peer
+from rl_bridge.transports.wire.channel import Channel, Leave, Message, Refused, Reported, Wake
 
 __all__ = ["Hub", "Member"]
 

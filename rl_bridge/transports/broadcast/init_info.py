@@ -13,7 +13,7 @@ from pydantic import (
 )
 
 from rl_bridge.errors import MalformedManifest
-from rl_bridge.transports._wire.addresses import checked_address
+from rl_bridge.transports.wire.channel import checked_address
 
 __all__ = [
     "BACKENDS",

@@ -8,14 +8,12 @@ import time
 from collections import OrderedDict
 from functools import partial
 
-from rl_bridge.errors import SegmentError, TransferTimeout
+from pydantic import ValidationError
+
+from rl_bridge.errors import SegmentError, TransferTimeout, WeightBridgeUnavailableError
 from rl_bridge.memory.control import UpdateReport
-from rl_bridge.transports._wire.arrivals import Arrivals
-from rl_bridge.transports._wire.messages import Gone, Leave, Refused, Reported, error_of
-from rl_bridge.transports._wire.wake import Wake
-from rl_bridge.transports.broadcast.init_info import STEPS_IN_TIME, BroadcastInitInfo
+from rl_bridge.transports.broadcast.init_info import MAGIC, STEPS_IN_TIME, BroadcastInitInfo
 from rl_bridge.transports.broadcast.intake import Intake
-from rl_bridge.transports.broadcast.joining import join_group, parsed
 from rl_bridge.transports.broadcast.messages import (
     CalledOff,
     FromPublisher,
@@ -25,9 +23,76 @@ from rl_bridge.transports.broadcast.messages import (
     Released,
     StoreValue,
     Want,
+    Welcome,
+    from_publisher,
 )
+from rl_bridge.transports.wire.arenas import Arrivals
+from rl_bridge.transports.wire.channel import (
+    Channel,
+    Gone,
+    Leave,
+    Refused,
+    Reported,
+    Wake,
+    error_of,
+)
+from rl_bridge.transports.wire.client import Caller
 
-__all__ = ["Link"]
+__all__ = [
+    "Link",
+    "join_group",
+    "parsed",
+]
+
+# ---- How a receiver gets into a publisher's group: connect, prove that the token is known, join.
+
+
+def join_group(info: BroadcastInitInfo, join: Join, *, timeout_s: float) -> Channel:
+    """Join a group.
+
+    Args:
+        info: where, and how to get in.
+        join: who this is.
+        timeout_s: longest wait for all of it.
+
+    Raises:
+        SegmentError: the publisher is gone, or refuses the token.
+        WeightBridgeUnavailableError: it has no room for this side.
+        TransferTimeout: it does not answer in time.
+
+    """
+    what = "the publisher's broadcast group"
+    caller = Caller(what, info.address, info.port, magic=MAGIC, timeout_s=timeout_s)
+    channel = caller.connect(bytes.fromhex(info.token), info.identity)
+    try:
+        _ask(caller, channel, join)
+    except BaseException:
+        channel.close()
+        raise
+    return channel
+
+
+def parsed(text: bytes) -> FromPublisher | None:
+    """Read a publisher's message; None if it is none."""
+    try:
+        return from_publisher(text)
+    except ValidationError:
+        return None
+
+
+def _ask(caller: Caller, channel: Channel, join: Join) -> None:
+    channel.send(join)
+    message = parsed(caller.wait_for_message(channel))
+    if isinstance(message, Refused):
+        raise WeightBridgeUnavailableError(
+            f"{caller.where} refuses this side; mend that and import again: {message.reason}"
+        )
+    if not isinstance(message, Welcome):
+        msg = f"{caller.where} does not speak this release's language. Use one release."
+        raise SegmentError(msg)
+
+
+# ---- the rest builds on the parts above
 
 _LOG = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, StrictBool, StrictInt, StrictStr, TypeAdapter
 
-from rl_bridge.transports._wire.messages import (
+from rl_bridge.transports.wire.channel import (
     Count,
     Gone,
     Leave,

@@ -13,7 +13,6 @@ from rl_bridge.errors import SegmentError
 from rl_bridge.memory.control import Record
 from rl_bridge.memory.packing import PackPlan
 from rl_bridge.memory.slots import Slot, SlotRing
-from rl_bridge.transports._wire.arenas import Arenas
 from rl_bridge.transports.base import Carried, PublisherEnd
 from rl_bridge.transports.broadcast.hub import Hub
 from rl_bridge.transports.broadcast.init_info import (
@@ -22,8 +21,8 @@ from rl_bridge.transports.broadcast.init_info import (
     BroadcastHandle,
     BroadcastInitInfo,
 )
-from rl_bridge.transports.broadcast.schedule import Offered
-from rl_bridge.transports.broadcast.sender import Sender
+from rl_bridge.transports.broadcast.sender import Offered, Sender
+from rl_bridge.transports.wire.arenas import Arenas
 
 __all__ = ["BroadcastPublisher", "group_info"]
 

@@ -12,11 +12,6 @@ from typing import ClassVar
 import torch
 
 from rl_bridge.errors import MalformedManifest, TransportUnavailable
-from rl_bridge.transports._wire.addresses import (
-    checked_address,
-    checked_port,
-)
-from rl_bridge.transports._wire.arenas import Arenas, CPUArenas, DeviceArenas
 from rl_bridge.transports.base import (
     Availability,
     ConsumerEnd,
@@ -29,6 +24,11 @@ from rl_bridge.transports.broadcast.init_info import (
     BACKENDS,
     Backend,
     BroadcastInitInfo,
+)
+from rl_bridge.transports.wire.arenas import Arenas, CPUArenas, DeviceArenas
+from rl_bridge.transports.wire.channel import (
+    checked_address,
+    checked_port,
 )
 
 __all__ = ["Broadcast", "backend_cause"]
@@ -158,8 +158,8 @@ class Broadcast(Transport):
     def publisher_end(self, publisher_id: str) -> PublisherEnd:
         """Open the trainer's end."""
         self._require_backend()
-        from rl_bridge.transports._wire.door import listen
         from rl_bridge.transports.broadcast.publisher import BroadcastPublisher, group_info
+        from rl_bridge.transports.wire.acceptor import listen
 
         arenas = self._arenas()
         listener = listen(self.name, self._address, self._port)
@@ -210,7 +210,7 @@ class Broadcast(Transport):
     def _arenas(self) -> Arenas:
         if self._backend == "gloo":
             return CPUArenas()
-        from rl_bridge.memory.cuda_place import cuda_place
+        from rl_bridge.cuda.devices import cuda_place
 
         device = torch.cuda.current_device() if self._device is None else self._device
         return DeviceArenas(cuda_place(device))

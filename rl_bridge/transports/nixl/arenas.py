@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import torch
 
 from rl_bridge.errors import SegmentError
-from rl_bridge.memory.pins import Pin
 from rl_bridge.memory.slots import Slot
-from rl_bridge.transports._wire.arenas import Arenas
+from rl_bridge.memory.views import Pin
 from rl_bridge.transports.nixl.agent import AgentError, Kind, Region
-from rl_bridge.transports.nixl.host import Host
+from rl_bridge.transports.nixl.serving_process import Host
+from rl_bridge.transports.wire.arenas import Arenas
 
 __all__ = ["KnownSlots", "Registered", "RegisteredArenas"]
 

@@ -3,9 +3,10 @@
 import logging
 import os
 import secrets
+import select
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import ClassVar, TypeVar
 
@@ -13,35 +14,196 @@ import torch
 
 from rl_bridge.errors import (
     SlotsExhausted,
+    StaleUpdate,
     TransferTimeout,
     TransportUnavailable,
     WeightBridgeError,
+    WeightBridgeUnavailableError,
 )
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.memory.control import UpdateReport
-from rl_bridge.memory.slots import ARRIVING
-from rl_bridge.transports._landing import Landed, Landing
-from rl_bridge.transports._wire.arenas import Arenas
-from rl_bridge.transports._wire.handles import read_handle, require_publisher
-from rl_bridge.transports.base import Attachment, ConsumerEnd, PartRequest
-from rl_bridge.transports.nixl.agent import Agent, Counters
+from rl_bridge.memory.slots import ARRIVING, Slot
+from rl_bridge.transports.base import Attachment, ConsumerEnd, Landed, Landing, PartRequest
+from rl_bridge.transports.nixl.agent import Agent, AgentError, Counters, MemoryRefused
 from rl_bridge.transports.nixl.arenas import KnownSlots
-from rl_bridge.transports.nixl.attempts import tried
-from rl_bridge.transports.nixl.endpoint import NIXLEndpoint, NIXLHandle
-from rl_bridge.transports.nixl.fetch import Fetch, Job, Room
-from rl_bridge.transports.nixl.held import Held, end
+from rl_bridge.transports.nixl.fetch import Fetch, Job, Room, Source, Torn
 from rl_bridge.transports.nixl.link import Link
-from rl_bridge.transports.nixl.messages import Entry
-from rl_bridge.transports.nixl.source import Source
+from rl_bridge.transports.nixl.messages import Entry, NIXLEndpoint, NIXLHandle
+from rl_bridge.transports.wire.arenas import Arenas
+from rl_bridge.transports.wire.channel import read_handle, require_publisher
 
-__all__ = ["NIXLConsumer"]
+__all__ = [
+    "Held",
+    "NIXLConsumer",
+    "end",
+    "tried",
+]
+
+# ---- What a consumer's end holds: its agent, its connections, and reads that were given up.
+
+# Agents that are kept for reads that did not end; each costs a slot, memory and descriptors.
+_MAX_PARKED = 2
+
+
+class Held:
+    """What outlives a consumer's end that is dropped: closed by its finalizer."""
+
+    def __init__(self) -> None:
+        self.agent: Agent | None = None
+        self.sources: dict[str, Source] = {}
+        self.parked: list[tuple[Agent, Sequence[Job]]] = []
+        """Agents that were given up, with reads that may not have ended."""
+        self.under_way: tuple[Agent, Sequence[Job]] | None = None
+        """What is read now, or was as an interrupt cut off even its end."""
+        self.landings: KnownSlots | None = None
+        """Slots of others' that were read into."""
+        self.num_open = 0
+        """How many are gathering what publishers are told."""
+
+    def __enter__(self) -> None:
+        """Gather what publishers are told."""
+        self.num_open += 1
+
+    def sweep(self) -> None:
+        """Close agents whose reads ended meanwhile, and give their slots back.
+
+        Of a publisher that hangs they may never end: all but the last few end with their agents.
+        """
+        num_kept = 0
+        for agent, jobs in reversed(list(self.parked)):
+            is_over = agent.is_closed or all(
+                job.reading is None or job.reading.settle() for job in jobs
+            )
+            if not is_over and num_kept < _MAX_PARKED:
+                num_kept += 1
+                continue
+            agent.close()
+            for job in jobs:
+                job.give_back()
+                if job.room is not None:
+                    job.room.give_back()
+            self.parked.remove((agent, jobs))
+
+    def end_reads_into(self, slot: Slot) -> None:
+        """Close agents that may still write to a slot, whose memory is about to go."""
+        for agent, jobs in list(self.parked):
+            rooms = [job.room for job in jobs if job.room is not None and job.room.slot is slot]
+            if rooms:
+                agent.close()
+                self.parked.remove((agent, jobs))
+                for room in rooms:
+                    room.slot = None
+
+    def end_landings(self) -> bool:
+        """Close agents that may still write to slots of others'; returns whether there were any."""
+        ended = [(agent, jobs) for agent, jobs in self.parked if any(job.room for job in jobs)]
+        for agent, jobs in ended:
+            agent.close()
+            for job in jobs:
+                if job.room is not None:
+                    job.room.give_back()
+            self.parked.remove((agent, jobs))
+        return bool(ended)
+
+    def __exit__(self, *_: object) -> None:
+        """Tell them."""
+        self.num_open -= 1
+        if not self.num_open:
+            for source in self.sources.values():
+                source.link.send_held_back()
+
+
+def end(pid: int, held: Held) -> None:
+    """Say goodbye everywhere; in another process than `pid` nothing is done. Idempotent."""
+    if os.getpid() != pid:
+        return
+    for source in held.sources.values():
+        source.let_go()
+    # First of all: nothing can land any more, and publishers that hear of the end can see it.
+    under_way = None if held.under_way is None else held.under_way[0]
+    for agent in (held.agent, under_way, *(agent for agent, _ in held.parked)):
+        if agent is not None:
+            agent.close()
+    given_up = [*held.parked, *([] if held.under_way is None else [held.under_way])]
+    for room in {job.room for _, jobs in given_up for job in jobs if job.room is not None}:
+        room.give_back()
+    held.parked.clear()
+    held.under_way = None
+    for publisher_id, source in list(held.sources.items()):
+        source.close()
+        held.sources.pop(publisher_id, None)  # behind it: an interrupt must not lose it
+
+
+# ---- Trying again where that may help: a version that was written to, a connection that broke.
 
 _LOG = logging.getLogger(__name__)
+_PAUSE_MS = 5
+_LONGEST_PAUSE_MS = 500
+_Made = TypeVar("_Made")
+
+
+def _pauses() -> Iterator[None]:
+    """Each one is made before it is given, and longer than the last."""
+    pause_ms = _PAUSE_MS
+    while True:
+        select.poll().poll(pause_ms)
+        yield
+        pause_ms = min(2 * pause_ms, _LONGEST_PAUSE_MS)
+
+
+def tried(
+    update_id: str, once: Callable[[], _Made], *, timeout_s: float, reconnect: Callable[[], None]
+) -> _Made:
+    """Try until it works or the deadline is over, at least twice where a connection broke.
+
+    Args:
+        update_id: what is read, for messages.
+        once: one attempt.
+        timeout_s: for how long to try.
+        reconnect: have the next attempt begin with new connections.
+
+    Raises:
+        StaleUpdate: the publisher wrote to it, again and again.
+        WeightBridgeUnavailableError: reads fail, which says nothing against the update.
+
+    """
+    until = time.monotonic() + timeout_s
+    num_broken = 0
+    pauses = _pauses()
+    while True:
+        try:
+            return once()
+        except Torn as error:
+            # Its publisher wrote meanwhile: this side's lease was lost, or never counted.
+            if time.monotonic() >= until:
+                raise StaleUpdate(str(error)) from error
+            next(pauses)  # whoever writes wants the memory
+        except AgentError as error:
+            # The connection broke, which may mean no more than that: again, on a new one. The
+            # process that serves there may die under one reader after the other.
+            num_broken += 1
+            is_hopeless = isinstance(error, MemoryRefused) or time.monotonic() >= until
+            if num_broken > 1 and is_hopeless:
+                reason = str(error).removesuffix(".")
+                remedy = "See that its publisher runs and can be reached"
+                if isinstance(error, MemoryRefused):
+                    remedy = "See how much memory this process may lock and register"
+                msg = (
+                    f"update {update_id} cannot be read: {reason}. {remedy}, then import it again."
+                )
+                raise WeightBridgeUnavailableError(msg) from error
+            reconnect()
+            _LOG.warning("%s Again, on a new connection.", error)
+            if num_broken > 1:
+                next(pauses)
+
+
+# ---- the rest builds on the parts above
+
 # Of all attempts of one import to reach publishers of which nothing is needed.
 _MEET_S = 2.0
 # How long one that could not be reached is left alone.
 _REST_S = 60.0
-_Made = TypeVar("_Made")
 
 
 class NIXLConsumer(ConsumerEnd):

@@ -17,17 +17,7 @@ from rl_bridge.errors import (
     WeightBridgeUnavailableError,
 )
 from rl_bridge.memory.control import UpdateReport
-from rl_bridge.transports._wire.caller import Caller
-from rl_bridge.transports._wire.messages import (
-    Gone,
-    Leave,
-    Message,
-    Refused,
-    Reported,
-    error_of,
-)
 from rl_bridge.transports.nixl.agent import Agent, AgentError
-from rl_bridge.transports.nixl.endpoint import NIXLEndpoint
 from rl_bridge.transports.nixl.messages import (
     MAGIC,
     MAX_MESSAGE_NBYTES,
@@ -40,11 +30,21 @@ from rl_bridge.transports.nixl.messages import (
     Lapsed,
     Lease,
     Leased,
+    NIXLEndpoint,
     Renew,
     Unlease,
     Welcome,
     from_publisher,
 )
+from rl_bridge.transports.wire.channel import (
+    Gone,
+    Leave,
+    Message,
+    Refused,
+    Reported,
+    error_of,
+)
+from rl_bridge.transports.wire.client import Caller
 
 __all__ = ["Link"]
 

@@ -14,10 +14,9 @@ from rl_bridge.memory.places import Place
 from rl_bridge.memory.slots import Slot
 from rl_bridge.transports.base import Carried, PublisherEnd
 from rl_bridge.transports.nixl.agent import Counters
-from rl_bridge.transports.nixl.endpoint import NIXLEndpoint, NIXLHandle
-from rl_bridge.transports.nixl.host import Host
-from rl_bridge.transports.nixl.messages import Entry
+from rl_bridge.transports.nixl.messages import Entry, NIXLEndpoint, NIXLHandle
 from rl_bridge.transports.nixl.server import Server
+from rl_bridge.transports.nixl.serving_process import Host
 from rl_bridge.transports.nixl.shelf import Shelf
 
 __all__ = ["NIXLPublisher"]

@@ -17,14 +17,7 @@ import weakref
 from pydantic import ValidationError
 
 from rl_bridge.memory.control import Record, take_note
-from rl_bridge.transports._wire.channel import Channel
-from rl_bridge.transports._wire.door import Door
-from rl_bridge.transports._wire.messages import Gone, Leave, Message, Refused, Reported
-from rl_bridge.transports._wire.wake import Wake
 from rl_bridge.transports.nixl.agent import AgentError
-from rl_bridge.transports.nixl.endpoint import NIXLEndpoint
-from rl_bridge.transports.nixl.host import Host
-from rl_bridge.transports.nixl.members import Member, joining
 from rl_bridge.transports.nixl.messages import (
     MAGIC,
     MAX_MESSAGE_NBYTES,
@@ -35,14 +28,54 @@ from rl_bridge.transports.nixl.messages import (
     Join,
     Lapsed,
     Lease,
+    NIXLEndpoint,
     Renew,
     Unlease,
     Welcome,
     from_reader,
 )
+from rl_bridge.transports.nixl.serving_process import Host
 from rl_bridge.transports.nixl.shelf import Shelf
+from rl_bridge.transports.wire.acceptor import Door, Peer
+from rl_bridge.transports.wire.channel import Channel, Gone, Leave, Message, Refused, Reported, Wake
 
-__all__ = ["Server"]
+__all__ = [
+    "Member",
+    "Server",
+    "joining",
+]
+
+# ---- The readers of one publisher, as it knows them.
+
+
+class Member(Peer):
+    """One reader, as the publisher knows it. Changed under the server's lock only."""
+
+    def __init__(self, channel: Channel, join: Join) -> None:
+        """Start with what it said of itself."""
+        super().__init__(
+            channel,
+            worker=join.worker,
+            rank=join.rank,
+            pid=join.pid,
+            is_observer=join.is_observer,
+            reader=join.reader,
+        )
+        self.needs_help = False
+        self.leases: dict[str, float] = {}
+        """Update -> when its lease ends."""
+
+
+def joining(text: bytes) -> Join | None:
+    """Read a reader's first message; None if it is no such."""
+    try:
+        message = from_reader(text)
+    except ValidationError:
+        return None
+    return message if isinstance(message, Join) else None
+
+
+# ---- the rest builds on the parts above
 
 _LOG = logging.getLogger(__name__)
 

@@ -14,12 +14,6 @@ from typing import ClassVar, Literal
 import torch
 
 from rl_bridge.errors import TransportUnavailable
-from rl_bridge.transports._wire.addresses import (
-    checked_address,
-    checked_port,
-)
-from rl_bridge.transports._wire.arenas import Arenas, CPUArenas, DeviceArenas
-from rl_bridge.transports._wire.door import listen
 from rl_bridge.transports.base import (
     Availability,
     ConsumerEnd,
@@ -31,12 +25,16 @@ from rl_bridge.transports.base import (
 from rl_bridge.transports.nixl import library
 from rl_bridge.transports.nixl.agent import REMEDY, Agent
 from rl_bridge.transports.nixl.arenas import RegisteredArenas
-from rl_bridge.transports.nixl.endpoint import NIXLEndpoint
-from rl_bridge.transports.nixl.host import Host
 from rl_bridge.transports.nixl.library import backend_cause
-from rl_bridge.transports.nixl.live import LiveShelf
-from rl_bridge.transports.nixl.serving_process import ServingProcess
-from rl_bridge.transports.nixl.slot_shelf import SlotShelf
+from rl_bridge.transports.nixl.messages import NIXLEndpoint
+from rl_bridge.transports.nixl.serving_process import Host, ServingProcess
+from rl_bridge.transports.nixl.shelf import LiveShelf, SlotShelf
+from rl_bridge.transports.wire.acceptor import listen
+from rl_bridge.transports.wire.arenas import Arenas, CPUArenas, DeviceArenas
+from rl_bridge.transports.wire.channel import (
+    checked_address,
+    checked_port,
+)
 
 __all__ = ["NIXL"]
 
@@ -236,7 +234,7 @@ class NIXL(Transport):
                 f"device={self._device} was asked for and the NVIDIA driver reports none",
                 "Leave device= out for weights on the CPU.",
             )
-        from rl_bridge.memory.cuda_place import cuda_place
+        from rl_bridge.cuda.devices import cuda_place
 
         return DeviceArenas(cuda_place(self._device))
 

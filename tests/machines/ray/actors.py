@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 
 from rl_bridge import ModuleInstallAdapter
-from rl_bridge.extractors.state_dict import Source
 from rl_bridge.ray import RolloutActor, SideFacts, WeightPublisherActor
+from rl_bridge.trainers.state_dict import Source
 
 __all__ = ["Elsewhere", "Rollout", "Trainer", "weights"]
 

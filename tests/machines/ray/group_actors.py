@@ -9,10 +9,10 @@ import ray
 import torch
 
 from rl_bridge import ModuleInstallAdapter
-from rl_bridge.bridge.resharding import TensorParallel, Wanted, parallel
-from rl_bridge.extractors.state_dict import Source
-from rl_bridge.manifest.placement import Placement
+from rl_bridge.groups.wanted import TensorParallel, Wanted, parallel
+from rl_bridge.manifest.parallel import Placement
 from rl_bridge.ray import RolloutActor, WeightPublisherActor
+from rl_bridge.trainers.state_dict import Source
 from tests.groups.meshes import cut, model
 
 __all__ = ["Owner", "Share", "owners", "share"]

@@ -10,8 +10,8 @@ import pytest
 import ray
 
 from rl_bridge import DeadlineExceeded, EngineLost, GroupAborted
-from rl_bridge.integrations.ray.calls import Deadline
 from rl_bridge.ray import FleetUpdate, RolloutFleet
+from rl_bridge.ray.calls import Deadline
 from tests.helpers import stop
 from tests.machines.ray.group_actors import owners, share
 

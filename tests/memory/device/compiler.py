@@ -35,7 +35,7 @@ class Compiler:
         import triton
         from triton.backends.compiler import GPUTarget
 
-        from rl_bridge.memory.device._kernel import digest_leaves
+        from rl_bridge.cuda._kernel import digest_leaves
 
         names = list(_ARGUMENTS)
         source = triton.compiler.ASTSource(

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from rl_bridge.memory.device import choice, leaves
-from rl_bridge.memory.device.choice import kernel_cause
-from rl_bridge.memory.device.device_pass import DevicePass
-from rl_bridge.memory.device.engines import KernelEngine
-from rl_bridge.memory.device.leaves import LeafTable
+from rl_bridge.cuda import digest as choice
+from rl_bridge.cuda import leaves
+from rl_bridge.cuda.digest import DevicePass, kernel_cause
+from rl_bridge.cuda.digest_engines import KernelEngine
+from rl_bridge.cuda.leaves import LeafTable
 from tests.memory.device import rig
 from tests.memory.device.rig import Laid
 

@@ -8,11 +8,10 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
+from rl_bridge.cuda.digest import DevicePass, EngineName
 from rl_bridge.manifest.digest import LEAF_NBYTES, digest_bytes
 from rl_bridge.manifest.dtypes import DTYPE_NBYTES
 from rl_bridge.memory import vm
-from rl_bridge.memory.device.choice import EngineName
-from rl_bridge.memory.device.device_pass import DevicePass
 from tests.test_docs_format import PATTERNS, VECTORS
 
 __all__ = [

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rl_bridge.memory.device.leaves import CAST_BF16, CAST_FP16, CAST_WIDTH, WIDEST, WIDTHS
+from rl_bridge.cuda.leaves import CAST_BF16, CAST_FP16, CAST_WIDTH, WIDEST, WIDTHS
 from rl_bridge.testing.processes import Child
 from tests.memory.device import rig
 from tests.memory.device.compiler import Compiler

@@ -9,14 +9,13 @@ import numpy as np
 import pytest
 import torch
 
+from rl_bridge.cuda import digest as choice
+from rl_bridge.cuda import streams
+from rl_bridge.cuda.digest import AddressPass, DevicePass, choose_engine, full_device, kernel_cause
+from rl_bridge.cuda.digest_engines import bytes_at
+from rl_bridge.cuda.leaves import CAST_BF16
 from rl_bridge.errors import DeadlineExceeded, SegmentError, WeightBridgeUnavailableError
 from rl_bridge.manifest.digest import digest_bytes
-from rl_bridge.memory.device import choice, streams
-from rl_bridge.memory.device.address_pass import AddressPass
-from rl_bridge.memory.device.choice import choose_engine, full_device, kernel_cause
-from rl_bridge.memory.device.device_pass import DevicePass
-from rl_bridge.memory.device.engines import bytes_at
-from rl_bridge.memory.device.leaves import CAST_BF16
 from tests.memory.device.rig import Laid
 
 CPU = torch.device("cpu")

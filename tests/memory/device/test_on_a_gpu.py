@@ -7,10 +7,9 @@ import numpy as np
 import pytest
 import torch
 
+from rl_bridge.cuda.digest import DevicePass, EngineName, kernel_cause
 from rl_bridge.errors import WeightBridgeUnavailableError
 from rl_bridge.manifest.digest import LEAF_NBYTES, digest_bytes
-from rl_bridge.memory.device.choice import EngineName, kernel_cause
-from rl_bridge.memory.device.device_pass import DevicePass
 from rl_bridge.memory.passes import BytePlan
 from rl_bridge.transports.cuda import cuda_cause
 from tests.memory.device import rig

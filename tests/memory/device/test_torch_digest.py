@@ -6,10 +6,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rl_bridge.cuda.digest_engines import TorchDigest
+from rl_bridge.cuda.leaves import LeafTable
 from rl_bridge.manifest.digest import LEAF_NBYTES, PAD_NBYTES, digest_bytes, leaf_digests
 from rl_bridge.memory import passes
-from rl_bridge.memory.device.leaves import LeafTable
-from rl_bridge.memory.device.torch_digest import TorchDigest
 from rl_bridge.memory.passes import BytePlan
 
 SIZES = st.lists(

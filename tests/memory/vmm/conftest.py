@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from rl_bridge.memory.vmm import references
+from rl_bridge.cuda import owners as references
 from tests.memory.vmm.rig import NOTHING, Scripted
 
 

@@ -8,19 +8,19 @@ from typing import Any
 
 import pytest
 
-from rl_bridge.errors import DriverError, SegmentError
-from rl_bridge.memory import vm
-from rl_bridge.memory.segment import OwnedSegment, SegmentRef, open_segment
-from rl_bridge.memory.vmm import ipc as ipc_module
-from rl_bridge.memory.vmm.driver import INVALID_VALUE
-from rl_bridge.memory.vmm.ipc import (
+from rl_bridge.cuda import ipc as ipc_module
+from rl_bridge.cuda.driver import INVALID_VALUE
+from rl_bridge.cuda.ipc import (
     IPC_HANDLE_NBYTES,
     IPC_UNIT,
     IPCDriver,
     Opening,
     PlainMemory,
 )
-from rl_bridge.memory.vmm.references import settle_late
+from rl_bridge.cuda.owners import settle_late
+from rl_bridge.errors import DriverError, SegmentError
+from rl_bridge.memory import vm
+from rl_bridge.memory.segment import OwnedSegment, SegmentRef, open_segment
 from rl_bridge.testing.processes import Child, until
 from tests.helpers import forked, forking, open_fds
 

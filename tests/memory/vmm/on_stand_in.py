@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
+from rl_bridge.cuda.driver import CAPTURING, INVALID_VALUE, NOT_INITIALIZED
+from rl_bridge.cuda.libcuda import IPC_HANDLE_NBYTES, CUDADriver, ordinal_of
+from rl_bridge.cuda.owners import AddressRange, Allocation
 from rl_bridge.errors import DriverError
 from rl_bridge.memory import vm
 from rl_bridge.memory.holding import close_fd
-from rl_bridge.memory.vmm.cuda import IPC_HANDLE_NBYTES, CUDADriver, ordinal_of
-from rl_bridge.memory.vmm.driver import CAPTURING, INVALID_VALUE, NOT_INITIALIZED
-from rl_bridge.memory.vmm.owners import AddressRange, Allocation
 from tests.helpers import forked, forking, open_fds
 from tests.memory.vmm.driver_suite import DriverSuite
 

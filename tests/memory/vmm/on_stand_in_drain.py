@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
+from rl_bridge.cuda.libcuda import CUDADriver
+from rl_bridge.cuda.owners import AddressRange, Allocation
 from rl_bridge.errors import DeadlineExceeded, DriverError
-from rl_bridge.memory.vmm.cuda import CUDADriver
-from rl_bridge.memory.vmm.owners import AddressRange, Allocation
 from tests.memory.vmm.on_stand_in import UNIT, Recording, bindings
 
 

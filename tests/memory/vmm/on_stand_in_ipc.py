@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
+from rl_bridge.cuda.driver import INVALID_VALUE
+from rl_bridge.cuda.ipc import IPC_HANDLE_NBYTES, IPC_UNIT, IPCDriver
+from rl_bridge.cuda.libcuda import CUDADriver
+from rl_bridge.cuda.owners import AddressRange, Allocation
 from rl_bridge.errors import DriverError
-from rl_bridge.memory.vmm.cuda import CUDADriver
-from rl_bridge.memory.vmm.driver import INVALID_VALUE
-from rl_bridge.memory.vmm.ipc import IPC_HANDLE_NBYTES, IPC_UNIT, IPCDriver
-from rl_bridge.memory.vmm.owners import AddressRange, Allocation
 from rl_bridge.testing.processes import Child
 from tests.memory.vmm.ipc_suite import Exporter, Importer, IPCSuite
 from tests.memory.vmm.on_stand_in import Recording, bindings

@@ -11,9 +11,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rl_bridge.memory.broker import Broker, BrokerRef, fetch_fd
-from rl_bridge.memory.vmm.host import HostDriver
-from rl_bridge.memory.vmm.owners import AddressRange, Allocation
+from rl_bridge.cuda.broker import Broker, BrokerRef, fetch_fd
+from rl_bridge.cuda.host import HostDriver
+from rl_bridge.cuda.owners import AddressRange, Allocation
 from tests.helpers import open_fds
 from tests.memory.vmm.rig import NBYTES, SMALL, filled, peek
 

@@ -3,10 +3,10 @@
 import ctypes
 from collections.abc import Callable
 
+from rl_bridge.cuda.driver import driver_error
+from rl_bridge.cuda.host import HostDriver, Live
+from rl_bridge.cuda.owners import AddressRange, Allocation
 from rl_bridge.memory import vm
-from rl_bridge.memory.vmm.driver import driver_error
-from rl_bridge.memory.vmm.host import HostDriver, Live
-from rl_bridge.memory.vmm.owners import AddressRange, Allocation
 
 __all__ = ["NBYTES", "NOTHING", "SMALL", "Scripted", "filled", "peek", "poke"]
 

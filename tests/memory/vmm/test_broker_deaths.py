@@ -9,19 +9,18 @@ from pathlib import Path
 
 import pytest
 
+from rl_bridge.cuda import broker as client
+from rl_bridge.cuda import broker as server
+from rl_bridge.cuda.broker import MAGIC, REQUEST, Broker, BrokerRef, fetch_fd, sweep_brokers
+from rl_bridge.cuda.host import HostDriver
+from rl_bridge.cuda.owners import Descriptor
 from rl_bridge.errors import (
     BridgeClosed,
     DeadlineExceeded,
     SegmentError,
 )
-from rl_bridge.memory import broker as client
-from rl_bridge.memory import broker_server as server
-from rl_bridge.memory.broker import Broker, BrokerRef, fetch_fd
-from rl_bridge.memory.broker_server import MAGIC, REQUEST, sweep_brokers
 from rl_bridge.memory.holding import close_fd
 from rl_bridge.memory.segment import process_start_time
-from rl_bridge.memory.vmm.host import HostDriver
-from rl_bridge.memory.vmm.owners import Descriptor
 from rl_bridge.testing.processes import Child, until
 from tests.helpers import forked, forking, open_fds, stop
 from tests.memory.vmm.publishers import (
@@ -176,7 +175,7 @@ def test_only_dead_brokers_of_ours_are_swept(root: Path) -> None:
 def test_another_users_directory_is_not_swept(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     dead = root / ("rlb-broker-1-1-" + "0" * 16)
     dead.mkdir()
-    monkeypatch.setattr("rl_bridge.memory.broker_server.os.geteuid", lambda: os.getuid() + 1)
+    monkeypatch.setattr("rl_bridge.cuda.broker.os.geteuid", lambda: os.getuid() + 1)
     assert sweep_brokers(root) == []
     assert dead.is_dir()
 

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 import torch
 
+from rl_bridge.cuda.libcuda import CUDADriver, _is_capturing, ordinal_of
 from rl_bridge.errors import DriverError
-from rl_bridge.memory.vmm.cuda import CUDADriver, _is_capturing, ordinal_of
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]

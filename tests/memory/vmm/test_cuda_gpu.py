@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
+from rl_bridge.cuda.broker import Broker, BrokerRef, fetch_fd
+from rl_bridge.cuda.libcuda import CUDADriver
+from rl_bridge.cuda.owners import AddressRange, Allocation
 from rl_bridge.errors import DeadlineExceeded, DriverError
-from rl_bridge.memory.broker import Broker, BrokerRef, fetch_fd
-from rl_bridge.memory.vmm.cuda import CUDADriver
-from rl_bridge.memory.vmm.owners import AddressRange, Allocation
 from rl_bridge.testing.processes import Child
 from tests.helpers import open_fds
 from tests.memory.vmm.driver_suite import DriverSuite

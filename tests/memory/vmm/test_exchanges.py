@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from rl_bridge.cuda.owners import AddressRange, Allocation
 from rl_bridge.errors import DriverError, TornEngine
-from rl_bridge.memory.vmm.owners import AddressRange, Allocation
 from tests.helpers import tracing
 from tests.memory.vmm.rig import NBYTES, NOTHING, Scripted, filled, peek, poke
 

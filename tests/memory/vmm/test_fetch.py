@@ -10,17 +10,16 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from rl_bridge.cuda import broker as client
+from rl_bridge.cuda.broker import ANSWER, MAGIC, Broker, BrokerRef, Status, fetch_fd
+from rl_bridge.cuda.host import HostDriver
 from rl_bridge.errors import (
     DeadlineExceeded,
     SegmentError,
     TransportUnavailable,
     WeightBridgeUnavailableError,
 )
-from rl_bridge.memory import broker as client
-from rl_bridge.memory.broker import Broker, BrokerRef, fetch_fd
-from rl_bridge.memory.broker_server import ANSWER, MAGIC, Status
 from rl_bridge.memory.segment import process_start_time
-from rl_bridge.memory.vmm.host import HostDriver
 from rl_bridge.testing.processes import until
 from tests.helpers import open_fds
 from tests.memory.vmm.publishers import (
@@ -213,9 +212,9 @@ def test_a_client_without_sockets_says_so(broker: Broker, monkeypatch: pytest.Mo
 
         return call
 
-    monkeypatch.setattr("rl_bridge.memory.broker.socket.socket", fail(errno.EAFNOSUPPORT))
+    monkeypatch.setattr("rl_bridge.cuda.broker.socket.socket", fail(errno.EAFNOSUPPORT))
     with pytest.raises(TransportUnavailable, match="Let the sandbox allow AF_UNIX"):
         fetch_fd(broker.ref, 1, timeout_s=FOREVER_S)
-    monkeypatch.setattr("rl_bridge.memory.broker.socket.socket", fail(errno.EMFILE))
+    monkeypatch.setattr("rl_bridge.cuda.broker.socket.socket", fail(errno.EMFILE))
     with pytest.raises(WeightBridgeUnavailableError, match="Free some and try again"):
         fetch_fd(broker.ref, 1, timeout_s=FOREVER_S)

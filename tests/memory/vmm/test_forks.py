@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 
-from rl_bridge.memory.broker import Broker, fetch_fd
-from rl_bridge.memory.broker_server import sweep_brokers
+from rl_bridge.cuda.broker import Broker, fetch_fd, sweep_brokers
+from rl_bridge.cuda.host import HostDriver
 from rl_bridge.memory.holding import FORKS, close_fd
-from rl_bridge.memory.vmm.host import HostDriver
 from rl_bridge.testing.processes import until
 from tests.helpers import forked, forking
 from tests.memory.vmm.publishers import FOREVER_S, connected
@@ -88,7 +87,7 @@ def test_a_child_has_nothing_of_new_memory(
     driver: HostDriver, watch: Watch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr("rl_bridge.memory.vmm.host.os.memfd_create", watch.around(os.memfd_create))
+        patch.setattr("rl_bridge.cuda.host.os.memfd_create", watch.around(os.memfd_create))
         handle = driver.create(SMALL)
     assert not watch.is_kept_by_a_child()
     driver.release(handle)
@@ -106,7 +105,7 @@ def test_a_child_has_nothing_of_what_is_exported_and_imported(
 
     handle = driver.create(SMALL)
     with monkeypatch.context() as patch:
-        patch.setattr("rl_bridge.memory.vmm.host.fcntl.fcntl", watched)
+        patch.setattr("rl_bridge.cuda.host.fcntl.fcntl", watched)
         fd = driver.export_fd(handle)
         imported = driver.import_fd(fd, SMALL)
     assert len(watch.fds) == 2
@@ -127,8 +126,8 @@ def test_a_child_has_nothing_of_what_a_broker_opens(
         return watch.opened(found) if flags & os.O_DIRECTORY else found
 
     with monkeypatch.context() as patch:
-        patch.setattr("rl_bridge.memory.broker_server.os.eventfd", watch.around(os.eventfd))
-        patch.setattr("rl_bridge.memory.broker_server.os.open", watched)
+        patch.setattr("rl_bridge.cuda.broker.os.eventfd", watch.around(os.eventfd))
+        patch.setattr("rl_bridge.cuda.broker.os.open", watched)
         broker = Broker(root=root)
     assert len(watch.fds) == 3
     assert not watch.is_kept_by_a_child()
@@ -180,7 +179,7 @@ def test_a_child_has_nothing_of_what_is_fetched(
             return found
 
     with monkeypatch.context() as patch:
-        patch.setattr("rl_bridge.memory.broker.socket.socket", Receiving)
+        patch.setattr("rl_bridge.cuda.broker.socket.socket", Receiving)
         fd, _ = fetch_fd(broker.ref, 1, timeout_s=FOREVER_S)
     assert (made[0].fileno(), watch.fds) == (-1, [fd])
     assert not watch.is_kept_by_a_child()
@@ -200,6 +199,6 @@ def test_a_child_has_nothing_of_a_sweep(
         return True
 
     with monkeypatch.context() as patch:
-        patch.setattr("rl_bridge.memory.broker_server._try_lock", look)
+        patch.setattr("rl_bridge.cuda.broker._try_lock", look)
         assert len(sweep_brokers(root)) == 1
     assert kept == [False]

@@ -11,12 +11,12 @@ from types import SimpleNamespace
 
 import pytest
 
+from rl_bridge.cuda import driver as seam
+from rl_bridge.cuda.driver import CAPTURING, INVALID_VALUE, NOT_INITIALIZED, driver_error
+from rl_bridge.cuda.host import HostDriver, Live
 from rl_bridge.errors import DriverError
 from rl_bridge.memory import vm
 from rl_bridge.memory.holding import close_fd
-from rl_bridge.memory.vmm import driver as seam
-from rl_bridge.memory.vmm.driver import CAPTURING, INVALID_VALUE, NOT_INITIALIZED, driver_error
-from rl_bridge.memory.vmm.host import HostDriver, Live
 from rl_bridge.testing.processes import Child, ChildDied
 from tests.helpers import forked, forking, open_fds
 from tests.memory.vmm.driver_suite import DriverSuite
@@ -232,7 +232,7 @@ def test_a_shortage_of_memory_leaves_nothing(
     before = open_fds()
     with pytest.raises(DriverError, match="CUDA_ERROR_OUT_OF_MEMORY"):
         driver.reserve(1 << 62)
-    monkeypatch.setattr("rl_bridge.memory.vmm.host.os.ftruncate", no_space)
+    monkeypatch.setattr("rl_bridge.cuda.host.os.ftruncate", no_space)
     with pytest.raises(DriverError, match="cuMemCreate failed with CUDA_ERROR_OUT_OF_MEMORY"):
         driver.create(SMALL)
     assert open_fds() == before
@@ -246,7 +246,7 @@ def test_a_shortage_of_descriptors_has_its_type(
         raise OSError(errno.EMFILE, "Too many open files")
 
     handle = driver.create(SMALL)
-    monkeypatch.setattr("rl_bridge.memory.vmm.host.fcntl.fcntl", none_left)
+    monkeypatch.setattr("rl_bridge.cuda.host.fcntl.fcntl", none_left)
     with pytest.raises(DriverError, match="CUDA_ERROR_OUT_OF_MEMORY") as caught:
         driver.export_fd(handle)
     assert caught.value.call == "cuMemExportToShareableHandle"
@@ -258,12 +258,12 @@ def test_a_mapping_that_the_kernel_refuses_has_its_type(
     handle, address = driver.create(SMALL), driver.reserve(SMALL)
     with monkeypatch.context() as patch:
         failing = SimpleNamespace(mmap=lambda *_: (1 << 64) - 1, mprotect=lambda *_: -1)
-        patch.setattr("rl_bridge.memory.vmm.host._libc", failing)
+        patch.setattr("rl_bridge.cuda.host._libc", failing)
         with pytest.raises(DriverError, match="cuMemMap failed with"):
             driver.map(address, SMALL, handle)
     driver.map(address, SMALL, handle)
     with monkeypatch.context() as patch:
-        patch.setattr("rl_bridge.memory.vmm.host._libc", failing)
+        patch.setattr("rl_bridge.cuda.host._libc", failing)
         with pytest.raises(DriverError, match="cuMemSetAccess failed with"):
             driver.set_access(address, SMALL, writable=True)
         with pytest.raises(DriverError, match="cuMemUnmap failed with"):

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from rl_bridge.cuda.host import FREED, HostIPCDriver
+from rl_bridge.cuda.ipc import IPC_HANDLE_NBYTES, IPC_UNIT, IPCDriver, Opening
 from rl_bridge.errors import DriverError
 from rl_bridge.memory.segment import SegmentRef
-from rl_bridge.memory.vmm.host_ipc import FREED, HostIPCDriver
-from rl_bridge.memory.vmm.ipc import IPC_HANDLE_NBYTES, IPC_UNIT, IPCDriver, Opening
 from rl_bridge.testing.processes import Child
 from tests.helpers import open_fds
 from tests.memory.vmm.ipc_suite import TRAINED, Exporter, Importer, IPCSuite

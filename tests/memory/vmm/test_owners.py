@@ -5,10 +5,10 @@ import os
 
 import pytest
 
+from rl_bridge.cuda.driver import CAPTURING
+from rl_bridge.cuda.host import HostDriver, Live
+from rl_bridge.cuda.owners import AddressRange, Allocation
 from rl_bridge.errors import DriverError, SegmentError
-from rl_bridge.memory.vmm.driver import CAPTURING
-from rl_bridge.memory.vmm.host import HostDriver, Live
-from rl_bridge.memory.vmm.owners import AddressRange, Allocation
 from rl_bridge.testing.leaks import assert_nothing_leaks
 from tests.helpers import forked, forking, open_fds
 from tests.memory.vmm.rig import NBYTES, NOTHING, SMALL, Scripted, filled, peek, poke

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
+from rl_bridge.cuda.driver import CAPTURING, driver_error
+from rl_bridge.cuda.host import FREED, HostIPCDriver
+from rl_bridge.cuda.ipc import IPC_UNIT
+from rl_bridge.cuda.owners import settle_late
+from rl_bridge.cuda.views import private_pin
 from rl_bridge.errors import WeightBridgeUnavailableError
 from rl_bridge.memory.places import CPUPlace
-from rl_bridge.memory.vmm.driver import CAPTURING, driver_error
-from rl_bridge.memory.vmm.host_ipc import FREED, HostIPCDriver
-from rl_bridge.memory.vmm.ipc import IPC_UNIT
-from rl_bridge.memory.vmm.ipc_view import private_pin
-from rl_bridge.memory.vmm.references import settle_late
 from tests.helpers import forked, forking
 
 
@@ -115,7 +115,7 @@ def test_an_interrupt_right_behind_the_allocation_loses_nothing(
     def cut(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("rl_bridge.memory.vmm.ipc_view.Pin", cut)
+    monkeypatch.setattr("rl_bridge.cuda.views.Pin", cut)
     with pytest.raises(KeyboardInterrupt):
         private_pin(view_on(driver), 1000)
     assert driver.num_plain() == (0, 0)

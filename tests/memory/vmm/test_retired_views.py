@@ -10,8 +10,8 @@ import torch
 
 from rl_bridge.bridge.consumer import Consumer
 from rl_bridge.bridge.publisher import Publisher
-from rl_bridge.memory.vmm.host import HostDriver
-from rl_bridge.testing.host_vmm import HostVMM
+from rl_bridge.cuda.host import HostDriver
+from rl_bridge.testing.host_devices import HostVMM
 
 LONG_S = 30.0
 

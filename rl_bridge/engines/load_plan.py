@@ -1,0 +1,626 @@
+"""Where each tensor of an update goes in a model: learned once from the engine's own loader.
+
+The loader is run on the model's `Skeleton` with tensors that have no memory, and every copy that it
+makes is noted: from which part of which tensor to which part of which parameter. What was noted is
+then checked once: the loader runs again, into memory, with a different number in every element, and
+every part must hold the numbers that the notes say. Nothing is learned from names. What the check
+takes is known before, and asked for.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from rl_bridge.engines.skeleton import EngineParts, Skeleton, Target
+from rl_bridge.engines.vllm import compat as vllm_parts
+from rl_bridge.errors import IncompatibleUpdate
+
+__all__ = [
+    "NEVER",
+    "SEEN",
+    "SMALL_NBYTES",
+    "Admit",
+    "Fill",
+    "Kinds",
+    "LoadPlan",
+    "Numbering",
+    "Route",
+    "View",
+    "check",
+    "checking_nbytes",
+    "is_same",
+    "learn",
+    "load",
+    "other_than",
+    "slices",
+]
+
+# ---- What an engine's loader does with the tensors of an update: copies of parts to parts.
+
+Kinds = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+"""Name -> dtype, shape, of an update's tensors."""
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """A part of a tensor: shape and strides in elements, offset in elements from its start."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Look at that part."""
+        return torch.as_strided(
+            tensor, self.shape, self.stride, tensor.storage_offset() + self.offset
+        )
+
+    def once(self) -> "View":
+        """The same part, without the dimensions in which it repeats itself."""
+        shape = (1 if step == 0 else dim for dim, step in zip(self.shape, self.stride, strict=True))
+        return View(tuple(shape), self.stride, self.offset)
+
+    @property
+    def numel(self) -> int:
+        """Count its elements."""
+        return torch.Size(self.shape).numel()
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether its elements lie in memory as in the row-major order of its shape."""
+        expected = 1
+        for dim, step in zip(reversed(self.shape), reversed(self.stride), strict=True):
+            if dim != 1 and step != expected:
+                return False
+            expected *= dim
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """Part of a tensor of the update -> part of a parameter."""
+
+    source: str
+    source_view: View
+    target: int
+    target_view: View
+    is_whole: bool
+    """Whether the part is the tensor: all of it, in order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fill:
+    """A number -> part of a parameter: padding."""
+
+    value: float
+    target: int
+    target_view: View
+
+
+@dataclass(slots=True)
+class LoadPlan:
+    """What a loader does with the tensors of one layout.
+
+    Attributes:
+        targets: the parameters that it writes and those that it does not.
+        steps: position of a target -> what is written into it, in the loader's order.
+        landed: names of the tensors that go anywhere.
+        computed: positions of the targets that the loader computes; they have no steps.
+        buffers: full names of the buffers that it loads.
+        mixed: names of the tensors of which computed targets and buffers are made.
+
+    """
+
+    targets: Sequence[Target]
+    steps: dict[int, list[Route | Fill]] = field(default_factory=dict)
+    landed: frozenset[str] = frozenset()
+    computed: frozenset[int] = frozenset()
+    buffers: frozenset[str] = frozenset()
+    mixed: frozenset[str] = frozenset()
+
+    def routes(self) -> Iterator[Route]:
+        """Go over all copies."""
+        for steps in self.steps.values():
+            yield from (step for step in steps if isinstance(step, Route))
+
+    def unfollowed(self) -> frozenset[str]:
+        """Full names of the parameters and buffers whose content the steps do not tell."""
+        users = (user for index in self.computed for user in self.targets[index].users)
+        return self.buffers.union(user.name for user in users)
+
+    def padding(self, index: int) -> int:
+        """Elements of a parameter that its loader fills with a number."""
+        steps = self.steps[index]
+        return sum(step.target_view.numel for step in steps if isinstance(step, Fill))
+
+    def assemble(
+        self, index: int, tensors: Mapping[str, torch.Tensor], memory: torch.Tensor
+    ) -> None:
+        """Write one parameter into `memory`, which has the target's shape and strides."""
+        for step in self.steps[index]:
+            part = step.target_view.of(memory)
+            if isinstance(step, Fill):
+                part.fill_(step.value)
+            else:
+                part.copy_(step.source_view.of(tensors[step.source]))
+
+
+# ---- Numbers for the elements of tensors: copied along, they tell where each element went.
+#
+# Where there are few elements, each has its number in four bytes. Where there are many, their
+# numbers are copied one digit after another, in one byte: source and copy then take no more than
+# the weights in two bytes do, however large a vocabulary is. All digits together are the number.
+
+SMALL_NBYTES = 16 << 20
+"""Memory that nobody is asked for: numbers of four bytes stay below it."""
+NEVER, SEEN = -128, -127
+"""Marks: no digit is negative."""
+
+# Elements that are looked at in one go: what that takes stays in the processor's cache.
+_SLICE = 1 << 17
+# Elements that are numbered in one go, a power of two: their numbers differ in these low bits.
+_TILE = 1 << 14
+# Until each digit depends on all bits.
+_ROUNDS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Numbering:
+    """How the elements of some tensors are numbered.
+
+    Attributes:
+        dtype: what holds a digit.
+        bits: of a digit.
+        digits: of a number.
+
+    """
+
+    dtype: torch.dtype
+    bits: int
+    digits: int
+
+    @classmethod
+    def of(cls, numbered: int, held: int) -> "Numbering":
+        """For so many elements with a number, and so many places in memory, copies included."""
+        if held * torch.int32.itemsize <= SMALL_NBYTES:
+            return cls(torch.int32, 24, 1)  # what float32 holds: loaders cast to their own dtype
+        last = _TILE + numbered
+        return cls(torch.int8, 7, -(-last.bit_length() // 7))
+
+    def write(self, memory: torch.Tensor, digit: int) -> None:
+        """Write one digit of each element's number. `memory` is flat.
+
+        The first number is not 0, which is what padding has in all digits.
+        """
+        low = self._digits(torch.arange(_TILE, device="cpu"), digit).to(self.dtype)
+        starts = range(0, memory.numel(), _TILE)
+        high = self._digits(torch.tensor(starts, dtype=torch.int64, device="cpu") + _TILE, digit)
+        for start, bits in zip(starts, high.tolist(), strict=True):
+            part = memory[start : start + _TILE]
+            torch.bitwise_xor(low[: part.numel()], bits, out=part)
+
+    def _digits(self, number: torch.Tensor, digit: int) -> torch.Tensor:
+        """One digit of numbers that are mixed, one to one: rows that changed places differ in it.
+
+        Shifts and exclusive or: what is made of two numbers without a common bit is that of the one
+        and that of the other together, so `write` makes a tile once.
+        """
+        mask = (1 << self.bits * self.digits) - 1
+        for _ in range(_ROUNDS):
+            number = number ^ number << 13 & mask
+            number = number ^ number >> 17
+            number = number ^ number << 5 & mask
+        return number >> self.bits * digit & (1 << self.bits) - 1
+
+
+def slices(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+    """The same parts of tensors of one shape, one after another, each of bounded size."""
+    numel = tensors[0].numel()
+    if numel <= _SLICE:
+        yield tensors
+        return
+    rows = _SLICE * len(tensors[0]) // numel
+    for start in range(0, len(tensors[0]), max(1, rows)):
+        if rows:
+            yield tuple(tensor[start : start + rows] for tensor in tensors)
+        else:
+            yield from slices(*(tensor[start] for tensor in tensors))
+
+
+def is_same(found: torch.Tensor, wanted: torch.Tensor) -> bool:
+    """Whether `found` has what is wanted, wherever it was not seen yet."""
+    for part, expected in slices(found, wanted.expand(found.shape)):
+        if not torch.equal(part, expected) and not ((part == expected) | (part == SEEN)).all():
+            return False
+    return True
+
+
+def other_than(mark: int, found: torch.Tensor) -> int:
+    """Count the elements without a mark."""
+    # (torch counts a mask's sum in a copy of 8 bytes an element.)
+    return sum(int(torch.count_nonzero(part != mark)) for (part,) in slices(found))
+
+
+# ---- Whether an engine's loader does what was noted of it: tried in memory, on numbers for
+# weights.
+#
+# One parameter at a time, or some that are small; so what it takes depends on the largest of them.
+
+_SHOWN = 5
+
+
+def load(skeleton: Skeleton, sources: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Run the engine's loader on the skeleton.
+
+    Raises:
+        IncompatibleUpdate: there is none, or it refuses a tensor.
+
+    """
+    method: Any = getattr(skeleton.model, "load_weights", None)
+    if method is None:
+        kind = type(skeleton.model).__name__
+        msg = f"{kind} has no load_weights. Install it by {skeleton.elsewhere}."
+        raise IncompatibleUpdate(msg)
+    last: tuple[str, list[int]] = ("", [])
+
+    def watched() -> Iterable[tuple[str, torch.Tensor]]:
+        nonlocal last
+        for name, tensor in sources:
+            last = name, list(tensor.shape)
+            yield name, tensor
+
+    try:
+        method(watched())
+    except IncompatibleUpdate:
+        raise  # our own: it says what to do
+    except Exception as error:
+        msg = (
+            f"tensor {last[0]!r}, shape {last[1]}, does not fit {type(skeleton.model).__name__}: "
+            f"its loader says {type(error).__name__}: {str(error).rstrip('.')}. Publish the model "
+            "that the engine serves, under its checkpoint's names."
+        )
+        raise IncompatibleUpdate(msg) from error
+
+
+def checking_nbytes(plan: LoadPlan, kinds: Kinds) -> int:
+    """Bytes that `check` holds at one time. Little is not counted, nor is it by staging."""
+    most = 0
+    for chunk in _chunks(plan, kinds):
+        numels, held = _held(plan, chunk, kinds)
+        most = max(most, held * Numbering.of(sum(numels.values()), held).dtype.itemsize)
+    return most if most > SMALL_NBYTES else 0
+
+
+def check(skeleton: Skeleton, plan: LoadPlan, kinds: Kinds) -> None:
+    """Run the loader into memory, a different number in every element; compare with the plan.
+
+    Raises:
+        IncompatibleUpdate: an element is not where the plan says, or is in no tensor.
+
+    """
+    for chunk in _chunks(plan, kinds):
+        _check_chunk(skeleton, plan, kinds, chunk)  # (its memory is gone before the next one's)
+
+
+def _check_chunk(skeleton: Skeleton, plan: LoadPlan, kinds: Kinds, chunk: Sequence[int]) -> None:
+    numels, held = _held(plan, chunk, kinds)
+    numbering = Numbering.of(sum(numels.values()), held)
+    dtype = numbering.dtype
+    memory = {
+        i: torch.empty(tuple(plan.targets[i].meta.shape), dtype=dtype, device="cpu") for i in chunk
+    }
+    every = torch.empty(sum(numels.values()), dtype=dtype, device="cpu")
+    numbered = {
+        name: part.view(kinds[name][1])
+        for name, part in zip(numels, torch.split(every, list(numels.values())), strict=True)
+    }
+    for digit in range(numbering.digits):
+        numbering.write(every, digit)
+        for found in memory.values():
+            found.fill_(NEVER)
+        with skeleton.holding(memory):
+            load(skeleton, numbered.items())
+        # Compared is with what was handed over, whatever became of it.
+        numbering.write(every, digit=digit)
+        for index, found in memory.items():
+            _compare(plan, index, found, numbered, skeleton.elsewhere)
+
+
+def _compare(
+    plan: LoadPlan,
+    index: int,
+    found: torch.Tensor,
+    numbered: Mapping[str, torch.Tensor],
+    elsewhere: str,
+) -> None:
+    target = plan.targets[index]
+    for step in reversed(plan.steps[index]):  # what was written last stands
+        part = step.target_view.of(found)
+        wanted = (
+            torch.tensor(int(step.value), device="cpu")
+            if isinstance(step, Fill)
+            else step.source_view.of(numbered[step.source])
+        )
+        if not is_same(part, wanted):
+            what = "padding" if isinstance(step, Fill) else f"tensor {step.source!r}"
+            msg = (
+                f"parameter {target.name!r}: the loader did not put {what} twice into the same "
+                f"place. Install it by {elsewhere}."
+            )
+            raise IncompatibleUpdate(msg)
+        part.fill_(SEEN)
+    unwritten = other_than(SEEN, found)
+    if unwritten:
+        sent = sorted({step.source for step in plan.steps[index] if isinstance(step, Route)})
+        msg = (
+            f"parameter {target.name!r}: {unwritten} of its {found.numel()} elements are in none "
+            f"of the update's tensors; it gets {sent[:_SHOWN]}. Publish the fused parts together "
+            "(q, k and v; gate and up; all experts)."
+        )
+        raise IncompatibleUpdate(msg)
+
+
+def _held(plan: LoadPlan, chunk: Iterable[int], kinds: Kinds) -> tuple[dict[str, int], int]:
+    """Elements of each tensor that goes into some targets; with the targets', all there are."""
+    used = {
+        step.source: torch.Size(kinds[step.source][1]).numel()
+        for index in chunk
+        for step in plan.steps[index]
+        if isinstance(step, Route)
+    }
+    return used, sum(used.values()) + sum(plan.targets[i].meta.numel() for i in chunk)
+
+
+def _chunks(plan: LoadPlan, kinds: Kinds) -> Iterator[list[int]]:
+    """Positions of targets: as many at a time as take little memory, or one."""
+    chunk: list[int] = []
+    size = 0
+    for index in plan.steps:
+        _, held = _held(plan, [index], kinds)
+        nbytes = held * torch.int32.itemsize
+        if chunk and size + nbytes > SMALL_NBYTES:
+            yield chunk
+            chunk, size = [], 0
+        chunk.append(index)
+        size += nbytes
+    if chunk:
+        yield chunk
+
+
+# ---- the rest builds on the parts above
+
+# What `item()` says of a tensor without memory: the position of the tensor, above this.
+_ITEM = float(1 << 52)
+
+_COPY = torch.ops.aten.copy_.default
+_FILLS = (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default)
+
+
+Admit = Callable[[LoadPlan, int], None]
+"""Told what was noted and what bytes its check takes, before they are; refuses by raising."""
+
+
+def learn(
+    model: torch.nn.Module,
+    kinds: Kinds,
+    config: Any,
+    *,
+    admit: Admit,
+    is_optional: Callable[[Target], bool] = lambda _: False,
+    allows_computed: bool = False,
+    parts: EngineParts = vllm_parts,
+) -> LoadPlan:
+    """Learn what the engine's loader does with tensors of these dtypes and shapes.
+
+    Args:
+        model: the serving model; only read.
+        kinds: name -> dtype, shape, of an update's tensors.
+        config: the engine's configuration.
+        admit: asked once, when the plan is noted and no memory was taken yet.
+        is_optional: whether checkpoints may come without a parameter.
+        allows_computed: whether parameters may be computed, and buffers loaded: they are noted as
+            such, and all else is learned.
+        parts: what is to be known of the engine.
+
+    Raises:
+        IncompatibleUpdate: the loader refuses a tensor, computes with one, leaves a parameter
+            unwritten, or does not do twice the same.
+
+    """
+    skeleton = Skeleton(model, parts)
+    sources = {
+        name: torch.empty(shape, dtype=dtype, device="meta")
+        for name, (dtype, shape) in kinds.items()
+    }
+    with parts.config_context(config), torch.no_grad():
+        recorder = _Recorder(skeleton, sources, allows_computed=allows_computed)
+        with recorder:
+            load(skeleton, sources.items())
+        plan = recorder.plan()
+        _check_complete(plan, is_optional)
+        admit(plan, checking_nbytes(plan, kinds))
+        check(skeleton, plan, kinds)
+    return plan
+
+
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no types here
+    """Notes what is written into the targets."""
+
+    def __init__(
+        self, skeleton: Skeleton, sources: Mapping[str, torch.Tensor], *, allows_computed: bool
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # as above
+        targets = self._targets = skeleton.targets
+        self._buffers = {_storage(b): name for name, b in skeleton.model.named_buffers()}
+        self._sources = sources
+        self._elsewhere = skeleton.elsewhere
+        self._index = {_storage(target.meta): i for i, target in enumerate(targets)}
+        self._names = {_storage(tensor): name for name, tensor in sources.items()}
+        self._steps: dict[int, list[Route | Fill]] = {}
+        self._allows_computed = allows_computed
+        self._computed: dict[int, set[View]] = {}
+        # Storage -> the tensors of the update that it was made of. (Kept: none is used again.)
+        self._made_of = {storage: {name} for storage, name in self._names.items()}
+        self._kept: list[torch.Tensor] = []
+
+    def __torch_dispatch__(
+        self, function: Any, _types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if function is torch.ops.aten._local_scalar_dense.default:  # noqa: SLF001 - its name
+            return self._item(args[0])
+        written = list(_written(function, args, kwargs or {}))
+        for tensor in written:
+            storage = _storage(tensor)
+            if storage in self._index:
+                self._note(function, self._index[storage], args, tensor)
+            elif storage in self._names:
+                # Whoever reads it behind that, or shares its memory, does not get the update's.
+                msg = (
+                    f"tensor {self._names[storage]!r} is changed by the loader ({function}), "
+                    "expected copies of it. Start a fresh engine from a checkpoint instead."
+                )
+                raise IncompatibleUpdate(msg)
+        made = function(*args, **(kwargs or {}))
+        self._follow((args, kwargs), (written, made))
+        return made
+
+    def _follow(self, given: Any, made: Any) -> None:
+        """Note of which tensors of the update something was made."""
+        names: set[str] = set()
+        for value in tree_leaves(given):
+            if isinstance(value, torch.Tensor):
+                names |= self._made_of.get(_storage(value), set())
+            elif self._is_item(value):
+                names.add(list(self._sources)[int(value - _ITEM)])
+        for tensor in tree_leaves(made) if names else ():
+            if isinstance(tensor, torch.Tensor):
+                self._made_of.setdefault(_storage(tensor), set()).update(names)
+                self._kept.append(tensor)
+
+    def _is_item(self, value: object) -> bool:
+        return isinstance(value, float) and 0 <= value - _ITEM < len(self._sources)
+
+    def _item(self, tensor: torch.Tensor) -> float:
+        """Tensors of one element are often handed over as a number."""
+        name = self._names.get(_storage(tensor))
+        if name is None:
+            msg = (
+                "the loader reads a number that it computed from the checkpoint. "
+                f"Install it by {self._elsewhere}."
+            )
+            raise IncompatibleUpdate(msg)
+        return _ITEM + list(self._sources).index(name)
+
+    def _note(self, function: Any, index: int, args: Any, written: torch.Tensor) -> None:
+        target = self._targets[index]
+        step = self._step(function, index, args) if function in (_COPY, *_FILLS) else None
+        if step is not None:
+            self._steps.setdefault(index, []).append(step)
+        elif self._allows_computed:
+            self._computed.setdefault(index, set()).add(_view(written))
+        else:
+            msg = (
+                f"parameter {target.name!r} is computed from the checkpoint ({function}), not "
+                f"copied. Install it by {self._elsewhere}."
+            )
+            raise IncompatibleUpdate(msg)
+
+    def _step(self, function: Any, index: int, args: Any) -> Route | Fill | None:
+        """What is written into a target; None if it is no copy."""
+        view = _view(args[0])
+        if args[0].dtype != self._targets[index].meta.dtype:
+            return None  # a view of its bytes as other numbers
+        if function is not _COPY:
+            value = args[1] if len(args) > 1 else 0.0
+            if not self._is_item(value):
+                return Fill(float(value), index, view)
+            name = list(self._sources)[int(value - _ITEM)]
+            number = View(view.shape, (0,) * len(view.shape), 0)
+            return Route(name, number, index, view, is_whole=view.numel == 1)
+        source = self._names.get(_storage(args[1]))
+        if source is None or args[1].dtype != self._sources[source].dtype:
+            return None
+        given = args[1].expand(args[0].shape)
+        source_view = _view(given)
+        is_whole = source_view.is_contiguous and given.numel() == self._sources[source].numel()
+        return Route(source, source_view, index, view, is_whole)
+
+    def plan(self) -> LoadPlan:
+        """What was noted.
+
+        Raises:
+            IncompatibleUpdate: a buffer is loaded, or a part of what is computed is left out.
+
+        """
+        buffers = {
+            storage: name for storage, name in self._buffers.items() if storage in self._made_of
+        }
+        if buffers and not self._allows_computed:
+            msg = (
+                f"buffer {min(buffers.values())!r} is loaded from the checkpoint; buffers cannot "
+                f"be made beside the serving layer. Install it by {self._elsewhere}."
+            )
+            raise IncompatibleUpdate(msg)
+        for index, views in self._computed.items():
+            views.update(step.target_view for step in self._steps.pop(index, ()))
+            target = self._targets[index]
+            written = sum(view.numel for view in views)
+            if written < target.meta.numel():
+                msg = (
+                    f"parameter {target.name!r}: the update writes {written} of its "
+                    f"{target.meta.numel()} elements. Publish the fused parts together (q, k and "
+                    "v; gate and up; all experts)."
+                )
+                raise IncompatibleUpdate(msg)
+        made = [*buffers, *(_storage(self._targets[index].meta) for index in self._computed)]
+        landed = {name for storage in made for name in self._made_of.get(storage, ())}
+        plan = LoadPlan(
+            self._targets,
+            self._steps,
+            computed=frozenset(self._computed),
+            buffers=frozenset(buffers.values()),
+            mixed=frozenset(landed),
+        )
+        plan.landed = frozenset(landed.union(route.source for route in plan.routes()))
+        return plan
+
+
+def _check_complete(plan: LoadPlan, is_optional: Callable[[Target], bool]) -> None:
+    missing = [
+        target.name
+        for index, target in enumerate(plan.targets)
+        if not (index in plan.steps or index in plan.computed)
+        and target.meta.numel()
+        and not is_optional(target)
+    ]
+    if missing:
+        msg = (
+            f"the update leaves {len(missing)} parameters of the engine as they are: "
+            f"{missing[:_SHOWN]}. Publish the whole model."
+        )
+        raise IncompatibleUpdate(msg)
+
+
+def _written(function: Any, args: Any, kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:
+    """The tensors that a function of torch's writes to, also as ``out=`` or in a list."""
+    schema = function._schema  # noqa: SLF001 - the documented way to ask
+    if not schema.is_mutable:
+        return
+    for position, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given = args[position] if position < len(args) else kwargs.get(argument.name)
+            several = given if isinstance(given, list | tuple) else [given]
+            yield from (one for one in several if isinstance(one, torch.Tensor))
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    identity: int = tensor.untyped_storage()._cdata  # noqa: SLF001 - meta tensors have no address
+    return identity
+
+
+def _view(tensor: torch.Tensor) -> View:
+    return View(tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))

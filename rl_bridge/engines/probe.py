@@ -1,0 +1,119 @@
+"""What an installed inference engine can do for us: asked of itself, in a process of its own.
+
+Importing an engine takes ten seconds and more, and may take a GPU, or the process, along. So a
+child does it, and answers in JSON.
+"""
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from rl_bridge.errors import WeightBridgeUnavailableError
+from rl_bridge.transports.base import Availability
+
+__all__ = [
+    "TIMEOUT_S",
+    "Feature",
+    "look",
+    "probe",
+]
+
+TIMEOUT_S = 180.0
+
+
+@dataclass(frozen=True, slots=True)
+class Feature:
+    """Something that an engine must have for one of our ways of serving it.
+
+    Attributes:
+        purpose: what it is good for.
+        since: the engine's first version that has it.
+        attempt: tries it; returns what is missing, or None.
+        remedy: what to do where it is blocked.
+
+    """
+
+    purpose: str
+    since: str
+    attempt: Callable[[], str | None]
+    remedy: str
+
+
+def look(features: Mapping[str, Feature]) -> None:
+    """Try every feature in this process, and print the causes as one line of JSON."""
+    causes: dict[str, str | None] = {}
+    for name, feature in features.items():
+        try:
+            causes[name] = feature.attempt()
+        except WeightBridgeUnavailableError as error:
+            causes[name] = str(error).partition(". ")[0]
+        except Exception as error:  # noqa: BLE001 - whatever the engine raises is the answer
+            causes[name] = f"{type(error).__name__}: {error}"
+    sys.stdout.write(f"{json.dumps(causes)}\n")
+
+
+def probe(
+    engine: str,
+    features: Mapping[str, Feature],
+    *,
+    found: str | None,
+    child: str,
+    upgrade: str,
+    timeout_s: float,
+) -> list[Availability]:
+    """What works here, one entry for each feature; empty where the engine is not installed.
+
+    Args:
+        engine: its name, for people.
+        features: what is tried.
+        found: the version that is installed, or None.
+        child: the code that a fresh interpreter runs to `look`.
+        upgrade: what to do where the version is too old.
+        timeout_s: deadline of the child.
+
+    """
+    if found is None:
+        return []
+    causes = _ask(engine, child, timeout_s)
+    answers = []
+    for name, feature in features.items():
+        cause = causes if isinstance(causes, str) else causes.get(name)
+        remedy = feature.remedy
+        if cause is not None and _numbers(found) and _numbers(found) < _numbers(feature.since):
+            cause = f"{engine} {found} is installed, expected {feature.since} or later"
+            remedy = upgrade
+        if cause is None:
+            answers.append(Availability(name, "pass"))
+        else:
+            answers.append(Availability(name, "blocked", cause, remedy))
+    return answers
+
+
+def _ask(engine: str, child: str, timeout_s: float) -> dict[str, str | None] | str:
+    """The causes that a child found; a text if it found none because it broke."""
+    try:
+        ended = subprocess.run(  # noqa: S603 - our own interpreter, our own words
+            [sys.executable, "-c", child],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return f"{engine} was not imported within {timeout_s:.0f} s"
+    last = ended.stdout.strip().rpartition("\n")[2]
+    try:
+        causes: dict[str, str | None] = json.loads(last)
+    except json.JSONDecodeError:
+        said = ended.stderr.strip().rpartition("\n")[2] or f"exit code {ended.returncode}"
+        return f"{engine} cannot be imported: {said}"
+    return causes
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    matched = re.match(r"\d+(?:\.\d+)*", text)
+    return tuple(map(int, matched[0].split("."))) if matched else ()

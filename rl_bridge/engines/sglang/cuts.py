@@ -1,0 +1,162 @@
+"""Tensors that an engine's loader cuts up: a rank of several takes a slice of most of them.
+
+A manifest has no digest of a slice. It is made of the tensor's verified bytes, by whoever has
+them: the rank itself where it imports the update, else the executor. And whoever asks all ranks
+sees to it that together they take every element.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from rl_bridge.engines.evidence import digests_of
+from rl_bridge.engines.load_plan import LoadPlan, Route, View, other_than
+from rl_bridge.errors import IncompatibleUpdate, ProofFailed, WeightUpdateRejectedError
+from rl_bridge.manifest.digest import DIGEST_NBYTES
+from rl_bridge.manifest.model import WeightUpdateManifest
+
+__all__ = [
+    "Cut",
+    "check_covered",
+    "cut_routes",
+    "cuts_of",
+    "digest_of",
+    "parse_cuts",
+    "part_digests",
+]
+
+
+class Cut(NamedTuple):
+    """A part of a tensor that goes into one parameter.
+
+    Attributes:
+        row: the tensor's in the manifest's table.
+        view: which part.
+        is_all: another parameter takes the whole tensor, so the parts need not cover it.
+
+    """
+
+    row: int
+    view: View
+    is_all: bool
+
+    def to_json(self) -> list[Any]:
+        """As a reply carries it."""
+        view = self.view
+        return [self.row, list(view.shape), list(view.stride), view.offset, self.is_all]
+
+
+def cut_routes(plan: LoadPlan) -> list[Route]:
+    """The copies of parts, in the order of the plan."""
+    return [route for route in plan.routes() if not route.is_whole]
+
+
+def cuts_of(plan: LoadPlan, manifest: WeightUpdateManifest) -> list[Cut]:
+    """The parts of `cut_routes`."""
+    whole = {route.source for route in plan.routes() if route.is_whole}
+    rows = manifest.table.rows
+    return [
+        Cut(rows[route.source], route.source_view, route.source in whole)
+        for route in cut_routes(plan)
+    ]
+
+
+def parse_cuts(given: object, manifest: WeightUpdateManifest) -> list[Cut]:
+    """What a rank replied.
+
+    Raises:
+        WeightUpdateRejectedError: it describes no parts of the update's tensors.
+
+    """
+    try:
+        cuts = [
+            Cut(int(row), View(tuple(shape), tuple(stride), int(offset)), bool(is_all))
+            for row, shape, stride, offset, is_all in given  # type: ignore[attr-defined]  # what else it is, is found out here
+        ]
+        numels = [torch.Size(shape).numel() for shape in manifest.table.shapes]
+        fits = all(_reach(cut.view) <= numels[cut.row] for cut in cuts)
+    except (TypeError, ValueError, IndexError, RuntimeError) as error:
+        fits, cuts = False, []
+        said = f"{type(error).__name__}: {error}"
+    else:
+        said = "a part lies outside of its tensor"
+    if not fits:
+        msg = (
+            f"the engine's account of the parts that it takes cannot be read ({said}). Install the "
+            "same version of rl_bridge in the engine's environment and here."
+        )
+        raise WeightUpdateRejectedError(msg)
+    return cuts
+
+
+def _reach(view: View) -> int:
+    """How many elements from the tensor's first the part's last one is; nothing may be negative."""
+    if min((*view.shape, *view.stride, view.offset), default=0) < 0:
+        msg = "a negative number"
+        raise ValueError(msg)
+    steps = ((dim - 1) * step for dim, step in zip(view.shape, view.stride, strict=True) if dim)
+    return view.offset + sum(steps) + 1
+
+
+def check_covered(manifest: WeightUpdateManifest, ranks: Sequence[Sequence[Cut]]) -> None:
+    """Loaders cut off what is too long, without a word.
+
+    Raises:
+        IncompatibleUpdate: an element of a tensor is taken by no rank.
+
+    """
+    table = manifest.table
+    views: dict[int, list[View]] = {}
+    whole = {cut.row for cuts in ranks for cut in cuts if cut.is_all}
+    for cuts in ranks:
+        for cut in cuts:
+            views.setdefault(cut.row, []).append(cut.view)
+    for row in views.keys() - whole:
+        shape = table.shapes[row]
+        seen = torch.zeros(shape, dtype=torch.bool, device="cpu")
+        for view in views[row]:
+            view.once().of(seen).fill_(True)  # noqa: FBT003 - torch's own
+        if not seen.all():
+            msg = (
+                f"tensor {table.names[row]!r} has shape {list(shape)}: the engine takes "
+                f"{other_than(0, seen)} of its {seen.numel()} elements, expected all. Publish the "
+                "model that it serves."
+            )
+            raise IncompatibleUpdate(msg)
+
+
+def part_digests(
+    manifest: WeightUpdateManifest,
+    tensors: Mapping[str, torch.Tensor],
+    cuts: Sequence[Cut],
+    *,
+    num_threads: int | None,
+) -> list[bytes]:
+    """What each part must hold, made of the update's verified bytes.
+
+    Raises:
+        ProofFailed: these are not what the manifest says any more.
+
+    """
+    names = manifest.table.names
+    parts = [cut.view.of(tensors[names[cut.row]]) for cut in cuts]
+    made = digests_of(parts, num_threads=num_threads)
+    # Behind that: bytes that are good now were good when the digests were made.
+    used = sorted({names[cut.row] for cut in cuts})
+    found = digests_of([tensors[name] for name in used], num_threads=num_threads)
+    for name, digest in zip(used, found, strict=True):
+        expected = digest_of(manifest, name)
+        if digest != expected:
+            msg = (
+                f"tensor {name!r} went bad after it was imported: digest {digest.hex()}, expected "
+                f"{expected.hex()}. Publish again."
+            )
+            raise ProofFailed(msg)
+    return made
+
+
+def digest_of(manifest: WeightUpdateManifest, name: str) -> bytes:
+    """What the manifest says of a whole tensor."""
+    start = manifest.table.rows[name] * DIGEST_NBYTES
+    return manifest.digests[start : start + DIGEST_NBYTES]

@@ -1,0 +1,149 @@
+"""What SGLang loads in each of its processes: the entry point of the group ``sglang.srt.plugins``.
+
+It hooks two things of the schedulers' processes. ``get_weights_by_name``, a control request that
+SGLang answers between two steps of the model, without a lock and without pickle, answers for names
+that begin with ``rl_bridge:`` what `SGLangInstallAdapter` asks. And a load of SGLang's own that
+fails within an update of ours is answered with ``success: false``: SGLang would end the engine,
+and the process that started it. So is a load of a driver whose update is not the one that is under
+way: by now another driver may have proven what that would write over.
+"""
+
+import logging
+import re
+from collections.abc import Callable, Mapping
+from pathlib import PurePath
+from typing import Any
+
+from rl_bridge.engines.sglang.compat import require
+from rl_bridge.errors import WeightBridgeUnavailableError, WeightUpdateRejectedError
+
+__all__ = [
+    "ANSWERED",
+    "GUARDED",
+    "NAME",
+    "PREFIX",
+    "RECEIVED",
+    "SENDER",
+    "call_text",
+    "register",
+    "reply_text",
+    "sender",
+]
+
+_LOG = logging.getLogger(__name__)
+
+NAME = "rl_bridge"
+"""Name of the entry point: where ``SGLANG_PLUGINS`` is set, it must be in there."""
+PREFIX = "rl_bridge:"
+SENDER = "rl_bridge_sender"
+"""Where a bucket of tensors tells its `sender`; a group and a folder have that in their names."""
+_SENDER = re.compile(r"rl_bridge-([0-9a-f]{32})")
+_COMPONENTS = "sglang.srt.model_executor.model_runner_components"
+_REQUESTS = "sglang.srt.managers.io_struct"
+_MANAGER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+ANSWERED = f"{_MANAGER}.get_weights_by_name"
+GUARDED = tuple(
+    f"{_COMPONENTS}.weight_updater.WeightUpdater.update_weights_from_{source}"
+    for source in ("tensor", "disk")
+)
+RECEIVED = f"{_COMPONENTS}.weight_updater.WeightUpdater.receive_weights_from_distributed"
+
+
+def register() -> None:
+    """Register the hooks; SGLang applies them. Where SGLang has none, the log says so."""
+    try:
+        registry = require("sglang.srt.plugins.hook_registry")
+    except WeightBridgeUnavailableError as error:
+        _LOG.warning("rl_bridge is not hooked in: %s", error)
+        return
+    around = registry.HookType.AROUND
+    registry.HookRegistry.register(ANSWERED, _answered, around)
+    registry.HookRegistry.register(RECEIVED, _received, around)
+    for target in GUARDED:
+        registry.HookRegistry.register(target, _guarded, around)
+
+
+def sender(driver: str) -> str:
+    """By what the engine knows whose a load is that comes by SGLang's own routes."""
+    return f"rl_bridge-{driver}"
+
+
+def call_text(text: str) -> str:
+    """A call as the name of a weight."""
+    return f"{PREFIX}{text}"
+
+
+def reply_text(weights: object) -> str | None:
+    """The reply that came back as a weight's numbers; None if it is none."""
+    if isinstance(weights, list) and weights and isinstance(weights[0], list):
+        weights = weights[0]  # replicas answer each for itself
+    try:
+        return bytes(int(number) for number in weights).decode("utf-8")  # type: ignore[attr-defined]  # what else it is, is found out here
+    except (TypeError, ValueError, UnicodeDecodeError):
+        return None
+
+
+def _answered(original: Callable[..., Any], manager: Any, request: Any) -> Any:
+    if not request.name.startswith(PREFIX):
+        return original(manager, request)
+    from rl_bridge.engines.sglang.calls import answer
+
+    def flush() -> bool | None:
+        if manager.tp_worker.model_config.is_multimodal:
+            return None  # SGLang's tokenizer process has a cache of its own then
+        return bool(manager.flush_cache(empty_cache=False))
+
+    model = manager.tp_worker.model_runner.model
+    said = answer(model, flush, request.name.removeprefix(PREFIX))
+    # A weight's numbers are all that this route can answer.
+    numbers = [float(byte) for byte in said.encode("utf-8")]
+    return require(_REQUESTS).GetWeightsByNameReqOutput(parameter=numbers)
+
+
+def _guarded(original: Callable[..., Any], updater: Any, *args: Any, **kwargs: Any) -> Any:
+    from rl_bridge.engines.sglang.calls import known_rank
+
+    rank = known_rank(updater.get_model())
+    given = args[0] if args else next(iter(kwargs.values()), None)
+    said = given.get(SENDER) if isinstance(given, Mapping) else _last_name(given)
+    refusal = _refusal(updater, said)
+    if refusal:
+        return False, refusal
+    if rank is None or not rank.is_open:
+        return original(updater, *args, **kwargs)
+    path = updater.model_config.model_path
+    try:
+        succeeded, message = original(updater, *args, **kwargs)
+    except Exception as error:  # noqa: BLE001 - whatever a loader raises is the answer
+        # SGLang's scheduler would end for it. The executor is told, and puts the weights back.
+        _LOG.exception("SGLang's loader failed in an update")
+        succeeded, message = False, f"the loader failed: {type(error).__name__}: {error}"
+    if not succeeded:
+        updater.model_config.model_path = path  # it names the checkpoint that could not be loaded
+    return succeeded, message
+
+
+def _received(original: Callable[..., Any], updater: Any, *args: Any, **kwargs: Any) -> Any:
+    refusal = _refusal(updater, kwargs.get("group_name"))
+    if refusal:
+        raise WeightUpdateRejectedError(refusal)  # SGLang answers with it
+    return original(updater, *args, **kwargs)
+
+
+def _last_name(path: object) -> str:
+    return PurePath(path).name if isinstance(path, str) else ""
+
+
+def _refusal(updater: Any, said: object) -> str:
+    """Why a load must not be let in; empty where it may, or is none of ours."""
+    from rl_bridge.engines.sglang.calls import known_rank
+
+    found = _SENDER.search(said) if isinstance(said, str) else None
+    rank = known_rank(updater.get_model())
+    if found is None or (rank is not None and rank.takes_from(found[1])):
+        return ""
+    return (
+        "this load's update is not the one under way in the engine: another driver came in "
+        "between, or the engine was started anew. Let one driver at a time update an engine, and "
+        "publish a later version"
+    )

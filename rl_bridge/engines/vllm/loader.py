@@ -1,0 +1,76 @@
+"""`VLLMWeightLoader`: loads requests of a transfer strategy into a vLLM engine.
+
+    receiver = await strategy.create_receiver(init_info, rank_offset=offset)
+    loader = VLLMWeightLoader(llm, receiver)
+    await loader.load_weights(receiver, request)        # for each request, in order
+
+The engine's workers read the update themselves when the last batch is there: one staging pass on
+each rank, all ranks before any of them installs, as with `rl_bridge.VLLMEngineAdapter`.
+"""
+
+from typing import Any, Self
+
+from rl_bridge.bridge.rollout import RolloutExecutor
+from rl_bridge.engines.vllm.engine_adapter import VLLMEngineAdapter
+from rl_bridge.engines.vllm.handles import LLMHandle
+from rl_bridge.engines.vllm.server import handle_of
+from rl_bridge.strategies.loader import ExecutorWeightLoader
+from rl_bridge.strategies.receiver import BridgeTransferReceiver
+
+__all__ = [
+    "VLLMWeightLoader",
+]
+
+
+class VLLMWeightLoader(ExecutorWeightLoader):
+    """Loads into an ``LLM``, an ``AsyncLLM`` or a server by its URL.
+
+    A prefix cache of the old weights is dropped within the update: nothing has to be reset behind
+    it.
+    """
+
+    def __init__(
+        self,
+        engine: Any,
+        receiver: BridgeTransferReceiver,
+        *,
+        timeout_s: float = 600.0,
+        loop: Any = None,
+        **options: Any,
+    ) -> None:
+        """Load into `engine` what `receiver` receives.
+
+        Args:
+            engine: an ``LLM``, an ``AsyncLLM``, a server's URL, or an `EngineHandle`.
+            receiver: this engine's.
+            timeout_s: deadline of each call to the engine.
+            loop: of an ``AsyncLLM``; None takes the running one.
+            options: what `VLLMEngineAdapter` takes beside these.
+
+        Raises:
+            TypeError: no engine, or no such option.
+            ValueError: an option out of its range.
+            WeightBridgeUnavailableError: a URL without httpx, an ``AsyncLLM`` without a loop.
+
+        """
+        handle = handle_of(engine, timeout_s, loop)
+        self._adapter = VLLMEngineAdapter(handle, timeout_s=timeout_s, **options)
+        executor = RolloutExecutor(
+            weight_bridge=receiver.bridge, weight_install_adapter=self._adapter
+        )
+        # vLLM's rule: an LLM is called from the thread that generates. The others must not be
+        # called from the thread of their event loop.
+        super().__init__(executor, in_thread=not isinstance(handle, LLMHandle))
+
+    def close(self) -> None:
+        """Let go of the engine, which goes on; the receiver stays its giver's. Idempotent."""
+        self.executor.close()
+        self._adapter.close()
+
+    def __enter__(self) -> Self:
+        """Use as a context manager."""
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        """Close."""
+        self.close()

@@ -1,0 +1,80 @@
+"""What vLLM loads in each of its processes: the entry point of the group ``vllm.general_plugins``.
+
+It registers the weight-transfer backend ``rl_bridge`` and gives workers one method more, by which
+`VLLMEngineAdapter` reaches them through vLLM's own ``collective_rpc``. (vLLM names this group as
+the place where plugins install worker-side methods.) With that backend, vLLM's own calls for an
+update go through `rl_bridge.engines.vllm.sessions`. A vLLM that cannot be served starts all
+the same: the log says why.
+"""
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from rl_bridge.engines.vllm.compat import require
+from rl_bridge.errors import WeightBridgeUnavailableError
+
+__all__ = [
+    "BACKEND",
+    "METHOD",
+    "register",
+]
+
+_LOG = logging.getLogger(__name__)
+
+BACKEND = "rl_bridge"
+"""What users write: ``weight_transfer_config={"backend": "rl_bridge"}``."""
+METHOD = "rl_bridge"
+"""Name of the workers' method."""
+# What a driver calls, and when, is its own mistake to make: all ranks tell it together.
+_CALLS = (
+    "start_weight_update",
+    "start_draft_weight_update",
+    "update_weights",
+    "finish_weight_update",
+    "shutdown_weight_transfer_engine",
+)
+
+
+def register() -> None:
+    """Register backend and method in this process; again, it does nothing."""
+    try:
+        factory = require("vllm.distributed.weight_transfer.factory").WeightTransferEngineFactory
+        workers = require("vllm.v1.worker.worker_base")
+    except WeightBridgeUnavailableError as error:
+        _LOG.warning("backend %r is not registered: %s", BACKEND, error)
+        return
+    if BACKEND not in factory._registry:  # noqa: SLF001 - a second registration raises
+        home = "rl_bridge.engines.vllm.transfer_engine"
+        factory.register_engine(BACKEND, home, "RLBridgeTransferEngine")
+    if not hasattr(workers.WorkerBase, METHOD):
+        setattr(workers.WorkerBase, METHOD, _call)
+    for name in _CALLS:
+        # What executors call: it hands all that it does not have itself to its worker.
+        if name not in vars(workers.WorkerWrapperBase):
+            setattr(workers.WorkerWrapperBase, name, _together(name))
+
+
+def _call(worker: Any, verb: str, payload: dict[str, Any] | None = None) -> dict[str, Any]:
+    """The workers' method. Never raises: a rank's failure is part of its answer."""
+    from rl_bridge.engines.vllm.calls import answer
+    from rl_bridge.engines.vllm.rank import rank_of
+
+    rank = rank_of(worker.model_runner.get_model(), worker.vllm_config)
+    return answer(rank, verb, {} if payload is None else payload)
+
+
+def _together(name: str) -> Callable[..., Any]:
+    """A method in front of the worker's own; it leaves other backends alone."""
+
+    def call(wrapper: Any, *arguments: Any, **options: Any) -> Any:
+        worker = wrapper.worker
+        config = worker.vllm_config.weight_transfer_config
+        if config is None or config.backend != BACKEND:
+            return getattr(worker, name)(*arguments, **options)
+        from rl_bridge.engines.vllm.sessions import call_together
+
+        return call_together(worker, name, arguments, options)
+
+    call.__name__ = name
+    return call

@@ -1,5 +1,0 @@
-"""Trainer side: from a model to named tensors."""
-
-from rl_bridge.extractors.state_dict import named_tensors
-
-__all__ = ["named_tensors"]

@@ -1,0 +1,572 @@
+"""Assembling: verify the leaves that are needed, copy the boxes, digest what came out.
+
+The parts are leased meanwhile: a publisher writes to none of them between the two.
+"""
+
+import ctypes
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Self
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from rl_bridge.errors import ChecksumMismatch, DigestMismatch, WeightBridgeUnavailableError
+from rl_bridge.groups.plan import PartNeeds, ReshardPlan
+from rl_bridge.manifest.digest import DIGEST_NBYTES, LEAF_NBYTES
+from rl_bridge.manifest.group import GroupManifest
+from rl_bridge.manifest.group_digests import LEAVES
+from rl_bridge.manifest.group_layout import GroupLayout
+from rl_bridge.manifest.model import WeightUpdateManifest
+from rl_bridge.manifest.table import TensorTable
+from rl_bridge.memory.arrival_digest import BESIDE_NBYTES, ArrivalDigest, ArrivalPlan, Digester
+from rl_bridge.memory.packing import LeafPlan, PackPlan, checked_block, clear_padding
+from rl_bridge.memory.passes import BytePlan
+from rl_bridge.memory.places import CPU_PLACE
+from rl_bridge.memory.slots import Slot
+from rl_bridge.memory.vm import tensor_at
+from rl_bridge.transports.base import Attachment, PartRequest
+from rl_bridge.transports.shared_memory import SharedPublisher
+
+__all__ = [
+    "ArenaLanding",
+    "Assembly",
+    "AssemblyPlan",
+    "LandingPlan",
+    "damaged",
+    "known_wholes",
+    "require_sealed",
+]
+
+_Column = npt.NDArray[np.int64]
+_ITEMS = {size: np.dtype(f"u{size}") for size in (1, 2, 4, 8)} | {16: np.dtype("c16")}
+
+
+class Assembly:
+    """A plan, and the passes that it takes: made once per plan."""
+
+    def __init__(self, plan: ReshardPlan, *, num_threads: int | None = None) -> None:
+        """Prepare the passes."""
+        self.plan = plan
+        self._num_threads = num_threads
+        self._verifies = [
+            LeafPlan(needs.nbytes.astype(np.uint64)) if len(needs.nbytes) else None
+            for needs in plan.parts
+        ]
+        self._copies = BytePlan(plan.run_nbytes.astype(np.uint64))
+        # Of each part, the bytes up to the end of the last tensor that is read.
+        self._reach = {
+            needs.part: int((needs.starts + needs.nbytes).max())
+            for needs in plan.parts
+            if len(needs.starts)
+        }
+        self._digests = BytePlan(plan.table.nbytes_column)
+        self._wholes: tuple[_Column, _Column] | None = None
+
+    def run(
+        self, group: GroupManifest, attachments: Mapping[int, Attachment], address: int
+    ) -> bytes:
+        """Assemble a version at `address`; returns 16 bytes per tensor of the plan's table.
+
+        Args:
+            group: the version.
+            attachments: of the needed parts, by rank.
+            address: of the consumer's own memory.
+
+        Raises:
+            ChecksumMismatch: a leaf, or an assembled tensor, is not what was published.
+            WeightBridgeUnavailableError: a part does not lie in memory of the CPU.
+
+        """
+        bases = np.zeros(group.world_size, np.uint64)
+        for rank, attachment in attachments.items():
+            pin = attachment.tensors.pin
+            if pin.place is not CPU_PLACE:
+                msg = (
+                    f"version {group.weight_version}: the part of rank {rank} lies on "
+                    f"{pin.place.device}; groups are assembled on the CPU. Publish it over "
+                    "shared-memory."
+                )
+                raise WeightBridgeUnavailableError(msg)
+            bases[rank] = pin.address
+        for needs, verify in zip(self.plan.parts, self._verifies, strict=True):
+            if verify is not None:
+                self._verify(group.parts[needs.part], needs, verify, int(bases[needs.part]))
+        self._copy(bases, address)
+        targets = self.plan.table.offset_column + np.uint64(address)
+        digests = self._digests.digest(targets, num_threads=self._num_threads)
+        self.compare(group, digests)
+        return digests
+
+    def _verify(
+        self, part: WeightUpdateManifest, needs: PartNeeds, verify: LeafPlan, base: int
+    ) -> None:
+        addresses = (needs.starts + base).astype(np.uint64)
+        if not needs.has_leaves:
+            found = verify.digest(addresses, num_threads=self._num_threads)
+            given = _rows_of(part.digests)[needs.rows]
+            if found != given.tobytes():
+                differs = (_rows_of(found) != given).any(axis=1)
+                raise _damaged(part, needs, int(np.flatnonzero(differs)[0]))
+            return
+        table = part.table
+        row = table.rows[LEAVES]
+        memory = tensor_at(base + table.offsets[row], table.nbytes[row])
+        block = checked_block(part, memory.numpy().tobytes())
+        listed = np.frombuffer(block, np.uint8)
+        expected = listed[needs.expected[:, None] + np.arange(DIGEST_NBYTES)]
+        leaves = verify.leaves(addresses, num_threads=self._num_threads)
+        differs = (leaves != expected).any(axis=1)
+        if differs.any():
+            ends = np.cumsum(verify.leaf_counts)
+            place = int(np.searchsorted(ends, np.flatnonzero(differs)[0], side="right"))
+            raise _damaged(part, needs, place)
+
+    def _copy(self, bases: npt.NDArray[np.uint64], address: int) -> None:
+        plan = self.plan
+        if len(plan.run_nbytes):
+            sources = bases[plan.run_parts] + plan.run_sources.astype(np.uint64)
+            targets = plan.run_targets.astype(np.uint64) + np.uint64(address)
+            self._copies.copy(sources, targets, num_threads=self._num_threads)
+        if plan.boxes:
+            self._copy_boxes(bases, address)
+
+    def _copy_boxes(self, bases: npt.NDArray[np.uint64], address: int) -> None:
+        """Copy what lies in rows; as integers, so that every bit stays as it is."""
+        target = (ctypes.c_char * self.plan.table.arena_nbytes).from_address(address)
+        sources = {
+            part: (ctypes.c_char * self._reach[part]).from_address(int(bases[part]))
+            for part in {placed.part for placed in self.plan.boxes}
+        }
+        for part, source, at, item, box in self.plan.boxes:
+            kind = _ITEMS[item]
+            # One call each, on no copy of anything: with tens of thousands of small tensors this is
+            # all that their assembly consists of.
+            here = np.ndarray(
+                box.shape,
+                kind,
+                target,  # type: ignore[arg-type]  # a buffer, as numpy sees it
+                at + box.target * item,
+                [stride * item for stride in box.target_strides],
+            )
+            there = np.ndarray(
+                box.shape,
+                kind,
+                sources[part],  # type: ignore[arg-type]
+                source + box.source * item,
+                [stride * item for stride in box.source_strides],
+            )
+            np.copyto(here, there)
+
+    def differing(self, group: GroupManifest, digests: bytes) -> _Column:
+        """Rows of the plan's table whose digests are not those that the group has for them."""
+        rows, places = self._known(group.layout)
+        found, expected = _rows_of(digests)[rows], _rows_of(group.digests)[places]
+        if found.tobytes() == expected.tobytes():  # as a rule, and told in less time
+            return rows[:0]
+        differing: _Column = rows[(found != expected).any(axis=1)]
+        return differing
+
+    def compare(self, group: GroupManifest, digests: bytes) -> None:
+        """Hold whole tensors against the digests that the group has for them.
+
+        Raises:
+            ChecksumMismatch: one is another.
+
+        """
+        differing = self.differing(group, digests)
+        if len(differing):
+            row = int(differing[0])
+            name = self.plan.wholes[row]
+            expected = _rows_of(group.digests)[group.layout.places[name]]
+            msg = (
+                f"tensor checksum mismatch for {name!r} in version {group.weight_version}: "
+                f"the group has {expected.tobytes().hex()}, what was assembled has "
+                f"{_rows_of(digests)[row].tobytes().hex()}. The placements are not those of the "
+                "tensors, or memory is damaged: publish again."
+            )
+            raise ChecksumMismatch(msg)
+
+    def _known(self, layout: GroupLayout) -> tuple[_Column, _Column]:
+        if self._wholes is None:
+            self._wholes = known_wholes(self.plan, layout)
+        return self._wholes
+
+
+def require_sealed(
+    group: GroupManifest, headers: Mapping[int, bytes | None], bound: Collection[str]
+) -> None:
+    """Compare a group's manifest with what each rank sealed beside the bytes of its part.
+
+    Each sealed the digest of the whole: who changes a version, a range or a part's header is found
+    by any part that is read. A transport that sends bytes and digest in one go has sent that of the
+    part's own header before there was a group: then that one is compared.
+
+    Args:
+        group: the version.
+        headers: what lay beside the bytes of parts, by rank.
+        bound: names of the transports that keep the digest.
+
+    Raises:
+        DigestMismatch: another manifest was sealed, or none where one has to be.
+
+    """
+    expected = group.header_digest
+    for rank, header in headers.items():
+        sealed = header or b""
+        part = group.parts[rank]
+        if not sealed and part.transport not in bound:
+            continue
+        if sealed == expected:
+            continue  # as a rule: then nobody needs the part's own
+        if sealed == part.header_digest:
+            continue
+        msg = (
+            f"version {group.weight_version}: the group's manifest was changed on its way, or is "
+            f"of another release: its digest is {expected.hex()}, rank {rank} sealed "
+            f"{sealed.hex() or 'none'}. Import the manifest as it was published."
+        )
+        raise DigestMismatch(msg)
+
+
+class AssemblyPlan(PackPlan):
+    """One assembly, in the form in which a transport's publishing end takes what it carries."""
+
+    def __init__(
+        self, assembly: Assembly, group: GroupManifest, attachments: Mapping[int, Attachment]
+    ) -> None:
+        """Assemble `group` out of `attachments` when it is time."""
+        self.table = assembly.plan.table
+        self._place = CPU_PLACE
+        self._assembly = assembly
+        self._group = group
+        self._attachments = attachments
+
+    def pack(
+        self, tensors: Mapping[str, torch.Tensor], address: int, *, num_threads: int | None = None
+    ) -> bytes:
+        """Assemble at `address`."""
+        del tensors, num_threads  # it has both
+        return self._assembly.run(self._group, self._attachments, address)
+
+
+def known_wholes(plan: ReshardPlan, layout: GroupLayout) -> tuple[_Column, _Column]:
+    """Which assembled tensors can be held against the group's digests.
+
+    Returns:
+        Rows of the consumer's table that are whole tensors of known digest, and their places there.
+
+    """
+    kinds = layout.digest_plan.kinds
+    known = [(row, layout.places[name]) for row, name in plan.wholes.items()]
+    pairs = np.array([(row, at) for row, at in known if kinds[at] != "cut"], np.int64)
+    rows, places = pairs.reshape(-1, 2).T
+    return rows, places
+
+
+def damaged(
+    part: WeightUpdateManifest, rank: int, row: int, start: int, nbytes: int
+) -> ChecksumMismatch:
+    """What to raise where bytes of a part are not what was published.
+
+    Args:
+        part: the part.
+        rank: whose it is.
+        row: tensor that they are in.
+        start: first of them in the part's arena.
+        nbytes: how many.
+
+    """
+    first = start - part.table.offsets[row]
+    return ChecksumMismatch(
+        f"tensor checksum mismatch for {part.table.names[row]!r} in version "
+        f"{part.weight_version}, part of rank {rank}: bytes {first} to {first + nbytes} are not "
+        "what was published. The update is corrupt or was overwritten: publish again."
+    )
+
+
+def _damaged(part: WeightUpdateManifest, needs: PartNeeds, place: int) -> ChecksumMismatch:
+    start, nbytes = int(needs.starts[place]), int(needs.nbytes[place])
+    return damaged(part, needs.part, int(needs.rows[place]), start, nbytes)
+
+
+def _rows_of(digests: bytes) -> npt.NDArray[np.uint8]:
+    return np.frombuffer(digests, np.uint8).reshape(-1, DIGEST_NBYTES)
+
+
+# ---- Assembling without a copy: each range is read to where it belongs, and digested meanwhile.
+#
+# That goes where whatever a consumer needs lies in long ranges, and a transport can read into an
+# arena of this side's own: ranks that hold rows of each tensor, say, for a consumer that wants all
+# of them. What is assembled is held against the digests that the group has for whole tensors; of
+# tensors for which it has none, each range is held against its part's.
+
+# Of this size on average, and a range is worth a descriptor of its own: below, to read neighbours
+# in one go and to copy them is faster.
+_WORTH_NBYTES = LEAF_NBYTES
+# Digested at a time.
+_SLICE_NBYTES = 8 << 20
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _PartRanges:
+    """What is read of one part.
+
+    Attributes:
+        part: its rank.
+        starts: first byte of each range in the part's arena, ascending.
+        nbytes: size of each.
+        targets: first byte of each in the consumer's arena.
+        ends: behind each range, in the part's arena.
+        left: first byte of the consumer's arena that may be missing as long as that many ranges are
+            there, from none to all.
+
+    """
+
+    part: int
+    starts: _Column
+    nbytes: _Column
+    targets: _Column
+    ends: _Column
+    left: _Column
+
+    @classmethod
+    def of(
+        cls, part: int, starts: _Column, nbytes: _Column, targets: _Column, arena_nbytes: int
+    ) -> Self:
+        """Order ranges; `arena_nbytes` is the size of the consumer's arena."""
+        order = np.argsort(starts, kind="stable")
+        starts, nbytes, targets = starts[order], nbytes[order], targets[order]
+        behind = np.append(targets, arena_nbytes)
+        left = np.minimum.accumulate(behind[::-1])[::-1]
+        return cls(part, starts, nbytes, targets, starts + nbytes, left)
+
+    def reached(self, mark: int) -> int:
+        """How much of the consumer's arena is there, for all that this part has to do with it."""
+        num = int(np.searchsorted(self.ends, mark, side="right"))
+        if num == len(self.ends) or mark <= self.starts[num]:
+            return int(self.left[num])
+        return int(min(self.left[num + 1], self.targets[num] + mark - self.starts[num]))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Pieces:
+    """Ranges that lie one behind the other at their part and here, each in one tensor.
+
+    Attributes:
+        parts: rank that has each.
+        rows: tensor of its part that each is in.
+        starts: first byte in the part's arena.
+        targets: first byte in the consumer's arena.
+        nbytes: size.
+        wanted: row of the consumer's table that each is in.
+
+    """
+
+    parts: _Column
+    rows: _Column
+    starts: _Column
+    targets: _Column
+    nbytes: _Column
+    wanted: _Column
+
+    def where(self, chosen: npt.NDArray[np.bool_]) -> "_Pieces":
+        """Some of them."""
+        return _Pieces(*(getattr(self, one.name)[chosen] for one in fields(self)))
+
+    def of(self, wanted: _Column) -> "_Pieces":
+        """Those that these rows are made of."""
+        return self.where(np.isin(self.wanted, wanted))
+
+    def check(self, group: GroupManifest, address: int, num_threads: int | None) -> None:
+        """Hold each, a whole tensor of its part, against what that says.
+
+        Raises:
+            ChecksumMismatch: one is another.
+
+        """
+        if not len(self.rows):
+            return
+        passes = BytePlan(self.nbytes.astype(np.uint64))
+        made = passes.digest((self.targets + address).astype(np.uint64), num_threads=num_threads)
+        for place, (part, row) in enumerate(zip(self.parts, self.rows, strict=True)):
+            at, of = place * DIGEST_NBYTES, int(row) * DIGEST_NBYTES
+            manifest = group.parts[part]
+            if made[at : at + DIGEST_NBYTES] != manifest.digests[of : of + DIGEST_NBYTES]:
+                start, nbytes = manifest.table.offsets[row], int(self.nbytes[place])
+                raise damaged(manifest, int(part), int(row), start, nbytes)
+
+
+def _pieces_of(plan: ReshardPlan, layout: GroupLayout) -> _Pieces:
+    """A plan's copies; those of one range of elements, which come row by row, in one."""
+    order = np.lexsort((plan.run_sources, plan.run_parts))
+    parts, starts = plan.run_parts[order], plan.run_sources[order]
+    targets, nbytes = plan.run_targets[order], plan.run_nbytes[order]
+    # Of tensors that begin at one byte the last is the one that is not empty.
+    wanted = np.searchsorted(plan.table.offset_column.astype(np.int64), targets, side="right") - 1
+    rows = np.zeros_like(starts)
+    for needs in plan.parts:
+        mine = parts == needs.part
+        offsets = layout.tables[needs.part].offset_column.astype(np.int64)
+        rows[mine] = np.searchsorted(offsets, starts[mine], side="right") - 1
+    goes_on = (parts[1:] == parts[:-1]) & (rows[1:] == rows[:-1]) & (wanted[1:] == wanted[:-1])
+    goes_on &= starts[1:] == starts[:-1] + nbytes[:-1]
+    goes_on &= targets[1:] == targets[:-1] + nbytes[:-1]
+    first = np.flatnonzero(np.concatenate(([True], ~goes_on)))
+    sizes = np.add.reduceat(nbytes, first)
+    return _Pieces(parts[first], rows[first], starts[first], targets[first], sizes, wanted[first])
+
+
+class LandingPlan:
+    """What goes where: made once per plan and layout of a group.
+
+    Attributes:
+        table: the consumer's arena.
+        ranges: what is read of each part that is needed.
+
+    """
+
+    def __init__(
+        self,
+        assembly: Assembly,
+        ranges: Sequence[_PartRanges],
+        pieces: _Pieces,
+        unknown: _Column,
+    ) -> None:
+        """See `make`."""
+        self.table: TensorTable = assembly.plan.table
+        self.ranges = tuple(ranges)
+        self._assembly = assembly
+        self._pieces = pieces
+        self._always = pieces.of(unknown)
+        self._digests = ArrivalPlan(self.table, _SLICE_NBYTES)
+
+    @classmethod
+    def make(cls, assembly: Assembly, layout: GroupLayout) -> Self | None:
+        """Plan it; None where it cannot be done, or where copying is faster."""
+        plan = assembly.plan
+        if plan.boxes or not len(plan.run_nbytes):
+            return None
+        pieces = _pieces_of(plan, layout)
+        if int(pieces.nbytes.sum()) < len(pieces.nbytes) * _WORTH_NBYTES:
+            return None
+        tables = layout.tables
+        ranges = []
+        is_whole = np.zeros(len(pieces.nbytes), bool)
+        for needs in plan.parts:
+            mine = pieces.parts == needs.part
+            columns = (pieces.starts[mine], pieces.nbytes[mine], pieces.targets[mine])
+            one = _PartRanges.of(needs.part, *columns, plan.table.arena_nbytes)
+            if (one.ends[:-1] > one.starts[1:]).any():
+                return None  # what is wanted twice is read once
+            ranges.append(one)
+            rows, table = pieces.rows[mine], tables[needs.part]
+            begins, sizes = table.offset_column[rows], table.nbytes_column[rows]
+            is_whole[mine] = (begins == pieces.starts[mine]) & (sizes == pieces.nbytes[mine])
+        known, _ = known_wholes(plan, layout)
+        unknown = np.setdiff1d(pieces.wanted, known)
+        if not is_whole[np.isin(pieces.wanted, unknown)].all():
+            return None  # nothing that it could be held against
+        return cls(assembly, ranges, pieces.where(is_whole), unknown)
+
+    def requests(self, group: GroupManifest) -> list[PartRequest]:
+        """What is asked of each part."""
+        return [
+            PartRequest(
+                manifest=group.parts[one.part],
+                starts=one.starts,
+                nbytes=one.nbytes,
+                targets=one.targets,
+            )
+            for one in self.ranges
+        ]
+
+    def digest_at(self, address: int) -> ArrivalDigest:
+        """What digests an arena while it arrives there."""
+        return self._digests.start(address)
+
+    def verify(
+        self, group: GroupManifest, digests: bytes, address: int, num_threads: int | None
+    ) -> None:
+        """Hold what is at `address` against what was published.
+
+        Raises:
+            ChecksumMismatch: it is something else.
+
+        """
+        self._always.check(group, address, num_threads)
+        differing = self._assembly.differing(group, digests)
+        if len(differing):
+            self._pieces.of(differing).check(group, address, num_threads)  # names the part
+            self._assembly.compare(group, digests)
+
+
+class ArenaLanding:
+    """One version that is read to where it belongs. See `rl_bridge.transports.base`."""
+
+    def __init__(self, plan: LandingPlan, ring: SharedPublisher, num_threads: int | None) -> None:
+        """Begin; no room is taken yet."""
+        self._plan = plan
+        self._ring = ring
+        self._num_threads = num_threads
+        self._slot: Slot | None = None
+        self._digest: ArrivalDigest | None = None
+        self._beside: Digester | None = None
+        self._there: list[int] = []
+        self._told = 0
+
+    def reserve(self) -> Slot:
+        """Take room; what came of the attempt before is forgotten."""
+        self.stop()
+        table = self._plan.table
+        slot = self._ring.reserve(table, lambda address: clear_padding(table, address))
+        try:
+            self._there = [0] * len(self._plan.ranges)
+            self._told = 0
+            self._digest = self._plan.digest_at(slot.address)
+            if table.arena_nbytes >= BESIDE_NBYTES:
+                self._beside = Digester(self._digest)
+                self._beside.start()
+        except BaseException:
+            self._ring.abandon(slot)
+            raise
+        return slot
+
+    def arrived(self, place: int, mark: int) -> None:
+        """Digest what is complete by now."""
+        self._there[place] = self._plan.ranges[place].reached(mark)
+        least = min(self._there)
+        if least <= self._told:
+            return
+        self._told = least
+        if self._beside is not None:
+            self._beside.put(least)
+        elif self._digest is not None:
+            self._digest.advance(least)
+
+    def abandon(self, slot: Slot) -> None:
+        """Give room back."""
+        self._ring.abandon(slot)
+
+    def finish(self, group: GroupManifest, slot: Slot) -> bytes:
+        """Verify what landed; returns 16 bytes per tensor of the plan's table.
+
+        Raises:
+            ChecksumMismatch: it is not what was published.
+
+        """
+        beside, digest = self._beside, self._digest
+        self.stop()
+        if beside is not None:
+            beside.check()
+        digests = None if digest is None else digest.digests()
+        assert digests is not None, "a transport said that all is here"
+        self._plan.verify(group, digests, slot.address, self._num_threads)
+        return digests
+
+    def stop(self) -> None:
+        """Wait for digests that are under way. Idempotent."""
+        if self._beside is not None:
+            self._beside.stop()
+        self._beside = self._digest = None  # behind it: it reads memory that may be given back

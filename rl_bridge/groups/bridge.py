@@ -1,0 +1,684 @@
+"""`GroupBridge`: the engine's side of an update group; a consumer's bridge like any other.
+
+`RolloutExecutor` takes it as its bridge, and then a `GroupManifest` where it takes a manifest. The
+parts that this consumer needs are imported, the leaves that cover what it needs are verified,
+and what it asked for is assembled: from there on it is one ordinary update with one life cycle,
+whose end every publishing rank gets to know.
+"""
+
+import logging
+import os
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, ClassVar, cast
+
+import torch
+
+from rl_bridge.bridge.acknowledgement import describe
+from rl_bridge.bridge.arguments import UpdateRef, as_manifest, check_options
+from rl_bridge.bridge.consumer import Consumer
+from rl_bridge.bridge.records import is_shortage
+from rl_bridge.bridge.tensor_bridge import TensorBridge
+from rl_bridge.errors import (
+    MalformedManifest,
+    SlotsExhausted,
+    TransportUnavailable,
+    WeightBridgeError,
+    WeightUpdateRejectedError,
+)
+from rl_bridge.groups.assembly import (
+    ArenaLanding,
+    Assembly,
+    AssemblyPlan,
+    LandingPlan,
+    require_sealed,
+)
+from rl_bridge.groups.plan import ReshardPlan, make_plan
+from rl_bridge.groups.wanted import Wanted, WantedLayout, everything
+from rl_bridge.lifecycle import Observer, State
+from rl_bridge.manifest.canonical import JSONValue
+from rl_bridge.manifest.group import GroupManifest
+from rl_bridge.manifest.group_layout import GroupLayout
+from rl_bridge.manifest.model import WeightUpdateManifest
+from rl_bridge.memory.control import UpdateReport
+from rl_bridge.memory.slots import Slot
+from rl_bridge.transports.base import (
+    Attachment,
+    Availability,
+    Carried,
+    ConsumerEnd,
+    PartRequest,
+    PublisherEnd,
+    Transport,
+    checked_count,
+)
+from rl_bridge.transports.nixl.agent import Counters
+from rl_bridge.transports.registry import canonical_name, transport_class
+from rl_bridge.transports.shared_memory import SharedMemory, SharedPublisher
+
+__all__ = [
+    "GROUP",
+    "GroupBridge",
+    "GroupEnd",
+    "GroupRef",
+    "GroupTransport",
+]
+
+# ---- The consuming end of a group: parts come in by their transports, an assembled version goes
+# out.
+#
+# What is assembled lies in a ring of sealed slots of this process's own, as a shared-memory
+# publisher's would; the engine's side reads it as any other update. Slots are used again, and one
+# that an engine still reads is left alone, so the version before is there for an undo.
+
+_LOG = logging.getLogger(__name__)
+GROUP = "group"
+# Each holds its manifest: some megabytes where there are many tensors and ranks.
+_REMEMBERED = 8
+_OVER = frozenset({str(State.REJECTED), str(State.RELEASED)})
+
+
+class GroupTransport(Transport):
+    """How assembled versions get from a group's parts to an engine: within one process."""
+
+    name: ClassVar[str] = GROUP
+    crosses_processes: bool = True
+    zero_copy_import: bool = False
+
+    def __init__(
+        self,
+        *,
+        transports: Mapping[str, Mapping[str, object]] | None = None,
+        max_slots: int = 4,
+        num_threads: int | None = None,
+    ) -> None:
+        """Configure; nothing is opened yet.
+
+        Args:
+            transports: name of a transport -> its options, for parts that need some, such as
+                ``{"shared-memory": {"directory": path}}``.
+            max_slots: most assembled versions held in memory at a time.
+            num_threads: threads that verify, copy and digest; None takes the usable cores.
+
+        Raises:
+            TypeError: a count that is no integer, or an option that a transport does not have.
+            ValueError: a count below 1.
+
+        """
+        self._options = _checked_transports({} if transports is None else transports)
+        self.max_slots = checked_count("max_slots", max_slots)
+        self.num_threads = (
+            None if num_threads is None else checked_count("num_threads", num_threads)
+        )
+        for name in self._options:
+            self.part_transport(name)
+
+    @classmethod
+    def probe(cls) -> Availability:
+        """Assembled versions lie in shared memory."""
+        found = SharedMemory.probe()
+        return Availability(cls.name, found.status, found.cause, found.remedy)
+
+    def part_transport(self, name: str) -> Transport:
+        """The transport of a part, with the options that were given for it."""
+        return transport_class(name).create(**self._options.get(name, {}))
+
+    def publisher_end(self, publisher_id: str) -> PublisherEnd:  # noqa: ARG002 - whoever asks
+        """Refuse: a group is published by its ranks.
+
+        Raises:
+            TransportUnavailable: always.
+
+        """
+        raise TransportUnavailable(
+            GROUP,
+            "this bridge only imports what a group's ranks published",
+            "Publish with GroupPublisher, through a bridge of each rank.",
+        )
+
+    def consumer_end(self, worker: str, rank: int) -> "GroupEnd":
+        """Open the engine's end."""
+        return GroupEnd(self, worker, rank)
+
+
+def _checked_transports(given: object) -> dict[str, dict[str, object]]:
+    found: dict[str, dict[str, object]] = {}
+    for name, options in given.items() if isinstance(given, Mapping) else [("", given)]:
+        if not isinstance(name, str) or not isinstance(options, Mapping):
+            raise TypeError(
+                f"transports={given!r}: expected name of a transport -> its options, such as "
+                "{'nixl': {'timeout_s': 60.0}}."
+            )
+        check_options(transport_class(name), options)
+        found[canonical_name(name)] = dict(options)
+    return found
+
+
+class GroupEnd(ConsumerEnd):
+    """Holds the ends of the parts' transports, and the ring of assembled versions."""
+
+    def __init__(self, transport: GroupTransport, worker: str, rank: int) -> None:
+        """Open nothing yet."""
+        self._transport = transport
+        self._worker = worker
+        self._rank = rank
+        self._memory = SharedMemory(
+            max_slots=transport.max_slots, max_consumers=1, num_threads=transport.num_threads
+        )
+        self._reader = self._memory.consumer_end(worker, rank)
+        self._ring: tuple[str, SharedPublisher] | None = None
+        self._ends: dict[str, ConsumerEnd] = {}
+        # Names of their transports that keep the digest of a header beside the bytes.
+        self._bound: set[str] = set()
+        self._sound: GroupManifest | None = None
+        self._groups: OrderedDict[str, tuple[GroupManifest, Mapping[str, JSONValue]]] = (
+            OrderedDict()
+        )
+        self._made: dict[str, WeightUpdateManifest] = {}
+        self.timings_ms: dict[str, float] = {}
+        """Update -> milliseconds that its assembly took."""
+
+    # ---- assembling -----------------------------------------------------------------------------
+
+    def made(self, update_id: str) -> WeightUpdateManifest | None:
+        """What was assembled of an update and is still here."""
+        return self._made.get(update_id)
+
+    def group(self, update_id: str) -> GroupManifest | None:
+        """The group manifest of one of the last updates."""
+        known = self._groups.get(update_id)
+        return None if known is None else known[0]
+
+    def remember(self, group: GroupManifest, evidence: Mapping[str, JSONValue]) -> None:
+        """Note whose publishers are to hear of an update, and what besides its proof."""
+        self._groups.pop(group.update_id, None)
+        self._groups[group.update_id] = (group, evidence)
+        # What is here still has its say until it is let go of, however many came and went since.
+        over = [one for one in self._groups if one not in self._made and one != group.update_id]
+        for update_id in over[: max(0, len(self._groups) - _REMEMBERED)]:
+            del self._groups[update_id]
+            self.timings_ms.pop(update_id, None)
+
+    def end_of(self, name: str) -> ConsumerEnd | None:
+        """The end of a transport that parts came by."""
+        return self._ends.get(name)
+
+    def is_as_published(self, group: GroupManifest) -> bool:
+        """Whether the last assembly found this manifest to be the one that the ranks sealed."""
+        return self._sound is group
+
+    def forget_unless(self, is_known: Callable[[str], bool]) -> None:
+        """Give back what was assembled and never imported."""
+        for update_id in [one for one in self._made if not is_known(one)]:
+            self._release(update_id)
+
+    def assemble(
+        self, group: GroupManifest, assembly: Assembly, landing: LandingPlan | None = None
+    ) -> WeightUpdateManifest:
+        """Import the parts that are needed, assemble them, and let go of them.
+
+        Args:
+            group: the version.
+            assembly: how it is made of its parts.
+            landing: the same without a copy; None where that does not go.
+
+        Raises:
+            DigestMismatch: the manifest is not the one that was published.
+            WeightBridgeError: whatever a part's transport raises, or the assembly; nothing is held.
+
+        """
+        start = time.perf_counter()
+        self._sound = None
+        try:
+            end = None if landing is None else self._end_that_lands(group, assembly.plan)
+            if landing is None or end is None:
+                carried = self._copied(group, assembly)
+            else:
+                carried = self._landed(group, landing, end)
+            manifest = self._manifest(group, carried, assembly.plan)
+            self.timings_ms[group.update_id] = (time.perf_counter() - start) * 1e3
+            self._made[group.update_id] = manifest
+            self._meet(group, assembly.plan)
+            return manifest  # noqa: TRY300 - an interrupt up to here must find the handler
+        except BaseException:
+            self._made.pop(group.update_id, None)
+            if self._ring is not None:
+                self._ring[1].release(group.update_id)
+            raise
+        finally:
+            for one in self._ends.values():
+                one.settle()
+
+    def _copied(self, group: GroupManifest, assembly: Assembly) -> Carried:
+        """Out of memory of the transports' into a slot."""
+        attachments: dict[int, Attachment] = {}
+        try:
+            for end, ranks, requests in self._requests(group, assembly.plan):
+                attachments.update(zip(ranks, end.attach_parts(requests), strict=True))
+            headers = {rank: one.tensors.pin.header for rank, one in attachments.items()}
+            require_sealed(group, headers, self._bound)
+            self._sound = group
+            plan = AssemblyPlan(assembly, group, attachments)
+            return self._ring_of(group.group_id).carry(plan, {}, group.update_id)
+        finally:
+            # Whoever keeps the exception must not keep the publishers' slots.
+            for attachment in attachments.values():
+                attachment.tensors.forget()
+            attachments.clear()
+
+    def _landed(self, group: GroupManifest, plan: LandingPlan, end: ConsumerEnd) -> Carried:
+        """Straight into a slot."""
+        ring = self._ring_of(group.group_id)
+        landing = ArenaLanding(plan, ring, self._transport.num_threads)
+        slot: Slot | None = None
+        try:
+            landed = end.read_into(plan.requests(group), landing)
+            slot = landed.slot
+            ranks = [one.part for one in plan.ranges]
+            require_sealed(group, dict(zip(ranks, landed.headers, strict=True)), self._bound)
+            self._sound = group
+            digests = landing.finish(group, slot)
+            handle = ring.commit(slot, group.update_id, plan.table)
+            return Carried(digests=digests, handle=handle)
+        except BaseException:
+            landing.stop()
+            if slot is not None:
+                landing.abandon(slot)
+            raise
+
+    def _end_that_lands(self, group: GroupManifest, plan: ReshardPlan) -> ConsumerEnd | None:
+        """The end that reads all the needed parts, if it is one, and can do without a copy."""
+        parts = [group.parts[needs.part] for needs in plan.parts]
+        transports = {part.transport for part in parts}
+        publishers = {part.publisher_id for part in parts}
+        if len(transports) != 1 or len(publishers) < len(parts):
+            return None
+        end = self._end_of(parts[0])
+        return end if end.lands else None
+
+    def _requests(
+        self, group: GroupManifest, plan: ReshardPlan
+    ) -> list[tuple[ConsumerEnd, list[int], list[PartRequest]]]:
+        """What is asked of each transport's end: the needed parts, in one call."""
+        asked: dict[str, tuple[ConsumerEnd, list[int], list[PartRequest]]] = {}
+        for needs in plan.parts:
+            part = group.parts[needs.part]
+            request = PartRequest(manifest=part, starts=needs.read_starts, nbytes=needs.read_nbytes)
+            _, ranks, requests = asked.setdefault(part.transport, (self._end_of(part), [], []))
+            ranks.append(needs.part)
+            requests.append(request)
+        return list(asked.values())
+
+    def _meet(self, group: GroupManifest, plan: ReshardPlan) -> None:
+        """Ranks of which nothing is needed hear of this update too."""
+        needed = {needs.part for needs in plan.parts}
+        others: dict[str, list[WeightUpdateManifest]] = {}
+        for rank, part in enumerate(group.parts):
+            if rank not in needed:
+                others.setdefault(part.transport, []).append(part)
+        for parts in others.values():
+            self._end_of(parts[0]).meet(parts)
+
+    @staticmethod
+    def _manifest(
+        group: GroupManifest, carried: Carried, plan: ReshardPlan
+    ) -> WeightUpdateManifest:
+        """What was assembled, as an update of the group's stream of versions."""
+        return WeightUpdateManifest(
+            update_id=group.update_id,
+            publisher_id=group.group_id,
+            source_worker=group.parts[0].source_worker,
+            source_rank=0,
+            weight_version=group.weight_version,
+            transport=GROUP,
+            created_at=group.created_at,
+            metadata={**group.metadata, "group_root": group.root},
+            handle=dict(carried.handle),
+            digests=carried.digests,
+            table=plan.table,
+        )
+
+    def _ring_of(self, group_id: str) -> SharedPublisher:
+        if self._ring is not None and self._ring[0] != group_id:
+            # Another stream of versions. What an engine still reads of the old one stays mapped.
+            _, ring = self._ring
+            self._ring = None
+            self._made.clear()
+            ring.close()
+        if self._ring is None:
+            self._ring = (group_id, self._memory.publisher_end(group_id))
+        return self._ring[1]
+
+    def _end_of(self, part: WeightUpdateManifest) -> ConsumerEnd:
+        end = self._ends.get(part.transport)
+        if end is None:
+            transport = self._transport.part_transport(part.transport)
+            end = self._ends[part.transport] = transport.consumer_end(self._worker, self._rank)
+            if transport.binds_header:
+                self._bound.add(part.transport)
+        return end
+
+    def _release(self, update_id: str) -> None:
+        if self._made.pop(update_id, None) is not None and self._ring is not None:
+            self._ring[1].release(update_id)
+
+    # ---- a consumer's end -----------------------------------------------------------------------
+
+    def attach(self, manifest: WeightUpdateManifest) -> Attachment:
+        """Read what was assembled here."""
+        found = self._reader.look(manifest)
+        made = self._made.get(manifest.update_id)
+        # Digested was what lies at one place; a manifest that leads elsewhere tells of other bytes.
+        if made is not None and (made.table.digest, made.handle) == (
+            manifest.table.digest,
+            manifest.handle,
+        ):
+            found.digested(made.digests)
+        return found
+
+    def report(self, manifest: WeightUpdateManifest, report: UpdateReport) -> None:
+        """Tell every rank that published a part."""
+        known = self._groups.get(manifest.update_id)
+        if known is not None:
+            extra = {**known[1], "assembled_root": manifest.root}
+            self.tell(known[0], report, None if report.proof is None else {**report.proof, **extra})
+        if report.state in _OVER:
+            self._release(manifest.update_id)
+
+    def tell(
+        self, group: GroupManifest, report: UpdateReport, proof: Mapping[str, JSONValue] | None
+    ) -> None:
+        """Tell every rank that published a part; best effort where one is gone."""
+        for part in group.parts:
+            # The parts themselves are let go of as soon as they are assembled.
+            changes = {"update_id": part.update_id, "tensors_held": False}
+            mine = report.model_copy(update={**changes, "proof": proof and dict(proof)})
+            try:
+                self._end_of(part).report(part, mine)
+            except Exception:  # noqa: BLE001 - logged in full
+                _LOG.exception("the publisher of a part was not told of %s", mine)
+
+    def in_one_go(self) -> AbstractContextManager[None]:
+        """See `ConsumerEnd`; where parts come by several transports, one by one."""
+        ends = list(self._ends.values())
+        return ends[0].in_one_go() if len(ends) == 1 else nullcontext()
+
+    def settle(self) -> None:
+        """Let go of what nobody needs."""
+        self._reader.settle()
+        for end in self._ends.values():
+            end.settle()
+
+    def close(self) -> None:
+        """Let go of everything that no tensor needs. Idempotent."""
+        self._reader.close()
+        for end in self._ends.values():
+            end.close()
+        self._made.clear()
+        if self._ring is not None:
+            self._ring[1].close()
+            self._ring = None
+
+
+# ---- the rest builds on the parts above
+
+if TYPE_CHECKING:
+    from rl_bridge.transports.nixl.consumer import NIXLConsumer
+
+
+GroupRef = UpdateRef | GroupManifest
+"""What names a group's update: its id, its manifest, or the manifest's JSON text."""
+
+# Plans of the layouts seen last: one, but for runs that change their layout.
+_PLANS = 4
+
+
+class GroupBridge(TensorBridge):
+    """Imports a group's versions in the layout that its engine wants.
+
+    Wherever a `TensorBridge` takes a manifest or an id, this takes a `GroupManifest` or its text
+    too. It publishes nothing.
+    """
+
+    transport: ClassVar[str] = GROUP
+
+    def __init__(
+        self,
+        wanted: Wanted | WantedLayout | None = None,
+        *,
+        source_worker: str = "rollout",
+        source_rank: int = 0,
+        observer: Observer | None = None,
+        transports: Mapping[str, Mapping[str, object]] | None = None,
+        max_slots: int = 4,
+        num_threads: int | None = None,
+    ) -> None:
+        """Configure; nothing is opened yet.
+
+        Args:
+            wanted: what the engine holds: see `rl_bridge.groups.wanted`. None: every tensor,
+                whole.
+            source_worker: this worker's name.
+            source_rank: its rank.
+            observer: called with every lifecycle transition.
+            transports: name of a transport -> its options, for parts whose transport needs some.
+            max_slots: most assembled versions held in memory at a time.
+            num_threads: threads that verify, copy and digest; None takes the usable cores.
+
+        Raises:
+            TypeError: an option of the wrong type, or one that a part's transport does not have.
+            ValueError: an option out of its range.
+
+        """
+        super().__init__(
+            source_worker=source_worker,
+            source_rank=source_rank,
+            observer=observer,
+            transports=transports,
+            max_slots=max_slots,
+            num_threads=num_threads,
+        )
+        given: object = wanted
+        if not (given is None or isinstance(given, WantedLayout) or callable(given)):
+            msg = f"wanted={given!r}: expected what `parallel` or `everything` give, or a layout."
+            raise TypeError(msg)
+        self._wanted: Wanted | WantedLayout = everything() if wanted is None else wanted
+        self._ways: OrderedDict[str, tuple[Assembly, LandingPlan | None]] = OrderedDict()
+
+    def _make_transport(self, options: Mapping[str, object]) -> Transport:
+        return GroupTransport.create(**options)
+
+    # ---- importing ------------------------------------------------------------------------------
+
+    def plan(self, layout: GroupLayout) -> ReshardPlan:
+        """How this consumer's tensors are made of a group with that layout; made once, then kept.
+
+        Raises:
+            IncompatibleUpdate: something is wanted that the group does not hold.
+
+        """
+        return self._way(layout)[0].plan
+
+    def resolve_update(self, given: GroupRef) -> WeightUpdateManifest:
+        """Assemble a group's version here; returns the manifest of what was assembled.
+
+        What an executor calls with what it is given. A manifest of an assembled version is returned
+        as it is, and a group's version that is assembled already is not assembled again.
+
+        Raises:
+            BridgeClosed: it was closed.
+            WeightBridgeError: nothing is held, and the engine was not touched; unless it is this
+                side's fault, the update is rejected, and every publishing rank told.
+
+        """
+        group = _as_group(given)
+        if group is None:
+            return as_manifest(given, caller="resolve_update")
+        consumer = self._consumer_end()
+        end = _end_of(consumer)
+        with consumer._lock:  # noqa: SLF001 - the bridge's other half
+            consumer._check_open()  # noqa: SLF001 - before anything is read
+            made = end.made(group.update_id)
+            if made is not None:
+                if end.group(group.update_id) != group:
+                    msg = (
+                        f"update {group.update_id} is assembled already, from another manifest. "
+                        "Import the one that its publishers sent, or release the update first."
+                    )
+                    raise WeightUpdateRejectedError(msg)
+                return made
+            # It has what the order looks at: who published it, which version, which update.
+            like = cast("WeightUpdateManifest", group)
+            try:
+                consumer._order.check(like, reason=self.rejection_reason(group.update_id))  # noqa: SLF001
+            except WeightBridgeError as error:
+                if not consumer.knows(group.update_id):  # else they were told what it is
+                    self._tell_refused(group, describe(error))
+                raise
+            end.forget_unless(consumer.knows)
+            end.remember(group, {"group_root": group.root})
+            try:
+                assembly, landing = self._way(group.layout)
+                evidence = {"group_root": group.root, "wanted": assembly.plan.wanted_digest}
+                end.remember(group, evidence)
+                return end.assemble(group, assembly, landing)
+            except BaseException as error:
+                # What this side lacks is no fault of the update's: it may come again.
+                if not (is_shortage(error) or isinstance(error, SlotsExhausted)):
+                    is_of_a_copy = not end.is_as_published(group)
+                    self._refuse(group, describe(error), is_of_a_copy=is_of_a_copy)
+                raise
+
+    @property
+    def nixl_counters(self) -> Counters:
+        """What reading parts over ``nixl`` made so far: see `NIXLTensorBridge.counters`.
+
+        Zeros where no part came that way yet. What a rank holds, and who reads it, any
+        `NIXLTensorBridge` tells: its `catalog` takes a group's ``parts``.
+        """
+        end = None if self._consumer is None else _end_of(self._consumer).end_of("nixl")
+        return Counters() if end is None else cast("NIXLConsumer", end).counters
+
+    def import_update(
+        self, manifest: WeightUpdateManifest | GroupManifest | str
+    ) -> Mapping[str, torch.Tensor]:
+        """Assemble a group's version and import it. See `TensorBridge.import_update`."""
+        # Held over both: another thread's update must not take the memory in between.
+        consumer = self._consumer_end()
+        with consumer._lock, consumer._end.in_one_go():  # noqa: SLF001 - the bridge's other half
+            return super().import_update(self.resolve_update(manifest))
+
+    def acknowledge(
+        self,
+        update_id: GroupRef,
+        *,
+        proof: Mapping[str, JSONValue] | None = None,
+        timings_ms: Mapping[str, float] | None = None,
+    ) -> None:
+        """Say that an update is installed; every publishing rank is told."""
+        super().acknowledge(_plain(update_id), proof=proof, timings_ms=timings_ms)
+
+    def reject(self, update_id: GroupRef, reason: str) -> None:
+        """Refuse an update, imported or not; every publishing rank is told."""
+        group = _as_group(update_id)
+        if group is not None and not self._consumer_end().knows(group.update_id):
+            _end_of(self._consumer_end()).remember(group, {"group_root": group.root})
+            self._refuse(group, reason)
+            return
+        super().reject(_plain(update_id), reason)
+
+    def release(self, update_id: GroupRef) -> None:
+        """Let go of an update; every publishing rank is told. Idempotent."""
+        super().release(_plain(update_id))
+
+    def release_imported(self, update_id: GroupRef) -> None:
+        """Let go of an imported update: the same as `release`."""
+        super().release_imported(_plain(update_id))
+
+    def update_state(self, update_id: GroupRef) -> State:
+        """Fine state of an update here. See `TensorBridge.update_state`."""
+        return super().update_state(_plain(update_id))
+
+    def update_status(self, update_id: GroupRef) -> str:
+        """One of the words of an update's status. See `TensorBridge.update_status`."""
+        return super().update_status(_plain(update_id))
+
+    def timings(self, update_id: GroupRef) -> dict[str, float]:
+        """Phase -> milliseconds; ``assemble`` holds all that comes before the import."""
+        update = _plain(update_id)
+        found = super().timings(update)
+        name = update if isinstance(update, str) else update.update_id
+        if self._consumer is not None and self._pid == os.getpid():
+            ms = _end_of(self._consumer).timings_ms.get(name)
+            found |= {} if ms is None else {"assemble": ms}
+        return found
+
+    # ---- inside ---------------------------------------------------------------------------------
+
+    def _way(self, layout: GroupLayout) -> tuple[Assembly, LandingPlan | None]:
+        way = self._ways.get(layout.digest)
+        if way is None:
+            wanted = self._wanted
+            chosen = wanted if isinstance(wanted, WantedLayout) else wanted(layout.wholes)
+            transport = cast("GroupTransport", self._transport)
+            assembly = Assembly(make_plan(layout, chosen), num_threads=transport.num_threads)
+            way = self._ways[layout.digest] = assembly, LandingPlan.make(assembly, layout)
+            while len(self._ways) > _PLANS:
+                self._ways.popitem(last=False)
+        return way
+
+    def _refuse(self, group: GroupManifest, reason: str, *, is_of_a_copy: bool = False) -> None:
+        """Never take this update again, and tell its publishers.
+
+        Args:
+            group: the update.
+            reason: what they are told.
+            is_of_a_copy: never take this very manifest, which may have been changed on its way; the
+                one that was published may come.
+
+        """
+        consumer = self._consumer_end()
+        is_known = consumer.knows(group.update_id)
+        if is_of_a_copy:
+            like = cast("WeightUpdateManifest", group)
+            consumer._order.rejected_copy(like)  # noqa: SLF001 - the bridge's other half
+            if is_known:
+                return  # what they were told of the update itself stands
+        elif not is_known:
+            consumer.reject(group.update_id, reason)
+        self._tell_refused(group, reason)
+
+    def _tell_refused(self, group: GroupManifest, reason: str) -> None:
+        report = UpdateReport(
+            update_id=group.update_id,
+            weight_version=group.weight_version,
+            state=str(State.REJECTED),
+            reason=reason,
+        )
+        _end_of(self._consumer_end()).tell(group, report, None)
+
+
+def _end_of(consumer: Consumer) -> GroupEnd:
+    return cast("GroupEnd", consumer._end)  # noqa: SLF001 - the bridge's other half
+
+
+def _as_group(given: object) -> GroupManifest | None:
+    """The group manifest that is given; None where it is something else."""
+    if isinstance(given, bytes):
+        try:
+            given = given.decode("ascii")
+        except UnicodeDecodeError as error:
+            msg = f"the manifest's text is not ASCII: {error}. Send to_json() as it is."
+            raise MalformedManifest(msg) from error
+    if isinstance(given, GroupManifest):
+        return given
+    if isinstance(given, str) and GroupManifest.is_text(given):
+        return GroupManifest.from_json(given)
+    return None
+
+
+def _plain(given: GroupRef) -> UpdateRef:
+    group = _as_group(given)
+    return cast("UpdateRef", given) if group is None else group.update_id

@@ -1,0 +1,568 @@
+"""`ReshardPlan`: which bytes of which parts make what a consumer wants. Arithmetic, made once.
+
+A pure function of two layouts: the group's and the consumer's. It holds no memory and no manifest,
+so one plan serves every version of a run.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from rl_bridge.errors import IncompatibleUpdate
+from rl_bridge.groups.wanted import WantedLayout, WantedTensor, WholeSlice
+from rl_bridge.manifest.coverage import (
+    Box,
+    Held,
+    box_of,
+    find_gap,
+    find_overlap,
+    intersect,
+    piece_boxes,
+    shown,
+)
+from rl_bridge.manifest.digest import DIGEST_NBYTES, LEAF_NBYTES
+from rl_bridge.manifest.dtypes import dtype_nbytes
+from rl_bridge.manifest.group_digests import leaf_index
+from rl_bridge.manifest.group_layout import GroupLayout
+from rl_bridge.manifest.table import TensorTable, collector_paused, row_major_stride
+
+__all__ = [
+    "BoxCopy",
+    "Copies",
+    "PartNeeds",
+    "PlacedBox",
+    "ReshardPlan",
+    "RunCopy",
+    "copies_for",
+    "make_plan",
+]
+
+# ---- From a box that is wanted and a piece that is held to bytes: what to copy, and which leaves.
+#
+# All of it is arithmetic on one tensor's shape and cuts. Of 40,000 tensors few differ in these, so
+# what is found here is kept by the planner and used again.
+
+# From this size on, rows of a box are copied like tensors of their own, by the compiled pass.
+_ROW_NBYTES = 32_768
+
+
+@dataclass(frozen=True, slots=True)
+class RunCopy:
+    """Bytes that lie one behind the other in both places.
+
+    Attributes:
+        held: which piece, by its place among those of the tensor.
+        source: first byte in the rank's tensor.
+        target: first byte in the wanted tensor.
+        nbytes: how many.
+
+    """
+
+    held: int
+    source: int
+    target: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class BoxCopy:
+    """A box that lies in rows; all numbers count elements.
+
+    Attributes:
+        held: which piece, by its place among those of the tensor.
+        source: first element in the rank's tensor.
+        target: first element in the wanted tensor.
+        shape: of the box, with as few dimensions as will do.
+        source_strides: of the rank's tensor.
+        target_strides: of the wanted tensor.
+
+    """
+
+    held: int
+    source: int
+    target: int
+    shape: tuple[int, ...]
+    source_strides: tuple[int, ...]
+    target_strides: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Copies:
+    """What fills one box of a wanted tensor.
+
+    Attributes:
+        runs: contiguous copies.
+        boxes: the others.
+        leaves: held piece -> ranges of leaves of the rank's tensor that cover what is copied of it.
+        nbytes: bytes that are copied.
+
+    """
+
+    runs: tuple[RunCopy, ...]
+    boxes: tuple[BoxCopy, ...]
+    leaves: tuple[tuple[int, tuple[tuple[int, int], ...]], ...]
+    nbytes: int
+
+
+def copies_for(
+    pieces: Sequence[Held],
+    *,
+    offset: Sequence[int],
+    shape: Sequence[int],
+    at: Sequence[int],
+    target_shape: Sequence[int],
+    item: int,
+) -> Copies:
+    """What to copy for the box of the whole at `offset`, into a tensor of `target_shape` at `at`.
+
+    Args:
+        pieces: of the whole tensor; replicas are not read.
+        offset: first index of the box.
+        shape: of the box.
+        at: first index in the wanted tensor.
+        target_shape: of the wanted tensor.
+        item: bytes of an element.
+
+    """
+    wanted = box_of(offset, shape)
+    target_strides = row_major_stride(target_shape)
+    shift = [a - o for a, o in zip(at, offset, strict=True)]
+    runs: list[RunCopy] = []
+    boxes: list[BoxCopy] = []
+    leaves: list[tuple[int, tuple[tuple[int, int], ...]]] = []
+    nbytes = 0
+    for place, held in enumerate(pieces):
+        if held.piece.replica:
+            continue
+        touched: list[tuple[int, int]] = []
+        for box in piece_boxes(held.piece):
+            shared = intersect(box, wanted)
+            if shared is None:
+                continue
+            source, strides = _source_of(held, shared)
+            low = [lo + s for lo, s in zip(shared[0], shift, strict=True)]
+            target = sum(a * b for a, b in zip(low, target_strides, strict=True))
+            dims = _collapsed(shared, strides, target_strides)
+            nbytes += item * _count(dims)
+            is_run, rows, row = _rows(dims, item)
+            if is_run:
+                runs += [
+                    RunCopy(place, a * item, b * item, row * item)
+                    for a, b in _offsets(rows, source, target)
+                ]
+            else:
+                sizes, a_strides, b_strides = zip(*dims, strict=True)
+                boxes.append(BoxCopy(place, source, target, sizes, a_strides, b_strides))
+            touched += _leaves([(n, s * item) for n, s, _ in dims], source * item, item)
+        if touched:
+            leaves.append((place, tuple(merged(touched))))
+    return Copies(tuple(runs), tuple(boxes), tuple(leaves), nbytes)
+
+
+def merged(ranges: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """Ranges in order, those that meet joined."""
+    start, end = -1, -1
+    for low, high in sorted(ranges):
+        if low > end:
+            if end > start:
+                yield start, end
+            start, end = low, high
+        end = max(end, high)
+    if end > start:
+        yield start, end
+
+
+_Dim = tuple[int, int, int]
+"""Size, and stride in both places; in elements."""
+
+
+def _source_of(held: Held, box: Box) -> tuple[int, tuple[int, ...]]:
+    """First element of `box` in the rank's tensor, and the strides to go on from there."""
+    piece = held.piece
+    if piece.is_flat:
+        strides = row_major_stride(piece.global_shape)
+        first = sum(a * b for a, b in zip(box[0], strides, strict=True))
+        return first - piece.offset[0] + piece.local_offset[0], strides
+    strides = row_major_stride(held.shape)
+    mine = zip(box[0], piece.offset, piece.local_offset, strict=True)
+    low = [index - offset + local for index, offset, local in mine]
+    return sum(a * b for a, b in zip(low, strides, strict=True)), strides
+
+
+def _collapsed(box: Box, source: Sequence[int], target: Sequence[int]) -> list[_Dim]:
+    """The box's dimensions, outermost first, joined where both places allow it."""
+    found: list[_Dim] = []
+    for lo, hi, a, b in zip(*box, source, target, strict=True):
+        if hi - lo == 1:
+            continue
+        if found and found[-1][1] == (hi - lo) * a and found[-1][2] == (hi - lo) * b:
+            found[-1] = (found[-1][0] * (hi - lo), a, b)
+        else:
+            found.append((hi - lo, a, b))
+    return found
+
+
+def _count(dims: Sequence[_Dim]) -> int:
+    total = 1
+    for size, _, _ in dims:
+        total *= size
+    return total
+
+
+def _rows(dims: Sequence[_Dim], item: int) -> tuple[bool, list[_Dim], int]:
+    """Whether to copy row by row; the dimensions that count rows; the elements of one."""
+    if not dims:
+        return True, [], 1
+    if dims[-1][1:] != (1, 1):
+        return False, list(dims), 1
+    rows, row = list(dims[:-1]), dims[-1][0]
+    return not rows or row * item >= _ROW_NBYTES, rows, row
+
+
+def _offsets(dims: Sequence[_Dim], source: int, target: int) -> Iterator[tuple[int, int]]:
+    if not dims:
+        yield source, target
+        return
+    (size, a, b), *rest = dims
+    for i in range(size):
+        yield from _offsets(rest, source + i * a, target + i * b)
+
+
+def _leaves(dims: Sequence[tuple[int, int]], start: int, item: int) -> Iterator[tuple[int, int]]:
+    """Ranges of leaves that hold a box of (size, stride) at `start`; all in bytes."""
+    extent = item + sum((size - 1) * stride for size, stride in dims)
+    # Where neighbours are less than a leaf apart no leaf in between is left out.
+    if not dims or dims[0][1] <= LEAF_NBYTES:
+        yield start // LEAF_NBYTES, -(-(start + extent) // LEAF_NBYTES)
+        return
+    (size, stride), *rest = dims
+    for i in range(size):
+        yield from _leaves(rest, start + i * stride, item)
+
+
+# ---- the rest builds on the parts above
+
+_Column = npt.NDArray[np.int64]
+
+
+class PlacedBox(NamedTuple):
+    """A copy that lies in rows: first bytes in the two arenas, and the box."""
+
+    part: int
+    source: int
+    target: int
+    item: int
+    box: BoxCopy
+
+
+@dataclass(frozen=True, slots=True)
+class PartNeeds:
+    """What is read of one part, and verified before.
+
+    Attributes:
+        part: its rank.
+        has_leaves: whether single leaves are verified, by the part's leaf list; else whole tensors
+            are: all that is needed is whole, or the part has no list.
+        starts: first byte, in the part's arena, of each range that is verified.
+        nbytes: size of each.
+        rows: stored tensor that each lies in.
+        expected: first byte, in the part's leaf list, of each leaf of these ranges.
+        read_starts: first byte, in the part's arena, of each range that is read at all: those that
+            are verified and the leaf list; ascending, no two of them meet.
+        read_nbytes: size of each.
+
+    """
+
+    part: int
+    has_leaves: bool
+    starts: _Column
+    nbytes: _Column
+    rows: _Column
+    expected: _Column
+    read_starts: _Column
+    read_nbytes: _Column
+
+
+@dataclass(frozen=True, slots=True)
+class ReshardPlan:
+    """How a consumer's tensors are made of a group's parts.
+
+    Attributes:
+        group_digest: of the group's layout.
+        wanted_digest: of the consumer's.
+        table: the consumer's arena.
+        parts: what is read of each part that is needed, by rank.
+        run_parts: part of each contiguous copy; the three columns behind it are in bytes.
+        run_sources: first byte in the part's arena.
+        run_targets: first byte in the consumer's.
+        run_nbytes: size.
+        boxes: the other copies.
+        wholes: row of the consumer's table -> whole tensor that it is, as it is.
+        needed_nbytes: bytes that are copied.
+        verified_nbytes: bytes that are read to verify these.
+
+    """
+
+    group_digest: str
+    wanted_digest: str
+    table: TensorTable
+    parts: tuple[PartNeeds, ...]
+    run_parts: _Column
+    run_sources: _Column
+    run_targets: _Column
+    run_nbytes: _Column
+    boxes: tuple[PlacedBox, ...]
+    wholes: Mapping[int, str]
+    needed_nbytes: int
+    verified_nbytes: int
+
+    @property
+    def overfetch(self) -> float:
+        """Bytes verified for each byte needed: 1.0 where every cut is between leaves."""
+        return self.verified_nbytes / self.needed_nbytes if self.needed_nbytes else 1.0
+
+
+def make_plan(group: GroupLayout, wanted: WantedLayout) -> ReshardPlan:
+    """Plan how `wanted` is made of `group`.
+
+    Raises:
+        IncompatibleUpdate: a tensor or a range that the group does not hold, a wanted tensor that
+            its sources do not fill exactly once, or sources of several dtypes.
+
+    """
+    with collector_paused():
+        return _Planner(group).plan(wanted)
+
+
+class _Planner:
+    def __init__(self, group: GroupLayout) -> None:
+        self._group = group
+        self._patterns: dict[object, int] = {}
+        self._pattern_of: dict[str, int] = {}
+        self._copies: dict[object, Copies] = {}
+        self._sound: set[object] = set()
+        self._leaves: list[list[tuple[int, int, int]]] = [[] for _ in group.parts]
+        self._runs: list[tuple[int, int, int, int]] = []
+        self._boxes: list[PlacedBox] = []
+        self._needed = 0
+
+    def plan(self, wanted: WantedLayout) -> ReshardPlan:
+        group = self._group
+        dtypes = {name: self._checked(name, one) for name, one in wanted.tensors.items()}
+        table = TensorTable.pack(
+            {name: (dtypes[name], one.shape) for name, one in wanted.tensors.items()}
+        )
+        wholes: dict[int, str] = {}
+        for row, name in enumerate(table.names):
+            one = wanted.tensors[name]
+            for source in one.sources:
+                self._add(one, source, table.offsets[row])
+            if len(one.sources) == 1 and one.shape == group.wholes[one.sources[0].name].shape:
+                wholes[row] = one.sources[0].name
+        parts = tuple(self._needs(part) for part, rows in enumerate(self._leaves) if rows)
+        runs = np.array(self._runs, np.int64).reshape(-1, 4)
+        return ReshardPlan(
+            group_digest=group.digest,
+            wanted_digest=wanted.digest,
+            table=table,
+            parts=parts,
+            run_parts=np.ascontiguousarray(runs[:, 0]),
+            run_sources=np.ascontiguousarray(runs[:, 1]),
+            run_targets=np.ascontiguousarray(runs[:, 2]),
+            run_nbytes=np.ascontiguousarray(runs[:, 3]),
+            boxes=tuple(self._boxes),
+            wholes=wholes,
+            needed_nbytes=self._needed,
+            verified_nbytes=sum(int(one.nbytes.sum()) for one in parts),
+        )
+
+    # ---- what is wanted -------------------------------------------------------------------------
+
+    def _checked(self, name: str, wanted: WantedTensor) -> str:
+        """The wanted tensor's dtype; its sources are there and fill it."""
+        wholes = self._group.wholes
+        missing = [source.name for source in wanted.sources if source.name not in wholes]
+        if missing or not wanted.sources:
+            msg = (
+                f"tensor {name!r} is wanted, made of {[s.name for s in wanted.sources]}, and the "
+                f"group does not hold {missing}. Publish all of them, or ask for what there is."
+            )
+            raise IncompatibleUpdate(msg)
+        found = {wholes[source.name].dtype for source in wanted.sources}
+        if len(found) > 1:
+            each = {source.name: wholes[source.name].dtype for source in wanted.sources}
+            msg = (
+                f"tensor {name!r} is wanted, made of tensors of several dtypes: {each}. Publish "
+                "them in one dtype."
+            )
+            raise IncompatibleUpdate(msg)
+        key = (
+            wanted.shape,
+            *((s.offset, s.shape, s.at, wholes[s.name].shape) for s in wanted.sources),
+        )
+        if key not in self._sound:
+            for source in wanted.sources:
+                _check_inside(name, source, wholes[source.name].shape)
+            _check_filled(name, wanted)
+            self._sound.add(key)
+        return found.pop()
+
+    # ---- copies ---------------------------------------------------------------------------------
+
+    def _add(self, wanted: WantedTensor, source: WholeSlice, target: int) -> None:
+        group = self._group
+        held = group.held[source.name]
+        whole = group.wholes[source.name]
+        item = dtype_nbytes(whole.dtype, tensor=source.name)
+        key = (
+            *(self._pattern(source.name, held), source.offset, source.shape, source.at),
+            wanted.shape,
+            item,
+        )
+        copies = self._copies.get(key)
+        if copies is None:
+            copies = self._copies[key] = copies_for(
+                held,
+                offset=source.offset,
+                shape=source.shape,
+                at=source.at,
+                target_shape=wanted.shape,
+                item=item,
+            )
+        self._needed += copies.nbytes
+        runs, tables = self._runs, group.tables
+        placed: list[tuple[int, int, int]] = []
+        for one in held:
+            table = tables[one.rank]
+            row = table.rows[one.local]
+            placed.append((one.rank, row, table.offsets[row]))
+        for place, ranges in copies.leaves:
+            rank, row, _ = placed[place]
+            for first, end in ranges:
+                self._leaves[rank].append((row, first, end))
+        for run in copies.runs:
+            rank, _, offset = placed[run.held]
+            runs.append((rank, offset + run.source, target + run.target, run.nbytes))
+        for box in copies.boxes:
+            rank, _, offset = placed[box.held]
+            self._boxes.append(PlacedBox(rank, offset, target, item, box))
+
+    def _pattern(self, name: str, held: Sequence[Held]) -> int:
+        """A number for how a tensor is cut: the same for all that are cut alike."""
+        known = self._pattern_of.get(name)
+        if known is None:
+            key = tuple(
+                (h.shape, *(p.global_shape, p.offset, p.shape), *(p.local_offset, p.is_flat), r)
+                for h in held
+                for p, r in ((h.piece, h.piece.replica),)
+            )
+            known = self._patterns.setdefault(key, len(self._patterns))
+            self._pattern_of[name] = known
+        return known
+
+    # ---- what is verified -----------------------------------------------------------------------
+
+    def _needs(self, part: int) -> PartNeeds:
+        table = self._group.tables[part]
+        index = leaf_index(table)
+        sizes = table.nbytes_column.astype(np.int64)
+        offsets = table.offset_column.astype(np.int64)
+        wanted = np.array(self._leaves[part], np.int64).reshape(-1, 3)
+        counts = -(-sizes // LEAF_NBYTES)
+        rows, first, end = _joined(wanted, counts)
+        if (end - first == counts[rows]).all():
+            index = None  # of whole tensors the manifest has the digests
+        if index is None:
+            rows = np.unique(rows)
+            first, end = np.zeros_like(rows), counts[rows]
+        expected = np.empty(0, np.int64)
+        if index is not None:
+            leaves = end - first
+            within = np.arange(leaves.sum()) - np.repeat(np.cumsum(leaves) - leaves, leaves)
+            starts = index.starts[rows] + first * DIGEST_NBYTES
+            expected = np.repeat(starts, leaves) + within * DIGEST_NBYTES
+        begins = offsets[rows] + first * LEAF_NBYTES
+        nbytes = np.minimum(sizes[rows], end * LEAF_NBYTES) - first * LEAF_NBYTES
+        read = np.stack((begins, nbytes), 1)
+        if index is not None:
+            read = np.concatenate((read, [[offsets[index.row], sizes[index.row]]]))
+        read_starts, read_nbytes = _met(read[read[:, 1] > 0])
+        return PartNeeds(
+            part=part,
+            has_leaves=index is not None,
+            starts=begins,
+            nbytes=nbytes,
+            rows=rows,
+            expected=expected,
+            read_starts=read_starts,
+            read_nbytes=read_nbytes,
+        )
+
+
+def _joined(ranges: _Column, counts: _Column) -> tuple[_Column, _Column, _Column]:
+    """Ranges of leaves (row, first, end), in order, those of a row that meet joined into one."""
+    # All leaves of a part in one line, with a leaf between the rows that nobody asks for.
+    bases = np.cumsum(counts + 1) - (counts + 1)
+    rows, first, end = ranges.T
+    line = bases[rows]
+    order = np.argsort(line + first, kind="stable")
+    low, high = (line + first)[order], np.maximum.accumulate((line + end)[order])
+    begins = np.flatnonzero(np.concatenate(([True], low[1:] > high[:-1])))
+    ends = high[np.concatenate((begins[1:], [len(low)])) - 1]
+    rows = rows[order][begins]
+    return rows, low[begins] - bases[rows], ends - bases[rows]
+
+
+def _met(ranges: _Column) -> tuple[_Column, _Column]:
+    """Ranges of bytes (start, size) in order, those that meet joined into one."""
+    if not len(ranges):
+        return np.empty(0, np.int64), np.empty(0, np.int64)
+    starts, sizes = ranges[np.argsort(ranges[:, 0], kind="stable")].T
+    ends = np.maximum.accumulate(starts + sizes)
+    begins = np.flatnonzero(np.concatenate(([True], starts[1:] > ends[:-1])))
+    low = starts[begins]
+    return low, ends[np.concatenate((begins[1:], [len(starts)])) - 1] - low
+
+
+def _check_inside(name: str, source: WholeSlice, whole: tuple[int, ...]) -> None:
+    numbers = (*source.offset, *source.shape, *source.at)
+    dims = {len(whole), len(source.offset), len(source.shape), len(source.at)}
+    if (
+        len(dims) != 1
+        or any(type(number) is not int or number < 0 for number in numbers)
+        or any(o + n > size for o, n, size in zip(source.offset, source.shape, whole, strict=True))
+    ):
+        msg = (
+            f"tensor {name!r} is wanted, with {source} of a tensor of shape {list(whole)}, which "
+            "has no such box. Give offsets and sizes of 0 or more, inside of the tensor."
+        )
+        raise IncompatibleUpdate(msg)
+
+
+def _check_filled(name: str, wanted: WantedTensor) -> None:
+    """Every element of a wanted tensor comes from one source."""
+    whole = box_of((0,) * len(wanted.shape), wanted.shape)
+    if any(len(source.at) != len(wanted.shape) for source in wanted.sources):
+        msg = (
+            f"tensor {name!r} of {len(wanted.shape)} dimensions is wanted, of sources that have "
+            "another number of them. Give sources of as many dimensions."
+        )
+        raise IncompatibleUpdate(msg)
+    boxes = [box_of(source.at, source.shape) for source in wanted.sources]
+    beyond = [box for box in boxes if any(h > n for h, n in zip(box[1], wanted.shape, strict=True))]
+    overlap = find_overlap(boxes)
+    gap = find_gap(whole, boxes) if prod(wanted.shape) else None
+    if beyond or overlap or gap:
+        what = f"nothing fills {shown(gap)}" if gap else "a source reaches beyond it"
+        if overlap:
+            one, other = (wanted.sources[place].name for place in overlap)
+            what = f"{one!r} and {other!r} fill the same range"
+        msg = (
+            f"tensor {name!r} of shape {list(wanted.shape)} is wanted, but {what}. Give sources "
+            "that fill it, each element once."
+        )
+        raise IncompatibleUpdate(msg)

@@ -1,0 +1,658 @@
+"""`GroupPublisher`: many ranks publish one version together, all of them or none.
+
+Each rank publishes what it holds through a bridge of its own; nothing is gathered. The ranks agree
+on what they are about to do, publish, see each other's manifests, and vote. Before a byte moves it
+is known that versions grow everywhere and that the ranges cover every tensor. Where a rank fails or
+does not come in time, every other one withdraws its part and says which rank it was.
+"""
+
+import base64
+import json
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import torch
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    StrictBool,
+    StrictInt,
+    StrictStr,
+    TypeAdapter,
+    ValidationError,
+)
+
+from rl_bridge.bridge.acknowledgement import describe
+from rl_bridge.bridge.arguments import tell_of, update_id_of
+from rl_bridge.bridge.publisher import ConsumerReport, checked_version
+from rl_bridge.bridge.tensor_bridge import TensorBridge
+from rl_bridge.errors import (
+    ChecksumMismatch,
+    DuplicateTensorName,
+    GroupAborted,
+    IncompleteCoverage,
+    MalformedManifest,
+    RanksDisagree,
+    ShapeMismatch,
+    UnknownUpdate,
+    VersionNotMonotonic,
+    WeightManifestValidationError,
+)
+from rl_bridge.groups.exchange import GroupExchange
+from rl_bridge.manifest.canonical import JSONValue, canonical_json, decode_json, thaw
+from rl_bridge.manifest.compare import compare_groups
+from rl_bridge.manifest.coverage import held_pieces, prove_coverage
+from rl_bridge.manifest.digest import text_digest
+from rl_bridge.manifest.group import GroupManifest
+from rl_bridge.manifest.group_digests import LEAVES
+from rl_bridge.manifest.group_layout import KNOWN_GROUPS, GroupLayout
+from rl_bridge.manifest.model import WeightUpdateManifest
+from rl_bridge.manifest.parallel import Piece, Placement, WeightLayout
+from rl_bridge.manifest.table import KNOWN_LAYOUTS, collector_paused
+from rl_bridge.memory.packing import LeafSource, checked_block, dtype_name
+from rl_bridge.trainers.state_dict import Source, named_tensors, trainable_names
+
+__all__ = [
+    "GroupPublisher",
+    "Hello",
+    "Part",
+    "check_hellos",
+    "check_placements",
+    "placements_from",
+    "placements_text",
+    "read_messages",
+]
+
+# ---- What the ranks of an update group tell each other: JSON, read strictly, judged alike by all.
+
+_REMEDY = "Use the same rl_bridge release on every rank."
+_Numbers = tuple[StrictInt, ...]
+
+
+class _Message(BaseModel):
+    """What a rank says in one step."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    @classmethod
+    def read(cls, body: Mapping[str, Any], rank: int) -> Self:
+        """Read what `rank` said.
+
+        Raises:
+            GroupAborted: it is something else.
+
+        """
+        try:
+            return cls(**body)
+        except (ValidationError, TypeError) as error:
+            msg = (
+                f"rank {rank} said something that is no {cls.__name__.lower()}: "
+                f"{str(error)[:400]}. {_REMEDY}"
+            )
+            raise GroupAborted(msg, (rank,)) from error
+
+
+class Hello(_Message):
+    """What a rank is about to do.
+
+    Attributes:
+        rank: which one it is.
+        world_size: how many it knows of.
+        weight_version: to publish.
+        last_version: that it used up.
+        placements: name of its placements, by their digest.
+        known: name of all ranks' placements that it knows already.
+
+    """
+
+    rank: StrictInt
+    world_size: StrictInt
+    weight_version: StrictInt
+    last_version: StrictInt | None
+    placements: StrictStr
+    known: StrictStr | None
+
+
+class Part(_Message):
+    """What a rank published.
+
+    Attributes:
+        part: text of its manifest; compact where the others know its layout.
+        leaves: its leaf list as base64, where a digest may need it.
+
+    """
+
+    part: StrictStr
+    leaves: StrictStr | None
+
+    def opened(self, rank: int) -> tuple[WeightUpdateManifest, bytes | None]:
+        """The manifest, and the leaf list that makes its digests.
+
+        Raises:
+            GroupAborted: one of them is none.
+
+        """
+        try:
+            part = WeightUpdateManifest.from_json(self.part)
+            if self.leaves is None:
+                return part, None
+            return part, checked_block(part, base64.b64decode(self.leaves, validate=True))
+        except (WeightManifestValidationError, ValueError) as error:
+            msg = (
+                f"the part of rank {rank} cannot be read: {describe(error)}. See to that rank, "
+                "then publish a later version."
+            )
+            raise GroupAborted(msg, (rank,)) from error
+
+
+def check_hellos(hellos: Sequence[Hello]) -> None:
+    """Find out, before anything is published, whether the ranks are about to do the same.
+
+    Raises:
+        RanksDisagree: on the world size, their places in it, or the version.
+        VersionNotMonotonic: some rank used the version already, or a later one.
+
+    """
+    world = len(hellos)
+    for place, hello in enumerate(hellos):
+        if (hello.rank, hello.world_size) != (place, world):
+            msg = (
+                f"the group has {world} ranks, and rank {place} says that it is rank {hello.rank} "
+                f"of {hello.world_size}. Give every rank the same world_size and its own rank."
+            )
+            raise RanksDisagree(msg)
+    versions = {hello.weight_version for hello in hellos}
+    if len(versions) > 1:
+        said = {f"rank {hello.rank}": hello.weight_version for hello in hellos}
+        msg = (
+            f"the ranks publish different versions: {said}. Publish the same weight_version from "
+            "every rank."
+        )
+        raise RanksDisagree(msg)
+    version = hellos[0].weight_version
+    last = max(hellos, key=lambda hello: -1 if hello.last_version is None else hello.last_version)
+    if last.last_version is not None and version <= last.last_version:
+        msg = (
+            f"weight_version must increase monotonically on every rank: got {version}, rank "
+            f"{last.rank} used {last.last_version} already. Publish {last.last_version + 1} or "
+            "later, from every rank."
+        )
+        raise VersionNotMonotonic(msg)
+
+
+def check_placements(
+    rank: int,
+    tensors: Mapping[str, tuple[str, tuple[int, ...]]],
+    placements: Mapping[str, Placement],
+) -> None:
+    """Compare a rank's placements with the tensors (name -> dtype, shape) that it has.
+
+    Raises:
+        IncompleteCoverage: a tensor without a placement, or the other way round.
+        ShapeMismatch: a placement of another dtype or shape.
+
+    """
+    strangers = sorted(tensors.keys() ^ placements.keys())
+    if strangers:
+        lacks = "no placement" if strangers[0] in tensors else "a placement and no content"
+        msg = (
+            f"rank {rank}: tensor {strangers[0]!r} has {lacks} ({len(strangers)} such tensors). "
+            "Give one placement for each tensor that the rank publishes."
+        )
+        raise IncompleteCoverage(msg)
+    for name, (dtype, shape) in tensors.items():
+        placement = placements[name]
+        if (placement.dtype, tuple(placement.shape)) != (dtype, shape):
+            msg = (
+                f"rank {rank}: tensor {name!r} is {dtype}{list(shape)}, its placement says "
+                f"{placement.dtype}{list(placement.shape)}. Take both from the same tensor."
+            )
+            raise ShapeMismatch(msg)
+
+
+# ---- placements as text -------------------------------------------------------------------------
+
+
+def placements_text(placements: Mapping[str, Placement]) -> str:
+    """Canonical JSON of a rank's placements.
+
+    Raises:
+        MalformedManifest: numbers that are none.
+
+    """
+    try:
+        return canonical_json(
+            {
+                name: [
+                    one.dtype,
+                    tuple(one.shape),
+                    [
+                        [
+                            *(p.name, tuple(p.global_shape), tuple(p.offset), tuple(p.shape)),
+                            *(tuple(p.local_offset), p.is_flat, p.replica),
+                        ]
+                        for p in one.pieces
+                    ],
+                ]
+                for name, one in placements.items()
+            }
+        )
+    except (TypeError, ValueError, AttributeError) as error:
+        msg = (
+            f"the placements cannot travel: {error}. Give a mapping of names to Placement, with "
+            "plain ints."
+        )
+        raise MalformedManifest(msg) from error
+
+
+_PieceRow = tuple[StrictStr, _Numbers, _Numbers, _Numbers, _Numbers, StrictBool, StrictInt]
+_DOCUMENT = TypeAdapter(dict[str, tuple[StrictStr, _Numbers, list[_PieceRow]]])
+
+
+def placements_from(text: str, rank: int, digest: str) -> dict[str, Placement]:
+    """Read what `placements_text` wrote on `rank`, which called it `digest`.
+
+    Raises:
+        GroupAborted: it is none.
+
+    """
+    if not text.isascii() or text_digest(text) != digest:
+        msg = f"rank {rank} named other placements than it sent. {_REMEDY}"
+        raise GroupAborted(msg, (rank,))
+    try:
+        with collector_paused():
+            document = _DOCUMENT.validate_python(decode_json(text)[0])
+            return {
+                name: Placement(dtype=dtype, shape=shape, pieces=tuple(map(_piece, rows)))
+                for name, (dtype, shape, rows) in document.items()
+            }
+    except (ValidationError, MalformedManifest) as error:
+        msg = f"the placements of rank {rank} cannot be read: {str(error)[:400]}. {_REMEDY}"
+        raise GroupAborted(msg, (rank,)) from error
+
+
+def _piece(row: Any) -> Piece:
+    name, global_shape, offset, shape, local_offset, is_flat, replica = row
+    return Piece(
+        name=name,
+        global_shape=global_shape,
+        offset=offset,
+        shape=shape,
+        local_offset=local_offset,
+        is_flat=is_flat,
+        replica=replica,
+    )
+
+
+# ---- one step -----------------------------------------------------------------------------------
+
+
+def read_messages(step: str, payloads: Sequence[bytes]) -> list[dict[str, Any]]:
+    """Read what every rank said in a step.
+
+    Raises:
+        GroupAborted: one of them failed, and says how; or what it said is no JSON object.
+
+    """
+    found: list[dict[str, Any]] = []
+    failed: dict[int, str] = {}
+    for rank, payload in enumerate(payloads):
+        try:
+            body = json.loads(payload)
+        except (ValueError, RecursionError) as error:
+            body = {"error": f"what it sent is no JSON: {error}"}
+        if not isinstance(body, dict):
+            body = {"error": f"what it sent is a {type(body).__name__}"}
+        if "error" in body:
+            failed[rank] = str(body["error"])
+        found.append(body)
+    if failed:
+        reasons = "; ".join(f"rank {rank}: {reason}" for rank, reason in failed.items())
+        msg = (
+            f"no rank publishes, since in step {step!r} some failed: {reasons}. Every rank has "
+            "withdrawn its part. Mend the cause, then publish a later version."
+        )
+        raise GroupAborted(msg, tuple(failed))
+    return found
+
+
+# ---- the rest builds on the parts above
+
+_LOG = logging.getLogger(__name__)
+_REMEMBERED = 32
+_COMMIT = "commit"
+
+
+@dataclass(slots=True)
+class _Run:
+    """One publication on this rank, and how far it got."""
+
+    source: Source
+    placements: Mapping[str, Placement]
+    version: int
+    metadata: Mapping[str, JSONValue]
+    trainable: Iterable[str] | None
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    flags: frozenset[str] | None = None
+    text: str = ""
+    part: WeightUpdateManifest | None = None
+    voted: GroupManifest | None = None
+
+
+class GroupPublisher:
+    """One rank's share in an update group. Every rank makes one, and all call `publish` together.
+
+    One publication at a time: a rank takes part in the next when this one is over.
+    """
+
+    def __init__(
+        self, bridge: TensorBridge, exchange: GroupExchange, *, timeout_s: float = 120.0
+    ) -> None:
+        """Publish through `bridge`.
+
+        Args:
+            bridge: of this rank; any transport. It stays its giver's: close it when the run ends.
+            exchange: how the ranks talk.
+            timeout_s: how long this rank waits for the others in one step, their copying included.
+
+        Raises:
+            ValueError: a limit that is not above 0.
+
+        """
+        if not timeout_s > 0:
+            msg = f"timeout_s={timeout_s!r}: expected a number of seconds above 0."
+            raise ValueError(msg)
+        self.bridge = bridge
+        self._exchange = exchange
+        self._timeout_s = timeout_s
+        self._leaves = LeafSource()
+        # This rank's placements of the last version, and their text.
+        self._mine: tuple[Mapping[str, Placement], str] | None = None
+        # What all ranks hold, and the name that the ranks know it by.
+        self._known: str | None = None
+        self._placements: list[dict[str, Placement]] = []
+        self._layout: GroupLayout | None = None
+        self._parts: OrderedDict[str, str] = OrderedDict()
+        self._latest: GroupManifest | None = None
+
+    def publish(
+        self,
+        source: Source,
+        placements: Mapping[str, Placement],
+        *,
+        weight_version: int,
+        metadata: Mapping[str, JSONValue] | None = None,
+        trainable: Iterable[str] | None = None,
+    ) -> GroupManifest:
+        """Publish this rank's part of one version, when all others publish theirs.
+
+        Args:
+            source: this rank's own tensors: what `TensorBridge.publish` takes.
+            placements: where each of them lies in the whole tensors.
+            weight_version: the same on every rank, above what any of them used before.
+            metadata: JSON values of your own; the group's are those of rank 0.
+            trainable: as for `TensorBridge.publish`.
+
+        Returns:
+            The group's manifest, the same on every rank.
+
+        Raises:
+            IncompleteCoverage: a range of a tensor is missing or doubled; nothing was published.
+            RanksDisagree: on version, world size, dtypes, shapes, or the content of replicas.
+            VersionNotMonotonic: a rank used this version already.
+            GroupAborted: a rank failed, died or was late; no rank's part is published.
+            SuspiciousUpdate: only with ``suspicious="reject"``: nothing of the group changed.
+            Exception: this rank's own failure, unchanged; the others get `GroupAborted`.
+
+        """
+        self._exchange.begin()
+        run = _Run(source, placements, weight_version, metadata or {}, trainable)
+        try:
+            self._agree(run)
+            self._commit(run)
+        except BaseException as error:
+            # Where this rank had voted, the others may have gone through with it: then it stands.
+            # (Asked first in any case: that is how they are told.)
+            if self._has_ended(error) or run.voted is None:
+                if run.part is not None:
+                    self.bridge.release(run.part.update_id)
+                raise
+            self._remember(run.voted)
+            if not isinstance(error, Exception):
+                raise
+        assert run.voted is not None
+        self._remember(run.voted)
+        return run.voted
+
+    def release(self, update_id: str | GroupManifest) -> None:
+        """Let go of this rank's part of an update. Idempotent; unknown ids are ignored.
+
+        Raises:
+            MalformedManifest: what is given names no update.
+
+        """
+        part = self._part_of(update_id, caller="release")
+        if part is not None:
+            self.bridge.release(part)
+
+    def consumers(self, update_id: str | GroupManifest) -> list[ConsumerReport]:
+        """What consumers told this rank about an update; each tells every rank.
+
+        Raises:
+            UnknownUpdate: it was not published here.
+
+        """
+        part = self._part_of(update_id, caller="consumers")
+        if part is None:
+            asked = update_id.update_id if isinstance(update_id, GroupManifest) else update_id
+            msg = (
+                f"unknown update {asked}: this rank took no part in it, or forgot it. Ask with "
+                "a manifest that publish returned."
+            )
+            raise UnknownUpdate(msg)
+        return self.bridge.holders(part)
+
+    def assembled_roots(self, update_id: str | GroupManifest) -> dict[str, str]:
+        """Wanted layout -> root of what its consumers assembled, of those that acknowledged.
+
+        Where no digest of a whole tensor is known, because it is cut beside its leaves, this is how
+        two assemblies of it are held against each other.
+
+        Raises:
+            ChecksumMismatch: consumers that wanted the same have assembled different bytes.
+            UnknownUpdate: the update was not published here.
+
+        """
+        roots: dict[str, tuple[str, ConsumerReport]] = {}
+        for report in self.consumers(update_id):
+            proof = report.proof or {}
+            wanted, root = proof.get("wanted"), proof.get("assembled_root")
+            if not isinstance(wanted, str) or not isinstance(root, str):
+                continue
+            known, first = roots.setdefault(wanted, (root, report))
+            if known != root:
+                msg = (
+                    f"version {report.weight_version}: {first.worker!r} rank {first.rank} and "
+                    f"{report.worker!r} rank {report.rank} wanted the same and assembled different "
+                    f"bytes, root {known} and {root}. Stop the engines, and publish again."
+                )
+                raise ChecksumMismatch(msg)
+        return {wanted: root for wanted, (root, _) in roots.items()}
+
+    def _part_of(self, update: str | GroupManifest, *, caller: str) -> str | None:
+        """This rank's part; also of what an earlier publisher published through the same bridge."""
+        if isinstance(update, GroupManifest):
+            own = [one for one in update.parts if one.publisher_id == self.bridge.publisher_id]
+            return own[0].update_id if own else None
+        return self._parts.get(update_id_of(update, caller=caller))
+
+    # ---- the steps ------------------------------------------------------------------------------
+
+    def _agree(self, run: "_Run") -> None:
+        bodies = self._share("hello", lambda: self._hello(run))
+        hellos = [Hello.read(body, rank) for rank, body in enumerate(bodies)]
+        check_hellos(hellos)
+        known = text_digest(",".join(one.placements for one in hellos))
+        if {one.known for one in hellos} != {known}:
+            self._known, self._layout = None, None
+            bodies = self._share("placements", lambda: {"placements": run.text})
+            self._placements = [
+                placements_from(str(body.get("placements")), rank, hellos[rank].placements)
+                for rank, body in enumerate(bodies)
+            ]
+            prove_coverage(held_pieces(self._placements))
+        parts = self._share("parts", lambda: self._publish_part(run))
+        votes = self._share("votes", lambda: self._vote(run, parts))
+        if any(one != votes[0] for one in votes):
+            msg = (
+                f"version {run.version}: the ranks made different groups of the same parts: "
+                f"{votes}. Use the same rl_bridge release on every rank."
+            )
+            raise RanksDisagree(msg)
+        assert run.voted is not None
+        self._known, self._layout = known, run.voted.layout
+
+    def _commit(self, run: "_Run") -> None:
+        verdict = self._exchange.decide(_COMMIT)
+        if verdict != _COMMIT:
+            msg = (
+                f"version {run.version}: no rank publishes it, another one ended it: {verdict}. "
+                "This rank has withdrawn its part. Mend the cause, then publish a later version."
+            )
+            raise GroupAborted(msg)
+
+    def _share(self, step: str, make: Callable[[], Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """One step: do it here, tell the others how it went, and hear the same from them."""
+        failure: Exception | None = None
+        try:
+            body = make()
+        except Exception as error:  # noqa: BLE001 - raised below, once the others know
+            failure, body = error, {"error": describe(error)}
+        payload = canonical_json(body).encode("ascii")
+        try:
+            payloads = self._exchange.gather(step, payload, timeout_s=self._timeout_s)
+        except GroupAborted:
+            if failure is None:
+                raise
+            _LOG.warning("the other ranks were not told of a failure in step %r", step)
+            payloads = []
+        if failure is not None:
+            failure.add_note("rl_bridge: no rank of the group publishes this version.")
+            try:
+                raise failure
+            finally:
+                del failure  # else its traceback would hold this frame, and this frame it
+        return read_messages(step, payloads)
+
+    def _hello(self, run: "_Run") -> dict[str, JSONValue]:
+        run.version = checked_version(run.version)
+        run.tensors = self._checked(run.source, run.placements)
+        run.flags = trainable_names(run.source, run.tensors, run.trainable)
+        if self._mine is None or self._mine[0] != run.placements:
+            self._mine = dict(run.placements), placements_text(run.placements)
+        run.text = self._mine[1]
+        publisher = self.bridge._publisher_end()  # noqa: SLF001 - the bridge's other half
+        return {
+            "rank": self._exchange.rank,
+            "world_size": self._exchange.world_size,
+            "weight_version": run.version,
+            "last_version": publisher.last_version,
+            "placements": text_digest(run.text),
+            "known": self._known,
+        }
+
+    def _checked(
+        self, source: Source, placements: Mapping[str, Placement]
+    ) -> dict[str, torch.Tensor]:
+        tensors = named_tensors(source)
+        if LEAVES in tensors:
+            msg = f"tensor {LEAVES!r} has the name of the leaf list. Give it another name."
+            raise DuplicateTensorName(msg)
+        found = {name: (dtype_name(one), tuple(one.shape)) for name, one in tensors.items()}
+        check_placements(self._exchange.rank, found, placements)
+        return tensors
+
+    def _publish_part(self, run: "_Run") -> dict[str, JSONValue]:
+        layout = WeightLayout.from_metadata(run.metadata).to_metadata()
+        layout |= {"rank": self._exchange.rank, "world_size": self._exchange.world_size}
+        tensors = run.tensors
+        # The leaf list is made by the CPU's pass; a part on a device is verified tensor by tensor.
+        if all(tensor.device.type == "cpu" for tensor in tensors.values()):
+            tensors = self._leaves.add(tensors, run.flags)
+        publisher = self.bridge._publisher_end()  # noqa: SLF001 - the bridge's other half
+        run.part = publisher.publish(
+            tensors,
+            weight_version=run.version,
+            metadata={**run.metadata, "layout": layout},
+            trainable=run.flags,
+            is_part=True,
+        )
+        return self._part_message(run.part)
+
+    def _part_message(self, mine: WeightUpdateManifest) -> dict[str, JSONValue]:
+        layout = self._layout
+        is_new = layout is None or layout.tables[self._exchange.rank].digest != mine.layout_digest
+        leaves = None
+        # Where every tensor is whole here, no digest is made of leaves.
+        if LEAVES in mine.table.rows and self._mine is not None and _is_cut(self._mine[0]):
+            leaves = base64.b64encode(self._leaves.block).decode("ascii")
+        return {"part": mine.to_json(layout=is_new), "leaves": leaves}
+
+    def _vote(self, run: "_Run", parts: list[dict[str, Any]]) -> dict[str, JSONValue]:
+        manifest = self._merge(parts)
+        assert run.part is not None
+        own = self.bridge._publisher_end()  # noqa: SLF001 - the bridge's other half
+        tell_of(own.suspicious, compare_groups(self._latest, manifest))
+        # Noted before the others get to know of it: from then on they may go through with it.
+        run.voted = manifest
+        own.join_group(run.part.update_id, manifest.header_digest)
+        return {
+            "update_id": manifest.update_id,
+            "root": manifest.root,
+            "header": manifest.header_digest.hex(),
+        }
+
+    def _merge(self, bodies: list[dict[str, Any]]) -> GroupManifest:
+        parts: list[WeightUpdateManifest] = []
+        blocks: list[bytes | None] = []
+        for rank, body in enumerate(bodies):
+            if self._layout is not None:
+                KNOWN_LAYOUTS.add(self._layout.tables[rank])
+            part, block = Part.read(body, rank).opened(rank)
+            parts.append(part)
+            blocks.append(block)
+        tables = [part.table for part in parts]
+        layout = self._layout
+        if layout is None or [one.digest for one in layout.tables] != [t.digest for t in tables]:
+            layout = KNOWN_GROUPS.add(GroupLayout.build(tables, self._placements))
+        metadata = thaw(parts[0].metadata)
+        metadata.pop("layout")
+        return GroupManifest.build(parts, layout, blocks, metadata=metadata)
+
+    # ---- the end --------------------------------------------------------------------------------
+
+    def _has_ended(self, error: BaseException) -> bool:
+        """End the publication for all ranks; False if they went through with it meanwhile."""
+        try:
+            return self._exchange.decide(describe(error)) != _COMMIT
+        except GroupAborted:
+            _LOG.warning("the other ranks were not told how the publication ended", exc_info=True)
+            return True
+
+    def _remember(self, manifest: GroupManifest) -> None:
+        self._latest = manifest
+        self._parts[manifest.update_id] = manifest.parts[self._exchange.rank].update_id
+        while len(self._parts) > _REMEMBERED:
+            self._parts.popitem(last=False)
+
+
+def _is_cut(placements: Mapping[str, Placement]) -> bool:
+    """Whether a rank holds less than the whole of any tensor."""
+    return any(
+        piece.is_flat or tuple(piece.shape) != tuple(piece.global_shape)
+        for one in placements.values()
+        for piece in one.pieces
+    )

@@ -1,0 +1,321 @@
+"""What may happen to an update: one transition table, from which everything else is derived.
+
+This file does not know how weights travel, nor what an engine is. Each side has its own life cycle:
+a publisher's is ``published -> released``; a consumer walks from ``announced`` (a manifest is here)
+to ``acknowledged`` and lets go in ``released``. `torn` is the state of an engine that is neither
+the old version nor the new one: its only exits are a completed undo and a full reinstall.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+from types import MappingProxyType
+from typing import Final
+
+from rl_bridge.errors import IllegalTransition
+
+__all__ = [
+    "CONSUMER",
+    "INITIAL",
+    "PUBLISHER",
+    "STATUS",
+    "TABLE",
+    "Event",
+    "Lifecycle",
+    "Observer",
+    "Role",
+    "State",
+    "Transition",
+    "mermaid",
+    "shortest_path",
+]
+
+
+class Role(StrEnum):
+    """Which side of the bridge."""
+
+    PUBLISHER = "publisher"
+    CONSUMER = "consumer"
+
+
+class State(StrEnum):
+    """Fine states, as `update_state` tells them."""
+
+    PREPARING = "preparing"
+    PUBLISHED = "published"
+    ANNOUNCED = "announced"
+    IMPORTED = "imported"
+    VERIFIED = "verified"
+    STAGED = "staged"
+    INSTALLED = "installed"
+    ACKNOWLEDGED = "acknowledged"
+    REJECTED = "rejected"
+    TORN = "torn"
+    RELEASED = "released"
+
+
+class Event(StrEnum):
+    """What can happen."""
+
+    PUBLISH = "publish"
+    IMPORT = "import"
+    VERIFY = "verify"
+    STAGE = "stage"
+    INSTALL = "install"
+    ACKNOWLEDGE = "acknowledge"
+    REJECT = "reject"
+    TEAR = "tear"
+    UNDO = "undo"
+    RELEASE = "release"
+
+
+PUBLISHER: Final = MappingProxyType(
+    {
+        State.PREPARING: MappingProxyType(
+            {Event.PUBLISH: State.PUBLISHED, Event.RELEASE: State.RELEASED}
+        ),
+        State.PUBLISHED: MappingProxyType({Event.RELEASE: State.RELEASED}),
+        State.RELEASED: MappingProxyType({}),
+    }
+)
+
+CONSUMER: Final = MappingProxyType(
+    {
+        State.ANNOUNCED: MappingProxyType(
+            {
+                Event.IMPORT: State.IMPORTED,
+                Event.REJECT: State.REJECTED,
+                Event.RELEASE: State.RELEASED,
+            }
+        ),
+        State.IMPORTED: MappingProxyType(
+            {
+                Event.VERIFY: State.VERIFIED,
+                Event.REJECT: State.REJECTED,
+                Event.RELEASE: State.RELEASED,
+            }
+        ),
+        State.VERIFIED: MappingProxyType(
+            {
+                Event.STAGE: State.STAGED,
+                # The caller installs on his own and says so, without an executor.
+                Event.ACKNOWLEDGE: State.ACKNOWLEDGED,
+                Event.REJECT: State.REJECTED,
+                Event.RELEASE: State.RELEASED,
+            }
+        ),
+        State.STAGED: MappingProxyType(
+            {
+                Event.INSTALL: State.INSTALLED,
+                Event.TEAR: State.TORN,
+                Event.REJECT: State.REJECTED,
+                Event.RELEASE: State.RELEASED,
+            }
+        ),
+        State.INSTALLED: MappingProxyType(
+            {
+                Event.ACKNOWLEDGE: State.ACKNOWLEDGED,
+                Event.TEAR: State.TORN,
+                Event.REJECT: State.REJECTED,
+            }
+        ),
+        State.ACKNOWLEDGED: MappingProxyType({Event.RELEASE: State.RELEASED}),
+        State.TORN: MappingProxyType({Event.UNDO: State.REJECTED, Event.INSTALL: State.INSTALLED}),
+        State.REJECTED: MappingProxyType({Event.RELEASE: State.RELEASED}),
+        State.RELEASED: MappingProxyType({}),
+    }
+)
+
+TABLE: Final = MappingProxyType({Role.PUBLISHER: PUBLISHER, Role.CONSUMER: CONSUMER})
+
+INITIAL: Final = MappingProxyType({Role.PUBLISHER: State.PREPARING, Role.CONSUMER: State.ANNOUNCED})
+
+# The five words of `update_status`, which users know, for the fine states.
+STATUS: Final = MappingProxyType(
+    {
+        State.PREPARING: "published",
+        State.PUBLISHED: "published",
+        State.ANNOUNCED: "published",
+        State.IMPORTED: "imported",
+        State.VERIFIED: "imported",
+        State.STAGED: "imported",
+        State.INSTALLED: "imported",
+        State.ACKNOWLEDGED: "acknowledged",
+        State.REJECTED: "rejected",
+        State.TORN: "rejected",
+        State.RELEASED: "released",
+    }
+)
+
+
+def shortest_path(role: Role, target: State) -> tuple[Event, ...] | None:
+    """Shortest list of events from a role's initial state to `target`; None if there is no way."""
+    table = TABLE[role]
+    paths: dict[State, tuple[Event, ...]] = {INITIAL[role]: ()}
+    queue = [INITIAL[role]]
+    for state in queue:
+        for event, successor in table[state].items():
+            if successor not in paths:
+                paths[successor] = (*paths[state], event)
+                queue.append(successor)
+    return paths.get(target)
+
+
+# ---- The machine: the life of one update on one side, walked by the table and nothing else.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transition:
+    """One step that an update took.
+
+    Attributes:
+        role: which side.
+        update_id: the update.
+        weight_version: its version.
+        event: what happened.
+        source: the state before.
+        target: the state after.
+        at_s: monotonic clock, seconds.
+
+    """
+
+    role: Role
+    update_id: str
+    weight_version: int
+    event: Event
+    source: State
+    target: State
+    at_s: float
+
+
+_LOG = logging.getLogger(__name__)
+
+Observer = Callable[[Transition], None]
+
+
+class Lifecycle:
+    """State and history of one update on one side. Safe to use from several threads."""
+
+    def __init__(
+        self,
+        role: Role,
+        *,
+        update_id: str,
+        weight_version: int,
+        observer: Observer | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Start in the role's initial state.
+
+        Args:
+            role: which side.
+            update_id: the update.
+            weight_version: its version.
+            observer: called with every transition, after it is recorded; for logs, progress, tests.
+                What it raises is logged and changes nothing.
+            clock: seconds, monotonic.
+
+        """
+        self._role = role
+        self._update_id = update_id
+        self._weight_version = weight_version
+        self._observer = observer
+        self._clock = clock
+        # Reentrant, and a step is taken by its number, all at once: a collection may run code of
+        # the user's in the middle of `fire`, which takes a step of its own.
+        self._lock = threading.RLock()
+        self._steps: dict[int, Transition] = {}
+        self.reason: str | None = None
+        """Why it was rejected or torn."""
+
+    @property
+    def state(self) -> State:
+        """The fine state."""
+        return self._behind(len(self._steps))
+
+    @property
+    def status(self) -> str:
+        """One of the five words: published, imported, acknowledged, rejected, released."""
+        return STATUS[self.state]
+
+    @property
+    def history(self) -> tuple[Transition, ...]:
+        """Every step so far."""
+        return tuple(self._steps[number] for number in range(len(self._steps)))
+
+    def has_taken(self, event: Event) -> bool:
+        """Whether one of the steps so far was `event`."""
+        return any(step.event is event for step in self.history)
+
+    def allows(self, event: Event) -> bool:
+        """Tell whether the table has a move for `event` from here."""
+        return event in TABLE[self._role][self.state]
+
+    def fire(self, event: Event, *, reason: str | None = None) -> State:
+        """Take the step that the table has for `event`.
+
+        Raises:
+            IllegalTransition: there is none; state and history are as before.
+
+        """
+        with self._lock:
+            step = self._take(event)
+            if reason is not None:
+                self.reason = reason
+        if self._observer is not None:
+            try:
+                self._observer(step)
+            except Exception:  # noqa: BLE001 - logged in full
+                # The step is taken: whoever only watches can neither stop nor undo it.
+                _LOG.exception("the observer of %s failed", step)
+        return step.target
+
+    def _behind(self, number: int) -> State:
+        """The state behind so many steps."""
+        return self._steps[number - 1].target if number else INITIAL[self._role]
+
+    def _take(self, event: Event) -> Transition:
+        while True:
+            number = len(self._steps)
+            source = self._behind(number)
+            moves = TABLE[self._role][source]
+            if event not in moves:
+                raise IllegalTransition(self._refusal(event, source, tuple(moves)))
+            step = Transition(
+                role=self._role,
+                update_id=self._update_id,
+                weight_version=self._weight_version,
+                event=event,
+                source=source,
+                target=moves[event],
+                at_s=self._clock(),
+            )
+            if self._steps.setdefault(number, step) is step:
+                return step
+            # Another one was taken inside of this call: where that led, counts.
+
+    def _refusal(self, event: Event, source: State, moves: tuple[Event, ...]) -> str:
+        update = f"update {self._update_id} (version {self._weight_version})"
+        if event is Event.ACKNOWLEDGE and source in {State.ANNOUNCED, State.IMPORTED}:
+            return (
+                f"cannot acknowledge update before import_update succeeds: {update} is {source}. "
+                "Call import_update(manifest), install the tensors, then acknowledge."
+            )
+        allowed = ", ".join(moves) or "nothing: it is over"
+        because = f" ({self.reason})" if self.reason else ""
+        return f"cannot {event} {update}: it is {source}{because}. Allowed now: {allowed}."
+
+
+# ---- The lifecycle diagram of the docs, generated from the table (a test compares the two).
+
+
+def mermaid(role: Role) -> str:
+    """Mermaid state diagram of one role, one line per move."""
+    lines = ["stateDiagram-v2", f"    [*] --> {INITIAL[role]}"]
+    for state, moves in TABLE[role].items():
+        lines += [f"    {state} --> {target}: {event}" for event, target in moves.items()]
+    lines.append(f"    {State.RELEASED} --> [*]")
+    return "\n".join(lines) + "\n"

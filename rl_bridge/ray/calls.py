@@ -1,0 +1,256 @@
+"""Calls to actors: with a deadline, and with an error of ours for each way in which they fail."""
+
+import logging
+import time
+from collections.abc import Generator, Mapping
+from importlib import import_module
+from typing import Annotated, Any, Literal, Self, TypeVar
+
+from pydantic import Field, StrictFloat, StrictInt, StrictStr
+
+from rl_bridge.bridge.rollout import RolloutExecutor
+from rl_bridge.errors import (
+    DeadlineExceeded,
+    EngineLost,
+    WeightBridgeError,
+    WeightBridgeUnavailableError,
+)
+from rl_bridge.ray.pairing import Said
+
+__all__ = [
+    "INSTALL",
+    "Announcement",
+    "Deadline",
+    "RolloutAnswer",
+    "Steps",
+    "awaited",
+    "ended",
+    "here",
+    "require",
+    "result_of",
+    "side_by_side",
+]
+
+# ---- Ray itself: imported when something of it is needed, and what this process is within it.
+
+INSTALL = "pip install 'rl-bridge[ray]'"
+
+
+def require(module: str = "ray") -> Any:
+    """Import a module of Ray.
+
+    Raises:
+        WeightBridgeUnavailableError: it is not installed, or has no such part.
+
+    """
+    try:
+        return import_module(module)
+    except ImportError as error:
+        raise WeightBridgeUnavailableError(
+            f"{module} cannot be imported ({error}). Install Ray in this environment: {INSTALL}"
+        ) from error
+
+
+def here() -> tuple[str, str]:
+    """Ray's id of the node that this process runs on, and the address that Ray has for it."""
+    node: str = require().get_runtime_context().get_node_id()
+    address: str = require("ray.util").get_node_ip_address()
+    return node, address
+
+
+# ---- the rest builds on the parts above
+
+_LOG = logging.getLogger(__name__)
+T = TypeVar("T")
+
+Steps = Generator[Any, None, T]
+"""Calls that follow from one another: each one's reference, before its answer is taken."""
+
+
+class Deadline:
+    """A point in time that several calls share."""
+
+    def __init__(self, timeout_s: float) -> None:
+        """Begin now."""
+        self.timeout_s = timeout_s
+        self._end = time.monotonic() + timeout_s
+
+    @property
+    def left_s(self) -> float:
+        """Seconds that are left; 0 when it is over."""
+        return max(0.0, self._end - time.monotonic())
+
+
+def result_of(name: str, what: str, reference: Any, deadline: Deadline) -> Any:
+    """Wait for an actor's answer.
+
+    What the actor's method itself raises comes out as it is.
+
+    Args:
+        name: the actor's, for the message.
+        what: what it was asked to do, such as ``install version 3``.
+        reference: what Ray gave for the call.
+        deadline: until when.
+
+    Raises:
+        EngineLost: the actor died, cannot be reached, or cannot be started or placed by Ray.
+        DeadlineExceeded: no answer in time; it may still come.
+
+    """
+    ray = require()
+    gone = require("ray.exceptions")
+    try:
+        return ray.get(reference, timeout=deadline.left_s)
+    except gone.GetTimeoutError as error:
+        raise DeadlineExceeded(_no_answer(name, what, deadline)) from error
+    except gone.RayError as error:
+        # (Of these kinds is also what the actor's method raised: its own, whatever it is.)
+        if isinstance(error, (gone.RayTaskError, WeightBridgeError)):
+            raise
+        cause = str(error).strip().partition("\n")[0].rstrip(".")
+        raise EngineLost(
+            f"actor {name!r} is lost and did not {what}: {cause}. Start another rollout and join "
+            "it: RolloutFleet.join(name, actor). For another trainer make another fleet, but where "
+            "Ray starts it anew: then try again."
+        ) from error
+
+
+def awaited(name: str, what: str, reference: Any, deadline: Deadline) -> Steps[Any]:
+    """`result_of` as one of several steps: others go on while this one's answer is due."""
+    yield reference
+    return result_of(name, what, reference, deadline)
+
+
+def ended(name: str, what: str, reference: Any, deadline: Deadline) -> Steps[None]:
+    """Wait until an actor has answered, whatever it is, as one of several steps.
+
+    Raises:
+        DeadlineExceeded: no answer in time; it may still come.
+
+    """
+    yield reference
+    found, _ = require().wait([reference], timeout=deadline.left_s)
+    if not found:
+        raise DeadlineExceeded(_no_answer(name, what, deadline))
+
+
+def _no_answer(name: str, what: str, deadline: Deadline) -> str:
+    return (
+        f"actor {name!r} did not {what} within {deadline.timeout_s:g} s. It may still do it: ask a "
+        "rollout's status before you let it serve, or replace it; have a trainer publish a later "
+        "version."
+    )
+
+
+def side_by_side(
+    steps: Mapping[str, Steps[T]], deadline: Deadline
+) -> tuple[dict[str, T], dict[str, Exception]]:
+    """Take the steps of several; each goes on when its own answer is there.
+
+    When the time is over, each takes what it has: what has no answer then raises.
+
+    Args:
+        steps: name -> its steps.
+        deadline: until when, for all of them.
+
+    Returns:
+        Name -> what its steps gave, and name -> what they raised; in the order of `steps`.
+
+    """
+    ray = require()
+    given: dict[str, T] = {}
+    raised: dict[str, Exception] = {}
+    waiting: dict[Any, str] = {}
+    turns = list(steps)
+    while turns:
+        for name in turns:
+            try:
+                waiting[next(steps[name])] = name
+            except StopIteration as end:
+                given[name] = end.value
+            except Exception as error:  # noqa: BLE001 - told of this one; the others go on
+                raised[name] = error
+        found: list[Any] = []
+        if waiting:
+            found, _ = ray.wait(list(waiting), timeout=deadline.left_s)
+        turns = [waiting.pop(one) for one in found or list(waiting)]
+    return _in_order(steps, given), _in_order(steps, raised)
+
+
+def _in_order(names: Mapping[str, object], found: Mapping[str, T]) -> dict[str, T]:
+    return {name: found[name] for name in names if name in found}
+
+
+# ---- What the actors answer, as it travels: JSON. What comes from another process is checked.
+
+Text = Annotated[StrictStr, Field(max_length=1 << 16)]
+Version = Annotated[StrictInt, Field(ge=0, lt=2**63)]
+
+
+class Announcement(Said):
+    """What a publisher has published last.
+
+    Attributes:
+        weight_version: its version; None before the first.
+        root: its root: whoever acknowledges it holds exactly that.
+        lanes: what it publishes on, in order.
+
+    """
+
+    weight_version: Version | None = None
+    root: Text = ""
+    lanes: Annotated[tuple[Text, ...], Field(max_length=1024)] = ()
+
+
+class RolloutAnswer(Said):
+    """What became of one call to a rollout, and what it holds now.
+
+    Attributes:
+        worker: the rollout's name.
+        rank: its rank.
+        pid: its process.
+        node: the cluster's name of its machine.
+        outcome: ``acknowledged``; ``refused``: the version before is active, byte for byte;
+            ``torn``: the engine must not serve; ``unjoined``: it has no transport yet, as after a
+            restart; ``status``: it was only asked.
+        active_version: what the engine holds; None before the first version and while it is torn.
+        active_root: the root of that; of a group's version, the whole one's.
+        proof: what was found in the engine after the install.
+        timings_ms: phase -> milliseconds.
+        error: type of what was raised; empty if nothing was.
+        message: its text.
+
+    """
+
+    worker: Text
+    rank: Annotated[StrictInt, Field(ge=0)]
+    pid: Annotated[StrictInt, Field(ge=0)]
+    node: Text = ""
+    outcome: Literal["acknowledged", "refused", "torn", "unjoined", "status"]
+    active_version: Version | None = None
+    active_root: Text = ""
+    proof: dict[Text, Any] = Field(default_factory=dict)
+    timings_ms: dict[Text, StrictFloat | StrictInt] = Field(default_factory=dict)
+    error: Text = ""
+    message: Text = ""
+
+    def of(self, executor: RolloutExecutor, groups: Mapping[str, str]) -> Self:
+        """The same, with what `executor` says that its engine holds.
+
+        Args:
+            executor: the rollout's.
+            groups: update -> root of the whole group's version, where it holds a share of one.
+
+        """
+        version = executor.active_weight_version
+        last = executor.last_ack
+        if version is None or last is None or last.weight_version != version:
+            return self.model_copy(update={"active_version": version})
+        return self.model_copy(
+            update={
+                "active_version": version,
+                "active_root": groups.get(last.update_id, last.root),
+                "proof": last.proof.to_dict(),
+                "timings_ms": dict(last.timings_ms),
+            }
+        )

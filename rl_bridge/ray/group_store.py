@@ -1,0 +1,171 @@
+"""How ranks that are actors of Ray agree on a publication: through one small actor, by text.
+
+It keeps what a store of torch.distributed would keep for them, and opens no port of its own.
+"""
+
+import asyncio
+from contextlib import suppress
+from typing import Any, cast
+
+from pydantic import Field, StrictBool, StrictFloat, StrictInt, StrictStr
+
+from rl_bridge.errors import GroupAborted
+from rl_bridge.groups.exchange import Store, StoreExchange, not_together
+from rl_bridge.ray.calls import require
+from rl_bridge.ray.pairing import Said
+
+__all__ = [
+    "GroupSeat",
+    "GroupStore",
+    "RayExchange",
+]
+
+# For the answer to come, behind what was waited for.
+_ANSWER_S = 5.0
+
+
+class GroupSeat(Said):
+    """A trainer's place in its group.
+
+    Attributes:
+        rank: its rank, counted from 0.
+        world_size: how many ranks.
+        timeout_s: longest wait for the others, in one step of a publication.
+        anew: forget what was published before: another rank has lost its part of it.
+        group: whose seat it is: ranks with seats of two fleets would not come together.
+
+    """
+
+    rank: StrictInt = Field(ge=0)
+    world_size: StrictInt = Field(ge=1, lt=1 << 20)
+    timeout_s: StrictFloat = Field(gt=0, allow_inf_nan=False)
+    anew: StrictBool = False
+    group: StrictStr = Field(min_length=1, max_length=64)
+
+
+class GroupStore:
+    """What the actor runs: keys and texts. It must outlive the ranks, as any store of a group."""
+
+    def __init__(self) -> None:
+        """Start empty."""
+        self._texts: dict[str, str] = {}
+        self._changed = asyncio.Condition()
+
+    async def set(self, key: str, text: str) -> None:
+        """Keep a text."""
+        async with self._changed:
+            self._texts[key] = text
+            self._changed.notify_all()
+
+    async def get(self, key: str) -> str:
+        """The text under a key; empty if there is none."""
+        return self._texts.get(key, "")
+
+    async def check(self, keys: list[str]) -> bool:
+        """Whether all keys are there."""
+        return all(key in self._texts for key in keys)
+
+    async def compare_set(self, key: str, expected: str, desired: str) -> str:
+        """Set a key that has the expected text, or is new and "" is expected; what it has now."""
+        async with self._changed:
+            found = self._texts.get(key)
+            if found == expected or (found is None and not expected):
+                found = self._texts[key] = desired
+                self._changed.notify_all()
+        return expected if found is None else found
+
+    async def delete_key(self, key: str) -> bool:
+        """Forget a key; whether it was there."""
+        return self._texts.pop(key, None) is not None
+
+    async def wait_for(
+        self, keys: list[str], end: str, timeout_s: float
+    ) -> tuple[list[str | None], str | None]:
+        """Wait until all keys are there, or the one called `end`, or the time is up.
+
+        Returns:
+            The texts, by key, and that of `end`; None for each that is not there.
+
+        """
+        async with self._changed:
+            ready = self._changed.wait_for(
+                lambda: end in self._texts or all(key in self._texts for key in keys)
+            )
+            with suppress(TimeoutError):  # the answer tells what is missing
+                await asyncio.wait_for(ready, timeout_s)
+            return [self._texts.get(key) for key in keys], self._texts.get(end)
+
+
+class _Client:
+    """The actor's store, as a rank asks it: what a group asks of one of torch.distributed."""
+
+    def __init__(self, actor: Any) -> None:
+        self._actor = actor
+
+    def ask(self, what: str, *given: object) -> Any:
+        ray = require()
+        try:
+            return ray.get(getattr(self._actor, what).remote(*given))
+        except require("ray.exceptions").RayError as error:
+            cause = str(error).strip().partition("\n")[0].rstrip(".")
+            raise GroupAborted(
+                f"the actor that keeps the group's store is lost: {cause}. Make another fleet of "
+                "the same trainers: RolloutFleet(trainers)."
+            ) from error
+
+    def set(self, key: str, text: str) -> None:
+        self.ask("set", key, text)
+
+    def get(self, key: str) -> bytes:
+        return str(self.ask("get", key)).encode()
+
+    def check(self, keys: list[str]) -> bool:
+        return bool(self.ask("check", keys))
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        return str(self.ask("compare_set", key, expected, desired)).encode()
+
+    def delete_key(self, key: str) -> bool:
+        return bool(self.ask("delete_key", key))
+
+
+class RayExchange(StoreExchange):
+    """Over an actor that runs `GroupStore`; it also settles how a publication ends."""
+
+    def __init__(self, actor: Any, seat: GroupSeat, *, name: str) -> None:
+        """Be a rank.
+
+        Args:
+            actor: the handle of the store's actor, the same one for all ranks.
+            seat: this rank's place.
+            name: of the group in the store; two groups that share one need two.
+
+        Raises:
+            ValueError: the rank is none of the group.
+
+        """
+        self._client = _Client(actor)
+        super().__init__(
+            cast("Store", self._client),
+            rank=seat.rank,
+            world_size=seat.world_size,
+            name=name,
+            timeout_s=seat.timeout_s,
+        )
+
+    def gather(self, step: str, payload: bytes, *, timeout_s: float) -> list[bytes]:
+        """Put one's own bytes, wait for all; a round that another rank ended is over at once."""
+        rounds, verdict = self.rounds, self.rounds.key("verdict")
+        keys = [rounds.key(f"{step}/{rank}") for rank in range(self.world_size)]
+        rounds.put(step, keys[self.rank], payload.decode("latin-1"), timeout_s)
+
+        def wait() -> Any:
+            return self._client.ask("wait_for", keys, verdict, timeout_s)
+
+        found, end = rounds.ask(step, wait, timeout_s + _ANSWER_S)
+        late = tuple(rank for rank, text in enumerate(found) if text is None)
+        if not late:
+            return [str(text).encode("latin-1") for text in found]
+        if end is not None:
+            raise GroupAborted(not_together(step, self.rank, f"another rank ended it: {end}"))
+        raise GroupAborted(not_together(step, self.rank, f"no answer from ranks {late}"), late)

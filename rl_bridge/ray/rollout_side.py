@@ -1,0 +1,270 @@
+"""The rollout's side: an engine that takes manifests as bytes and answers in JSON.
+
+Knows nothing of Ray: what it takes and gives are bytes and plain values.
+"""
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, cast
+
+from rl_bridge.bridge.bridges import make_weight_bridge
+from rl_bridge.bridge.rollout import RolloutExecutor
+from rl_bridge.bridge.tensor_bridge import TensorBridge
+from rl_bridge.errors import EngineLost, TornEngine, WeightBridgeUnavailableError
+from rl_bridge.groups.bridge import GroupBridge
+from rl_bridge.groups.wanted import Wanted, WantedLayout
+from rl_bridge.installers.base import TransactionalAdapter, WeightInstallAdapter
+from rl_bridge.manifest.group import GroupManifest
+from rl_bridge.manifest.model import WeightUpdateManifest
+from rl_bridge.ray.calls import RolloutAnswer
+from rl_bridge.ray.pairing import PairChoice, SideFacts, look_around
+
+__all__ = [
+    "RolloutSide",
+]
+
+_LOG = logging.getLogger(__name__)
+
+Outcome = Literal["acknowledged", "refused", "torn", "unjoined", "status"]
+_Taken = tuple[RolloutExecutor, TensorBridge, RolloutExecutor | None]
+"""A lane's, and who had the engine before, until the lane's own first version is in it."""
+
+
+class RolloutSide:
+    """Keeps one engine at one version; every method may be called from any thread."""
+
+    def __init__(
+        self,
+        adapter: Callable[[], WeightInstallAdapter | TransactionalAdapter | None],
+        *,
+        worker: str = "rollout",
+        rank: int = 0,
+        node: str = "",
+        directories: Sequence[str] = (),
+        options: Mapping[str, Mapping[str, object]] | None = None,
+        wanted: Callable[[], Wanted | WantedLayout | None] = lambda: None,
+    ) -> None:
+        """Configure; the engine is not touched before the first version.
+
+        Args:
+            adapter: gives how weights get into the engine; asked once for each lane.
+            worker: this side's name.
+            rank: its rank.
+            node: what the cluster calls this machine.
+            directories: directories that it may share with the trainer.
+            options: transport -> more options for `make_weight_bridge`.
+            wanted: gives what it holds of the weights of a group of trainers; asked once for each
+                lane. None: all of them, whole.
+
+        """
+        self._adapter = adapter
+        self._worker = worker
+        self._rank = rank
+        self._node = node
+        self._directories = tuple(directories)
+        self._options = {name: dict(given) for name, given in (options or {}).items()}
+        self._wanted = wanted
+        self._joined: tuple[str, str, Mapping[str, str]] | None = None
+        self._groups: dict[str, str] = {}
+        """Update -> root of the group's version that it is, of the last one and the active one."""
+        self._taken: _Taken | None = None
+        # An actor may run several methods at a time. Who only asks waits for nobody.
+        self._lock = threading.RLock()
+
+    @property
+    def executor(self) -> RolloutExecutor:
+        """What keeps the engine at its version.
+
+        Raises:
+            WeightBridgeUnavailableError: it has not joined yet.
+
+        """
+        executor = self._executor
+        if executor is None:
+            raise WeightBridgeUnavailableError(
+                f"rollout {self._worker!r} has no transport yet. Join it first: "
+                "RolloutFleet.join(name, actor)."
+            )
+        return executor
+
+    def facts(self, publisher: bytes) -> bytes:
+        """What this side is, and what it reaches of the publisher's: `SideFacts` as JSON.
+
+        Raises:
+            MalformedManifest: what is given are not the facts of a publisher's side.
+
+        """
+        return look_around(
+            node=self._node,
+            directories=self._directories,
+            publisher=SideFacts.from_json(publisher),
+        ).to_json()
+
+    def join(self, choice: bytes) -> bytes:
+        """Take a lane; again with the same one changes nothing: `RolloutAnswer` as JSON.
+
+        What keeps it from joining is in the answer, an engine that cannot be made too. Then it goes
+        on with the lane and the version that it has.
+        """
+        with self._lock:
+            try:
+                self._join(PairChoice.from_json(choice))
+            except Exception as error:  # noqa: BLE001 - the answer carries it to who asked
+                _LOG.warning("rollout %s cannot join", self._worker, exc_info=True)
+                return self._answer("refused", error).to_json()
+            return self._answer("status").to_json()
+
+    def update(self, manifest: bytes) -> bytes:
+        """Install one version, or leave everything as it was: `RolloutAnswer` as JSON.
+
+        Whatever fails is in the answer, the engine's own exceptions too: it is told in words, and
+        nothing has to be rebuilt from a type that the other side may not have.
+        """
+        with self._lock:
+            if self._taken is None:
+                return self._answer("unjoined").to_json()
+            executor, bridge, _ = self._taken
+            try:
+                self._install(executor, manifest.decode())
+            except TornEngine as error:
+                if executor.is_torn:
+                    self._taken = (executor, bridge, None)  # who had it before says nothing of it
+                else:
+                    self._look_whose(error)  # another driver's remains are in the way
+                return self._answer("torn", error).to_json()
+            except Exception as error:  # noqa: BLE001 - the answer carries it to who asked
+                _LOG.warning("rollout %s keeps its version: %s", self._worker, error)
+                self._look_whose(error)
+                return self._answer("torn" if self._is_torn else "refused", error).to_json()
+            self._taken = (executor, bridge, None)
+            return self._answer("acknowledged").to_json()
+
+    def status(self) -> bytes:
+        """What the engine holds: `RolloutAnswer` as JSON. Waits for no update."""
+        return self._answer("unjoined" if self._taken is None else "status").to_json()
+
+    def check_servable(self) -> int:
+        """The version that the engine may answer with. Waits for no update.
+
+        Raises:
+            TornEngine: it may not answer.
+            WeightBridgeUnavailableError: it has no verified version yet.
+
+        """
+        holder = self._holder or self.executor  # which says that there is none
+        holder.check_servable()
+        version = holder.active_weight_version
+        assert version is not None  # what is servable has one
+        return version
+
+    def close(self) -> None:
+        """Release the active version and close the bridge; the engine keeps its bytes."""
+        with self._lock:
+            self._joined = None
+            before, self._taken = self._taken, None
+            _close(before)
+
+    @property
+    def _executor(self) -> RolloutExecutor | None:
+        taken = self._taken
+        return None if taken is None else taken[0]
+
+    @property
+    def _holder(self) -> RolloutExecutor | None:
+        """Who says what the engine holds: on a new lane who had it before, up to a first version.
+
+        It is closed, and its engine has the bytes that it proved.
+        """
+        taken = self._taken
+        if taken is None:
+            return None
+        executor, _, before = taken
+        is_new = executor.active_weight_version is None and not executor.is_torn
+        return before if is_new and before is not None else executor
+
+    @property
+    def _is_torn(self) -> bool:
+        return self._holder is not None and self._holder.is_torn
+
+    def _look_whose(self, error: Exception) -> None:
+        """On a new lane: have who had the engine before look whether that holds its version still.
+
+        Another driver may have updated it meanwhile, or it was lost, or started anew.
+        """
+        taken = self._taken
+        if taken is None or (before := taken[2]) is None or self._holder is not before:
+            return
+        is_known = not isinstance(error, EngineLost)
+        try:
+            if is_known and not before.is_torn:
+                before.recover()  # which has nothing to undo, and asks the engine
+        except Exception:  # noqa: BLE001 - logged in full
+            _LOG.warning("what the engine of %s holds is not known", self._worker, exc_info=True)
+            is_known = False
+        if not is_known:
+            self._taken = (*taken[:2], None)
+
+    def _install(self, executor: RolloutExecutor, text: str) -> None:
+        if not isinstance(executor.bridge, GroupBridge):
+            executor.update_weights(text)
+            return
+        group = GroupManifest.from_json(text)
+        last = None if self._holder is None else self._holder.last_ack
+        held = None if last is None else last.update_id
+        self._groups = {one: root for one, root in self._groups.items() if one == held}
+        self._groups[group.update_id] = group.root
+        # What an executor is given, its bridge makes a manifest of.
+        executor.update_weights(cast("WeightUpdateManifest", group))
+
+    def _join(self, chosen: PairChoice) -> None:
+        lane = (chosen.transport, chosen.group, chosen.consumer_options)
+        if self._joined == lane:
+            return
+        bridge = self._open(chosen)
+        try:
+            executor = RolloutExecutor(weight_bridge=bridge, weight_install_adapter=self._adapter())
+        except BaseException:
+            bridge.close()
+            raise
+        # Without an adapter, tensors of the lane itself are what serves: those go with it.
+        holder = None if executor.weight_install_adapter is None else self._holder
+        # From here on it has the one or the other, wherever an interrupt comes in.
+        self._joined = None
+        before, self._taken = self._taken, (executor, bridge, holder)
+        self._joined = lane
+        _LOG.info("rollout %s joins by %s", self._worker, chosen)
+        _close(before)
+
+    def _open(self, chosen: PairChoice) -> TensorBridge:
+        options: dict[str, Any] = {
+            **self._options.get(chosen.transport, {}),
+            **chosen.consumer_options,
+        }
+        who: dict[str, Any] = {"source_worker": self._worker, "source_rank": self._rank}
+        if chosen.group:
+            return GroupBridge(self._wanted(), transports={chosen.transport: options}, **who)
+        return make_weight_bridge(chosen.transport, **who, **options)
+
+    def _answer(self, outcome: Outcome, error: Exception | None = None) -> RolloutAnswer:
+        holder = self._holder
+        answer = RolloutAnswer(
+            worker=self._worker,
+            rank=self._rank,
+            pid=os.getpid(),
+            node=self._node,
+            outcome=outcome,
+            error="" if error is None else type(error).__name__,
+            message="" if error is None else str(error)[:4096],
+        )
+        return answer if holder is None else answer.of(holder, self._groups)
+
+
+def _close(taken: _Taken | None) -> None:
+    if taken is not None:
+        executor, bridge, _ = taken
+        try:
+            executor.close()
+        finally:
+            bridge.close()

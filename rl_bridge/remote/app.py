@@ -1,0 +1,483 @@
+"""The side-car's routes, as an ASGI application. Needs the extra ``remote``."""
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from functools import cache
+from typing import Annotated, Any, TypeVar
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.openapi.utils import get_openapi
+from fastapi.responses import Response
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from pydantic import BaseModel, ConfigDict, StringConstraints
+from starlette.exceptions import HTTPException
+
+from rl_bridge.bridge.two_phase import TwoPhaseExecutor, require_two_phase
+from rl_bridge.errors import DeadlineExceeded, WeightBridgeError, WeightBridgeUnavailableError
+from rl_bridge.remote.config import SidecarConfig
+from rl_bridge.remote.gate import Gate
+from rl_bridge.remote.problems import MEDIA_TYPE, STATUSES, Problem, http_problem
+from rl_bridge.remote.sidecar import Sidecar
+from rl_bridge.remote.signing import SCHEME, read_key
+from rl_bridge.remote.state import Ledger, NonceBook, StateDirectory
+from rl_bridge.remote.views import Status, UpdateView
+
+__all__ = [
+    "CONTENT_TYPE",
+    "Metrics",
+    "Waiting",
+    "Worker",
+    "create_app",
+    "describe_app",
+    "manifest_body",
+]
+
+# ---- The OpenAPI description of a side-car: what FastAPI makes, with our problems and signatures.
+
+_ABOUT = (
+    "Takes weight updates for the engine that it stands beside: import and verify, prepare, then "
+    "commit or abort. The bytes do not come by HTTP: the manifest says where they are. Every "
+    "request but those for /metrics and this description is signed."
+)
+_SIGNED = (
+    f"`{SCHEME} time=SECONDS,nonce=NONCE,signature=SIGNATURE`: HMAC-SHA256, in hexadecimal digits, "
+    "over the lines `rl_bridge.remote/1`, `request`, method, path with query, time, nonce and the "
+    "SHA-256 of the body, joined by line feeds."
+)
+
+
+def manifest_body() -> dict[str, Any]:
+    """The body of an update, for the description: it is read by us, and not by FastAPI."""
+    fields = {
+        "format": {"type": "string", "const": "rl_bridge.manifest/1"},
+        "header": {"type": "object"},
+        "layout": {"type": "object"},
+    }
+    schema = {"type": "object", "properties": fields, "required": ["format", "header"]}
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+
+
+def describe_app(app: Any) -> dict[str, Any]:
+    """Describe an application's routes.
+
+    Args:
+        app: FastAPI's, with all its routes.
+
+    """
+    document: dict[str, Any] = get_openapi(
+        title=app.title, version=app.version, description=_ABOUT, routes=app.routes
+    )
+    components = document.setdefault("components", {})
+    schemas = components.setdefault("schemas", {})
+    for unused in ("HTTPValidationError", "ValidationError"):
+        schemas.pop(unused, None)
+    schemas["Problem"] = Problem.model_json_schema()
+    components["securitySchemes"] = {
+        "signature": {
+            "type": "apiKey",
+            "in": "header",
+            "name": "Authorization",
+            "description": _SIGNED,
+        }
+    }
+    problem = {MEDIA_TYPE: {"schema": {"$ref": "#/components/schemas/Problem"}}}
+    for path, methods in document["paths"].items():
+        for operation in methods.values():
+            for status, meaning in STATUSES.items():
+                operation["responses"][str(status)] = {"description": meaning, "content": problem}
+            if path != "/metrics":
+                operation["security"] = [{"signature": []}]
+    return document
+
+
+# ---- A side-car's figures for Prometheus, in a registry of their own.
+
+CONTENT_TYPE = CONTENT_TYPE_LATEST
+_BUCKETS_S = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
+
+
+class Metrics:
+    """Counts requests, steps and refusals; tells the engine's version when asked."""
+
+    def __init__(self) -> None:
+        """Begin at zero."""
+        self._registry = registry = CollectorRegistry()
+        self._requests = Counter(
+            "rl_bridge_sidecar_requests",
+            "Requests answered, by method and status.",
+            ["method", "status"],
+            registry=registry,
+        )
+        self._steps = Counter(
+            "rl_bridge_sidecar_steps",
+            "Steps of updates, by step and what came of it.",
+            ["step", "outcome"],
+            registry=registry,
+        )
+        self._seconds = Histogram(
+            "rl_bridge_sidecar_step_seconds",
+            "How long the steps took.",
+            ["step"],
+            buckets=_BUCKETS_S,
+            registry=registry,
+        )
+        self._phases = Gauge(
+            "rl_bridge_update_phase_seconds",
+            "Phases of the update that was committed last.",
+            ["phase"],
+            registry=registry,
+        )
+        self._version = Gauge(
+            "rl_bridge_weight_version",
+            "Version that the engine holds; -1 for none.",
+            registry=registry,
+        )
+        self._servable = Gauge(
+            "rl_bridge_engine_servable",
+            "1 where the engine may answer requests.",
+            registry=registry,
+        )
+        self._torn = Gauge(
+            "rl_bridge_engine_torn", "1 where the engine is torn.", registry=registry
+        )
+
+    def answered(self, method: str, status: int) -> None:
+        """Count an answer."""
+        # A method is a stranger's word: each one would be a series of its own.
+        known = method if method in {"GET", "POST"} else "other"
+        self._requests.labels(known, str(status)).inc()
+
+    def took(self, step: str, seconds: float, outcome: str) -> None:
+        """Count a step."""
+        self._steps.labels(step, outcome).inc()
+        self._seconds.labels(step).observe(seconds)
+
+    def phases(self, timings_ms: Mapping[str, float]) -> None:
+        """Take note of a committed update."""
+        for phase, milliseconds in timings_ms.items():
+            self._phases.labels(phase).set(milliseconds / 1e3)
+
+    def text(self, status: Status) -> bytes:
+        """The page that Prometheus reads."""
+        version = status.active_weight_version
+        self._version.set(-1 if version is None else version)
+        self._servable.set(status.servable)
+        self._torn.set(status.state == "torn")
+        return bytes(generate_latest(self._registry))
+
+
+# ---- The deadline of an update that waits for its next step.
+
+_LOG = logging.getLogger(__name__)
+
+
+class Waiting:
+    """Gives an update up when nobody has asked for its next step in time. For one event loop."""
+
+    def __init__(self, hold_s: float, expire: Callable[[str, float], Awaitable[None]]) -> None:
+        """Begin with none.
+
+        Args:
+            hold_s: how long an update may wait.
+            expire: gives it up.
+
+        """
+        self._hold_s, self._expire = hold_s, expire
+        self._timer: asyncio.TimerHandle | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    def begin(self, update_id: str | None) -> None:
+        """An update begins to wait, in place of whichever waited before."""
+        self.stop()
+        if update_id is not None:
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(self._hold_s, self._start, update_id)
+
+    def stop(self) -> None:
+        """Nothing waits any more."""
+        timer, self._timer = self._timer, None
+        if timer is not None:
+            timer.cancel()
+
+    def _start(self, update_id: str) -> None:
+        self._task = asyncio.get_running_loop().create_task(self._run(update_id))
+
+    async def _run(self, update_id: str) -> None:
+        try:
+            await self._expire(update_id, self._hold_s)
+            _LOG.warning("update %s waited for %g s and is given up", update_id, self._hold_s)
+        except WeightBridgeUnavailableError:
+            self.begin(update_id)  # something is done to it right now, whose end nobody may await
+        except WeightBridgeError as error:
+            _LOG.info("update %s did not expire: %s", update_id, error)
+
+
+# ---- One step of the engine at a time, in a thread of its own, each with a deadline.
+
+T = TypeVar("T")
+
+
+class Worker:
+    """Takes steps, always in the same thread: engines mind in which one they are called.
+
+    Attributes:
+        busy: the step that is under way; None if there is none.
+
+    """
+
+    def __init__(self, *, timeout_s: float, took: Callable[[str, float, str], None]) -> None:
+        """Start without a thread; the first step makes it.
+
+        Args:
+            timeout_s: deadline of a step.
+            took: told of each step, the seconds that it took, and what came of it.
+
+        """
+        self.busy: str | None = None
+        self._timeout_s, self._took = timeout_s, took
+        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rl-bridge-sidecar")
+
+    async def do(self, name: str, step: Callable[[], T]) -> T:
+        """Take a step, or say within the deadline that it is not over.
+
+        Raises:
+            WeightBridgeUnavailableError: another one is under way.
+            DeadlineExceeded: it is still under way.
+            Exception: the step's own.
+
+        """
+        if self.busy is not None:
+            msg = (
+                f"cannot {name} now: the side-car is busy with {self.busy}. Wait until GET /status "
+                "says that it is not, and send it again."
+            )
+            raise WeightBridgeUnavailableError(msg)
+        self.busy = name
+        start = time.monotonic()
+        future = asyncio.get_running_loop().run_in_executor(self._pool, step)
+        future.add_done_callback(lambda done: self._over(name, start, done))
+        await asyncio.wait([future], timeout=self._timeout_s)
+        if not future.done():
+            msg = (
+                f"the engine did not {name} within {self._timeout_s:g} s, and may still do it. "
+                "Ask GET /status, which says when it is over."
+            )
+            raise DeadlineExceeded(msg)
+        return future.result()
+
+    def close(self) -> None:
+        """Take no more steps; one that hangs is left to hang."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _over(self, name: str, start: float, done: "asyncio.Future[T]") -> None:
+        self.busy = None
+        if done.cancelled():
+            return
+        error = done.exception()  # read here, so that one that comes too late is not lost
+        if error is not None:
+            _LOG.warning("could not %s: %s: %s", name, type(error).__name__, error)
+        outcome = "ok" if error is None else type(error).__name__
+        self._took(name.split(maxsplit=1)[0], time.monotonic() - start, outcome)
+
+
+# ---- the rest builds on the parts above
+
+_API_VERSION = "1"
+
+UpdateId = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{32}$")]
+
+
+class AbortBody(BaseModel):
+    """Why an update is given up."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    reason: Annotated[str, StringConstraints(max_length=1000)] = "its trainer gave it up"
+
+
+class _Routes:
+    """The routes of one side-car."""
+
+    def __init__(self, sidecar: Sidecar, config: SidecarConfig, metrics: Metrics) -> None:
+        self._sidecar, self._metrics = sidecar, metrics
+        self.worker = Worker(timeout_s=config.step_timeout_s, took=metrics.took)
+        self._waiting = Waiting(config.hold_s, self._expire)
+
+    async def post_update(self, request: Request) -> UpdateView:
+        """Import the update of a manifest and verify every byte; the engine is not asked."""
+        text = await request.body()
+        return await self._step("import a manifest", lambda: self._sidecar.bring(text))
+
+    async def get_update(self, update_id: UpdateId) -> UpdateView:
+        """What became of an update."""
+        return self._sidecar.update(update_id)
+
+    async def prepare(self, update_id: UpdateId) -> UpdateView:
+        """Find every reason to refuse the update; the engine serves on, untouched."""
+        return await self._step(
+            f"prepare update {update_id}", lambda: self._sidecar.prepare(update_id)
+        )
+
+    async def commit(self, update_id: UpdateId) -> UpdateView:
+        """Install, prove and acknowledge the prepared update, or leave everything as it was."""
+        return await self._step(
+            f"commit update {update_id}", lambda: self._sidecar.commit(update_id)
+        )
+
+    async def abort(self, update_id: UpdateId, body: AbortBody | None = None) -> UpdateView:
+        """Give up an update that is not committed; the engine is what it was."""
+        reason = (body or AbortBody()).reason
+        return await self._step(
+            f"abort update {update_id}", lambda: self._sidecar.abort(update_id, reason)
+        )
+
+    async def status(self) -> Status:
+        """Where the engine stands."""
+        return self._sidecar.status().model_copy(update={"busy": self.worker.busy})
+
+    async def metrics(self) -> Response:
+        """Figures for Prometheus."""
+        return Response(self._metrics.text(self._sidecar.status()), media_type=CONTENT_TYPE)
+
+    async def start(self) -> None:
+        """Bring the engine back to where it was."""
+        try:
+            await self.worker.do("recover", self._sidecar.start)
+        except DeadlineExceeded:
+            _LOG.exception("the start goes on; until it is over, steps are refused")
+
+    def close(self) -> None:
+        """Take no more steps."""
+        self._waiting.stop()
+        self.worker.close()
+
+    async def _step(self, name: str, step: Callable[[], UpdateView]) -> UpdateView:
+        try:
+            view = await self.worker.do(name, step)
+        finally:
+            self._waiting.begin(self._sidecar.executor.pending_weight_update_id)
+        if view.acknowledgement is not None:
+            self._metrics.phases(view.acknowledgement.timings_ms)
+        return view
+
+    async def _expire(self, update_id: str, waited_s: float) -> None:
+        reason = f"no next step came within {waited_s:g} s"
+        name = f"expire update {update_id}"
+        await self.worker.do(name, lambda: self._sidecar.abort(update_id, reason))
+
+
+def create_app(
+    executor: TwoPhaseExecutor,
+    *,
+    key_file: str | os.PathLike[str],
+    state_dir: str | os.PathLike[str],
+    config: SidecarConfig | None = None,
+) -> Gate:
+    """Make a side-car around an engine's executor, for any ASGI server with one worker.
+
+    Args:
+        executor: the engine's; nobody else updates with it. Stays yours to close.
+        key_file: the shared key, at least 32 bytes, mode 0600.
+        state_dir: this side-car's own directory; it outlives the process.
+        config: limits.
+
+    Raises:
+        WeightBridgeUnavailableError: the key's file or the directory cannot be used.
+        WeightBridgeError: what an earlier side-car left there is damaged.
+        TypeError: an executor that cannot stop between its steps.
+
+    """
+    require_two_phase(executor)
+    config = config or SidecarConfig()
+    key = read_key(key_file)
+    directory = StateDirectory(state_dir)
+    metrics = Metrics()
+    try:
+        ledger = Ledger(directory.path)
+        nonces = NonceBook(
+            directory.path / "nonces.log", max_skew_s=config.max_skew_s, now=time.time()
+        )
+        routes = _Routes(Sidecar(executor, ledger), config, metrics)
+    except BaseException:
+        directory.close()
+        raise
+
+    @asynccontextmanager
+    async def lifespan(_app: Any) -> AsyncIterator[None]:
+        await routes.start()
+        try:
+            yield
+        finally:
+            routes.close()
+            for held in (nonces, ledger, directory):
+                held.close()
+
+    app: Any = FastAPI(
+        title="rl_bridge side-car",
+        version=_API_VERSION,
+        lifespan=lifespan,
+        redoc_url=None,
+        docs_url="/docs",
+        redirect_slashes=False,  # to where a stranger's Host header says
+        separate_input_output_schemas=False,
+    )
+    _route(app, routes)
+    app.openapi = cache(lambda: describe_app(app))  # whoever asks for it has no signature
+    return Gate(app, key=key, nonces=nonces, config=config, answered=metrics.answered)
+
+
+def _route(app: Any, routes: _Routes) -> None:
+    one = "/updates/{update_id}"
+    app.add_api_route(
+        "/updates",
+        routes.post_update,
+        methods=["POST"],
+        status_code=201,
+        response_model=UpdateView,
+        openapi_extra=manifest_body(),
+    )
+    app.add_api_route(one, routes.get_update, methods=["GET"], response_model=UpdateView)
+    for name in ("prepare", "commit", "abort"):
+        endpoint = getattr(routes, name)
+        app.add_api_route(
+            f"{one}/{name}", endpoint, methods=["POST"], response_model=UpdateView, name=name
+        )
+    app.add_api_route("/status", routes.status, methods=["GET"], response_model=Status)
+    app.add_api_route(
+        "/metrics",
+        routes.metrics,
+        methods=["GET"],
+        response_class=Response,
+        responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}},
+    )
+    app.add_exception_handler(RequestValidationError, _not_as_described)
+    app.add_exception_handler(HTTPException, _not_routed)
+    # Every other exception goes through to the gate, which puts it into words.
+
+
+async def _not_as_described(_request: Request, error: Exception) -> Response:
+    found: list[dict[str, Any]] = getattr(error, "errors", list)()
+    first = found[0] if found else {}
+    where = ".".join(str(part) for part in first.get("loc", ()))
+    given = repr(first.get("input"))[:80]
+    detail = f"{where}: {first.get('msg', error)}, got {given}. See /openapi.json."
+    return _answer(http_problem(400, detail))
+
+
+async def _not_routed(request: Request, error: Exception) -> Response:
+    status = int(getattr(error, "status_code", 500))
+    detail = f"{request.method} {request.url.path}: expected what /openapi.json describes."
+    answer = _answer(http_problem(status, detail))
+    answer.headers.update(getattr(error, "headers", None) or {})
+    return answer
+
+
+def _answer(problem: Problem) -> Response:
+    return Response(problem.encoded(), status_code=problem.status, media_type=MEDIA_TYPE)

@@ -1,0 +1,214 @@
+"""The door of a side-car: what has no right signature gets no further, and nothing is too large.
+
+An ASGI application around another one. It reads the body, within limits of size and time, before
+anything looks at it; checks signature, time and nonce; and signs the answer.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+from rl_bridge.errors import SignatureRefused, WeightBridgeError
+from rl_bridge.remote.config import SidecarConfig
+from rl_bridge.remote.problems import MEDIA_TYPE, Problem, http_problem, problem_of
+from rl_bridge.remote.signing import ANSWER_HEADER, SCHEME, Credentials, Key
+from rl_bridge.remote.state import NonceBook
+
+__all__ = [
+    "OPEN_PATHS",
+    "Gate",
+]
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Message, Receive, Send], Awaitable[None]]
+
+OPEN_PATHS = frozenset({"/metrics", "/openapi.json", "/docs"})
+"""Read without a signature: they tell no weights and change nothing."""
+
+_MANIFEST_PATH = "/updates"
+_CHANGES = "/commit"  # nothing else changes an engine
+_SMALL_NBYTES = 64 * 1024
+_LOG = logging.getLogger(__name__)
+
+
+class _Refused(Exception):
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(problem.detail)
+        self.problem = problem
+
+
+class Gate:
+    """Lets signed requests through, once each."""
+
+    def __init__(
+        self,
+        app: App,
+        *,
+        key: Key,
+        nonces: NonceBook,
+        config: SidecarConfig,
+        answered: Callable[[str, int], None],
+    ) -> None:
+        """Stand before `app`.
+
+        Args:
+            app: what is behind.
+            key: shared with the clients.
+            nonces: which requests were answered already.
+            config: limits.
+            answered: told of each answer's method and status.
+
+        """
+        self._app, self._key, self._nonces = app, key, nonces
+        self._config, self._answered = config, answered
+        self._num_coming = 0  # bytes of bodies that are not whole yet
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        """Serve one connection's request, or the start and end of the server."""
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+            return
+        if scope["type"] != "http":
+            await send({"type": "websocket.close", "code": 1008})
+            return
+        answer = _Answer(send)
+        signed_for = ""
+        try:
+            given = None if _is_open(scope) else self._credentials(scope)
+            body = await self._read(scope, receive)
+            if given is not None:
+                self._key.check(given, scope["method"], _target(scope), body)
+                signed_for = given.nonce
+                await self._claim(given, scope["path"])
+            await self._app(scope, _replay(body), answer)
+        except _Refused as refused:
+            answer.be(refused.problem)
+        except SignatureRefused as error:
+            # As it came: the decoded path may have line breaks, which would be lines of the log.
+            _LOG.warning("refused %s %r: %s", scope["method"], _target(scope), error)
+            answer.be(problem_of(error))
+        except Exception as error:  # noqa: BLE001 - answered, and logged unless it is ours
+            if not isinstance(error, WeightBridgeError):
+                _LOG.exception("%s %r failed", scope["method"], _target(scope))
+            answer.be(problem_of(error))
+        self._answered(scope["method"], answer.status)
+        await answer.send(self._key, signed_for)
+
+    def _credentials(self, scope: Message) -> Credentials:
+        """Before the body: a stranger's is not even read."""
+        given = [value for name, value in scope["headers"] if name == b"authorization"]
+        header = b"; ".join(given).decode("latin-1") if given else None
+        credentials = Credentials.parse(header)
+        self._nonces.check_time(credentials, now=time.time())
+        return credentials
+
+    async def _claim(self, given: Credentials, path: str) -> None:
+        now = time.time()
+        if path.endswith(_CHANGES):
+            await asyncio.to_thread(self._nonces.claim, given, now=now)
+        else:  # outlives this process: with the machine, what a replay could reach is gone as well
+            self._nonces.claim(given, now=now, sync=False)
+
+    async def _read(self, scope: Message, receive: Receive) -> bytes:
+        is_manifest = scope["path"] == _MANIFEST_PATH and scope["method"] == "POST"
+        limit = self._config.max_body_nbytes if is_manifest else _SMALL_NBYTES
+        timeout_s = self._config.body_timeout_s
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await self._body(receive, limit)
+        except TimeoutError as error:
+            detail = f"the body did not arrive, expected all of it within {timeout_s:g} s. Retry."
+            raise _Refused(http_problem(408, detail)) from error
+
+    async def _body(self, receive: Receive, limit: int) -> bytes:
+        parts = bytearray()
+        try:
+            more = True
+            while more:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    detail = "the client went away before its body was there."
+                    raise _Refused(http_problem(400, detail))
+                part = message.get("body", b"")
+                parts += part
+                self._num_coming += len(part)
+                more = message.get("more_body", False)
+                self._check_size(len(parts), limit)
+        finally:
+            self._num_coming -= len(parts)
+        return bytes(parts)
+
+    def _check_size(self, num: int, limit: int) -> None:
+        """A body's signature is checked when it is whole: until then it may be a stranger's."""
+        if num > limit:
+            detail = (
+                f"the body has more than {limit} bytes, expected at most that many. Raise "
+                "max_body_nbytes, or leave the layout out where the side-car knows it."
+            )
+            raise _Refused(http_problem(413, detail))
+        most = 2 * self._config.max_body_nbytes
+        if self._num_coming > most:
+            detail = f"bodies of more than {most} bytes are coming in at once. Send it again later."
+            raise _Refused(http_problem(503, detail))
+
+
+class _Answer:
+    """An answer, held back until it is whole and can be signed."""
+
+    def __init__(self, send: Send) -> None:
+        self.status = 500
+        self._send = send
+        self._headers: list[tuple[bytes, bytes]] = []
+        self._body = bytearray()
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.status, self._headers = message["status"], list(message.get("headers", []))
+            self._body.clear()
+        elif message["type"] == "http.response.body":
+            self._body += message.get("body", b"")
+
+    def be(self, problem: Problem) -> None:
+        """Be this problem instead of what was there."""
+        self.status, self._body = problem.status, bytearray(problem.encoded())
+        self._headers = [(b"content-type", MEDIA_TYPE.encode())]
+        if problem.status == 401:  # noqa: PLR2004 - RFC 9110 wants the scheme beside it
+            self._headers.append((b"www-authenticate", SCHEME.encode()))
+        if problem.status in {408, 413, 503}:  # the rest of the body is not read
+            self._headers.append((b"connection", b"close"))
+
+    async def send(self, key: Key, nonce: str) -> None:
+        """Send it; signed where the request was."""
+        body = bytes(self._body)
+        mine = {b"content-length": str(len(body)).encode(), b"cache-control": b"no-store"}
+        if nonce:
+            signature = key.sign_answer(self.status, nonce, body)
+            mine[ANSWER_HEADER.encode()] = signature.encode()
+        kept = [(name, value) for name, value in self._headers if name.lower() not in mine]
+        headers = [*kept, *mine.items()]
+        await self._send({"type": "http.response.start", "status": self.status, "headers": headers})
+        await self._send({"type": "http.response.body", "body": body})
+
+
+def _replay(body: bytes) -> Receive:
+    """The body once more, for who is behind the door; then nothing, for ever."""
+    messages = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def receive() -> Message:
+        return messages.pop() if messages else {"type": "http.disconnect"}
+
+    return receive
+
+
+def _is_open(scope: Message) -> bool:
+    return scope["method"] in {"GET", "HEAD"} and scope["path"] in OPEN_PATHS
+
+
+def _target(scope: Message) -> str:
+    path = scope.get("raw_path") or scope["path"].encode()
+    query = scope["query_string"]
+    return str((path + b"?" + query if query else path).decode("latin-1"))

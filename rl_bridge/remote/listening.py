@@ -1,0 +1,132 @@
+"""A side-car's connections: how many there may be, and for how long one may ask for nothing.
+
+uvicorn has a deadline neither for a request's head nor for who does not read its answer: what is
+open, and does nothing, would keep everybody else out for ever. Needs the extra ``remote``.
+"""
+
+import asyncio
+from http import HTTPStatus
+from typing import Any, Final
+
+from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
+
+from rl_bridge.remote.config import SidecarConfig
+from rl_bridge.remote.problems import MEDIA_TYPE, http_problem
+
+__all__ = [
+    "make_protocol",
+]
+
+_TIMES: Final = 8
+"""So many times more connections than may be served are told so; what is beyond is cut off."""
+
+
+def make_protocol(config: SidecarConfig) -> type[asyncio.Protocol]:
+    """The protocol of a side-car's connections, for uvicorn's ``http``.
+
+    Named, since uvicorn's other one, which it takes where it is installed, bounds no head's size.
+    """
+
+    class Bounded(_Connection):
+        timeout_s = config.body_timeout_s
+        most = config.max_connections
+
+    return Bounded
+
+
+class _Connection(H11Protocol):
+    """One that is closed where, for too long, no request is being served."""
+
+    timeout_s: float
+    most: int
+
+    _timer: asyncio.TimerHandle | None = None
+    _is_unread = False
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        num_open = len(self.connections)
+        if num_open > self.most * _TIMES:
+            transport.abort()
+        elif num_open > self.most:
+            # When it has asked: an answer to what is not read yet may get lost.
+            self.app = _turn_away
+        self._watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if not self.transport.is_closing():
+            super().data_received(data)
+            self._watch()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._watch()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._is_unread = True
+        self._watch()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._is_unread = False
+        self._watch()
+
+    def send_400_response(self, msg: str) -> None:
+        self._say(400, f"{msg} Expected HTTP/1.1, with a head of less than 64 KiB.")
+
+    @property
+    def _current(self) -> RequestResponseCycle | None:
+        """The last request; uvicorn's types do not say that there may be none yet."""
+        return self.cycle
+
+    def _watch(self) -> None:
+        """Let the time run while nothing is served; once it runs, only a whole head stops it."""
+        cycle = self._current
+        if cycle is not None and not cycle.response_complete and not self._is_unread:
+            self._stop()
+        elif self._timer is None and not self.transport.is_closing():
+            self._timer = self.loop.call_later(self.timeout_s, self._too_late)
+
+    def _stop(self) -> None:
+        timer, self._timer = self._timer, None
+        if timer is not None:
+            timer.cancel()
+
+    def _too_late(self) -> None:
+        self._timer = None
+        if self._current is None:
+            self._say(408, f"no request came within {self.timeout_s:g} s. Send it again.")
+        else:
+            self.transport.abort()  # what it has not read by now it never will
+
+    def _say(self, status: int, detail: str) -> None:
+        """Answer what never became a request, and close."""
+        if self._current is None or not self._current.response_started:
+            body = http_problem(status, detail).encoded()
+            head = "".join(f"{name}: {value}\r\n" for name, value in _headers(body))
+            line = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\n"
+            self.transport.write(f"{line}{head}\r\n".encode("ascii") + body)
+        self.transport.close()
+
+
+async def _turn_away(_scope: Any, _receive: Any, send: Any) -> None:
+    """Answer in the place of the side-car."""
+    detail = "the side-car has as many connections as it may have. Send it again later."
+    body = http_problem(503, detail).encoded()
+    headers = [(name.encode(), value.encode()) for name, value in _headers(body)]
+    await send({"type": "http.response.start", "status": 503, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+def _headers(body: bytes) -> list[tuple[str, str]]:
+    return [
+        ("content-type", MEDIA_TYPE),
+        ("content-length", str(len(body))),
+        ("cache-control", "no-store"),
+        ("connection", "close"),
+    ]

@@ -1,0 +1,355 @@
+"""`Sidecar`: one engine's updates, step by step, and what a crash between two of them leaves.
+
+Every step is written down before it changes the engine and after it did. A side-car that was killed
+brings its engine back at its next start: to the update whose commit had begun, else to the one that
+was committed last; where the bytes of neither are there any more the engine has to wait for the
+next update, and the status says so.
+"""
+
+import logging
+import threading
+from collections import OrderedDict
+from typing import Final
+
+from rl_bridge.bridge.acknowledgement import describe
+from rl_bridge.bridge.tensor_bridge import TensorBridge
+from rl_bridge.bridge.two_phase import TwoPhaseExecutor
+from rl_bridge.errors import (
+    EngineLost,
+    IllegalTransition,
+    StaleUpdate,
+    TornEngine,
+    UnknownUpdate,
+    WeightBridgeError,
+)
+from rl_bridge.manifest.model import WeightUpdateManifest
+from rl_bridge.remote.state import Entry, Ledger, Step
+from rl_bridge.remote.views import AcknowledgementView, Recovery, Stage, Status, UpdateView
+
+__all__ = [
+    "Sidecar",
+]
+
+_LOG = logging.getLogger(__name__)
+_REMEMBERED: Final = 64
+
+
+class Sidecar:
+    """Takes updates step by step. Steps come from one thread; `status` from any."""
+
+    def __init__(self, executor: TwoPhaseExecutor, ledger: Ledger) -> None:
+        """Stand beside an engine; nothing is done to it before `start`.
+
+        Args:
+            executor: the engine's; nobody else updates with it.
+            ledger: what was done to this engine so far.
+
+        """
+        self.executor = executor
+        self._ledger = ledger
+        self._recovery = Recovery()
+        self._lock = threading.Lock()  # of what `status` reads
+        self._known: OrderedDict[str, UpdateView] = OrderedDict()
+        self._manifest: WeightUpdateManifest | None = None
+        self._lost = ""
+
+    def start(self) -> None:
+        """Bring the engine back to where the ledger says that it was. Raises nothing for it."""
+        ledger, executor = self._ledger, self.executor
+        interrupted, active = ledger.pending, ledger.active
+        at = None if interrupted is None else interrupted.step
+        in_doubt = interrupted if at == "committing" else None
+        tried: list[str] = []
+        outcome = Recovery()
+        for entry in (in_doubt, active):
+            if entry is not None and outcome.outcome != "reinstalled":
+                outcome = self._bring_back(entry, tried)
+        words = "; ".join(tried) or "nothing was committed before this start"
+        self._recovery = outcome.model_copy(
+            update={
+                "interrupted": None if interrupted is None else interrupted.update_id,
+                "interrupted_at": at if at in {"prepared", "committing"} else None,
+                "detail": words,
+            }
+        )
+        if interrupted is not None and executor.active_weight_update_id != interrupted.update_id:
+            self._end_interrupted(interrupted)
+        ledger.tidy()
+        level = logging.WARNING if interrupted or outcome.outcome == "lost" else logging.INFO
+        version = executor.active_weight_version
+        _LOG.log(level, "started; the engine is at version %s: %s", version, words)
+
+    def status(self) -> Status:
+        """Where the engine stands."""
+        executor = self.executor
+        pending_id = executor.pending_weight_update_id
+        ack, version = executor.last_ack, executor.active_weight_version
+        is_torn = executor.is_torn
+        lost = self._lost
+        if lost:
+            version = None
+        state = "torn" if is_torn else "lost" if lost else "empty" if version is None else "serving"
+        bridge = executor.bridge
+        with self._lock:
+            pending = self._known.get(pending_id or "")
+        is_active = ack is not None and ack.weight_version == version
+        return Status.model_validate(
+            {
+                "state": state,
+                "servable": state == "serving",
+                "lost": lost,
+                "active_weight_version": version,
+                "active_update_id": None if lost else executor.active_weight_update_id,
+                "active_root": ack.root if ack is not None and is_active else None,
+                "pending": pending,
+                "transport": bridge.transport if isinstance(bridge, TensorBridge) else "",
+                "recovery": self._recovery,
+                "last_acknowledgement": None if ack is None else AcknowledgementView.of(ack),
+            }
+        )
+
+    # ---- the steps ------------------------------------------------------------------------------
+
+    def bring(self, text: bytes) -> UpdateView:
+        """Import an update and verify every byte. Once more for the same one changes nothing.
+
+        Raises:
+            WeightBridgeError: refused; the engine was not asked.
+
+        """
+        manifest = WeightUpdateManifest.from_json(text)
+        known = self._known.get(manifest.update_id)
+        if known is not None and self._waits_for(manifest):
+            return known
+        self._refuse_late(manifest)
+        if self._lost and self.executor.active_weight_update_id is not None:
+            self.executor.release_weights()  # the engine has it no more: it may come again
+        before = self.executor.pending_weight_update_id
+        try:
+            self.executor.import_weights(manifest)
+        finally:
+            self._given_up(
+                before, f"version {manifest.weight_version} came before it was committed"
+            )
+        self._manifest = manifest
+        return self._now(manifest, "imported")
+
+    def prepare(self, update_id: str) -> UpdateView:
+        """Find every reason to refuse it; the engine serves on. Twice changes nothing.
+
+        Raises:
+            UnknownUpdate: it was not imported, or is given up.
+            WeightBridgeError: refused, and given up; the engine is what it was.
+            Exception: the adapter's own.
+
+        """
+        known, manifest = self._waiting(update_id, "prepare", also="prepared")
+        if known.stage == "prepared":
+            return known
+        self._look_at_engine()
+        try:
+            self.executor.prepare_weights(update_id)
+            self._ledger.note(manifest, "prepared")
+        except Exception as error:
+            if self.executor.pending_weight_update_id == update_id:
+                self.executor.abort_weights(update_id, describe(error))  # it was not written down
+            self._failed(manifest, error)
+            raise
+        return self._now(manifest, "prepared")
+
+    def commit(self, update_id: str) -> UpdateView:
+        """Install, prove and acknowledge it, or leave everything as it was. Twice is once.
+
+        Raises:
+            UnknownUpdate: it was not imported, or is given up.
+            IllegalTransition: it is not prepared.
+            WeightBridgeError: undone; the engine is at its previous version.
+            TornEngine: install and undo both failed; the engine must not serve.
+            Exception: the adapter's own, after the undo.
+
+        """
+        known = self._known.get(update_id)
+        if known is not None and known.stage == "committed":
+            if self.executor.active_weight_update_id == update_id:
+                return known
+            msg = f"update {update_id} was committed, and is not active any more. Send a later one."
+            raise StaleUpdate(msg)
+        known, manifest = self._waiting(update_id, "commit", also="prepared")
+        if known.stage != "prepared":
+            msg = (
+                f"version {known.weight_version} (update {update_id}) is {known.stage}, expected "
+                f"it to be prepared. Send POST /updates/{update_id}/prepare first."
+            )
+            raise IllegalTransition(msg)
+        self._ledger.note(manifest, "committing")
+        try:
+            self.executor.commit_weights(update_id)
+        except Exception as error:
+            self._failed(manifest, error)
+            raise
+        self._lost = ""
+        self._written(manifest, "committed")
+        self._manifest = None
+        return self._now(manifest, "committed")
+
+    def abort(self, update_id: str, reason: str) -> UpdateView:
+        """Give it up; the engine is what it was. Twice is once.
+
+        Raises:
+            UnknownUpdate: it was not imported.
+            IllegalTransition: it is committed.
+
+        """
+        known = self._known.get(update_id)
+        if known is not None and known.stage == "committed":
+            msg = f"update {update_id} is committed, expected one that is not. Send a later one."
+            raise IllegalTransition(msg)
+        if known is not None and known.stage not in {"imported", "prepared"}:
+            return known
+        _, manifest = self._waiting(update_id, "abort", also="prepared")
+        self.executor.abort_weights(update_id, reason)
+        return self._ended(manifest, "aborted", reason)
+
+    def update(self, update_id: str) -> UpdateView:
+        """What became of an update.
+
+        Raises:
+            UnknownUpdate: nothing is known of it here.
+
+        """
+        with self._lock:
+            known = self._known.get(update_id)
+        if known is None:
+            raise UnknownUpdate(_unknown(update_id, self.executor.pending_weight_update_id))
+        return known
+
+    # ---- inside ---------------------------------------------------------------------------------
+
+    def _bring_back(self, entry: Entry, tried: list[str]) -> Recovery:
+        version, executor = entry.weight_version, self.executor
+        try:
+            if executor.active_weight_update_id != entry.update_id:
+                manifest = self._ledger.manifest_of(entry)
+                executor.update_weights(manifest)
+                self._now(manifest, "committed")
+                self._ledger.note(manifest, "committing")
+                self._ledger.note(manifest, "committed")
+            else:  # an engine that outlived the side-car's application, in one process
+                self._ledger.settle(entry, "committed")
+        except Exception as error:  # noqa: BLE001 - told in the status, in the log by `start`
+            tried.append(f"version {version} could not be brought back: {describe(error)}")
+            return Recovery(outcome="lost", weight_version=version)
+        tried.append(f"version {version} is installed and proven again")
+        return Recovery(outcome="reinstalled", weight_version=version)
+
+    def _end_interrupted(self, entry: Entry) -> None:
+        view = UpdateView(
+            update_id=entry.update_id,
+            weight_version=entry.weight_version,
+            root=entry.root,
+            stage="aborted",
+            reason=f"the side-car died when it was {entry.step}",
+        )
+        with self._lock:
+            self._known[entry.update_id] = view
+        self._ledger.settle(entry, "ended")
+
+    def _refuse_late(self, manifest: WeightUpdateManifest) -> None:
+        """The bridge refuses what is late, too, but knows only what this process saw."""
+        last = self._ledger.active
+        if last is None or last.publisher_id != manifest.publisher_id:
+            return
+        if manifest.weight_version < last.weight_version:
+            msg = (
+                f"version {manifest.weight_version} (update {manifest.update_id}) is late: version "
+                f"{last.weight_version} of its publisher was committed here. Publish a later one."
+            )
+            raise StaleUpdate(msg)
+
+    def _waits_for(self, manifest: WeightUpdateManifest) -> bool:
+        waits = self.executor.pending_weight_update_id == manifest.update_id
+        return waits and self._manifest == manifest
+
+    def _waiting(
+        self, update_id: str, verb: str, *, also: Stage
+    ) -> tuple[UpdateView, WeightUpdateManifest]:
+        """The update that is on its way, which must be this one."""
+        pending, manifest = self.executor.pending_weight_update_id, self._manifest
+        known = self._known.get(update_id)
+        if known is None:
+            raise UnknownUpdate(_unknown(update_id, pending))
+        if known.stage not in {"imported", also} or pending != update_id or manifest is None:
+            msg = (
+                f"version {known.weight_version} (update {update_id}) is {known.stage}"
+                f"{': ' if known.reason else ''}{known.reason}. There is nothing to {verb}: send a "
+                "later one."
+            )
+            raise IllegalTransition(msg)
+        return known, manifest
+
+    def _given_up(self, update_id: str | None, reason: str) -> None:
+        """The executor may have ended what was on its way before: then the books say so."""
+        manifest = self._manifest
+        if manifest is None or manifest.update_id != update_id:
+            return
+        if self.executor.pending_weight_update_id != update_id:
+            self._ended(manifest, "aborted", reason)
+
+    def _look_at_engine(self) -> None:
+        """Find out whether another engine is in the place of the one that got the last update."""
+        expected = self.executor.active_weight_update_id
+        tell = getattr(self.executor.weight_install_adapter, "describe", None)
+        if tell is None or expected is None or self.executor.is_torn:
+            return
+        try:
+            told = tell()
+        except WeightBridgeError:
+            return  # preparing says what is the matter
+        held = {rank["update_id"] for rank in (told if isinstance(told, list) else [told])}
+        if held != {expected}:
+            names = ", ".join(sorted(str(name) for name in held))
+            self._lost = f"it holds update {names}, expected {expected}: it was started anew"
+            _LOG.warning("the engine is another one: %s", self._lost)
+
+    def _failed(self, manifest: WeightUpdateManifest, error: Exception) -> None:
+        if isinstance(error, TornEngine):
+            stage: Stage = "torn"
+        else:
+            stage = "undone" if self._known[manifest.update_id].stage == "prepared" else "refused"
+        if isinstance(error, EngineLost):
+            self._lost = describe(error)
+        self._ended(manifest, stage, describe(error))
+
+    def _ended(self, manifest: WeightUpdateManifest, stage: Stage, reason: str) -> UpdateView:
+        pending = self._ledger.pending
+        if pending is not None and pending.update_id == manifest.update_id:
+            self._written(manifest, "ended")
+        self._manifest = None
+        return self._now(manifest, stage, reason)
+
+    def _written(self, manifest: WeightUpdateManifest, step: Step) -> None:
+        """Note what has happened: a file that cannot be written does not undo it."""
+        try:
+            self._ledger.note(manifest, step)
+        except WeightBridgeError:
+            _LOG.exception("version %d is %s; not written down", manifest.weight_version, step)
+
+    def _now(self, manifest: WeightUpdateManifest, stage: Stage, reason: str = "") -> UpdateView:
+        ack = self.executor.last_ack if stage == "committed" else None
+        view = UpdateView.of(manifest, stage).model_copy(
+            update={
+                "reason": reason,
+                "acknowledgement": None if ack is None else AcknowledgementView.of(ack),
+            }
+        )
+        with self._lock:
+            self._known[manifest.update_id] = view
+            self._known.move_to_end(manifest.update_id)
+            while len(self._known) > _REMEMBERED:
+                self._known.popitem(last=False)
+        return view
+
+
+def _unknown(update_id: str, pending: str | None) -> str:
+    waits = "none is on its way" if pending is None else f"update {pending} is on its way"
+    return f"no update {update_id} is known here: {waits}. Send its manifest to POST /updates."

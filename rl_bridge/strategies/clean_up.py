@@ -1,0 +1,249 @@
+"""What follows a sync on the trainer's side, in the one order that is safe.
+
+The engines have loaded. Then: delete temporaries, so that nothing refers to shared memory; collect
+what other processes let go of; wait for the other ranks, so that none goes on while another still
+sends; wait for the device; give cached blocks back; drop the engines' cached prefixes.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from rl_bridge.bridge.acknowledgement import describe
+from rl_bridge.errors import GroupAborted, MalformedManifest
+from rl_bridge.groups.exchange import GroupExchange
+from rl_bridge.manifest.canonical import canonical_json, decode_json
+from rl_bridge.transports.base import checked_seconds
+
+__all__ = [
+    "STEPS",
+    "CleanUp",
+    "DeviceCalls",
+    "Outcome",
+    "cuda_calls",
+    "share_json",
+    "share_outcome",
+]
+
+# ---- What became of a sync on each rank of the trainer: told to all, so that all know the same.
+
+_MAX_REASON = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of a sync on one rank.
+
+    Attributes:
+        failure: what failed; empty where nothing did.
+
+    """
+
+    failure: str = ""
+
+    @property
+    def is_good(self) -> bool:
+        """Whether nothing failed."""
+        return not self.failure
+
+
+def share_json(
+    exchange: GroupExchange, step: str, body: dict[str, object], *, timeout_s: float
+) -> list[dict[str, object]]:
+    """Give a JSON object and get everybody's, by rank; nothing is unpickled.
+
+    Raises:
+        GroupAborted: not all ranks came in time.
+        MalformedManifest: a rank sent no JSON object.
+
+    """
+    payload = canonical_json(body).encode("ascii")
+    found = []
+    for rank, data in enumerate(exchange.gather(step, payload, timeout_s=timeout_s)):
+        text = data.decode("ascii", errors="replace")
+        value, end = decode_json(text)
+        if not isinstance(value, dict) or end != len(text):
+            msg = (
+                f"rank {rank} sent {text[:80]!r} in step {step!r}, expected a JSON object. Use the "
+                "same rl_bridge release on every rank."
+            )
+            raise MalformedManifest(msg)
+        found.append(value)
+    return found
+
+
+def share_outcome(exchange: GroupExchange, outcome: Outcome, *, timeout_s: float) -> None:
+    """Tell the other ranks what became of a sync here, and hear the same of them.
+
+    Raises:
+        GroupAborted: this rank's part is well and another one's is not, or did not come in time.
+
+    """
+    body: dict[str, object] = {"failure": outcome.failure[:_MAX_REASON]}
+    try:
+        bodies = share_json(exchange, "outcome", body, timeout_s=timeout_s)
+    finally:
+        exchange.decide("over")  # whoever still waits for this sync need not wait any longer
+    failed = {
+        rank: str(one.get("failure")) for rank, one in enumerate(bodies) if one.get("failure")
+    }
+    if failed and outcome.is_good:
+        rank, why = next(iter(failed.items()))
+        msg = (
+            f"the sync failed on rank {rank}: {why}. This rank's part of it was done. Mend the "
+            "cause, then sync again."
+        )
+        raise GroupAborted(msg, tuple(failed))
+
+
+# ---- the rest builds on the parts above
+
+_LOG = logging.getLogger(__name__)
+
+STEPS = (
+    "delete",
+    "ipc_collect",
+    "barrier",
+    "synchronize",
+    "empty_cache",
+    "reset_prefix_cache",
+)
+"""The order. Steps of a device are left out where there is none, the barrier with one rank."""
+
+
+class DeviceCalls(Protocol):
+    """What is asked of a device; ``torch.cuda`` is one."""
+
+    def ipc_collect(self) -> None:
+        """Free shared memory that nobody uses any more."""
+
+    def synchronize(self) -> None:
+        """Wait for all work."""
+
+    def empty_cache(self) -> None:
+        """Give cached blocks back."""
+
+
+class CleanUp:
+    """Runs the steps behind each sync."""
+
+    def __init__(
+        self,
+        *,
+        device: DeviceCalls | None = None,
+        exchange: GroupExchange | None = None,
+        timeout_s: float = 600.0,
+    ) -> None:
+        """Configure.
+
+        Args:
+            device: None where the weights lie on the CPU.
+            exchange: of the trainer's ranks; None where there is one.
+            timeout_s: how long a rank waits for the others, their engines' loading included.
+
+        Raises:
+            TypeError: a limit that is no number.
+            ValueError: one that is not above 0, or beyond all waits.
+
+        """
+        self._device = device
+        self._exchange = exchange
+        self._timeout_s = checked_seconds("timeout_s", timeout_s)
+
+    def begin(self) -> None:
+        """A sync begins: what the ranks tell each other from now on is about this one."""
+        if self._exchange is not None:
+            self._exchange.begin()
+
+    def read_out(self, chunks: Iterable[object], error: BaseException | None) -> None:
+        """Take part, behind a failure, in the gathers that this rank would leave out.
+
+        The other ranks wait for this one's parts of chunks that it does not want any more, and
+        their process group would be lost. Not where it was another rank that did not come, or where
+        this one was interrupted.
+
+        Args:
+            chunks: that were not read to their end; those of a list are no gathers.
+            error: what failed; gets a note where the rest could not be read.
+
+        """
+        if not isinstance(error, Exception) or isinstance(error, GroupAborted):
+            return
+        if self._exchange is None or not isinstance(chunks, Iterator):
+            return
+        try:
+            for chunk in chunks:
+                del chunk
+        except Exception as second:  # noqa: BLE001 - the first failure is what the caller gets
+            _LOG.warning("chunks could not be read to their end", exc_info=True)
+            error.add_note(f"rl_bridge: its other chunks could not be read: {describe(second)}")
+
+    async def run(
+        self,
+        outcome: Outcome,
+        *,
+        delete: Callable[[], object],
+        reset_prefix_cache: Callable[[], Awaitable[object]] | None = None,
+    ) -> tuple[str, ...]:
+        """Run all steps, whatever becomes of each; returns those that there were, in order.
+
+        Args:
+            outcome: what became of the sync on this rank; the barrier tells it to the others.
+            delete: lets go of temporaries.
+            reset_prefix_cache: of the engines, where their installs do not do it.
+
+        Raises:
+            GroupAborted: another rank failed, or did not come in time.
+            Exception: the first step's that failed, after the others were run.
+
+        """
+        done: list[str] = []
+        failures: list[Exception] = []
+        for name, step in self._steps(outcome, delete, reset_prefix_cache):
+            done.append(name)
+            try:
+                await step()
+            except Exception as error:  # noqa: BLE001 - the first one is raised behind the last step
+                failures.append(error)
+        for other in failures[1:]:
+            failures[0].add_note(f"rl_bridge: clean-up went on, and failed again: {other}")
+        if failures:
+            raise failures[0]
+        return tuple(done)
+
+    def _steps(
+        self,
+        outcome: Outcome,
+        delete: Callable[[], object],
+        reset_prefix_cache: Callable[[], Awaitable[object]] | None,
+    ) -> list[tuple[str, Callable[[], Awaitable[object]]]]:
+        device, exchange = self._device, self._exchange
+        found: dict[str, Callable[[], Awaitable[object]]] = {"delete": _awaited(delete)}
+        if device is not None:
+            found["ipc_collect"] = _awaited(device.ipc_collect)
+            found["synchronize"] = _awaited(device.synchronize)
+            found["empty_cache"] = _awaited(device.empty_cache)
+        if exchange is not None:
+            # In a thread: other ranks wait here for as long as the engines load.
+            found["barrier"] = lambda: asyncio.to_thread(
+                share_outcome, exchange, outcome, timeout_s=self._timeout_s
+            )
+        if reset_prefix_cache is not None and outcome.is_good:
+            found["reset_prefix_cache"] = reset_prefix_cache
+        return [(name, found[name]) for name in STEPS if name in found]
+
+
+def cuda_calls(device: torch.device | str) -> DeviceCalls | None:
+    """What is asked of a device of torch's: None for the CPU."""
+    return torch.cuda if torch.device(device).type == "cuda" else None
+
+
+def _awaited(action: Callable[[], object]) -> Callable[[], Awaitable[object]]:
+    async def run() -> object:
+        return action()
+
+    return run

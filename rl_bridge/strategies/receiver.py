@@ -1,0 +1,295 @@
+"""The engine's half of a transfer: whoever loads an update pulls its tensors from here."""
+
+import asyncio
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Mapping
+from typing import Self
+
+import torch
+
+from rl_bridge.bridge.acknowledgement import describe
+from rl_bridge.bridge.tensor_bridge import TensorBridge
+from rl_bridge.errors import (
+    MalformedManifest,
+    StaleUpdate,
+    UnknownUpdate,
+    WeightBridgeError,
+    WeightUpdateRejectedError,
+)
+from rl_bridge.manifest.model import WeightUpdateManifest
+from rl_bridge.strategies.requests import (
+    AbandonedWeightUpdateRequest,
+    GPUHandle,
+    WeightUpdateRequest,
+)
+from rl_bridge.strategies.sender import Layout
+
+__all__ = [
+    "BridgeTransferReceiver",
+    "PendingUpdate",
+    "WeightTransferReceiver",
+]
+
+# ---- An update whose batches are coming in: which came, in what order, and whether they fit.
+# Pure.
+
+_SHOWN = 5
+
+
+class PendingUpdate:
+    """One update from its first request to its last.
+
+    Attributes:
+        manifest: the update, as this engine imports it.
+        update_id: by which its requests go: where each GPU has a copy, that of the first one.
+        batches: names of each batch that came.
+        last: the request that came last.
+
+    """
+
+    def __init__(self, manifest: WeightUpdateManifest, *, update_id: str | None = None) -> None:
+        """Begin; no batch is there yet."""
+        self.manifest = manifest
+        self.update_id = update_id or manifest.update_id
+        self.batches: list[tuple[str, ...]] = []
+        self.last: WeightUpdateRequest | None = None
+        self._seen: set[str] = set()
+        self._num_batches: int | None = None
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the last batch came."""
+        return self.last is not None and self.last.is_last
+
+    def add(self, request: WeightUpdateRequest) -> None:
+        """Take the next batch.
+
+        Raises:
+            WeightUpdateRejectedError: another batch is due.
+            MalformedManifest: the batch is not of this update, or not as its manifest says.
+
+        """
+        manifest, name = self.manifest, _name(request)
+        if (request.update_id, request.weight_version) != (
+            self.update_id,
+            manifest.weight_version,
+        ):
+            msg = (
+                f"{name} came with the manifest of version {manifest.weight_version} (update "
+                f"{self.update_id}). Send requests as the sender made them."
+            )
+            raise MalformedManifest(msg)
+        due = (len(self.batches), self._num_batches or request.num_batches)
+        if (request.batch, request.num_batches) != due:
+            msg = (
+                f"{name} came as batch {request.batch} of {request.num_batches}, expected batch "
+                f"{due[0]} of {due[1]}. Send the requests of an update in order, each once."
+            )
+            raise WeightUpdateRejectedError(msg)
+        self._check_names(request, name)
+        self.batches.append(request.names)
+        self._seen.update(request.names)
+        self._num_batches = request.num_batches
+        self.last = request
+
+    def _check_names(self, request: WeightUpdateRequest, name: str) -> None:
+        rows = self.manifest.table.rows
+        strange = [one for one in request.names if one not in rows or one in self._seen]
+        if strange:
+            msg = (
+                f"{name} names {strange[:_SHOWN]}, which the manifest does not have or an earlier "
+                "batch had. Send requests as the sender made them."
+            )
+            raise MalformedManifest(msg)
+        said = Layout.of(self.manifest, request.names)
+        if (said.dtypes, said.shapes) != (request.dtypes, request.shapes):
+            msg = (
+                f"{name}: its dtypes or shapes are not those of the manifest. Send requests as "
+                "the sender made them."
+            )
+            raise MalformedManifest(msg)
+        missing = rows.keys() - self._seen - set(request.names) if request.is_last else ()
+        if missing:
+            msg = (
+                f"{name} is the last one, and {len(missing)} tensors came in none, such as "
+                f"{sorted(missing)[:_SHOWN]}. Send all requests of an update."
+            )
+            raise MalformedManifest(msg)
+
+
+def _name(request: WeightUpdateRequest) -> str:
+    return f"batch {request.batch} of version {request.weight_version} (update {request.update_id})"
+
+
+# ---- the rest builds on the parts above
+
+_LOG = logging.getLogger(__name__)
+
+
+class WeightTransferReceiver(ABC):
+    """Gives the tensors of a request to whoever loads them."""
+
+    @abstractmethod
+    def receive_weights(
+        self, request: WeightUpdateRequest
+    ) -> AsyncIterator[tuple[str, torch.Tensor]]:
+        """Yield the batch's tensors, by name."""
+
+
+class BridgeTransferReceiver(WeightTransferReceiver):
+    """Receives over a bridge. One update at a time: a newer one ends the one before.
+
+    The first batch's bytes are asked for when its tensors are; then the whole update is imported
+    and every byte of it verified, so that a damaged one is refused before an engine hears of it.
+    The tensors are the update's memory, without a copy where the transport needs none.
+
+    Attributes:
+        bridge: the consumer's; `close` closes it.
+
+    """
+
+    def __init__(self, bridge: TensorBridge, *, gpu: str | None = None) -> None:
+        """Receive through `bridge`.
+
+        Args:
+            bridge: this engine's, which nobody else imports with.
+            gpu: UUID of this engine's GPU, for requests that have a handle for each.
+
+        """
+        self.bridge = bridge
+        self._gpu = gpu
+        self._pending: PendingUpdate | None = None
+        self._ended: tuple[str, str] = ("", "")
+
+    def accept(self, request: WeightUpdateRequest) -> PendingUpdate:
+        """Take note of the next batch, without its bytes.
+
+        Returns:
+            The update so far.
+
+        Raises:
+            UnknownUpdate: its first batch never came, or the update ended.
+            StaleUpdate: it begins an older update than the one under way, which goes on.
+            WeightBridgeError: it is not the batch that is due; the update is rejected.
+
+        """
+        pending = self._pending
+        if request.batch == 0 and request.manifest is not None:
+            first, manifest = self._manifests(request)
+            if pending is not None:
+                _require_newer(manifest, pending.manifest)
+                self.reject(f"version {manifest.weight_version} began before it was complete")
+            pending = self._pending = PendingUpdate(manifest, update_id=first.update_id)
+        elif pending is None or pending.update_id != request.update_id:
+            ended, reason = self._ended
+            why = f"it ended: {reason}" if ended == request.update_id else "no batch of it came"
+            msg = (
+                f"batch {request.batch} of version {request.weight_version} (update "
+                f"{request.update_id}): {why}. Send the update again from its first batch."
+            )
+            raise UnknownUpdate(msg)
+        try:
+            pending.add(request)
+        except WeightBridgeError as error:
+            self.reject(describe(error))
+            raise
+        return pending
+
+    async def receive_weights(
+        self, request: WeightUpdateRequest
+    ) -> AsyncIterator[tuple[str, torch.Tensor]]:
+        """Yield the batch's tensors, by name.
+
+        Raises:
+            UnknownUpdate: its first batch never came, or the update ended.
+            WeightBridgeError: what `accept` or the import raises; the update is rejected.
+
+        """
+        pending = self._pending
+        if pending is None or pending.last is not request:
+            pending = self.accept(request)
+        tensors = await self._imported(pending.manifest)
+        for name in request.names:
+            yield name, tensors[name]
+
+    async def _imported(self, manifest: WeightUpdateManifest) -> Mapping[str, torch.Tensor]:
+        # In a thread: it may wait for bytes that are on the wire.
+        try:
+            return await asyncio.to_thread(self.bridge.import_update, manifest)
+        except Exception as error:
+            self.reject(describe(error))
+            raise
+
+    def reject(self, reason: str) -> None:
+        """End the update under way, if there is one: its later batches are refused."""
+        pending = self.finish(reason)
+        if pending is not None and self.bridge.active_update_id != pending.manifest.update_id:
+            try:
+                self.bridge.reject(pending.manifest, reason)
+            except WeightBridgeError:
+                # It is over already, by the bridge itself or whoever shares it.
+                _LOG.debug("update %s was over", pending.manifest.update_id, exc_info=True)
+
+    def finish(self, reason: str = "it was loaded") -> PendingUpdate | None:
+        """Forget the update under way, whatever became of it; returns it."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            self._ended = (pending.update_id, reason)
+        return pending
+
+    def abandon(self, request: AbandonedWeightUpdateRequest) -> None:
+        """End an update that its trainer gave up; one that is installed stays."""
+        pending = self._pending
+        if pending is not None and pending.update_id == request.update_id:
+            self.reject(f"its trainer gave it up: {request.reason}")
+
+    def close(self) -> None:
+        """Let go of the update under way, and close the bridge. Idempotent."""
+        self.reject("the receiver closed")
+        self.bridge.close()
+
+    def __enter__(self) -> Self:
+        """Use as a context manager."""
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        """Close."""
+        self.close()
+
+    def _manifests(
+        self, request: WeightUpdateRequest
+    ) -> tuple[WeightUpdateManifest, WeightUpdateManifest]:
+        """The manifest that the request goes by, and that of this engine's copy of the update."""
+        assert request.manifest is not None
+        first = WeightUpdateManifest.from_json(request.manifest)
+        handles: tuple[GPUHandle, ...] = getattr(request, "handles", ())
+        if not handles:
+            return first, first
+        mine = next((one.manifest for one in handles if one.gpu == self._gpu), None)
+        if mine is None:
+            msg = (
+                f"version {request.weight_version} lies on the GPUs "
+                f"{[one.gpu for one in handles]}, this engine is on {self._gpu}. Place trainer and "
+                "engine on the same GPUs, or send by broadcast."
+            )
+            raise MalformedManifest(msg)
+        manifest = WeightUpdateManifest.from_json(mine)
+        if (manifest.root, manifest.weight_version) != (first.root, first.weight_version):
+            msg = (
+                f"the copy of version {request.weight_version} on GPU {self._gpu} has root "
+                f"{manifest.root}, expected {first.root}. Send requests as the sender made them."
+            )
+            raise MalformedManifest(msg)
+        return first, manifest
+
+
+def _require_newer(manifest: WeightUpdateManifest, under_way: WeightUpdateManifest) -> None:
+    """Refuse a late first batch: it must not end the update that came after it."""
+    is_of_one_stream = manifest.publisher_id == under_way.publisher_id
+    if is_of_one_stream and manifest.weight_version < under_way.weight_version:
+        msg = (
+            f"version {manifest.weight_version} (update {manifest.update_id}) is stale: version "
+            f"{under_way.weight_version} is being received already. Publish a later version."
+        )
+        raise StaleUpdate(msg)

@@ -1,0 +1,566 @@
+"""The trainer's half of a transfer: publishes the chunks of a sync as one update, tells engines.
+
+The chunks are read once. When `send_chunks` returns, every engine behind the client has installed,
+proven and acknowledged the update; when it raises, the update is withdrawn.
+"""
+
+import logging
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, Self, runtime_checkable
+
+from rl_bridge.bridge.acknowledgement import describe
+from rl_bridge.bridge.tensor_bridge import TensorBridge
+from rl_bridge.errors import GroupAborted, RanksDisagree, UnknownUpdate
+from rl_bridge.groups.exchange import GroupExchange
+from rl_bridge.manifest.canonical import JSONValue, canonical_json, thaw
+from rl_bridge.manifest.model import WeightUpdateManifest
+from rl_bridge.strategies.clean_up import CleanUp, Outcome, share_json
+from rl_bridge.strategies.requests import (
+    AbandonedWeightUpdateRequest,
+    GPUHandle,
+    WeightUpdateRequest,
+)
+from rl_bridge.trainers.chunks import (
+    DEFAULT_CHUNK_NBYTES,
+    WeightChunk,
+    batches,
+    checked_threshold,
+    module_of,
+)
+
+__all__ = [
+    "BatchPlan",
+    "BridgeTransferSender",
+    "CudaIpcTransferSender",
+    "HelperTransferSender",
+    "InferenceClient",
+    "Layout",
+    "WeightTransferSender",
+    "gather_handles",
+    "merge_handles",
+]
+
+# ---- How an update is cut into batches: whole modules, together up to a threshold. Pure.
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Columns of some tensors of an update, as requests tell them."""
+
+    names: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    sizes: tuple[int, ...]
+    offsets: tuple[int, ...]
+
+    @classmethod
+    def of(cls, manifest: WeightUpdateManifest, names: Iterable[str]) -> "Layout":
+        """What the manifest says about the tensors of these names."""
+        table, names = manifest.table, tuple(names)
+        rows = [table.rows[name] for name in names]
+        shapes = tuple(tuple(table.shapes[row]) for row in rows)
+        return cls(
+            names=names,
+            dtypes=tuple(table.dtypes[row] for row in rows),
+            shapes=shapes,
+            sizes=tuple(_numel(shape) for shape in shapes),
+            offsets=tuple(table.offsets[row] for row in rows),
+        )
+
+
+def _numel(shape: tuple[int, ...]) -> int:
+    count = 1
+    for dim in shape:
+        count *= dim
+    return count
+
+
+class BatchPlan:
+    """Notes an update's tensors as their chunks pass, and cuts them into batches.
+
+    Modules stay whole, whichever chunks they came in; one that is larger than the threshold is a
+    batch of its own. A further name of a tensor goes with its first one and costs nothing.
+    """
+
+    def __init__(self, threshold_nbytes: int) -> None:
+        """Cut at `threshold_nbytes`."""
+        self._threshold_nbytes = threshold_nbytes
+        self._items: list[tuple[str, tuple[str, int]]] = []
+
+    def noting(self, chunks: Iterable[WeightChunk]) -> Iterator[WeightChunk]:
+        """Pass chunks on, and note what is in them."""
+        # By their memory: whoever takes the chunks keeps their tensors until all have passed.
+        module_by_tensor: dict[object, str] = {}
+        for chunk in chunks:
+            for name, tensor in zip(chunk.names, chunk.tensors, strict=True):
+                key = (tensor.data_ptr(), tensor.dtype, tensor.shape)
+                is_new = tensor.nbytes == 0 or key not in module_by_tensor
+                own = chunk.module_name or module_of(name)
+                module = own if tensor.nbytes == 0 else module_by_tensor.setdefault(key, own)
+                self._items.append((module, (name, tensor.nbytes if is_new else 0)))
+            yield chunk
+
+    def cut(self) -> list[tuple[str, ...]]:
+        """Names of each batch; at least one batch, also of an update without tensors."""
+        found = batches(self._items, size_of=lambda item: item[1], limit=self._threshold_nbytes)
+        return [tuple(name for name, _ in batch) for _, batch in found] or [()]
+
+
+# ---- the rest builds on the parts above
+
+_LOG = logging.getLogger(__name__)
+
+
+@runtime_checkable
+class InferenceClient(Protocol):
+    """What a sender needs of whoever reaches the engines.
+
+    One that has ``reset_prefix_cache()`` as well is asked for it at the end of each sync.
+    """
+
+    async def update_named_weights(self, request: WeightUpdateRequest) -> object:
+        """Hand the request to every engine's loader; raise where one of them raises."""
+
+
+class WeightTransferSender(ABC):
+    """Sends one rank's chunks. Every rank of the trainer makes one, and calls it in every sync."""
+
+    @abstractmethod
+    async def send_chunks(
+        self,
+        chunks: Iterable[WeightChunk],
+        inference_client: InferenceClient,
+        *,
+        weight_version: int | None = None,
+        metadata: Mapping[str, JSONValue] | None = None,
+        trainable: Iterable[str] | None = None,
+    ) -> WeightUpdateManifest | None:
+        """Send all chunks of a sync as one update.
+
+        Args:
+            chunks: of whole tensors, such as ``extractor.extract_weights(dtype)``; read once.
+            inference_client: reaches the engines.
+            weight_version: above the last one; None takes the next.
+            metadata: JSON values of your own, for the manifest.
+            trainable: names that training changes, such as ``extractor.trainable_names()``.
+
+        Returns:
+            The manifest; None on a rank that publishes nothing.
+
+        Raises:
+            Exception: whatever failed, unchanged; the update is withdrawn.
+
+        """
+
+    def close(self) -> None:  # noqa: B027 - not every rank has something to close
+        """Let go of everything; engines keep what they installed. Idempotent."""
+
+    def __enter__(self) -> Self:
+        """Use as a context manager."""
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        """Close."""
+        self.close()
+
+
+class HelperTransferSender(WeightTransferSender):
+    """A rank that takes part in the collectives of its extractor, and sends nothing itself."""
+
+    def __init__(self, clean_up: CleanUp) -> None:
+        """Wait for the sending rank with `clean_up`."""
+        self._clean_up = clean_up
+
+    async def send_chunks(
+        self,
+        chunks: Iterable[WeightChunk],
+        inference_client: InferenceClient,
+        *,
+        weight_version: int | None = None,
+        metadata: Mapping[str, JSONValue] | None = None,
+        trainable: Iterable[str] | None = None,
+    ) -> WeightUpdateManifest | None:
+        """Go through the chunks, and wait for what became of the sync.
+
+        Raises:
+            GroupAborted: it failed on the sending rank, or that rank is gone.
+
+        """
+        del inference_client, weight_version, metadata, trainable
+        async with _Ending(self._clean_up, chunks, client=None):
+            for chunk in chunks:
+                del chunk  # its memory goes before the next one is gathered
+        return None
+
+
+class BridgeTransferSender(WeightTransferSender):
+    """Publishes over a bridge.
+
+    Attributes:
+        bridge: the trainer's; `close` closes it.
+
+    """
+
+    def __init__(
+        self,
+        bridge: TensorBridge,
+        request_type: type[WeightUpdateRequest],
+        *,
+        threshold_nbytes: int = DEFAULT_CHUNK_NBYTES,
+        clean_up: CleanUp | None = None,
+    ) -> None:
+        """Publish through `bridge`.
+
+        Args:
+            bridge: this rank's, which nobody else publishes with.
+            request_type: what the engines are sent.
+            threshold_nbytes: bytes of a batch; a module that is larger goes alone.
+            clean_up: what follows each sync; None for one rank on a CPU.
+
+        Raises:
+            TypeError: a threshold that is no integer.
+            ValueError: one below 1.
+
+        """
+        self.bridge = bridge
+        self._request_type = request_type
+        self._threshold_nbytes = checked_threshold(threshold_nbytes)
+        self._clean_up = clean_up or CleanUp()
+        self._latest: tuple[WeightUpdateManifest, list[WeightUpdateRequest]] | None = None
+
+    async def send_chunks(
+        self,
+        chunks: Iterable[WeightChunk],
+        inference_client: InferenceClient,
+        *,
+        weight_version: int | None = None,
+        metadata: Mapping[str, JSONValue] | None = None,
+        trainable: Iterable[str] | None = None,
+    ) -> WeightUpdateManifest:
+        """Publish, and send the batches one after the other. See `WeightTransferSender`."""
+        plan = BatchPlan(self._threshold_nbytes)
+        published: list[WeightUpdateManifest] = []
+        async with _Ending(self._clean_up, chunks, client=inference_client):
+            version = self._next_version() if weight_version is None else weight_version
+            try:
+                published.append(
+                    self._publish(
+                        plan.noting(chunks),
+                        weight_version=version,
+                        metadata=metadata,
+                        trainable=trainable,
+                    )
+                )
+                requests = self._requests(published[0], plan.cut())
+                for request in requests:
+                    await inference_client.update_named_weights(request)
+            except BaseException as error:
+                if published:
+                    await self._give_up(published[0], error, inference_client)
+                raise
+            previous, self._latest = self._latest, (published[0], requests)
+            if previous is not None:
+                self.bridge.release(previous[0].update_id)
+            _LOG.info(
+                "version %d: %d bytes in %d batches",
+                version,
+                published[0].total_nbytes,
+                len(requests),
+            )
+        return published[0]
+
+    async def send_latest(self, inference_client: InferenceClient) -> WeightUpdateManifest:
+        """Send the latest update to engines that joined after it; nothing is published.
+
+        Raises:
+            UnknownUpdate: there is none yet.
+            Exception: whatever failed; the update stays published for the engines that have it.
+
+        """
+        if self._latest is None:
+            raise UnknownUpdate("no update was sent yet. Call send_chunks first.")
+        manifest, requests = self._latest
+        try:
+            for request in requests:
+                await inference_client.update_named_weights(request)
+        except BaseException as error:
+            await self._tell_of_the_end(manifest, error, inference_client)
+            raise
+        return manifest
+
+    def close(self) -> None:
+        """Close the bridge; engines keep what they installed. Idempotent."""
+        self._latest = None
+        self.bridge.close()
+
+    # ---- the steps ------------------------------------------------------------------------------
+
+    def _next_version(self) -> int:
+        last = self.bridge._publisher_end().last_version  # noqa: SLF001 - the bridge's other half
+        return 0 if last is None else last + 1
+
+    def _publish(self, chunks: Iterator[WeightChunk], **options: Any) -> WeightUpdateManifest:
+        return self.bridge.publish(chunks, **options)
+
+    def _requests(
+        self, manifest: WeightUpdateManifest, batches: Sequence[tuple[str, ...]]
+    ) -> list[WeightUpdateRequest]:
+        return [
+            self._request(
+                Layout.of(manifest, names),
+                update_id=manifest.update_id,
+                weight_version=manifest.weight_version,
+                batch=index,
+                num_batches=len(batches),
+                manifest=manifest.to_json() if index == 0 else None,
+            )
+            for index, names in enumerate(batches)
+        ]
+
+    def _request(self, layout: Layout, **fields: Any) -> WeightUpdateRequest:
+        return self._request_type(
+            **fields,
+            names=layout.names,
+            dtypes=layout.dtypes,
+            shapes=layout.shapes,
+            sizes=layout.sizes,
+        )
+
+    async def _give_up(
+        self, manifest: WeightUpdateManifest, error: BaseException, client: InferenceClient
+    ) -> None:
+        """Tell the engines that no more comes, and withdraw the update."""
+        try:
+            await self._tell_of_the_end(manifest, error, client)
+        finally:
+            self.bridge.release(manifest.update_id)
+            error.add_note(
+                f"rl_bridge: version {manifest.weight_version} is withdrawn; engines that did not "
+                "install it hold what they held before."
+            )
+
+    async def _tell_of_the_end(
+        self, manifest: WeightUpdateManifest, error: BaseException, client: InferenceClient
+    ) -> None:
+        request = AbandonedWeightUpdateRequest(
+            update_id=manifest.update_id,
+            weight_version=manifest.weight_version,
+            reason=describe(error)[:2048],
+        )
+        try:
+            await client.update_named_weights(request)
+        except Exception as second:  # noqa: BLE001 - the first failure is what the caller gets
+            error.add_note(f"rl_bridge: engines could not be told that it ended: {second}")
+
+
+class _Ending:
+    """Runs the clean-up behind a sync, whatever became of it."""
+
+    def __init__(
+        self, clean_up: CleanUp, chunks: Iterable[WeightChunk], *, client: InferenceClient | None
+    ) -> None:
+        self._clean_up = clean_up
+        self._chunks = chunks
+        self._reset = getattr(client, "reset_prefix_cache", None)
+
+    async def __aenter__(self) -> None:
+        """Begin."""
+        self._clean_up.begin()
+
+    async def __aexit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        """Clean up; where the sync failed, that is what the caller gets."""
+        outcome = Outcome("" if error is None else describe(error))
+        self._clean_up.read_out(self._chunks, error)
+        try:
+            await self._clean_up.run(outcome, delete=self._delete, reset_prefix_cache=self._reset)
+        except Exception as second:
+            if error is None:
+                raise
+            error.add_note(f"rl_bridge: the clean-up failed, too: {describe(second)}")
+
+    def _delete(self) -> None:
+        # A generator that was not read to its end still holds a chunk.
+        close = getattr(self._chunks, "close", None)
+        if callable(close):
+            close()
+
+
+# ---- Which GPU has its own copy of an update, and where: gathered from the trainer's ranks, as
+# JSON.
+#
+# Engines that share GPUs with a trainer open the copy on their own GPU. Each rank publishes one;
+# the map that rank 0 sends has one entry for each GPU, and is refused where the copies are not the
+# same.
+
+_GPU = re.compile(r"^[A-Za-z0-9-]{1,128}$")
+
+
+def gather_handles(
+    manifest: WeightUpdateManifest,
+    *,
+    gpu: str,
+    exchange: GroupExchange | None,
+    timeout_s: float,
+) -> tuple[GPUHandle, ...]:
+    """Gather where every rank's copy of this update is. Every rank calls it.
+
+    Args:
+        manifest: of this rank's copy.
+        gpu: UUID of the GPU that it lies on.
+        exchange: of the trainer's ranks; None where there is one.
+        timeout_s: how long this rank waits for the others.
+
+    Raises:
+        RanksDisagree: the copies are of different content or versions.
+        GroupAborted: not all ranks came in time.
+
+    """
+    mine: dict[str, object] = {"gpu": gpu, "manifest": manifest.to_json()}
+    bodies = [mine]
+    if exchange is not None:
+        bodies = share_json(exchange, "handles", mine, timeout_s=timeout_s)
+    return merge_handles(bodies)
+
+
+def merge_handles(bodies: Sequence[dict[str, object]]) -> tuple[GPUHandle, ...]:
+    """One handle for each GPU, from what each rank says of its copy.
+
+    Raises:
+        RanksDisagree: the copies are of different content or versions.
+        WeightManifestValidationError: a manifest is none.
+
+    """
+    found: dict[str, GPUHandle] = {}
+    first: WeightUpdateManifest | None = None
+    for rank, body in enumerate(bodies):
+        gpu, text = body.get("gpu"), body.get("manifest")
+        if not isinstance(gpu, str) or _GPU.match(gpu) is None or not isinstance(text, str):
+            msg = (
+                f"rank {rank} names GPU {gpu!r}, expected its UUID and a manifest. Use the same "
+                "rl_bridge release on every rank."
+            )
+            raise RanksDisagree(msg)
+        manifest = WeightUpdateManifest.from_json(text)
+        first = first or manifest
+        this, that = ((one.weight_version, one.root, one.total_nbytes) for one in (manifest, first))
+        if this != that:
+            msg = (
+                f"rank {rank} has version {this[0]} with root {this[1]} on GPU {gpu}, expected "
+                f"version {that[0]} with root {that[1]}, as rank 0. See to it that every "
+                "rank gathers the same weights, then publish a later version."
+            )
+            raise RanksDisagree(msg)
+        # Two ranks on one GPU hold the same bytes there: the first one's copy serves.
+        found.setdefault(
+            gpu,
+            GPUHandle(
+                gpu=gpu,
+                handle=canonical_json(thaw(manifest.handle)),
+                manifest=manifest.to_json(layout=manifest.layout_digest != first.layout_digest),
+            ),
+        )
+    return tuple(found.values())
+
+
+# ---- The sender for engines that share GPUs with the trainer: every rank publishes on its own
+# GPU.
+
+
+class CudaIpcTransferSender(BridgeTransferSender):
+    """Publishes whole weights on each rank's GPU; rank 0 tells the engines where each copy is."""
+
+    def __init__(
+        self,
+        bridge: TensorBridge,
+        request_type: type[WeightUpdateRequest],
+        *,
+        gpu: str,
+        exchange: GroupExchange | None = None,
+        threshold_nbytes: int = DEFAULT_CHUNK_NBYTES,
+        clean_up: CleanUp | None = None,
+        timeout_s: float = 600.0,
+    ) -> None:
+        """Publish through `bridge`.
+
+        Args:
+            bridge: this rank's, of a transport for memory of its GPU.
+            request_type: what the engines are sent.
+            gpu: UUID of this rank's GPU.
+            exchange: of the trainer's ranks; None where there is one.
+            threshold_nbytes: bytes of a batch; a module that is larger goes alone.
+            clean_up: what follows each sync; None for one rank on a CPU.
+            timeout_s: how long a rank waits for the others in one step.
+
+        """
+        super().__init__(bridge, request_type, threshold_nbytes=threshold_nbytes, clean_up=clean_up)
+        self._gpu = gpu
+        self._exchange = exchange
+        self._timeout_s = timeout_s
+        self._handles: tuple[GPUHandle, ...] = ()
+        self._is_sending = exchange is None or exchange.rank == 0
+
+    def _next_version(self) -> int:
+        """The next version, the same on every rank, also where one of them failed before."""
+        version = super()._next_version()
+        if self._exchange is None:
+            return version
+        bodies = share_json(
+            self._exchange, "version", {"version": version}, timeout_s=self._timeout_s
+        )
+        found = [body.get("version") for body in bodies]
+        if not all(isinstance(one, int) and one >= 0 for one in found):
+            msg = (
+                f"the ranks are at versions {found}, expected a number of each. Use the same "
+                "rl_bridge release on every rank."
+            )
+            raise RanksDisagree(msg)
+        return max(one for one in found if isinstance(one, int))
+
+    def _publish(self, chunks: Iterator[WeightChunk], **options: Any) -> WeightUpdateManifest:
+        try:
+            manifest = super()._publish(chunks, **options)
+        except Exception as error:
+            self._clean_up.read_out(chunks, error)  # before: the others are still gathering
+            self._share({"failure": describe(error)})
+            raise
+        try:
+            bodies = self._share({"gpu": self._gpu, "manifest": manifest.to_json()})
+            _require_all(bodies)
+            self._handles = merge_handles(bodies)
+        except BaseException:
+            self.bridge.release(manifest.update_id)
+            raise
+        return manifest
+
+    def _share(self, body: dict[str, object]) -> list[dict[str, object]]:
+        if self._exchange is None:
+            return [body]
+        return share_json(self._exchange, "handles", body, timeout_s=self._timeout_s)
+
+    def _requests(self, manifest: WeightUpdateManifest, batches: Any) -> list[WeightUpdateRequest]:
+        return super()._requests(manifest, batches) if self._is_sending else []
+
+    async def _tell_of_the_end(
+        self, manifest: WeightUpdateManifest, error: BaseException, client: InferenceClient
+    ) -> None:
+        if self._is_sending:
+            await super()._tell_of_the_end(manifest, error, client)
+
+    def _request(self, layout: Layout, **fields: Any) -> WeightUpdateRequest:
+        handles = self._handles
+        if fields["batch"] > 0:
+            handles = tuple(GPUHandle(gpu=one.gpu, handle=one.handle) for one in handles)
+        return super()._request(layout, **fields, handles=handles, offsets=layout.offsets)
+
+
+def _require_all(bodies: list[dict[str, object]]) -> None:
+    for rank, body in enumerate(bodies):
+        if body.get("failure"):
+            msg = (
+                f"rank {rank} could not publish: {body['failure']}. This rank has withdrawn its "
+                "part. Mend the cause, then sync again."
+            )
+            raise GroupAborted(msg, (rank,))

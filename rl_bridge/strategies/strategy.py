@@ -1,0 +1,423 @@
+"""`WeightTransferStrategy`: config in, sender and receiver out.
+
+The controller makes one and sends it to the workers: it holds nothing but the config. Senders,
+receivers, memory and sockets are made by the process that uses them.
+"""
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+import torch
+
+from rl_bridge.bridge.bridges import BroadcastTensorBridge, make_weight_bridge
+from rl_bridge.bridge.tensor_bridge import TensorBridge
+from rl_bridge.errors import MalformedManifest, WeightBridgeUnavailableError
+from rl_bridge.groups.exchange import GroupExchange
+from rl_bridge.strategies.clean_up import CleanUp, cuda_calls
+from rl_bridge.strategies.receiver import BridgeTransferReceiver
+from rl_bridge.strategies.requests import (
+    BroadcastWeightUpdateRequest,
+    CudaIpcWeightUpdateRequest,
+    EmptyWeightSyncInitInfo,
+    PackedCudaIpcWeightUpdateRequest,
+    SharedMemoryWeightUpdateRequest,
+    WeightSyncInitInfo,
+    WeightUpdateRequest,
+)
+from rl_bridge.strategies.sender import (
+    BridgeTransferSender,
+    CudaIpcTransferSender,
+    HelperTransferSender,
+    WeightTransferSender,
+)
+from rl_bridge.trainers.chunks import DEFAULT_CHUNK_NBYTES, checked_threshold
+from rl_bridge.transports.base import checked_count, checked_seconds
+from rl_bridge.transports.broadcast.init_info import TorchDistributedWeightSyncInitInfo
+
+__all__ = [
+    "BroadcastTransferStrategy",
+    "Choice",
+    "CudaIpcTransferStrategy",
+    "PackedCudaIpcTransferStrategy",
+    "SharedMemoryTransferStrategy",
+    "WeightTransferConfig",
+    "WeightTransferStrategy",
+    "choose",
+    "make_transfer_strategy",
+]
+
+# ---- How trainer and engines are placed, and which way of transfer follows from that. Pure.
+
+Choice = Literal["broadcast", "shared-memory", "cuda-ipc", "packed-cuda-ipc"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightTransferConfig:
+    """What the choice of a strategy depends on. Cheap: the controller holds it, and sends it.
+
+    Attributes:
+        is_colocated: trainer and engines are on the same machine and share its GPUs.
+        device: where the weights lie, ``cpu`` or ``cuda``.
+        backend: ``gloo`` or ``nccl``; None takes the device's own.
+        num_engines: how many engines there are.
+        tensor_parallel_size: ranks of an engine, in each of its degrees.
+        pipeline_parallel_size: the same.
+        data_parallel_size: the same.
+        is_elastic: engines come and go: a broadcast group of no fixed size. Also for engines whose
+            driver receives beside its workers, as with `rl_bridge.VLLMEngineAdapter`.
+        is_packed: one handle for all tensors, of GPU memory; False: one for each in `extras`.
+        threshold_nbytes: bytes of a batch; a module that is larger goes alone.
+        timeout_s: how long ranks of the trainer wait for each other, while engines load.
+        trainer_options: what the trainer's bridge is made with, such as ``address``.
+        engine_options: what the engines' bridges are made with.
+
+    Raises:
+        TypeError: a size that is no integer, a limit that is no number.
+        ValueError: a value out of its range.
+
+    """
+
+    is_colocated: bool = False
+    device: Literal["cpu", "cuda"] = "cpu"
+    backend: Literal["gloo", "nccl"] | None = None
+    num_engines: int = 1
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    data_parallel_size: int = 1
+    is_elastic: bool = False
+    is_packed: bool = True
+    threshold_nbytes: int = DEFAULT_CHUNK_NBYTES
+    timeout_s: float = 600.0
+    trainer_options: Mapping[str, object] = field(default_factory=dict)
+    engine_options: Mapping[str, object] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.device not in {"cpu", "cuda"}:
+            raise ValueError(f"device={self.device!r}: expected 'cpu' or 'cuda'.")
+        if self.backend not in {"gloo", "nccl", None}:
+            raise ValueError(f"backend={self.backend!r}: expected 'gloo', 'nccl' or None.")
+        if self.backend == "nccl" and self.device == "cpu":
+            raise ValueError("backend='nccl' with device='cpu': expected 'gloo', or None.")
+        sizes = ("num_engines", "tensor_parallel_size", "pipeline_parallel_size")
+        for name in (*sizes, "data_parallel_size"):
+            checked_count(name, getattr(self, name))
+        checked_threshold(self.threshold_nbytes)
+        checked_seconds("timeout_s", self.timeout_s)
+
+    @property
+    def ranks_per_engine(self) -> int:
+        """Ranks of one engine."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size * self.data_parallel_size
+
+    @property
+    def world_size(self) -> int:
+        """The trainer's sending rank, and all ranks of all engines."""
+        return 1 + self.num_engines * self.ranks_per_engine
+
+    def rank_offset(self, engine: int) -> int:
+        """Place in the group of an engine's rank 0.
+
+        Raises:
+            ValueError: there is no such engine.
+
+        """
+        if not 0 <= engine < self.num_engines:
+            raise ValueError(f"engine={engine}: expected 0 to {self.num_engines - 1}.")
+        return 1 + engine * self.ranks_per_engine
+
+    @property
+    def wire_backend(self) -> Literal["gloo", "nccl"]:
+        """What would carry a broadcast."""
+        return self.backend or ("nccl" if self.device == "cuda" else "gloo")
+
+
+def choose(config: WeightTransferConfig) -> tuple[Choice, str]:
+    """The way of transfer, and why."""
+    if not config.is_colocated:
+        return "broadcast", "trainer and engines are not on the same machine and devices"
+    if config.device == "cpu":
+        return "shared-memory", "trainer and engines share this machine; weights lie on the CPU"
+    if config.wire_backend == "gloo":
+        return "broadcast", "backend='gloo' was asked for, which does not share GPU memory"
+    if config.is_packed:
+        return "packed-cuda-ipc", "trainer and engines share GPUs"
+    return "cuda-ipc", "trainer and engines share GPUs, and is_packed=False was asked for"
+
+
+# ---- the rest builds on the parts above
+
+_LOG = logging.getLogger(__name__)
+
+
+class WeightTransferStrategy(ABC):
+    """One way of transfer.
+
+    Order: `create_init_info` on the trainer's rank 0; its text to every engine; then
+    `create_sender` on every rank of the trainer, and `create_receiver` on every engine.
+
+    Attributes:
+        config: as given.
+
+    """
+
+    transport: ClassVar[str]
+    request_type: ClassVar[type[WeightUpdateRequest]]
+
+    def __init__(self, config: WeightTransferConfig) -> None:
+        """Keep the config."""
+        self.config = config
+
+    def get_request_type(self) -> type[WeightUpdateRequest]:
+        """The requests that engines will be sent."""
+        return self.request_type
+
+    async def create_init_info(self) -> WeightSyncInitInfo:
+        """What engines must know before the first sync. Called once, by the rank that sends."""
+        return EmptyWeightSyncInitInfo()
+
+    async def create_sender(
+        self,
+        init_info: WeightSyncInitInfo | None,
+        *,
+        rank: int = 0,
+        exchange: GroupExchange | None = None,
+    ) -> WeightTransferSender:
+        """Make a trainer rank's half, in its process.
+
+        Args:
+            init_info: what `create_init_info` gave; ranks above 0 may not know it, and pass None.
+            rank: of the trainer; rank 0 sends.
+            exchange: how the trainer's ranks talk; None where there is one.
+
+        Raises:
+            WeightBridgeUnavailableError: this machine cannot do it, or several ranks without an
+                exchange.
+
+        """
+        if rank == 0 or init_info is not None:
+            self._check_info(init_info)
+        if rank != 0 and exchange is None:
+            msg = (
+                f"rank {rank} of the trainer has no exchange to learn from what became of a sync. "
+                "Pass exchange=, such as ProcessGroupExchange()."
+            )
+            raise WeightBridgeUnavailableError(msg)
+        clean_up = CleanUp(
+            device=cuda_calls(self.config.device),
+            exchange=exchange,
+            timeout_s=self.config.timeout_s,
+        )
+        return self._make_sender(rank, exchange, clean_up)
+
+    async def create_receiver(
+        self, init_info: WeightSyncInitInfo, *, rank_offset: int = 1, rank: int = 0
+    ) -> BridgeTransferReceiver:
+        """Make an engine rank's half, in its process.
+
+        Args:
+            init_info: what the trainer's `create_init_info` gave.
+            rank_offset: the engine's place in the group: ``config.rank_offset(engine)``.
+            rank: of this process, in its engine.
+
+        Raises:
+            WeightBridgeUnavailableError: this machine cannot do it, or the group has no such rank.
+            SegmentError: the trainer is gone.
+
+        """
+        self._check_info(init_info)
+        options = self._engine_options(init_info, rank_offset)
+        bridge = make_weight_bridge(
+            self.transport,
+            source_worker=f"engine-{rank_offset}",
+            source_rank=rank,
+            **{**options, **self.config.engine_options},
+        )
+        try:
+            return self._make_receiver(bridge)
+        except BaseException:
+            bridge.close()
+            raise
+
+    # ---- what a strategy fills in
+
+    @abstractmethod
+    def _check_info(self, init_info: object) -> None:
+        """Refuse another strategy's init info."""
+
+    def _make_sender(
+        self, rank: int, exchange: GroupExchange | None, clean_up: CleanUp
+    ) -> WeightTransferSender:
+        del exchange
+        if rank != 0:
+            return HelperTransferSender(clean_up)
+        return BridgeTransferSender(
+            self._trainer_bridge(rank),
+            self.request_type,
+            threshold_nbytes=self.config.threshold_nbytes,
+            clean_up=clean_up,
+        )
+
+    def _make_receiver(self, bridge: TensorBridge) -> BridgeTransferReceiver:
+        return BridgeTransferReceiver(bridge)
+
+    def _engine_options(self, init_info: WeightSyncInitInfo, rank_offset: int) -> dict[str, object]:
+        del init_info, rank_offset
+        return {}
+
+    def _trainer_bridge(self, rank: int, **options: object) -> TensorBridge:
+        return make_weight_bridge(
+            self.transport,
+            source_worker="trainer",
+            source_rank=rank,
+            **{**options, **self.config.trainer_options},
+        )
+
+
+class _WithoutInitInfo(WeightTransferStrategy):
+    """Manifests say where the bytes are; nothing has to be known before."""
+
+    def _check_info(self, init_info: object) -> None:
+        if not isinstance(init_info, EmptyWeightSyncInitInfo):
+            raise MalformedManifest(_foreign(self, init_info))
+
+
+class SharedMemoryTransferStrategy(_WithoutInitInfo):
+    """Trainer and engines share a machine, weights lie on the CPU."""
+
+    transport = "shared-memory"
+    request_type = SharedMemoryWeightUpdateRequest
+
+
+class CudaIpcTransferStrategy(_WithoutInitInfo):
+    """Trainer and engines share GPUs: every rank publishes on its own, engines open their GPU's."""
+
+    transport = "cuda-vmm"
+    request_type: ClassVar[type[WeightUpdateRequest]] = CudaIpcWeightUpdateRequest
+
+    def _make_sender(
+        self, rank: int, exchange: GroupExchange | None, clean_up: CleanUp
+    ) -> WeightTransferSender:
+        return CudaIpcTransferSender(
+            self._trainer_bridge(rank),
+            self.request_type,
+            gpu=_gpu_uuid(self.config.trainer_options.get("device")),
+            exchange=exchange,
+            threshold_nbytes=self.config.threshold_nbytes,
+            clean_up=clean_up,
+            timeout_s=self.config.timeout_s,
+        )
+
+    def _make_receiver(self, bridge: TensorBridge) -> BridgeTransferReceiver:
+        return BridgeTransferReceiver(
+            bridge, gpu=_gpu_uuid(self.config.engine_options.get("device"))
+        )
+
+
+class PackedCudaIpcTransferStrategy(CudaIpcTransferStrategy):
+    """The same, with one handle for all tensors."""
+
+    request_type = PackedCudaIpcWeightUpdateRequest
+
+
+class BroadcastTransferStrategy(WeightTransferStrategy):
+    """Trainer and engines have a process group of their own."""
+
+    transport = "broadcast"
+    request_type = BroadcastWeightUpdateRequest
+
+    def __init__(self, config: WeightTransferConfig) -> None:
+        """Keep the config."""
+        super().__init__(config)
+        self._opened: BroadcastTensorBridge | None = None
+
+    async def create_init_info(self) -> WeightSyncInitInfo:
+        """Open the group, in the process that will send."""
+        if self._opened is None:
+            bridge = self._trainer_bridge(0, **self._group_options())
+            assert isinstance(bridge, BroadcastTensorBridge)
+            self._opened = bridge
+        try:
+            return self._opened.init_info()
+        except BaseException:
+            self._opened.close()
+            self._opened = None
+            raise
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Travel as the config alone: what was opened belongs to this process."""
+        return {"config": self.config, "_opened": None}
+
+    def _group_options(self) -> dict[str, object]:
+        size = None if self.config.is_elastic else self.config.world_size
+        return {"backend": self.config.wire_backend, "world_size": size}
+
+    def _make_sender(
+        self, rank: int, exchange: GroupExchange | None, clean_up: CleanUp
+    ) -> WeightTransferSender:
+        del exchange
+        if rank != 0:
+            return HelperTransferSender(clean_up)
+        bridge, self._opened = self._opened, None
+        if bridge is None:
+            msg = (
+                "the broadcast group was not opened in this process. Call create_init_info in the "
+                "process that sends, then create_sender in the same one, once."
+            )
+            raise WeightBridgeUnavailableError(msg)
+        return BridgeTransferSender(
+            bridge,
+            self.request_type,
+            threshold_nbytes=self.config.threshold_nbytes,
+            clean_up=clean_up,
+        )
+
+    def _make_receiver(self, bridge: TensorBridge) -> BridgeTransferReceiver:
+        assert isinstance(bridge, BroadcastTensorBridge)
+        bridge.join()  # now: the first version then goes to all at once
+        return BridgeTransferReceiver(bridge)
+
+    def _engine_options(self, init_info: WeightSyncInitInfo, rank_offset: int) -> dict[str, object]:
+        assert isinstance(init_info, TorchDistributedWeightSyncInitInfo)
+        mine = init_info.model_copy(update={"rank_offset": rank_offset})
+        return {"backend": init_info.backend, "init_info": mine}
+
+    def _check_info(self, init_info: object) -> None:
+        if not isinstance(init_info, TorchDistributedWeightSyncInitInfo):
+            raise MalformedManifest(_foreign(self, init_info))
+
+
+_STRATEGIES: dict[str, type[WeightTransferStrategy]] = {
+    "broadcast": BroadcastTransferStrategy,
+    "shared-memory": SharedMemoryTransferStrategy,
+    "cuda-ipc": CudaIpcTransferStrategy,
+    "packed-cuda-ipc": PackedCudaIpcTransferStrategy,
+}
+
+
+def make_transfer_strategy(config: WeightTransferConfig) -> WeightTransferStrategy:
+    """Choose the strategy for a placement; the log says which one, and why."""
+    name, why = choose(config)
+    _LOG.info("weights travel by %s: %s", name, why)
+    return _STRATEGIES[name](config)
+
+
+def _gpu_uuid(device: object) -> str:
+    """UUID of a GPU of this process; None is torch's current one."""
+    if not torch.cuda.is_available():
+        msg = (
+            "no CUDA device can be used here, so nothing can be shared on one. Use device='cpu', "
+            "or is_colocated=False."
+        )
+        raise WeightBridgeUnavailableError(msg)
+    ordinal = device if isinstance(device, int) else torch.cuda.current_device()
+    return str(torch.cuda.get_device_properties(ordinal).uuid)
+
+
+def _foreign(strategy: WeightTransferStrategy, given: object) -> str:
+    return (
+        f"{type(strategy).__name__} got a {type(given).__name__}, not what its create_init_info "
+        "makes. Make strategies from the same config on all sides."
+    )

@@ -1,0 +1,202 @@
+"""Weights of a DeepSpeed engine: whole on every rank under ZeRO-1 and ZeRO-2, cut under ZeRO-3."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from rl_bridge.errors import IncompatibleUpdate, WeightBridgeUnavailableError
+from rl_bridge.trainers.base import RankTensor, WeightExtractor
+from rl_bridge.trainers.chunks import DEFAULT_CHUNK_NBYTES
+from rl_bridge.trainers.gather import flat_piece, whole_piece
+from rl_bridge.trainers.state_dict import Adapters, ModuleSlots, naming_of
+
+__all__ = [
+    "DeepSpeedExtractor",
+    "DeepSpeedWeightExtractor",
+]
+
+
+class DeepSpeedExtractor(WeightExtractor):
+    """Weights of a DeepSpeed engine, whatever its ZeRO stage.
+
+    Every rank makes one. What is published are the model's parameters as they compute, without the
+    padding of their partitions: in 16 bits where DeepSpeed trains so. Under ZeRO-3 `local` yields
+    this rank's partitions, and `full` gathers one tensor at a time.
+    """
+
+    def __init__(
+        self,
+        engine: Any,
+        *,
+        adapters: Adapters | str = Adapters.MERGED,
+        chunk_nbytes: int = DEFAULT_CHUNK_NBYTES,
+        keep_buffers: bool = False,
+    ) -> None:
+        """Make an extractor; nothing is read yet, no rank is asked.
+
+        Args:
+            engine: what ``deepspeed.initialize`` returned.
+            adapters: what is published of a model with peft adapters.
+            chunk_nbytes: bytes of one chunk.
+            keep_buffers: cast into the same memory in every update; see `WeightExtractor`.
+
+        Raises:
+            IncompatibleUpdate: no engine of DeepSpeed's.
+            WeightBridgeUnavailableError: it cuts tensors or layers in a way that is not known here.
+
+        """
+        super().__init__(chunk_nbytes=chunk_nbytes, keep_buffers=keep_buffers)
+        if not hasattr(engine, "seq_data_parallel_group") or not hasattr(engine, "module"):
+            msg = (
+                f"cannot extract from a {type(engine).__name__}, expected a DeepSpeed engine. Pass "
+                "what deepspeed.initialize returned."
+            )
+            raise IncompatibleUpdate(msg)
+        _require_plain(engine)
+        self._engine = engine
+        self._adapters = adapters
+        self._ranks = torch.distributed.get_process_group_ranks(engine.seq_data_parallel_group)
+        self._number = self._ranks.index(torch.distributed.get_rank())
+
+    def _tensors_known(self) -> Sequence[RankTensor]:
+        model = self._engine.module
+        self._names = naming_of(model, self._adapters)
+        self._slots = ModuleSlots(model, self._names)
+        ties = self._slots.ties()
+        return [
+            self._described(slot.name, slot.tensor(), tied_to)
+            for slot, tied_to in zip(self._slots.slots, ties, strict=True)
+        ]
+
+    def _described(self, name: str, tensor: torch.Tensor, tied_to: int | None) -> RankTensor:
+        shape = tuple(getattr(tensor, "ds_shape", tensor.shape))
+        owners = tuple(self._ranks)
+        is_cut = _is_partitioned(tensor)
+        piece = whole_piece(name, shape, self._number)
+        local: tuple[int, ...] | None = shape
+        if is_cut:
+            _require_plain_partition(name, tensor, owners)
+            owners = _owners(tensor)
+            cut = flat_piece(name, shape, *_own_range(tensor))
+            local = None if cut is None else cut.shape
+            piece = cut or piece
+        return RankTensor(
+            name=name,
+            shape=shape,
+            dtype=tensor.dtype,
+            local_shape=local,
+            pieces=() if local is None else (piece,),
+            owners=owners,
+            is_whole=not is_cut,
+            is_trainable=tensor.requires_grad,
+            tied_to=tied_to,
+        )
+
+    def _tensors_now(self) -> Sequence[torch.Tensor | None] | None:
+        self._names.check()
+        tensors = self._slots.tensors()
+        if tensors is None:
+            return None
+        return [_partition(tensor) if _is_partitioned(tensor) else tensor for tensor in tensors]
+
+    def _fill(
+        self,
+        views: Sequence[torch.Tensor],
+        sources: Sequence[int],
+        tensors: Sequence[torch.Tensor | None],  # noqa: ARG002 - DeepSpeed gathers its own
+    ) -> None:
+        import deepspeed
+
+        known = self._all_known()
+        for view, source in zip(views, sources, strict=True):
+            parameter = self._slots.slots[source].tensor()
+            if known[source].is_whole:
+                view.copy_(parameter)
+                continue
+            with deepspeed.zero.GatheredParameters([parameter]):
+                view.copy_(parameter.detach().view(view.shape))
+
+    def _aside_nbytes(self, known: RankTensor, dtype: torch.dtype) -> int:  # noqa: ARG002 - it gathers in its own
+        # DeepSpeed gathers into a buffer and then into the parameter, in the parameter's own dtype.
+        padded = math.prod(known.shape) + len(self._ranks)
+        return 0 if known.is_whole else 2 * padded * known.dtype.itemsize
+
+
+def _require_plain(engine: Any) -> None:
+    """Refuse engines whose ranks share a tensor in other ways than ZeRO's."""
+    if engine.mp_world_size > 1:
+        msg = (
+            f"a DeepSpeed engine with tensor parallelism of {engine.mp_world_size} is not "
+            "supported. Train without it, or publish model.state_dict() of gathered weights."
+        )
+        raise WeightBridgeUnavailableError(msg)
+    shard_size = getattr(engine, "mics_shard_size", lambda: 0)()
+    if shard_size > 0:
+        msg = (
+            f"a DeepSpeed engine with MiCS, mics_shard_size={shard_size}, is not supported: groups "
+            "of ranks hold the same partitions. Use zero_hpz_partition_size instead."
+        )
+        raise WeightBridgeUnavailableError(msg)
+    if getattr(engine, "has_moe_layers", False):
+        msg = (
+            "a DeepSpeed engine with expert layers of DeepSpeed's own is not supported: its ranks "
+            "have different experts under the same names. Publish a gathered state dict."
+        )
+        raise WeightBridgeUnavailableError(msg)
+
+
+def _require_plain_partition(name: str, tensor: Any, ranks: tuple[int, ...]) -> None:
+    """Refuse partitions whose bytes are not those of the weight, or that other ranks have too."""
+    if hasattr(tensor.ds_tensor, "ds_quant_scale"):
+        msg = (
+            f"tensor {name!r} is kept quantized by ZeRO-3. Set "
+            "zero_quantized_nontrainable_weights to false in its configuration."
+        )
+        raise WeightBridgeUnavailableError(msg)
+    own = torch.distributed.get_process_group_ranks(tensor.ds_process_group)
+    if sorted(own) != sorted(ranks):
+        msg = (
+            f"tensor {name!r} is cut over ranks {own}, the engine's other tensors over "
+            f"{list(ranks)}: where its copies are is not known here. Publish a gathered state dict."
+        )
+        raise WeightBridgeUnavailableError(msg)
+
+
+def _is_partitioned(tensor: torch.Tensor) -> bool:
+    return getattr(tensor, "ds_tensor", None) is not None
+
+
+def _owners(tensor: Any) -> tuple[int, ...]:
+    """The ranks that hold elements of a partitioned tensor."""
+    ranks = torch.distributed.get_process_group_ranks(tensor.ds_process_group)
+    share, numel = tensor.ds_tensor.ds_numel, math.prod(tensor.ds_shape)
+    return tuple(rank for at, rank in enumerate(ranks) if at * share < numel)
+
+
+def _own_range(tensor: Any) -> tuple[int, int]:
+    """This rank's elements of a partitioned tensor; the last ones may be padding."""
+    number = torch.distributed.get_rank(tensor.ds_process_group)
+    share = tensor.ds_tensor.ds_numel
+    return number * share, (number + 1) * share
+
+
+def _partition(tensor: Any) -> torch.Tensor | None:
+    """This rank's elements of a partitioned tensor, without padding; None where there are none."""
+    begin, end = _own_range(tensor)
+    length = min(end, math.prod(tensor.ds_shape)) - begin
+    if length <= 0:
+        return None
+    partition: torch.Tensor = tensor.ds_tensor
+    if partition.numel() < length:
+        msg = (
+            f"a partition of {length} elements is not in memory: ZeRO-3 put it on a disk. "
+            'Set offload_param.device to "cpu" or "none".'
+        )
+        raise WeightBridgeUnavailableError(msg)
+    return partition.detach()[:length]
+
+
+DeepSpeedWeightExtractor = DeepSpeedExtractor
+"""The same class, by the name that trainers know it under."""

@@ -1,0 +1,320 @@
+"""Parts that lie on several ranks become whole tensors on each of them.
+
+Every rank has written what it holds into its own copy of the whole tensors; then each rank's part
+goes to all others. Only contiguous memory is handed to the backend: Gloo sends other memory wrongly
+without a word.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from rl_bridge.manifest.parallel import Piece
+
+__all__ = [
+    "Cut",
+    "Split",
+    "box_piece",
+    "cut_evenly",
+    "exchange",
+    "flat_piece",
+    "gather",
+    "own_part",
+    "region",
+    "replica_of",
+    "shard_box",
+    "whole_piece",
+    "window_nbytes",
+]
+
+_WINDOW_NBYTES = 32 << 20
+_WINDOWS_PER_CHUNK = 16
+# In the window every tensor begins at a multiple of it: then it can be seen as any dtype.
+_ALIGNMENT = 16
+
+
+def window_nbytes(chunk_nbytes: int) -> int:
+    """Bytes of the buffer in which small parts travel together, for chunks of that size."""
+    nbytes = min(_WINDOW_NBYTES, chunk_nbytes // _WINDOWS_PER_CHUNK)
+    return max(_ALIGNMENT, nbytes // _ALIGNMENT * _ALIGNMENT)
+
+
+def exchange(
+    parts: Sequence[tuple[int, Sequence[torch.Tensor]]],
+    *,
+    rank: int,
+    group: "torch.distributed.ProcessGroup",
+    window: int,
+    device: torch.device,
+) -> None:
+    """Give every rank of `group` what each one wrote. A collective: all ranks call it.
+
+    The group's own deadline ends it where a peer is gone.
+
+    Args:
+        parts: a rank of the world, and views of the whole tensors that it wrote; the same ranks,
+            shapes and order on all ranks.
+        rank: this rank, of the world.
+        group: whose ranks take part.
+        window: bytes that travel together where parts are small; the memory that this takes.
+        device: where the backend of `group` sends from.
+
+    """
+    scratch: torch.Tensor | None = None
+    for source, views in parts:
+        waiting: list[torch.Tensor] = []
+        size = 0
+        for view in _slabs(views, window):
+            if _goes_directly(view, window, device):
+                torch.distributed.broadcast(_bytes(view), src=source, group=group)
+                continue
+            nbytes = _aligned(view.numel() * view.element_size())
+            if waiting and size + nbytes > window:
+                scratch = _together(waiting, scratch, window, device)
+                _broadcast(waiting, scratch, source, rank=rank, group=group)
+                waiting, size = [], 0
+            waiting.append(view)
+            size += nbytes
+        if waiting:
+            scratch = _together(waiting, scratch, window, device)
+            _broadcast(waiting, scratch, source, rank=rank, group=group)
+
+
+def _goes_directly(view: torch.Tensor, window: int, device: torch.device) -> bool:
+    is_large = view.numel() * view.element_size() * 2 >= window
+    return is_large and view.is_contiguous() and view.device.type == device.type
+
+
+def _together(
+    views: Sequence[torch.Tensor], scratch: torch.Tensor | None, window: int, device: torch.device
+) -> torch.Tensor:
+    """A buffer that holds all of `views`; only what is larger than the window needs a new one."""
+    needed = sum(_aligned(view.numel() * view.element_size()) for view in views)
+    if scratch is None or scratch.numel() < needed:
+        scratch = torch.empty(max(needed, window), dtype=torch.uint8, device=device)
+    return scratch
+
+
+def _broadcast(
+    views: Sequence[torch.Tensor],
+    scratch: torch.Tensor,
+    source: int,
+    *,
+    rank: int,
+    group: "torch.distributed.ProcessGroup",
+) -> None:
+    end, slots = 0, []
+    for view in views:
+        nbytes = view.numel() * view.element_size()
+        slots.append(scratch[end : end + nbytes].view(view.dtype).view(view.shape))
+        end += _aligned(nbytes)
+    if rank == source:
+        for slot, view in zip(slots, views, strict=True):
+            slot.copy_(view)
+    torch.distributed.broadcast(scratch[:end], src=source, group=group)
+    if rank != source:
+        for slot, view in zip(slots, views, strict=True):
+            view.copy_(slot)
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _bytes(view: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor's bytes: backends know few dtypes."""
+    return view.view(-1).view(torch.uint8)
+
+
+def _sizes(total: int, each: int) -> list[int]:
+    return [min(each, total - begin) for begin in range(0, total, each)]
+
+
+def _slabs(views: Sequence[torch.Tensor], window: int) -> Iterator[torch.Tensor]:
+    """Views that are contiguous, or fit into the window; empty ones are left out."""
+    for view in views:
+        if not view.numel():
+            continue
+        if view.is_contiguous() or view.numel() * view.element_size() <= window:
+            yield view
+            continue
+        row = math.prod(view.shape[1:]) * view.element_size()
+        if row > window:
+            yield from _slabs(view.unbind(0), window)
+        else:
+            yield from torch.split_with_sizes(view, _sizes(len(view), window // row))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Split:
+    """How the ranks of a process group share one tensor.
+
+    Attributes:
+        group: of the ranks that together hold all of it once.
+        device: where the backend of the group sends from.
+        parts: rank of the world, and what it holds; every rank of the group that holds something.
+
+    """
+
+    group: "torch.distributed.ProcessGroup"
+    device: torch.device
+    parts: tuple[tuple[int, tuple[Piece, ...]], ...]
+
+
+def region(whole: torch.Tensor, piece: Piece) -> torch.Tensor:
+    """What a piece covers of a contiguous whole tensor: a view."""
+    if piece.is_flat:
+        return whole.view(-1)[piece.offset[0] : piece.offset[0] + piece.shape[0]]
+    for dim, (begin, length) in enumerate(zip(piece.offset, piece.shape, strict=True)):
+        if length != whole.shape[dim]:
+            whole = whole.narrow(dim, begin, length)
+    return whole
+
+
+def own_part(local: torch.Tensor, piece: Piece) -> torch.Tensor:
+    """Where a piece lies in the rank's own tensor: a view."""
+    for dim, (begin, length) in enumerate(zip(piece.local_offset, piece.shape, strict=True)):
+        if length != local.shape[dim]:
+            local = local.narrow(dim, begin, length)
+    return local
+
+
+def gather(
+    views: Sequence[torch.Tensor],
+    splits: Sequence[Split],
+    tensors: Sequence[torch.Tensor | None],
+    *,
+    rank: int,
+    window: int,
+) -> None:
+    """Write whole tensors into `views`, casting what this rank holds. A collective of each group.
+
+    Args:
+        views: contiguous, one per tensor, of its whole shape.
+        splits: who holds what of each tensor; the same on all ranks of its group.
+        tensors: what this rank holds of each.
+        rank: this rank, of the world.
+        window: bytes of a buffer for small parts.
+
+    """
+    groups: dict[tuple[int, str], tuple[Split, dict[int, list[torch.Tensor]]]] = {}
+    for view, split, tensor in zip(views, splits, tensors, strict=True):
+        key = id(split.group), str(split.device)
+        _, parts = groups.setdefault(key, (split, {}))
+        for owner, pieces in split.parts:
+            for piece in pieces:
+                target = region(view, piece)
+                if owner == rank and tensor is not None:
+                    target.copy_(own_part(tensor, piece))
+                parts.setdefault(owner, []).append(target)
+    for split, parts in groups.values():
+        exchange(
+            sorted(parts.items()), rank=rank, group=split.group, window=window, device=split.device
+        )
+
+
+# ---- Which part of a whole tensor a rank of a mesh holds: pure functions of shapes and
+# coordinates.
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How one dimension of a mesh cuts a tensor.
+
+    Attributes:
+        dim: of the tensor; None where this dimension of the mesh holds copies.
+        is_inner: it cuts what the other dimensions of the mesh left (FSDP over tensor-parallel
+            shards); without it, cuts apply in the mesh's order.
+
+    """
+
+    dim: int | None
+    is_inner: bool = False
+
+
+def cut_evenly(size: int, parts: int, index: int) -> tuple[int, int]:
+    """Begin and length of part `index`, as ``torch.chunk`` cuts: the last parts may be short."""
+    length = -(-size // parts)
+    begin = min(index * length, size)
+    return begin, min(length, size - begin)
+
+
+def shard_box(
+    shape: Sequence[int], mesh_shape: Sequence[int], coordinate: Sequence[int], cuts: Sequence[Cut]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """First index and shape of the box that a rank holds.
+
+    Args:
+        shape: of the whole tensor.
+        mesh_shape: ranks along each dimension of the mesh.
+        coordinate: of the rank in the mesh.
+        cuts: one for each dimension of the mesh.
+
+    """
+    offset, box = [0] * len(shape), list(shape)
+    steps = list(zip(cuts, mesh_shape, coordinate, strict=True))
+    ordered = [step for step in steps if not step[0].is_inner]
+    for cut, parts, index in [*ordered, *(step for step in steps if step[0].is_inner)]:
+        if cut.dim is not None:
+            begin, length = cut_evenly(box[cut.dim], parts, index)
+            offset[cut.dim] += begin
+            box[cut.dim] = length
+    return tuple(offset), tuple(box)
+
+
+def replica_of(mesh_shape: Sequence[int], coordinate: Sequence[int], cuts: Sequence[Cut]) -> int:
+    """The number of a rank among those that hold the same box; 0 for the first."""
+    number = 0
+    for cut, parts, index in zip(cuts, mesh_shape, coordinate, strict=True):
+        if cut.dim is None:
+            number = number * parts + index
+    return number
+
+
+def whole_piece(name: str, shape: Sequence[int], replica: int = 0) -> Piece:
+    """The piece of a rank that holds all of a tensor."""
+    return box_piece(name, shape, (0,) * len(shape), shape, replica=replica)
+
+
+def box_piece(
+    name: str,
+    global_shape: Sequence[int],
+    offset: Sequence[int],
+    shape: Sequence[int],
+    *,
+    replica: int = 0,
+    local_offset: Sequence[int] | None = None,
+) -> Piece:
+    """A box of a whole tensor; it fills the rank's own tensor unless `local_offset` is given."""
+    return Piece(
+        name=name,
+        global_shape=tuple(global_shape),
+        offset=tuple(offset),
+        shape=tuple(shape),
+        local_offset=tuple(local_offset) if local_offset is not None else (0,) * len(shape),
+        replica=replica,
+    )
+
+
+def flat_piece(
+    name: str, global_shape: Sequence[int], begin: int, end: int, *, replica: int = 0
+) -> Piece | None:
+    """Elements `begin` to `end` of a whole tensor; None where that is nothing.
+
+    Both are counted from the tensor's first element, and may lie outside of it: so flat buffers of
+    several tensors are cut, and their padding.
+    """
+    begin, end = max(begin, 0), min(end, math.prod(global_shape))
+    if begin >= end:
+        return None
+    return Piece(
+        name=name,
+        global_shape=tuple(global_shape),
+        offset=(begin,),
+        shape=(end - begin,),
+        local_offset=(0,),
+        is_flat=True,
+        replica=replica,
+    )

@@ -1,0 +1,249 @@
+"""Which rank of a device mesh holds which part of a DTensor; the one module that reads DTensors."""
+
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rl_bridge.errors import IncompatibleUpdate
+from rl_bridge.manifest.parallel import Piece
+from rl_bridge.trainers.gather import Cut, Split, box_piece, replica_of, shard_box, whole_piece
+
+__all__ = [
+    "MeshView",
+    "Shares",
+    "cuts_of",
+    "cutting_dims",
+    "gathered_by_torch",
+    "is_dtensor",
+    "largest_mesh",
+    "split_of",
+]
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
+
+
+def is_dtensor(tensor: object) -> bool:
+    """Whether it is a DTensor."""
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(tensor, DTensor)
+
+
+def cuts_of(name: str, tensor: "DTensor") -> tuple[Cut, ...]:
+    """How the mesh of a DTensor cuts it.
+
+    Raises:
+        IncompatibleUpdate: partial sums, or a way to cut that is not known here.
+
+    """
+    from torch.distributed.tensor import Replicate, Shard
+
+    cuts = []
+    for placement in tensor.placements:
+        kind = type(placement).__name__
+        if isinstance(placement, Replicate):
+            cuts.append(Cut(None))
+        elif kind == "_StridedShard":
+            cuts.append(Cut(placement.dim, is_inner=True))  # type: ignore[attr-defined]
+        elif isinstance(placement, Shard) and kind == "Shard":
+            cuts.append(Cut(placement.dim))
+        else:
+            msg = (
+                f"tensor {name!r} is laid out as {placement}, expected Shard or Replicate. "
+                "Call redistribute on it before extracting."
+            )
+            raise IncompatibleUpdate(msg)
+    return tuple(cuts)
+
+
+def cutting_dims(name: str, tensor: "DTensor") -> list[int]:
+    """The dimensions of its mesh that cut a DTensor into more than one part."""
+    return [
+        dim
+        for dim, cut in enumerate(cuts_of(name, tensor))
+        if cut.dim is not None and tensor.device_mesh.size(dim) > 1
+    ]
+
+
+def split_of(name: str, tensor: "DTensor") -> Split:
+    """Who holds what of a DTensor that exactly one dimension of its mesh cuts."""
+    mesh, cuts = tensor.device_mesh, cuts_of(name, tensor)
+    (dim,) = cutting_dims(name, tensor)
+    coordinate = list(mesh.get_coordinate() or ())
+    line = mesh.mesh
+    for at in coordinate[:dim]:
+        line = line[at]
+    for at in reversed(coordinate[dim + 1 :]):
+        line = line[..., at]
+    ranks = line.tolist()
+    parts = []
+    for at, rank in enumerate(ranks):
+        place = [*coordinate[:dim], at, *coordinate[dim + 1 :]]
+        offset, box = shard_box(tensor.shape, mesh.shape, place, cuts)
+        if 0 not in box:
+            parts.append((rank, (box_piece(name, tensor.shape, offset, box),)))
+    device = torch.device(mesh.device_type)
+    return Split(group=mesh.get_group(dim), device=device, parts=tuple(parts))
+
+
+def gathered_by_torch(tensor: "DTensor", dtype: torch.dtype) -> torch.Tensor:
+    """All of a DTensor that several dimensions of its mesh cut; cast before it travels."""
+    from torch.distributed.tensor import DTensor
+
+    shape = tensor.shape
+    strides = torch.empty(shape, device="meta").stride()
+    cast = DTensor.from_local(
+        tensor._local_tensor.to(dtype).contiguous(),  # noqa: SLF001 - to_local may communicate
+        tensor.device_mesh,
+        tensor.placements,
+        run_check=False,
+        shape=shape,
+        stride=strides,
+    )
+    return cast.full_tensor()
+
+
+def largest_mesh(tensors: Iterable[torch.Tensor]) -> "DeviceMesh | None":
+    """The mesh with the most ranks among those of the DTensors; None without any."""
+    meshes = [tensor.device_mesh for tensor in tensors if is_dtensor(tensor)]  # type: ignore[attr-defined]
+    return max(meshes, key=lambda mesh: mesh.size(), default=None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shares:
+    """Who holds which box of one whole tensor.
+
+    Attributes:
+        offset: of this rank's box.
+        shape: of this rank's box.
+        replica: number of this rank among those that hold the same box.
+        owners: ranks that hold any element.
+
+    """
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    replica: int
+    owners: tuple[int, ...]
+
+    def piece(self, name: str, whole: Sequence[int]) -> Piece | None:
+        """This rank's box; None where it is empty and the tensor is not."""
+        if 0 in self.shape and 0 not in whole:
+            return None
+        return box_piece(name, whole, self.offset, self.shape, replica=self.replica)
+
+
+class MeshView:
+    """The mesh that all of a model's ranks form, as one of them sees it."""
+
+    def __init__(self, root: "DeviceMesh | None") -> None:
+        """Look at `root`; None where the model has no DTensor: then one rank holds everything."""
+        self._root = root
+        self._ranks: list[int] = [0] if root is None else root.mesh.flatten().tolist()
+        self._me = 0 if root is None else self._position(root)
+        self._known: dict[Any, Shares] = {}
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """All ranks of the mesh."""
+        return tuple(self._ranks)
+
+    def whole(self, name: str, shape: Sequence[int]) -> Piece:
+        """The piece of a tensor that every rank of the mesh holds as a whole."""
+        return whole_piece(name, shape, self._me)
+
+    def shares(self, name: str, tensor: "DTensor") -> Shares:
+        """Who holds which box of `tensor`; the same answer for tensors cut the same way.
+
+        Raises:
+            IncompatibleUpdate: a mesh or a layout that is not understood.
+
+        """
+        key = (tuple(tensor.shape), tensor.device_mesh, tensor.placements)
+        if key not in self._known:
+            self._known[key] = self._shares(name, tensor)
+        return self._known[key]
+
+    def _shares(self, name: str, tensor: "DTensor") -> Shares:
+        mesh, cuts = tensor.device_mesh, cuts_of(name, tensor)
+        shape, mesh_shape = tuple(tensor.shape), tuple(mesh.shape)
+        coordinate = mesh.get_coordinate()
+        if coordinate is None:
+            msg = (
+                f"tensor {name!r} lives on a mesh that this rank is not part of. Extract it on the "
+                "ranks of its mesh."
+            )
+            raise IncompatibleUpdate(msg)
+        offset, box = shard_box(shape, mesh_shape, coordinate, cuts)
+        local = tuple(tensor._local_tensor.shape)  # noqa: SLF001 - to_local may communicate
+        if local != box and not (0 in local and 0 in box):
+            msg = (
+                f"tensor {name!r} of shape {shape} is cut as {tensor.placements}: rank "
+                f"{coordinate} should hold {box}, and holds {local}. Call redistribute on it "
+                "before extracting."
+            )
+            raise IncompatibleUpdate(msg)
+        if 0 in shape:
+            # Such parts have whatever shape torch gives them.
+            offset, box = (0,) * len(shape), local
+        inside = replica_of(mesh_shape, coordinate, cuts)
+        replicas = replica_of(mesh_shape, [size - 1 for size in mesh_shape], cuts) + 1
+        members = mesh.mesh.flatten().tolist()
+        filled = [
+            rank
+            for rank, at in zip(members, _coordinates(mesh_shape), strict=True)
+            if 0 in shape or 0 not in shard_box(shape, mesh_shape, at, cuts)[1]
+        ]
+        number, owners = self._in_root(name, members, filled)
+        return Shares(
+            offset=offset,
+            shape=box,
+            replica=number * replicas + inside,
+            owners=tuple(sorted(owners)),
+        )
+
+    def _in_root(
+        self, name: str, members: Sequence[int], filled: Sequence[int]
+    ) -> tuple[int, list[int]]:
+        """Number of a tensor's mesh among those like it, and the owners in all of them."""
+        if self._root is None or set(members) == set(self._ranks):
+            return 0, list(filled)
+        shape = tuple(self._root.mesh.shape)
+        place = dict(zip(self._ranks, _coordinates(shape), strict=True))
+        dims = range(len(shape))
+        if set(members) <= place.keys():
+            fixed = [dim for dim in dims if len({place[rank][dim] for rank in members}) == 1]
+            if math.prod(shape[dim] for dim in fixed) * len(members) == len(self._ranks):
+                spread = [dim for dim in dims if dim not in fixed]
+                held = {tuple(place[rank][dim] for dim in spread) for rank in filled}
+                number = 0
+                for dim in fixed:
+                    number = number * shape[dim] + place[members[0]][dim]
+                spots = {rank: tuple(place[rank][dim] for dim in spread) for rank in self._ranks}
+                return number, [rank for rank, spot in spots.items() if spot in held]
+        msg = (
+            f"tensor {name!r} lives on ranks {sorted(members)}, which are no slice of the model's "
+            f"mesh {shape} of ranks {self._ranks}. Pass mesh=, the mesh of all ranks."
+        )
+        raise IncompatibleUpdate(msg)
+
+    @staticmethod
+    def _position(root: "DeviceMesh") -> int:
+        coordinate = root.get_coordinate()
+        if coordinate is None:
+            msg = "this rank is not part of the model's mesh. Extract on the ranks of the mesh."
+            raise IncompatibleUpdate(msg)
+        number = 0
+        for size, at in zip(root.mesh.shape, coordinate, strict=True):
+            number = number * size + at
+        return number
+
+
+def _coordinates(shape: Sequence[int]) -> Iterable[tuple[int, ...]]:
+    return itertools.product(*(range(size) for size in shape))

@@ -1,0 +1,269 @@
+"""Where receivers come in: connections that have not proven yet that they know the token."""
+
+import errno
+import logging
+import socket
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Generic, Self, TypeVar
+
+from rl_bridge.errors import TransportUnavailable
+from rl_bridge.memory.control import Record, UpdateReport, legible
+from rl_bridge.transports.wire.channel import (
+    GREETING_NBYTES,
+    MAX_MESSAGE_NBYTES,
+    Channel,
+    Greeting,
+    fresh_nonce,
+)
+
+__all__ = [
+    "Door",
+    "Peer",
+    "listen",
+]
+
+_LOG = logging.getLogger(__name__)
+
+_Joined = TypeVar("_Joined")
+
+_BACKLOG = 128
+_MIN_PENDING = 64
+_PAUSE_S = 0.05
+
+
+def listen(name: str, address: str, port: int) -> socket.socket:
+    """Listen at an address.
+
+    Raises:
+        TransportUnavailable: it is taken, or not this machine's.
+
+    """
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((address, port))
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise TransportUnavailable(
+            name,
+            f"nothing can listen at {address} port {port}: {error}",
+            "Choose an address of this machine, and a free port or port=0.",
+        ) from error
+    return listener
+
+
+class _Pending:
+    """A connection that has not joined yet."""
+
+    def __init__(self, channel: Channel, greeting: Greeting, until: float) -> None:
+        self.channel = channel
+        self.greeting = greeting
+        self.until = until
+        self.is_proven = False
+
+
+class Door(Generic[_Joined]):
+    """A listening socket, and the connections that are still in their greeting.
+
+    A client that is silent or slow costs a place in a bounded list, until its time is over. Called
+    under its owner's lock.
+    """
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        *,
+        magic: bytes,
+        token: bytes,
+        identity: str,
+        parse: Callable[[bytes], _Joined | None],
+        timeout_s: float,
+        max_message_nbytes: int = MAX_MESSAGE_NBYTES,
+        max_members: int,
+    ) -> None:
+        """Own a listening socket.
+
+        Args:
+            listener: the socket.
+            magic: see `Greeting`.
+            token: see `Greeting`.
+            identity: see `Greeting`.
+            parse: reads the first message of those who proved themselves; None turns them away.
+            timeout_s: how long a connection may take to get in.
+            max_message_nbytes: the largest message.
+            max_members: most who may be in. All of them may come at once, and each has some round
+                trips to make: twice as many may be in their greeting, and 64 in any case. Beyond it
+                the oldest is turned away, of those who did not prove themselves if there are any.
+
+        """
+        self.listener = listener
+        self._magic = magic
+        self._token = token
+        self._identity = identity
+        self._parse = parse
+        self._timeout_s = timeout_s
+        self._max_message_nbytes = max_message_nbytes
+        self._max_pending = max(_MIN_PENDING, 2 * max_members)
+        self._pending: dict[int, _Pending] = {}
+
+    @property
+    def channels(self) -> list[Channel]:
+        """The connections."""
+        return [pending.channel for pending in self._pending.values()]
+
+    @property
+    def patience_s(self) -> float | None:
+        """Until when one of them has to say something."""
+        left = [pending.until - time.monotonic() for pending in self._pending.values()]
+        return max(0.0, min(left)) if left else None
+
+    def serve(self, ready: set[int], pause: threading.Condition) -> list[tuple[Channel, _Joined]]:
+        """Go on with those that said something; returns those that are in."""
+        joined = []
+        now = time.monotonic()
+        for fd, pending in list(self._pending.items()):
+            if pending.channel.is_lost:
+                self._turn_away(fd)  # nobody polls it any more: nothing that it said is ready
+            elif fd in ready:
+                join = self._heard(fd, pending)
+                if join is not None:
+                    joined.append((pending.channel, join))
+            elif pending.until <= now:
+                self._turn_away(fd)
+        if self.listener.fileno() in ready:
+            self._accept(pause)
+        return joined
+
+    def _accept(self, pause: threading.Condition) -> None:
+        try:
+            connection, _ = self.listener.accept()
+        except OSError as error:
+            if error.errno in {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS}:
+                # Nobody is accepted now; the connection waits, and must not be polled in a circle.
+                pause.wait(_PAUSE_S)
+            return
+        channel = Channel(
+            connection, max_message_nbytes=self._max_message_nbytes, timeout_s=self._timeout_s
+        )
+        greeting = Greeting(self._magic, self._token, self._identity, fresh_nonce())
+        until = time.monotonic() + self._timeout_s
+        self._pending[connection.fileno()] = _Pending(channel, greeting, until)
+        channel.send_raw(greeting.hello)
+        # Strangers first: however many they are, they push out nobody who knows the token.
+        by_age = sorted(self._pending, key=lambda fd: self._pending[fd].is_proven)
+        for oldest in by_age[: -self._max_pending]:
+            self._turn_away(oldest)
+
+    def _heard(self, fd: int, pending: _Pending) -> _Joined | None:
+        try:
+            return self._greet(fd, pending)
+        except BaseException:
+            pending.channel.is_lost = True  # what it said may be heard by half
+            raise
+
+    def _greet(self, fd: int, pending: _Pending) -> _Joined | None:
+        channel = pending.channel
+        channel.fill()
+        if not pending.is_proven:
+            answer = channel.take_raw(GREETING_NBYTES["answer"])
+            if answer is not None:
+                if not pending.greeting.accepts(answer):
+                    _LOG.warning("a connection that does not know the token was refused")
+                    channel.send_raw(Greeting.refusal)  # else it might take it for a crowd
+                    self._turn_away(fd)
+                    return None
+                pending.is_proven = True
+                channel.send_raw(pending.greeting.proof(answer))
+        text = channel.take() if pending.is_proven else None
+        if text is None:
+            if channel.is_lost:
+                self._turn_away(fd)
+            return None
+        join = self._parse(text)
+        if join is None:
+            self._turn_away(fd)
+            return None
+        del self._pending[fd]
+        return join
+
+    def _turn_away(self, fd: int) -> None:
+        pending = self._pending.pop(fd, None)
+        if pending is not None:
+            pending.channel.close()
+
+    def close(self) -> None:
+        """Stop listening, and hang up on those who are not in."""
+        self.listener.close()
+        for fd in list(self._pending):
+            self._turn_away(fd)
+
+
+# ---- A receiver, as its publisher knows it.
+
+
+class Peer:
+    """What all transports note of a receiver. Changed under the lock of whoever serves it only.
+
+    Attributes:
+        channel: its connection.
+        worker: its name, as it says.
+        rank: its rank, as it says.
+        pid: its process, as it says.
+        reader: the same for all its connections, one after the other; empty if it says none.
+        is_observer: it leaves no record.
+        is_gone: its connection ended.
+        updates: what it reported, by update.
+
+    """
+
+    def __init__(
+        self,
+        channel: Channel,
+        *,
+        worker: str,
+        rank: int,
+        pid: int,
+        is_observer: bool,
+        reader: str = "",
+    ) -> None:
+        """Start with what it said of itself."""
+        self.channel = channel
+        self.worker = worker
+        self.rank = rank
+        self.pid = pid
+        self.reader = reader
+        self.is_observer = is_observer
+        self.is_gone = False
+        self.updates: OrderedDict[str, UpdateReport] = OrderedDict()
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return f"worker {self.worker!r} rank {self.rank} (pid {self.pid})"
+
+    def is_of(self, reader: str, pid: int) -> bool:
+        """Whether it is a connection of that reader."""
+        return bool(reader) and (self.reader, self.pid) == (reader, pid)
+
+    def take_over(self, gone: list[Self]) -> None:
+        """Go on with what it had reported before, by connections that ended, which leave `gone`."""
+        if self.is_observer:
+            return
+        for one in [one for one in gone if one.is_of(self.reader, self.pid)]:
+            self.updates = one.updates | self.updates
+            gone.remove(one)
+
+    def record(self) -> Record:
+        """What it reported."""
+        return Record(
+            worker=legible(self.worker),
+            rank=self.rank,
+            pid=self.pid,
+            updates=tuple(self.updates.values()),
+            presence="gone" if self.is_gone else "alive",
+        )

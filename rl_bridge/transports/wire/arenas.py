@@ -1,0 +1,426 @@
+"""Where versions lie on either side of the wire: slots of sealed memory, or of a GPU's.
+
+Both sides keep a ring of slots that are written again and again. On the CPU a slot is a sealed
+segment, as in shared memory: a consumer maps it privately, so that an engine may write to what it
+imported, or exchange it by flip. On a GPU the arena is memory of torch's allocator.
+"""
+
+import threading
+import weakref
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from rl_bridge.errors import SegmentError, WeightBridgeUnavailableError
+from rl_bridge.manifest.table import TensorTable
+from rl_bridge.memory import vm
+from rl_bridge.memory.arrival_digest import ArrivalDigest, ArrivalPlan
+from rl_bridge.memory.places import CPU_PLACE, Pass, Place
+from rl_bridge.memory.segment import OwnedSegment
+from rl_bridge.memory.slots import ARRIVING, Slot, SlotRing, slot_segment_nbytes
+from rl_bridge.memory.views import LeasedView, Pin, ViewCache
+from rl_bridge.transports.base import Attachment
+
+__all__ = [
+    "Arenas",
+    "Arrival",
+    "Arrivals",
+    "CPUArenas",
+    "DeviceArenas",
+]
+
+
+class Arenas(ABC):
+    """Makes slots, and makes their versions readable."""
+
+    place: Place = CPU_PLACE
+
+    @abstractmethod
+    def make_slot(self, name: str, arena_nbytes: int) -> Slot:
+        """Make a slot.
+
+        Raises:
+            SegmentError: no memory.
+            WeightBridgeUnavailableError: no memory on the device.
+
+        """
+
+    @abstractmethod
+    def pin(self, slot: Slot, update_id: str, arena_nbytes: int) -> Pin:
+        """Lease the version in a slot of this process's own.
+
+        Raises:
+            StaleUpdate: the slot holds another one by now.
+            SegmentError: the segment shrank.
+
+        """
+
+    @abstractmethod
+    def sweep(self) -> None:
+        """Let go of views of slots that were given back."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of everything that no tensor needs."""
+
+    def tensor(self, slot: Slot, arena_nbytes: int) -> torch.Tensor:
+        """The arena's bytes, for whoever writes or sends them: uint8, one dimension."""
+        if arena_nbytes == 0:
+            return torch.empty(0, dtype=torch.uint8, device=self.place.device)
+        return self.place.bytes_at(slot.address, arena_nbytes)
+
+
+class CPUArenas(Arenas):
+    """Sealed segments, mapped a second time for each consumer."""
+
+    def __init__(self) -> None:
+        """Start empty."""
+        self._views = ViewCache()
+
+    def make_slot(self, name: str, arena_nbytes: int) -> Slot:
+        """Make a slot."""
+        return Slot(OwnedSegment.make(name, slot_segment_nbytes(arena_nbytes)))
+
+    def pin(self, slot: Slot, update_id: str, arena_nbytes: int) -> Pin:
+        """Lease the version in a slot."""
+        return self._views.get(slot.segment.ref).pin(update_id, slot.generation, arena_nbytes)
+
+    def sweep(self) -> None:
+        """Let go of views of slots that were given back."""
+        self._views.sweep()
+
+    def close(self) -> None:
+        """Let go of everything that no tensor needs."""
+        self._views.close()
+
+
+class DeviceArenas(Arenas):
+    """Memory of one device, by torch's allocator; lease and stamp lie in a segment of one page."""
+
+    def __init__(self, place: Place) -> None:
+        """Use a device."""
+        self.place = place
+        self._views: weakref.WeakKeyDictionary[Slot, _ArenaView] = weakref.WeakKeyDictionary()
+
+    def make_slot(self, name: str, arena_nbytes: int) -> Slot:
+        """Make a slot."""
+        arena = _TensorArena(arena_nbytes, self.place)
+        try:
+            return Slot(OwnedSegment.make(name, vm.PAGE), arena)
+        except BaseException:
+            arena.close()
+            raise
+
+    def pin(self, slot: Slot, update_id: str, arena_nbytes: int) -> Pin:
+        """Lease the version in a slot."""
+        view = self._views.get(slot)
+        if view is None:
+            view = self._views[slot] = _ArenaView(slot, self.place)
+        pin = view.pin(update_id, slot.generation, arena_nbytes)
+        # No view to flip, nor pages of its own: what an engine writes there stays there.
+        pin.view = None
+        return pin
+
+    def sweep(self) -> None:
+        """Let go of views of slots that were given back."""
+        for slot, view in list(self._views.items()):
+            view.settle()
+            if slot.address == 0 and not view.is_pinned:
+                self._views.pop(slot).retire()
+
+    def close(self) -> None:
+        """Let go of everything that no tensor needs."""
+        for view in list(self._views.values()):
+            view.retire()
+        self._views.clear()
+
+
+class _TensorArena:
+    """A slot's arena: one tensor of bytes."""
+
+    def __init__(self, arena_nbytes: int, place: Place) -> None:
+        self.nbytes = vm.round_up(max(arena_nbytes, 1))
+        try:
+            self.bytes: torch.Tensor | None = torch.empty(
+                self.nbytes, dtype=torch.uint8, device=place.device
+            )
+        except torch.OutOfMemoryError as error:
+            msg = (
+                f"no {self.nbytes} bytes on {place.device} for a version: {error}. Free some, or "
+                "lower max_slots."
+            )
+            raise WeightBridgeUnavailableError(msg) from error
+
+    @property
+    def address(self) -> int:
+        return 0 if self.bytes is None else self.bytes.data_ptr()
+
+    def close(self) -> None:
+        self.bytes = None
+
+
+class _ArenaView(LeasedView):
+    """A slot with an arena of its own, seen from the process that made it."""
+
+    def __init__(self, slot: Slot, place: Place) -> None:
+        assert isinstance(slot.arena, _TensorArena)
+        self.place = place
+        # The memory, not the slot: tensors outlive the ring.
+        self._bytes = slot.arena.bytes
+        self._nbytes = slot.arena.nbytes
+        super().__init__(slot.segment.ref, None)
+
+    @property
+    def capacity(self) -> int:
+        return self._nbytes
+
+    def _open(self) -> int:
+        return 0 if self._bytes is None else self._bytes.data_ptr()
+
+    def _is_quiet(self) -> bool:
+        if self.place.device.type == "cuda":
+            # Kernels that read the last tensor may be under way still.
+            torch.cuda.synchronize(self.place.device)
+        return True
+
+    def _unmap(self) -> None:
+        self._bytes = None
+
+    def refresh(self, address: int, nbytes: int) -> bool:
+        del address, nbytes
+        return False
+
+    def prefault(self, nbytes: int) -> None:
+        del nbytes
+
+
+# ---- A receiver's slots: where versions arrive, and which of them are there.
+
+# A receiver keeps what its engine holds, however much that is. What nobody imported yet is another
+# matter: the newest, and one more for an import that is under way.
+_MAX_UNCLAIMED = 2
+_UNLIMITED = 1 << 30
+# Layouts that take turns, such as whole models and adapters.
+_KEPT_LAYOUTS = 4
+
+
+@dataclass(slots=True)
+class Arrival:
+    """One version that arrived whole."""
+
+    update_id: str
+    generation: int
+    arena_nbytes: int
+    layout_digest: str
+    slot: Slot
+    digests: bytes | None
+    header: bytes | None = None
+    is_claimed: bool = False
+
+
+def _keep_newest(kept: OrderedDict[str, Any]) -> None:
+    for oldest in list(kept)[:-_KEPT_LAYOUTS]:
+        del kept[oldest]
+
+
+class Arrivals:
+    """All versions of one publisher that are here. Thread-safe."""
+
+    def __init__(self, arenas: Arenas, label: str) -> None:
+        """Start empty; `label` names the memory in the system's lists."""
+        self._arenas = arenas
+        self._label = label
+        self._made = 0
+        self._lock = threading.RLock()
+        self._ring = SlotRing(self._make_slot, limit=_UNLIMITED, name_holders=lambda _: [])
+        self._arrived: OrderedDict[str, Arrival] = OrderedDict()
+        self._plans: OrderedDict[str, ArrivalPlan] = OrderedDict()
+        self._tables: OrderedDict[str, TensorTable] = OrderedDict()
+        self._passes: OrderedDict[str, Pass] = OrderedDict()
+
+    def _make_slot(self, arena_nbytes: int) -> Slot:
+        self._made += 1
+        return self._arenas.make_slot(f"{self._label}-{self._made}", arena_nbytes)
+
+    # ---- while it arrives -----------------------------------------------------------------------
+
+    def reserve(self, arena_nbytes: int, hold: Callable[[Slot], None] | None = None) -> Slot:
+        """Find room for a version; end with `commit` or `abandon`.
+
+        Args:
+            arena_nbytes: its size.
+            hold: is called with the slot before that is taken, so that an interrupt cannot lose it.
+
+        Raises:
+            WeightBridgeError: there is none.
+
+        """
+        with self._lock:
+            self._evict()
+            slot = self._ring.acquire(arena_nbytes)
+            if hold is not None:
+                hold(slot)
+            slot.update_id = ARRIVING
+            return slot
+
+    def tensor(self, slot: Slot, arena_nbytes: int) -> torch.Tensor:
+        """The slot's bytes."""
+        return self._arenas.tensor(slot, arena_nbytes)
+
+    def learn(self, table: TensorTable) -> None:
+        """Note a layout before its first version arrives."""
+        with self._lock:
+            self._tables[table.digest] = table
+            self._tables.move_to_end(table.digest)
+            _keep_newest(self._tables)
+
+    def digest_of(
+        self, layout_digest: str, slice_nbytes: int, slot: Slot, arena_nbytes: int
+    ) -> ArrivalDigest | None:
+        """What digests a version while it arrives; None where its layout is not known yet."""
+        if self._arenas.place.device.type != "cpu":
+            return None
+        with self._lock:
+            table = self._tables.get(layout_digest)
+            if table is None or table.arena_nbytes != arena_nbytes:
+                return None  # a digest of more bytes than were offered would read beyond the slot
+            plan = self._plans.get(layout_digest)
+            if plan is None or plan.slice_nbytes != slice_nbytes:
+                plan = self._plans[layout_digest] = ArrivalPlan(table, slice_nbytes)
+                _keep_newest(self._plans)
+            return plan.start(slot.address)
+
+    def commit(self, arrival: Arrival) -> None:
+        """Let a version that arrived be attached."""
+        with self._lock:
+            slot = arrival.slot
+            self._ring.publish(slot, arrival.update_id, arrival.arena_nbytes, arrival.header)
+            known = self._arrived.get(arrival.update_id)
+            if known is not None:
+                self._forget(known)
+            self._arrived[arrival.update_id] = arrival
+            self._evict()
+
+    def abandon(self, slot: Slot) -> None:
+        """Give a slot back whose version did not arrive, also in the middle of `commit`."""
+        with self._lock:
+            for arrival in list(self._arrived.values()):
+                if arrival.slot is slot:
+                    self._forget(arrival)
+            self._ring.abandon(slot)
+
+    # ---- once it is there -----------------------------------------------------------------------
+
+    def find(self, update_id: str) -> Arrival | None:
+        """A version that is here."""
+        with self._lock:
+            return self._whole(update_id)
+
+    def attach(
+        self, update_id: str, table: TensorTable, *, generation: int, num_threads: int | None
+    ) -> Attachment | None:
+        """Lease a version that is here; None if it is not.
+
+        Raises:
+            SegmentError: what is here is of another size, or another write of the slot.
+            StaleUpdate: it is overwritten.
+            WeightBridgeUnavailableError: this process is short of memory or descriptors.
+
+        """
+        with self._lock:
+            arrival = self._whole(update_id)
+            if arrival is None:
+                return None
+            expected, found = (
+                (table.arena_nbytes, generation),
+                (arrival.arena_nbytes, arrival.generation),
+            )
+            if expected != found:
+                msg = (
+                    f"update {update_id} arrived with (bytes, write) {found}, the manifest says "
+                    f"{expected}. Use the manifest as it was published."
+                )
+                raise SegmentError(msg)
+            pin = self._arenas.pin(arrival.slot, update_id, arrival.arena_nbytes)
+            pin.header = arrival.header
+            arrival.is_claimed = True
+            self.learn(table)
+            made = Attachment(table, pin, self._pass(table), num_threads=num_threads)
+            # It was digested while it arrived, if its layout was known by then.
+            made.digested(arrival.digests if arrival.layout_digest == table.digest else None)
+            return made
+
+    def attach_part(
+        self, slot: Slot, update_id: str, table: TensorTable, *, header: bytes | None
+    ) -> Attachment:
+        """Lease what arrived of a version, some of its ranges; nobody else finds it.
+
+        Raises:
+            WeightBridgeUnavailableError: this process is short of memory or descriptors.
+
+        """
+        with self._lock:
+            self._ring.publish(slot, update_id, table.arena_nbytes, header)
+            try:
+                pin = self._arenas.pin(slot, update_id, table.arena_nbytes)
+            finally:
+                slot.update_id = None
+            return Attachment(table, pin, self._pass(table))
+
+    def _pass(self, table: TensorTable) -> Pass:
+        """What reads versions of a layout; made once."""
+        found = self._passes.get(table.digest)
+        if found is None:
+            found = self._passes[table.digest] = self._arenas.place.plan(table.nbytes_column)
+            _keep_newest(self._passes)
+        return found
+
+    def drop(self, update_id: str) -> None:
+        """Forget a version that nobody imported: its publisher let go of it."""
+        with self._lock:
+            arrival = self._arrived.get(update_id)
+            if arrival is not None and not arrival.is_claimed:
+                self._forget(arrival)
+
+    def settle(self) -> None:
+        """Forget what was imported and is not needed any more."""
+        with self._lock:
+            for arrival in list(self._arrived.values()):
+                if arrival.is_claimed:
+                    self._forget(arrival)
+            self._arenas.sweep()
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether a version is here that may yet be imported."""
+        return bool(self._arrived)
+
+    def _evict(self) -> None:
+        unclaimed = [item for item in self._arrived.values() if not item.is_claimed]
+        for arrival in unclaimed[: max(0, len(unclaimed) - _MAX_UNCLAIMED)]:
+            self._forget(arrival)
+
+    def _whole(self, update_id: str) -> Arrival | None:
+        arrival = self._arrived.get(update_id)
+        if arrival is not None and arrival.slot.update_id != update_id:
+            self._forget(arrival)  # which an interrupt cut off
+            return None
+        return arrival
+
+    def _forget(self, arrival: Arrival) -> None:
+        # Tensors that live keep the slot's lease: it is not written again before the last one died.
+        if arrival.slot.update_id == arrival.update_id:  # else it is another version's by now
+            arrival.slot.update_id = None
+        self._arrived.pop(arrival.update_id, None)  # behind it: an interrupt must not lose the slot
+
+    def close(self) -> None:
+        """Give everything back; tensors keep what they look at."""
+        with self._lock:
+            self._arrived.clear()
+            self._passes.clear()
+            self._ring.close()
+            self._arenas.close()

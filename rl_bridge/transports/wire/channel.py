@@ -1,0 +1,538 @@
+"""A connection on which both sides proved that they know the token, and framed messages on it.
+
+Before the proof nothing is parsed: the greeting has a fixed length. Each side sends random bytes,
+and a keyed digest (HMAC-SHA256) of both sides' and of the group's identity; the token itself never
+travels. Sending never waits: what the peer does not take is kept, up to a bound.
+"""
+
+import hashlib
+import hmac
+import ipaddress
+import math
+import operator
+import os
+import secrets
+import socket
+import struct
+import threading
+import time
+import weakref
+from collections import deque
+from contextlib import suppress
+from functools import lru_cache
+from typing import Annotated, ClassVar, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr, ValidationError
+
+from rl_bridge.errors import MalformedManifest, SegmentError, StaleUpdate, WeightBridgeError
+from rl_bridge.manifest.canonical import thaw
+from rl_bridge.manifest.model import WeightUpdateManifest
+from rl_bridge.memory.control import UpdateReport
+from rl_bridge.memory.holding import Holding
+
+__all__ = [
+    "GREETING_NBYTES",
+    "MAX_MESSAGE_NBYTES",
+    "Channel",
+    "Count",
+    "Gone",
+    "Greeting",
+    "Leave",
+    "Message",
+    "Refused",
+    "Reported",
+    "Text",
+    "UpdateId",
+    "Wake",
+    "checked_address",
+    "checked_port",
+    "error_of",
+    "fresh_nonce",
+    "read_handle",
+    "require_publisher",
+]
+
+MAX_MESSAGE_NBYTES = 1 << 16
+"""The largest message, if nothing else is agreed."""
+
+_MAGIC_NBYTES = 8
+_NONCE_NBYTES = 32
+_PROOF_NBYTES = 32
+GREETING_NBYTES = {
+    "hello": _MAGIC_NBYTES + _NONCE_NBYTES,
+    "answer": _NONCE_NBYTES + _PROOF_NBYTES,
+    "proof": _PROOF_NBYTES,
+}
+"""Length of the parts: the publisher's hello, the receiver's answer, the publisher's proof."""
+
+_LENGTH = struct.Struct("!I")
+_MAX_PENDING = 1024
+_CHUNK = 1 << 16
+# The most that Linux takes.
+_MAX_QUIET_S = 32767
+
+
+def fresh_nonce() -> bytes:
+    """Random bytes for one greeting."""
+    return secrets.token_bytes(_NONCE_NBYTES)
+
+
+class Greeting:
+    """Both sides' parts of one greeting."""
+
+    refusal: ClassVar[bytes] = bytes(_PROOF_NBYTES)
+    """In place of the publisher's proof: the receiver's shows that it has another token."""
+
+    def __init__(self, magic: bytes, token: bytes, identity: str, nonce: bytes) -> None:
+        """Start with the publisher's nonce.
+
+        Args:
+            magic: 8 bytes that name the transport's language.
+            token: the shared secret.
+            identity: names the publisher, and what of it is meant.
+            nonce: the publisher's random bytes.
+
+        """
+        self._magic = magic
+        self._token = token
+        self._identity = identity.encode("utf-8")
+        self._nonce = nonce
+
+    @property
+    def hello(self) -> bytes:
+        """The publisher's first bytes."""
+        return self._magic + self._nonce
+
+    @staticmethod
+    def nonce_of(magic: bytes, hello: bytes) -> bytes | None:
+        """The nonce in a publisher's first bytes; None if they are something else."""
+        return hello[len(magic) :] if hello[: len(magic)] == magic else None
+
+    def answer(self, nonce: bytes) -> bytes:
+        """The receiver's part: its nonce, and the proof that it knows the token."""
+        return nonce + self._digest(b"receiver", nonce)
+
+    def accepts(self, answer: bytes) -> bool:
+        """Whether a receiver's part proves that it knows the token."""
+        nonce, proof = answer[:_NONCE_NBYTES], answer[_NONCE_NBYTES:]
+        return hmac.compare_digest(proof, self._digest(b"receiver", nonce))
+
+    def proof(self, answer: bytes) -> bytes:
+        """The publisher's proof, in answer to a receiver's part."""
+        return self._digest(b"publisher", answer[:_NONCE_NBYTES])
+
+    def is_proven_by(self, proof: bytes, answer: bytes) -> bool:
+        """Whether the publisher's proof shows that it knows the token, too."""
+        return hmac.compare_digest(proof, self.proof(answer))
+
+    def _digest(self, role: bytes, nonce: bytes) -> bytes:
+        text = b"\0".join((role, self._nonce, nonce, self._identity))
+        return hmac.digest(self._token, text, hashlib.sha256)
+
+
+class Channel:
+    """A socket with framed messages; sending works from any thread, and from finalizers."""
+
+    def __init__(
+        self,
+        connection: socket.socket,
+        *,
+        max_message_nbytes: int = MAX_MESSAGE_NBYTES,
+        timeout_s: float | None = None,
+    ) -> None:
+        """Own a connected socket.
+
+        Args:
+            connection: the socket.
+            max_message_nbytes: the largest message.
+            timeout_s: what this side waits for at most elsewhere; a machine that is gone without a
+                word is noticed in about three times that. None: as the kernel does, in hours.
+
+        """
+        self._max_message_nbytes = max_message_nbytes
+        connection.setblocking(False)  # noqa: FBT003 - Python's own signature
+        if connection.family in {socket.AF_INET, socket.AF_INET6}:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            if timeout_s is not None:
+                _notice_a_lost_machine(connection, timeout_s)
+        self.socket = connection
+        self.is_lost = self._is_cut_off = False
+        self._incoming = bytearray()
+        self._outgoing: deque[bytes] = deque()
+        # Not reentrant on purpose: a finalizer that runs inside of `_flush`, in this very thread,
+        # must not send into the middle of a message. It leaves its own to the one it interrupted.
+        self._sending = threading.Lock()
+        _CHANNELS.add(self)
+
+    @property
+    def has_outgoing(self) -> bool:
+        """Whether something waits for the peer to read."""
+        return bool(self._outgoing)
+
+    def send(self, message: BaseModel) -> None:
+        """Send a message, or keep it until `flush`; on a lost connection a no-op."""
+        self.send_bytes(message.model_dump_json().encode("utf-8", "replace"))
+
+    def send_bytes(self, *texts: bytes) -> None:
+        """Send messages' texts in one go."""
+        longest = max(map(len, texts))
+        if longest > self._max_message_nbytes:
+            msg = f"a message of {longest} bytes, at most {self._max_message_nbytes}. Send less."
+            raise MalformedManifest(msg)
+        self.send_raw(b"".join(_LENGTH.pack(len(text)) + text for text in texts))
+
+    def send_raw(self, data: bytes) -> None:
+        """Send bytes as they are."""
+        if self.is_lost:
+            return
+        self._outgoing.append(data)
+        self.flush()
+        if len(self._outgoing) > _MAX_PENDING:
+            self.is_lost = True  # a peer that does not read must not cost memory
+
+    def flush(self) -> None:
+        """Hand to the kernel what it takes. Never waits; an interrupt ends the connection."""
+        try:
+            while self._outgoing and not self.is_lost and self._sending.acquire(blocking=False):
+                is_stuck = not self._flush()
+                self._sending.release()
+                if is_stuck:
+                    return
+        except BaseException:
+            self._cut_off()
+            raise
+
+    def _flush(self) -> bool:
+        while self._outgoing:
+            data = self._outgoing[0]
+            try:
+                num = self.socket.send(data, socket.MSG_NOSIGNAL)
+            except BlockingIOError:
+                return False
+            except OSError:
+                self.is_lost = True
+                return False
+            if num == len(data):
+                self._outgoing.popleft()
+            else:
+                self._outgoing[0] = data[num:]
+        return True
+
+    def fill(self, *, is_polled: bool = False) -> None:
+        """Read what is there, without waiting; at the end of the stream `is_lost` is set.
+
+        An interrupt ends the connection: what it cut off may have been read, and is nowhere.
+
+        Args:
+            is_polled: whoever calls polls the socket again before long, and hears of an end behind
+                the last bytes then: it need not be asked for now.
+
+        """
+        try:
+            while not self._is_cut_off:
+                data = self.socket.recv(_CHUNK)
+                if not data:
+                    self.is_lost = True
+                    return
+                self._incoming += data
+                if is_polled and len(data) < _CHUNK:
+                    return
+                if len(self._incoming) > 2 * (self._max_message_nbytes + _CHUNK):
+                    return  # first take out what is complete
+        except BlockingIOError:
+            return
+        except OSError:
+            self.is_lost = True
+        except BaseException:
+            self._cut_off()
+            raise
+
+    def _cut_off(self) -> None:
+        """After an interrupt: what was sent or read, and who has the lock, nobody knows."""
+        self.is_lost = self._is_cut_off = True
+
+    def take_raw(self, nbytes: int) -> bytes | None:
+        """Take that many bytes out of what was read; None if there are fewer."""
+        if len(self._incoming) < nbytes:
+            return None
+        data = bytes(self._incoming[:nbytes])
+        del self._incoming[:nbytes]
+        return data
+
+    def take(self) -> bytes | None:
+        """Take one message's text out of what was read; None if none is complete."""
+        if len(self._incoming) < _LENGTH.size:
+            return None
+        (length,) = _LENGTH.unpack_from(self._incoming)
+        if length > self._max_message_nbytes:
+            self.is_lost = True  # nobody who speaks this language sends it
+            return None
+        if len(self._incoming) < _LENGTH.size + length:
+            return None
+        data = bytes(self._incoming[_LENGTH.size : _LENGTH.size + length])
+        del self._incoming[: _LENGTH.size + length]
+        return data
+
+    def receive_raw(self, nbytes: int, *, until: float) -> bytes | None:
+        """Wait for that many bytes; None if they do not come in time, or never.
+
+        An interrupt ends the connection, as in `fill`.
+        """
+        try:
+            return self._receive_raw(nbytes, until)
+        except BaseException:
+            self._cut_off()
+            raise
+
+    def _receive_raw(self, nbytes: int, until: float) -> bytes | None:
+        while (data := self.take_raw(nbytes)) is None:
+            left = until - time.monotonic()
+            if self.is_lost or left <= 0:
+                return None
+            self.socket.settimeout(left)
+            try:
+                more = self.socket.recv(nbytes - len(self._incoming))
+            except TimeoutError:
+                return None
+            except OSError:
+                more = b""
+            finally:
+                with suppress(OSError):
+                    self.socket.setblocking(False)  # noqa: FBT003 - Python's own signature
+            if not more:
+                self.is_lost = True
+                return None
+            self._incoming += more
+        return data
+
+    def close(self) -> None:
+        """Hang up. Idempotent."""
+        self.is_lost = True
+        _CHANNELS.discard(self)
+        self.socket.close()
+
+
+def _notice_a_lost_machine(connection: socket.socket, timeout_s: float) -> None:
+    """Have the kernel ask whether the other machine is there, where it says nothing for long.
+
+    Its kernel answers, so a process there that is slow or stopped is not taken for lost. (With
+    TCP_USER_TIMEOUT it would be, where it does not read for so long.)
+    """
+    quiet_s = min(max(1, math.ceil(timeout_s)), _MAX_QUIET_S)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, quiet_s)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, max(1, quiet_s // 3))
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 6)
+
+
+_CHANNELS: weakref.WeakSet[Channel] = weakref.WeakSet()
+
+
+def _forget_in_child() -> None:
+    # A copy of the socket in a child would keep the peer waiting for a process that is gone.
+    for channel in list(_CHANNELS):
+        channel.is_lost = True
+        channel.socket.close()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)
+
+
+# ---- What publishers and receivers of every transport say to each other: JSON, of fixed kinds
+# only.
+#
+# Each transport adds kinds of its own. Every message is one object with a ``kind``; what does not
+# parse ends the connection.
+
+Count = Annotated[StrictInt, Field(ge=0, lt=2**63)]
+Text = Annotated[StrictStr, Field(max_length=2048)]
+UpdateId = Annotated[StrictStr, Field(pattern=r"^[0-9a-f]{32}$")]
+
+
+class Message(BaseModel):
+    """What all have in common."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+# ---- from a receiver ----------------------------------------------------------------------------
+
+
+class Reported(Message):
+    """What became of an update."""
+
+    kind: Literal["report"] = "report"
+    report: UpdateReport
+
+
+class Leave(Message):
+    """The last message."""
+
+    kind: Literal["leave"] = "leave"
+
+
+# ---- from the publisher -------------------------------------------------------------------------
+
+
+class Refused(Message):
+    """You are not in, or not any more."""
+
+    kind: Literal["refused"] = "refused"
+    reason: Text
+
+
+class Gone(Message):
+    """The update that you want cannot be had."""
+
+    kind: Literal["gone"] = "gone"
+    update_id: UpdateId
+    reason: Text
+    is_stale: StrictBool
+    """It was released; otherwise it is not what was asked for."""
+
+
+def error_of(gone: Gone) -> WeightBridgeError:
+    """What an import raises that got this answer."""
+    if gone.is_stale:
+        return StaleUpdate(
+            f"update {gone.update_id} is gone: {gone.reason}. Import the publisher's latest "
+            "manifest."
+        )
+    return SegmentError(
+        f"update {gone.update_id} is not what was published: {gone.reason}. Use the manifest "
+        "as it was published."
+    )
+
+
+# ---- What ends a thread's `poll`: an eventfd that is never written to once it is closed.
+
+
+class Wake:
+    """Wakes a thread that polls `fd`. From any thread, and from finalizers; closed in children.
+
+    The number of a closed descriptor is soon another file's: eight bytes written there would be
+    damage in what is none of ours.
+    """
+
+    def __init__(self) -> None:
+        """Open the descriptor."""
+        self._held = Holding()
+        self._finalizer = weakref.finalize(self, self._held.dispose)
+        self._finalizer.atexit = False
+        self._held.open(os.eventfd, 0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._pid = self._held.pid
+        # Reentrant: a finalizer may come in the middle of any of these, in this very thread.
+        self._lock = threading.RLock()
+
+    @property
+    def fd(self) -> int:
+        """The descriptor; -1 once it is closed."""
+        return next(iter(self._held.fds), -1)
+
+    def poke(self) -> None:
+        """Wake; a no-op once it is closed, and in a forked child."""
+        if os.getpid() != self._pid:
+            return
+        with self._lock:
+            if self.fd >= 0:
+                with suppress(BlockingIOError):  # it is awake already
+                    os.eventfd_write(self.fd, 1)
+
+    def settle(self) -> None:
+        """Take note of all pokes so far."""
+        with self._lock:
+            if self.fd >= 0:
+                with suppress(BlockingIOError):
+                    os.eventfd_read(self.fd)
+
+    def close(self) -> None:
+        """Give the descriptor back. Idempotent; in a forked child a no-op."""
+        if os.getpid() != self._pid:
+            return
+        with self._lock:
+            self._held.dispose()
+            self._finalizer.detach()
+
+
+# ---- Options that say where a side listens, and how long it waits.
+
+
+def checked_address(address: str) -> str:
+    """Check that an address is one that a peer can connect to: a literal, never a name.
+
+    A name would be looked up by whoever reads it, and could mean another machine there.
+
+    Raises:
+        ValueError: it is not.
+
+    """
+    try:
+        parsed = _parsed(address)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{address!r} is no IP address. Write it in numbers.") from error
+    if parsed.is_unspecified or parsed.is_multicast:
+        raise ValueError(f"{address!r} is no machine's address. Name the interface's own.")
+    return address
+
+
+def checked_port(port: object) -> int:
+    """Check a port; 0 stands for a free one.
+
+    Raises:
+        TypeError: it is no integer.
+        ValueError: it is out of range.
+
+    """
+    try:
+        number = -1 if isinstance(port, bool) else operator.index(port)  # type: ignore[arg-type]  # that is what is tried
+    except TypeError as error:
+        raise TypeError(f"port={port!r}: expected an int from 0 to 65535.") from error
+    if not 0 <= number < 2**16:
+        raise ValueError(f"port={port!r}: expected an int from 0 to 65535.")
+    return number
+
+
+# A consumer reads the same few publishers' in every manifest that it gets.
+@lru_cache(maxsize=1024)
+def _parsed(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
+    return ipaddress.ip_address(address)
+
+
+# ---- Reading what a manifest says of where its bytes are: checked before anything is connected
+# to.
+
+_Handle = TypeVar("_Handle", bound=BaseModel)
+
+
+def read_handle(kind: type[_Handle], manifest: WeightUpdateManifest) -> _Handle:
+    """The manifest's handle.
+
+    Raises:
+        MalformedManifest: it is none of this kind.
+
+    """
+    try:
+        return kind.model_validate(thaw(manifest.handle))
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(str(part) for part in first["loc"])
+        msg = (
+            f"update {manifest.update_id}: handle field {where}: {first['msg']}. Send the "
+            "manifest as it was published."
+        )
+        raise MalformedManifest(msg) from error
+
+
+def require_publisher(manifest: WeightUpdateManifest, publisher_id: str) -> None:
+    """Compare whom the handle leads to with whose manifest it is.
+
+    Raises:
+        MalformedManifest: it leads to somebody else.
+
+    """
+    if publisher_id != manifest.publisher_id:
+        msg = (
+            f"update {manifest.update_id}: its handle is of publisher {publisher_id}, the "
+            f"manifest of {manifest.publisher_id}. Send the manifest as it was published."
+        )
+        raise MalformedManifest(msg)

@@ -1,0 +1,190 @@
+"""How a receiver reaches a publisher: connect, and prove both ways that the token is known."""
+
+import errno
+import select
+import socket
+import time
+
+from rl_bridge.errors import SegmentError, TransferTimeout, WeightBridgeUnavailableError
+from rl_bridge.transports.wire.channel import (
+    GREETING_NBYTES,
+    MAX_MESSAGE_NBYTES,
+    Channel,
+    Greeting,
+    fresh_nonce,
+)
+
+__all__ = [
+    "Caller",
+]
+
+# The way there does not work, which says nothing of the publisher.
+_NETWORK = frozenset({errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN, errno.EHOSTDOWN})
+# Before a publisher that hung up is tried once more.
+_AGAIN_MS = 100
+
+
+class Caller:
+    """One attempt to reach a publisher, within one deadline."""
+
+    def __init__(
+        self,
+        what: str,
+        address: str,
+        port: int,
+        *,
+        magic: bytes,
+        timeout_s: float,
+        within_s: float | None = None,
+    ) -> None:
+        """Begin; nothing is opened yet.
+
+        Args:
+            what: is called, for messages: "the publisher's broadcast group".
+            address: where it listens.
+            port: where it listens.
+            magic: see `Greeting`.
+            timeout_s: longest wait for all of it.
+            within_s: a shorter one, for this attempt only.
+
+        """
+        self._address = address
+        self._port = port
+        self._magic = magic
+        self._timeout_s = timeout_s
+        self._within_s = timeout_s if within_s is None else min(within_s, timeout_s)
+        self._until = time.monotonic() + self._within_s
+        self.where = f"{what} at {address} port {port}"
+
+    def connect(
+        self, token: bytes, identity: str, *, max_message_nbytes: int = MAX_MESSAGE_NBYTES
+    ) -> Channel:
+        """Connect and greet; nothing that the other side says is parsed before its proof.
+
+        Raises:
+            SegmentError: the publisher is gone, or refuses the token.
+            TransferTimeout: it does not answer in time.
+            WeightBridgeUnavailableError: the network does not lead there now, this process has no
+                descriptor for it, or the publisher hung up before it looked at the token.
+
+        """
+        for is_last in (False, True):
+            channel = Channel(
+                self._open(), max_message_nbytes=max_message_nbytes, timeout_s=self._timeout_s
+            )
+            try:
+                if self._greet(channel, token, identity):
+                    return channel
+            except BaseException:
+                channel.close()
+                raise
+            channel.close()
+            if not is_last:  # of one that is dying nobody listens there in a moment
+                left_ms = (self._until - time.monotonic()) * 1e3
+                select.poll().poll(max(0, min(_AGAIN_MS, left_ms)))
+        msg = (
+            f"{self.where} hung up in the greeting, without a word about the token: too many "
+            "came at once, or another program listens there by now. Import again; if that does "
+            "not help, raise the publisher's max_consumers, or publish again."
+        )
+        raise WeightBridgeUnavailableError(msg)
+
+    def _open(self) -> socket.socket:
+        family = socket.AF_INET6 if ":" in self._address else socket.AF_INET
+        try:
+            connection = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        except OSError as error:
+            msg = (
+                f"{self.where} cannot be reached: this process gets no socket ({error}). Raise its "
+                "limit of open files (ulimit -n), or see that the machine has this kind of "
+                "address, then import again."
+            )
+            raise WeightBridgeUnavailableError(msg) from error
+        try:
+            connection.settimeout(max(0.001, self._until - time.monotonic()))
+            connection.connect((self._address, self._port))
+        except TimeoutError as error:
+            connection.close()
+            raise self._late("be reached") from error
+        except OSError as error:
+            connection.close()
+            if error.errno in _NETWORK:
+                msg = (
+                    f"{self.where} cannot be reached: {error}. See that the network works and that "
+                    "this machine has a route there, then import again; or give the publisher an "
+                    "address= that can be reached."
+                )
+                raise WeightBridgeUnavailableError(msg) from error
+            msg = (
+                f"{self.where} cannot be reached: {error}. Its bridge was closed, or it died: "
+                "publish again."
+            )
+            raise SegmentError(msg) from error
+        return connection
+
+    def _late(self, what: str) -> TransferTimeout:
+        return TransferTimeout(
+            f"{self.where} could not {what} within {self._within_s:g} s. See that the publisher "
+            "runs and is reachable, then import again, or raise timeout_s."
+        )
+
+    def _receive(self, channel: Channel, part: str) -> bytes | None:
+        """One part of the greeting; None where the other side hung up."""
+        data = channel.receive_raw(GREETING_NBYTES[part], until=self._until)
+        if data is None and not channel.is_lost:
+            raise self._late("greet")
+        return data
+
+    def _greet(self, channel: Channel, token: bytes, identity: str) -> bool:
+        """Prove the token both ways; False where the other side hung up without a word of it."""
+        hello = self._receive(channel, "hello")
+        if hello is None:
+            return False
+        nonce = Greeting.nonce_of(self._magic, hello)
+        if nonce is None:
+            msg = (
+                f"what listens at {self._address} port {self._port} is no publisher of this "
+                "transport. Use the manifest or init info of one that runs now."
+            )
+            raise SegmentError(msg)
+        greeting = Greeting(self._magic, token, identity, nonce)
+        answer = greeting.answer(fresh_nonce())
+        channel.send_raw(answer)
+        # Both ways: what a stranger says is not parsed on this side either.
+        proof = self._receive(channel, "proof")
+        if proof is None:
+            return False
+        if proof == Greeting.refusal:
+            msg = (
+                f"{self.where} refuses this side: the token is not its own. Use the manifest or "
+                "init info of the publisher that runs now."
+            )
+            raise SegmentError(msg)
+        if not greeting.is_proven_by(proof, answer):
+            msg = f"{self.where} does not know the token. Use its own init info."
+            raise SegmentError(msg)
+        return True
+
+    def wait_for_message(self, channel: Channel) -> bytes:
+        """Wait for one message's text.
+
+        Raises:
+            SegmentError: the publisher hung up.
+            TransferTimeout: it does not answer in time.
+
+        """
+        while (text := channel.take()) is None:
+            if channel.is_lost:
+                msg = f"{self.where} hung up. Publish again, or make a new bridge."
+                raise SegmentError(msg)
+            left = self._until - time.monotonic()
+            if left <= 0:
+                raise self._late("answer")
+            poll = select.poll()
+            # What the publisher answers to may not have left as a whole.
+            wants = select.POLLIN | (select.POLLOUT if channel.has_outgoing else 0)
+            poll.register(channel.socket, wants)
+            poll.poll(left * 1e3)
+            channel.flush()
+            channel.fill(is_polled=True)
+        return text
