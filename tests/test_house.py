@@ -47,8 +47,8 @@ MAIN_LAYER = 14
 SHARED_BY_TRANSPORTS = frozenset({"base", "registry", "wire"})
 NAMES_ALL_TRANSPORTS = frozenset({"registry"})
 
-# A module below this size that one other module imports is part of that one. (What the face of a
-# package imports is public, and stands for itself.)
+# A module below this size that one other module imports is part of that one. (What only the face
+# of a package imports is public, and stands for itself.)
 FRAGMENT_LINES = 120
 
 # What no layer forbids and the plan of the house does.
@@ -69,7 +69,7 @@ NEVERS: tuple[tuple[str, str, str], ...] = (
 # Engines' own folders are below `engines` too.
 EXCEPT = {"engines": ("engines.vllm", "engines.sglang")}
 
-# What the rules above found when they were written, and is still to be mended: no line may be added.
+# What these rules found when they were written, and is still to be mended. No line may be added.
 STILL_FRAGMENTS = frozenset(
     f"{PACKAGE}.{name}"
     for name in (
