@@ -391,8 +391,8 @@ def _run_checks() -> list[_Check]:
     found = [("transports", registry.probe(name)) for name in registry.TRANSPORTS]
     found.append(("engines", Availability("torch module", "pass")))
     found += [("engines", engine(name)) for name in ENGINES]
-    for engine, name in (("vllm", "vLLM"), ("sglang", "SGLang")):
-        found += [(f"what {name} offers", item) for item in engine_features(engine)]
+    for key, name in (("vllm", "vLLM"), ("sglang", "SGLang")):
+        found += [(f"what {name} offers", item) for item in engine_features(key)]
     found += [("what NIXL offers", item) for item in nixl_backends()]
     found.append(("clusters", ray()))
     found.append(("machine", compiled_pass()))

@@ -56,7 +56,7 @@ __all__ = [
 
 LAYOUT_KEY = ',"layout":'
 _WHITE = " \t\r\n"
-_ENVELOPE_REMEDY = "Send what to_json() gave, as it is."
+_RESEND = "Send what to_json() gave, as it is."
 
 _Layout = TypeVar("_Layout", bound=Named)
 _Manifest = TypeVar("_Manifest")
@@ -93,7 +93,7 @@ class Envelope(Generic[_Layout]):
             return read(plain)
         except RecursionError as error:
             # Just below the depth at which decoding gives up, whatever looks at the value does.
-            msg = f"the {self.kind} nests too deep. {_REMEDY}"
+            msg = f"the {self.kind} nests too deep. {_RESEND}"
             raise MalformedManifest(msg) from error
 
     def ascii_of(self, text: object) -> str:
@@ -104,13 +104,13 @@ class Envelope(Generic[_Layout]):
 
         """
         if not isinstance(text, str | bytes):
-            msg = f"from_json got a {type(text).__name__}, expected a {self.kind}'s text. {_REMEDY}"
+            msg = f"from_json got a {type(text).__name__}, expected a {self.kind}'s text. {_RESEND}"
             raise MalformedManifest(msg)
         try:
             ascii_text = text.decode("ascii") if isinstance(text, bytes) else text
             return ascii_text.encode("ascii").decode().rstrip(_WHITE)
         except UnicodeError as error:
-            msg = f"{self.kind} text is not ASCII: {error}. {_REMEDY}"
+            msg = f"{self.kind} text is not ASCII: {error}. {_RESEND}"
             raise MalformedManifest(msg) from error
 
     def digests_of(self, given: JSONValue) -> bytes:
@@ -123,7 +123,7 @@ class Envelope(Generic[_Layout]):
         try:
             return base64.b64decode(given, validate=True)
         except (binascii.Error, ValueError, TypeError) as error:
-            msg = f"{self.kind} field digests is no base64 text: {error}. {_REMEDY}"
+            msg = f"{self.kind} field digests is no base64 text: {error}. {_RESEND}"
             raise MalformedManifest(msg) from error
 
     def layout_of(self, digest: JSONValue, rest: str) -> _Layout:
@@ -136,7 +136,7 @@ class Envelope(Generic[_Layout]):
 
         """
         if not isinstance(digest, str):
-            msg = f"{self.kind} field layout_digest is missing. {_REMEDY}"
+            msg = f"{self.kind} field layout_digest is missing. {_RESEND}"
             raise MalformedManifest(msg)
         known = self.known.get(digest)
         if rest == "}":
@@ -150,7 +150,7 @@ class Envelope(Generic[_Layout]):
         if not rest.startswith(LAYOUT_KEY) or not rest.endswith("}"):
             msg = (
                 f"after the {self.kind}'s header stands {rest[:32]!r}, expected its layout or the "
-                f"end. {_REMEDY}"
+                f"end. {_RESEND}"
             )
             raise MalformedManifest(msg)
         text = rest[len(LAYOUT_KEY) : -1]

@@ -99,7 +99,7 @@ def test_an_interrupt_in_the_walk_of_a_module_is_made_good_by_the_next() -> None
         state = ModuleState(module)
         state.tensors()
         module.append(torch.nn.Linear(2, 2))
-        tracer = InterruptAtLine(number, "module_state.py")
+        tracer = InterruptAtLine(number, "tensors.py")
         try:
             with tracing(tracer):
                 state.tensors()

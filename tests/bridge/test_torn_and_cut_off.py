@@ -70,7 +70,7 @@ def rigs() -> Iterator[tuple[Rig, int]]:
         number += 1
 
 
-@pytest.mark.parametrize(("file", "least"), [("standing.py", 10), ("transaction.py", 40)])
+@pytest.mark.parametrize(("file", "least"), [("engine_state.py", 10), ("transaction.py", 40)])
 def test_an_interrupt_in_a_version_that_heals_leaves_nothing_torn(file: str, least: int) -> None:
     for rig, number in rigs():
         rig.adapter.fails = {}
@@ -84,7 +84,7 @@ def test_an_interrupt_in_a_version_that_heals_leaves_nothing_torn(file: str, lea
     assert number > least
 
 
-@pytest.mark.parametrize("file", ["standing.py", "transaction.py"])
+@pytest.mark.parametrize("file", ["engine_state.py", "transaction.py"])
 def test_an_interrupt_in_a_second_try_that_tears_again_loses_nothing(file: str) -> None:
     for rig, number in rigs():
         struck = rig.interrupted(rig.torn, number, file)

@@ -49,7 +49,7 @@ def test_a_directory_that_cannot_be_swept_is_a_segment_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "rlb-0123456789ab-1.seg").touch()
-    monkeypatch.setattr("rl_bridge.memory.segment.leases.is_held", failing(errno.ENOLCK))
+    monkeypatch.setattr("rl_bridge.memory.segment.is_held", failing(errno.ENOLCK))
     with pytest.raises(SegmentError, match=r"cannot hold segments: .*locks"):
         SharedMemory(directory=tmp_path).publisher_end("a" * 32)
 

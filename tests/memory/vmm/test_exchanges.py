@@ -273,7 +273,7 @@ class _InterruptAt:
         self._left = number
 
     def __call__(self, frame: FrameType, event: str, _: Any) -> Any:
-        if not frame.f_code.co_filename.endswith(("vmm/owners.py", "vmm/references.py")):
+        if not frame.f_code.co_filename.endswith(("cuda/owners.py",)):
             return None
         frame.f_trace_opcodes = True
         if event == "opcode":
