@@ -4,7 +4,6 @@ Sealed, verified, installed atomically, undone to the byte on failure, proven af
 acknowledged with that proof, released without a leak.
 """
 
-from rl_bridge.bridge.acknowledgement import Acknowledgement
 from rl_bridge.bridge.bridges import (
     BroadcastTensorBridge,
     CUDAIPCTensorBridge,
@@ -15,9 +14,10 @@ from rl_bridge.bridge.bridges import (
     TensorBridge,
     make_weight_bridge,
 )
+from rl_bridge.bridge.engine_state import Acknowledgement
+from rl_bridge.bridge.executor import RolloutExecutor
 from rl_bridge.bridge.protocols import WeightBridge, WeightConsumer, WeightPublisher
 from rl_bridge.bridge.publisher import ConsumerReport
-from rl_bridge.bridge.rollout import RolloutExecutor
 from rl_bridge.engines.sglang.engine_adapter import SGLangInstallAdapter
 from rl_bridge.engines.sglang.loader import SGLangWeightLoader
 from rl_bridge.engines.sglang.model_installer import SGLangModelInstaller

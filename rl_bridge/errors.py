@@ -45,6 +45,8 @@ An exception raised by a user's adapter or engine is never wrapped: it comes out
 and text, with a note added.
 """
 
+import logging
+
 __all__ = [
     "BadSegmentName",
     "BridgeClosed",
@@ -84,6 +86,8 @@ __all__ = [
     "WeightManifestValidationError",
     "WeightUpdateRejectedError",
 ]
+
+_LOG = logging.getLogger(__name__)
 
 
 class WeightBridgeError(RuntimeError):
@@ -287,3 +291,20 @@ class TransferTimeout(WeightBridgeUnavailableError, DeadlineExceeded):
 
 class BridgeClosed(WeightBridgeError):
     """The bridge was closed; nothing can be published or imported through it any more."""
+
+
+def add_note(error: BaseException, note: str) -> None:
+    """Say with an error what was done about it; an error that takes no notes goes without."""
+    try:
+        error.add_note(f"rl_bridge: {note}")
+    except Exception:  # noqa: BLE001 - the user's own exception must come out all the same
+        _LOG.info("%s (%s takes no notes)", note, type(error).__name__)
+
+
+def describe(error: BaseException) -> str:
+    """Type and text of an error, on one line."""
+    try:
+        text = str(error)
+    except Exception:  # noqa: BLE001 - the user's own exception: its type must do
+        text = ""
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import pytest
 
-from rl_bridge.bridge.rollout import RolloutExecutor
+from rl_bridge.bridge.executor import RolloutExecutor
 from rl_bridge.errors import IncompatibleUpdate, VersionNotMonotonic
 from rl_bridge.installers.module import ModuleInstallAdapter
 from rl_bridge.lifecycle import TABLE, Event, Role, State, Transition

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import pytest
 import torch
 
-from rl_bridge.bridge.rollout import RolloutExecutor
+from rl_bridge.bridge.executor import RolloutExecutor
 from rl_bridge.errors import ChecksumMismatch, SlotsExhausted, WeightBridgeError
 from rl_bridge.installers.module import ModuleInstallAdapter
 from rl_bridge.testing import Holdings, assert_nothing_leaks

@@ -6,20 +6,55 @@ The executor does things to the engine; this remembers what they made of it, and
 import logging
 from collections import OrderedDict
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 
-from rl_bridge.bridge.acknowledgement import Acknowledgement, add_note, describe
 from rl_bridge.bridge.protocols import WeightConsumer
 from rl_bridge.bridge.tensor_bridge import TensorBridge
-from rl_bridge.errors import EngineLost, TornEngine, WeightBridgeUnavailableError
+from rl_bridge.errors import (
+    EngineLost,
+    TornEngine,
+    WeightBridgeUnavailableError,
+    add_note,
+    describe,
+)
+from rl_bridge.installers.base import InstallProof
 from rl_bridge.lifecycle import Event, State
 from rl_bridge.manifest.model import WeightUpdateManifest
 
 __all__ = [
+    "Acknowledgement",
     "FineSteps",
     "Standing",
 ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Acknowledgement:
+    """What an acknowledged update left behind.
+
+    Attributes:
+        update_id: the update.
+        weight_version: its version.
+        root: its root; with the proof it says which bytes the engine holds.
+        proof: what was found in the engine.
+        timings_ms: phase -> milliseconds: attach, verify, prepare, install, prove,
+            resume, total; engines tell more apart (pause, cache, label). All but the total add up
+            to it, but for what lies between them.
+        total_nbytes: bytes of the update.
+        peak_rss_nbytes: this process's peak resident memory so far.
+
+    """
+
+    update_id: str
+    weight_version: int
+    root: str
+    proof: InstallProof
+    timings_ms: Mapping[str, float] = field(default_factory=dict)
+    total_nbytes: int = 0
+    peak_rss_nbytes: int = 0
+
 
 # ---- The fine steps of a consumer's life cycle, where its bridge keeps them.
 #

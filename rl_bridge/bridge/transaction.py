@@ -5,26 +5,20 @@ therefore knows how far it got, and `end` may be called at any time, as often as
 """
 
 import logging
+import resource
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from types import MappingProxyType
+from typing import TypeVar
 
 import torch
 
-from rl_bridge.bridge.acknowledgement import (
-    Acknowledgement,
-    PhaseClock,
-    add_note,
-    describe,
-    peak_rss_nbytes,
-)
-from rl_bridge.bridge.consumer import UnreadTensors, require_verified
-from rl_bridge.bridge.engine_state import FineSteps, Standing
+from rl_bridge.bridge.consumer import UnreadTensors, is_shortage, require_verified
+from rl_bridge.bridge.engine_state import Acknowledgement, FineSteps, Standing
 from rl_bridge.bridge.protocols import WeightConsumer
-from rl_bridge.bridge.records import is_shortage
 from rl_bridge.bridge.tensor_bridge import TensorBridge
-from rl_bridge.errors import EngineLost, ProofFailed, TornEngine
+from rl_bridge.errors import EngineLost, ProofFailed, TornEngine, add_note, describe
 from rl_bridge.installers.base import InstallProof, TransactionalAdapter
 from rl_bridge.lifecycle import Event, State
 from rl_bridge.manifest.canonical import JSONValue
@@ -32,6 +26,7 @@ from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.memory.views import ImportedTensors
 
 __all__ = [
+    "PhaseClock",
     "Transaction",
     "commit",
     "let_go",
@@ -39,6 +34,46 @@ __all__ = [
     "settle",
     "undo",
 ]
+
+T = TypeVar("T")
+
+
+class PhaseClock:
+    """Milliseconds of each phase."""
+
+    def __init__(self) -> None:
+        """Start with no phase."""
+        self.timings_ms: dict[str, float] = {}
+        self._split: set[str] = set()
+
+    def run(self, phase: str, action: Callable[[], T]) -> T:
+        """Time `action` as `phase`, also if it fails."""
+        start = time.perf_counter()
+        try:
+            return action()
+        finally:
+            self._add(phase, (time.perf_counter() - start) * 1e3)
+
+    def leave(self, name: str) -> None:
+        """A phase of this name was told already: `split` leaves it where it is."""
+        self._split.add(name)
+
+    def split(self, phase: str, inner: Mapping[str, float]) -> None:
+        """Tell phases inside of `phase` apart from it, each once: all together stay its time."""
+        for name, ms in inner.items():
+            if name not in self._split:
+                self._split.add(name)
+                self._add(name, ms)
+                self._add(phase, -ms)
+
+    def _add(self, phase: str, ms: float) -> None:
+        self.timings_ms[phase] = self.timings_ms.get(phase, 0.0) + ms
+
+
+def peak_rss_nbytes() -> int:
+    """Peak resident memory of this process (Linux counts it in KiB)."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
 
 # ---- Letting go of what came before an active version.
 

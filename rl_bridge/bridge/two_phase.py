@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from rl_bridge.bridge.arguments import UpdateRef, update_id_of
-from rl_bridge.bridge.rollout import RolloutExecutor
+from rl_bridge.bridge.executor import RolloutExecutor
 from rl_bridge.bridge.transaction import Transaction
 from rl_bridge.errors import IllegalTransition, UnknownUpdate, WeightUpdateRejectedError
 from rl_bridge.manifest.model import WeightUpdateManifest

@@ -21,7 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rl_bridge.bridge.bridges import SharedMemoryTensorBridge
-from rl_bridge.bridge.rollout import RolloutExecutor
+from rl_bridge.bridge.executor import RolloutExecutor
 from rl_bridge.cli.screen import memory_nbytes, say_json, screen, size, version
 from rl_bridge.demo.frames import bound_sends
 from rl_bridge.errors import DeadlineExceeded, WeightBridgeError

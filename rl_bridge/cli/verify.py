@@ -13,7 +13,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from rl_bridge.bridge.records import require_header
+from rl_bridge.bridge.consumer import require_header
 from rl_bridge.cli.screen import (
     ManifestFile,
     facts,

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from rl_bridge.bridge.bridges import make_weight_bridge
-from rl_bridge.bridge.rollout import RolloutExecutor
+from rl_bridge.bridge.executor import RolloutExecutor
 from rl_bridge.demo.config import RolloutConfig
 from rl_bridge.demo.engines import make_sampler
 from rl_bridge.demo.failures import UpdateLost

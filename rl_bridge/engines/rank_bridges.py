@@ -7,11 +7,15 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from rl_bridge.bridge.acknowledgement import describe
 from rl_bridge.bridge.bridges import make_weight_bridge
 from rl_bridge.bridge.engine_state import FineSteps
 from rl_bridge.bridge.tensor_bridge import TensorBridge
-from rl_bridge.errors import MalformedManifest, WeightBridgeError, WeightBridgeUnavailableError
+from rl_bridge.errors import (
+    MalformedManifest,
+    WeightBridgeError,
+    WeightBridgeUnavailableError,
+    describe,
+)
 from rl_bridge.groups.bridge import GROUP
 from rl_bridge.installers.base import InstallProof, TransactionalAdapter
 from rl_bridge.lifecycle import State

@@ -16,10 +16,8 @@ from typing import TYPE_CHECKING, ClassVar, cast
 
 import torch
 
-from rl_bridge.bridge.acknowledgement import describe
 from rl_bridge.bridge.arguments import UpdateRef, as_manifest, check_options
-from rl_bridge.bridge.consumer import Consumer
-from rl_bridge.bridge.records import is_shortage
+from rl_bridge.bridge.consumer import Consumer, is_shortage
 from rl_bridge.bridge.tensor_bridge import TensorBridge
 from rl_bridge.errors import (
     MalformedManifest,
@@ -27,6 +25,7 @@ from rl_bridge.errors import (
     TransportUnavailable,
     WeightBridgeError,
     WeightUpdateRejectedError,
+    describe,
 )
 from rl_bridge.groups.assembly import (
     ArenaLanding,

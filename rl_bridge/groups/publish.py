@@ -25,7 +25,6 @@ from pydantic import (
     ValidationError,
 )
 
-from rl_bridge.bridge.acknowledgement import describe
 from rl_bridge.bridge.arguments import tell_of, update_id_of
 from rl_bridge.bridge.publisher import ConsumerReport, checked_version
 from rl_bridge.bridge.tensor_bridge import TensorBridge
@@ -40,6 +39,7 @@ from rl_bridge.errors import (
     UnknownUpdate,
     VersionNotMonotonic,
     WeightManifestValidationError,
+    describe,
 )
 from rl_bridge.groups.exchange import GroupExchange
 from rl_bridge.manifest.canonical import JSONValue, canonical_json, decode_json, thaw

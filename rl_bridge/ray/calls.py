@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import Field, StrictFloat, StrictInt, StrictStr
 
-from rl_bridge.bridge.rollout import RolloutExecutor
+from rl_bridge.bridge.executor import RolloutExecutor
 from rl_bridge.errors import (
     DeadlineExceeded,
     EngineLost,

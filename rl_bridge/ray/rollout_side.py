@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, cast
 
 from rl_bridge.bridge.bridges import make_weight_bridge
-from rl_bridge.bridge.rollout import RolloutExecutor
+from rl_bridge.bridge.executor import RolloutExecutor
 from rl_bridge.bridge.tensor_bridge import TensorBridge
 from rl_bridge.errors import EngineLost, TornEngine, WeightBridgeUnavailableError
 from rl_bridge.groups.bridge import GroupBridge

@@ -9,8 +9,8 @@ from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ValidationError
 
-from rl_bridge.bridge.acknowledgement import Acknowledgement
 from rl_bridge.bridge.arguments import UpdateRef, as_manifest, update_id_of
+from rl_bridge.bridge.engine_state import Acknowledgement
 from rl_bridge.errors import (
     BridgeClosed,
     DeadlineExceeded,

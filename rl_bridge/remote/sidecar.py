@@ -11,7 +11,6 @@ import threading
 from collections import OrderedDict
 from typing import Final
 
-from rl_bridge.bridge.acknowledgement import describe
 from rl_bridge.bridge.tensor_bridge import TensorBridge
 from rl_bridge.bridge.two_phase import TwoPhaseExecutor
 from rl_bridge.errors import (
@@ -21,6 +20,7 @@ from rl_bridge.errors import (
     TornEngine,
     UnknownUpdate,
     WeightBridgeError,
+    describe,
 )
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.remote.state import Entry, Ledger, Step

@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from rl_bridge.bridge.acknowledgement import Acknowledgement
+from rl_bridge.bridge.engine_state import Acknowledgement
 from rl_bridge.installers.base import InstallProof
 from rl_bridge.manifest.model import WeightUpdateManifest
 

@@ -13,8 +13,7 @@ from typing import Protocol
 
 import torch
 
-from rl_bridge.bridge.acknowledgement import describe
-from rl_bridge.errors import GroupAborted, MalformedManifest
+from rl_bridge.errors import GroupAborted, MalformedManifest, describe
 from rl_bridge.groups.exchange import GroupExchange
 from rl_bridge.manifest.canonical import canonical_json, decode_json
 from rl_bridge.transports.base import checked_seconds

@@ -6,9 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from rl_bridge.bridge.acknowledgement import describe
-from rl_bridge.bridge.rollout import RolloutExecutor
-from rl_bridge.errors import WeightBridgeUnavailableError
+from rl_bridge.bridge.executor import RolloutExecutor
+from rl_bridge.errors import WeightBridgeUnavailableError, describe
 from rl_bridge.installers.arguments import Engine
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.strategies.receiver import BridgeTransferReceiver, WeightTransferReceiver

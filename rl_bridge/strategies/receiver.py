@@ -8,7 +8,6 @@ from typing import Self
 
 import torch
 
-from rl_bridge.bridge.acknowledgement import describe
 from rl_bridge.bridge.tensor_bridge import TensorBridge
 from rl_bridge.errors import (
     MalformedManifest,
@@ -16,6 +15,7 @@ from rl_bridge.errors import (
     UnknownUpdate,
     WeightBridgeError,
     WeightUpdateRejectedError,
+    describe,
 )
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.strategies.requests import (

@@ -11,9 +11,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, Self, runtime_checkable
 
-from rl_bridge.bridge.acknowledgement import describe
 from rl_bridge.bridge.tensor_bridge import TensorBridge
-from rl_bridge.errors import GroupAborted, RanksDisagree, UnknownUpdate
+from rl_bridge.errors import GroupAborted, RanksDisagree, UnknownUpdate, describe
 from rl_bridge.groups.exchange import GroupExchange
 from rl_bridge.manifest.canonical import JSONValue, canonical_json, thaw
 from rl_bridge.manifest.model import WeightUpdateManifest

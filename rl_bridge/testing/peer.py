@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from rl_bridge.bridge.rollout import RolloutExecutor
+from rl_bridge.bridge.executor import RolloutExecutor
 from rl_bridge.bridge.tensor_bridge import TensorBridge
 from rl_bridge.installers.module import ModuleInstallAdapter
 from rl_bridge.lifecycle import Observer

@@ -5,7 +5,7 @@ from contextlib import suppress
 import pytest
 import torch
 
-from rl_bridge.bridge.rollout import RolloutExecutor
+from rl_bridge.bridge.executor import RolloutExecutor
 from rl_bridge.errors import (
     BridgeClosed,
     IllegalTransition,

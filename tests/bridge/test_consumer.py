@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rl_bridge import TensorBridge, make_weight_bridge
-from rl_bridge.bridge.records import REMEMBERED
+from rl_bridge.bridge.consumer import REMEMBERED
 from rl_bridge.errors import (
     BridgeClosed,
     ForeignTransport,

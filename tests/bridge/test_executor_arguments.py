@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rl_bridge import RolloutExecutor, SharedMemoryTensorBridge
-from rl_bridge.bridge.rollout import checked_bridge
+from rl_bridge.bridge.executor import checked_bridge
 
 
 @pytest.fixture

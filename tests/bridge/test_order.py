@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from rl_bridge import RolloutExecutor, TensorBridge, WeightUpdateManifest, make_weight_bridge
-from rl_bridge.bridge.consumer import UNSEEN, Order
-from rl_bridge.bridge.records import REMEMBERED
+from rl_bridge.bridge.consumer import REMEMBERED, UNSEEN, Order
 from rl_bridge.errors import (
     ChecksumMismatch,
     MalformedManifest,

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rl_bridge.bridge.bridges import make_weight_bridge
-from rl_bridge.bridge.rollout import RolloutExecutor
+from rl_bridge.bridge.executor import RolloutExecutor
 from rl_bridge.errors import ProofFailed, TornEngine
 from rl_bridge.installers.base import InstallProof, WeightInstallAdapter
 from rl_bridge.installers.engine_memory import Engine, named_engine_tensors

@@ -20,7 +20,7 @@ from rl_bridge import (
     WeightUpdateManifest,
     WeightUpdateRejectedError,
 )
-from rl_bridge.bridge.rollout import RolloutExecutor
+from rl_bridge.bridge.executor import RolloutExecutor
 from rl_bridge.ray import PublisherSide, RolloutSide
 from rl_bridge.ray.calls import Announcement, RolloutAnswer
 from rl_bridge.ray.fleet import FleetUpdate

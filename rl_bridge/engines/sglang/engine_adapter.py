@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 import torch
 
-from rl_bridge.bridge.records import is_shortage
+from rl_bridge.bridge.consumer import is_shortage
 from rl_bridge.engines.rank_bridges import TransportOptions
 from rl_bridge.engines.sglang.handles import PauseMode, handle_of
 from rl_bridge.engines.sglang.routes import RouteName, options_for, route_of

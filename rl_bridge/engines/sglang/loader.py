@@ -10,7 +10,7 @@ The engine reads the update itself when the last batch is there, as with
 
 from typing import Any, Self
 
-from rl_bridge.bridge.rollout import RolloutExecutor
+from rl_bridge.bridge.executor import RolloutExecutor
 from rl_bridge.engines.sglang.engine_adapter import SGLangInstallAdapter
 from rl_bridge.strategies.loader import ExecutorWeightLoader
 from rl_bridge.strategies.receiver import BridgeTransferReceiver

@@ -12,15 +12,14 @@ from typing import Any
 
 import torch
 
-from rl_bridge.bridge.acknowledgement import describe
-from rl_bridge.bridge.records import is_shortage
+from rl_bridge.bridge.consumer import is_shortage
 from rl_bridge.engines.rank_bridges import EngineBridges, acknowledge, let_go
 from rl_bridge.engines.sglang import votes
 from rl_bridge.engines.sglang.compat import version
 from rl_bridge.engines.sglang.model_installer import SGLangModelInstaller
 from rl_bridge.engines.sglang.support import require_droppable, require_supported
 from rl_bridge.engines.vllm.pauses import PauseNote
-from rl_bridge.errors import TornEngine, WeightUpdateRejectedError
+from rl_bridge.errors import TornEngine, WeightUpdateRejectedError, describe
 from rl_bridge.installers.base import InstallProof
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.memory.views import ImportedTensors

@@ -2,7 +2,7 @@
 
 import traceback
 
-from rl_bridge.bridge.records import is_shortage
+from rl_bridge.bridge.consumer import is_shortage
 from rl_bridge.errors import (
     DeadlineExceeded,
     TransferTimeout,

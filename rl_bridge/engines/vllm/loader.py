@@ -10,7 +10,7 @@ each rank, all ranks before any of them installs, as with `rl_bridge.VLLMEngineA
 
 from typing import Any, Self
 
-from rl_bridge.bridge.rollout import RolloutExecutor
+from rl_bridge.bridge.executor import RolloutExecutor
 from rl_bridge.engines.vllm.engine_adapter import VLLMEngineAdapter
 from rl_bridge.engines.vllm.handles import LLMHandle
 from rl_bridge.engines.vllm.server import handle_of

@@ -14,13 +14,12 @@ from typing import Any
 
 import torch
 
-from rl_bridge.bridge.acknowledgement import describe
-from rl_bridge.bridge.records import is_shortage
+from rl_bridge.bridge.consumer import is_shortage
 from rl_bridge.engines.rank_bridges import EngineBridges, acknowledge, let_go
 from rl_bridge.engines.vllm.pauses import PauseNote
 from rl_bridge.engines.vllm.support import make_installer, manifest_of, require_supported, tried
 from rl_bridge.engines.vllm.votes import all_agree, first_said, group, require_one
-from rl_bridge.errors import TornEngine, WeightUpdateRejectedError
+from rl_bridge.errors import TornEngine, WeightUpdateRejectedError, describe
 from rl_bridge.installers.base import InstallProof, TransactionalAdapter
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.memory.views import ImportedTensors

@@ -6,12 +6,11 @@ from typing import Any
 
 import torch
 
-from rl_bridge.bridge.acknowledgement import describe
-from rl_bridge.bridge.records import is_shortage
+from rl_bridge.bridge.consumer import is_shortage
 from rl_bridge.engines.vllm.frames import clear_frames
 from rl_bridge.engines.vllm.model_installer import VLLMModelInstaller
 from rl_bridge.engines.vllm.reload import VLLMReloadAdapter
-from rl_bridge.errors import MalformedManifest, WeightBridgeUnavailableError
+from rl_bridge.errors import MalformedManifest, WeightBridgeUnavailableError, describe
 from rl_bridge.installers.base import TransactionalAdapter
 from rl_bridge.manifest.canonical import canonical_json
 from rl_bridge.manifest.model import WeightUpdateManifest

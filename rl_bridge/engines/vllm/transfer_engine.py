@@ -17,11 +17,10 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
-from rl_bridge.bridge.acknowledgement import describe
 from rl_bridge.engines.rank_bridges import checked_transports
 from rl_bridge.engines.vllm.rank import VLLMRank, rank_of
 from rl_bridge.engines.vllm.votes import first_said
-from rl_bridge.errors import WeightBridgeUnavailableError, WeightUpdateRejectedError
+from rl_bridge.errors import WeightBridgeUnavailableError, WeightUpdateRejectedError, describe
 
 __all__ = [
     "RLBridgeInitInfo",

@@ -13,7 +13,6 @@ from typing import Self, TypeVar
 
 import torch
 
-from rl_bridge.bridge.acknowledgement import Acknowledgement, describe
 from rl_bridge.bridge.arguments import (
     UpdateRef,
     as_manifest,
@@ -22,11 +21,17 @@ from rl_bridge.bridge.arguments import (
     update_id_of,
 )
 from rl_bridge.bridge.bridges import make_weight_bridge
-from rl_bridge.bridge.engine_state import FineSteps, Standing
+from rl_bridge.bridge.engine_state import Acknowledgement, FineSteps, Standing
 from rl_bridge.bridge.protocols import WeightConsumer
 from rl_bridge.bridge.tensor_bridge import TensorBridge
 from rl_bridge.bridge.transaction import Transaction, commit, let_go, look_whose, undo
-from rl_bridge.errors import BridgeClosed, StaleUpdate, TornEngine, WeightUpdateRejectedError
+from rl_bridge.errors import (
+    BridgeClosed,
+    StaleUpdate,
+    TornEngine,
+    WeightUpdateRejectedError,
+    describe,
+)
 from rl_bridge.installers.base import InstallProof, TransactionalAdapter, WeightInstallAdapter
 from rl_bridge.installers.wrapped import Version, as_transactional
 from rl_bridge.lifecycle import State
