@@ -14,8 +14,6 @@ from rl_bridge.lifecycle import Event, Lifecycle, Transition
 from rl_bridge.manifest.canonical import thaw
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.memory.tensors import ModuleState
-from tests.bridge.engines import InterruptAtLine
-from tests.helpers import tracing
 
 
 @pytest.fixture
@@ -90,25 +88,6 @@ def test_asking_for_the_active_version_at_any_moment_loses_no_acknowledgement(
     assert rollout.active_weight_version == 2
     with pytest.raises(WeightBridgeError, match="cannot acknowledge version 1"):
         rollout.acknowledge(first.update_id)
-
-
-def test_an_interrupt_in_the_walk_of_a_module_is_made_good_by_the_next() -> None:
-    number, struck = 0, True
-    while struck:
-        module = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
-        state = ModuleState(module)
-        state.tensors()
-        module.append(torch.nn.Linear(2, 2))
-        tracer = InterruptAtLine(number, "tensors.py")
-        try:
-            with tracing(tracer):
-                state.tensors()
-        except KeyboardInterrupt:
-            pass
-        struck = tracer.struck
-        assert list(state.tensors()) == list(module.state_dict()), number
-        number += 1
-    assert number > 20
 
 
 def test_a_state_dict_patched_on_the_module_itself_is_seen() -> None:
