@@ -15,7 +15,7 @@ from rl_bridge.testing.strategies import contents_of
 from rl_bridge.transports.base import Transport
 from rl_bridge.transports.local import LocalClone
 from rl_bridge.transports.shared_memory import SharedMemory
-from tests.memory.device.rig import Laid
+from tests.cuda.digest.rig import Laid
 
 ROOT = Path(__file__).parents[1] / "rl_bridge"
 # Whose tensors are the user's, or made on purpose where torch makes them.

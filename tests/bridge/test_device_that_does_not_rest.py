@@ -18,7 +18,7 @@ from rl_bridge.memory.segment import SegmentRef
 from rl_bridge.testing.host_devices import HostVMM
 from rl_bridge.testing.processes import Child
 from rl_bridge.transports import registry
-from tests.memory.vmm.test_ipc import HostExporter
+from tests.cuda.test_ipc import HostExporter
 
 
 @pytest.fixture

@@ -19,8 +19,8 @@ from rl_bridge.cuda.owners import AddressRange, Allocation
 from rl_bridge.errors import DriverError
 from rl_bridge.memory import vm
 from rl_bridge.memory.holding import close_fd
+from tests.cuda.driver_suite import DriverSuite
 from tests.helpers import forked, forking, open_fds
-from tests.memory.vmm.driver_suite import DriverSuite
 
 bindings: Any = importlib.import_module("cuda.bindings.driver")
 

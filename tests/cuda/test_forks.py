@@ -14,9 +14,9 @@ from rl_bridge.cuda.broker import Broker, fetch_fd, sweep_brokers
 from rl_bridge.cuda.host import HostDriver
 from rl_bridge.memory.holding import FORKS, close_fd
 from rl_bridge.testing.processes import until
+from tests.cuda.publishers import FOREVER_S, connected
+from tests.cuda.rig import SMALL
 from tests.helpers import forked, forking
-from tests.memory.vmm.publishers import FOREVER_S, connected
-from tests.memory.vmm.rig import SMALL
 
 
 @pytest.fixture

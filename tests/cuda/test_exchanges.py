@@ -8,8 +8,8 @@ import pytest
 
 from rl_bridge.cuda.owners import AddressRange, Allocation
 from rl_bridge.errors import DriverError, TornEngine
+from tests.cuda.rig import NBYTES, NOTHING, Scripted, filled, peek, poke
 from tests.helpers import tracing
-from tests.memory.vmm.rig import NBYTES, NOTHING, Scripted, filled, peek, poke
 
 # ---- refusals half-way --------------------------------------------------------------------------
 

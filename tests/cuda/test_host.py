@@ -18,9 +18,9 @@ from rl_bridge.errors import DriverError
 from rl_bridge.memory import vm
 from rl_bridge.memory.holding import close_fd
 from rl_bridge.testing.processes import Child, ChildDied
+from tests.cuda.driver_suite import DriverSuite
+from tests.cuda.rig import NOTHING, SMALL, peek, poke
 from tests.helpers import forked, forking, open_fds
-from tests.memory.vmm.driver_suite import DriverSuite
-from tests.memory.vmm.rig import NOTHING, SMALL, peek, poke
 from tests.raise_sites import says_a_remedy
 
 

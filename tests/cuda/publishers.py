@@ -14,8 +14,8 @@ from typing import Any
 from rl_bridge.cuda.broker import Broker, BrokerRef, fetch_fd
 from rl_bridge.cuda.host import HostDriver
 from rl_bridge.cuda.owners import AddressRange, Allocation
+from tests.cuda.rig import NBYTES, SMALL, filled, peek
 from tests.helpers import open_fds
-from tests.memory.vmm.rig import NBYTES, SMALL, filled, peek
 
 __all__ = [
     "FOREVER_S",

@@ -14,7 +14,7 @@ import pytest
 from rl_bridge.cuda.libcuda import CUDADriver
 from rl_bridge.cuda.owners import AddressRange, Allocation
 from rl_bridge.errors import DeadlineExceeded, DriverError
-from tests.memory.vmm.on_stand_in import UNIT, Recording, bindings
+from tests.cuda.on_stand_in import UNIT, Recording, bindings
 
 
 @pytest.fixture

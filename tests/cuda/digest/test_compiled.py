@@ -8,8 +8,8 @@ import pytest
 
 from rl_bridge.cuda.leaves import CAST_BF16, CAST_FP16, CAST_WIDTH, WIDEST, WIDTHS
 from rl_bridge.testing.processes import Child
-from tests.memory.device import rig
-from tests.memory.device.compiler import Compiler
+from tests.cuda.digest import rig
+from tests.cuda.digest.compiler import Compiler
 
 Compiled = Callable[[tuple[bool, int, int]], dict[str, Any]]
 

@@ -16,7 +16,7 @@ from rl_bridge.cuda.digest_engines import bytes_at
 from rl_bridge.cuda.leaves import CAST_BF16
 from rl_bridge.errors import DeadlineExceeded, SegmentError, WeightBridgeUnavailableError
 from rl_bridge.manifest.digest import digest_bytes
-from tests.memory.device.rig import Laid
+from tests.cuda.digest.rig import Laid
 
 CPU = torch.device("cpu")
 

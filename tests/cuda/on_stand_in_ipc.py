@@ -11,8 +11,8 @@ from rl_bridge.cuda.libcuda import CUDADriver
 from rl_bridge.cuda.owners import AddressRange, Allocation
 from rl_bridge.errors import DriverError
 from rl_bridge.testing.processes import Child
-from tests.memory.vmm.ipc_suite import Exporter, Importer, IPCSuite
-from tests.memory.vmm.on_stand_in import Recording, bindings
+from tests.cuda.ipc_suite import Exporter, Importer, IPCSuite
+from tests.cuda.on_stand_in import Recording, bindings
 
 
 class CUDAExporter(Exporter):

@@ -13,15 +13,15 @@ from rl_bridge.cuda import leaves
 from rl_bridge.cuda.digest import DevicePass, kernel_cause
 from rl_bridge.cuda.digest_engines import KernelEngine
 from rl_bridge.cuda.leaves import LeafTable
-from tests.memory.device import rig
-from tests.memory.device.rig import Laid
+from tests.cuda.digest import rig
+from tests.cuda.digest.rig import Laid
 
 __all__ = ["Interpreted"]
 
 
 def _broken_interpreter() -> str | None:
     """Why Triton's interpreter cannot even count here (some do not work with later numpys)."""
-    from tests.memory.device.loop_kernel import count
+    from tests.cuda.digest.loop_kernel import count
 
     out = torch.zeros(1, dtype=torch.int64)
     try:

@@ -11,8 +11,8 @@ import pytest
 
 from rl_bridge.manifest.digest import LEAF_NBYTES
 from rl_bridge.testing.processes import DEADLINE_S, Child
-from tests.memory.device import rig
-from tests.memory.device.interpreted import Interpreted
+from tests.cuda.digest import rig
+from tests.cuda.digest.interpreted import Interpreted
 from tests.test_docs_format import VECTORS
 
 Ask = Callable[..., Any]

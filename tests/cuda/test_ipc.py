@@ -12,8 +12,8 @@ from rl_bridge.cuda.ipc import IPC_HANDLE_NBYTES, IPC_UNIT, IPCDriver, Opening
 from rl_bridge.errors import DriverError
 from rl_bridge.memory.segment import SegmentRef
 from rl_bridge.testing.processes import Child
+from tests.cuda.ipc_suite import TRAINED, Exporter, Importer, IPCSuite
 from tests.helpers import open_fds
-from tests.memory.vmm.ipc_suite import TRAINED, Exporter, Importer, IPCSuite
 
 
 class HostExporter(Exporter):

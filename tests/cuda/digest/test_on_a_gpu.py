@@ -12,7 +12,7 @@ from rl_bridge.errors import WeightBridgeUnavailableError
 from rl_bridge.manifest.digest import LEAF_NBYTES, digest_bytes
 from rl_bridge.memory.passes import BytePlan
 from rl_bridge.transports.cuda import cuda_cause
-from tests.memory.device import rig
+from tests.cuda.digest import rig
 from tests.test_docs_format import VECTORS
 
 _CAUSE = cuda_cause()

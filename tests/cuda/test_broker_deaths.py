@@ -22,8 +22,7 @@ from rl_bridge.errors import (
 from rl_bridge.memory.holding import close_fd
 from rl_bridge.memory.segment import process_start_time
 from rl_bridge.testing.processes import Child, until
-from tests.helpers import forked, forking, open_fds, stop
-from tests.memory.vmm.publishers import (
+from tests.cuda.publishers import (
     FOREVER_S,
     Consumer,
     Publisher,
@@ -32,7 +31,8 @@ from tests.memory.vmm.publishers import (
     shown,
     soon,
 )
-from tests.memory.vmm.rig import SMALL
+from tests.cuda.rig import SMALL
+from tests.helpers import forked, forking, open_fds, stop
 
 
 @pytest.fixture

@@ -21,15 +21,15 @@ from rl_bridge.errors import (
 )
 from rl_bridge.memory.segment import process_start_time
 from rl_bridge.testing.processes import until
-from tests.helpers import open_fds
-from tests.memory.vmm.publishers import (
+from tests.cuda.publishers import (
     FOREVER_S,
     FakeBroker,
     connected,
     shown,
     soon,
 )
-from tests.memory.vmm.rig import NBYTES, SMALL
+from tests.cuda.rig import NBYTES, SMALL
+from tests.helpers import open_fds
 
 
 @pytest.fixture

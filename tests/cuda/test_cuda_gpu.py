@@ -10,8 +10,8 @@ from rl_bridge.cuda.libcuda import CUDADriver
 from rl_bridge.cuda.owners import AddressRange, Allocation
 from rl_bridge.errors import DeadlineExceeded, DriverError
 from rl_bridge.testing.processes import Child
+from tests.cuda.driver_suite import DriverSuite
 from tests.helpers import open_fds
-from tests.memory.vmm.driver_suite import DriverSuite
 
 pytestmark = pytest.mark.gpu
 

@@ -10,8 +10,8 @@ from rl_bridge.cuda.host import HostDriver, Live
 from rl_bridge.cuda.owners import AddressRange, Allocation
 from rl_bridge.errors import DriverError, SegmentError
 from rl_bridge.testing.leaks import assert_nothing_leaks
+from tests.cuda.rig import NBYTES, NOTHING, SMALL, Scripted, filled, peek, poke
 from tests.helpers import forked, forking, open_fds
-from tests.memory.vmm.rig import NBYTES, NOTHING, SMALL, Scripted, filled, peek, poke
 
 # ---- memory and descriptors ---------------------------------------------------------------------
 

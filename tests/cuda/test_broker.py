@@ -26,15 +26,15 @@ from rl_bridge.errors import (
 )
 from rl_bridge.testing.leaks import assert_nothing_leaks
 from rl_bridge.testing.processes import Child, until
-from tests.helpers import open_fds
-from tests.memory.vmm.publishers import (
+from tests.cuda.publishers import (
     FOREVER_S,
     Publisher,
     connected,
     fetched,
     shown,
 )
-from tests.memory.vmm.rig import NBYTES, SMALL, filled
+from tests.cuda.rig import NBYTES, SMALL, filled
+from tests.helpers import open_fds
 
 
 @pytest.fixture
