@@ -20,30 +20,81 @@ from pkgutil import iter_modules
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rl_bridge.testing.faults import FaultInjecting, KillAt
-    from rl_bridge.testing.installer_suite import InstallerSuite
+    from rl_bridge.testing.faults import Fault, FaultInjecting, KillAt, Step, die
+    from rl_bridge.testing.host_devices import HostIPC, HostVMM
+    from rl_bridge.testing.installer_faults import EngineFault, Stage, poke
+    from rl_bridge.testing.installer_suite import InstallerSuite, Rig, engine_state, sample_engine
     from rl_bridge.testing.leaks import Holdings, assert_nothing_leaks
     from rl_bridge.testing.lifecycle_machine import LifecycleMachine
+    from rl_bridge.testing.peer import BridgeOver, Peer, hashes, sample_weights
+    from rl_bridge.testing.processes import Child, ChildDied, ChildError, until, watchdog
+    from rl_bridge.testing.strategies import bytes_of, contents_of, random_tensor
     from rl_bridge.testing.transport_suite import TransportSuite
 
 __all__ = [
+    "BridgeOver",
+    "Child",
+    "ChildDied",
+    "ChildError",
+    "EngineFault",
+    "Fault",
     "FaultInjecting",
     "Holdings",
+    "HostIPC",
+    "HostVMM",
     "InstallerSuite",
     "KillAt",
     "LifecycleMachine",
+    "Peer",
+    "Rig",
+    "Stage",
+    "Step",
     "TransportSuite",
     "assert_nothing_leaks",
+    "bytes_of",
+    "contents_of",
+    "die",
+    "engine_state",
+    "hashes",
+    "poke",
+    "random_tensor",
+    "sample_engine",
+    "sample_weights",
+    "until",
+    "watchdog",
 ]
 
 _MODULES = {
+    "BridgeOver": "peer",
+    "Child": "processes",
+    "ChildDied": "processes",
+    "ChildError": "processes",
+    "EngineFault": "installer_faults",
+    "Fault": "faults",
     "FaultInjecting": "faults",
     "Holdings": "leaks",
+    "HostIPC": "host_devices",
+    "HostVMM": "host_devices",
     "InstallerSuite": "installer_suite",
     "KillAt": "faults",
     "LifecycleMachine": "lifecycle_machine",
+    "Peer": "peer",
+    "Rig": "installer_suite",
+    "Stage": "installer_faults",
+    "Step": "faults",
     "TransportSuite": "transport_suite",
     "assert_nothing_leaks": "leaks",
+    "bytes_of": "strategies",
+    "contents_of": "strategies",
+    "die": "faults",
+    "engine_state": "installer_suite",
+    "hashes": "peer",
+    "poke": "installer_faults",
+    "random_tensor": "strategies",
+    "sample_engine": "installer_suite",
+    "sample_weights": "peer",
+    "until": "processes",
+    "watchdog": "processes",
 }
 
 # Before any of them is imported, and without importing pytest: a spawned child has none.

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 
@@ -28,6 +28,7 @@ from rl_bridge.transports.base import (
     PublisherEnd,
     Transport,
 )
+from rl_bridge.transports.registry import transport_class
 
 __all__ = [
     "Fault",
@@ -202,6 +203,7 @@ class FaultInjecting(Transport):
         self.crosses_processes = inner.crosses_processes
         self.zero_copy_import = inner.zero_copy_import
         self.binds_header = inner.binds_header
+        self.writable_import = inner.writable_import
         self.inner = inner
         self.faults = list(faults)
         self.publishers: list[_FaultyPublisher] = []
@@ -210,6 +212,20 @@ class FaultInjecting(Transport):
         self.locate = locate
         self._reached: dict[Step, int] = {}
         self._lock = threading.Lock()
+
+    @classmethod
+    def over(
+        cls,
+        transport: type[Transport] | str,
+        options: Mapping[str, Any] | None = None,
+        *faults: Fault,
+        locate: Locate | None = None,
+    ) -> Self:
+        """Make a transport, given by its class or its name, with its options, and wrap it."""
+        kind = transport_class(transport) if isinstance(transport, str) else transport
+        if locate is None:
+            locate = getattr(kind, "locate", arena_address)
+        return cls(kind.create(**(options or {})), *faults, locate=locate)
 
     @classmethod
     def probe(cls) -> Availability:

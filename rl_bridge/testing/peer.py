@@ -16,7 +16,7 @@ from rl_bridge.bridge.tensor_bridge import TensorBridge
 from rl_bridge.installers.module import ModuleInstallAdapter
 from rl_bridge.lifecycle import Observer
 from rl_bridge.manifest.compare import Policy
-from rl_bridge.testing.faults import Fault, FaultInjecting, Locate, arena_address, die
+from rl_bridge.testing.faults import Fault, FaultInjecting, Locate, die
 from rl_bridge.testing.strategies import bytes_of, random_tensor
 from rl_bridge.transports.base import Transport
 
@@ -110,13 +110,13 @@ class Peer:
 
     def __init__(
         self,
-        transport_class: type[Transport],
+        transport_class: type[Transport] | str,
         transport_kwargs: dict[str, Any],
         *,
         worker: str = "peer",
         observer: Observer | None = None,
         faults: tuple[Fault, ...] = (),
-        locate: Locate = arena_address,
+        locate: Locate | None = None,
         engine_seed: int | None = None,
         mode: Any = "copy",
         max_files: int | None = None,
@@ -126,12 +126,12 @@ class Peer:
         """Build the bridge.
 
         Args:
-            transport_class: made here, in this process.
+            transport_class: made here, in this process; a name will do.
             transport_kwargs: its options.
             worker: name in reports.
             observer: of the lifecycle, such as `KillAt`.
             faults: strike in the transport.
-            locate: finds published bytes.
+            locate: finds published bytes; None takes the transport's own way.
             engine_seed: seed of an engine's initial weights; None means no engine.
             mode: how the engine's updates are installed.
             max_files: limit of open descriptors from here on.
@@ -144,8 +144,8 @@ class Peer:
             torch.set_default_device(device)
         if max_files is not None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (max_files, max_files))
-        self._given = FaultInjecting(
-            transport_class.create(**transport_kwargs), *faults, locate=locate
+        self._given = FaultInjecting.over(
+            transport_class, transport_kwargs, *faults, locate=locate
         )
         self._bridge = BridgeOver(
             self._given, source_worker=worker, observer=observer, state_dir=state_dir
