@@ -4,16 +4,20 @@ A generated part stands between `<!-- begin generated: NAME -->` and `<!-- end g
 tests of the documentation compare what is there with what this script would write.
 """
 
+import ast
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from rl_bridge.lifecycle import STATUS, TABLE, Role, mermaid
 
 __all__ = ["PARTS", "fill", "main"]
 
 DOCS = Path(__file__).resolve().parents[1]
+ROOT = DOCS.parent
+GUARANTEES = sorted((ROOT / "tests" / "guarantees").glob("test_G*.py"))
 _PART = re.compile(
     r"(<!-- begin generated: (?P<name>[a-z-]+) -->\n)(?:(?!<!-- ).*\n)*(<!-- end generated -->)"
 )
@@ -71,6 +75,21 @@ def _public_names() -> str:
     return "\n".join(lines)
 
 
+def _tests_of(file: Path) -> str:
+    tests = [node.name for node in ast.parse(file.read_text("utf-8")).body if _is_test(node)]
+    listed = "\n".join(f"    * `{name}`" for name in tests)
+    return f'??? success "{len(tests)} tests in `{file.relative_to(ROOT)}`"\n\n{listed}'
+
+
+def _is_test(node: ast.stmt) -> TypeGuard[ast.FunctionDef]:
+    return isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
+
+
+def _guarantee(file: Path) -> str:
+    """The guarantee that a file holds, as the pages call it: test_G01_sealed.py is `sealed`."""
+    return file.stem.split("_", 2)[2].replace("_", "-")
+
+
 PARTS: dict[str, Callable[[], str]] = {
     "publisher-diagram": lambda: _diagram(Role.PUBLISHER),
     "publisher-moves": lambda: _moves(Role.PUBLISHER),
@@ -78,6 +97,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "consumer-moves": lambda: _moves(Role.CONSUMER),
     "command-line": _command_line,
     "public-names": _public_names,
+    **{f"tests-of-{_guarantee(file)}": partial(_tests_of, file) for file in GUARANTEES},
 }
 
 
