@@ -144,9 +144,7 @@ class Peer:
             torch.set_default_device(device)
         if max_files is not None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (max_files, max_files))
-        self._given = FaultInjecting.over(
-            transport_class, transport_kwargs, *faults, locate=locate
-        )
+        self._given = FaultInjecting.over(transport_class, transport_kwargs, *faults, locate=locate)
         self._bridge = BridgeOver(
             self._given, source_worker=worker, observer=observer, state_dir=state_dir
         )

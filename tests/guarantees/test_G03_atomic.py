@@ -8,6 +8,7 @@ an install. It ends at a torn engine (install and undo both failed): that one is
 to serve. It ends at `strict=False`, with which the caller vouches for what updates leave out.
 """
 
+import gc
 import signal
 import threading
 from collections.abc import Iterator
@@ -140,6 +141,7 @@ def test_a_ctrl_c_at_any_moment_leaves_one_version_or_the_other(replica: Replica
         held = number if replica.version == manifest.weight_version else held
         assert replica.holds(held)
         replica.executor.check_servable()
+        gc.collect()  # the interrupt's frames are gone, and with them the tensors that they held
 
 
 def test_threads_that_update_one_engine_take_turns(replica: Replica) -> None:
