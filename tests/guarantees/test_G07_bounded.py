@@ -10,6 +10,7 @@ import os
 import signal
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -39,8 +40,13 @@ def no_test_hangs() -> Iterator[None]:
 
 
 def stop(child: Child) -> None:
-    """Let a process stand still, as one that hangs does."""
+    """Let a process stand still, as one that hangs does: every thread of it."""
     os.kill(child.pid, signal.SIGSTOP)
+    threads = Path(f"/proc/{child.pid}/task")
+    until(
+        lambda: all(") T " in (one / "stat").read_text() for one in threads.iterdir()),
+        what="it stands still",
+    )
 
 
 def publish_all(trainer: BridgeOver, versions: range) -> None:
