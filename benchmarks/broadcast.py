@@ -24,7 +24,8 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from rl_bridge import BroadcastTensorBridge, make_weight_bridge
+from rl_bridge import make_weight_bridge
+from rl_bridge.bridge import BroadcastTensorBridge
 from rl_bridge.transports.broadcast import group, intake, sender
 
 __all__ = ["main"]

@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.profiler import ProfilerActivity, profile
 
-from rl_bridge import FSDPExtractor
+from rl_bridge.trainers import FSDPExtractor
 
 __all__ = ["main"]
 

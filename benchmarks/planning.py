@@ -23,8 +23,8 @@ from _lib.memory import GIB, MIB, warm_up
 from rich.console import Console
 from rich.table import Table
 
-from rl_bridge import GroupBridge, GroupManifest, GroupPublisher, Piece, Placement
 from rl_bridge import SharedMemoryTensorBridge as Bridge
+from rl_bridge.groups import GroupBridge, GroupManifest, GroupPublisher, Piece, Placement
 from rl_bridge.groups.exchange import FunctionExchange
 from rl_bridge.groups.plan import make_plan
 from rl_bridge.groups.wanted import TensorParallel, Wanted, everything, parallel

@@ -112,7 +112,8 @@ class _Bench:
     def __init__(self, shape: dict[str, Any], folder: Path) -> None:
         import sglang
 
-        from rl_bridge import RolloutExecutor, SGLangInstallAdapter, make_weight_bridge
+        from rl_bridge import RolloutExecutor, make_weight_bridge
+        from rl_bridge.sglang import SGLangInstallAdapter
 
         (folder / "config.json").write_text(json.dumps(shape), encoding="utf-8")
         self.folder = folder

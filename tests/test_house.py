@@ -35,6 +35,8 @@ LAYERS = {
     "ray": 9,
     "testing": 9,
     "remote": 10,
+    "sglang": 10,  # faces of engines
+    "vllm": 10,
     "demo": 11,  # over testing: it plants the same faults
     "cli": 12,
 }
@@ -246,6 +248,7 @@ def check_fragments(modules: Sequence[Module]) -> list[str]:
         for target in targets:
             users[target].add(importer)
     faces = {module.name for module in modules if module.path.name == "__init__.py"}
+    faces |= {f"{PACKAGE}.{engine}" for engine in ("sglang", "vllm")}
     return [
         module.at(
             1,

@@ -15,8 +15,9 @@ import torch
 
 from _lib.memory import MIB
 from _lib.payload import Payload, PayloadSpec, find_wrong_tensor
-from rl_bridge import GroupBridge, GroupPublisher, Piece, TensorBridge, make_weight_bridge
+from rl_bridge import TensorBridge, make_weight_bridge
 from rl_bridge.bridge.bridges import NIXLTensorBridge
+from rl_bridge.groups import GroupBridge, GroupPublisher, Piece
 from rl_bridge.groups.exchange import StoreExchange
 from rl_bridge.manifest.group import GroupManifest
 from rl_bridge.manifest.model import WeightUpdateManifest

@@ -17,11 +17,11 @@ from _lib.wire import BenchmarkError, recv_json, send_json
 from rl_bridge import (
     ModuleInstallAdapter,
     RolloutExecutor,
-    TransportUnavailable,
     WeightUpdateManifest,
     make_weight_bridge,
 )
 from rl_bridge.engines.vllm import probe as vllm
+from rl_bridge.errors import TransportUnavailable
 from rl_bridge.transports.registry import probe
 
 __all__ = ["Mode", "Outcome", "SmokeConfig", "run_mode"]

@@ -8,6 +8,7 @@ import ast
 import re
 from collections.abc import Callable
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -66,12 +67,11 @@ def _command_line() -> str:
 
 def _public_names() -> str:
     import rl_bridge
-    from rl_bridge import errors
 
-    rest = [name for name in rl_bridge.__all__ if name not in errors.__all__]
-    lines = ["| Kind | Names |", "|---|---|"]
-    for kind, names in (("what users type", rest), ("errors", errors.__all__)):
-        lines.append(f"| {kind} | {', '.join(f'`{name}`' for name in names)} |")
+    lines = ["| From | Names |", "|---|---|"]
+    for name in ("rl_bridge", *(f"rl_bridge.{face}" for face in rl_bridge.FACES)):
+        names = ", ".join(f"`{public}`" for public in import_module(name).__all__)
+        lines.append(f"| `{name}` | {names} |")
     return "\n".join(lines)
 
 

@@ -16,19 +16,20 @@ from rl_bridge import WeightUpdateManifest, make_weight_bridge
 from rl_bridge.errors import MalformedManifest, SegmentError
 from rl_bridge.memory import segment as leases
 from rl_bridge.memory import vm
-from rl_bridge.memory.control import Record, UpdateReport
-from rl_bridge.memory.packing import PackPlan
-from rl_bridge.memory.passes import BytePlan
-from rl_bridge.memory.views import anonymous_pin
-from rl_bridge.transports.base import (
+from rl_bridge.transports import (
     Attachment,
     Availability,
+    BytePlan,
     Carried,
     ConsumerEnd,
+    PackPlan,
     PublisherEnd,
+    Record,
     Transport,
+    UpdateReport,
+    anonymous_pin,
+    register_transport,
 )
-from rl_bridge.transports.registry import register_transport
 
 LOG = logging.getLogger(__name__)
 

@@ -5,16 +5,15 @@ from collections.abc import Mapping
 import torch
 
 from rl_bridge import (
-    IncompatibleUpdate,
     InstallProof,
-    ProofFailed,
     RolloutExecutor,
     TornEngine,
     TransactionalAdapter,
     WeightUpdateManifest,
     make_weight_bridge,
 )
-from rl_bridge.manifest.digest import digest_bytes
+from rl_bridge.errors import IncompatibleUpdate, ProofFailed
+from rl_bridge.manifest import digest_bytes
 
 
 class Engine:

@@ -2,7 +2,8 @@
 
 import torch
 
-from rl_bridge import ModuleInstallAdapter, RolloutExecutor, StepPublisher, make_weight_bridge
+from rl_bridge import ModuleInstallAdapter, RolloutExecutor, make_weight_bridge
+from rl_bridge.hooks import StepPublisher
 
 model, engine = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)

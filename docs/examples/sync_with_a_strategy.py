@@ -4,16 +4,14 @@ import asyncio
 
 import torch
 
-from rl_bridge import (
+from rl_bridge import ModuleInstallAdapter, RolloutExecutor, WeightUpdateRequest
+from rl_bridge.strategies import (
     ExecutorWeightLoader,
-    ModuleInstallAdapter,
-    RolloutExecutor,
-    StateDictExtractor,
     WeightTransferConfig,
-    WeightUpdateRequest,
     init_info_from_json,
     make_transfer_strategy,
 )
+from rl_bridge.trainers import StateDictExtractor
 
 
 class Client:

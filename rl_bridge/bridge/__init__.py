@@ -1,3 +1,43 @@
-"""Use cases: publishing, consuming, and the rollout executor's transaction."""
+"""One version from a trainer to an engine: the bridges, and the executor that installs.
 
-__all__: list[str] = []
+`make_weight_bridge` makes a bridge by its transport's name; `RolloutExecutor` installs what
+arrives, all of it or nothing. The other names are their types.
+"""
+
+from rl_bridge.bridge.bridges import (
+    BroadcastTensorBridge,
+    CUDAIPCTensorBridge,
+    CUDAVMMTensorBridge,
+    LocalTensorCopyBridge,
+    NIXLTensorBridge,
+    SharedMemoryTensorBridge,
+    TensorBridge,
+    make_weight_bridge,
+)
+from rl_bridge.bridge.engine_state import Acknowledgement
+from rl_bridge.bridge.executor import RolloutExecutor
+from rl_bridge.bridge.protocols import (
+    WeightBridge,
+    WeightConsumer,
+    WeightPublisher,
+)
+from rl_bridge.bridge.publisher import ConsumerReport
+from rl_bridge.bridge.two_phase import TwoPhaseExecutor
+
+__all__ = [
+    "Acknowledgement",
+    "BroadcastTensorBridge",
+    "CUDAIPCTensorBridge",
+    "CUDAVMMTensorBridge",
+    "ConsumerReport",
+    "LocalTensorCopyBridge",
+    "NIXLTensorBridge",
+    "RolloutExecutor",
+    "SharedMemoryTensorBridge",
+    "TensorBridge",
+    "TwoPhaseExecutor",
+    "WeightBridge",
+    "WeightConsumer",
+    "WeightPublisher",
+    "make_weight_bridge",
+]

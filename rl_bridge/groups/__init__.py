@@ -1,3 +1,53 @@
-"""Update groups: many ranks publish one version, each engine reads its share of it."""
+"""Update groups: many ranks publish one version, and each engine rank reads the share it needs.
 
-__all__: list[str] = []
+A rank publishes with `GroupPublisher`, and meets the other ranks over an exchange. A reader names
+its share (`parallel`, `slices`, `everything`) and opens a `GroupBridge` with it.
+"""
+
+from rl_bridge.groups.bridge import GroupBridge
+from rl_bridge.groups.exchange import (
+    FunctionExchange,
+    GroupExchange,
+    ProcessGroupExchange,
+    StoreExchange,
+)
+from rl_bridge.groups.plan import ReshardPlan
+from rl_bridge.groups.publish import GroupPublisher
+from rl_bridge.groups.wanted import (
+    ExpertParallel,
+    Fused,
+    PipelineParallel,
+    TensorParallel,
+    WantedLayout,
+    WantedTensor,
+    everything,
+    parallel,
+    slices,
+)
+from rl_bridge.manifest.group import GroupManifest
+from rl_bridge.manifest.parallel import (
+    Piece,
+    Placement,
+)
+
+__all__ = [
+    "ExpertParallel",
+    "FunctionExchange",
+    "Fused",
+    "GroupBridge",
+    "GroupExchange",
+    "GroupManifest",
+    "GroupPublisher",
+    "Piece",
+    "PipelineParallel",
+    "Placement",
+    "ProcessGroupExchange",
+    "ReshardPlan",
+    "StoreExchange",
+    "TensorParallel",
+    "WantedLayout",
+    "WantedTensor",
+    "everything",
+    "parallel",
+    "slices",
+]

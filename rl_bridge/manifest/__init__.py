@@ -1,3 +1,23 @@
-"""What a version consists of: model, canonical JSON, dtypes, digest, layout. No torch here."""
+"""What a version consists of: the manifest, its tensors, its layout and its digests."""
 
-__all__: list[str] = []
+from rl_bridge.manifest.compare import Policy
+from rl_bridge.manifest.digest import digest_bytes
+from rl_bridge.manifest.group import GroupManifest
+from rl_bridge.manifest.model import WeightUpdateManifest
+from rl_bridge.manifest.parallel import (
+    Piece,
+    Placement,
+    WeightLayout,
+)
+from rl_bridge.manifest.table import TensorDescriptor
+
+__all__ = [
+    "GroupManifest",
+    "Piece",
+    "Placement",
+    "Policy",
+    "TensorDescriptor",
+    "WeightLayout",
+    "WeightUpdateManifest",
+    "digest_bytes",
+]

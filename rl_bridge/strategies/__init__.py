@@ -4,4 +4,60 @@ All chunks of a sync are one update: one manifest, sealed. The requests that go 
 batches of it; an engine serves the update when the last one is installed and proven, or not at all.
 """
 
-__all__: list[str] = []
+from rl_bridge.strategies.loader import (
+    BatchedLoadAdapter,
+    ExecutorWeightLoader,
+    WeightLoader,
+)
+from rl_bridge.strategies.receiver import WeightTransferReceiver
+from rl_bridge.strategies.requests import (
+    AbandonedWeightUpdateRequest,
+    BroadcastWeightUpdateRequest,
+    CudaIpcWeightUpdateRequest,
+    EmptyWeightSyncInitInfo,
+    PackedCudaIpcWeightUpdateRequest,
+    SharedMemoryWeightUpdateRequest,
+    WeightSyncInitInfo,
+    WeightUpdateRequest,
+    init_info_from_json,
+)
+from rl_bridge.strategies.sender import (
+    InferenceClient,
+    WeightTransferSender,
+)
+from rl_bridge.strategies.strategy import (
+    BroadcastTransferStrategy,
+    CudaIpcTransferStrategy,
+    PackedCudaIpcTransferStrategy,
+    SharedMemoryTransferStrategy,
+    WeightTransferConfig,
+    WeightTransferStrategy,
+    make_transfer_strategy,
+)
+from rl_bridge.transports.broadcast.init_info import TorchDistributedWeightSyncInitInfo
+
+__all__ = [
+    "AbandonedWeightUpdateRequest",
+    "BatchedLoadAdapter",
+    "BroadcastTransferStrategy",
+    "BroadcastWeightUpdateRequest",
+    "CudaIpcTransferStrategy",
+    "CudaIpcWeightUpdateRequest",
+    "EmptyWeightSyncInitInfo",
+    "ExecutorWeightLoader",
+    "InferenceClient",
+    "PackedCudaIpcTransferStrategy",
+    "PackedCudaIpcWeightUpdateRequest",
+    "SharedMemoryTransferStrategy",
+    "SharedMemoryWeightUpdateRequest",
+    "TorchDistributedWeightSyncInitInfo",
+    "WeightLoader",
+    "WeightSyncInitInfo",
+    "WeightTransferConfig",
+    "WeightTransferReceiver",
+    "WeightTransferSender",
+    "WeightTransferStrategy",
+    "WeightUpdateRequest",
+    "init_info_from_json",
+    "make_transfer_strategy",
+]

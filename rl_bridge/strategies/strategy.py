@@ -67,7 +67,7 @@ class WeightTransferConfig:
         pipeline_parallel_size: the same.
         data_parallel_size: the same.
         is_elastic: engines come and go: a broadcast group of no fixed size. Also for engines whose
-            driver receives beside its workers, as with `rl_bridge.VLLMEngineAdapter`.
+            driver receives beside its workers, as with `rl_bridge.vllm.VLLMEngineAdapter`.
         is_packed: one handle for all tensors, of GPU memory; False: one for each in `extras`.
         threshold_nbytes: bytes of a batch; a module that is larger goes alone.
         timeout_s: how long ranks of the trainer wait for each other, while engines load.

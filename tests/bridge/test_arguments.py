@@ -10,12 +10,7 @@ import numpy as np
 import pytest
 
 import rl_bridge
-from rl_bridge import (
-    GroupBridge,
-    SharedMemoryTensorBridge,
-    TensorBridge,
-    WeightUpdateManifest,
-)
+from rl_bridge import SharedMemoryTensorBridge, TensorBridge, WeightUpdateManifest
 from rl_bridge.bridge.bridges import make_weight_bridge
 from rl_bridge.errors import (
     MalformedManifest,
@@ -23,6 +18,7 @@ from rl_bridge.errors import (
     WeightBridgeError,
     WeightBridgeUnavailableError,
 )
+from rl_bridge.groups import GroupBridge
 from tests.helpers import weights
 
 # ---- what names an update -----------------------------------------------------------------------

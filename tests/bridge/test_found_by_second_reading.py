@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from rl_bridge import (
-    ConsumerReport,
     ModuleInstallAdapter,
     RolloutExecutor,
     SharedMemoryTensorBridge,
     WeightUpdateManifest,
     make_weight_bridge,
 )
+from rl_bridge.bridge import ConsumerReport
 from rl_bridge.bridge.engine_state import FineSteps
 from rl_bridge.errors import (
     BridgeClosed,

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from rl_bridge import MalformedManifest, WeightBridgeUnavailableError
+from rl_bridge import WeightBridgeUnavailableError
+from rl_bridge.errors import MalformedManifest
 from rl_bridge.ray.pairing import (
     Beacon,
     PairChoice,

@@ -10,12 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from rl_bridge import (
-    DriverError,
-    GroupAborted,
-    SharedMemoryTensorBridge,
-    TransportUnavailable,
-)
+from rl_bridge import SharedMemoryTensorBridge
+from rl_bridge.errors import DriverError, GroupAborted, TransportUnavailable
 
 
 @pytest.fixture

@@ -7,12 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from rl_bridge import (
-    Policy,
-    TensorBridge,
-    WeightUpdateManifest,
-    make_weight_bridge,
-)
+from rl_bridge import TensorBridge, WeightUpdateManifest, make_weight_bridge
 from rl_bridge.errors import (
     DuplicateTensorName,
     IncompatibleUpdate,
@@ -24,6 +19,7 @@ from rl_bridge.errors import (
     WeightBridgeUnavailableError,
 )
 from rl_bridge.lifecycle import Event, Role, Transition
+from rl_bridge.manifest import Policy
 from rl_bridge.testing.strategies import bytes_of
 from tests.helpers import weights
 

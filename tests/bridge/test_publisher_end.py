@@ -2,11 +2,8 @@
 
 import pytest
 
-from rl_bridge import (
-    TensorBridge,
-    WeightBridge,
-    make_weight_bridge,
-)
+from rl_bridge import TensorBridge, make_weight_bridge
+from rl_bridge.bridge import WeightBridge
 from rl_bridge.bridge.publisher import _REMEMBERED as REMEMBERED
 from rl_bridge.errors import (
     BridgeClosed,

@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from rl_bridge import ConsumerReport, TensorBridge, WeightUpdateManifest, make_weight_bridge
+from rl_bridge import TensorBridge, WeightUpdateManifest, make_weight_bridge
+from rl_bridge.bridge import ConsumerReport
 from rl_bridge.errors import SlotsExhausted, StaleUpdate, WeightBridgeUnavailableError
 from rl_bridge.memory.control import RECORD_NBYTES, Record
 from rl_bridge.memory.holding import close_fd

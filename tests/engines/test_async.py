@@ -11,12 +11,12 @@ import torch
 
 from rl_bridge import (
     EngineLost,
-    IncompatibleUpdate,
     RolloutExecutor,
     TornEngine,
     WeightBridgeUnavailableError,
     WeightUpdateManifest,
 )
+from rl_bridge.errors import IncompatibleUpdate
 from rl_bridge.testing.processes import until
 from tests.engines.drive import PROMPTS, Answers, Setting, executor_for
 from tests.engines.looped import Looped, looped

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from rl_bridge import IncompatibleUpdate
 from rl_bridge.engines.vllm.model_installer import VLLMModelInstaller
+from rl_bridge.errors import IncompatibleUpdate
 from tests.engines import models
 from tests.engines.drive import Setting, model_of, start
 from tests.engines.models import Checkpoints, Kind

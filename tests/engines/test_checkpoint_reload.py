@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from rl_bridge import (
-    IncompatibleUpdate,
     RolloutExecutor,
     TornEngine,
     WeightBridgeUnavailableError,
@@ -17,6 +16,7 @@ from rl_bridge import (
     make_weight_bridge,
 )
 from rl_bridge.engines.vllm.checkpoint_reload import VLLMCheckpointReloadAdapter
+from rl_bridge.errors import IncompatibleUpdate
 from tests.engines.drive import Setting, answers, model_of, start
 from tests.engines.models import Checkpoints, Kind
 from tests.engines.references import References

@@ -19,8 +19,9 @@ from vllm.model_executor.model_loader.weight_utils import (
 )
 from vllm.model_executor.utils import set_weight_attrs
 
-from rl_bridge import IncompatibleUpdate, RolloutExecutor
+from rl_bridge import RolloutExecutor
 from rl_bridge.engines.vllm.reload import VLLMReloadAdapter
+from rl_bridge.errors import IncompatibleUpdate
 from tests.engines.drive import Setting, answers, executor_for, start
 from tests.engines.models import Checkpoints, Kind
 from tests.engines.trainer import Trainer

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from rl_bridge import IncompatibleUpdate, RolloutExecutor, make_weight_bridge
+from rl_bridge import RolloutExecutor, make_weight_bridge
 from rl_bridge.engines.vllm.engine_adapter import VLLMEngineAdapter
 from rl_bridge.engines.vllm.handles import LLMHandle
+from rl_bridge.errors import IncompatibleUpdate
 from tests.engines.drive import Setting, executor_for
 from tests.engines.engines import Bench, bench
 from tests.engines.models import Checkpoints, Kind

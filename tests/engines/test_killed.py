@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from rl_bridge import DeadlineExceeded, EngineLost, RolloutExecutor, TornEngine
+from rl_bridge import EngineLost, RolloutExecutor, TornEngine
+from rl_bridge.errors import DeadlineExceeded
 from rl_bridge.testing.processes import until
 from tests.engines.drive import Setting, answers, executor_for, start
 from tests.engines.looped import looped

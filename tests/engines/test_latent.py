@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from rl_bridge import IncompatibleUpdate, ProofFailed, RolloutExecutor
+from rl_bridge import RolloutExecutor
 from rl_bridge.engines.load_plan import LoadPlan
 from rl_bridge.engines.vllm import reload
+from rl_bridge.errors import IncompatibleUpdate, ProofFailed
 from tests.engines.drive import PROMPTS, Answers, Setting, answers, executor_for, start
 from tests.engines.models import Checkpoints, Kind
 from tests.engines.test_reload import PlantedError, Served, loader_fails, state

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from rl_bridge import ProofFailed
 from rl_bridge.engines.vllm.compat import repacks
+from rl_bridge.errors import ProofFailed
 from tests.engines.drive import Setting, model_of
 from tests.engines.engines import Bench, bench
 from tests.engines.faults import cell, flip_byte, plant, uproot

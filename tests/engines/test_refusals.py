@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from rl_bridge import IncompatibleUpdate, WeightUpdateManifest
+from rl_bridge import WeightUpdateManifest
+from rl_bridge.errors import IncompatibleUpdate
 from tests.engines.drive import Setting, executor_for, model_of, native_update
 from tests.engines.engines import Bench, bench
 from tests.engines.models import Checkpoints, Kind

@@ -15,10 +15,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from rl_bridge import IncompatibleUpdate, ProofFailed, RolloutExecutor, make_weight_bridge
+from rl_bridge import RolloutExecutor, make_weight_bridge
 from rl_bridge.engines.vllm import reload
 from rl_bridge.engines.vllm.model_installer import VLLMModelInstaller
 from rl_bridge.engines.vllm.reload import VLLMReloadAdapter
+from rl_bridge.errors import IncompatibleUpdate, ProofFailed
 from tests.engines.drive import Answers, Setting, answers, model_of, start
 from tests.engines.models import Checkpoints, Kind
 from tests.engines.trainer import Trainer

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rl_bridge import IncompatibleUpdate
+from rl_bridge.errors import IncompatibleUpdate
 from tests.engines.drive import Answers, Setting, answers, executor_for, native_update, start
 from tests.engines.models import Checkpoints, Kind
 from tests.engines.test_reload import WITH_INT8, quantized
@@ -101,7 +101,7 @@ def test_vllms_own_calls_are_refused_where_the_executor_reloads(
 
 @pytest.mark.parametrize("wrong", [{"pause": None}, {"cast": True}])
 def test_a_reload_needs_a_pause_and_takes_no_cast(wrong: dict[str, Any]) -> None:
-    from rl_bridge import VLLMEngineAdapter
+    from rl_bridge.vllm import VLLMEngineAdapter
 
     with pytest.raises(ValueError, match="reload=True"):
         VLLMEngineAdapter("http://127.0.0.1:1", reload=True, **wrong)

@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 
-from rl_bridge import DeadlineExceeded, EngineLost, WeightBridgeError, WeightBridgeUnavailableError
+from rl_bridge import EngineLost, WeightBridgeError, WeightBridgeUnavailableError
 from rl_bridge.engines.vllm.server import ServerHandle
+from rl_bridge.errors import DeadlineExceeded
 
 WAIT_S = 20
 

@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from rl_bridge import IncompatibleUpdate, VLLMEngineAdapter, WeightUpdateRejectedError
+from rl_bridge import WeightUpdateRejectedError
+from rl_bridge.errors import IncompatibleUpdate
+from rl_bridge.vllm import VLLMEngineAdapter
 from tests.engines.drive import Setting, answers, executor_for, native_update, start
 from tests.engines.models import Checkpoints, Kind
 from tests.engines.trainer import Trainer

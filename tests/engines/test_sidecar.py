@@ -9,11 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from rl_bridge import (
-    DeadlineExceeded,
-    EngineLost,
-    IncompatibleUpdate,
-)
+from rl_bridge import EngineLost
+from rl_bridge.errors import DeadlineExceeded, IncompatibleUpdate
 from rl_bridge.testing.processes import until
 from tests.engines.drive import PROMPTS, Answers, Setting, answers, start
 from tests.engines.mishaps import FAILURES, fail

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from rl_bridge import IncompatibleUpdate, WeightUpdateRejectedError
+from rl_bridge import WeightUpdateRejectedError
+from rl_bridge.errors import IncompatibleUpdate
 from tests.engines.drive import (
     Answers,
     Setting,

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from rl_bridge import IncompatibleUpdate, ProofFailed, TornEngine, WeightUpdateRejectedError
+from rl_bridge import TornEngine, WeightUpdateRejectedError
 from rl_bridge.engines.vllm.engine_adapter import VLLMEngineAdapter
+from rl_bridge.errors import IncompatibleUpdate, ProofFailed
 from tests.engines.drive import Setting, answers, executor_for, model_of, native_update
 from tests.engines.engines import Bench, bench
 from tests.engines.faults import PlantedError, plant, uproot

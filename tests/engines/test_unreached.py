@@ -15,9 +15,10 @@ from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
 from vllm.v1.attention.backends import cpu_attn
 
-from rl_bridge import IncompatibleUpdate, RolloutExecutor, WeightUpdateManifest
+from rl_bridge import RolloutExecutor, WeightUpdateManifest
 from rl_bridge.engines.vllm.model_installer import VLLMModelInstaller
 from rl_bridge.engines.vllm.reload import VLLMReloadAdapter
+from rl_bridge.errors import IncompatibleUpdate
 from tests.engines.trainer import Trainer
 
 WAYS = pytest.mark.parametrize("way", [VLLMModelInstaller, VLLMReloadAdapter])

@@ -8,15 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from rl_bridge import (
-    StateDictExtractor,
-    VLLMWeightLoader,
-    WeightBridgeUnavailableError,
-    WeightTransferConfig,
-    WeightUpdateRequest,
-    init_info_from_json,
-    make_transfer_strategy,
-)
+from rl_bridge import VLLMWeightLoader, WeightBridgeUnavailableError, WeightUpdateRequest
+from rl_bridge.strategies import WeightTransferConfig, init_info_from_json, make_transfer_strategy
+from rl_bridge.trainers import StateDictExtractor
 from tests.engines.drive import Setting, answers, start
 from tests.engines.models import Checkpoints
 from tests.engines.references import References

@@ -7,7 +7,8 @@ from typing import Self
 
 import torch
 
-from rl_bridge import ConsumerReport, WeightUpdateManifest, make_weight_bridge
+from rl_bridge import WeightUpdateManifest, make_weight_bridge
+from rl_bridge.bridge import ConsumerReport
 
 __all__ = ["Trainer"]
 

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from rl_bridge import StateDictExtractor
 from rl_bridge.errors import IncompatibleUpdate
+from rl_bridge.trainers import StateDictExtractor
 from rl_bridge.trainers.state_dict import Adapters, clean_name, naming_of
 
 

@@ -4,9 +4,10 @@ import pytest
 import torch
 from torch import nn
 
-from rl_bridge import StateDictExtractor, make_weight_bridge
+from rl_bridge import make_weight_bridge
 from rl_bridge.errors import DuplicateTensorName, IncompatibleUpdate
 from rl_bridge.manifest.coverage import held_pieces, prove_coverage
+from rl_bridge.trainers import StateDictExtractor
 from tests.extractors.fsdp_cases import plain
 from tests.extractors.worlds import described, local_report, placements_of, reference
 

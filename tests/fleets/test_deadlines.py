@@ -2,7 +2,8 @@
 
 import pytest
 
-from rl_bridge import DeadlineExceeded, EngineLost, VersionNotMonotonic
+from rl_bridge import EngineLost
+from rl_bridge.errors import DeadlineExceeded, VersionNotMonotonic
 from tests.fleets.actors import NEVER_S, TIMEOUT_S, Run
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rl_bridge import GroupAborted
+from rl_bridge.errors import GroupAborted
 from rl_bridge.ray import RolloutFleet
 from tests.fleets.actors import TIMEOUT_S, Elsewhere, Rollout, Run
 

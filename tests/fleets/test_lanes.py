@@ -5,7 +5,8 @@ import re
 
 import pytest
 
-from rl_bridge import DeadlineExceeded, RolloutExecutor, SegmentError
+from rl_bridge import RolloutExecutor
+from rl_bridge.errors import DeadlineExceeded, SegmentError
 from rl_bridge.ray import RolloutSide
 from tests.fleets.actors import NEVER_S, TIMEOUT_S, Elsewhere, Rollout, Run
 

@@ -5,7 +5,8 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from rl_bridge import GroupAborted, WeightBridgeUnavailableError
+from rl_bridge import WeightBridgeUnavailableError
+from rl_bridge.errors import GroupAborted
 from rl_bridge.ray import RolloutActor, RolloutFleet
 from rl_bridge.ray.calls import Deadline
 from rl_bridge.ray.group_store import GroupSeat

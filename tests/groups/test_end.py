@@ -7,7 +7,9 @@ from collections.abc import Mapping
 import pytest
 import torch
 
-from rl_bridge import BridgeClosed, GroupBridge, ModuleInstallAdapter, RolloutExecutor
+from rl_bridge import ModuleInstallAdapter, RolloutExecutor
+from rl_bridge.errors import BridgeClosed
+from rl_bridge.groups import GroupBridge
 from rl_bridge.groups.bridge import _REMEMBERED, GroupEnd
 from rl_bridge.groups.wanted import TensorParallel, parallel
 from rl_bridge.testing.leaks import assert_nothing_leaks

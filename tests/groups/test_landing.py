@@ -14,13 +14,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_bridge import GroupBridge
 from rl_bridge.errors import (
     ChecksumMismatch,
     DigestMismatch,
     SegmentError,
     SlotsExhausted,
 )
+from rl_bridge.groups import GroupBridge
 from rl_bridge.groups import assembly as group_landing
 from rl_bridge.groups.assembly import Assembly, LandingPlan
 from rl_bridge.groups.bridge import GroupEnd

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from rl_bridge import Piece
 from rl_bridge.errors import (
     DigestMismatch,
     IncompleteCoverage,
@@ -17,6 +16,7 @@ from rl_bridge.errors import (
     RanksDisagree,
     ShapeMismatch,
 )
+from rl_bridge.groups import Piece
 from rl_bridge.manifest import coverage
 from rl_bridge.manifest.coverage import held_pieces, prove_coverage
 from rl_bridge.manifest.group import GroupManifest

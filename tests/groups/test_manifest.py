@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_bridge import GroupBridge, Piece, make_weight_bridge
+from rl_bridge import make_weight_bridge
 from rl_bridge.errors import (
     DigestMismatch,
     IncompleteCoverage,
@@ -23,6 +23,7 @@ from rl_bridge.errors import (
     RanksDisagree,
     WeightManifestValidationError,
 )
+from rl_bridge.groups import GroupBridge, Piece
 from rl_bridge.manifest.canonical import canonical_json
 from rl_bridge.manifest.digest import LEAF_NBYTES, text_digest
 from rl_bridge.manifest.group import GroupManifest

@@ -8,8 +8,8 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from rl_bridge import GroupBridge
 from rl_bridge.errors import SegmentError, StaleUpdate
+from rl_bridge.groups import GroupBridge
 from rl_bridge.groups.wanted import (
     Fused,
     TensorParallel,

@@ -16,12 +16,12 @@ import torch
 
 from rl_bridge import (
     Acknowledgement,
-    ConsumerReport,
     ModuleInstallAdapter,
     RolloutExecutor,
     TensorBridge,
     WeightUpdateManifest,
 )
+from rl_bridge.bridge import ConsumerReport
 from rl_bridge.testing import (
     BridgeOver,
     Child,

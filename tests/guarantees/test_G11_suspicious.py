@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from rl_bridge import Policy, RolloutExecutor, TensorBridge, make_weight_bridge
+from rl_bridge import RolloutExecutor, TensorBridge, make_weight_bridge
 from rl_bridge.errors import SuspiciousUpdate
+from rl_bridge.manifest import Policy
 
 Weights = dict[str, torch.Tensor]
 

@@ -5,9 +5,9 @@ from collections.abc import Callable, Iterable, Mapping
 import pytest
 import torch
 
-from rl_bridge import IncompatibleUpdate
 from rl_bridge.engines.load_plan import LoadPlan, learn
 from rl_bridge.engines.sglang import compat as parts
+from rl_bridge.errors import IncompatibleUpdate
 
 Load = Callable[["Model", Mapping[str, torch.Tensor]], None]
 

@@ -5,12 +5,13 @@ from collections.abc import Iterable, Iterator
 import pytest
 import torch
 
-from rl_bridge import IncompatibleUpdate, SharedMemoryTensorBridge
+from rl_bridge import SharedMemoryTensorBridge
 from rl_bridge.engines.evidence import Evidence
 from rl_bridge.engines.load_checks import check_landed
 from rl_bridge.engines.load_plan import LoadPlan, learn
 from rl_bridge.engines.sglang import compat as parts
 from rl_bridge.engines.staging import Staged, TensorChange
+from rl_bridge.errors import IncompatibleUpdate
 
 
 class Model(torch.nn.Module):

@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from rl_bridge import IncompatibleUpdate, make_weight_bridge
+from rl_bridge import make_weight_bridge
 from rl_bridge.engines.load_plan import SMALL_NBYTES, LoadPlan, Numbering, learn
 from rl_bridge.engines.sglang import compat as parts
 from rl_bridge.engines.sglang.model_installer import SGLangModelInstaller
 from rl_bridge.engines.vllm import model_installer
 from rl_bridge.engines.vllm.model_installer import VLLMModelInstaller
+from rl_bridge.errors import IncompatibleUpdate
 from tests.peaks import peak_nbytes
 
 Given = Iterable[tuple[str, torch.Tensor]]

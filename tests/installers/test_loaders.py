@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from rl_bridge import IncompatibleUpdate
 from rl_bridge.engines.load_plan import LoadPlan, learn
 from rl_bridge.engines.sglang import compat as parts
+from rl_bridge.errors import IncompatibleUpdate
 
 Loads = Callable[["Layer", torch.Tensor], Any]
 

@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from rl_bridge import IncompatibleUpdate, TensorBridge, make_weight_bridge
+from rl_bridge import TensorBridge, make_weight_bridge
 from rl_bridge.engines.load_checks import check_same
 from rl_bridge.engines.load_plan import LoadPlan, Route, View, learn
 from rl_bridge.engines.sglang import compat as parts
 from rl_bridge.engines.skeleton import Target, User
 from rl_bridge.engines.vllm import model_installer
 from rl_bridge.engines.vllm.model_installer import VLLMModelInstaller
+from rl_bridge.errors import IncompatibleUpdate
 from rl_bridge.manifest.model import WeightUpdateManifest
 
 SHAPE = (64, 32)

@@ -5,9 +5,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rl_bridge import IncompatibleUpdate
 from rl_bridge.engines import load_checks as unreached
 from rl_bridge.engines.load_checks import refuse_unreached
+from rl_bridge.errors import IncompatibleUpdate
 
 
 @pytest.fixture(autouse=True)

@@ -5,10 +5,11 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from rl_bridge import ProofFailed, make_weight_bridge
+from rl_bridge import make_weight_bridge
 from rl_bridge.engines.evidence import Evidence
 from rl_bridge.engines.load_plan import LoadPlan
 from rl_bridge.engines.staging import AttributeChange, Staged
+from rl_bridge.errors import ProofFailed
 
 
 @pytest.fixture

@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 import torch
 
-from rl_bridge import IncompatibleUpdate
 from rl_bridge.engines.load_plan import LoadPlan
 from rl_bridge.engines.skeleton import Target, User
 from rl_bridge.engines.vllm import reload as reload_proof
 from rl_bridge.engines.vllm.reload import VLLMReloadAdapter
+from rl_bridge.errors import IncompatibleUpdate
 
 
 class UnquantizedFusedMoEMethod:

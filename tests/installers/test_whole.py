@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 import torch
 
-from rl_bridge import IncompatibleUpdate
 from rl_bridge.engines.load_checks import check_whole
 from rl_bridge.engines.load_plan import learn
 from rl_bridge.engines.sglang import compat as parts
 from rl_bridge.engines.vllm.compat import num_same
+from rl_bridge.errors import IncompatibleUpdate
 
 HIDDEN, HEAD_SIZE, HEADS, RANKS = 16, 8, 8, 4
 

@@ -2,9 +2,10 @@
 
 import pytest
 
-from rl_bridge import RolloutExecutor, TensorBridge, VLLMEngineAdapter, make_weight_bridge
+from rl_bridge import RolloutExecutor, TensorBridge, make_weight_bridge
 from rl_bridge.engines.vllm.caches import CachePolicy
 from rl_bridge.engines.vllm.rank import VLLMRank
+from rl_bridge.vllm import VLLMEngineAdapter
 from tests.integrations.test_engine_adapter import Engine, engine, trainer
 from tests.integrations.test_rank import publish
 

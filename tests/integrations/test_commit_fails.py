@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
-from rl_bridge import TensorBridge, VLLMEngineAdapter, WeightUpdateRejectedError
+from rl_bridge import TensorBridge, WeightUpdateRejectedError
 from rl_bridge.engines.vllm.calls import answer
 from rl_bridge.engines.vllm.handles import Replies
 from rl_bridge.engines.vllm.rank import VLLMRank
+from rl_bridge.vllm import VLLMEngineAdapter
 from tests.integrations.test_engine_adapter import Engine, driver, trainer
 from tests.integrations.test_rank import RANKS, Group, Model, publish, rank_with
 

@@ -5,14 +5,14 @@ from typing import Any
 import pytest
 
 from rl_bridge import (
-    DeadlineExceeded,
     EngineLost,
     TensorBridge,
-    VLLMEngineAdapter,
     WeightBridgeUnavailableError,
     WeightUpdateRejectedError,
 )
 from rl_bridge.engines.vllm.handles import Replies
+from rl_bridge.errors import DeadlineExceeded
+from rl_bridge.vllm import VLLMEngineAdapter
 from tests.integrations.test_engine_adapter import Engine, broken, driver, engine, trainer
 from tests.integrations.test_rank import Model, publish, rank_with
 

@@ -8,17 +8,17 @@ from typing import Any
 import pytest
 
 from rl_bridge import (
-    DeadlineExceeded,
     RolloutExecutor,
     TensorBridge,
     TornEngine,
-    VLLMEngineAdapter,
     WeightUpdateRejectedError,
     make_weight_bridge,
 )
 from rl_bridge.engines.vllm.calls import answer
 from rl_bridge.engines.vllm.handles import EngineHandle, PauseMode, Replies
 from rl_bridge.engines.vllm.rank import VLLMRank
+from rl_bridge.errors import DeadlineExceeded
+from rl_bridge.vllm import VLLMEngineAdapter
 from tests.integrations.test_rank import Group, Model, publish, rank_with
 
 

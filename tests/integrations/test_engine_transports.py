@@ -10,9 +10,7 @@ import torch
 
 from rl_bridge import (
     RolloutExecutor,
-    SGLangInstallAdapter,
     TensorBridge,
-    VLLMEngineAdapter,
     WeightBridgeError,
     WeightBridgeUnavailableError,
     make_weight_bridge,
@@ -21,6 +19,8 @@ from rl_bridge.engines.rank_bridges import checked_transports
 from rl_bridge.engines.sglang.routes import options_for
 from rl_bridge.engines.vllm import rank as vllm_rank
 from rl_bridge.engines.vllm.rank import VLLMRank
+from rl_bridge.sglang import SGLangInstallAdapter
+from rl_bridge.vllm import VLLMEngineAdapter
 from tests.integrations import test_engine_adapter as vllm
 from tests.integrations.sglang_drivers import Engine as SGLangEngine
 from tests.integrations.sglang_drivers import Handle, engine

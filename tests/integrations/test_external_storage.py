@@ -8,14 +8,13 @@ import pytest
 import torch
 
 from rl_bridge import (
-    IncompatibleUpdate,
-    ProofFailed,
     RolloutExecutor,
     TensorBridge,
     WeightBridgeUnavailableError,
     make_weight_bridge,
 )
 from rl_bridge.engines.vllm.external_storage import VLLMCUDAVMMExternalStorageAdapter
+from rl_bridge.errors import IncompatibleUpdate, ProofFailed
 
 
 class Model(torch.nn.Module):

@@ -10,12 +10,12 @@ from rl_bridge import (
     RolloutExecutor,
     TensorBridge,
     TornEngine,
-    VLLMEngineAdapter,
     WeightBridgeError,
     WeightBridgeUnavailableError,
     make_weight_bridge,
 )
 from rl_bridge.engines.sglang.model_installer import SGLangModelInstaller
+from rl_bridge.vllm import VLLMEngineAdapter
 from tests.integrations.sglang_drivers import Engine as SGLangEngine
 from tests.integrations.sglang_drivers import engine as sglang_engine
 from tests.integrations.sglang_drivers import importing

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.testing._internal.two_tensor import TwoTensor
 
-from rl_bridge import IncompatibleUpdate
 from rl_bridge.engines.vllm.module_snapshot import ModelSnapshot
+from rl_bridge.errors import IncompatibleUpdate
 
 
 class Kernel:

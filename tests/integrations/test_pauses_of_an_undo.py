@@ -5,14 +5,9 @@ from typing import Any
 
 import pytest
 
-from rl_bridge import (
-    RolloutExecutor,
-    TensorBridge,
-    VLLMEngineAdapter,
-    WeightBridgeError,
-    make_weight_bridge,
-)
+from rl_bridge import RolloutExecutor, TensorBridge, WeightBridgeError, make_weight_bridge
 from rl_bridge.engines.vllm.asking import held_by
+from rl_bridge.vllm import VLLMEngineAdapter
 from tests.integrations.test_commit_fails import RanksOfOne, engine
 from tests.integrations.test_engine_adapter import broken, trainer
 from tests.integrations.test_rank import publish

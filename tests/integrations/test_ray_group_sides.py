@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rl_bridge import GroupAborted, IncompleteCoverage
+from rl_bridge.errors import GroupAborted, IncompleteCoverage
 from rl_bridge.ray import PublisherSide
 from rl_bridge.ray.calls import Announcement
 from tests.groups.sides import BROADCAST, MEMORY, TIMEOUT_S, HashStore, Rollout, Run

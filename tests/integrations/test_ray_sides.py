@@ -11,16 +11,14 @@ import pytest
 import torch
 
 from rl_bridge import (
-    BridgeClosed,
     EngineLost,
-    MalformedManifest,
     ModuleInstallAdapter,
-    VersionNotMonotonic,
     WeightBridgeUnavailableError,
     WeightUpdateManifest,
     WeightUpdateRejectedError,
 )
 from rl_bridge.bridge.executor import RolloutExecutor
+from rl_bridge.errors import BridgeClosed, MalformedManifest, VersionNotMonotonic
 from rl_bridge.ray import PublisherSide, RolloutSide
 from rl_bridge.ray.calls import Announcement, RolloutAnswer
 from rl_bridge.ray.fleet import FleetUpdate

@@ -4,13 +4,13 @@ import pytest
 
 from rl_bridge import (
     TensorBridge,
-    VLLMEngineAdapter,
     WeightBridgeError,
     WeightBridgeUnavailableError,
     make_weight_bridge,
 )
 from rl_bridge.ray import PairChoice, RolloutSide
 from rl_bridge.ray.calls import RolloutAnswer
+from rl_bridge.vllm import VLLMEngineAdapter
 from tests.integrations.test_engine_adapter import Engine, broken, driver, engine, trainer
 from tests.integrations.test_rank import Model, publish, rank_with
 

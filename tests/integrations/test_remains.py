@@ -7,17 +7,17 @@ from typing import Any
 import pytest
 
 from rl_bridge import (
-    DeadlineExceeded,
     RolloutExecutor,
     TensorBridge,
     TornEngine,
-    VLLMEngineAdapter,
     WeightBridgeError,
     WeightUpdateManifest,
     WeightUpdateRejectedError,
     make_weight_bridge,
 )
 from rl_bridge.engines.vllm.handles import PauseMode, Replies
+from rl_bridge.errors import DeadlineExceeded
+from rl_bridge.vllm import VLLMEngineAdapter
 from tests.integrations.test_engine_adapter import Engine, broken, driver, engine, trainer
 from tests.integrations.test_rank import publish
 

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from rl_bridge import (
-    IncompatibleUpdate,
     TensorBridge,
     WeightBridgeUnavailableError,
     WeightUpdateManifest,
@@ -26,6 +25,7 @@ from rl_bridge.engines.vllm.requests import (
     full_buffers,
     overfull_buffers,
 )
+from rl_bridge.errors import IncompatibleUpdate
 
 Update = tuple[WeightUpdateManifest, dict[str, torch.Tensor]]
 

@@ -5,19 +5,14 @@ from typing import Any
 import pytest
 import torch
 
-from rl_bridge import (
-    IncompatibleUpdate,
-    ProofFailed,
-    WeightUpdateManifest,
-    WeightUpdateRejectedError,
-    make_weight_bridge,
-)
+from rl_bridge import WeightUpdateManifest, WeightUpdateRejectedError, make_weight_bridge
 from rl_bridge.engines.evidence import digests_of
 from rl_bridge.engines.load_plan import View
 from rl_bridge.engines.sglang.cuts import Cut, check_covered, parse_cuts, part_digests
 from rl_bridge.engines.sglang.plugin import reply_text
 from rl_bridge.engines.sglang.shares import Shares
 from rl_bridge.engines.sglang.votes import merged
+from rl_bridge.errors import IncompatibleUpdate, ProofFailed
 
 WEIGHT = torch.arange(24, dtype=torch.float32).view(4, 6)
 TENSORS = {"a": WEIGHT, "b": torch.ones(3)}

@@ -7,18 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from rl_bridge import (
-    IncompatibleUpdate,
-    ProofFailed,
-    TornEngine,
-    WeightUpdateManifest,
-    make_weight_bridge,
-)
+from rl_bridge import TornEngine, WeightUpdateManifest, make_weight_bridge
 from rl_bridge.engines import exchange
 from rl_bridge.engines.exchange import is_alone
 from rl_bridge.engines.sglang import beside, rank, votes
 from rl_bridge.engines.sglang.model_installer import SGLangModelInstaller
 from rl_bridge.engines.staging import TensorChange
+from rl_bridge.errors import IncompatibleUpdate, ProofFailed
 from rl_bridge.installers.snapshot import Snapshot
 
 HIDDEN, ROWS, PADDED = 64, 48, 64

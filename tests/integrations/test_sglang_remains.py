@@ -7,15 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from rl_bridge import (
-    IncompatibleUpdate,
-    TensorBridge,
-    TornEngine,
-    WeightUpdateManifest,
-    WeightUpdateRejectedError,
-)
+from rl_bridge import TensorBridge, TornEngine, WeightUpdateManifest, WeightUpdateRejectedError
 from rl_bridge.engines.sglang.engine_adapter import SGLangInstallAdapter
 from rl_bridge.engines.sglang.model_installer import SGLangModelInstaller
+from rl_bridge.errors import IncompatibleUpdate
 from tests.integrations.sglang_drivers import (
     Engine,
     Handle,

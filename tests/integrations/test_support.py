@@ -6,8 +6,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rl_bridge import MalformedManifest, WeightBridgeUnavailableError, make_weight_bridge
+from rl_bridge import WeightBridgeUnavailableError, make_weight_bridge
 from rl_bridge.engines.vllm.support import manifest_of, require_supported
+from rl_bridge.errors import MalformedManifest
 
 
 def config(**parallel: int) -> SimpleNamespace:

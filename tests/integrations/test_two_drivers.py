@@ -8,7 +8,6 @@ import pytest
 
 from rl_bridge import (
     TensorBridge,
-    VLLMEngineAdapter,
     WeightBridgeError,
     WeightUpdateManifest,
     WeightUpdateRejectedError,
@@ -16,6 +15,7 @@ from rl_bridge import (
 )
 from rl_bridge.engines.vllm.handles import PauseMode, Replies
 from rl_bridge.engines.vllm.rank import VLLMRank
+from rl_bridge.vllm import VLLMEngineAdapter
 from tests.integrations.test_engine_adapter import Engine
 from tests.integrations.test_rank import Group, Model, publish, rank_with
 

@@ -7,10 +7,12 @@ from typing import Any, TypeVar
 
 import pytest
 
-from rl_bridge import DeadlineExceeded, TensorBridge, TornEngine, VLLMEngineAdapter
+from rl_bridge import TensorBridge, TornEngine
 from rl_bridge.engines.vllm.calls import answer
 from rl_bridge.engines.vllm.handles import PauseMode, Replies
 from rl_bridge.engines.vllm.rank import VLLMRank
+from rl_bridge.errors import DeadlineExceeded
+from rl_bridge.vllm import VLLMEngineAdapter
 from tests.integrations.test_engine_adapter import Engine, broken, driver, trainer
 from tests.integrations.test_rank import Group, Model, publish, rank_with
 

@@ -13,19 +13,23 @@ import pytest
 
 from rl_bridge import (
     EngineLost,
-    GroupBridge,
-    IncompatibleUpdate,
     RolloutExecutor,
     TensorBridge,
     TornEngine,
-    VLLMEngineAdapter,
     WeightBridgeError,
     WeightUpdateRejectedError,
 )
 from rl_bridge.engines.vllm.handles import Replies
 from rl_bridge.engines.vllm.rank import VLLMRank
-from rl_bridge.errors import DriverError, TransportUnavailable, WeightBridgeUnavailableError
+from rl_bridge.errors import (
+    DriverError,
+    IncompatibleUpdate,
+    TransportUnavailable,
+    WeightBridgeUnavailableError,
+)
+from rl_bridge.groups import GroupBridge
 from rl_bridge.groups.bridge import GROUP
+from rl_bridge.vllm import VLLMEngineAdapter
 from tests.integrations.test_engine_adapter import Engine, broken, driver, engine, trainer
 from tests.integrations.test_rank import RANKS, Group, Model, publish, rank_with
 

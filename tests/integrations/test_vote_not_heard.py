@@ -2,7 +2,8 @@
 
 import pytest
 
-from rl_bridge import TensorBridge, VLLMEngineAdapter
+from rl_bridge import TensorBridge
+from rl_bridge.vllm import VLLMEngineAdapter
 from tests.integrations.test_commit_fails import RanksOfOne, engine
 from tests.integrations.test_engine_adapter import driver, trainer
 from tests.integrations.test_rank import RANKS, publish

@@ -9,7 +9,8 @@ from typing import Any, cast
 
 import torch
 
-from rl_bridge import GroupBridge, ModuleInstallAdapter, RolloutExecutor, make_weight_bridge
+from rl_bridge import ModuleInstallAdapter, RolloutExecutor, make_weight_bridge
+from rl_bridge.groups import GroupBridge
 from rl_bridge.groups.exchange import StoreExchange
 from rl_bridge.groups.publish import GroupPublisher
 from rl_bridge.groups.wanted import TensorParallel, parallel

@@ -7,8 +7,8 @@ from typing import Any, cast
 import pytest
 import torch
 
-from rl_bridge import GroupBridge
 from rl_bridge.errors import ChecksumMismatch, TransferTimeout
+from rl_bridge.groups import GroupBridge
 from rl_bridge.groups.bridge import GroupEnd
 from rl_bridge.groups.wanted import TensorParallel, parallel
 from rl_bridge.manifest.canonical import thaw

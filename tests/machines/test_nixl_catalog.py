@@ -7,7 +7,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from rl_bridge import GroupBridge, make_weight_bridge
+from rl_bridge import make_weight_bridge
 from rl_bridge.bridge.bridges import NIXLTensorBridge
 from rl_bridge.errors import (
     BridgeClosed,
@@ -16,6 +16,7 @@ from rl_bridge.errors import (
     SegmentError,
     WeightBridgeUnavailableError,
 )
+from rl_bridge.groups import GroupBridge
 from rl_bridge.transports.nixl.agent import AgentError, Counters
 from rl_bridge.transports.nixl.link import Link
 from tests.groups.meshes import cut, model

@@ -14,9 +14,10 @@ from typing import Any, cast
 import pytest
 import torch
 
-from rl_bridge import GroupBridge, make_weight_bridge
+from rl_bridge import make_weight_bridge
 from rl_bridge.bridge.bridges import NIXLTensorBridge
 from rl_bridge.errors import SegmentError, TransferTimeout, WeightBridgeUnavailableError
+from rl_bridge.groups import GroupBridge
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.testing.processes import DEADLINE_S, until
 from rl_bridge.transports.nixl import consumer as nixl_consumer

@@ -10,8 +10,9 @@ from typing import Any, cast
 import pytest
 import torch
 
-from rl_bridge import GroupBridge, GroupManifest, make_weight_bridge
+from rl_bridge import make_weight_bridge
 from rl_bridge.bridge.bridges import NIXLTensorBridge
+from rl_bridge.groups import GroupBridge, GroupManifest
 from rl_bridge.groups.bridge import GroupEnd
 from rl_bridge.testing.processes import until
 from rl_bridge.transports.nixl import serving_process

@@ -9,8 +9,8 @@ from typing import Any, cast
 import pytest
 import torch
 
-from rl_bridge import GroupBridge, GroupManifest
 from rl_bridge.errors import StaleUpdate, TransferTimeout, WeightBridgeError
+from rl_bridge.groups import GroupBridge, GroupManifest
 from rl_bridge.groups.bridge import GroupEnd
 from rl_bridge.memory import vm
 from rl_bridge.memory.slots import ARRIVING, Slot

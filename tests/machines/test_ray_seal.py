@@ -6,7 +6,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from rl_bridge import ModuleInstallAdapter, VersionNotMonotonic
+from rl_bridge import ModuleInstallAdapter
+from rl_bridge.errors import VersionNotMonotonic
 from rl_bridge.ray import PublisherSide, RolloutSide
 from rl_bridge.ray.calls import Announcement, RolloutAnswer
 from rl_bridge.ray.pairing import PairChoice

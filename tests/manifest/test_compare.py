@@ -2,7 +2,8 @@
 
 import pytest
 
-from rl_bridge import Policy, WeightUpdateManifest
+from rl_bridge import WeightUpdateManifest
+from rl_bridge.manifest import Policy
 from rl_bridge.manifest.compare import Finding, Kind, compare, narrowed
 from rl_bridge.manifest.table import TensorTable
 from tests.helpers import make_manifest

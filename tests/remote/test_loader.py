@@ -5,14 +5,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from rl_bridge import (
-    AbandonedWeightUpdateRequest,
-    SharedMemoryWeightUpdateRequest,
-    TensorBridge,
-    WeightUpdateManifest,
-)
+from rl_bridge import TensorBridge, WeightUpdateManifest
 from rl_bridge.errors import UnknownUpdate, WeightUpdateRejectedError
 from rl_bridge.remote import RemoteWeightLoader
+from rl_bridge.strategies import AbandonedWeightUpdateRequest, SharedMemoryWeightUpdateRequest
 from rl_bridge.strategies.sender import Layout
 from tests.helpers import weights
 from tests.remote.process import SidecarProcess

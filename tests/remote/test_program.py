@@ -5,11 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from rl_bridge import RolloutExecutor, SGLangInstallAdapter, make_weight_bridge
+from rl_bridge import RolloutExecutor, make_weight_bridge
 from rl_bridge.engines.vllm.engine_adapter import VLLMEngineAdapter
 from rl_bridge.errors import WeightBridgeUnavailableError
 from rl_bridge.remote import RemoteEngine, TwoPhaseExecutor, create_app, serve
 from rl_bridge.remote.serve import find_executor
+from rl_bridge.sglang import SGLangInstallAdapter
 from tests.cli_program import call
 from tests.remote import engines
 

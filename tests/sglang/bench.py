@@ -11,14 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from rl_bridge import (
-    RolloutExecutor,
-    SGLangInstallAdapter,
-    WeightUpdateManifest,
-    make_weight_bridge,
-)
+from rl_bridge import RolloutExecutor, WeightUpdateManifest, make_weight_bridge
 from rl_bridge.engines.sglang.handles import handle_of
 from rl_bridge.engines.sglang.routes import ROUTES, RouteName
+from rl_bridge.sglang import SGLangInstallAdapter
 from rl_bridge.testing.processes import until
 from tests.engines.models import Checkpoints, Kind
 from tests.engines.trainer import Trainer

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import torch
 
-from rl_bridge import SGLangInstallAdapter, WeightUpdateManifest, make_weight_bridge
+from rl_bridge import WeightUpdateManifest, make_weight_bridge
 from rl_bridge.remote import TwoPhaseExecutor
+from rl_bridge.sglang import SGLangInstallAdapter
 from tests.sglang.served import KEY
 
 __all__ = ["DEATH", "URL", "dying"]

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from rl_bridge import DeadlineExceeded, EngineLost, WeightBridgeUnavailableError
+from rl_bridge import EngineLost, WeightBridgeUnavailableError
 from rl_bridge.engines.sglang.handles import handle_of
+from rl_bridge.errors import DeadlineExceeded
 from rl_bridge.testing.processes import until
 from tests.helpers import stop
 from tests.sglang.bench import Bench, executor_for

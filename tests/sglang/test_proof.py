@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from rl_bridge import ChecksumMismatch, ProofFailed, SGLangInstallAdapter
 from rl_bridge.engines.sglang.routes import ROUTES, RouteName
+from rl_bridge.errors import ChecksumMismatch, ProofFailed
+from rl_bridge.sglang import SGLangInstallAdapter
 from rl_bridge.testing.faults import FaultInjecting
 from rl_bridge.testing.peer import BridgeOver
 from rl_bridge.transports.shared_memory import SharedMemory

@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from rl_bridge import IncompatibleUpdate, ProofFailed, TornEngine, WeightUpdateRejectedError
+from rl_bridge import TornEngine, WeightUpdateRejectedError
 from rl_bridge.engines.sglang.routes import RouteName
+from rl_bridge.errors import IncompatibleUpdate, ProofFailed
 from tests.engines.models import Checkpoints, Kind
 from tests.engines.trainer import Trainer
 from tests.remote.process import SidecarProcess, make_key

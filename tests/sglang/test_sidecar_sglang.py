@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from rl_bridge import EngineLost, IncompatibleUpdate, make_weight_bridge
+from rl_bridge import EngineLost, make_weight_bridge
+from rl_bridge.errors import IncompatibleUpdate
 from tests.engines.models import Checkpoints, Kind
 from tests.engines.trainer import Trainer
 from tests.remote.process import SidecarProcess, make_key

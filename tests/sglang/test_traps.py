@@ -6,14 +6,11 @@ from typing import Any
 import pytest
 import torch
 
-from rl_bridge import (
-    IncompatibleUpdate,
-    WeightBridgeUnavailableError,
-    WeightUpdateRejectedError,
-)
+from rl_bridge import WeightBridgeUnavailableError, WeightUpdateRejectedError
 from rl_bridge.engines.sglang.engine_adapter import SGLangInstallAdapter
 from rl_bridge.engines.sglang.handles import handle_of
 from rl_bridge.engines.sglang.routes import RouteName
+from rl_bridge.errors import IncompatibleUpdate
 from tests.sglang.bench import CALL_S, Bench, executor_for, sums_of
 
 QKV = "model.layers.0.self_attn.{}_proj.weight"

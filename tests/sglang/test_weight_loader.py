@@ -6,15 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from rl_bridge import (
-    SGLangWeightLoader,
-    StateDictExtractor,
-    WeightBridgeUnavailableError,
-    WeightTransferConfig,
-    WeightUpdateRequest,
-    init_info_from_json,
-    make_transfer_strategy,
-)
+from rl_bridge import SGLangWeightLoader, WeightBridgeUnavailableError, WeightUpdateRequest
+from rl_bridge.strategies import WeightTransferConfig, init_info_from_json, make_transfer_strategy
+from rl_bridge.trainers import StateDictExtractor
 from tests.sglang.bench import Bench
 
 

@@ -11,11 +11,10 @@ import transformers
 from rl_bridge import (
     ModuleInstallAdapter,
     RolloutExecutor,
-    StepPublisher,
     WeightUpdateManifest,
     make_weight_bridge,
-    weight_sync_callback,
 )
+from rl_bridge.hooks import StepPublisher, weight_sync_callback
 
 SIZES = {
     "vocab_size": 26,

@@ -10,11 +10,11 @@ import torch
 from rl_bridge import (
     ModuleInstallAdapter,
     RolloutExecutor,
-    StateDictExtractor,
-    StepPublisher,
     WeightUpdateManifest,
     make_weight_bridge,
 )
+from rl_bridge.hooks import StepPublisher
+from rl_bridge.trainers import StateDictExtractor
 from tests.extractors.worlds import World, assembled
 from tests.trainers import peft_cases
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from rl_bridge import MalformedManifest, WeightBridgeUnavailableError
+from rl_bridge import WeightBridgeUnavailableError
+from rl_bridge.errors import MalformedManifest
 from rl_bridge.strategies.requests import (
     BroadcastWeightUpdateRequest,
     CudaIpcWeightUpdateRequest,

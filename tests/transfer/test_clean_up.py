@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from rl_bridge import GroupAborted
+from rl_bridge.errors import GroupAborted
 from rl_bridge.groups.exchange import GroupExchange, StoreExchange
 from rl_bridge.strategies.clean_up import STEPS, CleanUp, Outcome, cuda_calls
 from rl_bridge.strategies.sender import HelperTransferSender

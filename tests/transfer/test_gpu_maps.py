@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from rl_bridge import GroupAborted, MalformedManifest, RanksDisagree, make_weight_bridge
+from rl_bridge import make_weight_bridge
+from rl_bridge.errors import GroupAborted, MalformedManifest, RanksDisagree
 from rl_bridge.groups.exchange import GroupExchange
 from rl_bridge.strategies.clean_up import CleanUp
 from rl_bridge.strategies.receiver import BridgeTransferReceiver

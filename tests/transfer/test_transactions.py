@@ -8,15 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from rl_bridge import (
+from rl_bridge import WeightBridgeUnavailableError, WeightUpdateManifest, WeightUpdateRejectedError
+from rl_bridge.errors import (
     ChecksumMismatch,
     MalformedManifest,
     SlotsExhausted,
     StaleUpdate,
     UnknownUpdate,
-    WeightBridgeUnavailableError,
-    WeightUpdateManifest,
-    WeightUpdateRejectedError,
 )
 from rl_bridge.strategies.requests import (
     AbandonedWeightUpdateRequest,

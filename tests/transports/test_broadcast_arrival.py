@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from rl_bridge import BroadcastTensorBridge, RolloutExecutor, make_weight_bridge
+from rl_bridge import RolloutExecutor, make_weight_bridge
+from rl_bridge.bridge import BroadcastTensorBridge
 from rl_bridge.errors import ChecksumMismatch, DigestMismatch, SegmentError, StaleUpdate
 from rl_bridge.installers.module import ModuleInstallAdapter
 from rl_bridge.manifest.digest import digest_bytes

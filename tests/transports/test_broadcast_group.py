@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from rl_bridge import BroadcastTensorBridge, make_weight_bridge
+from rl_bridge import make_weight_bridge
+from rl_bridge.bridge import BroadcastTensorBridge
 from rl_bridge.errors import (
     MalformedManifest,
     SegmentError,

@@ -6,7 +6,8 @@ from contextlib import ExitStack
 
 import torch
 
-from rl_bridge import BroadcastTensorBridge, make_weight_bridge
+from rl_bridge import make_weight_bridge
+from rl_bridge.bridge import BroadcastTensorBridge
 from rl_bridge.testing.processes import until
 from rl_bridge.transports.broadcast.group import Group, GroupStore, send_slices
 from rl_bridge.transports.broadcast.init_info import MAGIC

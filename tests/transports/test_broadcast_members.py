@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from rl_bridge import BroadcastTensorBridge, make_weight_bridge
+from rl_bridge import make_weight_bridge
+from rl_bridge.bridge import BroadcastTensorBridge
 from rl_bridge.errors import SegmentError, WeightBridgeUnavailableError
 from rl_bridge.testing.peer import sample_weights
 from rl_bridge.testing.processes import DEADLINE_S, until

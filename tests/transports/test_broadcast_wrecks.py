@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from rl_bridge import BroadcastTensorBridge, make_weight_bridge
+from rl_bridge import make_weight_bridge
+from rl_bridge.bridge import BroadcastTensorBridge
 from rl_bridge.errors import DeadlineExceeded, SegmentError
 from rl_bridge.testing.peer import hashes
 from rl_bridge.testing.processes import Child, until

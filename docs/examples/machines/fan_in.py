@@ -21,16 +21,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from rl_bridge import (
-    FSDPWeightExtractor,
+from rl_bridge import FSDPWeightExtractor, ModuleInstallAdapter, RolloutExecutor, make_weight_bridge
+from rl_bridge.groups import (
     GroupBridge,
     GroupPublisher,
-    ModuleInstallAdapter,
-    RolloutExecutor,
-    make_weight_bridge,
+    ProcessGroupExchange,
+    TensorParallel,
+    parallel,
 )
-from rl_bridge.groups.exchange import ProcessGroupExchange
-from rl_bridge.groups.wanted import TensorParallel, parallel
 
 STEPS = 4
 OWNERS = 2

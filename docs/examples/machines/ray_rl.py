@@ -11,13 +11,13 @@ from typing import Any
 import ray
 import torch
 
+from rl_bridge import TransactionalAdapter
 from rl_bridge.demo.frames import Frame, decode, encode
 from rl_bridge.demo.learner import Learner
 from rl_bridge.demo.model import ModelConfig, build_model
 from rl_bridge.demo.sampler import ModuleSampler, SampleBatch
 from rl_bridge.demo.task import SortTask
 from rl_bridge.demo.versions import VersionShelf
-from rl_bridge.installers.base import TransactionalAdapter
 from rl_bridge.ray import RolloutActor, RolloutFleet, WeightPublisherActor
 
 TASK = SortTask(num_digits=6, base=10)

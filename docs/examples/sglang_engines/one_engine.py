@@ -6,7 +6,8 @@ from pathlib import Path
 import sglang
 import torch
 
-from rl_bridge import RolloutExecutor, SGLangInstallAdapter, make_weight_bridge
+from rl_bridge import RolloutExecutor, make_weight_bridge
+from rl_bridge.sglang import SGLangInstallAdapter
 
 CPU = {"device": "cpu", "attention_backend": "torch_native", "sampling_backend": "pytorch"}
 

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from engines import TIMEOUT_S, Engines, run, sums
 
 from rl_bridge import DeepSpeedWeightExtractor
-from rl_bridge.groups.exchange import ProcessGroupExchange
-from rl_bridge.strategies.strategy import WeightTransferConfig, make_transfer_strategy
+from rl_bridge.groups import ProcessGroupExchange
+from rl_bridge.strategies import WeightTransferConfig, make_transfer_strategy
 
 STEPS = 3
 

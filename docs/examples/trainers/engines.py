@@ -11,9 +11,14 @@ from typing import Any
 import torch
 
 from rl_bridge import RolloutExecutor
-from rl_bridge.strategies.loader import BatchedLoadAdapter, ExecutorWeightLoader
-from rl_bridge.strategies.requests import WeightUpdateRequest, init_info_from_json
-from rl_bridge.strategies.strategy import WeightTransferConfig, make_transfer_strategy
+from rl_bridge.strategies import (
+    BatchedLoadAdapter,
+    ExecutorWeightLoader,
+    WeightTransferConfig,
+    WeightUpdateRequest,
+    init_info_from_json,
+    make_transfer_strategy,
+)
 
 TIMEOUT_S = 100
 SPAWN = multiprocessing.get_context("spawn")

@@ -16,8 +16,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from rl_bridge import FSDPWeightExtractor
-from rl_bridge.groups.exchange import ProcessGroupExchange
-from rl_bridge.strategies.strategy import WeightTransferConfig, make_transfer_strategy
+from rl_bridge.groups import ProcessGroupExchange
+from rl_bridge.strategies import WeightTransferConfig, make_transfer_strategy
 
 STEPS = 3
 

@@ -17,10 +17,13 @@ import torch
 import torch.distributed as dist
 
 from rl_bridge import MegatronWeightExtractor, RolloutExecutor, make_weight_bridge
-from rl_bridge.groups.bridge import GroupBridge
-from rl_bridge.groups.exchange import ProcessGroupExchange
-from rl_bridge.groups.publish import GroupPublisher
-from rl_bridge.groups.wanted import TensorParallel, parallel
+from rl_bridge.groups import (
+    GroupBridge,
+    GroupPublisher,
+    ProcessGroupExchange,
+    TensorParallel,
+    parallel,
+)
 
 STEPS = 3
 TIMEOUT_S = 100

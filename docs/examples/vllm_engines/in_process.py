@@ -6,7 +6,7 @@ import torch
 from vllm import LLM, SamplingParams
 
 from rl_bridge import RolloutExecutor, make_weight_bridge
-from rl_bridge.engines.vllm.engine_adapter import VLLMEngineAdapter
+from rl_bridge.vllm import VLLMEngineAdapter
 
 
 def trained(llm: LLM, step: int) -> dict[str, torch.Tensor]:

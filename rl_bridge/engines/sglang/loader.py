@@ -5,7 +5,7 @@
     await loader.load_weights(receiver, request)        # for each request, in order
 
 The engine reads the update itself when the last batch is there, as with
-`rl_bridge.SGLangInstallAdapter`.
+`rl_bridge.sglang.SGLangInstallAdapter`.
 """
 
 from typing import Any, Self

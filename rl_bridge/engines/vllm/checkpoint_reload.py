@@ -54,7 +54,7 @@ Kinds = dict[str, tuple[str, tuple[int, ...]]]
 class VLLMCheckpointReloadAdapter(TransactionalAdapter):
     """Writes each update as safetensors, and lets all workers reload it by ``reload_weights``.
 
-    Its limits, which `rl_bridge.VLLMEngineAdapter` does not have:
+    Its limits, which `rl_bridge.vllm.VLLMEngineAdapter` does not have:
 
     * An update must have the names, dtypes and shapes of the checkpoint that the engine was started
       from. That is compared before anything is written.

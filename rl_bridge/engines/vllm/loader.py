@@ -5,7 +5,7 @@
     await loader.load_weights(receiver, request)        # for each request, in order
 
 The engine's workers read the update themselves when the last batch is there: one staging pass on
-each rank, all ranks before any of them installs, as with `rl_bridge.VLLMEngineAdapter`.
+each rank, all ranks before any of them installs, as with `rl_bridge.vllm.VLLMEngineAdapter`.
 """
 
 from typing import Any, Self

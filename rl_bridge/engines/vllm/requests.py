@@ -11,7 +11,7 @@ For those who drive ``llm.update_weights`` themselves, with the backend ``ipc`` 
     builder.release(manifest.update_id)
 
 These backends write into the serving model: an update that fails half-way is not undone, nothing is
-proven, and no request may run meanwhile. `rl_bridge.VLLMEngineAdapter` has neither limit.
+proven, and no request may run meanwhile. `rl_bridge.vllm.VLLMEngineAdapter` has neither limit.
 """
 
 import logging

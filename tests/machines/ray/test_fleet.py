@@ -10,12 +10,8 @@ import pytest
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from rl_bridge import (
-    DeadlineExceeded,
-    EngineLost,
-    VersionNotMonotonic,
-    WeightUpdateRejectedError,
-)
+from rl_bridge import EngineLost, WeightUpdateRejectedError
+from rl_bridge.errors import DeadlineExceeded, VersionNotMonotonic
 from rl_bridge.ray import FleetUpdate, RolloutFleet
 from rl_bridge.testing.processes import until
 from tests.helpers import stop

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import ray
 
-from rl_bridge import DeadlineExceeded, EngineLost, GroupAborted
+from rl_bridge import EngineLost
+from rl_bridge.errors import DeadlineExceeded, GroupAborted
 from rl_bridge.ray import FleetUpdate, RolloutFleet
 from rl_bridge.ray.calls import Deadline
 from tests.helpers import stop

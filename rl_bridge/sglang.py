@@ -1,0 +1,15 @@
+"""``rl_bridge.sglang``: updates of SGLang engines. Importing this module does not import SGLang.
+
+`SGLangInstallAdapter` is for a whole engine, in this process or behind a server;
+`SGLangModelInstaller` is for code that runs in the process that has the model.
+"""
+
+from rl_bridge.engines.sglang.engine_adapter import SGLangInstallAdapter
+from rl_bridge.engines.sglang.loader import SGLangWeightLoader
+from rl_bridge.engines.sglang.model_installer import SGLangModelInstaller
+
+__all__ = [
+    "SGLangInstallAdapter",
+    "SGLangModelInstaller",
+    "SGLangWeightLoader",
+]

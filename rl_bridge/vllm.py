@@ -1,0 +1,27 @@
+"""``rl_bridge.vllm``: updates of vLLM engines. Importing this module does not import vLLM.
+
+`VLLMEngineAdapter` is for a whole engine, in this process or behind a server; the other adapters
+are for code that runs inside a worker, and the builders for vLLM's own update requests.
+"""
+
+from rl_bridge.engines.vllm.checkpoint_reload import VLLMCheckpointReloadAdapter
+from rl_bridge.engines.vllm.engine_adapter import VLLMEngineAdapter
+from rl_bridge.engines.vllm.external_storage import VLLMCUDAVMMExternalStorageAdapter
+from rl_bridge.engines.vllm.loader import VLLMWeightLoader
+from rl_bridge.engines.vllm.model_installer import VLLMModelInstaller
+from rl_bridge.engines.vllm.reload import VLLMReloadAdapter
+from rl_bridge.engines.vllm.requests import (
+    VLLMIPCWeightUpdateRequestBuilder,
+    VLLMNCCLWeightUpdateRequestBuilder,
+)
+
+__all__ = [
+    "VLLMCUDAVMMExternalStorageAdapter",
+    "VLLMCheckpointReloadAdapter",
+    "VLLMEngineAdapter",
+    "VLLMIPCWeightUpdateRequestBuilder",
+    "VLLMModelInstaller",
+    "VLLMNCCLWeightUpdateRequestBuilder",
+    "VLLMReloadAdapter",
+    "VLLMWeightLoader",
+]
