@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from rl_bridge import FACES
+
 HERE = Path(__file__).parent
 PAGE = (HERE.parents[1] / "docs/explanation/failure-guarantees.md").read_text("utf-8")
 FILES = sorted(HERE.glob("test_G*.py"))
-PUBLIC = re.compile(
-    r"rl_bridge(\.(errors|testing|ray|remote|vllm|sglang))?$|tests\.guarantees\.kit$"
-)
+PUBLIC = re.compile(rf"rl_bridge(\.({'|'.join(FACES)}))?$|tests\.guarantees\.kit$")
 
 
 def test_each_guarantee_has_one_file() -> None:
