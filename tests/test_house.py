@@ -90,14 +90,6 @@ STILL_IN_A_CIRCLE = frozenset({f"{PACKAGE}.engines.vllm.asking"})
 STILL_FORBIDDEN = frozenset(
     (f"{PACKAGE}.{importer}", f"{PACKAGE}.{target}")
     for importer, target in (
-        ("bridge.bridges", "transports.broadcast.init_info"),
-        ("bridge.bridges", "transports.broadcast.transport"),
-        ("bridge.bridges", "transports.nixl.agent"),
-        ("bridge.bridges", "transports.nixl.messages"),
-        ("bridge.bridges", "transports.nixl.consumer"),
-        ("bridge.bridges", "transports.nixl.publisher"),
-        ("groups.bridge", "transports.nixl.agent"),
-        ("groups.bridge", "transports.nixl.consumer"),
         ("engines.load_checks", "engines.vllm.compat"),
         ("engines.load_plan", "engines.vllm.compat"),
         ("engines.evidence", "engines.vllm.compat"),

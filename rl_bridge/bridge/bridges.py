@@ -1,21 +1,20 @@
 """The bridges that users make: one class for each transport, and a maker by name."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import Any, ClassVar
 
 from rl_bridge.bridge.arguments import as_manifest, require_transport
 from rl_bridge.bridge.tensor_bridge import TensorBridge
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.transports.base import Transport
-from rl_bridge.transports.broadcast.init_info import BroadcastInitInfo
-from rl_bridge.transports.broadcast.transport import Broadcast
-from rl_bridge.transports.nixl.agent import Counters
-from rl_bridge.transports.nixl.messages import Entry
-from rl_bridge.transports.registry import canonical_name
-
-if TYPE_CHECKING:
-    from rl_bridge.transports.nixl.consumer import NIXLConsumer
-    from rl_bridge.transports.nixl.publisher import NIXLPublisher
+from rl_bridge.transports.registry import (
+    NIXL,
+    Broadcast,
+    BroadcastInitInfo,
+    Counters,
+    Entry,
+    canonical_name,
+)
 
 __all__ = [
     "BroadcastTensorBridge",
@@ -120,13 +119,13 @@ class NIXLTensorBridge(TensorBridge):
             if self._publisher is None:
                 return ()
             self._check_process()
-            return cast("NIXLPublisher", self._publisher._end).catalog()  # noqa: SLF001 - the bridge's other half
+            return NIXL.catalog(self._publisher._end)  # noqa: SLF001 - the bridge's other half
         manifest = as_manifest(manifest, caller="catalog")
         require_transport(manifest, self.transport)
         consumer = self._consumer_end()
         with consumer._lock:  # noqa: SLF001 - the bridge's other half
             consumer._check_open()  # noqa: SLF001
-            return cast("NIXLConsumer", consumer._end).catalog(manifest)  # noqa: SLF001
+            return NIXL.catalog(consumer._end, manifest)  # noqa: SLF001
 
     @property
     def counters(self) -> Counters:
@@ -135,12 +134,8 @@ class NIXLTensorBridge(TensorBridge):
         It is as of now: look again to see what was made since. Zeros before the first use; `close`
         keeps the counts. Connections that readers made to this side are theirs.
         """
-        found = Counters()
-        if self._publisher is not None:
-            found += cast("NIXLPublisher", self._publisher._end).counters  # noqa: SLF001 - the bridge's other half
-        if self._consumer is not None:
-            found += cast("NIXLConsumer", self._consumer._end).counters  # noqa: SLF001 - the bridge's other half
-        return found
+        halves = (self._publisher, self._consumer)
+        return NIXL.counters(*(half._end for half in halves if half is not None))  # noqa: SLF001 - the bridge's other half
 
 
 # Transports whose bridges users know by a class name. Every other one gets a class when asked for.

@@ -12,7 +12,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, ClassVar, cast
+from typing import ClassVar, cast
 
 import torch
 
@@ -53,8 +53,7 @@ from rl_bridge.transports.base import (
     Transport,
     checked_count,
 )
-from rl_bridge.transports.nixl.agent import Counters
-from rl_bridge.transports.registry import canonical_name, transport_class
+from rl_bridge.transports.registry import NIXL, Counters, canonical_name, transport_class
 from rl_bridge.transports.shared_memory import SharedMemory, SharedPublisher
 
 __all__ = [
@@ -423,10 +422,6 @@ class GroupEnd(ConsumerEnd):
 
 # ---- the rest builds on the parts above
 
-if TYPE_CHECKING:
-    from rl_bridge.transports.nixl.consumer import NIXLConsumer
-
-
 GroupRef = UpdateRef | GroupManifest
 """What names a group's update: its id, its manifest, or the manifest's JSON text."""
 
@@ -558,7 +553,7 @@ class GroupBridge(TensorBridge):
         `NIXLTensorBridge` tells: its `catalog` takes a group's ``parts``.
         """
         end = None if self._consumer is None else _end_of(self._consumer).end_of("nixl")
-        return Counters() if end is None else cast("NIXLConsumer", end).counters
+        return NIXL.counters(end)
 
     def import_update(
         self, manifest: WeightUpdateManifest | GroupManifest | str

@@ -2,6 +2,10 @@
 
 A transport of your own joins by `register_transport`; from then on its name is worth as much as
 the built-in ones, in `rl_bridge.make_weight_bridge` for instance.
+
+Two transports can do more than the seam asks for: `Broadcast.init_info`, `NIXL.catalog` and
+`NIXL.counters`. A bridge that offers this to users takes the classes from here, and the types of
+what they give.
 """
 
 import difflib
@@ -12,15 +16,23 @@ from typing import TypeVar
 
 from rl_bridge.errors import WeightBridgeUnavailableError
 from rl_bridge.transports.base import Availability, Transport
+from rl_bridge.transports.broadcast.init_info import BroadcastInitInfo
 from rl_bridge.transports.broadcast.transport import Broadcast
 from rl_bridge.transports.cuda import CUDAIPC, CUDAVMM
 from rl_bridge.transports.local import LocalClone
+from rl_bridge.transports.nixl.agent import Counters
+from rl_bridge.transports.nixl.messages import Entry
 from rl_bridge.transports.nixl.transport import NIXL
 from rl_bridge.transports.shared_memory import SharedMemory
 
 __all__ = [
     "ALIASES",
+    "NIXL",
     "TRANSPORTS",
+    "Broadcast",
+    "BroadcastInitInfo",
+    "Counters",
+    "Entry",
     "canonical_name",
     "probe",
     "register_transport",

@@ -14,6 +14,7 @@ from typing import ClassVar, Literal
 import torch
 
 from rl_bridge.errors import TransportUnavailable
+from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.transports.base import (
     Availability,
     ConsumerEnd,
@@ -23,10 +24,10 @@ from rl_bridge.transports.base import (
     checked_seconds,
 )
 from rl_bridge.transports.nixl import library
-from rl_bridge.transports.nixl.agent import REMEDY, Agent
+from rl_bridge.transports.nixl.agent import REMEDY, Agent, Counters
 from rl_bridge.transports.nixl.arenas import RegisteredArenas
 from rl_bridge.transports.nixl.library import backend_cause
-from rl_bridge.transports.nixl.messages import NIXLEndpoint
+from rl_bridge.transports.nixl.messages import Entry, NIXLEndpoint
 from rl_bridge.transports.nixl.serving_process import Host, ServingProcess
 from rl_bridge.transports.nixl.shelf import LiveShelf, SlotShelf
 from rl_bridge.transports.wire.acceptor import listen
@@ -218,6 +219,34 @@ class NIXL(Transport):
             num_threads=self._num_threads,
             timeout_s=self._timeout_s,
         )
+
+    @staticmethod
+    def counters(*ends: PublisherEnd | ConsumerEnd | None) -> Counters:
+        """What these ends of this transport made of NIXL so far, together; zeros for None."""
+        from rl_bridge.transports.nixl.consumer import NIXLConsumer
+        from rl_bridge.transports.nixl.publisher import NIXLPublisher
+
+        counting = (end for end in ends if isinstance(end, NIXLConsumer | NIXLPublisher))
+        return sum((end.counters for end in counting), start=Counters())
+
+    @staticmethod
+    def catalog(
+        end: PublisherEnd | ConsumerEnd, manifest: WeightUpdateManifest | None = None
+    ) -> tuple[Entry, ...]:
+        """What a publisher holds: the one that `end` is, or that of `manifest`, over the network.
+
+        Raises:
+            WeightBridgeError: there is no way to that publisher.
+
+        """
+        from rl_bridge.transports.nixl.consumer import NIXLConsumer
+        from rl_bridge.transports.nixl.publisher import NIXLPublisher
+
+        if isinstance(end, NIXLPublisher):
+            return end.catalog()
+        assert isinstance(end, NIXLConsumer)
+        assert manifest is not None
+        return end.catalog(manifest)
 
     def _require_library(self) -> None:
         try:
