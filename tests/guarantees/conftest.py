@@ -67,5 +67,4 @@ def replica(request: pytest.FixtureRequest) -> Iterator[Replica]:
     """An engine behind each adapter in turn."""
     made = ModuleReplica(request.param)
     yield made
-    made.mend()
-    made.rig.close()
+    made.close()

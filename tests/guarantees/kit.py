@@ -132,6 +132,10 @@ def engine_tensors(engine: torch.nn.Module) -> dict[str, torch.Tensor]:
     return engine.state_dict()
 
 
+# Of all replicas: an engine that several tests share has seen the versions of those before.
+_VERSIONS = count(1)
+
+
 class Replica(ABC):
     """An engine, an executor around it, and a trainer that publishes for it.
 
@@ -140,17 +144,20 @@ class Replica(ABC):
 
     trainer: TensorBridge
     executor: RolloutExecutor
-    fault: type[Exception] = EngineFault
+    fault: type[Exception] | tuple[type[Exception], ...] = EngineFault
     """What `update` raises where a test planted a failure."""
     can_refuse: bool = True
     """Whether its adapter looks at an update before it begins to install it."""
     stages: frozenset[Stage] = frozenset(Stage)
     """Where an install can be made to fail."""
+    places: int
+    """Behind how many tensors an install can be made to fail."""
+    worker: str = "local-training"
+    """The name under which the executor's side reports."""
     can_be_torn: bool = True
     """Whether its undo can be made to fail."""
 
     def __init__(self) -> None:
-        self._versions = count(1)
         self._published: deque[WeightUpdateManifest] = deque()
 
     @abstractmethod
@@ -178,9 +185,15 @@ class Replica(ABC):
         while len(self._published) > 1:
             self.trainer.release(self._published.popleft())
         weights = dict(self.weights(number)) | changed
-        manifest = self.trainer.publish(weights, weight_version=next(self._versions))
+        manifest = self.trainer.publish(weights, weight_version=next(_VERSIONS))
         self._published.append(manifest)
         return manifest
+
+    def close(self) -> None:
+        """Mend what a test planted, and release what was published."""
+        self.mend()
+        while self._published:
+            self.trainer.release(self._published.popleft())
 
     def update(self, number: int) -> Acknowledgement:
         """Publish and install."""
@@ -205,8 +218,8 @@ class Replica(ABC):
             pytest.skip("the undo of this engine cannot be made to fail")
 
     def reports(self, update_id: str) -> list[ConsumerReport]:
-        """What the trainer hears of an update."""
-        return self.trainer.holders(update_id)
+        """What the trainer hears of an update from the executor's side."""
+        return [it for it in self.trainer.holders(update_id) if it.worker == self.worker]
 
 
 class ModuleReplica(Replica):
@@ -224,6 +237,7 @@ class ModuleReplica(Replica):
             rebinds=adapter in {"alias", "flip"},
         )
         self.trainer, self.executor = self.rig.trainer, self.rig.executor
+        self.places = len(self.first)
         if adapter == "seed-style":  # it has no undo() that fails, and no prepare() that refuses
             self.can_be_torn = self.can_refuse = False
 
@@ -248,6 +262,10 @@ class ModuleReplica(Replica):
     def mend(self) -> None:
         self.rig.sabotage.plan(None)
         self.rig.sabotage.fails_undo = False
+
+    def close(self) -> None:
+        super().close()
+        self.rig.close()
 
 
 # ---- what is known to be missing ----------------------------------------------------------------

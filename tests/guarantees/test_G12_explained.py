@@ -82,7 +82,7 @@ def test_each_consumer_is_told_apart_with_what_it_did(
 
 def test_a_failure_explains_what_was_done_about_it(replica: Replica) -> None:
     before = replica.update(1)
-    replica.fail_next(Stage.AFTER_INSTALL)
+    replica.fail_next(Stage.HALF_WAY)
     with pytest.raises(replica.fault) as caught:
         replica.update(2)
     told = " ".join([str(caught.value), *caught.value.__notes__])
