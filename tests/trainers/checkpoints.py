@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from tests.extractors.worlds import filled, reference
+from tests.trainers_torch.worlds import filled, reference
 
 __all__ = ["saved"]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.extractors.worlds import World
+from tests.trainers_torch.worlds import World
 
 for _name in ("deepspeed", "megatron", "mbridge", "peft"):
     if importlib.util.find_spec(_name) is None:

@@ -12,8 +12,8 @@ from torch import nn
 
 from rl_bridge.errors import WeightBridgeError
 from rl_bridge.trainers.deepspeed import DeepSpeedExtractor
-from tests.extractors.counting import Collectives, peak_nbytes
-from tests.extractors.worlds import as_lists, described, filled, local_report
+from tests.trainers_torch.counting import Collectives, peak_nbytes
+from tests.trainers_torch.worlds import as_lists, described, filled, local_report
 
 WIDTH = 7
 

@@ -13,8 +13,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from rl_bridge.errors import WeightBridgeError
 from rl_bridge.trainers.megatron import MegatronExtractor
-from tests.extractors.counting import Collectives
-from tests.extractors.worlds import described, local_report
+from tests.trainers_torch.counting import Collectives
+from tests.trainers_torch.worlds import described, local_report
 from tests.trainers.megatron_on_cpu import prepare_mbridge, prepare_megatron
 
 prepare_megatron()

@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from rl_bridge.errors import IncompatibleUpdate
 from rl_bridge.trainers.fsdp import FSDPExtractor
-from tests.extractors.worlds import as_lists, described, filled, local_report
+from tests.trainers_torch.worlds import as_lists, described, filled, local_report
 
 
 def base() -> Any:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from rl_bridge.manifest.coverage import held_pieces, prove_coverage
-from tests.extractors.worlds import World, assembled, placements_of, reference
+from tests.trainers_torch.worlds import World, assembled, placements_of, reference
 from tests.trainers import deepspeed_cases
 
 

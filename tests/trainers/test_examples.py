@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.transfer.test_trainer_examples import run
+from tests.strategies.test_trainer_examples import run
 
 
 def test_zero3_on_two_ranks_reaches_an_engine(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rl_bridge.manifest.coverage import held_pieces, prove_coverage
-from tests.extractors.worlds import World, assembled, placements_of
+from tests.trainers_torch.worlds import World, assembled, placements_of
 from tests.trainers.checkpoints import saved
 
 CASES = "megatron_cases"

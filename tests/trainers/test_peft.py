@@ -15,7 +15,7 @@ from rl_bridge import (
 )
 from rl_bridge.hooks import StepPublisher
 from rl_bridge.trainers import StateDictExtractor
-from tests.extractors.worlds import World, assembled
+from tests.trainers_torch.worlds import World, assembled
 from tests.trainers import peft_cases
 
 

@@ -25,7 +25,7 @@ from rl_bridge.ray import (
     trainers,
 )
 from rl_bridge.trainers.state_dict import Source
-from tests.fleets.actors import GetTimeoutError, RayError, RayTaskError
+from tests.ray.actors import GetTimeoutError, RayError, RayTaskError
 from tests.groups.meshes import cut, model
 
 __all__ = ["Actor", "Cluster", "Run"]

@@ -13,7 +13,7 @@ from rl_bridge.strategies.loader import ExecutorWeightLoader
 from rl_bridge.strategies.requests import WeightUpdateRequest, init_info_from_json
 from rl_bridge.strategies.strategy import WeightTransferConfig, make_transfer_strategy
 from rl_bridge.testing.processes import Child
-from tests.transfer.rig import run
+from tests.strategies.rig import run
 
 __all__ = ["EngineProcess", "ProcessClient", "make_model"]
 

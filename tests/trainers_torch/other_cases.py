@@ -14,7 +14,7 @@ from rl_bridge.strategies.requests import WeightUpdateRequest
 from rl_bridge.strategies.strategy import WeightTransferConfig, make_transfer_strategy
 from rl_bridge.trainers.fsdp import FSDPExtractor
 from rl_bridge.trainers.state_dict import StateDictExtractor
-from tests.extractors.worlds import described, filled, local_report
+from tests.trainers_torch.worlds import described, filled, local_report
 
 __all__ = ["data_parallel", "layers", "narrow", "syncs", "without_elements"]
 

@@ -4,7 +4,7 @@ import pytest
 
 from rl_bridge import EngineLost
 from rl_bridge.errors import DeadlineExceeded, VersionNotMonotonic
-from tests.fleets.actors import NEVER_S, TIMEOUT_S, Run
+from tests.ray.actors import NEVER_S, TIMEOUT_S, Run
 
 
 def test_rollouts_that_hang_while_they_join_again_take_one_deadline_in_all(run: Run) -> None:

@@ -13,7 +13,7 @@ from rl_bridge.errors import GroupAborted
 from rl_bridge.groups.exchange import GroupExchange, StoreExchange
 from rl_bridge.strategies.clean_up import STEPS, CleanUp, Outcome, cuda_calls
 from rl_bridge.strategies.sender import HelperTransferSender
-from tests.transfer.rig import Rig, chunks_of, rig, run, weights
+from tests.strategies.rig import Rig, chunks_of, rig, run, weights
 
 
 class Device:

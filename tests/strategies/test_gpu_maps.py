@@ -18,8 +18,8 @@ from rl_bridge.strategies.requests import (
 )
 from rl_bridge.strategies.sender import CudaIpcTransferSender, gather_handles, merge_handles
 from rl_bridge.trainers.chunks import WeightChunk
-from tests.transfer.rig import Client, chunks_of, run, weights
-from tests.transfer.test_clean_up import exchanges, together
+from tests.strategies.rig import Client, chunks_of, run, weights
+from tests.strategies.test_clean_up import exchanges, together
 
 
 def bodies(*versions: int) -> list[dict[str, object]]:

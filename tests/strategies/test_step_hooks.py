@@ -18,8 +18,8 @@ from rl_bridge import (
 )
 from rl_bridge.hooks import StepPublisher, StepSender, weight_sync_callback
 from rl_bridge.trainers.state_dict import StateDictExtractor
-from tests.transfer.engine_process import make_model
-from tests.transfer.rig import rig
+from tests.strategies.engine_process import make_model
+from tests.strategies.rig import rig
 
 
 class Loop:

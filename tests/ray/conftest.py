@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.fleets.actors import Cluster, Run
+from tests.ray.actors import Cluster, Run
 
 
 @pytest.fixture

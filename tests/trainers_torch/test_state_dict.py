@@ -8,8 +8,8 @@ from rl_bridge import make_weight_bridge
 from rl_bridge.errors import DuplicateTensorName, IncompatibleUpdate
 from rl_bridge.manifest.coverage import held_pieces, prove_coverage
 from rl_bridge.trainers import StateDictExtractor
-from tests.extractors.fsdp_cases import plain
-from tests.extractors.worlds import described, local_report, placements_of, reference
+from tests.trainers_torch.fsdp_cases import plain
+from tests.trainers_torch.worlds import described, local_report, placements_of, reference
 
 
 @pytest.mark.parametrize("call", ["local", "full", "extract_weights"])

@@ -11,8 +11,8 @@ from rl_bridge.strategies.sender import WeightTransferSender
 from rl_bridge.strategies.strategy import WeightTransferConfig, make_transfer_strategy
 from rl_bridge.testing.processes import Child, ChildDied
 from rl_bridge.trainers.state_dict import StateDictExtractor
-from tests.transfer.engine_process import EngineProcess, ProcessClient, make_model
-from tests.transfer.rig import run
+from tests.strategies.engine_process import EngineProcess, ProcessClient, make_model
+from tests.strategies.rig import run
 
 PLACEMENTS = {
     "shared-memory": {"is_colocated": True},

@@ -4,9 +4,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.extractors.worlds import World
+from tests.trainers_torch.worlds import World
 
-CASES = "tests.extractors.fsdp_cases"
+CASES = "tests.trainers_torch.fsdp_cases"
 
 
 @pytest.fixture(scope="package")

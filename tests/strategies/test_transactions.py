@@ -21,7 +21,7 @@ from rl_bridge.strategies.requests import (
     WeightUpdateRequest,
 )
 from rl_bridge.testing.leaks import Holdings
-from tests.transfer.rig import Client, chunks_of, rig, run, weights
+from tests.strategies.rig import Client, chunks_of, rig, run, weights
 
 LAYER = (32 + 8) * 4
 

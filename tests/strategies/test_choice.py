@@ -17,7 +17,7 @@ from rl_bridge.strategies.requests import (
     SharedMemoryWeightUpdateRequest,
 )
 from rl_bridge.strategies.strategy import WeightTransferConfig, make_transfer_strategy
-from tests.transfer.rig import run
+from tests.strategies.rig import run
 
 CHOICES: list[tuple[dict[str, Any], type, str]] = [
     ({}, BroadcastWeightUpdateRequest, "not on the same machine"),

@@ -4,7 +4,7 @@ import pytest
 
 from rl_bridge.errors import GroupAborted
 from rl_bridge.ray import RolloutFleet
-from tests.fleets.actors import TIMEOUT_S, Elsewhere, Rollout, Run
+from tests.ray.actors import TIMEOUT_S, Elsewhere, Rollout, Run
 
 
 def test_who_joins_gets_the_version_that_another_fleet_had_published(run: Run) -> None:

@@ -8,7 +8,7 @@ import pytest
 from rl_bridge import RolloutExecutor
 from rl_bridge.errors import DeadlineExceeded, SegmentError
 from rl_bridge.ray import RolloutSide
-from tests.fleets.actors import NEVER_S, TIMEOUT_S, Elsewhere, Rollout, Run
+from tests.ray.actors import NEVER_S, TIMEOUT_S, Elsewhere, Rollout, Run
 
 
 @pytest.mark.parametrize(

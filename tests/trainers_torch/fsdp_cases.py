@@ -27,9 +27,9 @@ from torch.distributed.tensor.parallel import (
 import rl_bridge
 from rl_bridge.errors import IncompatibleUpdate
 from rl_bridge.trainers.fsdp import FSDPExtractor
-from tests.extractors.counting import Collectives, peak_nbytes
-from tests.extractors.other_cases import data_parallel, syncs, without_elements  # noqa: F401 - by name
-from tests.extractors.worlds import described, filled, local_report
+from tests.trainers_torch.counting import Collectives, peak_nbytes
+from tests.trainers_torch.other_cases import data_parallel, syncs, without_elements  # noqa: F401 - by name
+from tests.trainers_torch.worlds import described, filled, local_report
 
 WIDTH = 6
 

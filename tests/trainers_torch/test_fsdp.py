@@ -3,8 +3,8 @@
 import pytest
 
 from rl_bridge.manifest.coverage import held_pieces, prove_coverage
-from tests.extractors import fsdp_cases, other_cases
-from tests.extractors.worlds import World, assembled, placements_of, reference
+from tests.trainers_torch import fsdp_cases, other_cases
+from tests.trainers_torch.worlds import World, assembled, placements_of, reference
 
 ON_TWO = [
     "fsdp2",

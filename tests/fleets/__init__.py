@@ -1,1 +1,0 @@
-"""Tests of update groups: coverage, group manifests, resharding."""

@@ -1,0 +1,1 @@
+"""Tests of `rl_bridge.ray` without Ray: endpoints, fleets, pairing."""
