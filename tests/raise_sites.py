@@ -12,8 +12,8 @@ __all__ = ["errors_raised", "messages", "modules", "said", "says_a_remedy"]
 
 ROOT = Path(rl_bridge.__file__).parent
 LAYERS = [
-    *("manifest", "lifecycle", "memory", "transports", "extractors", "installers", "bridge"),
-    "integrations",
+    *("manifest", "lifecycle.py", "journal.py", "memory", "cuda", "transports", "trainers"),
+    *("installers", "bridge", "groups", "strategies", "engines", "hooks.py", "ray", "remote"),
 ]
 """Those that users call."""
 
@@ -41,8 +41,14 @@ def modules() -> tuple[tuple[str, ast.Module], ...]:
     return tuple(
         (str(path.relative_to(ROOT)), ast.parse(path.read_text("utf-8")))
         for layer in LAYERS
-        for path in sorted((ROOT / layer).rglob("*.py"))
+        for path in _files(ROOT / layer)
     )
+
+
+def _files(layer: Path) -> list[Path]:
+    if not layer.exists():
+        raise FileNotFoundError(f"{layer}: LAYERS names what the library does not have")
+    return sorted(layer.rglob("*.py")) if layer.is_dir() else [layer]
 
 
 @cache
