@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.profiler import ProfilerActivity, profile
 
-from rl_bridge.trainers import FSDPExtractor
+from rl_bridge.trainers import FSDPWeightExtractor
 
 __all__ = ["main"]
 
@@ -62,7 +62,7 @@ def _seconds(work: Callable[[], object]) -> float:
     return time.perf_counter() - began
 
 
-def _drain(extractor: FSDPExtractor, dtype: torch.dtype | None) -> None:
+def _drain(extractor: FSDPWeightExtractor, dtype: torch.dtype | None) -> None:
     for chunk in extractor.local(dtype):
         del chunk
 
@@ -74,7 +74,7 @@ def _copy(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> N
 
 def _local(num_tensors: int, width: int, reps: int) -> dict[str, Any]:
     """`local` with a cast and without one, beside a loop that copies the same tensors."""
-    extractor = FSDPExtractor(_model(num_tensors, width), keep_buffers=True)
+    extractor = FSDPWeightExtractor(_model(num_tensors, width), keep_buffers=True)
     sources = [tensor for chunk in extractor.local() for tensor in chunk.tensors]
     cast = [tensor.bfloat16() for tensor in sources]
     ways: dict[str, Callable[[], object]] = {
@@ -93,7 +93,7 @@ def _local(num_tensors: int, width: int, reps: int) -> dict[str, Any]:
 
 def _full(num_tensors: int, width: int, chunk_nbytes: int) -> dict[str, Any]:
     """The most memory that torch's allocator hands out while whole tensors are gathered."""
-    extractor = FSDPExtractor(_model(num_tensors, width), chunk_nbytes=chunk_nbytes)
+    extractor = FSDPWeightExtractor(_model(num_tensors, width), chunk_nbytes=chunk_nbytes)
     for chunk in extractor.full(torch.bfloat16):
         del chunk
     began, count = time.perf_counter(), 0

@@ -22,7 +22,6 @@ from rl_bridge.bridge.protocols import (
     WeightPublisher,
 )
 from rl_bridge.bridge.publisher import ConsumerReport
-from rl_bridge.bridge.two_phase import TwoPhaseExecutor
 
 __all__ = [
     "Acknowledgement",
@@ -35,7 +34,6 @@ __all__ = [
     "RolloutExecutor",
     "SharedMemoryTensorBridge",
     "TensorBridge",
-    "TwoPhaseExecutor",
     "WeightBridge",
     "WeightConsumer",
     "WeightPublisher",

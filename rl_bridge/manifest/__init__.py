@@ -2,19 +2,11 @@
 
 from rl_bridge.manifest.compare import Policy
 from rl_bridge.manifest.digest import digest_bytes
-from rl_bridge.manifest.group import GroupManifest
 from rl_bridge.manifest.model import WeightUpdateManifest
-from rl_bridge.manifest.parallel import (
-    Piece,
-    Placement,
-    WeightLayout,
-)
+from rl_bridge.manifest.parallel import WeightLayout
 from rl_bridge.manifest.table import TensorDescriptor
 
 __all__ = [
-    "GroupManifest",
-    "Piece",
-    "Placement",
     "Policy",
     "TensorDescriptor",
     "WeightLayout",

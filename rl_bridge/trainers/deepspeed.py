@@ -13,12 +13,11 @@ from rl_bridge.trainers.gather import flat_piece, whole_piece
 from rl_bridge.trainers.state_dict import Adapters, ModuleSlots, naming_of
 
 __all__ = [
-    "DeepSpeedExtractor",
     "DeepSpeedWeightExtractor",
 ]
 
 
-class DeepSpeedExtractor(WeightExtractor):
+class DeepSpeedWeightExtractor(WeightExtractor):
     """Weights of a DeepSpeed engine, whatever its ZeRO stage.
 
     Every rank makes one. What is published are the model's parameters as they compute, without the
@@ -198,5 +197,4 @@ def _partition(tensor: Any) -> torch.Tensor | None:
     return partition.detach()[:length]
 
 
-DeepSpeedWeightExtractor = DeepSpeedExtractor
 """The same class, by the name that trainers know it under."""

@@ -25,7 +25,6 @@ from rl_bridge.trainers.state_dict import Adapters, ModuleSlots, Naming, Slot, c
 
 __all__ = [
     "FLAT_KEY",
-    "FSDPExtractor",
     "FSDPWeightExtractor",
     "FlatTensor",
     "FlatUnit",
@@ -244,7 +243,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-class FSDPExtractor(WeightExtractor):
+class FSDPWeightExtractor(WeightExtractor):
     """Weights of a model under FSDP1 or FSDP2, tensor-parallel DTensors included.
 
     Every rank makes one for its own part. What is published are the sharded parameters in the dtype
@@ -451,5 +450,4 @@ def _known_flat(unit: FlatUnit, first: int) -> list[RankTensor]:
     return known
 
 
-FSDPWeightExtractor = FSDPExtractor
 """The same class, by the name that trainers know it under."""

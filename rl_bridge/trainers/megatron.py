@@ -24,7 +24,6 @@ __all__ = [
     "Block",
     "Grid",
     "Line",
-    "MegatronExtractor",
     "MegatronWeightExtractor",
     "Share",
     "grid_now",
@@ -406,7 +405,7 @@ def _grouped(path: str, module: torch.nn.Module, grid: Grid) -> Iterable[tuple[s
 # ---- the rest builds on the parts above
 
 
-class MegatronExtractor(WeightExtractor):
+class MegatronWeightExtractor(WeightExtractor):
     """Weights of a Megatron-Core model.
 
     Every rank makes one. Without a bridge, names are Megatron's in the whole model (layers and
@@ -586,5 +585,4 @@ def _chunk(pairs: Sequence[tuple[str, torch.Tensor]]) -> WeightChunk:
     return WeightChunk.of(pairs, module_name=modules.pop() if len(modules) == 1 else None)
 
 
-MegatronWeightExtractor = MegatronExtractor
 """The same class, by the name that trainers know it under."""

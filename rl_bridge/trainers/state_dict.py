@@ -161,6 +161,7 @@ def _peft_name(name: str, wanted: Adapters, active: set[str]) -> str | None:
 _LOG = logging.getLogger(__name__)
 
 Source = torch.nn.Module | Mapping[str, torch.Tensor] | Iterable[object]
+"""What `publish` takes: a module, a state dict, or chunks, or pairs of name and tensor."""
 
 # torch's key for what a module saves beside its tensors (Module.get_extra_state).
 _EXTRA = "_extra_state"

@@ -25,8 +25,8 @@ from rl_bridge.ray import (
     trainers,
 )
 from rl_bridge.trainers.state_dict import Source
-from tests.ray.actors import GetTimeoutError, RayError, RayTaskError
 from tests.groups.meshes import cut, model
+from tests.ray.actors import GetTimeoutError, RayError, RayTaskError
 
 __all__ = ["Actor", "Cluster", "Run"]
 

@@ -11,9 +11,9 @@ from rl_bridge.ray import RolloutActor, RolloutFleet
 from rl_bridge.ray.calls import Deadline
 from rl_bridge.ray.group_store import GroupSeat
 from rl_bridge.ray.pairing import PairChoice
+from tests.groups.meshes import model
 from tests.ray.actors import RayError
 from tests.ray.ranks import SHAPES, TIMEOUT_S, Actor, Cluster, Run, Whole
-from tests.groups.meshes import model
 
 BROADCAST = PairChoice(
     transport="broadcast",

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from rl_bridge.errors import WeightBridgeError
-from rl_bridge.trainers.deepspeed import DeepSpeedExtractor
+from rl_bridge.trainers.deepspeed import DeepSpeedWeightExtractor
 from tests.trainers_torch.counting import Collectives, peak_nbytes
 from tests.trainers_torch.worlds import as_lists, described, filled, local_report
 
@@ -83,14 +83,14 @@ def step(made: Any) -> None:
 def local(stage: int, dtype: str | None = None, kind: str = "float32") -> Any:
     made = engine(stage, dtype=kind)
     step(made)
-    return local_report(DeepSpeedExtractor(made, chunk_nbytes=100), dtype)
+    return local_report(DeepSpeedWeightExtractor(made, chunk_nbytes=100), dtype)
 
 
 def full(stage: int, dtype: str | None = None, kind: str = "float32") -> Any:
     made = engine(stage, dtype=kind)
     step(made)
     wanted = None if dtype is None else getattr(torch, dtype)
-    before = described(list(DeepSpeedExtractor(made, chunk_nbytes=100).full(wanted)))
+    before = described(list(DeepSpeedWeightExtractor(made, chunk_nbytes=100).full(wanted)))
     step(made)  # it still trains
     return before
 
@@ -100,7 +100,7 @@ def collectives(stage: int) -> Any:
     counts = {}
     for call in ("metadata", "placements", "local", "full"):
         with Collectives() as counted:
-            for _ in getattr(DeepSpeedExtractor(made), call)(torch.bfloat16):
+            for _ in getattr(DeepSpeedWeightExtractor(made), call)(torch.bfloat16):
                 pass
         counts[call] = len(counted.names)
     return counts
@@ -109,7 +109,7 @@ def collectives(stage: int) -> Any:
 def peak(stage: int, chunk_nbytes: int) -> Any:
     layers = [nn.Linear(512, 512, bias=False) for _ in range(64)]  # 64 MiB
     made = engine(stage, model=nn.Sequential(*layers))
-    extractor = DeepSpeedExtractor(made, chunk_nbytes=chunk_nbytes)
+    extractor = DeepSpeedWeightExtractor(made, chunk_nbytes=chunk_nbytes)
     for _ in extractor.full(torch.bfloat16):
         pass
     return peak_nbytes(extractor.full(torch.bfloat16))
@@ -137,9 +137,9 @@ def refusals() -> Any:
     return asked | {"own_group": told(cut, lambda made: made.placements())}
 
 
-def told(given: Any, then: Callable[[DeepSpeedExtractor], object] = lambda _: None) -> str:
+def told(given: Any, then: Callable[[DeepSpeedWeightExtractor], object] = lambda _: None) -> str:
     try:
-        then(DeepSpeedExtractor(given))
+        then(DeepSpeedWeightExtractor(given))
     except WeightBridgeError as error:
         return str(error)
     return "nothing"
@@ -150,7 +150,7 @@ def trained(stage: int, zero: dict[str, Any] | None = None) -> Any:
     model = plain()
     # The rate is of gradients that DeepSpeed cut to a norm of 1.
     made = engine(stage, model=model, lr=1e4, zero=zero)
-    extractor = DeepSpeedExtractor(made, chunk_nbytes=100)
+    extractor = DeepSpeedWeightExtractor(made, chunk_nbytes=100)
     for _ in range(2):
         list(extractor.local())
         step(made)

@@ -12,10 +12,10 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from rl_bridge.errors import WeightBridgeError
-from rl_bridge.trainers.megatron import MegatronExtractor
+from rl_bridge.trainers.megatron import MegatronWeightExtractor
+from tests.trainers.megatron_on_cpu import prepare_mbridge, prepare_megatron
 from tests.trainers_torch.counting import Collectives
 from tests.trainers_torch.worlds import described, local_report
-from tests.trainers.megatron_on_cpu import prepare_mbridge, prepare_megatron
 
 prepare_megatron()
 prepare_mbridge()
@@ -53,12 +53,12 @@ def loaded(path: str, pad_to: int | None = None, **degrees: int) -> tuple[Any, A
 
 def local(path: str, *, is_hf: bool, pad_to: int | None = None, **degrees: int) -> Any:
     bridge, model = loaded(path, pad_to, **degrees)
-    return local_report(MegatronExtractor(model, bridge=bridge if is_hf else None))
+    return local_report(MegatronWeightExtractor(model, bridge=bridge if is_hf else None))
 
 
 def full(path: str, *, is_hf: bool, dtype: str | None = None, **degrees: int) -> Any:
     bridge, model = loaded(path, **degrees)
-    extractor = MegatronExtractor(model, bridge=bridge if is_hf else None, chunk_nbytes=5000)
+    extractor = MegatronWeightExtractor(model, bridge=bridge if is_hf else None, chunk_nbytes=5000)
     wanted = None if dtype is None else getattr(torch, dtype)
     chunks = list(extractor.full(wanted))
     return {
@@ -73,7 +73,7 @@ def looks(path: str, **degrees: int) -> list[int]:
     _, model = loaded(path, **degrees)
     counts = []
     for chunk_nbytes in (1 << 20, 500):
-        extractor = MegatronExtractor(model, chunk_nbytes=chunk_nbytes)
+        extractor = MegatronWeightExtractor(model, chunk_nbytes=chunk_nbytes)
         with mock.patch.object(extractor, "_tensors_now", wraps=extractor._tensors_now) as looked:
             for _ in extractor.full():
                 pass
@@ -85,7 +85,7 @@ def collectives(path: str, *, is_hf: bool, **degrees: int) -> Any:
     bridge, model = loaded(path, **degrees)
     counts = {}
     for call in ("metadata", "placements", "local", "full"):
-        extractor = MegatronExtractor(model, bridge=bridge if is_hf else None)
+        extractor = MegatronWeightExtractor(model, bridge=bridge if is_hf else None)
         with Collectives() as counted:
             for _ in getattr(extractor, call)(torch.bfloat16):
                 pass
@@ -130,7 +130,7 @@ def experts(tp: int = 1, ep: int = 1) -> Any:
         for at, expert in enumerate(model.decoder.layers[0].mlp.experts.local_experts):
             for parameter in expert.parameters():
                 parameter.fill_(number * count + at + 1)
-    return local_report(MegatronExtractor(model))
+    return local_report(MegatronWeightExtractor(model))
 
 
 def refusals(path: str) -> Any:
@@ -141,13 +141,15 @@ def refusals(path: str) -> Any:
             return super()._weight_to_hf_format(*arguments)
 
     answers = {
-        "no_module": told(lambda: MegatronExtractor([])),
-        "no_bridge": told(lambda: MegatronExtractor(model, bridge=object())),
+        "no_module": told(lambda: MegatronWeightExtractor([])),
+        "no_bridge": told(lambda: MegatronWeightExtractor(model, bridge=object())),
     }
     bridge.__class__ = Converter
-    answers["own_conversion"] = told(lambda: MegatronExtractor(model, bridge=bridge).placements())
+    answers["own_conversion"] = told(
+        lambda: MegatronWeightExtractor(model, bridge=bridge).placements()
+    )
     parallel_state.destroy_model_parallel()
-    answers["no_groups"] = told(lambda: MegatronExtractor(model))
+    answers["no_groups"] = told(lambda: MegatronWeightExtractor(model))
     return answers
 
 

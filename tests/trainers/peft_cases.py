@@ -9,7 +9,7 @@ from torch.distributed.fsdp import fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from rl_bridge.errors import IncompatibleUpdate
-from rl_bridge.trainers.fsdp import FSDPExtractor
+from rl_bridge.trainers.fsdp import FSDPWeightExtractor
 from tests.trainers_torch.worlds import as_lists, described, filled, local_report
 
 
@@ -54,15 +54,15 @@ def parts(adapters: str) -> Any:
     model = sharded()
     if adapters == "merged":
         model.merge_adapter()
-    report = local_report(FSDPExtractor(model, adapters=adapters))
-    report["full"] = described(list(FSDPExtractor(model, adapters=adapters).full()))
+    report = local_report(FSDPWeightExtractor(model, adapters=adapters))
+    report["full"] = described(list(FSDPWeightExtractor(model, adapters=adapters).full()))
     return report
 
 
 def forgotten() -> str:
     """The second update, before which nobody merged."""
     model = sharded()
-    extractor = FSDPExtractor(model)
+    extractor = FSDPWeightExtractor(model)
     model.merge_adapter()
     list(extractor.local())
     model.unmerge_adapter()

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from rl_bridge.manifest.coverage import held_pieces, prove_coverage
-from tests.trainers_torch.worlds import World, assembled, placements_of, reference
 from tests.trainers import deepspeed_cases
+from tests.trainers_torch.worlds import World, assembled, placements_of, reference
 
 
 @pytest.fixture

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from rl_bridge.manifest.coverage import held_pieces, prove_coverage
-from tests.trainers_torch.worlds import World, assembled, placements_of
 from tests.trainers.checkpoints import saved
+from tests.trainers_torch.worlds import World, assembled, placements_of
 
 CASES = "megatron_cases"
 # Degrees of tensor and pipeline parallelism; ranks that are left hold copies.

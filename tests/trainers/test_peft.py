@@ -15,8 +15,8 @@ from rl_bridge import (
 )
 from rl_bridge.hooks import StepPublisher
 from rl_bridge.trainers import StateDictExtractor
-from tests.trainers_torch.worlds import World, assembled
 from tests.trainers import peft_cases
+from tests.trainers_torch.worlds import World, assembled
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ from torch.distributed.tensor.parallel import (
 
 import rl_bridge
 from rl_bridge.errors import IncompatibleUpdate
-from rl_bridge.trainers.fsdp import FSDPExtractor
+from rl_bridge.trainers.fsdp import FSDPWeightExtractor
 from tests.trainers_torch.counting import Collectives, peak_nbytes
 from tests.trainers_torch.other_cases import data_parallel, syncs, without_elements  # noqa: F401 - by name
 from tests.trainers_torch.worlds import described, filled, local_report
@@ -205,11 +205,11 @@ def built(build: str) -> nn.Module:
 
 
 def local(build: str, dtype: str | None = None) -> Any:
-    return local_report(FSDPExtractor(built(build), chunk_nbytes=300), dtype)
+    return local_report(FSDPWeightExtractor(built(build), chunk_nbytes=300), dtype)
 
 
 def full(build: str, dtype: str | None = None, chunk_nbytes: int = 300) -> Any:
-    extractor = FSDPExtractor(built(build), chunk_nbytes=chunk_nbytes)
+    extractor = FSDPWeightExtractor(built(build), chunk_nbytes=chunk_nbytes)
     wanted = None if dtype is None else getattr(torch, dtype)
     return described(list(extractor.extract_weights(wanted)))
 
@@ -220,7 +220,7 @@ def collectives(build: str) -> Any:
     counts = {}
     for call in ("metadata", "placements", "local", "full"):
         with Collectives() as counted:
-            for _ in getattr(FSDPExtractor(model), call)(torch.bfloat16):
+            for _ in getattr(FSDPWeightExtractor(model), call)(torch.bfloat16):
                 pass
         counts[call] = len(counted.names)
     return counts
@@ -228,7 +228,7 @@ def collectives(build: str) -> Any:
 
 def local_after_forward(build: str) -> Any:
     model = built(build)
-    extractor = FSDPExtractor(model, chunk_nbytes=300)
+    extractor = FSDPWeightExtractor(model, chunk_nbytes=300)
     list(extractor.local())
     with torch.no_grad():
         model(torch.tensor([[1, 2, 3]]))
@@ -240,7 +240,7 @@ def local_after_forward(build: str) -> Any:
 
 def trained(build: str) -> Any:
     model = built(build)
-    extractor = FSDPExtractor(model)
+    extractor = FSDPWeightExtractor(model)
     before = {name: t for chunk in extractor.local() for name, t in _pairs(chunk)}
     copies = {name: tensor.clone() for name, tensor in before.items()}
     loss = model(torch.tensor([[1, 2, 3]])).square().mean()
@@ -262,7 +262,7 @@ def trained(build: str) -> Any:
 def exchanged(build: str) -> bool:
     """After a load that exchanges the parameters, the new ones are read."""
     model = built(build)
-    extractor = FSDPExtractor(model)
+    extractor = FSDPWeightExtractor(model)
     list(extractor.local())
     state = {
         name: DTensor.from_local(
@@ -283,7 +283,7 @@ def exchanged(build: str) -> bool:
 
 
 def published(build: str) -> Any:
-    extractor = FSDPExtractor(built(build), chunk_nbytes=300)
+    extractor = FSDPWeightExtractor(built(build), chunk_nbytes=300)
     trainable = extractor.trainable_names()
     placements = extractor.placements(torch.bfloat16)
     with rl_bridge.make_weight_bridge("local-clone", suspicious="off") as bridge:
@@ -337,7 +337,7 @@ def wide_fsdp1() -> nn.Module:
 
 
 def peak(build: str, call: str, chunk_nbytes: int, dtype: str | None = "bfloat16") -> Any:
-    extractor = FSDPExtractor(built(build), chunk_nbytes=chunk_nbytes)
+    extractor = FSDPWeightExtractor(built(build), chunk_nbytes=chunk_nbytes)
     wanted = None if dtype is None else getattr(torch, dtype)
     for _ in getattr(extractor, call)(wanted):
         pass
@@ -356,7 +356,7 @@ def all_sent_is_contiguous(build: str) -> bool:
         return whole(tensor, *arguments, **options)
 
     with mock.patch.object(torch.distributed, "broadcast", watched):
-        for _ in FSDPExtractor(built(build), chunk_nbytes=1 << 20).full():
+        for _ in FSDPWeightExtractor(built(build), chunk_nbytes=1 << 20).full():
             pass
     return bool(sent) and all(sent)
 
@@ -364,7 +364,7 @@ def all_sent_is_contiguous(build: str) -> bool:
 def uses_state_dicts(build: str) -> bool:
     model = built(build)
     with mock.patch.object(FullyShardedDataParallel, "state_dict") as called:
-        for _ in FSDPExtractor(model).full():
+        for _ in FSDPWeightExtractor(model).full():
             pass
     return bool(called.called)
 
@@ -376,20 +376,20 @@ def refusals() -> Any:
     partial.weight = nn.Parameter(sums)
     odd = nn.Conv2d(2, 4, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     flat = FullyShardedDataParallel(odd, device_id=torch.device("cpu"))
-    answers = {"no_module": told(lambda: FSDPExtractor(partial.state_dict()))}  # type: ignore[arg-type]
-    answers["partial"] = told(lambda: FSDPExtractor(partial).placements())
-    answers["flat"] = told(lambda: FSDPExtractor(flat).placements())
+    answers = {"no_module": told(lambda: FSDPWeightExtractor(partial.state_dict()))}  # type: ignore[arg-type]
+    answers["partial"] = told(lambda: FSDPWeightExtractor(partial).placements())
+    answers["flat"] = told(lambda: FSDPWeightExtractor(flat).placements())
     masked = nn.Linear(2, 2)
     masked.register_buffer("mask", torch.eye(2).to_sparse())
-    answers["sparse"] = told(lambda: FSDPExtractor(masked).placements())
+    answers["sparse"] = told(lambda: FSDPWeightExtractor(masked).placements())
     return answers
 
 
 def crossed_meshes() -> Any:
     """What is said of them without the mesh of all ranks, and what comes out with it."""
     model, mesh = crossed(), init_device_mesh("cpu", (2, 2))
-    answer = told(lambda: FSDPExtractor(model).placements())
-    return {"without": answer, "with": local_report(FSDPExtractor(model, mesh=mesh))}
+    answer = told(lambda: FSDPWeightExtractor(model).placements())
+    return {"without": answer, "with": local_report(FSDPWeightExtractor(model, mesh=mesh))}
 
 
 def told(call: Callable[[], object]) -> str:

@@ -12,7 +12,7 @@ from rl_bridge.errors import WeightBridgeError
 from rl_bridge.groups.exchange import ProcessGroupExchange
 from rl_bridge.strategies.requests import WeightUpdateRequest
 from rl_bridge.strategies.strategy import WeightTransferConfig, make_transfer_strategy
-from rl_bridge.trainers.fsdp import FSDPExtractor
+from rl_bridge.trainers.fsdp import FSDPWeightExtractor
 from rl_bridge.trainers.state_dict import StateDictExtractor
 from tests.trainers_torch.worlds import described, filled, local_report
 
@@ -45,7 +45,7 @@ def without_elements() -> Any:
     """What a rank has of it, and gathers."""
     model = narrow()
     fully_shard(model, mesh=init_device_mesh("cpu", (torch.distributed.get_world_size(),)))
-    extractor = FSDPExtractor(model)
+    extractor = FSDPWeightExtractor(model)
     return {**local_report(extractor), "full": described(list(extractor.full()))}
 
 
@@ -66,7 +66,7 @@ async def _syncs(versions: list[int]) -> list[str]:
     model = torch.nn.Sequential(*(torch.nn.Linear(3, 3) for _ in range(4)))
     filled(model)
     fully_shard(model, mesh=init_device_mesh("cpu", (torch.distributed.get_world_size(),)))
-    extractor = FSDPExtractor(model, chunk_nbytes=60)
+    extractor = FSDPWeightExtractor(model, chunk_nbytes=60)
     options = {"suspicious": "off"}
     config = WeightTransferConfig(is_colocated=True, timeout_s=20.0, trainer_options=options)
     strategy = make_transfer_strategy(config)
