@@ -11,7 +11,7 @@ from rl_bridge.cli import bench as measure
 from rl_bridge.demo.frames import Channel, Frame, bound_sends
 from rl_bridge.errors import DeadlineExceeded
 from rl_bridge.transports.wire import channel as wire
-from rl_bridge.transports.wire.client import Caller
+from rl_bridge.transports.wire.connector import Connector
 from tests.helpers import stop
 
 # More than a pair of sockets buffers.
@@ -51,7 +51,7 @@ def test_a_question_goes_on_leaving_while_its_answer_is_waited_for() -> None:
     far = wire.Channel(there, max_message_nbytes=len(LONG))
     near.send_bytes(LONG.encode())
     assert near.has_outgoing
-    caller = Caller("the publisher", "127.0.0.1", 1, magic=b"", timeout_s=5.0)
+    caller = Connector("the publisher", "127.0.0.1", 1, magic=b"", timeout_s=5.0)
 
     def answer() -> None:
         caller.wait_for_message(far)

@@ -160,7 +160,7 @@ def test_a_closed_group_that_nobody_came_to_costs_no_time_once_its_wait_is_over(
     trainer = make("trainer", world_size=3, timeout_s=0.3)
     publish(trainer, 1)
     schedule = trainer._publisher_end()._end._sender._schedule  # type: ignore[attr-defined]
-    until(lambda: schedule.patience_s() is None, what="the sender sleeps until there is news")
+    until(lambda: schedule.seconds_left() is None, what="the sender sleeps until there is news")
     latest = publish(trainer, 2)
     engine = make("engine", init_info=trainer.init_info())
     assert contents_of(engine.import_update(latest)) == contents_of(sample_weights(2))

@@ -11,10 +11,10 @@ import pytest
 from rl_bridge.errors import SegmentError
 from rl_bridge.memory.slots import Slot
 from rl_bridge.transports.broadcast.publisher import _SlotMaker
-from rl_bridge.transports.wire.acceptor import Door, listen
+from rl_bridge.transports.wire.acceptor import Acceptor, listen
 from rl_bridge.transports.wire.arenas import Arrival, Arrivals, CPUArenas
 from rl_bridge.transports.wire.channel import Channel
-from rl_bridge.transports.wire.client import Caller
+from rl_bridge.transports.wire.connector import Connector
 from tests.helpers import tracing
 from tests.interrupts import InterruptBefore
 
@@ -102,16 +102,16 @@ def test_who_waits_on_a_connection_that_was_cut_off_is_told_so_at_once(what: str
         there.send_bytes(b"behind a gap")
         here.fill()
         assert here.take() is None
-        caller = Caller("the publisher", "127.0.0.1", 1, magic=b"", timeout_s=3600.0)
+        caller = Connector("the publisher", "127.0.0.1", 1, magic=b"", timeout_s=3600.0)
         with pytest.raises(SegmentError, match="hung up"):
             caller.wait_for_message(here)
 
 
 def test_who_is_lost_at_the_door_is_turned_away_at_once() -> None:
-    """Else whoever serves the door looks there in a circle until the greeting's time is over."""
+    """Else the acceptor's owner polls it in a busy loop until the greeting's time is over."""
     listener = listen("test", "127.0.0.1", 0)
     with ExitStack() as stack:
-        door: Door[bytes] = Door(
+        acceptor: Acceptor[bytes] = Acceptor(
             listener,
             magic=b"12345678",
             token=b"t",
@@ -120,15 +120,15 @@ def test_who_is_lost_at_the_door_is_turned_away_at_once() -> None:
             timeout_s=3600.0,
             max_members=1,
         )
-        stack.callback(door.close)
+        stack.callback(acceptor.close)
         stack.enter_context(closing(socket.create_connection(listener.getsockname())))
         pause = threading.Condition()
         with pause:
-            door.serve({listener.fileno()}, pause)
-            (channel,) = door.channels
+            acceptor.serve({listener.fileno()}, pause)
+            (channel,) = acceptor.channels
             channel.is_lost = True  # as after a send to one who hung up
-            door.serve(set(), pause)
-        assert door.channels == []
+            acceptor.serve(set(), pause)
+        assert acceptor.channels == []
         assert channel.socket.fileno() < 0
 
 

@@ -17,7 +17,7 @@ from rl_bridge.transports.base import Attachment, ConsumerEnd
 from rl_bridge.transports.broadcast.init_info import Backend, BroadcastHandle, BroadcastInitInfo
 from rl_bridge.transports.broadcast.link import Link
 from rl_bridge.transports.wire.arenas import Arenas, Arrivals
-from rl_bridge.transports.wire.channel import read_handle, require_publisher
+from rl_bridge.transports.wire.channel import read_handle
 
 __all__ = ["BroadcastConsumer"]
 
@@ -104,7 +104,6 @@ class BroadcastConsumer(ConsumerEnd):
 
     def _handle(self, manifest: WeightUpdateManifest) -> BroadcastHandle:
         handle = read_handle(BroadcastHandle, manifest)
-        require_publisher(manifest, handle.group.publisher_id)
         if handle.group.backend != self._backend:
             raise TransportUnavailable(
                 "broadcast",
@@ -178,7 +177,7 @@ class BroadcastConsumer(ConsumerEnd):
     def settle(self) -> None:
         """Let go of versions that were imported, and of publishers that are gone."""
         for publisher_id, (link, arrivals) in list(self._links.items()):
-            arrivals.settle()
+            arrivals.sweep()
             if link.is_lost and not arrivals.is_needed:
                 _leave(link, arrivals)
                 del self._links[publisher_id]

@@ -33,7 +33,7 @@ from rl_bridge.transports.broadcast.messages import (
     Welcome,
     from_receiver,
 )
-from rl_bridge.transports.wire.acceptor import Door, Peer
+from rl_bridge.transports.wire.acceptor import Acceptor, Peer
 from rl_bridge.transports.wire.channel import Channel, Leave, Message, Refused, Reported, Wake
 
 __all__ = ["Hub", "Member"]
@@ -104,7 +104,7 @@ class Hub:
         self.members: list[Member] = []
         self._gone: list[Member] = []
         self._stores: dict[int, tuple[GroupStore, tuple[Member, ...]]] = {}
-        self._door = Door(
+        self._acceptor = Acceptor(
             listener,
             magic=MAGIC,
             token=bytes.fromhex(info.token),
@@ -181,7 +181,7 @@ class Hub:
         if self._thread is not threading.current_thread():
             self._thread.join(timeout_s)
         with self.changed:
-            self._door.close()
+            self._acceptor.close()
             for member in list(self.members):
                 member.channel.send(Refused(reason="the publisher closed"))
                 self._lose(member)
@@ -189,7 +189,7 @@ class Hub:
 
     def forget(self) -> None:
         """In a forked child: close its copy of the listening socket."""
-        self._door.listener.close()
+        self._acceptor.listener.close()
 
     # ---- the thread -----------------------------------------------------------------------------
 
@@ -206,13 +206,13 @@ class Hub:
         poll, timeout_ms = self._look_out(timeout_ms)
         ready = {fd for fd, _ in poll.poll(timeout_ms)}
         if self._wake.fd in ready:
-            self._wake.settle()
+            self._wake.clear()
         with self.changed:
             if not self._is_stopping:
                 for member in list(self.members):
                     if member.channel.socket.fileno() in ready or member.channel.is_lost:
                         self._serve(member)
-                for channel, join in self._door.serve(ready, self.changed):
+                for channel, join in self._acceptor.serve(ready, self.changed):
                     self._join(channel, join)
         return bool(ready)
 
@@ -220,7 +220,7 @@ class Hub:
         poll = select.poll()
         with self.changed:
             # Only the thread opens the door: strangers can always knock once more.
-            strangers = self._door.channels if timeout_ms is None else []
+            strangers = self._acceptor.channels if timeout_ms is None else []
             for channel in (*(m.channel for m in self.members), *strangers):
                 if channel.is_lost or channel.socket.fileno() < 0:
                     timeout_ms = 0  # it ended while something was sent
@@ -228,10 +228,10 @@ class Hub:
                     wants = select.POLLIN | (select.POLLOUT if channel.has_outgoing else 0)
                     poll.register(channel.socket, wants)
             if timeout_ms is None:
-                if self._door.listener.fileno() >= 0:
-                    poll.register(self._door.listener, select.POLLIN)
+                if self._acceptor.listener.fileno() >= 0:
+                    poll.register(self._acceptor.listener, select.POLLIN)
                 poll.register(self._wake.fd, select.POLLIN)
-                left = self._door.patience_s
+                left = self._acceptor.seconds_left
                 timeout_ms = None if left is None else left * 1e3 + 1
         return poll, timeout_ms
 

@@ -13,7 +13,7 @@ from pydantic import (
 )
 
 from rl_bridge.errors import MalformedManifest
-from rl_bridge.transports.wire.channel import checked_address
+from rl_bridge.transports.wire.channel import Handle, checked_address
 
 __all__ = [
     "BACKENDS",
@@ -108,10 +108,13 @@ TorchDistributedWeightSyncInitInfo = BroadcastInitInfo
 """The same class, by the name that transfer strategies have for it."""
 
 
-class BroadcastHandle(BaseModel):
-    """The JSON handle of a manifest: the group, and which write of which slot the version is."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
+class BroadcastHandle(Handle):
+    """The JSON handle of a manifest: the group, and which write of its slot the version is."""
 
     group: BroadcastInitInfo
     generation: Annotated[StrictInt, Field(ge=1, lt=2**63)]
+
+    @property
+    def publisher_id(self) -> str:
+        """The publisher that it leads to."""
+        return self.group.publisher_id

@@ -36,7 +36,7 @@ from rl_bridge.transports.wire.channel import (
     Wake,
     error_of,
 )
-from rl_bridge.transports.wire.client import Caller
+from rl_bridge.transports.wire.connector import Connector
 
 __all__ = [
     "Link",
@@ -62,7 +62,7 @@ def join_group(info: BroadcastInitInfo, join: Join, *, timeout_s: float) -> Chan
 
     """
     what = "the publisher's broadcast group"
-    caller = Caller(what, info.address, info.port, magic=MAGIC, timeout_s=timeout_s)
+    caller = Connector(what, info.address, info.port, magic=MAGIC, timeout_s=timeout_s)
     channel = caller.connect(bytes.fromhex(info.token), info.identity)
     try:
         _ask(caller, channel, join)
@@ -80,7 +80,7 @@ def parsed(text: bytes) -> FromPublisher | None:
         return None
 
 
-def _ask(caller: Caller, channel: Channel, join: Join) -> None:
+def _ask(caller: Connector, channel: Channel, join: Join) -> None:
     channel.send(join)
     message = parsed(caller.wait_for_message(channel))
     if isinstance(message, Refused):
@@ -315,7 +315,7 @@ class Link:
             wants = select.POLLIN | (select.POLLOUT if channel.has_outgoing else 0)
             poll.register(channel.socket, wants)
             poll.poll()
-            self._wake.settle()
+            self._wake.clear()
             channel.flush()
             channel.fill()
         channel.close()

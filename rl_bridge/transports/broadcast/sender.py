@@ -173,7 +173,7 @@ class Schedule:
         )
         return self._was_complete
 
-    def patience_s(self) -> float | None:
+    def seconds_left(self) -> float | None:
         """How long to wait for news; None for ever."""
         newest = self._newest
         if newest is None or self._was_complete or not self._hub.info.world_size:
@@ -395,7 +395,7 @@ class Sender:
                     self._sending, self._receivers = task
                     self._transfer = next(self._transfers)
                     return task
-                self._hub.changed.wait(self._schedule.patience_s())
+                self._hub.changed.wait(self._schedule.seconds_left())
         return None
 
     # ---- one transfer ---------------------------------------------------------------------------

@@ -30,7 +30,7 @@ from rl_bridge.transports.nixl.fetch import Fetch, Job, Room, Source, Torn
 from rl_bridge.transports.nixl.link import Link
 from rl_bridge.transports.nixl.messages import Entry, NIXLEndpoint, NIXLHandle
 from rl_bridge.transports.wire.arenas import Arenas
-from rl_bridge.transports.wire.channel import read_handle, require_publisher
+from rl_bridge.transports.wire.channel import read_handle
 
 __all__ = [
     "Held",
@@ -395,7 +395,6 @@ class NIXLConsumer(ConsumerEnd):
 
     def _handle(self, manifest: WeightUpdateManifest) -> NIXLHandle:
         handle = read_handle(NIXLHandle, manifest)
-        require_publisher(manifest, handle.endpoint.publisher_id)
         if handle.endpoint.backend != self._backend:
             raise TransportUnavailable(
                 "nixl",
@@ -551,7 +550,7 @@ class NIXLConsumer(ConsumerEnd):
                 self._reach(link.endpoint, until, is_observer=link.is_observer)
         busy = {job.source for _, jobs in self._held.parked for job in jobs}
         for publisher_id, source in list(self._held.sources.items()):
-            source.arrivals.settle()
+            source.arrivals.sweep()
             if source.link.is_lost and not source.arrivals.is_needed and source not in busy:
                 del self._held.sources[publisher_id]
                 source.close()

@@ -44,7 +44,7 @@ from rl_bridge.transports.wire.channel import (
     Reported,
     error_of,
 )
-from rl_bridge.transports.wire.client import Caller
+from rl_bridge.transports.wire.connector import Connector
 
 __all__ = ["Link"]
 
@@ -113,8 +113,8 @@ class Link:
             self._channel.close()
             raise
 
-    def _caller(self, within_s: float | None = None) -> Caller:
-        return Caller(
+    def _caller(self, within_s: float | None = None) -> Connector:
+        return Connector(
             f"{_WHAT} {self.endpoint.server_name}",
             self.endpoint.address,
             self.endpoint.port,
@@ -123,7 +123,7 @@ class Link:
             within_s=within_s,
         )
 
-    def _join(self, caller: Caller) -> Welcome:
+    def _join(self, caller: Connector) -> Welcome:
         self._channel.send(self._identity)
         message = self._parsed(caller.wait_for_message(self._channel))
         if isinstance(message, Refused):

@@ -16,6 +16,7 @@ from pydantic import (
 from rl_bridge.transports.wire.channel import (
     Count,
     Gone,
+    Handle,
     Leave,
     Message,
     Refused,
@@ -262,11 +263,14 @@ class NIXLEndpoint(BaseModel):
         return f"{self.publisher_id} {self.server_name}"
 
 
-class NIXLHandle(BaseModel):
-    """The JSON handle of a manifest: the server, and which write of which slot the version is."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
+class NIXLHandle(Handle):
+    """The JSON handle of a manifest: the server, and which write of its slot the version is."""
 
     endpoint: NIXLEndpoint
     generation: Annotated[StrictInt, Field(ge=1, lt=2**63)]
     in_place: bool = False
+
+    @property
+    def publisher_id(self) -> str:
+        """The publisher that it leads to."""
+        return self.endpoint.publisher_id

@@ -36,7 +36,7 @@ from rl_bridge.transports.nixl.messages import (
 )
 from rl_bridge.transports.nixl.serving_process import Host
 from rl_bridge.transports.nixl.shelf import Shelf
-from rl_bridge.transports.wire.acceptor import Door, Peer
+from rl_bridge.transports.wire.acceptor import Acceptor, Peer
 from rl_bridge.transports.wire.channel import Channel, Gone, Leave, Message, Refused, Reported, Wake
 
 __all__ = [
@@ -121,7 +121,7 @@ class Server:
         self._epoch = host.epoch
         self.members: list[Member] = []
         self._gone: list[Member] = []
-        self._door: Door[Join] = Door(
+        self._acceptor: Acceptor[Join] = Acceptor(
             listener,
             magic=MAGIC,
             token=token,
@@ -169,7 +169,7 @@ class Server:
         if self._thread is not threading.current_thread():
             self._thread.join(timeout_s)
         with self.changed:
-            self._door.close()
+            self._acceptor.close()
             for member in list(self.members):
                 member.channel.send(Refused(reason="the publisher closed"))
                 self._lose(member)
@@ -178,7 +178,7 @@ class Server:
 
     def forget(self) -> None:
         """In a forked child: close its copy of the listening socket."""
-        self._door.listener.close()
+        self._acceptor.listener.close()
 
     # ---- the thread -----------------------------------------------------------------------------
 
@@ -223,7 +223,7 @@ class Server:
         ready = {fd for fd, _ in poll.poll(timeout_ms)}
         wake = self._wake.fd
         if wake in ready:
-            self._wake.settle()
+            self._wake.clear()
         with self.changed:
             if not self._is_stopping:
                 fd = self._host.fileno()
@@ -233,7 +233,7 @@ class Server:
                 for member in list(self.members):
                     if member.channel.socket.fileno() in ready or member.channel.is_lost:
                         self._serve(member)
-                for channel, join in self._door.serve(ready, self.changed):
+                for channel, join in self._acceptor.serve(ready, self.changed):
                     self._join(channel, join)
                 self._expire()
         return bool(ready - {wake})
@@ -241,13 +241,13 @@ class Server:
     def _look_out(self, timeout_ms: float | None) -> tuple[select.poll, float | None]:
         poll = select.poll()
         with self.changed:
-            for channel in (*(m.channel for m in self.members), *self._door.channels):
+            for channel in (*(m.channel for m in self.members), *self._acceptor.channels):
                 if channel.is_lost or channel.socket.fileno() < 0:
                     timeout_ms = 0  # it ended while something was sent
                 else:
                     wants = select.POLLIN | (select.POLLOUT if channel.has_outgoing else 0)
                     poll.register(channel.socket, wants)
-            for one in (self._door.listener, self._host):
+            for one in (self._acceptor.listener, self._host):
                 if one.fileno() >= 0:
                     poll.register(one, select.POLLIN)
             if timeout_ms is None:
@@ -260,8 +260,8 @@ class Server:
             return 0
         now = time.monotonic()
         left = [until - now for m in self.members for until in m.leases.values()]
-        if self._door.patience_s is not None:
-            left.append(self._door.patience_s)
+        if self._acceptor.seconds_left is not None:
+            left.append(self._acceptor.seconds_left)
         return max(0.0, min(left)) * 1e3 + 1 if left else None
 
     def _look_after_host(self) -> None:
@@ -315,7 +315,7 @@ class Server:
             self.changed.notify_all()
 
     def _join(self, channel: Channel, join: Join) -> None:
-        for before in [m for m in self.members if m.is_of(join.reader, join.pid)]:
+        for before in [m for m in self.members if m.is_from(join.reader, join.pid)]:
             self._lose(before)  # its end may never be heard, and takes a place
         if len(self.members) >= self._max_members:
             reason = (

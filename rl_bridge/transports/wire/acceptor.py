@@ -1,4 +1,8 @@
-"""Where receivers come in: connections that have not proven yet that they know the token."""
+"""The publisher's side of new connections: a listening socket, the greeting, and who joined.
+
+Anybody can open connections and say nothing. So the connections that have not joined yet are
+bounded in number and in time, and a stranger never pushes out a peer that has proven itself.
+"""
 
 import errno
 import logging
@@ -19,11 +23,7 @@ from rl_bridge.transports.wire.channel import (
     fresh_nonce,
 )
 
-__all__ = [
-    "Door",
-    "Peer",
-    "listen",
-]
+__all__ = ["Acceptor", "Peer", "listen"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ def listen(name: str, address: str, port: int) -> socket.socket:
     """Listen at an address.
 
     Raises:
-        TransportUnavailable: it is taken, or not this machine's.
+        TransportUnavailable: the port is taken, or the address is not this machine's.
 
     """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
@@ -67,11 +67,10 @@ class _Pending:
         self.is_proven = False
 
 
-class Door(Generic[_Joined]):
-    """A listening socket, and the connections that are still in their greeting.
+class Acceptor(Generic[_Joined]):
+    """A listening socket, and the connections that have not joined yet.
 
-    A client that is silent or slow costs a place in a bounded list, until its time is over. Called
-    under its owner's lock.
+    Called under its owner's lock.
     """
 
     def __init__(
@@ -93,12 +92,13 @@ class Door(Generic[_Joined]):
             magic: see `Greeting`.
             token: see `Greeting`.
             identity: see `Greeting`.
-            parse: reads the first message of those who proved themselves; None turns them away.
-            timeout_s: how long a connection may take to get in.
+            parse: reads the first message after the greeting; None turns the connection away.
+            timeout_s: how long a connection may take to join.
             max_message_nbytes: the largest message.
-            max_members: most who may be in. All of them may come at once, and each has some round
-                trips to make: twice as many may be in their greeting, and 64 in any case. Beyond it
-                the oldest is turned away, of those who did not prove themselves if there are any.
+            max_members: most peers that may have joined. All of them may come at once, and each
+                takes some round trips: twice as many connections may wait to join, and 64 in any
+                case. Beyond that the oldest is turned away, strangers before peers that proved
+                themselves.
 
         """
         self.listener = listener
@@ -117,20 +117,26 @@ class Door(Generic[_Joined]):
         return [pending.channel for pending in self._pending.values()]
 
     @property
-    def patience_s(self) -> float | None:
-        """Until when one of them has to say something."""
+    def seconds_left(self) -> float | None:
+        """How long until the next silent connection is turned away; None if there is none."""
         left = [pending.until - time.monotonic() for pending in self._pending.values()]
         return max(0.0, min(left)) if left else None
 
     def serve(self, ready: set[int], pause: threading.Condition) -> list[tuple[Channel, _Joined]]:
-        """Go on with those that said something; returns those that are in."""
+        """Continue the greetings of connections that are ready; returns those that joined.
+
+        Args:
+            ready: descriptors that `poll` found ready.
+            pause: the owner's lock, released for a moment if no descriptor is left to accept with.
+
+        """
         joined = []
         now = time.monotonic()
         for fd, pending in list(self._pending.items()):
             if pending.channel.is_lost:
-                self._turn_away(fd)  # nobody polls it any more: nothing that it said is ready
+                self._turn_away(fd)
             elif fd in ready:
-                join = self._heard(fd, pending)
+                join = self._continue(fd, pending)
                 if join is not None:
                     joined.append((pending.channel, join))
             elif pending.until <= now:
@@ -144,8 +150,7 @@ class Door(Generic[_Joined]):
             connection, _ = self.listener.accept()
         except OSError as error:
             if error.errno in {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS}:
-                # Nobody is accepted now; the connection waits, and must not be polled in a circle.
-                pause.wait(_PAUSE_S)
+                pause.wait(_PAUSE_S)  # the listener stays ready: do not poll it in a busy loop
             return
         channel = Channel(
             connection, max_message_nbytes=self._max_message_nbytes, timeout_s=self._timeout_s
@@ -154,16 +159,15 @@ class Door(Generic[_Joined]):
         until = time.monotonic() + self._timeout_s
         self._pending[connection.fileno()] = _Pending(channel, greeting, until)
         channel.send_raw(greeting.hello)
-        # Strangers first: however many they are, they push out nobody who knows the token.
-        by_age = sorted(self._pending, key=lambda fd: self._pending[fd].is_proven)
-        for oldest in by_age[: -self._max_pending]:
+        strangers_first = sorted(self._pending, key=lambda fd: self._pending[fd].is_proven)
+        for oldest in strangers_first[: -self._max_pending]:
             self._turn_away(oldest)
 
-    def _heard(self, fd: int, pending: _Pending) -> _Joined | None:
+    def _continue(self, fd: int, pending: _Pending) -> _Joined | None:
         try:
             return self._greet(fd, pending)
         except BaseException:
-            pending.channel.is_lost = True  # what it said may be heard by half
+            pending.channel.is_lost = True  # a message may have been read in part
             raise
 
     def _greet(self, fd: int, pending: _Pending) -> _Joined | None:
@@ -174,7 +178,7 @@ class Door(Generic[_Joined]):
             if answer is not None:
                 if not pending.greeting.accepts(answer):
                     _LOG.warning("a connection that does not know the token was refused")
-                    channel.send_raw(Greeting.refusal)  # else it might take it for a crowd
+                    channel.send_raw(Greeting.refusal)
                     self._turn_away(fd)
                     return None
                 pending.is_proven = True
@@ -197,27 +201,24 @@ class Door(Generic[_Joined]):
             pending.channel.close()
 
     def close(self) -> None:
-        """Stop listening, and hang up on those who are not in."""
+        """Stop listening, and hang up on connections that have not joined."""
         self.listener.close()
         for fd in list(self._pending):
             self._turn_away(fd)
 
 
-# ---- A receiver, as its publisher knows it.
-
-
 class Peer:
-    """What all transports note of a receiver. Changed under the lock of whoever serves it only.
+    """A receiver that joined, as its publisher knows it. Changed only under the server's lock.
 
     Attributes:
         channel: its connection.
         worker: its name, as it says.
         rank: its rank, as it says.
         pid: its process, as it says.
-        reader: the same for all its connections, one after the other; empty if it says none.
+        reader: names this receiver over all its connections; empty if it gave no such name.
         is_observer: it leaves no record.
         is_gone: its connection ended.
-        updates: what it reported, by update.
+        updates: update -> what it reported.
 
     """
 
@@ -231,7 +232,7 @@ class Peer:
         is_observer: bool,
         reader: str = "",
     ) -> None:
-        """Start with what it said of itself."""
+        """Start with what it said about itself."""
         self.channel = channel
         self.worker = worker
         self.rank = rank
@@ -246,20 +247,20 @@ class Peer:
         """For messages."""
         return f"worker {self.worker!r} rank {self.rank} (pid {self.pid})"
 
-    def is_of(self, reader: str, pid: int) -> bool:
-        """Whether it is a connection of that reader."""
+    def is_from(self, reader: str, pid: int) -> bool:
+        """Whether it is a connection from that reader."""
         return bool(reader) and (self.reader, self.pid) == (reader, pid)
 
     def take_over(self, gone: list[Self]) -> None:
-        """Go on with what it had reported before, by connections that ended, which leave `gone`."""
+        """Take over the reports of its earlier connections; removes them from `gone`."""
         if self.is_observer:
             return
-        for one in [one for one in gone if one.is_of(self.reader, self.pid)]:
+        for one in [one for one in gone if one.is_from(self.reader, self.pid)]:
             self.updates = one.updates | self.updates
             gone.remove(one)
 
     def record(self) -> Record:
-        """What it reported."""
+        """Everything that it reported."""
         return Record(
             worker=legible(self.worker),
             rank=self.rank,

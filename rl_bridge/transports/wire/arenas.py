@@ -1,8 +1,12 @@
-"""Where versions lie on either side of the wire: slots of sealed memory, or of a GPU's.
+"""Where versions lie on either side of a socket, and what a receiver keeps of what arrived.
 
 Both sides keep a ring of slots that are written again and again. On the CPU a slot is a sealed
 segment, as in shared memory: a consumer maps it privately, so that an engine may write to what it
-imported, or exchange it by flip. On a GPU the arena is memory of torch's allocator.
+imported, or exchange it by flip. On a GPU the arena is memory of torch's allocator, and a segment
+of one page holds lease and stamp.
+
+A receiver keeps each version that its engine holds. Of versions that nobody imported yet it keeps
+two: the newest, and one more for an import that is under way.
 """
 
 import threading
@@ -35,7 +39,7 @@ __all__ = [
 
 
 class Arenas(ABC):
-    """Makes slots, and makes their versions readable."""
+    """Makes slots in one kind of memory, and makes the versions in them readable."""
 
     place: Place = CPU_PLACE
 
@@ -54,21 +58,21 @@ class Arenas(ABC):
         """Lease the version in a slot of this process's own.
 
         Raises:
-            StaleUpdate: the slot holds another one by now.
+            StaleUpdate: the slot holds another version by now.
             SegmentError: the segment shrank.
 
         """
 
     @abstractmethod
     def sweep(self) -> None:
-        """Let go of views of slots that were given back."""
+        """Release the views of slots that were closed."""
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of everything that no tensor needs."""
+        """Release everything that no tensor needs."""
 
     def tensor(self, slot: Slot, arena_nbytes: int) -> torch.Tensor:
-        """The arena's bytes, for whoever writes or sends them: uint8, one dimension."""
+        """The arena's bytes, to be written or sent: uint8, one dimension."""
         if arena_nbytes == 0:
             return torch.empty(0, dtype=torch.uint8, device=self.place.device)
         return self.place.bytes_at(slot.address, arena_nbytes)
@@ -90,16 +94,16 @@ class CPUArenas(Arenas):
         return self._views.get(slot.segment.ref).pin(update_id, slot.generation, arena_nbytes)
 
     def sweep(self) -> None:
-        """Let go of views of slots that were given back."""
+        """Release the views of slots that were closed."""
         self._views.sweep()
 
     def close(self) -> None:
-        """Let go of everything that no tensor needs."""
+        """Release everything that no tensor needs."""
         self._views.close()
 
 
 class DeviceArenas(Arenas):
-    """Memory of one device, by torch's allocator; lease and stamp lie in a segment of one page."""
+    """Memory of one device, from torch's allocator."""
 
     def __init__(self, place: Place) -> None:
         """Use a device."""
@@ -121,19 +125,19 @@ class DeviceArenas(Arenas):
         if view is None:
             view = self._views[slot] = _ArenaView(slot, self.place)
         pin = view.pin(update_id, slot.generation, arena_nbytes)
-        # No view to flip, nor pages of its own: what an engine writes there stays there.
+        # There are no private pages: it cannot be flipped, and an engine's writes to it stay.
         pin.view = None
         return pin
 
     def sweep(self) -> None:
-        """Let go of views of slots that were given back."""
+        """Release the views of slots that were closed."""
         for slot, view in list(self._views.items()):
             view.settle()
             if slot.address == 0 and not view.is_pinned:
                 self._views.pop(slot).retire()
 
     def close(self) -> None:
-        """Let go of everything that no tensor needs."""
+        """Release everything that no tensor needs."""
         for view in list(self._views.values()):
             view.retire()
         self._views.clear()
@@ -169,8 +173,7 @@ class _ArenaView(LeasedView):
     def __init__(self, slot: Slot, place: Place) -> None:
         assert isinstance(slot.arena, _TensorArena)
         self.place = place
-        # The memory, not the slot: tensors outlive the ring.
-        self._bytes = slot.arena.bytes
+        self._bytes = slot.arena.bytes  # not the slot: tensors outlive the ring
         self._nbytes = slot.arena.nbytes
         super().__init__(slot.segment.ref, None)
 
@@ -183,8 +186,7 @@ class _ArenaView(LeasedView):
 
     def _is_quiet(self) -> bool:
         if self.place.device.type == "cuda":
-            # Kernels that read the last tensor may be under way still.
-            torch.cuda.synchronize(self.place.device)
+            torch.cuda.synchronize(self.place.device)  # kernels may still read the last tensor
         return True
 
     def _unmap(self) -> None:
@@ -198,14 +200,11 @@ class _ArenaView(LeasedView):
         del nbytes
 
 
-# ---- A receiver's slots: where versions arrive, and which of them are there.
+# ---- what arrived -------------------------------------------------------------------------------
 
-# A receiver keeps what its engine holds, however much that is. What nobody imported yet is another
-# matter: the newest, and one more for an import that is under way.
 _MAX_UNCLAIMED = 2
 _UNLIMITED = 1 << 30
-# Layouts that take turns, such as whole models and adapters.
-_KEPT_LAYOUTS = 4
+_KEPT_LAYOUTS = 4  # layouts may take turns, such as those of whole models and of adapters
 
 
 @dataclass(slots=True)
@@ -228,7 +227,7 @@ def _keep_newest(kept: OrderedDict[str, Any]) -> None:
 
 
 class Arrivals:
-    """All versions of one publisher that are here. Thread-safe."""
+    """All versions of one publisher that are in this process. Thread-safe."""
 
     def __init__(self, arenas: Arenas, label: str) -> None:
         """Start empty; `label` names the memory in the system's lists."""
@@ -246,7 +245,7 @@ class Arrivals:
         self._made += 1
         return self._arenas.make_slot(f"{self._label}-{self._made}", arena_nbytes)
 
-    # ---- while it arrives -----------------------------------------------------------------------
+    # ---- while a version arrives ----------------------------------------------------------------
 
     def reserve(self, arena_nbytes: int, hold: Callable[[Slot], None] | None = None) -> Slot:
         """Find room for a version; end with `commit` or `abandon`.
@@ -256,7 +255,7 @@ class Arrivals:
             hold: is called with the slot before that is taken, so that an interrupt cannot lose it.
 
         Raises:
-            WeightBridgeError: there is none.
+            WeightBridgeError: there is no room.
 
         """
         with self._lock:
@@ -281,13 +280,13 @@ class Arrivals:
     def digest_of(
         self, layout_digest: str, slice_nbytes: int, slot: Slot, arena_nbytes: int
     ) -> ArrivalDigest | None:
-        """What digests a version while it arrives; None where its layout is not known yet."""
+        """Begin to digest a version while it arrives; None if its layout is not known yet."""
         if self._arenas.place.device.type != "cpu":
             return None
         with self._lock:
             table = self._tables.get(layout_digest)
             if table is None or table.arena_nbytes != arena_nbytes:
-                return None  # a digest of more bytes than were offered would read beyond the slot
+                return None  # a longer layout's digest would read beyond the slot
             plan = self._plans.get(layout_digest)
             if plan is None or plan.slice_nbytes != slice_nbytes:
                 plan = self._plans[layout_digest] = ArrivalPlan(table, slice_nbytes)
@@ -295,7 +294,7 @@ class Arrivals:
             return plan.start(slot.address)
 
     def commit(self, arrival: Arrival) -> None:
-        """Let a version that arrived be attached."""
+        """Note that a version arrived: from now on it can be attached."""
         with self._lock:
             slot = arrival.slot
             self._ring.publish(slot, arrival.update_id, arrival.arena_nbytes, arrival.header)
@@ -306,17 +305,17 @@ class Arrivals:
             self._evict()
 
     def abandon(self, slot: Slot) -> None:
-        """Give a slot back whose version did not arrive, also in the middle of `commit`."""
+        """Release a slot whose version did not arrive, also in the middle of `commit`."""
         with self._lock:
             for arrival in list(self._arrived.values()):
                 if arrival.slot is slot:
                     self._forget(arrival)
             self._ring.abandon(slot)
 
-    # ---- once it is there -----------------------------------------------------------------------
+    # ---- once a version is here -----------------------------------------------------------------
 
     def find(self, update_id: str) -> Arrival | None:
-        """A version that is here."""
+        """Find a version that is here."""
         with self._lock:
             return self._whole(update_id)
 
@@ -326,7 +325,7 @@ class Arrivals:
         """Lease a version that is here; None if it is not.
 
         Raises:
-            SegmentError: what is here is of another size, or another write of the slot.
+            SegmentError: the version here has another size, or is another write of the slot.
             StaleUpdate: it is overwritten.
             WeightBridgeUnavailableError: this process is short of memory or descriptors.
 
@@ -341,8 +340,8 @@ class Arrivals:
             )
             if expected != found:
                 msg = (
-                    f"update {update_id} arrived with (bytes, write) {found}, the manifest says "
-                    f"{expected}. Use the manifest as it was published."
+                    f"update {update_id} arrived with (bytes, write) {found}, but the manifest "
+                    f"says {expected}. Use the manifest as it was published."
                 )
                 raise SegmentError(msg)
             pin = self._arenas.pin(arrival.slot, update_id, arrival.arena_nbytes)
@@ -350,14 +349,13 @@ class Arrivals:
             arrival.is_claimed = True
             self.learn(table)
             made = Attachment(table, pin, self._pass(table), num_threads=num_threads)
-            # It was digested while it arrived, if its layout was known by then.
             made.digested(arrival.digests if arrival.layout_digest == table.digest else None)
             return made
 
     def attach_part(
         self, slot: Slot, update_id: str, table: TensorTable, *, header: bytes | None
     ) -> Attachment:
-        """Lease what arrived of a version, some of its ranges; nobody else finds it.
+        """Lease a version of which only some ranges arrived; `find` does not return it.
 
         Raises:
             WeightBridgeUnavailableError: this process is short of memory or descriptors.
@@ -372,7 +370,7 @@ class Arrivals:
             return Attachment(table, pin, self._pass(table))
 
     def _pass(self, table: TensorTable) -> Pass:
-        """What reads versions of a layout; made once."""
+        """Make the pass that reads versions of a layout, once."""
         found = self._passes.get(table.digest)
         if found is None:
             found = self._passes[table.digest] = self._arenas.place.plan(table.nbytes_column)
@@ -380,14 +378,14 @@ class Arrivals:
         return found
 
     def drop(self, update_id: str) -> None:
-        """Forget a version that nobody imported: its publisher let go of it."""
+        """Forget a version that nobody imported: its publisher released it."""
         with self._lock:
             arrival = self._arrived.get(update_id)
             if arrival is not None and not arrival.is_claimed:
                 self._forget(arrival)
 
-    def settle(self) -> None:
-        """Forget what was imported and is not needed any more."""
+    def sweep(self) -> None:
+        """Forget versions that were imported: the tensors that live keep their slots leased."""
         with self._lock:
             for arrival in list(self._arrived.values()):
                 if arrival.is_claimed:
@@ -412,13 +410,12 @@ class Arrivals:
         return arrival
 
     def _forget(self, arrival: Arrival) -> None:
-        # Tensors that live keep the slot's lease: it is not written again before the last one died.
-        if arrival.slot.update_id == arrival.update_id:  # else it is another version's by now
+        if arrival.slot.update_id == arrival.update_id:  # else another version is in it by now
             arrival.slot.update_id = None
         self._arrived.pop(arrival.update_id, None)  # behind it: an interrupt must not lose the slot
 
     def close(self) -> None:
-        """Give everything back; tensors keep what they look at."""
+        """Release everything; tensors keep the memory that they show."""
         with self._lock:
             self._arrived.clear()
             self._passes.clear()

@@ -1,8 +1,14 @@
-"""A connection on which both sides proved that they know the token, and framed messages on it.
+"""What both sides of a socket have in common: the greeting, framed messages, and what they say.
 
-Before the proof nothing is parsed: the greeting has a fixed length. Each side sends random bytes,
-and a keyed digest (HMAC-SHA256) of both sides' and of the group's identity; the token itself never
-travels. Sending never waits: what the peer does not take is kept, up to a bound.
+A connection begins with a greeting of fixed length, and nothing is parsed before its proof: each
+side sends random bytes and a keyed digest (HMAC-SHA256) of both sides' random bytes and of the
+group's identity. The token itself never travels. Messages follow, each with its length ahead of
+it: JSON objects with a ``kind``. Every transport adds kinds of its own, and a text that is no
+message ends the connection. Sending never waits: a `Channel` keeps what the peer does not take yet,
+up to a bound.
+
+The manifest of a version, and a transport's options, say where a publisher listens. Both are
+checked before anything is connected to.
 """
 
 import hashlib
@@ -37,6 +43,7 @@ __all__ = [
     "Count",
     "Gone",
     "Greeting",
+    "Handle",
     "Leave",
     "Message",
     "Refused",
@@ -49,11 +56,9 @@ __all__ = [
     "error_of",
     "fresh_nonce",
     "read_handle",
-    "require_publisher",
 ]
 
-MAX_MESSAGE_NBYTES = 1 << 16
-"""The largest message, if nothing else is agreed."""
+# ---- the greeting -------------------------------------------------------------------------------
 
 _MAGIC_NBYTES = 8
 _NONCE_NBYTES = 32
@@ -65,12 +70,6 @@ GREETING_NBYTES = {
 }
 """Length of the parts: the publisher's hello, the receiver's answer, the publisher's proof."""
 
-_LENGTH = struct.Struct("!I")
-_MAX_PENDING = 1024
-_CHUNK = 1 << 16
-# The most that Linux takes.
-_MAX_QUIET_S = 32767
-
 
 def fresh_nonce() -> bytes:
     """Random bytes for one greeting."""
@@ -81,15 +80,15 @@ class Greeting:
     """Both sides' parts of one greeting."""
 
     refusal: ClassVar[bytes] = bytes(_PROOF_NBYTES)
-    """In place of the publisher's proof: the receiver's shows that it has another token."""
+    """Sent instead of the publisher's proof if the receiver has another token."""
 
     def __init__(self, magic: bytes, token: bytes, identity: str, nonce: bytes) -> None:
         """Start with the publisher's nonce.
 
         Args:
-            magic: 8 bytes that name the transport's language.
+            magic: 8 bytes that name the transport's protocol.
             token: the shared secret.
-            identity: names the publisher, and what of it is meant.
+            identity: names the publisher and its group.
             nonce: the publisher's random bytes.
 
         """
@@ -122,12 +121,23 @@ class Greeting:
         return self._digest(b"publisher", answer[:_NONCE_NBYTES])
 
     def is_proven_by(self, proof: bytes, answer: bytes) -> bool:
-        """Whether the publisher's proof shows that it knows the token, too."""
+        """Whether the publisher's proof shows that the publisher knows the token, too."""
         return hmac.compare_digest(proof, self.proof(answer))
 
     def _digest(self, role: bytes, nonce: bytes) -> bytes:
         text = b"\0".join((role, self._nonce, nonce, self._identity))
         return hmac.digest(self._token, text, hashlib.sha256)
+
+
+# ---- framed messages ----------------------------------------------------------------------------
+
+MAX_MESSAGE_NBYTES = 1 << 16
+"""The largest message, if a transport asks for no other bound."""
+
+_LENGTH = struct.Struct("!I")
+_MAX_PENDING = 1024
+_CHUNK = 1 << 16
+_LONGEST_KEEPIDLE_S = 32767  # Linux takes no more
 
 
 class Channel:
@@ -145,8 +155,8 @@ class Channel:
         Args:
             connection: the socket.
             max_message_nbytes: the largest message.
-            timeout_s: what this side waits for at most elsewhere; a machine that is gone without a
-                word is noticed in about three times that. None: as the kernel does, in hours.
+            timeout_s: a peer's machine that vanished is noticed in about three times as long. None
+                leaves that to the kernel, which takes hours.
 
         """
         self._max_message_nbytes = max_message_nbytes
@@ -155,23 +165,23 @@ class Channel:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             if timeout_s is not None:
-                _notice_a_lost_machine(connection, timeout_s)
+                _set_keepalive(connection, timeout_s)
         self.socket = connection
         self.is_lost = self._is_cut_off = False
         self._incoming = bytearray()
         self._outgoing: deque[bytes] = deque()
-        # Not reentrant on purpose: a finalizer that runs inside of `_flush`, in this very thread,
-        # must not send into the middle of a message. It leaves its own to the one it interrupted.
+        # Not reentrant: a finalizer may run inside of `_flush`, in the same thread, and must not
+        # send into the middle of a message. The `flush` that it interrupted sends its message.
         self._sending = threading.Lock()
         _CHANNELS.add(self)
 
     @property
     def has_outgoing(self) -> bool:
-        """Whether something waits for the peer to read."""
+        """Whether something waits until the peer reads."""
         return bool(self._outgoing)
 
     def send(self, message: BaseModel) -> None:
-        """Send a message, or keep it until `flush`; on a lost connection a no-op."""
+        """Send a message, or keep it until `flush`; does nothing on a lost connection."""
         self.send_bytes(message.model_dump_json().encode("utf-8", "replace"))
 
     def send_bytes(self, *texts: bytes) -> None:
@@ -189,10 +199,10 @@ class Channel:
         self._outgoing.append(data)
         self.flush()
         if len(self._outgoing) > _MAX_PENDING:
-            self.is_lost = True  # a peer that does not read must not cost memory
+            self.is_lost = True  # a peer that does not read must not use up memory
 
     def flush(self) -> None:
-        """Hand to the kernel what it takes. Never waits; an interrupt ends the connection."""
+        """Hand to the kernel as much as it takes. Never waits; an interrupt ends the connection."""
         try:
             while self._outgoing and not self.is_lost and self._sending.acquire(blocking=False):
                 is_stuck = not self._flush()
@@ -220,13 +230,13 @@ class Channel:
         return True
 
     def fill(self, *, is_polled: bool = False) -> None:
-        """Read what is there, without waiting; at the end of the stream `is_lost` is set.
+        """Read what is there, without waiting; sets `is_lost` at the end of the stream.
 
-        An interrupt ends the connection: what it cut off may have been read, and is nowhere.
+        An interrupt ends the connection, because bytes that were read may be lost.
 
         Args:
-            is_polled: whoever calls polls the socket again before long, and hears of an end behind
-                the last bytes then: it need not be asked for now.
+            is_polled: the caller polls the socket again soon, and notices the end of the stream
+                then: do not look for it behind the last bytes.
 
         """
         try:
@@ -239,7 +249,7 @@ class Channel:
                 if is_polled and len(data) < _CHUNK:
                     return
                 if len(self._incoming) > 2 * (self._max_message_nbytes + _CHUNK):
-                    return  # first take out what is complete
+                    return  # complete messages are taken out first
         except BlockingIOError:
             return
         except OSError:
@@ -249,11 +259,11 @@ class Channel:
             raise
 
     def _cut_off(self) -> None:
-        """After an interrupt: what was sent or read, and who has the lock, nobody knows."""
+        """End the connection after an interrupt: how much was sent or read is unknown."""
         self.is_lost = self._is_cut_off = True
 
     def take_raw(self, nbytes: int) -> bytes | None:
-        """Take that many bytes out of what was read; None if there are fewer."""
+        """Take a number of bytes out of what was read; None if there are fewer."""
         if len(self._incoming) < nbytes:
             return None
         data = bytes(self._incoming[:nbytes])
@@ -266,7 +276,7 @@ class Channel:
             return None
         (length,) = _LENGTH.unpack_from(self._incoming)
         if length > self._max_message_nbytes:
-            self.is_lost = True  # nobody who speaks this language sends it
+            self.is_lost = True  # no peer that knows the protocol sends so much
             return None
         if len(self._incoming) < _LENGTH.size + length:
             return None
@@ -275,7 +285,7 @@ class Channel:
         return data
 
     def receive_raw(self, nbytes: int, *, until: float) -> bytes | None:
-        """Wait for that many bytes; None if they do not come in time, or never.
+        """Wait for a number of bytes; None if they do not come in time, or the stream ends.
 
         An interrupt ends the connection, as in `fill`.
         """
@@ -313,36 +323,79 @@ class Channel:
         self.socket.close()
 
 
-def _notice_a_lost_machine(connection: socket.socket, timeout_s: float) -> None:
-    """Have the kernel ask whether the other machine is there, where it says nothing for long.
+def _set_keepalive(connection: socket.socket, timeout_s: float) -> None:
+    """Have the kernel ask from time to time whether the peer's machine is there.
 
-    Its kernel answers, so a process there that is slow or stopped is not taken for lost. (With
-    TCP_USER_TIMEOUT it would be, where it does not read for so long.)
+    The peer's kernel answers, so a process that is slow or stopped does not count as lost. (With
+    TCP_USER_TIMEOUT, a process that does not read for long would.)
     """
-    quiet_s = min(max(1, math.ceil(timeout_s)), _MAX_QUIET_S)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, quiet_s)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, max(1, quiet_s // 3))
+    idle_s = min(max(1, math.ceil(timeout_s)), _LONGEST_KEEPIDLE_S)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, idle_s)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, max(1, idle_s // 3))
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 6)
 
 
 _CHANNELS: weakref.WeakSet[Channel] = weakref.WeakSet()
 
 
-def _forget_in_child() -> None:
-    # A copy of the socket in a child would keep the peer waiting for a process that is gone.
+def _close_in_child() -> None:
+    # With a copy of the socket in a child, the peer would not notice that this process is gone.
     for channel in list(_CHANNELS):
         channel.is_lost = True
         channel.socket.close()
 
 
-os.register_at_fork(after_in_child=_forget_in_child)
+os.register_at_fork(after_in_child=_close_in_child)
 
 
-# ---- What publishers and receivers of every transport say to each other: JSON, of fixed kinds
-# only.
-#
-# Each transport adds kinds of its own. Every message is one object with a ``kind``; what does not
-# parse ends the connection.
+class Wake:
+    """Ends the `poll` of another thread on `fd`. From any thread, and from finalizers.
+
+    The number of a closed descriptor soon belongs to another file, which `poke` must not write to:
+    hence the lock. Closed in forked children.
+    """
+
+    def __init__(self) -> None:
+        """Open an eventfd."""
+        self._held = Holding()
+        self._finalizer = weakref.finalize(self, self._held.dispose)
+        self._finalizer.atexit = False
+        self._held.open(os.eventfd, 0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._pid = self._held.pid
+        # Reentrant: a finalizer may run in the middle of any of these methods, in the same thread.
+        self._lock = threading.RLock()
+
+    @property
+    def fd(self) -> int:
+        """The descriptor; -1 once it is closed."""
+        return next(iter(self._held.fds), -1)
+
+    def poke(self) -> None:
+        """Wake; does nothing once it is closed, and in a forked child."""
+        if os.getpid() != self._pid:
+            return
+        with self._lock:
+            if self.fd >= 0:
+                with suppress(BlockingIOError):  # it is awake already
+                    os.eventfd_write(self.fd, 1)
+
+    def clear(self) -> None:
+        """Forget all pokes so far."""
+        with self._lock:
+            if self.fd >= 0:
+                with suppress(BlockingIOError):
+                    os.eventfd_read(self.fd)
+
+    def close(self) -> None:
+        """Close the descriptor. Idempotent; does nothing in a forked child."""
+        if os.getpid() != self._pid:
+            return
+        with self._lock:
+            self._held.dispose()
+            self._finalizer.detach()
+
+
+# ---- the kinds of messages that every transport has ---------------------------------------------
 
 Count = Annotated[StrictInt, Field(ge=0, lt=2**63)]
 Text = Annotated[StrictStr, Field(max_length=2048)]
@@ -350,49 +403,43 @@ UpdateId = Annotated[StrictStr, Field(pattern=r"^[0-9a-f]{32}$")]
 
 
 class Message(BaseModel):
-    """What all have in common."""
+    """The base of all kinds."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-# ---- from a receiver ----------------------------------------------------------------------------
-
-
 class Reported(Message):
-    """What became of an update."""
+    """From a receiver: the state that an update is in there."""
 
     kind: Literal["report"] = "report"
     report: UpdateReport
 
 
 class Leave(Message):
-    """The last message."""
+    """From a receiver: its last message."""
 
     kind: Literal["leave"] = "leave"
 
 
-# ---- from the publisher -------------------------------------------------------------------------
-
-
 class Refused(Message):
-    """You are not in, or not any more."""
+    """From the publisher: the receiver is not a member, or no longer."""
 
     kind: Literal["refused"] = "refused"
     reason: Text
 
 
 class Gone(Message):
-    """The update that you want cannot be had."""
+    """From the publisher: the update that was asked for cannot be had."""
 
     kind: Literal["gone"] = "gone"
     update_id: UpdateId
     reason: Text
     is_stale: StrictBool
-    """It was released; otherwise it is not what was asked for."""
+    """Whether it was released; otherwise it is not what was asked for."""
 
 
 def error_of(gone: Gone) -> WeightBridgeError:
-    """What an import raises that got this answer."""
+    """Make the error that an import raises after this answer."""
     if gone.is_stale:
         return StaleUpdate(
             f"update {gone.update_id} is gone: {gone.reason}. Import the publisher's latest "
@@ -404,66 +451,16 @@ def error_of(gone: Gone) -> WeightBridgeError:
     )
 
 
-# ---- What ends a thread's `poll`: an eventfd that is never written to once it is closed.
-
-
-class Wake:
-    """Wakes a thread that polls `fd`. From any thread, and from finalizers; closed in children.
-
-    The number of a closed descriptor is soon another file's: eight bytes written there would be
-    damage in what is none of ours.
-    """
-
-    def __init__(self) -> None:
-        """Open the descriptor."""
-        self._held = Holding()
-        self._finalizer = weakref.finalize(self, self._held.dispose)
-        self._finalizer.atexit = False
-        self._held.open(os.eventfd, 0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._pid = self._held.pid
-        # Reentrant: a finalizer may come in the middle of any of these, in this very thread.
-        self._lock = threading.RLock()
-
-    @property
-    def fd(self) -> int:
-        """The descriptor; -1 once it is closed."""
-        return next(iter(self._held.fds), -1)
-
-    def poke(self) -> None:
-        """Wake; a no-op once it is closed, and in a forked child."""
-        if os.getpid() != self._pid:
-            return
-        with self._lock:
-            if self.fd >= 0:
-                with suppress(BlockingIOError):  # it is awake already
-                    os.eventfd_write(self.fd, 1)
-
-    def settle(self) -> None:
-        """Take note of all pokes so far."""
-        with self._lock:
-            if self.fd >= 0:
-                with suppress(BlockingIOError):
-                    os.eventfd_read(self.fd)
-
-    def close(self) -> None:
-        """Give the descriptor back. Idempotent; in a forked child a no-op."""
-        if os.getpid() != self._pid:
-            return
-        with self._lock:
-            self._held.dispose()
-            self._finalizer.detach()
-
-
-# ---- Options that say where a side listens, and how long it waits.
+# ---- where a publisher listens: options and handles ---------------------------------------------
 
 
 def checked_address(address: str) -> str:
-    """Check that an address is one that a peer can connect to: a literal, never a name.
+    """Check that an address is a literal that a peer can connect to.
 
-    A name would be looked up by whoever reads it, and could mean another machine there.
+    A name would be looked up by each peer, and could mean another machine there.
 
     Raises:
-        ValueError: it is not.
+        ValueError: it is none.
 
     """
     try:
@@ -492,27 +489,34 @@ def checked_port(port: object) -> int:
     return number
 
 
-# A consumer reads the same few publishers' in every manifest that it gets.
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=1024)  # the same few addresses come in every manifest
 def _parsed(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
     return ipaddress.ip_address(address)
 
 
-# ---- Reading what a manifest says of where its bytes are: checked before anything is connected
-# to.
+class Handle(BaseModel):
+    """What a manifest of such a transport says about where its bytes are."""
 
-_Handle = TypeVar("_Handle", bound=BaseModel)
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    @property
+    def publisher_id(self) -> str:
+        """The publisher that it leads to."""
+        raise NotImplementedError
+
+
+_Handle = TypeVar("_Handle", bound=Handle)
 
 
 def read_handle(kind: type[_Handle], manifest: WeightUpdateManifest) -> _Handle:
-    """The manifest's handle.
+    """Read the manifest's handle, which must lead to the manifest's own publisher.
 
     Raises:
-        MalformedManifest: it is none of this kind.
+        MalformedManifest: it is of another kind, or leads to another publisher.
 
     """
     try:
-        return kind.model_validate(thaw(manifest.handle))
+        handle = kind.model_validate(thaw(manifest.handle))
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(str(part) for part in first["loc"])
@@ -521,18 +525,10 @@ def read_handle(kind: type[_Handle], manifest: WeightUpdateManifest) -> _Handle:
             "manifest as it was published."
         )
         raise MalformedManifest(msg) from error
-
-
-def require_publisher(manifest: WeightUpdateManifest, publisher_id: str) -> None:
-    """Compare whom the handle leads to with whose manifest it is.
-
-    Raises:
-        MalformedManifest: it leads to somebody else.
-
-    """
-    if publisher_id != manifest.publisher_id:
+    if handle.publisher_id != manifest.publisher_id:
         msg = (
-            f"update {manifest.update_id}: its handle is of publisher {publisher_id}, the "
-            f"manifest of {manifest.publisher_id}. Send the manifest as it was published."
+            f"update {manifest.update_id}: its handle names publisher {handle.publisher_id}, but "
+            f"the manifest names {manifest.publisher_id}. Send the manifest as it was published."
         )
         raise MalformedManifest(msg)
+    return handle

@@ -1,4 +1,8 @@
-"""How a receiver reaches a publisher: connect, and prove both ways that the token is known."""
+"""The receiver's side of a new connection: connect, and prove both ways that the token is known.
+
+Each failure has its own error, because each has its own remedy: the publisher is gone, it refuses
+the token, the network does not lead there, or too many peers came at once.
+"""
 
 import errno
 import select
@@ -14,17 +18,14 @@ from rl_bridge.transports.wire.channel import (
     fresh_nonce,
 )
 
-__all__ = [
-    "Caller",
-]
+__all__ = ["Connector"]
 
-# The way there does not work, which says nothing of the publisher.
+# The network failed; the publisher may be well.
 _NETWORK = frozenset({errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN, errno.EHOSTDOWN})
-# Before a publisher that hung up is tried once more.
-_AGAIN_MS = 100
+_RETRY_MS = 100
 
 
-class Caller:
+class Connector:
     """One attempt to reach a publisher, within one deadline."""
 
     def __init__(
@@ -40,12 +41,12 @@ class Caller:
         """Begin; nothing is opened yet.
 
         Args:
-            what: is called, for messages: "the publisher's broadcast group".
+            what: names the publisher in messages, such as "the publisher's broadcast group".
             address: where it listens.
             port: where it listens.
             magic: see `Greeting`.
             timeout_s: longest wait for all of it.
-            within_s: a shorter one, for this attempt only.
+            within_s: a shorter limit, for this attempt only.
 
         """
         self._address = address
@@ -59,13 +60,13 @@ class Caller:
     def connect(
         self, token: bytes, identity: str, *, max_message_nbytes: int = MAX_MESSAGE_NBYTES
     ) -> Channel:
-        """Connect and greet; nothing that the other side says is parsed before its proof.
+        """Connect and greet.
 
         Raises:
             SegmentError: the publisher is gone, or refuses the token.
             TransferTimeout: it does not answer in time.
             WeightBridgeUnavailableError: the network does not lead there now, this process has no
-                descriptor for it, or the publisher hung up before it looked at the token.
+                descriptor left, or the publisher hung up before it looked at the token.
 
         """
         for is_last in (False, True):
@@ -79,13 +80,13 @@ class Caller:
                 channel.close()
                 raise
             channel.close()
-            if not is_last:  # of one that is dying nobody listens there in a moment
+            if not is_last:  # a publisher that is dying stops listening within a moment
                 left_ms = (self._until - time.monotonic()) * 1e3
-                select.poll().poll(max(0, min(_AGAIN_MS, left_ms)))
+                select.poll().poll(max(0, min(_RETRY_MS, left_ms)))
         msg = (
-            f"{self.where} hung up in the greeting, without a word about the token: too many "
-            "came at once, or another program listens there by now. Import again; if that does "
-            "not help, raise the publisher's max_consumers, or publish again."
+            f"{self.where} hung up in the greeting, before it looked at the token: too many "
+            "receivers came at once, or another program listens there by now. Import again; if "
+            "that does not help, raise the publisher's max_consumers, or publish again."
         )
         raise WeightBridgeUnavailableError(msg)
 
@@ -96,7 +97,7 @@ class Caller:
         except OSError as error:
             msg = (
                 f"{self.where} cannot be reached: this process gets no socket ({error}). Raise its "
-                "limit of open files (ulimit -n), or see that the machine has this kind of "
+                "limit of open files (ulimit -n), or check that the machine has this kind of "
                 "address, then import again."
             )
             raise WeightBridgeUnavailableError(msg) from error
@@ -110,9 +111,9 @@ class Caller:
             connection.close()
             if error.errno in _NETWORK:
                 msg = (
-                    f"{self.where} cannot be reached: {error}. See that the network works and that "
-                    "this machine has a route there, then import again; or give the publisher an "
-                    "address= that can be reached."
+                    f"{self.where} cannot be reached: {error}. Check that the network works and "
+                    "that this machine has a route there, then import again; or give the publisher "
+                    "an address= that can be reached."
                 )
                 raise WeightBridgeUnavailableError(msg) from error
             msg = (
@@ -124,19 +125,19 @@ class Caller:
 
     def _late(self, what: str) -> TransferTimeout:
         return TransferTimeout(
-            f"{self.where} could not {what} within {self._within_s:g} s. See that the publisher "
+            f"{self.where} could not {what} within {self._within_s:g} s. Check that the publisher "
             "runs and is reachable, then import again, or raise timeout_s."
         )
 
     def _receive(self, channel: Channel, part: str) -> bytes | None:
-        """One part of the greeting; None where the other side hung up."""
+        """Wait for one part of the greeting; None if the publisher hung up."""
         data = channel.receive_raw(GREETING_NBYTES[part], until=self._until)
         if data is None and not channel.is_lost:
             raise self._late("greet")
         return data
 
     def _greet(self, channel: Channel, token: bytes, identity: str) -> bool:
-        """Prove the token both ways; False where the other side hung up without a word of it."""
+        """Prove the token both ways; False if the publisher hung up before it looked at it."""
         hello = self._receive(channel, "hello")
         if hello is None:
             return False
@@ -150,7 +151,6 @@ class Caller:
         greeting = Greeting(self._magic, token, identity, nonce)
         answer = greeting.answer(fresh_nonce())
         channel.send_raw(answer)
-        # Both ways: what a stranger says is not parsed on this side either.
         proof = self._receive(channel, "proof")
         if proof is None:
             return False
@@ -181,7 +181,7 @@ class Caller:
             if left <= 0:
                 raise self._late("answer")
             poll = select.poll()
-            # What the publisher answers to may not have left as a whole.
+            # The question may not have left as a whole yet.
             wants = select.POLLIN | (select.POLLOUT if channel.has_outgoing else 0)
             poll.register(channel.socket, wants)
             poll.poll(left * 1e3)

@@ -11,13 +11,13 @@ from contextlib import ExitStack, closing
 import pytest
 
 from rl_bridge.errors import SegmentError, WeightBridgeUnavailableError
-from rl_bridge.transports.wire.acceptor import Door, listen
+from rl_bridge.transports.wire.acceptor import Acceptor, listen
 from rl_bridge.transports.wire.channel import Channel, Greeting, fresh_nonce
-from rl_bridge.transports.wire.client import Caller
+from rl_bridge.transports.wire.connector import Connector
 
 
 def call(address: str = "127.0.0.1") -> None:
-    Caller("the publisher", address, 1, magic=b"", timeout_s=5.0).connect(b"", "")
+    Connector("the publisher", address, 1, magic=b"", timeout_s=5.0).connect(b"", "")
 
 
 def test_a_process_without_a_descriptor_left_is_told_so() -> None:
@@ -55,7 +55,7 @@ def test_who_is_pushed_out_of_its_greeting_may_come_again(said: bytes) -> None:
         thread = threading.Thread(target=push_out)
         thread.start()
         port = listener.getsockname()[1]
-        caller = Caller("the publisher", "127.0.0.1", port, magic=b"12345678", timeout_s=20.0)
+        caller = Connector("the publisher", "127.0.0.1", port, magic=b"12345678", timeout_s=20.0)
         with pytest.raises(WeightBridgeUnavailableError, match="hung up in the greeting"):
             caller.connect(b"token", "identity")
         thread.join(20)
@@ -73,7 +73,7 @@ def test_a_publisher_that_dies_while_it_is_greeted_is_gone() -> None:
 
     thread = threading.Thread(target=die)
     thread.start()
-    caller = Caller("the publisher", "127.0.0.1", port, magic=b"12345678", timeout_s=20.0)
+    caller = Connector("the publisher", "127.0.0.1", port, magic=b"12345678", timeout_s=20.0)
     with pytest.raises(SegmentError, match="it died"):
         caller.connect(b"token", "identity")
     thread.join(20)
@@ -82,7 +82,7 @@ def test_a_publisher_that_dies_while_it_is_greeted_is_gone() -> None:
 def test_strangers_push_nobody_out_who_knows_the_token() -> None:
     listener = listen("test", "127.0.0.1", 0)
     with ExitStack() as stack:
-        door: Door[bytes] = Door(
+        acceptor: Acceptor[bytes] = Acceptor(
             listener,
             magic=b"12345678",
             token=b"token",
@@ -91,25 +91,25 @@ def test_strangers_push_nobody_out_who_knows_the_token() -> None:
             timeout_s=3600.0,
             max_members=1,
         )
-        stack.callback(door.close)
+        stack.callback(acceptor.close)
         pause = threading.Condition()
         stack.enter_context(pause)
 
         def come() -> Channel:
             near = Channel(socket.create_connection(listener.getsockname(), timeout=20))
             stack.enter_context(closing(near))
-            door.serve({listener.fileno()}, pause)
+            acceptor.serve({listener.fileno()}, pause)
             return near
 
         near = come()
-        (far,) = door.channels
+        (far,) = acceptor.channels
         hello = near.receive_raw(40, until=time.monotonic() + 20)
         assert hello is not None
         greeting = Greeting(b"12345678", b"token", "identity", hello[8:])
         near.send_raw(greeting.answer(fresh_nonce()))
         select.select([far.socket], [], [], 20)
-        door.serve({far.socket.fileno()}, pause)
+        acceptor.serve({far.socket.fileno()}, pause)
         for _ in range(80):
             come()
-        assert len(door.channels) == 64
-        assert far in door.channels
+        assert len(acceptor.channels) == 64
+        assert far in acceptor.channels
