@@ -26,7 +26,7 @@ from rich.table import Table
 
 from rl_bridge import make_weight_bridge
 from rl_bridge.bridge import BroadcastTensorBridge
-from rl_bridge.transports.broadcast import group, intake, sender
+from rl_bridge.transports.broadcast import group, receiver, sender
 
 __all__ = ["main"]
 
@@ -75,7 +75,7 @@ def _engine(connection: Connection, specs: dict[str, dict[str, int]], info: str)
     """The other process: imports what it is told to, and says when it was verified."""
     torch.set_num_threads(1)
     clock = Clock()
-    clock.install(intake)
+    clock.install(receiver)
     bridge = make_weight_bridge(
         "broadcast", source_worker="engine", init_info=info, timeout_s=_TIMEOUT_S
     )

@@ -169,25 +169,25 @@ def _exited(pid: int) -> bool:
 
 @contextmanager
 def held_before_its_poll(server: Any) -> Iterator[None]:
-    """Hold a server's thread where it has looked out for what to wait for, and is yet to wait."""
+    """Hold a server's thread where it knows what to wait for, and does not wait yet."""
     is_there, may_go = threading.Event(), threading.Event()
-    look_out = server._look_out
+    make_poll = server._make_poll
 
     def held(timeout_ms: float | None) -> Any:
-        found = look_out(timeout_ms)
+        found = make_poll(timeout_ms)
         if threading.current_thread() is server._thread:
-            server._wake.settle()
+            server._wake.clear()
             is_there.set()
             may_go.wait(DEADLINE_S)
         return found
 
-    server._look_out = held
+    server._make_poll = held
     server._wake.poke()
     try:
         assert is_there.wait(DEADLINE_S)
         yield
     finally:
-        server._look_out = look_out
+        server._make_poll = make_poll
         may_go.set()
 
 

@@ -18,7 +18,7 @@ LAYERS = [
 """Those that users call."""
 
 _VERBS = (
-    "add|allow|ask|call|cast|choose|close|convert|copy|cut|do|drop|export|extract|fix|flatten"
+    "add|allow|ask|call|cast|check|choose|close|convert|copy|cut|do|drop|export|extract|fix|flatten"
     "|free|get|give|import|increment|install|join|keep|leave|let|load|lower|make|mend|move|name"
     "|open|pass|publish|put|raise|read|register|reject|release|remove|restart|restore|run|see"
     "|send|set|split|start|stop|take|tell|tie|try|update|upgrade|use|wait|wrap|write"

@@ -13,7 +13,7 @@ import torch
 
 from rl_bridge.testing.faults import die
 from rl_bridge.testing.peer import Peer
-from rl_bridge.transports.broadcast import intake, sender
+from rl_bridge.transports.broadcast import receiver, sender
 from rl_bridge.transports.broadcast.group import Group, send_slices
 from rl_bridge.transports.broadcast.transport import Broadcast
 
@@ -43,7 +43,7 @@ def at_transfer(module: Any, number: int, act: Callable[[torch.Tensor], None]) -
     """Do something in the middle of this process's `number`-th transfer, behind its first slice.
 
     Args:
-        module: `intake` for a receiver's side, `sender` for the publisher's.
+        module: `receiver` for a receiver's side, `sender` for the publisher's.
         number: which transfer, from 1.
         act: what; it is given the arena.
 
@@ -89,7 +89,7 @@ class BreakingPeer(Peer):
         super().__init__(transport_class=Broadcast, **options)
         if breaks:
             action = _ACTIONS[breaks]
-            module = intake if side == "receiver" else sender
+            module = receiver if side == "receiver" else sender
             # For as long as this object lives.
             self._breaking = at_transfer(module, number, lambda _: action())
             self._breaking.__enter__()

@@ -21,7 +21,7 @@ from rl_bridge.testing.peer import engine_weights, hashes, sample_weights
 from rl_bridge.testing.processes import until
 from rl_bridge.testing.strategies import contents_of, random_tensor
 from rl_bridge.transports.base import Attachment
-from rl_bridge.transports.broadcast import group, intake, sender
+from rl_bridge.transports.broadcast import group, receiver, sender
 from rl_bridge.transports.wire.arenas import Arrivals, CPUArenas
 from tests.transports.broadcast_rig import at_transfer, big_weights
 
@@ -59,7 +59,7 @@ def test_bytes_that_change_on_the_wire_never_reach_the_engine(
     executor = RolloutExecutor(
         weight_bridge=rollout, weight_install_adapter=ModuleInstallAdapter(engine)
     )
-    with at_transfer(intake, number, flip_last):
+    with at_transfer(receiver, number, flip_last):
         for version in range(1, number):
             manifest = trainer.publish(sample_weights(version), weight_version=version)
             executor.update_weights(manifest)
@@ -267,7 +267,7 @@ def test_versions_that_nobody_imports_are_not_kept(
     trainer: BroadcastTensorBridge, rollout: BroadcastTensorBridge
 ) -> None:
     rollout.import_update(trainer.publish(sample_weights(1), weight_version=1))
-    arrivals = rollout._consumer_end()._end._links[trainer.publisher_id][1]  # type: ignore[attr-defined]
+    arrivals = rollout._consumer_end()._end._clients[trainer.publisher_id][1]  # type: ignore[attr-defined]
     manifest = None
     for version in range(2, 12):
         if manifest is not None:

@@ -8,7 +8,7 @@ import torch
 
 from rl_bridge import TensorBridge, make_weight_bridge
 from rl_bridge.testing.processes import until
-from rl_bridge.transports.broadcast.hub import Hub
+from rl_bridge.transports.broadcast.server import ControlServer
 from tests.helpers import tracing
 from tests.interrupts import InterruptBefore, cut_closes_off
 
@@ -39,18 +39,18 @@ def test_a_member_whose_end_was_cut_off_before_any_line_is_let_go_of_at_the_next
     number, struck = 0, True
     while struck:
         receiver, trainer = pair()
-        hub = trainer._publisher_end()._end._hub  # type: ignore[attr-defined]
-        assert isinstance(hub, Hub)
-        (member,) = hub.members
+        server = trainer._publisher_end()._end._server  # type: ignore[attr-defined]
+        assert isinstance(server, ControlServer)
+        (member,) = server.members
         until(lambda member=member: member.updates, what="its report came")  # type: ignore[misc]
-        with hub.changed:
+        with server.changed:
             tracer = InterruptBefore(number)
             with suppress(KeyboardInterrupt), tracing(tracer):
-                hub._lose(member)
+                server._lose(member)
         struck = tracer.struck
         (report,) = trainer.consumers()  # looks
         assert (report.worker, member.is_gone) == ("consumer", member.channel.is_lost)
-        assert hub.members == ([] if member.is_gone else [member])
+        assert server.members == ([] if member.is_gone else [member])
         receiver.close()
         trainer.close()
         number += 1
@@ -61,18 +61,18 @@ def test_a_report_whose_hearing_is_interrupted_is_told_again_by_the_next_connect
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     receiver, trainer = pair()
-    hub = trainer._publisher_end()._end._hub  # type: ignore[attr-defined]
-    assert isinstance(hub, Hub)
-    (member,) = hub.members
+    server = trainer._publisher_end()._end._server  # type: ignore[attr-defined]
+    assert isinstance(server, ControlServer)
+    (member,) = server.members
     until(lambda: member.updates, what="its report came")
     receiver.import_update(manifest := trainer.publish(WEIGHTS, weight_version=2))
     until(lambda: manifest.update_id in member.updates, what="its next report came")
-    with hub.changed:  # what comes waits for the next look
+    with server.changed:  # what comes waits for the next look
         receiver.acknowledge(manifest.update_id)
         with monkeypatch.context() as patch:
-            patch.setattr(hub, "_note", interrupted)
+            patch.setattr(server, "_handle", interrupted)
             with pytest.raises(KeyboardInterrupt):
-                until(hub.drain, what="it is heard")
+                until(server.catch_up, what="it is heard")
     trainer.consumers()
     assert member.is_gone
     receiver.import_update(trainer.publish(WEIGHTS, weight_version=3))

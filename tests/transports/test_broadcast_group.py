@@ -25,7 +25,7 @@ from rl_bridge.testing.leaks import Holdings, growth
 from rl_bridge.testing.peer import sample_weights
 from rl_bridge.testing.processes import until
 from rl_bridge.testing.strategies import contents_of
-from rl_bridge.transports.broadcast import hub
+from rl_bridge.transports.broadcast import server
 from rl_bridge.transports.broadcast.init_info import BroadcastInitInfo
 from rl_bridge.transports.broadcast.transport import Broadcast
 from rl_bridge.transports.wire.channel import GREETING_NBYTES, Greeting
@@ -104,7 +104,7 @@ def test_receivers_that_joined_before_have_a_version_before_they_import_it(make:
         engine.join()
     manifest = publish(trainer, 1)
     for engine in engines:
-        arrivals = engine._consumer_end()._end._links[trainer.publisher_id][1]  # type: ignore[attr-defined]
+        arrivals = engine._consumer_end()._end._clients[trainer.publisher_id][1]  # type: ignore[attr-defined]
         until(partial(arrivals.find, manifest.update_id), what="it arrives by itself")
         assert contents_of(engine.import_update(manifest)) == contents_of(sample_weights(1))
 
@@ -234,7 +234,7 @@ def test_a_wrong_token_is_refused_before_anything_is_parsed(
     trainer = make("trainer")
     manifest = publish(trainer, 1)
     parsed: list[bytes] = []
-    monkeypatch.setattr(hub, "from_receiver", parsed.append)
+    monkeypatch.setattr(server, "from_receiver", parsed.append)
     group = {**dict(manifest.handle["group"]), "token": "0" * 64}
     handle = {"generation": manifest.handle["generation"], "group": group}
     with pytest.raises(SegmentError, match="token is not its own"):
@@ -248,7 +248,7 @@ def test_what_is_said_without_the_token_is_never_parsed(
 ) -> None:
     info = make("trainer").init_info()
     parsed: list[bytes] = []
-    monkeypatch.setattr(hub, "from_receiver", parsed.append)
+    monkeypatch.setattr(server, "from_receiver", parsed.append)
     with socket.create_connection((info.address, info.port), timeout=20) as stranger:
         stranger.sendall(b'{"kind":"join"}' * 100)
         hello = b""
@@ -309,9 +309,9 @@ def test_a_member_that_sends_what_is_no_message_loses_its_connection_only(
     manifest = publish(trainer, 1)
     for engine in (good, bad):
         engine.import_update(manifest)
-    link = bad._consumer_end()._end._links[trainer.publisher_id][0]  # type: ignore[attr-defined]
-    link._channel.send_bytes(text)
-    until(lambda: link.is_lost, what="its connection ends")
+    client = bad._consumer_end()._end._clients[trainer.publisher_id][0]  # type: ignore[attr-defined]
+    client._channel.send_bytes(text)
+    until(lambda: client.is_lost, what="its connection ends")
     newer = publish(trainer, 2)
     assert contents_of(good.import_update(newer)) == contents_of(sample_weights(2))
     told = {report.worker: report.presence for report in trainer.consumers()}
@@ -322,9 +322,9 @@ def test_a_member_that_sends_what_is_no_message_loses_its_connection_only(
 def test_a_message_that_is_too_long_is_not_read(make: Make) -> None:
     trainer, engine = make("trainer"), make("rollout")
     engine.import_update(publish(trainer, 1))
-    link = engine._consumer_end()._end._links[trainer.publisher_id][0]  # type: ignore[attr-defined]
-    link._channel.send_raw((1 << 31).to_bytes(4, "big"))
-    until(lambda: link.is_lost, what="its connection ends")
+    client = engine._consumer_end()._end._clients[trainer.publisher_id][0]  # type: ignore[attr-defined]
+    client._channel.send_raw((1 << 31).to_bytes(4, "big"))
+    until(lambda: client.is_lost, what="its connection ends")
 
 
 # ---- ends ---------------------------------------------------------------------------------------

@@ -11,8 +11,8 @@ from rl_bridge.bridge import BroadcastTensorBridge
 from rl_bridge.testing.processes import until
 from rl_bridge.transports.broadcast.group import Group, GroupStore, send_slices
 from rl_bridge.transports.broadcast.init_info import MAGIC
-from rl_bridge.transports.broadcast.intake import EarlyValues, Intake
 from rl_bridge.transports.broadcast.messages import Arrived, Go, Offer, Ready
+from rl_bridge.transports.broadcast.receiver import Receiver, _PendingValues
 from rl_bridge.transports.wire.arenas import Arrivals, CPUArenas
 from rl_bridge.transports.wire.channel import GREETING_NBYTES, Greeting, Message, fresh_nonce
 
@@ -25,22 +25,22 @@ def test_the_values_of_many_members_wait_for_one_that_begins_late() -> None:
     said: list[Message] = []
     stores: list[GroupStore] = []
     arrivals = Arrivals(CPUArenas(), "many")
-    intake = Intake(
+    receiver = Receiver(
         "gloo",
         arrivals,
-        say=said.append,
-        tell=lambda _, key, value: stores[0].learn(key, value),
+        send=said.append,
+        send_value=lambda _, key, value: stores[0].learn(key, value),
         address="127.0.0.1",
         timeout_s=20.0,
     )
-    stores.append(GroupStore(lambda key, value: intake.learn(1, key, value), timeout_s=20.0))
+    stores.append(GroupStore(lambda key, value: receiver.learn(1, key, value), timeout_s=20.0))
     try:
         sender = threading.Thread(target=send, args=(stores[0],))
         sender.start()
-        until(lambda: bool(intake._early._values), what="the publisher's value")
+        until(lambda: bool(receiver._pending_values._values), what="the publisher's value")
         for number in range(2, MANY):
-            intake.learn(1, f"0/{number}", bytes(200))
-        intake.put(
+            receiver.learn(1, f"0/{number}", bytes(200))
+        receiver.put(
             Offer(
                 transfer=1,
                 update_id="a" * 32,
@@ -50,12 +50,12 @@ def test_the_values_of_many_members_wait_for_one_that_begins_late() -> None:
                 header="c" * 32,
             )
         )
-        intake.put(Go(transfer=1, group=1, rank=1, size=2, slice_nbytes=4096))
+        receiver.put(Go(transfer=1, group=1, rank=1, size=2, slice_nbytes=4096))
         sender.join(60)
         until(lambda: len(said) == 2, what="the arrival")
         assert said == [Ready(transfer=1), Arrived(transfer=1)]
     finally:
-        intake.close(timeout_s=20.0)
+        receiver.close(timeout_s=20.0)
         arrivals.close()
 
 
@@ -67,7 +67,7 @@ def send(store: GroupStore) -> None:
 
 
 def test_only_the_newest_group_s_values_are_kept() -> None:
-    early = EarlyValues()
+    early = _PendingValues()
     early.add(1, "old", b"1")
     early.add(2, "new", b"2")
     early.add(1, "late", b"3")
@@ -79,7 +79,7 @@ def test_only_the_newest_group_s_values_are_kept() -> None:
 
 
 def test_what_comes_without_end_is_not_kept() -> None:
-    early, value = EarlyValues(), bytes(1 << 20)
+    early, value = _PendingValues(), bytes(1 << 20)
     for number in range(100):
         early.add(1, str(number), value)
     assert len(early.take(1)) == 63

@@ -17,8 +17,8 @@ from rl_bridge.errors import SegmentError, WeightBridgeUnavailableError
 from rl_bridge.testing.peer import sample_weights
 from rl_bridge.testing.processes import DEADLINE_S, until
 from rl_bridge.testing.strategies import contents_of
-from rl_bridge.transports.broadcast.hub import Hub
 from rl_bridge.transports.broadcast.messages import Released
+from rl_bridge.transports.broadcast.server import ControlServer
 from tests.helpers import held_before_its_poll
 
 Make = Callable[..., BroadcastTensorBridge]
@@ -44,14 +44,14 @@ def publish(bridge: BroadcastTensorBridge, version: int) -> Any:
     return bridge.publish(sample_weights(version), weight_version=version)
 
 
-def hub_of(trainer: BroadcastTensorBridge) -> Hub:
-    found = trainer._publisher_end()._end._hub  # type: ignore[attr-defined]
-    assert isinstance(found, Hub)
+def server_of(trainer: BroadcastTensorBridge) -> ControlServer:
+    found = trainer._publisher_end()._end._server  # type: ignore[attr-defined]
+    assert isinstance(found, ControlServer)
     return found
 
 
-def link_of(engine: BroadcastTensorBridge, trainer: BroadcastTensorBridge) -> Any:
-    return engine._consumer_end()._end._links[trainer.publisher_id][0]  # type: ignore[attr-defined]
+def client_of(engine: BroadcastTensorBridge, trainer: BroadcastTensorBridge) -> Any:
+    return engine._consumer_end()._end._clients[trainer.publisher_id][0]  # type: ignore[attr-defined]
 
 
 def test_a_publisher_without_descriptors_answers_while_strangers_knock(make: Make) -> None:
@@ -87,7 +87,7 @@ def test_a_member_that_never_stops_talking_does_not_hold_the_publisher(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer = make("trainer")
-    hub = hub_of(trainer)
+    server = server_of(trainer)
     rounds = []
 
     def always(timeout_ms: float | None) -> bool:
@@ -95,8 +95,8 @@ def test_a_member_that_never_stops_talking_does_not_hold_the_publisher(
         assert len(rounds) < 10_000, "it is listened to for ever"
         return True
 
-    monkeypatch.setattr(hub, "_step", always)
-    hub.drain()
+    monkeypatch.setattr(server, "_step", always)
+    server.catch_up()
     assert rounds
 
 
@@ -108,32 +108,32 @@ def test_what_a_member_did_not_take_at_once_is_sent_on_whoever_looks_meanwhile(
     engines = [make("one"), make("other")]
     for engine in engines:
         engine.import_update(manifest)
-    hub = hub_of(trainer)
-    one, other = hub.members
-    hub.open_store(7, (one, other))
-    with held_before_its_poll(hub):
+    server = server_of(trainer)
+    one, other = server.members
+    server.open_store(7, (one, other))
+    with held_before_its_poll(server):
         with monkeypatch.context() as patch:
             patch.setattr(other.channel, "flush", lambda: None)  # it is full
-            link_of(engines[0], trainer)._tell(7, "key", b"value")
+            client_of(engines[0], trainer)._send_value(7, "key", b"value")
             arrived = select.poll()
             arrived.register(one.channel.socket, select.POLLIN)
             assert arrived.poll(DEADLINE_S * 1e3)
-            hub.drain()
+            server.catch_up()
         assert other.channel.has_outgoing
     until(lambda: not other.channel.has_outgoing, what="the rest to be sent", deadline_s=20)
 
 
 def test_a_closed_publisher_writes_to_no_descriptor_that_took_its_number(make: Make) -> None:
     trainer = make("trainer")
-    hub = hub_of(trainer)
-    number = hub._wake.fd
+    server = server_of(trainer)
+    number = server._wake.fd
     trainer.close()
     taken = os.memfd_create("somebody else's")
     try:
         if taken != number:
             os.dup2(taken, number)
-        hub.send([], Released(update_id="0" * 32))  # as its sender does that ends a transfer
-        hub.close()
+        server.send([], Released(update_id="0" * 32))  # as its sender does that ends a transfer
+        server.close()
         assert os.fstat(number).st_size == 0
     finally:
         for fd in {taken, number}:
@@ -147,7 +147,7 @@ def test_who_only_looked_cannot_follow_in_a_place_that_is_not_its_own(make: Make
     manifest = publish(trainer, 1)
     late = make("late")
     late._consumer_end()._end.look(manifest)
-    assert [member.is_observer for member in hub_of(trainer).members] == [False, True]
+    assert [member.is_observer for member in server_of(trainer).members] == [False, True]
     with pytest.raises(WeightBridgeUnavailableError, match="is taken by worker 'one'"):
         late.import_update(publish(trainer, 2))
     assert contents_of(one.import_update(manifest)) == contents_of(sample_weights(1))
@@ -160,7 +160,7 @@ def test_a_closed_group_that_nobody_came_to_costs_no_time_once_its_wait_is_over(
     trainer = make("trainer", world_size=3, timeout_s=0.3)
     publish(trainer, 1)
     schedule = trainer._publisher_end()._end._sender._schedule  # type: ignore[attr-defined]
-    until(lambda: schedule.seconds_left() is None, what="the sender sleeps until there is news")
+    until(lambda: schedule.wait_s() is None, what="the sender sleeps until there is news")
     latest = publish(trainer, 2)
     engine = make("engine", init_info=trainer.init_info())
     assert contents_of(engine.import_update(latest)) == contents_of(sample_weights(2))
@@ -170,16 +170,16 @@ def test_a_manifest_that_leads_nowhere_does_not_cost_the_group_of_its_name(make:
     trainer = make("trainer", group_name="weights")
     engine = make("rollout")
     engine.import_update(publish(trainer, 1))
-    link = link_of(engine, trainer)
+    client = client_of(engine, trainer)
     gone = make("gone", group_name="weights")
     manifest = publish(gone, 1)
     gone.close()
     with pytest.raises(SegmentError):
         engine.import_update(manifest)
-    assert not link.is_lost
+    assert not client.is_lost
     newer = publish(trainer, 2)
     assert contents_of(engine.import_update(newer)) == contents_of(sample_weights(2))
-    assert link_of(engine, trainer) is link
+    assert client_of(engine, trainer) is client
 
 
 def test_an_engine_that_is_collected_in_its_own_thread_is_closed_there(
@@ -187,17 +187,17 @@ def test_an_engine_that_is_collected_in_its_own_thread_is_closed_there(
 ) -> None:
     trainer, engine = make("trainer"), make("rollout")
     engine.import_update(publish(trainer, 1))
-    link = link_of(engine, trainer)
+    client = client_of(engine, trainer)
     ended: list[bool] = []
     done = threading.Event()
 
     def collected(_: object) -> None:
         try:
-            ended.append(link.close())
+            ended.append(client.close())
         finally:
             done.set()
 
-    monkeypatch.setattr(link, "_note", collected)
+    monkeypatch.setattr(client, "_handle", collected)
     publish(trainer, 2)  # the offer is what its thread is in the middle of
     assert done.wait(20)
     assert ended == [True]
@@ -208,22 +208,22 @@ def test_a_publisher_that_hung_up_is_gone_before_anybody_read_that(
 ) -> None:
     trainer, engine = make("trainer"), make("rollout")
     engine.import_update(publish(trainer, 1))
-    link = link_of(engine, trainer)
-    monkeypatch.setattr(link._channel, "fill", lambda: None)
-    assert not link.is_lost
+    client = client_of(engine, trainer)
+    monkeypatch.setattr(client._channel, "fill", lambda: None)
+    assert not client.is_lost
     trainer.close()
-    assert link.is_lost
+    assert client.is_lost
 
 
 def test_the_kernel_asks_whether_the_other_machine_is_there_on_both_sides(make: Make) -> None:
     """One that lost its power says no goodbye, and would keep its place for hours."""
     trainer, engine = make("trainer", timeout_s=20.0), make("rollout", timeout_s=10.0)
     engine.import_update(publish(trainer, 1))
-    (member,) = hub_of(trainer).members
+    (member,) = server_of(trainer).members
     asked = ("TCP_KEEPIDLE", "TCP_KEEPINTVL", "TCP_KEEPCNT", "TCP_USER_TIMEOUT")
     found = [
         [channel.socket.getsockopt(socket.IPPROTO_TCP, getattr(socket, option)) for option in asked]
-        for channel in (member.channel, link_of(engine, trainer)._channel)
+        for channel in (member.channel, client_of(engine, trainer)._channel)
     ]
     # No time limit for what a peer does not read: it may be slow.
     assert found == [[20, 6, 6, 0], [10, 3, 6, 0]]

@@ -1,4 +1,4 @@
-"""The engine's end: a link to each publisher that it imports from, and where versions arrive."""
+"""The engine's end: a connection to each publisher that it imports from, and what arrived."""
 
 import logging
 import os
@@ -14,8 +14,8 @@ from rl_bridge.errors import (
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.memory.control import UpdateReport
 from rl_bridge.transports.base import Attachment, ConsumerEnd
+from rl_bridge.transports.broadcast.client import ControlClient
 from rl_bridge.transports.broadcast.init_info import Backend, BroadcastHandle, BroadcastInitInfo
-from rl_bridge.transports.broadcast.link import Link
 from rl_bridge.transports.wire.arenas import Arenas, Arrivals
 from rl_bridge.transports.wire.channel import read_handle
 
@@ -39,7 +39,7 @@ class BroadcastConsumer(ConsumerEnd):
         num_threads: int | None,
         timeout_s: float,
     ) -> None:
-        """Join the group of `init_info` at once, if it is given; others when a manifest comes.
+        """Join the group of `init_info` at once, if given; other groups when a manifest comes.
 
         Raises:
             SegmentError: its publisher is gone.
@@ -55,20 +55,19 @@ class BroadcastConsumer(ConsumerEnd):
         self._override = override
         self._num_threads = num_threads
         self._timeout_s = timeout_s
-        self._links: dict[str, tuple[Link, Arrivals]] = {}
+        self._clients: dict[str, tuple[ControlClient, Arrivals]] = {}
         # A bridge that is dropped instead of closed must not go on receiving.
         self._pid = os.getpid()
-        self._finalizer = weakref.finalize(self, _end, self._pid, self._links)
+        self._finalizer = weakref.finalize(self, _end, self._pid, self._clients)
         if init_info is not None:
-            self._link(init_info, is_observer=False)
+            self._client(init_info, is_observer=False)
 
     def attach(self, manifest: WeightUpdateManifest) -> Attachment:
-        """Have a version here, joining its publisher's group if need be, and lease it."""
+        """Fetch a version, joining its publisher's group if need be, and lease it."""
         return self._attach(manifest, is_observer=False)
 
     def look(self, manifest: WeightUpdateManifest) -> Attachment:
-        """The same without following, and without a record."""
-        # Who only looks is pushed nothing, and no record of a consumer is replaced.
+        """Fetch a version as an observer, which leaves no record and gets no later versions."""
         return self._attach(manifest, is_observer=True)
 
     def _attach(self, manifest: WeightUpdateManifest, *, is_observer: bool) -> Attachment:
@@ -76,12 +75,14 @@ class BroadcastConsumer(ConsumerEnd):
         update_id, table = manifest.update_id, manifest.table
         is_last_try = False
         while True:
-            link, arrivals = self._link(handle.group, is_observer=is_observer)
+            client, arrivals = self._client(handle.group, is_observer=is_observer)
             try:
-                link.fetch(update_id, generation=handle.generation, arena_nbytes=table.arena_nbytes)
+                client.fetch(
+                    update_id, generation=handle.generation, arena_nbytes=table.arena_nbytes
+                )
             except SegmentError:
-                # The connection broke, which may mean no more than that: once more, on a new one.
-                if not link.is_lost or is_last_try:
+                # Only the connection may be broken: try once more, on a new one.
+                if not client.is_lost or is_last_try:
                     raise
                 is_last_try = True
                 continue
@@ -93,10 +94,10 @@ class BroadcastConsumer(ConsumerEnd):
             )
             if attachment is not None:
                 return attachment
-            # It had to make room for newer ones before it was taken.
+            # It arrived, and was evicted for newer versions before it was attached.
             if is_last_try:
                 msg = (
-                    f"update {update_id}: newer versions came in its way. Import the publisher's "
+                    f"update {update_id}: newer versions took its place. Import the publisher's "
                     "latest manifest, or import again."
                 )
                 raise TransferTimeout(msg)
@@ -113,9 +114,11 @@ class BroadcastConsumer(ConsumerEnd):
             )
         return handle
 
-    def _link(self, group: BroadcastInitInfo, *, is_observer: bool) -> tuple[Link, Arrivals]:
+    def _client(
+        self, group: BroadcastInitInfo, *, is_observer: bool
+    ) -> tuple[ControlClient, Arrivals]:
         """Find or make the connection to a publisher."""
-        known = self._links.get(group.publisher_id)
+        known = self._clients.get(group.publisher_id)
         if known is not None and not known[0].is_lost and _is_same(known[0].info, group):
             if not is_observer:
                 known[0].follow()
@@ -123,9 +126,9 @@ class BroadcastConsumer(ConsumerEnd):
         rivals = self._rivals(group)
         mine = self._init_info
         if mine is not None and _is_same(mine, group):
-            group = mine  # the manifest does not know this side's place in the group
+            group = mine  # it has this side's place in the group, which no manifest has
         arrivals = known[1] if known is not None else self._arrivals(group)
-        link = Link(
+        client = ControlClient(
             group,
             arrivals,
             worker=self._worker,
@@ -133,58 +136,58 @@ class BroadcastConsumer(ConsumerEnd):
             is_observer=is_observer,
             timeout_s=self._timeout_s,
         )
-        # Only now: a manifest that leads nowhere must not cost the connection that works.
-        self._links[group.publisher_id] = link, arrivals
-        self._make_way(rivals)
+        # Only now: a manifest that leads nowhere must not end a connection that works.
+        self._clients[group.publisher_id] = client, arrivals
+        self._leave(rivals)
         if known is not None:
-            link.take_over(known[0])
-        return link, arrivals
+            client.take_over(known[0])
+        return client, arrivals
 
     def _arrivals(self, group: BroadcastInitInfo) -> Arrivals:
         return Arrivals(self._make_arenas(), f"rlb-{group.publisher_id[:12]}-in")
 
     def _rivals(self, group: BroadcastInitInfo) -> list[str]:
-        """Other publishers whose groups have the same name, if they may be ended."""
+        """Find other publishers whose groups have the same name, and may be left."""
         found = []
-        for publisher_id, (link, _) in self._links.items():
-            if publisher_id == group.publisher_id or link.info.group_name != group.group_name:
+        for publisher_id, (client, _) in self._clients.items():
+            if publisher_id == group.publisher_id or client.info.group_name != group.group_name:
                 continue
-            if not link.is_lost and not self._override:
+            if not client.is_lost and not self._override:
                 msg = (
                     f"this side is in a group {group.group_name!r} already, of publisher "
-                    f"{publisher_id} at {link.info.address} port {link.info.port}. Give the "
-                    "groups names of their own, close the other one, or pass override=True."
+                    f"{publisher_id} at {client.info.address} port {client.info.port}. Give each "
+                    "group a name of its own, close the other group, or pass override=True."
                 )
                 raise WeightBridgeUnavailableError(msg)
             found.append(publisher_id)
         return found
 
-    def _make_way(self, rivals: list[str]) -> None:
+    def _leave(self, rivals: list[str]) -> None:
         for publisher_id in rivals:
-            link, arrivals = self._links[publisher_id]
-            _LOG.info("the group %r of %s makes way", link.info.group_name, publisher_id)
-            _leave(link, arrivals)
-            del self._links[publisher_id]
+            client, arrivals = self._clients[publisher_id]
+            _LOG.info("left the group %r of %s", client.info.group_name, publisher_id)
+            _close(client, arrivals)
+            del self._clients[publisher_id]
 
     def report(self, manifest: WeightUpdateManifest, report: UpdateReport) -> None:
-        """Tell the publisher, if this side is in its group."""
-        known = self._links.get(manifest.publisher_id)
+        """Send a report to the publisher, if this side is in its group."""
+        known = self._clients.get(manifest.publisher_id)
         if known is None:
             _LOG.info("the publisher will not hear of %s: not in its group", report.update_id)
         else:
             known[0].report(report)
 
     def settle(self) -> None:
-        """Let go of versions that were imported, and of publishers that are gone."""
-        for publisher_id, (link, arrivals) in list(self._links.items()):
+        """Release versions that were imported, and connections to publishers that are gone."""
+        for publisher_id, (client, arrivals) in list(self._clients.items()):
             arrivals.sweep()
-            if link.is_lost and not arrivals.is_needed:
-                _leave(link, arrivals)
-                del self._links[publisher_id]
+            if client.is_lost and not arrivals.is_needed:
+                _close(client, arrivals)
+                del self._clients[publisher_id]
 
     def close(self) -> None:
-        """Leave all groups; tensors keep what they look at."""
-        _end(self._pid, self._links)
+        """Leave all groups; tensors keep the memory that they show."""
+        _end(self._pid, self._clients)
         self._finalizer.detach()  # behind it: what an interrupt cuts off, the next call ends
 
 
@@ -192,15 +195,15 @@ def _is_same(one: BroadcastInitInfo, other: BroadcastInitInfo) -> bool:
     return one.model_copy(update={"rank_offset": 1}) == other.model_copy(update={"rank_offset": 1})
 
 
-def _leave(link: Link, arrivals: Arrivals) -> None:
-    # Where a slice is on the wire still, the memory goes with its thread.
-    if link.close():
+def _close(client: ControlClient, arrivals: Arrivals) -> None:
+    # If a slice is still on the wire, its thread keeps the memory.
+    if client.close():
         arrivals.close()
 
 
-def _end(pid: int, links: dict[str, tuple[Link, Arrivals]]) -> None:
+def _end(pid: int, clients: dict[str, tuple[ControlClient, Arrivals]]) -> None:
     if os.getpid() != pid:
         return
-    for publisher_id, link in list(links.items()):
-        _leave(*link)
-        links.pop(publisher_id, None)
+    for publisher_id, client in list(clients.items()):
+        _close(*client)
+        clients.pop(publisher_id, None)

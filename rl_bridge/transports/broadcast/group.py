@@ -1,11 +1,18 @@
-"""A process group of its own: the trainer and some engines, whatever other groups they are in.
+"""A process group of the trainer and some engines, apart from all other groups of theirs.
 
-It is made from the backend's class itself and registered nowhere: neither world's default group
-is touched, and a name can be used again. Its rendezvous is a store whose values travel over the
+The group is made from the backend's class itself and registered nowhere: no default group is
+touched, and a name can be used again. Its rendezvous is a store whose values travel over the
 connections that the members have anyway, so that no port without a token is opened for it.
+
+Gloo has three habits that this module lives with. It may not notice that a member died: what it
+had begun to send then ends only at its deadline, so each wait looks from time to time whether it
+can still succeed. A member that connects to others cannot be stopped, so groups are made in a
+thread of their own. And slices that were begun cannot be called off, so after a transfer broke off
+the arena is not used again before they have ended (`BrokenGroups`).
 """
 
 import importlib
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -21,40 +28,39 @@ from torch._C._distributed_c10d import Store  # what torch.distributed shows wit
 from rl_bridge.errors import DeadlineExceeded, SegmentError
 from rl_bridge.transports.broadcast.init_info import Backend
 
-__all__ = ["Group", "GroupStore", "gloo_cause", "send_slices"]
+__all__ = ["BrokenGroups", "Group", "GroupStore", "gloo_cause", "send_slices"]
 
-# Slices that are under way at a time: one on the wire, one whose receiver is ready, one that is
-# being digested.
+_LOG = logging.getLogger(__name__)
+
+# Slices under way at a time: one on the wire, one whose receiver is ready, one being digested.
 _WINDOW = 3
 _GLOO_THREADS = 2
 _POLL_S = 0.0002
-# How often a wait for a slice looks whether it is in vain. Gloo itself may not notice that a member
-# died: what it had begun to send then ends at its deadline.
 _LOOK_S = 0.1
-# The members' values come, and then they connect: each takes at most one deadline.
+# First the members' values come, then the members connect: each takes at most one deadline.
 _PHASES = 2
 
 
 class GroupStore(Store):
-    """A rendezvous' values: each member has all of them, and tells the others of its own."""
+    """The values of a rendezvous: each member has all of them, and sends its own to the others."""
 
-    def __init__(self, tell: Callable[[str, bytes], None], *, timeout_s: float) -> None:
+    def __init__(self, send: Callable[[str, bytes], None], *, timeout_s: float) -> None:
         """Start empty.
 
         Args:
-            tell: passes a value on to the other members.
+            send: passes a value on to the other members.
             timeout_s: longest wait for a value.
 
         """
         super().__init__()
-        self._tell = tell
+        self._send = send
         self._timeout_s = timeout_s
         self._values: dict[str, bytes] = {}
         self._changed = threading.Condition()
         self._failure: str | None = None
 
     def learn(self, key: str, value: bytes) -> None:
-        """Take note of another member's value."""
+        """Note another member's value."""
         with self._changed:
             self._values[key] = value
             self._changed.notify_all()
@@ -68,10 +74,10 @@ class GroupStore(Store):
     # ---- what torch calls -----------------------------------------------------------------------
 
     def set(self, key: str, value: bytes | str) -> None:
-        """Keep a value, and tell the others."""
+        """Keep a value, and send it to the others."""
         data = value if isinstance(value, bytes) else value.encode("utf-8")
         self.learn(key, data)
-        self._tell(key, data)
+        self._send(key, data)
 
     def get(self, key: str) -> bytes:
         """Wait for a value.
@@ -105,7 +111,7 @@ class GroupStore(Store):
             raise SegmentError(f"the group did not come about: {self._failure}. Try again.")
         if not in_time:
             msg = (
-                f"a member of the group did not come within {left} s. See that every engine can "
+                f"a member of the group did not come within {left} s. Check that every engine can "
                 "reach the publisher's address, or raise timeout_s."
             )
             raise DeadlineExceeded(msg)
@@ -115,10 +121,10 @@ class GroupStore(Store):
         return all(key in self._values for key in keys)
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Keep to the deadline that this store was made with."""
+        """Do nothing: this store keeps the deadline that it was made with."""
 
     def delete_key(self, key: str) -> bool:
-        """Forget a value, here."""
+        """Forget a value, in this process."""
         return self._values.pop(key, None) is not None
 
 
@@ -126,7 +132,7 @@ class Group:
     """One process group. Used by one thread at a time.
 
     Attributes:
-        why_off: says why what is under way is in vain; None while it is not.
+        why_aborted: says why the transfer cannot succeed any more; None while it can.
 
     """
 
@@ -139,21 +145,21 @@ class Group:
         size: int,
         address: str,
         timeout_s: float,
-        why_off: Callable[[], str | None] = lambda: None,
+        why_aborted: Callable[[], str | None] = lambda: None,
     ) -> None:
         """Meet the other members.
 
         Args:
             backend: what carries the bytes.
             store: the rendezvous.
-            rank: of this process; 0 sends.
-            size: of the group.
+            rank: this process's place in the group; 0 sends.
+            size: how many members the group has.
             address: of this machine's interface, for Gloo.
             timeout_s: longest wait of the rendezvous, and of each slice.
-            why_off: says why there is no use in it, or in a slice; None while there is.
+            why_aborted: says why the group, or a slice, cannot succeed any more; None while it can.
 
         Raises:
-            RuntimeError: they did not come in time, it is in vain, or torch refuses.
+            RuntimeError: the others did not come in time, it was aborted, or torch refuses.
 
         """
         self._store = store  # torch calls back into it for as long as the group lives
@@ -161,13 +167,13 @@ class Group:
         self._timeout_s = timeout_s
         self._is_device = backend != "gloo"
         self._pending: list[Any] = []
-        self.why_off = why_off
+        self.why_aborted = why_aborted
         self._group: Any = None
         if self._is_device:
             self._group = _make_nccl(store, rank, size, address, self._timeout)
         else:
             make = partial(_make_gloo, store, rank, size, address, self._timeout)
-            self._group = _met(make, why_off, timeout_s=_PHASES * timeout_s)
+            self._group = _made_in_thread(make, why_aborted, timeout_s=_PHASES * timeout_s)
 
     def broadcast(self, tensor: torch.Tensor) -> Any:
         """Begin to send (rank 0) or receive one contiguous tensor.
@@ -176,7 +182,7 @@ class Group:
             RuntimeError: the group is broken.
 
         """
-        # A strided one would arrive as other bytes, without a word from the backend.
+        # The backend would send other bytes of a strided tensor, and raise nothing.
         assert tensor.is_contiguous(), "only contiguous memory is ever sent"
         options = torch._C._distributed_c10d.BroadcastOptions()  # noqa: SLF001 - torch has no public name for it
         options.rootRank = 0
@@ -191,27 +197,27 @@ class Group:
         """Wait for what `broadcast` began.
 
         Raises:
-            RuntimeError: it failed, is in vain, or did not end in time.
+            RuntimeError: it failed, was aborted, or did not end in time.
 
         """
         until = time.monotonic() + self._timeout_s
         while not self._has_ended(work):
-            reason = self.why_off()
+            reason = self.why_aborted()
             if reason is not None:
                 raise SegmentError(f"{reason}. Try again.")
             if time.monotonic() > until:
                 raise DeadlineExceeded(f"no slice within {self._timeout_s} s. Try again.")
         self._pending.remove(work)
         if not self._is_device:
-            work.wait(self._timeout)  # at once: raises what it failed with
+            work.wait(self._timeout)  # does not wait: raises the error if it failed
 
     def _has_ended(self, work: Any) -> bool:
-        """Wait a moment for it."""
+        """Wait a moment; returns whether it has ended by then."""
         if not self._is_device:
             with suppress(RuntimeError):  # a moment was not enough, or it failed
                 work.wait(timedelta(seconds=_LOOK_S))
             return bool(work.is_completed())
-        # There, `wait` only orders streams. This waits for the bytes.
+        # NCCL's `wait` only orders streams; this waits for the bytes.
         until, pause = time.monotonic() + _LOOK_S, threading.Event()
         while not work.is_completed() and time.monotonic() < until:
             pause.wait(_POLL_S)
@@ -219,17 +225,18 @@ class Group:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing reads or writes tensors any more that `broadcast` was given."""
+        """Whether the group no longer reads or writes any tensor that `broadcast` was given."""
         self._pending = [work for work in self._pending if not work.is_completed()]
         return not self._pending
 
-    def settle(self) -> bool:
-        """Leave, and wait until what was begun has ended; returns whether it has.
+    def drain(self) -> bool:
+        """Leave, and wait until all slices that were begun have ended; returns whether they have.
 
-        Gloo ends it at its deadline, one that a thread of it has not taken up by then at the next.
+        Gloo ends a slice at its deadline; a slice that no thread of Gloo has taken up by then ends
+        at the next deadline.
         """
         if self._is_device:
-            self.close()  # aborts it
+            self.close()  # NCCL aborts what is under way
         until = time.monotonic() + (_WINDOW + 1) * self._timeout_s
         pause = threading.Event()
         while not self.is_idle and time.monotonic() < until:
@@ -240,11 +247,54 @@ class Group:
         return has_ended
 
     def close(self) -> None:
-        """Leave: the others' waits for this member end with an error. Idempotent."""
+        """Leave: other members that wait for this one get an error. Idempotent."""
         group, self._group = self._group, None
         if group is not None and self._is_device:
             group.abort()
         del group  # the last reference: Gloo's threads and sockets end with it
+
+
+class BrokenGroups:
+    """Groups whose transfer broke off, until nothing of theirs reads or writes memory any more.
+
+    Each is drained in a thread of its own, so that the publisher goes on at once.
+    """
+
+    def __init__(self) -> None:
+        """Start without any."""
+        self._threads: list[threading.Thread] = []
+
+    def end(self, group: Group, then: Callable[[], object]) -> None:
+        """End a group, and call `then` when its memory may be used again.
+
+        That may be at once, in this thread. If the backend does not end what it began, `then` is
+        never called and the memory is kept.
+        """
+        if group.is_idle:
+            group.close()
+            then()
+            return
+        thread = threading.Thread(
+            target=_drain, args=(group, then), name="rlb-broadcast-drain", daemon=True
+        )
+        self._threads = [one for one in self._threads if one.is_alive()]
+        self._threads.append(thread)
+        thread.start()
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait until all have ended, at most `timeout_s`; returns whether they have."""
+        until = time.monotonic() + timeout_s
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(max(0.0, until - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)
+
+
+def _drain(group: Group, then: Callable[[], object]) -> None:
+    if group.drain():
+        then()
+    else:
+        _LOG.error("a broadcast that broke off does not end; the memory of its version is kept")
 
 
 def gloo_cause(address: str) -> str | None:
@@ -257,20 +307,20 @@ def gloo_cause(address: str) -> str | None:
 
 
 def _gloo() -> Any:
-    # Untyped: what names an interface is in no stub of torch's.
+    # Imported untyped: torch's stubs lack the function that names an interface.
     return importlib.import_module("torch.distributed").ProcessGroupGloo
 
 
-def _met(
-    make: Callable[[], object], why_off: Callable[[], str | None], *, timeout_s: float
+def _made_in_thread(
+    make: Callable[[], object], why_aborted: Callable[[], str | None], *, timeout_s: float
 ) -> object:
-    """Make a group in a thread of its own: a member that connects to others cannot be stopped."""
+    """Make a group in a thread of its own, and wait for it as long as it can succeed."""
     found: SimpleQueue[object] = SimpleQueue()
 
     def meet() -> None:
         try:
             found.put(make())
-        except Exception as error:  # noqa: BLE001 - raised where it is waited for
+        except Exception as error:  # noqa: BLE001 - raised by the thread that waits
             found.put(error)
 
     threading.Thread(target=meet, name="rlb-broadcast-meet", daemon=True).start()
@@ -281,7 +331,7 @@ def _met(
             if isinstance(made, Exception):
                 raise made
             return made
-        reason = why_off()
+        reason = why_aborted()
         if reason is not None:
             raise SegmentError(f"the group did not come about: {reason}. Try again.")
         if time.monotonic() > until:
@@ -291,10 +341,10 @@ def _met(
 def _make_gloo(store: Store, rank: int, size: int, address: str, timeout: timedelta) -> object:
     kind = _gloo()
     options = kind._Options()  # noqa: SLF001 - torch has no public name for it
-    # By address: the name of this machine may well lead to an interface that nobody can reach.
-    options._devices = [kind.create_device(hostname=address)]  # noqa: SLF001
-    options._timeout = timeout  # noqa: SLF001
-    options._threads = _GLOO_THREADS  # noqa: SLF001
+    # By address: this machine's name may lead to an interface that no peer can reach.
+    options._devices = [kind.create_device(hostname=address)]  # noqa: SLF001 - as above
+    options._timeout = timeout  # noqa: SLF001 - as above
+    options._threads = _GLOO_THREADS  # noqa: SLF001 - as above
     made: object = kind(store, rank, size, options)
     return made
 
@@ -317,8 +367,8 @@ def send_slices(
 ) -> None:
     """Send or receive an arena, slice by slice, several under way at a time.
 
-    Nothing is packed here: the arena is contiguous on both sides and laid out alike, so its slices
-    are what buckets would be, for tensors of every size, without a copy.
+    The arena is contiguous and laid out alike on both sides, so slices of it serve as buckets for
+    tensors of every size, without a copy.
 
     Args:
         group: the group.
@@ -327,8 +377,8 @@ def send_slices(
         meanwhile: called with the number of bytes that are complete, while the next slices travel.
 
     Raises:
-        SegmentError: a slice failed, is in vain or did not come in time. What was begun may go on
-            reading or writing the arena until the group is settled.
+        SegmentError: a slice failed, was aborted or did not come in time. Slices that were begun
+            may still read or write the arena until the group has drained.
 
     """
     total = arena.numel()
@@ -351,6 +401,6 @@ def send_slices(
             works[done] = None
     else:
         return
-    # Only the text is kept: the traceback would keep the works, and those the group's sockets.
+    # Raised from here, without the cause: its traceback would keep the group's sockets open.
     works.clear()
     raise SegmentError(f"a slice did not get through: {reason}. Send the version again.")

@@ -1,4 +1,4 @@
-"""What a receiver must know to join a publisher's group: typed, plain JSON there and back."""
+"""What a receiver must know to join a publisher's group: typed, and plain JSON."""
 
 from typing import Annotated, Literal, Self
 
@@ -29,31 +29,31 @@ Backend = Literal["gloo", "nccl"]
 BACKENDS: tuple[Backend, ...] = ("gloo", "nccl")
 
 MAGIC = b"rlbcast1"
-"""Names this transport's language in greetings."""
+"""Names this transport's protocol in greetings."""
 
 _MAX_TEXT = 8192
 
 STEPS_IN_TIME = 3
-"""One wait for a peer, of a slice or an answer, takes at most this part of ``timeout_s``.
+"""Each wait for a slice or for an answer takes at most this part of ``timeout_s``.
 
-An import that waits all of it then sees a transfer that breaks off, the answers of those who are
-left, and the next transfer, before its own patience ends.
+So an import that waits for all of ``timeout_s`` sees a transfer break off, the answers of the
+members that are left, and the next transfer, before its own deadline.
 """
 
 
 class BroadcastInitInfo(BaseModel):
     """Where a publisher's group is, and what lets a receiver in.
 
-    Whoever has it can read the weights: keep it as you keep the manifests, which carry it too.
+    Anybody who has it can read the weights: keep it as safe as the manifests, which carry it too.
 
     Attributes:
-        address: the publisher's, in numbers.
-        port: where it listens.
+        address: of the publisher, in numbers.
+        port: where the publisher listens.
         token: the shared secret, 64 hexadecimal digits; it never travels itself.
-        publisher_id: whose versions these are.
+        publisher_id: the publisher of the versions.
         group_name: the group's name.
         backend: what carries the bytes.
-        world_size: the trainer and all engine ranks; 0 where anybody may come and go.
+        world_size: how many members, the trainer and all engine ranks; 0: they come and go.
         rank_offset: added to an engine's own rank gives its place in the group.
 
     """
@@ -71,7 +71,7 @@ class BroadcastInitInfo(BaseModel):
 
     @property
     def identity(self) -> str:
-        """What both sides' proofs are about."""
+        """What both sides' proofs name."""
         return f"{self.publisher_id} {self.group_name}"
 
     def to_json(self) -> str:
@@ -83,7 +83,7 @@ class BroadcastInitInfo(BaseModel):
         """Read what `to_json` wrote.
 
         Raises:
-            MalformedManifest: it is not that.
+            MalformedManifest: it is something else.
 
         """
         if not isinstance(text, str) or len(text) > _MAX_TEXT:
@@ -105,7 +105,7 @@ class BroadcastInitInfo(BaseModel):
 
 
 TorchDistributedWeightSyncInitInfo = BroadcastInitInfo
-"""The same class, by the name that transfer strategies have for it."""
+"""The same class, under the name that transfer strategies use."""
 
 
 class BroadcastHandle(Handle):

@@ -1,6 +1,6 @@
-"""What publisher and receivers of a broadcast say to each other, beside the kinds that all have.
+"""What publisher and receivers of a broadcast say to each other, besides the common kinds.
 
-The largest message is bounded before it is read.
+The length of a message is bounded before it is read.
 """
 
 from typing import Annotated, Literal
@@ -53,7 +53,7 @@ class StoreValue(Message):
 
 
 class Join(Message):
-    """The first message: who this is."""
+    """The first message: names the receiver."""
 
     kind: Literal["join"] = "join"
     worker: Annotated[StrictStr, Field(max_length=512)]
@@ -61,11 +61,11 @@ class Join(Message):
     group_rank: Count
     pid: Count
     is_observer: StrictBool = False
-    """It takes single updates, is pushed none, and leaves no record."""
+    """An observer asks for single updates, is sent no others, and leaves no record."""
 
 
 class Want(Message):
-    """Send me this update (again)."""
+    """Asks for this update, perhaps again."""
 
     kind: Literal["want"] = "want"
     update_id: UpdateId
@@ -74,14 +74,14 @@ class Want(Message):
 
 
 class Ready(Message):
-    """I have a slot for this transfer."""
+    """The receiver has a slot for this transfer."""
 
     kind: Literal["ready"] = "ready"
     transfer: Count
 
 
 class Declined(Message):
-    """I take no part in this transfer."""
+    """The receiver takes no part in this transfer."""
 
     kind: Literal["declined"] = "declined"
     transfer: Count
@@ -89,14 +89,14 @@ class Declined(Message):
 
 
 class Arrived(Message):
-    """All bytes of this transfer are here."""
+    """All bytes of this transfer are at the receiver."""
 
     kind: Literal["arrived"] = "arrived"
     transfer: Count
 
 
 class Failed(Message):
-    """This transfer broke off here."""
+    """This transfer broke off at the receiver."""
 
     kind: Literal["failed"] = "failed"
     transfer: Count
@@ -107,13 +107,13 @@ class Failed(Message):
 
 
 class Welcome(Message):
-    """You are in."""
+    """The receiver is a member now."""
 
     kind: Literal["welcome"] = "welcome"
 
 
 class Offer(Message):
-    """This update is about to be sent: answer `Ready` or `Declined`."""
+    """This update is about to be sent: the receiver answers `Ready` or `Declined`."""
 
     kind: Literal["offer"] = "offer"
     transfer: Count
@@ -145,7 +145,7 @@ class CalledOff(Message):
 
 
 class Released(Message):
-    """The publisher let go of this update: nobody needs to keep it for an import to come."""
+    """The publisher released this update: a receiver need not keep it for a later import."""
 
     kind: Literal["released"] = "released"
     update_id: UpdateId

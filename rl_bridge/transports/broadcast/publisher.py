@@ -1,4 +1,8 @@
-"""The trainer's end: seals a version in a slot of its own, and leaves the rest to the sender."""
+"""The trainer's end: seals a version in a slot of its own, and leaves the rest to the sender.
+
+The control server's thread and the sender's thread know nothing of the publisher's end. So it ends
+with its last reference, and a bridge that is dropped instead of closed does not go on serving.
+"""
 
 import itertools
 import secrets
@@ -6,6 +10,7 @@ import socket
 import time
 import weakref
 from collections.abc import Mapping
+from functools import partial
 
 import torch
 
@@ -14,7 +19,6 @@ from rl_bridge.memory.control import Record
 from rl_bridge.memory.packing import PackPlan
 from rl_bridge.memory.slots import Slot, SlotRing
 from rl_bridge.transports.base import Carried, PublisherEnd
-from rl_bridge.transports.broadcast.hub import Hub
 from rl_bridge.transports.broadcast.init_info import (
     STEPS_IN_TIME,
     Backend,
@@ -22,6 +26,7 @@ from rl_bridge.transports.broadcast.init_info import (
     BroadcastInitInfo,
 )
 from rl_bridge.transports.broadcast.sender import Offered, Sender
+from rl_bridge.transports.broadcast.server import ControlServer
 from rl_bridge.transports.wire.arenas import Arenas
 
 __all__ = ["BroadcastPublisher", "group_info"]
@@ -35,7 +40,7 @@ def group_info(
     backend: Backend,
     world_size: int,
 ) -> BroadcastInitInfo:
-    """What receivers of a new group are told."""
+    """Describe a new group to its receivers."""
     address, port = listener.getsockname()[:2]
     return BroadcastInitInfo(
         address=address,
@@ -68,30 +73,30 @@ class BroadcastPublisher(PublisherEnd):
         self._num_threads = num_threads
         self._timeout_s = timeout_s
         self._is_closed = False
-        receivers = _Receivers()
-        # Neither knows this object, which ends with its last reference: the threads hold them.
+
+        def receivers_of(update_id: str) -> list[str]:
+            return sender.receivers_of(update_id)
+
         self._ring = SlotRing(
             _SlotMaker(arenas, f"rlb-{info.publisher_id[:12]}"),
             limit=max_slots,
-            name_holders=receivers,
+            name_holders=receivers_of,
         )
-        self._hub = Hub(listener, info, max_members=max_consumers, timeout_s=timeout_s)
-        self._sender = Sender(
-            self._hub,
+        self._server = ControlServer(listener, info, max_members=max_consumers, timeout_s=timeout_s)
+        self._sender = sender = Sender(
+            self._server,
             arenas,
             timeout_s=timeout_s / STEPS_IN_TIME,
             free=self._ring.release,
-            at_end=_Closing(self._hub, self._ring, arenas),
+            at_end=partial(_close_slots, self._server, self._ring, arenas),
         )
-        receivers.sender = self._sender
-        # A bridge that is dropped instead of closed must not go on serving.
-        self._finalizer = weakref.finalize(self, _end, self._hub, self._sender, timeout_s)
+        self._finalizer = weakref.finalize(self, _end, self._server, sender, timeout_s)
 
     def carry(self, plan: PackPlan, tensors: Mapping[str, torch.Tensor], update_id: str) -> Carried:
         """Seal a version; it is sent when its header is sealed, too."""
         table = plan.table
         start = time.perf_counter()
-        with self._hub.changed:
+        with self._server.changed:
             slot = self._ring.acquire(table.arena_nbytes)
         try:
             if slot.layout_digest != table.digest:
@@ -99,7 +104,7 @@ class BroadcastPublisher(PublisherEnd):
                 slot.layout_digest = table.digest
             staged = time.perf_counter()
             digests = plan.pack(tensors, slot.address, num_threads=self._num_threads)
-            with self._hub.changed:
+            with self._server.changed:
                 self._ring.publish(slot, update_id, table.arena_nbytes)
             handle = BroadcastHandle(group=self.info, generation=slot.generation).model_dump()
             ready = time.perf_counter()
@@ -113,17 +118,17 @@ class BroadcastPublisher(PublisherEnd):
             )
         except BaseException:
             self._sender.release(update_id)
-            with self._hub.changed:
+            with self._server.changed:
                 if slot.update_id in {None, update_id}:
                     self._ring.abandon(slot)
             raise
 
     def seal_header(self, update_id: str, digest: bytes) -> None:
-        """Leave the version to the sender, which tells the header's digest ahead of the bytes."""
+        """Leave the version to the sender, which sends the header's digest ahead of the bytes."""
         self._sender.announce(update_id, digest.hex())
 
     def snapshot(self, update_id: str) -> Slot:
-        """The slot of a published version.
+        """Find the slot of a published version.
 
         Raises:
             SegmentError: it was released.
@@ -136,12 +141,12 @@ class BroadcastPublisher(PublisherEnd):
         return offered.slot
 
     def release(self, update_id: str) -> None:
-        """Let its slot be written again, once it is not on the wire."""
+        """Let its slot be written again, once no transfer reads it."""
         self._sender.release(update_id)
 
     def records(self) -> list[Record]:
-        """What receivers said, as far as it has arrived."""
-        return [] if self._is_closed else self._hub.records()
+        """Everything that receivers reported, as far as it has arrived."""
+        return [] if self._is_closed else self._server.records()
 
     @property
     def nbytes(self) -> int:
@@ -149,9 +154,9 @@ class BroadcastPublisher(PublisherEnd):
         return 0 if self._is_closed else self._ring.nbytes
 
     def close(self) -> None:
-        """Tell the receivers, and end both threads."""
+        """Hang up on the receivers, and end both threads."""
         self._is_closed = True
-        _end(self._hub, self._sender, self._timeout_s)
+        _end(self._server, self._sender, self._timeout_s)
         self._finalizer.detach()  # behind it: what an interrupt cuts off, the next call ends
 
 
@@ -167,31 +172,14 @@ class _SlotMaker:
         return self._arenas.make_slot(f"{self._label}-{next(self._numbers)}", arena_nbytes)
 
 
-class _Receivers:
-    """Names who still needs the bytes of an update."""
-
-    sender: Sender | None = None
-
-    def __call__(self, update_id: str) -> list[str]:
-        return [] if self.sender is None else self.sender.receivers_of(update_id)
+def _close_slots(server: ControlServer, ring: SlotRing, arenas: Arenas) -> None:
+    with server.changed:
+        ring.close()
+    arenas.close()
 
 
-class _Closing:
-    """Gives the slots back when nothing reads them any more; keeps no publisher alive."""
-
-    def __init__(self, hub: Hub, ring: SlotRing, arenas: Arenas) -> None:
-        self._hub = hub
-        self._ring = ring
-        self._arenas = arenas
-
-    def __call__(self) -> None:
-        with self._hub.changed:
-            self._ring.close()
-        self._arenas.close()
-
-
-def _end(hub: Hub, sender: Sender, timeout_s: float) -> None:
-    # Receivers are told first: those in the middle of a transfer then end their side of it.
+def _end(server: ControlServer, sender: Sender, timeout_s: float) -> None:
+    # Hang up first: receivers in the middle of a transfer then end their side of it.
     sender.stop()
-    hub.close()
+    server.close()
     sender.close(timeout_s=timeout_s)

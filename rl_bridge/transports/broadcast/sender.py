@@ -1,10 +1,10 @@
-"""The publisher's second thread: carries versions to the receivers, and notices who is gone.
+"""The publisher's second thread: decides what to send next and to whom, and sends it.
 
-The newest version goes to all who follow, at once; older ones only to those who ask. Before a
-transfer each receiver says that it is ready, so that the group never begins with one that is dead
-or hangs. Where a transfer breaks off all the same, the group is given up, those who are gone are
-left out, and the others get the version in a group of their own: they keep their processes and
-what they hold.
+The newest version is sent at once to every receiver that follows; older versions are sent to the
+receivers that ask for them. Before a transfer each receiver says that it is ready, so that no group
+begins with a receiver that is dead or hangs. If a transfer breaks off all the same, its group is
+given up, the receivers that are gone are left out, and the others get the version in a new group.
+They keep their processes, and the versions that they hold.
 """
 
 import itertools
@@ -18,8 +18,7 @@ from functools import partial
 
 from rl_bridge.errors import SegmentError
 from rl_bridge.memory.slots import Slot
-from rl_bridge.transports.broadcast.group import Group, send_slices
-from rl_bridge.transports.broadcast.hub import Hub, Member
+from rl_bridge.transports.broadcast.group import BrokenGroups, Group, send_slices
 from rl_bridge.transports.broadcast.messages import (
     Arrived,
     CalledOff,
@@ -31,28 +30,30 @@ from rl_bridge.transports.broadcast.messages import (
     Released,
     Want,
 )
+from rl_bridge.transports.broadcast.server import ControlServer, Member
 from rl_bridge.transports.wire.arenas import Arenas
 from rl_bridge.transports.wire.channel import Gone, Message
 
-__all__ = [
-    "SLICE_NBYTES",
-    "Offered",
-    "Schedule",
-    "Sender",
-    "Wrecks",
-]
-
-# ---- What a publisher sends next, and to whom: decided here, done by the sender.
+__all__ = ["SLICE_NBYTES", "Offered", "Schedule", "Sender"]
 
 _LOG = logging.getLogger(__name__)
 
-# A receiver that fails again and again, alone, is not to cost the publisher all its time.
+SLICE_NBYTES = 16 << 20
+"""Small enough to be digested out of the cache, large enough that a slice's own cost is nothing."""
+# A receiver that fails so often is left out, so that it does not take all of the publisher's time.
 _MAX_FAILURES = 3
+# After a transfer broke off, members have so long to say how it ended for them. Their sockets are
+# closed at once, so members that live answer at once.
+_GRACE_S = 5.0
+# What Gloo had begun when a transfer broke off ends within as many of its deadlines.
+_MAX_WAITS = 4
+_ANSWERS = (Ready, Declined)
+_ENDS = (Arrived, Failed)
 
 
 @dataclass(slots=True)
 class Offered:
-    """A version that is sealed. Once it is published its `header` is known, and receivers hear."""
+    """A sealed version. Once it is published, its `header` is known and receivers hear of it."""
 
     update_id: str
     slot: Slot
@@ -62,50 +63,50 @@ class Offered:
     header: str = ""
     published_at: float = field(default_factory=time.monotonic)
     is_released: bool = False
-    num_wrecks: int = 0
-    """How many groups that broke off still read it."""
+    num_broken_groups: int = 0
+    """How many groups whose transfer broke off still read it."""
 
 
 class Schedule:
-    """The published versions, and what members have of them. Called under the hub's lock."""
+    """Decides what to send next, and to whom. Called under the server's lock."""
 
-    def __init__(self, hub: Hub, *, timeout_s: float) -> None:
+    def __init__(self, server: ControlServer, *, timeout_s: float) -> None:
         """Start empty; `timeout_s` is how long the first version waits for all members."""
-        self._hub = hub
+        self._server = server
         self._timeout_s = timeout_s
         self._offered: dict[str, Offered] = {}
         self._newest: Offered | None = None
         self._was_complete = False
 
     def add(self, offered: Offered) -> None:
-        """Take note of a version, which nobody hears of yet."""
+        """Note a version that is not published yet."""
         self._offered[offered.update_id] = offered
 
     def announce(self, offered: Offered, header: str) -> None:
-        """Send this version to all who follow, before all others."""
+        """Send this version to every receiver that follows, before all others."""
         offered.header = header
         offered.published_at = time.monotonic()
         self._newest = offered
 
     def find(self, update_id: str) -> Offered | None:
-        """A version that is published and not released."""
+        """Find a version that is not released."""
         return self._offered.get(update_id)
 
     def withdraw(self, update_id: str) -> Offered | None:
-        """Send this version no more; returns it, or None if it is not here."""
+        """Stop sending a version; returns it, or None if it is not here."""
         offered = self._offered.pop(update_id, None)
         if offered is not None:
             offered.is_released = True
             if self._newest is offered:
                 self._newest = None
-            for member in self._hub.members:
+            for member in self._server.members:
                 member.has.discard(update_id)
         return offered
 
-    def hear_out(self) -> bool:
-        """Take note of what members say; returns whether a transfer failed on the other side."""
+    def read_answers(self) -> bool:
+        """Handle what members said; returns whether a transfer failed at one of them."""
         has_failed = False
-        for member in list(self._hub.members):
+        for member in list(self._server.members):
             for transfer, answer in list(member.answers.items()):
                 if isinstance(answer, Failed):
                     _LOG.warning("%s: transfer %d: %s", member.name, transfer, answer.reason)
@@ -120,31 +121,31 @@ class Schedule:
         return has_failed
 
     def blame(self, member: Member) -> None:
-        """Note that a transfer failed, and maybe by this member's fault."""
+        """Note that a transfer failed, perhaps because of this member."""
         member.num_failures += 1
         if member.num_failures >= _MAX_FAILURES:
-            self._hub.drop(member, f"failed in {member.num_failures} transfers")
+            self._server.drop(member, f"failed in {member.num_failures} transfers")
 
     def _check_want(self, member: Member, want: Want) -> None:
         offered = self._offered.get(want.update_id)
         if offered is not None and not offered.header:
-            offered = None  # it is not published yet: whoever asks cannot have its manifest
+            offered = None  # not published yet: a receiver cannot have its manifest
         asked = want.arena_nbytes, want.generation
         if offered is None:
             reason = "its publisher released it"
         elif (offered.arena_nbytes, offered.generation) != asked:
             found = offered.arena_nbytes, offered.generation
-            reason = f"the publisher has (bytes, write) {found}, asked for were {asked}"
+            reason = f"the publisher has (bytes, write) {found}, the receiver asked for {asked}"
         else:
             return
         del member.wants[want.update_id]
         gone = Gone(update_id=want.update_id, reason=reason, is_stale=offered is None)
-        self._hub.send([member], gone)
+        self._server.send([member], gone)
 
     def choose(self) -> tuple[Offered, tuple[Member, ...]] | None:
-        """What to send next, and to whom: the newest to all who lack it, else what is asked for."""
+        """Choose the newest version for all that lack it, else a version that is asked for."""
         newest = self._newest
-        members = self._hub.members
+        members = self._server.members
         if newest is not None:
             lacking = [
                 member
@@ -161,11 +162,11 @@ class Schedule:
         return None
 
     def _is_complete(self, newest: Offered, lacking: list[Member]) -> bool:
-        """Whether all are here that are expected, or nobody waits for them any longer."""
-        size = self._hub.info.world_size
+        """Whether all expected members are here, or the wait for them is over."""
+        size = self._server.info.world_size
         if not size or self._was_complete:
             return True
-        following = sum(not member.is_observer for member in self._hub.members)
+        following = sum(not member.is_observer for member in self._server.members)
         self._was_complete = (
             following >= size - 1
             or any(newest.update_id in member.wants for member in lacking)
@@ -173,19 +174,19 @@ class Schedule:
         )
         return self._was_complete
 
-    def seconds_left(self) -> float | None:
-        """How long to wait for news; None for ever."""
+    def wait_s(self) -> float | None:
+        """How long to wait for news; None: without end."""
         newest = self._newest
-        if newest is None or self._was_complete or not self._hub.info.world_size:
+        if newest is None or self._was_complete or not self._server.info.world_size:
             return None
         left = newest.published_at + self._timeout_s - time.monotonic()
         if left <= 0:
-            self._was_complete = True  # also where nobody came at all: whoever comes now gets it
+            self._was_complete = True  # from now on each member gets the version when it comes
         return max(0.0, left)
 
 
 def _together(members: list[Member]) -> tuple[Member, ...]:
-    """All at once, or where something failed before, one after another: to see who it is."""
+    """Choose all members at once; suspects, after failures, one by one, to find the faulty one."""
     suspects = [member for member in members if member.num_failures]
     if suspects:
         trusted = [member for member in members if not member.num_failures]
@@ -193,68 +194,12 @@ def _together(members: list[Member]) -> tuple[Member, ...]:
     return tuple(sorted(members, key=lambda m: (m.group_rank, m.rank, m.worker)))
 
 
-# ---- Groups that broke off, until nothing of theirs reads or writes memory any more.
-
-
-class Wrecks:
-    """Waits for them in threads of their own: whoever is left goes on at once."""
-
-    def __init__(self) -> None:
-        """Start without any."""
-        self._threads: list[threading.Thread] = []
-
-    def leave(self, group: Group, then: Callable[[], object]) -> None:
-        """End a group, and call `then` when its memory may be used again.
-
-        That may be at once, in this thread. It never is where the backend does not end what it
-        began: then the memory is kept.
-        """
-        if group.is_idle:
-            group.close()
-            then()
-            return
-        thread = threading.Thread(
-            target=_settle, args=(group, then), name="rlb-broadcast-wreck", daemon=True
-        )
-        self._threads = [one for one in self._threads if one.is_alive()]
-        self._threads.append(thread)
-        thread.start()
-
-    def join(self, timeout_s: float) -> bool:
-        """Wait until all have ended, for so long; returns whether they have."""
-        until = time.monotonic() + timeout_s
-        for thread in self._threads:
-            if thread is not threading.current_thread():
-                thread.join(max(0.0, until - time.monotonic()))
-        return not any(thread.is_alive() for thread in self._threads)
-
-
-def _settle(group: Group, then: Callable[[], object]) -> None:
-    if group.settle():
-        then()
-    else:
-        _LOG.error("a broadcast that broke off does not end; the memory of its version is kept")
-
-
-# ---- the rest builds on the parts above
-
-SLICE_NBYTES = 16 << 20
-"""Small enough to be digested out of the cache, large enough that a slice's own cost is nothing."""
-# How long members may take to say what became of a transfer that broke off: those that live are
-# told at once, by sockets that close.
-_GRACE_S = 5.0
-# What Gloo had begun when a transfer broke off ends within as many of its deadlines.
-_MAX_WAITS = 4
-_ANSWERS = (Ready, Declined)
-_ENDS = (Arrived, Failed)
-
-
 class Sender:
-    """Sends versions in a thread of its own; everything is noted under the hub's lock."""
+    """Sends versions in a thread of its own; its state is changed under the server's lock."""
 
     def __init__(
         self,
-        hub: Hub,
+        server: ControlServer,
         arenas: Arenas,
         *,
         timeout_s: float,
@@ -265,21 +210,21 @@ class Sender:
         """Start the thread.
 
         Args:
-            hub: the connections.
+            server: the connections.
             arenas: where the versions lie.
             timeout_s: longest wait for a receiver, and for a slice.
-            free: lets a released version's slot be written again; called under the hub's lock.
+            free: lets a released version's slot be written again; called under the server's lock.
             at_end: called by the thread when nothing reads the arenas any more.
-            slice_nbytes: bytes that go over the wire at a time; None takes `SLICE_NBYTES`.
+            slice_nbytes: bytes of one slice; None takes `SLICE_NBYTES`.
 
         """
-        self._hub = hub
+        self._server = server
         self._arenas = arenas
         self._timeout_s = timeout_s
         self._free = free
         self._at_end = at_end
         self._slice_nbytes = SLICE_NBYTES if slice_nbytes is None else slice_nbytes
-        self._schedule = Schedule(hub, timeout_s=timeout_s)
+        self._schedule = Schedule(server, timeout_s=timeout_s)
         self._sending: Offered | None = None
         self._receivers: tuple[Member, ...] = ()
         self._transfer = 0
@@ -287,7 +232,7 @@ class Sender:
         self._groups = itertools.count(1)
         self._group: tuple[tuple[Member, ...], int, Group] | None = None
         self._on_wire: Offered | None = None
-        self._wrecks = Wrecks()
+        self._broken_groups = BrokenGroups()
         self._is_suspect = False
         self._is_stopping = False
         self._pid = os.getpid()
@@ -297,68 +242,68 @@ class Sender:
     # ---- what the publisher's end calls ---------------------------------------------------------
 
     def prepare(self, offered: Offered) -> None:
-        """Take note of a version that is sealed, and not published yet."""
-        with self._hub.changed:
+        """Note a version that is sealed, and not published yet."""
+        with self._server.changed:
             self._schedule.add(offered)
 
     def announce(self, update_id: str, header: str) -> None:
-        """Send a version to all who follow, and to whoever asks.
+        """Send a version to every receiver that follows, and to those that ask for it.
 
         Args:
-            update_id: of a version that is prepared.
+            update_id: a version that is prepared.
             header: digest of its manifest's header, which receivers compare with the manifest's.
 
         Raises:
             SegmentError: it was released.
 
         """
-        with self._hub.changed:
+        with self._server.changed:
             offered = self._schedule.find(update_id)
             if offered is None:
                 msg = f"update {update_id} is gone: it was released. Publish again."
                 raise SegmentError(msg)
             self._schedule.announce(offered, header)
-            self._hub.changed.notify_all()
+            self._server.changed.notify_all()
 
     def release(self, update_id: str) -> None:
-        """Withdraw a version; one that is on the wire still goes out whole."""
-        self._hub.drain()
-        with self._hub.changed:
+        """Withdraw a version; a transfer that has begun still sends it whole."""
+        self._server.catch_up()
+        with self._server.changed:
             offered = self._schedule.withdraw(update_id)
             if offered is None:
                 return
-            followers = [member for member in self._hub.members if not member.is_observer]
-            if self._sending is not offered or self._has_gone_out():
-                self._give_back(offered)
-            self._hub.changed.notify_all()
-        self._hub.send(followers, Released(update_id=update_id))
+            followers = [member for member in self._server.members if not member.is_observer]
+            if self._sending is not offered or self._has_arrived():
+                self._free_slot(offered)
+            self._server.changed.notify_all()
+        self._server.send(followers, Released(update_id=update_id))
 
-    def _give_back(self, offered: Offered) -> None:
-        if not offered.num_wrecks:
+    def _free_slot(self, offered: Offered) -> None:
+        if not offered.num_broken_groups:
             self._free(offered.update_id)
 
-    def _has_gone_out(self) -> bool:
-        """Whether all receivers said that they have what is being sent: then nothing reads it."""
+    def _has_arrived(self) -> bool:
+        """Whether all receivers have what is being sent: then nothing reads it any more."""
         answers = [member.answers.get(self._transfer) for member in self._receivers]
         return bool(answers) and all(isinstance(answer, Arrived) for answer in answers)
 
     def receivers_of(self, update_id: str) -> list[str]:
-        """To whom a version is being sent now."""
-        with self._hub.changed:
+        """Name the receivers that a version is being sent to."""
+        with self._server.changed:
             if self._sending is None or self._sending.update_id != update_id:
                 return []
             return [f"{member.name}, being sent to" for member in self._receivers]
 
     def find(self, update_id: str) -> Offered | None:
-        """A version that is published and not released."""
+        """Find a version that is not released."""
         return self._schedule.find(update_id)
 
     def stop(self) -> None:
-        """Begin nothing more."""
+        """Begin no more transfers."""
         if os.getpid() == self._pid:
-            with self._hub.changed:
+            with self._server.changed:
                 self._is_stopping = True
-                self._hub.changed.notify_all()
+                self._server.changed.notify_all()
 
     def close(self, *, timeout_s: float) -> bool:
         """Stop after the slice that is on the wire; returns whether the thread ended."""
@@ -377,25 +322,25 @@ class Sender:
                 task = self._next_task()
                 if task is not None:
                     self._carry_out(*task)
-            except Exception:  # noqa: BLE001 - the next version has to go out all the same
+            except Exception:  # noqa: BLE001 - the next version has to be sent all the same
                 if not self._is_stopping:
                     _LOG.exception("a broadcast failed")
                     self._end_group()
         self._end_group()
-        if self._wrecks.join((_MAX_WAITS + 1) * self._timeout_s):
+        if self._broken_groups.join((_MAX_WAITS + 1) * self._timeout_s):
             self._at_end()
 
     def _next_task(self) -> tuple[Offered, tuple[Member, ...]] | None:
-        with self._hub.changed:
+        with self._server.changed:
             while not self._is_stopping:
-                self._is_suspect |= self._schedule.hear_out()
+                self._is_suspect |= self._schedule.read_answers()
                 task = self._schedule.choose()
                 if task is not None:
-                    # At once: an answer to the transfer before must not be taken for this one's.
+                    # Under the same lock: no answer to the last transfer counts for this one.
                     self._sending, self._receivers = task
                     self._transfer = next(self._transfers)
                     return task
-                self._hub.changed.wait(self._schedule.seconds_left())
+                self._server.changed.wait(self._schedule.wait_s())
         return None
 
     # ---- one transfer ---------------------------------------------------------------------------
@@ -403,20 +348,20 @@ class Sender:
     def _carry_out(self, offered: Offered, members: tuple[Member, ...]) -> None:
         transfer = self._transfer
         try:
-            ready = self._gather(transfer, offered, members)
+            ready = self._offer(transfer, offered, members)
             if ready:
                 self._send(transfer, offered, ready)
         finally:
-            with self._hub.changed:
+            with self._server.changed:
                 self._sending, self._receivers = None, ()
                 if offered.is_released:
-                    self._give_back(offered)
-                self._hub.changed.notify_all()
+                    self._free_slot(offered)
+                self._server.changed.notify_all()
 
-    def _gather(
+    def _offer(
         self, transfer: int, offered: Offered, members: tuple[Member, ...]
     ) -> tuple[Member, ...]:
-        """Ask who is ready, and leave out who does not say."""
+        """Ask members whether they are ready; drops those that do not answer."""
         offer = Offer(
             transfer=transfer,
             update_id=offered.update_id,
@@ -425,7 +370,7 @@ class Sender:
             layout_digest=offered.layout_digest,
             header=offered.header,
         )
-        self._hub.send(members, offer)
+        self._server.send(members, offer)
         answers = self._collect(transfer, members, _ANSWERS, self._timeout_s)
         ready = []
         for member in members:
@@ -433,13 +378,13 @@ class Sender:
             if isinstance(answer, Ready):
                 ready.append(member)
             elif isinstance(answer, Declined):
-                with self._hub.changed:
-                    # It may ask for it once it has room; until then it is not pushed.
+                with self._server.changed:
+                    # Not sent again unasked: the member may ask for it once it has room.
                     member.has.add(offered.update_id)
                     member.wants.pop(offered.update_id, None)
                 _LOG.info("%s declined: %s", member.name, answer.reason)
             elif not member.is_gone and not self._is_stopping:
-                self._hub.drop(member, f"did not answer within {self._timeout_s} s")
+                self._server.drop(member, f"did not answer within {self._timeout_s} s")
         return tuple(ready)
 
     def _collect(
@@ -449,13 +394,13 @@ class Sender:
         kinds: tuple[type[Message], ...],
         timeout_s: float,
     ) -> dict[Member, Message]:
-        """Wait until everybody answered who lives."""
+        """Wait for an answer of one of these kinds from each member that is not gone."""
 
         def answered(member: Member) -> bool:
             return member.is_gone or isinstance(member.answers.get(transfer), kinds)
 
-        with self._hub.changed:
-            self._hub.changed.wait_for(
+        with self._server.changed:
+            self._server.changed.wait_for(
                 lambda: self._is_stopping or all(map(answered, members)), timeout_s
             )
             found = {
@@ -470,15 +415,15 @@ class Sender:
     def _send(self, transfer: int, offered: Offered, members: tuple[Member, ...]) -> None:
         start = time.perf_counter()
         try:
-            group = self._meet(transfer, members)
-            group.why_off = partial(self._why_off, transfer, members)
+            group = self._start(transfer, members)
+            group.why_aborted = partial(self._why_aborted, transfer, members)
             self._on_wire = offered
             arena = self._arenas.tensor(offered.slot, offered.arena_nbytes)
             send_slices(group, arena, self._slice_nbytes)
         except (RuntimeError, TimeoutError) as error:
-            self._part(transfer, offered, members, error)
+            self._break_off(transfer, offered, members, error)
             return
-        with self._hub.changed:
+        with self._server.changed:
             for member in members:
                 member.has.add(offered.update_id)
                 member.wants.pop(offered.update_id, None)
@@ -490,38 +435,38 @@ class Sender:
             time.perf_counter() - start,
         )
 
-    def _meet(self, transfer: int, members: tuple[Member, ...]) -> Group:
-        """Begin: in the group that there is, if it is of the same members, or else in a new one."""
+    def _start(self, transfer: int, members: tuple[Member, ...]) -> Group:
+        """Begin a transfer, in the last group if it has the same members, else in a new one."""
         known = self._group
-        with self._hub.changed:
-            # A receiver that failed left the group, also where its bytes had all been sent by then.
+        with self._server.changed:
+            # A receiver that failed has left the group, even if all its bytes had been sent.
             for member in members:
                 if any(isinstance(answer, Failed) for answer in member.answers.values()):
                     self._is_suspect = True
         if known is not None and known[0] == members and not self._is_suspect:
-            self._go(transfer, known[1], members)
+            self._send_go(transfer, known[1], members)
             return known[2]
         self._end_group()
         number = next(self._groups)
-        store = self._hub.open_store(number, members)
+        store = self._server.open_store(number, members)
         try:
-            self._go(transfer, number, members)
+            self._send_go(transfer, number, members)
             group = Group(
-                self._hub.info.backend,
+                self._server.info.backend,
                 store,
                 rank=0,
                 size=len(members) + 1,
-                address=self._hub.info.address,
+                address=self._server.info.address,
                 timeout_s=self._timeout_s,
-                why_off=partial(self._why_off, transfer, members),
+                why_aborted=partial(self._why_aborted, transfer, members),
             )
         except BaseException:
-            self._hub.close_store(number)
+            self._server.close_store(number)
             raise
         self._group = members, number, group
         return group
 
-    def _go(self, transfer: int, number: int, members: tuple[Member, ...]) -> None:
+    def _send_go(self, transfer: int, number: int, members: tuple[Member, ...]) -> None:
         for rank, member in enumerate(members, 1):
             go = Go(
                 transfer=transfer,
@@ -530,26 +475,26 @@ class Sender:
                 size=len(members) + 1,
                 slice_nbytes=self._slice_nbytes,
             )
-            self._hub.send([member], go)
+            self._server.send([member], go)
 
-    def _part(
+    def _break_off(
         self, transfer: int, offered: Offered, members: tuple[Member, ...], error: Exception
     ) -> None:
-        """Give the group up, and find out who is to blame."""
+        """Give the group up, and find out which member failed."""
         said = str(error).splitlines()[0][:500] if str(error) else type(error).__name__
-        reason = self._why_off(transfer, members) or said
+        reason = self._why_aborted(transfer, members) or said
         _LOG.warning("transfer %d broke off: %s", transfer, reason)
         self._end_group()
-        self._hub.send(members, CalledOff(transfer=transfer, reason=reason))
+        self._server.send(members, CalledOff(transfer=transfer, reason=reason))
         ends = self._collect(transfer, members, _ENDS, min(_GRACE_S, self._timeout_s))
         is_explained = any(member.is_gone for member in members)
         for member in members:
             if member.is_gone or self._is_stopping:
                 continue
             if member not in ends:
-                self._hub.drop(member, f"hung in a transfer for more than {self._timeout_s} s")
+                self._server.drop(member, f"hung in a transfer for more than {self._timeout_s} s")
                 is_explained = True
-        with self._hub.changed:
+        with self._server.changed:
             for member, end in ends.items():
                 if isinstance(end, Arrived):
                     member.has.add(offered.update_id)
@@ -557,9 +502,9 @@ class Sender:
                 elif not is_explained:
                     self._schedule.blame(member)
 
-    def _why_off(self, transfer: int, members: tuple[Member, ...]) -> str | None:
-        """Why a transfer is in vain, if it is: the connections tell it at once."""
-        with self._hub.changed:
+    def _why_aborted(self, transfer: int, members: tuple[Member, ...]) -> str | None:
+        """Why a transfer cannot succeed any more, as the connections show; None while it can."""
+        with self._server.changed:
             for member in members:
                 answer = member.answers.get(transfer)
                 if member.is_gone:
@@ -574,16 +519,16 @@ class Sender:
         read, self._on_wire = self._on_wire, None
         if known is None:
             return
-        self._hub.close_store(known[1])
+        self._server.close_store(known[1])
         if read is None:
             known[2].close()
             return
-        with self._hub.changed:
-            read.num_wrecks += 1
-        self._wrecks.leave(known[2], partial(self._forget_wreck, read))
+        with self._server.changed:
+            read.num_broken_groups += 1
+        self._broken_groups.end(known[2], partial(self._note_group_end, read))
 
-    def _forget_wreck(self, offered: Offered) -> None:
-        with self._hub.changed:
-            offered.num_wrecks -= 1
+    def _note_group_end(self, offered: Offered) -> None:
+        with self._server.changed:
+            offered.num_broken_groups -= 1
             if offered.is_released and self._sending is not offered:
-                self._give_back(offered)
+                self._free_slot(offered)

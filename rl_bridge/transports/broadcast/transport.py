@@ -1,8 +1,8 @@
 """``broadcast``: one trainer's versions to many engines, over a process group of their own.
 
-A version is sealed in a slot of the trainer's, as with shared memory, and sent from there by Gloo
-or NCCL into slots of each engine's own. What comes back (who imported, acknowledged or refused
-what) travels over sockets: no memory is shared, so the engines may be on other machines.
+A version is sealed in a slot of the trainer, as with shared memory, and sent from there by Gloo or
+NCCL into slots of each engine. The engines' reports (imported, acknowledged, refused) travel over
+sockets. No memory is shared, so the engines may be on other machines.
 """
 
 import json
@@ -20,16 +20,9 @@ from rl_bridge.transports.base import (
     checked_count,
     checked_seconds,
 )
-from rl_bridge.transports.broadcast.init_info import (
-    BACKENDS,
-    Backend,
-    BroadcastInitInfo,
-)
+from rl_bridge.transports.broadcast.init_info import BACKENDS, Backend, BroadcastInitInfo
 from rl_bridge.transports.wire.arenas import Arenas, CPUArenas, DeviceArenas
-from rl_bridge.transports.wire.channel import (
-    checked_address,
-    checked_port,
-)
+from rl_bridge.transports.wire.channel import checked_address, checked_port
 
 __all__ = ["Broadcast", "backend_cause"]
 
@@ -81,27 +74,29 @@ class Broadcast(Transport):
         """Configure; receivers learn everything else from the manifest, or from `init_info`.
 
         Args:
-            backend: ``gloo`` for weights on the CPU, ``nccl`` for weights on GPUs; on both sides
-                the same.
+            backend: ``gloo`` for weights on the CPU, ``nccl`` for weights on GPUs; the same on
+                both sides.
             address: of the publisher's interface, in numbers. It listens there and nowhere else.
-            port: where the publisher listens; 0 takes a free one.
-            group_name: the group's; None makes one from the publisher's id.
-            world_size: the trainer and all engine ranks. The first version then waits for all of
-                them, up to `timeout_s`, and nobody else may join. None lets engines come and go.
-            init_info: on an engine's side, what `PublisherEnd.info` is on the trainer's: joins at
-                once, before the first manifest. Also as its JSON text, or as a mapping.
-            override: whether a group ends here when another publisher's comes under its name.
+            port: where the publisher listens; 0 takes a free port.
+            group_name: the group's name; None makes one from the publisher's id.
+            world_size: how many members, the trainer and all engine ranks. The first version waits
+                for all of them, up to `timeout_s`, and no others may join. None lets engines come
+                and go.
+            init_info: on an engine's side, what the trainer's `init_info` returned: the engine
+                joins at once, before the first manifest. Also as JSON text, or as a mapping.
+            override: whether this side leaves a group when it joins another publisher's group of
+                the same name; otherwise joining raises.
             device: number of the GPU for ``nccl``; None takes torch's current one.
             max_slots: most versions held in the publisher's memory at a time.
             max_consumers: most receivers at a time; Gloo's rendezvous is meant for 2,000 at most.
             num_threads: threads that copy and digest; None takes the usable cores.
             timeout_s: longest that an import waits while nothing of its update arrives. Each single
-                wait for a peer, to answer or to take or send a slice, takes at most a third.
+                wait for a peer, for an answer or for a slice, takes at most a third.
 
         Raises:
             TypeError: an option of the wrong type.
             ValueError: an option out of its range; a `world_size` of less than 2.
-            MalformedManifest: `init_info` is none.
+            MalformedManifest: `init_info` is no such description.
 
         """
         if backend not in BACKENDS:
@@ -128,7 +123,7 @@ class Broadcast(Transport):
 
     @classmethod
     def probe(cls) -> Availability:
-        """Whether Gloo is there; NCCL's part is `backend_cause("nccl")`."""
+        """Whether Gloo works here; `backend_cause("nccl")` says whether NCCL does."""
         cause = backend_cause("gloo")
         if cause is None:
             from rl_bridge.transports.broadcast.group import gloo_cause
@@ -139,7 +134,7 @@ class Broadcast(Transport):
         return Availability(cls.name, "pass")
 
     def init_info(self, *, rank_offset: int = 1) -> BroadcastInitInfo:
-        """What an engine needs to join the group that this object's publisher opened last.
+        """Describe the group that this object's publisher opened last, for an engine to join.
 
         Args:
             rank_offset: the place in the group of the engine's own rank 0.

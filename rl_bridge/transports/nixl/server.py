@@ -219,7 +219,7 @@ class Server:
 
     def _step(self, timeout_ms: float | None) -> bool:
         """Serve what is ready; returns whether anything was."""
-        poll, timeout_ms = self._look_out(timeout_ms)
+        poll, timeout_ms = self._make_poll(timeout_ms)
         ready = {fd for fd, _ in poll.poll(timeout_ms)}
         wake = self._wake.fd
         if wake in ready:
@@ -238,7 +238,7 @@ class Server:
                 self._expire()
         return bool(ready - {wake})
 
-    def _look_out(self, timeout_ms: float | None) -> tuple[select.poll, float | None]:
+    def _make_poll(self, timeout_ms: float | None) -> tuple[select.poll, float | None]:
         poll = select.poll()
         with self.changed:
             for channel in (*(m.channel for m in self.members), *self._acceptor.channels):

@@ -1,8 +1,7 @@
-"""The publisher's side of all connections: one thread that accepts, reads, and waits for nobody.
+"""The publisher's control server: one thread that accepts connections, reads, and never waits.
 
-Who connects has to prove that it knows the token before anything that it says is parsed; what then
-does not parse ends its connection, and nobody else's. What members say is noted here; the sender's
-thread acts on it.
+The server notes what members say, and the sender's thread acts on it. A text that is no message
+ends the connection that it came on, and no other.
 """
 
 import logging
@@ -36,21 +35,20 @@ from rl_bridge.transports.broadcast.messages import (
 from rl_bridge.transports.wire.acceptor import Acceptor, Peer
 from rl_bridge.transports.wire.channel import Channel, Leave, Message, Refused, Reported, Wake
 
-__all__ = ["Hub", "Member"]
+__all__ = ["ControlServer", "Member"]
 
 _LOG = logging.getLogger(__name__)
 
-_REMEMBERED = 64
+_MAX_GONE = 64
 _MAX_ANSWERS = 16
-# Of a look at what members said, each as much of everybody as a channel reads at a time.
-_MOST_ROUNDS = 64
+_MAX_CATCH_UP_ROUNDS = 64
 
 
 class Member(Peer):
-    """One receiver, as the publisher knows it. Changed under the hub's lock only."""
+    """One receiver, as the publisher knows it. Changed only under the server's lock."""
 
     def __init__(self, channel: Channel, join: Join) -> None:
-        """Start with what it said of itself."""
+        """Start with what it said about itself."""
         super().__init__(
             channel,
             worker=join.worker,
@@ -70,7 +68,7 @@ def _keep_newest(kept: OrderedDict[Any, Any], count: int) -> None:
         del kept[oldest]
 
 
-def _joining(text: bytes) -> Join | None:
+def _parse_join(text: bytes) -> Join | None:
     try:
         message = from_receiver(text)
     except ValidationError:
@@ -78,7 +76,7 @@ def _joining(text: bytes) -> Join | None:
     return message if isinstance(message, Join) else None
 
 
-class Hub:
+class ControlServer:
     """All connections of one publisher, and the thread that serves them."""
 
     def __init__(
@@ -92,15 +90,15 @@ class Hub:
         """Serve from now on.
 
         Args:
-            listener: the socket, which is the hub's from here on.
-            info: what receivers were told.
+            listener: the socket, which the server closes.
+            info: what receivers know about the group.
             max_members: most receivers at a time.
             timeout_s: how long a connection may take to join.
 
         """
         self.info = info
         self.changed = threading.Condition(threading.RLock())
-        """The lock of everything here; told when members come, go or answer."""
+        """The lock of everything here; notified when members come, leave or answer."""
         self.members: list[Member] = []
         self._gone: list[Member] = []
         self._stores: dict[int, tuple[GroupStore, tuple[Member, ...]]] = {}
@@ -109,7 +107,7 @@ class Hub:
             magic=MAGIC,
             token=bytes.fromhex(info.token),
             identity=info.identity,
-            parse=_joining,
+            parse=_parse_join,
             timeout_s=timeout_s,
             max_members=max_members,
         )
@@ -118,29 +116,29 @@ class Hub:
         self._pid = os.getpid()
         self._is_stopping = False
         self._wake = Wake()
-        self._thread = threading.Thread(target=self._run, name="rlb-broadcast-hub", daemon=True)
-        _HUBS.add(self)
+        self._thread = threading.Thread(target=self._run, name="rlb-broadcast-server", daemon=True)
+        _SERVERS.add(self)
         self._thread.start()
 
     # ---- what the publisher's end and the sender call -------------------------------------------
 
     def records(self) -> list[Record]:
-        """What everybody reported, up to what has arrived at this machine by now."""
-        self.drain()
+        """Everything that members reported, up to what has arrived at this machine by now."""
+        self.catch_up()
         with self.changed:
             return [m.record() for m in (*self._gone, *self.members) if not m.is_observer]
 
-    def drain(self) -> None:
-        """Read what members said already; who goes on talking is not listened to for ever."""
+    def catch_up(self) -> None:
+        """Read what has arrived by now, in a bounded number of rounds."""
         try:
-            for _ in range(_MOST_ROUNDS):
+            for _ in range(_MAX_CATCH_UP_ROUNDS):
                 if self._is_stopping or not self._step(0):
                     return
         finally:
-            self._wake.poke()  # what is left to send now is not what its thread waits for
+            self._wake.poke()  # the thread must poll again: there may be something to send
 
     def send(self, members: Iterable[Member], message: Message) -> None:
-        """Tell members; whoever is gone meanwhile is noted by the thread."""
+        """Send a message to members; the thread notices those that are gone meanwhile."""
         for member in members:
             member.channel.send(message)
         self._wake.poke()
@@ -154,12 +152,12 @@ class Hub:
                 self._lose(member)
 
     def open_store(self, group: int, members: tuple[Member, ...]) -> GroupStore:
-        """Make the rendezvous of a group; members' values come by way of this hub."""
+        """Make the rendezvous of a group; this server passes members' values on to each other."""
 
-        def tell(key: str, value: bytes) -> None:
+        def send(key: str, value: bytes) -> None:
             self.send(members, StoreValue(group=group, key=key, value=value.hex()))
 
-        store = GroupStore(tell, timeout_s=self._timeout_s)
+        store = GroupStore(send, timeout_s=self._timeout_s)
         with self.changed:
             self._stores[group] = store, members
             for member in members:
@@ -173,7 +171,7 @@ class Hub:
             self._stores.pop(group, None)
 
     def close(self, *, timeout_s: float = 5.0) -> None:
-        """Hang up everywhere and end the thread. Idempotent; in a forked child a no-op."""
+        """Hang up everywhere and end the thread. Idempotent; does nothing in a forked child."""
         if os.getpid() != self._pid:
             return
         self._is_stopping = True
@@ -187,8 +185,8 @@ class Hub:
                 self._lose(member)
         self._wake.close()
 
-    def forget(self) -> None:
-        """In a forked child: close its copy of the listening socket."""
+    def close_listener(self) -> None:
+        """Close the listening socket; in a forked child its copy."""
         self._acceptor.listener.close()
 
     # ---- the thread -----------------------------------------------------------------------------
@@ -197,13 +195,13 @@ class Hub:
         while not self._is_stopping:
             try:
                 self._step(None)
-            except Exception:  # noqa: BLE001 - it must not end the service for everybody else
+            except Exception:  # noqa: BLE001 - one connection's failure must not end the others
                 if not self._is_stopping:
                     _LOG.warning("a broadcast connection failed", exc_info=True)
 
     def _step(self, timeout_ms: float | None) -> bool:
         """Serve what is ready; returns whether anything was."""
-        poll, timeout_ms = self._look_out(timeout_ms)
+        poll, timeout_ms = self._make_poll(timeout_ms)
         ready = {fd for fd, _ in poll.poll(timeout_ms)}
         if self._wake.fd in ready:
             self._wake.clear()
@@ -216,10 +214,10 @@ class Hub:
                     self._join(channel, join)
         return bool(ready)
 
-    def _look_out(self, timeout_ms: float | None) -> tuple[select.poll, float | None]:
+    def _make_poll(self, timeout_ms: float | None) -> tuple[select.poll, float | None]:
         poll = select.poll()
         with self.changed:
-            # Only the thread opens the door: strangers can always knock once more.
+            # Strangers may connect without end, so only the thread accepts them, not `catch_up`.
             strangers = self._acceptor.channels if timeout_ms is None else []
             for channel in (*(m.channel for m in self.members), *strangers):
                 if channel.is_lost or channel.socket.fileno() < 0:
@@ -253,6 +251,7 @@ class Hub:
         self.changed.notify_all()
 
     def _check_room(self, join: Join) -> None:
+        """Raise if the newcomer has no place here."""
         if len(self.members) >= self._max_members:
             raise WeightBridgeUnavailableError(
                 f"the publisher has room for {self._max_members} consumers and all are taken. "
@@ -274,11 +273,11 @@ class Hub:
         if twins:
             raise WeightBridgeUnavailableError(
                 f"rank {rank} of the group {self.info.group_name!r} is taken by {twins[0].name}. "
-                "Give each engine a rank of its own, or close that one."
+                "Give each engine a rank of its own, or close the engine that has this rank."
             )
 
     def _follow(self, member: Member) -> None:
-        """Let one that only looked follow, if there is a place for it."""
+        """Make an observer a full member, if there is a place for it."""
         try:
             self._check_place(member.group_rank)
         except WeightBridgeUnavailableError as error:
@@ -288,12 +287,12 @@ class Hub:
 
     def _serve(self, member: Member) -> None:
         try:
-            self._hear(member)
+            self._read(member)
         except BaseException:
-            member.channel.is_lost = True  # a message was heard by half: its next link repeats it
+            member.channel.is_lost = True  # handled in part: the next connection reports again
             raise
 
-    def _hear(self, member: Member) -> None:
+    def _read(self, member: Member) -> None:
         channel = member.channel
         channel.flush()
         channel.fill()
@@ -301,14 +300,14 @@ class Hub:
             try:
                 message = from_receiver(text)
             except ValidationError:
-                _LOG.warning("%s sent what is no message; its connection ends", member.name)
+                _LOG.warning("%s sent a text that is no message; its connection ends", member.name)
                 self._lose(member)
                 return
-            self._note(member, message)
+            self._handle(member, message)
         if channel.is_lost:
             self._lose(member)
 
-    def _note(self, member: Member, message: FromReceiver) -> None:
+    def _handle(self, member: Member, message: FromReceiver) -> None:
         match message:
             case Reported(report=report):
                 take_note(member.updates, report)
@@ -346,19 +345,19 @@ class Hub:
                 store.fail(f"{member.name} is gone")
         if member.updates and not member.is_observer and member not in self._gone:
             self._gone.append(member)
-            del self._gone[:-_REMEMBERED]
+            del self._gone[:-_MAX_GONE]
         self.changed.notify_all()
         if member in self.members:
             self.members.remove(member)
 
 
-_HUBS: weakref.WeakSet[Hub] = weakref.WeakSet()
+_SERVERS: weakref.WeakSet[ControlServer] = weakref.WeakSet()
 
 
-def _forget_in_child() -> None:
-    # A copy of the socket in a child would keep receivers waiting for a publisher that is gone.
-    for hub in list(_HUBS):
-        hub.forget()
+def _close_in_child() -> None:
+    # With a copy of the socket in a child, receivers would not notice that this process is gone.
+    for server in list(_SERVERS):
+        server.close_listener()
 
 
-os.register_at_fork(after_in_child=_forget_in_child)
+os.register_at_fork(after_in_child=_close_in_child)

@@ -1,4 +1,8 @@
-"""A receiver's connection to one publisher: a thread that reads, and a thread that receives."""
+"""A receiver's connection to one publisher: joins its group, fetches versions, reports.
+
+Each connection has two threads: this one reads what the publisher says, and the receiver's takes
+part in transfers. The consumer's thread sends, and waits for what the two note here.
+"""
 
 import logging
 import os
@@ -13,7 +17,6 @@ from pydantic import ValidationError
 from rl_bridge.errors import SegmentError, TransferTimeout, WeightBridgeUnavailableError
 from rl_bridge.memory.control import UpdateReport
 from rl_bridge.transports.broadcast.init_info import MAGIC, STEPS_IN_TIME, BroadcastInitInfo
-from rl_bridge.transports.broadcast.intake import Intake
 from rl_bridge.transports.broadcast.messages import (
     CalledOff,
     FromPublisher,
@@ -26,6 +29,7 @@ from rl_bridge.transports.broadcast.messages import (
     Welcome,
     from_publisher,
 )
+from rl_bridge.transports.broadcast.receiver import Receiver
 from rl_bridge.transports.wire.arenas import Arrivals
 from rl_bridge.transports.wire.channel import (
     Channel,
@@ -38,61 +42,7 @@ from rl_bridge.transports.wire.channel import (
 )
 from rl_bridge.transports.wire.connector import Connector
 
-__all__ = [
-    "Link",
-    "join_group",
-    "parsed",
-]
-
-# ---- How a receiver gets into a publisher's group: connect, prove that the token is known, join.
-
-
-def join_group(info: BroadcastInitInfo, join: Join, *, timeout_s: float) -> Channel:
-    """Join a group.
-
-    Args:
-        info: where, and how to get in.
-        join: who this is.
-        timeout_s: longest wait for all of it.
-
-    Raises:
-        SegmentError: the publisher is gone, or refuses the token.
-        WeightBridgeUnavailableError: it has no room for this side.
-        TransferTimeout: it does not answer in time.
-
-    """
-    what = "the publisher's broadcast group"
-    caller = Connector(what, info.address, info.port, magic=MAGIC, timeout_s=timeout_s)
-    channel = caller.connect(bytes.fromhex(info.token), info.identity)
-    try:
-        _ask(caller, channel, join)
-    except BaseException:
-        channel.close()
-        raise
-    return channel
-
-
-def parsed(text: bytes) -> FromPublisher | None:
-    """Read a publisher's message; None if it is none."""
-    try:
-        return from_publisher(text)
-    except ValidationError:
-        return None
-
-
-def _ask(caller: Connector, channel: Channel, join: Join) -> None:
-    channel.send(join)
-    message = parsed(caller.wait_for_message(channel))
-    if isinstance(message, Refused):
-        raise WeightBridgeUnavailableError(
-            f"{caller.where} refuses this side; mend that and import again: {message.reason}"
-        )
-    if not isinstance(message, Welcome):
-        msg = f"{caller.where} does not speak this release's language. Use one release."
-        raise SegmentError(msg)
-
-
-# ---- the rest builds on the parts above
+__all__ = ["ControlClient"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -102,7 +52,37 @@ _GOODBYE_S = 1.0
 _MAX_REPORT_NBYTES = 48 << 10
 
 
-class Link:
+def _join_group(info: BroadcastInitInfo, join: Join, *, timeout_s: float) -> Channel:
+    """Connect, prove that the token is known, and join."""
+    what = "the publisher's broadcast group"
+    connector = Connector(what, info.address, info.port, magic=MAGIC, timeout_s=timeout_s)
+    channel = connector.connect(bytes.fromhex(info.token), info.identity)
+    try:
+        channel.send(join)
+        message = _parsed(connector.wait_for_message(channel))
+    except BaseException:
+        channel.close()
+        raise
+    if isinstance(message, Welcome):
+        return channel
+    channel.close()
+    if isinstance(message, Refused):
+        raise WeightBridgeUnavailableError(
+            f"{connector.where} refuses this side; mend that and import again: {message.reason}"
+        )
+    msg = f"{connector.where} speaks another release's protocol. Use one release."
+    raise SegmentError(msg)
+
+
+def _parsed(text: bytes) -> FromPublisher | None:
+    """Read a publisher's message; None if it is none."""
+    try:
+        return from_publisher(text)
+    except ValidationError:
+        return None
+
+
+class ControlClient:
     """One publisher, as a receiver sees it."""
 
     def __init__(
@@ -118,11 +98,11 @@ class Link:
         """Connect, prove that the token is known, and join.
 
         Args:
-            info: where, and how to get in.
+            info: where the group is, and its token.
             arrivals: where versions arrive.
             worker: this side's name.
             rank: its rank.
-            is_observer: take single versions only, and leave no record.
+            is_observer: fetch single versions only, and leave no record.
             timeout_s: longest wait for the publisher.
 
         Raises:
@@ -138,11 +118,11 @@ class Link:
         self._changed = threading.Condition()
         self._gone: OrderedDict[str, Gone] = OrderedDict()
         self.reports: OrderedDict[str, UpdateReport] = OrderedDict()
-        """What this side told last: a later connection repeats it."""
+        """The last reports of this side: a later connection repeats them."""
         self._lost: str | None = None
         self._has_left = False
         self._has_ended = False
-        self._before: Link | None = None
+        self._before: ControlClient | None = None
         self._identity = Join(
             worker=worker[:512],
             rank=rank,
@@ -150,24 +130,24 @@ class Link:
             pid=self._pid,
             is_observer=is_observer,
         )
-        self._channel = join_group(info, self._identity, timeout_s=timeout_s)
+        self._channel = _join_group(info, self._identity, timeout_s=timeout_s)
         self._wake = Wake()
-        self._intake = Intake(
+        self._receiver = Receiver(
             info.backend,
             arrivals,
-            say=self._channel.send,
-            tell=self._tell,
+            send=self._channel.send,
+            send_value=self._send_value,
             address=self._channel.socket.getsockname()[0],
             timeout_s=timeout_s / STEPS_IN_TIME,
         )
-        self._thread = threading.Thread(target=self._run, name="rlb-broadcast-link", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="rlb-broadcast-client", daemon=True)
         self._thread.start()
 
     # ---- what the consumer's end calls ----------------------------------------------------------
 
     @property
     def is_lost(self) -> bool:
-        """Whether the connection ended, also where this side's thread has yet to read that."""
+        """Whether the connection ended, even if this side's thread has not read that yet."""
         if self._lost is not None or self._channel.is_lost:
             return True
         poll = select.poll()
@@ -175,13 +155,13 @@ class Link:
         return bool(poll.poll(0))
 
     def follow(self) -> None:
-        """From an observer become a consumer, who is pushed every version."""
+        """Become a full member, which every version is sent to."""
         if self.is_observer:
             self.is_observer = False
             self._channel.send(self._identity.model_copy(update={"is_observer": False}))
 
     def fetch(self, update_id: str, *, generation: int, arena_nbytes: int) -> None:
-        """Have a version here: wait for it if it is on its way, else ask for it.
+        """Wait for a version that is on its way, or ask for it.
 
         Raises:
             StaleUpdate: the publisher released it.
@@ -189,41 +169,41 @@ class Link:
             TransferTimeout: for `timeout_s` nothing of it arrived.
 
         """
-        intake = self._intake
+        receiver = self._receiver
         start = last = time.monotonic()
         wanted: int | None = None
         with self._changed:
             self._gone.pop(update_id, None)
-        while intake.arrivals.find(update_id) is None:
+        while receiver.arrivals.find(update_id) is None:
             self._raise_problem(update_id)
-            progress, ended = intake.progress_of(update_id), intake.num_ended(update_id)
+            progress, ended = receiver.progress_of(update_id), receiver.num_ended(update_id)
             last = max(last, progress or 0.0)
             left = last + self._timeout_s - time.monotonic()
             if left <= 0:
                 raise TransferTimeout(
                     f"update {update_id}: nothing of it arrived for {self._timeout_s} s "
-                    f"({time.monotonic() - start:.1f} s in all). See that the publisher runs, then "
-                    "import again, or raise timeout_s."
+                    f"({time.monotonic() - start:.1f} s in all). Check that the publisher runs, "
+                    "then import again, or raise timeout_s."
                 )
-            # Asked once, and again where it came and had to make room before it was taken.
+            # A version may arrive and be evicted before it is attached: then ask again.
             if progress is None and wanted != ended:
                 wanted = ended
                 self._channel.send(
                     Want(update_id=update_id, generation=generation, arena_nbytes=arena_nbytes)
                 )
-            intake.wait(partial(self._has_news, update_id, progress, ended), left)
+            receiver.wait(partial(self._has_news, update_id, progress, ended), left)
 
     def _has_news(self, update_id: str, progress: float | None, ended: int) -> bool:
-        intake = self._intake
+        receiver = self._receiver
         return (
             self._lost is not None
             or update_id in self._gone
-            or intake.progress_of(update_id) != progress
-            or intake.num_ended(update_id) != ended
+            or receiver.progress_of(update_id) != progress
+            or receiver.num_ended(update_id) != ended
         )
 
     def _raise_problem(self, update_id: str) -> None:
-        problem = self._intake.problem_of(update_id)
+        problem = self._receiver.take_problem(update_id)
         if problem is not None:
             raise problem
         with self._changed:
@@ -237,14 +217,11 @@ class Link:
             )
 
     def report(self, report: UpdateReport) -> None:
-        """Tell the publisher; never waits."""
+        """Send a report to the publisher; never waits."""
         self.reports.pop(report.update_id, None)
         self.reports[report.update_id] = report
         for oldest in list(self.reports)[:-_KEPT_REPORTS]:
             self.reports.pop(oldest, None)
-        self._say(report)
-
-    def _say(self, report: UpdateReport) -> None:
         message = Reported(report=report)
         if len(message.model_dump_json()) > _MAX_REPORT_NBYTES:
             plain = report.model_copy(update={"proof": None, "timings_ms": {}})
@@ -253,30 +230,29 @@ class Link:
         if self._channel.has_outgoing:
             self._wake.poke()
 
-    def take_over(self, other: "Link") -> None:
-        """Repeat what another connection to the same publisher had told, and close that one."""
+    def take_over(self, other: "ControlClient") -> None:
+        """Repeat the reports of an earlier connection to the same publisher, and close it."""
         for report in list(other.reports.values()):
             self.report(report)
         if not other.close():
-            self._before = other  # it may write yet, where this one's versions arrive as well
+            self._before = other  # it may still write to slots that both share
 
     def close(self) -> bool:
-        """Say goodbye and end both threads; returns whether nothing can arrive any more.
+        """Leave the group and end both threads; returns whether nothing can arrive any more.
 
-        Idempotent; in a forked child a no-op.
+        Idempotent; does nothing in a forked child.
         """
         if os.getpid() != self._pid:
             return self._has_ended
         if not self._has_left:
-            self._say_goodbye()
+            self._leave()
             self._has_left = True
-        self._has_ended = self._intake.close(timeout_s=self._timeout_s)
+        self._has_ended = self._receiver.close(timeout_s=self._timeout_s)
         return self._has_ended and (self._before is None or self._before.close())
 
-    def _say_goodbye(self) -> None:
+    def _leave(self) -> None:
         self._channel.send(Leave())
-        # The publisher hangs up in answer: then it has noted that this side is gone.
-        self._join(_GOODBYE_S)
+        self._join(_GOODBYE_S)  # the publisher hangs up once it has noted that this side is gone
         self._lose("this side closed")
         self._wake.poke()
         self._join(self._timeout_s)
@@ -284,13 +260,13 @@ class Link:
         self._wake.close()
 
     def _join(self, timeout_s: float) -> None:
-        # A bridge in a cycle may be collected, and so closed, in the middle of any thread.
+        # Garbage collection may close a bridge in any thread, also in this one.
         if self._thread is not threading.current_thread():
             self._thread.join(timeout_s)
 
     # ---- the thread -----------------------------------------------------------------------------
 
-    def _tell(self, group: int, key: str, value: bytes) -> None:
+    def _send_value(self, group: int, key: str, value: bytes) -> None:
         self._channel.send(StoreValue(group=group, key=key, value=value.hex()))
 
     def _lose(self, reason: str) -> None:
@@ -298,16 +274,16 @@ class Link:
             if self._lost is None:
                 self._lost = reason
         self._channel.is_lost = True
-        self._intake.give_up(reason)
+        self._receiver.give_up(reason)
 
     def _run(self) -> None:
         poll = select.poll()
         poll.register(self._wake.fd, select.POLLIN)
         channel = self._channel
         while True:
-            # First of all what came together with the answer to this side's joining.
+            # Messages may have come together with the answer to `Join`: look before waiting.
             while self._lost is None and (text := channel.take()) is not None:
-                self._note(parsed(text))
+                self._handle(_parsed(text))
             if channel.is_lost:
                 self._lose("the publisher hung up: its bridge was closed, or it died")
             if self._lost is not None:
@@ -320,22 +296,22 @@ class Link:
             channel.fill()
         channel.close()
 
-    def _note(self, message: FromPublisher | None) -> None:
+    def _handle(self, message: FromPublisher | None) -> None:
         match message:
             case None:
-                self._lose("the publisher sent what is no message")
+                self._lose("the publisher sent a text that is no message")
             case Offer() | Go() | CalledOff():
-                self._intake.put(message)
+                self._receiver.put(message)
             case StoreValue(group=group, key=key, value=value):
-                self._intake.learn(group, key, bytes.fromhex(value))
+                self._receiver.learn(group, key, bytes.fromhex(value))
             case Gone(update_id=update_id):
                 with self._changed:
                     self._gone[update_id] = message
                     for oldest in list(self._gone)[:-_KEPT_REFUSALS]:
                         del self._gone[oldest]
-                self._intake.notify()
+                self._receiver.notify()
             case Released(update_id=update_id):
-                self._intake.arrivals.drop(update_id)
+                self._receiver.arrivals.drop(update_id)
             case Refused(reason=reason):
                 self._lose(f"the publisher ended the connection: {reason}")
             case _:

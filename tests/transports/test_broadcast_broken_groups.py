@@ -17,9 +17,8 @@ from rl_bridge.errors import DeadlineExceeded, SegmentError
 from rl_bridge.testing.peer import hashes
 from rl_bridge.testing.processes import Child, until
 from rl_bridge.testing.strategies import contents_of
-from rl_bridge.transports.broadcast import intake
-from rl_bridge.transports.broadcast.group import _met
-from rl_bridge.transports.broadcast.sender import Wrecks
+from rl_bridge.transports.broadcast import receiver
+from rl_bridge.transports.broadcast.group import BrokenGroups, _made_in_thread
 from rl_bridge.transports.wire.arenas import Arrivals, CPUArenas
 from tests.transports.broadcast_rig import BreakingPeer, at_transfer, big_weights
 
@@ -86,13 +85,13 @@ def test_a_version_is_not_written_over_while_a_transfer_that_broke_off_reads_it(
 ) -> None:
     end: Any = trainer._publisher_end()._end
     left: list[Callable[[], object]] = []
-    monkeypatch.setattr(end._sender._wrecks, "leave", lambda _group, then: left.append(then))
+    monkeypatch.setattr(end._sender._broken_groups, "end", lambda _group, then: left.append(then))
 
     def fail(_: torch.Tensor) -> None:
         raise RuntimeError("the engine's own failure")
 
     engine = make_weight_bridge("broadcast", source_worker="engine", timeout_s=TIMEOUT_S)
-    with engine, at_transfer(intake, 1, fail):
+    with engine, at_transfer(receiver, 1, fail):
         manifest = trainer.publish(big_weights(1), weight_version=1)
         slot = end.snapshot(manifest.update_id)
         assert contents_of(engine.import_update(manifest)) == contents_of(big_weights(1))
@@ -110,9 +109,9 @@ def test_a_group_that_does_not_come_about_is_given_up_when_it_is_in_vain() -> No
     reasons = iter([None, "a member is gone"])
     try:
         with pytest.raises(SegmentError, match="did not come about: a member is gone"):
-            _met(lambda: may_end.wait(60), lambda: next(reasons), timeout_s=TIMEOUT_S)
+            _made_in_thread(lambda: may_end.wait(60), lambda: next(reasons), timeout_s=TIMEOUT_S)
         with pytest.raises(DeadlineExceeded, match=r"no group within 0\.01 s"):
-            _met(lambda: may_end.wait(60), lambda: None, timeout_s=0.01)
+            _made_in_thread(lambda: may_end.wait(60), lambda: None, timeout_s=0.01)
     finally:
         may_end.set()
 
@@ -135,18 +134,18 @@ class Stuck:
         self.may_end = threading.Event()
         self._ends = ends
 
-    def settle(self) -> bool:
+    def drain(self) -> bool:
         assert self.may_end.wait(20)
         return self._ends
 
 
 @pytest.mark.parametrize("ends", [True, False])
 def test_memory_is_given_back_when_its_slices_have_ended_and_never_before(*, ends: bool) -> None:
-    wrecks, given_back = Wrecks(), threading.Event()
+    broken, given_back = BrokenGroups(), threading.Event()
     group: Any = Stuck(ends=ends)
-    wrecks.leave(group, given_back.set)
-    assert not wrecks.join(0.01)
+    broken.end(group, given_back.set)
+    assert not broken.join(0.01)
     assert not given_back.is_set()
     group.may_end.set()
-    assert wrecks.join(20)
+    assert broken.join(20)
     assert given_back.is_set() == ends

@@ -1,4 +1,9 @@
-"""A receiver's second thread: takes part in transfers, and puts what arrives where it is found."""
+"""A receiver's second thread: takes part in transfers, and keeps the versions that arrive.
+
+A transfer begins with the publisher's `Offer`. The thread reserves a slot and answers `Ready`;
+`Go` then names the group that the bytes come over. A failed transfer is reported to the publisher,
+which decides what to do. Its slot is not used again before every slice that was begun has ended.
+"""
 
 import logging
 import os
@@ -10,7 +15,7 @@ from functools import partial
 
 from rl_bridge.errors import WeightBridgeError
 from rl_bridge.memory.slots import Slot
-from rl_bridge.transports.broadcast.group import Group, GroupStore, send_slices
+from rl_bridge.transports.broadcast.group import BrokenGroups, Group, GroupStore, send_slices
 from rl_bridge.transports.broadcast.init_info import Backend
 from rl_bridge.transports.broadcast.messages import (
     Arrived,
@@ -21,56 +26,18 @@ from rl_bridge.transports.broadcast.messages import (
     Offer,
     Ready,
 )
-from rl_bridge.transports.broadcast.sender import Wrecks
 from rl_bridge.transports.wire.arenas import Arrival, Arrivals
 from rl_bridge.transports.wire.channel import Message
 
-__all__ = [
-    "EarlyValues",
-    "Intake",
-]
-
-# ---- Values of a rendezvous that come before this side knows that it takes part.
-
-# Each of N members has one value, of 160 + 8 N bytes: this is more than those of 2,000.
-_MAX_NBYTES = 64 << 20
-
-
-class EarlyValues:
-    """Keeps those of the newest group, however many members it has: groups are numbered upwards."""
-
-    def __init__(self) -> None:
-        """Start empty."""
-        self._group = 0
-        self._values: dict[str, bytes] = {}
-        self._nbytes = 0
-
-    def add(self, group: int, key: str, value: bytes) -> None:
-        """Keep a value, unless its group is older than another one's.
-
-        What a publisher sends without end is dropped: the rendezvous then ends at its deadline.
-        """
-        if group > self._group:
-            self._group, self._values, self._nbytes = group, {}, 0
-        before = self._values.get(key, b"")
-        nbytes = self._nbytes + len(key) + len(value) - len(before)
-        if group == self._group and nbytes <= _MAX_NBYTES:
-            self._values[key], self._nbytes = value, nbytes
-
-    def take(self, group: int) -> dict[str, bytes]:
-        """Give those of a group that begins now, and forget them."""
-        found = self._values if group == self._group else {}
-        self._values, self._nbytes = {}, 0
-        return found
-
-
-# ---- the rest builds on the parts above
+__all__ = ["Receiver"]
 
 _LOG = logging.getLogger(__name__)
-_WRECKS_S = 1.0
+_DRAIN_S = 1.0
+# Each of N members has one value, of 160 + 8 N bytes: this is enough for more than 2,000 members.
+_MAX_VALUES_NBYTES = 64 << 20
 
 
-class Intake:
+class Receiver:
     """Receives one publisher's versions, in a thread of its own."""
 
     def __init__(
@@ -78,8 +45,8 @@ class Intake:
         backend: Backend,
         arrivals: Arrivals,
         *,
-        say: Callable[[Message], None],
-        tell: Callable[[int, str, bytes], None],
+        send: Callable[[Message], None],
+        send_value: Callable[[int, str, bytes], None],
         address: str,
         timeout_s: float,
     ) -> None:
@@ -88,43 +55,45 @@ class Intake:
         Args:
             backend: what carries the bytes.
             arrivals: where versions arrive.
-            say: sends a message to the publisher.
-            tell: sends it a value of a group's rendezvous.
+            send: sends a message to the publisher.
+            send_value: sends it a value of a group's rendezvous.
             address: of the interface that leads to the publisher.
             timeout_s: longest wait for members of a group, and for a slice.
 
         """
         self.arrivals = arrivals
         self._backend: Backend = backend
-        self._say = say
-        self._tell = tell
+        self._send = send
+        self._send_value = send_value
         self._address = address
         self._timeout_s = timeout_s
         self._changed = threading.Condition()
         self._messages: queue.SimpleQueue[Offer | Go | CalledOff | None] = queue.SimpleQueue()
         self._progress: dict[str, float] = {}
         self._problems: dict[str, WeightBridgeError] = {}
-        self._num_arrived: dict[str, int] = {}
+        self._num_ended: dict[str, int] = {}
         self._reserved: tuple[Offer, Slot] | None = None
         self._group: tuple[int, Group] | None = None
         self._store: tuple[int, GroupStore] | None = None
-        self._early = EarlyValues()
+        self._pending_values = _PendingValues()
         self._given_up: str | None = None
         self._called_off = (0, "")
-        self._wrecks = Wrecks()
+        self._broken_groups = BrokenGroups()
         self._pid = os.getpid()
-        self._thread = threading.Thread(target=self._run, name="rlb-broadcast-intake", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, name="rlb-broadcast-receiver", daemon=True
+        )
         self._thread.start()
 
-    # ---- what the link's thread and the consumer call -------------------------------------------
+    # ---- what the client's thread and the consumer call -----------------------------------------
 
     def put(self, message: Offer | Go | CalledOff) -> None:
-        """Take the next step of a transfer."""
+        """Hand the next step of a transfer to the thread."""
         with self._changed:
             if isinstance(message, Offer):
                 self._progress[message.update_id] = time.monotonic()
             if isinstance(message, CalledOff):
-                # Now: its thread may be waiting for the very members that are gone.
+                # At once: the thread may be waiting for members that are gone.
                 self._called_off = message.transfer, message.reason
                 if self._store is not None:
                     self._store[1].fail(message.reason)
@@ -132,35 +101,40 @@ class Intake:
         self.notify()
 
     def learn(self, group: int, key: str, value: bytes) -> None:
-        """Take note of another member's value, also of a group that is about to begin."""
+        """Note another member's value; values may come before the `Go` of their group."""
         with self._changed:
             if self._store is not None and self._store[0] == group:
                 self._store[1].learn(key, value)
             else:
-                self._early.add(group, key, value)
+                self._pending_values.add(group, key, value)
 
     def progress_of(self, update_id: str) -> float | None:
-        """When something of an update arrived last; None if it is not on its way."""
+        """When a part of an update arrived last; None if it is not on its way."""
         with self._changed:
             return self._progress.get(update_id)
 
-    def problem_of(self, update_id: str) -> WeightBridgeError | None:
-        """Why this side takes no part in an update's transfer; told once."""
+    def num_ended(self, update_id: str) -> int:
+        """How many transfers of an update have ended here."""
+        with self._changed:
+            return self._num_ended.get(update_id, 0)
+
+    def take_problem(self, update_id: str) -> WeightBridgeError | None:
+        """Why this side declined an update's transfer; returned once."""
         with self._changed:
             return self._problems.pop(update_id, None)
 
     def wait(self, is_news: Callable[[], bool], timeout_s: float) -> None:
-        """Wait until there is news, or for so long."""
+        """Wait until there is news, at most `timeout_s`."""
         with self._changed:
             self._changed.wait_for(is_news, timeout_s)
 
     def notify(self) -> None:
-        """Wake who waits."""
+        """Wake the threads in `wait`."""
         with self._changed:
             self._changed.notify_all()
 
     def give_up(self, reason: str) -> None:
-        """The publisher is gone: end what waits for it."""
+        """End everything that waits for the publisher: it is gone, or this side leaves."""
         with self._changed:
             self._given_up = reason
             if self._store is not None:
@@ -173,7 +147,7 @@ class Intake:
         self.give_up("this side closed")
         if self._thread is not threading.current_thread():
             self._thread.join(timeout_s)
-        return not self._thread.is_alive() and self._wrecks.join(_WRECKS_S)
+        return not self._thread.is_alive() and self._broken_groups.join(_DRAIN_S)
 
     # ---- the thread -----------------------------------------------------------------------------
 
@@ -181,7 +155,7 @@ class Intake:
         while (message := self._messages.get()) is not None and self._given_up is None:
             try:
                 self._take(message)
-            except Exception as error:  # noqa: BLE001 - told to the publisher, who judges
+            except Exception as error:  # noqa: BLE001 - reported to the publisher, which decides
                 is_known = isinstance(error, RuntimeError)
                 _LOG.warning("a transfer failed: %s", error, exc_info=not is_known)
                 self._fail(message.transfer, error)
@@ -201,7 +175,7 @@ class Intake:
                     if reserved is not None:
                         self.arrivals.abandon(reserved[1])
                     self._leave()
-                    self._say(Failed(transfer=transfer, reason="it was not offered"))
+                    self._send(Failed(transfer=transfer, reason="it was not offered"))
                     return
                 self._receive(message, *reserved)
             case CalledOff():
@@ -213,7 +187,7 @@ class Intake:
         known = self.arrivals.find(offer.update_id)
         if known is not None and known.generation == offer.generation:
             self._end(offer.update_id)
-            self._say(Declined(transfer=offer.transfer, reason="it is here already"))
+            self._send(Declined(transfer=offer.transfer, reason="it is here already"))
             return
         try:
             slot = self.arrivals.reserve(offer.arena_nbytes)
@@ -223,15 +197,15 @@ class Intake:
                 for oldest in list(self._problems)[:-4]:
                     del self._problems[oldest]
             self._end(offer.update_id)
-            self._say(Declined(transfer=offer.transfer, reason=str(error)[:2000]))
+            self._send(Declined(transfer=offer.transfer, reason=str(error)[:2000]))
             return
         self._reserved = offer, slot
-        self._say(Ready(transfer=offer.transfer))
+        self._send(Ready(transfer=offer.transfer))
 
     def _receive(self, go: Go, offer: Offer, slot: Slot) -> None:
         try:
             group = self._join(go)
-            group.why_off = partial(self._why_off, go.transfer)
+            group.why_aborted = partial(self._why_aborted, go.transfer)
             arena = self.arrivals.tensor(slot, offer.arena_nbytes)
             digest = self.arrivals.digest_of(
                 offer.layout_digest, go.slice_nbytes, slot, offer.arena_nbytes
@@ -247,11 +221,11 @@ class Intake:
             if digest is not None:
                 digest.advance(offer.arena_nbytes)
         except BaseException:
-            # Not before every slice that was begun has ended: it still writes there.
+            # Slices that were begun may still write to the slot: abandon it when they have ended.
             self._leave(partial(self.arrivals.abandon, slot))
             raise
-        # First, so that whoever goes on here with the version finds that the publisher knows.
-        self._say(Arrived(transfer=go.transfer))
+        # Before `commit`: once the version can be attached, the publisher knows that it arrived.
+        self._send(Arrived(transfer=go.transfer))
         self.arrivals.commit(
             Arrival(
                 update_id=offer.update_id,
@@ -271,15 +245,15 @@ class Intake:
             return known[1]
         self._leave()
 
-        def tell(key: str, value: bytes) -> None:
-            self._tell(go.group, key, value)
+        def send(key: str, value: bytes) -> None:
+            self._send_value(go.group, key, value)
 
-        store = GroupStore(tell, timeout_s=self._timeout_s)
+        store = GroupStore(send, timeout_s=self._timeout_s)
         with self._changed:
             self._store = go.group, store
-            for key, value in self._early.take(go.group).items():
+            for key, value in self._pending_values.take(go.group).items():
                 store.learn(key, value)
-            reason = self._why_off(go.transfer)
+            reason = self._why_aborted(go.transfer)
             if reason is not None:
                 store.fail(reason)
         made = Group(
@@ -289,25 +263,25 @@ class Intake:
             size=go.size,
             address=self._address,
             timeout_s=self._timeout_s,
-            why_off=partial(self._why_off, go.transfer),
+            why_aborted=partial(self._why_aborted, go.transfer),
         )
         self._group = go.group, made
         return made
 
-    def _why_off(self, transfer: int) -> str | None:
-        """Why a transfer is in vain, if it is."""
+    def _why_aborted(self, transfer: int) -> str | None:
+        """Why a transfer cannot succeed any more; None while it can."""
         called_off, reason = self._called_off
         return reason if called_off >= transfer else self._given_up
 
     def _leave(self, then: Callable[[], object] = lambda: None) -> None:
-        """Leave the group; `then` is called when nothing that it began goes on."""
+        """Leave the group; calls `then` when nothing that it began is still running."""
         known, self._group = self._group, None
         with self._changed:
             self._store = None
         if known is None:
             then()
         else:
-            self._wrecks.leave(known[1], then)
+            self._broken_groups.end(known[1], then)
 
     def _drop_reserved(self, but: str = "") -> None:
         reserved, self._reserved = self._reserved, None
@@ -322,17 +296,40 @@ class Intake:
             self._progress.clear()
             self._changed.notify_all()
         first = str(error).splitlines()[:1]
-        self._say(Failed(transfer=transfer, reason=(first or [type(error).__name__])[0][:2000]))
+        self._send(Failed(transfer=transfer, reason=(first or [type(error).__name__])[0][:2000]))
 
     def _end(self, update_id: str) -> None:
         with self._changed:
             self._progress.pop(update_id, None)
-            self._num_arrived[update_id] = self._num_arrived.get(update_id, 0) + 1
-            for oldest in list(self._num_arrived)[:-16]:
-                del self._num_arrived[oldest]
+            self._num_ended[update_id] = self._num_ended.get(update_id, 0) + 1
+            for oldest in list(self._num_ended)[:-16]:
+                del self._num_ended[oldest]
             self._changed.notify_all()
 
-    def num_ended(self, update_id: str) -> int:
-        """How many transfers of an update came to an end here."""
-        with self._changed:
-            return self._num_arrived.get(update_id, 0)
+
+class _PendingValues:
+    """Values of a rendezvous whose `Go` has not come yet.
+
+    Groups are numbered upwards: the values of the newest group are kept, up to a bound. Beyond it
+    they are dropped, and the rendezvous ends at its deadline.
+    """
+
+    def __init__(self) -> None:
+        self._group = 0
+        self._values: dict[str, bytes] = {}
+        self._nbytes = 0
+
+    def add(self, group: int, key: str, value: bytes) -> None:
+        """Keep a value, unless its group is older than the newest."""
+        if group > self._group:
+            self._group, self._values, self._nbytes = group, {}, 0
+        before = self._values.get(key, b"")
+        nbytes = self._nbytes + len(key) + len(value) - len(before)
+        if group == self._group and nbytes <= _MAX_VALUES_NBYTES:
+            self._values[key], self._nbytes = value, nbytes
+
+    def take(self, group: int) -> dict[str, bytes]:
+        """Return the values of a group that begins now, and forget them."""
+        found = self._values if group == self._group else {}
+        self._values, self._nbytes = {}, 0
+        return found
