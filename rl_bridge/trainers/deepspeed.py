@@ -10,7 +10,7 @@ from rl_bridge.errors import IncompatibleUpdate, WeightBridgeUnavailableError
 from rl_bridge.trainers.base import RankTensor, WeightExtractor
 from rl_bridge.trainers.chunks import DEFAULT_CHUNK_NBYTES
 from rl_bridge.trainers.gather import flat_piece, whole_piece
-from rl_bridge.trainers.state_dict import Adapters, ModuleSlots, naming_of
+from rl_bridge.trainers.modules import Adapters, ModuleSlots, naming_of
 
 __all__ = [
     "DeepSpeedWeightExtractor",

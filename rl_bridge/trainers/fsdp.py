@@ -21,7 +21,14 @@ from rl_bridge.trainers.meshes import (
     largest_mesh,
     split_of,
 )
-from rl_bridge.trainers.state_dict import Adapters, ModuleSlots, Naming, Slot, clean_name, naming_of
+from rl_bridge.trainers.modules import (
+    Adapters,
+    ModuleSlots,
+    Naming,
+    Slot,
+    clean_name,
+    naming_of,
+)
 
 __all__ = [
     "FLAT_KEY",

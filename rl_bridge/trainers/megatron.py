@@ -17,7 +17,7 @@ from rl_bridge.trainers.chunks import (
     wire_dtype,
 )
 from rl_bridge.trainers.gather import Split, box_piece, gather, window_nbytes
-from rl_bridge.trainers.state_dict import ModuleSlots, Naming, Slot, clean_name
+from rl_bridge.trainers.modules import ModuleSlots, Naming, Slot, clean_name
 
 __all__ = [
     "EMBEDDING",

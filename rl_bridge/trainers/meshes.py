@@ -10,22 +10,80 @@ import torch
 
 from rl_bridge.errors import IncompatibleUpdate
 from rl_bridge.manifest.parallel import Piece
-from rl_bridge.trainers.gather import Cut, Split, box_piece, replica_of, shard_box, whole_piece
+from rl_bridge.trainers.gather import Split, box_piece, whole_piece
 
 __all__ = [
+    "Cut",
     "MeshView",
     "Shares",
+    "cut_evenly",
     "cuts_of",
     "cutting_dims",
     "gathered_by_torch",
     "is_dtensor",
     "largest_mesh",
+    "replica_of",
+    "shard_box",
     "split_of",
 ]
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How one dimension of a mesh cuts a tensor.
+
+    Attributes:
+        dim: of the tensor; None where this dimension of the mesh holds copies.
+        is_inner: it cuts what the other dimensions of the mesh left (FSDP over tensor-parallel
+            shards); without it, cuts apply in the mesh's order.
+
+    """
+
+    dim: int | None
+    is_inner: bool = False
+
+
+def cut_evenly(size: int, parts: int, index: int) -> tuple[int, int]:
+    """Begin and length of part `index`, as ``torch.chunk`` cuts: the last parts may be short."""
+    length = -(-size // parts)
+    begin = min(index * length, size)
+    return begin, min(length, size - begin)
+
+
+def shard_box(
+    shape: Sequence[int], mesh_shape: Sequence[int], coordinate: Sequence[int], cuts: Sequence[Cut]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """First index and shape of the box that a rank holds.
+
+    Args:
+        shape: of the whole tensor.
+        mesh_shape: ranks along each dimension of the mesh.
+        coordinate: of the rank in the mesh.
+        cuts: one for each dimension of the mesh.
+
+    """
+    offset, box = [0] * len(shape), list(shape)
+    steps = list(zip(cuts, mesh_shape, coordinate, strict=True))
+    ordered = [step for step in steps if not step[0].is_inner]
+    for cut, parts, index in [*ordered, *(step for step in steps if step[0].is_inner)]:
+        if cut.dim is not None:
+            begin, length = cut_evenly(box[cut.dim], parts, index)
+            offset[cut.dim] += begin
+            box[cut.dim] = length
+    return tuple(offset), tuple(box)
+
+
+def replica_of(mesh_shape: Sequence[int], coordinate: Sequence[int], cuts: Sequence[Cut]) -> int:
+    """The number of a rank among those that hold the same box; 0 for the first."""
+    number = 0
+    for cut, parts, index in zip(cuts, mesh_shape, coordinate, strict=True):
+        if cut.dim is None:
+            number = number * parts + index
+    return number
 
 
 def is_dtensor(tensor: object) -> bool:

@@ -1,10 +1,7 @@
 """Named tensors from what users have: a module, a state dict, or chunks of one."""
 
-import enum
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch.nn.parallel import DataParallel, DistributedDataParallel
@@ -14,149 +11,14 @@ from rl_bridge.memory.tensors import plain_state
 from rl_bridge.trainers.base import RankTensor, WeightExtractor
 from rl_bridge.trainers.chunks import DEFAULT_CHUNK_NBYTES, require_dense
 from rl_bridge.trainers.gather import whole_piece
+from rl_bridge.trainers.modules import Adapters, ModelNames, naming_of
 
 __all__ = [
-    "Adapters",
-    "ModelNames",
-    "ModuleSlots",
-    "Naming",
-    "Slot",
     "Source",
     "StateDictExtractor",
-    "clean_name",
     "named_tensors",
-    "naming_of",
     "trainable_names",
 ]
-
-# ---- What a tensor is called once the wrappers around a model are looked through.
-#
-# Wrappers (FSDP, activation checkpoints, ``torch.compile``, peft) put words of their own into
-# names; engines know the names of the model itself.
-
-Naming = Callable[[str], str | None]
-"""From a name inside wrappers to the one that is published; None for what is left out."""
-
-
-class ModelNames:
-    """How the tensors of one model are called; a `Naming`."""
-
-    def __init__(self, naming: Naming, layers: Mapping[str, torch.nn.Module]) -> None:
-        """Know the names, and the `layers` whose adapters must be merged."""
-        self._naming = naming
-        self._layers = layers
-
-    def __call__(self, name: str) -> str | None:
-        """The name that is published."""
-        return self._naming(name)
-
-    def check(self) -> None:
-        """Look, before each update, whether weights hold what their names promise.
-
-        Raises:
-            IncompatibleUpdate: merged weights are asked for, and the adapters are not merged.
-
-        """
-        _require_merged(self._layers)
-
-
-# Words that wrappers put between two dots.
-_WRAPPERS = frozenset({"_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod"})
-# peft's own root, and the layer that it wraps.
-_PEFT_ROOT = "base_model.model."
-_PEFT_LAYER = "base_layer"
-_PEFT_SAVED = "modules_to_save"
-_PEFT_ORIGINAL = "original_module"
-
-
-class Adapters(enum.StrEnum):
-    """What is published of a model with peft adapters."""
-
-    MERGED = "merged"
-    """The model's own names, with the adapters merged in: ``model.merge_adapter()`` comes first."""
-    BASE = "base"
-    """The model's own names, without the adapters."""
-    ONLY = "only"
-    """The adapters alone, under the names of peft's checkpoints."""
-
-
-def clean_name(name: str) -> str:
-    """The name without the words of wrappers."""
-    if not any(word in name for word in _WRAPPERS):
-        return name
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
-
-
-def naming_of(model: torch.nn.Module, adapters: Adapters | str = Adapters.MERGED) -> ModelNames:
-    """How the tensors of `model` are called.
-
-    Args:
-        model: the module that holds them, wrapped or not.
-        adapters: what is published of a peft model; others have no choice here.
-
-    Raises:
-        ValueError: no such choice.
-
-    """
-    try:
-        wanted = Adapters(adapters)
-    except ValueError:
-        known = ", ".join(repr(str(one)) for one in Adapters)
-        raise ValueError(f"adapters={adapters!r}: expected one of {known}.") from None
-    layers = {name: one for name, one in model.named_modules() if _is_adapted(one)}
-    if not layers:
-        return ModelNames(clean_name, {})
-    active = {name for layer in layers.values() for name in _active(layer)}
-    return ModelNames(
-        lambda name: _peft_name(clean_name(name), wanted, active),
-        layers if wanted is Adapters.MERGED else {},
-    )
-
-
-def _is_adapted(module: torch.nn.Module) -> bool:
-    """Whether peft put this layer in the place of another one."""
-    return hasattr(module, _PEFT_LAYER) or (
-        hasattr(module, _PEFT_SAVED) and hasattr(module, _PEFT_ORIGINAL)
-    )
-
-
-def _active(layer: torch.nn.Module) -> list[str]:
-    names = getattr(layer, "active_adapters", None) or getattr(layer, "active_adapter", [])
-    return [names] if isinstance(names, str) else list(names)
-
-
-def _require_merged(layers: Mapping[str, torch.nn.Module]) -> None:
-    for name, layer in layers.items():
-        if hasattr(layer, _PEFT_LAYER) and _active(layer) and not getattr(layer, "merged", False):
-            msg = (
-                f"the adapters of layer {clean_name(name)!r} are not merged into its weight, and "
-                "the weight without them is the frozen one. Call model.merge_adapter() before "
-                'each update and model.unmerge_adapter() after it, or pass adapters="only" or '
-                '"base".'
-            )
-            raise IncompatibleUpdate(msg)
-
-
-def _peft_name(name: str, wanted: Adapters, active: set[str]) -> str | None:
-    parts = name.split(".")
-    is_saved = _PEFT_SAVED in parts
-    # Layers have lora_A, lora_B ...; other methods, with words of their own, name the adapter too.
-    is_adapter = is_saved or any(part.startswith("lora_") for part in parts)
-    is_adapter = is_adapter or (_PEFT_LAYER not in parts and bool(active & set(parts)))
-    if is_adapter and not active & set(parts):
-        return None  # of an adapter that is switched off
-    if wanted is Adapters.ONLY:
-        kept = [part for part in parts if part not in active and part != _PEFT_SAVED]
-        return ".".join(kept) if is_adapter else None
-    if is_adapter and not (is_saved and wanted is Adapters.MERGED):
-        return None
-    if _PEFT_ORIGINAL in parts and wanted is Adapters.MERGED:
-        return None  # a trained copy of the module goes in its place
-    own = {_PEFT_LAYER, _PEFT_SAVED, _PEFT_ORIGINAL} | (active if is_saved else set())
-    return ".".join(part for part in parts if part not in own).removeprefix(_PEFT_ROOT)
-
-
-# ---- the rest builds on the parts above
 
 _LOG = logging.getLogger(__name__)
 
@@ -396,86 +258,3 @@ class StateDictExtractor(WeightExtractor):
     ) -> None:
         for view, source in zip(views, sources, strict=True):
             view.copy_(tensors[source])  # type: ignore[arg-type]  # this process holds all of them
-
-
-# ---- Where a module keeps its tensors: found once, read in every update without a walk.
-
-
-@dataclass(frozen=True, slots=True)
-class Slot:
-    """One place of a tensor in a module tree.
-
-    Attributes:
-        name: as published.
-        path: as the tree spells it.
-        module: that owns it.
-        keeper: the module's own dictionary of parameters or buffers.
-        key: its name there.
-        is_parameter: it is no buffer.
-
-    """
-
-    name: str
-    path: str
-    module: torch.nn.Module
-    keeper: dict[str, Any]
-    key: str
-    is_parameter: bool
-
-    def tensor(self) -> torch.Tensor:
-        """The tensor that is there now."""
-        return self.keeper[self.key]  # type: ignore[no-any-return]
-
-
-class ModuleSlots:
-    """Parameters and persistent buffers of a module, in the order of its state dict."""
-
-    def __init__(self, module: torch.nn.Module, naming: Naming) -> None:
-        """Walk through `module`.
-
-        Args:
-            module: the root.
-            naming: gives the published name; what gets none is left out.
-
-        Raises:
-            IncompatibleUpdate: one of them is not dense.
-
-        """
-        self._keepers: list[dict[str, Any]] = []
-        self._counts: list[int] = []
-        self.slots: list[Slot] = []
-        for prefix, owner in module.named_modules(remove_duplicate=False):
-            transient = owner._non_persistent_buffers_set  # noqa: SLF001 - torch has no public name
-            kinds: Iterable[tuple[dict[str, Any], bool]] = (
-                (owner._parameters, True),  # noqa: SLF001 - the dictionary itself, to look again
-                (owner._buffers, False),  # noqa: SLF001
-            )
-            for keeper, is_parameter in kinds:
-                self._keepers.append(keeper)
-                self._counts.append(len(keeper))
-                for key, tensor in keeper.items():
-                    path = f"{prefix}.{key}" if prefix else key
-                    is_kept = tensor is not None and (is_parameter or key not in transient)
-                    name = naming(path) if is_kept else None
-                    if name is not None:
-                        require_dense(name, tensor)
-                        self.slots.append(Slot(name, path, owner, keeper, key, is_parameter))
-
-    def select(self, is_wanted: Callable[[Slot], bool]) -> None:
-        """Forget the slots that are not wanted."""
-        self.slots = [slot for slot in self.slots if is_wanted(slot)]
-
-    def tensors(self) -> list[torch.Tensor] | None:
-        """The tensors that are there now; None where the modules hold more or fewer than before."""
-        if list(map(len, self._keepers)) != self._counts:
-            return None
-        return [slot.keeper[slot.key] for slot in self.slots]
-
-    def ties(self) -> list[int | None]:
-        """For each slot, the number of an earlier one that holds the same tensor."""
-        first: dict[int, int] = {}
-        found: list[int | None] = []
-        for index, slot in enumerate(self.slots):
-            at = first.setdefault(id(slot.tensor()), index)
-            found.append(None if at == index else at)
-        return found

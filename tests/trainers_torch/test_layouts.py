@@ -8,14 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl_bridge.trainers.gather import (
-    Cut,
-    box_piece,
-    cut_evenly,
-    flat_piece,
-    replica_of,
-    shard_box,
-)
+from rl_bridge.trainers.gather import box_piece, flat_piece
+from rl_bridge.trainers.meshes import Cut, cut_evenly, replica_of, shard_box
 
 PARTS = st.integers(1, 5)
 

@@ -7,7 +7,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 from rl_bridge.errors import IncompatibleUpdate
 from rl_bridge.trainers import StateDictExtractor
-from rl_bridge.trainers.state_dict import Adapters, clean_name, naming_of
+from rl_bridge.trainers.modules import Adapters, clean_name, naming_of
 
 
 class Adapted(nn.Module):
