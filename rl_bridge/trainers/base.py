@@ -1,4 +1,9 @@
-"""`WeightExtractor`: what a trainer's rank holds, told without bytes, and then its bytes."""
+"""`WeightExtractor`: what a rank of a trainer holds, first described, then read.
+
+Metadata come first: names, shapes, dtypes and placements, without bytes and without a collective.
+Bytes come second, in chunks. What a chunk holds is the same in every update, so it is decided once
+(`ChunkPlan`); an update only reads the tensors of the moment into it.
+"""
 
 import logging
 import math
@@ -25,163 +30,17 @@ from rl_bridge.trainers.chunks import (
 )
 
 __all__ = [
-    "ChunkPlan",
-    "Entry",
     "RankTensor",
     "WeightExtractor",
     "WeightMetadata",
-    "entry",
 ]
-
-# ---- A chunk that is the same in every update: what is in it is decided once, the bytes change.
-
-
-class Entry:
-    """One tensor of a chunk.
-
-    Attributes:
-        name: under which it travels.
-        source: number of the rank's tensor whose bytes these are; tied names have the same.
-        dtype: in which it travels.
-        shape: in which it travels.
-        nbytes: in that dtype; 0 for a further name of a tensor that is there already.
-        placement: where it lies in the whole tensors; None if it is whole.
-
-    """
-
-    __slots__ = ("dtype", "name", "nbytes", "placement", "shape", "source")
-
-    def __init__(
-        self,
-        *,
-        name: str,
-        source: int,
-        dtype: torch.dtype,
-        shape: tuple[int, ...],
-        placement: Placement | None,
-        is_tied: bool,
-    ) -> None:
-        """See the attributes; `is_tied` says that another entry has the bytes."""
-        self.name = name
-        self.source = source
-        self.dtype = dtype
-        self.shape = shape
-        self.placement = placement
-        self.nbytes = 0 if is_tied else math.prod(shape) * dtype.itemsize
-
-
-def entry(
-    name: str,
-    source: int,
-    dtype: torch.dtype,
-    shape: tuple[int, ...],
-    *,
-    pieces: Sequence[Piece] | None = None,
-    is_tied: bool = False,
-) -> Entry:
-    """Make an entry; `pieces` are given where the tensor is a part."""
-    placement = None
-    if pieces is not None:
-        placement = Placement(dtype=wire_name(dtype), shape=shape, pieces=tuple(pieces))
-    return Entry(
-        name=name,
-        source=source,
-        dtype=dtype,
-        shape=shape,
-        placement=placement,
-        is_tied=is_tied,
-    )
-
-
-class ChunkPlan:
-    """One chunk, known but for its bytes."""
-
-    def __init__(self, entries: Sequence[Entry], module_name: str | None) -> None:
-        """Plan a chunk of `entries`."""
-        position: dict[int, int] = {}
-        for one in entries:
-            position.setdefault(one.source, len(position))
-        first = {one.source: one for one in reversed(entries)}
-        self.sources = tuple(position)
-        self._dtypes = [first[source].dtype for source in position]
-        self._shapes = [first[source].shape for source in position]
-        self._positions = [position[one.source] for one in entries]
-        self._names = [one.name for one in entries]
-        self._dtype_names = [str(one.dtype) for one in entries]
-        self._entry_shapes = [one.shape for one in entries]
-        placed = [one.placement for one in entries if one.placement is not None]
-        self._placements = placed if len(placed) == len(entries) else None
-        self._module_name = module_name
-        self._buffer = BufferPlan(list(zip(self._dtypes, self._shapes, strict=True)))
-        self._offsets = tuple(self._buffer.offsets[at] for at in self._positions)
-        self._is_tied = len(self._positions) != len(position)
-        self._kept: tuple[torch.Tensor, list[torch.Tensor]] | None = None
-
-    def live(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
-        """The tensors themselves, one per source, if they can travel as they are."""
-        for tensor, dtype in zip(tensors, self._dtypes, strict=True):
-            if tensor.dtype is not dtype or not tensor.is_contiguous():
-                return None
-        return [one.detach() if one.requires_grad else one for one in tensors]
-
-    def copied(
-        self, tensors: Sequence[torch.Tensor], *, in_kept_buffer: bool = False
-    ) -> WeightChunk:
-        """A chunk of `tensors`, cast and packed into one buffer.
-
-        Args:
-            tensors: one per source.
-            in_kept_buffer: into the one of the last call, whose chunk they overwrite.
-
-        """
-
-        def fill(views: Sequence[torch.Tensor]) -> None:
-            # (All in one call: a loop takes as long as small copies do.)
-            torch._foreach_copy_(list(views), list(tensors))
-
-        device = tensors[0].device if tensors else None
-        return self.filled(fill, device, in_kept_buffer=in_kept_buffer)
-
-    def filled(
-        self,
-        fill: Callable[[list[torch.Tensor]], None],
-        device: torch.device | None,
-        *,
-        in_kept_buffer: bool = False,
-    ) -> WeightChunk:
-        """A chunk in a buffer that `fill` writes, one view per source."""
-        kept = self._kept if in_kept_buffer else None
-        if kept is None or (device is not None and kept[0].device != device):
-            kept = self._buffer.allocate(device)
-        if in_kept_buffer:
-            self._kept = kept
-        buffer, views = kept
-        fill(views)
-        return self.chunk(views, PackedTensors(buffer=buffer, offsets=self._offsets))
-
-    def chunk(
-        self, tensors: Sequence[torch.Tensor], packing: PackedTensors | None = None
-    ) -> WeightChunk:
-        """A chunk of tensors that are as planned, one per source."""
-        return WeightChunk.checked_before(
-            names=self._names,
-            dtypes=self._dtype_names,
-            shapes=self._entry_shapes,
-            tensors=[tensors[at] for at in self._positions] if self._is_tied else list(tensors),
-            module_name=self._module_name,
-            placements=self._placements,
-            packing=packing,
-        )
-
-
-# ---- the rest builds on the parts above
 
 _LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightMetadata:
-    """A whole tensor of the model, as far as this rank knows it without asking.
+    """A whole tensor of the model, as far as this rank knows it without asking another one.
 
     Attributes:
         name: under which engines know it.
@@ -203,13 +62,13 @@ class WeightMetadata:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankTensor:
-    """One tensor as a rank knows it: what an extractor of a trainer tells its base class.
+    """One tensor as a rank knows it: what an extractor's subclass describes to the base class.
 
     Attributes:
         name: under which this rank publishes it.
         shape: of the whole tensor.
         dtype: in which the trainer holds it.
-        local_shape: of what this rank holds; None where it holds no element.
+        local_shape: of what this rank holds; None if it holds no element.
         pieces: what this rank holds.
         owners: ranks that hold a part or a copy.
         is_whole: every rank that takes part in `full` holds all of it; the same on all of them.
@@ -228,20 +87,136 @@ class RankTensor:
     is_trainable: bool = False
     tied_to: int | None = None
 
+    def placement(self, asked: torch.dtype | None) -> Placement:
+        """Where this rank's part lies in the whole tensors, cast to the dtype that is asked for."""
+        assert self.local_shape is not None, "this rank holds a part of it"
+        dtype = wire_name(wire_dtype(self.dtype, asked))
+        return Placement(dtype=dtype, shape=self.local_shape, pieces=self.pieces)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """One tensor of a chunk.
+
+    Attributes:
+        name: under which it travels.
+        source: number of the rank's tensor that has its bytes; tied names have the same number.
+        dtype: in which it travels.
+        shape: in which it travels.
+        placement: where it lies in the whole tensors; None if it is whole.
+        is_tied: another entry has the bytes already.
+
+    """
+
+    name: str
+    source: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    placement: Placement | None = None
+    is_tied: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it adds to a chunk."""
+        return 0 if self.is_tied else math.prod(self.shape) * self.dtype.itemsize
+
+
+class ChunkPlan:
+    """One chunk, complete but for its bytes.
+
+    Attributes:
+        sources: numbers of the rank's tensors that fill it, each once.
+
+    """
+
+    def __init__(self, entries: Sequence[Entry], module_name: str | None) -> None:
+        """Plan a chunk of `entries`."""
+        position: dict[int, int] = {}
+        for one in entries:
+            position.setdefault(one.source, len(position))
+        first = {one.source: one for one in reversed(entries)}
+        self.sources = tuple(position)
+        self._dtypes = [first[source].dtype for source in position]
+        shapes = [first[source].shape for source in position]
+        self._positions = [position[one.source] for one in entries]
+        self._names = [one.name for one in entries]
+        self._dtype_names = [str(one.dtype) for one in entries]
+        self._shapes = [one.shape for one in entries]
+        placed = [one.placement for one in entries if one.placement is not None]
+        self._placements = placed if len(placed) == len(entries) else None
+        self._module_name = module_name
+        self._buffer = BufferPlan(list(zip(self._dtypes, shapes, strict=True)))
+        self._offsets = tuple(self._buffer.offsets[at] for at in self._positions)
+        self._is_tied = len(self._positions) != len(position)
+        self._kept: tuple[torch.Tensor, list[torch.Tensor]] | None = None
+
+    def made_of(
+        self, tensors: Sequence[torch.Tensor], *, in_kept_buffer: bool = False
+    ) -> WeightChunk:
+        """A chunk of the rank's own tensors, one per source; copied only if one needs a cast.
+
+        Args:
+            tensors: contiguous or not, in any dtype.
+            in_kept_buffer: copy into the buffer of the last call, whose chunk is overwritten.
+
+        """
+        fits = (
+            tensor.dtype is dtype and tensor.is_contiguous()
+            for tensor, dtype in zip(tensors, self._dtypes, strict=True)
+        )
+        if all(fits):
+            return self._chunk([one.detach() if one.requires_grad else one for one in tensors])
+
+        def fill(views: Sequence[torch.Tensor]) -> None:
+            # One call for all: a loop over small tensors takes as long as their copies.
+            torch._foreach_copy_(list(views), list(tensors))
+
+        return self.filled(fill, tensors[0].device, in_kept_buffer=in_kept_buffer)
+
+    def filled(
+        self,
+        fill: Callable[[list[torch.Tensor]], None],
+        device: torch.device | None,
+        *,
+        in_kept_buffer: bool = False,
+    ) -> WeightChunk:
+        """A chunk in a buffer that `fill` writes to, one view per source."""
+        kept = self._kept if in_kept_buffer else None
+        if kept is None or (device is not None and kept[0].device != device):
+            kept = self._buffer.allocate(device)
+        if in_kept_buffer:
+            self._kept = kept
+        buffer, views = kept
+        fill(views)
+        return self._chunk(views, PackedTensors(buffer=buffer, offsets=self._offsets))
+
+    def _chunk(
+        self, tensors: Sequence[torch.Tensor], packing: PackedTensors | None = None
+    ) -> WeightChunk:
+        return WeightChunk.checked_before(
+            names=self._names,
+            dtypes=self._dtype_names,
+            shapes=self._shapes,
+            tensors=[tensors[at] for at in self._positions] if self._is_tied else list(tensors),
+            module_name=self._module_name,
+            placements=self._placements,
+            packing=packing,
+        )
+
 
 class WeightExtractor(ABC):
     """A trainer's weights, as one rank of the trainer sees them.
 
-    Metadata come first: `metadata` and `placements` touch no byte and ask no other rank. Bytes come
-    second, chunk by chunk: `local` yields this rank's own parts without asking anybody; `full`
-    yields whole tensors, and every rank of the trainer has to iterate it, in step.
+    `metadata` and `placements` read no byte and ask no other rank. `local` yields this rank's own
+    parts, chunk by chunk, and asks no other rank either. `full` yields whole tensors: every rank of
+    the trainer has to iterate it, in step.
 
     Chunks hold whole modules (the projections of one attention stay together), together at most
     `chunk_nbytes`; a module that is larger goes alone. Tensors that need no cast are the trainer's
     own, without a copy: read them before its next step.
 
-    Two chunks live at once while a loop variable still holds the last one: ``del`` it at the end
-    of the loop's body where memory is short.
+    A loop variable that still holds the last chunk keeps two chunks in memory: where memory is
+    short, ``del`` it at the end of the loop's body.
     """
 
     def __init__(
@@ -250,10 +225,10 @@ class WeightExtractor(ABC):
         """Make an extractor.
 
         Args:
-            chunk_nbytes: bytes of one chunk, with all that is needed to make it.
+            chunk_nbytes: bytes of one chunk, with all memory that making it takes.
             keep_buffers: `local` casts into the same memory in every update, and overwrites the
-                last one's tensors: it takes this rank's part once more for good, but no new page
-                in any further update, and a bridge that publishes them need not plan anew.
+                tensors of the last update. This takes the memory of this rank's part once more, but
+                no new page in later updates, and a bridge that publishes them need not plan anew.
 
         """
         self._chunk_nbytes = checked_threshold(chunk_nbytes)
@@ -293,18 +268,11 @@ class WeightExtractor(ABC):
 
         """
         dtype = checked_dtype(dtype)
-        return {
-            one.name: Placement(
-                dtype=wire_name(wire_dtype(one.dtype, dtype)),
-                shape=one.local_shape,
-                pieces=one.pieces,
-            )
-            for one in self._all_known()
-            if one.local_shape is not None
-        }
+        known = self._all_known()
+        return {one.name: one.placement(dtype) for one in known if one.local_shape is not None}
 
     def trainable_names(self) -> frozenset[str]:
-        """Names of this rank's tensors that training changes: `publish` takes them."""
+        """Names of this rank's tensors that training changes; `publish` takes them."""
         return frozenset(
             one.name
             for one in self._all_known()
@@ -312,7 +280,7 @@ class WeightExtractor(ABC):
         )
 
     def local(self, dtype: torch.dtype | None = None) -> Iterator[WeightChunk]:
-        """Yield this rank's own parts; no collective. `bridge.publish` takes them.
+        """Yield this rank's own parts; no collective. ``bridge.publish`` takes these chunks.
 
         Args:
             dtype: to which floating-point tensors are cast; None leaves them as they are.
@@ -340,29 +308,29 @@ class WeightExtractor(ABC):
             yield self._full_chunk(plan, tensors)
 
     def extract_weights(self, dtype: torch.dtype | None = None) -> Iterator[WeightChunk]:
-        """Do what `full` does: the name that trainers' own extractors have for it."""
+        """Do what `full` does, under the name that other trainers' extractors have for it."""
         return self.full(dtype)
 
     def refresh(self) -> None:
-        """Look at the model anew: after its structure, names or layout were changed by hand."""
+        """Look at the model anew, after its structure, names or layout were changed by hand."""
         self._known = None
         self._local_plans.clear()
         self._full_plans.clear()
 
-    # ---- what an extractor of a trainer fills in
+    # ---- what a subclass writes
 
     @abstractmethod
     def _tensors_known(self) -> Sequence[RankTensor]:
-        """Look at the model: every tensor that this rank knows of, without bytes.
+        """Describe every tensor that this rank knows of, without bytes.
 
-        All ranks that gather together list the same ones in the same order.
+        All ranks that gather together list the same tensors in the same order.
         """
 
     @abstractmethod
     def _tensors_now(self) -> Sequence[torch.Tensor | None] | None:
-        """What this rank holds of each known tensor at this moment; None where that is nothing.
+        """What this rank holds of each known tensor at this moment; None if it holds nothing of it.
 
-        None for all of them where the model is not as it was when it was looked at.
+        None instead of the sequence if the model changed since it was described.
         """
 
     @abstractmethod
@@ -382,11 +350,11 @@ class WeightExtractor(ABC):
         """
 
     def _reserve_nbytes(self) -> int:
-        """Bytes that making any chunk takes beside the chunk."""
+        """Bytes that making any chunk takes in addition to the chunk."""
         return 0
 
-    def _aside_nbytes(self, known: RankTensor, dtype: torch.dtype) -> int:  # noqa: ARG002 - for those that need some
-        """Bytes that filling in one tensor takes for a moment beside the chunk."""
+    def _aside_nbytes(self, known: RankTensor, dtype: torch.dtype) -> int:  # noqa: ARG002 - subclasses use them
+        """Bytes of temporary memory that filling in one tensor takes in addition to the chunk."""
         return 0
 
     # ---- plans
@@ -398,8 +366,8 @@ class WeightExtractor(ABC):
             if len(set(names)) != len(names):
                 twice = next(name for name in names if names.count(name) > 1)
                 msg = (
-                    f"tensor {twice!r} appears twice once wrappers are looked through. Extract "
-                    "the two models that have it one after the other."
+                    f"tensor {twice!r} appears twice once the words of wrappers are left out. "
+                    "Extract the two models that have it one after the other."
                 )
                 raise DuplicateTensorName(msg)
             self._known = known
@@ -407,7 +375,7 @@ class WeightExtractor(ABC):
         return self._known
 
     def _current(self) -> Sequence[torch.Tensor | None]:
-        """The tensors of this moment as the plans expect them; else the model is looked at anew."""
+        """The tensors of now, as the plans expect them; a changed model is described anew."""
         for is_last in (False, True):
             known = self._all_known()
             with collector_paused(), torch.no_grad():
@@ -426,12 +394,12 @@ class WeightExtractor(ABC):
 
     def _plan_local(self, dtype: torch.dtype | None) -> list[ChunkPlan]:
         entries = [
-            entry(
-                one.name,
-                index if one.tied_to is None else one.tied_to,
-                wire_dtype(one.dtype, dtype),
-                one.local_shape,
-                pieces=one.pieces,
+            Entry(
+                name=one.name,
+                source=index if one.tied_to is None else one.tied_to,
+                dtype=wire_dtype(one.dtype, dtype),
+                shape=one.local_shape,
+                placement=one.placement(dtype),
                 is_tied=one.tied_to is not None,
             )
             for index, one in enumerate(self._all_known())
@@ -441,11 +409,11 @@ class WeightExtractor(ABC):
 
     def _plan_full(self, dtype: torch.dtype | None) -> list[ChunkPlan]:
         entries = [
-            entry(
-                one.name,
-                index if one.tied_to is None else one.tied_to,
-                wire_dtype(one.dtype, dtype),
-                one.shape,
+            Entry(
+                name=one.name,
+                source=index if one.tied_to is None else one.tied_to,
+                dtype=wire_dtype(one.dtype, dtype),
+                shape=one.shape,
                 is_tied=one.tied_to is not None,
             )
             for index, one in enumerate(self._all_known())
@@ -455,7 +423,7 @@ class WeightExtractor(ABC):
     def _batched(self, entries: Sequence[Entry], limit: int) -> list[ChunkPlan]:
         known = self._all_known()
         found = batches(
-            # A further name of a tensor goes with its first one: its bytes are there.
+            # A tied name travels with the first name of its tensor, which has the bytes.
             ((module_of(known[one.source].name), one) for one in entries),
             size_of=lambda one: one.nbytes,
             limit=limit,
@@ -478,19 +446,16 @@ class WeightExtractor(ABC):
 def _local_chunk(
     plan: ChunkPlan, tensors: Sequence[torch.Tensor | None], *, in_kept_buffer: bool = False
 ) -> WeightChunk:
-    # Thousands of small objects are made, and none of them is garbage.
+    # This makes thousands of small objects, none of which is garbage.
     with collector_paused(), torch.no_grad():
         held = [tensors[source] for source in plan.sources]
-        live = plan.live(held)  # type: ignore[arg-type]  # planned: this rank holds each of them
-        if live is not None:
-            return plan.chunk(live)
-        return plan.copied(held, in_kept_buffer=in_kept_buffer)  # type: ignore[arg-type]
+        return plan.made_of(held, in_kept_buffer=in_kept_buffer)  # type: ignore[arg-type]  # planned: this rank holds each of them
 
 
 def _first_unlike(
     known: Sequence[RankTensor], tensors: Sequence[torch.Tensor | None] | None
 ) -> str | None:
-    """The first tensor that is not as planned."""
+    """Name of the first tensor that is not as it was described."""
     if tensors is None or len(tensors) != len(known):
         return known[0].name if known else "?"
     for one, tensor in zip(known, tensors, strict=True):

@@ -1,6 +1,8 @@
-"""`WeightChunk`: some tensors that travel together, and how tensors are put into chunks.
+"""`WeightChunk`: some tensors that travel together, and how tensors are grouped into chunks.
 
-Knows names, sizes and dtypes; knows nothing of trainers.
+This module knows names, sizes and dtypes, and nothing about trainers. A chunk holds whole modules,
+together at most a threshold (`batches`). Tensors that were cast or gathered lie in one buffer,
+which a sender can send as one piece (`BufferPlan`).
 """
 
 import math
@@ -8,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
-from typing import Self, TypeVar
+from typing import NoReturn, Self, TypeVar
 
 import torch
 from torch._utils import _unflatten_dense_tensors
@@ -34,12 +36,12 @@ __all__ = [
 _Item = TypeVar("_Item")
 
 DEFAULT_CHUNK_NBYTES = 1 << 30
-"""Bytes of a chunk unless the user says otherwise: 1 GiB."""
+"""Default size of a chunk: 1 GiB."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PackedTensors:
-    """Tensors one behind the other in one buffer: what is sent as one piece.
+    """Tensors one behind the other in one buffer, which can be sent as one piece.
 
     Attributes:
         buffer: flat, of ``uint8``.
@@ -53,7 +55,9 @@ class PackedTensors:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class WeightChunk:
-    """Tensors that travel together; `bridge.publish` takes an iterable of chunks.
+    """Tensors that travel together; `bridge.publish` takes an iterable of chunks, or one chunk.
+
+    `items` goes over its names and tensors.
 
     Attributes:
         names: of the tensors; tied tensors come as one tensor under several names.
@@ -97,8 +101,8 @@ class WeightChunk:
                 raise IncompatibleUpdate(msg)
             if not tensor.is_contiguous():
                 msg = (
-                    f"tensor {name!r} is not contiguous, and some backends send such tensors "
-                    "wrongly without a word. Pass tensor.contiguous()."
+                    f"tensor {name!r} is not contiguous, and some backends silently send wrong "
+                    "bytes of such tensors. Pass tensor.contiguous()."
                 )
                 raise IncompatibleUpdate(msg)
 
@@ -106,7 +110,7 @@ class WeightChunk:
     def of(
         cls, pairs: Iterable[tuple[str, torch.Tensor]], *, module_name: str | None = None
     ) -> Self:
-        """Make a chunk of named tensors; what is not contiguous is copied."""
+        """Make a chunk of named tensors; a tensor that is not contiguous is copied."""
         names, tensors = [], []
         for name, tensor in pairs:
             names.append(name)
@@ -131,7 +135,7 @@ class WeightChunk:
         placements: Sequence[Placement] | None,
         packing: PackedTensors | None,
     ) -> Self:
-        """Make a chunk of what an extractor's plan has checked before: costs no look per tensor."""
+        """Make a chunk whose fields an extractor's plan checked before: no check per tensor."""
         self = object.__new__(cls)
         self.__dict__.update(
             names=list(names),
@@ -144,6 +148,23 @@ class WeightChunk:
         )
         return self
 
+    def items(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Go over the names and tensors."""
+        return zip(self.names, self.tensors, strict=True)
+
+    def __iter__(self) -> NoReturn:
+        """Refuse: ``for name, tensor in extractor.local()`` would take a chunk for a pair.
+
+        Raises:
+            TypeError: always.
+
+        """
+        msg = (
+            f"a WeightChunk holds {len(self.names)} tensors and is no (name, tensor) pair. Go over "
+            "chunk.items(), or give the chunks themselves to bridge.publish."
+        )
+        raise TypeError(msg)
+
     @cached_property
     def total_numel(self) -> int:
         """Elements of all tensors."""
@@ -155,7 +176,7 @@ class WeightChunk:
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors)
 
     def packed(self) -> PackedTensors:
-        """Give the tensors in one buffer: the one they lie in, or else a new one, by a copy."""
+        """The tensors in one buffer: the buffer they lie in already, or a new copy."""
         if self.packing is not None:
             return self.packing
         unique = {id(tensor): tensor for tensor in self.tensors}
@@ -170,7 +191,7 @@ class WeightChunk:
 
 
 class BufferPlan:
-    """How tensors of known dtypes and shapes lie in one buffer; made once, used every step.
+    """How tensors of known dtypes and shapes lie in one buffer; made once, used in every update.
 
     Tensors of one dtype lie side by side without gaps, the widest items first, so that every tensor
     begins at a multiple of its item size.
@@ -222,14 +243,15 @@ class _Run:
         self._dtype = dtype
         self._begin = begin // dtype.itemsize
         self._numel = (end - begin) // dtype.itemsize
-        # One call makes all views, an update of thousands of tensors else waits for them; it knows
-        # shapes by tensors that have them, and forgets those of empty ones.
+        # One call of torch makes all views: thousands of calls would delay each update. It takes
+        # the shapes from tensors, and loses the shapes of empty ones.
         self._like = [torch.empty(shape, device="meta") for shape in shapes]
         self._empty = [(at, shape) for at, shape in enumerate(shapes) if 0 in shape]
 
     def views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
         """The tensors, in `buffer`."""
-        # On the buffer's storage, but no view of it: views of a view take twice as long to make.
+        # A tensor over the buffer's storage instead of a view of the buffer: making views of a view
+        # takes twice as long.
         flat = torch.empty(0, dtype=self._dtype, device=buffer.device)
         flat.set_(buffer.untyped_storage(), self._begin, (self._numel,), (1,))
         views = list(_unflatten_dense_tensors(flat, self._like))  # type: ignore[no-untyped-call]
@@ -239,7 +261,7 @@ class _Run:
 
 
 def require_dense(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """Refuse tensors whose elements do not lie one behind the other.
+    """Refuse a tensor that has no dense memory.
 
     Raises:
         IncompatibleUpdate: it is sparse, nested, or of another such layout.
@@ -258,7 +280,7 @@ def wire_name(dtype: torch.dtype) -> str:
 
 
 def wire_dtype(own: torch.dtype, asked: torch.dtype | None) -> torch.dtype:
-    """The dtype that a tensor travels in: floating-point ones are cast, others stay as they are."""
+    """The dtype in which a tensor travels: only floating-point tensors are cast."""
     return own if asked is None or not own.is_floating_point else asked
 
 
@@ -293,9 +315,9 @@ def checked_threshold(chunk_nbytes: object) -> int:
 
 
 def module_of(name: str) -> str:
-    """Name of the module whose tensors stay together with tensor `name`.
+    """Name of the module whose tensors travel together with tensor `name`.
 
-    It is the one around the layer that owns the tensor, so that the projections of one attention
+    This is the parent of the layer that owns the tensor, so that the projections of one attention
     stay together. Members of a list (``layers.0``, ``layers.1``) are modules of their own.
     """
     layer, _, _ = name.rpartition(".")
@@ -314,14 +336,14 @@ def batches(
 ) -> Iterator[tuple[str | None, list[_Item]]]:
     """Group items by module, and put whole modules together up to `limit` bytes.
 
-    A module larger than `limit` goes alone.
+    A module that is larger than `limit` goes alone.
 
     Args:
-        items: module and item, in the order in which they go; a module's items need not be
-            neighbours: they go with the first of them.
+        items: module and item, in the order in which they travel; a module travels where its first
+            item stands.
         size_of: bytes of an item in the chunk.
         limit: bytes of a chunk, including the largest `extra_of` in it.
-        extra_of: bytes that are needed for a moment while the item is put into the chunk.
+        extra_of: bytes of temporary memory that putting the item into the chunk takes.
 
     Yields:
         The module (None for several) and the items of one chunk.

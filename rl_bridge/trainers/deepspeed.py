@@ -1,4 +1,8 @@
-"""Weights of a DeepSpeed engine: whole on every rank under ZeRO-1 and ZeRO-2, cut under ZeRO-3."""
+"""Weights of a DeepSpeed engine: whole on every rank under ZeRO-1 and ZeRO-2, cut under ZeRO-3.
+
+ZeRO-3 cuts each parameter into one range of elements per rank, the last ones padded, and marks the
+parameter with ``ds_`` attributes. DeepSpeed gathers its parameters itself, one at a time.
+"""
 
 import math
 from collections.abc import Sequence
@@ -20,9 +24,9 @@ __all__ = [
 class DeepSpeedWeightExtractor(WeightExtractor):
     """Weights of a DeepSpeed engine, whatever its ZeRO stage.
 
-    Every rank makes one. What is published are the model's parameters as they compute, without the
-    padding of their partitions: in 16 bits where DeepSpeed trains so. Under ZeRO-3 `local` yields
-    this rank's partitions, and `full` gathers one tensor at a time.
+    Every rank makes one. It publishes the parameters that the model computes with, without the
+    padding of their partitions: in 16 bits if DeepSpeed trains in 16 bits. Under ZeRO-3 `local`
+    yields this rank's partitions, and `full` gathers one tensor at a time.
     """
 
     def __init__(
@@ -195,6 +199,3 @@ def _partition(tensor: Any) -> torch.Tensor | None:
         )
         raise WeightBridgeUnavailableError(msg)
     return partition.detach()[:length]
-
-
-"""The same class, by the name that trainers know it under."""

@@ -1,9 +1,17 @@
-"""Weights of a model that PyTorch's FSDP cuts: FSDP2 (``fully_shard``, DTensor) and FSDP1."""
+"""Weights of a model that PyTorch's FSDP cuts: FSDP2 (``fully_shard``, DTensor) and FSDP1.
+
+FSDP2 leaves every parameter in its place, as a DTensor: `rl_bridge.trainers.meshes` says which part
+of it a rank holds. Each unit of FSDP1 lays its parameters one behind the other in a flat parameter,
+with padding, and gives each rank one range of it. torch has public names for gathering only, so
+`FlatUnit` reads the flat parameter's own fields, and refuses what does not look as expected; no
+other module reads them.
+"""
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +27,7 @@ from rl_bridge.trainers.meshes import (
     gathered_by_torch,
     is_dtensor,
     largest_mesh,
+    local_of,
     split_of,
 )
 from rl_bridge.trainers.modules import (
@@ -30,23 +39,14 @@ from rl_bridge.trainers.modules import (
     naming_of,
 )
 
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
 __all__ = [
-    "FLAT_KEY",
     "FSDPWeightExtractor",
-    "FlatTensor",
-    "FlatUnit",
-    "flat_units",
 ]
 
-# ---- FSDP1's flat parameters: which elements of which tensor a rank holds; no other module reads
-# them.
-#
-# Each unit of FSDP1 lays its parameters one behind the other, with padding, and cuts the row into
-# one range per rank. torch has public names for gathering only, so this reads the flat parameter's
-# own fields; what does not look as expected is refused.
-
-FLAT_KEY = "_flat_param"
-"""Where FSDP1 keeps a flat parameter in its module."""
+_FLAT_KEY = "_flat_param"  # where FSDP1 keeps a flat parameter in its module
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,8 +71,24 @@ class FlatTensor:
     tied_to: int | None = None
 
 
+# What torch knows of each parameter inside a flat one; it has no public names for it.
+_ROWS = attrgetter("_fqns", "_shapes", "_numels", "_contiguities", "_param_extensions")
+_PADDING = attrgetter("_numels_with_padding", "_is_padding_mask")
+_TIES = attrgetter("_shared_param_infos")
+_HANDLE = attrgetter("_handle")
+
+
 class FlatUnit:
-    """One unit of FSDP1, as one of its ranks sees it."""
+    """One unit of FSDP1, as one of its ranks sees it.
+
+    Attributes:
+        is_cut: the ranks hold ranges of it; else each holds a copy.
+        rank: this rank, of the world.
+        replica: number of this rank's copy of what it holds.
+        paths: of the parameters inside.
+        tensors: what is published of it.
+
+    """
 
     def __init__(self, prefix: str, unit: torch.nn.Module, naming: Naming) -> None:
         """Read the unit's description; no bytes.
@@ -81,7 +97,7 @@ class FlatUnit:
             IncompatibleUpdate: something about it is not understood.
 
         """
-        handle: Any = unit._handle  # noqa: SLF001 - torch has no public name for any of this
+        handle: Any = _HANDLE(unit)
         self._flat: Any = handle.flat_param
         self._group = handle.process_group
         self._index: int = handle.rank
@@ -93,7 +109,8 @@ class FlatUnit:
         self._device = torch.device(handle.device)
         across = getattr(unit, "_inter_node_pg", None)
         self._across = torch.distributed.get_process_group_ranks(across) if across else [self.rank]
-        # Who holds the same range as each rank of the group: a mesh tells it for all of them.
+        # The ranks that hold the same range as each rank of the group, as far as they are known:
+        # only a mesh says it for ranges other than this rank's.
         mesh = getattr(unit, "_device_mesh", None) if across else None
         self._copies = {rank: (rank,) for rank in ranks} | {self.rank: tuple(self._across)}
         if mesh is not None:
@@ -101,29 +118,27 @@ class FlatUnit:
             self._copies = {
                 column[self._across.index(self.rank)]: tuple(column) for column in columns
             }
-        self.replica: int = self._across.index(self.rank)
-        if not self.is_cut:
-            self.replica = self.number
+        self.replica: int = self._across.index(self.rank) if self.is_cut else self.number
         self.paths: set[str] = set()
         self.tensors = self._described(prefix, naming)
-        total = sum(self._flat._numels_with_padding)  # noqa: SLF001
-        self._share = -(-total // self._world)
-        if self._share != self.shard().numel():
+        total = sum(_PADDING(self._flat)[0])
+        self._range_numel = -(-total // self._world)
+        if self._range_numel != self.held().numel():
             msg = (
-                f"unit {prefix or 'of the root'!r} of FSDP holds {self.shard().numel()} elements "
-                f"on this rank, expected {self._share} of {total}. Extract between two steps, "
-                "outside of summon_full_params."
+                f"unit {prefix or 'of the root'!r} of FSDP holds {self.held().numel()} elements "
+                f"on this rank, expected {self._range_numel} of {total}. Extract between two "
+                "steps, outside of summon_full_params."
             )
             raise IncompatibleUpdate(msg)
 
     @property
     def dtype(self) -> torch.dtype:
         """Of all its tensors, as the optimizer sees them."""
-        return self.shard().dtype
+        return self.held().dtype
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Every rank that this one knows to hold the unit, or a part or a copy of it."""
+        """Every rank that is known to hold the unit, or a part or a copy of it."""
         return tuple(sorted({rank for copies in self._copies.values() for rank in copies}))
 
     @property
@@ -131,66 +146,78 @@ class FlatUnit:
         """Number of this rank among all that hold the model."""
         return self._across.index(self.rank) * len(self._group_ranks) + self._index
 
-    def owners(self, tensor: FlatTensor) -> tuple[int, ...]:
-        """Ranks that hold elements of a tensor, as far as they are known here."""
-        if not self.is_cut:
-            return tuple(self._group_ranks)
-        return tuple(sorted(r for rank, _ in self._parts(tensor) for r in self._copies[rank]))
+    def described(self, first: int) -> Iterator[RankTensor]:
+        """Its tensors, as the base class of extractors wants them.
 
-    def piece(self, tensor: FlatTensor) -> Piece | None:
-        """What this rank holds of a tensor."""
-        if not self.is_cut:
-            return whole_piece(tensor.name, tensor.shape, self.replica)
-        return self._range(tensor, self._index)
+        Args:
+            first: number of the first of them among all of the model's.
+
+        """
+        for tensor in self.tensors:
+            piece = self._piece(tensor)
+            yield RankTensor(
+                name=tensor.name,
+                shape=tensor.shape,
+                dtype=self.dtype,
+                local_shape=None if piece is None else piece.shape,
+                pieces=() if piece is None else (piece,),
+                owners=self._owners(tensor),
+                is_whole=not self.is_cut,
+                is_trainable=tensor.is_trainable,
+                tied_to=None if tensor.tied_to is None else first + tensor.tied_to,
+            )
 
     def split(self, tensor: FlatTensor) -> Split:
-        """How the ranks of the unit share a tensor, where it is cut."""
+        """How the ranks of the unit share a tensor, if it is cut."""
         parts = tuple((rank, (piece,)) for rank, piece in self._parts(tensor))
         return Split(group=self._group, device=self._device, parts=parts)
 
-    def shard(self) -> torch.Tensor:
+    def held(self) -> torch.Tensor:
         """This rank's range of the flat parameter, padding included."""
-        # It is put aside when the unit is first used; before that, the parameter is the range.
+        # torch puts the range aside when the unit is first used; until then the parameter is it.
         aside: torch.Tensor | None = getattr(self._flat, "_local_shard", None)
         flat: torch.Tensor = self._flat
         return (flat if aside is None else aside).detach()
 
     def now(self) -> Iterator[torch.Tensor | None]:
         """What this rank holds of each tensor at this moment."""
-        shard, own = self.shard(), self._index * self._share if self.is_cut else 0
+        held, own = self.held(), self._index * self._range_numel if self.is_cut else 0
         for tensor in self.tensors:
             begin = max(tensor.begin - own, 0)
-            end = min(tensor.begin + tensor.numel - own, self._share)
+            end = min(tensor.begin + tensor.numel - own, self._range_numel)
             if not self.is_cut:
-                yield shard[begin:end].view(tensor.shape)
+                yield held[begin:end].view(tensor.shape)
             else:
-                yield shard[begin:end] if begin < end else None
+                yield held[begin:end] if begin < end else None
+
+    def _piece(self, tensor: FlatTensor) -> Piece | None:
+        """What this rank holds of a tensor."""
+        if not self.is_cut:
+            return whole_piece(tensor.name, tensor.shape, self.replica)
+        return self._range(tensor, self._index)
+
+    def _owners(self, tensor: FlatTensor) -> tuple[int, ...]:
+        """Ranks that hold elements of a tensor, as far as they are known here."""
+        if not self.is_cut:
+            return tuple(self._group_ranks)
+        return tuple(sorted(r for rank, _ in self._parts(tensor) for r in self._copies[rank]))
 
     def _parts(self, tensor: FlatTensor) -> list[tuple[int, Piece]]:
         ranges = ((rank, self._range(tensor, at)) for at, rank in enumerate(self._group_ranks))
         return [(rank, piece) for rank, piece in ranges if piece is not None]
 
     def _range(self, tensor: FlatTensor, index: int) -> Piece | None:
-        begin = index * self._share - tensor.begin
-        return flat_piece(
-            tensor.name, tensor.shape, begin, begin + self._share, replica=self.replica
-        )
+        begin = index * self._range_numel - tensor.begin
+        end = begin + self._range_numel
+        return flat_piece(tensor.name, tensor.shape, begin, end, replica=self.replica)
 
     def _described(self, prefix: str, naming: Naming) -> list[FlatTensor]:
         flat: Any = self._flat
         found: list[FlatTensor] = []
         numbers: dict[str, int] = {}
-        begins = _without_padding(flat._numels_with_padding, flat._is_padding_mask)  # noqa: SLF001
-        rows = zip(
-            flat._fqns,  # noqa: SLF001
-            flat._shapes,  # noqa: SLF001
-            flat._numels,  # noqa: SLF001
-            flat._contiguities,  # noqa: SLF001
-            flat._param_extensions,  # noqa: SLF001
-            begins,
-            flat._params or [flat] * len(begins),  # noqa: SLF001
-            strict=True,
-        )
+        begins = _without_padding(*_PADDING(flat))
+        parameters = attrgetter("_params")(flat) or [flat] * len(begins)
+        rows = zip(*_ROWS(flat), begins, parameters, strict=True)
         for fqn, shape, numel, is_plain, extension, begin, parameter in rows:
             path = _joined(prefix, fqn)
             if not is_plain or extension is not None:
@@ -211,7 +238,7 @@ class FlatUnit:
                         is_trainable=bool(parameter.requires_grad),
                     )
                 )
-        for key, _, module, first_key, _, first_module in flat._shared_param_infos:  # noqa: SLF001
+        for key, _, module, first_key, _, first_module in _TIES(flat):
             name = self._named(_joined(prefix, module, key), naming)
             number = numbers.get(_joined(prefix, first_module, first_key))
             if name is not None and number is not None:
@@ -224,18 +251,18 @@ class FlatUnit:
 
 
 def flat_units(model: torch.nn.Module, naming: Naming) -> list[FlatUnit]:
-    """The units of FSDP1 in `model`; none where it is not wrapped so."""
+    """The units of FSDP1 in `model`; none if it is not wrapped that way."""
     from torch.distributed.fsdp import FullyShardedDataParallel
 
     return [
         FlatUnit(prefix, module, naming)
         for prefix, module in model.named_modules()
-        if isinstance(module, FullyShardedDataParallel) and module._handle is not None  # noqa: SLF001
+        if isinstance(module, FullyShardedDataParallel) and _HANDLE(module) is not None
     ]
 
 
 def _without_padding(numels: Sequence[int], is_padding: Sequence[bool]) -> list[int]:
-    """Where each parameter begins in the row."""
+    """Where each parameter begins in the flat one."""
     begins = list(accumulate(numels, initial=0))[:-1]
     return [begin for begin, is_gap in zip(begins, is_padding, strict=True) if not is_gap]
 
@@ -244,18 +271,12 @@ def _joined(*parts: str) -> str:
     return ".".join(part for part in parts if part)
 
 
-# ---- the rest builds on the parts above
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
-
 class FSDPWeightExtractor(WeightExtractor):
     """Weights of a model under FSDP1 or FSDP2, tensor-parallel DTensors included.
 
-    Every rank makes one for its own part. What is published are the sharded parameters in the dtype
-    that the optimizer sees; mixed precision's copies and the padding of flat parameters are not.
-    Extract between two steps.
+    Every rank makes one for its own part. It publishes the sharded parameters in the dtype that the
+    optimizer sees, without mixed precision's copies and the padding of flat parameters. Extract
+    between two steps.
     """
 
     def __init__(
@@ -305,11 +326,11 @@ class FSDPWeightExtractor(WeightExtractor):
         self._units = flat_units(self._model, naming)
         flat = {path for unit in self._units for path in unit.paths}
         self._slots = ModuleSlots(self._model, naming)
-        self._slots.select(lambda slot: slot.key != FLAT_KEY and clean_name(slot.path) not in flat)
+        self._slots.select(lambda slot: slot.key != _FLAT_KEY and clean_name(slot.path) not in flat)
         known = list(self._known_slots())
         self._is_empty = [one.local_shape is None for one in known]
         for unit in self._units:
-            known += _known_flat(unit, len(known))
+            known += unit.described(len(known))
         return known
 
     def _known_slots(self) -> Iterable[RankTensor]:
@@ -330,9 +351,9 @@ class FSDPWeightExtractor(WeightExtractor):
             is_whole = not num_cuts
             if num_cuts > 1:
                 self._cut_often.add(slot.name)
-            shares = view.shares(slot.name, tensor)  # type: ignore[arg-type]  # just asked
-            piece, owners = shares.piece(slot.name, shape), shares.owners
-            local = None if piece is None else shares.shape
+            shard = view.shard(slot.name, tensor)  # type: ignore[arg-type]  # just asked
+            piece, owners = shard.piece(slot.name, shape), shard.owners
+            local = None if piece is None else shard.shape
         elif self._units:
             number, owners = self._units[0].number, self._units[0].ranks
             piece, local = whole_piece(slot.name, shape, number), shape
@@ -356,18 +377,15 @@ class FSDPWeightExtractor(WeightExtractor):
         self._names.check()
         tensors = self._slots.tensors()
         if tensors is not None and not self._is_sharded(tensors):
-            # A forward pass may leave whole parameters in their places; a state dict puts the
-            # sharded ones back as well.
+            # A forward pass may have left whole parameters in the place of sharded ones.
             self._reshard()
             tensors = self._slots.tensors()
         if tensors is None or not self._is_sharded(tensors):
             return None
+        facts = zip(tensors, self._is_dtensor, self._is_empty, strict=True)
         now: list[torch.Tensor | None] = [
-            # (to_local makes a new object of each, and may communicate.)
-            None if is_empty else tensor._local_tensor if is_dtensor else tensor  # type: ignore[attr-defined]  # noqa: SLF001
-            for tensor, is_dtensor, is_empty in zip(
-                tensors, self._is_dtensor, self._is_empty, strict=True
-            )
+            None if is_empty else local_of(tensor) if is_dtensor else tensor
+            for tensor, is_dtensor, is_empty in facts
         ]
         for unit in self._units:
             now += unit.now()
@@ -380,7 +398,7 @@ class FSDPWeightExtractor(WeightExtractor):
 
     def _reshard(self) -> None:
         for module in self._model.modules():
-            if hasattr(module, "set_reshard_after_backward"):  # what fully_shard made of it
+            if hasattr(module, "set_reshard_after_backward"):  # fully_shard wrapped it
                 module.reshard()  # type: ignore[operator]  # so it has this method
 
     # ---- whole tensors
@@ -415,12 +433,12 @@ class FSDPWeightExtractor(WeightExtractor):
         return window_nbytes(self._chunk_nbytes)
 
     def _aside_nbytes(self, known: RankTensor, dtype: torch.dtype) -> int:
-        # What torch gathers needs its parts, the whole, and the whole put in order.
+        # torch's own gather holds the parts, the whole, and the whole put in order.
         is_by_torch = known.name in self._cut_often
         return 3 * math.prod(known.shape) * dtype.itemsize if is_by_torch else 0
 
     def _split(self, source: int) -> Split:
-        """Who holds what of a tensor that is cut once; found when it is first gathered."""
+        """How ranks share a tensor that is cut once; looked up when it is first gathered."""
         if source not in self._splits:
             self._splits[source] = self._found_split(source)
         return self._splits[source]
@@ -433,28 +451,3 @@ class FSDPWeightExtractor(WeightExtractor):
         tensors = [(unit, tensor) for unit in self._units for tensor in unit.tensors]
         unit, tensor = tensors[number]
         return unit.split(tensor)
-
-
-def _known_flat(unit: FlatUnit, first: int) -> list[RankTensor]:
-    """The tensors of one unit of FSDP1; `first` is the number of the first of them."""
-    known = []
-    for tensor in unit.tensors:
-        piece = unit.piece(tensor)
-        local = None if piece is None else piece.shape
-        known.append(
-            RankTensor(
-                name=tensor.name,
-                shape=tensor.shape,
-                dtype=unit.dtype,
-                local_shape=local,
-                pieces=() if piece is None else (piece,),
-                owners=unit.owners(tensor),
-                is_whole=not unit.is_cut,
-                is_trainable=tensor.is_trainable,
-                tied_to=None if tensor.tied_to is None else first + tensor.tied_to,
-            )
-        )
-    return known
-
-
-"""The same class, by the name that trainers know it under."""

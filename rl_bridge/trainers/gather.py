@@ -1,8 +1,9 @@
 """Parts that lie on several ranks become whole tensors on each of them.
 
-Every rank has written what it holds into its own copy of the whole tensors; then each rank's part
-goes to all others. Only contiguous memory is handed to the backend: Gloo sends other memory wrongly
-without a word.
+Each rank first writes what it holds into its own copy of the whole tensors (`gather`). Then each
+rank's part is broadcast to all others: large parts directly, small ones together in a buffer, the
+window. Only contiguous memory is given to the backend, because Gloo silently sends wrong bytes of
+other memory. The makers of pieces (`whole_piece`, `box_piece`, `flat_piece`) say where a part lies.
 """
 
 import math
@@ -16,28 +17,25 @@ from rl_bridge.manifest.parallel import Piece
 __all__ = [
     "Split",
     "box_piece",
-    "exchange",
     "flat_piece",
     "gather",
-    "own_part",
-    "region",
     "whole_piece",
     "window_nbytes",
 ]
 
 _WINDOW_NBYTES = 32 << 20
 _WINDOWS_PER_CHUNK = 16
-# In the window every tensor begins at a multiple of it: then it can be seen as any dtype.
+# Every tensor begins at a multiple of it in the window, so that a view of any dtype is aligned.
 _ALIGNMENT = 16
 
 
 def window_nbytes(chunk_nbytes: int) -> int:
-    """Bytes of the buffer in which small parts travel together, for chunks of that size."""
+    """Bytes of the window, the buffer in which small parts travel together."""
     nbytes = min(_WINDOW_NBYTES, chunk_nbytes // _WINDOWS_PER_CHUNK)
     return max(_ALIGNMENT, nbytes // _ALIGNMENT * _ALIGNMENT)
 
 
-def exchange(
+def _exchange(
     parts: Sequence[tuple[int, Sequence[torch.Tensor]]],
     *,
     rank: int,
@@ -47,14 +45,14 @@ def exchange(
 ) -> None:
     """Give every rank of `group` what each one wrote. A collective: all ranks call it.
 
-    The group's own deadline ends it where a peer is gone.
+    If a peer is gone, the group's own deadline ends it.
 
     Args:
-        parts: a rank of the world, and views of the whole tensors that it wrote; the same ranks,
+        parts: a rank of the world, and views of what it wrote in the whole tensors; the same ranks,
             shapes and order on all ranks.
         rank: this rank, of the world.
         group: whose ranks take part.
-        window: bytes that travel together where parts are small; the memory that this takes.
+        window: bytes of the window.
         device: where the backend of `group` sends from.
 
     """
@@ -86,7 +84,7 @@ def _goes_directly(view: torch.Tensor, window: int, device: torch.device) -> boo
 def _together(
     views: Sequence[torch.Tensor], scratch: torch.Tensor | None, window: int, device: torch.device
 ) -> torch.Tensor:
-    """A buffer that holds all of `views`; only what is larger than the window needs a new one."""
+    """A buffer for all of `views`: the one that is there, unless it is too small."""
     needed = sum(_aligned(view.numel() * view.element_size()) for view in views)
     if scratch is None or scratch.numel() < needed:
         scratch = torch.empty(max(needed, window), dtype=torch.uint8, device=device)
@@ -129,7 +127,7 @@ def _sizes(total: int, each: int) -> list[int]:
 
 
 def _slabs(views: Sequence[torch.Tensor], window: int) -> Iterator[torch.Tensor]:
-    """Views that are contiguous, or fit into the window; empty ones are left out."""
+    """Split views until each is contiguous or fits into the window; leave out empty ones."""
     for view in views:
         if not view.numel():
             continue
@@ -148,7 +146,7 @@ class Split:
     """How the ranks of a process group share one tensor.
 
     Attributes:
-        group: of the ranks that together hold all of it once.
+        group: its ranks together hold the tensor once.
         device: where the backend of the group sends from.
         parts: rank of the world, and what it holds; every rank of the group that holds something.
 
@@ -159,7 +157,7 @@ class Split:
     parts: tuple[tuple[int, tuple[Piece, ...]], ...]
 
 
-def region(whole: torch.Tensor, piece: Piece) -> torch.Tensor:
+def _region(whole: torch.Tensor, piece: Piece) -> torch.Tensor:
     """What a piece covers of a contiguous whole tensor: a view."""
     if piece.is_flat:
         return whole.view(-1)[piece.offset[0] : piece.offset[0] + piece.shape[0]]
@@ -169,7 +167,7 @@ def region(whole: torch.Tensor, piece: Piece) -> torch.Tensor:
     return whole
 
 
-def own_part(local: torch.Tensor, piece: Piece) -> torch.Tensor:
+def _own_part(local: torch.Tensor, piece: Piece) -> torch.Tensor:
     """Where a piece lies in the rank's own tensor: a view."""
     for dim, (begin, length) in enumerate(zip(piece.local_offset, piece.shape, strict=True)):
         if length != local.shape[dim]:
@@ -201,18 +199,18 @@ def gather(
         _, parts = groups.setdefault(key, (split, {}))
         for owner, pieces in split.parts:
             for piece in pieces:
-                target = region(view, piece)
+                target = _region(view, piece)
                 if owner == rank and tensor is not None:
-                    target.copy_(own_part(tensor, piece))
+                    target.copy_(_own_part(tensor, piece))
                 parts.setdefault(owner, []).append(target)
     for split, parts in groups.values():
-        exchange(
+        _exchange(
             sorted(parts.items()), rank=rank, group=split.group, window=window, device=split.device
         )
 
 
 def whole_piece(name: str, shape: Sequence[int], replica: int = 0) -> Piece:
-    """The piece of a rank that holds all of a tensor."""
+    """A piece that is all of a tensor."""
     return box_piece(name, shape, (0,) * len(shape), shape, replica=replica)
 
 
@@ -239,10 +237,10 @@ def box_piece(
 def flat_piece(
     name: str, global_shape: Sequence[int], begin: int, end: int, *, replica: int = 0
 ) -> Piece | None:
-    """Elements `begin` to `end` of a whole tensor; None where that is nothing.
+    """Elements `begin` to `end` of a whole tensor; None if there are none.
 
-    Both are counted from the tensor's first element, and may lie outside of it: so flat buffers of
-    several tensors are cut, and their padding.
+    Both count from the tensor's first element and may lie outside of the tensor, because flat
+    buffers hold several tensors and padding.
     """
     begin, end = max(begin, 0), min(end, math.prod(global_shape))
     if begin >= end:

@@ -1,4 +1,12 @@
-"""Weights of a Megatron-Core model: cut by tensor, pipeline and expert parallelism."""
+"""Weights of a Megatron-Core model: cut by tensor, pipeline and expert parallelism.
+
+Megatron marks each parameter with the dimension along which ranks share it, and keeps its process
+groups in globals; `grid_now` is the only function that reads these. `shard_of` says which part of
+the whole tensor this rank holds, and `naming_in` what the tensor is called in the whole model.
+
+A bridge (mbridge, or Megatron-Bridge) exports whole tensors under Hugging Face's names. Where a
+part of a rank lies in those, `hf_pieces` says without a gather, from mbridge's own table of names.
+"""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -20,26 +28,10 @@ from rl_bridge.trainers.gather import Split, box_piece, gather, window_nbytes
 from rl_bridge.trainers.modules import ModuleSlots, Naming, Slot, clean_name
 
 __all__ = [
-    "EMBEDDING",
-    "Block",
-    "Grid",
-    "Line",
     "MegatronWeightExtractor",
-    "Share",
-    "grid_now",
-    "hf_pieces",
-    "is_mbridge",
-    "is_megatron_bridge",
-    "naming_in",
-    "row_blocks",
-    "share_of",
-    "unwrapped",
 ]
 
-# ---- mbridge and Megatron-Bridge: which of the two it is, and what Hugging Face calls a part.
-#
-# Both export whole tensors under Hugging Face's names. Where a part of a rank lies in those is
-# told here, without a gather, from mbridge's own table of names.
+# ---- names of Hugging Face --------------------------------------------------------------------
 
 Block = tuple[int, int, str, int, int]
 """First row in a fused tensor, number of rows, name of the tensor that they belong to, their first
@@ -53,12 +45,12 @@ _USE_RAW = (
 
 
 def is_mbridge(bridge: Any) -> bool:
-    """Whether it is a bridge of mbridge."""
+    """Whether this is a bridge of mbridge."""
     return hasattr(bridge, "export_weights")
 
 
 def is_megatron_bridge(bridge: Any) -> bool:
-    """Whether it is a bridge of Megatron-Bridge."""
+    """Whether this is a bridge of Megatron-Bridge."""
     return hasattr(bridge, "export_hf_weights")
 
 
@@ -97,7 +89,7 @@ def hf_pieces(bridge: Any, config: Any, name: str, pieces: Sequence[Piece]) -> t
 
 def _hf_names(bridge: Any, name: str) -> list[str]:
     convert = getattr(type(bridge), "_weight_to_hf_format", None)
-    # (A subclass that converts in its own way says so by having its own.)
+    # A subclass that converts in a way of its own overrides this method.
     if convert is None or convert.__qualname__ != "Bridge._weight_to_hf_format":
         msg = (
             f"{type(bridge).__name__} converts weights in a way of its own, so where tensor "
@@ -108,7 +100,7 @@ def _hf_names(bridge: Any, name: str) -> list[str]:
 
 
 def _qkv_blocks(names: Sequence[str], config: Any, name: str, rows: int) -> list[Block]:
-    """Each query group's queries, keys and values stand together in Megatron's tensor."""
+    """Rows of the fused tensor, in which each query group has its queries, keys and values."""
     groups, head = config.num_query_groups, config.kv_channels
     queries = head * config.num_attention_heads // groups
     each = queries + 2 * head
@@ -154,10 +146,7 @@ def row_blocks(pieces: Sequence[Piece], blocks: Sequence[Block]) -> tuple[Piece,
     return tuple(found)
 
 
-# ---- How Megatron's ranks share a tensor, and what it is called in the whole model.
-#
-# Megatron keeps its process groups in globals of its own; `grid_now` reads them, nothing else
-# does.
+# ---- the grid of ranks -----------------------------------------------------------------------
 
 EMBEDDING = "embedding.word_embeddings.weight"
 """What Megatron calls the embedding, of which the last pipeline stage may have a copy."""
@@ -169,7 +158,7 @@ _FUSED_EXPERTS = (".experts.weight1", ".experts.weight2")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Line:
+class Axis:
     """One dimension of Megatron's grid of ranks, through this rank.
 
     Attributes:
@@ -193,11 +182,11 @@ class Line:
 class Grid:
     """Where this rank stands. Experts have tensor and data dimensions of their own."""
 
-    tensor: Line
-    data: Line
-    expert: Line
-    expert_tensor: Line
-    expert_data: Line
+    tensor: Axis
+    data: Axis
+    expert: Axis
+    expert_tensor: Axis
+    expert_data: Axis
 
 
 def grid_now() -> Grid:
@@ -227,11 +216,11 @@ def grid_now() -> Grid:
         state.get_expert_data_parallel_group(),
     )
     me = torch.distributed.get_rank()
-    lines = []
+    axes = []
     for group in groups:
         ranks = tuple(torch.distributed.get_process_group_ranks(group))
-        lines.append(Line(number=ranks.index(me), ranks=ranks, group=group))
-    tensor, data, expert, expert_tensor, expert_data = lines
+        axes.append(Axis(number=ranks.index(me), ranks=ranks, group=group))
+    tensor, data, expert, expert_tensor, expert_data = axes
     return Grid(
         tensor=tensor,
         data=data,
@@ -242,20 +231,20 @@ def grid_now() -> Grid:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Share:
-    """What this rank holds of one tensor.
+class Shard:
+    """How ranks share one tensor, and what this rank holds of it.
 
     Attributes:
         shape: of the whole.
-        line: the ranks that share it; it is whole on each where there is only one.
-        parts: what each rank of the line holds, in the line's order.
+        axis: the ranks that share it; it is whole on each where there is only one.
+        parts: what each rank of the axis holds, in the axis's order.
         replica: number of this rank's copy.
         owners: ranks that hold a part or a copy, as far as this rank knows.
 
     """
 
     shape: tuple[int, ...]
-    line: Line
+    axis: Axis
     parts: tuple[tuple[Piece, ...], ...]
     replica: int
     owners: tuple[int, ...]
@@ -268,17 +257,17 @@ class Share:
     @property
     def pieces(self) -> tuple[Piece, ...]:
         """What this rank holds."""
-        return self.parts[self.line.number if self.is_cut else 0]
+        return self.parts[self.axis.number if self.is_cut else 0]
 
 
-def share_of(
+def shard_of(
     name: str,
     parameter: torch.Tensor,
     grid: Grid,
     *,
     is_gated: bool = False,
     is_further_copy: bool = False,
-) -> Share:
+) -> Shard:
     """How the ranks share a parameter, as Megatron marked it.
 
     Args:
@@ -294,18 +283,18 @@ def share_of(
 
     """
     is_expert = not getattr(parameter, "allreduce", True)
-    line, copies = grid.tensor, grid.data
+    axis, copies = grid.tensor, grid.data
     if is_expert:
-        line, copies = grid.expert_tensor, grid.expert_data
-    dim = _cut_dim(name, parameter, line, grid)
+        axis, copies = grid.expert_tensor, grid.expert_data
+    dim = _cut_dim(name, parameter, axis, grid)
     local = tuple(parameter.shape)
-    owners = tuple(sorted({*line.ranks, *copies.ranks}))
+    owners = tuple(sorted({*axis.ranks, *copies.ranks}))
     first_copy = copies.size if is_further_copy else 0
     if dim is None:
-        replica = (copies.number + first_copy) * line.size + line.number
+        replica = (copies.number + first_copy) * axis.size + axis.number
         piece = box_piece(name, local, (0,) * len(local), local, replica=replica)
-        return Share(shape=local, line=line, parts=((piece,),), replica=replica, owners=owners)
-    whole = (*local[:dim], local[dim] * line.size, *local[dim + 1 :])
+        return Shard(shape=local, axis=axis, parts=((piece,),), replica=replica, owners=owners)
+    whole = (*local[:dim], local[dim] * axis.size, *local[dim + 1 :])
     # Megatron cuts the tensor into `strides` blocks and each block into one part per rank.
     strides = max(int(getattr(parameter, "partition_stride", 1)), 2 if is_gated else 1)
     if local[dim] % strides:
@@ -317,28 +306,28 @@ def share_of(
     length = local[dim] // strides
     replica = copies.number + first_copy
     parts = []
-    for number in range(line.size):
+    for number in range(axis.size):
         blocks = []
         for block in range(strides):
             begin, there = [0] * len(local), [0] * len(local)
-            begin[dim] = (block * line.size + number) * length
+            begin[dim] = (block * axis.size + number) * length
             there[dim] = block * length
             shape = (*local[:dim], length, *local[dim + 1 :])
             blocks.append(box_piece(name, whole, begin, shape, replica=replica, local_offset=there))
         parts.append(tuple(blocks))
-    return Share(shape=whole, line=line, parts=tuple(parts), replica=replica, owners=owners)
+    return Shard(shape=whole, axis=axis, parts=tuple(parts), replica=replica, owners=owners)
 
 
-def _cut_dim(name: str, parameter: torch.Tensor, line: Line, grid: Grid) -> int | None:
-    """The dimension along which a line of ranks shares a parameter; None where each has all."""
-    if name.endswith(_FUSED_EXPERTS) and max(line.size, grid.expert.size) > 1:
+def _cut_dim(name: str, parameter: torch.Tensor, axis: Axis, grid: Grid) -> int | None:
+    """The dimension along which the ranks of an axis share a parameter; None if each has all."""
+    if name.endswith(_FUSED_EXPERTS) and max(axis.size, grid.expert.size) > 1:
         msg = (
             f"tensor {name!r} is all experts of a rank in one matrix, and ranks have different "
             "ones under that name. Use the grouped experts of Transformer Engine, or "
             "moe_grouped_gemm=False."
         )
         raise WeightBridgeUnavailableError(msg)
-    if line.size == 1:
+    if axis.size == 1:
         return None
     unmarked = _UNMARKED.get(name.rpartition(".")[2])
     if unmarked is not None:
@@ -349,7 +338,7 @@ def _cut_dim(name: str, parameter: torch.Tensor, line: Line, grid: Grid) -> int 
     if dim < 0:
         # Layers of state space models: fused parts of several sizes, each of which is cut.
         msg = (
-            f"Megatron marks tensor {name!r} as cut over {line.size} ranks, and not along which "
+            f"Megatron marks tensor {name!r} as cut over {axis.size} ranks, and not along which "
             "dimension. Train such layers without tensor parallelism, or publish what a bridge "
             "exports: full() with bridge=."
         )
@@ -402,7 +391,7 @@ def _grouped(path: str, module: torch.nn.Module, grid: Grid) -> Iterable[tuple[s
             yield f"{path}.{word}{number}", f"{word}{moved}"
 
 
-# ---- the rest builds on the parts above
+# ---- the extractor ---------------------------------------------------------------------------
 
 
 class MegatronWeightExtractor(WeightExtractor):
@@ -454,12 +443,12 @@ class MegatronWeightExtractor(WeightExtractor):
         self._bridge = bridge
         self._grid: Grid = grid_now()
         self._walks: list[ModuleSlots] = []
-        self._shares: list[Share] = []
+        self._shards: list[Shard] = []
 
     # ---- this rank's own parts
 
     def _tensors_known(self) -> Sequence[RankTensor]:
-        self._walks, self._shares = [], []
+        self._walks, self._shards = [], []
         known: list[RankTensor] = []
         for wrapped in self._models:
             model: Any = unwrapped(wrapped)
@@ -482,20 +471,20 @@ class MegatronWeightExtractor(WeightExtractor):
         is_copy = bool(getattr(tensor, "shared", False))
         whole = EMBEDDING if is_copy else slot.name
         is_gated = ".linear_fc1." in slot.name and bool(model.config.gated_linear_unit)
-        share = share_of(whole, tensor, self._grid, is_gated=is_gated, is_further_copy=is_copy)
-        self._shares.append(share)
-        pieces = share.pieces
+        shard = shard_of(whole, tensor, self._grid, is_gated=is_gated, is_further_copy=is_copy)
+        self._shards.append(shard)
+        pieces = shard.pieces
         if self._bridge is not None:
             pieces = hf_pieces(self._bridge, model.config, whole, pieces)
         return RankTensor(
             name=slot.name,
-            shape=share.shape,
+            shape=shard.shape,
             dtype=tensor.dtype,
             # A part that is nothing but the padding of a vocabulary is not published.
             local_shape=tuple(tensor.shape) if pieces else None,
             pieces=pieces,
-            owners=share.owners,
-            is_whole=not share.is_cut,
+            owners=shard.owners,
+            is_whole=not shard.is_cut,
             is_trainable=tensor.requires_grad,
             tied_to=tied_to,
         )
@@ -541,11 +530,11 @@ class MegatronWeightExtractor(WeightExtractor):
     ) -> None:
         cut: list[tuple[torch.Tensor, Split, torch.Tensor | None]] = []
         for view, source in zip(views, sources, strict=True):
-            share, tensor = self._shares[source], tensors[source]
-            if share.is_cut:
-                parts = tuple(zip(share.line.ranks, share.parts, strict=True))
+            shard, tensor = self._shards[source], tensors[source]
+            if shard.is_cut:
+                parts = tuple(zip(shard.axis.ranks, shard.parts, strict=True))
                 cut.append(
-                    (view, Split(group=share.line.group, device=view.device, parts=parts), tensor)
+                    (view, Split(group=shard.axis.group, device=view.device, parts=parts), tensor)
                 )
             else:
                 view.copy_(tensor)  # type: ignore[arg-type]  # this rank holds all of it
@@ -583,6 +572,3 @@ def _chunked(
 def _chunk(pairs: Sequence[tuple[str, torch.Tensor]]) -> WeightChunk:
     modules = {module_of(name) for name, _ in pairs}
     return WeightChunk.of(pairs, module_name=modules.pop() if len(modules) == 1 else None)
-
-
-"""The same class, by the name that trainers know it under."""

@@ -1,4 +1,9 @@
-"""Which rank of a device mesh holds which part of a DTensor; the one module that reads DTensors."""
+"""Which rank of a device mesh holds which part of a DTensor; the one module that reads DTensors.
+
+Each dimension of a mesh either cuts a tensor along one of its dimensions, as ``torch.chunk`` does,
+or holds copies (`Cut`). From the cuts and a rank's coordinate follow its box and the number of its
+copy. A model may have tensors on several meshes; `MeshView` numbers copies over the largest one.
+"""
 
 import itertools
 import math
@@ -15,13 +20,14 @@ from rl_bridge.trainers.gather import Split, box_piece, whole_piece
 __all__ = [
     "Cut",
     "MeshView",
-    "Shares",
+    "Shard",
     "cut_evenly",
     "cuts_of",
     "cutting_dims",
     "gathered_by_torch",
     "is_dtensor",
     "largest_mesh",
+    "local_of",
     "replica_of",
     "shard_box",
     "split_of",
@@ -37,9 +43,9 @@ class Cut:
     """How one dimension of a mesh cuts a tensor.
 
     Attributes:
-        dim: of the tensor; None where this dimension of the mesh holds copies.
-        is_inner: it cuts what the other dimensions of the mesh left (FSDP over tensor-parallel
-            shards); without it, cuts apply in the mesh's order.
+        dim: of the tensor; None if this dimension of the mesh holds copies.
+        is_inner: it is applied after the cuts of all other dimensions of the mesh (FSDP over
+            tensor-parallel shards); the others are applied in the mesh's order.
 
     """
 
@@ -48,7 +54,7 @@ class Cut:
 
 
 def cut_evenly(size: int, parts: int, index: int) -> tuple[int, int]:
-    """Begin and length of part `index`, as ``torch.chunk`` cuts: the last parts may be short."""
+    """Begin and length of part `index`, as ``torch.chunk`` cuts; the last parts may be short."""
     length = -(-size // parts)
     begin = min(index * length, size)
     return begin, min(length, size - begin)
@@ -78,7 +84,7 @@ def shard_box(
 
 
 def replica_of(mesh_shape: Sequence[int], coordinate: Sequence[int], cuts: Sequence[Cut]) -> int:
-    """The number of a rank among those that hold the same box; 0 for the first."""
+    """Number of a rank's copy among the ranks that hold the same box; 0 for the first."""
     number = 0
     for cut, parts, index in zip(cuts, mesh_shape, coordinate, strict=True):
         if cut.dim is None:
@@ -93,11 +99,20 @@ def is_dtensor(tensor: object) -> bool:
     return isinstance(tensor, DTensor)
 
 
+def local_of(tensor: Any) -> torch.Tensor:
+    """This rank's part of a DTensor: the same object each time, and no communication.
+
+    ``to_local`` makes a new object in each call, and may communicate.
+    """
+    local: torch.Tensor = tensor._local_tensor  # noqa: SLF001 - torch has no public name for it
+    return local
+
+
 def cuts_of(name: str, tensor: "DTensor") -> tuple[Cut, ...]:
     """How the mesh of a DTensor cuts it.
 
     Raises:
-        IncompatibleUpdate: partial sums, or a way to cut that is not known here.
+        IncompatibleUpdate: partial sums, or a placement that is not known here.
 
     """
     from torch.distributed.tensor import Replicate, Shard
@@ -121,7 +136,7 @@ def cuts_of(name: str, tensor: "DTensor") -> tuple[Cut, ...]:
 
 
 def cutting_dims(name: str, tensor: "DTensor") -> list[int]:
-    """The dimensions of its mesh that cut a DTensor into more than one part."""
+    """The dimensions of a DTensor's mesh that cut it into more than one part."""
     return [
         dim
         for dim, cut in enumerate(cuts_of(name, tensor))
@@ -130,7 +145,7 @@ def cutting_dims(name: str, tensor: "DTensor") -> list[int]:
 
 
 def split_of(name: str, tensor: "DTensor") -> Split:
-    """Who holds what of a DTensor that exactly one dimension of its mesh cuts."""
+    """Which rank holds what of a DTensor that exactly one dimension of its mesh cuts."""
     mesh, cuts = tensor.device_mesh, cuts_of(name, tensor)
     (dim,) = cutting_dims(name, tensor)
     coordinate = list(mesh.get_coordinate() or ())
@@ -151,13 +166,13 @@ def split_of(name: str, tensor: "DTensor") -> Split:
 
 
 def gathered_by_torch(tensor: "DTensor", dtype: torch.dtype) -> torch.Tensor:
-    """All of a DTensor that several dimensions of its mesh cut; cast before it travels."""
+    """The whole of a DTensor that several dimensions of its mesh cut; cast before it travels."""
     from torch.distributed.tensor import DTensor
 
     shape = tensor.shape
     strides = torch.empty(shape, device="meta").stride()
     cast = DTensor.from_local(
-        tensor._local_tensor.to(dtype).contiguous(),  # noqa: SLF001 - to_local may communicate
+        local_of(tensor).to(dtype).contiguous(),
         tensor.device_mesh,
         tensor.placements,
         run_check=False,
@@ -168,19 +183,19 @@ def gathered_by_torch(tensor: "DTensor", dtype: torch.dtype) -> torch.Tensor:
 
 
 def largest_mesh(tensors: Iterable[torch.Tensor]) -> "DeviceMesh | None":
-    """The mesh with the most ranks among those of the DTensors; None without any."""
+    """The largest mesh among those of the DTensors; None if there is no DTensor."""
     meshes = [tensor.device_mesh for tensor in tensors if is_dtensor(tensor)]  # type: ignore[attr-defined]
     return max(meshes, key=lambda mesh: mesh.size(), default=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shares:
-    """Who holds which box of one whole tensor.
+class Shard:
+    """The box of one whole tensor that this rank holds, and the ranks that hold any element.
 
     Attributes:
         offset: of this rank's box.
         shape: of this rank's box.
-        replica: number of this rank among those that hold the same box.
+        replica: number of this rank's copy.
         owners: ranks that hold any element.
 
     """
@@ -191,21 +206,21 @@ class Shares:
     owners: tuple[int, ...]
 
     def piece(self, name: str, whole: Sequence[int]) -> Piece | None:
-        """This rank's box; None where it is empty and the tensor is not."""
+        """This rank's box; None if it is empty and the tensor is not."""
         if 0 in self.shape and 0 not in whole:
             return None
         return box_piece(name, whole, self.offset, self.shape, replica=self.replica)
 
 
 class MeshView:
-    """The mesh that all of a model's ranks form, as one of them sees it."""
+    """The mesh of all ranks of a model, as one of them sees it."""
 
     def __init__(self, root: "DeviceMesh | None") -> None:
-        """Look at `root`; None where the model has no DTensor: then one rank holds everything."""
+        """Look at `root`; None if the model has no DTensor: then one rank holds everything."""
         self._root = root
         self._ranks: list[int] = [0] if root is None else root.mesh.flatten().tolist()
         self._me = 0 if root is None else self._position(root)
-        self._known: dict[Any, Shares] = {}
+        self._known: dict[Any, Shard] = {}
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -213,11 +228,11 @@ class MeshView:
         return tuple(self._ranks)
 
     def whole(self, name: str, shape: Sequence[int]) -> Piece:
-        """The piece of a tensor that every rank of the mesh holds as a whole."""
+        """The piece of a tensor of which every rank of the mesh holds a copy."""
         return whole_piece(name, shape, self._me)
 
-    def shares(self, name: str, tensor: "DTensor") -> Shares:
-        """Who holds which box of `tensor`; the same answer for tensors cut the same way.
+    def shard(self, name: str, tensor: "DTensor") -> Shard:
+        """This rank's box of `tensor`; the same object for tensors that are cut alike.
 
         Raises:
             IncompatibleUpdate: a mesh or a layout that is not understood.
@@ -225,10 +240,10 @@ class MeshView:
         """
         key = (tuple(tensor.shape), tensor.device_mesh, tensor.placements)
         if key not in self._known:
-            self._known[key] = self._shares(name, tensor)
+            self._known[key] = self._shard(name, tensor)
         return self._known[key]
 
-    def _shares(self, name: str, tensor: "DTensor") -> Shares:
+    def _shard(self, name: str, tensor: "DTensor") -> Shard:
         mesh, cuts = tensor.device_mesh, cuts_of(name, tensor)
         shape, mesh_shape = tuple(tensor.shape), tuple(mesh.shape)
         coordinate = mesh.get_coordinate()
@@ -239,7 +254,7 @@ class MeshView:
             )
             raise IncompatibleUpdate(msg)
         offset, box = shard_box(shape, mesh_shape, coordinate, cuts)
-        local = tuple(tensor._local_tensor.shape)  # noqa: SLF001 - to_local may communicate
+        local = tuple(local_of(tensor).shape)
         if local != box and not (0 in local and 0 in box):
             msg = (
                 f"tensor {name!r} of shape {shape} is cut as {tensor.placements}: rank "
@@ -248,7 +263,7 @@ class MeshView:
             )
             raise IncompatibleUpdate(msg)
         if 0 in shape:
-            # Such parts have whatever shape torch gives them.
+            # torch gives the parts of an empty tensor shapes of its own.
             offset, box = (0,) * len(shape), local
         inside = replica_of(mesh_shape, coordinate, cuts)
         replicas = replica_of(mesh_shape, [size - 1 for size in mesh_shape], cuts) + 1
@@ -259,7 +274,7 @@ class MeshView:
             if 0 in shape or 0 not in shard_box(shape, mesh_shape, at, cuts)[1]
         ]
         number, owners = self._in_root(name, members, filled)
-        return Shares(
+        return Shard(
             offset=offset,
             shape=box,
             replica=number * replicas + inside,
@@ -269,7 +284,7 @@ class MeshView:
     def _in_root(
         self, name: str, members: Sequence[int], filled: Sequence[int]
     ) -> tuple[int, list[int]]:
-        """Number of a tensor's mesh among those like it, and the owners in all of them."""
+        """Number of a tensor's mesh among the root's slices like it; the owners in all of them."""
         if self._root is None or set(members) == set(self._ranks):
             return 0, list(filled)
         shape = tuple(self._root.mesh.shape)

@@ -26,7 +26,7 @@ __all__ = [
 ]
 
 Naming = Callable[[str], str | None]
-"""From a name inside wrappers to the one that is published; None for what is left out."""
+"""From a name inside wrappers to the published name; None if the tensor is left out."""
 
 
 class ModelNames:
@@ -42,7 +42,7 @@ class ModelNames:
         return self._naming(name)
 
     def check(self) -> None:
-        """Look, before each update, whether weights hold what their names promise.
+        """Check, before each update, that weights hold what their names promise.
 
         Raises:
             IncompatibleUpdate: merged weights are asked for, and the adapters are not merged.
@@ -105,7 +105,7 @@ def naming_of(model: torch.nn.Module, adapters: Adapters | str = Adapters.MERGED
 
 
 def _is_adapted(module: torch.nn.Module) -> bool:
-    """Whether peft put this layer in the place of another one."""
+    """Whether this layer is peft's, in the place of another one."""
     return hasattr(module, _PEFT_LAYER) or (
         hasattr(module, _PEFT_SAVED) and hasattr(module, _PEFT_ORIGINAL)
     )
@@ -154,19 +154,15 @@ class Slot:
     Attributes:
         name: as published.
         path: as the tree spells it.
-        module: that owns it.
-        keeper: the module's own dictionary of parameters or buffers.
+        keeper: the owning module's dictionary of parameters or buffers.
         key: its name there.
-        is_parameter: it is no buffer.
 
     """
 
     name: str
     path: str
-    module: torch.nn.Module
     keeper: dict[str, Any]
     key: str
-    is_parameter: bool
 
     def tensor(self) -> torch.Tensor:
         """The tensor that is there now."""
@@ -181,7 +177,7 @@ class ModuleSlots:
 
         Args:
             module: the root.
-            naming: gives the published name; what gets none is left out.
+            naming: gives the published name; a tensor that gets none is left out.
 
         Raises:
             IncompatibleUpdate: one of them is not dense.
@@ -205,7 +201,7 @@ class ModuleSlots:
                     name = naming(path) if is_kept else None
                     if name is not None:
                         require_dense(name, tensor)
-                        self.slots.append(Slot(name, path, owner, keeper, key, is_parameter))
+                        self.slots.append(Slot(name, path, keeper, key))
 
     def select(self, is_wanted: Callable[[Slot], bool]) -> None:
         """Forget the slots that are not wanted."""

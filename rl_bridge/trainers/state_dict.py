@@ -1,4 +1,8 @@
-"""Named tensors from what users have: a module, a state dict, or chunks of one."""
+"""Named tensors of a source: a module, a state dict, or chunks of one.
+
+`named_tensors` reads any source once, for one publication. `StateDictExtractor` describes a module
+or a mapping that this process holds as a whole, and reads it in every update.
+"""
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -9,7 +13,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from rl_bridge.errors import DuplicateTensorName, IncompatibleUpdate
 from rl_bridge.memory.tensors import plain_state
 from rl_bridge.trainers.base import RankTensor, WeightExtractor
-from rl_bridge.trainers.chunks import DEFAULT_CHUNK_NBYTES, require_dense
+from rl_bridge.trainers.chunks import DEFAULT_CHUNK_NBYTES, WeightChunk, require_dense
 from rl_bridge.trainers.gather import whole_piece
 from rl_bridge.trainers.modules import Adapters, ModelNames, naming_of
 
@@ -33,9 +37,10 @@ def named_tensors(source: Source) -> dict[str, torch.Tensor]:
     """Name -> tensor, the live tensors themselves, in the source's order.
 
     Args:
-        source: an ``nn.Module`` (its state dict: parameters and persistent buffers), a mapping,
-            or an iterable of ``(name, tensor)`` pairs or of chunks with ``names`` and ``tensors``.
-            An iterable must not write again to a tensor that it gave: all are read at the end.
+        source: an ``nn.Module`` (its state dict: parameters and persistent buffers), a mapping, a
+            `WeightChunk`, or an iterable of chunks (such as ``extractor.local()``) or of ``(name,
+            tensor)`` pairs. An iterable must not write to a tensor again that it gave before: all
+            tensors are read at the end.
 
     Raises:
         IncompatibleUpdate: something that is no tensor under a string name, or a tensor that was
@@ -53,12 +58,12 @@ def named_tensors(source: Source) -> dict[str, torch.Tensor]:
 
 
 def _checked(source: Source) -> dict[str, torch.Tensor]:
-    """The names and tensors of anything that may hold something else, looked at one by one."""
+    """The names and tensors of a source that may hold other things, looked at one by one."""
     if isinstance(source, torch.nn.Module):
         # keep_vars: the parameters themselves instead of a new detached tensor for each, so that
         # the next step's publish recognises them.
         items: Iterable[tuple[object, object]] = source.state_dict(keep_vars=True).items()
-    elif isinstance(source, Mapping):
+    elif isinstance(source, Mapping | WeightChunk):
         items = source.items()
     elif isinstance(source, torch.Tensor) or not isinstance(source, Iterable):
         msg = (
@@ -103,7 +108,7 @@ def _is_plain(source: Mapping[str, torch.Tensor]) -> bool:
 def _pairs(source: Iterable[object]) -> Iterable[tuple[object, object]]:
     for item in source:
         names, tensors = getattr(item, "names", None), getattr(item, "tensors", None)
-        # Tensors and namedtuples have attributes of such names as well: only lists are a chunk's.
+        # Other objects may have attributes of these names, too: a chunk's are lists.
         if isinstance(names, list | tuple) and isinstance(tensors, list | tuple):
             if len(names) != len(tensors):
                 msg = f"a chunk has {len(names)} names for {len(tensors)} tensors."
@@ -119,10 +124,10 @@ def _pairs(source: Iterable[object]) -> Iterable[tuple[object, object]]:
 
 
 def _kept(pairs: Iterable[tuple[object, object]]) -> Iterator[tuple[object, object]]:
-    """See to it that tensors are not written to after they were given, as a reused buffer is."""
+    """Refuse tensors that are written to after they were given, as a reused buffer is."""
     noted = []
     for name, tensor in pairs:
-        # (Inference tensors do not count who writes to them.)
+        # Inference tensors have no version counter.
         if isinstance(tensor, torch.Tensor) and not tensor.is_inference():
             noted.append((name, tensor, tensor._version))  # noqa: SLF001 - torch has no public name
         yield name, tensor
@@ -141,7 +146,7 @@ def trainable_names(
 ) -> frozenset[str] | None:
     """Names that training is expected to change: as declared, or a module's ``requires_grad`` ones.
 
-    None where nothing is known: a plain state dict does not say.
+    None if nothing is known: a plain state dict does not tell.
 
     Raises:
         IncompatibleUpdate: one name instead of several, or no names at all.
@@ -164,8 +169,8 @@ def trainable_names(
 class StateDictExtractor(WeightExtractor):
     """Weights of a module, or of a mapping of tensors, that this process holds as a whole.
 
-    Ranks that hold copies of the same model (data parallelism without shards) say which one they
-    are: then their tensors are told as copies.
+    Ranks that hold copies of the same model (data parallelism without shards) pass their number, so
+    that their tensors are described as copies.
     """
 
     def __init__(
@@ -204,7 +209,7 @@ class StateDictExtractor(WeightExtractor):
         if not 0 <= rank < world_size:
             raise ValueError(f"rank={rank}, world_size={world_size}: expected 0 <= rank < world.")
         if isinstance(given, DataParallel | DistributedDataParallel):
-            source = given.module  # what is around it to train copies is in no engine's names
+            source = given.module  # engines do not know the wrapper's prefix, 'module.'
         self._source = source
         self._rank = rank
         self._owners = tuple(range(world_size))

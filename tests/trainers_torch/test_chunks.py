@@ -54,6 +54,15 @@ def test_tensors_that_are_not_contiguous_are_copied_into_a_chunk() -> None:
 def test_a_chunk_is_published() -> None:
     with make_weight_bridge("local-clone") as bridge:
         assert [*bridge.publish(iter([chunk()]), weight_version=1).tensors] == ["w"]
+        assert [*bridge.publish(chunk(), weight_version=2).tensors] == ["w"]
+
+
+def test_a_chunk_that_is_taken_for_a_pair_says_what_to_go_over() -> None:
+    made = WeightChunk.of([("a", torch.zeros(1)), ("b", torch.zeros(2))])
+    with pytest.raises(TypeError, match=r"2 tensors and is no .* Go over chunk\.items\(\)"):
+        for _, _ in [made]:
+            pass
+    assert [name for name, _ in made.items()] == ["a", "b"]
 
 
 # ---- one buffer ----------------------------------------------------------------------------------
