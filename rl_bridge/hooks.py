@@ -1,13 +1,15 @@
-"""Publish after the optimizer's step: one line in a plain PyTorch loop.
+"""Publish after the optimizer's step: one line in a plain PyTorch loop, or a callback.
 
     publisher = StepPublisher(bridge, model, send=lambda manifest: queue.put(manifest.to_json()))
     publisher.publish()                 # the initial sync, before the first rollout
     publisher.after_steps_of(optimizer)
 
-For trainers of Hugging Face's kind see `rl_bridge.hooks`.
+`weight_sync_callback` does the same in trainers of Hugging Face's kind, TRL's among them: the
+initial weights are published when training begins, then after every so many optimizer steps.
 """
 
 import asyncio
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from importlib import import_module
@@ -23,6 +25,9 @@ from rl_bridge.strategies.sender import InferenceClient, WeightTransferSender
 from rl_bridge.trainers.base import WeightExtractor
 from rl_bridge.trainers.state_dict import Source
 
+if TYPE_CHECKING:
+    from transformers import TrainerCallback
+
 __all__ = [
     "StepHook",
     "StepPublisher",
@@ -33,7 +38,7 @@ __all__ = [
 
 class _Optimizer(Protocol):
     def register_step_post_hook(self, hook: Callable[..., None]) -> RemovableHandle:
-        """Have `hook` called behind each step."""
+        """Have `hook` called after each step."""
 
 
 class StepHook(ABC):
@@ -61,7 +66,7 @@ class StepHook(ABC):
         """Publish now: before the first step it is the initial sync."""
 
     def after_step(self, step: int | None = None) -> None:
-        """Take note of a step, and publish if it is time.
+        """Count a step, and publish if it is time.
 
         Args:
             step: the trainer's own count; None counts here.
@@ -72,16 +77,15 @@ class StepHook(ABC):
             self.publish()
 
     def after_steps_of(self, optimizer: torch.optim.Optimizer | _Optimizer) -> RemovableHandle:
-        """Have `after_step` called behind each step of an optimizer; ``remove()`` ends that."""
+        """Have `after_step` called after each step of an optimizer; ``remove()`` ends that."""
         return optimizer.register_step_post_hook(lambda *_: self.after_step())
 
 
 class StepPublisher(StepHook):
     """Publishes over a bridge and hands the manifest on.
 
-    Versions count on from the bridge's last one; the step is in ``metadata["step"]``. The update
-    before the last one is released when `send` returns: it returns when the engines have the new
-    one.
+    Versions count on from the bridge's last one; the step is in ``metadata["step"]``. `send` returns
+    when the engines have the new version: then the version before is released.
     """
 
     def __init__(
@@ -96,10 +100,10 @@ class StepPublisher(StepHook):
         """Publish `source` through `bridge`.
 
         Args:
-            bridge: of the trainer; it stays its giver's.
+            bridge: of the trainer; the caller closes it.
             source: a module or a state dict, or what gives one (or chunks) each time.
-            send: gets each manifest; raises where the engines did not take it, which ends the
-                optimizer's step with that error.
+            send: gets each manifest, and raises if the engines did not take it, which ends the
+                optimizer's step with that error. A coroutine function would never run here.
             every: steps from one update to the next.
             trainable: as for `TensorBridge.publish`.
 
@@ -118,6 +122,7 @@ class StepPublisher(StepHook):
         """Publish now, and send the manifest.
 
         Raises:
+            TypeError: `send` is a coroutine function; the update is withdrawn.
             Exception: whatever failed; the update is withdrawn.
 
         """
@@ -132,7 +137,7 @@ class StepPublisher(StepHook):
             trainable=self._trainable,
         )
         try:
-            self._send(manifest)
+            _require_sent(self._send(manifest))
         except BaseException:
             self._bridge.release(manifest.update_id)
             raise
@@ -140,6 +145,19 @@ class StepPublisher(StepHook):
         if previous is not None:
             self._bridge.release(previous.update_id)
         return manifest
+
+
+def _require_sent(answer: object) -> None:
+    """Refuse the coroutine of an async `send`: nothing awaits it, so no engine would be updated."""
+    if not inspect.iscoroutine(answer):
+        return
+    answer.close()  # else Python warns later, far from here, that it was never awaited
+    msg = (
+        "send= returned a coroutine, which nothing awaits: the engines did not get this version. "
+        "Pass a plain function, such as lambda manifest: asyncio.run(send(manifest)), or one that "
+        "gives the coroutine to a loop of another thread and waits for it."
+    )
+    raise TypeError(msg)
 
 
 class StepSender(StepHook):
@@ -194,17 +212,9 @@ class StepSender(StepHook):
             )
         msg = (
             "an event loop runs in this thread, which a step would block. Run the training in a "
-            "thread of its own, or await sender.send_chunks(...) behind each step."
+            "thread of its own, or await sender.send_chunks(...) after each step."
         )
         raise WeightBridgeUnavailableError(msg)
-
-
-# ---- Publish from Hugging Face's trainers, TRL's among them: one callback.
-#
-# The initial weights are published when training begins, then after every so many optimizer steps.
-
-if TYPE_CHECKING:
-    from transformers import TrainerCallback
 
 
 def weight_sync_callback(hook: StepHook) -> "TrainerCallback":
@@ -230,10 +240,10 @@ def weight_sync_callback(hook: StepHook) -> "TrainerCallback":
         raise WeightBridgeUnavailableError(msg) from error
 
     class WeightSyncCallback(base):  # type: ignore[misc]  # made where the library is
-        """Publishes when training begins, and behind optimizer steps."""
+        """Publishes when training begins, and after optimizer steps."""
 
         def on_train_begin(self, _args: Any, state: Any, _control: Any, **_: Any) -> None:
-            hook.step = state.global_step  # above 0 where a run is resumed
+            hook.step = state.global_step  # above 0 in a resumed run
             hook.publish()
 
         def on_step_end(self, _args: Any, state: Any, _control: Any, **_: Any) -> None:

@@ -103,6 +103,18 @@ def test_what_the_engines_did_not_take_comes_out_of_the_step_and_is_withdrawn(lo
     assert loop.bridge.update_status(loop.manifests[0].update_id) == "published"
 
 
+def test_a_send_that_nothing_awaits_is_refused_and_its_update_withdrawn(loop: Loop) -> None:
+    async def send(manifest: WeightUpdateManifest) -> None:
+        loop.send(manifest)
+
+    publisher = StepPublisher(loop.bridge, loop.model, send=send)
+    with pytest.raises(TypeError, match="send= returned a coroutine"):
+        publisher.publish()
+    assert loop.bridge.latest_manifest is not None
+    assert loop.bridge.update_status(loop.bridge.latest_manifest.update_id) == "released"
+    assert loop.manifests == []
+
+
 def test_a_strategys_sender_follows_the_steps_as_well() -> None:
     with rig() as r:
         model = torch.nn.Module()
