@@ -84,7 +84,7 @@ class StepHook(ABC):
 class StepPublisher(StepHook):
     """Publishes over a bridge and hands the manifest on.
 
-    Versions count on from the bridge's last one; the step is in ``metadata["step"]``. `send` returns
+    Versions count on from the bridge's last; the step is in ``metadata["step"]``. `send` returns
     when the engines have the new version: then the version before is released.
     """
 

@@ -1,14 +1,14 @@
-"""What follows a sync on the trainer's side, in the one order that is safe.
+"""Clean-up after a sync on the trainer's side, in the one order that is safe.
 
 The engines have loaded. Then: delete temporaries, so that nothing refers to shared memory; collect
-what other processes let go of; wait for the other ranks, so that none goes on while another still
-sends; wait for the device; give cached blocks back; drop the engines' cached prefixes.
+memory that other processes released; wait for the other ranks, so that none goes on while another
+one still sends; wait for the device; free cached blocks; drop the engines' cached prefixes. At the
+barrier the ranks tell each other what failed, so that all of them know the same.
 """
 
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Iterator
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -22,38 +22,28 @@ __all__ = [
     "STEPS",
     "CleanUp",
     "DeviceCalls",
-    "Outcome",
     "cuda_calls",
     "share_json",
-    "share_outcome",
 ]
 
-# ---- What became of a sync on each rank of the trainer: told to all, so that all know the same.
-
+_LOG = logging.getLogger(__name__)
 _MAX_REASON = 2048
 
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What became of a sync on one rank.
-
-    Attributes:
-        failure: what failed; empty where nothing did.
-
-    """
-
-    failure: str = ""
-
-    @property
-    def is_good(self) -> bool:
-        """Whether nothing failed."""
-        return not self.failure
+STEPS = (
+    "delete",
+    "ipc_collect",
+    "barrier",
+    "synchronize",
+    "empty_cache",
+    "reset_prefix_cache",
+)
+"""The order. A device's steps are left out if there is none, the barrier with one rank."""
 
 
 def share_json(
     exchange: GroupExchange, step: str, body: dict[str, object], *, timeout_s: float
 ) -> list[dict[str, object]]:
-    """Give a JSON object and get everybody's, by rank; nothing is unpickled.
+    """Give a JSON object and get those of all ranks; nothing is unpickled.
 
     Raises:
         GroupAborted: not all ranks came in time.
@@ -75,22 +65,22 @@ def share_json(
     return found
 
 
-def share_outcome(exchange: GroupExchange, outcome: Outcome, *, timeout_s: float) -> None:
-    """Tell the other ranks what became of a sync here, and hear the same of them.
+def _share_failure(exchange: GroupExchange, failure: str, *, timeout_s: float) -> None:
+    """Tell the other ranks what failed here (empty: nothing), and learn what failed there.
 
     Raises:
-        GroupAborted: this rank's part is well and another one's is not, or did not come in time.
+        GroupAborted: nothing failed here, and another rank failed or did not come in time.
 
     """
-    body: dict[str, object] = {"failure": outcome.failure[:_MAX_REASON]}
+    body: dict[str, object] = {"failure": failure[:_MAX_REASON]}
     try:
         bodies = share_json(exchange, "outcome", body, timeout_s=timeout_s)
     finally:
-        exchange.decide("over")  # whoever still waits for this sync need not wait any longer
+        exchange.decide("over")  # a rank that still waits for this sync need not wait any longer
     failed = {
         rank: str(one.get("failure")) for rank, one in enumerate(bodies) if one.get("failure")
     }
-    if failed and outcome.is_good:
+    if failed and not failure:
         rank, why = next(iter(failed.items()))
         msg = (
             f"the sync failed on rank {rank}: {why}. This rank's part of it was done. Mend the "
@@ -99,23 +89,8 @@ def share_outcome(exchange: GroupExchange, outcome: Outcome, *, timeout_s: float
         raise GroupAborted(msg, tuple(failed))
 
 
-# ---- the rest builds on the parts above
-
-_LOG = logging.getLogger(__name__)
-
-STEPS = (
-    "delete",
-    "ipc_collect",
-    "barrier",
-    "synchronize",
-    "empty_cache",
-    "reset_prefix_cache",
-)
-"""The order. Steps of a device are left out where there is none, the barrier with one rank."""
-
-
 class DeviceCalls(Protocol):
-    """What is asked of a device; ``torch.cuda`` is one."""
+    """What the clean-up calls of a device; ``torch.cuda`` has it."""
 
     def ipc_collect(self) -> None:
         """Free shared memory that nobody uses any more."""
@@ -124,11 +99,11 @@ class DeviceCalls(Protocol):
         """Wait for all work."""
 
     def empty_cache(self) -> None:
-        """Give cached blocks back."""
+        """Free cached blocks."""
 
 
 class CleanUp:
-    """Runs the steps behind each sync."""
+    """Runs the steps after each sync."""
 
     def __init__(
         self,
@@ -140,8 +115,8 @@ class CleanUp:
         """Configure.
 
         Args:
-            device: None where the weights lie on the CPU.
-            exchange: of the trainer's ranks; None where there is one.
+            device: None if the weights lie on the CPU.
+            exchange: of the trainer's ranks; None if there is one rank.
             timeout_s: how long a rank waits for the others, their engines' loading included.
 
         Raises:
@@ -154,20 +129,20 @@ class CleanUp:
         self._timeout_s = checked_seconds("timeout_s", timeout_s)
 
     def begin(self) -> None:
-        """A sync begins: what the ranks tell each other from now on is about this one."""
+        """Begin a sync: the ranks' messages from now on belong to it."""
         if self._exchange is not None:
             self._exchange.begin()
 
     def read_out(self, chunks: Iterable[object], error: BaseException | None) -> None:
-        """Take part, behind a failure, in the gathers that this rank would leave out.
+        """After a failure, take part in the remaining gathers of this sync.
 
-        The other ranks wait for this one's parts of chunks that it does not want any more, and
-        their process group would be lost. Not where it was another rank that did not come, or where
-        this one was interrupted.
+        The other ranks wait for this rank's parts of the remaining chunks; without them their
+        process group is lost. This does nothing if another rank did not come, or if this rank was
+        interrupted.
 
         Args:
-            chunks: that were not read to their end; those of a list are no gathers.
-            error: what failed; gets a note where the rest could not be read.
+            chunks: that were not read to their end; a list's chunks are no gathers.
+            error: what failed; gets a note if the rest could not be read.
 
         """
         if not isinstance(error, Exception) or isinstance(error, GroupAborted):
@@ -183,30 +158,30 @@ class CleanUp:
 
     async def run(
         self,
-        outcome: Outcome,
+        failure: str,
         *,
         delete: Callable[[], object],
         reset_prefix_cache: Callable[[], Awaitable[object]] | None = None,
     ) -> tuple[str, ...]:
-        """Run all steps, whatever becomes of each; returns those that there were, in order.
+        """Run all steps, also if one fails; returns the names of those that were run, in order.
 
         Args:
-            outcome: what became of the sync on this rank; the barrier tells it to the others.
-            delete: lets go of temporaries.
-            reset_prefix_cache: of the engines, where their installs do not do it.
+            failure: what failed in the sync on this rank; empty if nothing did.
+            delete: releases temporaries.
+            reset_prefix_cache: of the engines, if their installs do not do it.
 
         Raises:
             GroupAborted: another rank failed, or did not come in time.
-            Exception: the first step's that failed, after the others were run.
+            Exception: of the first step that failed, after the others were run.
 
         """
         done: list[str] = []
         failures: list[Exception] = []
-        for name, step in self._steps(outcome, delete, reset_prefix_cache):
+        for name, step in self._steps(failure, delete, reset_prefix_cache):
             done.append(name)
             try:
                 await step()
-            except Exception as error:  # noqa: BLE001 - the first one is raised behind the last step
+            except Exception as error:  # noqa: BLE001 - the first one is raised after the last step
                 failures.append(error)
         for other in failures[1:]:
             failures[0].add_note(f"rl_bridge: clean-up went on, and failed again: {other}")
@@ -216,7 +191,7 @@ class CleanUp:
 
     def _steps(
         self,
-        outcome: Outcome,
+        failure: str,
         delete: Callable[[], object],
         reset_prefix_cache: Callable[[], Awaitable[object]] | None,
     ) -> list[tuple[str, Callable[[], Awaitable[object]]]]:
@@ -229,15 +204,15 @@ class CleanUp:
         if exchange is not None:
             # In a thread: other ranks wait here for as long as the engines load.
             found["barrier"] = lambda: asyncio.to_thread(
-                share_outcome, exchange, outcome, timeout_s=self._timeout_s
+                _share_failure, exchange, failure, timeout_s=self._timeout_s
             )
-        if reset_prefix_cache is not None and outcome.is_good:
+        if reset_prefix_cache is not None and not failure:
             found["reset_prefix_cache"] = reset_prefix_cache
         return [(name, found[name]) for name in STEPS if name in found]
 
 
 def cuda_calls(device: torch.device | str) -> DeviceCalls | None:
-    """What is asked of a device of torch's: None for the CPU."""
+    """The calls of one of torch's devices; None for the CPU."""
     return torch.cuda if torch.device(device).type == "cuda" else None
 
 

@@ -1,8 +1,14 @@
-"""The engine's half of a load: drives the receiver, and installs when an update is complete."""
+"""Loaders: they pull an update's batches from a receiver, and install it when it is complete.
+
+`ExecutorWeightLoader` is the one behind `VLLMWeightLoader`, `SGLangWeightLoader` and the user's own
+engines with an install adapter. It pulls and checks batches as they come, without touching the
+engine; the last one makes its executor install, prove and acknowledge the update.
+"""
 
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from typing import Self
 
 import torch
 
@@ -33,9 +39,7 @@ class WeightLoader(ABC):
 class ExecutorWeightLoader(WeightLoader):
     """Loads through a `RolloutExecutor`: an update is one transaction, however many batches it has.
 
-    Batches are pulled and checked as they come; the engine is not touched. The last one installs
-    the update, proves and acknowledges it. Where any of them fails the update is rejected, and the
-    engine is what it was.
+    If a batch fails, the update is rejected, and the engine keeps what it held.
 
     Attributes:
         executor: as given.
@@ -55,7 +59,7 @@ class ExecutorWeightLoader(WeightLoader):
         self._in_thread = in_thread
 
     def check_servable(self) -> None:
-        """Tell whether the engine may answer requests: not before its first verified version.
+        """Check that the engine may answer requests: not before its first verified version.
 
         Raises:
             TornEngine: it may not.
@@ -82,7 +86,7 @@ class ExecutorWeightLoader(WeightLoader):
         pending = receiver.accept(request)
         if not pending.is_complete:
             async for _ in receiver.receive_weights(request):
-                pass  # verified; the engine gets all of them or none
+                pass  # every byte is verified; the engine gets all batches or none
             return
         try:
             adapter = self.executor.weight_install_adapter
@@ -97,6 +101,25 @@ class ExecutorWeightLoader(WeightLoader):
             raise
         receiver.finish()
 
+    def close(self) -> None:
+        """End the executor, and release what its adapter holds of the engine, which goes on.
+
+        The receiver stays open. Idempotent.
+        """
+        adapter = self.executor.weight_install_adapter
+        self.executor.close()
+        close = getattr(adapter, "close", None)
+        if callable(close):
+            close()
+
+    def __enter__(self) -> Self:
+        """Use as a context manager."""
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        """Close."""
+        self.close()
+
     def _checked(self, receiver: WeightTransferReceiver) -> BridgeTransferReceiver:
         if isinstance(receiver, BridgeTransferReceiver) and receiver.bridge is self.executor.bridge:
             return receiver
@@ -110,12 +133,12 @@ class ExecutorWeightLoader(WeightLoader):
 class BatchedLoadAdapter:
     """An install adapter for engines that load names and tensors: one call for each batch.
 
-    The engine is copied aside before, put back on failure, and read for the proof where it holds
-    the update's names.
+    Before an install the engine's tensors are copied aside; on failure they are put back. Tensors
+    that the engine holds under the update's names are read for the proof.
 
     Attributes:
         engine: what is loaded into.
-        batches: names of each batch of the next update; none of them: all in one.
+        batches: names of each batch of the next update; empty: one batch with all of them.
 
     """
 
@@ -129,7 +152,7 @@ class BatchedLoadAdapter:
 
     def install(self, manifest: WeightUpdateManifest, tensors: Mapping[str, torch.Tensor]) -> None:
         """Call the engine's loader for each batch."""
-        # An undo through another version, or an update that came without requests, has no batches.
+        # An undo installs another version, and an update may come without requests: no batches.
         names = {name for batch in self.batches for name in batch}
         fits = names == set(manifest.table.rows)
         for batch in self.batches if fits else [tuple(tensors)]:

@@ -1,4 +1,9 @@
-"""The engine's half of a transfer: whoever loads an update pulls its tensors from here."""
+"""The engine's half of a transfer: a loader pulls an update's tensors from here.
+
+`PendingUpdate` checks that the batches of an update come in order, each once, as its manifest says;
+it holds no bytes. `BridgeTransferReceiver` imports the update over a bridge when the first tensors
+are asked for.
+"""
 
 import asyncio
 import logging
@@ -31,9 +36,7 @@ __all__ = [
     "WeightTransferReceiver",
 ]
 
-# ---- An update whose batches are coming in: which came, in what order, and whether they fit.
-# Pure.
-
+_LOG = logging.getLogger(__name__)
 _SHOWN = 5
 
 
@@ -42,7 +45,7 @@ class PendingUpdate:
 
     Attributes:
         manifest: the update, as this engine imports it.
-        update_id: by which its requests go: where each GPU has a copy, that of the first one.
+        update_id: the one in its requests; if each GPU has a copy, that of the first copy.
         batches: names of each batch that came.
         last: the request that came last.
 
@@ -63,7 +66,7 @@ class PendingUpdate:
         return self.last is not None and self.last.is_last
 
     def add(self, request: WeightUpdateRequest) -> None:
-        """Take the next batch.
+        """Add the next batch.
 
         Raises:
             WeightUpdateRejectedError: another batch is due.
@@ -122,13 +125,8 @@ def _name(request: WeightUpdateRequest) -> str:
     return f"batch {request.batch} of version {request.weight_version} (update {request.update_id})"
 
 
-# ---- the rest builds on the parts above
-
-_LOG = logging.getLogger(__name__)
-
-
 class WeightTransferReceiver(ABC):
-    """Gives the tensors of a request to whoever loads them."""
+    """Gives the tensors of a request to a loader."""
 
     @abstractmethod
     def receive_weights(
@@ -140,9 +138,9 @@ class WeightTransferReceiver(ABC):
 class BridgeTransferReceiver(WeightTransferReceiver):
     """Receives over a bridge. One update at a time: a newer one ends the one before.
 
-    The first batch's bytes are asked for when its tensors are; then the whole update is imported
-    and every byte of it verified, so that a damaged one is refused before an engine hears of it.
-    The tensors are the update's memory, without a copy where the transport needs none.
+    When the first tensors are asked for, the whole update is imported and every byte of it is
+    verified, so that a damaged one is refused before an engine gets anything of it. The tensors are
+    the update's own memory, without a copy if the transport needs none.
 
     Attributes:
         bridge: the consumer's; `close` closes it.
@@ -153,7 +151,7 @@ class BridgeTransferReceiver(WeightTransferReceiver):
         """Receive through `bridge`.
 
         Args:
-            bridge: this engine's, which nobody else imports with.
+            bridge: this engine's; nothing else imports through it.
             gpu: UUID of this engine's GPU, for requests that have a handle for each.
 
         """
@@ -163,7 +161,7 @@ class BridgeTransferReceiver(WeightTransferReceiver):
         self._ended: tuple[str, str] = ("", "")
 
     def accept(self, request: WeightUpdateRequest) -> PendingUpdate:
-        """Take note of the next batch, without its bytes.
+        """Record the next batch, without its bytes.
 
         Returns:
             The update so far.
@@ -228,24 +226,24 @@ class BridgeTransferReceiver(WeightTransferReceiver):
             try:
                 self.bridge.reject(pending.manifest, reason)
             except WeightBridgeError:
-                # It is over already, by the bridge itself or whoever shares it.
+                # The bridge ended it already.
                 _LOG.debug("update %s was over", pending.manifest.update_id, exc_info=True)
 
     def finish(self, reason: str = "it was loaded") -> PendingUpdate | None:
-        """Forget the update under way, whatever became of it; returns it."""
+        """Forget the update under way, and return it."""
         pending, self._pending = self._pending, None
         if pending is not None:
             self._ended = (pending.update_id, reason)
         return pending
 
     def abandon(self, request: AbandonedWeightUpdateRequest) -> None:
-        """End an update that its trainer gave up; one that is installed stays."""
+        """End an update that its trainer abandoned; an installed one stays."""
         pending = self._pending
         if pending is not None and pending.update_id == request.update_id:
             self.reject(f"its trainer gave it up: {request.reason}")
 
     def close(self) -> None:
-        """Let go of the update under way, and close the bridge. Idempotent."""
+        """Release the update under way, and close the bridge. Idempotent."""
         self.reject("the receiver closed")
         self.bridge.close()
 
@@ -260,7 +258,7 @@ class BridgeTransferReceiver(WeightTransferReceiver):
     def _manifests(
         self, request: WeightUpdateRequest
     ) -> tuple[WeightUpdateManifest, WeightUpdateManifest]:
-        """The manifest that the request goes by, and that of this engine's copy of the update."""
+        """The manifest that the requests name, and that of this engine's copy of the update."""
         assert request.manifest is not None
         first = WeightUpdateManifest.from_json(request.manifest)
         handles: tuple[GPUHandle, ...] = getattr(request, "handles", ())
@@ -285,7 +283,7 @@ class BridgeTransferReceiver(WeightTransferReceiver):
 
 
 def _require_newer(manifest: WeightUpdateManifest, under_way: WeightUpdateManifest) -> None:
-    """Refuse a late first batch: it must not end the update that came after it."""
+    """Refuse a late first batch: it must not end the newer update."""
     is_of_one_stream = manifest.publisher_id == under_way.publisher_id
     if is_of_one_stream and manifest.weight_version < under_way.weight_version:
         msg = (

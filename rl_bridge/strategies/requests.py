@@ -1,8 +1,8 @@
-"""What a trainer asks an engine's loader to load: typed requests, plain JSON there and back.
+"""Requests from a trainer to an engine's loader, and the init info before the first of them.
 
 A sync is one update. Its requests are batches of that update, in order: the first carries the
-manifest, the others name the update, and the last one makes the engine install it. Nothing here is
-pickled; what a peer sends is parsed and checked before it is used.
+manifest, the others name the update, and the last one makes the engine install it. Requests and
+init info travel as plain JSON; a peer's text is parsed and checked before it is used.
 """
 
 from math import prod
@@ -122,7 +122,7 @@ class WeightUpdateRequest(BaseModel):
 
     @property
     def extras(self) -> list[dict[str, Any]] | None:
-        """What a reader needs beside names and shapes, in the form that other libraries have it."""
+        """What a reader needs beside names and shapes, in the form of other libraries."""
         return None
 
     @property
@@ -208,7 +208,7 @@ class GPUHandle(BaseModel):
 
 
 class _CudaIpcRequest(WeightUpdateRequest):
-    """What the two kinds of requests for GPU memory have in common.
+    """The common part of the two kinds of requests for GPU memory.
 
     Attributes:
         handles: one for each GPU that has a copy.
@@ -245,7 +245,7 @@ class CudaIpcWeightUpdateRequest(_CudaIpcRequest):
 
     @property
     def extras(self) -> list[dict[str, Any]] | None:
-        """Of each tensor, by GPU: the memory's handle and the byte at which it begins."""
+        """For each tensor, by GPU: the memory's handle and the byte at which the tensor begins."""
         opened = {one.gpu: decode_json(one.handle)[0] for one in self.handles}
         return [
             {"ipc_handles": {gpu: {"handle": what, "offset": at} for gpu, what in opened.items()}}
@@ -267,7 +267,7 @@ class PackedCudaIpcWeightUpdateRequest(_CudaIpcRequest):
 class AbandonedWeightUpdateRequest(WeightUpdateRequest):
     """The update will not be completed: its trainer, or another engine, failed.
 
-    An engine that has not installed it forgets it; one that has keeps it.
+    An engine that has installed it keeps it; others forget it.
 
     Attributes:
         reason: what failed.
@@ -289,19 +289,16 @@ _KINDS: dict[str, type[WeightUpdateRequest]] = {
 }
 
 
-# ---- What engines must know before the first sync: typed, plain JSON there and back.
-
-
 @runtime_checkable
 class WeightSyncInitInfo(Protocol):
-    """What one trainer rank makes, and every engine gets before the first sync."""
+    """What engines must know before the first sync; one trainer rank makes it for all."""
 
     def to_json(self) -> str:
         """Write it as JSON text."""
 
 
 class EmptyWeightSyncInitInfo(BaseModel):
-    """Nothing has to be known before: each manifest says where its bytes are."""
+    """Nothing: each manifest says where its bytes are."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

@@ -1,7 +1,12 @@
 """The trainer's half of a transfer: publishes the chunks of a sync as one update, tells engines.
 
-The chunks are read once. When `send_chunks` returns, every engine behind the client has installed,
-proven and acknowledged the update; when it raises, the update is withdrawn.
+The chunks are read once. The requests to the engines are batches of the update: whole modules,
+together up to a threshold. When `send_chunks` returns, every engine behind the client has
+installed, proven and acknowledged the update; when it raises, the update is withdrawn.
+
+On every rank the clean-up of `rl_bridge.strategies.clean_up` follows. Rank 0 sends; the other ranks
+only take part in gathering. For engines that share GPUs with the trainer each rank publishes a copy
+on its own GPU: rank 0 gathers where the copies are, and refuses copies that differ.
 """
 
 import logging
@@ -9,6 +14,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any, Protocol, Self, runtime_checkable
 
 from rl_bridge.bridge.tensor_bridge import TensorBridge
@@ -16,7 +22,7 @@ from rl_bridge.errors import GroupAborted, RanksDisagree, UnknownUpdate, describ
 from rl_bridge.groups.exchange import GroupExchange
 from rl_bridge.manifest.canonical import JSONValue, canonical_json, thaw
 from rl_bridge.manifest.model import WeightUpdateManifest
-from rl_bridge.strategies.clean_up import CleanUp, Outcome, share_json
+from rl_bridge.strategies.clean_up import CleanUp, share_json
 from rl_bridge.strategies.requests import (
     AbandonedWeightUpdateRequest,
     GPUHandle,
@@ -31,23 +37,22 @@ from rl_bridge.trainers.chunks import (
 )
 
 __all__ = [
-    "BatchPlan",
     "BridgeTransferSender",
     "CudaIpcTransferSender",
     "HelperTransferSender",
     "InferenceClient",
     "Layout",
     "WeightTransferSender",
-    "gather_handles",
     "merge_handles",
 ]
 
-# ---- How an update is cut into batches: whole modules, together up to a threshold. Pure.
+_LOG = logging.getLogger(__name__)
+_GPU = re.compile(r"^[A-Za-z0-9-]{1,128}$")
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Columns of some tensors of an update, as requests tell them."""
+    """Columns of some tensors of an update, as requests have them."""
 
     names: tuple[str, ...]
     dtypes: tuple[str, ...]
@@ -65,33 +70,26 @@ class Layout:
             names=names,
             dtypes=tuple(table.dtypes[row] for row in rows),
             shapes=shapes,
-            sizes=tuple(_numel(shape) for shape in shapes),
+            sizes=tuple(prod(shape) for shape in shapes),
             offsets=tuple(table.offsets[row] for row in rows),
         )
 
 
-def _numel(shape: tuple[int, ...]) -> int:
-    count = 1
-    for dim in shape:
-        count *= dim
-    return count
-
-
 class BatchPlan:
-    """Notes an update's tensors as their chunks pass, and cuts them into batches.
+    """Records an update's tensors as their chunks pass, and groups them into batches.
 
-    Modules stay whole, whichever chunks they came in; one that is larger than the threshold is a
-    batch of its own. A further name of a tensor goes with its first one and costs nothing.
+    Modules stay whole, whichever chunks they came in; a module that is larger than the threshold is
+    a batch of its own. A tied name travels with the first name of its tensor and adds no bytes.
     """
 
     def __init__(self, threshold_nbytes: int) -> None:
-        """Cut at `threshold_nbytes`."""
+        """Begin; a batch ends at `threshold_nbytes`."""
         self._threshold_nbytes = threshold_nbytes
         self._items: list[tuple[str, tuple[str, int]]] = []
 
     def noting(self, chunks: Iterable[WeightChunk]) -> Iterator[WeightChunk]:
-        """Pass chunks on, and note what is in them."""
-        # By their memory: whoever takes the chunks keeps their tensors until all have passed.
+        """Pass chunks on, and record what is in them."""
+        # Tied names are found by their memory, which stays: the caller keeps all chunks' tensors.
         module_by_tensor: dict[object, str] = {}
         for chunk in chunks:
             for name, tensor in zip(chunk.names, chunk.tensors, strict=True):
@@ -103,25 +101,20 @@ class BatchPlan:
             yield chunk
 
     def cut(self) -> list[tuple[str, ...]]:
-        """Names of each batch; at least one batch, also of an update without tensors."""
+        """Names of each batch; an update without tensors has one batch."""
         found = batches(self._items, size_of=lambda item: item[1], limit=self._threshold_nbytes)
         return [tuple(name for name, _ in batch) for _, batch in found] or [()]
 
 
-# ---- the rest builds on the parts above
-
-_LOG = logging.getLogger(__name__)
-
-
 @runtime_checkable
 class InferenceClient(Protocol):
-    """What a sender needs of whoever reaches the engines.
+    """What a sender needs to reach the engines.
 
-    One that has ``reset_prefix_cache()`` as well is asked for it at the end of each sync.
+    If it has ``reset_prefix_cache()`` too, that is awaited at the end of each sync.
     """
 
     async def update_named_weights(self, request: WeightUpdateRequest) -> object:
-        """Hand the request to every engine's loader; raise where one of them raises."""
+        """Give the request to every engine's loader; raise if one of them raises."""
 
 
 class WeightTransferSender(ABC):
@@ -155,7 +148,7 @@ class WeightTransferSender(ABC):
         """
 
     def close(self) -> None:  # noqa: B027 - not every rank has something to close
-        """Let go of everything; engines keep what they installed. Idempotent."""
+        """Release everything; engines keep what they installed. Idempotent."""
 
     def __enter__(self) -> Self:
         """Use as a context manager."""
@@ -170,7 +163,7 @@ class HelperTransferSender(WeightTransferSender):
     """A rank that takes part in the collectives of its extractor, and sends nothing itself."""
 
     def __init__(self, clean_up: CleanUp) -> None:
-        """Wait for the sending rank with `clean_up`."""
+        """Learn from `clean_up` whether the sending rank failed."""
         self._clean_up = clean_up
 
     async def send_chunks(
@@ -182,16 +175,16 @@ class HelperTransferSender(WeightTransferSender):
         metadata: Mapping[str, JSONValue] | None = None,
         trainable: Iterable[str] | None = None,
     ) -> WeightUpdateManifest | None:
-        """Go through the chunks, and wait for what became of the sync.
+        """Go over the chunks, and wait for the end of the sync.
 
         Raises:
-            GroupAborted: it failed on the sending rank, or that rank is gone.
+            GroupAborted: the sync failed on the sending rank, or that rank is gone.
 
         """
         del inference_client, weight_version, metadata, trainable
         async with _Ending(self._clean_up, chunks, client=None):
             for chunk in chunks:
-                del chunk  # its memory goes before the next one is gathered
+                del chunk  # free its memory before the next one is gathered
         return None
 
 
@@ -217,7 +210,7 @@ class BridgeTransferSender(WeightTransferSender):
             bridge: this rank's, which nobody else publishes with.
             request_type: what the engines are sent.
             threshold_nbytes: bytes of a batch; a module that is larger goes alone.
-            clean_up: what follows each sync; None for one rank on a CPU.
+            clean_up: the steps after each sync; None for one rank on a CPU.
 
         Raises:
             TypeError: a threshold that is no integer.
@@ -258,7 +251,7 @@ class BridgeTransferSender(WeightTransferSender):
                     await inference_client.update_named_weights(request)
             except BaseException as error:
                 if published:
-                    await self._give_up(published[0], error, inference_client)
+                    await self._withdraw(published[0], error, inference_client)
                 raise
             previous, self._latest = self._latest, (published[0], requests)
             if previous is not None:
@@ -286,7 +279,7 @@ class BridgeTransferSender(WeightTransferSender):
             for request in requests:
                 await inference_client.update_named_weights(request)
         except BaseException as error:
-            await self._tell_of_the_end(manifest, error, inference_client)
+            await self._abandon(manifest, error, inference_client)
             raise
         return manifest
 
@@ -328,12 +321,12 @@ class BridgeTransferSender(WeightTransferSender):
             sizes=layout.sizes,
         )
 
-    async def _give_up(
+    async def _withdraw(
         self, manifest: WeightUpdateManifest, error: BaseException, client: InferenceClient
     ) -> None:
-        """Tell the engines that no more comes, and withdraw the update."""
+        """Tell the engines that no more requests come, and withdraw the update."""
         try:
-            await self._tell_of_the_end(manifest, error, client)
+            await self._abandon(manifest, error, client)
         finally:
             self.bridge.release(manifest.update_id)
             error.add_note(
@@ -341,7 +334,7 @@ class BridgeTransferSender(WeightTransferSender):
                 "install it hold what they held before."
             )
 
-    async def _tell_of_the_end(
+    async def _abandon(
         self, manifest: WeightUpdateManifest, error: BaseException, client: InferenceClient
     ) -> None:
         request = AbandonedWeightUpdateRequest(
@@ -356,7 +349,7 @@ class BridgeTransferSender(WeightTransferSender):
 
 
 class _Ending:
-    """Runs the clean-up behind a sync, whatever became of it."""
+    """Runs the clean-up after a sync, also if the sync failed."""
 
     def __init__(
         self, clean_up: CleanUp, chunks: Iterable[WeightChunk], *, client: InferenceClient | None
@@ -370,62 +363,25 @@ class _Ending:
         self._clean_up.begin()
 
     async def __aexit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        """Clean up; where the sync failed, that is what the caller gets."""
-        outcome = Outcome("" if error is None else describe(error))
+        """Clean up; if the sync failed, the caller gets its error."""
+        failure = "" if error is None else describe(error)
         self._clean_up.read_out(self._chunks, error)
         try:
-            await self._clean_up.run(outcome, delete=self._delete, reset_prefix_cache=self._reset)
+            await self._clean_up.run(failure, delete=self._delete, reset_prefix_cache=self._reset)
         except Exception as second:
             if error is None:
                 raise
             error.add_note(f"rl_bridge: the clean-up failed, too: {describe(second)}")
 
     def _delete(self) -> None:
-        # A generator that was not read to its end still holds a chunk.
+        # A generator that was not read to its end holds a chunk.
         close = getattr(self._chunks, "close", None)
         if callable(close):
             close()
 
 
-# ---- Which GPU has its own copy of an update, and where: gathered from the trainer's ranks, as
-# JSON.
-#
-# Engines that share GPUs with a trainer open the copy on their own GPU. Each rank publishes one;
-# the map that rank 0 sends has one entry for each GPU, and is refused where the copies are not the
-# same.
-
-_GPU = re.compile(r"^[A-Za-z0-9-]{1,128}$")
-
-
-def gather_handles(
-    manifest: WeightUpdateManifest,
-    *,
-    gpu: str,
-    exchange: GroupExchange | None,
-    timeout_s: float,
-) -> tuple[GPUHandle, ...]:
-    """Gather where every rank's copy of this update is. Every rank calls it.
-
-    Args:
-        manifest: of this rank's copy.
-        gpu: UUID of the GPU that it lies on.
-        exchange: of the trainer's ranks; None where there is one.
-        timeout_s: how long this rank waits for the others.
-
-    Raises:
-        RanksDisagree: the copies are of different content or versions.
-        GroupAborted: not all ranks came in time.
-
-    """
-    mine: dict[str, object] = {"gpu": gpu, "manifest": manifest.to_json()}
-    bodies = [mine]
-    if exchange is not None:
-        bodies = share_json(exchange, "handles", mine, timeout_s=timeout_s)
-    return merge_handles(bodies)
-
-
 def merge_handles(bodies: Sequence[dict[str, object]]) -> tuple[GPUHandle, ...]:
-    """One handle for each GPU, from what each rank says of its copy.
+    """One handle for each GPU, from each rank's description of its copy.
 
     Raises:
         RanksDisagree: the copies are of different content or versions.
@@ -452,7 +408,7 @@ def merge_handles(bodies: Sequence[dict[str, object]]) -> tuple[GPUHandle, ...]:
                 "rank gathers the same weights, then publish a later version."
             )
             raise RanksDisagree(msg)
-        # Two ranks on one GPU hold the same bytes there: the first one's copy serves.
+        # Two ranks on one GPU hold the same bytes there: engines read the first one's copy.
         found.setdefault(
             gpu,
             GPUHandle(
@@ -462,10 +418,6 @@ def merge_handles(bodies: Sequence[dict[str, object]]) -> tuple[GPUHandle, ...]:
             ),
         )
     return tuple(found.values())
-
-
-# ---- The sender for engines that share GPUs with the trainer: every rank publishes on its own
-# GPU.
 
 
 class CudaIpcTransferSender(BridgeTransferSender):
@@ -488,9 +440,9 @@ class CudaIpcTransferSender(BridgeTransferSender):
             bridge: this rank's, of a transport for memory of its GPU.
             request_type: what the engines are sent.
             gpu: UUID of this rank's GPU.
-            exchange: of the trainer's ranks; None where there is one.
+            exchange: of the trainer's ranks; None if there is one rank.
             threshold_nbytes: bytes of a batch; a module that is larger goes alone.
-            clean_up: what follows each sync; None for one rank on a CPU.
+            clean_up: the steps after each sync; None for one rank on a CPU.
             timeout_s: how long a rank waits for the others in one step.
 
         """
@@ -502,7 +454,7 @@ class CudaIpcTransferSender(BridgeTransferSender):
         self._is_sending = exchange is None or exchange.rank == 0
 
     def _next_version(self) -> int:
-        """The next version, the same on every rank, also where one of them failed before."""
+        """The next version, the same on every rank, also if one of them failed before."""
         version = super()._next_version()
         if self._exchange is None:
             return version
@@ -522,7 +474,7 @@ class CudaIpcTransferSender(BridgeTransferSender):
         try:
             manifest = super()._publish(chunks, **options)
         except Exception as error:
-            self._clean_up.read_out(chunks, error)  # before: the others are still gathering
+            self._clean_up.read_out(chunks, error)  # first: the others are still gathering
             self._share({"failure": describe(error)})
             raise
         try:
@@ -542,11 +494,11 @@ class CudaIpcTransferSender(BridgeTransferSender):
     def _requests(self, manifest: WeightUpdateManifest, batches: Any) -> list[WeightUpdateRequest]:
         return super()._requests(manifest, batches) if self._is_sending else []
 
-    async def _tell_of_the_end(
+    async def _abandon(
         self, manifest: WeightUpdateManifest, error: BaseException, client: InferenceClient
     ) -> None:
         if self._is_sending:
-            await super()._tell_of_the_end(manifest, error, client)
+            await super()._abandon(manifest, error, client)
 
     def _request(self, layout: Layout, **fields: Any) -> WeightUpdateRequest:
         handles = self._handles

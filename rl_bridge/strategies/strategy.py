@@ -1,7 +1,8 @@
 """`WeightTransferStrategy`: config in, sender and receiver out.
 
-The controller makes one and sends it to the workers: it holds nothing but the config. Senders,
-receivers, memory and sockets are made by the process that uses them.
+The config says how trainer and engines are placed; the way of transfer follows from that (`choose`,
+a pure function). The controller makes one strategy and sends it to the workers: it holds nothing
+but the config. Senders, receivers, memory and sockets are made by the process that uses them.
 """
 
 import logging
@@ -49,7 +50,7 @@ __all__ = [
     "make_transfer_strategy",
 ]
 
-# ---- How trainer and engines are placed, and which way of transfer follows from that. Pure.
+_LOG = logging.getLogger(__name__)
 
 Choice = Literal["broadcast", "shared-memory", "cuda-ipc", "packed-cuda-ipc"]
 
@@ -67,7 +68,7 @@ class WeightTransferConfig:
         pipeline_parallel_size: the same.
         data_parallel_size: the same.
         is_elastic: engines come and go: a broadcast group of no fixed size. Also for engines whose
-            driver receives beside its workers, as with `rl_bridge.vllm.VLLMEngineAdapter`.
+            driver receives in addition to its workers, as with `rl_bridge.vllm.VLLMEngineAdapter`.
         is_packed: one handle for all tensors, of GPU memory; False: one for each in `extras`.
         threshold_nbytes: bytes of a batch; a module that is larger goes alone.
         timeout_s: how long ranks of the trainer wait for each other, while engines load.
@@ -130,12 +131,12 @@ class WeightTransferConfig:
 
     @property
     def wire_backend(self) -> Literal["gloo", "nccl"]:
-        """What would carry a broadcast."""
+        """The backend of a broadcast."""
         return self.backend or ("nccl" if self.device == "cuda" else "gloo")
 
 
 def choose(config: WeightTransferConfig) -> tuple[Choice, str]:
-    """The way of transfer, and why."""
+    """The way of transfer, and the reason."""
     if not config.is_colocated:
         return "broadcast", "trainer and engines are not on the same machine and devices"
     if config.device == "cpu":
@@ -145,11 +146,6 @@ def choose(config: WeightTransferConfig) -> tuple[Choice, str]:
     if config.is_packed:
         return "packed-cuda-ipc", "trainer and engines share GPUs"
     return "cuda-ipc", "trainer and engines share GPUs, and is_packed=False was asked for"
-
-
-# ---- the rest builds on the parts above
-
-_LOG = logging.getLogger(__name__)
 
 
 class WeightTransferStrategy(ABC):
@@ -175,7 +171,7 @@ class WeightTransferStrategy(ABC):
         return self.request_type
 
     async def create_init_info(self) -> WeightSyncInitInfo:
-        """What engines must know before the first sync. Called once, by the rank that sends."""
+        """Make what engines must know before the first sync. The sending rank calls it once."""
         return EmptyWeightSyncInitInfo()
 
     async def create_sender(
@@ -190,7 +186,7 @@ class WeightTransferStrategy(ABC):
         Args:
             init_info: what `create_init_info` gave; ranks above 0 may not know it, and pass None.
             rank: of the trainer; rank 0 sends.
-            exchange: how the trainer's ranks talk; None where there is one.
+            exchange: how the trainer's ranks talk; None if there is one rank.
 
         Raises:
             WeightBridgeUnavailableError: this machine cannot do it, or several ranks without an
@@ -201,7 +197,7 @@ class WeightTransferStrategy(ABC):
             self._check_info(init_info)
         if rank != 0 and exchange is None:
             msg = (
-                f"rank {rank} of the trainer has no exchange to learn from what became of a sync. "
+                f"rank {rank} of the trainer has no exchange to learn from whether a sync failed. "
                 "Pass exchange=, such as ProcessGroupExchange()."
             )
             raise WeightBridgeUnavailableError(msg)
@@ -241,7 +237,7 @@ class WeightTransferStrategy(ABC):
             bridge.close()
             raise
 
-    # ---- what a strategy fills in
+    # ---- what a subclass writes
 
     @abstractmethod
     def _check_info(self, init_info: object) -> None:
@@ -277,7 +273,7 @@ class WeightTransferStrategy(ABC):
 
 
 class _WithoutInitInfo(WeightTransferStrategy):
-    """Manifests say where the bytes are; nothing has to be known before."""
+    """Manifests say where the bytes are; engines need to know nothing before."""
 
     def _check_info(self, init_info: object) -> None:
         if not isinstance(init_info, EmptyWeightSyncInitInfo):
@@ -347,7 +343,7 @@ class BroadcastTransferStrategy(WeightTransferStrategy):
             raise
 
     def __getstate__(self) -> dict[str, Any]:
-        """Travel as the config alone: what was opened belongs to this process."""
+        """Travel as the config alone: the open group belongs to this process."""
         return {"config": self.config, "_opened": None}
 
     def _group_options(self) -> dict[str, object]:
@@ -376,7 +372,7 @@ class BroadcastTransferStrategy(WeightTransferStrategy):
 
     def _make_receiver(self, bridge: TensorBridge) -> BridgeTransferReceiver:
         assert isinstance(bridge, BroadcastTensorBridge)
-        bridge.join()  # now: the first version then goes to all at once
+        bridge.join()  # now, so that the first version is sent to all engines at once
         return BridgeTransferReceiver(bridge)
 
     def _engine_options(self, init_info: WeightSyncInitInfo, rank_offset: int) -> dict[str, object]:

@@ -11,7 +11,7 @@ import torch
 
 from rl_bridge.errors import GroupAborted
 from rl_bridge.groups.exchange import GroupExchange, StoreExchange
-from rl_bridge.strategies.clean_up import STEPS, CleanUp, Outcome, cuda_calls
+from rl_bridge.strategies.clean_up import STEPS, CleanUp, cuda_calls
 from rl_bridge.strategies.sender import HelperTransferSender
 from tests.strategies.rig import Rig, chunks_of, rig, run, weights
 
@@ -67,9 +67,7 @@ def test_the_steps_are_taken_in_the_documented_order() -> None:
         order.append("reset_prefix_cache")
 
     clean_up = CleanUp(device=Device(order), exchange=Alone(order))
-    done = run(
-        clean_up.run(Outcome(), delete=lambda: order.append("delete"), reset_prefix_cache=reset)
-    )
+    done = run(clean_up.run("", delete=lambda: order.append("delete"), reset_prefix_cache=reset))
     assert tuple(order) == done == STEPS
 
 
@@ -84,7 +82,7 @@ def test_a_step_that_fails_does_not_keep_the_others_from_being_taken() -> None:
     with pytest.raises(RuntimeError, match="the driver is gone"):
         run(
             CleanUp(device=device, exchange=Alone(order)).run(
-                Outcome(), delete=lambda: order.append("delete")
+                "", delete=lambda: order.append("delete")
             )
         )
     assert order == ["delete", "barrier", "synchronize", "empty_cache"]

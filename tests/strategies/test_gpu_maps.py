@@ -16,7 +16,7 @@ from rl_bridge.strategies.requests import (
     PackedCudaIpcWeightUpdateRequest,
     WeightUpdateRequest,
 )
-from rl_bridge.strategies.sender import CudaIpcTransferSender, gather_handles, merge_handles
+from rl_bridge.strategies.sender import CudaIpcTransferSender, merge_handles
 from rl_bridge.trainers.chunks import WeightChunk
 from tests.strategies.rig import Client, chunks_of, run, weights
 from tests.strategies.test_clean_up import exchanges, together
@@ -50,15 +50,6 @@ def test_copies_that_differ_are_refused_with_the_rank_and_the_gpu() -> None:
 def test_what_is_no_entry_is_refused(body: dict[str, object]) -> None:
     with pytest.raises(RanksDisagree, match="expected its UUID and a manifest"):
         merge_handles([*bodies(1), body])
-
-
-def test_a_rank_that_does_not_come_is_noticed_within_the_deadline() -> None:
-    here, _ = exchanges(2)
-    here.begin()
-    with make_weight_bridge("shared-memory") as bridge:
-        manifest = bridge.publish(weights(1), weight_version=1)
-        with pytest.raises(GroupAborted):
-            gather_handles(manifest, gpu="GPU-0", exchange=here, timeout_s=0.2)
 
 
 def gathered(version: int, exchange: GroupExchange) -> Iterator[WeightChunk]:

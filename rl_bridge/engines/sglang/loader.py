@@ -8,7 +8,7 @@ The engine reads the update itself when the last batch is there, as with
 `rl_bridge.sglang.SGLangInstallAdapter`.
 """
 
-from typing import Any, Self
+from typing import Any
 
 from rl_bridge.bridge.executor import RolloutExecutor
 from rl_bridge.engines.sglang.engine_adapter import SGLangInstallAdapter
@@ -23,8 +23,8 @@ __all__ = [
 class SGLangWeightLoader(ExecutorWeightLoader):
     """Loads into an ``Engine`` or a server by its URL.
 
-    A prefix cache of the old weights is dropped within the update: nothing has to be reset behind
-    it. An ``Engine`` must not generate while it loads: both need its event loop.
+    A prefix cache of the old weights is dropped within the update: nothing has to be reset
+    afterwards. An ``Engine`` must not generate while it loads: both need its event loop.
     """
 
     def __init__(self, engine: Any, receiver: BridgeTransferReceiver, **options: Any) -> None:
@@ -41,22 +41,7 @@ class SGLangWeightLoader(ExecutorWeightLoader):
             WeightBridgeUnavailableError: a URL without httpx.
 
         """
-        self._adapter = SGLangInstallAdapter(engine, **options)
-        executor = RolloutExecutor(
-            weight_bridge=receiver.bridge, weight_install_adapter=self._adapter
-        )
+        adapter = SGLangInstallAdapter(engine, **options)
+        executor = RolloutExecutor(weight_bridge=receiver.bridge, weight_install_adapter=adapter)
         # In a thread: an Engine runs its own event loop, which a thread with another one cannot.
         super().__init__(executor, in_thread=True)
-
-    def close(self) -> None:
-        """Let go of the engine, which goes on; the receiver stays its giver's. Idempotent."""
-        self.executor.close()
-        self._adapter.close()
-
-    def __enter__(self) -> Self:
-        """Use as a context manager."""
-        return self
-
-    def __exit__(self, *_exc: object) -> None:
-        """Close."""
-        self.close()

@@ -8,7 +8,7 @@ The engine's workers read the update themselves when the last batch is there: on
 each rank, all ranks before any of them installs, as with `rl_bridge.vllm.VLLMEngineAdapter`.
 """
 
-from typing import Any, Self
+from typing import Any
 
 from rl_bridge.bridge.executor import RolloutExecutor
 from rl_bridge.engines.vllm.engine_adapter import VLLMEngineAdapter
@@ -25,8 +25,8 @@ __all__ = [
 class VLLMWeightLoader(ExecutorWeightLoader):
     """Loads into an ``LLM``, an ``AsyncLLM`` or a server by its URL.
 
-    A prefix cache of the old weights is dropped within the update: nothing has to be reset behind
-    it.
+    A prefix cache of the old weights is dropped within the update: nothing has to be reset
+    afterwards.
     """
 
     def __init__(
@@ -54,23 +54,8 @@ class VLLMWeightLoader(ExecutorWeightLoader):
 
         """
         handle = handle_of(engine, timeout_s, loop)
-        self._adapter = VLLMEngineAdapter(handle, timeout_s=timeout_s, **options)
-        executor = RolloutExecutor(
-            weight_bridge=receiver.bridge, weight_install_adapter=self._adapter
-        )
+        adapter = VLLMEngineAdapter(handle, timeout_s=timeout_s, **options)
+        executor = RolloutExecutor(weight_bridge=receiver.bridge, weight_install_adapter=adapter)
         # vLLM's rule: an LLM is called from the thread that generates. The others must not be
         # called from the thread of their event loop.
         super().__init__(executor, in_thread=not isinstance(handle, LLMHandle))
-
-    def close(self) -> None:
-        """Let go of the engine, which goes on; the receiver stays its giver's. Idempotent."""
-        self.executor.close()
-        self._adapter.close()
-
-    def __enter__(self) -> Self:
-        """Use as a context manager."""
-        return self
-
-    def __exit__(self, *_exc: object) -> None:
-        """Close."""
-        self.close()
