@@ -60,7 +60,7 @@ TESTS ?= test
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup demo test test-gpu test-engines test-engines-full test-sglang test-trainers test-machines lint types docs check format coverage bench docs-serve clean
+.PHONY: help setup demo test test-gpu test-engines test-engines-full test-sglang test-trainers test-machines lint types docs check format coverage mutants bench docs-serve clean
 
 help: ## Print this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-17s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -168,6 +168,10 @@ coverage: $(STAMP) ## Run the tests with branch coverage and check the floors
 	$(PYTEST_ALL) --cov --cov-report= $(ARGS)
 	$(BIN)/coverage report --fail-under=95 --omit="$(NEEDS_VLLM),$(NEEDS_SGLANG),$(NEEDS_TRAINERS),$(NEEDS_MACHINES),$(NEEDS_CUDA)"
 	$(BIN)/coverage report --fail-under=100 --include="rl_bridge/manifest/*,rl_bridge/lifecycle.py,rl_bridge/journal.py"
+
+# Each is tried by the tests of its module and of the guarantees. ARGS="slots lifecycle" chooses modules.
+mutants: $(STAMP) ## Plant generated bugs, one at a time; the tests must catch them (SAMPLE= SEED= ARGS=)
+	$(TEST_ENV) $(BIN)/python tests/mutants.py $(if $(SAMPLE),--sample $(SAMPLE)) $(if $(SEED),--seed $(SEED)) $(ARGS)
 
 bench: $(STAMP) ## Measure; writes benchmarks/results/core.json (QUICK=1 for under a minute)
 	$(BIN)/python benchmarks/core.py $(if $(QUICK),--quick) $(ARGS)
