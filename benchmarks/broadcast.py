@@ -160,7 +160,7 @@ class Pair:
         }
 
     def _sealed_at(self, update_id: str) -> float:
-        end: Any = self.bridge._publisher_end()._end  # noqa: SLF001 - no report has this moment
+        end: Any = self.bridge.publisher.end
         return float(end._sender.find(update_id).published_at)  # noqa: SLF001
 
     def close(self) -> None:

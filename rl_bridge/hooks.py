@@ -129,7 +129,7 @@ class StepPublisher(StepHook):
         source = self._source
         if callable(source) and not isinstance(source, torch.nn.Module):
             source = source()
-        last = self._bridge._publisher_end().last_version  # noqa: SLF001 - the bridge's other half
+        last = self._bridge.publisher.last_version
         manifest = self._bridge.publish(
             source,
             weight_version=0 if last is None else last + 1,

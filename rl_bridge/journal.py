@@ -27,9 +27,7 @@ from rl_bridge.errors import (
 )
 from rl_bridge.processes import FORKS, SETTLING, in_forked_children, undisturbed
 
-__all__ = [
-    "Journal",
-]
+__all__ = ["Journal", "not_above"]
 
 _FILE = "publisher.json"
 _LOCK = "publisher.lock"
@@ -157,12 +155,7 @@ class Journal:
 
         """
         if self._last is not None and version <= self._last:
-            msg = (
-                f"weight_version must increase monotonically: got {version}, the last one of "
-                f"publisher {self.publisher_id} was {self._last}. "
-                "Increment the version after every completed training step."
-            )
-            raise VersionNotMonotonic(msg)
+            raise not_above(version, self._last, self.publisher_id)
 
     def reserve(self, version: int) -> None:
         """Claim `version`; on return it is durable and can never be claimed again.
@@ -270,6 +263,14 @@ class Journal:
                 f"written ({error}). Free space or fix permissions, then publish again."
             )
             raise WeightBridgeError(msg) from error
+
+
+def not_above(version: int, last: int, publisher_id: str) -> VersionNotMonotonic:
+    """The error for a version that is not above the last one."""
+    return VersionNotMonotonic(
+        f"weight_version must increase monotonically: got {version}, the last one of publisher "
+        f"{publisher_id} was {last}. Increment the version after every completed training step."
+    )
 
 
 def _read(path: Path) -> _Record | None:

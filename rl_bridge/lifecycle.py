@@ -1,13 +1,12 @@
 """What may happen to an update: one transition table, from which everything else is derived.
 
-This file does not know how weights travel, nor what an engine is. Each side has its own life cycle:
-a publisher's is ``published -> released``; a consumer walks from ``announced`` (a manifest is here)
-to ``acknowledged`` and lets go in ``released``. `torn` is the state of an engine that is neither
-the old version nor the new one: its only exits are a completed undo and a full reinstall.
+This file does not know how weights travel, nor what an engine is. Each side has a lifecycle of its
+own: a publisher's is ``published -> released``; a consumer's goes from ``announced`` (a manifest is
+here) to ``acknowledged`` and ends in ``released``. `torn` is the state of an engine that is neither
+at the old version nor at the new one: it leads out by a completed undo or a full install only.
 """
 
 import logging
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -32,6 +31,9 @@ __all__ = [
     "mermaid",
     "shortest_path",
 ]
+
+
+_LOG = logging.getLogger(__name__)
 
 
 class Role(StrEnum):
@@ -164,9 +166,6 @@ def shortest_path(role: Role, target: State) -> tuple[Event, ...] | None:
     return paths.get(target)
 
 
-# ---- The machine: the life of one update on one side, walked by the table and nothing else.
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transition:
     """One step that an update took.
@@ -191,13 +190,21 @@ class Transition:
     at_s: float
 
 
-_LOG = logging.getLogger(__name__)
-
 Observer = Callable[[Transition], None]
 
 
 class Lifecycle:
-    """State and history of one update on one side. Safe to use from several threads."""
+    """State and history of one update on one side, changed by the table's moves and nothing else.
+
+    One call at a time: its owner has a lock. It may be read at any time.
+
+    Attributes:
+        state: the fine state.
+        moves: event -> state, of the events that are allowed now.
+        reason: why it was rejected or torn.
+        history: every step so far.
+
+    """
 
     def __init__(
         self,
@@ -224,35 +231,19 @@ class Lifecycle:
         self._weight_version = weight_version
         self._observer = observer
         self._clock = clock
-        # Reentrant, and a step is taken by its number, all at once: a collection may run code of
-        # the user's in the middle of `fire`, which takes a step of its own.
-        self._lock = threading.RLock()
-        self._steps: dict[int, Transition] = {}
+        self.state = INITIAL[role]
+        self.moves = TABLE[role][self.state]
         self.reason: str | None = None
-        """Why it was rejected or torn."""
-
-    @property
-    def state(self) -> State:
-        """The fine state."""
-        return self._behind(len(self._steps))
+        self.history: list[Transition] = []
 
     @property
     def status(self) -> str:
         """One of the five words: published, imported, acknowledged, rejected, released."""
         return STATUS[self.state]
 
-    @property
-    def history(self) -> tuple[Transition, ...]:
-        """Every step so far."""
-        return tuple(self._steps[number] for number in range(len(self._steps)))
-
     def has_taken(self, event: Event) -> bool:
         """Whether one of the steps so far was `event`."""
         return any(step.event is event for step in self.history)
-
-    def allows(self, event: Event) -> bool:
-        """Tell whether the table has a move for `event` from here."""
-        return event in TABLE[self._role][self.state]
 
     def fire(self, event: Event, *, reason: str | None = None) -> State:
         """Take the step that the table has for `event`.
@@ -261,59 +252,45 @@ class Lifecycle:
             IllegalTransition: there is none; state and history are as before.
 
         """
-        with self._lock:
-            step = self._take(event)
-            if reason is not None:
-                self.reason = reason
+        source, target = self.state, self.moves.get(event)
+        if target is None:
+            raise IllegalTransition(self._refusal(event))
+        step = Transition(
+            role=self._role,
+            update_id=self._update_id,
+            weight_version=self._weight_version,
+            event=event,
+            source=source,
+            target=target,
+            at_s=self._clock(),
+        )
+        self.state, self.moves = target, TABLE[self._role][target]
+        self.history.append(step)
+        if reason is not None:
+            self.reason = reason
         if self._observer is not None:
             try:
                 self._observer(step)
             except Exception:  # noqa: BLE001 - logged in full
-                # The step is taken: whoever only watches can neither stop nor undo it.
+                # The step is taken: an observer can neither stop nor undo it.
                 _LOG.exception("the observer of %s failed", step)
-        return step.target
+        return target
 
-    def _behind(self, number: int) -> State:
-        """The state behind so many steps."""
-        return self._steps[number - 1].target if number else INITIAL[self._role]
-
-    def _take(self, event: Event) -> Transition:
-        while True:
-            number = len(self._steps)
-            source = self._behind(number)
-            moves = TABLE[self._role][source]
-            if event not in moves:
-                raise IllegalTransition(self._refusal(event, source, tuple(moves)))
-            step = Transition(
-                role=self._role,
-                update_id=self._update_id,
-                weight_version=self._weight_version,
-                event=event,
-                source=source,
-                target=moves[event],
-                at_s=self._clock(),
-            )
-            if self._steps.setdefault(number, step) is step:
-                return step
-            # Another one was taken inside of this call: where that led, counts.
-
-    def _refusal(self, event: Event, source: State, moves: tuple[Event, ...]) -> str:
+    def _refusal(self, event: Event) -> str:
         update = f"update {self._update_id} (version {self._weight_version})"
-        if event is Event.ACKNOWLEDGE and source in {State.ANNOUNCED, State.IMPORTED}:
+        if event is Event.ACKNOWLEDGE and self.state in {State.ANNOUNCED, State.IMPORTED}:
             return (
-                f"cannot acknowledge update before import_update succeeds: {update} is {source}. "
-                "Call import_update(manifest), install the tensors, then acknowledge."
+                f"cannot acknowledge update before import_update succeeds: {update} is "
+                f"{self.state}. Call import_update(manifest), install the tensors, then "
+                "acknowledge."
             )
-        allowed = ", ".join(moves) or "nothing: it is over"
+        allowed = ", ".join(self.moves) or "nothing: it is over"
         because = f" ({self.reason})" if self.reason else ""
-        return f"cannot {event} {update}: it is {source}{because}. Allowed now: {allowed}."
-
-
-# ---- The lifecycle diagram of the docs, generated from the table (a test compares the two).
+        return f"cannot {event} {update}: it is {self.state}{because}. Allowed now: {allowed}."
 
 
 def mermaid(role: Role) -> str:
-    """Mermaid state diagram of one role, one line per move."""
+    """Mermaid state diagram of one role, one line per move, for the docs (a test compares both)."""
     lines = ["stateDiagram-v2", f"    [*] --> {INITIAL[role]}"]
     for state, moves in TABLE[role].items():
         lines += [f"    {state} --> {target}: {event}" for event, target in moves.items()]

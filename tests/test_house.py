@@ -18,6 +18,7 @@ PACKAGE = "rl_bridge"
 # Imports point from a higher number to a lower one, never sideways into another package.
 LAYERS = {
     "errors": 0,
+    "interrupts": 0,
     "processes": 1,
     "manifest": 1,
     "lifecycle": 1,

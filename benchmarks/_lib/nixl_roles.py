@@ -167,7 +167,7 @@ class Owner:
         made = self.manifests[lane]
         if isinstance(made, GroupManifest):
             made = made.parts[self.rank]
-        end = cast("Any", self.bridges[lane]._publisher_end()._end)  # noqa: SLF001 - no public name
+        end = cast("Any", self.bridges[lane].publisher.end)
         slot = end.snapshot(made.update_id)
         table = made.table
         if slot.address not in self.known:

@@ -5,11 +5,10 @@ import inspect
 import logging
 import operator
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
-from rl_bridge.errors import BridgeClosed, ForeignTransport, MalformedManifest, SuspiciousUpdate
+from rl_bridge.errors import BridgeClosed, ForeignTransport, MalformedManifest
 from rl_bridge.lifecycle import Observer
-from rl_bridge.manifest.compare import Finding, Policy, compare
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.transports.base import Transport
 
@@ -22,10 +21,8 @@ __all__ = [
     "checked_rank",
     "checked_state_dir",
     "checked_worker",
-    "look_for_suspicion",
     "require_own_process",
     "require_transport",
-    "tell_of",
     "update_id_of",
 ]
 
@@ -211,43 +208,3 @@ def require_own_process(pid: int, what: str) -> None:
     if os.getpid() != pid:
         msg = f"this {what} belongs to the parent process. Make a new one after the fork."
         raise BridgeClosed(msg)
-
-
-def look_for_suspicion(
-    policy: Policy,
-    previous: WeightUpdateManifest | None,
-    manifest: WeightUpdateManifest,
-    *,
-    is_part: bool = False,
-) -> None:
-    """Tell of an update that changes nothing, or fewer tensors than its predecessor.
-
-    Args:
-        policy: what to do then.
-        previous: the update before.
-        manifest: the update.
-        is_part: it is one rank's part of a group, which may well stay as it is.
-
-    Raises:
-        SuspiciousUpdate: there is something to tell, and the policy is to reject.
-
-    """
-    if policy is Policy.OFF:
-        return
-    tell_of(policy, compare(previous, manifest, is_part=is_part))
-
-
-def tell_of(policy: Policy, findings: Sequence[Finding]) -> None:
-    """Log what was found.
-
-    Raises:
-        SuspiciousUpdate: there is something, and the policy is to reject.
-
-    """
-    if policy is Policy.OFF:
-        return
-    for finding in findings:
-        _LOG.warning("suspicious update: %s", finding.message)
-    if findings and policy is Policy.REJECT:
-        said = "; ".join(finding.message for finding in findings)
-        raise SuspiciousUpdate(said)

@@ -69,7 +69,7 @@ class BroadcastTensorBridge(TensorBridge):
             TransportUnavailable: the backend is blocked here, or the port is taken.
 
         """
-        self._publisher_end()
+        assert self.publisher is not None  # it opens the group
         assert isinstance(self._transport, Broadcast)
         return self._transport.init_info(rank_offset=rank_offset)
 
@@ -84,7 +84,7 @@ class BroadcastTensorBridge(TensorBridge):
             TransferTimeout: it does not answer in time.
 
         """
-        self._consumer_end()
+        assert self.consumer is not None  # it joins
 
 
 class NIXLTensorBridge(TensorBridge):
@@ -118,14 +118,13 @@ class NIXLTensorBridge(TensorBridge):
         if manifest is None:
             if self._publisher is None:
                 return ()
-            self._check_process()
-            return NIXL.catalog(self._publisher._end)  # noqa: SLF001 - the bridge's other half
+            return NIXL.catalog(self.publisher.end)
         manifest = as_manifest(manifest, caller="catalog")
         require_transport(manifest, self.transport)
-        consumer = self._consumer_end()
-        with consumer._lock:  # noqa: SLF001 - the bridge's other half
-            consumer._check_open()  # noqa: SLF001
-            return NIXL.catalog(consumer._end, manifest)  # noqa: SLF001
+        consumer = self.consumer
+        with consumer.turn():
+            consumer.check_open()
+            return NIXL.catalog(consumer.end, manifest)
 
     @property
     def counters(self) -> Counters:
@@ -135,7 +134,7 @@ class NIXLTensorBridge(TensorBridge):
         keeps the counts. Connections that readers made to this side are theirs.
         """
         halves = (self._publisher, self._consumer)
-        return NIXL.counters(*(half._end for half in halves if half is not None))  # noqa: SLF001 - the bridge's other half
+        return NIXL.counters(*(half.end for half in halves if half is not None))
 
 
 # Transports whose bridges users know by a class name. Every other one gets a class when asked for.

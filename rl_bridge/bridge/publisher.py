@@ -1,4 +1,8 @@
-"""The trainer's use case: publish a version, watch what becomes of it, release it."""
+"""The trainer's use case: publish a version, watch what becomes of it, release it.
+
+A publication that fails at any step leaves its number free and holds nothing. The number is used
+up, and durable if there is a state directory, before the manifest is handed out.
+"""
 
 import logging
 import operator
@@ -13,12 +17,12 @@ from typing import Any
 
 import torch
 
-from rl_bridge.bridge.arguments import look_for_suspicion, require_own_process
+from rl_bridge.bridge.arguments import require_own_process
 from rl_bridge.errors import BridgeClosed, MalformedManifest, UnknownUpdate
-from rl_bridge.journal import Journal
+from rl_bridge.journal import Journal, not_above
 from rl_bridge.lifecycle import Event, Lifecycle, Observer, Role, State
 from rl_bridge.manifest.canonical import JSONValue, freeze
-from rl_bridge.manifest.compare import Policy
+from rl_bridge.manifest.compare import Policy, look_for_suspicion
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.manifest.parallel import WeightLayout
 from rl_bridge.memory.control import Record
@@ -73,7 +77,16 @@ class _Published:
 
 
 class Publisher:
-    """Publishes versions over one transport. Thread-safe: concurrent calls are taken in turn."""
+    """Publishes versions over one transport. Thread-safe: concurrent calls are taken in turn.
+
+    Attributes:
+        end: the transport's end.
+        publisher_id: names this stream of versions.
+        last_version: the version that was used up last, also by a publication that was withdrawn.
+        latest: the manifest that was published last.
+        suspicious: what to do about a suspicious update.
+
+    """
 
     def __init__(
         self,
@@ -91,48 +104,32 @@ class Publisher:
             WeightBridgeError: the transport is blocked, or the state directory is in use.
 
         """
-        self._journal = Journal(state_dir)
+        self._journal = None if state_dir is None else Journal(state_dir)
+        journal = self._journal
+        self.publisher_id = uuid.uuid4().hex if journal is None else journal.publisher_id
+        self.last_version = None if journal is None else journal.last_version
         self._transport_name = transport.name
         try:
-            self._end: PublisherEnd = transport.publisher_end(self._journal.publisher_id)
+            self.end: PublisherEnd = transport.publisher_end(self.publisher_id)
         except BaseException:
-            self._journal.close()
+            if journal is not None:
+                journal.close()
             raise
         self._source_worker = source_worker
         self._source_rank = source_rank
-        self._suspicious = suspicious
+        self.suspicious = suspicious
         self._observer = observer
-        self._lock = threading.RLock()
+        self._lock = threading.RLock()  # reentrant: an observer may call this publisher
         self._pid = os.getpid()
         self._plan: PackPlan | None = None
-        self._latest: WeightUpdateManifest | None = None
+        self.latest: WeightUpdateManifest | None = None
         self._updates: OrderedDict[str, _Published] = OrderedDict()
-        self._is_closed = self._is_given_back = False
-
-    @property
-    def publisher_id(self) -> str:
-        """Names this stream of versions."""
-        return self._journal.publisher_id
-
-    @property
-    def latest(self) -> WeightUpdateManifest | None:
-        """The manifest that was published last."""
-        return self._latest
-
-    @property
-    def suspicious(self) -> Policy:
-        """What to do about a suspicious update."""
-        return self._suspicious
-
-    @property
-    def last_version(self) -> int | None:
-        """The version that was used up last, also by a publication that was withdrawn."""
-        return self._journal.last_version
+        self._is_closed = False
 
     @property
     def nbytes(self) -> int:
         """Bytes of memory that published updates take."""
-        return self._end.nbytes
+        return self.end.nbytes
 
     def publish(
         self,
@@ -151,7 +148,7 @@ class Publisher:
         weight_version = checked_version(weight_version)
         layout = WeightLayout.from_metadata(metadata)
         layout.validate_supported()
-        self._check_process()
+        require_own_process(self._pid, "publisher")
         with self._lock:
             self._check_open()
             start = time.perf_counter()
@@ -160,18 +157,12 @@ class Publisher:
             gathered = time.perf_counter()
             # Whatever can be wrong with the input is found before memory is written.
             checked = freeze({**(metadata or {}), "layout": layout.to_metadata()})
-            self._journal.check(weight_version)
+            if self.last_version is not None and weight_version <= self.last_version:
+                raise not_above(weight_version, self.last_version, self.publisher_id)
             update_id = uuid.uuid4().hex
-            before = self._latest
-            lifecycle = Lifecycle(
-                Role.PUBLISHER,
-                update_id=update_id,
-                weight_version=weight_version,
-                observer=self._observer,
-            )
+            carried = self.end.carry(plan, tensors, update_id)
+            sealed = time.perf_counter()
             try:
-                carried = self._end.carry(plan, tensors, update_id)
-                sealed = time.perf_counter()
                 manifest = WeightUpdateManifest(
                     update_id=update_id,
                     publisher_id=self.publisher_id,
@@ -184,53 +175,48 @@ class Publisher:
                     digests=carried.digests,
                     table=plan.table,
                 )
-                self._end.seal_header(update_id, manifest.header_digest)
-                look_for_suspicion(self._suspicious, self._latest, manifest, is_part=is_part)
-                # Before the number is used up: a filter of the user's logging may raise.
+                self.end.seal_header(update_id, manifest.header_digest)
+                look_for_suspicion(self.suspicious, self.latest, manifest, is_part=is_part)
                 _LOG.info(
                     "publishing version %d: %d tensors, %d bytes, %.1f ms so far, update %s",
                     weight_version,
-                    manifest.tensor_count,
-                    manifest.total_nbytes,
+                    len(plan.table.rows),
+                    plan.table.total_nbytes,
                     (time.perf_counter() - start) * 1e3,
                     update_id,
                 )
-                # Last: a publication that failed leaves its number free, and one that is handed
-                # out has used it up for good.
-                self._journal.reserve(weight_version)
-                lifecycle.fire(Event.PUBLISH)
-                timings = {
-                    "gather": (gathered - start) * 1e3,
-                    **carried.timings_ms,
-                    "seal": (time.perf_counter() - sealed) * 1e3,
-                    "publish": (time.perf_counter() - start) * 1e3,
-                }
-                self._updates[update_id] = _Published(manifest, lifecycle, timings)
-                self._latest = manifest
-                self._forget()
-                return manifest  # noqa: TRY300 - an interrupt up to here must find the handler
+                if self._journal is not None:
+                    self._journal.reserve(weight_version)
             except BaseException:
-                # Also for an interrupt right behind the last step: nobody got the manifest. Twice,
-                # for one that comes in here: nobody else has the id that the slot goes by.
-                try:
-                    self._end.release(update_id)
-                finally:
-                    self._latest = before
-                    self._updates.pop(update_id, None)
-                    self._end.release(update_id)
+                self.end.release(update_id)
                 raise
+            self.last_version = weight_version
+            lifecycle = Lifecycle(
+                Role.PUBLISHER,
+                update_id=update_id,
+                weight_version=weight_version,
+                observer=self._observer,
+            )
+            timings = {
+                "gather": (gathered - start) * 1e3,
+                **carried.timings_ms,
+                "seal": (time.perf_counter() - sealed) * 1e3,
+                "publish": (time.perf_counter() - start) * 1e3,
+            }
+            self._updates[update_id] = _Published(manifest, lifecycle, timings)
+            self.latest = manifest
+            lifecycle.fire(Event.PUBLISH)
+            self._forget_old()
+            return manifest
 
-    def release(self, update_id: str) -> bool:
-        """Let the update's memory be reused once its readers are gone; False if unknown here."""
-        self._check_process()
+    def release(self, update_id: str) -> None:
+        """Let the update's memory be reused once its readers are gone; unknown ids are ignored."""
+        require_own_process(self._pid, "publisher")
         with self._lock:
             record = self._updates.get(update_id)
-            if record is None:
-                return False
-            if record.lifecycle.allows(Event.RELEASE):
-                self._end.release(update_id)
+            if record is not None and Event.RELEASE in record.lifecycle.moves:
+                self.end.release(update_id)
                 record.lifecycle.fire(Event.RELEASE)
-            return True
 
     def join_group(self, update_id: str, digest: bytes) -> None:
         """Seal the header of a group's manifest with a part of it, in place of the part's own.
@@ -242,20 +228,16 @@ class Publisher:
             UnknownUpdate: not one of the updates remembered here.
 
         """
-        self._check_process()
+        require_own_process(self._pid, "publisher")
         with self._lock:
             self._check_open()
-            self._record(update_id)
-            self._end.seal_header(update_id, digest)
+            self.manifest(update_id)
+            self.end.seal_header(update_id, digest)
 
-    def state(self, update_id: str) -> State:
-        """Fine state of an update of this publisher.
-
-        Raises:
-            UnknownUpdate: not one of the updates remembered here.
-
-        """
-        return self._record(update_id).lifecycle.state
+    def state(self, update_id: str) -> State | None:
+        """Fine state of an update; None if it is not one of those remembered here."""
+        record = self._updates.get(update_id)
+        return None if record is None else record.lifecycle.state
 
     def manifest(self, update_id: str) -> WeightUpdateManifest:
         """The manifest of an update.
@@ -264,27 +246,23 @@ class Publisher:
             UnknownUpdate: not one of the updates remembered here.
 
         """
-        return self._record(update_id).manifest
+        record = self._updates.get(update_id)
+        if record is None:
+            msg = f"unknown weight update {update_id}: this publisher did not publish it."
+            raise UnknownUpdate(msg)
+        return record.manifest
 
-    def timings_ms(self, update_id: str) -> Mapping[str, float]:
-        """Phase -> milliseconds of an update's publication.
-
-        Raises:
-            UnknownUpdate: not one of the updates remembered here.
-
-        """
-        return dict(self._record(update_id).timings_ms)
-
-    def knows(self, update_id: str) -> bool:
-        """Whether the update was published here (and is remembered)."""
-        return update_id in self._updates
+    def timings_ms(self, update_id: str) -> dict[str, float]:
+        """Phase -> milliseconds of an update's publication; empty if it is unknown."""
+        record = self._updates.get(update_id)
+        return {} if record is None else dict(record.timings_ms)
 
     def reports(self, update_id: str | None = None) -> list[ConsumerReport]:
         """Who did what: one entry per consumer and update, or only those of one update."""
-        self._check_process()
+        require_own_process(self._pid, "publisher")
         with self._lock:
             self._check_open()
-            records = self._end.records()
+            records = self.end.records()
         found = [report for record in records for report in _flatten(record)]
         return found if update_id is None else [r for r in found if r.update_id == update_id]
 
@@ -293,31 +271,23 @@ class Publisher:
         if os.getpid() != self._pid:
             return  # before the lock: at the fork, another thread may have held it
         with self._lock:
-            if not self._is_given_back:
-                self._is_closed = True
-                try:
-                    self._end.close()
-                finally:
+            self._is_closed = True
+            try:
+                self.end.close()
+            finally:
+                if self._journal is not None:
                     self._journal.close()
                 self._plan = None
-                self._is_given_back = True  # last: what an interrupt cut off, the next call ends
 
     def _plan_for(
         self, tensors: dict[str, torch.Tensor], trainable: frozenset[str] | None
     ) -> PackPlan:
         if self._plan is None or not self._plan.fits(tensors, trainable):
-            self._plan = pack_plan(tensors, trainable, place=self._end.place)
+            self._plan = pack_plan(tensors, trainable, place=self.end.place)
         return self._plan
 
-    def _record(self, update_id: str) -> _Published:
-        record = self._updates.get(update_id)
-        if record is None:
-            msg = f"unknown weight update {update_id}: this publisher did not publish it."
-            raise UnknownUpdate(msg)
-        return record
-
-    def _forget(self) -> None:
-        """Keep the books bounded: the oldest released updates go first."""
+    def _forget_old(self) -> None:
+        """Keep the records bounded: the oldest released updates go first."""
         surplus = len(self._updates) - _REMEMBERED
         for update_id in list(self._updates) if surplus > 0 else ():
             if surplus > 0 and self._updates[update_id].lifecycle.state is State.RELEASED:
@@ -328,9 +298,6 @@ class Publisher:
         if self._is_closed:
             msg = "this publisher is closed. Make a new bridge."
             raise BridgeClosed(msg)
-
-    def _check_process(self) -> None:
-        require_own_process(self._pid, "publisher")
 
 
 def checked_version(given: object) -> int:

@@ -22,6 +22,7 @@ from rl_bridge.bridge.arguments import (
 from rl_bridge.bridge.consumer import Consumer
 from rl_bridge.bridge.publisher import ConsumerReport, Publisher
 from rl_bridge.errors import BridgeClosed, UnknownUpdate, WeightBridgeUnavailableError
+from rl_bridge.interrupts import deferred_interrupts
 from rl_bridge.lifecycle import STATUS, Observer, State
 from rl_bridge.manifest.canonical import JSONValue
 from rl_bridge.manifest.compare import Policy
@@ -35,20 +36,18 @@ __all__ = [
     "TensorBridge",
 ]
 
-# ---- Who has a bridge's consuming half: one executor at a time.
-
 
 class Claim:
-    """Held by one owner until that gives it up, or is dropped without a word."""
+    """The one owner of a bridge's consuming half, until that gives it up or is dropped."""
 
-    def __init__(self, of: str) -> None:
-        """Begin unclaimed; `of` names in errors what is claimed."""
-        self._of = of
+    def __init__(self, what: str) -> None:
+        """Begin unclaimed; `what` names in errors what is claimed."""
+        self._what = what
         self._owner: weakref.ref[object] | None = None
         self._lock = threading.RLock()  # a collection in `take` may run what ends in `give_up`
 
     def take(self, owner: object) -> None:
-        """Take it for `owner`, who may have it already.
+        """Take it for `owner`, which may have it already.
 
         Raises:
             WeightBridgeUnavailableError: another owner has it.
@@ -58,8 +57,8 @@ class Claim:
             holder = None if self._owner is None else self._owner()
             if holder is not None and holder is not owner:
                 msg = (
-                    f"{self._of} serves another {type(holder).__name__} already, expected at most "
-                    "one. Make a bridge for each, or close() the other one first."
+                    f"{self._what} serves another {type(holder).__name__} already, expected at "
+                    "most one. Make a bridge for each, or close() the other one first."
                 )
                 raise WeightBridgeUnavailableError(msg)
             self._owner = weakref.ref(owner)
@@ -69,9 +68,6 @@ class Claim:
         with self._lock:
             if self._owner is not None and self._owner() is owner:
                 self._owner = None
-
-
-# ---- the rest builds on the parts above
 
 
 class TensorBridge:
@@ -122,6 +118,55 @@ class TensorBridge:
         self._claim = Claim(f"the {type(self).__name__} of worker {source_worker!r}")
         self._is_closed = False
 
+    # ---- the two halves -------------------------------------------------------------------------
+
+    @property
+    def publisher(self) -> Publisher:
+        """The publishing half; opened when it is first asked for.
+
+        Raises:
+            BridgeClosed: this bridge is closed, or the parent process's.
+            WeightBridgeError: the transport is blocked here, or the state directory is in use.
+
+        """
+        self._check_process()
+        with self._lock:
+            if self._publisher is None:
+                self._check_open()
+                self._publisher = Publisher(
+                    self._transport,
+                    source_worker=self.source_worker,
+                    source_rank=self.source_rank,
+                    state_dir=self._state_dir,
+                    suspicious=self._suspicious,
+                    observer=self._observer,
+                )
+            return self._publisher
+
+    @property
+    def consumer(self) -> Consumer:
+        """The consuming half, with the fine steps that an executor takes; opened as `publisher` is.
+
+        Raises:
+            BridgeClosed: this bridge is closed, or the parent process's.
+            WeightBridgeError: the transport is blocked here.
+
+        """
+        self._check_process()
+        with self._lock:
+            if self._consumer is None:
+                self._check_open()
+                self._consumer = self._make_consumer()
+            return self._consumer
+
+    def _make_consumer(self) -> Consumer:
+        return Consumer(
+            self._transport,
+            source_worker=self.source_worker,
+            source_rank=self.source_rank,
+            observer=self._observer,
+        )
+
     def _make_transport(self, options: Mapping[str, object]) -> Transport:
         kind = transport_class(self.transport)
         check_options(kind, options)
@@ -129,6 +174,7 @@ class TensorBridge:
 
     # ---- publishing -----------------------------------------------------------------------------
 
+    @deferred_interrupts()
     def publish(
         self,
         source: Source,
@@ -158,7 +204,7 @@ class TensorBridge:
             SuspiciousUpdate: only with ``suspicious="reject"``.
 
         """
-        return self._publisher_end().publish(
+        return self.publisher.publish(
             source, weight_version=weight_version, metadata=metadata, trainable=trainable
         )
 
@@ -196,7 +242,7 @@ class TensorBridge:
     @property
     def publisher_id(self) -> str:
         """Names this bridge's stream of versions; opens the publisher if it was not used yet."""
-        return self._publisher_end().publisher_id
+        return self.publisher.publisher_id
 
     @property
     def latest_manifest(self) -> WeightUpdateManifest | None:
@@ -210,10 +256,11 @@ class TensorBridge:
             UnknownUpdate: it was not.
 
         """
-        return self._publisher_end().manifest(update_id_of(update_id, caller="get_manifest"))
+        return self.publisher.manifest(update_id_of(update_id, caller="get_manifest"))
 
     # ---- consuming ------------------------------------------------------------------------------
 
+    @deferred_interrupts()
     def import_update(self, manifest: WeightUpdateManifest | str) -> Mapping[str, torch.Tensor]:
         """Make an update's tensors readable here and verify every byte against the manifest.
 
@@ -232,8 +279,10 @@ class TensorBridge:
             WeightManifestValidationError: its other subclasses, one per reason.
 
         """
-        return self._consumer_end().import_update(manifest)
+        consumer = self.consumer
+        return consumer.import_update(consumer.resolve_update(manifest))
 
+    @deferred_interrupts()
     def acknowledge(
         self,
         update_id: UpdateRef,
@@ -254,19 +303,21 @@ class TensorBridge:
 
         """
         update_id = update_id_of(update_id, caller="acknowledge")
-        self._consumer_end().acknowledge(update_id, proof=proof, timings_ms=timings_ms)
+        self.consumer.acknowledge(update_id, proof=proof, timings_ms=timings_ms)
 
+    @deferred_interrupts()
     def reject(self, update_id: UpdateRef, reason: str) -> None:
-        """Refuse an update, imported or not, and let go of it.
+        """Refuse an update, imported or not, and release it.
 
         Raises:
             IllegalTransition: it was acknowledged already.
 
         """
-        self._consumer_end().reject(as_update(update_id, caller="reject"), reason)
+        self.consumer.reject(as_update(update_id, caller="reject"), reason)
 
+    @deferred_interrupts()
     def release_imported(self, update_id: UpdateRef) -> None:
-        """Let go of an imported update; if this bridge published it as well, it stays published.
+        """Release an imported update; if this bridge published it as well, it stays published.
 
         What an executor calls: it must not take an update from those that import it elsewhere.
         Idempotent; unknown ids are ignored.
@@ -307,8 +358,9 @@ class TensorBridge:
 
     # ---- both -----------------------------------------------------------------------------------
 
+    @deferred_interrupts()
     def release(self, update_id: UpdateRef) -> None:
-        """Let go of an update on whichever side knows it. Idempotent; unknown ids are ignored.
+        """Release an update on whichever side knows it. Idempotent; unknown ids are ignored.
 
         Raises:
             MalformedManifest: what is given names no update.
@@ -337,10 +389,10 @@ class TensorBridge:
 
         """
         update_id = update_id_of(update_id, caller="update_state")
-        if self._consumer is not None and self._consumer.knows(update_id):
-            return self._consumer.state(update_id)
-        if self._publisher is not None and self._publisher.knows(update_id):
-            return self._publisher.state(update_id)
+        for half in (self._consumer, self._publisher):
+            state = None if half is None else half.state(update_id)
+            if state is not None:
+                return state
         msg = (
             f"unknown weight update {update_id}: neither published nor imported here, or forgotten "
             "since. Ask with the update_id of a manifest that passed through this bridge."
@@ -350,20 +402,16 @@ class TensorBridge:
     def rejection_reason(self, update_id: UpdateRef) -> str | None:
         """Why an update was rejected or torn here; None if it was not, or is unknown."""
         update_id = update_id_of(update_id, caller="rejection_reason")
-        if self._consumer is not None and self._consumer.knows(update_id):
-            return self._consumer.reason(update_id)
-        return None
+        return None if self._consumer is None else self._consumer.reason(update_id)
 
     def timings(self, update_id: UpdateRef) -> dict[str, float]:
         """Phase -> milliseconds, of publishing and of importing; empty if unknown here."""
         update_id = update_id_of(update_id, caller="timings")
-        found: dict[str, float] = {}
-        if self._publisher is not None and self._publisher.knows(update_id):
-            found |= self._publisher.timings_ms(update_id)
-        if self._consumer is not None and self._consumer.knows(update_id):
-            found |= self._consumer.timings_ms(update_id)
-        return found
+        halves = (self._publisher, self._consumer)
+        found = [{} if half is None else half.timings_ms(update_id) for half in halves]
+        return {**found[0], **found[1]}
 
+    @deferred_interrupts()
     def close(self) -> None:
         """Give everything back; tensors that are still referenced stay valid. Idempotent."""
         if self._pid not in {None, os.getpid()}:
@@ -397,35 +445,6 @@ class TensorBridge:
             "this process. Make one in each process, and send manifests between them (to_json)."
         )
         raise TypeError(msg)
-
-    def _publisher_end(self) -> Publisher:
-        self._check_process()
-        with self._lock:
-            if self._publisher is None:
-                self._check_open()
-                self._publisher = Publisher(
-                    self._transport,
-                    source_worker=self.source_worker,
-                    source_rank=self.source_rank,
-                    state_dir=self._state_dir,
-                    suspicious=self._suspicious,
-                    observer=self._observer,
-                )
-            return self._publisher
-
-    def _consumer_end(self) -> Consumer:
-        """The consuming half, with the fine steps that an executor takes."""
-        self._check_process()
-        with self._lock:
-            if self._consumer is None:
-                self._check_open()
-                self._consumer = Consumer(
-                    self._transport,
-                    source_worker=self.source_worker,
-                    source_rank=self.source_rank,
-                    observer=self._observer,
-                )
-            return self._consumer
 
     def _check_process(self) -> None:
         # Before the lock is taken: at the fork, another thread of the parent may have held it. A

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from rl_bridge.bridge.bridges import make_weight_bridge
-from rl_bridge.bridge.engine_state import FineSteps
 from rl_bridge.bridge.tensor_bridge import TensorBridge
 from rl_bridge.errors import (
     MalformedManifest,
@@ -198,7 +197,8 @@ def let_go(
     """
     steps: list[Callable[[], object]] = [] if installer is None else [installer.abandon]
     if bridge is not None:
-        if reason is not None and FineSteps(bridge).is_in(manifest, State.IMPORTED, State.VERIFIED):
+        state = bridge.consumer.state(manifest.update_id)
+        if reason is not None and state in {State.IMPORTED, State.VERIFIED}:
             # (Else the import failed: the bridge knows whether that may be tried again.)
             steps.append(lambda: bridge.reject(manifest.update_id, reason))
         steps.append(lambda: bridge.release_imported(manifest.update_id))

@@ -7,7 +7,6 @@ whose end every publishing rank gets to know.
 """
 
 import logging
-import os
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
@@ -16,7 +15,7 @@ from typing import ClassVar, cast
 
 import torch
 
-from rl_bridge.bridge.arguments import UpdateRef, as_manifest, check_options
+from rl_bridge.bridge.arguments import UpdateRef, check_options
 from rl_bridge.bridge.consumer import Consumer, is_shortage
 from rl_bridge.bridge.tensor_bridge import TensorBridge
 from rl_bridge.errors import (
@@ -59,6 +58,7 @@ from rl_bridge.transports.shared_memory import SharedMemory, SharedPublisher
 __all__ = [
     "GROUP",
     "GroupBridge",
+    "GroupConsumer",
     "GroupEnd",
     "GroupRef",
     "GroupTransport",
@@ -429,6 +429,121 @@ GroupRef = UpdateRef | GroupManifest
 _PLANS = 4
 
 
+class GroupConsumer(Consumer):
+    """A consumer that makes ordinary updates of a group's versions; all ranks hear of their end."""
+
+    def __init__(
+        self,
+        transport: "GroupTransport",
+        way: Callable[[GroupLayout], tuple[Assembly, LandingPlan | None]],
+        *,
+        source_worker: str,
+        source_rank: int,
+        observer: Observer | None = None,
+    ) -> None:
+        """Open the transport's end.
+
+        Args:
+            transport: the group's.
+            way: how what is wanted here is made of a group of that layout.
+            source_worker: this worker's name.
+            source_rank: its rank.
+            observer: called with every lifecycle transition.
+
+        """
+        super().__init__(
+            transport, source_worker=source_worker, source_rank=source_rank, observer=observer
+        )
+        self.group_end = cast("GroupEnd", self.end)
+        self._way = way
+
+    def resolve_update(
+        self, given: object, *, caller: str = "import_update"
+    ) -> WeightUpdateManifest:
+        """See `GroupBridge.resolve_update`."""
+        group = _as_group(given)
+        if group is None:
+            return super().resolve_update(given, caller=caller)
+        end = self.group_end
+        with self.turn():
+            self.check_open()  # before anything is read
+            made = end.made(group.update_id)
+            if made is not None:
+                if end.group(group.update_id) != group:
+                    msg = (
+                        f"update {group.update_id} is assembled already, from another manifest. "
+                        "Import the one that its publishers sent, or release the update first."
+                    )
+                    raise WeightUpdateRejectedError(msg)
+                return made
+            # It has what the order looks at: who published it, which version, which update.
+            like = cast("WeightUpdateManifest", group)
+            try:
+                self.order.check(like, reason=self.reason(group.update_id))
+            except WeightBridgeError as error:
+                if self.state(group.update_id) is None:  # else they were told what it is
+                    self._tell_refused(group, describe(error))
+                raise
+            end.forget_unless(lambda update_id: self.state(update_id) is not None)
+            end.remember(group, {"group_root": group.root})
+            try:
+                assembly, landing = self._way(group.layout)
+                evidence = {"group_root": group.root, "wanted": assembly.plan.wanted_digest}
+                end.remember(group, evidence)
+                return end.assemble(group, assembly, landing)
+            except BaseException as error:
+                # What this side lacks is no fault of the update's: it may come again.
+                if not (is_shortage(error) or isinstance(error, SlotsExhausted)):
+                    is_of_a_copy = not end.is_as_published(group)
+                    self._refuse_group(group, describe(error), is_of_a_copy=is_of_a_copy)
+                raise
+
+    def reject_group(self, group: GroupManifest, reason: str) -> None:
+        """Refuse a group's update, imported or not; every publishing rank is told."""
+        with self.turn():
+            if self.state(group.update_id) is None:
+                self.group_end.remember(group, {"group_root": group.root})
+                self._refuse_group(group, reason)
+            else:
+                self.reject(group.update_id, reason)
+
+    def timings_ms(self, update_id: str) -> dict[str, float]:
+        """Phase -> milliseconds; ``assemble`` holds all that comes before the import."""
+        ms = self.group_end.timings_ms.get(update_id)
+        found = super().timings_ms(update_id)
+        return found if ms is None else {**found, "assemble": ms}
+
+    def _refuse_group(
+        self, group: GroupManifest, reason: str, *, is_of_a_copy: bool = False
+    ) -> None:
+        """Never take this update again, and tell its publishers.
+
+        Args:
+            group: the update.
+            reason: what they are told.
+            is_of_a_copy: never take this very manifest, which may have been changed on its way; the
+                one that was published may come.
+
+        """
+        is_known = self.state(group.update_id) is not None
+        if is_of_a_copy:
+            self.order.rejected_copy(cast("WeightUpdateManifest", group))
+            if is_known:
+                return  # what they were told of the update itself stands
+        elif not is_known:
+            self.reject(group.update_id, reason)
+        self._tell_refused(group, reason)
+
+    def _tell_refused(self, group: GroupManifest, reason: str) -> None:
+        report = UpdateReport(
+            update_id=group.update_id,
+            weight_version=group.weight_version,
+            state=str(State.REJECTED),
+            reason=reason,
+        )
+        self.group_end.tell(group, report, None)
+
+
 class GroupBridge(TensorBridge):
     """Imports a group's versions in the layout that its engine wants.
 
@@ -484,6 +599,20 @@ class GroupBridge(TensorBridge):
     def _make_transport(self, options: Mapping[str, object]) -> Transport:
         return GroupTransport.create(**options)
 
+    def _make_consumer(self) -> GroupConsumer:
+        return GroupConsumer(
+            cast("GroupTransport", self._transport),
+            self._way,
+            source_worker=self.source_worker,
+            source_rank=self.source_rank,
+            observer=self._observer,
+        )
+
+    @property
+    def consumer(self) -> GroupConsumer:
+        """The consuming half; opened when it is first asked for."""
+        return cast("GroupConsumer", super().consumer)
+
     # ---- importing ------------------------------------------------------------------------------
 
     def plan(self, layout: GroupLayout) -> ReshardPlan:
@@ -507,43 +636,7 @@ class GroupBridge(TensorBridge):
                 side's fault, the update is rejected, and every publishing rank told.
 
         """
-        group = _as_group(given)
-        if group is None:
-            return as_manifest(given, caller="resolve_update")
-        consumer = self._consumer_end()
-        end = _end_of(consumer)
-        with consumer._lock:  # noqa: SLF001 - the bridge's other half
-            consumer._check_open()  # noqa: SLF001 - before anything is read
-            made = end.made(group.update_id)
-            if made is not None:
-                if end.group(group.update_id) != group:
-                    msg = (
-                        f"update {group.update_id} is assembled already, from another manifest. "
-                        "Import the one that its publishers sent, or release the update first."
-                    )
-                    raise WeightUpdateRejectedError(msg)
-                return made
-            # It has what the order looks at: who published it, which version, which update.
-            like = cast("WeightUpdateManifest", group)
-            try:
-                consumer._order.check(like, reason=self.rejection_reason(group.update_id))  # noqa: SLF001
-            except WeightBridgeError as error:
-                if not consumer.knows(group.update_id):  # else they were told what it is
-                    self._tell_refused(group, describe(error))
-                raise
-            end.forget_unless(consumer.knows)
-            end.remember(group, {"group_root": group.root})
-            try:
-                assembly, landing = self._way(group.layout)
-                evidence = {"group_root": group.root, "wanted": assembly.plan.wanted_digest}
-                end.remember(group, evidence)
-                return end.assemble(group, assembly, landing)
-            except BaseException as error:
-                # What this side lacks is no fault of the update's: it may come again.
-                if not (is_shortage(error) or isinstance(error, SlotsExhausted)):
-                    is_of_a_copy = not end.is_as_published(group)
-                    self._refuse(group, describe(error), is_of_a_copy=is_of_a_copy)
-                raise
+        return self.consumer.resolve_update(given)
 
     @property
     def nixl_counters(self) -> Counters:
@@ -552,7 +645,8 @@ class GroupBridge(TensorBridge):
         Zeros where no part came that way yet. What a rank holds, and who reads it, any
         `NIXLTensorBridge` tells: its `catalog` takes a group's ``parts``.
         """
-        end = None if self._consumer is None else _end_of(self._consumer).end_of("nixl")
+        consumer = self._consumer
+        end = consumer.group_end.end_of("nixl") if isinstance(consumer, GroupConsumer) else None
         return NIXL.counters(end)
 
     def import_update(
@@ -560,9 +654,9 @@ class GroupBridge(TensorBridge):
     ) -> Mapping[str, torch.Tensor]:
         """Assemble a group's version and import it. See `TensorBridge.import_update`."""
         # Held over both: another thread's update must not take the memory in between.
-        consumer = self._consumer_end()
-        with consumer._lock, consumer._end.in_one_go():  # noqa: SLF001 - the bridge's other half
-            return super().import_update(self.resolve_update(manifest))
+        consumer = self.consumer
+        with consumer.turn(), consumer.end.in_one_go():
+            return super().import_update(cast("WeightUpdateManifest", manifest))
 
     def acknowledge(
         self,
@@ -577,11 +671,10 @@ class GroupBridge(TensorBridge):
     def reject(self, update_id: GroupRef, reason: str) -> None:
         """Refuse an update, imported or not; every publishing rank is told."""
         group = _as_group(update_id)
-        if group is not None and not self._consumer_end().knows(group.update_id):
-            _end_of(self._consumer_end()).remember(group, {"group_root": group.root})
-            self._refuse(group, reason)
-            return
-        super().reject(_plain(update_id), reason)
+        if group is None:
+            super().reject(cast("UpdateRef", update_id), reason)
+        else:
+            self.consumer.reject_group(group, reason)
 
     def release(self, update_id: GroupRef) -> None:
         """Let go of an update; every publishing rank is told. Idempotent."""
@@ -601,13 +694,7 @@ class GroupBridge(TensorBridge):
 
     def timings(self, update_id: GroupRef) -> dict[str, float]:
         """Phase -> milliseconds; ``assemble`` holds all that comes before the import."""
-        update = _plain(update_id)
-        found = super().timings(update)
-        name = update if isinstance(update, str) else update.update_id
-        if self._consumer is not None and self._pid == os.getpid():
-            ms = _end_of(self._consumer).timings_ms.get(name)
-            found |= {} if ms is None else {"assemble": ms}
-        return found
+        return super().timings(_plain(update_id))
 
     # ---- inside ---------------------------------------------------------------------------------
 
@@ -622,40 +709,6 @@ class GroupBridge(TensorBridge):
             while len(self._ways) > _PLANS:
                 self._ways.popitem(last=False)
         return way
-
-    def _refuse(self, group: GroupManifest, reason: str, *, is_of_a_copy: bool = False) -> None:
-        """Never take this update again, and tell its publishers.
-
-        Args:
-            group: the update.
-            reason: what they are told.
-            is_of_a_copy: never take this very manifest, which may have been changed on its way; the
-                one that was published may come.
-
-        """
-        consumer = self._consumer_end()
-        is_known = consumer.knows(group.update_id)
-        if is_of_a_copy:
-            like = cast("WeightUpdateManifest", group)
-            consumer._order.rejected_copy(like)  # noqa: SLF001 - the bridge's other half
-            if is_known:
-                return  # what they were told of the update itself stands
-        elif not is_known:
-            consumer.reject(group.update_id, reason)
-        self._tell_refused(group, reason)
-
-    def _tell_refused(self, group: GroupManifest, reason: str) -> None:
-        report = UpdateReport(
-            update_id=group.update_id,
-            weight_version=group.weight_version,
-            state=str(State.REJECTED),
-            reason=reason,
-        )
-        _end_of(self._consumer_end()).tell(group, report, None)
-
-
-def _end_of(consumer: Consumer) -> GroupEnd:
-    return cast("GroupEnd", consumer._end)  # noqa: SLF001 - the bridge's other half
 
 
 def _as_group(given: object) -> GroupManifest | None:

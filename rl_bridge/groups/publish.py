@@ -25,7 +25,7 @@ from pydantic import (
     ValidationError,
 )
 
-from rl_bridge.bridge.arguments import tell_of, update_id_of
+from rl_bridge.bridge.arguments import update_id_of
 from rl_bridge.bridge.publisher import ConsumerReport, checked_version
 from rl_bridge.bridge.tensor_bridge import TensorBridge
 from rl_bridge.errors import (
@@ -43,7 +43,7 @@ from rl_bridge.errors import (
 )
 from rl_bridge.groups.exchange import GroupExchange
 from rl_bridge.manifest.canonical import JSONValue, canonical_json, decode_json, thaw
-from rl_bridge.manifest.compare import compare_groups
+from rl_bridge.manifest.compare import compare_groups, tell_of
 from rl_bridge.manifest.coverage import held_pieces, prove_coverage
 from rl_bridge.manifest.digest import text_digest
 from rl_bridge.manifest.group import GroupManifest
@@ -554,7 +554,7 @@ class GroupPublisher:
         if self._mine is None or self._mine[0] != run.placements:
             self._mine = dict(run.placements), placements_text(run.placements)
         run.text = self._mine[1]
-        publisher = self.bridge._publisher_end()  # noqa: SLF001 - the bridge's other half
+        publisher = self.bridge.publisher
         return {
             "rank": self._exchange.rank,
             "world_size": self._exchange.world_size,
@@ -582,7 +582,7 @@ class GroupPublisher:
         # The leaf list is made by the CPU's pass; a part on a device is verified tensor by tensor.
         if all(tensor.device.type == "cpu" for tensor in tensors.values()):
             tensors = self._leaves.add(tensors, run.flags)
-        publisher = self.bridge._publisher_end()  # noqa: SLF001 - the bridge's other half
+        publisher = self.bridge.publisher
         run.part = publisher.publish(
             tensors,
             weight_version=run.version,
@@ -604,7 +604,7 @@ class GroupPublisher:
     def _vote(self, run: "_Run", parts: list[dict[str, Any]]) -> dict[str, JSONValue]:
         manifest = self._merge(parts)
         assert run.part is not None
-        own = self.bridge._publisher_end()  # noqa: SLF001 - the bridge's other half
+        own = self.bridge.publisher
         tell_of(own.suspicious, compare_groups(self._latest, manifest))
         # Noted before the others get to know of it: from then on they may go through with it.
         run.voted = manifest

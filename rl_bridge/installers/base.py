@@ -150,8 +150,20 @@ class TransactionalAdapter(ABC):
         torn: its undo may lead back to before this update.
         """
 
-    def take_over(self) -> None:  # noqa: B027 - not every engine outlives who updates it
-        """End what an earlier driver of this engine left half-way; `prepare` does so, too."""
+    def take_over(self) -> bool:
+        """Take the engine from another driver of it, and end what that one left half-way.
+
+        Called by `RolloutExecutor.recover`, torn or not.
+
+        Returns:
+            Whether the engine has changed hands, or is another one than this adapter knew: the
+            executor then holds no version, and is not torn.
+
+        """
+        return False
+
+    def leave(self) -> None:  # noqa: B027 - not every engine has several drivers
+        """The executor is closed: another driver may have the engine."""
 
     @property
     def is_overtaken(self) -> bool:

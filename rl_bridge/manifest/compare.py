@@ -5,20 +5,33 @@ sends a perfectly valid update. Once digests exist, seeing that costs nothing. N
 dtype that lacks numbers which the one before it had, at the same width too: float16 after bfloat16.
 """
 
+import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import NoReturn
 
 import numpy as np
 
+from rl_bridge.errors import SuspiciousUpdate
 from rl_bridge.manifest.digest import DIGEST_NBYTES
 from rl_bridge.manifest.dtypes import narrows
 from rl_bridge.manifest.group import GroupManifest
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.manifest.table import TensorTable
 
-__all__ = ["Finding", "Kind", "Policy", "compare", "mismatch", "narrowed"]
+__all__ = [
+    "Finding",
+    "Kind",
+    "Policy",
+    "compare",
+    "look_for_suspicion",
+    "mismatch",
+    "narrowed",
+    "tell_of",
+]
 
+_LOG = logging.getLogger(__name__)
 _SHOWN = 5
 
 
@@ -96,6 +109,46 @@ def compare(
         )
         findings.append(Finding(Kind.DTYPE_NARROWED, names, message))
     return findings
+
+
+def look_for_suspicion(
+    policy: Policy,
+    previous: WeightUpdateManifest | None,
+    manifest: WeightUpdateManifest,
+    *,
+    is_part: bool = False,
+) -> None:
+    """Tell of an update that changes nothing, or fewer tensors than its predecessor.
+
+    Args:
+        policy: what to do then.
+        previous: the update before.
+        manifest: the update.
+        is_part: it is one rank's part of a group, which may well stay as it is.
+
+    Raises:
+        SuspiciousUpdate: there is something to tell, and the policy is to reject.
+
+    """
+    if policy is Policy.OFF:
+        return
+    tell_of(policy, compare(previous, manifest, is_part=is_part))
+
+
+def tell_of(policy: Policy, findings: Sequence[Finding]) -> None:
+    """Log what was found.
+
+    Raises:
+        SuspiciousUpdate: there is something, and the policy is to reject.
+
+    """
+    if policy is Policy.OFF:
+        return
+    for finding in findings:
+        _LOG.warning("suspicious update: %s", finding.message)
+    if findings and policy is Policy.REJECT:
+        said = "; ".join(finding.message for finding in findings)
+        raise SuspiciousUpdate(said)
 
 
 def compare_groups(previous: GroupManifest | None, update: GroupManifest) -> list[Finding]:

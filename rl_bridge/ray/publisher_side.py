@@ -140,7 +140,7 @@ class GroupLane(Lane):
         """This rank's part. Who publishes it again compares the roots."""
         assert isinstance(manifest, GroupManifest)
         # Not imported: with a part is sealed the header of its group, and not one of its own.
-        end = self.bridge._consumer_end()._end  # noqa: SLF001 - the bridge's other half
+        end = self.bridge.consumer.end
         attachment = end.look(manifest.parts[self._rank])
         try:
             yield {name: one for name, one in attachment.tensors.items() if name != LEAVES}

@@ -291,7 +291,7 @@ class BridgeTransferSender(WeightTransferSender):
     # ---- the steps ------------------------------------------------------------------------------
 
     def _next_version(self) -> int:
-        last = self.bridge._publisher_end().last_version  # noqa: SLF001 - the bridge's other half
+        last = self.bridge.publisher.last_version
         return 0 if last is None else last + 1
 
     def _publish(self, chunks: Iterator[WeightChunk], **options: Any) -> WeightUpdateManifest:

@@ -226,7 +226,7 @@ class LifecycleMachine(RuleBasedStateMachine):
                 raise
             # What got as far as the engine is refused for good, the rest may come again.
             assert self.consumer is not None
-            if self.consumer._consumer_end().knows(update_id):  # noqa: SLF001 - the model must see what is remembered
+            if self.consumer.consumer.state(update_id) is not None:
                 update.is_refused = self.consumer.update_state(update_id) is State.REJECTED
         else:
             assert not must_refuse
@@ -341,8 +341,7 @@ class LifecycleMachine(RuleBasedStateMachine):
         active = [
             update_id
             for update_id in known
-            if self.consumer._consumer_end().knows(update_id)  # noqa: SLF001 - the model must see what is remembered
-            and self.consumer.update_state(update_id) is State.ACKNOWLEDGED
+            if self.consumer.consumer.state(update_id) is State.ACKNOWLEDGED
         ]
         assert active == ([] if self.model.active is None else [self.model.active])
 

@@ -1,7 +1,6 @@
 """Updates, engines and adapters for the tests of bridges: each step can be watched, or fails."""
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
 
@@ -17,7 +16,6 @@ from tests.helpers import weights
 
 __all__ = [
     "TRANSPORTS",
-    "InterruptAtLine",
     "Recording",
     "SeedStyle",
     "Unseen",
@@ -129,21 +127,3 @@ class Unseen(SeedStyle):
         if name != "engine":
             raise AttributeError(name)
         return self._engine()
-
-
-class InterruptAtLine:
-    """A tracer that raises before the `number`-th line of a file, once."""
-
-    def __init__(self, number: int, file: str) -> None:
-        self._left, self._file = number, file
-        self.struck = False
-
-    def __call__(self, frame: Any, event: str, _: Any) -> Any:
-        if not frame.f_code.co_filename.endswith(self._file):
-            return None
-        if event == "line" and not self.struck:
-            self._left -= 1
-            if self._left < 0:
-                self.struck = True
-                raise KeyboardInterrupt
-        return self

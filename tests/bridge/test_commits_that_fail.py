@@ -57,19 +57,6 @@ def test_an_undo_that_was_not_told_of_the_active_version_leaves_the_engine_torn(
     executor.check_servable()
 
 
-def test_a_commit_that_failed_is_made_up_for_before_the_next_update(
-    publisher: TensorBridge, executor: RolloutExecutor, adapter: Recording
-) -> None:
-    executor.update_weights(publish(publisher, 1))
-    adapter.fails = {"commit": OSError("full")}
-    executor.update_weights(publish(publisher, 2))
-    adapter.fails = {"install": LookupError("no")}
-    with pytest.raises(LookupError):
-        executor.update_weights(publish(publisher, 3))
-    assert executor.active_weight_version == 2
-    assert content(adapter.engine) == content(weights(2))
-
-
 def test_an_adapter_without_an_undo_may_fail_to_commit(
     publisher: TensorBridge, consumer: TensorBridge, engine: dict[str, torch.Tensor]
 ) -> None:

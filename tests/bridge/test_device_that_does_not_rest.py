@@ -75,8 +75,8 @@ def test_a_lease_goes_on_until_the_device_rests(
     trainer, rollout = bridges
     manifest = trainer.publish({"w": torch.ones(5)}, weight_version=1)
     held = rollout.import_update(manifest)["w"]
-    end: Any = trainer._publisher_end()
-    fd = end._end._ring._slots[0].segment.fd
+    end: Any = trainer.publisher
+    fd = end.end._ring._slots[0].segment.fd
     rollout.acknowledge(manifest.update_id)
     rollout.release(manifest.update_id)
     with restless(monkeypatch):

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from rl_bridge import (
-    RolloutExecutor,
     SharedMemoryTensorBridge,
     TensorBridge,
     WeightUpdateManifest,
@@ -232,26 +231,6 @@ def test_the_engines_verification_is_told_as_a_phase_of_its_own(rig: Rig) -> Non
     assert sum(timings.values()) - timings["total"] <= timings["total"]
     (report,) = [r for r in rig.trainer.holders(manifest) if r.worker == "rollout"]
     assert report.timings_ms["verify"] == timings["verify"]
-
-
-class Own(SharedMemoryTensorBridge):
-    """A user's bridge that does something more when it imports."""
-
-    imported = 0
-
-    def import_update(self, manifest: WeightUpdateManifest | str) -> Mapping[str, torch.Tensor]:
-        self.imported += 1
-        return super().import_update(manifest)
-
-
-def test_a_bridge_that_imports_in_its_own_way_goes_on_doing_so(rig: Rig) -> None:
-    rig.executor.close()
-    with Own(source_worker="own") as bridge:
-        executor = RolloutExecutor(weight_bridge=bridge, weight_install_adapter=rig.adapter)
-        executor.update_weights(publish(rig.trainer, 1))
-        assert bridge.imported == 1
-        assert content(rig.engine) == content(weights(1))
-        executor.close()
 
 
 def test_the_mapping_of_an_update_that_was_refused_holds_no_memory(rig: Rig) -> None:

@@ -55,8 +55,8 @@ class Rig:
         return {v for t in self.engine.state_dict().values() for v in t.unique().tolist()}
 
     def slot_fd(self) -> int:
-        end: Any = self.trainer._publisher_end()
-        return int(end._end._ring._slots[0].segment.fd)
+        end: Any = self.trainer.publisher
+        return int(end.end._ring._slots[0].segment.fd)
 
     def addresses(self) -> list[int]:
         return [t.data_ptr() for t in self.engine.state_dict().values()]
@@ -317,8 +317,8 @@ def test_an_import_in_the_middle_of_a_drain_keeps_its_lease(
     rig.rollout.acknowledge(manifest.update_id)
     rig.rollout.release(manifest.update_id)
     fd = rig.slot_fd()
-    consumer: Any = rig.rollout._consumer_end()
-    (view,) = consumer._end._views._views.values()
+    consumer: Any = rig.rollout.consumer
+    (view,) = consumer.end._views._views.values()
     again: list[object] = []
     fence = HostDriver.fence
 

@@ -10,7 +10,7 @@ import torch
 
 from rl_bridge import ModuleInstallAdapter, RolloutExecutor, SharedMemoryTensorBridge
 from rl_bridge.errors import ForeignTransport, IncompatibleUpdate, WeightBridgeError
-from rl_bridge.lifecycle import Event, Lifecycle, Transition
+from rl_bridge.lifecycle import Event, Transition
 from rl_bridge.manifest.canonical import thaw
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.memory.tensors import ModuleState
@@ -66,28 +66,6 @@ def test_an_update_that_is_released_in_the_middle_is_undone_and_the_next_one_wor
     adapter.behind_install = None
     executor.update_weights(trainer.publish(weights(3), weight_version=3))
     assert engine["weight"].tolist() == [3.0] * 4
-
-
-def test_asking_for_the_active_version_at_any_moment_loses_no_acknowledgement(
-    trainer: SharedMemoryTensorBridge,
-    rollout: SharedMemoryTensorBridge,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    fire = Lifecycle.fire
-
-    def asked_before(life: Lifecycle, event: Event, **options: Any) -> Any:
-        assert rollout.active_weight_version is None or event is not Event.ACKNOWLEDGE
-        return fire(life, event, **options)
-
-    first = trainer.publish(weights(1), weight_version=1)
-    second = trainer.publish(weights(2), weight_version=2)
-    for manifest in (first, second):
-        rollout.import_update(manifest)
-    monkeypatch.setattr(Lifecycle, "fire", asked_before)
-    rollout.acknowledge(second.update_id)
-    assert rollout.active_weight_version == 2
-    with pytest.raises(WeightBridgeError, match="cannot acknowledge version 1"):
-        rollout.acknowledge(first.update_id)
 
 
 def test_a_state_dict_patched_on_the_module_itself_is_seen() -> None:

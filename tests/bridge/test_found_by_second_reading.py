@@ -15,7 +15,6 @@ from rl_bridge import (
     make_weight_bridge,
 )
 from rl_bridge.bridge import ConsumerReport
-from rl_bridge.bridge.engine_state import FineSteps
 from rl_bridge.errors import (
     BridgeClosed,
     ChecksumMismatch,
@@ -132,29 +131,6 @@ def test_an_update_that_somebody_acknowledges_meanwhile_keeps_its_tensors(
         executor.update_weights(manifest)
     assert rollout.update_state(manifest) is State.ACKNOWLEDGED
     assert mapping["weight"].tolist() == [1.0] * 4
-
-
-def test_an_interrupt_before_the_first_question_rejects_nothing_of_somebody_elses(
-    trainer: SharedMemoryTensorBridge,
-    rollout: SharedMemoryTensorBridge,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    manifest = trainer.publish(weights(1), weight_version=1)
-    rollout.import_update(manifest)
-    asked = FineSteps.is_in
-
-    def interrupted(self: FineSteps, about: WeightUpdateManifest, *states: State) -> bool:
-        if State.VERIFIED in states:
-            monkeypatch.undo()
-            raise KeyboardInterrupt
-        return asked(self, about, *states)
-
-    executor = executor_on(rollout)
-    monkeypatch.setattr(FineSteps, "is_in", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        executor.update_weights(manifest)
-    assert rollout.update_state(manifest) is State.VERIFIED
-    executor.update_weights(manifest)
 
 
 def test_an_update_that_a_bridge_of_ones_own_imports_as_an_empty_mapping_is_rejected_too() -> None:
@@ -289,31 +265,7 @@ def test_an_executor_whose_bridge_cannot_be_opened_says_so_once_and_can_be_close
     executor.close()
 
 
-def test_asking_where_an_update_stands_opens_nothing(trainer: SharedMemoryTensorBridge) -> None:
-    manifest = trainer.publish(weights(1), weight_version=1)
-    closed = closed_bridge()["weight_bridge"]
-    for bridge in (closed, make_weight_bridge("cuda-vmm")):
-        assert not FineSteps(bridge).is_in(manifest, *State)
-
-
 # ---- publications that do not come about ---------------------------------------------------------
-
-
-def test_an_interrupt_inside_a_refusal_keeps_no_slot(monkeypatch: pytest.MonkeyPatch) -> None:
-    with SharedMemoryTensorBridge(suspicious="reject", max_slots=2) as trainer:
-        first = trainer.publish(weights(1), weight_version=1)
-        assert trainer._publisher is not None
-        end = trainer._publisher._end
-
-        def interrupted(update_id: str) -> None:
-            monkeypatch.undo()
-            raise KeyboardInterrupt
-
-        monkeypatch.setattr(end, "release", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            trainer.publish(weights(1), weight_version=2)
-        assert trainer.latest_manifest == first
-        trainer.publish(weights(2), weight_version=2)
 
 
 def test_a_filter_of_the_log_that_raises_leaves_the_number_free(

@@ -1,6 +1,16 @@
-"""An interrupt at any step: the bytes, the executor and the bridge agree about the version."""
+"""Ctrl-C: each public call ends first, then it is raised; a second one stops the call at once.
 
-from collections.abc import Callable
+The signals are real. Most are sent from inside the call, by the observer of a lifecycle step, so
+that each strikes at the same moment in each run; the last tests send them from another thread.
+"""
+
+import logging
+import os
+import random
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,207 +20,447 @@ from rl_bridge import (
     ModuleInstallAdapter,
     RolloutExecutor,
     TensorBridge,
+    WeightUpdateManifest,
     make_weight_bridge,
 )
-from rl_bridge.bridge.consumer import Consumer
-from rl_bridge.lifecycle import Event, Role, Transition
-from rl_bridge.memory.passes import BytePlan
+from rl_bridge.errors import TornEngine, UnknownUpdate
+from rl_bridge.interrupts import deferred_interrupts
+from rl_bridge.lifecycle import Event, Role, State, Transition
+from rl_bridge.remote import TwoPhaseExecutor
 from tests.bridge.engines import Recording, content, publish
 from tests.helpers import weights
 
 
-class Interrupting:
-    """An observer that raises KeyboardInterrupt right behind one step, once."""
+class Striking:
+    """An observer that sends SIGINT to this process behind one step, some times."""
 
     def __init__(self) -> None:
-        self.at: Event | None = None
+        self.at: tuple[Role, Event] | None = None
+        self.times = 1
 
     def __call__(self, step: Transition) -> None:
-        if step.role is Role.CONSUMER and step.event is self.at:
+        if (step.role, step.event) == self.at:
             self.at = None
-            raise KeyboardInterrupt
+            for _ in range(self.times):
+                signal.raise_signal(signal.SIGINT)
+
+
+class Rig:
+    """A trainer, and an engine at version 1; version 2 is published and version 3 is not yet."""
+
+    def __init__(self, mode: str = "copy") -> None:
+        self.observer = Striking()
+        self.trainer: TensorBridge = make_weight_bridge(
+            "shared-memory", suspicious="off", observer=self.observer
+        )
+        self.bridge: TensorBridge = make_weight_bridge(
+            "shared-memory", source_worker="rollout", observer=self.observer
+        )
+        self.engine = weights(0)
+        self.adapter: Any = (
+            Recording(self.engine)
+            if mode == "recording"
+            else ModuleInstallAdapter(self.engine, mode=mode)  # type: ignore[arg-type]
+        )
+        self.executor = TwoPhaseExecutor(
+            weight_bridge=self.bridge, weight_install_adapter=self.adapter, suspicious="off"
+        )
+        self.first = publish(self.trainer, 1)
+        self.executor.update_weights(self.first)
+        self.second = publish(self.trainer, 2)
+
+    def state(self, manifest: WeightUpdateManifest) -> State:
+        return self.bridge.update_state(manifest)
+
+    def check(self, version: int) -> None:
+        """Everybody agrees about the version, and life goes on without a slot that is kept."""
+        assert not self.executor.is_torn
+        assert self.executor.active_weight_version == version
+        assert content(self.engine) == content(weights(version))
+        for later in range(4, 10):
+            for manifest in (self.first, self.second):
+                self.trainer.release(manifest)
+            manifest = publish(self.trainer, later)
+            self.executor.update_weights(manifest)
+            self.trainer.release(manifest)
+            assert content(self.engine) == content(weights(later))
+
+    def close(self) -> None:
+        for end in (self.executor, self.bridge, self.trainer):
+            end.close()
 
 
 @pytest.fixture
-def transport() -> str:
-    """Where an interrupt that goes wrong would leave memory pinned."""
-    return "shared-memory"
+def rig() -> Iterator[Rig]:
+    made = Rig()
+    yield made
+    made.close()
 
 
-def interrupted_once(then: Callable[..., Any]) -> Callable[..., Any]:
-    left = [KeyboardInterrupt()]
-
-    def interrupted(*args: Any, **kwargs: Any) -> Any:
-        if left:
-            raise left.pop()
-        return then(*args, **kwargs)
-
-    return interrupted
-
-
-EVENTS = [
-    Event.IMPORT,
-    Event.VERIFY,
-    Event.STAGE,
-    Event.INSTALL,
-    Event.ACKNOWLEDGE,
-    Event.RELEASE,
-]
+def torn(rig: Rig) -> None:
+    """Have version 2 tear an engine; what failed works from then on."""
+    rig.close()
+    rig.__init__("recording")  # type: ignore[misc]  # in place of the first one
+    rig.adapter.fails = {"install": LookupError("no"), "undo": OSError("full")}
+    with pytest.raises(TornEngine):
+        rig.executor.update_weights(rig.second)
+    rig.adapter.fails = {}
 
 
-@pytest.mark.parametrize("event", EVENTS)
+def prepared(rig: Rig) -> None:
+    rig.executor.import_weights(rig.second)
+    rig.executor.prepare_weights(rig.second)
+
+
+CONSUMER, PUBLISHER = Role.CONSUMER, Role.PUBLISHER
+
+# Name of the verb -> what comes before it, the call, the step that is struck, what holds behind it,
+# and the version of the engine then.
+CASES: dict[
+    str,
+    tuple[
+        Callable[[Rig], object],
+        Callable[[Rig], object],
+        tuple[Role, Event],
+        Callable[[Rig], bool],
+        int,
+    ],
+] = {
+    "publish": (
+        lambda _: None,
+        lambda rig: publish(rig.trainer, 3),
+        (PUBLISHER, Event.PUBLISH),
+        lambda rig: rig.trainer.latest_manifest.weight_version == 3,  # type: ignore[union-attr]
+        1,
+    ),
+    "import_update": (
+        lambda _: None,
+        lambda rig: rig.bridge.import_update(rig.second),
+        (CONSUMER, Event.IMPORT),
+        lambda rig: rig.state(rig.second) is State.VERIFIED,
+        1,
+    ),
+    "acknowledge": (
+        lambda rig: (rig.executor.release_weights(), rig.bridge.import_update(rig.first)),
+        lambda rig: rig.bridge.acknowledge(rig.first),
+        (CONSUMER, Event.ACKNOWLEDGE),
+        lambda rig: [r.state for r in rig.trainer.holders(rig.first)] == ["acknowledged"],
+        1,
+    ),
+    "reject": (
+        lambda rig: rig.bridge.import_update(rig.second),
+        lambda rig: rig.bridge.reject(rig.second, "no"),
+        (CONSUMER, Event.REJECT),
+        lambda rig: [r.state for r in rig.trainer.holders(rig.second)] == ["rejected"],
+        1,
+    ),
+    "release": (
+        lambda _: None,
+        lambda rig: rig.trainer.release(rig.first),
+        (PUBLISHER, Event.RELEASE),
+        lambda rig: rig.trainer.update_state(rig.first) is State.RELEASED,
+        1,
+    ),
+    "release_imported": (
+        lambda rig: rig.bridge.import_update(rig.second),
+        lambda rig: rig.bridge.release_imported(rig.second),
+        (CONSUMER, Event.RELEASE),
+        lambda rig: not any(r.tensors_held for r in rig.trainer.holders(rig.second)),
+        1,
+    ),
+    "update_weights": (
+        lambda _: None,
+        lambda rig: rig.executor.update_weights(rig.second),
+        (CONSUMER, Event.INSTALL),
+        lambda rig: rig.state(rig.first) is State.RELEASED,
+        2,
+    ),
+    "recover": (
+        torn,
+        lambda rig: rig.executor.recover(),
+        (CONSUMER, Event.UNDO),
+        lambda rig: rig.state(rig.second) is State.REJECTED,
+        1,
+    ),
+    "release_weights": (
+        lambda _: None,
+        lambda rig: rig.executor.release_weights(),
+        (CONSUMER, Event.RELEASE),
+        lambda rig: rig.executor.active_weight_update_id is None,
+        1,
+    ),
+    "release_weight_update": (
+        lambda _: None,
+        lambda rig: rig.executor.release_weight_update(rig.first),
+        (CONSUMER, Event.RELEASE),
+        lambda rig: rig.state(rig.first) is State.RELEASED,
+        1,
+    ),
+    "import_weights": (
+        lambda _: None,
+        lambda rig: rig.executor.import_weights(rig.second),
+        (CONSUMER, Event.IMPORT),
+        lambda rig: rig.executor.pending_weight_update_id == rig.second.update_id,
+        1,
+    ),
+    "prepare_weights": (
+        lambda rig: rig.executor.import_weights(rig.second),
+        lambda rig: rig.executor.prepare_weights(rig.second),
+        (CONSUMER, Event.STAGE),
+        lambda rig: rig.state(rig.second) is State.STAGED,
+        1,
+    ),
+    "commit_weights": (
+        prepared,
+        lambda rig: rig.executor.commit_weights(rig.second),
+        (CONSUMER, Event.INSTALL),
+        lambda rig: rig.state(rig.second) is State.ACKNOWLEDGED,
+        2,
+    ),
+    "abort_weights": (
+        prepared,
+        lambda rig: rig.executor.abort_weights(rig.second, "no"),
+        (CONSUMER, Event.REJECT),
+        lambda rig: rig.state(rig.second) is State.REJECTED,
+        1,
+    ),
+}
+
+
+@pytest.mark.parametrize("verb", CASES)
+def test_a_call_ends_before_its_interrupt_is_raised(verb: str, rig: Rig) -> None:
+    before, call, step, holds, version = CASES[verb]
+    before(rig)
+    rig.observer.at = step
+    with pytest.raises(KeyboardInterrupt):
+        call(rig)
+    assert holds(rig)
+    rig.check(version)
+
+
+@pytest.mark.parametrize("end", ["executor", "bridge", "trainer"])
+def test_a_close_ends_before_its_interrupt_is_raised(end: str) -> None:
+    rig = Rig()
+    before = set(os.listdir("/proc/self/fd"))  # noqa: PTH208 - names are all that is needed
+    closing = getattr(rig, end)
+    if end != "trainer":
+        rig.observer.at = (Role.CONSUMER, Event.RELEASE)
+    else:  # nothing of it is observed
+        plain = rig.trainer.publisher.end.close
+
+        def close() -> None:
+            rig.trainer.publisher.end.close = plain  # type: ignore[method-assign]
+            signal.raise_signal(signal.SIGINT)
+            plain()
+
+        rig.trainer.publisher.end.close = close  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        closing.close()
+    rig.close()
+    assert set(os.listdir("/proc/self/fd")) < before  # noqa: PTH208
+
+
+def test_the_first_interrupt_is_logged_and_says_what_to_do(
+    rig: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig.observer.at = (Role.CONSUMER, Event.STAGE)
+    with caplog.at_level(logging.WARNING), pytest.raises(KeyboardInterrupt):
+        rig.executor.update_weights(rig.second)
+    assert "Ctrl-C: the call that is running ends first; a second one stops it" in caplog.text
+
+
+# ---- a second one --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("event", [Event.IMPORT, Event.VERIFY, Event.STAGE])
+def test_a_second_interrupt_before_the_install_leaves_engine_and_update_as_they_were(
+    event: Event, rig: Rig
+) -> None:
+    rig.observer.at, rig.observer.times = (Role.CONSUMER, event), 2
+    with pytest.raises(KeyboardInterrupt) as caught:
+        rig.executor.update_weights(rig.second)
+    if event is Event.STAGE:
+        assert "may be installed again; the engine holds version 1" in caught.value.__notes__[0]
+    assert not any(report.tensors_held for report in rig.trainer.holders(rig.second))
+    rig.executor.update_weights(rig.second)
+    rig.check(2)
+
+
+@pytest.mark.parametrize("way_out", ["recover", "install"])
 @pytest.mark.parametrize("mode", ["copy", "alias", "flip"])
-def test_behind_any_step_of_an_update_everybody_agrees_about_the_version(
-    mode: str, event: Event, publisher: TensorBridge, engine: dict[str, torch.Tensor]
+def test_a_second_interrupt_during_the_install_leaves_a_torn_engine(
+    mode: str, way_out: str
 ) -> None:
-    observer = Interrupting()
-    with make_weight_bridge("shared-memory", observer=observer) as bridge:
+    rig = Rig(mode)
+    rig.observer.at, rig.observer.times = (Role.CONSUMER, Event.INSTALL), 2
+    with pytest.raises(KeyboardInterrupt) as caught:
+        rig.executor.update_weights(rig.second)
+    assert "stopped the install of version 2; the engine is torn" in caught.value.__notes__[0]
+    assert rig.executor.is_torn
+    assert rig.executor.active_weight_version is None
+    with pytest.raises(TornEngine, match="KeyboardInterrupt stopped its install"):
+        rig.executor.check_servable()
+    assert rig.state(rig.second) is State.TORN
+    assert [report.state for report in rig.trainer.holders(rig.second)] == ["torn"]
+    if way_out == "recover":
+        rig.executor.recover()
+        assert rig.state(rig.second) is State.REJECTED
+    else:
+        rig.executor.update_weights(rig.second)
+    rig.check(1 if way_out == "recover" else 2)
+    rig.close()
+
+
+def test_a_third_interrupt_that_keeps_the_engine_from_being_marked_changes_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rig = Rig()
+    monkeypatch.setattr(type(rig.executor._engine), "torn", lambda *_: 1 / 0)
+    rig.observer.at, rig.observer.times = (Role.CONSUMER, Event.INSTALL), 2
+    with pytest.raises(ZeroDivisionError):
+        rig.executor.update_weights(rig.second)
+    monkeypatch.undo()
+    assert rig.executor.is_torn
+    rig.executor.recover()
+    rig.check(1)
+    rig.close()
+
+
+def test_a_second_interrupt_behind_the_acknowledgement_leaves_the_new_version(rig: Rig) -> None:
+    rig.observer.at, rig.observer.times = (Role.CONSUMER, Event.ACKNOWLEDGE), 2
+    with pytest.raises(KeyboardInterrupt):
+        rig.executor.update_weights(rig.second)
+    assert rig.bridge.active_weight_version == 2
+    assert rig.executor.last_ack is not None
+    assert rig.executor.last_ack.weight_version == 2
+    rig.check(2)
+
+
+def test_a_second_interrupt_during_a_publication_holds_nothing(rig: Rig) -> None:
+    end = rig.trainer.publisher.end
+    plain = end.seal_header
+
+    def struck(update_id: str, digest: bytes) -> None:
+        end.seal_header = plain  # type: ignore[method-assign]
+        for _ in range(2):
+            signal.raise_signal(signal.SIGINT)
+
+    end.seal_header = struck  # type: ignore[method-assign]
+    held = end.nbytes
+    with pytest.raises(KeyboardInterrupt):
+        publish(rig.trainer, 3)
+    assert rig.trainer.latest_manifest == rig.second
+    publish(rig.trainer, 3)
+    assert end.nbytes <= held + held // 2
+
+
+# ---- what the block itself does ------------------------------------------------------------------
+
+
+def test_blocks_inside_of_blocks_are_one() -> None:
+    reached = []
+
+    @deferred_interrupts()
+    def outer() -> None:
+        with deferred_interrupts():
+            signal.raise_signal(signal.SIGINT)
+        reached.append("the end")
+
+    with pytest.raises(KeyboardInterrupt):
+        outer()
+    assert reached
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_handler_of_the_users_own_is_called_at_the_end_and_stays() -> None:
+    seen: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _: seen.append(number))
+    try:
+        with deferred_interrupts():
+            signal.raise_signal(signal.SIGINT)
+            assert seen == []
+        assert seen == [signal.SIGINT]
+        signal.raise_signal(signal.SIGINT)
+        assert seen == [signal.SIGINT] * 2
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_an_error_of_the_block_is_the_context_of_its_interrupt() -> None:
+    def fail() -> None:
+        signal.raise_signal(signal.SIGINT)
+        raise LookupError
+
+    with pytest.raises(KeyboardInterrupt) as caught, deferred_interrupts():
+        fail()
+    assert isinstance(caught.value.__context__, LookupError)
+
+
+def test_a_thread_that_is_not_the_main_one_defers_nothing() -> None:
+    found: list[Any] = []
+
+    def block() -> None:
+        with deferred_interrupts():
+            found.append(signal.getsignal(signal.SIGINT))
+
+    thread = threading.Thread(target=block)
+    thread.start()
+    thread.join(30)
+    assert found == [signal.default_int_handler]
+
+
+# ---- from outside, at any moment -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["copy", "alias", "flip"])
+def test_at_any_moment_of_an_update_everybody_agrees_about_the_version(mode: str) -> None:
+    chance = random.Random(mode)
+    big = {"weight": torch.zeros(300_000), "bias": torch.zeros(10)}
+    with (
+        make_weight_bridge("shared-memory", suspicious="off") as trainer,
+        make_weight_bridge("shared-memory", suspicious="off") as rollout,
+    ):
         executor = RolloutExecutor(
-            weight_bridge=bridge,
-            weight_install_adapter=ModuleInstallAdapter(engine, mode=mode),  # type: ignore[arg-type]
+            weight_bridge=rollout,
+            weight_install_adapter=ModuleInstallAdapter(big, mode=mode),  # type: ignore[arg-type]
+            suspicious="off",
         )
-        first = publish(publisher, 1)
-        executor.update_weights(first)
-        observer.at = event
-        second = publish(publisher, 2)
-        with pytest.raises(KeyboardInterrupt):
-            executor.update_weights(second)
-        # Acknowledged is the point of no return: before it undone, from it on installed.
-        expected = 2 if event in {Event.ACKNOWLEDGE, Event.RELEASE} else 1
-        assert executor.active_weight_version == expected
-        assert bridge.active_weight_version == expected
-        assert content(engine) == content(weights(expected))
-        assert not executor.is_torn
-        active = first if expected == 1 else second
-        assert executor.active_weight_update_id == bridge.active_update_id == active.update_id
-        assert bridge.update_status(active.update_id) == "acknowledged"
-        # Life goes on, and nothing stays pinned.
-        for version in range(3, 12):
-            publisher.release(first.update_id)
-            publisher.release(second.update_id)
-            manifest = publish(publisher, version)
-            executor.update_weights(manifest)
-            publisher.release(manifest.update_id)
-            assert content(engine) == content(weights(version))
+        come = 0
+        for version in range(1, 41):
+            manifest = trainer.publish(_filled(big, version), weight_version=version)
+            come += _struck(chance.uniform(0, 0.004), partial(executor.update_weights, manifest))
+            active = executor.active_weight_version
+            assert rollout.active_weight_version == active
+            assert not executor.is_torn
+            assert {float(end()) for one in big.values() for end in (one.min, one.max)} == {
+                float(active or 0)
+            }
+            trainer.release(manifest)
+        assert come == 40
 
 
-def test_an_interrupted_rejection_lets_go_of_its_tensors(publisher: TensorBridge) -> None:
-    observer = Interrupting()
-    with make_weight_bridge("shared-memory", observer=observer) as bridge:
-        manifest = publish(publisher, 1)
-        bridge.import_update(manifest)
-        observer.at = Event.REJECT
-        with pytest.raises(KeyboardInterrupt):
-            bridge.reject(manifest.update_id, "no")
-        assert bridge.update_status(manifest.update_id) == "rejected"
-        (report,) = publisher.holders(manifest.update_id)
-        assert (report.state, report.tensors_held) == ("rejected", False)
+def _filled(like: Mapping[str, torch.Tensor], version: int) -> dict[str, torch.Tensor]:
+    return {name: torch.full_like(tensor, float(version)) for name, tensor in like.items()}
 
 
-@pytest.mark.parametrize("step", ["prepare", "install", "prove"])
-def test_an_interrupt_inside_the_adapter_comes_out_after_the_undo(
-    step: str, publisher: TensorBridge, engine: dict[str, torch.Tensor]
-) -> None:
-    adapter = Recording(engine)
-    with make_weight_bridge("shared-memory") as bridge:
-        executor = RolloutExecutor(weight_bridge=bridge, weight_install_adapter=adapter)
-        executor.update_weights(publish(publisher, 1))
-        adapter.fails = {step: KeyboardInterrupt()}
-        manifest = publish(publisher, 2)
-        with pytest.raises(KeyboardInterrupt) as caught:
-            executor.update_weights(manifest)
-        assert "the engine holds version 1" in caught.value.__notes__[0]
-        assert content(engine) == content(weights(1))
-        if step == "prepare":  # the engine was not touched
-            assert bridge.update_status(manifest.update_id) == "released"
-            return
-        assert bridge.update_status(manifest.update_id) == "rejected"
-        assert "KeyboardInterrupt" in str(bridge.rejection_reason(manifest.update_id))
+def _struck(delay_s: float, call: Callable[[], object]) -> bool:
+    """Call, and send one interrupt at some moment; whether it came."""
+    timer = threading.Timer(delay_s, os.kill, (os.getpid(), signal.SIGINT))
+    try:
+        timer.start()
+        call()
+        timer.join(30)
+    except KeyboardInterrupt:
+        timer.join(30)
+        return True
+    return False
 
 
-@pytest.mark.parametrize("event", [None, Event.IMPORT, Event.VERIFY])
-def test_an_interrupted_import_does_not_cost_the_update(
-    event: Event | None, publisher: TensorBridge, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    observer = Interrupting()
-    with make_weight_bridge("shared-memory", observer=observer) as bridge:
-        manifest = publish(publisher, 1)
-        observer.at = event
-        if event is None:
-            monkeypatch.setattr(BytePlan, "digest", interrupted_once(BytePlan.digest))
-        with pytest.raises(KeyboardInterrupt):
-            bridge.import_update(manifest)
-        assert content(bridge.import_update(manifest)) == content(weights(1))
-        bridge.acknowledge(manifest.update_id)
-
-
-def test_an_import_that_is_interrupted_twice_in_a_row_begins_anew(
-    publisher: TensorBridge, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with make_weight_bridge("shared-memory") as bridge:
-        manifest = publish(publisher, 1)
-        monkeypatch.setattr(BytePlan, "digest", interrupted_once(BytePlan.digest))
-        monkeypatch.setattr(Consumer, "_refuse_import", interrupted_once(Consumer._refuse_import))
-        with pytest.raises(KeyboardInterrupt):
-            bridge.import_update(manifest)
-        RolloutExecutor(weight_bridge=bridge).update_weights(manifest)
-        assert bridge.active_weight_version == 1
-        bridge.release(manifest.update_id)
-        (report,) = publisher.holders(manifest.update_id)
-        assert not report.tensors_held
-
-
-def test_an_update_that_is_cut_off_before_the_engine_was_touched_may_come_again(
-    publisher: TensorBridge, engine: dict[str, torch.Tensor]
-) -> None:
-    adapter = Recording(engine)
-    with make_weight_bridge("shared-memory") as bridge:
-        executor = RolloutExecutor(weight_bridge=bridge, weight_install_adapter=adapter)
-        adapter.fails = {"prepare": KeyboardInterrupt()}
-        manifest = publish(publisher, 1)
-        with pytest.raises(KeyboardInterrupt) as caught:
-            executor.update_weights(manifest)
-        assert "may be installed again" in caught.value.__notes__[0]
-        (report,) = publisher.holders(manifest.update_id)
-        assert (report.state, report.tensors_held) == ("released", False)
-        adapter.fails = {}
-        executor.update_weights(manifest)
-        assert content(engine) == content(weights(1))
-        (report,) = publisher.holders(manifest.update_id)
-        assert report.state == "acknowledged"
-
-
-def test_a_refusal_is_told_of_an_update_that_was_cut_off_before(
-    publisher: TensorBridge, engine: dict[str, torch.Tensor]
-) -> None:
-    adapter = Recording(engine)
-    with make_weight_bridge("shared-memory") as bridge:
-        executor = RolloutExecutor(weight_bridge=bridge, weight_install_adapter=adapter)
-        manifest = publish(publisher, 1)
-        adapter.fails = {"prepare": KeyboardInterrupt()}
-        with pytest.raises(KeyboardInterrupt):
-            executor.update_weights(manifest)
-        adapter.fails = {"prepare": LookupError("no")}
-        with pytest.raises(LookupError):
-            executor.update_weights(manifest)
-        (report,) = publisher.holders(manifest.update_id)
-        assert (report.state, report.reason) == ("rejected", "LookupError: no")
-
-
-def test_an_interrupt_whose_undo_fails_stays_an_interrupt_and_the_engine_is_torn(
-    publisher: TensorBridge, engine: dict[str, torch.Tensor]
-) -> None:
-    adapter = Recording(engine)
-    with make_weight_bridge("shared-memory") as bridge:
-        executor = RolloutExecutor(weight_bridge=bridge, weight_install_adapter=adapter)
-        executor.update_weights(publish(publisher, 1))
-        adapter.fails = {"install": KeyboardInterrupt(), "undo": OSError("full")}
-        with pytest.raises(KeyboardInterrupt) as caught:
-            executor.update_weights(publish(publisher, 2))
-        assert (
-            "the undo failed too (OSError: full); the engine is torn" in caught.value.__notes__[0]
-        )
-        assert executor.is_torn
-        adapter.fails = {}
-        executor.recover()
-        assert content(engine) == content(weights(1))
+def test_an_update_that_is_given_up_is_unknown_to_its_next_step(rig: Rig) -> None:
+    rig.executor.import_weights(rig.second)
+    rig.observer.at, rig.observer.times = (Role.CONSUMER, Event.STAGE), 2
+    with pytest.raises(KeyboardInterrupt):
+        rig.executor.prepare_weights(rig.second)
+    with pytest.raises(UnknownUpdate):
+        rig.executor.commit_weights(rig.second)
+    rig.check(1)

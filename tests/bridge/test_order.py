@@ -88,7 +88,7 @@ def test_a_sibling_of_the_acknowledged_version_is_never_acknowledged() -> None:
     # Only local-clone can be made to show one: elsewhere, a slot's stamp names its update.
     with make_weight_bridge("local-clone") as bridge:
         manifest = publish(bridge, 1)
-        end: Any = bridge._publisher_end()._end
+        end: Any = bridge.publisher.end
         sibling = manifest.model_copy(update={"update_id": "c" * 32})
         end._snapshots[sibling.update_id] = copy.copy(end.snapshot(manifest.update_id))
         end.seal_header(sibling.update_id, sibling.header_digest)
@@ -142,7 +142,7 @@ def test_a_shortage_here_leaves_a_released_update_as_it_was(
     consumer.acknowledge(manifest.update_id)
     consumer.release(manifest.update_id)
     with monkeypatch.context() as patch:
-        patch.setattr(consumer._consumer_end()._end, "attach", no_memory)
+        patch.setattr(consumer.consumer.end, "attach", no_memory)
         with pytest.raises(WeightBridgeUnavailableError, match="Free some"):
             consumer.import_update(manifest)
     assert consumer.update_status(manifest.update_id) == "released"

@@ -42,7 +42,7 @@ def test_the_books_stay_bounded_and_unreleased_updates_stay_in_them() -> None:
         for version in range(1, 400):
             manifest = bridge.publish(weights(), weight_version=version)
             bridge.release(manifest.update_id)
-        publisher = bridge._publisher_end()
+        publisher = bridge.publisher
         assert len(publisher._updates) == REMEMBERED
         assert bridge.update_status(kept.update_id) == "published"
         assert bridge.update_status(manifest.update_id) == "released"

@@ -136,7 +136,7 @@ def test_a_way_back_that_fails_does_not_fail_what_it_tells_of(
 
     manifest = publish(publisher, 1)
     with make_weight_bridge(publisher.transport) as consumer:
-        monkeypatch.setattr(consumer._consumer_end()._end, "report", broken)
+        monkeypatch.setattr(consumer.consumer.end, "report", broken)
         consumer.import_update(manifest)
         consumer.acknowledge(manifest.update_id)
         assert consumer.active_weight_version == 1

@@ -167,7 +167,7 @@ def test_what_fails_after_the_acknowledgement_does_not_fail_the_update(
         executor.update_weights(publish(publisher, 2))
     assert executor.active_weight_version == 2
     assert content(adapter.engine) == content(weights(2))
-    assert "version 2 is active, but the old one was not let go" in caplog.text
+    assert "version 2 is active, but the old one was not released" in caplog.text
 
 
 def test_an_engine_in_this_process_is_proven_by_its_own_bytes(

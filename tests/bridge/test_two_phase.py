@@ -1,7 +1,6 @@
 """Updates in steps: what each leaves behind, and what gives a waiting one up."""
 
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 
 import pytest
 
@@ -13,8 +12,8 @@ from rl_bridge.errors import (
     UnknownUpdate,
     WeightUpdateRejectedError,
 )
-from tests.bridge.engines import InterruptAtLine, Recording, bridge_of, content, publish
-from tests.helpers import tracing, weights
+from tests.bridge.engines import Recording, bridge_of, content, publish
+from tests.helpers import weights
 
 
 @pytest.fixture
@@ -138,30 +137,3 @@ def test_a_step_from_inside_an_update_is_refused(
     adapter.abandon = abandon  # type: ignore[method-assign]
     executor.abort_weights(manifest, "from outside")
     assert len(refused) == 1
-
-
-@pytest.mark.parametrize("file", ["two_phase.py", "transaction.py"])
-def test_an_interrupt_before_any_line_leaves_one_version_or_the_other(
-    file: str, publisher: TensorBridge, executor: TwoPhaseExecutor, adapter: Recording
-) -> None:
-    last = publish(publisher, 1)
-    executor.update_weights(last)
-    number, struck = 0, True
-    while struck:
-        manifest = publish(publisher, last.weight_version + 1)
-        interrupt = InterruptAtLine(number, f"bridge/{file}")
-        with tracing(interrupt), suppress(KeyboardInterrupt):
-            executor.import_weights(manifest)
-            executor.prepare_weights(manifest)
-            executor.commit_weights(manifest)
-        number, struck = number + 3, interrupt.struck
-        executor.recover()
-        active = executor.active_weight_version
-        assert active in {last.weight_version, manifest.weight_version}
-        assert content(adapter.engine) == content(weights(active))
-        publisher.release(last)
-        last = manifest
-        if active != manifest.weight_version:
-            last = publish(publisher, manifest.weight_version + 1)
-            executor.update_weights(last)
-            publisher.release(manifest)

@@ -23,7 +23,7 @@ def test_a_view_that_is_being_unmapped_is_not_unmapped_by_whoever_settles_it_mea
     consumer = Consumer(HostVMM(), source_worker="rollout", source_rank=0)
     manifest = publisher.publish({"weight": torch.arange(8.0)}, weight_version=1)
     tensor = consumer.import_update(manifest)["weight"]
-    (view,) = consumer._end._views._views.values()  # type: ignore[attr-defined]
+    (view,) = consumer.end._views._views.values()  # type: ignore[attr-defined]
     consumer.release(manifest.update_id)
     consumer.close()  # the view ends with its tensor
 

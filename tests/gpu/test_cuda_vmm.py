@@ -135,7 +135,7 @@ def test_a_version_of_more_than_4_gib_is_verified_to_its_last_byte() -> None:
         del tensors
         trainer.release(manifest.update_id)
         damaged = trainer.publish(weights, weight_version=2)
-        end: Any = trainer._publisher_end()
+        end: Any = trainer.publisher
         end = getattr(end, "_end", end)
         at = published_address(end, damaged.update_id, {}) + damaged.tensors["c"].offset + 300_000
         end.place.bytes_at(at, 1).fill_(8)

@@ -130,7 +130,7 @@ def test_a_closed_bridge_assembles_nothing(
     with trainers(2) as group:
         bridge = GroupBridge()
         if was_used:
-            bridge._consumer_end()
+            assert bridge.consumer
         bridge.close()
         with pytest.raises(BridgeClosed):
             getattr(bridge, method)(group.publish(shards(1), 1))

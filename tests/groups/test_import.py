@@ -54,7 +54,7 @@ def same(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) 
 def damage(group: Trainers, manifest: GroupManifest, rank: int, offset: int) -> None:
     """Flip a byte of a published part, behind everybody's back."""
     part = manifest.parts[rank]
-    end = group.bridges[rank]._publisher_end()._end
+    end = group.bridges[rank].publisher.end
     flip_byte(arena_address(end, part.update_id, dict(part.handle)) + offset)
 
 
@@ -162,7 +162,7 @@ def test_assemblies_of_the_same_wish_are_held_against_each_other() -> None:
         other = slices({"embed": [slice(4, 8)]})
         liar = stack.enter_context(GroupBridge(other))
         liar.import_update(manifest)
-        known = liar._consumer_end()._end._groups  # type: ignore[attr-defined]
+        known = liar.consumer.end._groups  # type: ignore[attr-defined]
         known[manifest.update_id][1]["wanted"] = engines[0].plan(manifest.layout).wanted_digest
         liar.acknowledge(manifest)
         with pytest.raises(ChecksumMismatch, match="wanted the same and assembled different bytes"):

@@ -164,7 +164,7 @@ def flat(num: int) -> list[Shards]:
 
 
 def ring_of(bridge: GroupBridge) -> list[Slot]:
-    end = cast("GroupEnd", bridge._consumer_end()._end)
+    end = cast("GroupEnd", bridge.consumer.end)
     assert end._ring is not None
     return end._ring[1]._ring._slots
 
@@ -347,7 +347,7 @@ def test_room_where_bytes_may_yet_land_is_nobody_elses(
         third = group.publish(shards(3), 3)
         with pytest.raises(SlotsExhausted, match="may still write to one"):
             bridge.import_update(third)
-        cast("GroupEnd", bridge._consumer_end()._end)._ring[1].abandon(late[0])  # type: ignore[index]
+        cast("GroupEnd", bridge.consumer.end)._ring[1].abandon(late[0])  # type: ignore[index]
         assert torch.equal(bridge.import_update(third)["big"], model(SHAPES, 3)["big"])
     assert len(sky.landed) == 2
 

@@ -114,13 +114,13 @@ class Trainer:
 
     def help(self, rounds: int) -> None:
         """Let the network move what it still has."""
-        end = cast("NIXLPublisher", self.bridge._publisher_end()._end)
+        end = cast("NIXLPublisher", self.bridge.publisher.end)
         for _ in range(rounds):
             end._host.progress()
 
     def server_pid(self) -> int:
         """The process that serves reads."""
-        host = cast("NIXLPublisher", self.bridge._publisher_end()._end)._host
+        host = cast("NIXLPublisher", self.bridge.publisher.end)._host
         assert isinstance(host, ServingProcess)
         return host.pid
 
@@ -132,7 +132,7 @@ class Trainer:
         self.bridge.close()
 
     def registered(self) -> int:
-        return cast("NIXLPublisher", self.bridge._publisher_end()._end).num_registered
+        return cast("NIXLPublisher", self.bridge.publisher.end).num_registered
 
     def readers(self) -> list[str]:
         return [name for entry in self.bridge.catalog() for name in entry.readers]

@@ -99,7 +99,7 @@ class Owner:
 
     def help(self, rounds: int) -> None:
         """Let the network move what it still has."""
-        end = cast("NIXLPublisher", self.bridge._publisher_end()._end)
+        end = cast("NIXLPublisher", self.bridge.publisher.end)
         for _ in range(rounds):
             end._host.progress()
 

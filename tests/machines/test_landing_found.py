@@ -42,7 +42,7 @@ def shards(version: int) -> list[Shards]:
 
 
 def end_of(bridge: GroupBridge) -> GroupEnd:
-    return cast("GroupEnd", bridge._consumer_end()._end)
+    return cast("GroupEnd", bridge.consumer.end)
 
 
 def nixl_of(bridge: GroupBridge) -> NIXLConsumer:

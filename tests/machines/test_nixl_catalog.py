@@ -74,7 +74,7 @@ def test_a_look_over_a_new_connection_keeps_the_record_of_who_imported() -> None
         manifest = publisher.publish(WEIGHTS, weight_version=1)
         consumer.import_update(manifest)
         consumer.acknowledge(manifest.update_id)
-        (source,) = cast("Any", consumer._consumer_end()._end)._held.sources.values()
+        (source,) = cast("Any", consumer.consumer.end)._held.sources.values()
         source.link.hang_up()
         consumer.catalog(manifest)
         found = [(one.presence, one.state) for one in publisher.holders(manifest)]

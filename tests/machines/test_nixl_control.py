@@ -48,8 +48,8 @@ def both(**options: Any) -> Iterator[tuple[NIXLTensorBridge, NIXLTensorBridge]]:
 def ends(
     publisher: NIXLTensorBridge, consumer: NIXLTensorBridge
 ) -> tuple[NIXLPublisher, NIXLConsumer]:
-    return cast("NIXLPublisher", publisher._publisher_end()._end), cast(
-        "NIXLConsumer", consumer._consumer_end()._end
+    return cast("NIXLPublisher", publisher.publisher.end), cast(
+        "NIXLConsumer", consumer.consumer.end
     )
 
 
@@ -113,7 +113,7 @@ def three_trainers() -> Iterator[tuple[list[WeightUpdateManifest], NIXLConsumer]
         manifests = [one.publish(WEIGHTS, weight_version=1) for one in trainers]
         engine = stack.enter_context(make())
         assert isinstance(engine, NIXLTensorBridge)
-        yield manifests, cast("NIXLConsumer", engine._consumer_end()._end)
+        yield manifests, cast("NIXLConsumer", engine.consumer.end)
 
 
 def test_publishers_that_are_only_told_share_a_short_time_and_are_tried_again_later(

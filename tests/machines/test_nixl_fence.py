@@ -35,8 +35,8 @@ SMALL = {"w": torch.arange(100)}
 def ends(
     publisher: NIXLTensorBridge, consumer: NIXLTensorBridge
 ) -> tuple[NIXLPublisher, NIXLConsumer]:
-    return cast("NIXLPublisher", publisher._publisher_end()._end), cast(
-        "NIXLConsumer", consumer._consumer_end()._end
+    return cast("NIXLPublisher", publisher.publisher.end), cast(
+        "NIXLConsumer", consumer.consumer.end
     )
 
 
@@ -194,7 +194,7 @@ def test_the_slot_of_a_read_that_did_not_end_is_used_again_only_when_nothing_can
         try:
             first = trainer.call("publish", version=1)
             assert bytes_of(consumer.import_update(first)["w"]) == bytes_of(weights(1)["w"])
-            end = cast("NIXLConsumer", consumer._consumer_end()._end)
+            end = cast("NIXLConsumer", consumer.consumer.end)
             second = trainer.call("publish", version=2)
             pid = trainer.pid
             try:
@@ -271,7 +271,7 @@ def test_a_stamp_that_comes_when_its_reader_gave_up_is_not_taken_for_a_later_one
         consumer = cast("NIXLTensorBridge", make_weight_bridge("nixl", timeout_s=1.0))
         try:
             consumer.import_update(trainer.call("publish", version=1, small=True))
-            end = cast("NIXLConsumer", consumer._consumer_end()._end)
+            end = cast("NIXLConsumer", consumer.consumer.end)
             second = trainer.call("publish", version=2, small=True)
             try:
                 with (

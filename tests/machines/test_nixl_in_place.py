@@ -29,7 +29,7 @@ def both(**options: Any) -> Iterator[tuple[NIXLTensorBridge, NIXLTensorBridge]]:
 
 
 def end_of(publisher: NIXLTensorBridge) -> NIXLPublisher:
-    return cast("NIXLPublisher", publisher._publisher_end()._end)
+    return cast("NIXLPublisher", publisher.publisher.end)
 
 
 def take(consumer: NIXLTensorBridge, manifest: WeightUpdateManifest) -> bytes:
@@ -125,7 +125,7 @@ def test_tensors_of_other_sizes_where_others_were_are_read_without_a_failure() -
             manifest = publisher.publish(live, weight_version=version)
             assert take(consumer, manifest) == bytes_of(live["w"])
             publisher.release(manifest.update_id)
-        far: Any = consumer._consumer_end()._end
+        far: Any = consumer.consumer.end
         assert far._past.connections == 0, "an agent was given up"
 
 

@@ -38,13 +38,13 @@ def test_an_interrupt_before_any_line_keeps_nothing_for_a_reader_that_is_gone(wh
     trainer = cast("NIXLTensorBridge", make_weight_bridge("nixl", **options))
     reader = cast("NIXLTensorBridge", make_weight_bridge("nixl"))
     with trainer, reader:
-        publisher = cast("NIXLPublisher", trainer._publisher_end()._end)
+        publisher = cast("NIXLPublisher", trainer.publisher.end)
         server, shelf = publisher._server, publisher._shelf
         number, version, struck = 0, 0, True
         while struck:
             version += 1
             manifest = trainer.publish(WEIGHTS, weight_version=version)
-            end = cast("NIXLConsumer", reader._consumer_end()._end)
+            end = cast("NIXLConsumer", reader.consumer.end)
             handle = end._handle(manifest)
             link = end._source(handle.endpoint, is_observer=False).link
             lease = {"generation": handle.generation, "arena_nbytes": manifest.table.arena_nbytes}
@@ -88,7 +88,7 @@ def test_an_import_that_was_cut_off_before_any_line_keeps_no_slot_for_long() -> 
     trainer = cast("NIXLTensorBridge", make_weight_bridge("nixl", **options))
     reader = cast("NIXLTensorBridge", make_weight_bridge("nixl"))
     with trainer, reader:
-        publisher = cast("NIXLPublisher", trainer._publisher_end()._end)
+        publisher = cast("NIXLPublisher", trainer.publisher.end)
         number, version, struck = 0, 0, True
         while struck:
             version += 1
@@ -101,7 +101,7 @@ def test_an_import_that_was_cut_off_before_any_line_keeps_no_slot_for_long() -> 
             reader.acknowledge(manifest.update_id)
             reader.release(manifest.update_id)
             trainer.release(manifest.update_id)
-            end = cast("NIXLConsumer", reader._consumer_end()._end)
+            end = cast("NIXLConsumer", reader.consumer.end)
             assert not end._held.parked
             slots = [s for one in end._held.sources.values() for s in one.arrivals._ring._slots]
             assert all(slot.update_id is None for slot in slots), f"before line {number}"
@@ -139,7 +139,7 @@ def test_a_fan_in_that_was_cut_off_before_any_line_keeps_no_slot_and_no_lease(la
             reader.acknowledge(manifest)
             reader.release(manifest)
             group.release(manifest)
-            end = cast("GroupEnd", reader._consumer_end()._end)
+            end = cast("GroupEnd", reader.consumer.end)
             held = cast("NIXLConsumer", end._ends["nixl"])._held
             assert (held.landings is not None) == lands
             assert not held.parked
@@ -147,7 +147,7 @@ def test_a_fan_in_that_was_cut_off_before_any_line_keeps_no_slot_and_no_lease(la
             slots = [s for one in held.sources.values() for s in one.arrivals._ring._slots]
             slots += [] if end._ring is None else end._ring[1]._ring._slots
             assert all(slot.update_id is None for slot in slots), f"before line {number}"
-            ends = [cast("NIXLPublisher", one._publisher_end()._end) for one in group.bridges]
+            ends = [cast("NIXLPublisher", one.publisher.end) for one in group.bridges]
 
             def is_free(
                 ends: list[NIXLPublisher] = ends, manifest: GroupManifest = manifest
@@ -199,7 +199,7 @@ def test_reads_that_an_interrupt_keeps_from_being_given_up_are_given_up_by_the_n
             struck = tracer.struck
             assert failed
             assert torch.equal(reader.import_update(manifest)["w"], WEIGHTS["w"]), number
-            end = cast("NIXLConsumer", reader._consumer_end()._end)
+            end = cast("NIXLConsumer", reader.consumer.end)
             reader.release(manifest.update_id)
             trainer.release(manifest.update_id)
             assert not end._held.parked
@@ -217,7 +217,7 @@ def test_an_interrupt_before_any_line_of_the_last_read_in_place_keeps_nothing_re
         number, struck = 0, True
         while struck:
             first = trainer.publish({"w": torch.arange(100)}, weight_version=2 * number + 1)
-            publisher = cast("NIXLPublisher", trainer._publisher_end()._end)
+            publisher = cast("NIXLPublisher", trainer.publisher.end)
             shelf = cast("LiveShelf", publisher._shelf)
             region = shelf._held[first.update_id].region
             shelf._published[first.update_id].readers["reader"] = "it"
@@ -243,7 +243,7 @@ def test_an_interrupt_before_any_line_of_making_a_slot_keeps_nobody_from_making_
     options: dict[str, Any] = {"serve": "inline", "suspicious": "off"}
     with cast("NIXLTensorBridge", make_weight_bridge("nixl", **options)) as trainer:
         trainer.publish(WEIGHTS, weight_version=1)
-        shelf = cast("SlotShelf", cast("NIXLPublisher", trainer._publisher_end()._end)._shelf)
+        shelf = cast("SlotShelf", cast("NIXLPublisher", trainer.publisher.end)._shelf)
         number, struck = 0, True
         while struck:
             tracer = InterruptBefore(number)
@@ -293,7 +293,7 @@ def test_a_process_whose_start_an_interrupt_cut_off_before_any_line_does_not_see
     with served() as (trainer, reader):
         number, version, struck = 0, 1, True
         manifest = trainer.publish(WEIGHTS, weight_version=version)
-        publisher = cast("NIXLPublisher", trainer._publisher_end()._end)
+        publisher = cast("NIXLPublisher", trainer.publisher.end)
         host = cast("ServingProcess", publisher._host)
 
         def has_ended() -> bool:

@@ -36,12 +36,12 @@ def shards(version: int) -> list[Shards]:
 
 
 def consumer_of(bridge: GroupBridge) -> NIXLConsumer:
-    end = cast("GroupEnd", bridge._consumer_end()._end)
+    end = cast("GroupEnd", bridge.consumer.end)
     return cast("NIXLConsumer", end._ends["nixl"])
 
 
 def ring_of(bridge: GroupBridge) -> list[Slot]:
-    end = cast("GroupEnd", bridge._consumer_end()._end)
+    end = cast("GroupEnd", bridge.consumer.end)
     assert end._ring is not None
     return end._ring[1]._ring._slots
 
@@ -82,7 +82,7 @@ def test_no_memory_is_taken_for_the_parts_and_nothing_is_made_once_warm() -> Non
 
 def overwrite(group: Trainers, rank: int, update_id: str, nbytes: int) -> None:
     """What a publisher does that does not know of a reader: the next write of the slot."""
-    end = cast("NIXLPublisher", group.bridges[rank]._publisher_end()._end)
+    end = cast("NIXLPublisher", group.bridges[rank].publisher.end)
     slot = end.snapshot(update_id)
     slot.generation += 1
     slot.stamp(None, 0)

@@ -27,7 +27,7 @@ def trainer_and(*workers: str) -> Iterator[list[NIXLTensorBridge]]:
 
 
 def far(reader: NIXLTensorBridge) -> NIXLConsumer:
-    return cast("NIXLConsumer", reader._consumer_end()._end)
+    return cast("NIXLConsumer", reader.consumer.end)
 
 
 def states(publisher: NIXLTensorBridge, update_id: str) -> list[tuple[str, str]]:
@@ -76,7 +76,7 @@ def test_a_connection_whose_end_was_never_heard_makes_room_for_the_readers_next_
             source.link.hang_up()
             second = publisher.publish({"w": WEIGHTS["w"] + 1}, weight_version=2)
             take(reader, second)
-            server = cast("NIXLPublisher", publisher._publisher_end()._end)._server
+            server = cast("NIXLPublisher", publisher.publisher.end)._server
             assert len(server.members) == 1
             assert states(publisher, first.update_id) == [("alive", "acknowledged")]
 

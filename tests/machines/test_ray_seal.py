@@ -41,7 +41,7 @@ class Run:
 
     def sealed_nbytes(self) -> int:
         lanes = self.trainer._lanes.values()
-        return sum(lane.bridge._publisher_end().nbytes for lane in lanes)
+        return sum(lane.bridge.publisher.nbytes for lane in lanes)
 
 
 @pytest.fixture

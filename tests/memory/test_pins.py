@@ -104,7 +104,7 @@ def test_a_report_that_comes_to_the_books_and_books_that_have_to_report_wait_for
             rollout.release(manifest.update_id)
             monkeypatch.setattr(ControlWriter, "_text", text)
             report = UpdateReport(update_id=manifest.update_id, weight_version=1, state="released")
-            end = rollout._consumer_end()._end
+            end = rollout.consumer.end
             threads = [
                 threading.Thread(target=look, daemon=True),
                 threading.Thread(

@@ -35,7 +35,7 @@ class Trainer:
 
     def held(self, lane: str) -> int:
         """How many versions have a slot of a lane."""
-        updates = self.side._lanes[lane].bridge._publisher_end()._updates.values()
+        updates = self.side._lanes[lane].bridge.publisher._updates.values()
         return sum(one.lifecycle.state is not State.RELEASED for one in updates)
 
 

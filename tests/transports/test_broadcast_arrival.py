@@ -267,7 +267,7 @@ def test_versions_that_nobody_imports_are_not_kept(
     trainer: BroadcastTensorBridge, rollout: BroadcastTensorBridge
 ) -> None:
     rollout.import_update(trainer.publish(sample_weights(1), weight_version=1))
-    arrivals = rollout._consumer_end()._end._clients[trainer.publisher_id][1]  # type: ignore[attr-defined]
+    arrivals = rollout.consumer.end._clients[trainer.publisher_id][1]  # type: ignore[attr-defined]
     manifest = None
     for version in range(2, 12):
         if manifest is not None:

@@ -83,7 +83,7 @@ def test_nobody_waits_for_the_deadline_of_a_slice_behind_an_engine_that_died(
 def test_a_version_is_not_written_over_while_a_transfer_that_broke_off_reads_it(
     trainer: BroadcastTensorBridge, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    end: Any = trainer._publisher_end()._end
+    end: Any = trainer.publisher.end
     left: list[Callable[[], object]] = []
     monkeypatch.setattr(end._sender._broken_groups, "end", lambda _group, then: left.append(then))
 

@@ -39,7 +39,7 @@ def test_a_member_whose_end_was_cut_off_before_any_line_is_let_go_of_at_the_next
     number, struck = 0, True
     while struck:
         receiver, trainer = pair()
-        server = trainer._publisher_end()._end._server  # type: ignore[attr-defined]
+        server = trainer.publisher.end._server  # type: ignore[attr-defined]
         assert isinstance(server, ControlServer)
         (member,) = server.members
         until(lambda member=member: member.updates, what="its report came")  # type: ignore[misc]
@@ -61,7 +61,7 @@ def test_a_report_whose_hearing_is_interrupted_is_told_again_by_the_next_connect
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     receiver, trainer = pair()
-    server = trainer._publisher_end()._end._server  # type: ignore[attr-defined]
+    server = trainer.publisher.end._server  # type: ignore[attr-defined]
     assert isinstance(server, ControlServer)
     (member,) = server.members
     until(lambda: member.updates, what="its report came")

@@ -104,7 +104,7 @@ def test_receivers_that_joined_before_have_a_version_before_they_import_it(make:
         engine.join()
     manifest = publish(trainer, 1)
     for engine in engines:
-        arrivals = engine._consumer_end()._end._clients[trainer.publisher_id][1]  # type: ignore[attr-defined]
+        arrivals = engine.consumer.end._clients[trainer.publisher_id][1]  # type: ignore[attr-defined]
         until(partial(arrivals.find, manifest.update_id), what="it arrives by itself")
         assert contents_of(engine.import_update(manifest)) == contents_of(sample_weights(1))
 
@@ -309,7 +309,7 @@ def test_a_member_that_sends_what_is_no_message_loses_its_connection_only(
     manifest = publish(trainer, 1)
     for engine in (good, bad):
         engine.import_update(manifest)
-    client = bad._consumer_end()._end._clients[trainer.publisher_id][0]  # type: ignore[attr-defined]
+    client = bad.consumer.end._clients[trainer.publisher_id][0]  # type: ignore[attr-defined]
     client._channel.send_bytes(text)
     until(lambda: client.is_lost, what="its connection ends")
     newer = publish(trainer, 2)
@@ -322,7 +322,7 @@ def test_a_member_that_sends_what_is_no_message_loses_its_connection_only(
 def test_a_message_that_is_too_long_is_not_read(make: Make) -> None:
     trainer, engine = make("trainer"), make("rollout")
     engine.import_update(publish(trainer, 1))
-    client = engine._consumer_end()._end._clients[trainer.publisher_id][0]  # type: ignore[attr-defined]
+    client = engine.consumer.end._clients[trainer.publisher_id][0]  # type: ignore[attr-defined]
     client._channel.send_raw((1 << 31).to_bytes(4, "big"))
     until(lambda: client.is_lost, what="its connection ends")
 

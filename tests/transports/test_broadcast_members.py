@@ -45,13 +45,13 @@ def publish(bridge: BroadcastTensorBridge, version: int) -> Any:
 
 
 def server_of(trainer: BroadcastTensorBridge) -> ControlServer:
-    found = trainer._publisher_end()._end._server  # type: ignore[attr-defined]
+    found = trainer.publisher.end._server  # type: ignore[attr-defined]
     assert isinstance(found, ControlServer)
     return found
 
 
 def client_of(engine: BroadcastTensorBridge, trainer: BroadcastTensorBridge) -> Any:
-    return engine._consumer_end()._end._clients[trainer.publisher_id][0]  # type: ignore[attr-defined]
+    return engine.consumer.end._clients[trainer.publisher_id][0]  # type: ignore[attr-defined]
 
 
 def test_a_publisher_without_descriptors_answers_while_strangers_knock(make: Make) -> None:
@@ -146,7 +146,7 @@ def test_who_only_looked_cannot_follow_in_a_place_that_is_not_its_own(make: Make
     one.join()
     manifest = publish(trainer, 1)
     late = make("late")
-    late._consumer_end()._end.look(manifest)
+    late.consumer.end.look(manifest)
     assert [member.is_observer for member in server_of(trainer).members] == [False, True]
     with pytest.raises(WeightBridgeUnavailableError, match="is taken by worker 'one'"):
         late.import_update(publish(trainer, 2))
@@ -159,7 +159,7 @@ def test_a_closed_group_that_nobody_came_to_costs_no_time_once_its_wait_is_over(
 ) -> None:
     trainer = make("trainer", world_size=3, timeout_s=0.3)
     publish(trainer, 1)
-    schedule = trainer._publisher_end()._end._sender._schedule  # type: ignore[attr-defined]
+    schedule = trainer.publisher.end._sender._schedule  # type: ignore[attr-defined]
     until(lambda: schedule.wait_s() is None, what="the sender sleeps until there is news")
     latest = publish(trainer, 2)
     engine = make("engine", init_info=trainer.init_info())

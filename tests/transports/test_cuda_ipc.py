@@ -232,15 +232,15 @@ def test_a_slot_that_is_refused_or_cut_off_leaves_nothing(
             with pytest.raises(DriverError, match="refused, as planned"):
                 publish(trainer, 2)
         assert (host().num_plain(), set(open_fds())) == before
-    end: Any = trainer._publisher_end()
-    make_slot = end._end._make_slot
+    end: Any = trainer.publisher
+    make_slot = end.end._make_slot
 
     def and_cut(*args: Any) -> object:
         make_slot(*args)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(end._end._ring, "_make_slot", and_cut)
+        patch.setattr(end.end._ring, "_make_slot", and_cut)
         with pytest.raises(KeyboardInterrupt):
             publish(trainer, 2)
     gc.collect()
@@ -317,8 +317,8 @@ def test_a_side_that_is_short_of_memory_for_its_copy_may_try_again(
         patch.setattr("rl_bridge.memory.views.vm.map_anonymous", none)
         with pytest.raises(WeightBridgeUnavailableError, match="memory for a copy") as kept:
             rollout.import_update(manifest)
-    end: Any = trainer._publisher_end()
-    held = leases.is_held(end._end._ring._slots[0].segment.fd)
+    end: Any = trainer.publisher
+    held = leases.is_held(end.end._ring._slots[0].segment.fd)
     assert not held, f"although {kept.value!r} is kept"
     assert shown(rollout, manifest) == {1.0}
 

@@ -351,10 +351,10 @@ def test_a_slot_that_an_interrupt_loses_is_not_offered_for_good(
     trainer: BridgeOver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     publish(trainer)
-    end: Any = trainer._publisher_end()
-    offers = end._end._broker._server.offers
+    end: Any = trainer.publisher
+    offers = end.end._broker._server.offers
     before = (held(), set(open_fds()), set(offers))
-    cuts: list[Callable[..., Any]] = [Broker.offer, end._end._make_slot]
+    cuts: list[Callable[..., Any]] = [Broker.offer, end.end._make_slot]
 
     def and_cut(function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any) -> object:
@@ -365,7 +365,7 @@ def test_a_slot_that_an_interrupt_loses_is_not_offered_for_good(
 
     for owner, name, function in (
         (Broker, "offer", cuts[0]),
-        (end._end._ring, "_make_slot", cuts[1]),
+        (end.end._ring, "_make_slot", cuts[1]),
     ):
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, and_cut(function))

@@ -246,7 +246,7 @@ class SGLangInstallAdapter(TransactionalAdapter):
         finally:
             self._serving.end_pause()
 
-    def take_over(self) -> None:
+    def take_over(self) -> bool:
         """End what a driver that ended inside of an update left, and let requests go on.
 
         It is taken back, as `prepare` does it. Without anything left, nothing happens, nor in the
@@ -260,6 +260,7 @@ class SGLangInstallAdapter(TransactionalAdapter):
             self._look_for_remains()
             self._handle.call("abandon", reason=None)
             self._serving.end_pause()
+        return False
 
     def commit(self) -> None:
         """Let the engine's half acknowledge. Called again, it does so where it did not."""

@@ -273,7 +273,7 @@ class VLLMEngineAdapter(TransactionalAdapter):
             )
             raise WeightUpdateRejectedError(msg)
 
-    def take_over(self) -> None:
+    def take_over(self) -> bool:
         """End what a driver that ended inside of an update left, and let requests go on.
 
         What all ranks hold, proven, is committed; what they do not is taken back, and what they
@@ -288,6 +288,7 @@ class VLLMEngineAdapter(TransactionalAdapter):
             self._look_at_ranks()
             self._all("forget", {})
             self._pause.end()
+        return False
 
     def abandon(self) -> None:
         """Let all ranks forget what they staged."""

@@ -60,7 +60,7 @@ class Trainer(WeightPublisherActor):
 
         from rl_bridge.memory import vm
 
-        end = get_tensor_transport_manager("RL_BRIDGE")._bridge._publisher_end()._end
+        end = get_tensor_transport_manager("RL_BRIDGE")._bridge.publisher.end
         (slot,) = [slot for slot in end._ring._slots if slot.update_id is not None]
         vm.store(slot.address + 64, b"\xee")
 
