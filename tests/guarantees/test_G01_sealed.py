@@ -121,10 +121,6 @@ def test_what_another_process_writes_stays_in_that_process(
     assert late == hashes(sample_weights(1))
 
 
-@known_gap(
-    "the written bytes are taken for damage, and the update is lost",
-    transport=["local-clone", "shared-memory-in-files", "cuda-ipc-on-host"],
-)
 def test_the_published_bytes_come_back_with_the_next_import(
     trainer: BridgeOver, rollout: BridgeOver, transport: Carrier
 ) -> None:

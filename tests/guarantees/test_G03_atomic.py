@@ -126,7 +126,6 @@ def ctrl_c_after(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-@pytest.mark.xfail(strict=False, reason="a Ctrl-C in a finalizer is lost, and a slot with it")
 def test_a_ctrl_c_at_any_moment_leaves_one_version_or_the_other(replica: Replica) -> None:
     held = 1
     took = replica.update(held).timings_ms["total"] / 1e3

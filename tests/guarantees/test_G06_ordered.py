@@ -171,7 +171,6 @@ def test_a_rejected_update_stays_out_also_if_it_was_never_seen(
     assert rollout.import_update(trainer.publish(weights(2), weight_version=2))
 
 
-@pytest.mark.xfail(strict=True, reason="a refused import makes it `rejected`")
 def test_a_released_update_stays_released(trainer: BridgeOver, rollout: BridgeOver) -> None:
     manifest = trainer.publish(weights(1), weight_version=1)
     rollout.import_update(manifest)
