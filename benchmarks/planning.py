@@ -29,7 +29,7 @@ from rl_bridge.groups.exchange import FunctionExchange
 from rl_bridge.groups.plan import make_plan
 from rl_bridge.groups.wanted import TensorParallel, Wanted, everything, parallel
 from rl_bridge.manifest.coverage import held_pieces, prove_coverage
-from rl_bridge.manifest.group_layout import KNOWN_GROUPS, GroupLayout
+from rl_bridge.manifest.group_layout import GroupLayout
 from rl_bridge.manifest.table import TensorTable
 from rl_bridge.memory.passes import BytePlan
 
@@ -71,7 +71,6 @@ def _timed(action: Callable[[], Any]) -> tuple[float, Any]:
 
 
 def _read(text: str) -> GroupLayout:
-    KNOWN_GROUPS._tables.clear()  # noqa: SLF001 - read anew
     return GroupLayout.from_text(text)
 
 

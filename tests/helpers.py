@@ -17,8 +17,8 @@ import torch
 from rl_bridge.errors import DeadlineExceeded
 from rl_bridge.manifest.canonical import canonical_json
 from rl_bridge.manifest.digest import DIGEST_NBYTES, text_digest
-from rl_bridge.manifest.model import FORMAT, WeightUpdateManifest
-from rl_bridge.manifest.table import KNOWN_LAYOUTS, TensorTable
+from rl_bridge.manifest.model import LayoutCache, WeightUpdateManifest
+from rl_bridge.manifest.table import TensorTable
 from rl_bridge.testing.leaks import Holdings
 from rl_bridge.testing.processes import DEADLINE_S, until
 
@@ -74,11 +74,11 @@ def assemble(header: Mapping[str, object], layout: Mapping[str, object] | str | 
     """
     head = dict(header)
     if layout is None:
-        return f'{{"format":"{FORMAT}","header":{_dump(head)}}}'
+        return f'{{"format":"{WeightUpdateManifest.FORMAT}","header":{_dump(head)}}}'
     text = layout if isinstance(layout, str) else canonical_json(dict(layout))
     if "layout_digest" in head:
         head["layout_digest"] = text_digest(text)
-    return f'{{"format":"{FORMAT}","header":{_dump(head)},"layout":{text}}}'
+    return f'{{"format":"{WeightUpdateManifest.FORMAT}","header":{_dump(head)},"layout":{text}}}'
 
 
 def _dump(value: object) -> str:
@@ -88,14 +88,12 @@ def _dump(value: object) -> str:
 @contextmanager
 def forget_layouts() -> Iterator[None]:
     """As in a process that has not seen any layout yet."""
-    tables = KNOWN_LAYOUTS._tables
-    saved = tables.copy()
-    tables.clear()
+    cache = WeightUpdateManifest.known_layouts
+    WeightUpdateManifest.known_layouts = LayoutCache(32)
     try:
         yield
     finally:
-        tables.clear()
-        tables.update(saved)
+        WeightUpdateManifest.known_layouts = cache
 
 
 # ---- tensors ------------------------------------------------------------------------------------

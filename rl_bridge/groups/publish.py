@@ -48,10 +48,10 @@ from rl_bridge.manifest.coverage import held_pieces, prove_coverage
 from rl_bridge.manifest.digest import text_digest
 from rl_bridge.manifest.group import GroupManifest
 from rl_bridge.manifest.group_digests import LEAVES
-from rl_bridge.manifest.group_layout import KNOWN_GROUPS, GroupLayout
+from rl_bridge.manifest.group_layout import GroupLayout
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.manifest.parallel import Piece, Placement, WeightLayout
-from rl_bridge.manifest.table import KNOWN_LAYOUTS, collector_paused
+from rl_bridge.manifest.table import collector_paused
 from rl_bridge.memory.packing import LeafSource, checked_block, dtype_name
 from rl_bridge.trainers.state_dict import Source, named_tensors, trainable_names
 
@@ -620,14 +620,15 @@ class GroupPublisher:
         blocks: list[bytes | None] = []
         for rank, body in enumerate(bodies):
             if self._layout is not None:
-                KNOWN_LAYOUTS.add(self._layout.tables[rank])
+                WeightUpdateManifest.known_layouts.add(self._layout.tables[rank])
             part, block = Part.read(body, rank).opened(rank)
             parts.append(part)
             blocks.append(block)
         tables = [part.table for part in parts]
         layout = self._layout
         if layout is None or [one.digest for one in layout.tables] != [t.digest for t in tables]:
-            layout = KNOWN_GROUPS.add(GroupLayout.build(tables, self._placements))
+            layout = GroupLayout.build(tables, self._placements)
+            layout = GroupManifest.known_layouts.add(layout)
         metadata = thaw(parts[0].metadata)
         metadata.pop("layout")
         return GroupManifest.build(parts, layout, blocks, metadata=metadata)

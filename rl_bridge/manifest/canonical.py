@@ -2,18 +2,36 @@ r"""Canonical JSON: equal content gives equal bytes, and nothing else is accepte
 
 The rules (normative page: ``docs/explanation/manifest-format.md``): keys sorted by code point, no
 white space, ASCII only (everything else as ``\uXXXX``), no NaN or infinity, no duplicate keys.
+
+A value is frozen while a model holds it (`freeze`), and plain while it is read or written. `Frozen`
+is the base of the models that are written as such JSON.
 """
 
 import json
 import math
 from collections import Counter
 from collections.abc import Mapping
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any, NoReturn
 
+from pydantic import BaseModel, ConfigDict, ValidationError
+
 from rl_bridge.errors import MalformedManifest
 
-__all__ = ["DECODER", "JSONValue", "canonical_json", "decode_json", "freeze", "thaw"]
+__all__ = [
+    "RESEND",
+    "Frozen",
+    "JSONValue",
+    "canonical_json",
+    "decode_json",
+    "field_problem",
+    "freeze",
+    "thaw",
+]
+
+RESEND = "Send what to_json() gave, as it is."
+"""The remedy for text that somebody rewrote."""
 
 # Any JSON value. Recursive aliases defeat pydantic and mypy in one place or the other, and every
 # value of this type passes `freeze`, which checks it at run time.
@@ -57,13 +75,13 @@ def _unique(pairs: list[tuple[str, JSONValue]]) -> dict[str, JSONValue]:
         twice = sorted(key for key, count in times.items() if count > 1)
         msg = (
             f"manifest JSON repeats the keys {twice[:_SHOWN]}: two readers could read two "
-            "manifests. Send WeightUpdateManifest.to_json() as it is."
+            f"manifests. {RESEND}"
         )
         raise MalformedManifest(msg)
     return found
 
 
-DECODER = json.JSONDecoder(
+_DECODER = json.JSONDecoder(
     object_pairs_hook=_unique, parse_constant=_no_constant, parse_float=_finite
 )
 
@@ -76,10 +94,9 @@ def decode_json(text: str, start: int = 0) -> tuple[JSONValue, int]:
 
     """
     try:
-        return DECODER.raw_decode(text, start)
+        return _DECODER.raw_decode(text, start)
     except (ValueError, RecursionError) as error:
-        remedy = "Send WeightUpdateManifest.to_json() as it is."
-        msg = f"manifest text is no valid JSON: {error}. {remedy}"
+        msg = f"manifest text is no valid JSON: {error}. {RESEND}"
         raise MalformedManifest(msg) from error
 
 
@@ -119,7 +136,7 @@ def freeze(value: JSONValue, *, where: str = "metadata", depth: int = 0) -> JSON
                     "string."
                 )
                 raise MalformedManifest(msg)
-            # As a rule it is plain: no name of it has to be made. (At the limit `freeze` refuses.)
+            # Most are plain: no `where` has to be made for them. (At the limit `freeze` refuses.)
             if type(item) in _CONSTANT and depth < _MAX_DEPTH:
                 frozen[key] = item
             else:
@@ -147,3 +164,41 @@ def thaw(value: JSONValue) -> JSONValue:
     if isinstance(value, tuple):
         return [thaw(item) for item in value]
     return value
+
+
+class Frozen(BaseModel):
+    """A model of which no attribute can be set or deleted, what it computed included.
+
+    That guards against mistakes. Python code that wants to can reach behind any object.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", ignored_types=(cached_property,))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Refuse.
+
+        Raises:
+            AttributeError: always.
+
+        """
+        raise AttributeError(self._refusal(name))
+
+    def __delattr__(self, name: str) -> None:
+        """Refuse.
+
+        Raises:
+            AttributeError: always.
+
+        """
+        raise AttributeError(self._refusal(name))
+
+    def _refusal(self, name: str) -> str:
+        return f"{type(self).__name__}.{name} cannot be changed: it never changes once it is made."
+
+
+def field_problem(error: ValidationError) -> str:
+    """The first problem that pydantic found: which field, what is wrong, what was given."""
+    first = error.errors(include_url=False)[0]
+    where = ".".join(map(str, first["loc"])) or "(the whole)"
+    wrong = "no such field" if first["type"] == "extra_forbidden" else first["msg"]
+    return f"field {where}: {wrong}, got {repr(first.get('input'))[:80]}"

@@ -1,8 +1,12 @@
 """The proof that the ranks of a group hold every element of every tensor exactly once.
 
-Nothing is assembled for it: it is arithmetic on placements. Of each whole tensor, the pieces with
-replica 0 must be disjoint and fill it; each further replica must repeat one of them. What fails
-names the tensor, the range of indices and the ranks.
+Nothing is assembled for it: it is arithmetic on placements. The pieces of a whole tensor that have
+replica 0 must be disjoint and fill it; each further replica must repeat one of them. An error names
+the tensor, the range of indices and the ranks.
+
+The arithmetic is on boxes of index space: half-open, with one lower and one upper index for each
+dimension. A range of elements in row-major order (``is_flat``) is a few boxes as well, so that all
+pieces have one form. Resharding (`rl_bridge.groups.plan`) uses the same boxes.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -35,16 +39,14 @@ __all__ = [
     "volume",
 ]
 
-# ---- Boxes of index space: half-open, one lower and one upper index per dimension.
-#
-# What coverage and resharding are made of. A range of elements in row-major order (``is_flat``) is
-# a few boxes as well, so that everything meets in one form.
-
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """First indices, and the indices behind the last ones."""
 
-# Rows of the comparison that look for overlaps at a time: 1024 x 20,000 x dims bytes at most.
+# Overlaps are looked for in so many rows at a time: 1024 x 20,000 x dims bytes at most.
 _ROWS = 1024
+# Nobody cuts a tensor into more boxes. Comparing each with each must take seconds at most.
+_MAX_BOXES = 20_000
+_MAX_INT = 2**63 - 1
 
 
 def box_of(offset: Sequence[int], shape: Sequence[int]) -> Box:
@@ -120,7 +122,7 @@ def subtract(box: Box, other: Box) -> list[Box]:
 def find_gap(whole: Box, boxes: Iterable[Box]) -> Box | None:
     """A range of `whole` that none of `boxes` covers, the first in a search; None if there is none.
 
-    Meant for telling: it takes long only where there are many boxes and no gap.
+    For error messages: it takes long only if there are many boxes and no gap.
     """
     waiting = [(whole, list(boxes))]
     while waiting:
@@ -139,7 +141,7 @@ def find_overlap(boxes: Sequence[Box]) -> tuple[int, int] | None:
     """Two of `boxes` that share elements, by their places; None if all are disjoint."""
     kept = [place for place, box in enumerate(boxes) if not is_empty(box)]
     if len(kept) > 1 and not boxes[kept[0]][0]:
-        return kept[0], kept[1]  # of no dimensions: one element, twice
+        return kept[0], kept[1]  # without dimensions: the same single element twice
     if len(kept) < 2:  # noqa: PLR2004 - a pair
         return None
     kept.sort(key=lambda place: boxes[place][0][0])
@@ -147,7 +149,7 @@ def find_overlap(boxes: Sequence[Box]) -> tuple[int, int] | None:
     high = np.array([boxes[place][1] for place in kept], np.int64)
     for begin in range(0, len(kept), _ROWS):
         rows = slice(begin, begin + _ROWS)
-        # Sorted by their first index: what begins behind the end of all of these meets none.
+        # Boxes are sorted by their first index, so those that begin behind all of these meet none.
         end = int(np.searchsorted(low[:, 0], high[rows, 0].max()))
         meets = (low[rows, None] < high[None, :end]) & (low[None, :end] < high[rows, None])
         pairs = np.argwhere(meets.all(axis=2))
@@ -158,11 +160,7 @@ def find_overlap(boxes: Sequence[Box]) -> tuple[int, int] | None:
     return None
 
 
-# ---- the rest builds on the parts above
-
-# Nobody cuts a tensor into more boxes; comparing each with each must stay a matter of seconds.
-_MAX_BOXES = 20_000
-_MAX_INT = 2**63 - 1
+# ---- the proof ----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,7 +185,7 @@ class WholeTensor:
 
 
 class Held(NamedTuple):
-    """One piece, and who holds it in which of his own tensors."""
+    """One piece: the rank that holds it, and in which of its own tensors."""
 
     rank: int
     local: str
@@ -215,8 +213,8 @@ def held_pieces(
 
     Args:
         ranks: the placements of each rank.
-        allow_ties: pieces of different tensors may lie at the same place of a rank's own tensor, as
-            where two names share one tensor.
+        allow_ties: pieces of different tensors may lie at the same place of a rank's own tensor,
+            because two names share it.
 
     Raises:
         RangeBeyondSegment: a piece reaches beyond its whole tensor or the rank's own tensor.
@@ -224,37 +222,33 @@ def held_pieces(
 
     """
     with collector_paused():
-        return _held(ranks, allow_ties)
-
-
-def _held(ranks: Sequence[Mapping[str, Placement]], allow_ties: bool) -> dict[str, list[Held]]:  # noqa: FBT001 - private
-    found: dict[str, list[Held]] = {}
-    sound: set[object] = set()
-    for rank, placements in enumerate(ranks):
-        for local, placement in placements.items():
-            shape, dtype = placement.shape, placement.dtype
-            for piece in placement.pieces:
-                name = piece.name
-                pattern = (
-                    *(piece.global_shape, piece.offset, piece.shape, piece.local_offset),
-                    *(piece.is_flat, piece.replica, shape),
-                )
-                if pattern not in sound:
-                    _check_piece(rank, local, _Pattern(*pattern), name)
-                    sound.add(pattern)
-                held = Held(rank, local, dtype, shape, piece)
-                if name in found:
-                    found[name].append(held)
-                else:
-                    found[name] = [held]
-            if len(placement.pieces) > 1:
-                if allow_ties:
-                    for name in {piece.name for piece in placement.pieces}:
-                        own = [piece for piece in placement.pieces if piece.name == name]
-                        _check_local(rank, local, shape, own)
-                else:
-                    _check_local(rank, local, shape, placement.pieces)
-    return found
+        found: dict[str, list[Held]] = {}
+        sound: set[object] = set()
+        for rank, placements in enumerate(ranks):
+            for local, placement in placements.items():
+                shape, dtype = placement.shape, placement.dtype
+                for piece in placement.pieces:
+                    name = piece.name
+                    pattern = (
+                        *(piece.global_shape, piece.offset, piece.shape, piece.local_offset),
+                        *(piece.is_flat, piece.replica, shape),
+                    )
+                    if pattern not in sound:
+                        _check_piece(rank, local, _Pattern(*pattern), name)
+                        sound.add(pattern)
+                    held = Held(rank, local, dtype, shape, piece)
+                    if name in found:
+                        found[name].append(held)
+                    else:
+                        found[name] = [held]
+                if len(placement.pieces) > 1:
+                    if allow_ties:
+                        for name in {piece.name for piece in placement.pieces}:
+                            own = [piece for piece in placement.pieces if piece.name == name]
+                            _check_local(rank, local, shape, own)
+                    else:
+                        _check_local(rank, local, shape, placement.pieces)
+        return found
 
 
 def prove_coverage(held: Mapping[str, Sequence[Held]]) -> dict[str, WholeTensor]:
@@ -269,25 +263,21 @@ def prove_coverage(held: Mapping[str, Sequence[Held]]) -> dict[str, WholeTensor]
 
     """
     with collector_paused():
-        return _proven(held)
-
-
-def _proven(held: Mapping[str, Sequence[Held]]) -> dict[str, WholeTensor]:
-    wholes: dict[str, WholeTensor] = {}
-    proven: set[object] = set()
-    for name in sorted(held):
-        pieces = held[name]
-        _check_agreement(name, pieces)
-        first = pieces[0]
-        key = (
-            first.piece.global_shape,
-            *((p.offset, p.shape, p.is_flat, p.replica) for _, _, _, _, p in pieces),
-        )
-        if key not in proven:
-            _prove_tensor(name, pieces)
-            proven.add(key)
-        wholes[name] = WholeTensor(name=name, dtype=first.dtype, shape=first.piece.global_shape)
-    return wholes
+        wholes: dict[str, WholeTensor] = {}
+        proven: set[object] = set()
+        for name in sorted(held):
+            pieces = held[name]
+            _check_agreement(name, pieces)
+            first = pieces[0]
+            key = (
+                first.piece.global_shape,
+                *((p.offset, p.shape, p.is_flat, p.replica) for _, _, _, _, p in pieces),
+            )
+            if key not in proven:
+                _prove_tensor(name, pieces)
+                proven.add(key)
+            wholes[name] = WholeTensor(name=name, dtype=first.dtype, shape=first.piece.global_shape)
+        return wholes
 
 
 def piece_boxes(piece: Piece) -> list[Box]:

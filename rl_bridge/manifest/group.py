@@ -5,50 +5,21 @@ for every version; in it the header of each rank's own manifest) and ``layout`` 
 a whole run, sent once).
 """
 
-import base64
 from collections.abc import Mapping, Sequence
-from functools import cached_property
-from typing import Annotated, Any, Self
+from typing import ClassVar, Self
 
 import xxhash
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    InstanceOf,
-    StrictBytes,
-    StrictFloat,
-    StrictInt,
-    StrictStr,
-    ValidationError,
-    model_validator,
-)
+from pydantic import InstanceOf
 
 from rl_bridge.errors import DigestMismatch, MalformedManifest, RanksDisagree
-from rl_bridge.manifest.canonical import JSONValue, canonical_json, decode_json, freeze, thaw
+from rl_bridge.manifest.canonical import RESEND, JSONValue, canonical_json, thaw
 from rl_bridge.manifest.coverage import WholeTensor
 from rl_bridge.manifest.digest import DIGEST_NBYTES, text_digest
-from rl_bridge.manifest.group_layout import KNOWN_GROUPS, GroupLayout
-from rl_bridge.manifest.model import FORMAT as PART_FORMAT
-from rl_bridge.manifest.model import LAYOUT_KEY, Envelope, WeightUpdateManifest
-from rl_bridge.manifest.table import KNOWN_LAYOUTS
+from rl_bridge.manifest.group_layout import GroupLayout
+from rl_bridge.manifest.model import Identifier, LayoutCache, Manifest, WeightUpdateManifest
+from rl_bridge.manifest.table import Layout, TensorTable
 
-__all__ = ["FORMAT", "GroupManifest", "group_update_id"]
-
-FORMAT = "rl_bridge.group/1"
-_PREFIX = f'{{"format":"{FORMAT}","header":'
-_ENVELOPE = Envelope(
-    kind="group manifest",
-    layout="group layout",
-    maker="GroupManifest",
-    known=KNOWN_GROUPS,
-    read=GroupLayout.from_text,
-)
-_REMEDY = "Send GroupManifest.to_json() as it is."
-_MAX_VERSION = 2**63 - 1
-
-Identifier = Annotated[StrictStr, Field(pattern=r"^[0-9a-f]{32}$")]
+__all__ = ["GroupManifest", "group_update_id"]
 
 
 def group_update_id(parts: Sequence[WeightUpdateManifest]) -> str:
@@ -56,8 +27,8 @@ def group_update_id(parts: Sequence[WeightUpdateManifest]) -> str:
     return xxhash.xxh3_128_hexdigest("".join(part.update_id for part in parts).encode("ascii"))
 
 
-class GroupManifest(BaseModel):
-    """Immutable record of one version of an update group. Valid from birth.
+class GroupManifest(Manifest):
+    """Immutable record of one version of an update group.
 
     Attributes:
         update_id: follows from the parts' ids.
@@ -66,7 +37,7 @@ class GroupManifest(BaseModel):
         created_at: seconds since the epoch (wall clock, for people).
         metadata: the user's own JSON values.
         parts: manifest of each rank's own update, by rank.
-        digests: 16 bytes per whole tensor, sorted by name (see `DigestPlan` for what each says).
+        digests: 16 bytes per whole tensor, sorted by name (`DigestPlan` says what each means).
         root: digest over all of them, 32 hexadecimal digits.
         layout: what the ranks hold; its coverage is proven.
 
@@ -75,30 +46,16 @@ class GroupManifest(BaseModel):
 
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", ignored_types=(cached_property,))
+    FORMAT: ClassVar[str] = "rl_bridge.group/1"
+    KIND: ClassVar[str] = "group manifest"
+    LAYOUT_FIELD: ClassVar[str] = "layout"
+    LAYOUT_TYPE: ClassVar[type[Layout]] = GroupLayout
+    known_layouts: ClassVar[LayoutCache[GroupLayout]] = LayoutCache(8)
 
     update_id: Identifier
     group_id: Identifier
-    weight_version: Annotated[StrictInt, Field(ge=0, le=_MAX_VERSION)]
-    created_at: Annotated[StrictFloat, Field(allow_inf_nan=False)]
-    metadata: Annotated[
-        JSONValue, BeforeValidator(lambda value: freeze(value, where="metadata"))
-    ] = Field(default_factory=dict)
     parts: tuple[InstanceOf[WeightUpdateManifest], ...]
-    digests: StrictBytes
-    root: StrictStr
     layout: InstanceOf[GroupLayout]
-
-    def __init__(self, /, **fields: Any) -> None:
-        """Validate `fields`; a wrong type is a `MalformedManifest`, not pydantic's own error."""
-        try:
-            super().__init__(**fields)
-        except ValidationError as error:
-            first = error.errors(include_url=False)[0]
-            where = ".".join(map(str, first["loc"])) or "manifest"
-            given = repr(first.get("input"))[:80]
-            msg = f"group manifest field {where}: {first['msg']}, got {given}. {_REMEDY}"
-            raise MalformedManifest(msg) from error
 
     @classmethod
     def build(
@@ -130,25 +87,20 @@ class GroupManifest(BaseModel):
             metadata=dict(metadata or {}),
             parts=tuple(parts),
             digests=digests,
-            root=layout.root_plan.root(digests).hex(),
             layout=layout,
         )
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if not isinstance(self.metadata, Mapping):
-            msg = f"group manifest metadata is no mapping. {_REMEDY}"
-            raise MalformedManifest(msg)
+    def _check_fields(self) -> None:
+        self._require_mapping("metadata")
         self._check_parts()
         self._check_digests()
-        return self
 
     def _check_parts(self) -> None:
         layout, world = self.layout, len(self.parts)
         if world != layout.world_size:
             msg = (
                 f"version {self.weight_version}: the group has {world} parts, its layout is of "
-                f"{layout.world_size} ranks. {_REMEDY}"
+                f"{layout.world_size} ranks. {RESEND}"
             )
             raise RanksDisagree(msg)
         for rank, part in enumerate(self.parts):
@@ -164,7 +116,7 @@ class GroupManifest(BaseModel):
             if part.layout_digest != layout.tables[rank].digest:
                 msg = (
                     f"rank {rank}: its part has the layout {part.layout_digest}, the group says "
-                    f"{layout.tables[rank].digest}. {_REMEDY}"
+                    f"{layout.tables[rank].digest}. {RESEND}"
                 )
                 raise DigestMismatch(msg)
         ids = {part.update_id for part in self.parts} | {part.publisher_id for part in self.parts}
@@ -179,7 +131,7 @@ class GroupManifest(BaseModel):
             msg = (
                 f"version {self.weight_version}: update {self.update_id} of group {self.group_id} "
                 f"is not what its parts make, update {expected[0]} of group {expected[1]}. "
-                f"{_REMEDY}"
+                f"{RESEND}"
             )
             raise DigestMismatch(msg)
 
@@ -187,13 +139,6 @@ class GroupManifest(BaseModel):
         layout = self.layout
         blocks = [part.digests for part in self.parts]
         name = f"version {self.weight_version}"
-        root = layout.root_plan.root(self.digests).hex()
-        if root != self.root:
-            msg = (
-                f"{name}: the group's root is {self.root}, its digests give {root}. It was "
-                "altered: ask the publisher for it again."
-            )
-            raise DigestMismatch(msg)
         unequal = layout.digest_plan.unequal(blocks)
         if unequal:
             first = unequal[0]
@@ -239,11 +184,6 @@ class GroupManifest(BaseModel):
         return len(self.parts)
 
     @property
-    def layout_digest(self) -> str:
-        """Name of the layout part."""
-        return self.layout.digest
-
-    @property
     def is_unsharded_root(self) -> bool:
         """Whether `root` is the root that the same weights have in one unsharded update."""
         return self.layout.digest_plan.is_unsharded
@@ -257,16 +197,8 @@ class GroupManifest(BaseModel):
 
     # ---- JSON -----------------------------------------------------------------------------------
 
-    def header(self) -> dict[str, JSONValue]:
-        """Plain JSON form of the update part."""
-        return {
-            **self._header_but(),
-            "digests": base64.b64encode(self.digests).decode("ascii"),
-            "parts": [part.header() for part in self.parts],
-        }
-
-    def _header_but(self) -> dict[str, JSONValue]:
-        """It without what is long: the digests, and the parts."""
+    def _short_header(self) -> dict[str, JSONValue]:
+        """The header without what is long: the digests, and the parts."""
         return {
             "created_at": self.created_at,
             "group_id": self.group_id,
@@ -277,97 +209,36 @@ class GroupManifest(BaseModel):
             "weight_version": self.weight_version,
         }
 
-    @cached_property
+    def _header_but_digests(self) -> dict[str, JSONValue]:
+        return {**self._short_header(), "parts": [part.header() for part in self.parts]}
+
+    @property
     def header_digest(self) -> bytes:
         """16 bytes over the update part: each rank keeps them beside the bytes of its own part."""
         # The roots stand for the digests, which they cover: they are long.
-        short = {**self._header_but(), "parts": [part.header_digest.hex() for part in self.parts]}
-        return bytes.fromhex(text_digest(canonical_json(short)))
-
-    def to_json(self, *, layout: bool = True) -> str:
-        """Canonical JSON text, ASCII.
-
-        Args:
-            layout: False leaves the layout part out. The reader must then have seen the layout
-                already, through an earlier full manifest of the same run.
-
-        """
-        head = f"{_PREFIX}{canonical_json(self.header())}"
-        return f"{head}{LAYOUT_KEY}{self.layout.text}}}" if layout else f"{head}}}"
+        digests = [part.header_digest.hex() for part in self.parts]
+        text = canonical_json({**self._short_header(), "parts": digests})
+        return bytes.fromhex(text_digest(text))
 
     @classmethod
-    def is_text(cls, text: object) -> bool:
-        """Whether `text` begins like a group manifest's JSON."""
-        return isinstance(text, str) and text.startswith(_PREFIX)
-
-    @classmethod
-    def from_json(cls, text: str | bytes) -> Self:
-        """Read what `to_json` wrote, and nothing else: it must be canonical to the byte.
-
-        Raises:
-            MalformedManifest: not the canonical text of a group manifest of this format.
-            LayoutUnknown: compact text whose layout this process has not seen.
-            WeightManifestValidationError: its other subclasses, one per reason.
-
-        """
-        return _ENVELOPE.read_by(cls._read, text)
-
-    @classmethod
-    def _read(cls, text: str) -> Self:
-        if not cls.is_text(text):
-            msg = (
-                f"this is no group manifest of format {FORMAT}: it starts with {text[:48]!r}. "
-                f"{_REMEDY} Both sides need the same rl_bridge release."
-            )
+    def _decode_fields(cls, header: dict[str, JSONValue], layout: GroupLayout) -> None:
+        super()._decode_fields(header, layout)
+        headers = header["parts"]
+        if not isinstance(headers, list) or len(headers) != layout.world_size:
+            msg = f"{cls.KIND} field parts is no list of {layout.world_size} headers. {RESEND}"
             raise MalformedManifest(msg)
-        header, end = decode_json(text, len(_PREFIX))
-        known = (cls.model_fields.keys() - {"layout"}) | {"layout_digest"}
-        if not isinstance(header, dict) or header.keys() != known:
-            msg = f"the group manifest's header has not the fields {sorted(known)}. {_REMEDY}"
-            raise MalformedManifest(msg)
-        layout = _ENVELOPE.layout_of(header.pop("layout_digest"), text[end:])
-        header["parts"] = _read_parts(header["parts"], layout)
-        header["digests"] = _ENVELOPE.digests_of(header["digests"])
-        manifest = cls(**header, layout=layout)
-        if canonical_json(manifest.header()) != text[len(_PREFIX) : end]:
-            msg = f"the group manifest's header is not canonical JSON: it was rewritten. {_REMEDY}"
-            raise MalformedManifest(msg)
-        return manifest
+        header["parts"] = tuple(map(_part, headers, layout.tables))
 
-    def __copy__(self) -> Self:
-        """Give the object itself: every part is immutable."""
-        return self
-
-    def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Self:
-        """Give the object itself: every part is immutable."""
-        return self
-
-    def __reduce__(self) -> tuple[Any, tuple[str]]:
-        """Pickle as canonical JSON: a user's own multiprocessing queues may carry manifests."""
-        return (type(self).from_json, (self.to_json(),))
-
-    def __hash__(self) -> int:
-        """Hash by identity of the update."""
-        return hash((self.update_id, self.root))
-
-    def __repr__(self) -> str:
-        """Name the update on one line instead of printing every tensor."""
+    @property
+    def _summary(self) -> str:
         return (
-            f"<GroupManifest v{self.weight_version} {self.world_size} ranks "
-            f"{self.tensor_count} tensors {self.total_nbytes} bytes "
-            f"root={self.root[:12]} update={self.update_id[:8]}>"
+            f"{self.world_size} ranks {self.tensor_count} tensors {self.total_nbytes} bytes "
+            f"root={self.root[:12]} update={self.update_id[:8]}"
         )
 
-    __str__ = __repr__
 
-
-def _read_parts(headers: JSONValue, layout: GroupLayout) -> tuple[WeightUpdateManifest, ...]:
-    if not isinstance(headers, list) or len(headers) != layout.world_size:
-        msg = f"group manifest field parts is no list of {layout.world_size} headers. {_REMEDY}"
-        raise MalformedManifest(msg)
-    parts = []
-    for header, table in zip(headers, layout.tables, strict=True):
-        KNOWN_LAYOUTS.add(table)  # there are fewer kept than a large group has
-        text = f'{{"format":"{PART_FORMAT}","header":{canonical_json(header)}}}'
-        parts.append(WeightUpdateManifest.from_json(text))
-    return tuple(parts)
+def _part(header: JSONValue, table: TensorTable) -> WeightUpdateManifest:
+    # Added for each part: a large group has more layouts than are kept.
+    WeightUpdateManifest.known_layouts.add(table)
+    text = f'{{"format":"{WeightUpdateManifest.FORMAT}","header":{canonical_json(header)}}}'
+    return WeightUpdateManifest.from_json(text)

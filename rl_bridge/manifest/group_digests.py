@@ -1,11 +1,18 @@
 """How the digests of whole tensors follow from what the ranks digested: no byte is read again.
 
+A `DigestPlan`, made once per layout, knows for each whole tensor which of three ways it takes:
+
 ``whole``   one rank holds the tensor as it is: its digest is the tensor's.
 ``leaves``  the ranks' ranges lie one behind the other and are cut where leaves are: their leaf
             digests, in order, make the digest that the tensor would have unsharded.
 ``cut``     anything else: XXH3-128 over the digest of the ranges' canonical JSON and the digests of
             the tensors that hold them, in order of the ranges. It says which content was published,
             but not what an unsharded tensor's digest is.
+
+For ``leaves``, and for a reader of a slice, each part carries its leaf digests as one more tensor:
+the *leaf list*. It has, for each stored tensor in layout order, the leaf digests and then the
+length in 8 bytes (little endian), so that a tensor's digest is the digest of its stretch. A reader
+of a slice checks the list against the tensor's digest, and reads only the leaves that it needs.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,22 +35,16 @@ __all__ = [
     "LENGTH_NBYTES",
     "DigestPlan",
     "LeafIndex",
-    "Replica",
     "leaf_block_nbytes",
     "leaf_index",
 ]
 
-# ---- Leaf lists: a part's leaf digests, which travel as one more tensor of it.
-#
-# A tensor's digest is made of the digests of its leaves. Who needs a slice of a tensor checks the
-# leaf list against the tensor's digest, and then reads only the leaves that cover the slice. The
-# list of a whole part is one block: of each stored tensor, in layout order, its leaf digests and
-# then its length in 8 bytes (little endian), so that each tensor's digest is the digest of its
-# stretch.
-
 LEAVES = "rl_bridge.leaves"
 """Name of the tensor that holds the block; no tensor of a model may have it."""
 LENGTH_NBYTES = 8
+
+_Rows = npt.NDArray[np.uint8]
+_EMPTY = digest_bytes(b"")
 
 
 def _counts(nbytes: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
@@ -97,7 +98,7 @@ class LeafIndex:
         return bytes(block[start : start + int(self.counts[row]) * DIGEST_NBYTES])
 
     def digests(self, block: bytes | memoryview) -> bytes:
-        """What the block makes the tensors' digests: 16 bytes each, zeros for the block itself."""
+        """The tensors' digests that the block makes: 16 bytes each, zeros for the block itself."""
         view = memoryview(block)
         ends = self.starts + self.counts * DIGEST_NBYTES + LENGTH_NBYTES
         digest = xxhash.xxh3_128_digest
@@ -110,7 +111,7 @@ class LeafIndex:
 
 
 def leaf_index(table: TensorTable) -> LeafIndex | None:
-    """The index of a layout's leaf list; None where it has none.
+    """The index of a layout's leaf list; None if it has none.
 
     Raises:
         MalformedManifest: a tensor of that name that cannot be the block.
@@ -119,10 +120,7 @@ def leaf_index(table: TensorTable) -> LeafIndex | None:
     return LeafIndex(table) if LEAVES in table.rows else None
 
 
-# ---- the rest builds on the parts above
-
-_Rows = npt.NDArray[np.uint8]
-_EMPTY = digest_bytes(b"")
+# ---- the plan -----------------------------------------------------------------------------------
 
 
 class _Stretch(NamedTuple):
@@ -148,7 +146,7 @@ class DigestPlan:
 
     Attributes:
         kinds: per whole tensor, in order of the names: ``whole``, ``leaves`` or ``cut``.
-        replicas: whose digests must be equal.
+        replicas: pairs of tensors that must be equal.
 
     """
 
@@ -191,7 +189,7 @@ class DigestPlan:
 
         Args:
             digests: of each part, in its layout's order.
-            blocks: leaf list of each part; None where no digest is made of it.
+            blocks: leaf list of each part; None if no digest is made of it.
 
         Raises:
             MalformedManifest: a list that is needed is missing.
@@ -206,7 +204,7 @@ class DigestPlan:
     def differing(self, digests: Sequence[bytes], claimed: bytes) -> list[int]:
         """Which of the `claimed` digests the parts' own contradict, by place.
 
-        Those of kind ``leaves`` are left out: only who has the leaf lists can tell.
+        Those of kind ``leaves`` are left out: they need the leaf lists.
         """
         found = self._without_leaves(digests)
         given = np.frombuffer(claimed, np.uint8).reshape(-1, DIGEST_NBYTES)
@@ -256,7 +254,7 @@ class DigestPlan:
         return "cut"
 
     def _head(self, pieces: Sequence[Held]) -> bytes:
-        """The digest of the ranges; of 40,000 tensors few are cut in another way."""
+        """The digest of the ranges, kept: 40,000 tensors are cut in a few ways only."""
         ranges = tuple(
             (p.is_flat, p.offset, p.shape, p.local_offset, shape) for _, _, _, shape, p in pieces
         )
@@ -319,9 +317,9 @@ def _byte_ranges(one: Held, item: int) -> tuple[int, int, int] | None:
 def _replicas(
     held: Mapping[str, Sequence[Held]], tables: Sequence[TensorTable]
 ) -> tuple[Replica, ...]:
-    """Pairs of tensors with the same pieces, of which one holds replicas.
+    """Pairs of tensors with the same pieces, one of which holds replicas.
 
-    A replica inside of a tensor that is otherwise made up differently has no digest to compare.
+    A replica inside a tensor whose other pieces differ has no digest to compare.
     """
     if not any(one.piece.replica for pieces in held.values() for one in pieces):
         return ()

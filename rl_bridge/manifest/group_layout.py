@@ -1,18 +1,18 @@
-"""`GroupLayout`: what the ranks of an update group hold, together: the same for a whole run.
+"""`GroupLayout`: what the ranks of an update group hold together, the same for a whole run.
 
-Of each rank it has the layout of its part and where that part's tensors lie in the whole ones. It
-exists only where the ranks cover every tensor (`rl_bridge.manifest.coverage`), so whoever reads one
-need not ask again. Kept in columns, as `TensorTable` is.
+For each rank it has the layout of the rank's part, and where the part's tensors lie in the whole
+ones. A layout that exists is proven to cover every tensor (`rl_bridge.manifest.coverage`). It is
+kept in columns, as `TensorTable` is.
 """
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from types import MappingProxyType
-from typing import Self
+from typing import ClassVar, Self
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import BaseModel, ConfigDict, StrictInt, StrictStr, ValidationError, model_validator
+from pydantic import StrictInt, StrictStr, model_validator
 
 from rl_bridge.errors import (
     IncompleteCoverage,
@@ -20,20 +20,19 @@ from rl_bridge.errors import (
     RangeBeyondSegment,
     ShapeMismatch,
 )
-from rl_bridge.manifest.canonical import JSONValue, canonical_json, decode_json
+from rl_bridge.manifest.canonical import RESEND, Frozen, JSONValue
 from rl_bridge.manifest.coverage import Held, WholeTensor, held_pieces, prove_coverage
-from rl_bridge.manifest.digest import RootPlan, text_digest
+from rl_bridge.manifest.digest import RootPlan
 from rl_bridge.manifest.group_digests import LEAVES, DigestPlan, leaf_index
 from rl_bridge.manifest.parallel import Piece, Placement
-from rl_bridge.manifest.table import LayoutCache, TensorTable, collector_paused
+from rl_bridge.manifest.table import Layout, TensorTable, collector_paused
 
-__all__ = ["KNOWN_GROUPS", "GroupLayout", "PartLayout"]
+__all__ = ["GroupLayout"]
 
-_REMEDY = "Send GroupManifest.to_json() as it is."
 _Numbers = tuple[tuple[StrictInt, ...], ...]
 
 
-class PartLayout(BaseModel):
+class PartLayout(Frozen):
     """One rank's part: its tensors, and the pieces in columns, one entry per piece.
 
     Attributes:
@@ -47,8 +46,6 @@ class PartLayout(BaseModel):
         replicas: see there.
 
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     flat: StrictStr
     local_offsets: _Numbers
@@ -66,12 +63,12 @@ class PartLayout(BaseModel):
         if len(lengths) != 1 or set(self.flat) - {"0", "1"}:
             msg = (
                 f"the columns of a part's pieces have the lengths {sorted(lengths)}, and flags "
-                f"{self.flat[:16]!r}: expected one length, and 0 or 1 for each piece. {_REMEDY}"
+                f"{self.flat[:16]!r}: expected one length, and 0 or 1 for each piece. {RESEND}"
             )
             raise MalformedManifest(msg)
         num = len(self.table.names)
         if self.rows and not 0 <= min(self.rows) <= max(self.rows) < num:
-            msg = f"a piece lies in a tensor that its part has not, of {num}. {_REMEDY}"
+            msg = f"a piece lies in a tensor that its part does not have, of {num}. {RESEND}"
             raise RangeBeyondSegment(msg)
         leaf_index(self.table)
         return self
@@ -84,7 +81,7 @@ class PartLayout(BaseModel):
         }
 
 
-class GroupLayout(BaseModel):
+class GroupLayout(Layout):
     """All parts, by rank, and the whole tensors that they make.
 
     Valid from birth: every element of every tensor is in exactly one piece that counts.
@@ -94,7 +91,7 @@ class GroupLayout(BaseModel):
 
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", ignored_types=(cached_property,))
+    KIND: ClassVar[str] = "group's layout"
 
     names: tuple[StrictStr, ...]
     parts: tuple[PartLayout, ...]
@@ -130,20 +127,20 @@ class GroupLayout(BaseModel):
             msg = (
                 f"the group has {len(self.parts)} parts, {len(self.names)} names and "
                 f"{len(self.shapes)} shapes: expected a part of each rank, and as many names as "
-                f"shapes. {_REMEDY}"
+                f"shapes. {RESEND}"
             )
             raise MalformedManifest(msg)
         if list(self.names) != sorted(set(self.names)) or not self.names:
-            msg = f"the group's tensor names are not sorted, or there are none. {_REMEDY}"
+            msg = f"the group's tensor names are not sorted, or there are none. {RESEND}"
             raise MalformedManifest(msg)
         num = len(self.names)
         for rank, part in enumerate(self.parts):
             if part.names and not 0 <= min(part.names) <= max(part.names) < num:
-                msg = f"rank {rank} has a piece of a tensor that the group has not. {_REMEDY}"
+                msg = f"rank {rank} has a piece of a tensor that the group does not have. {RESEND}"
                 raise RangeBeyondSegment(msg)
         if len(self.wholes) != num:
             lost = sorted(set(self.names) - self.wholes.keys())
-            msg = f"no rank holds anything of tensor {lost[0]!r}. {_REMEDY}"
+            msg = f"no rank holds anything of tensor {lost[0]!r}. {RESEND}"
             raise IncompleteCoverage(msg)
         return self
 
@@ -186,7 +183,7 @@ class GroupLayout(BaseModel):
 
     @cached_property
     def trainable(self) -> npt.NDArray[np.bool_]:
-        """Of each whole tensor, whether some rank declared a part of it trainable; not empty."""
+        """Per whole tensor: some rank declared a part of it trainable, and it is not empty."""
         flags = np.zeros(len(self.names), bool)
         for part in self.parts:
             declared = part.table.trainable
@@ -214,46 +211,6 @@ class GroupLayout(BaseModel):
             "parts": [part.document() for part in self.parts],
             "shapes": self.shapes,
         }
-
-    @cached_property
-    def text(self) -> str:
-        """Canonical JSON of the layout."""
-        return canonical_json(self.document())
-
-    @cached_property
-    def digest(self) -> str:
-        """The layout's name, 32 hexadecimal digits."""
-        return text_digest(self.text)
-
-    @classmethod
-    def from_text(cls, text: str) -> "GroupLayout":
-        """Read what `text` wrote, and nothing else.
-
-        Raises:
-            MalformedManifest: it is no canonical JSON of a group's layout.
-            WeightManifestValidationError: its other subclasses, one per reason.
-
-        """
-        with collector_paused():
-            document, end = decode_json(text)
-            if end != len(text) or not isinstance(document, dict):
-                msg = f"the group's layout is not canonical JSON: it was rewritten. {_REMEDY}"
-                raise MalformedManifest(msg)
-            try:
-                layout = cls(**document)
-            except (ValidationError, TypeError) as error:
-                msg = f"the group's layout is malformed: {str(error)[:400]}. {_REMEDY}"
-                raise MalformedManifest(msg) from error
-            if layout.text != text:
-                msg = (
-                    "the group's layout is not canonical JSON, or leaves out fields: it was "
-                    f"rewritten. {_REMEDY}"
-                )
-                raise MalformedManifest(msg)
-            return KNOWN_GROUPS.add(layout)
-
-
-KNOWN_GROUPS: LayoutCache[GroupLayout] = LayoutCache(8)
 
 
 def _part(

@@ -2,22 +2,28 @@
 
 Its JSON has three parts, in this order: ``format``, ``header`` (small, new for every update) and
 ``layout`` (large, the same for a whole run). Because the layout comes last and is canonical, a
-reader that knows the layout digest need not parse it again.
+reader that knows the layout digest need not parse it again. `Manifest` is what this record has in
+common with that of a group (`rl_bridge.manifest.group`): text, layouts, copies, immutability.
+
+A manifest is valid from birth: an object that exists has passed every check that needs no weight
+bytes. It is frozen, and its header's digest lies beside the sealed bytes, so a transport that binds
+the header (all built-in ones do) also refuses one whose fields were forced by way of ``__dict__``.
 """
 
 import base64
 import binascii
+import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from abc import abstractmethod
+from collections import OrderedDict
+from collections.abc import Mapping
 from functools import cached_property
+from operator import is_
 from types import MappingProxyType
-from typing import Annotated, Any, Generic, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Generic, Self, TypeVar
 
 from pydantic import (
-    BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
     InstanceOf,
     StrictBytes,
@@ -30,187 +36,358 @@ from pydantic import (
 )
 
 from rl_bridge.errors import DigestMismatch, LayoutUnknown, MalformedManifest
-from rl_bridge.manifest.canonical import JSONValue, canonical_json, decode_json, freeze, thaw
+from rl_bridge.manifest.canonical import (
+    RESEND,
+    Frozen,
+    JSONValue,
+    canonical_json,
+    decode_json,
+    field_problem,
+    freeze,
+    thaw,
+)
 from rl_bridge.manifest.digest import text_digest
 from rl_bridge.manifest.parallel import WeightLayout
-from rl_bridge.manifest.table import (
-    KNOWN_LAYOUTS,
-    LayoutCache,
-    Named,
-    TensorDescriptor,
-    TensorTable,
-    collector_paused,
-)
+from rl_bridge.manifest.table import DescriptorMap, Layout, TensorTable
 
-__all__ = [
-    "FORMAT",
-    "LAYOUT_KEY",
-    "DescriptorMap",
-    "Envelope",
-    "WeightUpdateManifest",
+__all__ = ["FrozenJSON", "Identifier", "LayoutCache", "Manifest", "WeightUpdateManifest"]
+
+_LAYOUT_KEY = ',"layout":'
+_WHITE = " \t\r\n"
+
+Identifier = Annotated[StrictStr, Field(pattern=r"^[0-9a-f]{32}$")]
+FrozenJSON = Annotated[
+    JSONValue, BeforeValidator(lambda value, info: freeze(value, where=info.field_name))
 ]
 
-# ---- What manifests of both kinds have in common: how their text is split into header and layout.
-#
-# `rl_bridge.manifest.model` reads one rank's, `rl_bridge.manifest.group` that of a group.
-
-LAYOUT_KEY = ',"layout":'
-_WHITE = " \t\r\n"
-_RESEND = "Send what to_json() gave, as it is."
-
-_Layout = TypeVar("_Layout", bound=Named)
-_Manifest = TypeVar("_Manifest")
+_Layout = TypeVar("_Layout", bound=Layout)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Envelope(Generic[_Layout]):
-    """One kind of manifest.
+class LayoutCache(Generic[_Layout]):
+    """Layouts seen in this process, by digest; the oldest go when there are too many."""
+
+    def __init__(self, limit: int) -> None:
+        """Keep at most `limit` layouts."""
+        self._limit = limit
+        self._layouts: OrderedDict[str, _Layout] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def add(self, layout: _Layout) -> _Layout:
+        """Remember a layout; an equal one that is known already is returned instead."""
+        with self._lock:
+            known = self._layouts.setdefault(layout.digest, layout)
+            self._layouts.move_to_end(layout.digest)
+            while len(self._layouts) > self._limit:
+                self._layouts.popitem(last=False)
+            return known
+
+    def get(self, digest: str) -> _Layout | None:
+        """Find a layout, or None."""
+        with self._lock:
+            layout = self._layouts.get(digest)
+            if layout is not None:
+                self._layouts.move_to_end(digest)
+            return layout
+
+    def clear(self) -> None:
+        """Forget all layouts."""
+        with self._lock:
+            self._layouts.clear()
+
+
+class Manifest(Frozen):
+    """A manifest of either kind.
 
     Attributes:
-        kind: what messages call it, such as ``manifest``.
-        layout: what they call its layout.
-        maker: name of the class whose ``to_json`` writes it.
-        known: layouts that this process has seen.
-        read: makes a layout of its text, and adds it to `known`.
+        weight_version: grows with every update of a publisher.
+        created_at: seconds since the epoch (wall clock, for people).
+        metadata: the user's own JSON values.
+        digests: 16 bytes for each tensor of the layout.
+        root: digest over all tensors, 32 hexadecimal digits: equal roots mean equal weights.
+
+    Raises:
+        WeightManifestValidationError: the subclass says what is wrong.
 
     """
 
-    kind: str
-    layout: str
-    maker: str
-    known: LayoutCache[_Layout]
-    read: Callable[[str], _Layout]
+    FORMAT: ClassVar[str]
+    KIND: ClassVar[str]
+    """What messages call it."""
+    LAYOUT_FIELD: ClassVar[str]
+    """The field that holds the layout part."""
+    LAYOUT_TYPE: ClassVar[type[Layout]]
+    known_layouts: ClassVar[LayoutCache[Any]]
 
-    def read_by(self, read: Callable[[str], _Manifest], text: object) -> _Manifest:
-        """What `read` makes of the text without the white space behind it.
+    weight_version: Annotated[StrictInt, Field(ge=0, lt=2**63)]
+    created_at: Annotated[StrictFloat, Field(allow_inf_nan=False)] = Field(
+        default_factory=time.time
+    )
+    metadata: FrozenJSON = Field(default_factory=dict)
+    digests: StrictBytes
+    root: StrictStr = ""
 
-        Raises:
-            MalformedManifest: it is no text, not ASCII, or nests too deep.
+    def __init__(self, /, **fields: Any) -> None:
+        """Validate `fields`; a wrong type is a `MalformedManifest`, not pydantic's own error."""
+        if "format" in fields:
+            msg = (
+                f"these are the parts of a {self.KIND}'s JSON (format, header, layout), not its "
+                f"fields. Read the text with {type(self).__name__}.from_json(text), the parsed "
+                f"document with {type(self).__name__}.model_validate(document)."
+            )
+            raise MalformedManifest(msg)
+        try:
+            super().__init__(**fields)
+        except ValidationError as error:
+            raise MalformedManifest(f"{self.KIND} {field_problem(error)}. {RESEND}") from error
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        root = self._layout_part.root_plan.root(self.digests).hex()
+        if not self.root:
+            self.__dict__["root"] = root  # the model is frozen, and still being made
+        elif self.root != root:
+            msg = (
+                f"version {self.weight_version}: the {self.KIND}'s root is {self.root}, its "
+                f"digests give {root}. The {self.KIND} was altered: ask the publisher for it again."
+            )
+            raise DigestMismatch(msg)
+        self._check_fields()
+        return self
+
+    @abstractmethod
+    def _check_fields(self) -> None:
+        """Check what concerns this kind alone; the root is the digests' by then."""
+
+    def _require_mapping(self, *names: str) -> None:
+        for name in names:
+            if not isinstance(getattr(self, name), Mapping):
+                msg = f"{self.KIND} {name} is no mapping. {RESEND}"
+                raise MalformedManifest(msg)
+
+    @property
+    def _layout_part(self) -> Layout:
+        layout: Layout = self.__dict__[self.LAYOUT_FIELD]
+        return layout
+
+    @property
+    def layout_digest(self) -> str:
+        """Name of the layout part."""
+        return self._layout_part.digest
+
+    # ---- JSON -----------------------------------------------------------------------------------
+
+    @abstractmethod
+    def _header_but_digests(self) -> dict[str, JSONValue]:
+        """Plain JSON form of the update part without its digests, which are long."""
+
+    @property
+    @abstractmethod
+    def header_digest(self) -> bytes:
+        """16 bytes over the update part: what a transport keeps beside the bytes that it names."""
+
+    def header(self) -> dict[str, JSONValue]:
+        """Plain JSON form of the update part."""
+        digests = base64.b64encode(self.digests).decode("ascii")
+        return {**self._header_but_digests(), "digests": digests}
+
+    def _header_text(self) -> str:
+        """Canonical JSON of `header`."""
+        # The digits of base64 are put in as they are: an encoder would look at each of them. The
+        # keys are sorted, and ``digests`` comes behind ``created_at``, which is a number.
+        before, comma, behind = self._short_text().partition(",")
+        digests = base64.b64encode(self.digests).decode("ascii")
+        return f'{before},"digests":"{digests}"{comma}{behind}'
+
+    def _short_text(self) -> str:
+        return canonical_json(self._header_but_digests())
+
+    @model_serializer(mode="plain")
+    def document(self) -> dict[str, Any]:
+        """Plain JSON form of the whole; what pydantic's own dumps give."""
+        layout = self._layout_part.document()
+        return {"format": self.FORMAT, "header": self.header(), "layout": layout}
+
+    @classmethod
+    def _prefix(cls) -> str:
+        return f'{{"format":"{cls.FORMAT}","header":'
+
+    def to_json(self, *, layout: bool = True) -> str:
+        """Canonical JSON text, ASCII.
+
+        Args:
+            layout: False leaves the layout part out. The reader must then have seen the layout
+                already, through an earlier full manifest of the same run.
 
         """
-        plain = self.ascii_of(text)
+        head = f"{self._prefix()}{self._header_text()}"
+        return f"{head}{_LAYOUT_KEY}{self._layout_part.text}}}" if layout else f"{head}}}"
+
+    @classmethod
+    def is_text(cls, text: object) -> bool:
+        """Whether `text` begins like the JSON of a manifest of this kind."""
+        return isinstance(text, str) and text.startswith(cls._prefix())
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Self:
+        """Read what `to_json` wrote, and nothing else: it must be canonical to the byte.
+
+        White space behind it is ignored: printed lines and files end with some.
+
+        Raises:
+            MalformedManifest: not the canonical text of a manifest of this format.
+            LayoutUnknown: compact text whose layout this process has not seen.
+            WeightManifestValidationError: its other subclasses, one per reason.
+
+        """
         try:
-            return read(plain)
+            return cls._read(cls._ascii(text))
         except RecursionError as error:
-            # Just below the depth at which decoding gives up, whatever looks at the value does.
-            msg = f"the {self.kind} nests too deep. {_RESEND}"
+            # Just below the depth at which decoding fails, later steps do.
+            msg = f"the {cls.KIND} nests too deep. {RESEND}"
             raise MalformedManifest(msg) from error
 
-    def ascii_of(self, text: object) -> str:
-        """The text without the white space behind it.
-
-        Raises:
-            MalformedManifest: it is no text, or not ASCII.
-
-        """
+    @classmethod
+    def _ascii(cls, text: object) -> str:
         if not isinstance(text, str | bytes):
-            msg = f"from_json got a {type(text).__name__}, expected a {self.kind}'s text. {_RESEND}"
+            given = type(text).__name__
+            msg = f"from_json got a {given}, expected a {cls.KIND}'s text. {RESEND}"
             raise MalformedManifest(msg)
         try:
             ascii_text = text.decode("ascii") if isinstance(text, bytes) else text
             return ascii_text.encode("ascii").decode().rstrip(_WHITE)
         except UnicodeError as error:
-            msg = f"{self.kind} text is not ASCII: {error}. {_RESEND}"
-            raise MalformedManifest(msg) from error
+            raise MalformedManifest(f"{cls.KIND} text is not ASCII: {error}. {RESEND}") from error
 
-    def digests_of(self, given: JSONValue) -> bytes:
-        """The block of digests that the header has as base64.
-
-        Raises:
-            MalformedManifest: it is no base64.
-
-        """
-        try:
-            return base64.b64decode(given, validate=True)
-        except (binascii.Error, ValueError, TypeError) as error:
-            msg = f"{self.kind} field digests is no base64 text: {error}. {_RESEND}"
-            raise MalformedManifest(msg) from error
-
-    def layout_of(self, digest: JSONValue, rest: str) -> _Layout:
-        """Find the layout by its digest, or parse it from the text behind the header.
-
-        Raises:
-            LayoutUnknown: there is none in the text, and this process has not seen it.
-            DigestMismatch: it is not the one that the header names.
-            MalformedManifest: something else stands there.
-
-        """
-        if not isinstance(digest, str):
-            msg = f"{self.kind} field layout_digest is missing. {_RESEND}"
+    @classmethod
+    def _read(cls, text: str) -> Self:
+        if not cls.is_text(text):
+            msg = (
+                f"this is no {cls.KIND} of format {cls.FORMAT}: it starts with {text[:48]!r}. "
+                f"{RESEND} Both sides need the same rl_bridge release."
+            )
             raise MalformedManifest(msg)
-        known = self.known.get(digest)
+        start = len(cls._prefix())
+        header, end = decode_json(text, start)
+        if not isinstance(header, dict):
+            raise MalformedManifest(f"the {cls.KIND}'s header is no JSON object. {RESEND}")
+        layout = cls._find_layout(header.pop("layout_digest", None), text[end:])
+        expected = cls.model_fields.keys() - {cls.LAYOUT_FIELD}
+        if expected != header.keys():
+            msg = (
+                f"{cls.KIND} fields {sorted(expected - header.keys())} are missing, "
+                f"{sorted(header.keys() - expected)} are unknown. {RESEND}"
+            )
+            raise MalformedManifest(msg)
+        if header["root"] == "":
+            msg = f"{cls.KIND} field root is missing: nothing ties the digests together. {RESEND}"
+            raise MalformedManifest(msg)
+        cls._decode_fields(header, layout)
+        manifest = cls(**header, **{cls.LAYOUT_FIELD: layout})
+        # Compared with what this manifest writes, not only with the canonical form of what was
+        # read: a loose number or a default that was left out would give one manifest two texts.
+        if manifest._header_text() != text[start:end]:
+            msg = f"the {cls.KIND}'s header is not canonical JSON: it was rewritten. {RESEND}"
+            raise MalformedManifest(msg)
+        return manifest
+
+    @classmethod
+    def _decode_fields(cls, header: dict[str, JSONValue], layout: Any) -> None:
+        """Give the header's fields the form that the model takes."""
+        del layout
+        try:
+            header["digests"] = base64.b64decode(header["digests"], validate=True)
+        except (binascii.Error, ValueError, TypeError) as error:
+            msg = f"{cls.KIND} field digests is no base64 text: {error}. {RESEND}"
+            raise MalformedManifest(msg) from error
+
+    @classmethod
+    def _find_layout(cls, digest: JSONValue, rest: str) -> Layout:
+        """Find the layout by its digest, or parse it from the text behind the header."""
+        if not isinstance(digest, str):
+            raise MalformedManifest(f"{cls.KIND} field layout_digest is missing. {RESEND}")
+        known: Layout | None = cls.known_layouts.get(digest)
         if rest == "}":
             if known is None:
                 msg = (
-                    f"{self.layout} {digest} is unknown in this process. Send one full manifest of "
-                    f"this run first: {self.maker}.to_json() with layout=True."
+                    f"the {cls.LAYOUT_TYPE.KIND} {digest} is unknown in this process. Send one "
+                    f"full manifest of this run first: {cls.__name__}.to_json() with layout=True."
                 )
                 raise LayoutUnknown(msg)
             return known
-        if not rest.startswith(LAYOUT_KEY) or not rest.endswith("}"):
+        if not rest.startswith(_LAYOUT_KEY) or not rest.endswith("}"):
             msg = (
-                f"after the {self.kind}'s header stands {rest[:32]!r}, expected its layout or the "
-                f"end. {_RESEND}"
+                f"after the {cls.KIND}'s header stands {rest[:32]!r}, expected its layout or the "
+                f"end. {RESEND}"
             )
             raise MalformedManifest(msg)
-        text = rest[len(LAYOUT_KEY) : -1]
+        text = rest[len(_LAYOUT_KEY) : -1]
         found = text_digest(text)
         if found != digest:
             msg = (
-                f"the {self.layout}'s digest is {found}, the manifest names {digest}. It was "
-                "altered: ask the publisher for it again."
+                f"the {cls.LAYOUT_TYPE.KIND}'s digest is {found}, the {cls.KIND} names {digest}. "
+                "It was altered: ask the publisher for it again."
             )
             raise DigestMismatch(msg)
-        return self.read(text) if known is None else known
+        if known is None:
+            known = cls.known_layouts.add(cls.LAYOUT_TYPE.from_text(text))
+        return known
 
+    @model_validator(mode="wrap")
+    @classmethod
+    def _from_document(cls, value: Any, handler: Any) -> Any:
+        # What `document` gives may come back through pydantic (a field of the user's own model).
+        if not isinstance(value, Mapping) or "format" not in value:
+            return handler(value)
+        try:
+            text = canonical_json(thaw(value))
+        except (TypeError, ValueError, RecursionError) as error:
+            msg = f"the {cls.KIND}'s document is no JSON value: {error}. {RESEND}"
+            raise MalformedManifest(msg) from error
+        return cls.from_json(text)
 
-# ---- What users see as ``manifest.tensors``: the layout's columns, read as one object per tensor.
+    # ---- copies ---------------------------------------------------------------------------------
 
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """Copy with changed fields; unlike pydantic's own, the copy is validated."""
+        del deep  # every part is immutable
+        changes = dict(update or {})
+        if changes.keys() & {"digests", self.LAYOUT_FIELD}:
+            changes.setdefault("root", "")
+        fields = {name: self.__dict__[name] for name in type(self).model_fields}
+        return type(self)(**{**fields, **changes})
 
-class DescriptorMap(Mapping[str, TensorDescriptor]):
-    """Name -> `TensorDescriptor`, each made when it is asked for."""
+    def __copy__(self) -> Self:
+        """Give the object itself: every part is immutable."""
+        return self
 
-    def __init__(self, table: TensorTable, digests: bytes) -> None:
-        """Look at `table` and the digest block; nothing is copied."""
-        self._table = table
-        self._digests = digests
+    def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Self:
+        """Give the object itself: every part is immutable."""
+        return self
 
-    def __getitem__(self, name: str) -> TensorDescriptor:
-        """Describe one tensor."""
-        return self._table.descriptor(name, self._digests)
+    def __reduce__(self) -> tuple[Any, tuple[str]]:
+        """Pickle as canonical JSON: a user's own multiprocessing queues may carry manifests."""
+        return (type(self).from_json, (self.to_json(),))
 
-    def __iter__(self) -> Iterator[str]:
-        """Go over the names, stored ones first, each part sorted."""
-        return iter(self._table.rows)
+    def __hash__(self) -> int:
+        """Equal manifests have equal hashes."""
+        return hash((self.weight_version, self.root))
 
-    def __len__(self) -> int:
-        """Count the names, tied ones included."""
-        return len(self._table.rows)
+    @property
+    @abstractmethod
+    def _summary(self) -> str:
+        """What `repr` says beside the class: enough for one line of a log."""
 
     def __repr__(self) -> str:
-        """Say how many there are rather than listing them all."""
-        return f"<{len(self)} tensor descriptors>"
+        """Name the update on one line instead of printing every tensor."""
+        return f"<{type(self).__name__} v{self.weight_version} {self._summary}>"
+
+    __str__ = __repr__
 
 
-# ---- the rest builds on the parts above
-
-FORMAT = "rl_bridge.manifest/1"
-_MAX_VERSION = 2**63 - 1
-_PREFIX = f'{{"format":"{FORMAT}","header":'
-_REMEDY = "Send WeightUpdateManifest.to_json() as it is."
-
-Identifier = Annotated[StrictStr, Field(pattern=r"^[0-9a-f]{32}$")]
-
-
-def _frozen(where: str) -> BeforeValidator:
-    return BeforeValidator(lambda value: freeze(value, where=where))
-
-
-class WeightUpdateManifest(BaseModel):
+class WeightUpdateManifest(Manifest):
     """Immutable record of one published update: identity, content digests, and where the bytes are.
 
-    Users get it from ``bridge.publish`` and send `to_json` to the rollout side. It is valid from
-    birth: a manifest object that exists has passed every check that needs no weight bytes.
+    Users get it from ``bridge.publish`` and send `to_json` to the rollout side.
 
     Attributes:
         update_id: 32 hexadecimal digits, unique.
@@ -231,63 +408,27 @@ class WeightUpdateManifest(BaseModel):
 
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", ignored_types=(cached_property,))
+    FORMAT: ClassVar[str] = "rl_bridge.manifest/1"
+    KIND: ClassVar[str] = "manifest"
+    LAYOUT_FIELD: ClassVar[str] = "table"
+    LAYOUT_TYPE: ClassVar[type[Layout]] = TensorTable
+    known_layouts: ClassVar[LayoutCache[TensorTable]] = LayoutCache(32)
 
     update_id: Identifier
     publisher_id: Identifier
     source_worker: StrictStr
     source_rank: Annotated[StrictInt, Field(ge=0)]
-    weight_version: Annotated[StrictInt, Field(ge=0, le=_MAX_VERSION)]
     transport: StrictStr
-    created_at: Annotated[StrictFloat, Field(allow_inf_nan=False)] = Field(
-        default_factory=time.time
-    )
-    metadata: Annotated[JSONValue, _frozen("metadata")] = Field(default_factory=dict)
-    handle: Annotated[JSONValue, _frozen("handle")] = Field(default_factory=dict)
-    digests: StrictBytes
-    root: StrictStr = ""
+    handle: FrozenJSON = Field(default_factory=dict)
     table: InstanceOf[TensorTable]
 
-    def __init__(self, /, **fields: Any) -> None:
-        """Validate `fields`; a wrong type is a `MalformedManifest`, not pydantic's own error."""
-        if "format" in fields:
-            msg = (
-                "these are the parts of a manifest's JSON (format, header, layout), not its "
-                "fields. Read the text with WeightUpdateManifest.from_json(text), the parsed "
-                "document with WeightUpdateManifest.model_validate(document)."
-            )
-            raise MalformedManifest(msg)
-        try:
-            super().__init__(**fields)
-        except ValidationError as error:
-            raise _malformed(error) from error
+    def _check_fields(self) -> None:
+        self._require_mapping("metadata", "handle")
+        written = MappingProxyType(self.weight_layout.to_metadata())
+        # The model is frozen, and still being made.
+        self.__dict__["metadata"] = MappingProxyType({**self.metadata, "layout": written})
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        for name in ("metadata", "handle"):
-            if not isinstance(getattr(self, name), Mapping):
-                msg = f"manifest {name} is no mapping. {_REMEDY}"
-                raise MalformedManifest(msg)
-        layout = self.weight_layout  # kept: whoever looks at it need not read it again
-        # `object.__setattr__`: the model is frozen, and it is still being born. What is there is
-        # frozen already, and the layout is put beside it.
-        written = freeze(layout.to_metadata(), where="metadata.layout", depth=1)
-        frozen = MappingProxyType({**self.metadata, "layout": written})
-        object.__setattr__(self, "metadata", frozen)
-        root = self.table.root_plan.root(self.digests).hex()
-        if self.root == "":
-            object.__setattr__(self, "root", root)
-        elif self.root != root:
-            msg = (
-                f"version {self.weight_version}: the manifest's root is {self.root}, its digests "
-                f"give {root}. The manifest was altered: ask the publisher for it again."
-            )
-            raise DigestMismatch(msg)
-        return self
-
-    # ---- what users read ------------------------------------------------------------------------
-
-    @cached_property
+    @property
     def tensors(self) -> Mapping[str, Any]:
         """Name -> `TensorDescriptor`, tied names included."""
         return DescriptorMap(self.table, self.digests)
@@ -302,35 +443,10 @@ class WeightUpdateManifest(BaseModel):
         """Bytes that travel: tied tensors count once."""
         return self.table.total_nbytes
 
-    @property
-    def layout_digest(self) -> str:
-        """Name of the layout part."""
-        return self.table.digest
-
     @cached_property
     def weight_layout(self) -> WeightLayout:
         """``metadata["layout"]`` as an object."""
         return WeightLayout.from_metadata(self.metadata)
-
-    # ---- JSON -----------------------------------------------------------------------------------
-
-    def header(self) -> dict[str, JSONValue]:
-        """Plain JSON form of the update part."""
-        digests = base64.b64encode(self.digests).decode("ascii")
-        return {**self._header_but_digests(), "digests": digests}
-
-    def _header_text(self) -> str:
-        """Canonical JSON of `header`, in half the time where there are many tensors."""
-        # The digits of base64 are written as they are; the encoder would look at each of them.
-        digests = base64.b64encode(self.digests).decode("ascii")
-        # Before the handle, which is next by name, stands a number only.
-        before, key, behind = self._short_text.partition('"handle":')
-        return f'{before}"digests":"{digests}",{key}{behind}'
-
-    @cached_property
-    def _short_text(self) -> str:
-        """Canonical JSON of the header but for its digests: written once, and used twice."""
-        return canonical_json(self._header_but_digests())
 
     def _header_but_digests(self) -> dict[str, JSONValue]:
         return {
@@ -347,168 +463,25 @@ class WeightUpdateManifest(BaseModel):
             "weight_version": self.weight_version,
         }
 
-    @cached_property
+    def _short_text(self) -> str:
+        # Used three times for each update. Written again if a field is no longer the same object:
+        # one that was forced by way of `__dict__` must not keep the header's digest.
+        values = [*map(self.__dict__.get, type(self).model_fields)]
+        kept = self.__dict__.get("_written")
+        if kept is None or not all(map(is_, kept[0], values)):
+            kept = self.__dict__["_written"] = (values, super()._short_text())
+        text: str = kept[1]
+        return text
+
+    @property
     def header_digest(self) -> bytes:
         """16 bytes over the update part: what a transport keeps beside the bytes that it names."""
         # The root stands for the digests, which it covers: they are long.
-        return bytes.fromhex(text_digest(self._short_text))
+        return bytes.fromhex(text_digest(self._short_text()))
 
-    @model_serializer(mode="plain")
-    def document(self) -> dict[str, Any]:
-        """Plain JSON form of the whole; what pydantic's own dumps give."""
-        return {"format": FORMAT, "header": self.header(), "layout": self.table.document()}
-
-    def to_json(self, *, layout: bool = True) -> str:
-        """Canonical JSON text, ASCII.
-
-        Args:
-            layout: False leaves the layout part out. The reader must then have seen the layout
-                already, through an earlier full manifest of the same run.
-
-        """
-        head = f"{_PREFIX}{self._header_text()}"
-        return f"{head}{LAYOUT_KEY}{self.table.text}}}" if layout else f"{head}}}"
-
-    @classmethod
-    def from_json(cls, text: str | bytes) -> Self:
-        """Read what `to_json` wrote, and nothing else: it must be canonical to the byte.
-
-        White space behind it is no part of it: what printed lines and files end with is let go.
-
-        Raises:
-            MalformedManifest: not the canonical text of a manifest of this format.
-            LayoutUnknown: compact text whose layout this process has not seen.
-            WeightManifestValidationError: its other subclasses, one per reason.
-
-        """
-        return _ENVELOPE.read_by(cls._read, text)
-
-    @classmethod
-    def _read(cls, text: str) -> Self:
-        if not text.startswith(_PREFIX):
-            msg = (
-                f"this is no manifest of format {FORMAT}: it starts with {text[:48]!r}. "
-                f"{_REMEDY} Both sides need the same rl_bridge release."
-            )
-            raise MalformedManifest(msg)
-        header, end = decode_json(text, len(_PREFIX))
-        if not isinstance(header, dict):
-            msg = f"the manifest's header is no JSON object. {_REMEDY}"
-            raise MalformedManifest(msg)
-        with collector_paused():
-            table = _ENVELOPE.layout_of(header.pop("layout_digest", None), text[end:])
-            manifest = cls(**_header_fields(header), table=table)
-        # Compared with what this manifest writes, not only with the canonical form of what was
-        # read: else a loose number or a left-out default would give one manifest two texts.
-        if manifest._header_text() != text[len(_PREFIX) : end]:
-            msg = f"the manifest's header is not canonical JSON: it was rewritten. {_REMEDY}"
-            raise MalformedManifest(msg)
-        return manifest
-
-    @model_validator(mode="wrap")
-    @classmethod
-    def _from_document(cls, value: Any, handler: Any) -> Any:
-        # What `document` gives may come back through pydantic (a field of the user's own model).
-        if isinstance(value, Mapping) and "format" in value:
-            return cls.from_json(_text_of(value))
-        return handler(value)
-
-    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
-        """Copy with changed fields; unlike pydantic's own, the copy is validated."""
-        del deep  # every part is immutable
-        changes = dict(update or {})
-        if changes.keys() & {"digests", "table"}:
-            changes.setdefault("root", "")
-        fields = {name: getattr(self, name) for name in type(self).model_fields}
-        return type(self)(**{**fields, **changes})
-
-    def __copy__(self) -> Self:
-        """Give the object itself: every part is immutable."""
-        return self
-
-    def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Self:
-        """Give the object itself: every part is immutable."""
-        return self
-
-    def __reduce__(self) -> tuple[Any, tuple[str]]:
-        """Pickle as canonical JSON: a user's own multiprocessing queues may carry manifests."""
-        return (type(self).from_json, (self.to_json(),))
-
-    def __hash__(self) -> int:
-        """Hash by identity of the update."""
-        return hash((self.update_id, self.root))
-
-    def __repr__(self) -> str:
-        """Name the update on one line instead of printing every tensor."""
+    @property
+    def _summary(self) -> str:
         return (
-            f"<WeightUpdateManifest v{self.weight_version} {self.transport} "
-            f"{self.tensor_count} tensors {self.total_nbytes} bytes "
-            f"root={self.root[:12]} update={self.update_id[:8]}>"
+            f"{self.transport} {self.tensor_count} tensors {self.total_nbytes} bytes "
+            f"root={self.root[:12]} update={self.update_id[:8]}"
         )
-
-    __str__ = __repr__
-
-
-def _malformed(error: ValidationError) -> MalformedManifest:
-    first = error.errors(include_url=False)[0]
-    where = ".".join(str(part) for part in first["loc"]) or "manifest"
-    given = repr(first.get("input"))[:80]
-    return MalformedManifest(f"manifest field {where}: {first['msg']}, got {given}. {_REMEDY}")
-
-
-def _text_of(document: Mapping[str, Any]) -> str:
-    """Write a parsed document as text again, so that there is one way in for both."""
-    try:
-        return canonical_json(thaw(document))
-    except (TypeError, ValueError, RecursionError) as error:
-        msg = f"the manifest's document is no JSON value: {error}. {_REMEDY}"
-        raise MalformedManifest(msg) from error
-
-
-def _header_fields(header: dict[str, JSONValue]) -> dict[str, JSONValue]:
-    known = WeightUpdateManifest.model_fields.keys() - {"table"}
-    if known != header.keys():
-        msg = (
-            f"manifest fields {sorted(known - header.keys())} are missing, "
-            f"{sorted(header.keys() - known)} are unknown. Send the manifest as it was published."
-        )
-        raise MalformedManifest(msg)
-    header["digests"] = _ENVELOPE.digests_of(header["digests"])
-    root = header["root"]
-    if not isinstance(root, str) or not root:
-        msg = (
-            "manifest field root is missing: without it nothing ties the digests together. "
-            f"{_REMEDY}"
-        )
-        raise MalformedManifest(msg)
-    return header
-
-
-def _table_of(text: str) -> TensorTable:
-    """Read the layout that is not known yet."""
-    document, end = decode_json(text)
-    if end != len(text) or not isinstance(document, dict):
-        msg = f"the manifest's layout is not canonical JSON: it was rewritten. {_REMEDY}"
-        raise MalformedManifest(msg)
-    try:
-        table = TensorTable(**document)
-    except ValidationError as error:
-        raise _malformed(error) from error
-    # Compared with what this table writes: a loose number, another order or a left-out default
-    # would give one layout two texts.
-    if table.text != text:
-        msg = (
-            "the manifest's layout is not canonical JSON, or leaves out fields: it was rewritten "
-            "on the way. Send WeightUpdateManifest.to_json() as it is."
-        )
-        raise MalformedManifest(msg)
-    return KNOWN_LAYOUTS.add(table)
-
-
-_ENVELOPE = Envelope(
-    kind="manifest",
-    layout="layout",
-    maker="WeightUpdateManifest",
-    known=KNOWN_LAYOUTS,
-    read=_table_of,
-)

@@ -1,41 +1,40 @@
-"""`WeightLayout`: how the trainer's ranks hold the state that an update carries.
+"""How the trainer's ranks hold the state that an update carries: no bytes, no torch.
 
-It travels in ``metadata["layout"]`` and is filled with its defaults when the user leaves it out.
-(Where each tensor lies in the arena is another thing: see `rl_bridge.manifest.table`.)
+`WeightLayout` has the counts of a whole update. It travels in ``metadata["layout"]``, filled with
+its defaults when the user leaves it out. (`rl_bridge.manifest.table` says where each tensor lies in
+the arena.)
+
+A `Placement` says where one tensor of a rank lies in the whole tensors. It consists of one or more
+*pieces*. A piece is a box of a whole tensor, or a range of its elements in row-major order
+(``is_flat``), as ZeRO-3 and FSDP1 cut. Fused tensors that are cut per rank (gate and up of one rank
+side by side) have several pieces.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
-from pydantic import BaseModel, ConfigDict, StrictBool, StrictInt, StrictStr, ValidationError
+from pydantic import StrictBool, StrictInt, StrictStr, ValidationError
 
 from rl_bridge.errors import MalformedManifest, WeightBridgeUnavailableError
-from rl_bridge.manifest.canonical import JSONValue, freeze, thaw
+from rl_bridge.manifest.canonical import Frozen, JSONValue, field_problem, freeze
 
-__all__ = [
-    "SUPPORTED_KINDS",
-    "Piece",
-    "Placement",
-    "WeightLayout",
-]
+__all__ = ["Piece", "Placement", "WeightLayout"]
 
-SUPPORTED_KINDS = frozenset({"full-state", "replicated"})
+_SUPPORTED_KINDS = frozenset({"full-state", "replicated"})
 
-# Degrees that joined after the first users: written only where they say something, so that the
-# metadata of a plain update stays as those users know it.
+# Degrees that were added after the first users came. They are written only if they are not 1, so
+# that the metadata of a plain update stays as those users know it.
 _WRITTEN_IF_SET = ("pipeline_parallel_size", "expert_parallel_size")
 
 
-class WeightLayout(BaseModel):
+class WeightLayout(Frozen):
     """The parallel layout of one update: kind, world size, rank and degrees (all counts).
 
     Raises:
         MalformedManifest: an unknown field, or a value of the wrong type.
 
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     kind: StrictStr = "full-state"
     world_size: StrictInt = 1
@@ -53,7 +52,11 @@ class WeightLayout(BaseModel):
         try:
             super().__init__(**fields)
         except ValidationError as error:
-            raise _malformed(error) from error
+            msg = (
+                f'weight layout (metadata["layout"]) {field_problem(error)}. Its fields are '
+                f"{', '.join(type(self).model_fields)}."
+            )
+            raise MalformedManifest(msg) from error
 
     @classmethod
     def from_metadata(cls, metadata: Mapping[str, JSONValue] | None) -> Self:
@@ -77,7 +80,7 @@ class WeightLayout(BaseModel):
                 "WeightLayout(...).to_metadata(), or leave it out."
             )
             raise MalformedManifest(msg)
-        return cls(**thaw(freeze(raw, where='metadata["layout"]')))
+        return cls(**freeze(raw, where='metadata["layout"]'))
 
     def to_metadata(self) -> dict[str, JSONValue]:
         """Give the form that travels in ``metadata["layout"]``."""
@@ -95,10 +98,10 @@ class WeightLayout(BaseModel):
             MalformedManifest: counts that contradict each other.
 
         """
-        if self.kind not in SUPPORTED_KINDS:
+        if self.kind not in _SUPPORTED_KINDS:
             msg = (
                 f"weight layout {self.kind!r} is not supported by this bridge, expected one of "
-                f"{sorted(SUPPORTED_KINDS)}. Publish a gathered full-state update, or the shards "
+                f"{sorted(_SUPPORTED_KINDS)}. Publish a gathered full-state update, or the shards "
                 "of all ranks as a group: GroupPublisher."
             )
             raise WeightBridgeUnavailableError(msg)
@@ -135,26 +138,6 @@ class WeightLayout(BaseModel):
                 f"and zero_stage={self.zero_stage} (expected 0 to 3). Pass the trainer's counts."
             )
             raise MalformedManifest(msg)
-
-
-def _malformed(error: ValidationError) -> MalformedManifest:
-    first = error.errors(include_url=False)[0]
-    name = ".".join(map(str, first["loc"]))
-    given = repr(first["input"])[:80]
-    wrong = "no such field" if first["type"] == "extra_forbidden" else first["msg"]
-    fields = ", ".join(WeightLayout.model_fields)
-    return MalformedManifest(
-        f'weight layout (metadata["layout"]) field {name}: {wrong}, got {given}. '
-        f"Its fields are {fields}."
-    )
-
-
-# ---- Where a rank's tensors lie in the whole tensors: no bytes, no torch.
-#
-# A trainer's rank holds parts of tensors. Each of its tensors consists of one or more *pieces*; a
-# piece is a box of a whole tensor, or a range of its elements in row-major order (``is_flat``),
-# which is how ZeRO-3 and FSDP1 cut. Fused tensors that are cut per rank (gate and up of one rank
-# side by side) have several pieces.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

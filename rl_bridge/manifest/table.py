@@ -2,11 +2,11 @@
 
 It is the same for every update of a run, so it is built once, sent once, and referred to by its own
 digest. It is kept in columns: 40,000 tensors are then six JSON arrays instead of 40,000 objects.
+Users read the columns as one `TensorDescriptor` per tensor, made when it is asked for.
 """
 
 import gc
-import threading
-from collections import OrderedDict
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,11 +14,11 @@ from functools import cached_property
 from itertools import accumulate
 from math import prod
 from types import MappingProxyType
-from typing import Annotated, Generic, Protocol, Self, TypeVar
+from typing import Annotated, ClassVar, Self
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import BaseModel, BeforeValidator, ConfigDict, StrictInt, StrictStr, model_validator
+from pydantic import BeforeValidator, StrictInt, StrictStr, ValidationError, model_validator
 
 from rl_bridge.errors import (
     DuplicateTensorName,
@@ -29,15 +29,23 @@ from rl_bridge.errors import (
     RangeOverflow,
     ShapeMismatch,
 )
-from rl_bridge.manifest.canonical import JSONValue, canonical_json, freeze, thaw
+from rl_bridge.manifest.canonical import (
+    RESEND,
+    Frozen,
+    JSONValue,
+    canonical_json,
+    decode_json,
+    field_problem,
+    freeze,
+    thaw,
+)
 from rl_bridge.manifest.digest import ALGORITHM, DIGEST_NBYTES, RootPlan, text_digest
 from rl_bridge.manifest.dtypes import DTYPE_NBYTES, dtype_nbytes
 
 __all__ = [
     "ALIGNMENT",
-    "KNOWN_LAYOUTS",
-    "LayoutCache",
-    "Named",
+    "DescriptorMap",
+    "Layout",
     "TensorDescriptor",
     "TensorTable",
     "collector_paused",
@@ -91,7 +99,78 @@ class TensorDescriptor:
     tied_to: str | None = None
 
 
-class TensorTable(BaseModel):
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """Pause the garbage collector, if it is on, until the end of the block.
+
+    While tens of thousands of objects are made, none of them is garbage. The collector's visits
+    would find nothing, and take longer than the work. Freeing by reference counts goes on.
+    """
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+class Layout(Frozen):
+    """The layout part of a manifest, of either kind: named by the digest of its canonical text."""
+
+    KIND: ClassVar[str]
+    """What messages call it."""
+
+    @abstractmethod
+    def document(self) -> dict[str, JSONValue]:
+        """Plain JSON form; `text` is its canonical text."""
+
+    @property
+    @abstractmethod
+    def root_plan(self) -> RootPlan:
+        """The prepared canonical lines of its tensors."""
+
+    @cached_property
+    def text(self) -> str:
+        """Canonical JSON of the layout."""
+        return canonical_json(self.document())
+
+    @cached_property
+    def digest(self) -> str:
+        """XXH3-128 of `text`: the layout's name, 32 hexadecimal digits."""
+        return text_digest(self.text)
+
+    @classmethod
+    def from_text(cls, text: str) -> Self:
+        """Read what `text` gave, and nothing else.
+
+        Raises:
+            MalformedManifest: it is not the canonical JSON of such a layout.
+            WeightManifestValidationError: its other subclasses, one per reason.
+
+        """
+        with collector_paused():
+            document, end = decode_json(text)
+            if end != len(text) or not isinstance(document, dict):
+                msg = f"the {cls.KIND} is not canonical JSON: it was rewritten. {RESEND}"
+                raise MalformedManifest(msg)
+            try:
+                layout = cls(**document)
+            except ValidationError as error:
+                msg = f"{cls.KIND} {field_problem(error)}. {RESEND}"
+                raise MalformedManifest(msg) from error
+            # Compared with what this layout writes: a loose number, another order or a default
+            # that was left out would give one layout two texts.
+            if layout.text != text:
+                msg = (
+                    f"the {cls.KIND} is not canonical JSON, or leaves out fields: it was "
+                    f"rewritten. {RESEND}"
+                )
+                raise MalformedManifest(msg)
+            return layout
+
+
+class TensorTable(Layout):
     """The columns: one entry per stored tensor, sorted by name; tied names refer to stored ones.
 
     Valid from birth: names unique and sorted, sizes exact, ranges ordered, aligned and gapless.
@@ -101,7 +180,7 @@ class TensorTable(BaseModel):
 
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", ignored_types=(cached_property,))
+    KIND: ClassVar[str] = "manifest's layout"
 
     algorithm: StrictStr = ALGORITHM
     arena_nbytes: StrictInt
@@ -170,7 +249,8 @@ class TensorTable(BaseModel):
             msg = "the update holds no tensors. Publish a model or a non-empty state dict."
             raise MalformedManifest(msg)
         self._check_names()
-        self._check_ranges()
+        if not self._is_packed():
+            self._explain_ranges()
         if self.trainable is not None and (
             len(self.trainable) != len(self.names) or set(self.trainable) - {"0", "1"}
         ):
@@ -202,21 +282,17 @@ class TensorTable(BaseModel):
                 msg = f"tensor {name!r} is tied to {target!r}, which is not stored. {_REMEDY}"
                 raise MalformedManifest(msg)
 
-    def _check_ranges(self) -> None:
-        if not self._is_packed():
-            self._explain_ranges()
-
     def _is_packed(self) -> bool:
         """Whether all ranges are what `pack` makes of shapes and dtypes, looked at all at once.
 
-        False where anything is unusual, sound or not: `_explain_ranges` then looks one by one.
+        False if anything is unusual, sound or not: `_explain_ranges` then looks one by one.
         """
         if not all(map(DTYPE_NBYTES.__contains__, self.dtypes)):
             return False
         numel = list(map(prod, self.shapes))
         dims = [dim for shape in set(self.shapes) for dim in shape]
         numbers = [*numel, *self.nbytes, *self.offsets, self.arena_nbytes, *dims]
-        # Far from where 64 bits overflow; of an empty tensor all dimensions must be looked at.
+        # Sums below must not overflow 64 bits, and an empty tensor hides its other dimensions.
         if min(numbers) < 0 or max(numbers) > _EASY or 0 in numel:
             return False
         items = np.fromiter(map(DTYPE_NBYTES.__getitem__, self.dtypes), np.int64, len(self.dtypes))
@@ -286,18 +362,8 @@ class TensorTable(BaseModel):
         }
 
     @cached_property
-    def text(self) -> str:
-        """Canonical JSON of the layout."""
-        return canonical_json(self.document())
-
-    @cached_property
-    def digest(self) -> str:
-        """XXH3-128 of `text`: the layout's name, 32 hexadecimal digits."""
-        return text_digest(self.text)
-
-    @cached_property
     def root_plan(self) -> RootPlan:
-        """The prepared canonical lines of this layout."""
+        """The prepared canonical lines of its tensors."""
         return RootPlan(self.names, self.dtypes, self.shapes, self.ties)
 
     @cached_property
@@ -350,62 +416,26 @@ def _readonly(values: Sequence[int]) -> npt.NDArray[np.uint64]:
     return np.frombuffer(np.array(values, np.uint64).tobytes(), np.uint64)
 
 
-class Named(Protocol):
-    """A layout: it has a name."""
+class DescriptorMap(Mapping[str, TensorDescriptor]):
+    """What users see as ``manifest.tensors``: name -> `TensorDescriptor`."""
 
-    @property
-    def digest(self) -> str:
-        """Its name."""
+    def __init__(self, table: TensorTable, digests: bytes) -> None:
+        """Look at `table` and the digest block; nothing is copied."""
+        self._table = table
+        self._digests = digests
 
+    def __getitem__(self, name: str) -> TensorDescriptor:
+        """Describe one tensor."""
+        return self._table.descriptor(name, self._digests)
 
-_Layout = TypeVar("_Layout", bound=Named)
+    def __iter__(self) -> Iterator[str]:
+        """Go over the names, stored ones first, each part sorted."""
+        return iter(self._table.rows)
 
+    def __len__(self) -> int:
+        """Count the names, tied ones included."""
+        return len(self._table.rows)
 
-class LayoutCache(Generic[_Layout]):
-    """Layouts seen in this process, by digest; the oldest go when there are too many."""
-
-    def __init__(self, limit: int = 32) -> None:
-        """Keep at most `limit` layouts."""
-        self._limit = limit
-        self._tables: OrderedDict[str, _Layout] = OrderedDict()
-        self._lock = threading.Lock()
-
-    def add(self, table: _Layout) -> _Layout:
-        """Remember a layout; an equal one that is known already is returned instead."""
-        with self._lock:
-            known = self._tables.setdefault(table.digest, table)
-            self._tables.move_to_end(table.digest)
-            while len(self._tables) > self._limit:
-                self._tables.popitem(last=False)
-            return known
-
-    def get(self, digest: str) -> _Layout | None:
-        """Find a layout, or None."""
-        with self._lock:
-            table = self._tables.get(digest)
-            if table is not None:
-                self._tables.move_to_end(digest)
-            return table
-
-
-KNOWN_LAYOUTS: LayoutCache[TensorTable] = LayoutCache()
-
-
-# ---- Python's cyclic garbage collector, out of the way while tens of thousands of objects are
-# made.
-#
-# Every few hundred new objects the collector looks at all young ones, and now and then at every
-# object of the process. While a plan for 40,000 tensors is made, nothing of it is garbage: the
-# visits find nothing, and take longer than the plan.
-
-
-@contextmanager
-def collector_paused() -> Iterator[None]:
-    """Pause the collector, if it is on, until the end of the block; freeing by count goes on."""
-    was_on = gc.isenabled()
-    try:
-        gc.disable()
-        yield
-    finally:
-        if was_on:
-            gc.enable()
+    def __repr__(self) -> str:
+        """Say how many there are rather than listing them all."""
+        return f"<{len(self)} tensor descriptors>"

@@ -26,7 +26,7 @@ from rl_bridge.manifest.group_digests import (
     leaf_index,
 )
 from rl_bridge.manifest.model import WeightUpdateManifest
-from rl_bridge.manifest.table import KNOWN_LAYOUTS, TensorTable, collector_paused
+from rl_bridge.manifest.table import TensorTable, collector_paused
 from rl_bridge.memory.passes import Addresses, BytePlan, native_module
 from rl_bridge.memory.places import CPU_PLACE, Place
 from rl_bridge.memory.tensors import TensorFacts, is_lazy_view, tensor_key
@@ -169,7 +169,7 @@ class PackPlan:
             trainable=trainable,
             device=self._place.device.type,
         )
-        self.table = KNOWN_LAYOUTS.add(table)
+        self.table = WeightUpdateManifest.known_layouts.add(table)
         self.byte_plan = self._place.plan(self.table.nbytes_column)
         self._names = tuple(tensors)
         position = {name: index for index, name in enumerate(self._names)}

@@ -253,3 +253,8 @@ def test_gaps_and_overlaps_are_found_wherever_they_are(data: st.DataObject) -> N
 
 def test_an_empty_piece_has_no_boxes() -> None:
     assert piece_boxes(box_piece((2, 0), (0, 6))) == piece_boxes(flat_piece(3, 0)) == []
+
+
+def test_a_box_without_elements_has_no_gap() -> None:
+    assert find_gap(box_of((0, 0), (0, 4)), []) is None
+    assert find_gap(box_of((0, 0), (2, 4)), []) == box_of((0, 0), (2, 4))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 
 from rl_bridge import TensorDescriptor, WeightLayout, WeightUpdateManifest
 from rl_bridge.errors import (
@@ -21,7 +21,7 @@ from rl_bridge.errors import (
 )
 from rl_bridge.manifest.digest import digest_bytes
 from rl_bridge.manifest.dtypes import DTYPE_NBYTES
-from rl_bridge.manifest.model import FORMAT
+from rl_bridge.manifest.model import LayoutCache
 from rl_bridge.manifest.table import TensorTable
 from rl_bridge.testing.processes import Child
 from tests.helpers import forget_layouts, make_manifest, make_table
@@ -197,13 +197,16 @@ def test_the_root_is_computed_when_it_is_not_given_and_checked_when_it_is() -> N
 # ---- immutability -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("field", sorted(WeightUpdateManifest.model_fields))
-def test_no_field_can_be_assigned(field: str) -> None:
+COMPUTED = ("tensors", "weight_layout", "header_digest", "layout_digest", "new")
+
+
+@pytest.mark.parametrize("field", [*sorted(WeightUpdateManifest.model_fields), *COMPUTED])
+def test_no_attribute_can_be_assigned_or_deleted(field: str) -> None:
     manifest = make_manifest()
     before = manifest.to_json()
-    with pytest.raises(ValidationError):
+    with pytest.raises(AttributeError, match=f"{field} cannot be changed"):
         setattr(manifest, field, "x")
-    with pytest.raises(ValidationError):
+    with pytest.raises(AttributeError, match=f"{field} cannot be changed"):
         delattr(manifest, field)
     assert manifest.to_json() == before
 
@@ -230,8 +233,16 @@ def test_nothing_inside_can_be_changed() -> None:
             target["x"] = 1
     with pytest.raises(TypeError):
         manifest.metadata["a"][0] = 9
-    with pytest.raises(ValidationError):
-        manifest.new_field = 1  # type: ignore[attr-defined]  # that is the point
+
+
+@pytest.mark.parametrize("field", ["weight_version", "publisher_id", "handle", "root"])
+def test_a_field_that_is_forced_into_the_object_changes_the_headers_digest(field: str) -> None:
+    manifest = make_manifest()
+    sealed = manifest.header_digest
+    vars(manifest)[field] = vars(make_manifest(weight_version=7, publisher_id="c" * 32)).get(field)
+    if field in {"handle", "root"}:
+        vars(manifest)[field] = {"slot": 1} if field == "handle" else "0" * 32
+    assert manifest.header_digest != sealed
 
 
 def test_what_the_caller_handed_in_is_not_the_manifests_own() -> None:
@@ -375,7 +386,7 @@ def test_compact_text_names_its_layout_and_works_where_that_is_known() -> None:
     manifest = make_manifest()
     compact = manifest.to_json(layout=False)
     assert len(compact) < len(manifest.to_json())
-    assert compact.startswith(f'{{"format":"{FORMAT}","header":')
+    assert compact.startswith(f'{{"format":"{WeightUpdateManifest.FORMAT}","header":')
     with forget_layouts():
         with pytest.raises(LayoutUnknown, match=f"{manifest.layout_digest} is unknown.*full"):
             WeightUpdateManifest.from_json(compact)
@@ -388,3 +399,31 @@ def test_manifests_of_one_run_share_one_layout_object() -> None:
         one = WeightUpdateManifest.from_json(make_manifest().to_json())
         other = WeightUpdateManifest.from_json(make_manifest(update_id="c" * 32).to_json())
         assert one.table is other.table
+
+
+# ---- the cache ----------------------------------------------------------------------------------
+
+
+def numbered(index: int) -> TensorTable:
+    return make_table({f"t{index}": ("int8", (1,))})
+
+
+def test_an_equal_layout_is_remembered_once() -> None:
+    cache: LayoutCache[TensorTable] = LayoutCache(2)
+    first, second = numbered(0), numbered(0)
+    assert cache.add(first) is first
+    assert cache.add(second) is first
+    assert cache.get(second.digest) is first
+    assert cache.get("0" * 32) is None
+
+
+def test_the_layout_that_was_used_longest_ago_is_forgotten_first() -> None:
+    cache: LayoutCache[TensorTable] = LayoutCache(2)
+    tables = [numbered(index) for index in range(3)]
+    cache.add(tables[0])
+    cache.add(tables[1])
+    cache.get(tables[0].digest)
+    cache.add(tables[2])
+    assert cache.get(tables[1].digest) is None
+    assert cache.get(tables[0].digest) is tables[0]
+    assert cache.get(tables[2].digest) is tables[2]
