@@ -33,6 +33,7 @@ The tree::
     │   └── ProofFailed                   the engine does not hold what was installed
     ├── TornEngine                        an install failed and so did its undo
     ├── EngineLost                        an engine in other processes died or cannot be reached
+    │   └── SessionRefused                another driver has the engine, or it was started anew
     ├── SegmentError                      shared memory that vanished, shrank or was replaced
     ├── DriverError                       a call of a memory driver failed: CUDA's, or its stand-in
     ├── GroupAborted                      a rank of an update group failed or died: none published
@@ -70,6 +71,7 @@ __all__ = [
     "RangeOverflow",
     "RanksDisagree",
     "SegmentError",
+    "SessionRefused",
     "ShapeMismatch",
     "SignatureRefused",
     "SlotsExhausted",
@@ -231,6 +233,13 @@ class EngineLost(WeightBridgeError):
     """An engine in other processes died, or cannot be reached any more.
 
     The way out is a fresh engine, which gets the current version before it serves.
+    """
+
+
+class SessionRefused(EngineLost):
+    """The engine's ranks take no call of this driver: another one has it, or it was started anew.
+
+    The message names the driver that has the engine. ``recover()`` takes the engine over.
     """
 
 

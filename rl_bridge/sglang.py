@@ -4,12 +4,18 @@
 `SGLangModelInstaller` is for code that runs in the process that has the model.
 """
 
-from rl_bridge.engines.sglang.engine_adapter import SGLangInstallAdapter
+from rl_bridge.engines.sglang.client import connect
+from rl_bridge.engines.sglang.engine_adapter import SGLangInstallAdapter, SGLangServing
 from rl_bridge.engines.sglang.loader import SGLangWeightLoader
+from rl_bridge.engines.sglang.loaders import DiskRoute, DistributedRoute
 from rl_bridge.engines.sglang.model_installer import SGLangModelInstaller
 
 __all__ = [
+    "DiskRoute",
+    "DistributedRoute",
     "SGLangInstallAdapter",
     "SGLangModelInstaller",
+    "SGLangServing",
     "SGLangWeightLoader",
+    "connect",
 ]

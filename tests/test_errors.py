@@ -12,6 +12,7 @@ import torch
 
 from rl_bridge import RolloutExecutor, errors, make_weight_bridge
 from rl_bridge.cuda.host import HostDriver
+from rl_bridge.engines.session import Session
 from rl_bridge.engines.vllm.engine_adapter import VLLMEngineAdapter
 from rl_bridge.installers.base import InstallProof
 from rl_bridge.journal import Journal
@@ -262,6 +263,7 @@ RAISED: dict[type[Exception], Callable[[Path], object]] = {
     errors.ProofFailed: lambda _: _install(proof=InstallProof(method="digest", root="0")),
     errors.TornEngine: lambda _: _install(install=OSError("x"), undo=OSError("y")),
     errors.EngineLost: _dead,
+    errors.SessionRefused: lambda _: Session().require({}),
     errors.SegmentError: lambda _: OwnedSegment.make("x", 1 << 60),
     errors.DriverError: lambda _: HostDriver().create(1),
     errors.SlotsExhausted: _exhausted,

@@ -79,12 +79,9 @@ STILL_FRAGMENTS = frozenset(
         "demo.report",
         "demo.sglang_fault",
         "demo.versions",
-        "engines.sglang.calls",
-        "engines.sglang.shares",
-        "engines.sglang.support",
         "engines.vllm.caches",
         "engines.vllm.sessions",
-        "engines.vllm.support",
+        "engines.vllm.host",
     )
 )
 STILL_IN_A_CIRCLE = frozenset({f"{PACKAGE}.engines.vllm.asking"})
@@ -97,9 +94,6 @@ STILL_FORBIDDEN = frozenset(
         ("engines.staging", "engines.vllm.compat"),
         ("engines.staging", "engines.vllm.expert_canary"),
         ("engines.skeleton", "engines.vllm.compat"),
-        ("engines.sglang.engine_adapter", "engines.vllm.labels"),
-        ("engines.sglang.rank", "engines.vllm.pauses"),
-        ("engines.sglang.calls", "engines.vllm.frames"),
     )
 )
 

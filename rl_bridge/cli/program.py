@@ -174,6 +174,13 @@ def sidecar(  # noqa: PLR0917 - typer calls it by name
             help="The key that SGLang's server asks for, its admin's if it has one; mode 0600.",
         ),
     ] = None,
+    take_over: Annotated[
+        bool,
+        typer.Option(
+            "--take-over",
+            help="Take the engine from a driver that has it, such as a side-car that died.",
+        ),
+    ] = False,
     hold_s: Annotated[
         float,
         typer.Option(min=0.001, help="Seconds that an update may wait for its next step."),
@@ -207,6 +214,8 @@ def sidecar(  # noqa: PLR0917 - typer calls it by name
         api_key_file=api_key_file,
         timeout_s=step_timeout_s,
     )
+    if take_over:
+        executor.recover()
     try:
         serve(executor, key_file=key_file, state_dir=state_dir, host=host, port=port, config=config)
     finally:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from rl_bridge.bridge.bridges import make_weight_bridge
 from rl_bridge.bridge.two_phase import TwoPhaseExecutor
+from rl_bridge.engines.sglang.client import connect as sglang_client
 from rl_bridge.engines.sglang.engine_adapter import SGLangInstallAdapter
 from rl_bridge.engines.vllm.engine_adapter import VLLMEngineAdapter
 from rl_bridge.errors import WeightBridgeUnavailableError
@@ -94,7 +95,8 @@ def _adapter(
 ) -> TransactionalAdapter:
     if server is EngineServer.SGLANG:
         key = None if api_key_file is None else _api_key(api_key_file)
-        return SGLangInstallAdapter(url, timeout_s=timeout_s, api_key=key)
+        client = sglang_client(url, timeout_s=timeout_s, api_key=key)
+        return SGLangInstallAdapter(client)
     if api_key_file is not None:
         msg = "a vLLM server's update routes take no API key. Leave --api-key-file out."
         raise ValueError(msg)

@@ -61,6 +61,8 @@ class Sidecar:
         in_doubt = interrupted if at == "committing" else None
         tried: list[str] = []
         outcome = Recovery()
+        if interrupted is not None or active is not None:
+            self._take_engine(tried)
         for entry in (in_doubt, active):
             if entry is not None and outcome.outcome != "reinstalled":
                 outcome = self._bring_back(entry, tried)
@@ -224,6 +226,13 @@ class Sidecar:
         return known
 
     # ---- inside ---------------------------------------------------------------------------------
+
+    def _take_engine(self, tried: list[str]) -> None:
+        """Have the engine again: the side-car that died with these books had it until now."""
+        try:
+            self.executor.recover()
+        except Exception as error:  # noqa: BLE001 - told in the status, in the log by `start`
+            tried.append(f"the engine could not be taken over: {describe(error)}")
 
     def _bring_back(self, entry: Entry, tried: list[str]) -> Recovery:
         version, executor = entry.weight_version, self.executor

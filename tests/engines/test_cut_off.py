@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from rl_bridge import RolloutExecutor, make_weight_bridge
+from rl_bridge.engines.vllm.client import LLMHandle
 from rl_bridge.engines.vllm.engine_adapter import VLLMEngineAdapter
-from rl_bridge.engines.vllm.handles import LLMHandle
 from rl_bridge.errors import IncompatibleUpdate
 from tests.engines.drive import Setting, executor_for
 from tests.engines.engines import Bench, bench

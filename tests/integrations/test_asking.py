@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rl_bridge import TensorBridge, WeightBridgeUnavailableError
-from rl_bridge.engines.vllm.handles import LLMHandle, Replies
+from rl_bridge.engines.vllm.client import LLMHandle, Replies
 from rl_bridge.errors import DeadlineExceeded
 from rl_bridge.vllm import VLLMEngineAdapter
 from tests.integrations.test_commit_fails import RanksOfOne, engine

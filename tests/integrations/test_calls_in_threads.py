@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rl_bridge.engines.vllm.handles import LLMHandle, Replies
+from rl_bridge.engines.vllm.client import LLMHandle, Replies
 from tests.helpers import tracing
 from tests.interrupts import InterruptBefore
 

@@ -9,7 +9,7 @@ import pytest
 
 from rl_bridge import TensorBridge, WeightUpdateRejectedError
 from rl_bridge.engines.vllm.calls import answer
-from rl_bridge.engines.vllm.handles import Replies
+from rl_bridge.engines.vllm.client import Replies
 from rl_bridge.engines.vllm.rank import VLLMRank
 from rl_bridge.vllm import VLLMEngineAdapter
 from tests.integrations.test_engine_adapter import Engine, driver, trainer

@@ -10,7 +10,7 @@ from rl_bridge import (
     WeightBridgeUnavailableError,
     WeightUpdateRejectedError,
 )
-from rl_bridge.engines.vllm.handles import Replies
+from rl_bridge.engines.vllm.client import Replies
 from rl_bridge.errors import DeadlineExceeded
 from rl_bridge.vllm import VLLMEngineAdapter
 from tests.integrations.test_engine_adapter import Engine, broken, driver, engine, trainer

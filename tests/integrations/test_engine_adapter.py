@@ -15,7 +15,7 @@ from rl_bridge import (
     make_weight_bridge,
 )
 from rl_bridge.engines.vllm.calls import answer
-from rl_bridge.engines.vllm.handles import EngineHandle, PauseMode, Replies
+from rl_bridge.engines.vllm.client import EngineHandle, PauseMode, Replies
 from rl_bridge.engines.vllm.rank import VLLMRank
 from rl_bridge.errors import DeadlineExceeded
 from rl_bridge.vllm import VLLMEngineAdapter

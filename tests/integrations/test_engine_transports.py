@@ -16,14 +16,14 @@ from rl_bridge import (
     make_weight_bridge,
 )
 from rl_bridge.engines.rank_bridges import checked_transports
-from rl_bridge.engines.sglang.routes import options_for
+from rl_bridge.engines.sglang.loaders import DiskRoute
 from rl_bridge.engines.vllm import rank as vllm_rank
 from rl_bridge.engines.vllm.rank import VLLMRank
 from rl_bridge.sglang import SGLangInstallAdapter
 from rl_bridge.vllm import VLLMEngineAdapter
 from tests.integrations import test_engine_adapter as vllm
-from tests.integrations.sglang_drivers import Engine as SGLangEngine
-from tests.integrations.sglang_drivers import Handle, engine
+from tests.integrations.sglang_engine import Client, engine
+from tests.integrations.sglang_engine import Engine as SGLangEngine
 from tests.integrations.test_rank import Group, Model
 from tests.integrations.test_sglang_exchange import equal, held, loaded, version
 
@@ -85,7 +85,7 @@ def test_ranks_of_sglang_read_what_a_trainer_in_another_container_published(
 ) -> None:
     given = {"shared-memory": {"directory": tmp_path}}
     manifest = contained.publish(version(1), weight_version=1)
-    through(SGLangInstallAdapter(Handle(engine), transports=given), manifest, directory=tmp_path)
+    through(SGLangInstallAdapter(Client(engine), transports=given), manifest, directory=tmp_path)
     assert equal(held(engine.model), loaded(1))
 
 
@@ -117,11 +117,15 @@ def test_options_mean_the_same_in_the_engines_process(
 def test_options_that_no_transport_has_are_told_where_they_are_given(
     engine: SGLangEngine, kind: Any, given: Any, error: type[Exception], said: str
 ) -> None:
-    handle = Handle(engine) if kind is SGLangInstallAdapter else vllm.Engine(None)  # type: ignore[arg-type]
+    handle = Client(engine) if kind is SGLangInstallAdapter else vllm.Engine(None)  # type: ignore[arg-type]
     with pytest.raises(error, match=said):
         kind(handle, transports=given)
 
 
-def test_options_for_ranks_that_import_nothing_are_told_where_they_are_given() -> None:
+def test_options_for_ranks_that_import_nothing_are_told_where_they_are_given(
+    engine: SGLangEngine, tmp_path: Path
+) -> None:
+    pytest.importorskip("safetensors")
+    given = {"shared-memory": {"max_slots": 2}}
     with pytest.raises(ValueError, match="expected 'import'"):
-        options_for("tensor", {"shared-memory": {"max_slots": 2}})
+        SGLangInstallAdapter(Client(engine), route=DiskRoute(tmp_path), transports=given)

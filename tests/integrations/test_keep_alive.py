@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rl_bridge.engines.sglang.handles import ServerHandle as SGLangServer
+from rl_bridge.engines.sglang.client import ServerClient as SGLangServer
 from rl_bridge.engines.vllm.server import ServerHandle as VLLMServer
 from rl_bridge.errors import SignatureRefused
 from rl_bridge.remote import RemoteEngine
@@ -55,7 +55,7 @@ def ask_vllm(url: str, _home: Path) -> Callable[[], object]:
 
 
 def ask_sglang(url: str, _home: Path) -> Callable[[], object]:
-    return SGLangServer(url, WAIT_S, None).label
+    return SGLangServer(url, WAIT_S).label
 
 
 def ask_sidecar(url: str, home: Path) -> Callable[[], object]:

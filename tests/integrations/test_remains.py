@@ -15,7 +15,7 @@ from rl_bridge import (
     WeightUpdateRejectedError,
     make_weight_bridge,
 )
-from rl_bridge.engines.vllm.handles import PauseMode, Replies
+from rl_bridge.engines.vllm.client import PauseMode, Replies
 from rl_bridge.errors import DeadlineExceeded
 from rl_bridge.vllm import VLLMEngineAdapter
 from tests.integrations.test_engine_adapter import Engine, broken, driver, engine, trainer

@@ -9,7 +9,8 @@ import pytest
 from rl_bridge import TensorBridge
 from rl_bridge.engines.sglang import plugin
 from rl_bridge.engines.sglang.engine_adapter import SGLangInstallAdapter
-from tests.integrations.sglang_drivers import Engine, Handle, engine, trainer
+from rl_bridge.engines.sglang.loaders import DiskRoute
+from tests.integrations.sglang_engine import Client, Engine, engine, trainer
 from tests.integrations.test_sglang_exchange import equal, held, loaded, version
 
 __all__ = ["engine", "trainer"]  # fixtures, for this file, too
@@ -17,7 +18,7 @@ __all__ = ["engine", "trainer"]  # fixtures, for this file, too
 safetensors = pytest.importorskip("safetensors.torch")
 
 
-class DiskHandle(Handle):
+class DiskClient(Client):
     """Of an engine that names the folder that it took last, as SGLang does."""
 
     def _asked(self, route: str, body: dict[str, Any]) -> tuple[bool, Any]:
@@ -47,7 +48,7 @@ def home(engine: Engine, tmp_path: Path) -> Path:
 
 
 def driver(engine: Engine, home: Path) -> SGLangInstallAdapter:
-    return SGLangInstallAdapter(DiskHandle(engine), route="disk", directory=home)
+    return SGLangInstallAdapter(DiskClient(engine), route=DiskRoute(home))
 
 
 def install(adapter: SGLangInstallAdapter, trainer: TensorBridge, number: int) -> None:

@@ -10,7 +10,9 @@ import torch
 from rl_bridge import TornEngine, WeightUpdateManifest, make_weight_bridge
 from rl_bridge.engines import exchange
 from rl_bridge.engines.exchange import is_alone
-from rl_bridge.engines.sglang import beside, rank, votes
+from rl_bridge.engines.rank import EngineRank
+from rl_bridge.engines.rpc import RankGroup
+from rl_bridge.engines.sglang import beside, host
 from rl_bridge.engines.sglang.model_installer import SGLangModelInstaller
 from rl_bridge.engines.staging import TensorChange
 from rl_bridge.errors import IncompatibleUpdate, ProofFailed
@@ -298,31 +300,25 @@ def test_numbers_that_were_not_copied_are_found(
 def test_a_commit_that_failed_in_a_rank_may_be_asked_for_again(
     monkeypatch: pytest.MonkeyPatch, owner: Any, name: str
 ) -> None:
-    monkeypatch.setattr(rank, "require_supported", lambda _: None)
-    monkeypatch.setattr(rank, "version", lambda: "0.5.23")
-    monkeypatch.setattr(votes, "world_size", lambda: 1)
-    monkeypatch.setattr(votes, "this_rank", lambda: 0)
-
     def fail(*_: object) -> None:
         raise MemoryError
 
     model = Model()
-    one = rank.SGLangRank(model, lambda: True)
+    monkeypatch.setattr(host, "require_supported", lambda _: None)
+    one = EngineRank(host.SGLangHost(model, lambda: True, RankGroup(0, 1)))
     with make_weight_bridge("local", source_worker="trainer") as trainer:
         for number in (1, 2, 3):
             manifest = trainer.publish(version(number), weight_version=number)
-            asked = {"update_id": manifest.update_id}
-            one.prepare({"manifest": manifest.to_json(), "options": {}, "import": True})
-            one.install(asked)
-            one.prove(asked)
+            one.prepare(manifest)
+            one.install(manifest.update_id)
             with monkeypatch.context() as patch:
                 if number == 2:  # the first one had no memory of ours to keep
                     patch.setattr(owner, name, fail)
                     with pytest.raises(MemoryError):
-                        one.commit(asked)
-            one.commit(asked)
+                        one.commit(manifest.update_id)
+            one.commit(manifest.update_id)
             assert equal(held(model), loaded(number))
-            assert one.describe({})["weight_version"] == number
+            assert one.commit(manifest.update_id) == {}
 
 
 @pytest.mark.parametrize(

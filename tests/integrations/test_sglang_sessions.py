@@ -12,9 +12,9 @@ from rl_bridge import (
     make_weight_bridge,
 )
 from rl_bridge.engines.sglang.engine_adapter import SGLangInstallAdapter
-from tests.integrations.sglang_drivers import (
+from tests.integrations.sglang_engine import (
+    Client,
     Engine,
-    Handle,
     LostError,
     engine,
     importing,
@@ -36,11 +36,11 @@ def executor(engine: Engine) -> Iterator[RolloutExecutor]:
         yield made
 
 
-def handle_of(executor: RolloutExecutor) -> Handle:
+def client_of(executor: RolloutExecutor) -> Client:
     adapter = executor.weight_install_adapter
     assert isinstance(adapter, SGLangInstallAdapter)
-    assert isinstance(adapter._handle, Handle)
-    return adapter._handle
+    assert isinstance(adapter._client, Client)
+    return adapter._client
 
 
 @pytest.mark.parametrize("is_made", [False, True], ids=["call_lost", "answer_lost"])
@@ -51,7 +51,7 @@ def test_a_session_that_was_cut_off_anywhere_is_closed_with_the_undo(
     engine: Engine, trainer: TensorBridge, executor: RolloutExecutor, call: str, *, is_made: bool
 ) -> None:
     before = held(engine.model)
-    handle_of(executor).lose(call, is_made=is_made)
+    client_of(executor).lose(call, is_made=is_made)
     with pytest.raises(LostError):
         executor.update_weights(trainer.publish(version(1), weight_version=1))
     assert not engine.is_in_session
@@ -65,7 +65,7 @@ def test_an_end_that_is_lost_behind_a_failed_load_is_asked_for_again(
     engine: Engine, trainer: TensorBridge, executor: RolloutExecutor, *, is_made: bool
 ) -> None:
     engine.refuses = "update_weights_from_tensor"
-    handle_of(executor).lose("end_weight_update", is_made=is_made)
+    client_of(executor).lose("end_weight_update", is_made=is_made)
     with pytest.raises(LostError):
         executor.update_weights(trainer.publish(version(1), weight_version=1))
     assert not engine.is_in_session
@@ -74,19 +74,33 @@ def test_an_end_that_is_lost_behind_a_failed_load_is_asked_for_again(
     assert equal(held(engine.model), loaded(2))
 
 
-@pytest.mark.parametrize("is_lost", [False, True], ids=["load_refused", "answer_lost"])
-def test_a_session_that_is_opened_behind_another_drivers_update_is_closed(
-    engine: Engine, trainer: TensorBridge, executor: RolloutExecutor, *, is_lost: bool
+def test_a_load_that_comes_behind_a_take_over_is_not_let_in_and_its_session_is_closed(
+    engine: Engine, trainer: TensorBridge, executor: RolloutExecutor
 ) -> None:
+    """It would write over what the other driver has proven, and nobody would look again."""
     mine, theirs = (trainer.publish(version(n), weight_version=n) for n in (1, 2))
-    late, successor = handle_of(executor), importing(engine)
-    late.interrupt("begin_weight_update", lambda: update(successor, theirs))
-    if is_lost:
-        late.lose("begin_weight_update", is_made=True)
-    with pytest.raises(TornEngine, match="another driver has updated this engine"):
+    late, successor = client_of(executor), importing(engine, take_over=True)
+    late.before("begin_weight_update", lambda: update(successor, theirs))
+    with pytest.raises(TornEngine, match="has this engine"):
         executor.update_weights(mine)
     assert not engine.is_in_session
     assert equal(held(engine.model), loaded(2))
+
+
+def test_a_session_that_a_dead_driver_left_open_is_closed_by_whoever_takes_over(
+    engine: Engine, trainer: TensorBridge
+) -> None:
+    before = held(engine.model)
+    dead, manifest = loading(engine), trainer.publish(version(1), weight_version=1)
+    dead.prepare(manifest, version(1))
+    assert isinstance(dead._client, Client)
+    dead._client.lose("end_weight_update", is_made=False)
+    with pytest.raises(LostError):
+        dead.install(manifest, version(1))
+    left_open = engine.is_in_session
+    importing(engine).take_over()
+    assert (left_open, engine.is_in_session) == (True, False)
+    assert equal(held(engine.model), before)
 
 
 def test_a_session_of_somebody_elses_stays_open(

@@ -3,10 +3,9 @@
 import pytest
 
 from rl_bridge import TensorBridge, WeightBridgeUnavailableError
-from rl_bridge.engines.sglang.engine_adapter import SGLangInstallAdapter
-from tests.integrations.sglang_drivers import (
+from rl_bridge.engines.sglang.engine_adapter import SGLangServing
+from tests.integrations.sglang_engine import (
     Engine,
-    Handle,
     engine,
     importing,
     trainer,
@@ -98,6 +97,6 @@ def test_who_lets_prefixes_be_may_have_them_outside_too(
     engine: Engine, trainer: TensorBridge
 ) -> None:
     engine.context.told |= STORES[0]
-    adapter = SGLangInstallAdapter(Handle(engine), cache="keep")
+    adapter = importing(engine, serving=SGLangServing(cache="keep"))
     update(adapter, trainer.publish(version(1), weight_version=1))
     assert equal(held(engine.model), loaded(1))

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from rl_bridge import WeightBridgeUnavailableError, make_weight_bridge
-from rl_bridge.engines.vllm.support import manifest_of, require_supported
+from rl_bridge.engines.vllm.host import manifest_of, require_supported
 from rl_bridge.errors import MalformedManifest
 
 

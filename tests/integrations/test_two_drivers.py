@@ -13,7 +13,7 @@ from rl_bridge import (
     WeightUpdateRejectedError,
     make_weight_bridge,
 )
-from rl_bridge.engines.vllm.handles import PauseMode, Replies
+from rl_bridge.engines.vllm.client import PauseMode, Replies
 from rl_bridge.engines.vllm.rank import VLLMRank
 from rl_bridge.vllm import VLLMEngineAdapter
 from tests.integrations.test_engine_adapter import Engine

@@ -9,7 +9,7 @@ import pytest
 
 from rl_bridge import TensorBridge, TornEngine
 from rl_bridge.engines.vllm.calls import answer
-from rl_bridge.engines.vllm.handles import PauseMode, Replies
+from rl_bridge.engines.vllm.client import PauseMode, Replies
 from rl_bridge.engines.vllm.rank import VLLMRank
 from rl_bridge.errors import DeadlineExceeded
 from rl_bridge.vllm import VLLMEngineAdapter

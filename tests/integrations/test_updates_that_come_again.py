@@ -19,7 +19,7 @@ from rl_bridge import (
     WeightBridgeError,
     WeightUpdateRejectedError,
 )
-from rl_bridge.engines.vllm.handles import Replies
+from rl_bridge.engines.vllm.client import Replies
 from rl_bridge.engines.vllm.rank import VLLMRank
 from rl_bridge.errors import (
     DriverError,

@@ -6,14 +6,16 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from rl_bridge import RolloutExecutor, WeightUpdateManifest, make_weight_bridge
-from rl_bridge.engines.sglang.handles import handle_of
-from rl_bridge.engines.sglang.routes import ROUTES, RouteName
+from rl_bridge.engines.sglang.client import connect
+from rl_bridge.engines.sglang.engine_adapter import SGLangServing
+from rl_bridge.engines.sglang.loaders import ROUTES, DiskRoute, RouteName
 from rl_bridge.sglang import SGLangInstallAdapter
 from rl_bridge.testing.processes import until
 from tests.engines.models import Checkpoints, Kind
@@ -97,8 +99,30 @@ def read(outputs: Sequence[dict[str, Any]]) -> Answers:
 
 
 @contextmanager
-def executor_for(engine: Any, **options: Any) -> Iterator[RolloutExecutor]:
-    """An executor of its own bridge around an engine."""
+def executor_for(
+    engine: Any,
+    *,
+    api_key: str | None = None,
+    directory: Path | None = None,
+    serving: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> Iterator[RolloutExecutor]:
+    """An executor of its own bridge around an engine.
+
+    Args:
+        engine: an `Engine`, or a server's URL.
+        api_key: of a server.
+        directory: for the route ``disk``.
+        serving: what `SGLangServing` takes.
+        options: what `SGLangInstallAdapter` takes.
+
+    """
+    if directory is not None:
+        options["route"] = DiskRoute(directory)
+    if serving is not None:
+        options["serving"] = SGLangServing(**serving)
+    if api_key is not None:
+        engine = connect(engine, api_key=api_key)
     with (
         make_weight_bridge("shared-memory", source_worker="rollout") as bridge,
         closing(SGLangInstallAdapter(engine, **options)) as adapter,
@@ -169,9 +193,9 @@ def forget(engine: Any, api_key: str | None = None) -> None:
 
     A prefix that stayed would make the answers other ones than a fresh engine's.
     """
-    with closing(handle_of(engine, CALL_S, api_key)) as handle:
+    with closing(connect(engine, timeout_s=CALL_S, api_key=api_key)) as client:
         # An answer is here before its scheduler has put the request away.
-        until(lambda: handle.call("flush")["flushed"], what="no request holds a prefix")
+        until(lambda: client.ask("flush")[0]["flushed"], what="no request holds a prefix")
 
 
 def answers_of(engine: Any) -> Answers:

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from rl_bridge.engines.exchange import Exchange
-from rl_bridge.engines.sglang import beside, votes
+from rl_bridge.engines.sglang import beside
+from rl_bridge.engines.sglang.host import tensor_group
 from rl_bridge.engines.staging import Staged, TensorChange
 from rl_bridge.installers.snapshot import Snapshot
 
@@ -34,7 +35,7 @@ def plant(model: torch.nn.Module, named: list[Named]) -> None:
         owner, name, original = _originals.pop()
         setattr(owner, name, original)
     what = json.loads(named[0][0])
-    if what["point"] and what["rank"] in {None, votes.this_rank()}:
+    if what["point"] and what["rank"] in {None, tensor_group().rank}:
         _POINTS[what["point"]](model, what["nth"])
 
 

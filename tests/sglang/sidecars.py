@@ -12,7 +12,7 @@ import torch
 
 from rl_bridge import WeightUpdateManifest, make_weight_bridge
 from rl_bridge.remote import TwoPhaseExecutor
-from rl_bridge.sglang import SGLangInstallAdapter
+from rl_bridge.sglang import SGLangInstallAdapter, connect
 from tests.sglang.served import KEY
 
 __all__ = ["DEATH", "URL", "dying"]
@@ -48,6 +48,6 @@ def dying() -> TwoPhaseExecutor:
     """An SGLang server's."""
     return TwoPhaseExecutor(
         weight_bridge=make_weight_bridge("shared-memory", source_worker="sidecar"),
-        weight_install_adapter=Dying(URL.read_text(), api_key=KEY),
+        weight_install_adapter=Dying(connect(URL.read_text(), api_key=KEY)),
         suspicious="off",
     )

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from rl_bridge import EngineLost, WeightBridgeUnavailableError
-from rl_bridge.engines.sglang.handles import handle_of
+from rl_bridge.engines.sglang.client import connect
 from rl_bridge.errors import DeadlineExceeded
 from rl_bridge.testing.processes import until
 from tests.helpers import stop
@@ -76,26 +76,26 @@ def test_an_engine_that_hangs_is_told_and_its_late_answers_are_nobody_elses(benc
 def test_an_answer_to_another_drivers_call_is_not_taken(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first, second = handle_of(bench.engine, WAIT_S), handle_of(bench.engine, WAIT_S)
+    first, second = (connect(bench.engine, timeout_s=WAIT_S) for _ in range(2))
     answers: list[tuple[bool, Any]] = []
-    ask = first.ask
+    control = first.control
 
     def recorded(route: str, **body: Any) -> tuple[bool, Any]:
-        answers.append(ask(route, **body))
+        answers.append(control(route, **body))
         return answers[-1]
 
-    monkeypatch.setattr(first, "ask", recorded)
-    first.call("describe")
-    monkeypatch.setattr(second, "ask", lambda *_, **__: answers[0])
+    monkeypatch.setattr(first, "control", recorded)
+    first.ask("describe")
+    monkeypatch.setattr(second, "control", lambda *_, **__: answers[0])
     with pytest.raises(EngineLost, match="out of step"):
-        second.call("describe")
+        second.ask("describe")
 
 
 def test_an_engine_without_the_plugin_says_how_to_get_it(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # What an engine answers to a name that it does not know.
-    monkeypatch.setattr("rl_bridge.engines.sglang.handles.call_text", lambda _: "no.weight")
+    monkeypatch.setattr("rl_bridge.engines.sglang.client.call_text", lambda _: "no.weight")
     with (
         executor_for(bench.engine) as executor,
         pytest.raises(WeightBridgeUnavailableError, match="does not have rl_bridge's plugin"),

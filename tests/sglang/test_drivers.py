@@ -1,13 +1,16 @@
-"""Two drivers of one engine: what one is refused takes nothing of the other's."""
+"""Two drivers of one engine: the second is refused by name, and a killed one is taken over."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rl_bridge import RolloutExecutor, TornEngine, WeightUpdateManifest, WeightUpdateRejectedError
-from rl_bridge.engines.sglang.routes import RouteName
+from rl_bridge import RolloutExecutor, TornEngine, WeightUpdateManifest
+from rl_bridge.engines.sglang.loaders import RouteName
+from rl_bridge.errors import SessionRefused
+from rl_bridge.sglang import SGLangInstallAdapter
 from tests.sglang.bench import Bench, executor_for
 from tests.sglang.test_equal import folder
 
@@ -17,20 +20,25 @@ LOADS: dict[RouteName, str] = {
     "distributed": "update_weights_from_distributed",
     "disk": "update_weights_from_disk",
 }
+NAMED = rf"driver .*process {os.getpid()} on .* has this engine"
+
+
+class KilledError(Exception):
+    """The driver ends here."""
 
 
 def before(executor: RolloutExecutor, route: str, first: Callable[[], object]) -> None:
     """Do something right before a driver's first call of that route."""
-    handle: Any = executor.weight_install_adapter._handle  # type: ignore[union-attr]
-    ask, left = handle.ask, [first]
+    client: Any = executor.weight_install_adapter._client  # type: ignore[union-attr]
+    control, left = client.control, [first]
 
     def come_in(asked: str, **body: Any) -> tuple[bool, Any]:
         if asked == route and left:
             left.pop()()
-        done: tuple[bool, Any] = ask(asked, **body)
+        done: tuple[bool, Any] = control(asked, **body)
         return done
 
-    handle.ask = come_in
+    client.control = come_in
 
 
 def is_paused(bench: Bench) -> bool:
@@ -45,65 +53,84 @@ def name(manifest: WeightUpdateManifest) -> str:
     return f"{manifest.weight_version}@{manifest.root}"
 
 
-def test_a_driver_whose_update_another_one_committed_leaves_no_pause(bench: Bench) -> None:
-    manifest = bench.trainer.publish(bench.next())
-    with executor_for(bench.engine) as late, executor_for(bench.engine) as successor:
-        adapter: Any = late.weight_install_adapter
-        install = adapter.install
-
-        def overtaken(*given: Any) -> None:
-            successor.update_weights(manifest)
-            install(*given)
-
-        adapter.install = overtaken
-        with pytest.raises(WeightUpdateRejectedError, match="not prepared here by this driver"):
-            late.update_weights(manifest)
-        late.recover()
-        assert not is_paused(bench)
+def test_a_second_driver_is_refused_by_name_and_touches_nothing(bench: Bench) -> None:
+    with executor_for(bench.engine) as one, executor_for(bench.engine) as other:
+        first = bench.update(one)
+        second = bench.trainer.publish(bench.next())
+        with pytest.raises(SessionRefused, match=NAMED):
+            other.update_weights(second)
+        assert label(bench) == name(first)
+        bench.check()
+        one.update_weights(second)
         bench.holds = 1 - bench.holds
         bench.check()
-        assert label(bench) == name(manifest)
+
+
+@pytest.mark.parametrize("by", ["recover", "take_over"])
+def test_a_killed_drivers_engine_is_recovered(bench: Bench, by: str) -> None:
+    """All that it had proven is committed: requests may have been served by it."""
+    dead, manifest = SGLangInstallAdapter(bench.engine), bench.trainer.publish(bench.next())
+    dead.prepare(manifest, {})
+    dead.install(manifest, {})
+    assert is_paused(bench)
+    bench.holds = 1 - bench.holds
+    with executor_for(bench.engine, take_over=by == "take_over") as executor:
+        if by == "recover":
+            executor.recover()
+            assert not is_paused(bench)
+            assert label(bench) == name(manifest)
+            bench.check()
+        later = bench.update(executor)
+        bench.check()
+        assert (label(bench), is_paused(bench)) == (name(later), False)
+        with pytest.raises(TornEngine, match=NAMED):
+            dead.undo()
+        bench.check()
 
 
 @pytest.mark.parametrize("route", LOADS)
-def test_a_driver_that_is_refused_does_not_end_anothers_pause(
+def test_what_a_killed_driver_did_not_prove_is_taken_back(
     route: RouteName, bench: Bench, tmp_path: Path
 ) -> None:
-    mine, theirs = (bench.trainer.publish(bench.weights[n]) for n in (bench.holds, 1 - bench.holds))
-    options = {"route": route, "directory": folder(route, tmp_path)}
-    with executor_for(bench.engine) as late, executor_for(bench.engine, **options) as other:
-        adapter: Any = late.weight_install_adapter
+    def die() -> None:
+        raise KilledError
 
-        def come_too_late() -> None:
-            with pytest.raises(WeightUpdateRejectedError, match="not prepared here by this driver"):
-                adapter.install(mine, {})
-            adapter.undo()
-            assert is_paused(bench), "in the middle of another driver's load"
-
-        adapter.prepare(mine, {})
-        before(other, LOADS[route], come_too_late)
-        other.update_weights(theirs)
-        bench.holds = 1 - bench.holds
-        assert not is_paused(bench)
-        bench.check()
+    options: dict[str, Any] = {"route": route, "directory": folder(route, tmp_path)}
+    with executor_for(bench.engine, **options) as dead:
+        adapter: Any = dead.weight_install_adapter
+        manifest, tensors = bench.trainer.publish(bench.next()), bench.next()
+        adapter.prepare(manifest, tensors)
+        before(dead, LOADS[route], die)
+        with pytest.raises(KilledError):
+            adapter.install(manifest, tensors)
+        with executor_for(bench.engine) as executor:
+            executor.recover()
+            assert not is_paused(bench)
+            bench.check()
+            bench.update(executor)
+            bench.check()
 
 
 @pytest.mark.parametrize("route", LOADS)
-def test_a_load_that_comes_behind_another_drivers_update_is_not_let_in(
+def test_a_load_that_comes_behind_a_take_over_is_not_let_in(
     route: RouteName, bench: Bench, tmp_path: Path
 ) -> None:
     """It would write over what the other one has proven, and nobody would look again."""
     theirs, mine = (bench.trainer.publish(bench.weights[n]) for n in (bench.holds, 1 - bench.holds))
-    options = {"route": route, "directory": folder(route, tmp_path)}
-    with executor_for(bench.engine, **options) as late, executor_for(bench.engine) as successor:
+    options: dict[str, Any] = {"route": route, "directory": folder(route, tmp_path)}
+    with (
+        executor_for(bench.engine, **options) as late,
+        executor_for(bench.engine, take_over=True) as successor,
+    ):
         # Behind its begin, and before the session that a successor would end.
         first = LOADS[route] if route == "disk" else "begin_weight_update"
         before(late, first, lambda: successor.update_weights(theirs))
-        with pytest.raises(TornEngine, match="another driver came in between"):
+        with pytest.raises(TornEngine, match="has this engine"):
             late.update_weights(mine)
         assert not is_paused(bench)
         bench.check()
         assert label(bench) == name(theirs)
+        late.recover()
         later = bench.update(late)
         bench.check()
         assert label(bench) == name(later)

@@ -1,11 +1,12 @@
 """After each update an engine holds and answers, to the bit, what a fresh one does."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from rl_bridge import WeightUpdateRejectedError
-from rl_bridge.engines.sglang.routes import RouteName
+from rl_bridge.engines.sglang.loaders import RouteName
 from tests.sglang.bench import WAYS, Bench, executor_for
 
 
@@ -16,7 +17,11 @@ def folder(route: RouteName, tmp_path: Path) -> Path | None:
 def alternate(
     bench: Bench, route: RouteName, tmp_path: Path, times: int, *, exchange: bool = True
 ) -> None:
-    options = {"route": route, "directory": folder(route, tmp_path), "exchange": exchange}
+    options: dict[str, Any] = {
+        "route": route,
+        "directory": folder(route, tmp_path),
+        "exchange": exchange,
+    }
     with executor_for(bench.engine, **options) as executor:
         for turn in range(times):
             bench.plant("fail", nth=turn % len(bench.weights[0]))

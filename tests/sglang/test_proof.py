@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from rl_bridge.engines.sglang.routes import ROUTES, RouteName
+from rl_bridge.engines.sglang.loaders import ROUTES, RouteName
 from rl_bridge.errors import ChecksumMismatch, ProofFailed
 from rl_bridge.sglang import SGLangInstallAdapter
 from rl_bridge.testing.faults import FaultInjecting

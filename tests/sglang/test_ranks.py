@@ -2,12 +2,13 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from rl_bridge import TornEngine, WeightUpdateRejectedError
-from rl_bridge.engines.sglang.routes import RouteName
+from rl_bridge.engines.sglang.loaders import RouteName
 from rl_bridge.errors import IncompatibleUpdate, ProofFailed
 from tests.engines.models import Checkpoints, Kind
 from tests.engines.trainer import Trainer
@@ -45,7 +46,11 @@ def test_twenty_updates_with_failures_mixed_in_equal_fresh_engines(
 def test_a_rank_that_fails_at_any_tensor_takes_the_other_one_back(
     rank: int, route: RouteName, exchange: bool, pair: Bench, tmp_path: Path
 ) -> None:
-    options = {"route": route, "directory": folder(route, tmp_path), "exchange": exchange}
+    options: dict[str, Any] = {
+        "route": route,
+        "directory": folder(route, tmp_path),
+        "exchange": exchange,
+    }
     with executor_for(pair.engine, **options) as executor:
         count = len(pair.weights[0])
         every = (route, exchange) == WAYS[0]

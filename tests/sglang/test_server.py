@@ -16,8 +16,8 @@ from rl_bridge import (
     WeightBridgeUnavailableError,
     WeightUpdateRejectedError,
 )
-from rl_bridge.engines.sglang.handles import PauseMode
-from rl_bridge.engines.sglang.routes import ROUTES, RouteName
+from rl_bridge.engines.sglang.engine_adapter import PauseMode
+from rl_bridge.engines.sglang.loaders import ROUTES, RouteName
 from tests.engines.models import Checkpoints, Kind
 from tests.engines.trainer import Trainer
 from tests.sglang.bench import Engines, executor_for
@@ -71,7 +71,7 @@ def alternating(server: Served, engines: Engines, trainer: Trainer) -> Alternati
 def test_a_server_takes_updates_by_each_route(
     route: RouteName, alternating: Alternating, tmp_path: Path
 ) -> None:
-    options = {"route": route, "directory": folder(route, tmp_path), "api_key": KEY}
+    options: dict[str, Any] = {"route": route, "directory": folder(route, tmp_path), "api_key": KEY}
     with executor_for(alternating.server.url, **options) as executor:
         for _ in range(2):
             label = alternating.update(executor)
@@ -116,10 +116,10 @@ def running(server: Served, executor: RolloutExecutor) -> list[Request]:
     stop = adapter._serving.stop
     begun: list[Request] = []
 
-    def begin_and_stop(meant: Any, **how: Any) -> None:
+    def begin_and_stop(**how: Any) -> None:
         if not begun:
             begun.append(Request(server))
-        stop(meant, **how)
+        stop(**how)
 
     adapter._serving.stop = begin_and_stop
     return begun
@@ -132,7 +132,9 @@ def test_a_running_request_tells_which_tokens_come_from_which_version(
     server = alternating.server
     cache = "flush" if pause == "retract" else "keep"
     before = server.label()
-    with executor_for(server.url, pause=pause, cache=cache, api_key=KEY) as executor:
+    with executor_for(
+        server.url, serving={"pause": pause, "cache": cache}, api_key=KEY
+    ) as executor:
         requests = running(server, executor)
         label = alternating.update(executor)
         spans = requests[0].output()["meta_info"]["weight_versions"]
@@ -149,9 +151,9 @@ def test_a_cache_that_live_requests_hold_refuses_the_update_and_all_goes_back(
     """SGLang reports a failure then, although the weights have changed."""
     server = alternating.server
     before = server.label()
-    with executor_for(server.url, pause="in_place", api_key=KEY) as executor:
+    with executor_for(server.url, serving={"pause": "in_place"}, api_key=KEY) as executor:
         requests = running(server, executor)
-        with pytest.raises(WeightUpdateRejectedError, match="Use pause='retract'"):
+        with pytest.raises(WeightUpdateRejectedError, match="could not be dropped"):
             executor.update_weights(alternating.trainer.publish(alternating.next()))
         output = requests[0].output()
     assert {span["version"] for span in output["meta_info"]["weight_versions"]} == {before}
@@ -162,7 +164,7 @@ def test_a_cache_that_live_requests_hold_refuses_the_update_and_all_goes_back(
 
 def test_abort_ends_running_requests(alternating: Alternating) -> None:
     server = alternating.server
-    with executor_for(server.url, pause="abort", api_key=KEY) as executor:
+    with executor_for(server.url, serving={"pause": "abort"}, api_key=KEY) as executor:
         requests = running(server, executor)
         alternating.update(executor)
         assert requests[0].output()["meta_info"]["finish_reason"]["type"] == "abort"
@@ -175,14 +177,14 @@ def test_a_server_that_is_killed_is_told_within_the_deadline(alternating: Altern
         alternating.update(executor)
         killer = threading.Thread(target=server.end)
         adapter = executor.weight_install_adapter
-        original = adapter._route.load  # type: ignore[union-attr]
+        original = adapter._serving.stop  # type: ignore[union-attr]
 
-        def killed(*arguments: Any) -> None:
+        def killed(**how: Any) -> None:
+            original(**how)
             killer.start()
             killer.join(WAIT_S)
-            original(*arguments)
 
-        adapter._route.load = killed  # type: ignore[union-attr]
+        adapter._serving.stop = killed  # type: ignore[union-attr]
         with pytest.raises((EngineLost, TornEngine)):
             executor.update_weights(alternating.trainer.publish(alternating.next()))
         with pytest.raises(TornEngine):

@@ -1,16 +1,15 @@
 """Traps of SGLang's own routes, each by its name."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 from rl_bridge import WeightBridgeUnavailableError, WeightUpdateRejectedError
+from rl_bridge.engines.sglang.client import connect
 from rl_bridge.engines.sglang.engine_adapter import SGLangInstallAdapter
-from rl_bridge.engines.sglang.handles import handle_of
-from rl_bridge.engines.sglang.routes import RouteName
-from rl_bridge.errors import IncompatibleUpdate
+from rl_bridge.engines.sglang.loaders import DistributedRoute, RouteName
+from rl_bridge.errors import IncompatibleUpdate, SessionRefused
 from tests.sglang.bench import CALL_S, Bench, executor_for, sums_of
 
 QKV = "model.layers.0.self_attn.{}_proj.weight"
@@ -42,13 +41,19 @@ def test_a_session_that_a_driver_left_open_does_not_keep_the_next_one_out(
 ) -> None:
     """All that a driver sent that was killed when its session had begun."""
     manifest = bench.trainer.publish(bench.next())
-    handle = handle_of(bench.engine, CALL_S)
-    handle.call("prepare", manifest=manifest.to_json(), cuts=True, **{"import": False})
-    handle.call("pauses", pauses=True, update_id=manifest.update_id)
-    handle.pause("retract")
-    handle.call("install", update_id=manifest.update_id)
+    client = connect(bench.engine, timeout_s=CALL_S)
+    client.epoch = 1 + client.ask("describe")[0]["epoch"]
+    client.ask("open", name="one that was killed", take_over=False)
+    client.ask("prepare", manifest=manifest.to_json(), options={}, imports=False)
+    client.ask("pauses", on=True)
+    client.pause("retract")
+    client.ask("install", update_id=manifest.update_id)
     assert bench.engine.begin_weight_update()[0]
     with executor_for(bench.engine, route=route) as executor:
+        with pytest.raises(SessionRefused, match="driver one that was killed has this engine"):
+            executor.update_weights(manifest)
+        executor.recover()
+        bench.check("nothing was proven: it is taken back")
         bench.update(executor)
         bench.check()
     assert not bench.engine.end_weight_update()[0]
@@ -72,9 +77,9 @@ def test_a_failing_distributed_load_leaves_weights_partly_updated_and_is_undone(
         adapter = executor.weight_install_adapter
         original = adapter._back  # type: ignore[union-attr]
 
-        def back() -> None:
+        def back(**given: Any) -> None:
             left.append(sums_of(bench.engine))
-            original()
+            original(**given)
 
         adapter._back = back  # type: ignore[union-attr]
         bench.plant("fail", 7)
@@ -91,7 +96,7 @@ def test_a_failing_distributed_load_leaves_weights_partly_updated_and_is_undone(
 def test_a_group_that_the_engine_lost_is_made_anew(bench: Bench) -> None:
     with executor_for(bench.engine, route="distributed") as executor:
         bench.update(executor)
-        name = executor.weight_install_adapter._route._group.name  # type: ignore[union-attr]
+        name = executor.weight_install_adapter._loader._group.name  # type: ignore[union-attr]
         assert bench.engine.destroy_weights_update_group(name)[0]
         with pytest.raises(WeightUpdateRejectedError, match="Failed to receive"):
             executor.update_weights(bench.trainer.publish(bench.next()))
@@ -102,7 +107,7 @@ def test_a_group_that_the_engine_lost_is_made_anew(bench: Bench) -> None:
 
 def test_an_address_of_another_machine_is_refused(bench: Bench) -> None:
     # 192.0.2.0/24 belongs to nobody: it is for documentation.
-    with executor_for(bench.engine, route="distributed", address="192.0.2.1") as executor:
+    with executor_for(bench.engine, route=DistributedRoute("192.0.2.1")) as executor:
         with pytest.raises(WeightBridgeUnavailableError, match="address of this machine"):
             executor.update_weights(bench.trainer.publish(bench.next()))
         bench.check()
@@ -177,18 +182,15 @@ def test_a_copy_that_does_not_fit_its_budget_is_refused(bench: Bench) -> None:
     ("options", "match"),
     [
         ({"route": "ipc"}, "expected one of 'import', 'tensor'"),
-        ({"route": "disk"}, "'disk' needs one"),
-        ({"directory": "/somewhere"}, "'disk' needs one"),
-        ({"address": "127.0.0.1"}, "'distributed' takes one"),
-        ({"pause": "keep"}, "expected 'retract', 'in_place' or 'abort'"),
-        ({"cache": "reset"}, "expected 'flush' or 'keep'"),
+        ({"route": "disk"}, "expected a folder for the versions"),
+        ({"serving": {"pause": "keep"}}, "expected 'retract', 'in_place' or 'abort'"),
+        ({"serving": {"cache": "reset"}}, "expected 'flush' or 'keep'"),
     ],
     ids=str,
 )
 def test_options_that_do_not_exist_are_refused(options: dict[str, Any], match: str) -> None:
-    made: Callable[..., Any] = SGLangInstallAdapter
-    with pytest.raises(ValueError, match=match):
-        made("http://127.0.0.1:1", **options)
+    with pytest.raises(ValueError, match=match), executor_for("http://127.0.0.1:1", **options):
+        pytest.fail("it was made")
 
 
 def test_what_is_no_engine_is_refused() -> None:

@@ -1,11 +1,12 @@
 """An update that fails, wherever it does, leaves the engine as it was: same process, same bytes."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from rl_bridge import TornEngine, WeightUpdateRejectedError
-from rl_bridge.engines.sglang.routes import RouteName
+from rl_bridge.engines.sglang.loaders import RouteName
 from tests.sglang.bench import WAYS, Bench, executor_for, sums_of
 from tests.sglang.test_equal import folder
 
@@ -14,7 +15,11 @@ from tests.sglang.test_equal import folder
 def test_an_install_that_fails_at_any_tensor_is_undone(
     route: RouteName, exchange: bool, bench: Bench, tmp_path: Path
 ) -> None:
-    options = {"route": route, "directory": folder(route, tmp_path), "exchange": exchange}
+    options: dict[str, Any] = {
+        "route": route,
+        "directory": folder(route, tmp_path),
+        "exchange": exchange,
+    }
     with executor_for(bench.engine, **options) as executor:
         for nth in range(len(bench.weights[0])):
             bench.plant("fail", nth)
@@ -92,6 +97,7 @@ def test_what_a_driver_left_half_way_is_undone_by_the_next_one(bench: Bench) -> 
             first.update_weights(bench.trainer.publish(bench.next()))
         bench.uproot()
         with executor_for(bench.engine) as second:
+            second.recover()
             bench.update(second)
             bench.check()
 
@@ -100,11 +106,12 @@ def test_an_update_that_is_refused_by_its_cache_is_undone(bench: Bench) -> None:
     """The weights are in by then, proven: all of it goes back."""
     with executor_for(bench.engine) as executor:
         adapter = executor.weight_install_adapter
-        original = adapter._serving.drop  # type: ignore[union-attr]
-        adapter._serving.drop = lambda **_: (False, "planted.")  # type: ignore[union-attr]
-        with pytest.raises(WeightUpdateRejectedError, match=r"could not be dropped .planted"):
+        client = adapter._client  # type: ignore[union-attr]
+        original = client.drop_caches
+        client.drop_caches = lambda policy: "" if policy is None else "planted"
+        with pytest.raises(WeightUpdateRejectedError, match=r"could not be dropped: planted"):
             executor.update_weights(bench.trainer.publish(bench.next()))
-        adapter._serving.drop = original  # type: ignore[union-attr]
+        client.drop_caches = original
         bench.check()
         bench.update(executor)
         bench.check()

@@ -4,8 +4,8 @@ It hooks two things of the schedulers' processes. ``get_weights_by_name``, a con
 SGLang answers between two steps of the model, without a lock and without pickle, answers for names
 that begin with ``rl_bridge:`` what `SGLangInstallAdapter` asks. And a load of SGLang's own that
 fails within an update of ours is answered with ``success: false``: SGLang would end the engine,
-and the process that started it. So is a load of a driver whose update is not the one that is under
-way: by now another driver may have proven what that would write over.
+and the process that started it. So is a load of a driver that no longer has the engine: another one
+may have proven what that would write over.
 """
 
 import logging
@@ -86,7 +86,7 @@ def reply_text(weights: object) -> str | None:
 def _answered(original: Callable[..., Any], manager: Any, request: Any) -> Any:
     if not request.name.startswith(PREFIX):
         return original(manager, request)
-    from rl_bridge.engines.sglang.calls import answer
+    from rl_bridge.engines.sglang.host import answer_text
 
     def flush() -> bool | None:
         if manager.tp_worker.model_config.is_multimodal:
@@ -94,14 +94,14 @@ def _answered(original: Callable[..., Any], manager: Any, request: Any) -> Any:
         return bool(manager.flush_cache(empty_cache=False))
 
     model = manager.tp_worker.model_runner.model
-    said = answer(model, flush, request.name.removeprefix(PREFIX))
+    said = answer_text(model, flush, request.name.removeprefix(PREFIX))
     # A weight's numbers are all that this route can answer.
     numbers = [float(byte) for byte in said.encode("utf-8")]
     return require(_REQUESTS).GetWeightsByNameReqOutput(parameter=numbers)
 
 
 def _guarded(original: Callable[..., Any], updater: Any, *args: Any, **kwargs: Any) -> Any:
-    from rl_bridge.engines.sglang.calls import known_rank
+    from rl_bridge.engines.rank import known_rank
 
     rank = known_rank(updater.get_model())
     given = args[0] if args else next(iter(kwargs.values()), None)
@@ -109,7 +109,7 @@ def _guarded(original: Callable[..., Any], updater: Any, *args: Any, **kwargs: A
     refusal = _refusal(updater, said)
     if refusal:
         return False, refusal
-    if rank is None or not rank.is_open:
+    if rank is None or not rank.is_begun:
         return original(updater, *args, **kwargs)
     path = updater.model_config.model_path
     try:
@@ -135,15 +135,14 @@ def _last_name(path: object) -> str:
 
 
 def _refusal(updater: Any, said: object) -> str:
-    """Why a load must not be let in; empty where it may, or is none of ours."""
-    from rl_bridge.engines.sglang.calls import known_rank
+    """Why a load must not be let in; empty if it may, or is none of ours."""
+    from rl_bridge.engines.rank import known_rank
 
     found = _SENDER.search(said) if isinstance(said, str) else None
     rank = known_rank(updater.get_model())
-    if found is None or (rank is not None and rank.takes_from(found[1])):
+    if found is None or (rank is not None and rank.takes_load_of(found[1])):
         return ""
     return (
-        "this load's update is not the one under way in the engine: another driver came in "
-        "between, or the engine was started anew. Let one driver at a time update an engine, and "
-        "publish a later version"
+        "this load's update is not the one under way in the engine: another driver has taken the "
+        "engine over, or it was started anew. Call recover(), and publish a later version"
     )

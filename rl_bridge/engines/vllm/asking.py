@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rl_bridge.bridge.consumer import is_shortage
-from rl_bridge.engines.vllm.handles import EngineHandle, Replies, failure
+from rl_bridge.engines.vllm.client import EngineHandle, Replies, failure
 from rl_bridge.errors import EngineLost, ProofFailed, WeightBridgeUnavailableError
 from rl_bridge.installers.base import InstallProof
 

@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from rl_bridge.engines.vllm.handles import EngineHandle
+from rl_bridge.engines.vllm.client import EngineHandle
 from rl_bridge.errors import TornEngine, WeightUpdateRejectedError
 
 __all__ = [

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
+from rl_bridge.engines.vllm.client import LLMHandle
 from rl_bridge.engines.vllm.compat import require
-from rl_bridge.engines.vllm.handles import LLMHandle
 from rl_bridge.errors import (
     EngineLost,
     IncompatibleUpdate,

@@ -30,7 +30,7 @@ from rl_bridge.engines.vllm.asking import (
     version_name,
 )
 from rl_bridge.engines.vllm.caches import CachePolicy, EngineCaches
-from rl_bridge.engines.vllm.handles import PauseMode, Replies
+from rl_bridge.engines.vllm.client import PauseMode, Replies
 from rl_bridge.engines.vllm.labels import EngineLabel, LabelMaker, default_label
 from rl_bridge.engines.vllm.pauses import EnginePause
 from rl_bridge.engines.vllm.server import handle_of

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from rl_bridge.engines.vllm.handles import EngineHandle
+from rl_bridge.engines.vllm.client import EngineHandle
 from rl_bridge.manifest.model import WeightUpdateManifest
 
 __all__ = [

@@ -11,8 +11,8 @@ each rank, all ranks before any of them installs, as with `rl_bridge.vllm.VLLMEn
 from typing import Any
 
 from rl_bridge.bridge.executor import RolloutExecutor
+from rl_bridge.engines.vllm.client import LLMHandle
 from rl_bridge.engines.vllm.engine_adapter import VLLMEngineAdapter
-from rl_bridge.engines.vllm.handles import LLMHandle
 from rl_bridge.engines.vllm.server import handle_of
 from rl_bridge.strategies.loader import ExecutorWeightLoader
 from rl_bridge.strategies.receiver import BridgeTransferReceiver

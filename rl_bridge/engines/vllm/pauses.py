@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rl_bridge.engines.vllm.asking import Ranks
-from rl_bridge.engines.vllm.handles import EngineHandle, PauseMode, Replies
+from rl_bridge.engines.vllm.client import EngineHandle, PauseMode, Replies
 
 __all__ = [
     "EnginePause",

@@ -16,8 +16,8 @@ import torch
 
 from rl_bridge.bridge.consumer import is_shortage
 from rl_bridge.engines.rank_bridges import EngineBridges, acknowledge, let_go
+from rl_bridge.engines.vllm.host import make_installer, manifest_of, require_supported, tried
 from rl_bridge.engines.vllm.pauses import PauseNote
-from rl_bridge.engines.vllm.support import make_installer, manifest_of, require_supported, tried
 from rl_bridge.engines.vllm.votes import all_agree, first_said, group, require_one
 from rl_bridge.errors import TornEngine, WeightUpdateRejectedError, describe
 from rl_bridge.installers.base import InstallProof, TransactionalAdapter

@@ -9,7 +9,7 @@ import importlib
 import time
 from typing import Any
 
-from rl_bridge.engines.vllm.handles import (
+from rl_bridge.engines.vllm.client import (
     AsyncLLMHandle,
     EngineHandle,
     LLMHandle,

@@ -1,35 +1,22 @@
-"""An SGLang engine of one rank without SGLang, and drivers that it may have several of."""
+"""An SGLang engine of one rank without SGLang, and clients that call it as SGLang is called."""
 
 import json
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from rl_bridge import TensorBridge, WeightBridgeError, WeightUpdateManifest, make_weight_bridge
-from rl_bridge.engines.sglang import calls, plugin, rank, support, votes
+from rl_bridge.engines.rpc import RankGroup, Reply
+from rl_bridge.engines.sglang import host, plugin
+from rl_bridge.engines.sglang.client import Answer, SGLangClient
 from rl_bridge.engines.sglang.engine_adapter import SGLangInstallAdapter
-from rl_bridge.engines.sglang.handles import Answer, EngineHandle
+from rl_bridge.engines.sglang.loaders import SGLangLoader
 from rl_bridge.engines.sglang.plugin import PREFIX, SENDER, sender
-from rl_bridge.engines.sglang.routes import Route
-from tests.integrations.test_sglang_exchange import Model, version
+from tests.integrations.test_sglang_exchange import Model
 
-__all__ = [
-    "Engine",
-    "Handle",
-    "Loader",
-    "LostError",
-    "drivers",
-    "end",
-    "engine",
-    "importing",
-    "interrupt",
-    "loading",
-    "trainer",
-    "update",
-]
+__all__ = ["Client", "Engine", "LostError", "engine", "importing", "loading", "trainer", "update"]
 
 
 class Context:
@@ -58,24 +45,21 @@ class Engine:
         self.label = "user's"
         self.is_paused = False
         self.pauses: list[str | None] = []  # modes; None: it went on
-        self.flushes = True
+        self.flushes: bool | None = True
         self.refuses = ""  # a route of SGLang's own
         self.is_in_session = False
         self.named = ""  # the folder that it took last
-        self.is_written_to_paused = True
 
     def get_model(self) -> Model:
         return self.model
 
-    def ask(self, verb: str, **given: Any) -> dict[str, Any]:
-        text = json.dumps({"verb": verb, "call": 1, **given})
-        told: dict[str, Any] = json.loads(self.answer(text))
-        return told
-
     def answer(self, text: str) -> str:
-        if json.loads(text)["verb"] in {"install", "undo"}:
-            self.is_written_to_paused &= self.is_paused
-        return calls.answer(self.model, lambda: self.flushes, text)
+        return host.answer_text(self.model, lambda: self.flushes, text)
+
+    def told(self) -> Reply:
+        """What its rank says of itself."""
+        (reply,) = json.loads(self.answer(json.dumps({"verb": "describe"})))
+        return dict(reply)
 
     def turn_session(self, *, is_on: bool) -> tuple[bool, str]:
         if self.is_in_session == is_on:
@@ -83,24 +67,13 @@ class Engine:
         self.is_in_session = is_on
         return True, ""
 
-    def prepare(self, manifest: Any) -> dict[str, Any]:
-        return self.ask("prepare", manifest=manifest.to_json(), **{"import": True})
-
-    def update(self, manifest: Any) -> None:
-        asked = {"update_id": manifest.update_id}
-        told = [self.prepare(manifest)]
-        told += [self.ask(verb, **asked) for verb in ("install", "prove", "commit")]
-        assert all(one["ok"] for one in told), told
-
 
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
     engine = Engine()
-    monkeypatch.setattr(support, "require", lambda _: engine.context)
-    monkeypatch.setattr(rank, "version", lambda: "0.5.23")
-    monkeypatch.setattr(votes, "world_size", lambda: 1)
-    monkeypatch.setattr(votes, "this_rank", lambda: 0)
-    monkeypatch.setattr(votes, "all_reply", lambda reply, _: [reply])
+    monkeypatch.setattr(host, "require", lambda _: engine.context)
+    monkeypatch.setattr(host, "version", lambda: "0.5.23")
+    monkeypatch.setattr(host, "tensor_group", lambda: RankGroup(0, 1))
     return engine
 
 
@@ -114,37 +87,27 @@ class LostError(WeightBridgeError):
     """A call that was cut off, or an answer that did not come."""
 
 
-class Handle(EngineHandle):
-    """One driver's, of an engine that several have; at one of its calls something is done first."""
+class Client(SGLangClient):
+    """One driver's; at one of its calls something is done first, or its answer is lost."""
 
     def __init__(self, engine: Engine) -> None:
         super().__init__(20)
         self._engine = engine
-        self._left = 0
         self._named = ""
         self._first: Callable[[], object] = lambda: None
         self._lost: tuple[str, bool] | None = None
-        self.came_in_at = ""
 
     def lose(self, call: str, *, is_made: bool) -> None:
         """The next call of that name is not made; or it is, and its answer is lost."""
         self._lost = call, is_made
 
-    def interrupt(self, at: int | str, first: Callable[[], object]) -> None:
-        """Before the call that is the `at`-th from now on, or the first one of that name."""
-        self._left, self._named = (0, at) if isinstance(at, str) else (at, "")
-        self._first = first
-
-    def catch_up(self) -> None:
-        """Do it now, if that call did not come."""
-        if self._left > 0:
-            self._left = 0
-            self._first()
+    def before(self, call: str, first: Callable[[], object]) -> None:
+        """Do something in front of the next call of that name."""
+        self._named, self._first = call, first
 
     def _made(self, name: str, call: Callable[[], Any]) -> Any:
-        self._left -= 1
-        if self._left == 0 or self._named == name:
-            self.came_in_at, self._named = name, ""
+        if self._named == name:
+            self._named = ""
             self._first()
         if self._lost == (name, False):
             self._lost = None
@@ -155,7 +118,9 @@ class Handle(EngineHandle):
             raise LostError
         return answer
 
-    def ask(self, route: str, **body: Any) -> tuple[bool, Any]:
+    def control(
+        self, route: str, *, within_s: float | None = None, **body: Any
+    ) -> tuple[bool, Any]:
         is_ours = route == "get_weights_by_name"
         name = json.loads(body["name"].removeprefix(PREFIX))["verb"] if is_ours else route
         answer: tuple[bool, Any] = self._made(name, lambda: self._asked(route, body))
@@ -196,27 +161,25 @@ def load_bucket(engine: Engine, bucket: Any) -> tuple[bool, str]:
     return True, ""
 
 
-class Loader(Route):
+class Fed(SGLangLoader):
     """Brings the bytes itself, as all routes but ``import`` do."""
 
-    def load(self, manifest: WeightUpdateManifest, tensors: Any) -> None:
-        bucket = {"tensors": tensors, SENDER: sender(self._handle.name)}
+    def feed(self, manifest: WeightUpdateManifest, tensors: Any) -> None:
+        bucket = {"tensors": tensors, SENDER: sender(self._client.driver)}
         with self._session():
-            self._handle.do("update_weights_from_tensor", bucket=bucket)
+            self._client.do("update_weights_from_tensor", bucket=bucket)
 
 
-def importing(engine: Engine) -> SGLangInstallAdapter:
-    return SGLangInstallAdapter(Handle(engine))
+def importing(engine: Engine, **options: Any) -> SGLangInstallAdapter:
+    return SGLangInstallAdapter(Client(engine), **options)
 
 
-def loading(engine: Engine) -> SGLangInstallAdapter:
-    adapter = importing(engine)
-    adapter._route = Loader(adapter._handle)
+def loading(engine: Engine, **options: Any) -> SGLangInstallAdapter:
+    adapter = importing(engine, **options)
+    client = adapter._client
+    assert isinstance(client, SGLangClient)
+    adapter._loader = Fed(client, drops=True)
     return adapter
-
-
-def drivers(engine: Engine) -> tuple[SGLangInstallAdapter, SGLangInstallAdapter]:
-    return importing(engine), importing(engine)
 
 
 def update(adapter: SGLangInstallAdapter, manifest: WeightUpdateManifest) -> None:
@@ -224,25 +187,3 @@ def update(adapter: SGLangInstallAdapter, manifest: WeightUpdateManifest) -> Non
     adapter.install(manifest, {})
     adapter.resume()
     adapter.commit()
-
-
-def end(
-    adapter: SGLangInstallAdapter, manifest: WeightUpdateManifest, *, is_installed: bool = False
-) -> None:
-    """Go on with an update as an executor does."""
-    try:
-        if not is_installed:
-            adapter.install(manifest, version(manifest.weight_version))
-        adapter.prove()
-        adapter.resume()
-        adapter.commit()
-    except WeightBridgeError:
-        with suppress(WeightBridgeError):
-            adapter.undo()
-
-
-def interrupt(adapter: SGLangInstallAdapter, at: int | str, first: Callable[[], object]) -> Handle:
-    handle = adapter._handle
-    assert isinstance(handle, Handle)
-    handle.interrupt(at, first)
-    return handle

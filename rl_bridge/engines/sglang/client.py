@@ -1,6 +1,6 @@
-"""An engine as the executor's adapter sees it: an ``Engine`` of this process, or a server's URL.
+"""An SGLang engine as a driver calls it: an ``Engine`` of this process, or a server's URL.
 
-Both have the same control routes. Each call has a deadline, and what SGLang refuses comes back with
+Both have the same control routes. Each call has a deadline, and what SGLang refuses comes back in
 its own words.
 """
 
@@ -9,39 +9,29 @@ import base64
 import concurrent.futures
 import importlib
 import json
-import logging
-import uuid
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Coroutine, Mapping
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any
 
-from rl_bridge import errors
+from rl_bridge.engines.rpc import EngineClient, Replies, Reply, lost
 from rl_bridge.engines.sglang.compat import MINIMUM, require
 from rl_bridge.engines.sglang.plugin import NAME, call_text, reply_text
 from rl_bridge.errors import (
     DeadlineExceeded,
     EngineLost,
-    WeightBridgeError,
     WeightBridgeUnavailableError,
     WeightUpdateRejectedError,
 )
 
-__all__ = [
-    "METHODS",
-    "EngineHandle",
-    "PauseMode",
-    "handle_of",
-]
-
-_LOG = logging.getLogger(__name__)
-
-PauseMode = Literal["retract", "in_place", "abort"]
-"""What becomes of running requests: computed anew from their tokens, frozen, or ended."""
+__all__ = ["METHODS", "EngineOfThisProcess", "SGLangClient", "ServerClient", "connect"]
 
 Answer = tuple[bool, str]
 """Whether a route did what it was asked, and what it said."""
 
-# Where the loop runs in another thread: how much later than its own deadline it may tell.
+# How often a call under way looks whether the engine's processes live.
+_LOOK_S = 0.25
+# If the loop runs in another thread: how much later than its own deadline it may tell.
 _LOOP_S = 5.0
 
 METHODS: Mapping[str, tuple[str, str]] = {
@@ -66,14 +56,13 @@ METHODS: Mapping[str, tuple[str, str]] = {
 """Route -> its request among SGLang's own, and the method of its tokenizer manager."""
 
 
-class EngineHandle(ABC):
-    """One engine, whatever process it is in.
+class SGLangClient(EngineClient):
+    """What the two kinds of SGLang engines have in common.
 
     Attributes:
         sharing: by which of torch's strategies its process gets shared memory.
         num_ranks: ranks that compute its model together, as its last answer said.
         device: the kind of device that its model is on.
-        name: the driver's, by which the engine tells drivers apart.
 
     """
 
@@ -81,14 +70,10 @@ class EngineHandle(ABC):
     num_ranks = 1
     device = "cpu"
 
-    def __init__(self, timeout_s: float) -> None:
-        """Give every call `timeout_s` seconds."""
-        self.timeout_s = timeout_s
-        self.name = uuid.uuid4().hex  # drivers that follow each other begin to count anew
-        self._calls = 0
-
     @abstractmethod
-    def ask(self, route: str, **body: Any) -> tuple[bool, Any]:
+    def control(
+        self, route: str, *, within_s: float | None = None, **body: Any
+    ) -> tuple[bool, Any]:
         """Call a control route: whether it succeeded, and its message or content.
 
         Raises:
@@ -99,11 +84,7 @@ class EngineHandle(ABC):
 
     @abstractmethod
     def flush(self) -> Answer:
-        """Drop cached prefixes; refused while requests hold some."""
-
-    @abstractmethod
-    def label(self) -> str:
-        """The version label on outputs."""
+        """Drop cached prefixes by SGLang's own route; refused while requests hold some."""
 
     @abstractmethod
     def model_path(self) -> str:
@@ -113,20 +94,12 @@ class EngineHandle(ABC):
         """SGLang's serialized tensors, as this engine takes them."""
         return serialized
 
-    def call(self, verb: str, **given: Any) -> dict[str, Any]:
-        """Ask our half in the scheduler's process.
-
-        Raises:
-            WeightBridgeUnavailableError: the engine does not have the plugin.
-            WeightBridgeError: our half's failure, as the exception that it was.
-
-        """
-        self._calls += 1
-        number = f"{self.name}-{self._calls}"
-        who = {"call": number, "driver": self.name}
-        told = {"verb": verb, **who, "timeout_s": self.timeout_s}
-        text = json.dumps({**told, **given})
-        _, weights = self.ask("get_weights_by_name", name=call_text(text), truncate_size=1)
+    def call(self, verb: str, payload: Reply, timeout_s: float) -> Replies:
+        """Ask the ranks in the schedulers' processes. See `EngineClient`."""
+        text = json.dumps({**payload, "verb": verb})
+        _, weights = self.control(
+            "get_weights_by_name", within_s=timeout_s, name=call_text(text), truncate_size=1
+        )
         said = reply_text(weights)
         if said is None:
             msg = (
@@ -135,20 +108,10 @@ class EngineHandle(ABC):
                 f"SGLANG_PLUGINS is set, add {NAME} to it."
             )
             raise WeightBridgeUnavailableError(msg)
-        reply: dict[str, Any] = json.loads(said)
-        if reply.get("call") != number:
-            msg = (
-                f"the engine answers to call {reply.get('call')}, expected {number}: its "
-                "replies are out of step. Start a fresh engine, and install the current version in "
-                "it before it serves."
-            )
-            raise EngineLost(msg)
-        if not reply["ok"]:
-            raise _failure(reply)
-        self.num_ranks = reply["ranks"]
-        if "not_told" in reply:
-            _LOG.warning("the engine has it, and its trainer is not told: %s", reply["not_told"])
-        return reply
+        replies: Replies = json.loads(said)
+        self.num_ranks = len(replies)
+        self.device = replies[0].get("device", self.device)
+        return replies
 
     def do(self, route: str, **body: Any) -> None:
         """Call a control route that has to succeed.
@@ -157,53 +120,55 @@ class EngineHandle(ABC):
             WeightUpdateRejectedError: SGLang refused.
 
         """
-        succeeded, said = self.ask(route, **body)
+        succeeded, said = self.control(route, **body)
         if not succeeded:
             msg = f"SGLang refused {route} ({said}). See the engine's log."
             raise WeightUpdateRejectedError(msg)
 
-    def pause(self, mode: PauseMode) -> None:
-        """Stop generating; requests that come meanwhile wait."""
+    def pause(self, mode: str | None, *, undoes: bool = False) -> None:
+        """Stop generating; requests are computed anew later (``retract``), frozen, or ended.
+
+        Frozen requests would keep prefixes of what is undone: for an undo they are computed anew.
+        """
+        if undoes and mode != "abort":
+            mode = "retract"
         self.do("pause_generation", mode=mode)
 
     def resume(self) -> None:
         """Go on."""
         self.do("continue_generation", torch_empty_cache=False)
 
+    def drop_caches(self, policy: str | None) -> str:
+        """Drop cached prefixes: ``flush``, or ``keep``."""
+        if policy == "keep":
+            return ""
+        # For an undo, what is stored outside of the engine is no reason to leave it torn.
+        flushed = [reply["flushed"] for reply in self.ask("flush", all=policy is not None)]
+        if None in flushed:
+            # SGLang's own route gives memory back as well, which takes as long as a small update.
+            done, said = self.flush()
+            return "" if done else said
+        return "" if all(flushed) else "requests hold some"
+
     def set_label(self, label: str) -> None:
         """Set the version label on outputs."""
         self.do("update_weight_version", new_version=label, abort_all_requests=False)
 
-    def close(self) -> None:  # noqa: B027 - only some have something to close
-        """Let go of the connection; the engine goes on."""
 
-
-def _failure(reply: Mapping[str, Any]) -> Exception:
-    kind = getattr(errors, str(reply.get("type")), None)
-    if isinstance(kind, type) and issubclass(kind, WeightBridgeError):
-        try:
-            return kind(reply["message"])
-        except TypeError:
-            pass  # it takes more than a text: the general one must do
-    return WeightUpdateRejectedError(
-        f"{reply['type']}: {reply['message']}. The engine's log has the traceback."
-    )
-
-
-def _too_late(doing: str, timeout_s: float) -> DeadlineExceeded:
+def _too_late(doing: str, within_s: float) -> DeadlineExceeded:
     return DeadlineExceeded(
-        f"the engine did not answer {doing} within {timeout_s} s. Look at its log; give the "
+        f"the engine did not answer {doing} within {within_s} s. Look at its log; give the "
         "adapter a longer timeout_s if it was only slow."
     )
 
 
-class InProcessHandle(EngineHandle):
-    """An ``Engine``, whose event loop is in this process; its scheduler is in another one.
+class EngineOfThisProcess(SGLangClient):
+    """An ``Engine``, whose event loop is in this process; its schedulers are in others.
 
-    Where the loop runs in another thread, calls are handed to it; else they run it.
+    If the loop runs in another thread, calls are handed to it; else they run it.
     """
 
-    def __init__(self, engine: Any, timeout_s: float) -> None:
+    def __init__(self, engine: Any, timeout_s: float = 600.0) -> None:
         """Look at `engine`; nothing is called."""
         super().__init__(timeout_s)
         self._engine = engine
@@ -211,11 +176,13 @@ class InProcessHandle(EngineHandle):
         self._requests = require("sglang.srt.managers.io_struct")
         self._asked: set[asyncio.Future[Any]] = set()  # a loop keeps no task alive by itself
 
-    def ask(self, route: str, **body: Any) -> tuple[bool, Any]:
-        """Call a control route. See `EngineHandle`."""
+    def control(
+        self, route: str, *, within_s: float | None = None, **body: Any
+    ) -> tuple[bool, Any]:
+        """Call a control route. See `SGLangClient`."""
         request, method = METHODS[route]
         made = getattr(self._requests, request)(**body)
-        answered = self._run(getattr(self._manager, method)(made), route)
+        answered = self._run(getattr(self._manager, method)(made), route, within_s)
         if route == "get_weights_by_name":
             return answered is not None, answered
         if isinstance(answered, tuple):
@@ -235,29 +202,68 @@ class InProcessHandle(EngineHandle):
         """The checkpoint that it was started from, or took last."""
         return str(self._manager.model_path)
 
-    def _run(self, coroutine: Coroutine[Any, Any, Any], doing: str) -> Any:
+    def _run(
+        self, coroutine: Coroutine[Any, Any, Any], doing: str, within_s: float | None = None
+    ) -> Any:
         loop = self._engine.loop
-        if _is_running_here(loop):
+        within_s = self.timeout_s if within_s is None else within_s
+        try:
+            self._refuse_call(loop, doing)
+        except BaseException:
             coroutine.close()
+            raise
+        try:
+            if not loop.is_running():
+                return loop.run_until_complete(self._within(coroutine, within_s))
+            future = asyncio.run_coroutine_threadsafe(self._within(coroutine, within_s), loop)
+            return future.result(within_s + _LOOP_S)
+        except (TimeoutError, concurrent.futures.TimeoutError) as error:
+            raise _too_late(doing, within_s) from error
+        except ConnectionError as error:
+            raise lost(error, f"answer {doing}") from error
+
+    def _refuse_call(self, loop: asyncio.AbstractEventLoop, doing: str) -> None:
+        """Refuse a call that would block its own answer, or that nobody is there to answer."""
+        if _is_running_here(loop):
             msg = (
                 "update_weights was called in the engine's own event loop, which it would block. "
                 "Call `await asyncio.to_thread(executor.update_weights, manifest)`."
             )
             raise WeightBridgeUnavailableError(msg)
-        try:
-            if not loop.is_running():
-                return loop.run_until_complete(self._within(coroutine))
-            future = asyncio.run_coroutine_threadsafe(self._within(coroutine), loop)
-            return future.result(self.timeout_s + _LOOP_S)
-        except (TimeoutError, concurrent.futures.TimeoutError) as error:
-            raise _too_late(doing, self.timeout_s) from error
+        gone = self._death()
+        if gone:
+            raise lost(ConnectionError(gone), f"answer {doing}")
 
-    async def _within(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        # Not cancelled where it is too late: SGLang would take its late answer for the next call's.
+    async def _within(self, coroutine: Coroutine[Any, Any, Any], within_s: float) -> Any:
+        # Not cancelled if it is too late: SGLang would take its late answer for the next call's.
         task = asyncio.ensure_future(coroutine)
         self._asked.add(task)
         task.add_done_callback(self._asked.discard)
-        return await asyncio.wait_for(asyncio.shield(task), self.timeout_s)
+        end = asyncio.get_running_loop().time() + within_s
+        while True:
+            left = end - asyncio.get_running_loop().time()
+            done, _ = await asyncio.wait({task}, timeout=max(0.0, min(_LOOK_S, left)))
+            if done:
+                return task.result()
+            gone = self._death()
+            if gone or left <= 0:
+                raise ConnectionError(gone) if gone else TimeoutError
+
+    def _death(self) -> str:
+        """Which of the engine's processes ended; SGLang takes this process along, later."""
+        tell = getattr(self._engine, "get_all_child_pids", None)
+        ended = [pid for pid in ([] if tell is None else tell()) if _has_ended(pid)]
+        return f"its process {ended[0]} ended" if ended else ""
+
+
+def _has_ended(pid: int) -> bool:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
+        return Path("/proc/self/stat").exists()
+    except OSError:
+        return False  # not to be told from here
+    return stat.rpartition(")")[2].split()[0] in {"Z", "X"}
 
 
 def _is_running_here(loop: asyncio.AbstractEventLoop) -> bool:
@@ -267,14 +273,14 @@ def _is_running_here(loop: asyncio.AbstractEventLoop) -> bool:
         return False
 
 
-class ServerHandle(EngineHandle):
+class ServerClient(SGLangClient):
     """A server by its URL."""
 
     # Descriptors need the key of a common parent process, and a server has another one: its
     # scheduler would raise where it takes them, and end.
     sharing = "file_system"
 
-    def __init__(self, url: str, timeout_s: float, api_key: str | None) -> None:
+    def __init__(self, url: str, timeout_s: float = 600.0, api_key: str | None = None) -> None:
         """Prepare the connection; nothing is sent.
 
         Raises:
@@ -289,7 +295,7 @@ class ServerHandle(EngineHandle):
             raise WeightBridgeUnavailableError(msg) from error
         self._url = url.rstrip("/")
         headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
-        # Not by a proxy: who may update an engine reaches it. And no connection is kept open: the
+        # Not by a proxy: a driver reaches its engine itself. And no connection is kept open: the
         # server closes what idles, perhaps just when the next request is sent.
         self._client = self._httpx.Client(
             base_url=self._url,
@@ -299,9 +305,11 @@ class ServerHandle(EngineHandle):
             trust_env=False,
         )
 
-    def ask(self, route: str, **body: Any) -> tuple[bool, Any]:
-        """Call a control route. See `EngineHandle`."""
-        reply = self._send("POST", route, json=body)
+    def control(
+        self, route: str, *, within_s: float | None = None, **body: Any
+    ) -> tuple[bool, Any]:
+        """Call a control route. See `SGLangClient`."""
+        reply = self._send("POST", route, within_s, json=body)
         if route == "get_weights_by_name":
             return bool(reply.is_success), _content(reply)
         content = _content(reply)
@@ -340,11 +348,12 @@ class ServerHandle(EngineHandle):
             raise WeightBridgeUnavailableError(msg)
         return content
 
-    def _send(self, method: str, route: str, **request: Any) -> Any:
+    def _send(self, method: str, route: str, within_s: float | None = None, **request: Any) -> Any:
+        within_s = self.timeout_s if within_s is None else within_s
         try:
-            reply = self._client.request(method, route, **request)
+            reply = self._client.request(method, route, timeout=within_s, **request)
         except self._httpx.TimeoutException as error:
-            raise _too_late(route, self.timeout_s) from error
+            raise _too_late(route, within_s) from error
         except self._httpx.TransportError as error:
             msg = (
                 f"the server at {self._url} was lost while it should answer {route} "
@@ -370,20 +379,25 @@ def _content(reply: Any) -> Any:
         return reply.text
 
 
-def handle_of(engine: Any, timeout_s: float, api_key: str | None = None) -> EngineHandle:
-    """The handle of an engine, whatever it is.
+def connect(engine: Any, *, timeout_s: float = 600.0, api_key: str | None = None) -> SGLangClient:
+    """The client of an engine, whatever it is; it is not called.
+
+    Args:
+        engine: an ``Engine``, a server's URL, or a client.
+        timeout_s: deadline of each call.
+        api_key: of a server that asks for one; its admin's, if it has one.
 
     Raises:
         TypeError: it is no engine.
         WeightBridgeUnavailableError: a URL without httpx.
 
     """
-    if isinstance(engine, EngineHandle):
+    if isinstance(engine, SGLangClient):
         return engine
     if isinstance(engine, str):
-        return ServerHandle(engine, timeout_s, api_key)
+        return ServerClient(engine, timeout_s, api_key)
     if hasattr(engine, "tokenizer_manager") and hasattr(engine, "loop"):
-        return InProcessHandle(engine, timeout_s)
+        return EngineOfThisProcess(engine, timeout_s)
     msg = (
         f"engine is a {type(engine).__name__}, expected an Engine of SGLang or a server's URL such "
         "as 'http://127.0.0.1:30000'. Pass one of these."

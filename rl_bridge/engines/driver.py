@@ -1,0 +1,472 @@
+"""`EngineDriver`: a whole engine, all of its ranks, behind the executor's adapter.
+
+All ranks stage an update before any of them installs it, and all install it or none. From the
+pause to the resume requests wait; whatever fails in between, no request sees a mixture. The same
+for every engine: an engine supplies an `EngineClient`, by which its ranks are called, and in each
+rank a `RankHost`.
+
+What a driver left half-way that ended in between, the next one ends as it takes over: if all ranks
+hold an update that is proven, requests may have been served by it, and the way is forward, to its
+commit; else it is taken back on all of them.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from enum import Enum, auto
+from typing import Any
+
+import torch
+
+from rl_bridge.bridge.consumer import is_shortage
+from rl_bridge.engines.rpc import EngineClient, Replies
+from rl_bridge.engines.serving import Serving, ServingOptions
+from rl_bridge.engines.session import driver_name, refuse_second
+from rl_bridge.errors import (
+    EngineLost,
+    ProofFailed,
+    TornEngine,
+    WeightBridgeUnavailableError,
+)
+from rl_bridge.installers.base import InstallProof, TransactionalAdapter
+from rl_bridge.manifest.model import WeightUpdateManifest
+
+__all__ = ["EngineDriver", "Loader"]
+
+_LOG = logging.getLogger(__name__)
+
+# An engine that lives tells within this time who has it, whatever it computes just now.
+_LIFE_S = 60.0
+# A driver that leaves waits no longer than this for an engine to take note of it.
+_LEAVE_S = 10.0
+
+
+class Loader:
+    """How an update's bytes get into an engine: here its ranks import them themselves.
+
+    An engine whose own loader is to be fed has a subclass with `imports` False.
+    """
+
+    imports = True
+    """Whether the ranks import each update, and verify it."""
+
+    def prepare(
+        self, manifest: WeightUpdateManifest, tensors: Mapping[str, torch.Tensor]
+    ) -> Mapping[str, Any]:
+        """Refuse what can be refused before the ranks are asked; what else these are told."""
+        del manifest, tensors
+        return {}
+
+    def prepared(
+        self,
+        manifest: WeightUpdateManifest,
+        tensors: Mapping[str, torch.Tensor],
+        replies: Replies,
+    ) -> None:
+        """Take note of what the ranks answered to `prepare`."""
+
+    def load(
+        self, manifest: WeightUpdateManifest, tensors: Mapping[str, torch.Tensor]
+    ) -> Mapping[str, Any]:
+        """Feed the engine's own loader; what the ranks need to know for their proof.
+
+        Raises:
+            WeightUpdateRejectedError: the engine refused.
+
+        """
+        del manifest, tensors
+        return {}
+
+    def abort(self, *, left: bool) -> None:
+        """End what `load` may have left open, or if `left` what another driver's did."""
+
+    def ended(self, *, installed: bool) -> None:
+        """The update is committed, or undone: what the other version needed may go."""
+
+    def close(self) -> None:
+        """Release what is kept from update to update."""
+
+
+class _Step(Enum):
+    """How far this driver's own update is; written before the step."""
+
+    IDLE = auto()
+    PREPARED = auto()
+    BEGUN = auto()  # the way is back, until it is acknowledged
+    COMMITTING = auto()  # the way is forward
+
+
+class EngineDriver(TransactionalAdapter):
+    """Installs updates into an engine, on all of its ranks or on none. Not thread-safe."""
+
+    def __init__(
+        self,
+        client: EngineClient,
+        *,
+        serving: ServingOptions,
+        options: Mapping[str, Any],
+        loader: Loader | None = None,
+        take_over: bool = False,
+    ) -> None:
+        """Configure; the engine is not called.
+
+        Args:
+            client: calls the engine's ranks.
+            serving: what requests see of an update.
+            options: what the ranks make their installer with, and their bridges; plain JSON.
+            loader: how an update's bytes get into the engine; None: the ranks import them.
+            take_over: True takes the engine from a driver that has it, in the first update. False
+                refuses that update with the name of the driver; `recover()` takes it then.
+
+        """
+        self._client = client
+        self._serving = Serving(client, serving)
+        self._options = dict(options)
+        self._loader = loader or Loader()
+        self._takes_over = take_over
+        self._step = _Step.IDLE
+        self._ran = False  # requests may have run with an update that is not committed
+        self._manifest: WeightUpdateManifest | None = None
+        self._refusal: str | None = None  # a rank's; None: the update may come again
+        self._held = ""  # what the ranks hold, in words
+        self._proofs: list[dict[str, Any]] = []
+        self._verified = ""
+        self._phases_ms: dict[str, float] = {}
+
+    @property
+    def imports_itself(self) -> bool:
+        """Whether the ranks read every byte of an update, each for itself; else the executor."""
+        return self._loader.imports
+
+    @property
+    def verified_root(self) -> str:
+        """Root of what all ranks verified when they prepared; empty if one did not."""
+        return self._verified
+
+    @property
+    def phases_ms(self) -> Mapping[str, float]:
+        """Phases of the update under way: pause, cache, label; the slowest rank's verify, prove."""
+        return self._phases_ms
+
+    @property
+    def is_overtaken(self) -> bool:
+        """Whether the engine may hold another version than this driver's last one.
+
+        Another driver has had it since, or it was started anew.
+        """
+        return self._client.is_lost
+
+    # ---- the steps ------------------------------------------------------------------------------
+
+    def prepare(self, manifest: WeightUpdateManifest, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Import, verify and stage on all ranks; the engine goes on serving what it has.
+
+        Raises:
+            IncompatibleUpdate: a rank refuses it; no rank was touched.
+            SessionRefused: another driver has the engine.
+            EngineLost: the engine is gone.
+
+        """
+        self._phases_ms, self._verified, self._refusal = {}, "", None
+        self._enter()
+        given = dict(self._loader.prepare(manifest, tensors))
+        given |= {"manifest": manifest.to_json(), "options": self._options}
+        self._step, self._manifest = _Step.PREPARED, manifest
+        try:
+            replies = self._client.ask("prepare", imports=self._loader.imports, **given)
+        except Exception as error:
+            self._refusal = self._refusal_of(error)
+            raise
+        if self.imports_itself:  # else the executor's own verification has that name
+            slowest = max(reply["timings_ms"].get("verify", 0.0) for reply in replies)
+            self._phases_ms["verify"] = slowest
+            roots = {reply["verified"] for reply in replies}
+            self._verified = roots.pop() if len(roots) == 1 else ""
+        self._loader.prepared(manifest, tensors, replies)
+
+    def install(self, manifest: WeightUpdateManifest, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Pause, then install and prove on all ranks or on none.
+
+        Raises:
+            WeightBridgeError: a rank failed; all are back. Call `undo`, which resumes.
+
+        """
+        self._manifest = manifest
+        self._timed("pause", self._serving.stop)
+        self._step = _Step.BEGUN
+        self._ran |= not self._serving.pauses
+        replies = self._client.ask("install", update_id=manifest.update_id)
+        if not self._loader.imports:
+            evidence = self._loader.load(manifest, tensors)
+            replies = self._client.ask("prove", update_id=manifest.update_id, **evidence)
+        self._proofs = [reply["proof"] for reply in replies]
+        self._phases_ms["prove"] = max(reply["timings_ms"]["prove"] for reply in replies)
+
+    def prove(self) -> InstallProof:
+        """What all ranks found in their models when they installed.
+
+        Raises:
+            ProofFailed: they do not agree.
+
+        """
+        return _joined(self._proofs)
+
+    def resume(self) -> None:
+        """Drop what the old weights cached, set the label, and let requests go on.
+
+        Raises:
+            SessionRefused: another driver has taken the engine over.
+            WeightUpdateRejectedError: requests hold what the cache's policy would drop.
+            TypeError: the label is no text.
+
+        """
+        assert self._manifest is not None
+        label = self._serving.label_of(self._manifest)
+        self._timed("cache", self._serving.drop_old)
+        # Last before what no rank sees: a driver that stood still must not serve another's version.
+        self._client.ask("serves", update_id=self._manifest.update_id)
+        if label is not None:
+            self._timed("label", lambda: self._serving.set_label(label))
+        self._ran = True
+        self._serving.go_on()
+
+    def undo(self) -> None:
+        """Bring all ranks back, with caches and label, and let requests go on.
+
+        Raises:
+            TornEngine: a rank could not be brought back, or the engine is gone.
+
+        """
+        try:
+            if self._step is _Step.BEGUN:
+                self._client.ask("describe", within_s=_LIFE_S)  # a dead engine is told early
+                self._back(left=False)
+            self.abandon()
+        except EngineLost as error:
+            raise TornEngine(str(error)) from error
+
+    def abandon(self) -> None:
+        """Let all ranks forget what they staged, and requests go on if they were paused for it."""
+        if self._step is _Step.BEGUN:
+            return
+        try:
+            if self._step is _Step.PREPARED:
+                self._step, self._manifest = _Step.IDLE, None
+                self._client.ask("abandon", reason=self._refusal)
+        finally:
+            self._serving.end_pause()
+
+    def commit(self) -> None:
+        """Let all ranks acknowledge. Called again, those that have done so say nothing more."""
+        if self._manifest is None:
+            return
+        self._step, self._client.is_lost = _Step.COMMITTING, False
+        self._serving.keep_label()
+        self._client.ask("commit", update_id=self._manifest.update_id)
+        self._serving.forget()
+        self._held = _words(self._manifest.weight_version)
+        self._over(installed=True)
+
+    def take_over(self) -> bool:
+        """Take the engine from whichever driver has it, and end what was left half-way.
+
+        What all ranks hold, proven, is committed; what they do not is taken back, and what they
+        only staged is released. A pause that a driver left ends. An engine that this driver has,
+        and left nothing in, stays as it is.
+
+        Returns:
+            Whether the engine was another driver's or nobody's: what it holds is not known here.
+
+        Raises:
+            WeightBridgeError: the engine is gone, or could not be brought to one version.
+
+        """
+        replies = self._look()
+        is_new = not self._has(replies)
+        if is_new:
+            replies = self._open(replies, take_over=True)
+        self._end_left(replies)
+        return is_new
+
+    def leave(self) -> None:
+        """Leave the engine to the next driver. What is left half-way, that one ends."""
+        if self._client.epoch:
+            try:
+                self._client.ask("leave", within_s=_LEAVE_S)
+            except Exception as error:  # noqa: BLE001 - whatever a client of an engine raises
+                _LOG.warning("the engine was not told that its driver leaves it: %s", error)
+            self._client.epoch = 0
+
+    def release(self, update_id: str) -> None:
+        """Nothing is kept of an update: the engine has memory of its own."""
+
+    def describe(self) -> Replies:
+        """What each rank holds: update, version, root; and which driver has it."""
+        return self._client.ask("describe")
+
+    def close(self) -> None:
+        """Leave the engine, which goes on, and close the connection."""
+        self.leave()
+        self._loader.close()
+        self._client.close()
+
+    # ---- the session ----------------------------------------------------------------------------
+
+    def _look(self) -> Replies:
+        """What the ranks say of themselves. An engine that does not answer is told early.
+
+        Raises:
+            WeightBridgeUnavailableError: its ranks cannot decide together, or are not all reached.
+
+        """
+        self._client.require_alone()
+        replies = self._client.ask("describe", within_s=_LIFE_S)
+        ranks = replies[0]["world_size"]
+        if len(replies) != ranks:
+            # The others would be waited for in a vote.
+            msg = (
+                f"{len(replies)} of the engine's ranks answered, expected {ranks}: this process "
+                "reaches only some of its workers, as with "
+                "distributed_executor_backend='external_launcher'. Let the engine start all of "
+                "them."
+            )
+            raise WeightBridgeUnavailableError(msg)
+        self._held = _words(replies[0]["weight_version"])
+        return replies
+
+    def _has(self, replies: Replies) -> bool:
+        """Whether this driver has all ranks, in one session."""
+        mine = (self._client.driver, self._client.epoch)
+        return all((reply["driver"], reply["epoch"]) == mine for reply in replies)
+
+    def _open(self, replies: Replies, *, take_over: bool) -> Replies:
+        others = [r for r in replies if r["driver"] not in {"", self._client.driver}]
+        self._client.is_lost = True
+        if others and not take_over:
+            raise refuse_second(others[0]["driver_name"])
+        if others:
+            _LOG.warning("the engine is taken over from driver %s", others[0]["driver_name"])
+        before, self._client.epoch = self._client.epoch, 1 + max(r["epoch"] for r in replies)
+        try:
+            self._client.ask("open", name=driver_name(), take_over=take_over)
+        except BaseException:
+            self._client.epoch = before  # ranks that have opened it know this driver by its id
+            raise
+        self._step, self._manifest, self._ran = _Step.IDLE, None, False
+        self._serving.forget()
+        self._takes_over = False
+        return self._look()
+
+    def _enter(self) -> None:
+        """Have the engine, with nothing left in it, before the next update.
+
+        Raises:
+            SessionRefused: another driver has it.
+
+        """
+        replies = self._look()
+        if not self._has(replies):
+            replies = self._open(replies, take_over=self._takes_over)
+        self._end_left(replies)
+
+    # ---- what is left half-way ------------------------------------------------------------------
+
+    def _end_left(self, replies: Replies) -> None:
+        """Bring the engine to one version that is committed. Cut off anywhere, it is done again."""
+        self._serving.adopt(replies)
+        is_due = self._step is _Step.BEGUN  # an undo of this driver's own that failed
+        if is_due or _is_mixture(replies):
+            _LOG.warning("an update was left half-way: it is taken back")
+            self._ran |= not is_due
+            self._step = _Step.BEGUN
+            self._back(left=any(reply["loads"] for reply in replies))
+        elif any(reply["manifest"] for reply in replies):
+            self._forward(replies)
+        elif any(reply["pending"] for reply in replies):
+            self._client.ask("abandon", reason=None)
+        self._serving.end_pause()
+        self._step, self._manifest = _Step.IDLE, None
+
+    def _forward(self, replies: Replies) -> None:
+        """Commit what all ranks hold, proven; a driver that finds it may have to serve it first."""
+        text = next(reply["manifest"] for reply in replies if reply["manifest"])
+        manifest = WeightUpdateManifest.from_json(text)
+        if self._step is not _Step.COMMITTING:  # else requests go on with it, under its label
+            _LOG.warning("version %d was left uncommitted: it is now", manifest.weight_version)
+            self._serving.drop_all()
+            self._serving.set_label(self._serving.label_of(manifest))
+        self._serving.go_on()  # before the commit, which drops the ranks' note of the pause
+        self._manifest = manifest
+        self.commit()
+
+    def _back(self, *, left: bool) -> None:
+        """Take the update back. Weights last: old weights are all that a successor has to find."""
+        if self._ran:
+            self._serving.stop(undoes=True)  # again: it is not known whether the engine goes on
+            self._serving.drop_undone()
+        self._serving.take_label_back()
+        self._loader.abort(left=left)
+        self._client.ask("undo", reason="undone by the executor")
+        if self._ran and not self._serving.pauses:
+            self._serving.drop_undone()  # requests went on until here
+        self._over(installed=False)
+
+    def _over(self, *, installed: bool) -> None:
+        self._step, self._manifest, self._ran = _Step.IDLE, None, False
+        self._loader.ended(installed=installed)
+
+    # ---- inside ---------------------------------------------------------------------------------
+
+    def _refusal_of(self, error: Exception) -> str | None:
+        """Why no rank lets an update in again that one refused; None if it may come again."""
+        if isinstance(error, EngineLost):
+            return None
+        # An executor that begins anew knows of no version that was installed before.
+        error.add_note(f"rl_bridge: the engine's ranks hold {self._held}.")
+        return None if is_shortage(error) else "another rank refused it"
+
+    def _timed(self, phase: str, action: Callable[[], object]) -> None:
+        start = time.perf_counter()
+        try:
+            action()
+        finally:
+            self._phases_ms[phase] = (time.perf_counter() - start) * 1e3
+
+
+def _is_mixture(replies: Replies) -> bool:
+    """Whether ranks are inside of an update that is not proven on all of them."""
+    begun = [reply for reply in replies if reply["stage"] not in {"idle", "prepared"}]
+    held = {reply["pending"] if reply in begun else reply["update_id"] for reply in replies}
+    return any(reply["torn"] or not reply["manifest"] for reply in begun) or (
+        bool(begun) and len(held) > 1
+    )
+
+
+def _joined(proofs: Sequence[dict[str, Any]]) -> InstallProof:
+    """One proof of what all ranks found.
+
+    Raises:
+        ProofFailed: they do not agree.
+
+    """
+    roots = {proof["root"] for proof in proofs}
+    if len(roots) > 1:
+        roots.discard("")  # of ranks that can read only part of what they hold
+    methods = {proof["method"] for proof in proofs}
+    if len(roots) != 1:
+        msg = (
+            f"the ranks hold different weights: roots {sorted(roots)}, expected one. Install "
+            "the update again."
+        )
+        raise ProofFailed(msg)
+    return InstallProof(
+        method="unproven" if "unproven" in methods else max(methods, key=len),
+        root="" if "unproven" in methods else roots.pop(),
+        digested_nbytes=sum(proof["digested_nbytes"] for proof in proofs),
+        identical_nbytes=sum(proof["identical_nbytes"] for proof in proofs),
+        tensors=max(proof["tensors"] for proof in proofs),
+    )
+
+
+def _words(version: int | None) -> str:
+    return "the weights that they were started with" if version is None else f"version {version}"

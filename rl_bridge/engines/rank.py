@@ -1,0 +1,548 @@
+"""One rank's part in an update: it imports, stages, installs, proves, undoes and commits.
+
+All ranks of an engine take each step together, between two steps of the model. Nothing is installed
+before every rank has staged the whole update; and within the call that installs, the ranks vote: if
+one of them failed or has no proof, all of them go back before any runs a step of the model.
+
+What is of the engine itself (the model, the group of its ranks, what is refused, what installs) is
+its `RankHost`. What comes from a driver comes in through `answer`.
+"""
+
+import logging
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from enum import StrEnum
+from typing import Any
+
+import torch
+
+from rl_bridge.bridge.consumer import is_shortage
+from rl_bridge.engines.rank_bridges import EngineBridges, acknowledge, let_go
+from rl_bridge.engines.rpc import OTHER_RANK, RankGroup, Reply, clear_frames, failure_reply
+from rl_bridge.engines.session import Session
+from rl_bridge.errors import TornEngine, WeightUpdateRejectedError, describe
+from rl_bridge.installers.base import InstallProof, TransactionalAdapter
+from rl_bridge.manifest.model import WeightUpdateManifest
+from rl_bridge.memory.views import ImportedTensors
+
+__all__ = ["EngineRank", "RankHost", "Stage", "answer", "rank_of"]
+
+_LOG = logging.getLogger(__name__)
+
+Payload = Mapping[str, Any]
+
+_ATTRIBUTE = "_rl_bridge_rank"
+
+
+class Stage(StrEnum):
+    """How far the pending update is; written before the step."""
+
+    IDLE = "idle"
+    PREPARED = "prepared"
+    INSTALLING = "installing"  # the model may be a mixture
+    PROVEN = "proven"
+    COMMITTING = "committing"  # proven on all ranks: forward is the only way
+
+
+class RankHost(ABC):
+    """What a rank is in its engine.
+
+    Attributes:
+        name: the engine's, as publishers are told it.
+        model: this rank's.
+        group: all ranks of the engine.
+
+    """
+
+    name: str
+    model: torch.nn.Module
+    group: RankGroup
+
+    @abstractmethod
+    def make_installer(self, options: Mapping[str, Any]) -> TransactionalAdapter:
+        """What installs into this rank's model.
+
+        Raises:
+            TypeError: no such option.
+            ValueError: a value that it cannot have.
+
+        """
+
+    def check(self, given: Payload) -> None:  # noqa: B027 - some engines refuse nothing
+        """Refuse engines whose ranks cannot decide together, or hold what cannot be proven.
+
+        Args:
+            given: what `prepare` came with.
+
+        Raises:
+            WeightBridgeUnavailableError: this one is such an engine.
+
+        """
+
+    def facts(self) -> Reply:
+        """What `describe` tells of this engine beside the update."""
+        return {}
+
+    def staged(
+        self, installer: TransactionalAdapter, manifest: WeightUpdateManifest, given: Payload
+    ) -> Reply:
+        """What the answer to `prepare` tells beside the timings."""
+        del installer, manifest, given
+        return {}
+
+    @property
+    def verbs(self) -> Mapping[str, Callable[[Payload], Reply]]:
+        """Verbs of this engine's own, which change nothing of an update: they need no session."""
+        return {}
+
+
+class EngineRank:
+    """One rank of an engine. Not thread-safe: engines call a rank from one thread."""
+
+    def __init__(self, host: RankHost) -> None:
+        """Look at a rank; nothing is opened before the first update."""
+        self.host = host
+        self.session = Session()
+        self.is_paused = False
+        """Whether a driver pauses the engine for its update."""
+        self._options: Reply | None = None
+        self._made: TransactionalAdapter | None = None
+        self._bridges = EngineBridges(host.name)
+        self._active: WeightUpdateManifest | None = None
+        self._pending: WeightUpdateManifest | None = None
+        self._stage = Stage.IDLE
+        self._imports = True
+        self._tensors: Mapping[str, torch.Tensor] = {}
+        self._proof: InstallProof | None = None
+        self._timings_ms: dict[str, float] = {}
+        self._torn = ""
+
+    # ---- what it holds --------------------------------------------------------------------------
+
+    @property
+    def stage(self) -> Stage:
+        """How far the pending update is."""
+        return self._stage
+
+    @property
+    def is_begun(self) -> bool:
+        """Whether the model may be a mixture, or holds what is not committed."""
+        return self._stage not in {Stage.IDLE, Stage.PREPARED}
+
+    def takes_load_of(self, driver: str) -> bool:
+        """Whether the engine's own loader is being fed now, by that driver."""
+        is_fed = self._stage is Stage.INSTALLING and not self._imports
+        return is_fed and self.session.driver == driver
+
+    @property
+    def pending(self) -> WeightUpdateManifest | None:
+        """The update that is staged or installed, and not committed."""
+        return self._pending
+
+    @property
+    def options(self) -> Reply:
+        """What the installer was made with."""
+        return dict(self._options or {})
+
+    def describe(self) -> Reply:
+        """What this rank holds, and which driver has it."""
+        active, pending = self._active, self._pending
+        is_proven = self._stage in {Stage.PROVEN, Stage.COMMITTING} and not self._torn
+        return {
+            **self.session.to_dict(),
+            "world_size": self.host.group.size,
+            "update_id": None if active is None else active.update_id,
+            "weight_version": None if active is None else active.weight_version,
+            "root": None if active is None else active.root,
+            "pending": None if pending is None else pending.update_id,
+            "stage": self._stage,
+            "manifest": pending.to_json() if pending is not None and is_proven else None,
+            "loads": self._stage is Stage.INSTALLING and not self._imports,
+            "paused": self.is_paused,
+            "torn": self._torn,
+            "model": type(self.host.model).__name__,
+            **self.host.facts(),
+        }
+
+    def configure(self, options: Payload) -> None:
+        """Take options: ``transports`` of `EngineBridges`, all others of the host's installer.
+
+        Raises:
+            TypeError: no such option.
+            ValueError: a value that it cannot have.
+
+        """
+        if dict(options) == self._options or self.is_begun:
+            return
+        self._drop_staged(None)  # by the options before
+        wanted = dict(options)
+        transports = wanted.pop("transports", {})
+        installer = self.host.make_installer(wanted)
+        self._bridges.configure(transports)
+        self._options, self._made = dict(options), installer
+
+    # ---- the steps ------------------------------------------------------------------------------
+
+    def prepare(
+        self, manifest: WeightUpdateManifest, *, imports: bool = True, given: Payload | None = None
+    ) -> Reply:
+        """Import, verify and stage; the model goes on serving what it has.
+
+        Args:
+            manifest: the update.
+            imports: False: the engine's own loader brings the bytes.
+            given: what else the driver said.
+
+        Raises:
+            WeightBridgeError: refused; nothing of the model was written.
+
+        """
+        self.host.check(given or {})
+        if self._stage is Stage.COMMITTING:
+            self._finish_commit()
+        self._require_idle()
+        self._drop_staged(None)
+        bridge = self._bridges.of(manifest, self.host.group.rank) if imports else None
+        start, told = time.perf_counter(), dict[str, float]()
+        self._pending, self._stage, self._imports = manifest, Stage.PREPARED, imports
+        try:
+            if bridge is not None:
+                self._tensors = bridge.import_update(manifest)
+                told = dict(bridge.timings(manifest.update_id))
+            imported = time.perf_counter()
+            self._installer.prepare(manifest, self._tensors)
+        except BaseException as error:
+            self._end(None if is_shortage(error) else describe(error))
+            raise
+        self._timings_ms = {
+            "import": (imported - start) * 1e3,
+            "stage": (time.perf_counter() - imported) * 1e3,
+        }
+        return {
+            "timings_ms": {**told, **self._timings_ms},
+            "verified": manifest.root if imports else "",
+            **self.host.staged(self._installer, manifest, given or {}),
+        }
+
+    def install(self, update_id: str) -> Reply:
+        """Install and prove, on all ranks or on none; all ranks must call it.
+
+        If the engine's own loader brings the bytes, that comes next, and then `prove`.
+
+        Raises:
+            WeightBridgeError: this rank failed, or another one did; all are at the old version.
+
+        """
+
+        def step() -> None:
+            manifest = self._meant(update_id)
+            start = time.perf_counter()
+            self._stage = Stage.INSTALLING
+            if self._imports:
+                self._installer.install(manifest, self._tensors)
+            else:
+                self._installer.begin()
+            self._timings_ms["install"] = (time.perf_counter() - start) * 1e3
+            if self._imports:
+                self._prove(manifest)
+
+        self._together(step)
+        return self._proven() if self._imports else {"timings_ms": self._timings_ms}
+
+    def prove(self, update_id: str, parts: Sequence[Sequence[str]]) -> Reply:
+        """Prove what the engine's own loader brought, on all ranks or on none; all must call it.
+
+        Args:
+            update_id: the update.
+            parts: digests of what each rank must hold, by rank, as hex.
+
+        Raises:
+            WeightBridgeError: as for `install`.
+
+        """
+
+        def step() -> None:
+            manifest = self._meant(update_id)
+            mine = parts[self.host.group.rank]
+            self._installer.expect([bytes.fromhex(part) for part in mine])
+            self._prove(manifest)
+
+        self._together(step)
+        return self._proven()
+
+    def _prove(self, manifest: WeightUpdateManifest) -> None:
+        start = time.perf_counter()
+        proof = self._installer.prove()
+        if proof.method != "unproven" and proof.root != manifest.root:
+            msg = (
+                f"the engine holds root {proof.root}, expected {manifest.root}. Install the "
+                "update again."
+            )
+            raise WeightUpdateRejectedError(msg)
+        self._timings_ms["prove"] = (time.perf_counter() - start) * 1e3
+        self._proof = proof
+
+    def _together(self, step: Callable[[], None]) -> None:
+        """Take a step of the install on all ranks, or take the update back on all of them."""
+        error: Exception | None = None
+        try:
+            step()
+        except Exception as caught:  # noqa: BLE001 - raised below, behind the vote
+            error = caught
+        group = self.host.group
+        if group.agree(ok=error is None):
+            return
+        try:
+            self.undo("a rank failed to install it" if error is None else describe(error))
+        finally:
+            all_back = group.agree(ok=not self._torn)  # before any runs a step of the model
+        if error is not None:
+            try:
+                raise error
+            finally:
+                error = None  # else it and this frame keep each other, and the update's memory
+        if not all_back:
+            msg = f"{OTHER_RANK} failed to install it and is torn. Start a fresh engine."
+            raise TornEngine(msg)
+        msg = f"{OTHER_RANK} failed to install it; this one is back. See that rank's error."
+        raise WeightUpdateRejectedError(msg)
+
+    def _proven(self) -> Reply:
+        assert self._proof is not None
+        self._stage = Stage.PROVEN  # behind the vote: before it, the way is back
+        return {"proof": self._proof.to_dict(), "timings_ms": self._timings_ms}
+
+    def serves(self, update_id: str) -> None:
+        """Requests are about to go on with the proven update.
+
+        Raises:
+            WeightUpdateRejectedError: it is not proven here.
+
+        """
+        self._meant(update_id)
+        if self._stage is not Stage.PROVEN:
+            msg = f"update {update_id} is not proven. Install it first."
+            raise WeightUpdateRejectedError(msg)
+
+    def undo(self, reason: str | None) -> None:
+        """Take back what is not committed; without anything pending, nothing happens.
+
+        Args:
+            reason: for its trainer. None: it was not refused, and may come again.
+
+        Raises:
+            TornEngine: it could not be taken back.
+
+        """
+        if self._stage is Stage.COMMITTING:
+            self._finish_commit()
+        if self._pending is None:
+            return
+        try:
+            self._installer.undo()
+        except Exception as error:
+            self._torn = describe(error)
+            version = self._pending.weight_version
+            msg = f"version {version}: the undo failed: {self._torn}. Call recover()."
+            raise TornEngine(msg) from error
+        self._torn = ""
+        self._end(reason)
+
+    def abandon(self, reason: str | None) -> None:
+        """Release what was staged and not begun to be installed; `reason` as for `undo`."""
+        self._drop_staged(reason)
+
+    def commit(self, update_id: str) -> Reply:
+        """Acknowledge the proven update; it is what an undo goes back to from now on.
+
+        Raises:
+            WeightUpdateRejectedError: it is not here, or not proven.
+
+        """
+        active = None if self._active is None else self._active.update_id
+        if self._pending is None and update_id == active:
+            return {}  # asked again, because an answer was lost
+        self._meant(update_id)
+        if self._stage not in {Stage.PROVEN, Stage.COMMITTING}:
+            msg = f"update {update_id} is not proven. Install it first."
+            raise WeightUpdateRejectedError(msg)
+        self._stage = Stage.COMMITTING
+        return self._finish_commit()
+
+    def _finish_commit(self) -> Reply:
+        manifest, proof = self._pending, self._proof
+        assert manifest is not None
+        assert proof is not None
+        self._installer.commit()  # if it fails, it is done again: the update is proven still
+        self._active = manifest
+        self._forget_tensors()
+        answer: Reply = {}
+        if self._imports:
+            bridge = self._bridges.of(manifest, self.host.group.rank)
+            answer = acknowledge(bridge, manifest, proof, self._timings_ms)
+        self._clear()
+        self.is_paused = False
+        return answer
+
+    def close(self) -> None:
+        """Take back what is not committed, and close the bridges."""
+        try:
+            self.undo("the engine shut down")
+        finally:
+            self._bridges.close()
+
+    # ---- inside ---------------------------------------------------------------------------------
+
+    @property
+    def _installer(self) -> Any:
+        if self._made is None:
+            self._made = self.host.make_installer({})
+        return self._made
+
+    def _require_idle(self) -> None:
+        if self._torn:
+            msg = f"the engine is torn: {self._torn}. Call recover(), or start a fresh engine."
+            raise TornEngine(msg)
+        if self.is_begun and self._pending is not None:
+            # Requests may have been served by it: that is not this call's to take back.
+            msg = (
+                f"version {self._pending.weight_version} (update {self._pending.update_id}) is "
+                "installed on this rank, and neither committed nor undone. Call recover()."
+            )
+            raise WeightUpdateRejectedError(msg)
+
+    def _meant(self, update_id: str) -> WeightUpdateManifest:
+        if self._pending is None or self._pending.update_id != update_id:
+            held = "none" if self._pending is None else self._pending.update_id
+            msg = (
+                f"update {update_id} is not pending here, expected it, got {held}. Publish a later "
+                "version."
+            )
+            raise WeightUpdateRejectedError(msg)
+        return self._pending
+
+    def _drop_staged(self, reason: str | None) -> None:
+        if self._stage is Stage.PREPARED:
+            self._end(reason)
+
+    def _end(self, reason: str | None) -> None:
+        """The pending update is refused, undone or given up: its publisher is told."""
+        manifest, is_imported = self._pending, self._imports
+        assert manifest is not None
+        self._clear()
+        bridge = self._bridges.made(manifest) if is_imported else None
+        let_go(bridge, manifest, reason, self._made)
+
+    def _forget_tensors(self) -> None:
+        tensors, self._tensors = self._tensors, {}
+        if isinstance(tensors, ImportedTensors):
+            tensors.forget()  # a kept exception's frames must not keep the trainer's slot
+
+    def _clear(self) -> None:
+        self._forget_tensors()
+        self._pending = self._proof = None
+        self._stage = Stage.IDLE
+
+
+def rank_of(model: torch.nn.Module, make_host: Callable[[], RankHost]) -> EngineRank:
+    """The rank whose model this is, made with the first call.
+
+    The model keeps it, so that both go together.
+    """
+    rank = known_rank(model)
+    if rank is None:
+        rank = vars(model)[_ATTRIBUTE] = EngineRank(make_host())
+    return rank
+
+
+def known_rank(model: torch.nn.Module) -> EngineRank | None:
+    """The rank whose model this is, if anybody asked for it before."""
+    rank: EngineRank | None = vars(model).get(_ATTRIBUTE)
+    return rank
+
+
+# ---- the door -----------------------------------------------------------------------------------
+
+
+def answer(rank: EngineRank, verb: str, payload: object) -> Reply:
+    """Do what a driver asks. Never raises: a failure is an answer, too.
+
+    A rank that raised would leave the answers of those behind it to be taken for the next call's.
+    """
+    given: Payload = payload if isinstance(payload, Mapping) else {}
+    reply: Reply = {"rank": rank.host.group.rank, "call": given.get("call")}
+    try:
+        if not isinstance(payload, Mapping):
+            msg = f"payload is a {type(payload).__name__}, expected an object. Pass one."
+            raise WeightUpdateRejectedError(msg)  # noqa: TRY301 - answered like all others
+        rank.host.group.timeout_s = float(given.get("timeout_s", rank.host.group.timeout_s))
+        return {"ok": True, **reply, **_step_of(rank, verb, given)(given)}
+    except Exception as error:  # noqa: BLE001 - it is the answer
+        _LOG.warning("%s failed", verb, exc_info=True)
+        clear_frames(error)
+        return {**reply, **failure_reply(error)}
+
+
+def _step_of(rank: EngineRank, verb: str, given: Payload) -> Callable[[Payload], Reply]:
+    """What a verb does on a rank, once its call has come through the door."""
+    own = rank.host.verbs
+    if verb in own:
+        return own[verb]
+    if verb not in _VERBS:
+        msg = f"{verb!r} is no verb of a rank, expected one of {sorted((*_VERBS, *own))}."
+        raise WeightUpdateRejectedError(msg)
+    if verb not in _WITHOUT_SESSION:
+        rank.session.require(given)
+    return lambda given: _VERBS[verb](rank, given) or {}
+
+
+def _open(rank: EngineRank, given: Payload) -> None:
+    rank.session.open(
+        str(given.get("driver")),
+        str(given.get("name")),
+        int(given.get("epoch", 0)),
+        take_over=bool(given.get("take_over")),
+    )
+
+
+def _prepare(rank: EngineRank, given: Payload) -> Reply:
+    if not isinstance(given.get("manifest"), str):
+        msg = "prepare came without a manifest. Pass its JSON text as 'manifest'."
+        raise WeightUpdateRejectedError(msg)
+    rank.configure(given.get("options") or {})
+    manifest = WeightUpdateManifest.from_json(given["manifest"])
+    return rank.prepare(manifest, imports=bool(given.get("imports", True)), given=given)
+
+
+def _pauses(rank: EngineRank, given: Payload) -> None:
+    rank.is_paused = bool(given.get("on"))
+
+
+def _leave(rank: EngineRank, _: Payload) -> None:
+    rank.session.leave()
+
+
+def _text(given: Payload, key: str) -> str:
+    return str(given.get(key, ""))
+
+
+def _reason(given: Payload) -> str | None:
+    reason = given.get("reason")
+    return None if reason is None else str(reason)
+
+
+_WITHOUT_SESSION = frozenset({"describe", "open"})
+_VERBS: Mapping[str, Callable[[EngineRank, Payload], Reply | None]] = {
+    "describe": lambda rank, _: rank.describe(),
+    "open": _open,
+    "prepare": _prepare,
+    "pauses": _pauses,
+    "install": lambda rank, given: rank.install(_text(given, "update_id")),
+    "prove": lambda rank, given: rank.prove(_text(given, "update_id"), given.get("parts") or []),
+    "serves": lambda rank, given: rank.serves(_text(given, "update_id")),
+    "undo": lambda rank, given: rank.undo(_reason(given)),
+    "abandon": lambda rank, given: rank.abandon(_reason(given)),
+    "commit": lambda rank, given: rank.commit(_text(given, "update_id")),
+    "leave": _leave,
+}

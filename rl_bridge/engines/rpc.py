@@ -1,0 +1,384 @@
+"""Calls from a driver to the ranks of its engine, and the ranks' answers: JSON in, JSON out.
+
+A driver has an `EngineClient`, which numbers its calls: an answer to another call is never taken
+for the answer to the last one. Every rank answers every call, a failure too: a rank that raised
+would leave the answers of the ranks behind it to the next call. The ranks decide together by what
+each of them says to the others, through a `RankGroup`.
+"""
+
+import concurrent.futures
+import datetime as dt
+import logging
+import secrets
+import threading
+import time
+import traceback
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from rl_bridge import errors
+from rl_bridge.bridge.consumer import is_shortage
+from rl_bridge.errors import (
+    DeadlineExceeded,
+    EngineLost,
+    SessionRefused,
+    TornEngine,
+    TransferTimeout,
+    WeightBridgeError,
+    WeightBridgeUnavailableError,
+    WeightUpdateRejectedError,
+)
+
+__all__ = [
+    "OTHER_RANK",
+    "EngineClient",
+    "RankGroup",
+    "Replies",
+    "Reply",
+    "clear_frames",
+    "failure_in",
+    "failure_reply",
+    "in_thread",
+    "lost",
+    "watch",
+]
+
+_LOG = logging.getLogger(__name__)
+
+Reply = dict[str, Any]
+"""What one rank answers."""
+Replies = list[Reply]
+"""What all ranks answer, by rank."""
+
+OTHER_RANK = "another rank"
+"""How a rank's message begins that only repeats another rank's failure."""
+
+# How often a call under way looks whether its engine is still there.
+_LOOK_S = 0.1
+
+# Shortages whose type another process can make again from a text alone.
+_MADE_OF_TEXT = (WeightBridgeUnavailableError, DeadlineExceeded, TransferTimeout)
+
+
+# ---- the driver's side --------------------------------------------------------------------------
+
+
+class EngineClient(ABC):
+    """One engine, whatever process it is in. Every call has a deadline.
+
+    Attributes:
+        timeout_s: deadline of each call.
+        driver: the id of the driver that calls; no other driver has the same.
+        epoch: of the session that the driver opened last; 0 if it has none.
+        is_lost: whether the ranks said that the session is over: another driver has the engine, or
+            had it since, or it was started anew. Until an update of this driver's is committed.
+
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        """Give every call `timeout_s` seconds."""
+        self.timeout_s = timeout_s
+        self.driver = secrets.token_hex(16)
+        self.epoch = 0
+        self.is_lost = False
+        self._calls = 0
+
+    # ---- what each engine has in its own way ----------------------------------------------------
+
+    @abstractmethod
+    def call(self, verb: str, payload: Reply, timeout_s: float) -> Replies:
+        """Ask all ranks; one reply for each, by rank.
+
+        Raises:
+            EngineLost: the engine is gone.
+            DeadlineExceeded: it does not answer within `timeout_s`.
+            WeightBridgeUnavailableError: its ranks do not have rl_bridge.
+
+        """
+
+    def require_alone(self) -> None:  # noqa: B027 - only some have replicas behind one engine
+        """Refuse an engine of several replicas, which do not decide together.
+
+        Raises:
+            WeightBridgeUnavailableError: it is one.
+
+        """
+
+    @abstractmethod
+    def pause(self, mode: str | None, *, undoes: bool = False) -> None:
+        """Stop scheduling requests; those that come meanwhile wait.
+
+        Args:
+            mode: what running requests do, in this engine's words; None: the user has paused the
+                engine, and what is frozen stays frozen.
+            undoes: requests may run with weights that are about to be undone: whatever the mode,
+                none may end with them.
+
+        """
+
+    @abstractmethod
+    def resume(self) -> None:
+        """Go on."""
+
+    def is_paused(self) -> bool | None:
+        """Whether it is stopped, by whomever; None if the engine does not tell."""
+        return None
+
+    @abstractmethod
+    def drop_caches(self, policy: str | None) -> str:
+        """Drop what other weights cached.
+
+        Args:
+            policy: what is dropped, in this engine's words; None is everything.
+
+        Returns:
+            Why some of it was kept; empty if nothing was.
+
+        """
+
+    def label(self) -> str | None:
+        """The version label on outputs; None if this engine has none."""
+        return None
+
+    def set_label(self, label: str) -> None:  # noqa: B027 - as above
+        """Set it."""
+
+    def close(self) -> None:  # noqa: B027 - only some have something to close
+        """Close the connection; the engine goes on."""
+
+    # ---- the same for all -----------------------------------------------------------------------
+
+    def ask(self, verb: str, *, within_s: float | None = None, **given: Any) -> Replies:
+        """Ask all ranks, in this driver's session.
+
+        Args:
+            verb: what they are asked; see `rl_bridge.engines.rank`.
+            within_s: deadline; None is the client's own.
+            given: what the verb takes.
+
+        Raises:
+            EngineLost: the engine is gone, or its answers are to other calls.
+            SessionRefused: another driver has the engine.
+            WeightBridgeError: a rank failed.
+
+        """
+        self._calls += 1
+        number = f"{self.driver}-{self._calls}"  # another driver counts from 1 as well
+        timeout_s = self.timeout_s if within_s is None else min(within_s, self.timeout_s)
+        session = {"driver": self.driver, "epoch": self.epoch}
+        payload = {**given, **session, "call": number, "timeout_s": timeout_s}
+        replies = self.call(verb, payload, timeout_s)
+        for reply in replies:
+            if reply.get("call") != number:
+                msg = (
+                    f"rank {reply.get('rank')} answers to call {reply.get('call')}, expected "
+                    f"{number}: the engine's replies are out of step. Start a fresh engine, and "
+                    "install the current version in it before it serves."
+                )
+                raise EngineLost(msg)
+        causes = [failure_in(reply, len(replies)) for reply in replies if not reply["ok"]]
+        if causes:
+            self.is_lost |= any(isinstance(cause, SessionRefused) for cause in causes)
+            raise min(causes, key=_order)
+        for reply in replies:
+            if "not_told" in reply:
+                _LOG.warning(
+                    "rank %d: its trainer is not told: %s", reply["rank"], reply["not_told"]
+                )
+        return replies
+
+
+def _order(error: Exception) -> tuple[bool, bool, bool]:
+    """Of several ranks' failures the gravest comes first.
+
+    A torn rank; then a cause, before a rank that only repeats another rank's; then a refusal,
+    before a shortage, after which the update may come again.
+    """
+    return not isinstance(error, TornEngine), OTHER_RANK in str(error), is_shortage(error)
+
+
+def failure_in(reply: Mapping[str, Any], ranks: int) -> Exception:
+    """A rank's failure, as the exception that it was if rl_bridge has that type."""
+    kind = getattr(errors, str(reply.get("type")), None)
+    where = "" if ranks == 1 else f"rank {reply['rank']}: "
+    if isinstance(kind, type) and issubclass(kind, WeightBridgeError):
+        try:
+            return kind(where + reply["message"])
+        except TypeError:
+            pass  # this type takes more than a text: the general one must do
+    return WeightUpdateRejectedError(
+        f"{where}{reply['type']}: {reply['message'].rstrip('.')}. The engine's log has the "
+        "traceback."
+    )
+
+
+def lost(error: BaseException, doing: str) -> EngineLost:
+    """The engine is gone: what the caller gets instead of the engine's own error."""
+    return EngineLost(
+        f"the engine was lost while it should {doing} ({type(error).__name__}: {error}). Start a "
+        "fresh engine, and install the current version in it before it serves."
+    )
+
+
+def in_thread(
+    action: Callable[[], Any],
+    note: Callable[["concurrent.futures.Future[Any]"], object] = lambda _: None,
+) -> "concurrent.futures.Future[Any]":
+    """Do something that may never end, in a thread that nobody has to wait for.
+
+    Args:
+        action: what is done.
+        note: is given the call before it begins.
+
+    Raises:
+        WeightBridgeUnavailableError: this process can start no thread; nothing was done.
+
+    """
+    future: concurrent.futures.Future[Any] = concurrent.futures.Future()
+    thread = threading.Thread(
+        target=_do, args=(future, action), name="rl_bridge-engine-call", daemon=True
+    )
+    try:
+        note(future)
+        thread.start()
+    except BaseException as error:
+        future.cancel()  # unless it runs by now
+        if not isinstance(error, RuntimeError):
+            raise
+        msg = (
+            f"this process can start no thread to call the engine from ({error}). Nothing was "
+            "asked of it: end other threads, or raise the limit, and try again."
+        )
+        raise WeightBridgeUnavailableError(msg) from error
+    return future
+
+
+def _do(future: "concurrent.futures.Future[Any]", action: Callable[[], Any]) -> None:
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        future.set_result(action())
+    except BaseException as error:  # noqa: BLE001 - raised where the future is read
+        future.set_exception(error)
+
+
+def watch(
+    future: "concurrent.futures.Future[Any]",
+    timeout_s: float,
+    death: Callable[[], str],
+    *,
+    every_s: float = _LOOK_S,
+) -> None:
+    """Wait for an answer, within the deadline and as long as there is an engine to give it.
+
+    Engines' own clients wait forever for what an engine was asked before it died.
+
+    Args:
+        future: the call under way.
+        timeout_s: deadline.
+        death: says why the engine will not answer any more; empty if it may.
+        every_s: how often it is asked.
+
+    Raises:
+        TimeoutError: no answer yet.
+        ConnectionError: the engine is dead.
+
+    """
+    end = time.monotonic() + timeout_s
+    while not future.done():
+        left = end - time.monotonic()
+        # In this order: an answer that came before the death is found.
+        gone = death()
+        if (gone or left <= 0) and not future.done():
+            raise ConnectionError(gone) if gone else TimeoutError
+        concurrent.futures.wait([future], max(0.0, min(every_s, left)))
+
+
+# ---- the ranks' side ----------------------------------------------------------------------------
+
+
+def failure_reply(error: Exception) -> Reply:
+    """A failure, as a rank answers it: type and message.
+
+    A shortage is told as a type that stays one in the driver's process, whatever raised it: that
+    the update may come again must not be lost on the way.
+    """
+    kind, message = type(error).__name__, str(error)
+    if is_shortage(error) and type(error) not in _MADE_OF_TEXT:
+        if not isinstance(error, WeightBridgeError):
+            said = f"{kind}: {message.rstrip('.')}" if message else kind
+            message = f"{said}. Free some, and try again; what was undone, as a later version."
+        kind = WeightBridgeUnavailableError.__name__
+    return {"ok": False, "type": kind, "message": message}
+
+
+def clear_frames(error: BaseException) -> None:
+    """Drop the tensors in an exception's frames: log records that are kept keep it alive."""
+    chain: list[BaseException] = [error]
+    for link in chain:
+        traceback.clear_frames(link.__traceback__)
+        chain += [e for e in (link.__cause__, link.__context__) if e is not None and e not in chain]
+
+
+class RankGroup:
+    """The ranks that compute one model together: what each says, all hear.
+
+    Attributes:
+        rank: which of them this process is.
+        size: how many there are.
+        timeout_s: how long a rank waits for the others.
+
+    """
+
+    def __init__(self, rank: int, size: int, process_group: Any = None) -> None:
+        """Use a process group of torch's over the CPU; one rank alone needs none."""
+        self.rank = rank
+        self.size = size
+        self.timeout_s = 600.0
+        self._group = process_group
+
+    def hear(self, text: str) -> list[str]:
+        """What every rank says, by rank; all ranks must call it.
+
+        Raises:
+            EngineLost: a rank died, or hangs.
+
+        """
+        if self.size == 1:
+            return [text]
+        own = text.encode()
+        try:
+            sizes = self._gathered(torch.tensor([len(own)], device="cpu"))
+            longest = max(1, *(int(size) for size in sizes))
+            row = torch.frombuffer(bytearray(own.ljust(longest, b"\0")), dtype=torch.uint8)
+            rows = self._gathered(row)
+        except RuntimeError as error:
+            msg = (
+                f"rank {self.rank} cannot ask the others: {error}. Start a fresh engine, and "
+                "install the current version in it before it serves."
+            )
+            raise EngineLost(msg) from error
+        return [
+            bytes(row[: int(size)].tolist()).decode() for row, size in zip(rows, sizes, strict=True)
+        ]
+
+    def agree(self, *, ok: bool) -> bool:
+        """Whether all ranks say yes; all ranks must call it.
+
+        A rank that cannot ask the others takes that for a no.
+        """
+        try:
+            return all(said == "yes" for said in self.hear("yes" if ok else "no"))
+        except EngineLost:
+            _LOG.exception("rank %d cannot ask the others", self.rank)
+            return False
+
+    def _gathered(self, own: torch.Tensor) -> list[torch.Tensor]:
+        found = [torch.zeros_like(own) for _ in range(self.size)]
+        work = torch.distributed.all_gather(found, own, group=self._group, async_op=True)
+        assert work is not None  # this rank is in the group
+        work.wait(dt.timedelta(seconds=self.timeout_s))
+        return found

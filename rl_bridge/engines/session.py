@@ -1,0 +1,99 @@
+"""Which driver has an engine: one at a time, and every call of another one is refused by name.
+
+A driver opens a session with all ranks of its engine before its first update. Each rank keeps who
+has it and the session's epoch, a number that only grows; every later call names both, and a call
+of another driver or of an earlier epoch is refused at this one door, with the name of the driver
+that has the engine. A driver that leaves, leaves it to the next one. A driver that died has it
+still: the next one takes over, which is a decision (`take_over=True`, or `recover()`), and ends
+what was left half-way.
+"""
+
+import os
+import socket
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rl_bridge.errors import SessionRefused
+
+__all__ = ["Session", "driver_name", "refuse_second"]
+
+
+def driver_name() -> str:
+    """What this process is called where another driver is refused for it."""
+    program = Path(sys.argv[0]).name if sys.argv and sys.argv[0] else "python"
+    return f"{program} (process {os.getpid()} on {socket.gethostname()})"
+
+
+def refuse_second(name: str) -> SessionRefused:
+    """Another driver has the engine."""
+    return SessionRefused(
+        f"driver {name} has this engine, and one driver at a time updates an engine. Close that "
+        "one's executor; or take the engine over, by recover() or with take_over=True, which ends "
+        "what the other driver left half-way, and shuts it out."
+    )
+
+
+@dataclass(slots=True)
+class Session:
+    """Who has one rank.
+
+    Attributes:
+        epoch: of the session, or of the last one; 0 before the first.
+        driver: its driver's id; empty if nobody has the rank.
+        name: its driver's name, or that of the last driver.
+
+    """
+
+    epoch: int = 0
+    driver: str = ""
+    name: str = ""
+
+    def open(self, driver: str, name: str, epoch: int, *, take_over: bool) -> None:
+        """Give the rank to a driver.
+
+        Args:
+            driver: its id.
+            name: its name, for people.
+            epoch: of its session.
+            take_over: also if another driver has the rank.
+
+        Raises:
+            SessionRefused: another driver has it, or had it in that epoch.
+
+        """
+        if self.driver not in {"", driver} and not take_over:
+            raise refuse_second(self.name)
+        if epoch <= self.epoch:
+            raise SessionRefused(
+                f"a session of epoch {epoch} was opened too late: driver {self.name} had this "
+                f"engine in epoch {self.epoch}. Try again."
+            )
+        self.epoch, self.driver, self.name = epoch, driver, name
+
+    def require(self, given: Mapping[str, Any]) -> None:
+        """The door: refuse a call that is not of the session.
+
+        Raises:
+            SessionRefused: it is of another driver, or of an earlier epoch.
+
+        """
+        if self.driver and (given.get("driver"), given.get("epoch")) == (self.driver, self.epoch):
+            return
+        if self.driver:
+            raise refuse_second(self.name)
+        whose = f"driver {self.name} had it last" if self.epoch else "it was started anew"
+        raise SessionRefused(
+            f"no driver has this engine ({whose}), and this call is of a session of epoch "
+            f"{given.get('epoch')}. Call recover(), and install a version before it serves."
+        )
+
+    def leave(self) -> None:
+        """Leave the rank to the next driver."""
+        self.driver = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """What anybody may know of it."""
+        return {"driver": self.driver, "driver_name": self.name, "epoch": self.epoch}

@@ -1,0 +1,189 @@
+"""An SGLang scheduler's process as a rank: its model, its group, and what is refused."""
+
+import json
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from rl_bridge.engines.rank import EngineRank, RankHost, answer, rank_of
+from rl_bridge.engines.rpc import RankGroup, Reply, failure_reply
+from rl_bridge.engines.sglang.compat import require, version
+from rl_bridge.engines.sglang.model_installer import SGLangModelInstaller
+from rl_bridge.errors import EngineLost, WeightBridgeUnavailableError, WeightUpdateRejectedError
+from rl_bridge.installers.base import TransactionalAdapter
+from rl_bridge.manifest.model import WeightUpdateManifest
+
+__all__ = ["SGLangHost", "answer_text", "require_droppable", "require_supported", "tensor_group"]
+
+_LOG = logging.getLogger(__name__)
+
+_STORES = (
+    "hicache_storage_backend",
+    "enable_lmcache",
+    "enable_flexkv",
+    "enable_unified_cache_external_linker",
+    "radix_cache_backend",  # somebody's own: nobody knows what it keeps
+)
+
+
+class SGLangHost(RankHost):
+    """One rank of an SGLang engine."""
+
+    name = "sglang"
+
+    def __init__(
+        self, model: torch.nn.Module, flush: Callable[[], bool | None], group: RankGroup
+    ) -> None:
+        """Look at a rank.
+
+        Args:
+            model: the rank's.
+            flush: drops cached prefixes; whether it did, or None if that is not all there is.
+            group: all ranks of the engine.
+
+        """
+        self.model = model
+        self.group = group
+        self._flush = flush
+
+    def make_installer(self, options: Mapping[str, Any]) -> TransactionalAdapter:
+        """What installs into this rank's model."""
+        return SGLangModelInstaller(self.model, num_ranks=self.group.size, **options)
+
+    def check(self, given: Mapping[str, Any]) -> None:
+        """Refuse engines that cannot decide together; or keep prefixes that are to be dropped."""
+        require_supported(self._device())
+        if given.get("drops"):
+            require_droppable()  # here already: nothing is installed that had to be undone
+
+    def facts(self) -> Reply:
+        """SGLang's version, and the kind of device that the model is on."""
+        return {"sglang": version(), "device": self._device()}
+
+    def staged(self, installer: Any, manifest: WeightUpdateManifest, given: Any) -> Reply:
+        """Which parts of the update's tensors this rank takes, if that is asked."""
+        if not given.get("cuts"):
+            return {}
+        return {"cuts": [cut.to_json() for cut in installer.cuts(manifest)]}
+
+    @property
+    def verbs(self) -> Mapping[str, Callable[[Mapping[str, Any]], Reply]]:
+        """``flush`` drops cached prefixes; the memory that they are in stays SGLang's."""
+        return {"flush": self._flushed}
+
+    def _flushed(self, given: Mapping[str, Any]) -> Reply:
+        if given.get("all"):
+            require_droppable()
+        return {"flushed": self._flush()}
+
+    def _device(self) -> str:
+        return next(self.model.parameters()).device.type
+
+
+def tensor_group() -> RankGroup:
+    """The ranks that compute one model together."""
+    found = require("sglang.srt.runtime_context").get_parallel().tp_group
+    return RankGroup(int(found.rank_in_group), int(found.world_size), found.cpu_group)
+
+
+def answer_text(model: torch.nn.Module, flush: Callable[[], bool | None], text: str) -> str:
+    """Do what a driver asks, on all ranks: their answers, by rank, as JSON. Never raises.
+
+    SGLang would end for a failure. It hands each control request to all ranks, and lets the first
+    one alone reply: so the ranks tell each other what they would reply.
+
+    Args:
+        model: this rank's.
+        flush: see `SGLangHost`.
+        text: the call.
+
+    """
+    given: Any = None
+    try:
+        given = json.loads(text)
+        if not isinstance(given, dict) or not isinstance(given.get("verb"), str):
+            msg = f"{text[:80]!r} is no call. Pass an object with a verb."
+            raise WeightUpdateRejectedError(msg)  # noqa: TRY301 - answered like all others
+        rank = _rank(model, flush)
+        reply = answer(rank, given["verb"], given)
+        group = rank.host.group
+    except Exception as error:  # noqa: BLE001 - it is the answer
+        _LOG.warning("a call of rl_bridge failed", exc_info=True)
+        call = given.get("call") if isinstance(given, dict) else None
+        return json.dumps([{"rank": 0, "call": call, **failure_reply(error)}])
+    try:
+        return f"[{','.join(group.hear(json.dumps(reply)))}]"
+    except EngineLost as error:
+        return json.dumps([{**reply, **failure_reply(error)}])
+
+
+def _rank(model: torch.nn.Module, flush: Callable[[], bool | None]) -> EngineRank:
+    return rank_of(model, lambda: SGLangHost(model, flush, tensor_group()))
+
+
+# ---- engines that are refused, by how they were started ------------------------------------------
+
+
+def require_supported(device: str) -> None:
+    """Refuse engines of which some processes would not be asked, or hold what is not proven.
+
+    Raises:
+        WeightBridgeUnavailableError: this one is such an engine.
+
+    """
+    context = require("sglang.srt.runtime_context")
+    parallel, speculative = context.get_parallel(), context.get_spec()
+    # (Of --dp-size with --enable-dp-attention SGLang makes attn_dp_size.)
+    for name in ("pp_size", "dp_size", "attn_dp_size", "ep_size"):
+        degree = int(getattr(parallel, name, None) or 1)
+        if degree != 1:
+            msg = (
+                f"the engine has {name}={degree}, expected 1: only the ranks of tensor "
+                "parallelism decide together here. Use one engine and one executor for each "
+                "replica, and tp_size to spread a model."
+            )
+            raise WeightBridgeUnavailableError(msg)
+    workers = int(getattr(context.get_serving(), "tokenizer_worker_num", None) or 1)
+    if workers != 1:
+        msg = (
+            f"the engine has tokenizer_worker_num={workers}, expected 1: each of these processes "
+            "has a version label of its own, and SGLang sets that of one alone. Start it with one."
+        )
+        raise WeightBridgeUnavailableError(msg)
+    if speculative.speculative_algorithm:
+        msg = (
+            f"the engine speculates by {speculative.speculative_algorithm}, expected none: the "
+            "draft model's weights are not proven. Start it without a draft model."
+        )
+        raise WeightBridgeUnavailableError(msg)
+    if device == "cpu" and context.get_flags().capture.enable_torch_compile:
+        msg = (
+            "the engine was started with enable_torch_compile, expected without: on the CPU SGLang "
+            "compiles a model's weights into its code as constants, and no update reaches them. "
+            "Start it without."
+        )
+        raise WeightBridgeUnavailableError(msg)
+
+
+def require_droppable() -> None:
+    """Refuse to drop prefixes of an engine that keeps some outside of its memory.
+
+    SGLang's flush leaves those, and finds them by their tokens, whatever the weights are by then.
+
+    Raises:
+        WeightBridgeUnavailableError: this one is such an engine.
+
+    """
+    memory = require("sglang.srt.runtime_context").get_memory()
+    for name in _STORES:
+        store = getattr(memory, name, None)  # a store of HiCache's comes and goes while it runs
+        if store:
+            msg = (
+                f"the engine keeps cached prefixes outside of its memory ({name}={store}), "
+                "expected none: SGLang does not drop them with the others, so requests would go on "
+                "from what other weights computed. Start it without, or detach it; or use "
+                "cache='keep', if they may."
+            )
+            raise WeightBridgeUnavailableError(msg)

@@ -1,0 +1,551 @@
+"""The ways by which an update's bytes get into an SGLang engine, each as SGLang has it.
+
+``import``: the engine's ranks import and verify the update themselves, by the trainer's transport.
+``tensor``: ``update_weights_from_tensor`` with one flattened bucket in shared memory.
+``distributed``: ``update_weights_from_distributed`` with one flattened bucket over a process group.
+``disk``: ``update_weights_from_disk`` with a checkpoint in a folder that the engine can read.
+
+With all of them the ranks are asked once for each layout which parts of the tensors they take; for
+all but ``import``, the digests that these parts must have are made here, of the bytes that the
+executor verified.
+"""
+
+import datetime as dt
+import importlib
+import shutil
+import socket
+import threading
+import uuid
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from rl_bridge.engines.driver import Loader
+from rl_bridge.engines.rpc import Replies
+from rl_bridge.engines.sglang.client import SGLangClient
+from rl_bridge.engines.sglang.compat import require
+from rl_bridge.engines.sglang.cuts import Cut, check_covered, parse_cuts, part_digests
+from rl_bridge.engines.sglang.plugin import SENDER, sender
+from rl_bridge.errors import (
+    WeightBridgeError,
+    WeightBridgeUnavailableError,
+    WeightUpdateRejectedError,
+)
+from rl_bridge.installers.base import check_finite
+from rl_bridge.manifest.model import WeightUpdateManifest
+
+__all__ = ["ROUTES", "DiskRoute", "DistributedRoute", "RouteName", "SGLangLoader", "loader_for"]
+
+RouteName = Literal["import", "tensor", "distributed", "disk"]
+ROUTES: tuple[RouteName, ...] = ("import", "tensor", "distributed", "disk")
+
+_ALIGNED = 64
+# torch's sharing strategy is one for the whole process.
+_SHARING = threading.Lock()
+# How long a broadcast that the engine has answered for may still take to be told here.
+_SETTLE_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class DistributedRoute:
+    """The route ``distributed``.
+
+    Attributes:
+        address: this machine's, as the engine reaches it.
+
+    """
+
+    address: str = "127.0.0.1"
+
+
+@dataclass(frozen=True, slots=True)
+class DiskRoute:
+    """The route ``disk``.
+
+    Attributes:
+        directory: where versions are written; it must outlive the engine.
+
+    """
+
+    directory: str | Path
+
+
+class SGLangLoader(Loader):
+    """What all routes have in common: SGLang's session, and which rank takes which parts."""
+
+    imports = False
+
+    def __init__(self, client: SGLangClient, *, drops: bool) -> None:
+        """Use `client`; nothing is called.
+
+        Args:
+            client: the engine's.
+            drops: whether an update drops cached prefixes.
+
+        """
+        self._client = client
+        self._drops = drops
+        self._may_be_in_session = False
+        self._table = ("", 0)  # the layout that the parts are of, and the driver's session
+        self._parts: list[list[Cut]] = []
+
+    def prepare(
+        self, manifest: WeightUpdateManifest, tensors: Mapping[str, torch.Tensor]
+    ) -> Mapping[str, Any]:
+        """Refuse what can be refused before the ranks are asked."""
+        if not self.imports:
+            check_finite(tensors, tensors)
+        # Another engine may be there in another session.
+        is_known = self._table == (manifest.table.digest, self._client.epoch)
+        return {"drops": self._drops, "cuts": not is_known}
+
+    def prepared(
+        self,
+        manifest: WeightUpdateManifest,
+        tensors: Mapping[str, torch.Tensor],
+        replies: Replies,
+    ) -> None:
+        """Note which parts the ranks take.
+
+        Raises:
+            WeightUpdateRejectedError: what they said cannot be read.
+            IncompatibleUpdate: they do not take every element.
+
+        """
+        del tensors
+        if "cuts" in replies[0]:
+            self._table = ("", 0)
+            found = [parse_cuts(reply["cuts"], manifest) for reply in replies]
+            check_covered(manifest, found)
+            self._table, self._parts = (manifest.table.digest, self._client.epoch), found
+
+    def load(
+        self, manifest: WeightUpdateManifest, tensors: Mapping[str, torch.Tensor]
+    ) -> Mapping[str, Any]:
+        """Feed SGLang's loader; the digests that each rank's parts must have, by rank.
+
+        Raises:
+            WeightUpdateRejectedError: SGLang refused, or its loader failed.
+            ProofFailed: the executor's bytes are not what the manifest says any more.
+
+        """
+        parts = [
+            [digest.hex() for digest in part_digests(manifest, tensors, cuts, num_threads=None)]
+            for cuts in self._parts
+        ]
+        self.feed(manifest, tensors)
+        return {"parts": parts}
+
+    @abstractmethod
+    def feed(self, manifest: WeightUpdateManifest, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Let the engine load."""
+
+    def abort(self, *, left: bool) -> None:
+        """End SGLang's session if it may be open: it would let no other one in, ever."""
+        if left or self._may_be_in_session:
+            self._client.control("end_weight_update")  # whatever it says: an engine has only one
+            self._may_be_in_session = False
+
+    def ended(self, *, installed: bool) -> None:
+        """The update is committed, or undone."""
+        del installed
+        self._may_be_in_session = False
+
+    @contextmanager
+    def _session(self) -> Iterator[None]:
+        """SGLang's own, without which it takes no weights. If its end is lost, an undo asks."""
+        self._may_be_in_session = True  # before the call: its answer may be lost
+        succeeded, said = self._client.control("begin_weight_update", selector="target")
+        if not succeeded:
+            self._may_be_in_session = False  # the one that is open is somebody else's
+            msg = f"SGLang refused begin_weight_update ({said}). See the engine's log."
+            raise WeightUpdateRejectedError(msg)
+        try:
+            yield
+        except BaseException:
+            self.abort(left=False)
+            raise
+        self._client.do("end_weight_update")
+        self._may_be_in_session = False
+
+
+class ImportLoader(SGLangLoader):
+    """Nothing to bring: the ranks do it all."""
+
+    imports = True
+
+    def feed(self, manifest: WeightUpdateManifest, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Nothing: the ranks loaded it when they installed it."""
+
+
+class TensorLoader(SGLangLoader):
+    """One bucket in memory that the engine's process maps; it is used again for each update."""
+
+    def __init__(self, client: SGLangClient, *, drops: bool) -> None:
+        """Use `client`; needs sglang in this process, too.
+
+        Raises:
+            WeightBridgeUnavailableError: it is not.
+
+        """
+        super().__init__(client, drops=drops)
+        self._serializer = require("sglang.srt.utils").MultiprocessingSerializer
+        self._metadata = require("sglang.srt.weight_sync.tensor_bucket").FlattenedTensorMetadata
+        self._bucket = torch.empty(0, dtype=torch.uint8, device="cpu")
+
+    def feed(self, manifest: WeightUpdateManifest, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Open a session, load the bucket, close the session."""
+        del manifest
+        with self._session():
+            self._client.do(
+                "update_weights_from_tensor",
+                serialized_named_tensors=[
+                    self._client.payload(serialized) for serialized in self._serialized(tensors)
+                ],
+                load_format="flattened_bucket",
+                flush_cache=False,
+                selector="target",
+            )
+
+    def _serialized(self, tensors: Mapping[str, torch.Tensor]) -> list[bytes]:
+        """One for each rank: what torch shares may be taken once."""
+        places, end = _places(tensors, _ALIGNED)
+        if self._bucket.nbytes != end:
+            self._bucket = torch.empty(end, dtype=torch.uint8, device="cpu")
+        _fill(self._bucket, places, tensors)
+        metadata = [
+            self._metadata(
+                name, tensors[name].shape, tensors[name].dtype, start, stop, stop - start
+            )
+            for name, start, stop in places
+        ]
+        content = {
+            "flattened_tensor": self._bucket,
+            "metadata": metadata,
+            SENDER: sender(self._client.driver),
+        }
+        with _SHARING, _strategy(self._client.sharing):
+            try:
+                return [self._serializer.serialize(content) for _ in range(self._client.num_ranks)]
+            except RuntimeError as error:
+                msg = (
+                    f"torch cannot share memory from this process any more ({error}). SGLang's "
+                    "Engine.shutdown ends all children of its process, torch's memory manager "
+                    "too: use route='import', or update servers from a process without engines."
+                )
+                raise WeightBridgeUnavailableError(msg) from error
+
+
+class DistributedLoader(SGLangLoader):
+    """One bucket, broadcast to all ranks; group and bucket are used again for each update."""
+
+    def __init__(self, client: SGLangClient, address: str, *, drops: bool) -> None:
+        """Use `client`; needs sglang in this process, too.
+
+        Raises:
+            WeightBridgeUnavailableError: it is not.
+
+        """
+        super().__init__(client, drops=drops)
+        self._group = UpdateGroup(client, address)
+        self._bucket = torch.empty(0, dtype=torch.uint8, device="cpu")
+
+    def feed(self, manifest: WeightUpdateManifest, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Meet the ranks, open a session, send the bucket, close the session."""
+        del manifest
+        on_cpu = self._client.device == "cpu"
+        self._group.join("gloo" if on_cpu else "nccl")
+        # SGLang lays them out without a gap: the widest first, all of them are aligned.
+        ordered = dict(sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize))
+        places, end = _places(ordered, 1)
+        if self._bucket.nbytes != end:
+            device = "cpu" if on_cpu else self._client.device
+            self._bucket = torch.empty(end, dtype=torch.uint8, device=device)
+        _fill(self._bucket, places, ordered)
+        with self._session():
+            work = self._group.send(self._bucket)
+            try:
+                self._client.do(
+                    "update_weights_from_distributed",
+                    names=list(ordered),
+                    dtypes=[str(item.dtype).removeprefix("torch.") for item in ordered.values()],
+                    shapes=[list(item.shape) for item in ordered.values()],
+                    group_name=self._group.name,
+                    load_format="flattened_bucket",
+                    flush_cache=False,
+                    selector="target",
+                )
+            except BaseException:
+                self._group.leave()  # it may not have carried what was sent
+                raise
+            self._group.end(work)
+
+    def close(self) -> None:
+        """Leave the group."""
+        self._group.leave()
+
+
+_Place = tuple[str, int, int]
+
+
+def _places(tensors: Mapping[str, torch.Tensor], alignment: int) -> tuple[list[_Place], int]:
+    """Where each tensor lies in a bucket, and how large that is."""
+    places, end = [], 0
+    for name, tensor in tensors.items():
+        start = -(-end // alignment) * alignment
+        end = start + tensor.nbytes
+        places.append((name, start, end))
+    return places, end
+
+
+def _fill(
+    bucket: torch.Tensor, places: Iterable[_Place], tensors: Mapping[str, torch.Tensor]
+) -> None:
+    for name, start, stop in places:
+        tensor = tensors[name]
+        bucket[start:stop].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+
+
+@contextmanager
+def _strategy(name: str) -> Iterator[None]:
+    sharing: Any = torch.multiprocessing  # which has no types
+    before = sharing.get_sharing_strategy()
+    sharing.set_sharing_strategy(name)
+    try:
+        yield
+    finally:
+        sharing.set_sharing_strategy(before)
+
+
+class DiskLoader(SGLangLoader):
+    """A checkpoint for each version, in a folder that the engine can read."""
+
+    def __init__(self, client: SGLangClient, directory: Path, *, drops: bool) -> None:
+        """Write below `directory`, which must outlive the engine: it names the folder it took.
+
+        Raises:
+            WeightBridgeUnavailableError: safetensors is missing.
+
+        """
+        super().__init__(client, drops=drops)
+        try:
+            from safetensors.torch import save_file
+        except ImportError as error:
+            msg = "versions are written as safetensors. Install it: pip install 'rl-bridge[bench]'."
+            raise WeightBridgeUnavailableError(msg) from error
+        self._save = save_file
+        self._home = directory
+        self._initial: Path | None = None
+        self._active: Path | None = None
+        self._next: Path | None = None
+        self._undone: set[Path] = set()
+
+    def feed(self, manifest: WeightUpdateManifest, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Write the version, and let the engine load it."""
+        if self._initial is None:
+            self._initial = Path(self._client.model_path())
+        said = sender(self._client.driver)
+        folder = self._home / f"v{manifest.weight_version}-{manifest.update_id}-{said}"
+        folder.mkdir(parents=True, exist_ok=True)  # what was undone may come again
+        self._undone.discard(folder)
+        self._next = folder
+        for extra in self._initial.glob("*.json"):
+            if not extra.name.endswith(".index.json"):
+                shutil.copy(extra, folder)
+        content = {name: tensor.contiguous().clone() for name, tensor in tensors.items()}
+        self._save(content, folder / "model.safetensors", metadata={"format": "pt"})
+        self._client.do(
+            "update_weights_from_disk",
+            model_path=str(folder),
+            load_format="safetensors",
+            flush_cache=False,
+        )
+
+    def ended(self, *, installed: bool) -> None:
+        """With a commit the folders go that the engine names no more; it names what was undone."""
+        super().ended(installed=installed)
+        folder, self._next = self._next, None
+        if folder is None:
+            return
+        if not installed:
+            self._undone.add(folder)
+            return
+        gone, self._undone = self._undone, set()
+        if self._active is not None:
+            gone.add(self._active)
+        self._active = folder
+        for path in gone:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+# ---- the process group of the route ``distributed`` ----------------------------------------------
+#
+# SGLang meets it at a store of torch's, whose port has no key: whoever reaches it could take part.
+# So it is opened on the one address that the engine is to reach, and its name is its own.
+
+
+class UpdateGroup:
+    """One group with the ranks of one engine. This process is its rank 0, and sends."""
+
+    def __init__(self, client: SGLangClient, address: str) -> None:
+        """Prepare; nothing is opened.
+
+        Args:
+            client: the engine's.
+            address: of this machine, as the engine reaches it.
+
+        Raises:
+            WeightBridgeUnavailableError: sglang is missing in this process.
+
+        """
+        self._client = client
+        self._address = address
+        self._meet = require("sglang.srt.utils").init_custom_process_group
+        self._torch: Any = importlib.import_module("torch.distributed")  # it has few types
+        self._group: Any = None
+        self._store: Any = None
+        self._ranks = 0
+        self.name = ""
+        """What SGLang knows it by; empty where there is none."""
+
+    def join(self, backend: str) -> None:
+        """Meet the engine's ranks, if that was not done.
+
+        Raises:
+            WeightUpdateRejectedError: SGLang refused, or it did not come about.
+            EngineLost: the engine is gone.
+
+        """
+        if self.name and self._ranks == self._client.num_ranks:
+            return
+        self.leave()
+        self._ranks = self._client.num_ranks
+        self.name = f"{sender(self._client.driver)}-{uuid.uuid4().hex}"
+        try:
+            self._group = self._met(backend)
+        except BaseException:
+            self.leave()
+            raise
+
+    def _met(self, backend: str) -> Any:
+        port = self._open()
+        found: list[Any] = []
+        # The two meet each other, so one of them needs a thread.
+        thread = threading.Thread(
+            target=self._meet_here, args=(backend, found), name="rlb-sglang-group", daemon=True
+        )
+        thread.start()
+        succeeded, said = self._client.control(
+            "init_weights_update_group",
+            master_address=self._address,
+            master_port=port,
+            rank_offset=1,
+            world_size=1 + self._ranks,
+            group_name=self.name,
+            backend=backend,
+        )
+        if succeeded:
+            thread.join(self._client.timeout_s)
+            said = str(found[0]) if found else "it takes too long"
+            if found and not isinstance(found[0], Exception):
+                return found[0]
+        msg = (
+            f"no group with the engine came about at {self._address}:{port} ({said}). See that the "
+            "engine reaches this address, or use route='import'."
+        )
+        raise WeightUpdateRejectedError(msg)
+
+    def send(self, bucket: torch.Tensor) -> Any:
+        """Begin to send `bucket` to all ranks; `end` waits for it."""
+        return self._torch.broadcast(bucket, group=self._group, group_src=0, async_op=True)
+
+    def end(self, work: Any) -> None:
+        """Wait for what the engine answered for. A group that did not carry it is given up."""
+        try:
+            work.wait(dt.timedelta(seconds=_SETTLE_S))
+        except RuntimeError:
+            self.leave()
+
+    def leave(self) -> None:
+        """End the group, here and in the engine. The next update makes another one."""
+        name, self.name = self.name, ""
+        group, self._group = self._group, None
+        self._store = None
+        if not name:
+            return
+        with suppress(WeightBridgeError):  # an engine that is gone has no group either
+            self._client.control("destroy_weights_update_group", group_name=name)
+        if group is not None:
+            with suppress(RuntimeError):
+                self._torch.destroy_process_group(group)
+
+    def _open(self) -> int:
+        family = socket.AF_INET6 if ":" in self._address else socket.AF_INET
+        try:
+            with socket.socket(family) as listening:
+                listening.bind((self._address, 0))
+                listening.listen()
+                port = int(listening.getsockname()[1])
+                self._store = self._torch.TCPStore(
+                    self._address,
+                    port,
+                    None,
+                    is_master=True,
+                    timeout=dt.timedelta(seconds=self._client.timeout_s),
+                    wait_for_workers=False,
+                    master_listen_fd=listening.fileno(),
+                )
+                listening.detach()  # the store's from now on
+        except (OSError, RuntimeError) as error:
+            msg = (
+                f"nothing can be opened at {self._address} ({error}). Pass an address of this "
+                "machine that the engine reaches."
+            )
+            raise WeightBridgeUnavailableError(msg) from error
+        return port
+
+    def _meet_here(self, backend: str, found: list[Any]) -> None:
+        try:
+            found.append(
+                self._meet(
+                    backend=backend,
+                    store=self._torch.PrefixStore(self.name, self._store),
+                    world_size=1 + self._ranks,
+                    rank=0,
+                    group_name=self.name,
+                    timeout=dt.timedelta(seconds=self._client.timeout_s),
+                )
+            )
+        except Exception as error:  # noqa: BLE001 - told where it is waited for
+            found.append(error)
+
+
+def loader_for(
+    route: RouteName | DistributedRoute | DiskRoute, client: SGLangClient, *, drops: bool
+) -> SGLangLoader:
+    """The loader of a route.
+
+    Raises:
+        ValueError: no such route, or ``disk`` without a folder.
+        WeightBridgeUnavailableError: what it needs is missing here.
+
+    """
+    if isinstance(route, DiskRoute):
+        return DiskLoader(client, Path(route.directory), drops=drops)
+    if isinstance(route, DistributedRoute):
+        return DistributedLoader(client, route.address, drops=drops)
+    if route == "import":
+        return ImportLoader(client, drops=drops)
+    if route == "tensor":
+        return TensorLoader(client, drops=drops)
+    if route == "distributed":
+        return DistributedLoader(client, DistributedRoute().address, drops=drops)
+    if route == "disk":
+        msg = "route='disk': expected a folder for the versions, too. Pass DiskRoute(directory)."
+        raise ValueError(msg)
+    raise ValueError(f"route={route!r}: expected one of {', '.join(map(repr, ROUTES))}.")
