@@ -48,7 +48,10 @@ class SidecarProcess:
         `engine` is one of `tests.remote.engines`, or whatever ``rl-bridge sidecar`` takes.
         """
         named = engine if ":" in engine else f"tests.remote.engines:{engine}"
-        extra = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
+        extra = [
+            f"--{name.replace('_', '-')}" + ("" if value is True else f"={value}")
+            for name, value in options.items()
+        ]
         arguments = [
             *("sidecar", named, "--key-file", str(self.key_file)),
             *("--state-dir", str(self.state_dir), "--port", str(self.port), *extra),

@@ -48,6 +48,6 @@ def dying() -> TwoPhaseExecutor:
     """An SGLang server's."""
     return TwoPhaseExecutor(
         weight_bridge=make_weight_bridge("shared-memory", source_worker="sidecar"),
-        weight_install_adapter=Dying(connect(URL.read_text(), api_key=KEY)),
+        weight_install_adapter=Dying(connect(URL.read_text(), api_key=KEY), take_over=True),
         suspicious="off",
     )

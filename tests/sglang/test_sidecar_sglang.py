@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from rl_bridge import EngineLost, make_weight_bridge
-from rl_bridge.errors import IncompatibleUpdate
+from rl_bridge.errors import IncompatibleUpdate, SessionRefused
 from tests.engines.models import Checkpoints, Kind
 from tests.engines.trainer import Trainer
 from tests.remote.process import SidecarProcess, make_key
@@ -79,7 +79,8 @@ def test_the_bytes_come_by_broadcast_to_the_side_car_and_to_the_server(
     server: Served, sidecar: SidecarProcess, reference: Bench
 ) -> None:
     api_key = make_api_key(sidecar.directory)
-    sidecar.start(server.url, server="sglang", transport="broadcast", api_key_file=api_key)
+    options = {"server": "sglang", "transport": "broadcast", "api_key_file": api_key}
+    sidecar.start(server.url, **options, take_over=True)
     with (
         make_weight_bridge("broadcast", source_worker="trainer", address="127.0.0.1") as trainer,
         sidecar.client(timeout_s=DEADLINE_S) as engine,
@@ -97,8 +98,14 @@ def test_it_takes_updates_with_the_servers_key_until_the_server_is_gone(
     server: Served, sidecar: SidecarProcess, trainer: Trainer, reference: Bench
 ) -> None:
     api_key = make_api_key(sidecar.directory)
-    assert sidecar.start(server.url, server="sglang", api_key_file=api_key).state == "empty"
+    options = {"server": "sglang", "api_key_file": api_key}
+    assert sidecar.start(server.url, **options).state == "empty"
     with sidecar.client(timeout_s=DEADLINE_S) as engine:
+        # The one of the test before was killed, and this one has no books of it.
+        with pytest.raises(SessionRefused, match=r"driver .* has this engine"):
+            engine.update_weights(trainer.publish(reference.weights[1]))
+        sidecar.kill()
+        assert sidecar.start(server.url, **options, take_over=True).state == "empty"
         for version in (1, 0):
             manifest = trainer.publish(reference.weights[version])
             assert engine.update_weights(manifest).proof.root == manifest.root
