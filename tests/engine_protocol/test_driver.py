@@ -331,7 +331,7 @@ def test_a_pause_of_the_users_own_outlasts_an_update_whatever_becomes_of_it(
     engine.stopped = True
     with driven(engine) as (executor, bridge, _), pytest.MonkeyPatch.context() as patch:
         if fails == "acknowledge":
-            patch.setattr(bridge, "acknowledge", broken)
+            patch.setattr(bridge.consumer, "acknowledge", broken)
         elif fails:
             patch.setattr(engine.models[0], fails, broken)
         if fails:
@@ -384,7 +384,7 @@ def test_a_pause_of_the_users_own_outlasts_updates_behind_a_refused_one(
             if fails == "pauses":
                 client.plant("pauses", broken, behind=True)
             elif fails == "acknowledge":
-                patch.setattr(bridge, "acknowledge", broken)
+                patch.setattr(bridge.consumer, "acknowledge", broken)
             else:
                 patch.setattr(engine.models[0], "prepare", broken)
             with pytest.raises(Exception, match="planted"):
@@ -450,7 +450,7 @@ def test_what_cannot_be_undone_with_its_caches_is_kept_and_not_served(
             raise RuntimeError("planted")
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(bridge, "acknowledge", fail)
+            patch.setattr(bridge.consumer, "acknowledge", fail)
             with pytest.raises(TornEngine, match=r"keeps what the version that is undone cached"):
                 executor.update_weights(manifest)
         assert engine.stopped

@@ -274,7 +274,7 @@ def test_an_undo_that_is_due_is_made_before_the_next_update_is_let_in(
         executor.update_weights(publish(trainer, 1))
         client.plant("undo", fail)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(bridge, "acknowledge", broken)
+            patch.setattr(bridge.consumer, "acknowledge", broken)
             with pytest.raises(TornEngine):
                 executor.update_weights(publish(trainer, 2))
         with pytest.MonkeyPatch.context() as patch:
