@@ -68,6 +68,23 @@ def test_bridges_that_close_take_everything_along(transport: Carrier) -> None:
     assert_nothing_leaks(cycle, *watched(transport), num_cycles=MANY)
 
 
+@pytest.mark.parametrize("who", ["trainer", "rollout"])
+def test_one_side_that_comes_and_goes_leaves_nothing_with_the_other(
+    who: str, make_bridge: Callable[..., BridgeOver], transport: Carrier
+) -> None:
+    stays, versions = make_bridge("stays"), itertools.count(1)
+
+    def cycle() -> None:
+        with transport.bridge(source_worker=who) as comes:
+            trainer, rollout = (comes, stays) if who == "trainer" else (stays, comes)
+            manifest = trainer.publish(sample_weights(1), weight_version=next(versions))
+            rollout.import_update(manifest)
+            rollout.acknowledge(manifest)
+        stays.release(manifest)
+
+    assert_nothing_leaks(cycle, *watched(transport), num_cycles=MANY)
+
+
 def test_engines_that_are_updated_and_fail_hold_no_more_than_before(replica: Replica) -> None:
     numbers = itertools.count(1)
 

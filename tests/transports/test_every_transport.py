@@ -4,17 +4,13 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
-import torch
 
-from rl_bridge.bridge.bridges import make_weight_bridge
-from rl_bridge.errors import TransportUnavailable
 from rl_bridge.testing import TransportSuite
 from rl_bridge.transports.base import Transport
 from rl_bridge.transports.registry import ALIASES, TRANSPORTS, canonical_name, probe
 
 HERE = Path(__file__).parent
 AVAILABLE = sorted(name for name in TRANSPORTS if probe(name).status == "pass")
-BLOCKED = sorted(TRANSPORTS.keys() - set(AVAILABLE))
 
 
 def with_a_suite() -> set[type[Transport]]:
@@ -47,18 +43,3 @@ def test_every_name_answers_a_probe(name: str) -> None:
     assert found.name == canonical_name(name)
     assert (found.status == "pass") == (found.cause == "")
     assert (found.status == "blocked") == bool(found.cause and found.remedy)
-
-
-@pytest.mark.parametrize("name", BLOCKED)
-def test_a_blocked_transport_says_what_is_missing_and_falls_back_to_nothing(name: str) -> None:
-    told = probe(name)
-    manifest = make_weight_bridge("local-clone").publish({"w": torch.ones(1)}, weight_version=1)
-    with make_weight_bridge(name) as bridge:
-        with pytest.raises(TransportUnavailable) as caught:
-            bridge.publish({"w": torch.ones(1)}, weight_version=1)
-        assert (caught.value.transport, caught.value.cause) == (name, told.cause)
-        assert told.cause in str(caught.value)
-        assert told.remedy in str(caught.value)
-        with pytest.raises(TransportUnavailable):
-            bridge.import_update(manifest.model_copy(update={"transport": name}))
-        assert bridge.active_weight_version is None
