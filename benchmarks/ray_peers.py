@@ -87,7 +87,7 @@ class Rollout(RolloutActor):
 
     def update_weights(self, manifest: bytes) -> bytes:
         answer = super().update_weights(manifest)
-        executor = self._rollout_side().executor
+        executor = self._rollout_endpoint().executor
         version = executor.active_weight_version
         assert version is not None
         self._look_into(dict(executor.shared_weights), version)

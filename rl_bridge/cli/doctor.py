@@ -39,7 +39,7 @@ from rl_bridge.memory.holding import close_fd
 from rl_bridge.memory.passes import default_threads, native_cause
 from rl_bridge.memory.segment import OwnedSegment, open_segment
 from rl_bridge.ray.calls import INSTALL as INSTALL_RAY
-from rl_bridge.ray.pairing import SideFacts, choose_transport, look_around
+from rl_bridge.ray.pairing import EndpointFacts, choose_transport, look_around
 from rl_bridge.transports import registry
 from rl_bridge.transports.base import Availability
 from rl_bridge.transports.broadcast.transport import backend_cause
@@ -97,7 +97,7 @@ def say_facts(address: str, directories: list[Path]) -> None:
 def say_pair(trainer: Path, directories: list[Path], *, as_json: bool) -> None:
     """Say which transport weights take from the trainer's side to this one, and why."""
     try:
-        theirs = SideFacts.from_json(trainer.read_bytes())
+        theirs = EndpointFacts.from_json(trainer.read_bytes())
         mine = look_around(directories=directories)
         chosen = choose_transport(theirs, mine)
     except (WeightBridgeError, OSError) as error:
@@ -120,7 +120,7 @@ def say_pair(trainer: Path, directories: list[Path], *, as_json: bool) -> None:
     screen().print(facts(rows, title=f"from {plain(_where(theirs))} to here"))
 
 
-def _where(side: SideFacts) -> str:
+def _where(side: EndpointFacts) -> str:
     return f"the trainer at {side.address}" if side.address else "the trainer"
 
 

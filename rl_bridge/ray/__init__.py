@@ -9,20 +9,20 @@ from rl_bridge.ray.actors import RolloutActor, WeightPublisherActor
 from rl_bridge.ray.calls import Announcement, RolloutAnswer
 from rl_bridge.ray.direct import register_direct_transport
 from rl_bridge.ray.fleet import FleetUpdate, RolloutFleet
-from rl_bridge.ray.pairing import PairChoice, SideFacts, choose_transport, look_around
-from rl_bridge.ray.publisher_side import PublisherSide
-from rl_bridge.ray.rollout_side import RolloutSide
+from rl_bridge.ray.pairing import EndpointFacts, PairChoice, choose_transport, look_around
+from rl_bridge.ray.publisher_endpoint import PublisherEndpoint
+from rl_bridge.ray.rollout_endpoint import RolloutEndpoint
 
 __all__ = [
     "Announcement",
+    "EndpointFacts",
     "FleetUpdate",
     "PairChoice",
-    "PublisherSide",
+    "PublisherEndpoint",
     "RolloutActor",
     "RolloutAnswer",
+    "RolloutEndpoint",
     "RolloutFleet",
-    "RolloutSide",
-    "SideFacts",
     "WeightPublisherActor",
     "choose_transport",
     "look_around",

@@ -16,9 +16,9 @@ from rl_bridge.installers.base import TransactionalAdapter, WeightInstallAdapter
 from rl_bridge.manifest.canonical import JSONValue
 from rl_bridge.manifest.parallel import Placement
 from rl_bridge.ray.calls import here
-from rl_bridge.ray.group_store import GroupSeat, RayExchange
-from rl_bridge.ray.publisher_side import GroupLane, MakeLane, PublisherSide
-from rl_bridge.ray.rollout_side import RolloutSide
+from rl_bridge.ray.group_store import GroupMembership, RayExchange
+from rl_bridge.ray.publisher_endpoint import GroupChannel, MakeChannel, PublisherEndpoint
+from rl_bridge.ray.rollout_endpoint import RolloutEndpoint
 from rl_bridge.trainers.state_dict import Source
 
 __all__ = [
@@ -26,8 +26,8 @@ __all__ = [
     "WeightPublisherActor",
 ]
 
-# An actor may run several methods at a time, and has one side. (Of the process, as mixins have no
-# __init__ that is sure to be called.)
+# An actor may run several methods at a time, and has one endpoint. The lock belongs to the process,
+# since a mixin's __init__ need not be called.
 _MAKING = threading.Lock()
 
 
@@ -48,8 +48,8 @@ class WeightPublisherActor:
     weight_state_dir: str | None = None
     weight_options: Mapping[str, Mapping[str, object]] = {}
 
-    __publisher_side: PublisherSide | None = None
-    __seat: GroupSeat | None = None
+    __publisher_endpoint: PublisherEndpoint | None = None
+    __membership: GroupMembership | None = None
 
     def weights_to_publish(self) -> Source:
         """What to publish: a module, a state dict, or chunks. Called once for each transport.
@@ -74,88 +74,88 @@ class WeightPublisherActor:
             "weights it holds. Write weight_placements(self)."
         )
 
-    def join_weight_group(self, seat: bytes, store: Any) -> bytes:
-        """Publish as a rank from here on; what it has published as that rank stays.
+    def join_weight_group(self, membership: bytes, store: Any) -> bytes:
+        """Publish as a rank from here on; versions that it published as this rank stay.
 
         Args:
-            seat: its `GroupSeat`.
+            membership: its `GroupMembership`.
             store: the handle of the actor that runs `GroupStore`.
 
         Returns:
             Its `Announcement`.
 
         """
-        taken, before = GroupSeat.from_json(seat), self.__seat
+        taken, before = GroupMembership.from_json(membership), self.__membership
 
-        def make_lane(name: str, bridge: TensorBridge) -> GroupLane:
+        def make_channel(name: str, bridge: TensorBridge) -> GroupChannel:
             exchange = RayExchange(store, taken, name=name)
-            return GroupLane(bridge, exchange, self.weight_placements, timeout_s=taken.timeout_s)
+            return GroupChannel(bridge, exchange, self.weight_placements, timeout_s=taken.timeout_s)
 
         is_same = before is not None and (before.rank, before.world_size) == (
             taken.rank,
             taken.world_size,
         )
-        if self.__publisher_side is not None and is_same and not taken.anew:
-            self.__publisher_side.reseat(make_lane)
+        if self.__publisher_endpoint is not None and is_same and not taken.anew:
+            self.__publisher_endpoint.rejoin(make_channel)
         else:
-            self.close_weights()  # its ports are the next one's
-            self.__publisher_side = self._make_side(taken.rank, make_lane)
-        self.__seat = taken
-        return self.__publisher_side.announcement()
+            self.close_weights()  # first, since the next endpoint may need its ports
+            self.__publisher_endpoint = self._make_endpoint(taken.rank, make_channel)
+        self.__membership = taken
+        return self.__publisher_endpoint.announcement()
 
     def as_weight_rank(self, method: str, *given: Any) -> tuple[str, Any]:
-        """Call another method, as a rank of a group that has its seat.
+        """Call another method as a rank of a group.
 
         Returns:
-            In which group, empty if in none, and the answer. One that Ray started anew has none,
-            and does nothing of what a publisher by itself would do.
+            The group, and the answer. An actor that Ray started anew is in no group: it does
+            nothing, and the group is empty.
 
         """
-        if self.__seat is None:
+        if self.__membership is None:
             return "", None
-        return self.__seat.group, getattr(self, method)(*given)
+        return self.__membership.group, getattr(self, method)(*given)
 
     def publish_weights(
         self, weight_version: int, metadata: Mapping[str, JSONValue] | None = None
     ) -> tuple[bytes, dict[str, bytes]]:
-        """Publish the weights of now. See `PublisherSide.publish`."""
-        return self._publisher_side().publish(weight_version, metadata)
+        """Publish the weights of now. See `PublisherEndpoint.publish`."""
+        return self._publisher_endpoint().publish(weight_version, metadata)
 
     def weight_facts(self) -> bytes:
-        """See `PublisherSide.facts`."""
-        return self._publisher_side().facts()
+        """See `PublisherEndpoint.facts`."""
+        return self._publisher_endpoint().facts()
 
     def serve_weights(self, choice: bytes) -> bytes:
-        """See `PublisherSide.serve`."""
-        return self._publisher_side().serve(choice)
+        """See `PublisherEndpoint.serve`."""
+        return self._publisher_endpoint().serve(choice)
 
-    def drop_weights(self, lane: str) -> None:
-        """See `PublisherSide.drop`."""
-        self._publisher_side().drop(lane)
+    def drop_weights(self, channel: str) -> None:
+        """See `PublisherEndpoint.drop`."""
+        self._publisher_endpoint().drop(channel)
 
     def weight_announcement(self) -> bytes:
-        """See `PublisherSide.announcement`."""
-        return self._publisher_side().announcement()
+        """See `PublisherEndpoint.announcement`."""
+        return self._publisher_endpoint().announcement()
 
     def weight_reports(self) -> bytes:
-        """See `PublisherSide.reports`."""
-        return self._publisher_side().reports()
+        """See `PublisherEndpoint.reports`."""
+        return self._publisher_endpoint().reports()
 
     def close_weights(self) -> None:
         """Take back everything that was published."""
-        self.__seat = None
-        if self.__publisher_side is not None:
-            self.__publisher_side.close()
+        self.__membership = None
+        if self.__publisher_endpoint is not None:
+            self.__publisher_endpoint.close()
 
-    def _publisher_side(self) -> PublisherSide:
+    def _publisher_endpoint(self) -> PublisherEndpoint:
         with _MAKING:
-            if self.__publisher_side is None:
-                self.__publisher_side = self._make_side(0, None)
-            return self.__publisher_side
+            if self.__publisher_endpoint is None:
+                self.__publisher_endpoint = self._make_endpoint(0, None)
+            return self.__publisher_endpoint
 
-    def _make_side(self, rank: int, make_lane: MakeLane | None) -> PublisherSide:
+    def _make_endpoint(self, rank: int, make_channel: MakeChannel | None) -> PublisherEndpoint:
         node, address = here()
-        return PublisherSide(
+        return PublisherEndpoint(
             self.weights_to_publish,
             worker=type(self).__name__,
             rank=rank,
@@ -164,7 +164,7 @@ class WeightPublisherActor:
             directories=self.weight_directories,
             state_dir=self.weight_state_dir,
             options=self.weight_options,
-            make_lane=make_lane,
+            make_channel=make_channel,
         )
 
 
@@ -180,7 +180,7 @@ class RolloutActor:
     weight_directories: Sequence[str] = ()
     weight_options: Mapping[str, Mapping[str, object]] = {}
 
-    __rollout_side: RolloutSide | None = None
+    __rollout_endpoint: RolloutEndpoint | None = None
 
     def weight_adapter(self) -> WeightInstallAdapter | TransactionalAdapter | None:
         """How weights get into the engine, such as ``ModuleInstallAdapter(self.engine)``.
@@ -201,24 +201,24 @@ class RolloutActor:
         return None
 
     def find_weights(self, publisher_facts: bytes) -> bytes:
-        """See `RolloutSide.facts`."""
-        return self._rollout_side().facts(publisher_facts)
+        """See `RolloutEndpoint.facts`."""
+        return self._rollout_endpoint().facts(publisher_facts)
 
     def join_weights(self, choice: bytes) -> bytes:
-        """See `RolloutSide.join`."""
-        return self._rollout_side().join(choice)
+        """See `RolloutEndpoint.join`."""
+        return self._rollout_endpoint().join(choice)
 
     def update_weights(self, manifest: bytes) -> bytes:
-        """See `RolloutSide.update`."""
-        return self._rollout_side().update(manifest)
+        """See `RolloutEndpoint.update`."""
+        return self._rollout_endpoint().update(manifest)
 
     def weight_status(self) -> bytes:
-        """See `RolloutSide.status`."""
-        return self._rollout_side().status()
+        """See `RolloutEndpoint.status`."""
+        return self._rollout_endpoint().status()
 
     def close_weights(self) -> None:
-        """See `RolloutSide.close`."""
-        self._rollout_side().close()
+        """See `RolloutEndpoint.close`."""
+        self._rollout_endpoint().close()
 
     def check_weights(self) -> int:
         """The version that this actor may answer with; for the actor's own methods.
@@ -228,7 +228,7 @@ class RolloutActor:
             WeightBridgeUnavailableError: it has no verified version yet.
 
         """
-        return self._rollout_side().check_servable()
+        return self._rollout_endpoint().check_servable()
 
     def imported_weights(self) -> Mapping[str, torch.Tensor]:
         """The verified tensors of the active version; for an actor that has no adapter.
@@ -241,15 +241,15 @@ class RolloutActor:
             WeightBridgeUnavailableError: it has no verified version yet.
 
         """
-        side = self._rollout_side()
-        side.check_servable()
-        return side.executor.shared_weights
+        endpoint = self._rollout_endpoint()
+        endpoint.check_servable()
+        return endpoint.executor.shared_weights
 
-    def _rollout_side(self) -> RolloutSide:
+    def _rollout_endpoint(self) -> RolloutEndpoint:
         with _MAKING:
-            if self.__rollout_side is None:
+            if self.__rollout_endpoint is None:
                 node, _ = here()
-                self.__rollout_side = RolloutSide(
+                self.__rollout_endpoint = RolloutEndpoint(
                     self.weight_adapter,
                     worker=type(self).__name__,
                     node=node,
@@ -257,4 +257,4 @@ class RolloutActor:
                     options=self.weight_options,
                     wanted=self.weight_layout,
                 )
-            return self.__rollout_side
+            return self.__rollout_endpoint

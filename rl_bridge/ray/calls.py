@@ -1,4 +1,9 @@
-"""Calls to actors: with a deadline, and with an error of ours for each way in which they fail."""
+"""Calls to actors, with a deadline, and with an error of ours for each way in which they fail.
+
+A call goes out at once, and its answer is taken later, so that calls to many actors run side by
+side (`side_by_side`). Ray is imported when something of it is needed (`require`). The answers of
+actors are JSON (`Announcement`, `RolloutAnswer`), checked when they come.
+"""
 
 import logging
 import time
@@ -31,8 +36,6 @@ __all__ = [
     "side_by_side",
 ]
 
-# ---- Ray itself: imported when something of it is needed, and what this process is within it.
-
 INSTALL = "pip install 'rl-bridge[ray]'"
 
 
@@ -58,13 +61,11 @@ def here() -> tuple[str, str]:
     return node, address
 
 
-# ---- the rest builds on the parts above
-
 _LOG = logging.getLogger(__name__)
 T = TypeVar("T")
 
 Steps = Generator[Any, None, T]
-"""Calls that follow from one another: each one's reference, before its answer is taken."""
+"""Calls that depend on one another: yields the reference of each before it takes the answer."""
 
 
 class Deadline:
@@ -84,7 +85,7 @@ class Deadline:
 def result_of(name: str, what: str, reference: Any, deadline: Deadline) -> Any:
     """Wait for an actor's answer.
 
-    What the actor's method itself raises comes out as it is.
+    An exception of the actor's method comes out as it is.
 
     Args:
         name: the actor's, for the message.
@@ -104,7 +105,7 @@ def result_of(name: str, what: str, reference: Any, deadline: Deadline) -> Any:
     except gone.GetTimeoutError as error:
         raise DeadlineExceeded(_no_answer(name, what, deadline)) from error
     except gone.RayError as error:
-        # (Of these kinds is also what the actor's method raised: its own, whatever it is.)
+        # Ray derives the actor's own exceptions from these kinds, too: they are raised as they are.
         if isinstance(error, (gone.RayTaskError, WeightBridgeError)):
             raise
         cause = str(error).strip().partition("\n")[0].rstrip(".")
@@ -116,13 +117,13 @@ def result_of(name: str, what: str, reference: Any, deadline: Deadline) -> Any:
 
 
 def awaited(name: str, what: str, reference: Any, deadline: Deadline) -> Steps[Any]:
-    """`result_of` as one of several steps: others go on while this one's answer is due."""
+    """`result_of` as one of several steps: other rollouts' steps go on until the answer comes."""
     yield reference
     return result_of(name, what, reference, deadline)
 
 
 def ended(name: str, what: str, reference: Any, deadline: Deadline) -> Steps[None]:
-    """Wait until an actor has answered, whatever it is, as one of several steps.
+    """Wait until an actor has answered, with a result or an error, as one of several steps.
 
     Raises:
         DeadlineExceeded: no answer in time; it may still come.
@@ -145,16 +146,16 @@ def _no_answer(name: str, what: str, deadline: Deadline) -> str:
 def side_by_side(
     steps: Mapping[str, Steps[T]], deadline: Deadline
 ) -> tuple[dict[str, T], dict[str, Exception]]:
-    """Take the steps of several; each goes on when its own answer is there.
+    """Take the steps of several actors; each goes on when its own answer is there.
 
-    When the time is over, each takes what it has: what has no answer then raises.
+    When the time is over, steps whose answer is missing raise.
 
     Args:
         steps: name -> its steps.
         deadline: until when, for all of them.
 
     Returns:
-        Name -> what its steps gave, and name -> what they raised; in the order of `steps`.
+        Name -> the result of its steps, and name -> their error; in the order of `steps`.
 
     """
     ray = require()
@@ -168,7 +169,7 @@ def side_by_side(
                 waiting[next(steps[name])] = name
             except StopIteration as end:
                 given[name] = end.value
-            except Exception as error:  # noqa: BLE001 - told of this one; the others go on
+            except Exception as error:  # noqa: BLE001 - returned for this one; the others go on
                 raised[name] = error
         found: list[Any] = []
         if waiting:
@@ -181,29 +182,27 @@ def _in_order(names: Mapping[str, object], found: Mapping[str, T]) -> dict[str, 
     return {name: found[name] for name in names if name in found}
 
 
-# ---- What the actors answer, as it travels: JSON. What comes from another process is checked.
-
 Text = Annotated[StrictStr, Field(max_length=1 << 16)]
 Version = Annotated[StrictInt, Field(ge=0, lt=2**63)]
 
 
 class Announcement(Said):
-    """What a publisher has published last.
+    """The last publication of a trainer.
 
     Attributes:
         weight_version: its version; None before the first.
-        root: its root: whoever acknowledges it holds exactly that.
-        lanes: what it publishes on, in order.
+        root: its root; a rollout that acknowledges it holds exactly these bytes.
+        channels: on which it was published, in order.
 
     """
 
     weight_version: Version | None = None
     root: Text = ""
-    lanes: Annotated[tuple[Text, ...], Field(max_length=1024)] = ()
+    channels: Annotated[tuple[Text, ...], Field(max_length=1024)] = ()
 
 
 class RolloutAnswer(Said):
-    """What became of one call to a rollout, and what it holds now.
+    """The result of one call to a rollout, and what it holds now.
 
     Attributes:
         worker: the rollout's name.
@@ -235,7 +234,7 @@ class RolloutAnswer(Said):
     message: Text = ""
 
     def of(self, executor: RolloutExecutor, groups: Mapping[str, str]) -> Self:
-        """The same, with what `executor` says that its engine holds.
+        """The same, with the version that `executor` holds.
 
         Args:
             executor: the rollout's.

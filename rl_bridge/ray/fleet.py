@@ -1,4 +1,9 @@
-"""The driver's side: one version to many rollout actors, each by its own transport and deadline."""
+"""The driver: it sends one version to many rollout actors, each by its own transport.
+
+A rollout that dies, hangs or refuses holds no other rollout up: each call has a deadline, and its
+error is recorded for this rollout. A rollout that Ray started anew has no transport; it joins again
+by itself at the next update.
+"""
 
 import logging
 from collections.abc import Mapping
@@ -36,14 +41,14 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetUpdate:
-    """What became of one version.
+    """The results of one version.
 
     Attributes:
         weight_version: the version.
         root: its root.
-        answers: rollout -> what it answered.
-        lost: rollout -> why there is no answer: `EngineLost`, `DeadlineExceeded`, or what kept it
-            from joining again; what its actor raised otherwise is the cause of a
+        answers: rollout -> its answer.
+        lost: rollout -> why there is no answer: `EngineLost`, `DeadlineExceeded`, or the error of
+            joining again; any other error of its actor is the cause of a
             `WeightUpdateRejectedError`.
 
     """
@@ -55,7 +60,7 @@ class FleetUpdate:
 
     @property
     def routable(self) -> tuple[str, ...]:
-        """The rollouts that hold exactly this version, and said so with its root."""
+        """The rollouts that hold exactly this version, by the root in their answers."""
         return tuple(name for name, answer in self.answers.items() if self._has_it(answer))
 
     def require_all(self) -> None:
@@ -91,7 +96,7 @@ class _Member:
     choice: PairChoice
     answer: RolloutAnswer | None = None
     call: Any = None
-    """Its last one, as long as it may be under way: another one would only queue behind it."""
+    """Its last call, while it may be under way: another call would only queue behind it."""
 
 
 class RolloutFleet:
@@ -103,7 +108,7 @@ class RolloutFleet:
     """
 
     def __init__(self, trainer: Any, *, timeout_s: float = 60.0) -> None:
-        """Ask the trainer what it has published.
+        """Ask the trainer for its last publication.
 
         Args:
             trainer: the handle of the trainer's actor; or those of its ranks, by rank.
@@ -167,9 +172,9 @@ class RolloutFleet:
         _, raised = side_by_side({name: self._joining(name, actor, deadline)}, deadline)
         for error in raised.values():
             if not isinstance(error, DeadlineExceeded):
-                self._keep_lanes()  # else it may be at its first install still, and come again
+                self._keep_channels()  # a late one may still be installing: it keeps its channel
             raise error
-        self._keep_lanes()
+        self._keep_channels()
         return self._members[name].choice
 
     def _joining(self, name: str, actor: Any, deadline: Deadline) -> Steps[RolloutAnswer]:
@@ -177,7 +182,7 @@ class RolloutFleet:
         choices = yield from self._trainers.choose(name, actor, deadline)
         choice = choices[0]
         _LOG.info("rollout %s gets weights by %s", name, choice)
-        # The trainer first: what listens must listen before somebody calls.
+        # The trainer first: it must listen before the rollout connects.
         manifest = self._trainers.serve(name, choices, deadline)
         call = actor.join_weights.remote(choice.to_json())
         answer = _answer((yield from awaited(name, "join", call, deadline)))
@@ -187,7 +192,7 @@ class RolloutFleet:
                 f"{answer.message}. See its log, and join it again."
             )
         if name in self._members:
-            self._members[name].choice = choice  # also where its first install is late
+            self._members[name].choice = choice  # now: its first install may come late
         version = self.weight_version
         if manifest:
             call = actor.update_weights.remote(manifest)
@@ -205,10 +210,10 @@ class RolloutFleet:
     def leave(self, name: str) -> None:
         """Forget a rollout; unknown names are ignored. Its actor is not touched.
 
-        The trainer drops a lane that no rollout of this fleet uses any more.
+        The trainer drops a channel that no rollout of this fleet uses any more.
         """
         self._members.pop(name, None)
-        self._keep_lanes()
+        self._keep_channels()
 
     def update(
         self, weight_version: int, *, metadata: Mapping[str, JSONValue] | None = None
@@ -216,7 +221,7 @@ class RolloutFleet:
         """Publish the trainer's weights of now, and have every rollout install them.
 
         Returns:
-            What became of it, rollout by rollout.
+            The results, by rollout.
 
         Raises:
             EngineLost: the trainer's actor, or one of its ranks', is dead.
@@ -226,9 +231,9 @@ class RolloutFleet:
             WeightBridgeError: it could not be published.
 
         """
-        self._keep_lanes(of_all=True)  # whoever a driver before had is here by now
+        self._keep_channels(of_all=True)  # rollouts of an earlier driver have joined by now
         manifests = self._trainers.publish(weight_version, metadata, Deadline(self._timeout_s))
-        root = self._trainers.current.root  # of this one: another fleet may have one published
+        root = self._trainers.current.root  # now: another fleet may publish meanwhile
         members = dict(self._members)
         self._trainers.look_again()
         for member in members.values():
@@ -255,11 +260,11 @@ class RolloutFleet:
     def _installing(
         self, name: str, member: _Member, manifests: Mapping[str, bytes], deadline: Deadline
     ) -> Steps[RolloutAnswer]:
-        """The steps to a rollout's answer; it joins again where that is what it takes.
+        """The steps to a rollout's answer; it joins again if it has to.
 
-        Where they fail it stays a member, and is asked again next time.
+        If they fail, it stays a member and is asked again next time.
         """
-        manifest = manifests.get(member.choice.lane)
+        manifest = manifests.get(member.choice.channel)
         if manifest is not None:
             what = f"install version {self.weight_version}"
             if member.call is not None:
@@ -273,24 +278,24 @@ class RolloutFleet:
                     yield from self._is_near(name, member, deadline)
                 ):
                     return answer
-        # Ray started it anew, or the trainer: one of the two knows nothing of the other.
+        # Ray started it or the trainer anew: one of the two does not know the other.
         return (yield from self._joining(name, member.actor, deadline))
 
     def _is_near(self, name: str, member: _Member, deadline: Deadline) -> Steps[bool]:
-        """Whether a rollout's lane is still the one for it: where not, one of the two has moved."""
+        """Whether a rollout's channel is still the right one: neither of the two has moved."""
         try:
             choices = yield from self._trainers.choose(name, member.actor, deadline)
         except WeightBridgeError as error:
             _LOG.warning("where rollout %s runs is not known: %s", name, error)
             return True
-        return choices[0].lane == member.choice.lane
+        return choices[0].channel == member.choice.channel
 
-    def _keep_lanes(self, *, of_all: bool = False) -> None:
-        used = {member.choice.lane for member in self._members.values()}
-        self._trainers.keep_lanes(used, of_all=of_all)
+    def _keep_channels(self, *, of_all: bool = False) -> None:
+        used = {member.choice.channel for member in self._members.values()}
+        self._trainers.keep_channels(used, of_all=of_all)
 
     def ask(self, name: str) -> RolloutAnswer:
-        """Ask a rollout what it holds; one that missed its deadline may be routable after it.
+        """Ask a rollout what it holds; one that missed its deadline may be routable by now.
 
         Raises:
             KeyError: no rollout of that name.
@@ -308,7 +313,7 @@ class RolloutFleet:
 
 
 def _told(name: str, error: Exception) -> WeightBridgeError:
-    """Why there is no answer, as an error of ours."""
+    """The cause of a missing answer, as an error of ours."""
     if isinstance(error, WeightBridgeError):
         return error
     cause = str(error).strip().rpartition("\n")[2]
@@ -321,7 +326,7 @@ def _told(name: str, error: Exception) -> WeightBridgeError:
 
 
 def _why(answer: RolloutAnswer) -> str:
-    """Why a rollout does not hold the version of this fleet."""
+    """Say why a rollout does not hold the version of this fleet."""
     if answer.error:
         return f"{answer.error}: {answer.message}"
     if answer.outcome == "unjoined":

@@ -15,7 +15,7 @@ from rl_bridge.ray.calls import require
 from rl_bridge.ray.pairing import Said
 
 __all__ = [
-    "GroupSeat",
+    "GroupMembership",
     "GroupStore",
     "RayExchange",
 ]
@@ -24,15 +24,15 @@ __all__ = [
 _ANSWER_S = 5.0
 
 
-class GroupSeat(Said):
-    """A trainer's place in its group.
+class GroupMembership(Said):
+    """A trainer's rank in a fleet's group.
 
     Attributes:
         rank: its rank, counted from 0.
         world_size: how many ranks.
         timeout_s: longest wait for the others, in one step of a publication.
-        anew: forget what was published before: another rank has lost its part of it.
-        group: whose seat it is: ranks with seats of two fleets would not come together.
+        anew: forget earlier versions: another rank has lost its part of them.
+        group: name of the fleet's group: ranks of two fleets' groups would not come together.
 
     """
 
@@ -132,12 +132,12 @@ class _Client:
 class RayExchange(StoreExchange):
     """Over an actor that runs `GroupStore`; it also settles how a publication ends."""
 
-    def __init__(self, actor: Any, seat: GroupSeat, *, name: str) -> None:
+    def __init__(self, actor: Any, membership: GroupMembership, *, name: str) -> None:
         """Be a rank.
 
         Args:
             actor: the handle of the store's actor, the same one for all ranks.
-            seat: this rank's place.
+            membership: this rank's place.
             name: of the group in the store; two groups that share one need two.
 
         Raises:
@@ -147,10 +147,10 @@ class RayExchange(StoreExchange):
         self._client = _Client(actor)
         super().__init__(
             cast("Store", self._client),
-            rank=seat.rank,
-            world_size=seat.world_size,
+            rank=membership.rank,
+            world_size=membership.world_size,
             name=name,
-            timeout_s=seat.timeout_s,
+            timeout_s=membership.timeout_s,
         )
 
     def gather(self, step: str, payload: bytes, *, timeout_s: float) -> list[bytes]:

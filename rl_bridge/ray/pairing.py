@@ -1,8 +1,9 @@
-"""Which transport a publisher and a consumer use: decided by what the two really share.
+"""The transport that a publisher and a consumer use: chosen by what the two really share.
 
-Each side looks at where it runs (`look_around`) and says it in JSON; the consumer's side also tries
-to open what the publisher's side holds up (`Beacon`). `choose_transport` is a pure function of what
-they found: shared memory where memory is shared, else NIXL where both have it, else broadcast.
+Each endpoint finds out where it runs and what works there (`look_around`), and sends that as JSON.
+The consumer's endpoint also tries to open a page of the publisher's sealed memory (`ProbeSegment`).
+`choose_transport` is a pure function of these facts: shared memory if memory is shared, else NIXL
+if both have it, else broadcast.
 """
 
 import os
@@ -21,22 +22,22 @@ from rl_bridge.transports import registry
 
 __all__ = [
     "PREFERENCE",
-    "Beacon",
+    "EndpointFacts",
     "PairChoice",
+    "ProbeSegment",
     "Said",
     "SharedDirectory",
-    "SideFacts",
     "choose_for_group",
     "choose_transport",
     "look_around",
-    "try_beacon",
+    "open_probe",
 ]
 
 PREFERENCE = ("shared-memory", "nixl", "broadcast")
-"""The transports between processes that a pair of CPU sides chooses from, the best one first."""
+"""Transports between processes that a pair of CPU endpoints chooses from, the best one first."""
 
 _LIMIT = 1 << 20
-"""More than this is no description of a side, whoever sent it."""
+"""A longer text is no description of an endpoint."""
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _PID_NAMESPACE = Path("/proc/self/ns/pid")
@@ -47,26 +48,26 @@ Count = Annotated[StrictInt, Field(ge=0, lt=2**63)]
 
 
 class Said(BaseModel):
-    """What one side says to the other, as it travels: JSON."""
+    """A message from one endpoint to the other: JSON."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     def to_json(self) -> bytes:
-        """As bytes, for the other side."""
+        """As bytes, for the other endpoint."""
         return self.model_dump_json().encode()
 
     @classmethod
     def from_json(cls, text: bytes | str) -> Self:
-        """Read what another side said.
+        """Read the message of another endpoint.
 
         Raises:
-            MalformedManifest: it said something else.
+            MalformedManifest: it is no such message.
 
         """
         if len(text) > _LIMIT:
             raise MalformedManifest(
                 f"{cls.__name__}: {len(text)} bytes came, at most {_LIMIT} are read. Send what the "
-                "other side's to_json gave."
+                "other endpoint's to_json gave."
             )
         try:
             return cls.model_validate_json(text)
@@ -74,7 +75,8 @@ class Said(BaseModel):
             first = error.errors(include_url=False)[0]
             where = ".".join(map(str, first["loc"])) or "the text"
             raise MalformedManifest(
-                f"{cls.__name__}: {where}: {first['msg']}. Send what the other side's to_json gave."
+                f"{cls.__name__}: {where}: {first['msg']}. Send what the other endpoint's to_json "
+                "gave."
             ) from error
 
 
@@ -109,21 +111,20 @@ class SharedDirectory(Said):
         return cls(path=str(where), device=status.st_dev, inode=status.st_ino)
 
 
-class SideFacts(Said):
-    """Where one side of a pair runs and what works there, as it said or found itself.
+class EndpointFacts(Said):
+    """Where one endpoint of a pair runs, and what works there.
 
     Attributes:
-        boot_id: the running kernel: two sides with the same one share a machine.
+        boot_id: the running kernel: two endpoints with the same one share a machine.
         pid_namespace: which processes it sees; only within one do pids mean the same.
         user_id: its effective user.
         pid: its process.
         node: what the cluster calls its machine, for the log; empty outside of one.
         address: where others reach it, in numbers; empty if nobody said.
         transports: name -> what blocks it here; an empty text where it works.
-        directories: where this side may put named segments.
-        beacon: what a publisher's side holds up for others to open; None if it does not.
-        opened: inode of the beacon that this side has opened, and None if it could not, or did not
-            try.
+        directories: where this endpoint may put named segments.
+        probe: the page that a publisher's endpoint offers to be opened; None if it offers none.
+        opened: inode of the probe that this endpoint opened; None if it could not, or did not try.
 
     """
 
@@ -135,7 +136,7 @@ class SideFacts(Said):
     address: Text = ""
     transports: Options = {}
     directories: Annotated[tuple[SharedDirectory, ...], Field(max_length=64)] = ()
-    beacon: SegmentRef | None = None
+    probe: SegmentRef | None = None
     opened: Count | None = None
 
 
@@ -148,7 +149,7 @@ class PairChoice(Said):
         publisher_options: what the publisher passes to `make_weight_bridge` for it.
         consumer_options: what the consumer passes.
         not_taken: transport -> why not, of those that come before it.
-        group: what all ranks of a group call their lane; empty for one publisher alone.
+        group: name of the channel of all ranks of a group; empty for one publisher alone.
 
     """
 
@@ -160,8 +161,8 @@ class PairChoice(Said):
     group: Text = ""
 
     @property
-    def lane(self) -> str:
-        """The transport and where it lies: pairs of one lane read one publication."""
+    def channel(self) -> str:
+        """The transport, and its directory if it has one: its pairs share a publication."""
         if self.group:
             return self.group
         directory = self.publisher_options.get("directory")
@@ -173,12 +174,12 @@ class PairChoice(Said):
         return f"{self.transport}: {self.reason}{others}"
 
 
-class Beacon:
-    """A page of sealed memory that a publisher's side holds up: who opens it reaches the others."""
+class ProbeSegment:
+    """A page of sealed memory: a consumer that can open it can open the publisher's weights."""
 
     def __init__(self) -> None:
         """Make it; it stays for as long as this object."""
-        self._segment = OwnedSegment.make("rl_bridge-beacon", vm.PAGE)
+        self._segment = OwnedSegment.make("rl_bridge-probe", vm.PAGE)
 
     @property
     def ref(self) -> SegmentRef:
@@ -186,12 +187,12 @@ class Beacon:
         return self._segment.ref
 
     def close(self) -> None:
-        """Give it back. Idempotent."""
+        """Release it. Idempotent."""
         self._segment.close()
 
 
-def try_beacon(ref: SegmentRef) -> int | None:
-    """Open a beacon the way a consumer opens weights; its inode, or None if that fails."""
+def open_probe(ref: SegmentRef) -> int | None:
+    """Open a probe the way a consumer opens weights; its inode, or None if that fails."""
     with suppress(SegmentError):
         close_fd(open_segment(ref))
         return ref.inode
@@ -203,17 +204,18 @@ def look_around(
     node: str = "",
     address: str = "",
     directories: Sequence[str | os.PathLike[str]] = (),
-    beacon: Beacon | None = None,
-    publisher: SideFacts | None = None,
-) -> SideFacts:
+    probe: ProbeSegment | None = None,
+    publisher: EndpointFacts | None = None,
+) -> EndpointFacts:
     """Find out where this process runs and what works here.
 
     Args:
         node: what the cluster calls this machine.
         address: where other machines reach this one, in numbers.
-        directories: directories that this side may share; the paths may differ from side to side.
-        beacon: on a publisher's side, what it holds up.
-        publisher: on a consumer's side, what the publisher's said: its beacon is opened.
+        directories: directories that this endpoint may share; the paths may differ from those of
+            other endpoints.
+        probe: at a publisher, the page that it offers.
+        publisher: at a consumer, the publisher's facts: their probe is opened.
 
     Raises:
         WeightBridgeUnavailableError: a directory that cannot be used, or no Linux with ``/proc``.
@@ -226,8 +228,8 @@ def look_around(
         raise WeightBridgeUnavailableError(
             f"this process cannot see where it runs: {error}. Run it where /proc is mounted."
         ) from error
-    theirs = None if publisher is None else publisher.beacon
-    return SideFacts(
+    theirs = None if publisher is None else publisher.probe
+    return EndpointFacts(
         boot_id=boot_id,
         pid_namespace=pid_namespace,
         user_id=os.geteuid(),
@@ -236,8 +238,8 @@ def look_around(
         address=address,
         transports=dict(_transports()),
         directories=tuple(SharedDirectory.at(path) for path in directories),
-        beacon=None if beacon is None else beacon.ref,
-        opened=None if theirs is None else try_beacon(theirs),
+        probe=None if probe is None else probe.ref,
+        opened=None if theirs is None else open_probe(theirs),
     )
 
 
@@ -251,16 +253,16 @@ def _transports() -> Iterator[tuple[str, str]]:
 
 
 def choose_transport(
-    publisher: SideFacts,
-    consumer: SideFacts,
+    publisher: EndpointFacts,
+    consumer: EndpointFacts,
     *,
     preference: Sequence[str] = PREFERENCE,
 ) -> PairChoice:
     """Choose a pair's transport; a pure function.
 
     Args:
-        publisher: what the trainer's side said.
-        consumer: what the engine's side said, after it looked for the publisher.
+        publisher: the trainer's facts.
+        consumer: the engine's facts, found with those of the publisher.
         preference: transports that may be used, the best one first.
 
     Raises:
@@ -277,16 +279,16 @@ def choose_transport(
 
 
 def choose_for_group(
-    pairs: Sequence[tuple[SideFacts, SideFacts]], *, preference: Sequence[str] = PREFERENCE
+    pairs: Sequence[tuple[EndpointFacts, EndpointFacts]], *, preference: Sequence[str] = PREFERENCE
 ) -> tuple[PairChoice, ...]:
     """Choose the transport that one consumer reads all ranks of a group by; a pure function.
 
     Args:
-        pairs: by rank, what the rank's side said, and the consumer's after it looked for that rank.
+        pairs: by rank, the rank's facts, and the consumer's, found with those of that rank.
         preference: transports that may be used, the best one first.
 
     Returns:
-        By rank, the choice: all of one transport and one lane.
+        By rank, the choice: all of one transport and one channel.
 
     Raises:
         WeightBridgeUnavailableError: none of them works with every rank; says why of each.
@@ -302,13 +304,13 @@ def choose_for_group(
         elif any(one.consumer_options != choices[0].consumer_options for one in choices):
             not_taken[name] = "no one directory is shared with all ranks"
         else:
-            lane = "+".join(dict.fromkeys(one.lane for one in choices))
-            changes = {"not_taken": not_taken, "group": lane}
+            channel = "+".join(dict.fromkeys(one.channel for one in choices))
+            changes = {"not_taken": not_taken, "group": channel}
             return tuple(one.model_copy(update=changes) for one in choices)
     raise _none_works(f"{len(pairs)} ranks and {_who(pairs[0][1])}", not_taken)
 
 
-def _found(name: str, publisher: SideFacts, consumer: SideFacts) -> PairChoice | str:
+def _found(name: str, publisher: EndpointFacts, consumer: EndpointFacts) -> PairChoice | str:
     """How a pair uses a transport, or why it cannot."""
     find = _network if name != "shared-memory" else _memory
     return _blocked(name, publisher, consumer) or find(name, publisher, consumer)
@@ -322,27 +324,27 @@ def _none_works(who: str, not_taken: Mapping[str, str]) -> WeightBridgeUnavailab
     )
 
 
-def _blocked(name: str, publisher: SideFacts, consumer: SideFacts) -> str:
-    for side, facts in (("publisher", publisher), ("consumer", consumer)):
+def _blocked(name: str, publisher: EndpointFacts, consumer: EndpointFacts) -> str:
+    for endpoint, facts in (("publisher", publisher), ("consumer", consumer)):
         cause = facts.transports.get(name, "not known there")
         if cause:
-            return f"blocked at the {side}: {cause}"
+            return f"blocked at the {endpoint}: {cause}"
     return ""
 
 
-def _memory(name: str, publisher: SideFacts, consumer: SideFacts) -> PairChoice | str:
+def _memory(name: str, publisher: EndpointFacts, consumer: EndpointFacts) -> PairChoice | str:
     """Shared memory, or why it is none."""
     if publisher.boot_id != consumer.boot_id:
         return "they run on different machines"
     cause = _unseen(publisher, consumer)
     if not cause:
-        tried = "" if publisher.beacon is None else " (tried)"
+        tried = "" if publisher.probe is None else " (tried)"
         reason = f"one machine, and the publisher's memory is reachable through /proc{tried}"
         return PairChoice(transport=name, reason=reason)
     for mine in publisher.directories:
         for theirs in consumer.directories:
             if (mine.device, mine.inode) == (theirs.device, theirs.inode):
-                # Each side by its own path: containers mount one directory in different places.
+                # Each endpoint by its own path: containers mount one directory in different places.
                 return PairChoice(
                     transport=name,
                     reason=f"one machine, and {mine.path} is a directory of both",
@@ -352,12 +354,12 @@ def _memory(name: str, publisher: SideFacts, consumer: SideFacts) -> PairChoice 
     return f"one machine, but {cause}, and they share no directory"
 
 
-def _unseen(publisher: SideFacts, consumer: SideFacts) -> str:
+def _unseen(publisher: EndpointFacts, consumer: EndpointFacts) -> str:
     """Why the consumer cannot open the publisher's memory through /proc; empty if it can."""
     if publisher.pid_namespace != consumer.pid_namespace:
         return "the two do not see each other's processes (two PID namespaces)"
-    if publisher.beacon is not None:
-        if consumer.opened == publisher.beacon.inode:
+    if publisher.probe is not None:
+        if consumer.opened == publisher.probe.inode:
             return ""
         return f"the consumer cannot open the memory of process {publisher.pid} through /proc"
     if consumer.user_id not in {0, publisher.user_id}:
@@ -365,7 +367,7 @@ def _unseen(publisher: SideFacts, consumer: SideFacts) -> str:
     return ""
 
 
-def _network(name: str, publisher: SideFacts, consumer: SideFacts) -> PairChoice | str:
+def _network(name: str, publisher: EndpointFacts, consumer: EndpointFacts) -> PairChoice | str:
     if publisher.address:
         # UCX sees that they share a machine, tries its memory, and fails where that is kept apart.
         apart = name == "nixl" and publisher.boot_id == consumer.boot_id
@@ -376,10 +378,10 @@ def _network(name: str, publisher: SideFacts, consumer: SideFacts) -> PairChoice
             publisher_options={"address": publisher.address},
         )
     if publisher.boot_id != consumer.boot_id:
-        return "the publisher's side did not say at which address it is reached"
+        return "the publisher's endpoint did not say at which address it is reached"
     return PairChoice(transport=name, reason=f"{name} works on both, which run on one machine")
 
 
-def _who(facts: SideFacts) -> str:
+def _who(facts: EndpointFacts) -> str:
     place = f" on node {facts.node}" if facts.node else ""
     return f"process {facts.pid}{place}"

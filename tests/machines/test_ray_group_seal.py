@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.groups.sides import MEMORY, NIXL, Rollout, Run
+from tests.ray.group_endpoints import MEMORY, NIXL, Rollout, Run
 
 
 @pytest.fixture
@@ -32,8 +32,8 @@ def test_a_group_is_read_over_nixl_alone_and_a_late_rollout_gets_what_was_sealed
     assert late.holds(3)
     _, manifests = run.publish(4)
     assert set(manifests) == {"nixl", "shared-memory"}
-    for one, lane in ((near[1], "nixl"), (late, "shared-memory")):
-        assert one.update(manifests[lane]).outcome == "acknowledged"
+    for one, channel in ((near[1], "nixl"), (late, "shared-memory")):
+        assert one.update(manifests[channel]).outcome == "acknowledged"
         assert one.holds(4)
     for one in (*near, late):
         one.close()

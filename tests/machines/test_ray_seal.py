@@ -8,7 +8,7 @@ import torch
 
 from rl_bridge import ModuleInstallAdapter
 from rl_bridge.errors import VersionNotMonotonic
-from rl_bridge.ray import PublisherSide, RolloutSide
+from rl_bridge.ray import PublisherEndpoint, RolloutEndpoint
 from rl_bridge.ray.calls import Announcement, RolloutAnswer
 from rl_bridge.ray.pairing import PairChoice
 
@@ -22,12 +22,12 @@ class Run:
 
     def __init__(self) -> None:
         self.weights = {"w": torch.zeros(NBYTES // 4)}
-        self.trainer = PublisherSide(lambda: self.weights)
-        self.rollouts: list[RolloutSide] = []
+        self.trainer = PublisherEndpoint(lambda: self.weights)
+        self.rollouts: list[RolloutEndpoint] = []
 
     def join(self, choice: bytes) -> dict[str, torch.Tensor]:
         engine = {"w": torch.full((NBYTES // 4,), -1.0)}
-        side = RolloutSide(lambda: ModuleInstallAdapter(engine))
+        side = RolloutEndpoint(lambda: ModuleInstallAdapter(engine))
         self.rollouts.append(side)
         manifest = self.trainer.serve(choice)
         assert RolloutAnswer.from_json(side.join(choice)).error == ""
@@ -40,8 +40,8 @@ class Run:
         return self.trainer.publish(version)[1]
 
     def sealed_nbytes(self) -> int:
-        lanes = self.trainer._lanes.values()
-        return sum(lane.bridge.publisher.nbytes for lane in lanes)
+        channels = self.trainer._channels.values()
+        return sum(channel.bridge.publisher.nbytes for channel in channels)
 
 
 @pytest.fixture

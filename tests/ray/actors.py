@@ -8,8 +8,15 @@ import pytest
 import torch
 
 from rl_bridge import ModuleInstallAdapter
-from rl_bridge.ray import FleetUpdate, PublisherSide, RolloutFleet, RolloutSide, calls, trainers
-from rl_bridge.ray.pairing import SideFacts
+from rl_bridge.ray import (
+    FleetUpdate,
+    PublisherEndpoint,
+    RolloutEndpoint,
+    RolloutFleet,
+    calls,
+    trainers,
+)
+from rl_bridge.ray.pairing import EndpointFacts
 
 __all__ = ["NEVER_S", "TIMEOUT_S", "Actor", "Cluster", "Elsewhere", "Rollout", "Run", "Trainer"]
 
@@ -140,8 +147,8 @@ class Trainer(Actor):
         self.side.close()
         self.side = _FarTrainer(lambda: self.weights, address=self.address)
 
-    def _new_side(self) -> PublisherSide:
-        return PublisherSide(lambda: self.weights, address=self.address)
+    def _new_side(self) -> PublisherEndpoint:
+        return PublisherEndpoint(lambda: self.weights, address=self.address)
 
 
 class Rollout(Actor):
@@ -167,29 +174,29 @@ class Rollout(Actor):
         self.side.close()
         self.side = self._new_side()
 
-    def _new_side(self) -> RolloutSide:
-        return RolloutSide(lambda: ModuleInstallAdapter(self.engine))
+    def _new_side(self) -> RolloutEndpoint:
+        return RolloutEndpoint(lambda: ModuleInstallAdapter(self.engine))
 
 
 class Elsewhere(Rollout):
     """One of another machine, which has broadcast and nothing else."""
 
-    def _new_side(self) -> RolloutSide:
+    def _new_side(self) -> RolloutEndpoint:
         return _Far(lambda: ModuleInstallAdapter(self.engine))
 
 
-class _Far(RolloutSide):
+class _Far(RolloutEndpoint):
     def facts(self, publisher: bytes) -> bytes:
         return _elsewhere(super().facts(publisher), opened=None)
 
 
-class _FarTrainer(PublisherSide):
+class _FarTrainer(PublisherEndpoint):
     def facts(self) -> bytes:
-        return _elsewhere(super().facts(), beacon=None)
+        return _elsewhere(super().facts(), probe=None)
 
 
 def _elsewhere(facts: bytes, **changes: None) -> bytes:
-    found = SideFacts.from_json(facts)
+    found = EndpointFacts.from_json(facts)
     transports = {**found.transports, "nixl": "a test"}
     changed = {"boot_id": "another", "transports": transports, **changes}
     return found.model_copy(update=changed).to_json()
@@ -216,9 +223,9 @@ class Run:
         return self.fleet.update(self.version)
 
     @property
-    def lanes(self) -> list[str]:
+    def channels(self) -> list[str]:
         """What the trainer publishes on."""
-        return sorted(self.trainer.side._lanes)
+        return sorted(self.trainer.side._channels)
 
     def close(self) -> None:
         for one in (*self.rollouts.values(), self.trainer):

@@ -157,6 +157,6 @@ class Run:
         return update
 
     @property
-    def lanes(self) -> list[list[str]]:
+    def channels(self) -> list[list[str]]:
         """What each rank publishes on."""
-        return [sorted(rank.made._publisher_side()._lanes) for rank in self.ranks]
+        return [sorted(rank.made._publisher_endpoint()._channels) for rank in self.ranks]

@@ -1,4 +1,4 @@
-"""Lanes of a trainer: open for as long as a rollout of the fleet uses them."""
+"""Channels of a trainer: open for as long as a rollout of the fleet uses them."""
 
 import logging
 import re
@@ -7,7 +7,7 @@ import pytest
 
 from rl_bridge import RolloutExecutor
 from rl_bridge.errors import DeadlineExceeded, SegmentError
-from rl_bridge.ray import RolloutSide
+from rl_bridge.ray import RolloutEndpoint
 from tests.ray.actors import NEVER_S, TIMEOUT_S, Elsewhere, Rollout, Run
 
 
@@ -29,20 +29,20 @@ def test_the_transport_and_its_reason_are_logged(
         assert any(re.match(f"{what} {said}", text) for text in told), told
 
 
-def test_a_lane_goes_with_its_last_rollout(run: Run) -> None:
+def test_a_channel_goes_with_its_last_rollout(run: Run) -> None:
     run.join("near")
     run.join("far", "farther", kind=Elsewhere)
     run.update().require_all()
-    assert run.lanes == ["broadcast", "shared-memory"]
+    assert run.channels == ["broadcast", "shared-memory"]
     run.fleet.leave("far")
     run.update().require_all()
-    assert run.lanes == ["broadcast", "shared-memory"]
+    assert run.channels == ["broadcast", "shared-memory"]
     run.fleet.leave("farther")
     run.update().require_all()
-    assert run.lanes == ["shared-memory"]
+    assert run.channels == ["shared-memory"]
 
 
-def test_a_rollout_that_comes_back_finds_its_lane_again(run: Run) -> None:
+def test_a_rollout_that_comes_back_finds_its_channel_again(run: Run) -> None:
     run.join("far", kind=Elsewhere)
     run.update().require_all()
     run.fleet.leave("far")
@@ -52,17 +52,17 @@ def test_a_rollout_that_comes_back_finds_its_lane_again(run: Run) -> None:
     run.update().require_all()
 
 
-def test_a_join_that_fails_leaves_no_lane_behind(run: Run) -> None:
+def test_a_join_that_fails_leaves_no_channel_behind(run: Run) -> None:
     run.join("near")
     far = Elsewhere(run.cluster)
     far.takes_s["join_weights"] = NEVER_S
     with pytest.raises(DeadlineExceeded):
         run.fleet.join("far", far)
     run.update().require_all()
-    assert run.lanes == ["shared-memory"]
+    assert run.channels == ["shared-memory"]
 
 
-def test_a_join_that_is_late_comes_again_on_the_lane_that_it_has(run: Run) -> None:
+def test_a_join_that_is_late_comes_again_on_the_channel_that_it_has(run: Run) -> None:
     """What is copied for it anew each time is never there in time."""
     run.join("near")
     run.update().require_all()
@@ -70,14 +70,14 @@ def test_a_join_that_is_late_comes_again_on_the_lane_that_it_has(run: Run) -> No
     far.takes_s["update_weights"] = TIMEOUT_S + 1
     with pytest.raises(DeadlineExceeded):
         run.fleet.join("far", far)
-    lane = run.trainer.side._lanes["broadcast"]
+    channel = run.trainer.side._channels["broadcast"]
     far.takes_s.clear()
     run.fleet.join("far", far)
-    assert run.trainer.side._lanes["broadcast"] is lane
+    assert run.trainer.side._channels["broadcast"] is channel
     assert set(run.fleet.routable) == {"far", "near"}
 
 
-def test_a_rollout_whose_first_install_on_another_lane_is_late_gets_the_next_one_there(
+def test_a_rollout_whose_first_install_on_another_channel_is_late_gets_the_next_one_there(
     run: Run,
 ) -> None:
     run.join("near", "moved")
@@ -105,27 +105,27 @@ def test_rollouts_of_a_trainer_that_moved_join_again_by_themselves(
     run.join("near")
     run.update().require_all()
     run.trainer.move()
-    real = RolloutSide._install
+    real = RolloutEndpoint._install
 
-    def install(side: RolloutSide, executor: RolloutExecutor, text: str) -> None:
+    def install(side: RolloutEndpoint, executor: RolloutExecutor, text: str) -> None:
         if '"shared-memory"' in text:
             raise SegmentError("it is another machine's memory")
         real(side, executor, text)
 
-    monkeypatch.setattr(RolloutSide, "_install", install)
+    monkeypatch.setattr(RolloutEndpoint, "_install", install)
     run.update().require_all()
     assert run.fleet.routable == ("near",)
     assert run.fleet.choices["near"].transport == "broadcast"
 
 
-def test_a_lane_that_cannot_be_dropped_holds_no_version_up(
+def test_a_channel_that_cannot_be_dropped_holds_no_version_up(
     run: Run, caplog: pytest.LogCaptureFixture
 ) -> None:
     run.join("near")
     run.join("far", kind=Elsewhere)
 
-    def drop(lane: str) -> None:
-        raise OSError(lane)
+    def drop(channel: str) -> None:
+        raise OSError(channel)
 
     run.trainer.side.drop = drop
     run.fleet.leave("far")

@@ -19,10 +19,10 @@ from rl_bridge import (
 )
 from rl_bridge.bridge.executor import RolloutExecutor
 from rl_bridge.errors import BridgeClosed, MalformedManifest, VersionNotMonotonic
-from rl_bridge.ray import PublisherSide, RolloutSide
+from rl_bridge.ray import PublisherEndpoint, RolloutEndpoint
 from rl_bridge.ray.calls import Announcement, RolloutAnswer
 from rl_bridge.ray.fleet import FleetUpdate
-from rl_bridge.ray.pairing import PairChoice, SideFacts, choose_transport
+from rl_bridge.ray.pairing import EndpointFacts, PairChoice, choose_transport
 from rl_bridge.trainers.state_dict import Source
 
 MEMORY = PairChoice(transport="shared-memory", reason="a test").to_json()
@@ -41,7 +41,7 @@ class Trainer:
     def __init__(self) -> None:
         self.weights = weights()
         self.source: Callable[[], Source] = lambda: self.weights
-        self.side = PublisherSide(lambda: self.source())  # noqa: PLW0108 - tests change it
+        self.side = PublisherEndpoint(lambda: self.source())  # noqa: PLW0108 - tests change it
 
     def step(self) -> None:
         for tensor in self.weights.values():
@@ -54,7 +54,7 @@ class Rollout:
     def __init__(self, choice: bytes | None = MEMORY) -> None:
         self.engine = {name: torch.zeros_like(one) for name, one in weights().items()}
         self.adapter_fails = False
-        self.side = RolloutSide(self.adapter)
+        self.side = RolloutEndpoint(self.adapter)
         if choice is not None:
             assert RolloutAnswer.from_json(self.side.join(choice)).error == ""
 
@@ -81,12 +81,12 @@ def test_what_goes_between_the_sides_is_bytes(trainer: Trainer) -> None:
     rollout = Rollout(None)
     facts = trainer.side.facts()
     found = rollout.side.facts(facts)
-    choice = choose_transport(SideFacts.from_json(facts), SideFacts.from_json(found))
+    choice = choose_transport(EndpointFacts.from_json(facts), EndpointFacts.from_json(found))
     assert choice.transport == "shared-memory"
     empty = trainer.side.serve(choice.to_json())
     joined = rollout.side.join(choice.to_json())
     told, manifests = trainer.side.publish(1)
-    answer = rollout.side.update(manifests[choice.lane])
+    answer = rollout.side.update(manifests[choice.channel])
     passed = [facts, found, empty, joined, told, *manifests.values(), answer, rollout.side.status()]
     assert {type(item) for item in passed} == {bytes}
     assert all(json.loads(item) for item in passed if item)
@@ -142,7 +142,7 @@ def test_an_engine_that_cannot_be_made_is_told_in_words(trainer: Trainer) -> Non
     def adapter() -> ModuleInstallAdapter:
         raise broken
 
-    rollout.side = RolloutSide(adapter)
+    rollout.side = RolloutEndpoint(adapter)
     answer = RolloutAnswer.from_json(rollout.side.join(MEMORY))
     assert (answer.error, answer.message) == ("RuntimeError", "CUDA out of memory")
     _, manifests = trainer.side.publish(1)
@@ -165,7 +165,7 @@ def test_an_update_that_comes_while_it_joins_waits_for_that(trainer: Trainer) ->
         thread.join(0.3)  # who does not wait has answered by then
         return ModuleInstallAdapter(rollout.engine)
 
-    rollout.side = RolloutSide(adapter)
+    rollout.side = RolloutEndpoint(adapter)
     rollout.side.join(MEMORY)
     thread.join(60)
     assert [answer.outcome for answer in answers] == ["acknowledged"]
@@ -207,7 +207,7 @@ def test_joining_the_same_way_again_keeps_the_engines_version(trainer: Trainer) 
     rollout.side.close()
 
 
-def test_a_rollout_that_fails_to_take_another_lane_goes_on_with_its_version(
+def test_a_rollout_that_fails_to_take_another_channel_goes_on_with_its_version(
     trainer: Trainer,
 ) -> None:
     rollout = Rollout()
@@ -225,7 +225,7 @@ def test_a_rollout_that_fails_to_take_another_lane_goes_on_with_its_version(
     rollout.side.close()
 
 
-def test_a_rollout_that_takes_another_lane_lets_go_of_the_one_before(trainer: Trainer) -> None:
+def test_a_rollout_that_takes_another_channel_lets_go_of_the_one_before(trainer: Trainer) -> None:
     rollout = Rollout()
     _, manifests = trainer.side.publish(1)
     rollout.update(manifests["shared-memory"])
@@ -242,7 +242,9 @@ def test_a_rollout_that_takes_another_lane_lets_go_of_the_one_before(trainer: Tr
     rollout.side.close()
 
 
-def test_a_rollout_serves_its_version_until_one_has_come_by_another_lane(trainer: Trainer) -> None:
+def test_a_rollout_serves_its_version_until_one_has_come_by_another_channel(
+    trainer: Trainer,
+) -> None:
     rollout = Rollout()
     told, manifests = trainer.side.publish(1)
     rollout.update(manifests["shared-memory"])
@@ -261,7 +263,7 @@ def test_a_rollout_serves_its_version_until_one_has_come_by_another_lane(trainer
     rollout.side.close()
 
 
-def test_a_rollout_whose_engine_is_lost_on_a_new_lane_says_no_version(
+def test_a_rollout_whose_engine_is_lost_on_a_new_channel_says_no_version(
     trainer: Trainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rollout = Rollout()
@@ -276,8 +278,8 @@ def test_a_rollout_whose_engine_is_lost_on_a_new_lane_says_no_version(
     rollout.side.close()
 
 
-def test_tensors_that_are_used_as_they_came_do_not_outlive_their_lane(trainer: Trainer) -> None:
-    side = RolloutSide(lambda: None)
+def test_tensors_that_are_used_as_they_came_do_not_outlive_their_channel(trainer: Trainer) -> None:
+    side = RolloutEndpoint(lambda: None)
     side.join(MEMORY)
     _, manifests = trainer.side.publish(1)
     side.update(manifests["shared-memory"])
@@ -289,7 +291,9 @@ def test_tensors_that_are_used_as_they_came_do_not_outlive_their_lane(trainer: T
     side.close()
 
 
-def test_a_late_lane_gets_the_sealed_version_and_not_the_weights_of_now(trainer: Trainer) -> None:
+def test_a_late_channel_gets_the_sealed_version_and_not_the_weights_of_now(
+    trainer: Trainer,
+) -> None:
     near = Rollout()
     told, manifests = trainer.side.publish(1)
     near.update(manifests["shared-memory"])
@@ -301,15 +305,15 @@ def test_a_late_lane_gets_the_sealed_version_and_not_the_weights_of_now(trainer:
     assert far.holds(weights())
     told, manifests = trainer.side.publish(2)
     assert sorted(manifests) == ["broadcast", "shared-memory"]
-    for rollout, lane in ((near, "shared-memory"), (far, "broadcast")):
-        answer = rollout.update(manifests[lane])
+    for rollout, channel in ((near, "shared-memory"), (far, "broadcast")):
+        answer = rollout.update(manifests[channel])
         assert answer.active_root == Announcement.from_json(told).root, answer
         assert rollout.holds(trainer.weights)
         rollout.side.close()
 
 
-def test_a_lane_that_is_opened_again_gets_the_version_of_now(tmp_path: Path) -> None:
-    side = PublisherSide(weights, state_dir=str(tmp_path))
+def test_a_channel_that_is_opened_again_gets_the_version_of_now(tmp_path: Path) -> None:
+    side = PublisherEndpoint(weights, state_dir=str(tmp_path))
     side.serve(BROADCAST)
     side.publish(3)
     side.drop("broadcast")
@@ -321,16 +325,16 @@ def test_a_lane_that_is_opened_again_gets_the_version_of_now(tmp_path: Path) -> 
 
 def test_a_trainer_that_comes_back_goes_on_behind_its_last_version(tmp_path: Path) -> None:
     for version in (3, 4):
-        side = PublisherSide(weights, state_dir=str(tmp_path))
+        side = PublisherEndpoint(weights, state_dir=str(tmp_path))
         side.publish(version)
         side.close()
-    side = PublisherSide(weights, state_dir=str(tmp_path))
+    side = PublisherEndpoint(weights, state_dir=str(tmp_path))
     with pytest.raises(VersionNotMonotonic, match="4 came after 4"):
         side.publish(4)
     side.close()
 
 
-def test_versions_only_grow_on_every_lane(trainer: Trainer) -> None:
+def test_versions_only_grow_on_every_channel(trainer: Trainer) -> None:
     trainer.side.serve(BROADCAST)
     trainer.side.publish(3)
     with pytest.raises(VersionNotMonotonic, match="3 came after 3"):
@@ -339,7 +343,7 @@ def test_versions_only_grow_on_every_lane(trainer: Trainer) -> None:
     trainer.side.publish(4)
 
 
-def test_weights_that_move_between_two_lanes_are_refused(trainer: Trainer) -> None:
+def test_weights_that_move_between_two_channels_are_refused(trainer: Trainer) -> None:
     trainer.side.serve(BROADCAST)
     trainer.side.publish(1)
 
@@ -360,14 +364,14 @@ def test_many_versions_hold_no_more_than_two_slots(trainer: Trainer) -> None:
         _, manifests = trainer.side.publish(version)
         assert rollout.update(manifests["shared-memory"]).outcome == "acknowledged"
         trainer.step()
-        sizes.append(trainer.side._lanes["shared-memory"].bridge.published_nbytes)
+        sizes.append(trainer.side._channels["shared-memory"].bridge.published_nbytes)
     assert len(set(sizes[2:])) == 1
     rollout.side.close()
 
 
 def test_tensors_that_train_on_are_no_place_for_the_version_before() -> None:
     with pytest.raises(ValueError, match="'nixl': in_place=True, expected False"):
-        PublisherSide(weights, options={"nixl": {"in_place": True}})
+        PublisherEndpoint(weights, options={"nixl": {"in_place": True}})
 
 
 def test_what_a_stranger_sends_is_refused(trainer: Trainer) -> None:

@@ -21,26 +21,28 @@ def test_who_joins_gets_the_version_that_another_fleet_had_published(run: Run) -
     other.update(3).require_all()
 
 
-def test_lanes_of_a_driver_that_is_gone_go_with_the_first_update_of_the_next_one(run: Run) -> None:
+def test_channels_of_a_driver_that_is_gone_go_with_the_first_update_of_the_next_one(
+    run: Run,
+) -> None:
     run.join("near")
     run.join("far", kind=Elsewhere)
     run.update().require_all()
     run.fleet = RolloutFleet(run.trainer, timeout_s=TIMEOUT_S)
     run.fleet.join("near", run.rollouts["near"])
     run.update().require_all()
-    assert run.lanes == ["shared-memory"]
+    assert run.channels == ["shared-memory"]
 
 
-def test_rollouts_of_a_driver_that_was_started_anew_find_their_lanes(run: Run) -> None:
+def test_rollouts_of_a_driver_that_was_started_anew_find_their_channels(run: Run) -> None:
     run.join("near")
     run.join("far", kind=Elsewhere)
     run.update().require_all()
-    lane = run.trainer.side._lanes["broadcast"]
+    channel = run.trainer.side._channels["broadcast"]
     run.fleet = RolloutFleet(run.trainer, timeout_s=TIMEOUT_S)
     for name, rollout in run.rollouts.items():
         run.fleet.join(name, rollout)
     run.update().require_all()
-    assert run.trainer.side._lanes["broadcast"] is lane
+    assert run.trainer.side._channels["broadcast"] is channel
 
 
 def test_rollouts_of_another_fleet_that_lives_join_again(run: Run) -> None:
@@ -54,16 +56,16 @@ def test_rollouts_of_another_fleet_that_lives_join_again(run: Run) -> None:
     for _ in range(2):
         run.update().require_all()
     assert run.fleet.routable == ("far",)
-    assert run.lanes == ["broadcast", "shared-memory"]
+    assert run.channels == ["broadcast", "shared-memory"]
     other.update(5).require_all()
-    assert run.lanes == ["broadcast", "shared-memory"]
+    assert run.channels == ["broadcast", "shared-memory"]
 
 
-def test_a_trainer_whose_own_gathering_is_aborted_keeps_its_lanes(run: Run) -> None:
+def test_a_trainer_whose_own_gathering_is_aborted_keeps_its_channels(run: Run) -> None:
     """It publishes alone, of ranks that it knows and that the fleet does not."""
     run.join("near")
     run.update().require_all()
-    lane = run.trainer.side._lanes["shared-memory"]
+    channel = run.trainer.side._channels["shared-memory"]
     with pytest.MonkeyPatch.context() as patch:
 
         def aborted(*_given: object) -> None:
@@ -73,4 +75,4 @@ def test_a_trainer_whose_own_gathering_is_aborted_keeps_its_lanes(run: Run) -> N
         with pytest.raises(GroupAborted):
             run.update()
     run.update().require_all()
-    assert run.trainer.side._lanes["shared-memory"] is lane
+    assert run.trainer.side._channels["shared-memory"] is channel

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from rl_bridge.errors import GroupAborted, IncompleteCoverage
-from rl_bridge.ray import PublisherSide
+from rl_bridge.ray import PublisherEndpoint
 from rl_bridge.ray.calls import Announcement
-from tests.groups.sides import BROADCAST, MEMORY, TIMEOUT_S, HashStore, Rollout, Run
+from tests.ray.group_endpoints import BROADCAST, MEMORY, TIMEOUT_S, HashStore, Rollout, Run
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ def test_a_refused_version_leaves_the_answer_at_the_one_before(
     assert rollouts[0].holds(1)
 
 
-def test_a_late_lane_gets_the_sealed_version_of_all_ranks(
+def test_a_late_channel_gets_the_sealed_version_of_all_ranks(
     run: Run, rollouts: list[Rollout]
 ) -> None:
     told, manifests = run.publish(1)
@@ -68,13 +68,13 @@ def test_a_late_lane_gets_the_sealed_version_of_all_ranks(
     assert (answer.active_version, answer.active_root) == (1, told.root), answer
     assert late.holds(1)
     _, manifests = run.publish(2)
-    for one, lane in ((late, "broadcast"), (rollouts[0], "shared-memory")):
-        assert one.update(manifests[lane]).outcome == "acknowledged"
+    for one, channel in ((late, "broadcast"), (rollouts[0], "shared-memory")):
+        assert one.update(manifests[channel]).outcome == "acknowledged"
         assert one.holds(2)
     late.close()
 
 
-def test_a_rollout_that_takes_another_lane_answers_with_the_groups_root_still(
+def test_a_rollout_that_takes_another_channel_answers_with_the_groups_root_still(
     run: Run, rollouts: list[Rollout]
 ) -> None:
     told, manifests = run.publish(1)
@@ -106,7 +106,9 @@ def test_where_a_rank_fails_no_rank_publishes_and_the_next_version_goes_through(
     assert rollouts[0].update(manifests["shared-memory"]).active_version == 3
 
 
-def test_a_lane_that_was_dropped_is_published_on_no_more(run: Run, rollouts: list[Rollout]) -> None:
+def test_a_channel_that_was_dropped_is_published_on_no_more(
+    run: Run, rollouts: list[Rollout]
+) -> None:
     run.all(lambda rank: rank.side.serve(BROADCAST))
     assert set(run.publish(1)[1]) == {"shared-memory", "broadcast"}
     run.all(lambda rank: rank.side.drop("broadcast"))
@@ -116,17 +118,17 @@ def test_a_lane_that_was_dropped_is_published_on_no_more(run: Run, rollouts: lis
     assert rollouts[0].update(manifests["shared-memory"]).active_version == 2
 
 
-def test_ranks_that_have_their_lanes_in_another_order_publish_together(
+def test_ranks_that_have_their_channels_in_another_order_publish_together(
     run: Run, rollouts: list[Rollout]
 ) -> None:
     run.all(lambda rank: rank.side.serve(BROADCAST))
     side = run.ranks[1].side
-    side._lanes = dict(reversed(side._lanes.items()))
+    side._channels = dict(reversed(side._channels.items()))
     _, manifests = run.publish(1)
     assert rollouts[0].update(manifests["shared-memory"]).active_version == 1
 
 
-def test_a_dropped_lane_that_is_opened_again_gets_the_version_of_now(
+def test_a_dropped_channel_that_is_opened_again_gets_the_version_of_now(
     run: Run, rollouts: list[Rollout]
 ) -> None:
     run.all(lambda rank: rank.side.serve(BROADCAST))
@@ -148,7 +150,7 @@ def test_ranks_that_talk_over_another_store_go_on_with_their_versions(
     told, manifests = run.publish(1)
     store = HashStore()
     for rank in run.ranks:
-        rank.side.reseat(rank.laned(store))
+        rank.side.rejoin(rank.made_on(store))
     assert Announcement.from_json(run.all(lambda rank: rank.side.announcement())) == told
     assert rollouts[0].update(manifests["shared-memory"]).active_version == 1
     _, manifests = run.publish(2)
@@ -161,8 +163,10 @@ def test_ranks_that_name_one_directory_of_state_do_not_get_into_each_others_way(
 ) -> None:
     sides = []
     for rank in run.ranks:
-        lanes = rank.laned(HashStore())
-        sides.append(PublisherSide(dict, rank=rank.rank, make_lane=lanes, state_dir=str(tmp_path)))
+        channels = rank.made_on(HashStore())
+        sides.append(
+            PublisherEndpoint(dict, rank=rank.rank, make_channel=channels, state_dir=str(tmp_path))
+        )
     for side in sides:
         side.close()
     assert sorted(one.name for one in tmp_path.iterdir()) == ["rank-0", "rank-1"]

@@ -8,10 +8,10 @@ import pytest
 from rl_bridge import WeightBridgeUnavailableError
 from rl_bridge.errors import MalformedManifest
 from rl_bridge.ray.pairing import (
-    Beacon,
+    EndpointFacts,
     PairChoice,
+    ProbeSegment,
     SharedDirectory,
-    SideFacts,
     choose_transport,
     look_around,
 )
@@ -20,7 +20,7 @@ from rl_bridge.testing.processes import Child
 ALL = {"shared-memory": "", "nixl": "", "broadcast": ""}
 
 
-def side(**changed: object) -> SideFacts:
+def side(**changed: object) -> EndpointFacts:
     facts: dict[str, object] = {
         "boot_id": "one",
         "pid_namespace": 1,
@@ -29,14 +29,14 @@ def side(**changed: object) -> SideFacts:
         "address": "10.0.0.1",
         "transports": ALL,
     }
-    return SideFacts.model_validate(facts | changed)
+    return EndpointFacts.model_validate(facts | changed)
 
 
 class Finder:
     """A consumer's side in a process of its own."""
 
     def find(self, publisher: str) -> str:
-        return look_around(publisher=SideFacts.from_json(publisher)).to_json().decode()
+        return look_around(publisher=EndpointFacts.from_json(publisher)).to_json().decode()
 
 
 def test_one_machine_shares_memory() -> None:
@@ -83,7 +83,7 @@ def test_a_directory_of_both_shares_memory_under_the_path_that_each_side_has() -
     assert choice.transport == "shared-memory"
     assert choice.publisher_options == {"directory": "/dev/shm/w"}
     assert choice.consumer_options == {"directory": "/mnt/w"}
-    assert choice.lane == "shared-memory@/dev/shm/w"
+    assert choice.channel == "shared-memory@/dev/shm/w"
 
 
 def test_directories_of_one_name_on_two_machines_share_nothing() -> None:
@@ -93,31 +93,31 @@ def test_directories_of_one_name_on_two_machines_share_nothing() -> None:
 
 
 def test_what_was_tried_counts_more_than_what_should_work() -> None:
-    beacon = Beacon()
+    probe = ProbeSegment()
     try:
-        choice = choose_transport(side(beacon=beacon.ref), side(user_id=1000))
+        choice = choose_transport(side(probe=probe.ref), side(user_id=1000))
         assert "cannot open the memory of process 7" in choice.not_taken["shared-memory"]
     finally:
-        beacon.close()
+        probe.close()
 
 
-def test_another_process_of_this_machine_opens_the_beacon() -> None:
-    beacon = Beacon()
+def test_another_process_of_this_machine_opens_the_probe() -> None:
+    probe = ProbeSegment()
     try:
-        mine = look_around(beacon=beacon, address="10.0.0.1")
+        mine = look_around(probe=probe, address="10.0.0.1")
         with Child(Finder) as child:
             theirs = child.ready().call("find", publisher=mine.to_json().decode())
-        choice = choose_transport(mine, SideFacts.from_json(theirs))
+        choice = choose_transport(mine, EndpointFacts.from_json(theirs))
         assert choice.transport == "shared-memory"
         assert "(tried)" in choice.reason
     finally:
-        beacon.close()
+        probe.close()
 
 
-def test_a_beacon_that_is_gone_is_not_opened() -> None:
-    beacon = Beacon()
-    mine = look_around(beacon=beacon)
-    beacon.close()
+def test_a_probe_that_is_gone_is_not_opened() -> None:
+    probe = ProbeSegment()
+    mine = look_around(probe=probe)
+    probe.close()
     assert look_around(publisher=mine).opened is None
 
 
@@ -137,10 +137,10 @@ def test_a_transport_that_one_side_never_heard_of_is_not_taken() -> None:
 
 def test_facts_travel_as_json_and_nothing_else_is_read() -> None:
     mine = look_around(node="n", address="10.0.0.1", directories=[os.curdir])
-    assert SideFacts.from_json(mine.to_json()) == mine
+    assert EndpointFacts.from_json(mine.to_json()) == mine
     for text in (b"", b"[]", b'{"boot_id": 1}', mine.to_json()[:-1] + b',"more":1}', b" " * 2**21):
         with pytest.raises(MalformedManifest):
-            SideFacts.from_json(text)
+            EndpointFacts.from_json(text)
     with pytest.raises(MalformedManifest, match="PairChoice"):
         PairChoice.from_json(mine.to_json())
 

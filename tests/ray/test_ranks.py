@@ -1,4 +1,4 @@
-"""A trainer of several ranks: who was started anew, and who has other lanes, is brought back."""
+"""A trainer of several ranks: who was started anew, and who has other channels, is brought back."""
 
 from collections.abc import Callable, Iterator
 
@@ -9,7 +9,7 @@ from rl_bridge import WeightBridgeUnavailableError
 from rl_bridge.errors import GroupAborted
 from rl_bridge.ray import RolloutActor, RolloutFleet
 from rl_bridge.ray.calls import Deadline
-from rl_bridge.ray.group_store import GroupSeat
+from rl_bridge.ray.group_store import GroupMembership
 from rl_bridge.ray.pairing import PairChoice
 from tests.groups.meshes import model
 from tests.ray.actors import RayError
@@ -31,7 +31,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], Run]]:
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_a_rank_that_was_started_anew_gets_its_seat_again(
+def test_a_rank_that_was_started_anew_joins_its_group_again(
     made: Callable[[int], Run], num_ranks: int
 ) -> None:
     run = made(num_ranks)
@@ -40,7 +40,7 @@ def test_a_rank_that_was_started_anew_gets_its_seat_again(
     run.ranks[-1].start_anew()
     for _ in range(2):
         assert run.update(fleet).routable == ("one",)
-    assert run.lanes == [["shared-memory"]] * num_ranks
+    assert run.channels == [["shared-memory"]] * num_ranks
 
 
 def test_who_joins_behind_a_rank_that_was_started_anew_gets_the_next_version(
@@ -78,28 +78,28 @@ def test_a_rank_that_is_started_anew_in_a_publication_does_not_publish_by_itself
 
 
 @pytest.mark.parametrize("is_known", [True, False], ids=["to_this_fleet", "to_the_next_fleet"])
-def test_ranks_that_have_not_the_same_lanes_begin_anew(
+def test_ranks_that_have_not_the_same_channels_begin_anew(
     made: Callable[[int], Run], is_known: bool
 ) -> None:
-    """A driver that dies may have had one of them drop a lane, and not the others."""
+    """A driver that dies may have had one of them drop a channel, and not the others."""
     run = made(2)
     fleet = run.fleet()
     run.update(fleet)
-    side = run.ranks[0].made._publisher_side()
+    side = run.ranks[0].made._publisher_endpoint()
     side._open(PairChoice.from_json(BROADCAST))
     side._asked.add("broadcast")
     run.update(fleet if is_known else run.fleet())
-    assert run.lanes == [["shared-memory"]] * 2
+    assert run.channels == [["shared-memory"]] * 2
 
 
-def test_ranks_with_seats_of_two_fleets_are_brought_together(made: Callable[[int], Run]) -> None:
+def test_ranks_in_groups_of_two_fleets_join_one_group(made: Callable[[int], Run]) -> None:
     """As where two drivers see at once that a rank was started anew."""
     run = made(2)
     fleets = [run.fleet(), run.fleet()]
     for rank, fleet in enumerate(fleets):
         trainers = fleet._trainers
-        seat = GroupSeat(rank=rank, world_size=2, timeout_s=1.0, group=trainers._group)
-        run.ranks[rank].join_weight_group.remote(seat.to_json(), trainers._store).result(20)
+        membership = GroupMembership(rank=rank, world_size=2, timeout_s=1.0, group=trainers._group)
+        run.ranks[rank].join_weight_group.remote(membership.to_json(), trainers._store).result(20)
     for fleet in (*fleets, fleets[0]):
         run.update(fleet)
 
@@ -158,7 +158,7 @@ def test_a_rollout_without_an_adapter_has_the_tensors_of_the_active_version(
 def test_ranks_whose_store_went_with_another_driver_come_together_in_the_fleets_own(
     made: Callable[[int], Run],
 ) -> None:
-    """Such as an evaluation's, which took their seats and has ended since."""
+    """Such as an evaluation's, which took their memberships and has ended since."""
     run = made(2)
     mine = run.fleet()
     run.update(mine)

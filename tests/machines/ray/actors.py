@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from rl_bridge import ModuleInstallAdapter
-from rl_bridge.ray import RolloutActor, SideFacts, WeightPublisherActor
+from rl_bridge.ray import EndpointFacts, RolloutActor, WeightPublisherActor
 from rl_bridge.trainers.state_dict import Source
 
 __all__ = ["Elsewhere", "Rollout", "Trainer", "weights"]
@@ -120,7 +120,7 @@ class Elsewhere(Rollout):
         self.busy = Path(busy)
 
     def find_weights(self, publisher_facts: bytes) -> bytes:
-        facts = SideFacts.from_json(super().find_weights(publisher_facts))
+        facts = EndpointFacts.from_json(super().find_weights(publisher_facts))
         return facts.model_copy(update={"boot_id": "another", "opened": None}).to_json()
 
     def weight_adapter(self) -> ModuleInstallAdapter:

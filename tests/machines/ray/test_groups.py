@@ -46,7 +46,7 @@ class Run:
     def hurry(self, fleet: RolloutFleet) -> RolloutFleet:
         """Let a fleet that is up wait no longer than that."""
         fleet._timeout_s = SHORT_S
-        fleet._trainers._take_seats(Deadline(SHORT_S), anew=False)
+        fleet._trainers._join_all(Deadline(SHORT_S), anew=False)
         return fleet
 
     def train(self) -> int:

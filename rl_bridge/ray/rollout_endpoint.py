@@ -1,6 +1,8 @@
-"""The rollout's side: an engine that takes manifests as bytes and answers in JSON.
+"""The rollout's endpoint: an engine that takes manifests as bytes and answers in JSON.
 
-Knows nothing of Ray: what it takes and gives are bytes and plain values.
+It takes a channel (`join`), and then versions on it (`update`). When it changes to another channel,
+the version of the old one stays in the engine until the first version has come by the new one. The
+endpoint knows nothing of Ray: it takes and gives bytes and plain values.
 """
 
 import logging
@@ -16,23 +18,24 @@ from rl_bridge.errors import EngineLost, TornEngine, WeightBridgeUnavailableErro
 from rl_bridge.groups.bridge import GroupBridge
 from rl_bridge.groups.wanted import Wanted, WantedLayout
 from rl_bridge.installers.base import TransactionalAdapter, WeightInstallAdapter
+from rl_bridge.interrupts import deferred_interrupts
 from rl_bridge.manifest.group import GroupManifest
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.ray.calls import RolloutAnswer
-from rl_bridge.ray.pairing import PairChoice, SideFacts, look_around
+from rl_bridge.ray.pairing import EndpointFacts, PairChoice, look_around
 
 __all__ = [
-    "RolloutSide",
+    "RolloutEndpoint",
 ]
 
 _LOG = logging.getLogger(__name__)
 
 Outcome = Literal["acknowledged", "refused", "torn", "unjoined", "status"]
 _Taken = tuple[RolloutExecutor, TensorBridge, RolloutExecutor | None]
-"""A lane's, and who had the engine before, until the lane's own first version is in it."""
+"""The channel's executor and bridge, and until its first version the executor before it."""
 
 
-class RolloutSide:
+class RolloutEndpoint:
     """Keeps one engine at one version; every method may be called from any thread."""
 
     def __init__(
@@ -49,14 +52,14 @@ class RolloutSide:
         """Configure; the engine is not touched before the first version.
 
         Args:
-            adapter: gives how weights get into the engine; asked once for each lane.
-            worker: this side's name.
+            adapter: gives how weights get into the engine; asked once for each channel.
+            worker: this endpoint's name.
             rank: its rank.
             node: what the cluster calls this machine.
             directories: directories that it may share with the trainer.
             options: transport -> more options for `make_weight_bridge`.
             wanted: gives what it holds of the weights of a group of trainers; asked once for each
-                lane. None: all of them, whole.
+                channel. None: all of them, whole.
 
         """
         self._adapter = adapter
@@ -70,7 +73,7 @@ class RolloutSide:
         self._groups: dict[str, str] = {}
         """Update -> root of the group's version that it is, of the last one and the active one."""
         self._taken: _Taken | None = None
-        # An actor may run several methods at a time. Who only asks waits for nobody.
+        # An actor may run several methods at a time. Methods that only look do not take it.
         self._lock = threading.RLock()
 
     @property
@@ -90,37 +93,38 @@ class RolloutSide:
         return executor
 
     def facts(self, publisher: bytes) -> bytes:
-        """What this side is, and what it reaches of the publisher's: `SideFacts` as JSON.
+        """What this endpoint is, and what it reaches of the publisher's: `EndpointFacts` as JSON.
 
         Raises:
-            MalformedManifest: what is given are not the facts of a publisher's side.
+            MalformedManifest: what is given are not the facts of a publisher's endpoint.
 
         """
         return look_around(
             node=self._node,
             directories=self._directories,
-            publisher=SideFacts.from_json(publisher),
+            publisher=EndpointFacts.from_json(publisher),
         ).to_json()
 
+    @deferred_interrupts()
     def join(self, choice: bytes) -> bytes:
-        """Take a lane; again with the same one changes nothing: `RolloutAnswer` as JSON.
+        """Take a channel; the same one again changes nothing. Returns `RolloutAnswer` as JSON.
 
-        What keeps it from joining is in the answer, an engine that cannot be made too. Then it goes
-        on with the lane and the version that it has.
+        If it cannot join, the cause is in the answer, and it keeps the channel and the version that
+        it has.
         """
         with self._lock:
             try:
                 self._join(PairChoice.from_json(choice))
-            except Exception as error:  # noqa: BLE001 - the answer carries it to who asked
+            except Exception as error:  # noqa: BLE001 - the answer carries it to the caller
                 _LOG.warning("rollout %s cannot join", self._worker, exc_info=True)
                 return self._answer("refused", error).to_json()
             return self._answer("status").to_json()
 
+    @deferred_interrupts()
     def update(self, manifest: bytes) -> bytes:
-        """Install one version, or leave everything as it was: `RolloutAnswer` as JSON.
+        """Install one version, or leave everything as it was. Returns `RolloutAnswer` as JSON.
 
-        Whatever fails is in the answer, the engine's own exceptions too: it is told in words, and
-        nothing has to be rebuilt from a type that the other side may not have.
+        Every failure is in the answer, in words: the caller may not have the exception's type.
         """
         with self._lock:
             if self._taken is None:
@@ -128,16 +132,14 @@ class RolloutSide:
             executor, bridge, _ = self._taken
             try:
                 self._install(executor, manifest.decode())
-            except TornEngine as error:
+            except Exception as error:  # noqa: BLE001 - the answer carries it to the caller
+                _LOG.warning("rollout %s does not install: %s", self._worker, error)
                 if executor.is_torn:
-                    self._taken = (executor, bridge, None)  # who had it before says nothing of it
+                    self._taken = (executor, bridge, None)
                 else:
-                    self._look_whose(error)  # another driver's remains are in the way
-                return self._answer("torn", error).to_json()
-            except Exception as error:  # noqa: BLE001 - the answer carries it to who asked
-                _LOG.warning("rollout %s keeps its version: %s", self._worker, error)
-                self._look_whose(error)
-                return self._answer("torn" if self._is_torn else "refused", error).to_json()
+                    self._check_version_before(error)
+                is_torn = isinstance(error, TornEngine) or self._is_torn
+                return self._answer("torn" if is_torn else "refused", error).to_json()
             self._taken = (executor, bridge, None)
             return self._answer("acknowledged").to_json()
 
@@ -153,12 +155,13 @@ class RolloutSide:
             WeightBridgeUnavailableError: it has no verified version yet.
 
         """
-        holder = self._holder or self.executor  # which says that there is none
+        holder = self._holder or self.executor  # this one raises: it has not joined
         holder.check_servable()
         version = holder.active_weight_version
         assert version is not None  # what is servable has one
         return version
 
+    @deferred_interrupts()
     def close(self) -> None:
         """Release the active version and close the bridge; the engine keeps its bytes."""
         with self._lock:
@@ -173,9 +176,9 @@ class RolloutSide:
 
     @property
     def _holder(self) -> RolloutExecutor | None:
-        """Who says what the engine holds: on a new lane who had it before, up to a first version.
+        """The executor whose version the engine holds.
 
-        It is closed, and its engine has the bytes that it proved.
+        On a new channel this is the closed executor of the channel before, until the first version.
         """
         taken = self._taken
         if taken is None:
@@ -188,22 +191,22 @@ class RolloutSide:
     def _is_torn(self) -> bool:
         return self._holder is not None and self._holder.is_torn
 
-    def _look_whose(self, error: Exception) -> None:
-        """On a new lane: have who had the engine before look whether that holds its version still.
+    def _check_version_before(self, error: Exception) -> None:
+        """After a first update that failed on a new channel: does the engine hold the old version?
 
-        Another driver may have updated it meanwhile, or it was lost, or started anew.
+        The engine may have been lost or started anew meanwhile.
         """
         taken = self._taken
         if taken is None or (before := taken[2]) is None or self._holder is not before:
             return
-        is_known = not isinstance(error, EngineLost)
+        holds_it = not isinstance(error, EngineLost)
         try:
-            if is_known and not before.is_torn:
-                before.recover()  # which has nothing to undo, and asks the engine
+            if holds_it and not before.is_torn:
+                before.recover()  # it has nothing to undo, but asks the engine
         except Exception:  # noqa: BLE001 - logged in full
             _LOG.warning("what the engine of %s holds is not known", self._worker, exc_info=True)
-            is_known = False
-        if not is_known:
+            holds_it = False
+        if not holds_it:
             self._taken = (*taken[:2], None)
 
     def _install(self, executor: RolloutExecutor, text: str) -> None:
@@ -215,12 +218,12 @@ class RolloutSide:
         held = None if last is None else last.update_id
         self._groups = {one: root for one, root in self._groups.items() if one == held}
         self._groups[group.update_id] = group.root
-        # What an executor is given, its bridge makes a manifest of.
+        # The executor's bridge turns it into the manifest of the assembled version.
         executor.update_weights(cast("WeightUpdateManifest", group))
 
     def _join(self, chosen: PairChoice) -> None:
-        lane = (chosen.transport, chosen.group, chosen.consumer_options)
-        if self._joined == lane:
+        channel = (chosen.transport, chosen.group, chosen.consumer_options)
+        if self._joined == channel:
             return
         bridge = self._open(chosen)
         try:
@@ -228,12 +231,11 @@ class RolloutSide:
         except BaseException:
             bridge.close()
             raise
-        # Without an adapter, tensors of the lane itself are what serves: those go with it.
+        # Without an adapter the rollout uses the channel's own tensors, which end with the channel.
         holder = None if executor.weight_install_adapter is None else self._holder
-        # From here on it has the one or the other, wherever an interrupt comes in.
         self._joined = None
         before, self._taken = self._taken, (executor, bridge, holder)
-        self._joined = lane
+        self._joined = channel
         _LOG.info("rollout %s joins by %s", self._worker, chosen)
         _close(before)
 

@@ -1,6 +1,8 @@
-"""The trainer's side: one version, published for every transport that some rollout needs.
+"""The trainer's endpoint: one version, published on every channel that some rollout needs.
 
-Knows nothing of Ray: what it takes and gives are bytes and plain values.
+A channel is a bridge of one transport (and directory), and the way of publishing through it: alone
+(`SingleChannel`), or as a rank of a group (`GroupChannel`). The endpoint knows nothing of Ray: it
+takes and gives bytes and plain values.
 """
 
 import json
@@ -21,6 +23,7 @@ from rl_bridge.bridge.tensor_bridge import TensorBridge
 from rl_bridge.errors import VersionNotMonotonic, WeightUpdateRejectedError
 from rl_bridge.groups.exchange import GroupExchange
 from rl_bridge.groups.publish import GroupPublisher
+from rl_bridge.interrupts import deferred_interrupts
 from rl_bridge.journal import Journal
 from rl_bridge.manifest.canonical import JSONValue
 from rl_bridge.manifest.group import GroupManifest
@@ -28,30 +31,36 @@ from rl_bridge.manifest.group_digests import LEAVES
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.manifest.parallel import Placement
 from rl_bridge.ray.calls import Announcement
-from rl_bridge.ray.pairing import Beacon, PairChoice, look_around
+from rl_bridge.ray.pairing import PairChoice, ProbeSegment, look_around
 from rl_bridge.trainers.state_dict import Source
 
 __all__ = [
-    "GroupLane",
-    "Lane",
-    "MakeLane",
+    "Channel",
+    "GroupChannel",
+    "MakeChannel",
     "Manifest",
-    "PublisherSide",
-    "SingleLane",
+    "PublisherEndpoint",
+    "SingleChannel",
 ]
-
-# ---- One way on which a trainer's actor publishes: by itself, or as a rank of a group.
-#
-# Knows nothing of Ray.
 
 Manifest = WeightUpdateManifest | GroupManifest
 
+MakeChannel = Callable[[str, TensorBridge], "Channel"]
+"""Makes of a bridge the channel of that name."""
 
-class Lane(ABC):
+_LOG = logging.getLogger(__name__)
+_HOME = "shared-memory"
+# Transports whose versions lie sealed in this machine's memory and can be imported here, too.
+_SEALS = (_HOME, "nixl")
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+class Channel(ABC):
     """A bridge, and how versions are published through it."""
 
     def __init__(self, bridge: TensorBridge) -> None:
-        """Publish through `bridge`, which is the lane's from here on."""
+        """Publish through `bridge`, which the endpoint closes with the channel."""
         self.bridge = bridge
 
     @abstractmethod
@@ -67,14 +76,14 @@ class Lane(ABC):
 
     @abstractmethod
     def release(self, manifest: Manifest) -> None:
-        """Let go of a version. Idempotent."""
+        """Release a version. Idempotent."""
 
     @abstractmethod
     def sealed(self, manifest: Manifest) -> AbstractContextManager[Mapping[str, torch.Tensor]]:
-        """What this process published with a version, out of its own sealed memory."""
+        """The tensors that this process published with a version, in its own sealed memory."""
 
 
-class SingleLane(Lane):
+class SingleChannel(Channel):
     """Versions that this process publishes alone."""
 
     def publish(
@@ -84,7 +93,7 @@ class SingleLane(Lane):
         return self.bridge.publish(source, weight_version=weight_version, metadata=metadata)
 
     def release(self, manifest: Manifest) -> None:
-        """Let go of a version."""
+        """Release a version."""
         self.bridge.release(manifest.update_id)
 
     @contextmanager
@@ -97,7 +106,7 @@ class SingleLane(Lane):
             self.bridge.release_imported(manifest.update_id)
 
 
-class GroupLane(Lane):
+class GroupChannel(Channel):
     """Versions that this process publishes as one rank of many."""
 
     def __init__(
@@ -111,7 +120,7 @@ class GroupLane(Lane):
         """Be a rank.
 
         Args:
-            bridge: as for `Lane`.
+            bridge: as for `Channel`.
             exchange: how the ranks talk.
             placements: tells where this rank's tensors lie in the whole ones.
             timeout_s: longest wait for the other ranks, in one step.
@@ -131,15 +140,15 @@ class GroupLane(Lane):
         )
 
     def release(self, manifest: Manifest) -> None:
-        """Let go of this rank's part."""
+        """Release this rank's part."""
         assert isinstance(manifest, GroupManifest)
         self._publisher.release(manifest)
 
     @contextmanager
     def sealed(self, manifest: Manifest) -> Iterator[Mapping[str, torch.Tensor]]:
-        """This rank's part. Who publishes it again compares the roots."""
+        """This rank's part, unverified: a caller that publishes it again compares the roots."""
         assert isinstance(manifest, GroupManifest)
-        # Not imported: with a part is sealed the header of its group, and not one of its own.
+        # Not imported, since a part is sealed with the header of its group instead of its own.
         end = self.bridge.consumer.end
         attachment = end.look(manifest.parts[self._rank])
         try:
@@ -149,43 +158,29 @@ class GroupLane(Lane):
             end.settle()
 
 
-# ---- the rest builds on the parts above
-
-MakeLane = Callable[[str, TensorBridge], Lane]
-"""Makes of a bridge the lane of that name."""
-
-_LOG = logging.getLogger(__name__)
-_HOME = "shared-memory"
-# Lanes whose versions lie sealed in this machine's memory, and can be imported here, too.
-_SEALS = (_HOME, "nixl")
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
-
-
 def _in_turn(
-    method: Callable[Concatenate["PublisherSide", _P], _R],
-) -> Callable[Concatenate["PublisherSide", _P], _R]:
-    """Let one such call of a side in at a time."""
+    method: Callable[Concatenate["PublisherEndpoint", _P], _R],
+) -> Callable[Concatenate["PublisherEndpoint", _P], _R]:
+    """Let one such call of an endpoint run at a time, to its end."""
 
     @wraps(method)
-    def call(side: "PublisherSide", /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
-        with side._lock:  # noqa: SLF001 - its own class
-            return method(side, *args, **kwargs)
+    def call(endpoint: "PublisherEndpoint", /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        with deferred_interrupts(), endpoint.lock:
+            return method(endpoint, *args, **kwargs)
 
     return call
 
 
-class PublisherSide:
-    """Publishes each version once per lane: a transport, and for shared files their directory.
+class PublisherEndpoint:
+    """Publishes each version once per channel: a transport, and for shared files their directory.
 
-    The version is always sealed in this machine's memory, and a lane that is opened later gets the
-    current version from that seal, not from weights that may have moved on. That costs one copy: a
-    lane of its own has the seal only where no rollout's lane is one already. It keeps two versions:
-    the current one, and the one before it, until the next.
+    The current version is always sealed in this machine's memory: a channel that is opened later
+    gets it from there, not from weights that may have moved on. If no rollout's channel seals it in
+    memory, one more channel does, which costs one copy. The endpoint keeps two versions: the
+    current one, and until the next publication the one before it.
 
-    As a rank of a group, it publishes its part on each lane: `serve`, `publish` and `drop` are
-    called on all ranks alike. Thread-safe, for actors that run several methods at a time: calls are
-    taken in turn.
+    As a rank of a group it publishes its part on each channel: `serve`, `publish` and `drop` must
+    be called on all ranks alike. An actor may run several methods at a time: calls take turns.
     """
 
     def __init__(
@@ -199,20 +194,20 @@ class PublisherSide:
         directories: Sequence[str] = (),
         state_dir: str | None = None,
         options: Mapping[str, Mapping[str, object]] | None = None,
-        make_lane: MakeLane | None = None,
+        make_channel: MakeChannel | None = None,
     ) -> None:
-        """Open the first lane; nothing is published yet.
+        """Open the first channel; nothing is published yet.
 
         Args:
             source: gives what to publish: a module, a state dict, or chunks.
-            worker: this side's name.
+            worker: this endpoint's name.
             rank: its rank.
             node: what the cluster calls this machine.
             address: where other machines reach it; what listens for them listens there.
             directories: where named segments may go, for rollouts in other containers.
             state_dir: where the last version is kept across restarts.
             options: transport -> more options for `make_weight_bridge`.
-            make_lane: how versions are published through a bridge; None: by this side alone.
+            make_channel: how versions are published through a bridge; None: by this endpoint alone.
 
         Raises:
             WeightBridgeUnavailableError: another live trainer holds `state_dir`.
@@ -235,34 +230,34 @@ class PublisherSide:
         self._directories = tuple(directories)
         self._options = {name: dict(given) for name, given in (options or {}).items()}
         self._metadata: Mapping[str, JSONValue] = {}
-        self._make_lane = make_lane or (lambda _, bridge: SingleLane(bridge))
-        self._lanes: dict[str, Lane] = {}
+        self._make_channel = make_channel or (lambda _, bridge: SingleChannel(bridge))
+        self._channels: dict[str, Channel] = {}
         self._manifests: dict[str, Manifest] = {}
         self._before: dict[str, Manifest] = {}
         self._asked: set[str] = set()
-        """Lanes that rollouts use."""
-        self._beacon = Beacon()
-        self._lock = threading.RLock()
-        # Of the side, and not of its lanes: one that is opened again gets the version of now.
-        self._journal = Journal(_folder(state_dir, rank=None if make_lane is None else rank))
+        """Channels that rollouts use."""
+        self._probe = ProbeSegment()
+        self.lock = threading.RLock()
+        # One for all channels: a channel that is opened again gets the current version.
+        self._journal = Journal(_folder(state_dir, rank=None if make_channel is None else rank))
         try:
-            self._open(PairChoice(transport=_HOME, reason="the seal that every lane comes from"))
+            self._open(PairChoice(transport=_HOME, reason="the seal that every channel comes from"))
         except BaseException:
             self._journal.close()
             raise
 
     def facts(self) -> bytes:
-        """Where this side runs and what works here: `SideFacts` as JSON."""
+        """Where this endpoint runs and what works here: `EndpointFacts` as JSON."""
         return look_around(
             node=self._node,
             address=self._address,
             directories=self._directories,
-            beacon=self._beacon,
+            probe=self._probe,
         ).to_json()
 
     @_in_turn
     def serve(self, choice: bytes) -> bytes:
-        """Open a rollout's lane, with the current version on it; idempotent.
+        """Open a rollout's channel, with the current version on it; idempotent.
 
         Returns:
             The manifest that the rollout installs before it answers requests; empty if nothing was
@@ -273,77 +268,80 @@ class PublisherSide:
 
         """
         chosen = PairChoice.from_json(choice)
-        is_behind = bool(self._manifests) and chosen.lane not in self._manifests
-        if is_behind and chosen.lane in self._lanes:
-            self._shut(chosen.lane)  # an interrupt came where it was opened, or shut
-        if chosen.lane not in self._lanes:
-            lane = self._open(chosen)
+        is_behind = bool(self._manifests) and chosen.channel not in self._manifests
+        if is_behind and chosen.channel in self._channels:
+            self._shut(chosen.channel)  # a call that failed half-way left it open
+        if chosen.channel not in self._channels:
+            channel = self._open(chosen)
             if is_behind:
-                self._carry_over(chosen.lane, lane)
-        self._asked.add(chosen.lane)
-        manifest = self._manifests.get(chosen.lane)
+                self._carry_over(chosen.channel, channel)
+        self._asked.add(chosen.channel)
+        manifest = self._manifests.get(chosen.channel)
         return b"" if manifest is None else manifest.to_json().encode()
 
     @_in_turn
-    def drop(self, lane: str) -> None:
-        """Close a lane that no rollout uses; the last seal stays open. Idempotent."""
-        self._asked.discard(lane)
+    def drop(self, channel: str) -> None:
+        """Close a channel that no rollout uses; the last seal stays open. Idempotent."""
+        self._asked.discard(channel)
         self._drop_spare()
 
     @_in_turn
-    def reseat(self, make_lane: MakeLane) -> None:
-        """Go on with the same bridges and versions, in a group that talks in another way."""
-        self._make_lane = make_lane
-        self._lanes = {name: make_lane(name, lane.bridge) for name, lane in self._lanes.items()}
+    def rejoin(self, make_channel: MakeChannel) -> None:
+        """Keep the bridges and versions, and publish with another exchange from here on."""
+        self._make_channel = make_channel
+        self._channels = {
+            name: make_channel(name, channel.bridge) for name, channel in self._channels.items()
+        }
 
     @_in_turn
     def publish(
         self, weight_version: int, metadata: Mapping[str, JSONValue] | None = None
     ) -> tuple[bytes, dict[str, bytes]]:
-        """Publish what the source holds now, on every lane.
+        """Publish what the source holds now, on every channel.
 
         Returns:
-            The `Announcement`, and lane -> manifest, all as JSON.
+            The `Announcement`, and channel -> manifest, all as JSON.
 
         Raises:
             VersionNotMonotonic: the version is not above the last one.
             WeightUpdateRejectedError: the weights moved while they were published; the rollouts
                 keep the version before.
-            WeightBridgeError: a lane cannot carry it.
+            WeightBridgeError: a channel cannot carry it.
 
         """
         last = self._journal.last_version
         if last is not None and weight_version <= last:
-            # Before any lane takes it: half of them would go on otherwise.
+            # Before any channel takes it: half of them would go on otherwise.
             raise VersionNotMonotonic(
                 f"weight_version must increase monotonically: {weight_version} came after {last}. "
                 "Publish a later version."
             )
         self._drop_spare()
-        for lane, manifest in self._before.items():
-            self._lanes[lane].release(manifest)
+        for channel, manifest in self._before.items():
+            self._channels[channel].release(manifest)
         self._before = {}
         made: dict[str, Manifest] = {}
         try:
-            for name, one in sorted(self._lanes.items()):  # on all ranks one behind the other
+            for name, one in sorted(self._channels.items()):  # on all ranks one behind the other
                 made[name] = one.publish(
                     self._source(), weight_version=weight_version, metadata=metadata
                 )
             _require_one_root(made)
             self._journal.reserve(weight_version)
-            # (Where the version is known from here on, an interrupt takes nothing of it back.)
             self._before, self._manifests, self._metadata = self._manifests, made, metadata or {}
         except BaseException:
             if self._manifests is not made:
-                for lane, manifest in made.items():
-                    self._lanes[lane].release(manifest)
+                for channel, manifest in made.items():
+                    self._channels[channel].release(manifest)
             raise
-        return self.announcement(), {lane: text.to_json().encode() for lane, text in made.items()}
+        return self.announcement(), {
+            channel: text.to_json().encode() for channel, text in made.items()
+        }
 
     @_in_turn
     def announcement(self) -> bytes:
         """What was published last: `Announcement` as JSON."""
-        told, manifest = Announcement(lanes=tuple(sorted(self._lanes))), self._current
+        told, manifest = Announcement(channels=tuple(sorted(self._channels))), self._current
         if manifest is not None:
             out = {"weight_version": manifest.weight_version, "root": manifest.root}
             told = told.model_copy(update=out)
@@ -351,9 +349,11 @@ class PublisherSide:
 
     @_in_turn
     def reports(self) -> bytes:
-        """What the consumers told the publisher, lane by lane, as JSON."""
-        found = {name: lane.bridge.consumers() for name, lane in self._lanes.items()}
-        told = {lane: [asdict(report) for report in reports] for lane, reports in found.items()}
+        """What the consumers told the publisher, channel by channel, as JSON."""
+        found = {name: channel.bridge.consumers() for name, channel in self._channels.items()}
+        told = {
+            channel: [asdict(report) for report in reports] for channel, reports in found.items()
+        }
         return json.dumps(told, default=str).encode()
 
     @_in_turn
@@ -361,11 +361,11 @@ class PublisherSide:
         """Take back everything that was published. Idempotent."""
         with ExitStack() as ends:  # each of them, also where one fails
             ends.callback(self._journal.close)
-            ends.callback(self._beacon.close)
-            for lane in self._lanes.values():
-                ends.callback(lane.bridge.close)
+            ends.callback(self._probe.close)
+            for channel in self._channels.values():
+                ends.callback(channel.bridge.close)
 
-    def _open(self, chosen: PairChoice) -> Lane:
+    def _open(self, chosen: PairChoice) -> Channel:
         bridge = make_weight_bridge(
             chosen.transport,
             source_worker=self._worker,
@@ -375,39 +375,36 @@ class PublisherSide:
                 **chosen.publisher_options,
             },
         )
-        lane = self._lanes[chosen.lane] = self._make_lane(chosen.lane, bridge)
+        channel = self._channels[chosen.channel] = self._make_channel(chosen.channel, bridge)
         _LOG.info("%s opens %s", self._worker, chosen)
-        return lane
+        return channel
 
     @property
     def _current(self) -> Manifest | None:
-        """What was published last: on all lanes the same."""
+        """What was published last: on all channels the same."""
         return next(iter(self._manifests.values()), None)
 
     def _drop_spare(self) -> None:
-        """Shut every lane that no rollout uses, but for the last seal.
-
-        Among them is what an interrupt left of a lane that was to be opened or shut.
-        """
-        seals = [lane for lane in _SEALS if lane in (self._manifests or self._lanes)]
+        """Close every channel that no rollout uses, but not the last one that seals in memory."""
+        seals = [channel for channel in _SEALS if channel in (self._manifests or self._channels)]
         kept = self._asked.intersection(seals) or seals[:1]
-        for lane in self._lanes.keys() - self._asked.union(kept):
-            self._shut(lane)
-            _LOG.info("%s shuts %s", self._worker, lane)
+        for channel in self._channels.keys() - self._asked.union(kept):
+            self._shut(channel)
+            _LOG.info("%s shuts %s", self._worker, channel)
 
-    def _shut(self, lane: str) -> None:
-        # In this order: a lane without the version is known as one that is not to be used.
-        self._manifests.pop(lane, None)
-        self._before.pop(lane, None)
-        self._lanes.pop(lane).bridge.close()
+    def _shut(self, channel: str) -> None:
+        # In this order: a channel without the current version is never used.
+        self._manifests.pop(channel, None)
+        self._before.pop(channel, None)
+        self._channels.pop(channel).bridge.close()
 
-    def _carry_over(self, name: str, lane: Lane) -> None:
-        """Publish the current version on a new lane, from where it is sealed."""
+    def _carry_over(self, name: str, channel: Channel) -> None:
+        """Publish the current version on a new channel, from where it is sealed."""
         seal = next(name for name in _SEALS if name in self._manifests)
         sealed = self._manifests[seal]
         try:
-            with self._lanes[seal].sealed(sealed) as weights:
-                self._manifests[name] = lane.publish(
+            with self._channels[seal].sealed(sealed) as weights:
+                self._manifests[name] = channel.publish(
                     weights, weight_version=sealed.weight_version, metadata=self._metadata
                 )
             _require_one_root(self._manifests)
@@ -417,7 +414,7 @@ class PublisherSide:
 
 
 def _folder(state_dir: str | None, *, rank: int | None) -> Path | None:
-    """Where the last version is kept; ranks of one class name one directory."""
+    """Where the last version is kept; each rank has a folder in the directory that all name."""
     if state_dir is None:
         return None
     folder = Path(state_dir) if rank is None else Path(state_dir) / f"rank-{rank}"
@@ -426,10 +423,10 @@ def _folder(state_dir: str | None, *, rank: int | None) -> Path | None:
 
 
 def _require_one_root(made: Mapping[str, Manifest]) -> None:
-    roots = {lane: manifest.root for lane, manifest in made.items()}
+    roots = {channel: manifest.root for channel, manifest in made.items()}
     if len(set(roots.values())) > 1:
         version = next(iter(made.values())).weight_version
         raise WeightUpdateRejectedError(
-            f"version {version} has another root on each lane: {roots}. The weights moved while "
+            f"version {version} has another root on each channel: {roots}. The weights moved while "
             "they were published. Call publish between two training steps."
         )

@@ -1,4 +1,4 @@
-"""A rollout on a new lane says what its engine holds, where another driver was in it meanwhile."""
+"""A rollout on a new channel says what its engine holds."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from rl_bridge import (
     WeightBridgeUnavailableError,
     make_weight_bridge,
 )
-from rl_bridge.ray import PairChoice, RolloutSide
+from rl_bridge.ray import PairChoice, RolloutEndpoint
 from rl_bridge.ray.calls import RolloutAnswer
 from rl_bridge.vllm import VLLMEngineAdapter
 from tests.integrations.test_engine_adapter import Engine, broken, driver, engine, trainer
@@ -17,30 +17,30 @@ from tests.integrations.test_rank import Model, publish, rank_with
 __all__ = ["engine", "trainer"]  # fixtures, for this file, too
 
 
-def lane(transport: str) -> bytes:
+def channel(transport: str) -> bytes:
     return PairChoice(transport=transport, reason="a test").to_json()
 
 
 @pytest.fixture
-def side(engine: Engine) -> RolloutSide:
-    """It has version 1, and is on another lane."""
-    side = RolloutSide(lambda: VLLMEngineAdapter(engine))
-    side.join(lane("local-clone"))
+def side(engine: Engine) -> RolloutEndpoint:
+    """It has version 1, and is on another channel."""
+    side = RolloutEndpoint(lambda: VLLMEngineAdapter(engine))
+    side.join(channel("local-clone"))
     with make_weight_bridge("local", source_worker="trainer") as before:
         side.update(publish(before, 1).to_json().encode())
-    side.join(lane("shared-memory"))
+    side.join(channel("shared-memory"))
     assert side.check_servable() == 1
     return side
 
 
-def updated(side: RolloutSide, trainer: TensorBridge, version: int) -> RolloutAnswer:
+def updated(side: RolloutEndpoint, trainer: TensorBridge, version: int) -> RolloutAnswer:
     return RolloutAnswer.from_json(side.update(publish(trainer, version).to_json().encode()))
 
 
 @pytest.mark.parametrize("fails", ["prepare", "prove"])
 @pytest.mark.parametrize("meanwhile", ["another driver", "a fresh engine"])
 def test_a_rollout_whose_first_update_there_is_refused_says_no_version_that_is_gone(
-    engine: Engine, trainer: TensorBridge, side: RolloutSide, meanwhile: str, fails: str
+    engine: Engine, trainer: TensorBridge, side: RolloutEndpoint, meanwhile: str, fails: str
 ) -> None:
     if meanwhile == "another driver":
         with driver(engine) as (other, _):
@@ -60,7 +60,7 @@ def test_a_rollout_whose_first_update_there_is_refused_says_no_version_that_is_g
 
 @pytest.mark.parametrize("fails", ["prepare", "prove"])
 def test_a_rollout_whose_first_update_there_is_refused_keeps_the_version_that_is_there(
-    engine: Engine, trainer: TensorBridge, side: RolloutSide, fails: str
+    engine: Engine, trainer: TensorBridge, side: RolloutEndpoint, fails: str
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine.rank._installer, fails, broken)
@@ -71,7 +71,7 @@ def test_a_rollout_whose_first_update_there_is_refused_keeps_the_version_that_is
 
 
 def test_a_rollout_that_recovers_from_its_first_update_there_says_no_version_that_is_gone(
-    engine: Engine, trainer: TensorBridge, side: RolloutSide
+    engine: Engine, trainer: TensorBridge, side: RolloutEndpoint
 ) -> None:
     with driver(engine) as (other, _):
         other.update_weights(publish(trainer, 2))
@@ -87,7 +87,7 @@ def test_a_rollout_that_recovers_from_its_first_update_there_says_no_version_tha
 
 
 def test_a_rollout_whose_first_update_there_finds_remains_says_what_it_had_once_they_are_gone(
-    engine: Engine, trainer: TensorBridge, side: RolloutSide
+    engine: Engine, trainer: TensorBridge, side: RolloutEndpoint
 ) -> None:
     dead, left = VLLMEngineAdapter(engine), publish(trainer, 2)
     dead.prepare(left, {})

@@ -11,10 +11,10 @@ from rl_bridge.bridge.tensor_bridge import TensorBridge
 from rl_bridge.groups.exchange import StoreExchange
 from rl_bridge.groups.wanted import TensorParallel, parallel
 from rl_bridge.manifest.parallel import Placement
-from rl_bridge.ray import PublisherSide, RolloutSide
+from rl_bridge.ray import PublisherEndpoint, RolloutEndpoint
 from rl_bridge.ray.calls import Announcement, RolloutAnswer
 from rl_bridge.ray.pairing import PairChoice
-from rl_bridge.ray.publisher_side import GroupLane
+from rl_bridge.ray.publisher_endpoint import GroupChannel
 from tests.groups.meshes import cut, model
 
 __all__ = ["BROADCAST", "MEMORY", "NIXL", "TIMEOUT_S", "HashStore", "Rank", "Rollout", "Run"]
@@ -42,14 +42,16 @@ class Rank:
         self.placed: Mapping[str, Placement] = {}
         self.tensors: dict[str, torch.Tensor] = {}
         self.train(0)
-        self.side = PublisherSide(lambda: self.tensors, rank=rank, make_lane=self.laned(store))
+        self.side = PublisherEndpoint(
+            lambda: self.tensors, rank=rank, make_channel=self.made_on(store)
+        )
 
-    def laned(self, store: Any) -> Callable[[str, TensorBridge], GroupLane]:
-        def make_lane(name: str, bridge: TensorBridge) -> GroupLane:
+    def made_on(self, store: Any) -> Callable[[str, TensorBridge], GroupChannel]:
+        def make_channel(name: str, bridge: TensorBridge) -> GroupChannel:
             exchange = StoreExchange(store, rank=self.rank, world_size=RANKS, name=name)
-            return GroupLane(bridge, exchange, lambda: self.placed, timeout_s=TIMEOUT_S)
+            return GroupChannel(bridge, exchange, lambda: self.placed, timeout_s=TIMEOUT_S)
 
-        return make_lane
+        return make_channel
 
     def train(self, version: int) -> None:
         dims: dict[str, int | None] = {**dict.fromkeys(SHAPES), **DIMS}
@@ -89,7 +91,9 @@ class Rollout:
         self.rank = rank
         self.engine = {name: torch.zeros_like(one) for name, one in self.share(0).items()}
         wanted = parallel(tensor=TensorParallel(2, rank, DIMS))
-        self.side = RolloutSide(lambda: ModuleInstallAdapter(self.engine), wanted=lambda: wanted)
+        self.side = RolloutEndpoint(
+            lambda: ModuleInstallAdapter(self.engine), wanted=lambda: wanted
+        )
         assert RolloutAnswer.from_json(self.side.join(choice)).error == ""
 
     def share(self, version: int) -> dict[str, torch.Tensor]:
