@@ -32,8 +32,7 @@ from rl_bridge.demo.rollout_process import RolloutProcess
 from rl_bridge.demo.run import run_demo
 from rl_bridge.demo.servers import Server, make_key
 from rl_bridge.demo.vllm_worker import METHOD, DemoWorker
-from rl_bridge.engines.exchange import Exchange
-from rl_bridge.engines.staging import AttributeChange, Staged, TensorChange
+from rl_bridge.engines.staging import AttributeChange, Exchange, Staged, TensorChange
 from rl_bridge.errors import WeightBridgeUnavailableError
 from rl_bridge.remote.signing import read_key
 from rl_bridge.testing.processes import DEADLINE_S, until

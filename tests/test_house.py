@@ -85,17 +85,7 @@ STILL_FRAGMENTS = frozenset(
     )
 )
 STILL_IN_A_CIRCLE = frozenset({f"{PACKAGE}.engines.vllm.asking"})
-STILL_FORBIDDEN = frozenset(
-    (f"{PACKAGE}.{importer}", f"{PACKAGE}.{target}")
-    for importer, target in (
-        ("engines.load_checks", "engines.vllm.compat"),
-        ("engines.load_plan", "engines.vllm.compat"),
-        ("engines.evidence", "engines.vllm.compat"),
-        ("engines.staging", "engines.vllm.compat"),
-        ("engines.staging", "engines.vllm.expert_canary"),
-        ("engines.skeleton", "engines.vllm.compat"),
-    )
-)
+STILL_FORBIDDEN: frozenset[tuple[str, str]] = frozenset()
 
 PICKLES = frozenset({"pickle", "_pickle", "cloudpickle", "dill", "shelve", "marshal"})
 BROAD = frozenset({"Exception", "BaseException"})

@@ -6,8 +6,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from rl_bridge.engines.exchange import Exchange
-from rl_bridge.engines.staging import Staged
+from rl_bridge.engines.staging import Exchange, Staged
 from rl_bridge.installers.module import ModuleInstallAdapter
 from rl_bridge.manifest.model import WeightUpdateManifest
 

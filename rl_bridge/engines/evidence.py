@@ -1,40 +1,27 @@
 """What proves an installed version: digests of what the engine holds, in its own layout.
 
-Each part of a parameter must have the digest of what went there: of whole tensors the manifest
-says it, of slices and casts it is made of the verified bytes. Packed products have canaries. What
+Each part of a parameter must have the digest of what went there: for whole tensors the manifest
+says it, for slices and casts it is made of the verified bytes before the install. What an engine
+packs away cannot be read back: it is read before it is packed, and its canary answers for it. What
 no update writes must not have changed meanwhile.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from rl_bridge.engines.load_checks import doubles
 from rl_bridge.engines.load_plan import Fill, LoadPlan, Route
+from rl_bridge.engines.shards import check_sources, cut_routes, digest_of, digests_of
 from rl_bridge.engines.staging import Assembled, Staged, TensorChange
-from rl_bridge.engines.vllm.compat import RELOAD
-from rl_bridge.errors import ProofFailed
+from rl_bridge.errors import ProofFailed, TornEngine
 from rl_bridge.installers.base import InstallProof
 from rl_bridge.manifest.digest import DIGEST_NBYTES
 from rl_bridge.manifest.model import WeightUpdateManifest
-from rl_bridge.memory.passes import BytePlan
+from rl_bridge.memory.tensors import tensor_key
 
-__all__ = [
-    "Evidence",
-    "Untouched",
-    "digests_of",
-]
-
-
-def digests_of(parts: Sequence[torch.Tensor], *, num_threads: int | None) -> list[bytes]:
-    """X3T-128K digests of tensors' logical bytes, wherever they lie."""
-    plain = [part.detach().cpu().contiguous() for part in parts]
-    sizes = np.array([part.nbytes for part in plain], np.uint64)
-    addresses = np.array([part.data_ptr() for part in plain], np.uint64)
-    found = BytePlan(sizes).digest(addresses, num_threads=num_threads)
-    return [found[i : i + DIGEST_NBYTES] for i in range(0, len(found), DIGEST_NBYTES)]
+__all__ = ["Evidence", "Places", "Untouched"]
 
 
 class _Part(NamedTuple):
@@ -47,27 +34,75 @@ class _Part(NamedTuple):
 
 
 class Evidence:
-    """What must be found in the engine when one staged version is installed."""
+    """What must be found in an engine that holds one update."""
 
     def __init__(
-        self,
-        manifest: WeightUpdateManifest,
-        tensors: Mapping[str, torch.Tensor],
-        plan: LoadPlan,
-        *,
-        num_threads: int | None,
+        self, manifest: WeightUpdateManifest, plan: LoadPlan, *, num_threads: int | None
     ) -> None:
-        """Begin with nothing found."""
+        """Begin with nothing found; nothing of the engine is read.
+
+        Args:
+            manifest: the update's.
+            plan: where its tensors go.
+            num_threads: threads that digest.
+
+        """
         self._manifest = manifest
-        self._tensors = tensors
         self._plan = plan
         self._num_threads = num_threads
+        # What parts must hold, each in the dtype in which the engine keeps it.
+        self._expected: dict[tuple[Route, torch.dtype], bytes] = {}
+        self._dtypes = {
+            name: getattr(torch, manifest.table.dtypes[row])
+            for name, row in manifest.table.rows.items()
+        }
         self._rows: dict[int, bytes] = {}
         self._packed_nbytes = self._borrowed_nbytes = 0
         self._borrowed: set[int] = set()
-        # What processing made of parameters: it has no digest in any manifest.
+        # What the engine made of parameters: it has no digest in any manifest.
         self._processed: list[tuple[TensorChange, bytes]] = []
         self._derived: dict[str, bytes] = {}
+
+    # ---- before the install ---------------------------------------------------------------------
+
+    def expect(self, parts: Sequence[bytes]) -> None:
+        """Note what the parts of tensors must hold, in the order of `cut_routes`.
+
+        Raises:
+            ProofFailed: these are more or fewer.
+
+        """
+        cut = cut_routes(self._plan)
+        if len(parts) != len(cut):
+            msg = (
+                f"{len(parts)} digests of parts came, expected {len(cut)}. Install the same "
+                "version of rl_bridge in the engine's environment and in the executor's."
+            )
+            raise ProofFailed(msg)
+        keys = ((route, self._dtypes[route.source]) for route in cut)
+        self._expected = dict(zip(keys, parts, strict=True))
+
+    def expect_of(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Make what parts must hold of the imported bytes, which `seal` looks at once more."""
+        wanted = {
+            (route, dtype): None
+            for route in self._plan.routes()
+            for dtype in self._held_dtypes(route)
+            if not (route.is_whole and dtype == self._dtypes[route.source])
+        }
+
+        def made() -> Iterator[torch.Tensor]:
+            for route, dtype in wanted:
+                loaded = route.source_view.of(tensors[route.source])
+                yield loaded.to(self._plan.targets[route.target].meta.dtype).to(dtype)
+
+        found = digests_of(made(), num_threads=self._num_threads)
+        self._expected = dict(zip(wanted, found, strict=True))
+
+    def _held_dtypes(self, route: Route) -> set[torch.dtype]:
+        """The dtypes in which a parameter is read: as it is assembled, and as it serves."""
+        target = self._plan.targets[route.target]
+        return {target.meta.dtype, target.kept_dtype or target.meta.dtype}
 
     def add(self, assembled: Assembled) -> None:
         """Look at a parameter that is packed away next: later it cannot be read.
@@ -76,49 +111,83 @@ class Evidence:
             ProofFailed: it is not what the update says.
 
         """
-        if not (self._plan.targets[assembled.index].is_consumed or assembled.replaced):
+        index = assembled.index
+        if not (self._plan.targets[index].is_consumed or assembled.replaced):
             return
         if assembled.borrowed:
             self._borrowed_nbytes += assembled.tensor.nbytes
-            self._borrowed.add(assembled.index)
-            for step in self._routes(assembled.index):
-                self._rows[self._row(step)] = self._digest(step)
+            self._borrowed.add(index)
+            for step in self._routes(index):
+                self._rows[self._row(step)] = digest_of(self._manifest, step.source)
             return
-        self._packed_nbytes += self._compare(self._parts(assembled.index, assembled.tensor))
+        self._packed_nbytes += self._compare(self._parts(index, assembled.tensor))
 
-    def seal(self, staged: Staged) -> None:
-        """Note what processing made of parameters, as it was staged.
+    def seal(self, tensors: Mapping[str, torch.Tensor], staged: Staged | None) -> None:
+        """Look at what expectations were made of, and note what the engine made of parameters.
+
+        Args:
+            tensors: the imported update.
+            staged: what will be exchanged; None where the engine's loader will write it.
 
         Raises:
             ProofFailed: bytes of the update went bad since it was imported, or a parameter is not
                 among what was staged.
 
         """
-        self._check_complete(staged)
-        self._check_sources()
-        changes = [change for change in staged.tensors if change.index is None]
-        digests = digests_of([c.fresh for c in changes], num_threads=self._num_threads)
-        self._processed = list(zip(changes, digests, strict=True))
-        self._derived = self._derived_digests(staged)
+        made_of = {route.source for route, _ in self._expected}
+        made_of.update(step.source for index in self._borrowed for step in self._routes(index))
+        threads = self._num_threads
+        check_sources(self._manifest, tensors, sorted(made_of), num_threads=threads)
+        if staged is not None:
+            self._check_complete(staged)
+            changes = [change for change in staged.tensors if change.index is None]
+            digests = digests_of([c.fresh for c in changes], num_threads=threads)
+            self._processed = list(zip(changes, digests, strict=True))
+            self._derived = self._derived_digests(staged)
 
-    def check(self, staged: Staged) -> InstallProof:
+    # ---- after it -------------------------------------------------------------------------------
+
+    def check(self, staged: Staged | None) -> InstallProof:
         """Read what the engine holds.
+
+        Args:
+            staged: what was exchanged; None where the engine's loader wrote it.
 
         Raises:
             ProofFailed: something else.
 
         """
-        parts = [
-            part
-            for change in staged.tensors
-            if change.index is not None
-            for part in self._parts(change.index, change.live)
-        ]
-        nbytes = self._compare(parts)
-        self._check_complete(staged)
-        for change in staged.tensors:
-            if change.index is not None:
-                self._check_padding(change.index, change)
+        if not self._expected:
+            self.expect(())  # which is right where nothing is cut up
+        nbytes = self._check_parameters()
+        if staged is not None:
+            self._check_complete(staged)
+            nbytes += self._check_staged(staged)
+        has_canaries = staged is not None and bool(staged.canaries)
+        return InstallProof(
+            method="digest+canary" if has_canaries else "digest",
+            root=self._root(),
+            digested_nbytes=nbytes + self._packed_nbytes,
+            identical_nbytes=self._borrowed_nbytes,
+            tensors=sum(row in self._rows for row in self._manifest.table.rows.values()),
+        )
+
+    def _check_parameters(self) -> int:
+        """Compare what the engine keeps as it was loaded; returns how many bytes that is."""
+        processed = {id(change.live) for change, _ in self._processed}
+        parts: list[_Part] = []
+        for index in self._plan.steps:
+            target = self._plan.targets[index]
+            if target.is_consumed or id(target.live) in processed:
+                continue
+            live = target.serving()
+            parts += self._parts(index, live)
+            self._check_padding(index, live)
+        return self._compare(parts)
+
+    def _check_staged(self, staged: Staged) -> int:
+        """Compare what the engine made of parameters; returns how many bytes that is."""
+        nbytes = 0
         found = digests_of([c.live for c, _ in self._processed], num_threads=self._num_threads)
         for (change, expected), digest in zip(self._processed, found, strict=True):
             nbytes += change.live.nbytes
@@ -137,13 +206,7 @@ class Evidence:
         answered: set[tuple[int, int]] = set()
         for canary in staged.canaries:
             canary.check(answered)
-        return InstallProof(
-            method="digest+canary" if staged.canaries else "digest",
-            root=self._root(),
-            digested_nbytes=nbytes + self._packed_nbytes,
-            identical_nbytes=self._borrowed_nbytes,
-            tensors=len(self._tensors),
-        )
+        return nbytes
 
     # ---- inside ---------------------------------------------------------------------------------
 
@@ -154,7 +217,7 @@ class Evidence:
             for attribute in staged.attributes
             if isinstance(attribute.value, torch.Tensor)
         }
-        found = digests_of(list(tensors.values()), num_threads=self._num_threads)
+        found = digests_of(tensors.values(), num_threads=self._num_threads)
         return dict(zip(tensors, found, strict=True))
 
     def _check_complete(self, staged: Staged) -> None:
@@ -164,39 +227,14 @@ class Evidence:
         for index in self._plan.steps:
             target = self._plan.targets[index]
             for user in target.users:
-                live = user.module._parameters.get(user.leaf)  # noqa: SLF001 - torch has no other way in
+                live = user.live
                 if id(live) in changed or (target.is_consumed and id(user.module) in asked):
                     continue
                 if live is not None and not live.numel() and not target.meta.numel():
                     continue
                 msg = (
-                    f"parameter {user.name!r}: vLLM's processing left no trace of this version in "
-                    f"its layer. Install it by {RELOAD}."
-                )
-                raise ProofFailed(msg)
-
-    def _check_sources(self) -> None:
-        """Read tensors again whose bytes elsewhere are not compared with the manifest's digest.
-
-        Of slices and casts the expectation was made of the imported memory, and weights that were
-        packed straight from it were read by nobody else.
-        """
-        names = {
-            step.source: None
-            for index in self._plan.steps
-            for step in self._routes(index)
-            if not step.is_whole
-            or self._tensors[step.source].dtype != self._plan.targets[index].meta.dtype
-            or index in self._borrowed
-        }
-        found = digests_of([self._tensors[n] for n in names], num_threads=self._num_threads)
-        for name, digest in zip(names, found, strict=True):
-            start = self._manifest.table.rows[name] * DIGEST_NBYTES
-            expected = self._manifest.digests[start : start + DIGEST_NBYTES]
-            if digest != expected:
-                msg = (
-                    f"tensor {name!r} went bad after it was imported: digest {digest.hex()}, "
-                    f"expected {expected.hex()}. The engine was not touched; publish again."
+                    f"parameter {user.name!r}: the engine's processing left no trace of this "
+                    "version in its layer. Start a fresh engine from the checkpoint."
                 )
                 raise ProofFailed(msg)
 
@@ -206,55 +244,46 @@ class Evidence:
     def _row(self, step: Route) -> int:
         return self._manifest.table.rows[step.source]
 
-    def _digest(self, step: Route) -> bytes:
-        start = self._row(step) * DIGEST_NBYTES
-        return self._manifest.digests[start : start + DIGEST_NBYTES]
-
     def _parts(self, index: int, memory: torch.Tensor) -> list[_Part]:
         name = self._plan.targets[index].name
         parts = []
         for step in self._routes(index):
-            source = self._tensors[step.source]
-            if step.is_whole and source.dtype == memory.dtype:
-                expected = self._digest(step)
+            if step.is_whole and self._dtypes[step.source] == memory.dtype:
+                expected = digest_of(self._manifest, step.source)
             else:
-                loaded = step.source_view.of(source).to(self._plan.targets[index].meta.dtype)
-                piece = loaded.to(memory.dtype)
-                (expected,) = digests_of([piece], num_threads=self._num_threads)
+                expected = self._expected[step, memory.dtype]
             parts.append(_Part(name, step, step.target_view.of(memory), expected))
         return parts
 
     def _compare(self, parts: Sequence[_Part]) -> int:
-        found = digests_of([part.tensor for part in parts], num_threads=self._num_threads)
+        found = digests_of((part.tensor for part in parts), num_threads=self._num_threads)
+        version = self._manifest.weight_version
         for part, digest in zip(parts, found, strict=True):
             if digest != part.expected:
-                what = f"tensor {part.step.source!r}"
+                what = f"tensor {part.step.source!r} of version {version}"
                 raise ProofFailed(_text(part.name, what, digest, part.expected))
-            # Of a slice, its own digest proved that it is the slice of this verified tensor.
-            self._rows[self._row(part.step)] = self._digest(part.step)
+            # The digest of a slice proved that it is the slice of this verified tensor.
+            self._rows[self._row(part.step)] = digest_of(self._manifest, part.step.source)
         return sum(part.tensor.numel() * part.tensor.element_size() for part in parts)
 
-    def _check_padding(self, index: int, change: TensorChange) -> None:
+    def _check_padding(self, index: int, live: torch.Tensor) -> None:
         for step in self._plan.steps[index]:
-            if (
-                isinstance(step, Fill)
-                and not (step.target_view.of(change.live) == step.value).all()
-            ):
+            if isinstance(step, Fill) and not (step.target_view.of(live) == step.value).all():
                 msg = (
-                    f"parameter {change.name!r}: its padding is not {step.value}. Install the "
-                    "update again; if that fails too, something else writes to the engine."
+                    f"parameter {self._plan.targets[index].name!r}: its padding is not "
+                    f"{step.value}. Install the update again; if that fails too, something else "
+                    "writes to the engine."
                 )
                 raise ProofFailed(msg)
 
     def _root(self) -> str:
-        for row, other in doubles(self._plan, self._manifest).items():
-            if other in self._rows:
-                self._rows[row] = self._rows[other]
-        digests = [self._rows.get(row, b"\0" * DIGEST_NBYTES) for row in self._stored()]
+        rows = self._manifest.table.rows
+        for name, other in doubles(self._plan, self._manifest).items():
+            if rows[other] in self._rows:
+                self._rows[rows[name]] = self._rows[rows[other]]
+        every = range(len(self._manifest.table.names))
+        digests = [self._rows.get(row, b"\0" * DIGEST_NBYTES) for row in every]
         return self._manifest.table.root_plan.root(b"".join(digests)).hex()
-
-    def _stored(self) -> range:
-        return range(len(self._manifest.table.names))
 
 
 class Untouched:
@@ -269,13 +298,13 @@ class Untouched:
         self._num_threads = num_threads
         self._tensors = {
             name: tensor
-            for name, tensor in (*model.named_parameters(), *model.named_buffers())
+            for name, tensor in _tensors(model)
             if tensor.numel() and not tensor.is_meta and _storage(tensor) not in storages
         }
         self._digests = self._read()
 
     def _read(self) -> list[bytes]:
-        return digests_of(list(self._tensors.values()), num_threads=self._num_threads)
+        return digests_of(self._tensors.values(), num_threads=self._num_threads)
 
     def check(self) -> None:
         """Look again.
@@ -287,6 +316,39 @@ class Untouched:
         for name, before, now in zip(self._tensors, self._digests, self._read(), strict=True):
             if before != now:
                 raise ProofFailed(_text(name, "what it was before the install", now, before))
+
+
+class Places:
+    """Which tensor objects a model has, and in which memory: an undo must lead back to them."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        """Note them as they are now."""
+        self._model = model
+        self._before = self._look()
+
+    def _look(self) -> dict[str, object]:
+        return {name: (id(tensor), tensor_key(tensor)) for name, tensor in _tensors(self._model)}
+
+    def check(self) -> None:
+        """Look again.
+
+        Raises:
+            TornEngine: one is another.
+
+        """
+        now, before = self._look(), self._before
+        lost = sorted(name for name in now.keys() | before if now.get(name) != before.get(name))
+        if lost:
+            msg = (
+                f"undo failed: the engine's tensor {lost[0]!r} is not the one that was there "
+                "before the install. Call recover(), or start a fresh engine."
+            )
+            raise TornEngine(msg)
+
+
+def _tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from model.named_parameters()
+    yield from model.named_buffers()
 
 
 def _storage(tensor: torch.Tensor) -> int:

@@ -1,25 +1,38 @@
-"""Tensors of which an engine would keep less than was published: as one, cut, or not at all."""
+"""What an engine's loader would do to an update without a word, refused before it is loaded.
 
-from collections.abc import Iterator, Mapping
+Loaders skip what they do not know, cut off what is too long, take the last of two tensors for one
+place, and cast. Each check names the tensor. Numbers that are not finite are looked for, too: what
+one request leaves of them in an engine's caches outlives the update.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
 from rl_bridge.engines.load_plan import Kinds, LoadPlan, Route, View, other_than
-from rl_bridge.engines.vllm.compat import num_same, recorded_buffers
+from rl_bridge.engines.shards import digest_of
 from rl_bridge.errors import IncompatibleUpdate
-from rl_bridge.manifest.digest import DIGEST_NBYTES
+from rl_bridge.installers.engine_memory import prefix_hint
 from rl_bridge.manifest.model import WeightUpdateManifest
+from rl_bridge.memory.passes import default_threads
 
 __all__ = [
     "check_casts",
+    "check_dtypes",
+    "check_finite",
     "check_landed",
     "check_same",
     "check_whole",
     "doubles",
-    "refuse_unreached",
 ]
 
 _SHOWN = 5
+# Pairs of numbers, all finite; torch reads none of them. (Before torch 2.8 it has no such dtype.)
+_PAIRS = getattr(torch, "float4_e2m1fn_x2", None)
+
+# Elements that one thread looks at in a call: large beside the cost of the call.
+_PIECE = 4 << 20
 
 
 def check_same(plan: LoadPlan, manifest: WeightUpdateManifest) -> None:
@@ -37,7 +50,7 @@ def check_same(plan: LoadPlan, manifest: WeightUpdateManifest) -> None:
             if not isinstance(step, Route):
                 continue
             name = first.setdefault(step.target_view, step.source)
-            if _digest(manifest, name) != _digest(manifest, step.source):
+            if digest_of(manifest, name) != digest_of(manifest, step.source):
                 msg = (
                     f"tensors {name!r} and {step.source!r} both go to the engine's parameter "
                     f"{plan.targets[index].name!r}, expected the same bytes in both, got different "
@@ -54,57 +67,63 @@ def check_landed(plan: LoadPlan, manifest: WeightUpdateManifest) -> None:
 
     """
     rows = manifest.table.rows
-    known = {rows[name] for name in plan.landed} | doubles(plan, manifest).keys()
-    lost = [name for name, row in rows.items() if row not in known]
+    found = doubles(plan, manifest)
+    lost = [name for name in rows if name not in plan.landed and name not in found]
     if not lost:
         return
-    kinds = {_kind(manifest, rows[name]) for name in lost}
-    tied = [name for name in _tied(plan) if _kind(manifest, rows[name]) in kinds]
-    hint = f" (What the engine ties to {tied} must have the same bytes.)" if tied else ""
+    kinds = {_kind(manifest, name) for name in lost}
+    tied = [name for name in _tied(plan) if _kind(manifest, name) in kinds]
+    hint = f"(What the engine ties to {tied} must have the same bytes.)" if tied else ""
+    hints = " ".join(("", prefix_hint(lost) or hint)).rstrip()
     msg = (
         f"the engine's loader puts {len(lost)} tensors of the update nowhere: {lost[:_SHOWN]}. "
-        f"Publish the model that the engine serves, and no others.{hint}"
+        f"Publish the model that the engine serves, and no others.{hints}"
     )
     raise IncompatibleUpdate(msg)
 
 
-def doubles(plan: LoadPlan, manifest: WeightUpdateManifest) -> dict[int, int]:
-    """Rows that go nowhere and are, byte by byte, a row that goes to a tied parameter -> that row.
+def doubles(plan: LoadPlan, manifest: WeightUpdateManifest) -> dict[str, str]:
+    """Tensors that go nowhere because the engine has their bytes already -> the tensor that goes.
 
-    Loaders pass over the second name of what they tie.
+    Loaders pass over the second name of what they tie: the update may hold an equal copy under it.
+    Some engines have no layer for a head that they tie, but compute with their embedding: under
+    the head's name the update may hold the embedding's tensor itself.
     """
     rows = manifest.table.rows
-    landed = {rows[name] for name in plan.landed}
-    lost = {name: row for name, row in rows.items() if row not in landed}
+    lost = [name for name in rows if name not in plan.landed]
     if not lost:  # as in nearly every update
         return {}
-    tied = {
-        (_kind(manifest, rows[name]), _digest(manifest, name)): rows[name] for name in _tied(plan)
+    alike: dict[object, str] = {
+        (_kind(manifest, name), digest_of(manifest, name)): name for name in _tied(plan)
     }
-    found = {
-        row: tied.get((_kind(manifest, row), _digest(manifest, name))) for name, row in lost.items()
+    alike |= {
+        rows[route.source]: route.source
+        for route in plan.routes()
+        if any(hasattr(user.module, "num_embeddings") for user in plan.targets[route.target].users)
     }
-    return {row: other for row, other in found.items() if other is not None}
+    found = {}
+    for name in lost:
+        other = alike.get((_kind(manifest, name), digest_of(manifest, name)))
+        found[name] = alike.get(rows[name]) if other is None else other
+    return {name: other for name, other in found.items() if other is not None}
 
 
 def _tied(plan: LoadPlan) -> list[str]:
-    """Tensors that go to parameters which several layers hold, and nowhere else."""
+    """Tensors that go to parameters which have several places in the model, and nowhere else."""
     routes = list(plan.routes())  # (of ranks, each has only its part)
-    alone = {route.source for route in routes if len(plan.targets[route.target].users) == 1}
+    alone = {route.source for route in routes if not plan.targets[route.target].is_tied}
     return sorted({route.source for route in routes} - alone)
 
 
-def _kind(manifest: WeightUpdateManifest, row: int) -> tuple[str, tuple[int, ...]]:
+def _kind(manifest: WeightUpdateManifest, name: str) -> tuple[str, tuple[int, ...]]:
+    row = manifest.table.rows[name]
     return manifest.table.dtypes[row], tuple(manifest.table.shapes[row])
 
 
-def _digest(manifest: WeightUpdateManifest, name: str) -> bytes:
-    start = manifest.table.rows[name] * DIGEST_NBYTES
-    return manifest.digests[start : start + DIGEST_NBYTES]
-
-
-def check_whole(plan: LoadPlan, kinds: Kinds, ranks: int) -> None:
-    """Refuse tensors of which all ranks together do not take all.
+def check_whole(
+    plan: LoadPlan, kinds: Kinds, ranks: int, num_same: Callable[[torch.nn.Module, int], int]
+) -> None:
+    """Refuse tensors of which all ranks together do not take all, judged by the plan of one.
 
     Loaders cut each rank's part out of a tensor, and do not see that it is too long.
 
@@ -112,6 +131,7 @@ def check_whole(plan: LoadPlan, kinds: Kinds, ranks: int) -> None:
         plan: of one rank.
         kinds: of the update's tensors.
         ranks: how many take parts.
+        num_same: how many ranks take the same rows of a layer's parameter, from a row on.
 
     Raises:
         IncompatibleUpdate: there are such.
@@ -128,7 +148,9 @@ def check_whole(plan: LoadPlan, kinds: Kinds, ranks: int) -> None:
         # took for it, and for its targets besides.)
         seen: dict[int, torch.Tensor] = {}
         for part in parts:
-            same = _num_same(plan, part)
+            target = plan.targets[part.target]
+            row = part.target_view.offset // next(iter(target.meta.stride()), 1)
+            same = num_same(target.users[0].module, row)
             if same not in seen:  # (experts in one tensor have hundreds of parts)
                 seen[same] = torch.zeros(shape, dtype=torch.bool, device="cpu")
             part.source_view.once().of(seen[same]).fill_(True)  # noqa: FBT003 - torch's own
@@ -145,109 +167,26 @@ def check_whole(plan: LoadPlan, kinds: Kinds, ranks: int) -> None:
             raise IncompatibleUpdate(msg)
 
 
-def _num_same(plan: LoadPlan, part: Route) -> int:
-    """How many ranks take the same part of a tensor."""
-    target = plan.targets[part.target]
-    a_row = next(iter(target.meta.stride()), 1)
-    return num_same(target.users[0].module, part.target_view.offset // a_row)
+def check_dtypes(plan: LoadPlan, kinds: Kinds, *, remedy: str = "") -> None:
+    """Refuse tensors that a loader would cast.
 
-
-# ---- What a model computes with and no update reaches: refused by its name.
-#
-# vLLM makes copies of weights while a model loads or runs, and calls hooks behind its first load.
-# Neither its reload nor a version that is made beside the serving one does that again.
-
-# vLLM's attention for the CPU computes with sinks of these; of all others it makes a copy.
-_SINK_DTYPES = (torch.bfloat16, torch.float32)
-# What layers make of weights in their first step and keep: fused gates (Qwen3-Next on ROCm), and
-# what GLM-5-Next's indexer and its linear attention compute with.
-_MADE_BY_STEPS = ("_combined_gate_weight", "_wp_fp32", "_merged_conv_weight")
-
-
-def refuse_unreached(model: torch.nn.Module) -> None:
-    """Refuse a model that would go on computing with something of the version before.
+    Args:
+        plan: where the tensors go.
+        kinds: of the update's tensors.
+        remedy: what else than publishing in the engine's dtype helps.
 
     Raises:
-        IncompatibleUpdate: a hook that is called once, a buffer, attention sinks, or what a step
-            made of weights.
+        IncompatibleUpdate: there are such.
 
     """
-    _refuse_hooks(model)
-    parameters = {_storage(parameter) for parameter in model.parameters()}
-    held = parameters | {_storage(buffer) for buffer in model.buffers()}
-    for name, layer in model.named_modules():
-        _refuse_buffers(name, layer, parameters)
-        _refuse_made_by_steps(name, layer)
-        for sinks in _sinks(layer):
-            is_cast = sinks.device.type == "cpu" and sinks.dtype not in _SINK_DTYPES
-            if is_cast or _storage(sinks) not in held:
-                dtype = str(sinks.dtype).removeprefix("torch.")
-                msg = (
-                    f"layer {name!r}: its attention computes with a copy of its sinks ({dtype}), "
-                    "which no update reaches; expected the parameter itself. Start the engine "
-                    "with dtype='bfloat16' or 'float32' on the CPU, or with another attention "
-                    "backend on a GPU."
-                )
-                raise IncompatibleUpdate(msg)
-
-
-def _refuse_hooks(model: torch.nn.Module) -> None:
-    hooks = [("", model, "process_weights_after_loading")]
-    hooks += [(name, layer, "post_weight_load") for name, layer in model.named_modules()]
-    for name, layer, hook in hooks:
-        if callable(getattr(layer, hook, None)):
-            where = f"layer {name!r}, {type(layer).__name__}" if name else type(layer).__name__
+    for route in plan.routes():
+        target, dtype = plan.targets[route.target], kinds[route.source][0]
+        if dtype != target.meta.dtype:
             msg = (
-                f"{where}: its {hook} was called when the model was loaded, and no update reaches "
-                "what that made of the weights. Such models cannot be updated: start a fresh "
-                "engine from the checkpoint."
+                f"tensor {route.source!r} is {_name(dtype)}, parameter {target.name!r} is "
+                f"{_name(target.meta.dtype)}. Publish in the engine's dtype{remedy}."
             )
             raise IncompatibleUpdate(msg)
-
-
-def _refuse_buffers(name: str, layer: torch.nn.Module, parameters: set[int]) -> None:
-    """Refuse views of weights that vLLM has packed since: they show the weights before."""
-    for leaf in sorted(layer._non_persistent_buffers_set):  # noqa: SLF001 - torch has no other way in
-        buffer = layer._buffers.get(leaf)  # noqa: SLF001 - as above
-        if buffer is None or not buffer.numel() or _storage(buffer) in parameters:
-            continue
-        if leaf not in recorded_buffers(layer):
-            full = f"{name}.{leaf}" if name else leaf
-            msg = (
-                f"buffer {full!r}: expected a view of a parameter; vLLM has packed that since, or "
-                "made the buffer when the weights had been loaded, and no update reaches it. Start "
-                "the engine with a dtype in which vLLM does not pack that weight ('float32')."
-            )
-            raise IncompatibleUpdate(msg)
-
-
-def _refuse_made_by_steps(name: str, layer: torch.nn.Module) -> None:
-    """Refuse what a step has made of weights; a layer that made none yet makes it of new ones."""
-    for leaf in _MADE_BY_STEPS:
-        if getattr(layer, leaf, None) is not None:
-            msg = (
-                f"layer {name!r}, {type(layer).__name__}: its {leaf} was made of weights in its "
-                "first step, and no update reaches it; expected none. Such models cannot be "
-                "updated: start a fresh engine from the checkpoint."
-            )
-            raise IncompatibleUpdate(msg)
-
-
-def _sinks(layer: torch.nn.Module) -> Iterator[torch.Tensor]:
-    """Attention sinks that a layer computes with: some attention chooses between two others."""
-    attention = getattr(layer, "impl", None)
-    for owner in (attention, *getattr(attention, "__dict__", {}).values()):
-        sinks = getattr(owner, "sinks", None)
-        if isinstance(sinks, torch.Tensor):
-            yield sinks
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    identity: int = tensor.untyped_storage()._cdata  # noqa: SLF001 - its identity
-    return identity
-
-
-# ---- Casts that a loader makes: what they may turn into Inf is refused before it is loaded.
 
 
 def check_casts(plan: LoadPlan, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -273,10 +212,71 @@ def check_casts(plan: LoadPlan, tensors: Mapping[str, torch.Tensor]) -> None:
         comparable = given.float() if given.element_size() == 1 else given
         ends = torch.stack(torch.aminmax(comparable))
         if not ends.to(dtype).double().isfinite().all():
-            wanted = str(dtype).removeprefix("torch.")
             msg = (
-                f"tensor {name!r} has numbers from {ends[0]:g} to {ends[1]:g}, and {wanted} cannot "
-                "hold all of them: the engine would load NaN or Inf. Publish in the engine's "
-                "dtype, and see which training step made them."
+                f"tensor {name!r} has numbers from {ends[0]:g} to {ends[1]:g}, and {_name(dtype)} "
+                "cannot hold all of them: the engine would load NaN or Inf. Publish in the "
+                "engine's dtype, and see which training step made them."
             )
             raise IncompatibleUpdate(msg)
+
+
+def check_finite(
+    tensors: Mapping[str, torch.Tensor],
+    names: Iterable[str],
+    *,
+    num_threads: int | None = None,
+) -> None:
+    """Refuse NaN and Inf: a request that ran once with them leaves them in its cached blocks.
+
+    Args:
+        tensors: the update's.
+        names: those that are looked at.
+        num_threads: threads that look; None takes the usable cores.
+
+    Raises:
+        IncompatibleUpdate: a tensor has some.
+
+    """
+    pieces = [(name, piece) for name in names for piece in _pieces(tensors[name])]
+    for name in dict.fromkeys(_suspects(pieces, num_threads or default_threads())):
+        tensor = _comparable(tensors[name])
+        if bad := int((~torch.isfinite(tensor)).sum()):
+            msg = (
+                f"tensor {name!r}: {bad} of its {tensor.numel()} numbers are NaN or Inf; the "
+                "engine keeps its version. See which training step made them."
+            )
+            raise IncompatibleUpdate(msg)
+
+
+def _pieces(tensor: torch.Tensor) -> Iterable[torch.Tensor]:
+    if not tensor.numel() or not tensor.is_floating_point() or tensor.dtype is _PAIRS:
+        return ()
+    return torch.split(tensor.view(-1), _PIECE) if tensor.is_contiguous() else (tensor,)
+
+
+def _suspects(pieces: list[tuple[str, torch.Tensor]], num_threads: int) -> Iterator[str]:
+    """Names of tensors whose sums are not finite.
+
+    NaN and Inf stay in a sum, which takes half as long as a look at each number; but a sum of
+    finite numbers may be too large for its dtype.
+    """
+    # Where torch has threads of its own it uses them within each sum.
+    if len(pieces) == 1 or num_threads == 1 or torch.get_num_threads() > 1:
+        yield from (name for name, piece in pieces if not _is_finite(piece))
+        return
+    with ThreadPoolExecutor(num_threads, thread_name_prefix="rl_bridge-finite") as pool:
+        found = list(pool.map(_is_finite, [piece for _, piece in pieces]))
+    yield from (name for (name, _), fine in zip(pieces, found, strict=True) if not fine)
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    return bool(_comparable(tensor).sum().isfinite())
+
+
+def _comparable(tensor: torch.Tensor) -> torch.Tensor:
+    # torch cannot compare float8.
+    return tensor.to(torch.float32) if tensor.element_size() == 1 else tensor
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

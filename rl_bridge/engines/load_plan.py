@@ -1,10 +1,14 @@
 """Where each tensor of an update goes in a model: learned once from the engine's own loader.
 
-The loader is run on the model's `Skeleton` with tensors that have no memory, and every copy that it
+The loader runs on the model's `Skeleton` with tensors that have no memory, and every copy that it
 makes is noted: from which part of which tensor to which part of which parameter. What was noted is
 then checked once: the loader runs again, into memory, with a different number in every element, and
-every part must hold the numbers that the notes say. Nothing is learned from names. What the check
-takes is known before, and asked for.
+every part must hold the numbers that the notes say. Nothing is learned from names.
+
+The check takes memory for one parameter at a time, or for some that are small; how much is known
+before, and asked for. Where there are few elements, each has its number in four bytes. Where there
+are many, their numbers are copied one digit after another, in one byte: source and copy then take
+no more than the weights in two bytes do, however large a vocabulary is.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -15,31 +19,38 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from rl_bridge.engines.skeleton import EngineParts, Skeleton, Target
-from rl_bridge.engines.vllm import compat as vllm_parts
+from rl_bridge.engines.skeleton import EngineCompat, Skeleton, Target
 from rl_bridge.errors import IncompatibleUpdate
+from rl_bridge.installers.engine_memory import prefix_hint
 
 __all__ = [
-    "NEVER",
-    "SEEN",
     "SMALL_NBYTES",
-    "Admit",
     "Fill",
     "Kinds",
     "LoadPlan",
     "Numbering",
     "Route",
     "View",
-    "check",
-    "checking_nbytes",
-    "is_same",
     "learn",
-    "load",
     "other_than",
-    "slices",
 ]
 
-# ---- What an engine's loader does with the tensors of an update: copies of parts to parts.
+_SHOWN = 5
+# What `item()` says of a tensor without memory: the position of the tensor, above this.
+_ITEM = float(1 << 52)
+_COPY = torch.ops.aten.copy_.default
+_FILLS = (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default)
+
+SMALL_NBYTES = 16 << 20
+"""Memory that nobody is asked for: numbers of four bytes stay below it."""
+# Marks: no digit is negative.
+_NEVER, _SEEN = -128, -127
+# Elements that are looked at in one go: what that takes stays in the processor's cache.
+_SLICE = 1 << 17
+# Elements that are numbered in one go, a power of two: their numbers differ in these low bits.
+_TILE = 1 << 14
+# Until each digit depends on all bits.
+_ROUNDS = 3
 
 Kinds = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 """Name -> dtype, shape, of an update's tensors."""
@@ -108,7 +119,7 @@ class LoadPlan:
     Attributes:
         targets: the parameters that it writes and those that it does not.
         steps: position of a target -> what is written into it, in the loader's order.
-        landed: names of the tensors that go anywhere.
+        landed: names of the tensors that go anywhere, if only to other ranks.
         computed: positions of the targets that the loader computes; they have no steps.
         buffers: full names of the buffers that it loads.
         mixed: names of the tensors of which computed targets and buffers are made.
@@ -149,301 +160,45 @@ class LoadPlan:
                 part.copy_(step.source_view.of(tensors[step.source]))
 
 
-# ---- Numbers for the elements of tensors: copied along, they tell where each element went.
-#
-# Where there are few elements, each has its number in four bytes. Where there are many, their
-# numbers are copied one digit after another, in one byte: source and copy then take no more than
-# the weights in two bytes do, however large a vocabulary is. All digits together are the number.
-
-SMALL_NBYTES = 16 << 20
-"""Memory that nobody is asked for: numbers of four bytes stay below it."""
-NEVER, SEEN = -128, -127
-"""Marks: no digit is negative."""
-
-# Elements that are looked at in one go: what that takes stays in the processor's cache.
-_SLICE = 1 << 17
-# Elements that are numbered in one go, a power of two: their numbers differ in these low bits.
-_TILE = 1 << 14
-# Until each digit depends on all bits.
-_ROUNDS = 3
-
-
-@dataclass(frozen=True, slots=True)
-class Numbering:
-    """How the elements of some tensors are numbered.
-
-    Attributes:
-        dtype: what holds a digit.
-        bits: of a digit.
-        digits: of a number.
-
-    """
-
-    dtype: torch.dtype
-    bits: int
-    digits: int
-
-    @classmethod
-    def of(cls, numbered: int, held: int) -> "Numbering":
-        """For so many elements with a number, and so many places in memory, copies included."""
-        if held * torch.int32.itemsize <= SMALL_NBYTES:
-            return cls(torch.int32, 24, 1)  # what float32 holds: loaders cast to their own dtype
-        last = _TILE + numbered
-        return cls(torch.int8, 7, -(-last.bit_length() // 7))
-
-    def write(self, memory: torch.Tensor, digit: int) -> None:
-        """Write one digit of each element's number. `memory` is flat.
-
-        The first number is not 0, which is what padding has in all digits.
-        """
-        low = self._digits(torch.arange(_TILE, device="cpu"), digit).to(self.dtype)
-        starts = range(0, memory.numel(), _TILE)
-        high = self._digits(torch.tensor(starts, dtype=torch.int64, device="cpu") + _TILE, digit)
-        for start, bits in zip(starts, high.tolist(), strict=True):
-            part = memory[start : start + _TILE]
-            torch.bitwise_xor(low[: part.numel()], bits, out=part)
-
-    def _digits(self, number: torch.Tensor, digit: int) -> torch.Tensor:
-        """One digit of numbers that are mixed, one to one: rows that changed places differ in it.
-
-        Shifts and exclusive or: what is made of two numbers without a common bit is that of the one
-        and that of the other together, so `write` makes a tile once.
-        """
-        mask = (1 << self.bits * self.digits) - 1
-        for _ in range(_ROUNDS):
-            number = number ^ number << 13 & mask
-            number = number ^ number >> 17
-            number = number ^ number << 5 & mask
-        return number >> self.bits * digit & (1 << self.bits) - 1
-
-
-def slices(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
-    """The same parts of tensors of one shape, one after another, each of bounded size."""
-    numel = tensors[0].numel()
-    if numel <= _SLICE:
-        yield tensors
-        return
-    rows = _SLICE * len(tensors[0]) // numel
-    for start in range(0, len(tensors[0]), max(1, rows)):
-        if rows:
-            yield tuple(tensor[start : start + rows] for tensor in tensors)
-        else:
-            yield from slices(*(tensor[start] for tensor in tensors))
-
-
-def is_same(found: torch.Tensor, wanted: torch.Tensor) -> bool:
-    """Whether `found` has what is wanted, wherever it was not seen yet."""
-    for part, expected in slices(found, wanted.expand(found.shape)):
-        if not torch.equal(part, expected) and not ((part == expected) | (part == SEEN)).all():
-            return False
-    return True
-
-
-def other_than(mark: int, found: torch.Tensor) -> int:
-    """Count the elements without a mark."""
-    # (torch counts a mask's sum in a copy of 8 bytes an element.)
-    return sum(int(torch.count_nonzero(part != mark)) for (part,) in slices(found))
-
-
-# ---- Whether an engine's loader does what was noted of it: tried in memory, on numbers for
-# weights.
-#
-# One parameter at a time, or some that are small; so what it takes depends on the largest of them.
-
-_SHOWN = 5
-
-
-def load(skeleton: Skeleton, sources: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Run the engine's loader on the skeleton.
-
-    Raises:
-        IncompatibleUpdate: there is none, or it refuses a tensor.
-
-    """
-    method: Any = getattr(skeleton.model, "load_weights", None)
-    if method is None:
-        kind = type(skeleton.model).__name__
-        msg = f"{kind} has no load_weights. Install it by {skeleton.elsewhere}."
-        raise IncompatibleUpdate(msg)
-    last: tuple[str, list[int]] = ("", [])
-
-    def watched() -> Iterable[tuple[str, torch.Tensor]]:
-        nonlocal last
-        for name, tensor in sources:
-            last = name, list(tensor.shape)
-            yield name, tensor
-
-    try:
-        method(watched())
-    except IncompatibleUpdate:
-        raise  # our own: it says what to do
-    except Exception as error:
-        msg = (
-            f"tensor {last[0]!r}, shape {last[1]}, does not fit {type(skeleton.model).__name__}: "
-            f"its loader says {type(error).__name__}: {str(error).rstrip('.')}. Publish the model "
-            "that the engine serves, under its checkpoint's names."
-        )
-        raise IncompatibleUpdate(msg) from error
-
-
-def checking_nbytes(plan: LoadPlan, kinds: Kinds) -> int:
-    """Bytes that `check` holds at one time. Little is not counted, nor is it by staging."""
-    most = 0
-    for chunk in _chunks(plan, kinds):
-        numels, held = _held(plan, chunk, kinds)
-        most = max(most, held * Numbering.of(sum(numels.values()), held).dtype.itemsize)
-    return most if most > SMALL_NBYTES else 0
-
-
-def check(skeleton: Skeleton, plan: LoadPlan, kinds: Kinds) -> None:
-    """Run the loader into memory, a different number in every element; compare with the plan.
-
-    Raises:
-        IncompatibleUpdate: an element is not where the plan says, or is in no tensor.
-
-    """
-    for chunk in _chunks(plan, kinds):
-        _check_chunk(skeleton, plan, kinds, chunk)  # (its memory is gone before the next one's)
-
-
-def _check_chunk(skeleton: Skeleton, plan: LoadPlan, kinds: Kinds, chunk: Sequence[int]) -> None:
-    numels, held = _held(plan, chunk, kinds)
-    numbering = Numbering.of(sum(numels.values()), held)
-    dtype = numbering.dtype
-    memory = {
-        i: torch.empty(tuple(plan.targets[i].meta.shape), dtype=dtype, device="cpu") for i in chunk
-    }
-    every = torch.empty(sum(numels.values()), dtype=dtype, device="cpu")
-    numbered = {
-        name: part.view(kinds[name][1])
-        for name, part in zip(numels, torch.split(every, list(numels.values())), strict=True)
-    }
-    for digit in range(numbering.digits):
-        numbering.write(every, digit)
-        for found in memory.values():
-            found.fill_(NEVER)
-        with skeleton.holding(memory):
-            load(skeleton, numbered.items())
-        # Compared is with what was handed over, whatever became of it.
-        numbering.write(every, digit=digit)
-        for index, found in memory.items():
-            _compare(plan, index, found, numbered, skeleton.elsewhere)
-
-
-def _compare(
-    plan: LoadPlan,
-    index: int,
-    found: torch.Tensor,
-    numbered: Mapping[str, torch.Tensor],
-    elsewhere: str,
-) -> None:
-    target = plan.targets[index]
-    for step in reversed(plan.steps[index]):  # what was written last stands
-        part = step.target_view.of(found)
-        wanted = (
-            torch.tensor(int(step.value), device="cpu")
-            if isinstance(step, Fill)
-            else step.source_view.of(numbered[step.source])
-        )
-        if not is_same(part, wanted):
-            what = "padding" if isinstance(step, Fill) else f"tensor {step.source!r}"
-            msg = (
-                f"parameter {target.name!r}: the loader did not put {what} twice into the same "
-                f"place. Install it by {elsewhere}."
-            )
-            raise IncompatibleUpdate(msg)
-        part.fill_(SEEN)
-    unwritten = other_than(SEEN, found)
-    if unwritten:
-        sent = sorted({step.source for step in plan.steps[index] if isinstance(step, Route)})
-        msg = (
-            f"parameter {target.name!r}: {unwritten} of its {found.numel()} elements are in none "
-            f"of the update's tensors; it gets {sent[:_SHOWN]}. Publish the fused parts together "
-            "(q, k and v; gate and up; all experts)."
-        )
-        raise IncompatibleUpdate(msg)
-
-
-def _held(plan: LoadPlan, chunk: Iterable[int], kinds: Kinds) -> tuple[dict[str, int], int]:
-    """Elements of each tensor that goes into some targets; with the targets', all there are."""
-    used = {
-        step.source: torch.Size(kinds[step.source][1]).numel()
-        for index in chunk
-        for step in plan.steps[index]
-        if isinstance(step, Route)
-    }
-    return used, sum(used.values()) + sum(plan.targets[i].meta.numel() for i in chunk)
-
-
-def _chunks(plan: LoadPlan, kinds: Kinds) -> Iterator[list[int]]:
-    """Positions of targets: as many at a time as take little memory, or one."""
-    chunk: list[int] = []
-    size = 0
-    for index in plan.steps:
-        _, held = _held(plan, [index], kinds)
-        nbytes = held * torch.int32.itemsize
-        if chunk and size + nbytes > SMALL_NBYTES:
-            yield chunk
-            chunk, size = [], 0
-        chunk.append(index)
-        size += nbytes
-    if chunk:
-        yield chunk
-
-
-# ---- the rest builds on the parts above
-
-# What `item()` says of a tensor without memory: the position of the tensor, above this.
-_ITEM = float(1 << 52)
-
-_COPY = torch.ops.aten.copy_.default
-_FILLS = (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default)
-
-
-Admit = Callable[[LoadPlan, int], None]
-"""Told what was noted and what bytes its check takes, before they are; refuses by raising."""
-
-
 def learn(
     model: torch.nn.Module,
     kinds: Kinds,
-    config: Any,
+    compat: EngineCompat,
     *,
-    admit: Admit,
+    admit: Callable[[LoadPlan, int], None],
     is_optional: Callable[[Target], bool] = lambda _: False,
     allows_computed: bool = False,
-    parts: EngineParts = vllm_parts,
 ) -> LoadPlan:
     """Learn what the engine's loader does with tensors of these dtypes and shapes.
 
     Args:
         model: the serving model; only read.
         kinds: name -> dtype, shape, of an update's tensors.
-        config: the engine's configuration.
-        admit: asked once, when the plan is noted and no memory was taken yet.
+        compat: what is to be known of the engine.
+        admit: asked once, when the plan is noted and no memory was taken yet: with the plan, and
+            the bytes that checking it takes. It refuses by raising.
         is_optional: whether checkpoints may come without a parameter.
         allows_computed: whether parameters may be computed, and buffers loaded: they are noted as
             such, and all else is learned.
-        parts: what is to be known of the engine.
 
     Raises:
         IncompatibleUpdate: the loader refuses a tensor, computes with one, leaves a parameter
             unwritten, or does not do twice the same.
 
     """
-    skeleton = Skeleton(model, parts)
+    skeleton = Skeleton(model, compat)
     sources = {
         name: torch.empty(shape, dtype=dtype, device="meta")
         for name, (dtype, shape) in kinds.items()
     }
-    with parts.config_context(config), torch.no_grad():
+    with compat.context(), torch.no_grad():
         recorder = _Recorder(skeleton, sources, allows_computed=allows_computed)
         with recorder:
-            load(skeleton, sources.items())
+            _load(skeleton, recorder.given())
         plan = recorder.plan()
         _check_complete(plan, is_optional)
-        admit(plan, checking_nbytes(plan, kinds))
-        check(skeleton, plan, kinds)
+        admit(plan, _checking_nbytes(plan, kinds))
+        _check(skeleton, plan, kinds)
     return plan
 
 
@@ -466,6 +221,14 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ha
         # Storage -> the tensors of the update that it was made of. (Kept: none is used again.)
         self._made_of = {storage: {name} for storage, name in self._names.items()}
         self._kept: list[torch.Tensor] = []
+        # Tensors of which this rank's part is nothing but padding.
+        self._given = ""
+        self._padded: set[str] = set()
+
+    def given(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The tensors of the update, as the loader takes them."""
+        for self._given, tensor in self._sources.items():  # noqa: B020 - told as it goes
+            yield self._given, tensor
 
     def __torch_dispatch__(
         self, function: Any, _types: Any, args: Any = (), kwargs: Any = None
@@ -517,6 +280,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ha
 
     def _note(self, function: Any, index: int, args: Any, written: torch.Tensor) -> None:
         target = self._targets[index]
+        if function is _COPY and not written.numel():
+            # Where a rank's part of a tensor is all padding, SGLang copies nothing of nothing.
+            self._padded.add(self._given)
+            return
         step = self._step(function, index, args) if function in (_COPY, *_FILLS) else None
         if step is not None:
             self._steps.setdefault(index, []).append(step)
@@ -585,7 +352,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ha
             buffers=frozenset(buffers.values()),
             mixed=frozenset(landed),
         )
-        plan.landed = frozenset(landed.union(route.source for route in plan.routes()))
+        sources = {route.source for route in plan.routes()}
+        plan.landed = frozenset(landed | sources | self._padded)
         return plan
 
 
@@ -624,3 +392,226 @@ def _storage(tensor: torch.Tensor) -> int:
 
 def _view(tensor: torch.Tensor) -> View:
     return View(tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
+
+
+# ---- the check ----------------------------------------------------------------------------------
+
+
+def _load(skeleton: Skeleton, sources: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Run the engine's loader on the skeleton.
+
+    Raises:
+        IncompatibleUpdate: there is none, or it refuses a tensor.
+
+    """
+    method: Any = getattr(skeleton.model, "load_weights", None)
+    if method is None:
+        kind = type(skeleton.model).__name__
+        msg = f"{kind} has no load_weights. Install it by {skeleton.elsewhere}."
+        raise IncompatibleUpdate(msg)
+    last: tuple[str, list[int]] = ("", [])
+
+    def watched() -> Iterable[tuple[str, torch.Tensor]]:
+        nonlocal last
+        for name, tensor in sources:
+            last = name, list(tensor.shape)
+            yield name, tensor
+
+    try:
+        method(watched())
+    except IncompatibleUpdate:
+        raise  # our own: it says what to do
+    except Exception as error:
+        msg = (
+            f"tensor {last[0]!r}, shape {last[1]}, does not fit {type(skeleton.model).__name__}: "
+            f"its loader says {type(error).__name__}: {str(error).rstrip('.')}. Publish the model "
+            "that the engine serves, under its checkpoint's names."
+        )
+        if hint := prefix_hint([last[0]]):
+            msg += f" {hint}"
+        raise IncompatibleUpdate(msg) from error
+
+
+def _checking_nbytes(plan: LoadPlan, kinds: Kinds) -> int:
+    """Bytes that `_check` holds at one time. Little is not counted, nor is it by staging."""
+    most = 0
+    for chunk in _chunks(plan, kinds):
+        numels, held = _held(plan, chunk, kinds)
+        most = max(most, held * Numbering.of(sum(numels.values()), held).dtype.itemsize)
+    return most if most > SMALL_NBYTES else 0
+
+
+def _check(skeleton: Skeleton, plan: LoadPlan, kinds: Kinds) -> None:
+    """Run the loader into memory, a different number in every element; compare with the plan.
+
+    Raises:
+        IncompatibleUpdate: an element is not where the plan says, or is in no tensor.
+
+    """
+    for chunk in _chunks(plan, kinds):
+        _check_chunk(skeleton, plan, kinds, chunk)  # (its memory is gone before the next one's)
+
+
+def _check_chunk(skeleton: Skeleton, plan: LoadPlan, kinds: Kinds, chunk: Sequence[int]) -> None:
+    numels, held = _held(plan, chunk, kinds)
+    numbering = Numbering.of(sum(numels.values()), held)
+    dtype = numbering.dtype
+    memory = {
+        i: torch.empty(tuple(plan.targets[i].meta.shape), dtype=dtype, device="cpu") for i in chunk
+    }
+    every = torch.empty(sum(numels.values()), dtype=dtype, device="cpu")
+    numbered = {
+        name: part.view(kinds[name][1])
+        for name, part in zip(numels, torch.split(every, list(numels.values())), strict=True)
+    }
+    for digit in range(numbering.digits):
+        numbering.write(every, digit)
+        for found in memory.values():
+            found.fill_(_NEVER)
+        with skeleton.holding(memory):
+            _load(skeleton, numbered.items())
+        # Compared is with what was handed over, whatever became of it.
+        numbering.write(every, digit=digit)
+        for index, found in memory.items():
+            _compare(plan, index, found, numbered, skeleton.elsewhere)
+
+
+def _compare(
+    plan: LoadPlan,
+    index: int,
+    found: torch.Tensor,
+    numbered: Mapping[str, torch.Tensor],
+    elsewhere: str,
+) -> None:
+    target = plan.targets[index]
+    for step in reversed(plan.steps[index]):  # what was written last stands
+        part = step.target_view.of(found)
+        wanted = (
+            torch.tensor(int(step.value), device="cpu")
+            if isinstance(step, Fill)
+            else step.source_view.of(numbered[step.source])
+        )
+        if not _is_same(part, wanted):
+            what = "padding" if isinstance(step, Fill) else f"tensor {step.source!r}"
+            msg = (
+                f"parameter {target.name!r}: the loader did not put {what} twice into the same "
+                f"place. Install it by {elsewhere}."
+            )
+            raise IncompatibleUpdate(msg)
+        part.fill_(_SEEN)
+    unwritten = other_than(_SEEN, found)
+    if unwritten:
+        sent = sorted({step.source for step in plan.steps[index] if isinstance(step, Route)})
+        msg = (
+            f"parameter {target.name!r}: {unwritten} of its {found.numel()} elements are in none "
+            f"of the update's tensors; it gets {sent[:_SHOWN]}. Publish the fused parts together "
+            "(q, k and v; gate and up; all experts)."
+        )
+        raise IncompatibleUpdate(msg)
+
+
+def _held(plan: LoadPlan, chunk: Iterable[int], kinds: Kinds) -> tuple[dict[str, int], int]:
+    """Elements of each tensor that goes into some targets; with the targets', all there are."""
+    used = {
+        step.source: torch.Size(kinds[step.source][1]).numel()
+        for index in chunk
+        for step in plan.steps[index]
+        if isinstance(step, Route)
+    }
+    return used, sum(used.values()) + sum(plan.targets[i].meta.numel() for i in chunk)
+
+
+def _chunks(plan: LoadPlan, kinds: Kinds) -> Iterator[list[int]]:
+    """Positions of targets: as many at a time as take little memory, or one."""
+    chunk: list[int] = []
+    size = 0
+    for index in plan.steps:
+        _, held = _held(plan, [index], kinds)
+        nbytes = held * torch.int32.itemsize
+        if chunk and size + nbytes > SMALL_NBYTES:
+            yield chunk
+            chunk, size = [], 0
+        chunk.append(index)
+        size += nbytes
+    if chunk:
+        yield chunk
+
+
+# ---- numbers for elements -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Numbering:
+    """How the elements of some tensors are numbered.
+
+    Attributes:
+        dtype: what holds a digit.
+        bits: of a digit.
+        digits: of a number.
+
+    """
+
+    dtype: torch.dtype
+    bits: int
+    digits: int
+
+    @classmethod
+    def of(cls, numbered: int, held: int) -> "Numbering":
+        """For so many elements with a number, and so many places in memory, copies included."""
+        if held * torch.int32.itemsize <= SMALL_NBYTES:
+            return cls(torch.int32, 24, 1)  # what float32 holds: loaders cast to their own dtype
+        last = _TILE + numbered
+        return cls(torch.int8, 7, -(-last.bit_length() // 7))
+
+    def write(self, memory: torch.Tensor, digit: int) -> None:
+        """Write one digit of each element's number. `memory` is flat.
+
+        The first number is not 0, which is what padding has in all digits.
+        """
+        low = self._digits(torch.arange(_TILE, device="cpu"), digit).to(self.dtype)
+        starts = range(0, memory.numel(), _TILE)
+        high = self._digits(torch.tensor(starts, dtype=torch.int64, device="cpu") + _TILE, digit)
+        for start, bits in zip(starts, high.tolist(), strict=True):
+            part = memory[start : start + _TILE]
+            torch.bitwise_xor(low[: part.numel()], bits, out=part)
+
+    def _digits(self, number: torch.Tensor, digit: int) -> torch.Tensor:
+        """One digit of numbers that are mixed, one to one: rows that changed places differ in it.
+
+        Shifts and exclusive or: what is made of two numbers without a common bit is that of the one
+        and that of the other together, so `write` makes a tile once.
+        """
+        mask = (1 << self.bits * self.digits) - 1
+        for _ in range(_ROUNDS):
+            number = number ^ number << 13 & mask
+            number = number ^ number >> 17
+            number = number ^ number << 5 & mask
+        return number >> self.bits * digit & (1 << self.bits) - 1
+
+
+def _slices(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+    """The same parts of tensors of one shape, one after another, each of bounded size."""
+    numel = tensors[0].numel()
+    if numel <= _SLICE:
+        yield tensors
+        return
+    rows = _SLICE * len(tensors[0]) // numel
+    for start in range(0, len(tensors[0]), max(1, rows)):
+        if rows:
+            yield tuple(tensor[start : start + rows] for tensor in tensors)
+        else:
+            yield from _slices(*(tensor[start] for tensor in tensors))
+
+
+def _is_same(found: torch.Tensor, wanted: torch.Tensor) -> bool:
+    """Whether `found` has what is wanted, wherever it was not seen yet."""
+    for part, expected in _slices(found, wanted.expand(found.shape)):
+        if not torch.equal(part, expected) and not ((part == expected) | (part == _SEEN)).all():
+            return False
+    return True
+
+
+def other_than(mark: int, found: torch.Tensor) -> int:
+    """Count the elements without a mark."""
+    # (torch counts a mask's sum in a copy of 8 bytes an element.)
+    return sum(int(torch.count_nonzero(part != mark)) for (part,) in _slices(found))

@@ -7,47 +7,52 @@ itself goes on serving.
 """
 
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from types import MethodType
+from typing import Any
 
 import torch
 
-from rl_bridge.engines.vllm import compat as vllm_parts
+from rl_bridge.errors import ProofFailed
 
-__all__ = [
-    "EngineParts",
-    "Skeleton",
-    "Target",
-    "User",
-]
+__all__ = ["EngineCompat", "Skeleton", "Target", "User"]
 
 
-class EngineParts(Protocol):
-    """What a skeleton asks of the engine whose model it is: a module such as vLLM's ``parts``.
+class EngineCompat:
+    """What an engine does with the weights of its layers while it loads a model.
 
-    Attributes:
-        RELOAD: what serves models that cannot be served from a skeleton.
-
+    These are the answers of an engine that does nothing of its own: its parameters stay as its
+    loader wrote them. Each engine overrides what is otherwise there.
     """
 
-    RELOAD: str
+    elsewhere = "starting a fresh engine from its checkpoint"
+    """What serves models that cannot be updated beside the serving version."""
 
-    def config_context(self, config: Any, /) -> AbstractContextManager[object]:
+    def context(self) -> AbstractContextManager[object]:
         """The context in which the engine's loaders expect to run."""
+        return nullcontext()
 
-    def checkpoint_tensors(self, layer: torch.nn.Module, /) -> Mapping[str, torch.Tensor]:
+    def checkpoint_tensors(self, layer: torch.nn.Module) -> Mapping[str, torch.Tensor]:
         """A layer's parameters as they were before the engine processed them, on meta."""
+        del layer
+        return {}
 
     def loaded_dtype(
-        self, layer: torch.nn.Module, leaf: str, parameter: torch.Tensor, /
+        self, layer: torch.nn.Module, leaf: str, parameter: torch.Tensor
     ) -> torch.dtype:
-        """The dtype in which a parameter is loaded."""
+        """The dtype in which a parameter is loaded, which may not be the one that it is kept in."""
+        del layer, leaf
+        return parameter.dtype
 
-    def bound_anew(
-        self, attributes: Mapping[str, Any], live: torch.nn.Module, clone: torch.nn.Module, /
-    ) -> dict[str, Any]:
-        """A tensor's attributes with the methods of its layer bound to that layer's clone."""
+    def is_bound_to(self, owner: object, layer: torch.nn.Module) -> bool:
+        """Whether a method of `owner` stands for that of a layer."""
+        return owner is layer
+
+    def unsupported(self, layer: torch.nn.Module) -> str | None:
+        """Why the next version of a layer cannot be made beside it, or None if it can."""
+        del layer
+        return None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -63,6 +68,11 @@ class User:
         """Full name of the parameter."""
         return f"{self.path}.{self.leaf}" if self.path else self.leaf
 
+    @property
+    def live(self) -> torch.Tensor | None:
+        """What the module holds under that name now."""
+        return self.module._parameters.get(self.leaf)  # noqa: SLF001 - torch has no other way in
+
 
 @dataclass(slots=True, eq=False)
 class Target:
@@ -71,13 +81,17 @@ class Target:
     Attributes:
         meta: its shape, strides, dtype and attributes; without memory.
         users: the modules that hold it, more than one where it is tied. The first names it.
+        kept_dtype: the dtype in which the engine keeps it.
         is_consumed: the engine keeps no such parameter: it was packed away when it was loaded.
+        is_tied: several layers hold it, or one layer that has several places in the model.
 
     """
 
     meta: torch.Tensor
     users: list[User] = field(default_factory=list)
+    kept_dtype: torch.dtype | None = None
     is_consumed: bool = False
+    is_tied: bool = False
 
     @property
     def name(self) -> str:
@@ -87,7 +101,43 @@ class Target:
     @property
     def live(self) -> torch.Tensor | None:
         """What the engine has of it now; None where it was packed away."""
-        return self.users[0].module._parameters.get(self.users[0].leaf)  # noqa: SLF001 - torch has no other way in
+        return self.users[0].live
+
+    def serving(self) -> torch.Tensor:
+        """The parameter that the engine computes with.
+
+        Raises:
+            ProofFailed: modules that share it hold different ones, or it is of another kind now.
+
+        """
+        live = self.live
+        if live is None or any(user.live is not live for user in self.users):
+            msg = (
+                f"parameter {self.name!r}: {[user.name for user in self.users]} no longer share "
+                "one tensor. Start a fresh engine."
+            )
+            raise ProofFailed(msg)
+        dtype = self.kept_dtype or self.meta.dtype
+        if live.shape != self.meta.shape or live.dtype != dtype:
+            msg = (
+                f"parameter {self.name!r} is {list(live.shape)} {live.dtype} now, expected "
+                f"{list(self.meta.shape)} {dtype}. Start a fresh engine."
+            )
+            raise ProofFailed(msg)
+        return live
+
+    @property
+    def device(self) -> torch.device:
+        """Where the engine keeps it."""
+        return torch.device("cpu") if self.live is None else self.live.device
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that it takes, as it is loaded."""
+        if not self.meta.numel():
+            return 0
+        steps = zip(self.meta.shape, self.meta.stride(), strict=True)
+        return (1 + sum((dim - 1) * step for dim, step in steps)) * self.meta.element_size()
 
     def like(self, memory: torch.Tensor) -> torch.Tensor:
         """Make `memory`, a tensor of the same shape, a parameter of this kind."""
@@ -98,27 +148,31 @@ class Target:
 
     def empty(self) -> torch.Tensor:
         """Memory for it, not initialized, on the engine's device."""
-        device = torch.device("cpu") if self.live is None else self.live.device
         return torch.empty_strided(
-            tuple(self.meta.shape), self.meta.stride(), dtype=self.meta.dtype, device=device
+            tuple(self.meta.shape), self.meta.stride(), dtype=self.meta.dtype, device=self.device
         )
 
 
 class Skeleton:
     """The tree once more. Costs no memory for weights; the model is only read."""
 
-    def __init__(self, model: torch.nn.Module, parts: EngineParts = vllm_parts) -> None:
+    def __init__(self, model: torch.nn.Module, compat: EngineCompat) -> None:
         """Walk `model`; modules that occur twice occur twice here, tied parameters stay tied."""
-        self._parts = parts
-        self.elsewhere = parts.RELOAD
+        self._compat = compat
+        self.elsewhere = compat.elsewhere
         self.targets: list[Target] = []
         self._by_parameter: dict[object, Target] = {}
         self._clones: dict[int, torch.nn.Module] = {}
+        self._met_again: set[int] = set()
         self.model = self._clone(model, "")
+        for target in self.targets:
+            again = (id(user.module) in self._met_again for user in target.users)
+            target.is_tied = len(target.users) > 1 or any(again)
 
     def _clone(self, module: torch.nn.Module, path: str) -> torch.nn.Module:
         known = self._clones.get(id(module))
         if known is not None:
+            self._met_again.update(map(id, module.modules()))
             return known
         clone: torch.nn.Module = object.__new__(type(module))
         self._clones[id(module)] = clone
@@ -138,7 +192,7 @@ class Skeleton:
     def _parameters(
         self, module: torch.nn.Module, clone: torch.nn.Module, path: str
     ) -> dict[str, torch.Tensor | None]:
-        recorded = self._parts.checkpoint_tensors(module)
+        recorded = self._compat.checkpoint_tensors(module)
         live = module._parameters  # noqa: SLF001 - as above
         made: dict[str, torch.Tensor | None] = {}
         for leaf in dict.fromkeys([*live, *recorded]):
@@ -155,16 +209,28 @@ class Skeleton:
             if target is None:
                 source = meta if meta is not None else parameter
                 assert source is not None
-                dtype = self._parts.loaded_dtype(module, leaf, source)
+                dtype = self._compat.loaded_dtype(module, leaf, source)
                 twin = source.detach().to("meta", dtype=dtype)
                 twin.__class__ = source.__class__
-                twin.__dict__.update(self._parts.bound_anew(vars(source), module, clone))
-                target = Target(twin, is_consumed=is_consumed)
+                twin.__dict__.update(self._bound_to(clone, vars(source), module))
+                kept = dtype if is_consumed or parameter is None else parameter.dtype
+                target = Target(twin, kept_dtype=kept, is_consumed=is_consumed)
                 self._by_parameter[key] = target
                 self.targets.append(target)
             target.users.append(User(path, module, leaf))
             made[leaf] = target.meta
         return made
+
+    def _bound_to(
+        self, clone: torch.nn.Module, attributes: Mapping[str, Any], module: torch.nn.Module
+    ) -> dict[str, Any]:
+        """A tensor's attributes, with the methods of its layer bound to that layer's clone."""
+        return {
+            key: MethodType(value.__func__, clone)
+            if isinstance(value, MethodType) and self._compat.is_bound_to(value.__self__, module)
+            else value
+            for key, value in attributes.items()
+        }
 
     @contextmanager
     def holding(self, memory: Mapping[int, torch.Tensor]) -> Iterator[None]:

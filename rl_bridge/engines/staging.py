@@ -1,128 +1,48 @@
-"""The next version of a model's parameters, made beside the serving ones.
+"""The next version of a model's parameters, made beside the serving ones and exchanged for them.
 
-Everything that takes time or may fail happens here, on memory that no request reads: parameters
-are assembled, and processed by vLLM's own code on a stand-in of each layer. What is left for the
-install is a list of exchanges.
+Everything that takes time or may fail happens before the install, on memory that no request reads.
+What is left for the install is a list of exchanges, in microseconds a parameter, whatever the
+model's size; undone, the model has the very memory again that it had. Two versions take turns in
+two sets of memory: what the version before the active one had is what the next one gets.
 """
 
-import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+import logging
+import sys
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Protocol
 
+import numpy as np
 import torch
 
-from rl_bridge.engines.canary import Canary
 from rl_bridge.engines.load_plan import LoadPlan, Route
-from rl_bridge.engines.skeleton import Target, User
-from rl_bridge.engines.vllm.compat import RELOAD, config_context, repacks
-from rl_bridge.engines.vllm.expert_canary import check_experts
-from rl_bridge.errors import IncompatibleUpdate, ProofFailed
+from rl_bridge.engines.skeleton import Target
+from rl_bridge.errors import IncompatibleUpdate
+from rl_bridge.memory import vm
+from rl_bridge.memory.passes import BytePlan
+from rl_bridge.memory.tensors import not_plain
+from rl_bridge.memory.views import anonymous_pin, tensor_in
+from rl_bridge.memory.vm import huge_pages, spare_pages
 
 __all__ = [
     "LEARNING",
-    "STAGING",
     "Assembled",
     "AttributeChange",
-    "Given",
-    "Spares",
+    "Canary",
+    "Exchange",
+    "SpareMemory",
     "Staged",
     "TensorChange",
-    "available_nbytes",
+    "assemble",
     "check_budget",
     "checked_budget",
-    "processed",
-    "stage",
+    "is_alone",
 ]
 
-# ---- Memory that updates pass on to each other, so that staging the next one touches no page
-# anew.
-#
-# What the version before the active one had is what the next one gets: parameters, packed
-# products, and one buffer for what is assembled only to be packed.
-
-
-class Spares:
-    """Memory of the version before the active one, for the next: no page is touched anew."""
-
-    def __init__(self) -> None:
-        """Begin with none."""
-        self._tensors: dict[int, torch.Tensor] = {}
-        self._packs: dict[int, list[object]] = {}
-        self._scratch = torch.empty(0, dtype=torch.uint8, device="cpu")
-
-    def take(self, index: int, target: Target) -> torch.Tensor:
-        """Memory for a parameter that stays."""
-        spare = self._tensors.pop(index, None)
-        return target.empty() if spare is None else spare
-
-    def keep(self, index: int, tensor: torch.Tensor) -> None:
-        """Keep what a parameter no longer needs."""
-        self._tensors[index] = tensor
-
-    def drop(self, is_looked_at: Callable[[torch.Tensor], bool]) -> None:
-        """Leave to others what they look at: views of a version that was undone keep its bytes."""
-        self._tensors = {i: kept for i, kept in self._tensors.items() if not is_looked_at(kept)}
-
-    def keep_packs(self, packs: Iterable[tuple[torch.nn.Module, object]]) -> None:
-        """Keep what layers computed with, until each gets its next: then the allocator has room.
-
-        All of them freed at once would go back to the system, and be touched anew page by page.
-        """
-        self._packs = {}
-        for module, value in packs:
-            self._packs.setdefault(id(module), []).append(value)
-
-    def make_room(self, module: torch.nn.Module) -> None:
-        """A layer gets its next pack now."""
-        self._packs.pop(id(module), None)
-
-    def scratch(self, target: Target) -> torch.Tensor:
-        """Memory for a parameter that is packed at once and not kept; valid until the next call."""
-        meta = target.meta
-        nbytes = meta.numel() * meta.element_size()
-        if self._scratch.numel() < nbytes:
-            self._scratch = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-        flat = self._scratch[:nbytes].view(meta.dtype)
-        return torch.as_strided(flat, tuple(meta.shape), meta.stride())
-
-    def _has_pack(self, target: Target) -> bool:
-        """Whether a parameter needs no room for a pack: there is some, or it gets none."""
-        # (Heads and embeddings keep their weight beside the pack.)
-        packing = [
-            user.module
-            for user in target.users
-            if target.is_consumed or (user.leaf == "weight" and "cpu_linear" in vars(user.module))
-        ]
-        return all(id(layer) in self._packs for layer in packing)
-
-    def missing_nbytes(self, plan: LoadPlan) -> int:
-        """Bytes that the next update takes beyond what is here: parameters, packs, scratch."""
-        kept = packed = scratch = 0
-        experts: dict[int, int] = {}
-        for index in plan.steps:
-            target = plan.targets[index]
-            nbytes = target.meta.numel() * target.meta.element_size()
-            packed += 0 if self._has_pack(target) else nbytes
-            if target.is_consumed:
-                scratch = max(scratch, nbytes)
-            elif repacks(layer := target.users[0].module):
-                # Assembled, and packed twice to be compared; what stays is one of the packs.
-                kept += nbytes
-                experts[id(layer)] = experts.get(id(layer), 0) + 2 * nbytes
-            elif index not in self._tensors:
-                kept += nbytes
-        scratch = max(0, scratch - self._scratch.numel())
-        return kept + packed + scratch + max(experts.values(), default=0)
-
-
-# ---- the rest builds on the parts above
-
-# What a stand-in has of its own, so that processing it cannot reach the serving layer.
-_OWN = frozenset(
-    {"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "quant_method"}
-)
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)
@@ -133,7 +53,7 @@ class TensorChange:
         name: full name.
         live: the parameter object, which stays.
         fresh: its next content.
-        index: position of the target that it is; None where processing made it.
+        index: position of the target that it is; None where the engine made it of something else.
 
     """
 
@@ -153,6 +73,22 @@ class AttributeChange:
     value: object
 
 
+class Canary(Protocol):
+    """Something that a layer computes with and nobody can read: it is asked, and must answer."""
+
+    @property
+    def module(self) -> torch.nn.Module:
+        """The layer."""
+
+    def check(self, known: set[tuple[int, int]], /) -> None:
+        """Ask it; `known` are those that answered in this proof.
+
+        Raises:
+            ProofFailed: it answers otherwise than when it was made.
+
+        """
+
+
 @dataclass(slots=True, eq=False)
 class Assembled:
     """One parameter as its loader would have filled it.
@@ -161,7 +97,7 @@ class Assembled:
         index: position of the target.
         tensor: the memory.
         borrowed: whether that is the imported tensor itself: nothing was copied.
-        replaced: whether processing made something else of it, and this memory goes.
+        replaced: whether the engine makes something else of it, and this memory goes.
 
     """
 
@@ -180,6 +116,7 @@ class Staged:
         attributes: what layers compute with.
         canaries: one for each packed product.
         compared: layers of which all that was derived is compared elsewhere.
+        memory: position of a target -> the memory that was taken for it.
 
     """
 
@@ -187,242 +124,124 @@ class Staged:
     attributes: list[AttributeChange] = field(default_factory=list)
     canaries: list[Canary] = field(default_factory=list)
     compared: list[torch.nn.Module] = field(default_factory=list)
+    memory: dict[int, torch.Tensor] = field(default_factory=dict)
 
 
-def stage(
-    plan: LoadPlan,
-    tensors: Mapping[str, torch.Tensor],
-    spares: Spares,
-    vllm_config: Any,
-    staged: Staged,
-) -> Iterator[Assembled]:
-    """Make the next version, one parameter after another; the serving model is only read.
+# ---- memory -------------------------------------------------------------------------------------
 
-    Yields:
-        Each parameter when it is assembled and before it is processed: the one moment at which the
-        bytes of a packed parameter can be read. Once more what processing replaced by tensors of
-        its own (the weights of packed experts): what was read to make them.
 
-    Raises:
-        IncompatibleUpdate: vLLM's processing makes something else of it than the engine has.
+class SpareMemory:
+    """Memory of versions that do not serve, for those that will; the kernel may take it meanwhile.
 
+    Each parameter's begins with a page, so that giving up one touches no other. What an engine
+    allocated itself for its first version goes back to the system.
     """
-    layers: dict[int, list[int]] = {}
-    for index in plan.steps:
-        for user in plan.targets[index].users:
-            layers.setdefault(id(user.module), []).append(index)
-    done: set[int] = set()
-    fresh: dict[int, torch.Tensor] = {}
-    for index in plan.steps:
-        if index in done:
-            continue
-        # Together: all parameters of one layer (weight and bias, experts) are processed at once.
-        group = _closure(plan, index, layers)
-        done.update(group)
-        consumed = [i for i in group if plan.targets[i].is_consumed]
-        for i in group:
-            assembled = _assemble(plan, i, tensors, spares, alone=len(consumed) == 1)
-            fresh[i] = assembled.tensor
-            yield assembled
-        _process_group(plan, {i: fresh[i] for i in group}, spares, vllm_config, staged)
-        for i in consumed:
-            del fresh[i]
-        kept = {change.index for change in staged.tensors}
-        for i in (i for i in group if i in fresh and i not in kept):
-            yield Assembled(i, fresh.pop(i), borrowed=False, replaced=True)
 
+    def __init__(self) -> None:
+        """Begin with none."""
+        self._free: dict[int, torch.Tensor] = {}
+        # Whoever looks at a range keeps it mapped; what is gone may be somebody else's by now.
+        self._made: list[tuple[weakref.ref[object], int, int]] = []
 
-def _process_group(
-    plan: LoadPlan,
-    fresh: Mapping[int, torch.Tensor],
-    spares: Spares,
-    vllm_config: Any,
-    staged: Staged,
-) -> None:
-    users = {id(user.module): user for i in fresh for user in plan.targets[i].users}
-    made: dict[object, _Made] = {}
-    for user in users.values():
-        given = _given(plan, user.module, fresh)
-        # Tied layers compute with the same weight: one pack serves them all.
-        kind = type(getattr(user.module, "quant_method", None))
-        key = (kind, frozenset((leaf, i) for leaf, (i, _, _) in given.items()))
-        if key in made:
-            _share(made[key], user, staged)
-            continue
-        attributes, canaries = len(staged.attributes), len(staged.canaries)
-        for other in users.values():
-            spares.make_room(other.module)
-        with config_context(vllm_config), torch.no_grad():
-            _process(user, given, staged)
-        made[key] = (staged.attributes[attributes:], staged.canaries[canaries:])
+    def take(self, targets: Mapping[int, Target]) -> dict[int, torch.Tensor]:
+        """Memory for parameters, by position; what was kept and somebody looks at stays his."""
+        self._free = {i: kept for i, kept in self._free.items() if not _is_looked_at(kept)}
+        missing = {i: one for i, one in targets.items() if not _fits(self._free.get(i), one)}
+        self._free |= self._make(missing)
+        return {i: self._free.pop(i) for i in targets}
 
+    def _make(self, targets: Mapping[int, Target]) -> Iterator[tuple[int, torch.Tensor]]:
+        here = {}
+        for index, target in targets.items():
+            if target.device.type == "cpu" and target.nbytes:
+                here[index] = target.nbytes
+            else:
+                yield index, target.empty()
+        if not here:
+            return
+        pin = anonymous_pin(sum(map(vm.round_up, here.values())))
+        huge_pages(pin.address, pin.nbytes)
+        self._made = [made for made in self._made if made[0]() is not None]
+        self._made.append((weakref.ref(pin.buffer), pin.address, pin.nbytes))
+        offset = 0
+        for index, nbytes in here.items():
+            meta = targets[index].meta
+            flat = tensor_in(pin, offset, nbytes, "uint8", (nbytes,)).view(meta.dtype)
+            # (A view's base would be one more that looks at its memory.)
+            yield index, torch.as_strided(flat, tuple(meta.shape), meta.stride()).data
+            offset += vm.round_up(nbytes)
 
-Given = Mapping[str, tuple[int, torch.Tensor, Target]]
-"""What a layer's parameters are made of: leaf -> position of the target, memory, target."""
+    def keep(self, given: Iterable[tuple[int | None, torch.Tensor]]) -> None:
+        """Take memory back, by position of its target; None for what is no target's.
 
-_Made = tuple[list[AttributeChange], list[Canary]]
+        A view that somebody took of a version between its install and its undo keeps its bytes.
+        """
+        ranges: list[tuple[int, int]] = []
+        for index, memory in given:
+            if index is None or _is_looked_at(memory):
+                continue
+            if memory.device.type != "cpu":
+                self._free[index] = memory
+            elif self._is_made_here(memory.data_ptr()):
+                self._free[index] = memory
+                ranges.append((memory.data_ptr(), vm.round_up(memory.untyped_storage().nbytes())))
+        for start, nbytes in _merged(ranges):
+            spare_pages(start, nbytes)
 
-
-def _given(plan: LoadPlan, module: torch.nn.Module, fresh: Mapping[int, torch.Tensor]) -> Given:
-    return {
-        user.leaf: (index, memory, plan.targets[index])
-        for index, memory in fresh.items()
-        for user in plan.targets[index].users
-        if user.module is module
-    }
-
-
-def _share(made: _Made, user: User, staged: Staged) -> None:
-    attributes, canaries = made
-    path, module = user.path, user.module
-    staged.attributes += [replace(change, path=path, module=module) for change in attributes]
-    staged.canaries += [replace(canary, path=path, module=module) for canary in canaries]
-
-
-def _closure(plan: LoadPlan, index: int, layers: Mapping[int, list[int]]) -> list[int]:
-    group = [index]
-    for i in group:
-        for user in plan.targets[i].users:
-            group += [other for other in layers[id(user.module)] if other not in group]
-    return group
-
-
-def _assemble(
-    plan: LoadPlan,
-    index: int,
-    tensors: Mapping[str, torch.Tensor],
-    spares: Spares,
-    *,
-    alone: bool,
-) -> Assembled:
-    target, steps = plan.targets[index], plan.steps[index]
-    if target.is_consumed and len(steps) == 1:
-        step = steps[0]
-        if isinstance(step, Route) and step.is_whole:
-            tensor = tensors[step.source]
-            if tensor.dtype == target.meta.dtype and tensor.shape == target.meta.shape:
-                return Assembled(index, tensor, borrowed=True)
-    if target.is_consumed:
-        memory = spares.scratch(target) if alone else target.empty()
-    else:
-        memory = spares.take(index, target)
-    plan.assemble(index, tensors, memory)
-    return Assembled(index, memory, borrowed=False)
-
-
-def _process(user: User, given: Given, staged: Staged) -> None:
-    """Let vLLM process a stand-in that has the fresh parameters, and note what came of it."""
-    module = user.module
-    live: Mapping[str, torch.Tensor | None] = module._parameters  # noqa: SLF001 - torch has no other way in
-    state = processed(module, given)
-    _check_derived(user, state)
-    repacked = {}
-    for leaf, fresh in state["_parameters"].items():
-        if fresh is not None and fresh is not live.get(leaf):
-            _note_tensor(User(user.path, module, leaf), fresh, given, staged)
-            if leaf in given and fresh.numel() and not _is_kept(given[leaf][1], fresh):
-                repacked[leaf] = fresh
-    if repacked:
-        check_experts(user.path, state, {leaf: memory for leaf, (_, memory, _) in given.items()})
-        _check_repacked(user, repacked, processed(module, given)["_parameters"])
-    for key, value in state.items():
-        if key not in _OWN and vars(module).get(key, _OWN) is not value:
-            staged.attributes.append(AttributeChange(user.path, module, key, value))
-            if key == "cpu_linear" and "weight" in given:
-                weight = state["_parameters"]["weight"]
-                plain = weight if weight.numel() else given["weight"][1]
-                staged.canaries.append(Canary.make(user.path, module, value, plain))
-
-
-def processed(module: torch.nn.Module, given: Given) -> dict[str, Any]:
-    """State of a stand-in for a layer, with fresh parameters, after vLLM's processing."""
-    stand_in: torch.nn.Module = object.__new__(type(module))
-    state: dict[str, Any] = vars(stand_in)
-    state.update(vars(module))
-    for own in _OWN - {"quant_method"}:
-        state[own] = copy.copy(state[own])
-    # Objects of their own: processing may give them other memory.
-    state["_parameters"].update(
-        {leaf: target.like(memory) for leaf, (_, memory, target) in given.items()}
-    )
-    method: Any = getattr(module, "quant_method", None)
-    if hasattr(method, "process_weights_after_loading"):
-        state["quant_method"] = method = copy.copy(method)
-        if getattr(method, "moe_kernel", None) is not None:
-            method.moe_kernel = None  # else it takes the packed weights for the unpacked ones
-        method.process_weights_after_loading(stand_in)
-    return state
-
-
-def _check_derived(user: User, state: Mapping[str, Any]) -> None:
-    """Refuse layers whose processing makes more than parameters and attributes."""
-    for kind in ("_buffers", "_modules"):
-        live = vars(user.module)[kind]
-        derived = [name for name, made in state[kind].items() if live.get(name) is not made]
-        if derived:
-            msg = (
-                f"layer {user.path!r}: vLLM derives {derived} from its weights, which cannot be "
-                f"made beside the serving layer. Install it by {RELOAD}."
-            )
-            raise IncompatibleUpdate(msg)
-
-
-def _check_repacked(
-    user: User, first: Mapping[str, torch.Tensor], second: Mapping[str, torch.Tensor]
-) -> None:
-    """Compare two packs of one weight: what comes out wrong once does not come out so twice.
-
-    A single wrong number may be lost in the rounding of products; but packed experts can be read.
-    """
-    for leaf, tensor in first.items():
-        if not torch.equal(_bytes(tensor), _bytes(second[leaf])):
-            msg = (
-                f"parameter '{user.path}.{leaf}': vLLM packs the same weight into different bytes. "
-                "The engine was not touched; publish again, and look at the machine's memory if it "
-                "happens again."
-            )
-            raise ProofFailed(msg)
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().contiguous().view(torch.uint8)
-
-
-def _is_same(tensor: torch.Tensor, other: torch.Tensor) -> bool:
-    return tensor.data_ptr() == other.data_ptr() and tensor.dtype == other.dtype
-
-
-def _is_kept(tensor: torch.Tensor, fresh: torch.Tensor) -> bool:
-    """Whether processing left a tensor as it was, or only in another dtype."""
-    if tensor.dtype == fresh.dtype or tensor.shape != fresh.shape:
-        return _is_same(tensor, fresh)
-    return torch.equal(tensor.to(fresh.dtype), fresh)
-
-
-def _note_tensor(user: User, fresh: torch.Tensor, given: Given, staged: Staged) -> None:
-    live: torch.Tensor | None = user.module._parameters.get(user.leaf)  # noqa: SLF001 - as above
-    if live is None or (
-        live.shape != fresh.shape or live.dtype != fresh.dtype or live.stride() != fresh.stride()
-    ):
-        had = "none" if live is None else _kind(live)
-        msg = (
-            f"parameter {user.name}: vLLM makes {_kind(fresh)} of it, the engine has {had}. "
-            f"Install it by {RELOAD}."
+    def _is_made_here(self, address: int) -> bool:
+        return any(
+            buffer() is not None and start <= address < start + nbytes
+            for buffer, start, nbytes in self._made
         )
-        raise IncompatibleUpdate(msg)
-    if not fresh.numel() or any(change.live is live for change in staged.tensors):
-        return  # packed away; or tied, and noted with its other user
-    index: int | None = None
-    if user.leaf in given and _is_same(given[user.leaf][1], fresh):
-        index = given[user.leaf][0]  # else it is what processing made of what was assembled
-    staged.tensors.append(TensorChange(user.name, live, fresh.detach(), index))
 
 
-def _kind(tensor: torch.Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+def _fits(spare: torch.Tensor | None, target: Target) -> bool:
+    meta = target.meta
+    return spare is not None and (spare.shape, spare.stride(), spare.dtype, spare.device) == (
+        meta.shape,
+        meta.stride(),
+        meta.dtype,
+        target.device,
+    )
 
 
-# ---- Whether there is memory to stage an update, asked before a byte of it is.
+def _merged(ranges: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """Ranges that touch each other as one: the kernel splits no huge page for the whole."""
+    begin = end = 0
+    for start, nbytes in sorted(ranges):
+        if start != end:
+            if end > begin:
+                yield begin, end - begin
+            begin = start
+        end = start + nbytes
+    if end > begin:
+        yield begin, end - begin
+
+
+def is_alone(live: torch.Tensor) -> bool:
+    """Whether nobody but this parameter looks at its memory, as far as torch counts.
+
+    On an accelerator a captured graph knows the address, which nobody counts; nor does anybody
+    count the processes that map shared memory.
+    """
+    if live.device.type != "cpu" or live.is_shared():  # type: ignore[no-untyped-call]  # torch has no types here
+        return False
+    return not _is_looked_at(live)
+
+
+def _is_looked_at(tensor: torch.Tensor) -> bool:
+    """Whether torch knows of anybody who looks at a tensor's memory beside that tensor."""
+    return _looking_at(tensor) > _ALONE
+
+
+def _looking_at(tensor: torch.Tensor) -> int:
+    storage = tensor.untyped_storage()
+    count: int = torch._C._storage_Use_Count(storage._cdata)  # noqa: SLF001 - torch has no public name
+    # Tensors, and whoever keeps the storage itself: they share one object of Python's.
+    return count + sys.getrefcount(storage)
+
+
+_ALONE = _looking_at(torch.nn.Parameter(torch.empty(1, device="cpu"), requires_grad=False))
 
 STAGING = "staging it beside the serving one"
 LEARNING = "trying the engine's loader on numbers, before its first update"
@@ -484,3 +303,135 @@ def _lines(path: Path) -> list[str]:
         return path.read_text(encoding="ascii").splitlines()
     except OSError:
         return []  # not Linux, or no control group: then that one does not bound us
+
+
+# ---- making the next version --------------------------------------------------------------------
+
+
+def assemble(
+    plan: LoadPlan,
+    tensors: Mapping[str, torch.Tensor],
+    memory: Mapping[int, torch.Tensor],
+    *,
+    num_threads: int | None,
+) -> None:
+    """Write parameters into memory, by position: what is copied as it lies in one pass."""
+    copies: list[tuple[int, int, int]] = []
+    with torch.no_grad():
+        for index, room in memory.items():
+            found = _plain_copies(plan, index, tensors, room)
+            if found is None:
+                plan.assemble(index, tensors, room)
+            else:
+                copies += found
+    if copies:
+        sources, targets, sizes = np.array(copies, np.uint64).T
+        BytePlan(sizes).copy(sources, targets, num_threads=num_threads)
+
+
+def _plain_copies(
+    plan: LoadPlan, index: int, tensors: Mapping[str, torch.Tensor], memory: torch.Tensor
+) -> list[tuple[int, int, int]] | None:
+    """Source, target and size of each copy; None where a parameter takes more than such copies."""
+    if not_plain(memory) is not None:
+        return None
+    copies, itemsize = [], memory.element_size()
+    for step in plan.steps[index]:
+        if not isinstance(step, Route):
+            return None
+        source, (of, to) = tensors[step.source], (step.source_view, step.target_view)
+        if not (of.is_contiguous and to.is_contiguous and source.is_contiguous()):
+            return None
+        if source.dtype != memory.dtype or not_plain(source) is not None:
+            return None
+        start = memory.data_ptr() + to.offset * itemsize
+        copies.append((source.data_ptr() + of.offset * itemsize, start, to.numel * itemsize))
+    copies.sort(key=lambda copy: copy[1])
+    for (_, start, nbytes), (_, following, _) in pairwise(copies):
+        if start + nbytes > following:
+            return None  # what comes last counts
+    return copies
+
+
+# ---- the exchange -------------------------------------------------------------------------------
+
+_ABSENT = object()
+
+
+class Exchange:
+    """Exchanges a staged version for the serving one; remembers the oldest state since `forget`.
+
+    A parameter gets other memory where only it looks at its own; else it is written in place, so
+    that views, captured graphs and whoever else knows its address follow. Each step is noted before
+    it is taken: what fails in the middle can be undone.
+    """
+
+    def __init__(self) -> None:
+        """Begin with nothing exchanged."""
+        self._tensors: list[tuple[TensorChange, torch.Tensor, bool]] = []
+        self._attributes: list[tuple[AttributeChange, object]] = []
+
+    @property
+    def is_begun(self) -> bool:
+        """Whether anything may have been exchanged since the last `undo` or `forget`."""
+        return bool(self._tensors or self._attributes)
+
+    def apply(self, staged: Staged) -> None:
+        """Exchange everything that was staged."""
+        for change in staged.tensors:
+            if is_alone(change.live):
+                self._tensors.append((change, change.live.data, True))
+                change.live.data = change.fresh
+            else:
+                self._tensors.append((change, change.live.detach().clone(), False))
+                change.live.data.copy_(change.fresh)
+        for attribute in staged.attributes:
+            state = vars(attribute.module)
+            self._attributes.append((attribute, state.get(attribute.key, _ABSENT)))
+            state[attribute.key] = attribute.value
+
+    def undo(self) -> None:
+        """Exchange back, the last step first; called again, it goes on where it failed.
+
+        Whoever took a view of what was exchanged meanwhile looks at the refused version from then
+        on: nobody can turn it, so its memory stays as it is, and the log names the parameter.
+        """
+        while self._attributes:
+            attribute, before = self._attributes[-1]
+            if before is _ABSENT:
+                vars(attribute.module).pop(attribute.key, None)
+            else:
+                vars(attribute.module)[attribute.key] = before
+            self._attributes.pop()
+        while self._tensors:
+            change, memory, rebound = self._tensors[-1]
+            if rebound:
+                change.live.data = memory
+            else:
+                change.live.data.copy_(memory)
+            self._tensors.pop()
+            if rebound and not is_alone(change.fresh):
+                _LOG.warning(
+                    "parameter %r: somebody took a view of it between an install and its undo. "
+                    "The view shows the version that was undone: take it again.",
+                    change.name,
+                )
+
+    def forget(
+        self,
+    ) -> tuple[list[tuple[int | None, torch.Tensor]], list[tuple[torch.nn.Module, object]]]:
+        """The exchange stands: no undo leads back behind it.
+
+        Returns:
+            Memory that it freed, each with the position of its target (of a parameter that was
+            written in place, that is the memory that was staged for it); and what layers computed
+            with, each with its layer.
+
+        """
+        tensors, self._tensors = self._tensors, []
+        attributes, self._attributes = self._attributes, []
+        freed = [
+            (change.index, memory if rebound else change.fresh)
+            for change, memory, rebound in tensors
+        ]
+        return freed, [(attribute.module, value) for attribute, value in attributes]

@@ -7,22 +7,18 @@ An adapter's life during one update: ``prepare`` (refuse before byte 0) -> ``ins
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from rl_bridge.errors import IncompatibleUpdate
 from rl_bridge.manifest.model import WeightUpdateManifest
-from rl_bridge.memory.passes import default_threads
 
 __all__ = [
     "InstallProof",
     "TransactionalAdapter",
     "WeightInstallAdapter",
-    "check_finite",
     "checked_threads",
 ]
 
@@ -179,9 +175,6 @@ class TransactionalAdapter(ABC):
         """Let go of what was kept for an update. Unknown ids are ignored."""
 
 
-# ---- How many threads an adapter may take.
-
-
 def checked_threads(num_threads: int | None) -> int | None:
     """The number as it was given; None stands for the usable cores.
 
@@ -193,74 +186,3 @@ def checked_threads(num_threads: int | None) -> int | None:
         return num_threads
     msg = f"num_threads {num_threads!r}: expected an int of 1 or more, or None for the usable cores"
     raise ValueError(msg)
-
-
-# ---- Numbers that no engine may compute with: what one request leaves of them outlives the
-# update.
-
-# Pairs of numbers, all finite; torch reads none of them. (Before torch 2.8 it has no such dtype.)
-_PAIRS = getattr(torch, "float4_e2m1fn_x2", None)
-
-# Elements that one thread looks at in a call: large beside the cost of the call.
-_PIECE = 4 << 20
-
-
-def check_finite(
-    tensors: Mapping[str, torch.Tensor],
-    names: Iterable[str],
-    *,
-    num_threads: int | None = None,
-) -> None:
-    """Refuse NaN and Inf: a request that ran once with them leaves them in its cached blocks.
-
-    Args:
-        tensors: the update's.
-        names: those that are looked at.
-        num_threads: threads that look; None takes the usable cores.
-
-    Raises:
-        IncompatibleUpdate: a tensor has some.
-
-    """
-    pieces = [(name, piece) for name in names for piece in _pieces(tensors[name])]
-    for name in dict.fromkeys(_suspects(pieces, num_threads or default_threads())):
-        tensor = _comparable(tensors[name])
-        if bad := int((~torch.isfinite(tensor)).sum()):
-            msg = (
-                f"tensor {name!r}: {bad} of its {tensor.numel()} numbers are NaN or Inf; the "
-                "engine keeps its version. See which training step made them."
-            )
-            raise IncompatibleUpdate(msg)
-
-
-_Piece = tuple[str, torch.Tensor]
-
-
-def _pieces(tensor: torch.Tensor) -> Iterable[torch.Tensor]:
-    if not tensor.numel() or not tensor.is_floating_point() or tensor.dtype is _PAIRS:
-        return ()
-    return torch.split(tensor.view(-1), _PIECE) if tensor.is_contiguous() else (tensor,)
-
-
-def _suspects(pieces: list[_Piece], num_threads: int) -> Iterator[str]:
-    """Names of tensors whose sums are not finite.
-
-    NaN and Inf stay in a sum, which takes half as long as a look at each number; but a sum of
-    finite numbers may be too large for its dtype.
-    """
-    # Where torch has threads of its own it uses them within each sum.
-    if len(pieces) == 1 or num_threads == 1 or torch.get_num_threads() > 1:
-        yield from (name for name, piece in pieces if not _is_finite(piece))
-        return
-    with ThreadPoolExecutor(num_threads, thread_name_prefix="rl_bridge-finite") as pool:
-        found = list(pool.map(_is_finite, [piece for _, piece in pieces]))
-    yield from (name for (name, _), fine in zip(pieces, found, strict=True) if not fine)
-
-
-def _is_finite(tensor: torch.Tensor) -> bool:
-    return bool(_comparable(tensor).sum().isfinite())
-
-
-def _comparable(tensor: torch.Tensor) -> torch.Tensor:
-    # torch cannot compare float8.
-    return tensor.to(torch.float32) if tensor.element_size() == 1 else tensor

@@ -30,6 +30,7 @@ __all__ = [
     "check_fit",
     "named_engine_tensors",
     "names_differ",
+    "prefix_hint",
     "put_back",
     "take_out",
 ]
@@ -37,7 +38,16 @@ __all__ = [
 # ---- Whether an update's layout fits an engine's tensors: names, shapes, dtypes, plain memory.
 
 _SHOWN = 5
-_COMPILED = "_orig_mod."
+# What wrappers put before the names of what they wrap, and what to publish instead.
+_COMPILED = "_orig_mod."  # also inside of a name
+_WRAPPERS = {
+    _COMPILED: "torch.compile puts '_orig_mod.' before the names: hand over the module that was "
+    "compiled (compiled._orig_mod) on both sides",
+    "module.": "DistributedDataParallel and DataParallel put 'module.' before the names: hand over "
+    "the module that was wrapped (wrapped.module)",
+    "base_model.model.": "peft puts 'base_model.model.' before the names: publish the model with "
+    "its adapter merged, under the names of the model itself",
+}
 
 
 def check_fit(
@@ -99,11 +109,8 @@ def names_differ(unknown: Sequence[str], missing: Sequence[str]) -> str:
     if missing:
         parts.append(f"the engine has {len(missing)} that it does not hold {missing[:_SHOWN]}")
     remedy = "Publish what the engine's own state dict names"
-    if any(_COMPILED in name for name in (*unknown, *missing)):
-        remedy = (
-            "torch.compile puts '_orig_mod.' before the names: hand over the module that was "
-            "compiled (compiled._orig_mod) on both sides"
-        )
+    if hint := prefix_hint([*unknown, *missing]):
+        remedy = hint.rstrip(".")
     elif not unknown:
         remedy += ", or say strict=False if the rest never changes"
     return f"the update does not fit the engine: {', and '.join(parts)}. {remedy}."
@@ -121,6 +128,14 @@ def named_engine_tensors(engine: Engine) -> dict[str, torch.Tensor]:
         found = engine.state_dict(keep_vars=True)
         return {name: item for name, item in found.items() if isinstance(item, torch.Tensor)}
     return dict(engine)
+
+
+def prefix_hint(names: Sequence[str]) -> str:
+    """Say which wrapper's prefix some names carry, as a sentence; empty if none does."""
+    for prefix, hint in _WRAPPERS.items():
+        if any(name.startswith(prefix) for name in names):
+            return f"{hint}."
+    return f"{_WRAPPERS[_COMPILED]}." if any(_COMPILED in name for name in names) else ""
 
 
 @dataclass(frozen=True, slots=True)

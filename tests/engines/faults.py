@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from rl_bridge.engines import canary, evidence, exchange, staging
-from rl_bridge.engines import load_plan as routes
+from rl_bridge.engines import evidence, staging
+from rl_bridge.engines.vllm import canary, model_installer
 
 __all__ = ["FaultyWorker", "PlantedError", "flip_byte", "plant", "uproot"]
 
@@ -73,7 +73,7 @@ def _counted(owner: Any, name: str, nth: int, action: Callable[[], None] | None)
 
 def _exchange(nth: int, action: Callable[[], None] | None) -> None:
     """Fail before the n-th exchange, parameters first, then packed products."""
-    original = exchange.Exchange.__dict__["apply"]
+    original = staging.Exchange.__dict__["apply"]
 
     def apply(self: Any, staged: staging.Staged) -> None:
         tensors: _Upto[Any] = _Upto(staged.tensors)
@@ -83,7 +83,7 @@ def _exchange(nth: int, action: Callable[[], None] | None) -> None:
         _calls[0] += len(staged.tensors) + len(staged.attributes)
         original(self, replace(staged, tensors=tensors, attributes=attributes))
 
-    _patch(exchange.Exchange, "apply", apply)
+    _patch(staging.Exchange, "apply", apply)
 
 
 def _wrong_pack(nth: int) -> None:
@@ -139,13 +139,13 @@ def _pack_fails(nth: int, action: Callable[[], None] | None) -> None:
 
 def _behind_the_exchange(does: Callable[[staging.Staged], int]) -> None:
     """Do something to the engine right behind the exchange; it says how much there is of it."""
-    original = exchange.Exchange.__dict__["apply"]
+    original = staging.Exchange.__dict__["apply"]
 
     def apply(self: Any, staged: staging.Staged) -> None:
         original(self, staged)
         _calls[0] += does(staged)
 
-    _patch(exchange.Exchange, "apply", apply)
+    _patch(staging.Exchange, "apply", apply)
 
 
 def _corrupt(nth: int) -> None:
@@ -164,8 +164,8 @@ def _swap(nth: int, what: str) -> None:
 
     def does(staged: staging.Staged) -> int:
         if nth < len(staged.canaries):
-            serving: Any = staged.canaries[nth].module
-            other = packed(staged.canaries[nth])
+            asked: Any = staged.canaries[nth]
+            serving, other = asked.module, packed(asked)
             if what == "product":
                 serving.cpu_linear = other
             else:
@@ -175,7 +175,7 @@ def _swap(nth: int, what: str) -> None:
     _behind_the_exchange(does)
 
 
-def packed(like: canary.Canary) -> Any:
+def packed(like: canary.PackCanary) -> Any:
     """A product that vLLM packed, of weights that nobody published."""
     from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 
@@ -228,8 +228,8 @@ def plant(point: str, nth: int = 0, action: str = "") -> None:
     does = _ACTIONS.get(action)
     points: dict[str, Callable[[], None]] = {
         "exchange": lambda: _exchange(nth, does),
-        "assemble": lambda: _counted(routes.LoadPlan, "assemble", nth, does),
-        "process": lambda: _counted(staging, "_process", nth, does),
+        "assemble": lambda: _counted(staging, "_plain_copies", nth, does),
+        "process": lambda: _counted(model_installer, "_process", nth, does),
         "pack": lambda: _pack_fails(nth, does),
         "canary": lambda: _counted(canary, "question", nth, does),
         "digest": lambda: _counted(evidence, "digests_of", nth, does),

@@ -51,14 +51,13 @@ def interrupted_once(patch: pytest.MonkeyPatch, owner: Any, name: str, *, after:
 
 
 @pytest.mark.parametrize("after", [False, True], ids=["in front", "behind"])
-@pytest.mark.parametrize("method", ["forget", "keep_packs"])
+@pytest.mark.parametrize("method", ["forget", "keep"])
 def test_an_interrupted_commit_of_vllms_calls_ends_forward(
     engine: Bench, monkeypatch: pytest.MonkeyPatch, method: str, *, after: bool
 ) -> None:
-    from rl_bridge.engines.exchange import Exchange
-    from rl_bridge.engines.staging import Spares
+    from rl_bridge.engines.staging import Exchange, SpareMemory
 
-    owner = {"forget": Exchange, "keep_packs": Spares}[method]
+    owner = {"forget": Exchange, "keep": SpareMemory}[method]
     manifest = engine.trainer.publish(engine.next())
     engine.llm.start_weight_update()
     engine.llm.update_weights({"update_info": {"manifest": manifest.to_json()}})
@@ -255,19 +254,20 @@ def ask(engine: Bench, prompt: list[int], *, reset: bool = True) -> list[int]:
 def test_bytes_that_go_bad_behind_the_import_are_found_before_the_install(
     engine: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from rl_bridge.engines.staging import stage as real
-    from rl_bridge.engines.vllm import model_installer
+    from rl_bridge.engines.vllm.model_installer import VLLMModelInstaller
     from rl_bridge.errors import ProofFailed
 
-    def spoils(plan: Any, tensors: Any, *rest: Any) -> Any:
+    real = VLLMModelInstaller._stage
+
+    def spoils(self: Any, plan: Any, tensors: Any, *rest: Any) -> Any:
         # Weights that are packed straight from the imported memory: nobody else reads these.
         name = next(name for name in tensors if "o_proj" in name)
         tensors[name].view(torch.uint8)[0, 0] ^= 1
-        return real(plan, tensors, *rest)
+        return real(self, plan, tensors, *rest)
 
     manifest = engine.trainer.publish(engine.next())
     with executor_for(engine.llm) as executor:
-        monkeypatch.setattr(model_installer, "stage", spoils)
+        monkeypatch.setattr(VLLMModelInstaller, "_stage", spoils)
         with pytest.raises(ProofFailed, match="went bad"):
             executor.update_weights(manifest)
     engine.check()

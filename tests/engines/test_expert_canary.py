@@ -9,7 +9,7 @@ from vllm._custom_ops import cpu_prepack_moe_weight
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 
-from rl_bridge.engines.vllm.expert_canary import check_experts
+from rl_bridge.engines.vllm.canary import check_experts
 from rl_bridge.errors import ProofFailed
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -144,7 +144,7 @@ def test_what_fails_between_proof_and_acknowledgement_is_undone_with_its_label(
 def test_an_undo_that_fails_too_is_torn_until_it_is_recovered(
     engine: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from rl_bridge.engines.exchange import Exchange
+    from rl_bridge.engines.staging import Exchange
 
     engine.update()
     original = Exchange.undo

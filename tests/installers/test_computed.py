@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rl_bridge.engines.load_plan import LoadPlan, learn
-from rl_bridge.engines.sglang import compat as parts
+from rl_bridge.engines.skeleton import EngineCompat
 from rl_bridge.errors import IncompatibleUpdate
 
 Load = Callable[["Model", Mapping[str, torch.Tensor]], None]
@@ -95,9 +95,7 @@ def learned(load: Load, *, more: str = "", leave: str = "", allows: bool = True)
     kinds = {name: (torch.float32, shape) for name, shape in SHAPES.items() if name != leave}
     if more and more != leave:
         kinds[more] = (torch.float32, (1,) if more == "turn" else (WIDTH,))
-    return learn(
-        Model(load), kinds, None, admit=lambda *_: None, allows_computed=allows, parts=parts
-    )
+    return learn(Model(load), kinds, EngineCompat(), admit=lambda *_: None, allows_computed=allows)
 
 
 @pytest.mark.parametrize("load", COMPUTED)
@@ -133,7 +131,7 @@ def test_beside_the_serving_model_no_buffer_may_be_loaded(load: Load) -> None:
 def test_beside_what_is_computed_a_stranger_lands_nowhere(load: Load) -> None:
     kinds = {name: (torch.float32, shape) for name, shape in SHAPES.items()}
     kinds |= {"more": (torch.float32, (WIDTH,)), "other": (torch.float32, (WIDTH,))}
-    plan = learn(Model(load), kinds, None, admit=lambda *_: None, allows_computed=True, parts=parts)
+    plan = learn(Model(load), kinds, EngineCompat(), admit=lambda *_: None, allows_computed=True)
     assert "other" not in plan.landed
 
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from rl_bridge.engines.load_checks import check_finite
 from rl_bridge.errors import IncompatibleUpdate
-from rl_bridge.installers.base import check_finite
 
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e5m2]
 
@@ -41,7 +41,7 @@ def test_what_cannot_be_infinite_and_what_is_empty_is_passed_over() -> None:
 def test_one_bad_number_is_found_in_any_piece_by_any_number_of_threads(
     num_threads: int | None, strided: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rl_bridge.installers.base._PIECE", 64)
+    monkeypatch.setattr("rl_bridge.engines.load_checks._PIECE", 64)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)  # else torch's own threads do it
     for place in (0, 63, 64, 500, 998, 999):
         bad = torch.zeros(1000)

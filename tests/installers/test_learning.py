@@ -1,7 +1,6 @@
 """Learning where tensors go: the trial of a loader finds every element, and takes what it says."""
 
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -9,10 +8,8 @@ import torch
 
 from rl_bridge import make_weight_bridge
 from rl_bridge.engines.load_plan import SMALL_NBYTES, LoadPlan, Numbering, learn
-from rl_bridge.engines.sglang import compat as parts
-from rl_bridge.engines.sglang.model_installer import SGLangModelInstaller
-from rl_bridge.engines.vllm import model_installer
-from rl_bridge.engines.vllm.model_installer import VLLMModelInstaller
+from rl_bridge.engines.model_installer import ModelInstaller
+from rl_bridge.engines.skeleton import EngineCompat
 from rl_bridge.errors import IncompatibleUpdate
 from tests.peaks import peak_nbytes
 
@@ -49,7 +46,7 @@ class Model(torch.nn.Module):
 def learned(model: Model, admit: Callable[[LoadPlan, int], None] = lambda *_: None) -> LoadPlan:
     shape = (len(model.words) - PADDING, WIDTH)
     kinds = {"words": (model.words.dtype, shape)}
-    return learn(model, kinds, None, admit=admit, parts=parts)
+    return learn(model, kinds, EngineCompat(), admit=admit)
 
 
 def exchanged(*places: tuple[int, int]) -> Mishap:
@@ -173,7 +170,7 @@ def test_the_memory_of_one_parameters_trial_is_gone_before_the_next_ones() -> No
     def admit(_: LoadPlan, nbytes: int) -> None:
         asked.append(nbytes)
 
-    peak = peak_nbytes(lambda: learn(model, kinds, None, admit=admit, parts=parts))
+    peak = peak_nbytes(lambda: learn(model, kinds, EngineCompat(), admit=admit))
     assert [peak <= nbytes + SLACK_NBYTES for nbytes in asked] == [True]
 
 
@@ -202,7 +199,7 @@ def test_of_small_parameters_as_many_are_tried_at_once_as_take_little() -> None:
         asked.append(nbytes)
 
     def learn_all() -> None:
-        learn(model, kinds, None, admit=admit, parts=parts)
+        learn(model, kinds, EngineCompat(), admit=admit)
 
     assert peak_nbytes(learn_all) <= SMALL_NBYTES + SLACK_NBYTES
     assert asked == [0]
@@ -226,9 +223,8 @@ def test_who_is_not_admitted_takes_no_memory() -> None:
     [(0.9, "staging it beside"), (1.1, "trying the engine's loader on numbers")],
     ids=["for the copy", "for the trial"],
 )
-@pytest.mark.parametrize("engine", ["vllm", "sglang"])
 def test_a_first_update_without_room_is_refused_before_it_takes_memory(
-    engine: str, share: float, refusal: str, monkeypatch: pytest.MonkeyPatch
+    share: float, refusal: str
 ) -> None:
     model = Model(ROWS["large"], dtype=torch.uint8)  # (of one byte: numbers take twice as much)
     # (Nobody else has this memory: what others look at is asked for once more.)
@@ -237,13 +233,7 @@ def test_a_first_update_without_room_is_refused_before_it_takes_memory(
     )
     model.words = made
     budget = int(made.numel() * share)
-    # What SGLang's parts say of this model is true without SGLang.
-    monkeypatch.setattr(model_installer, "learn", partial(learn, parts=parts))
-    installer = (
-        SGLangModelInstaller(model, memory_budget_nbytes=budget)
-        if engine == "sglang"
-        else VLLMModelInstaller(model, None, memory_budget_nbytes=budget)
-    )
+    installer = ModelInstaller(model, EngineCompat(), memory_budget_nbytes=budget)
     sent = {"words": torch.zeros(ROWS["large"], WIDTH, dtype=torch.uint8)}
     with make_weight_bridge("local-clone") as bridge:
         manifest = bridge.publish(sent, weight_version=1)
@@ -274,5 +264,5 @@ class Casting(torch.nn.Module):
 @pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
 def test_a_loader_that_casts_to_the_dtype_that_is_there_is_learned(rows: int) -> None:
     kinds = {"bias": (torch.float32, (rows, WIDTH))}
-    plan = learn(Casting(rows), kinds, None, admit=lambda *_: None, parts=parts)
+    plan = learn(Casting(rows), kinds, EngineCompat(), admit=lambda *_: None)
     assert plan.landed == {"bias"}

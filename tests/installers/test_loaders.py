@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from rl_bridge.engines.load_plan import LoadPlan, learn
-from rl_bridge.engines.sglang import compat as parts
+from rl_bridge.engines.skeleton import EngineCompat
 from rl_bridge.errors import IncompatibleUpdate
 
 Loads = Callable[["Layer", torch.Tensor], Any]
@@ -35,7 +35,7 @@ class Layer(torch.nn.Module):
 
 def learned(rows: int, loads: Loads) -> LoadPlan:
     kinds = {"weight": (torch.bfloat16, (rows, WIDTH))}
-    return learn(Layer(rows, loads), kinds, None, admit=lambda *_: None, parts=parts)
+    return learn(Layer(rows, loads), kinds, EngineCompat(), admit=lambda *_: None)
 
 
 def changing(change: Callable[[torch.Tensor], Any]) -> Loads:

@@ -1,7 +1,6 @@
 """Tensors that share a place with others, and places that others look at."""
 
 from collections.abc import Iterable, Iterator
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,15 +10,13 @@ import torch
 from rl_bridge import TensorBridge, make_weight_bridge
 from rl_bridge.engines.load_checks import check_same
 from rl_bridge.engines.load_plan import LoadPlan, Route, View, learn
-from rl_bridge.engines.sglang import compat as parts
-from rl_bridge.engines.skeleton import Target, User
+from rl_bridge.engines.model_installer import ModelInstaller
+from rl_bridge.engines.skeleton import EngineCompat, Target, User
 from rl_bridge.engines.vllm import model_installer
-from rl_bridge.engines.vllm.model_installer import VLLMModelInstaller
 from rl_bridge.errors import IncompatibleUpdate
 from rl_bridge.manifest.model import WeightUpdateManifest
 
 SHAPE = (64, 32)
-CONFIG: Any = SimpleNamespace(parallel_config=SimpleNamespace(tensor_parallel_size=1))
 
 
 class Tied(torch.nn.Module):
@@ -43,7 +40,7 @@ def trainer() -> Iterator[TensorBridge]:
 
 def planned(names: Iterable[str]) -> LoadPlan:
     kinds = dict.fromkeys(names, (torch.float32, SHAPE))
-    return learn(Tied(), kinds, None, admit=lambda *_: None, parts=parts)
+    return learn(Tied(), kinds, EngineCompat(), admit=lambda *_: None)
 
 
 def published(trainer: TensorBridge, head: float) -> WeightUpdateManifest:
@@ -58,26 +55,24 @@ def test_tensors_that_go_to_one_place_are_let_in_where_they_are_the_same(
 
 
 def test_tensors_that_go_to_one_place_and_differ_are_refused_before_anything_is_made(
-    trainer: TensorBridge, monkeypatch: pytest.MonkeyPatch
+    trainer: TensorBridge,
 ) -> None:
-    monkeypatch.setattr(model_installer, "learn", partial(learn, parts=parts))
     model, manifest = Tied(), published(trainer, 3.0)
-    installer = VLLMModelInstaller(model, CONFIG)
+    installer = ModelInstaller(model, EngineCompat())
     with pytest.raises(IncompatibleUpdate, match=r"'head' and 'words' both go to .*'words', exp"):
         installer.prepare(manifest, trainer.import_update(manifest))
     assert installer._staged is None
 
 
 def test_what_an_install_writes_in_place_is_asked_for_twice(
-    trainer: TensorBridge, monkeypatch: pytest.MonkeyPatch
+    trainer: TensorBridge,
 ) -> None:
     """Once for the next version, once to go back."""
-    monkeypatch.setattr(model_installer, "learn", partial(learn, parts=parts))
     model = Tied()
     model.register_buffer("flat", model.words.view(-1), persistent=False)
     nbytes = model.words.nbytes
     manifest = published(trainer, 2.0)
-    installer = VLLMModelInstaller(model, None, memory_budget_nbytes=2 * nbytes - 1)
+    installer = ModelInstaller(model, EngineCompat(), memory_budget_nbytes=2 * nbytes - 1)
     with pytest.raises(IncompatibleUpdate, match=f"takes {2 * nbytes} bytes more"):
         installer.prepare(manifest, trainer.import_update(manifest))
 
@@ -95,5 +90,5 @@ def test_a_tensor_of_which_a_packed_layer_takes_a_part_is_looked_at_for_the_rest
         return Route(source, part, target, part, is_whole=False)
 
     steps: dict[int, Any] = {0: [taken("both", 0), taken("one", 0)], 1: [taken("both", 1)]}
-    staged: Any = SimpleNamespace(canaries=[SimpleNamespace(module=packed)])
-    assert model_installer._asked_about(LoadPlan(targets, steps), staged) == {"one"}
+    canaries: Any = [SimpleNamespace(module=packed)]
+    assert model_installer._asked_about(LoadPlan(targets, steps), canaries) == {"one"}

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rl_bridge.engines import load_checks as unreached
-from rl_bridge.engines.load_checks import refuse_unreached
+from rl_bridge.engines.vllm import compat
+from rl_bridge.engines.vllm.compat import refuse_unreached
 from rl_bridge.errors import IncompatibleUpdate
 
 
@@ -14,7 +14,7 @@ from rl_bridge.errors import IncompatibleUpdate
 def recorded(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     """Names of the buffers that the engine makes anew."""
     names: set[str] = set()
-    monkeypatch.setattr(unreached, "recorded_buffers", lambda _: names)
+    monkeypatch.setattr(compat, "recorded_buffers", lambda _: names)
     return names
 
 

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from rl_bridge.engines import canary
-from rl_bridge.engines.canary import Canary
+from rl_bridge.engines.vllm import canary
+from rl_bridge.engines.vllm.canary import PackCanary
 from rl_bridge.errors import ProofFailed
 
 
@@ -47,18 +47,18 @@ def layer(pack: Pack, weight: torch.nn.Parameter) -> torch.nn.Module:
     return made
 
 
-def tied() -> tuple[Pack, list[torch.nn.Module], list[Canary]]:
+def tied() -> tuple[Pack, list[torch.nn.Module], list[PackCanary]]:
     """Two layers that compute with one pack of one parameter."""
     weight = torch.nn.Parameter(torch.randn(6, 16))
     pack = Pack(weight.detach())
     layers = [layer(pack, weight) for _ in range(2)]
-    first = Canary.make("embed", layers[0], pack, weight)
-    second = Canary("head", layers[1], pack, first.inputs, first.answer)
+    first = PackCanary.make("embed", layers[0], pack, weight)
+    second = PackCanary("head", layers[1], pack, first.inputs, first.answer)
     pack.asked = 0
     return pack, layers, [first, second]
 
 
-def prove(canaries: list[Canary]) -> None:
+def prove(canaries: list[PackCanary]) -> None:
     answered: set[tuple[int, int]] = set()
     for one in canaries:
         one.check(answered)
@@ -109,7 +109,7 @@ def test_a_pack_passes_whose_products_cancel() -> None:
     def product(given: torch.Tensor, _weight: Any, _bias: None) -> torch.Tensor:
         return (given.flip(1) * weight[0].flip(0)).cumsum(1)[:, -1:].expand(-1, 6)
 
-    Canary.make("layer", torch.nn.Module(), product, weight)
+    PackCanary.make("layer", torch.nn.Module(), product, weight)
 
 
 @pytest.mark.parametrize("size", [1e-6, 1e-7])
@@ -120,7 +120,7 @@ def test_a_pack_of_numbers_so_small_that_products_are_coarse_passes(size: float)
         found = given @ weight.t()
         return found + torch.finfo(torch.float16).smallest_normal * torch.finfo(torch.float16).eps
 
-    Canary.make("layer", torch.nn.Module(), product, weight)
+    PackCanary.make("layer", torch.nn.Module(), product, weight)
 
 
 def test_a_pack_of_another_weight_is_named_where_products_cancel() -> None:
@@ -128,4 +128,4 @@ def test_a_pack_of_another_weight_is_named_where_products_cancel() -> None:
     other = weight.clone()
     other[2, 7] *= 1.1
     with pytest.raises(ProofFailed, match="layer 'layer'"):
-        Canary.make("layer", torch.nn.Module(), Pack(other), weight)
+        PackCanary.make("layer", torch.nn.Module(), Pack(other), weight)

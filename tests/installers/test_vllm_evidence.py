@@ -16,7 +16,7 @@ from rl_bridge.errors import ProofFailed
 def evidence() -> Iterator[Evidence]:
     with make_weight_bridge("local-clone") as bridge:
         manifest = bridge.publish({"weight": torch.ones(3)}, weight_version=1)
-        yield Evidence(manifest, {}, LoadPlan([]), num_threads=1)
+        yield Evidence(manifest, LoadPlan([]), num_threads=1)
         bridge.release(manifest.update_id)
 
 
@@ -32,14 +32,14 @@ def staged() -> tuple[Staged, torch.Tensor]:
 
 def test_a_tensor_that_holds_what_was_staged_is_proven(evidence: Evidence) -> None:
     version, _ = staged()
-    evidence.seal(version)
+    evidence.seal({}, version)
     assert evidence.check(version).method == "digest"
 
 
 @pytest.mark.parametrize("place", [0, 31, 63])
 def test_a_tensor_that_changed_behind_its_staging_is_named(evidence: Evidence, place: int) -> None:
     version, tensor = staged()
-    evidence.seal(version)
+    evidence.seal({}, version)
     tensor.view(torch.uint8)[2 * place] ^= 1
     with pytest.raises(ProofFailed, match=r"'conv\.unpacked' .*does not hold what was staged"):
         evidence.check(version)
@@ -47,7 +47,7 @@ def test_a_tensor_that_changed_behind_its_staging_is_named(evidence: Evidence, p
 
 def test_another_tensor_of_the_same_bytes_is_not_the_one_that_was_made(evidence: Evidence) -> None:
     version, tensor = staged()
-    evidence.seal(version)
+    evidence.seal({}, version)
     vars(version.attributes[0].module)["unpacked"] = tensor.clone()
     with pytest.raises(ProofFailed, match="layer 'conv': its unpacked is not the one"):
         evidence.check(version)

@@ -1,5 +1,6 @@
 """What a reload refuses, and what it can read: layers that got nothing, parameters of two users."""
 
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,8 +9,9 @@ import torch
 
 from rl_bridge.engines.load_plan import LoadPlan
 from rl_bridge.engines.skeleton import Target, User
-from rl_bridge.engines.vllm import reload as reload_proof
+from rl_bridge.engines.vllm.compat import VLLMCompat
 from rl_bridge.engines.vllm.reload import VLLMReloadAdapter
+from rl_bridge.engines.vllm.reload_proof import _is_readable
 from rl_bridge.errors import IncompatibleUpdate
 
 
@@ -52,15 +54,16 @@ def test_a_layer_that_got_nothing_is_told_from_one_that_is_loaded_past_the_reloa
 
 
 @pytest.mark.parametrize("is_packed", [False, True])
-def test_packed_experts_with_two_users_are_not_called_readable(
-    monkeypatch: pytest.MonkeyPatch, is_packed: bool
-) -> None:
-    monkeypatch.setattr(reload_proof, "checkpoint_tensors", lambda one: one._parameters)
+def test_packed_experts_with_two_users_are_not_called_readable(is_packed: bool) -> None:
+    class Compat(VLLMCompat):
+        def checkpoint_tensors(self, layer: torch.nn.Module) -> Mapping[str, torch.Tensor]:
+            return dict(layer.named_parameters())
+
     one, other = layer(), layer()
     other.weight = one.weight
     if is_packed:
         vars(one)["quant_method"] = vars(other)["quant_method"] = UnquantizedFusedMoEMethod()
     users = [User("one", one, "weight"), User("other", other, "weight")]
     meta = one.weight.to("meta")
-    assert reload_proof._is_readable(users[0], Target(meta, users[:1]))
-    assert reload_proof._is_readable(users[0], Target(meta, users)) is not is_packed
+    assert _is_readable(users[0], Target(meta, users[:1]), Compat(None))
+    assert _is_readable(users[0], Target(meta, users), Compat(None)) is not is_packed

@@ -8,7 +8,7 @@ import torch
 
 from rl_bridge.engines.load_checks import check_whole
 from rl_bridge.engines.load_plan import learn
-from rl_bridge.engines.sglang import compat as parts
+from rl_bridge.engines.skeleton import EngineCompat
 from rl_bridge.engines.vllm.compat import num_same
 from rl_bridge.errors import IncompatibleUpdate
 
@@ -53,8 +53,8 @@ class Model(torch.nn.Module):
 
 def check(kv_heads: int, **rows: int) -> None:
     kinds = {name: (torch.float32, (num * HEAD_SIZE, HIDDEN)) for name, num in rows.items()}
-    plan = learn(Model(kv_heads), kinds, None, admit=lambda *_: None, parts=parts)
-    check_whole(plan, kinds, RANKS)
+    plan = learn(Model(kv_heads), kinds, EngineCompat(), admit=lambda *_: None)
+    check_whole(plan, kinds, RANKS, num_same)
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])

@@ -14,7 +14,7 @@ from rl_bridge.engines.sglang.client import Answer, SGLangClient
 from rl_bridge.engines.sglang.engine_adapter import SGLangInstallAdapter
 from rl_bridge.engines.sglang.loaders import SGLangLoader
 from rl_bridge.engines.sglang.plugin import PREFIX, SENDER, sender
-from tests.integrations.test_sglang_exchange import Model
+from tests.installers.test_model_installer import Model
 
 __all__ = ["Client", "Engine", "LostError", "engine", "importing", "loading", "trainer", "update"]
 

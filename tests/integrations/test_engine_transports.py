@@ -21,11 +21,11 @@ from rl_bridge.engines.vllm import rank as vllm_rank
 from rl_bridge.engines.vllm.rank import VLLMRank
 from rl_bridge.sglang import SGLangInstallAdapter
 from rl_bridge.vllm import VLLMEngineAdapter
+from tests.installers.test_model_installer import equal, held, loaded, version
 from tests.integrations import test_engine_adapter as vllm
 from tests.integrations.sglang_engine import Client, engine
 from tests.integrations.sglang_engine import Engine as SGLangEngine
 from tests.integrations.test_rank import Group, Model
-from tests.integrations.test_sglang_exchange import equal, held, loaded, version
 
 __all__ = ["engine"]  # a fixture, for this file, too
 

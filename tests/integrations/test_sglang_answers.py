@@ -7,11 +7,10 @@ import pytest
 import torch
 
 from rl_bridge import WeightUpdateManifest, WeightUpdateRejectedError, make_weight_bridge
-from rl_bridge.engines.evidence import digests_of
 from rl_bridge.engines.load_plan import View
-from rl_bridge.engines.sglang.cuts import Cut, check_covered, parse_cuts, part_digests
 from rl_bridge.engines.sglang.loaders import SGLangLoader
 from rl_bridge.engines.sglang.plugin import reply_text
+from rl_bridge.engines.shards import Cut, check_covered, digests_of, parse_cuts, part_digests
 from rl_bridge.errors import IncompatibleUpdate, ProofFailed
 
 WEIGHT = torch.arange(24, dtype=torch.float32).view(4, 6)

@@ -10,8 +10,8 @@ from rl_bridge import TensorBridge
 from rl_bridge.engines.sglang import plugin
 from rl_bridge.engines.sglang.engine_adapter import SGLangInstallAdapter
 from rl_bridge.engines.sglang.loaders import DiskRoute
+from tests.installers.test_model_installer import equal, held, loaded, version
 from tests.integrations.sglang_engine import Client, Engine, engine, trainer
-from tests.integrations.test_sglang_exchange import equal, held, loaded, version
 
 __all__ = ["engine", "trainer"]  # fixtures, for this file, too
 

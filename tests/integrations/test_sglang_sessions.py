@@ -12,6 +12,7 @@ from rl_bridge import (
     make_weight_bridge,
 )
 from rl_bridge.engines.sglang.engine_adapter import SGLangInstallAdapter
+from tests.installers.test_model_installer import equal, held, loaded, version
 from tests.integrations.sglang_engine import (
     Client,
     Engine,
@@ -22,7 +23,6 @@ from tests.integrations.sglang_engine import (
     trainer,
     update,
 )
-from tests.integrations.test_sglang_exchange import equal, held, loaded, version
 
 __all__ = ["engine", "trainer"]  # fixtures, for this file, too
 

@@ -4,6 +4,7 @@ import pytest
 
 from rl_bridge import TensorBridge, WeightBridgeUnavailableError
 from rl_bridge.engines.sglang.engine_adapter import SGLangServing
+from tests.installers.test_model_installer import equal, held, loaded, version
 from tests.integrations.sglang_engine import (
     Engine,
     engine,
@@ -11,7 +12,6 @@ from tests.integrations.sglang_engine import (
     trainer,
     update,
 )
-from tests.integrations.test_sglang_exchange import equal, held, loaded, version
 
 __all__ = ["engine", "trainer"]  # fixtures, for this file, too
 

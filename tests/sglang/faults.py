@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from rl_bridge.engines.exchange import Exchange
-from rl_bridge.engines.sglang import beside
+from rl_bridge.engines import model_installer, staging
+from rl_bridge.engines.evidence import Places
 from rl_bridge.engines.sglang.host import tensor_group
-from rl_bridge.engines.staging import Staged, TensorChange
+from rl_bridge.engines.staging import Exchange, Staged, TensorChange
 from rl_bridge.installers.snapshot import Snapshot
 
 __all__ = ["plant"]
@@ -69,12 +69,13 @@ def _around_load(
 
 def _around_staging(change: Callable[[int, Named], Named]) -> None:
     """Put something between the tensors and the version that is made beside the serving one."""
-    original = vars(beside)["_assemble"]
+    original = vars(model_installer)["assemble"]
 
-    def assemble(plan: Any, tensors: Any, *args: Any) -> None:
-        original(plan, dict(change(i, item) for i, item in enumerate(tensors.items())), *args)
+    def assemble(plan: Any, tensors: Any, *args: Any, **options: Any) -> None:
+        changed = dict(change(i, item) for i, item in enumerate(tensors.items()))
+        original(plan, changed, *args, **options)
 
-    _patch(beside, "_assemble", assemble)
+    _patch(model_installer, "assemble", assemble)
 
 
 class _Upto(list[TensorChange]):
@@ -118,7 +119,7 @@ def _staging(model: torch.nn.Module, nth: int) -> None:
         msg = "planted in the staging"
         raise PlantedError(msg)
 
-    _patch(beside, "BytePlan", run)
+    _patch(staging, "BytePlan", run)
 
 
 def _wrong(model: torch.nn.Module, nth: int) -> None:
@@ -178,11 +179,12 @@ def _undo(model: torch.nn.Module, nth: int) -> None:
     """Fail at the n-th tensor, and in the undo as well."""
     _fail(model, nth)
 
-    def restore(self: Snapshot) -> None:
+    def fails(*_: Any) -> None:
         msg = "planted in the undo"
         raise PlantedError(msg)
 
-    _patch(Snapshot, "restore", restore)
+    _patch(Snapshot, "restore", fails)
+    _patch(Places, "check", fails)
 
 
 def flip_byte(tensor: torch.Tensor) -> None:

@@ -4,34 +4,18 @@ SGLang is imported where it is used, never when rl_bridge is: whoever has no SGL
 """
 
 import importlib
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
 from importlib import metadata
-from types import MethodType, ModuleType
-from typing import Any
+from types import ModuleType
 
 import torch
 
+from rl_bridge.engines.skeleton import EngineCompat
 from rl_bridge.errors import WeightBridgeUnavailableError
 
-__all__ = [
-    "MINIMUM",
-    "RELOAD",
-    "bound_anew",
-    "checkpoint_tensors",
-    "config_context",
-    "loaded_dtype",
-    "require",
-    "unsupported",
-    "version",
-]
+__all__ = ["MINIMUM", "SGLangCompat", "require", "version"]
 
 MINIMUM = "0.5.23"
 """The oldest SGLang whose plugins and control routes are the ones used here."""
-RELOAD = (
-    "starting a fresh engine from its checkpoint: SGLangInstallAdapter does not serve such models"
-)
-"""What serves models whose weights cannot be followed into the engine."""
 _REMEDY = "pip install 'rl-bridge[sglang]'"
 
 # Quantization methods that leave a weight as it was loaded.
@@ -69,45 +53,24 @@ def version() -> str | None:
         return None
 
 
-def config_context(config: Any) -> AbstractContextManager[object]:
-    """SGLang's loaders read process-wide settings: there is nothing to enter."""
-    del config
-    return nullcontext()
+class SGLangCompat(EngineCompat):
+    """What SGLang does with the weights of its layers: nothing, unless `unsupported` says it."""
 
+    elsewhere = (
+        "starting a fresh engine from its checkpoint: SGLangInstallAdapter does not serve such "
+        "models"
+    )
 
-def checkpoint_tensors(layer: torch.nn.Module) -> Mapping[str, torch.Tensor]:
-    """SGLang keeps parameters as they were loaded where `unsupported` says nothing."""
-    del layer
-    return {}
-
-
-def loaded_dtype(layer: torch.nn.Module, leaf: str, parameter: torch.Tensor) -> torch.dtype:
-    """The dtype in which a parameter is loaded: the one that it is kept in."""
-    del layer, leaf
-    return parameter.dtype
-
-
-def bound_anew(
-    attributes: Mapping[str, Any], live: torch.nn.Module, clone: torch.nn.Module
-) -> dict[str, Any]:
-    """A tensor's attributes with the methods of its layer bound to that layer's clone."""
-    return {
-        key: MethodType(value.__func__, clone)
-        if isinstance(value, MethodType) and value.__self__ is live
-        else value
-        for key, value in attributes.items()
-    }
-
-
-def unsupported(layer: torch.nn.Module) -> str | None:
-    """Why a layer's weights cannot be followed into the engine, or None if they can."""
-    name = type(layer).__name__
-    method = getattr(layer, "quant_method", None)
-    processes = hasattr(method, "process_weights_after_loading")
-    if processes and not _METHODS & {kind.__name__ for kind in type(method).__mro__}:
-        return f"{name} is processed by {type(method).__name__}"
-    if getattr(layer, "use_intel_amx_backend", False):
-        return f"{name} keeps its weight packed for AMX"
-    if getattr(layer, "w_kc", None) is not None:
-        return f"{name} keeps tensors derived from its weights"
-    return None
+    def unsupported(self, layer: torch.nn.Module) -> str | None:
+        """Why a layer's weights cannot be followed into the engine, or None if they can."""
+        name = type(layer).__name__
+        method = getattr(layer, "quant_method", None)
+        processes = hasattr(method, "process_weights_after_loading")
+        reason = None
+        if processes and not _METHODS & {kind.__name__ for kind in type(method).__mro__}:
+            reason = f"is processed by {type(method).__name__}"
+        elif getattr(layer, "use_intel_amx_backend", False):
+            reason = "keeps its weight packed for AMX"
+        elif getattr(layer, "w_kc", None) is not None:
+            reason = "keeps tensors derived from its weights"
+        return None if reason is None else f"{name} {reason}, so what it holds cannot be read"

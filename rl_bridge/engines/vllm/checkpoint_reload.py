@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from rl_bridge.engines.load_checks import check_finite
 from rl_bridge.engines.vllm.client import LLMHandle
 from rl_bridge.engines.vllm.compat import require
 from rl_bridge.errors import (
@@ -23,7 +24,7 @@ from rl_bridge.errors import (
     WeightBridgeUnavailableError,
     WeightUpdateRejectedError,
 )
-from rl_bridge.installers.base import InstallProof, TransactionalAdapter, check_finite
+from rl_bridge.installers.base import InstallProof, TransactionalAdapter
 from rl_bridge.manifest.model import WeightUpdateManifest
 
 __all__ = [

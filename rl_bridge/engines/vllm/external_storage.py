@@ -10,8 +10,9 @@ from typing import Any
 import torch
 
 from rl_bridge.cuda.devices import driver_at
+from rl_bridge.engines.load_checks import check_finite
 from rl_bridge.errors import IncompatibleUpdate, ProofFailed, WeightBridgeUnavailableError
-from rl_bridge.installers.base import InstallProof, TransactionalAdapter, check_finite
+from rl_bridge.installers.base import InstallProof, TransactionalAdapter
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.transports.cuda import cuda_cause
 

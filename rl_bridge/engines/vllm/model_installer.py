@@ -1,55 +1,47 @@
 """`VLLMModelInstaller`: installs updates into the model of one vLLM worker, all or nothing.
 
-The next version is made beside the serving one (`rl_bridge.engines.staging`); the install
-itself exchanges references and takes microseconds a layer, whatever the model's size. Undoing it
-exchanges them back: the engine has the very objects again that it had before.
+On the CPU vLLM packs most weights when it has loaded them, and drops what it packed. So the next
+version of such a layer is made by vLLM's own code on a stand-in of the layer: the serving one is
+only read. What is left for the install is to exchange parameters, and the packs that layers compute
+with.
 """
 
-import logging
-from collections import OrderedDict
-from collections.abc import Mapping
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from rl_bridge.engines.evidence import Evidence, Untouched
-from rl_bridge.engines.exchange import Exchange, is_alone, is_looked_at
-from rl_bridge.engines.load_checks import (
-    check_casts,
-    check_landed,
-    check_same,
-    check_whole,
-    refuse_unreached,
-)
-from rl_bridge.engines.load_plan import Kinds, LoadPlan, learn
+from rl_bridge.engines.evidence import Evidence
+from rl_bridge.engines.load_checks import check_dtypes, check_whole
+from rl_bridge.engines.load_plan import Kinds, LoadPlan, Route
+from rl_bridge.engines.model_installer import ModelInstaller, Tensors, kinds_of
+from rl_bridge.engines.skeleton import EngineCompat, Target, User
 from rl_bridge.engines.staging import (
-    LEARNING,
-    Spares,
+    Assembled,
+    AttributeChange,
+    Canary,
+    SpareMemory,
     Staged,
     TensorChange,
-    check_budget,
-    checked_budget,
-    stage,
+    assemble,
 )
-from rl_bridge.engines.vllm.compat import RELOAD, unsupported
+from rl_bridge.engines.vllm.canary import PackCanary, check_experts
+from rl_bridge.engines.vllm.compat import VLLMCompat, num_same, refuse_unreached, repacks
 from rl_bridge.errors import IncompatibleUpdate, ProofFailed
-from rl_bridge.installers.base import (
-    InstallProof,
-    TransactionalAdapter,
-    check_finite,
-    checked_threads,
-)
 from rl_bridge.manifest.model import WeightUpdateManifest
 
-__all__ = [
-    "VLLMModelInstaller",
-]
+__all__ = ["Given", "VLLMModelInstaller", "processed"]
 
-_LOG = logging.getLogger(__name__)
-_PLANS = 4
+# What a stand-in has of its own, so that processing it cannot reach the serving layer.
+_OWN = frozenset(
+    {"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "quant_method"}
+)
 
 
-class VLLMModelInstaller(TransactionalAdapter):
+class VLLMModelInstaller(ModelInstaller):
     """Installs updates into one worker's model. Call it from the thread that runs the model.
 
     The update's names, shapes and dtypes are those of a checkpoint of the model; where each tensor
@@ -71,188 +63,61 @@ class VLLMModelInstaller(TransactionalAdapter):
             model: the worker's model, loaded by vLLM.
             vllm_config: the engine's configuration.
             cast: True lets an update's dtype differ from the engine's; vLLM's loader casts then.
-            memory_budget_nbytes: what staging may take beyond what it holds; None takes what the
-                machine has to give.
-            num_threads: threads that digest; None takes the usable cores.
+            memory_budget_nbytes: what the next version may take; None takes what the machine has to
+                give.
+            num_threads: threads that copy and digest; None takes the usable cores.
 
         Raises:
             TypeError: `cast` is no bool.
             ValueError: less than one thread, or a negative budget.
 
         """
-        if not isinstance(cast, bool):
-            raise TypeError(f"cast={cast!r}: expected True or False.")
-        self._model = model
+        super().__init__(
+            model,
+            VLLMCompat(vllm_config),
+            cast=cast,
+            memory_budget_nbytes=memory_budget_nbytes,
+            num_threads=num_threads,
+        )
         self._config = vllm_config
-        self._cast = cast
-        self._budget = checked_budget(memory_budget_nbytes)
-        self._num_threads = checked_threads(num_threads)
-        self._plans: OrderedDict[str, LoadPlan] = OrderedDict()
-        self._spares = Spares()
-        self._staged: Staged | None = None
-        self._evidence: Evidence | None = None
-        self._untouched: Untouched | None = None
-        self._exchange = Exchange()
-        self._is_committing = False
+        self._packs = _Packs()
 
-    def prepare(self, manifest: WeightUpdateManifest, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Make the next version beside the serving one; nothing that serves is written.
-
-        Raises:
-            IncompatibleUpdate: names, shapes, dtypes, numbers that are not finite, memory, or a
-                model that holds what no update reaches.
-            ProofFailed: what was made is not what the update says.
-
-        """
-        self.abandon()
+    def _check_model(self) -> None:
         refuse_unreached(self._model)
-        self._spares.drop(is_looked_at)
-        plan = self._plan(manifest)
-        check_landed(plan, manifest)
-        check_same(plan, manifest)
-        self._check_room(plan, manifest)
-        evidence = Evidence(manifest, tensors, plan, num_threads=self._num_threads)
-        self._staged = staged = Staged()  # noted first: what fails half-way is let go of
-        try:
-            for assembled in stage(plan, tensors, self._spares, self._config, staged):
-                evidence.add(assembled)
-        except IncompatibleUpdate:
-            check_finite(tensors, plan.landed)  # a canary names the layer, these the tensor
-            check_casts(plan, tensors)
-            raise
-        rest = plan.landed - _asked_about(plan, staged)
-        check_finite(tensors, rest, num_threads=self._num_threads)
-        check_casts(plan, tensors)
-        evidence.seal(staged)
-        self._evidence = evidence
-
-    def install(self, manifest: WeightUpdateManifest, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Exchange. Prepares by itself where that was not done.
-
-        Raises:
-            WeightBridgeError: call `undo`.
-
-        """
-        if self._evidence is None:
-            self.prepare(manifest, tensors)
-        assert self._staged is not None
-        written = [change.live for change in self._staged.tensors]
-        self._untouched = Untouched(self._model, written, num_threads=self._num_threads)
-        self._exchange.apply(self._staged)
-
-    def prove(self) -> InstallProof:
-        """Read what the engine holds.
-
-        Raises:
-            ProofFailed: it is not what was installed.
-            IncompatibleUpdate: the model holds what no update reaches.
-
-        """
-        if self._staged is None or self._evidence is None or self._untouched is None:
-            msg = "nothing was installed that could be proven. Call install first."
-            raise ProofFailed(msg)
-        proof = self._evidence.check(self._staged)
-        self._untouched.check()
-        refuse_unreached(self._model)  # a step of the model may have made a copy since
-        return proof
-
-    def undo(self) -> None:
-        """Exchange back: the engine has the objects and bytes again that it had."""
-        if self._is_committing:
-            self.commit()  # an interrupt cut it off: half of it is no state to go back to
-        self._exchange.undo()
-        self.abandon()
-
-    def abandon(self) -> None:
-        """Let go of what was staged; its memory is kept for the next update."""
-        if self._is_committing:
-            self.commit()
-        if self._exchange.is_begun:
-            return
-        staged, self._staged = self._staged, None
-        self._evidence = self._untouched = None
-        for change in [] if staged is None else staged.tensors:
-            self._keep(change, change.fresh)
-
-    def commit(self) -> None:
-        """Keep the memory of the version before for the next one.
-
-        An interrupt may come anywhere: from the first line on it is undone by nothing, only ended.
-        """
-        self._is_committing = True
-        self._staged = self._evidence = self._untouched = None
-        tensors, attributes = self._exchange.forget()
-        self._is_committing = False
-        for change, memory in tensors:
-            self._keep(change, memory)
-        self._spares.keep_packs((change.module, value) for change, value in attributes)
-
-    def _keep(self, change: TensorChange, memory: torch.Tensor) -> None:
-        # What serves is never a spare, whatever was cut off where.
-        if change.index is not None and memory.data_ptr() != change.live.data_ptr():
-            self._spares.keep(change.index, memory)
-
-    def release(self, update_id: str) -> None:
-        """Nothing is kept of an update: the engine has memory of its own."""
-
-    # ---- inside ---------------------------------------------------------------------------------
-
-    def _plan(self, manifest: WeightUpdateManifest) -> LoadPlan:
-        table = manifest.table
-        plan = self._plans.get(table.digest)
-        if plan is None:
-            self._check_layers()
-            kinds = {
-                name: (getattr(torch, table.dtypes[row]), table.shapes[row])
-                for name, row in table.rows.items()
-            }
-
-            def admit(noted: LoadPlan, nbytes: int) -> None:
-                self._check_room(noted, manifest)
-                check_budget(nbytes, self._budget, manifest.weight_version, LEARNING)
-
-            plan = learn(self._model, kinds, self._config, admit=admit)
-            check_whole(plan, kinds, self._config.parallel_config.tensor_parallel_size)
-            self._check_dtypes(plan, kinds)
-            self._plans[table.digest] = plan
-            while len(self._plans) > _PLANS:
-                self._plans.popitem(last=False)
-        self._plans.move_to_end(table.digest)
-        return plan
-
-    def _check_room(self, plan: LoadPlan, manifest: WeightUpdateManifest) -> None:
-        lives = (plan.targets[index].live for index in plan.steps)
-        # An install copies aside what it writes in place.
-        aside = sum(live.nbytes for live in lives if live is not None and not is_alone(live))
-        needed = self._spares.missing_nbytes(plan) + aside
-        check_budget(needed, self._budget, manifest.weight_version)
-
-    def _check_layers(self) -> None:
-        for name, layer in self._model.named_modules():
-            reason = unsupported(layer)
-            if reason is not None:
-                msg = (
-                    f"layer {name!r}: {reason}, which cannot be made beside the serving layer. "
-                    f"Install it by {RELOAD}."
-                )
-                raise IncompatibleUpdate(msg)
 
     def _check_dtypes(self, plan: LoadPlan, kinds: Kinds) -> None:
-        if self._cast:
-            return
-        for route in plan.routes():
-            target, dtype = plan.targets[route.target], kinds[route.source][0]
-            if dtype != target.meta.dtype:
-                msg = (
-                    f"tensor {route.source!r} is {_name(dtype)}, parameter {target.name!r} is "
-                    f"{_name(target.meta.dtype)}. Publish in the engine's dtype, or say cast=True."
-                )
-                raise IncompatibleUpdate(msg)
+        if not self._cast:
+            check_dtypes(plan, kinds, remedy=", or say cast=True")
+
+    def _check_whole(self, plan: LoadPlan, manifest: WeightUpdateManifest) -> None:
+        ranks = self._config.parallel_config.tensor_parallel_size
+        check_whole(plan, kinds_of(manifest), ranks, num_same)
+
+    def _staging_nbytes(self, plan: LoadPlan) -> int:
+        return self._packs.staging_nbytes(plan)
+
+    def _stage(
+        self, plan: LoadPlan, tensors: Tensors, staged: Staged, evidence: Evidence
+    ) -> AbstractSet[str]:
+        making = _Making(
+            plan,
+            tensors,
+            staged,
+            packs=self._packs,
+            compat=self._compat,
+            num_threads=self._num_threads,
+        )
+        for assembled in making.run(self._spares):
+            evidence.add(assembled)
+        return _asked_about(plan, staged.canaries)
+
+    def _keep_attributes(self, freed: Sequence[tuple[torch.nn.Module, object]]) -> None:
+        self._packs.keep(freed)
 
 
-def _asked_about(plan: LoadPlan, staged: Staged) -> set[str]:
+def _asked_about(plan: LoadPlan, canaries: Sequence[Canary]) -> set[str]:
     """Tensors that need no pass of their own: each of their numbers is in a canary's product."""
-    modules = {id(canary.module) for canary in staged.canaries}
+    modules = {id(canary.module) for canary in canaries}
     asked: set[str] = set()
     rest: set[str] = set()
     for route in plan.routes():
@@ -262,5 +127,307 @@ def _asked_about(plan: LoadPlan, staged: Staged) -> set[str]:
     return asked - rest
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+class _Packs:
+    """Memory beside the parameters': what layers compute with, and what is assembled to be packed.
+
+    The packs of the version before are kept until each layer gets its next: freed at once they
+    would go back to the system, and the next ones would touch it anew page by page.
+    """
+
+    def __init__(self) -> None:
+        """Begin with none."""
+        self._kept: dict[int, list[object]] = {}
+        self._scratch = torch.empty(0, dtype=torch.uint8, device="cpu")
+
+    def keep(self, packs: Sequence[tuple[torch.nn.Module, object]]) -> None:
+        """Keep what layers computed with before."""
+        self._kept = {}
+        for module, value in packs:
+            self._kept.setdefault(id(module), []).append(value)
+
+    def make_room(self, module: torch.nn.Module) -> None:
+        """A layer gets its next pack now."""
+        self._kept.pop(id(module), None)
+
+    def scratch(self, target: Target) -> torch.Tensor:
+        """Memory for a parameter that is packed at once and not kept; valid until the next call."""
+        if self._scratch.numel() < target.nbytes:
+            self._scratch = torch.empty(target.nbytes, dtype=torch.uint8, device="cpu")
+        flat = self._scratch[: target.nbytes].view(target.meta.dtype)
+        return torch.as_strided(flat, tuple(target.meta.shape), target.meta.stride())
+
+    def _has(self, target: Target) -> bool:
+        """Whether a parameter needs no room for a pack: there is some, or it gets none."""
+        # (Heads and embeddings keep their weight beside the pack.)
+        packing = [
+            user.module
+            for user in target.users
+            if target.is_consumed or (user.leaf == "weight" and "cpu_linear" in vars(user.module))
+        ]
+        return all(id(layer) in self._kept for layer in packing)
+
+    def staging_nbytes(self, plan: LoadPlan) -> int:
+        """Bytes that the next version takes: parameters, packs, scratch."""
+        kept = packed = scratch = 0
+        experts: dict[int, int] = {}
+        for index in plan.steps:
+            target = plan.targets[index]
+            nbytes = target.nbytes
+            packed += 0 if self._has(target) else nbytes
+            if target.is_consumed:
+                scratch = max(scratch, nbytes)
+                continue
+            kept += nbytes
+            if repacks(layer := target.users[0].module):
+                # Assembled, and packed twice to be compared; what stays is one of the packs.
+                experts[id(layer)] = experts.get(id(layer), 0) + 2 * nbytes
+        scratch = max(0, scratch - self._scratch.numel())
+        return kept + packed + scratch + max(experts.values(), default=0)
+
+
+# ---- making the next version --------------------------------------------------------------------
+
+Given = Mapping[str, tuple[int, torch.Tensor, Target]]
+"""What a layer's parameters are made of: leaf -> position of the target, memory, target."""
+
+_Made = tuple[list[AttributeChange], list[PackCanary]]
+"""What a layer computes with, and what answers for it."""
+
+
+class _Making:
+    """Makes the next version of a model, one layer after another."""
+
+    def __init__(
+        self,
+        plan: LoadPlan,
+        tensors: Tensors,
+        staged: Staged,
+        *,
+        packs: _Packs,
+        compat: EngineCompat,
+        num_threads: int | None,
+    ) -> None:
+        self._plan = plan
+        self._tensors = tensors
+        self._staged = staged
+        self._packs = packs
+        self._compat = compat
+        self._num_threads = num_threads
+        self._layers: dict[int, list[int]] = {}
+        for index in plan.steps:
+            for user in plan.targets[index].users:
+                self._layers.setdefault(id(user.module), []).append(index)
+
+    def run(self, spares: SpareMemory) -> Iterator[Assembled]:
+        """Make it; the serving model is only read.
+
+        Yields:
+            Each parameter when it is assembled and before it is processed: the one moment at which
+            the bytes of a packed parameter can be read. Once more what processing replaced by
+            tensors of its own (the weights of packed experts): what was read to make them.
+
+        Raises:
+            IncompatibleUpdate: vLLM's processing makes something else of it than the engine has.
+
+        """
+        targets = {index: self._plan.targets[index] for index in self._plan.steps}
+        lasting = {i: one for i, one in targets.items() if not _is_packed(one)}
+        self._staged.memory = spares.take(lasting)
+        self._assemble(self._staged.memory)
+        done: set[int] = set()
+        for index in targets:
+            if index not in done:
+                # Together: all parameters of one layer (weight and bias, experts) are processed at
+                # once.
+                group = self._closure(index)
+                done.update(group)
+                yield from self._make(group)
+
+    def _closure(self, index: int) -> list[int]:
+        group = [index]
+        for i in group:
+            for user in self._plan.targets[i].users:
+                group += [other for other in self._layers[id(user.module)] if other not in group]
+        return group
+
+    def _make(self, group: Sequence[int]) -> Iterator[Assembled]:
+        consumed = [i for i in group if self._plan.targets[i].is_consumed]
+        fresh: dict[int, torch.Tensor] = {}
+        for i in group:
+            assembled = self._assembled(i, alone=len(consumed) == 1)
+            fresh[i] = assembled.tensor
+            yield assembled
+        self._process(fresh)
+        for i in consumed:
+            del fresh[i]
+        kept = {change.index for change in self._staged.tensors}
+        for i in [i for i in fresh if i not in kept]:
+            yield Assembled(i, fresh.pop(i), borrowed=False, replaced=True)
+
+    def _assembled(self, index: int, *, alone: bool) -> Assembled:
+        if index in self._staged.memory:
+            return Assembled(index, self._staged.memory[index], borrowed=False)
+        target, steps = self._plan.targets[index], self._plan.steps[index]
+        if target.is_consumed and len(steps) == 1:
+            step = steps[0]
+            if isinstance(step, Route) and step.is_whole:
+                tensor = self._tensors[step.source]
+                if tensor.dtype == target.meta.dtype and tensor.shape == target.meta.shape:
+                    return Assembled(index, tensor, borrowed=True)
+        memory = self._packs.scratch(target) if target.is_consumed and alone else target.empty()
+        self._assemble({index: memory})
+        return Assembled(index, memory, borrowed=False)
+
+    def _assemble(self, memory: Mapping[int, torch.Tensor]) -> None:
+        assemble(self._plan, self._tensors, memory, num_threads=self._num_threads)
+
+    def _process(self, fresh: Mapping[int, torch.Tensor]) -> None:
+        staged, plan = self._staged, self._plan
+        users = {id(user.module): user for i in fresh for user in plan.targets[i].users}
+        known: dict[object, _Made] = {}
+        for user in users.values():
+            given = _given(plan, user.module, fresh)
+            # Tied layers compute with the same weight: one pack serves them all.
+            kind = type(getattr(user.module, "quant_method", None))
+            key = (kind, frozenset((leaf, i) for leaf, (i, _, _) in given.items()))
+            if key not in known:
+                for other in users.values():
+                    self._packs.make_room(other.module)
+                with self._compat.context(), torch.no_grad():
+                    known[key] = _process(user, given, staged)
+            attributes, canaries = known[key]
+            place: dict[str, Any] = {"path": user.path, "module": user.module}
+            staged.attributes += [replace(change, **place) for change in attributes]
+            staged.canaries += [replace(canary, **place) for canary in canaries]
+
+
+def _is_packed(target: Target) -> bool:
+    """Whether what is assembled of a parameter goes when it is packed."""
+    return target.is_consumed or any(repacks(user.module) for user in target.users)
+
+
+def _given(plan: LoadPlan, module: torch.nn.Module, fresh: Mapping[int, torch.Tensor]) -> Given:
+    return {
+        user.leaf: (index, memory, plan.targets[index])
+        for index, memory in fresh.items()
+        for user in plan.targets[index].users
+        if user.module is module
+    }
+
+
+def _process(user: User, given: Given, staged: Staged) -> _Made:
+    """Let vLLM process a stand-in that has the fresh parameters, and note which these become."""
+    module = user.module
+    live: Mapping[str, torch.Tensor | None] = module._parameters  # noqa: SLF001 - torch has no other way in
+    state = processed(module, given)
+    _check_derived(user, state)
+    repacked = {}
+    for leaf, fresh in state["_parameters"].items():
+        if fresh is not None and fresh is not live.get(leaf):
+            _note_tensor(User(user.path, module, leaf), fresh, given, staged)
+            if leaf in given and fresh.numel() and not _is_kept(given[leaf][1], fresh):
+                repacked[leaf] = fresh
+    if repacked:
+        check_experts(user.path, state, {leaf: memory for leaf, (_, memory, _) in given.items()})
+        _check_repacked(user, repacked, processed(module, given)["_parameters"])
+    attributes = [
+        AttributeChange(user.path, module, key, value)
+        for key, value in state.items()
+        if key not in _OWN and vars(module).get(key, _OWN) is not value
+    ]
+    canaries = []
+    for change in attributes:
+        if change.key == "cpu_linear" and "weight" in given:
+            # (In a comprehension, a failure's kept frames would keep what it closes over.)
+            weight = state["_parameters"]["weight"]
+            plain = weight if weight.numel() else given["weight"][1]
+            canaries.append(PackCanary.make(user.path, module, change.value, plain))
+    return attributes, canaries
+
+
+def processed(module: torch.nn.Module, given: Given) -> dict[str, Any]:
+    """State of a stand-in for a layer, with fresh parameters, after vLLM's processing."""
+    stand_in: torch.nn.Module = object.__new__(type(module))
+    state: dict[str, Any] = vars(stand_in)
+    state.update(vars(module))
+    for own in _OWN - {"quant_method"}:
+        state[own] = copy.copy(state[own])
+    # Objects of their own: processing may give them other memory.
+    state["_parameters"].update(
+        {leaf: target.like(memory) for leaf, (_, memory, target) in given.items()}
+    )
+    method: Any = getattr(module, "quant_method", None)
+    if hasattr(method, "process_weights_after_loading"):
+        state["quant_method"] = method = copy.copy(method)
+        if getattr(method, "moe_kernel", None) is not None:
+            method.moe_kernel = None  # else it takes the packed weights for the unpacked ones
+        method.process_weights_after_loading(stand_in)
+    return state
+
+
+def _check_derived(user: User, state: Mapping[str, Any]) -> None:
+    """Refuse layers whose processing makes more than parameters and attributes."""
+    for kind in ("_buffers", "_modules"):
+        live = vars(user.module)[kind]
+        derived = [name for name, made in state[kind].items() if live.get(name) is not made]
+        if derived:
+            msg = (
+                f"layer {user.path!r}: vLLM derives {derived} from its weights, which cannot be "
+                f"made beside the serving layer. Install it by {VLLMCompat.elsewhere}."
+            )
+            raise IncompatibleUpdate(msg)
+
+
+def _check_repacked(
+    user: User, first: Mapping[str, torch.Tensor], second: Mapping[str, torch.Tensor]
+) -> None:
+    """Compare two packs of one weight: what comes out wrong once does not come out so twice.
+
+    A single wrong number may be lost in the rounding of products; but packed experts can be read.
+    """
+    for leaf, tensor in first.items():
+        if not torch.equal(_bytes(tensor), _bytes(second[leaf])):
+            msg = (
+                f"parameter '{user.path}.{leaf}': vLLM packs the same weight into different bytes. "
+                "The engine was not touched; publish again, and look at the machine's memory if it "
+                "happens again."
+            )
+            raise ProofFailed(msg)
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous().view(torch.uint8)
+
+
+def _is_same(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    return tensor.data_ptr() == other.data_ptr() and tensor.dtype == other.dtype
+
+
+def _is_kept(tensor: torch.Tensor, fresh: torch.Tensor) -> bool:
+    """Whether processing left a tensor as it was, or only in another dtype."""
+    if tensor.dtype == fresh.dtype or tensor.shape != fresh.shape:
+        return _is_same(tensor, fresh)
+    return torch.equal(tensor.to(fresh.dtype), fresh)
+
+
+def _note_tensor(user: User, fresh: torch.Tensor, given: Given, staged: Staged) -> None:
+    live = user.live
+    if live is None or (
+        live.shape != fresh.shape or live.dtype != fresh.dtype or live.stride() != fresh.stride()
+    ):
+        had = "none" if live is None else _kind(live)
+        msg = (
+            f"parameter {user.name}: vLLM makes {_kind(fresh)} of it, the engine has {had}. "
+            f"Install it by {VLLMCompat.elsewhere}."
+        )
+        raise IncompatibleUpdate(msg)
+    if not fresh.numel() or any(change.live is live for change in staged.tensors):
+        return  # packed away; or tied, and noted with its other user
+    index, memory = None, fresh.detach()
+    if user.leaf in given and _is_same(given[user.leaf][1], fresh):
+        index, memory, _ = given[user.leaf]  # else processing made another tensor of it
+    staged.tensors.append(TensorChange(user.name, live, memory, index))
+
+
+def _kind(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"

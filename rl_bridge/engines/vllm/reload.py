@@ -7,216 +7,25 @@ a copy of the whole model to go back to, and requests must wait from the install
 
 import logging
 import re
-from collections.abc import Container, Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 
-from rl_bridge.engines.canary import Canary
-from rl_bridge.engines.evidence import Evidence, Untouched
-from rl_bridge.engines.load_checks import check_casts, check_landed, check_whole, refuse_unreached
+from rl_bridge.engines.evidence import Untouched
+from rl_bridge.engines.load_checks import check_casts, check_finite, check_landed, check_whole
 from rl_bridge.engines.load_plan import LoadPlan, learn
-from rl_bridge.engines.skeleton import Target, User
-from rl_bridge.engines.staging import (
-    LEARNING,
-    Assembled,
-    Staged,
-    TensorChange,
-    check_budget,
-    checked_budget,
-)
-from rl_bridge.engines.vllm.compat import (
-    checkpoint_tensors,
-    config_context,
-    is_latent,
-    loaded_dtype,
-    repacks,
-    require,
-    unsupported,
-)
-from rl_bridge.engines.vllm.derived import absorbed, check_absorbed, check_packed, make_ready
+from rl_bridge.engines.model_installer import kinds_of
+from rl_bridge.engines.skeleton import Target
+from rl_bridge.engines.staging import LEARNING, check_budget, checked_budget
+from rl_bridge.engines.vllm.compat import VLLMCompat, num_same, refuse_unreached, require
 from rl_bridge.engines.vllm.module_snapshot import ModelSnapshot, ReloadBooks, refuse_half_way
+from rl_bridge.engines.vllm.reload_proof import make_ready, prove_reload
 from rl_bridge.errors import IncompatibleUpdate, ProofFailed
-from rl_bridge.installers.base import (
-    InstallProof,
-    TransactionalAdapter,
-    check_finite,
-    checked_threads,
-)
+from rl_bridge.installers.base import InstallProof, TransactionalAdapter, checked_threads
 from rl_bridge.manifest.model import WeightUpdateManifest
 
-__all__ = [
-    "VLLMReloadAdapter",
-    "prove_reload",
-]
-
-# ---- What can be proven of a model that vLLM reloaded, and what cannot.
-
-_MATRIX = 2
-
-
-def prove_reload(
-    manifest: WeightUpdateManifest,
-    tensors: Mapping[str, torch.Tensor],
-    plan: LoadPlan | None,
-    model: torch.nn.Module,
-    config: Any,
-    *,
-    num_threads: int | None,
-) -> tuple[InstallProof, list[str]]:
-    """Compare what the model holds with the update, by what was learned of its loader.
-
-    Args:
-        manifest: the update.
-        tensors: its verified tensors.
-        plan: where they go; None if the loader could not be followed: then nothing is proven.
-        model: the reloaded model.
-        config: the engine's configuration.
-        num_threads: threads that digest.
-
-    Returns:
-        The proof, ``unproven`` if anything is left out, and the names of the layers left out.
-
-    Raises:
-        ProofFailed: the model holds something else.
-
-    """
-    if plan is None:
-        return InstallProof(method="unproven"), [type(model).__name__]
-    latent = {id(layer.kv_b_proj): (name, layer) for name, layer in absorbed(model)}
-    readable, unproven = _readable(plan, model, {name for name, _ in latent.values()})
-    plan = replace(plan, steps=readable)
-    evidence = Evidence(manifest, tensors, plan, num_threads=num_threads)
-    reading = _Reading(plan, tensors, evidence, latent, config)
-    layers: dict[str, list[int]] = {}
-    for index in readable:
-        layers.setdefault(plan.targets[index].users[0].path, []).append(index)
-    for indices in layers.values():
-        reading.read(indices)
-    staged = reading.staged
-    compared = {*map(id, staged.compared)}
-    unproven.update((name, None) for key, (name, _) in latent.items() if key not in compared)
-    evidence.seal(staged)
-    proof = evidence.check(staged)
-    if unproven:
-        sources = {route.source for route in plan.routes()}
-        proof = replace(proof, method="unproven", root="", tensors=len(sources))
-    return proof, list(unproven)
-
-
-class _Reading:
-    """Reads a reloaded model, one layer after the other.
-
-    Weights that a layer no longer has as they were loaded are assembled once more: those of one
-    layer at a time, since there is no room for a third copy of the model.
-    """
-
-    def __init__(
-        self,
-        plan: LoadPlan,
-        tensors: Mapping[str, torch.Tensor],
-        evidence: Evidence,
-        latent: Mapping[int, tuple[str, Any]],
-        config: Any,
-    ) -> None:
-        self._plan, self._tensors, self._evidence = plan, tensors, evidence
-        self._latent = latent  # by their projection
-        self._config = config
-        self.staged = Staged()
-
-    def read(self, indices: Sequence[int]) -> None:
-        """Compare the parameters of one layer, and what vLLM makes of them."""
-        given: dict[str, tuple[int, torch.Tensor, Target]] = {}
-        for index in indices:
-            target = self._plan.targets[index]
-            user = target.users[0]
-            live = weight = _live(user)
-            if target.is_consumed or repacks(user.module):
-                weight = self._assemble(index, target)
-                given[user.leaf] = (index, weight, target)
-            if not target.is_consumed:
-                kept = index if weight is live else None
-                self.staged.tensors.append(TensorChange(target.name, live, live, kept))
-            self.staged.canaries += _canaries(target, weight, self._latent)
-        first = self._plan.targets[indices[0]].users[0]
-        if repacks(first.module):
-            check_packed(first.path, first.module, given, self._config)
-        if id(first.module) in self._latent:
-            name, layer = self._latent[id(first.module)]
-            weight_again = given["weight"][1] if "weight" in given else None
-            check_absorbed(name, layer, weight_again, self._config)
-            self.staged.compared.append(first.module)
-
-    def _assemble(self, index: int, target: Target) -> torch.Tensor:
-        """Assemble one, and compare it with the manifest."""
-        weight = target.like(target.empty())
-        self._plan.assemble(index, self._tensors, weight)
-        is_replaced = not target.is_consumed
-        self._evidence.add(Assembled(index, weight, borrowed=False, replaced=is_replaced))
-        return weight
-
-
-def _canaries(target: Target, weight: torch.Tensor, projections: Container[int]) -> list[Canary]:
-    """Ask the packed products of a weight, compare them with its own."""
-    made = []
-    for user in target.users:
-        pack: Any = vars(user.module).get("cpu_linear")
-        is_asked = pack is not None and id(user.module) not in projections
-        if is_asked and user.leaf == "weight" and weight.ndim == _MATRIX:
-            made.append(Canary.make(user.path, user.module, pack, weight))
-    return made
-
-
-def _readable(
-    plan: LoadPlan, model: torch.nn.Module, latent: Container[str]
-) -> tuple[dict[int, Any], dict[str, None]]:
-    """The steps of what can be read, and the layers of what cannot."""
-    unproven: dict[str, None] = {
-        name: None
-        for name, layer in model.named_modules()
-        if is_latent(layer) and name not in latent
-    }
-    for name in sorted(plan.unfollowed()):
-        unproven[name.rpartition(".")[0] or type(model).__name__] = None
-    computed = {user.module for index in plan.computed for user in plan.targets[index].users}
-    readable = {}
-    for index, steps in plan.steps.items():
-        target = plan.targets[index]
-        # (What packed experts are made of is needed as a whole.)
-        is_apart = not any(
-            repacks(user.module) and user.module in computed for user in target.users
-        )
-        if is_apart and all(_is_readable(user, target) for user in target.users):
-            readable[index] = steps
-        else:
-            unproven.update((user.path, None) for user in target.users)
-    return readable, unproven
-
-
-def _is_readable(user: User, target: Target) -> bool:
-    """Whether what a layer makes of a parameter shows what was loaded."""
-    if unsupported(user.module) is not None:
-        return False
-    if target.is_consumed:
-        return user.leaf == "weight" and callable(vars(user.module).get("cpu_linear"))
-    live = _live(user)
-    if repacks(user.module) and user.leaf in checkpoint_tensors(user.module):
-        return live.device.type == "cpu" and len(target.users) == 1
-    return (
-        live.shape == target.meta.shape
-        and target.meta.dtype == loaded_dtype(user.module, user.leaf, live)
-        and live.stride() == target.meta.stride()
-    )
-
-
-def _live(user: User) -> torch.Tensor:
-    live = user.module._parameters[user.leaf]  # noqa: SLF001 - torch has no other way in
-    assert live is not None
-    return live
-
-
-# ---- the rest builds on the parts above
+__all__ = ["VLLMReloadAdapter"]
 
 _LOG = logging.getLogger(__name__)
 _SHOWN = 5
@@ -257,6 +66,7 @@ class VLLMReloadAdapter(TransactionalAdapter):
         """
         self._model = model
         self._config = vllm_config
+        self._compat = VLLMCompat(vllm_config)
         self._budget = checked_budget(memory_budget_nbytes)
         self._num_threads = checked_threads(num_threads)
         self._plan: LoadPlan | None = None
@@ -308,15 +118,15 @@ class VLLMReloadAdapter(TransactionalAdapter):
         free: list[torch.Tensor] = [*self._model.parameters()]
         free += (buffer for name, buffer in self._model.named_buffers() if name in unfollowed)
         for layer in self._model.modules():
-            if unsupported(layer) is not None:
+            if self._compat.unsupported(layer) is not None:
                 free += layer.buffers()
         self._untouched = Untouched(self._model, free, num_threads=self._num_threads)
         reload: Any = require("vllm.model_executor.model_loader.reload.layerwise")
         model: Any = self._model
-        make_ready(model)
-        with config_context(self._config), torch.no_grad():
+        make_ready(model, self._compat)
+        with self._compat.context(), torch.no_grad():
             reload.initialize_layerwise_reload(model)
-            loads = _loads(self._model, reload)
+            loads = self._loads(reload)
             model.load_weights(iter(tensors.items()))
             self._check_loaded(reload)
             reload.finalize_layerwise_reload(model, self._config.model_config)
@@ -357,7 +167,7 @@ class VLLMReloadAdapter(TransactionalAdapter):
             tensors,
             self._plan,
             self._model,
-            self._config,
+            self._compat,
             num_threads=self._num_threads,
         )
         if unproven:
@@ -390,13 +200,9 @@ class VLLMReloadAdapter(TransactionalAdapter):
             snapshot.restore()
 
     def _learn(self, manifest: WeightUpdateManifest) -> None:
-        table = manifest.table
-        if self._planned == table.digest:
+        if self._planned == manifest.table.digest:
             return
-        kinds = {
-            name: (getattr(torch, table.dtypes[row]), table.shapes[row])
-            for name, row in table.rows.items()
-        }
+        kinds = kinds_of(manifest)
 
         def admit(_: LoadPlan, nbytes: int) -> None:
             check_budget(nbytes, self._budget, manifest.weight_version, LEARNING)
@@ -406,20 +212,41 @@ class VLLMReloadAdapter(TransactionalAdapter):
             plan = learn(
                 self._model,
                 kinds,
-                self._config,
+                self._compat,
                 admit=admit,
-                is_optional=_is_optional,
+                is_optional=self._is_optional,
                 allows_computed=True,
             )
         except IncompatibleUpdate as error:
-            # A loader that does not do twice the same cannot be followed; the message says so by
-            # naming this adapter.
-            if "VLLMReloadAdapter" not in str(error):
+            # A loader that cannot be followed is used all the same; the message says so by naming
+            # what serves such models: this adapter.
+            if self._compat.elsewhere not in str(error):
                 raise
         if plan is not None:
-            check_whole(plan, kinds, self._config.parallel_config.tensor_parallel_size)
-        self._planned, self._plan = "", plan  # (cut off here, it is learned again)
-        self._planned = table.digest
+            ranks = self._config.parallel_config.tensor_parallel_size
+            check_whole(plan, kinds, ranks, num_same)
+        self._plan, self._planned = plan, manifest.table.digest
+
+    def _loads(self, reload: Any) -> list[tuple[torch.nn.Module, list[Any]]]:
+        """The lists in which vLLM notes, during a reload, what processed layers are loaded with."""
+        return [
+            (layer, reload.get_layerwise_info(layer).loaded_weights)
+            for layer in self._model.modules()
+            if self._compat.unsupported(layer) is not None
+        ]
+
+    def _is_optional(self, target: Target) -> bool:
+        """Whether checkpoints come without a parameter: vLLM made it, or it scales attention."""
+        reload: Any = require("vllm.model_executor.model_loader.reload.layerwise")
+        meta: Any = require("vllm.model_executor.model_loader.reload.meta")
+        return all(
+            reload.is_deferred_attention_layer(user.module)
+            or (
+                user.leaf not in self._compat.checkpoint_tensors(user.module)
+                and user.leaf not in meta.SKIP_TENSORS
+            )
+            for user in target.users
+        )
 
     def _check_loaded(self, reload: Any) -> None:
         """Refuse to go on with layers that got nothing: vLLM would give them their old weights."""
@@ -482,15 +309,6 @@ def _patterns(names: Iterable[str]) -> dict[str, None]:
     return dict.fromkeys(re.sub(r"\b\d+\b", "*", name) for name in names)
 
 
-def _loads(model: torch.nn.Module, reload: Any) -> list[tuple[torch.nn.Module, list[Any]]]:
-    """The lists in which vLLM notes, during a reload, what processed layers are loaded with."""
-    return [
-        (layer, reload.get_layerwise_info(layer).loaded_weights)
-        for layer in model.modules()
-        if unsupported(layer) is not None
-    ]
-
-
 def _keep_processed(loads: list[tuple[torch.nn.Module, list[Any]]]) -> None:
     """Keep what layers were processed from for as long as they compute with it.
 
@@ -501,14 +319,3 @@ def _keep_processed(loads: list[tuple[torch.nn.Module, list[Any]]]) -> None:
         parameters = [arguments.arguments.get("param") for _, arguments in noted]
         if any(parameter.device.type == "cpu" for parameter in parameters):
             vars(layer)[_KEPT] = parameters
-
-
-def _is_optional(target: Target) -> bool:
-    """Whether checkpoints come without a parameter: vLLM made it, or it is a scale of attention."""
-    reload: Any = require("vllm.model_executor.model_loader.reload.layerwise")
-    never_on_meta = require("vllm.model_executor.model_loader.reload.meta").SKIP_TENSORS
-    return all(
-        reload.is_deferred_attention_layer(user.module)
-        or (user.leaf not in checkpoint_tensors(user.module) and user.leaf not in never_on_meta)
-        for user in target.users
-    )

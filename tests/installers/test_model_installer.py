@@ -1,4 +1,4 @@
-"""SGLang's installer on a model of our own: memory that is exchanged, and what must not be."""
+"""What installs into one rank's model: memory that is exchanged, and what must not be."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
@@ -7,15 +7,16 @@ from typing import Any
 import pytest
 import torch
 
-from rl_bridge import TornEngine, WeightUpdateManifest, make_weight_bridge
-from rl_bridge.engines import exchange
-from rl_bridge.engines.exchange import is_alone
+from rl_bridge import WeightUpdateManifest, make_weight_bridge
+from rl_bridge.engines import model_installer, staging
+from rl_bridge.engines.model_installer import ModelInstaller
 from rl_bridge.engines.rank import EngineRank
 from rl_bridge.engines.rpc import RankGroup
-from rl_bridge.engines.sglang import beside, host
+from rl_bridge.engines.sglang import host
 from rl_bridge.engines.sglang.model_installer import SGLangModelInstaller
-from rl_bridge.engines.staging import TensorChange
-from rl_bridge.errors import IncompatibleUpdate, ProofFailed
+from rl_bridge.engines.skeleton import EngineCompat
+from rl_bridge.engines.staging import Exchange
+from rl_bridge.errors import IncompatibleUpdate, ProofFailed, TornEngine
 from rl_bridge.installers.snapshot import Snapshot
 
 HIDDEN, ROWS, PADDED = 64, 48, 64
@@ -63,7 +64,7 @@ class Driver:
 
     def __init__(self, model: Model, **options: Any) -> None:
         self.model = model
-        self.installer = SGLangModelInstaller(model, num_threads=2, **options)
+        self.installer = ModelInstaller(model, EngineCompat(), num_threads=2, **options)
         self.bridge = make_weight_bridge("local", source_worker="trainer")
         self.count = 0
 
@@ -173,11 +174,12 @@ def test_memory_that_other_processes_map_keeps_its_place(driver: Driver) -> None
 
 
 def test_memory_that_serves_is_never_spare(driver: Driver) -> None:
-    """Wherever an interrupt cut an exchange off."""
     driver.update(1)
-    live, memory = driver.model.fused.weight, driver.installer._beside._memory
-    memory.keep([(TensorChange("fused.weight", live, live.data, 0), live.data)])
-    assert live.data_ptr() not in {spare.data_ptr() for spare in memory._free.values()}
+    live, spares = driver.model.fused.weight, driver.installer._spares
+    spares.keep([(0, live.data)])
+    plan = next(iter(driver.installer._plans.values()))
+    taken = spares.take({i: plan.targets[i] for i in plan.steps})
+    assert live.data_ptr() not in {memory.data_ptr() for memory in taken.values()}
     assert equal(held(driver.model), loaded(1))
 
 
@@ -211,15 +213,15 @@ def test_an_exchange_must_be_ended_before_a_loader_writes(
     manifest, tensors = driver.publish(2)
     driver.installer.prepare(manifest, tensors)
     with monkeypatch.context() as patch:
-        asked = iter(range(done))
+        asked, is_alone = iter(range(done)), staging.is_alone
 
-        def cut_off(live: torch.Tensor) -> bool:
+        def fail(live: torch.Tensor) -> bool:
             if next(asked, None) is None:
-                raise KeyboardInterrupt
+                raise MemoryError
             return is_alone(live)
 
-        patch.setattr(exchange, "is_alone", cut_off)
-        with pytest.raises(KeyboardInterrupt) if done < 4 else nullcontext():
+        patch.setattr(staging, "is_alone", fail)
+        with pytest.raises(MemoryError) if done < 4 else nullcontext():
             driver.installer.install(manifest, tensors)
     third, tensors = driver.publish(3)
     with pytest.raises(IncompatibleUpdate, match="Call undo first"):
@@ -251,16 +253,18 @@ def test_a_view_of_a_version_that_was_undone_keeps_its_bytes(
 
 
 @pytest.mark.parametrize("is_looked_at", [False, True], ids=["alone", "looked_at"])
-def test_parameters_that_somebody_looks_at_count_threefold(
+def test_parameters_that_somebody_looks_at_count_twice(
     driver: Driver, *, is_looked_at: bool
 ) -> None:
-    needed = sum(p.nbytes for p in [*driver.model.parameters(), *driver.model.buffers()])
+    """Once for the next version, once to go back."""
+    needed = sum(parameter.nbytes for parameter in driver.model.parameters())
     view = driver.model.cut.weight.data if is_looked_at else None
-    needed += 0 if view is None else 2 * view.nbytes
-    driver.installer = SGLangModelInstaller(driver.model, memory_budget_nbytes=needed - 1)
+    needed += 0 if view is None else view.nbytes
+    compat = EngineCompat()
+    driver.installer = ModelInstaller(driver.model, compat, memory_budget_nbytes=needed - 1)
     with pytest.raises(IncompatibleUpdate, match=f"takes {needed} bytes more"):
         driver.update(1)
-    driver.installer = SGLangModelInstaller(driver.model, memory_budget_nbytes=needed)
+    driver.installer = ModelInstaller(driver.model, compat, memory_budget_nbytes=needed)
     driver.update(2)
 
 
@@ -268,6 +272,7 @@ def test_parameters_made_in_inference_mode_are_refused_before_the_pause(driver: 
     with torch.inference_mode():
         weight = torch.nn.Parameter(torch.zeros(HIDDEN, HIDDEN // 2), requires_grad=False)
     driver.model.cut.weight = weight
+    driver.installer = SGLangModelInstaller(driver.model)
     before = held(driver.model)
     manifest, tensors = driver.publish(1)
     with pytest.raises(IncompatibleUpdate, match=r"'cut\.weight' was made in inference mode"):
@@ -285,7 +290,7 @@ def test_numbers_that_were_not_copied_are_found(
     driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     driver.update(1)
-    monkeypatch.setattr(beside, "_assemble", lambda *_: None)
+    monkeypatch.setattr(model_installer, "assemble", lambda *_, **__: None)
     with pytest.raises(ProofFailed, match=r"does not hold tensor|padding"):
         driver.install(2)
     driver.installer.undo()
@@ -294,7 +299,7 @@ def test_numbers_that_were_not_copied_are_found(
 
 @pytest.mark.parametrize(
     ("owner", "name"),
-    [(beside, "spare_pages"), (beside.Beside, "commit")],
+    [(staging, "spare_pages"), (ModelInstaller, "commit")],
     ids=["behind_the_point_of_no_return", "before_it"],
 )
 def test_a_commit_that_failed_in_a_rank_may_be_asked_for_again(
@@ -321,36 +326,13 @@ def test_a_commit_that_failed_in_a_rank_may_be_asked_for_again(
             assert one.commit(manifest.update_id) == {}
 
 
-@pytest.mark.parametrize(
-    ("owner", "name"),
-    [(beside.Beside, "commit"), (exchange.Exchange, "forget")],
-    ids=["at_its_begin", "inside"],
-)
-def test_no_undo_goes_back_to_before_a_commit_that_was_cut_off(
-    driver: Driver, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str
-) -> None:
-    driver.update(1)
-    driver.install(2)
-    with monkeypatch.context() as patch:
-
-        def cut_off(*_: object) -> None:
-            raise KeyboardInterrupt
-
-        patch.setattr(owner, name, cut_off)
-        with pytest.raises(KeyboardInterrupt):
-            driver.installer.commit()
-    driver.install(3)
-    driver.installer.undo()
-    assert equal(held(driver.model), loaded(2))
-
-
 def test_an_undo_that_does_not_exchange_back_tears_the_engine(
     driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     driver.update(1)
     driver.install(2)
     with monkeypatch.context() as patch:
-        patch.setattr(beside.Beside, "undo", lambda _: None)
+        patch.setattr(Exchange, "undo", lambda _: None)
         with pytest.raises(TornEngine):
             driver.installer.undo()
     driver.installer.undo()
@@ -358,9 +340,10 @@ def test_an_undo_that_does_not_exchange_back_tears_the_engine(
 
 
 def test_exchange_must_be_a_bool() -> None:
-    made: Any = SGLangModelInstaller
-    with pytest.raises(TypeError, match="expected True or False"):
-        made(Model(), exchange="yes")
+    made: Any = ModelInstaller
+    for option in ("exchange", "cast"):
+        with pytest.raises(TypeError, match=f"{option}='yes': expected True or False"):
+            made(Model(), EngineCompat(), **{option: "yes"})
 
 
 def test_a_snapshot_copies_what_has_two_names_once() -> None:

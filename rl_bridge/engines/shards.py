@@ -1,30 +1,37 @@
-"""Tensors that an engine's loader cuts up: a rank of several takes a slice of most of them.
+"""The parts of an update's tensors that one rank takes, and the digests that they must have.
 
-A manifest has no digest of a slice. It is made of the tensor's verified bytes, by whoever has
-them: the rank itself where it imports the update, else the executor. And whoever asks all ranks
-sees to it that together they take every element.
+An engine's loader cuts tensors up: a rank of several takes a slice of most of them. A manifest has
+no digest of a slice. It is made of the tensor's verified bytes by whoever has them: the rank itself
+where it imports the update, else its driver. And whoever knows the parts of all ranks checks that
+together they take every element.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
-from rl_bridge.engines.evidence import digests_of
 from rl_bridge.engines.load_plan import LoadPlan, Route, View, other_than
 from rl_bridge.errors import IncompatibleUpdate, ProofFailed, WeightUpdateRejectedError
 from rl_bridge.manifest.digest import DIGEST_NBYTES
 from rl_bridge.manifest.model import WeightUpdateManifest
+from rl_bridge.memory.passes import BytePlan
 
 __all__ = [
     "Cut",
     "check_covered",
+    "check_sources",
     "cut_routes",
     "cuts_of",
     "digest_of",
+    "digests_of",
     "parse_cuts",
     "part_digests",
 ]
+
+# What one pass reads: what must be copied to be read (a slice, a device's memory) stays small.
+_PASS_NBYTES = 64 << 20
 
 
 class Cut(NamedTuple):
@@ -63,7 +70,7 @@ def cuts_of(plan: LoadPlan, manifest: WeightUpdateManifest) -> list[Cut]:
 
 
 def parse_cuts(given: object, manifest: WeightUpdateManifest) -> list[Cut]:
-    """What a rank replied.
+    """Read what a rank replied.
 
     Raises:
         WeightUpdateRejectedError: it describes no parts of the update's tensors.
@@ -100,7 +107,7 @@ def _reach(view: View) -> int:
 
 
 def check_covered(manifest: WeightUpdateManifest, ranks: Sequence[Sequence[Cut]]) -> None:
-    """Loaders cut off what is too long, without a word.
+    """Refuse tensors of which all ranks together do not take all: loaders cut off what is too long.
 
     Raises:
         IncompatibleUpdate: an element of a tensor is taken by no rank.
@@ -120,10 +127,48 @@ def check_covered(manifest: WeightUpdateManifest, ranks: Sequence[Sequence[Cut]]
         if not seen.all():
             msg = (
                 f"tensor {table.names[row]!r} has shape {list(shape)}: the engine takes "
-                f"{other_than(0, seen)} of its {seen.numel()} elements, expected all. Publish the "
-                "model that it serves."
+                f"{other_than(0, seen)} of its {seen.numel()} elements, and the rest goes nowhere; "
+                "expected all of it. Publish the model that the engine serves."
             )
             raise IncompatibleUpdate(msg)
+
+
+# ---- digests ------------------------------------------------------------------------------------
+
+
+def digest_of(manifest: WeightUpdateManifest, name: str) -> bytes:
+    """The digest of a whole tensor, as the manifest says it."""
+    start = manifest.table.rows[name] * DIGEST_NBYTES
+    return manifest.digests[start : start + DIGEST_NBYTES]
+
+
+def digests_of(parts: Iterable[torch.Tensor], *, num_threads: int | None) -> list[bytes]:
+    """X3T-128K digests of tensors' logical bytes, wherever they lie; some at a time."""
+    return [
+        digest for batch in _batches(parts) for digest in _digests(batch, num_threads=num_threads)
+    ]
+
+
+def _batches(parts: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    batch: list[torch.Tensor] = []
+    held = 0
+    for part in parts:
+        batch.append(part)
+        held += part.numel() * part.element_size()
+        if held > _PASS_NBYTES:
+            yield batch
+            batch, held = [], 0
+    if batch:
+        yield batch
+
+
+def _digests(parts: Sequence[torch.Tensor], *, num_threads: int | None) -> Iterator[bytes]:
+    plain = [part.detach().cpu().contiguous() for part in parts]
+    sizes = np.array([part.nbytes for part in plain], np.uint64)
+    addresses = np.array([part.data_ptr() for part in plain], np.uint64)
+    found = BytePlan(sizes).digest(addresses, num_threads=num_threads)
+    for start in range(0, len(found), DIGEST_NBYTES):
+        yield found[start : start + DIGEST_NBYTES]
 
 
 def part_digests(
@@ -140,23 +185,33 @@ def part_digests(
 
     """
     names = manifest.table.names
-    parts = [cut.view.of(tensors[names[cut.row]]) for cut in cuts]
+    parts = (cut.view.of(tensors[names[cut.row]]) for cut in cuts)
     made = digests_of(parts, num_threads=num_threads)
     # Behind that: bytes that are good now were good when the digests were made.
     used = sorted({names[cut.row] for cut in cuts})
-    found = digests_of([tensors[name] for name in used], num_threads=num_threads)
-    for name, digest in zip(used, found, strict=True):
+    check_sources(manifest, tensors, used, num_threads=num_threads)
+    return made
+
+
+def check_sources(
+    manifest: WeightUpdateManifest,
+    tensors: Mapping[str, torch.Tensor],
+    names: Sequence[str],
+    *,
+    num_threads: int | None,
+) -> None:
+    """Read imported tensors once more.
+
+    Raises:
+        ProofFailed: one is not what the manifest says any more.
+
+    """
+    found = digests_of((tensors[name] for name in names), num_threads=num_threads)
+    for name, digest in zip(names, found, strict=True):
         expected = digest_of(manifest, name)
         if digest != expected:
             msg = (
                 f"tensor {name!r} went bad after it was imported: digest {digest.hex()}, expected "
-                f"{expected.hex()}. Publish again."
+                f"{expected.hex()}. The engine was not touched; publish again."
             )
             raise ProofFailed(msg)
-    return made
-
-
-def digest_of(manifest: WeightUpdateManifest, name: str) -> bytes:
-    """What the manifest says of a whole tensor."""
-    start = manifest.table.rows[name] * DIGEST_NBYTES
-    return manifest.digests[start : start + DIGEST_NBYTES]
