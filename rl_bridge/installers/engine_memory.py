@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from rl_bridge.cuda.devices import place_of
-from rl_bridge.errors import IncompatibleUpdate, ProofFailed, TornEngine
+from rl_bridge.errors import IncompatibleUpdate, ProofFailed, TornEngine, WeightBridgeError
 from rl_bridge.installers.arguments import Engine, checked_engine
 from rl_bridge.installers.base import InstallProof
 from rl_bridge.manifest.digest import DIGEST_NBYTES
@@ -22,6 +22,7 @@ from rl_bridge.memory.packing import dtype_name, raw_elements
 from rl_bridge.memory.passes import Addresses
 from rl_bridge.memory.places import Pass, Place
 from rl_bridge.memory.tensors import ModuleState, TensorFacts, plain_state, tensor_key
+from rl_bridge.memory.views import ImportedTensors
 
 __all__ = [
     "Binding",
@@ -334,6 +335,29 @@ class EngineMemory:
                     elements.copy_(raw.view(elements.dtype).view(elements.shape))
                     targets[index] = origins[index]  # equal addresses: nothing left to copy
         bound.plan.copy(origins, targets, num_threads=self._num_threads)
+
+    def rewrite(
+        self, manifest: WeightUpdateManifest, tensors: ImportedTensors, *, strict: bool = True
+    ) -> None:
+        """Bring the published bytes of an earlier version back, and make sure that they are there.
+
+        Raises:
+            TornEngine: the engine does not hold them then.
+
+        """
+        bound = self.bind(manifest.table, strict=strict)
+        view = tensors.pin.view
+        if view is not None:
+            # What the user wrote into his view of that version must not come back with it.
+            view.refresh(tensors.pin.address, tensors.pin.nbytes)
+        self.write(bound, tensors.addresses)
+        try:
+            self.prove(bound, manifest)
+        except WeightBridgeError as error:
+            msg = (
+                f"undo failed, although version {manifest.weight_version} was copied back: {error}"
+            )
+            raise TornEngine(msg) from error
 
     def digests(self, bound: Binding) -> bytes:
         """Digest what the engine holds now: 16 bytes per target, read from its own memory."""

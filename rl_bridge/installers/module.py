@@ -10,6 +10,7 @@ Three ways, one contract:
            Costs nothing per byte, addresses never change. Needs shared-memory.
 """
 
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -23,7 +24,6 @@ from rl_bridge.errors import (
     IncompatibleUpdate,
     ProofFailed,
     SegmentError,
-    TornEngine,
     WeightBridgeError,
 )
 from rl_bridge.installers.arguments import (
@@ -42,7 +42,7 @@ from rl_bridge.manifest.table import TensorTable, collector_paused
 from rl_bridge.memory import vm
 from rl_bridge.memory.packing import dtype_name
 from rl_bridge.memory.passes import Addresses
-from rl_bridge.memory.views import ImportedTensors, Pin, tensor_in
+from rl_bridge.memory.views import ImportedTensors, LeasedView, Pin, tensor_in
 
 __all__ = [
     "AliasWay",
@@ -352,27 +352,12 @@ class CopyWay(Way):
             self._snapshot.restore()
         elif self._current is not None:
             self.put_back()
-            self._rewrite(*self._current)
+            self.memory.rewrite(*self._current, strict=self.strict)
         if self._is_released:
             self._current = None
         self._is_released = False
         self._pending = self._snapshot = None
         self.end()
-
-    def _rewrite(self, manifest: WeightUpdateManifest, tensors: ImportedTensors) -> None:
-        bound = self.memory.bind(manifest.table, strict=self.strict)
-        view = tensors.pin.view
-        if view is not None:
-            # What the user wrote into his view of the old version must not come back with it.
-            view.refresh(tensors.pin.address, tensors.pin.nbytes)
-        self.memory.write(bound, tensors.addresses)
-        try:
-            self.memory.prove(bound, manifest)
-        except WeightBridgeError as error:
-            msg = (
-                f"undo failed, although version {manifest.weight_version} was copied back: {error}"
-            )
-            raise TornEngine(msg) from error
 
     def commit(self) -> None:
         """The new version is now what the next undo goes back to."""
@@ -403,6 +388,9 @@ class AliasWay(Way):
         """Work on an engine's memory."""
         super().__init__(memory, strict=strict, num_threads=num_threads)
         self._rebinding = Rebinding()
+        # The slot that the engine's tensors look at since the last commit, and its bytes: weakly,
+        # since they end with these tensors.
+        self._current: tuple[LeasedView, weakref.ref[object], int, int] | None = None
         self._pending: tuple[WeightUpdateManifest, ImportedTensors, Binding] | None = None
 
     def is_prepared(self, manifest: WeightUpdateManifest) -> bool:
@@ -445,14 +433,12 @@ class AliasWay(Way):
         )
 
     def undo(self) -> None:
-        """Bind back."""
+        """Bind back, to the bytes that were published: what the engine wrote over them goes."""
         self._rebinding.back()
-        if self._pending is not None:
-            # Where the version before is the same one (installed again after its release), the
-            # engine has these very pages: what was written over them must not stay.
-            pin = None if self._pending[1].is_forgotten else self._pending[1].pin
-            if pin is not None and pin.view is not None:
-                pin.view.refresh(pin.address, pin.nbytes)
+        if self._pending is not None and self._current is not None:
+            view, buffer, address, nbytes = self._current
+            if buffer() is not None:
+                view.refresh(address, nbytes)
         self.put_back()
         self._pending = None
         self.end()
@@ -462,6 +448,10 @@ class AliasWay(Way):
         try:
             if self._pending is not None and self._rebinding.has_pointed:
                 _, tensors, bound = self._pending
+                pin, self._current = tensors.pin, None
+                if pin.view is not None:
+                    at = pin.address, pin.nbytes
+                    self._current = (pin.view, weakref.ref(pin.buffer), *at)
                 self.memory.moved(bound, tensors.addresses)
         finally:  # whatever failed: the next undo must not lead back before this version
             self._rebinding.forget()
@@ -564,7 +554,7 @@ class FlipWay(Way):
         return prove_identity(self, manifest, bound, expected, base=live.address, is_verified=shown)
 
     def undo(self) -> None:
-        """Flip back, or bind back."""
+        """Flip back, or bind back, to the bytes that were published."""
         if self._before is not None:
             live, layout, content = self._before
             if live is not self._live:
@@ -572,8 +562,11 @@ class FlipWay(Way):
                 if self._live is not None:
                     self._live.empty()
                 self._live, self._live_layout = live, layout
-            if live is not None and content is not None and live.content is not content:
-                live.flip(content)
+            if live is not None and content is not None:
+                if live.content is not content:
+                    live.flip(content)
+                if content.view is not None:  # what the engine wrote over them goes
+                    content.view.refresh(live.address, content.nbytes)
         self.put_back()
         self._before = self._pending = None
         self.end()

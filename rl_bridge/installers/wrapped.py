@@ -118,6 +118,7 @@ class WrappedAdapter(TransactionalAdapter):
         # The engine that was copied aside, with the name of its attribute.
         self._copied: tuple[str, Engine | None] = ("", None)
         self._previous: Version | None = initial
+        self._proven: EngineMemory | None = None  # that of the engine which got it
         self._pending: Version | None = None
         self._snapshot: Snapshot | None = None
         self._fitted = False
@@ -250,6 +251,7 @@ class WrappedAdapter(TransactionalAdapter):
             name, engine = self._copied
             if _attribute(self.adapter, name) is not engine:
                 setattr(self.adapter, name, engine)  # the install replaced it
+            self._bring_published_back()
         elif self._previous is not None:
             _require_unwritten(*self._previous, num_threads=self._num_threads)
             self.adapter.install(*self._previous)
@@ -262,6 +264,20 @@ class WrappedAdapter(TransactionalAdapter):
         self._pending = self._snapshot = None
         self._has_begun = False
 
+    def _bring_published_back(self) -> None:
+        """What the engine wrote over its version before the install must not come back as that.
+
+        That can be done if the engine's tensors are those of the update, name by name, and its
+        version lies in a published segment still. An engine that was replaced since is its user's.
+        """
+        if self._previous is None or self._memory is None or self._proven is not self._memory:
+            return
+        manifest, tensors = self._previous
+        if not isinstance(tensors, ImportedTensors) or tensors.is_forgotten:
+            return
+        if tensors.pin.view is not None and self._fits(manifest):
+            self._memory.rewrite(manifest, tensors, strict=False)
+
     def abandon(self) -> None:
         """Forget what was prepared, unless an earlier install still has to be undone."""
         if not self._has_begun:
@@ -271,7 +287,7 @@ class WrappedAdapter(TransactionalAdapter):
     def commit(self) -> None:
         """Keep the version that the next undo goes back to."""
         if self._pending is not None:
-            self._previous = self._pending
+            self._previous, self._proven = self._pending, self._memory
         self._pending = self._snapshot = None
         self._has_begun = False
         # Last: if it raises, this update is committed here all the same.

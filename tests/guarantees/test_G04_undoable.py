@@ -15,7 +15,7 @@ import torch
 from rl_bridge import RolloutExecutor, WeightUpdateManifest, make_weight_bridge
 from rl_bridge.errors import TornEngine
 from rl_bridge.testing import Stage, engine_state, sample_engine
-from tests.guarantees.kit import ModuleReplica, Replica, SeedStyleAdapter, engine_tensors, known_gap
+from tests.guarantees.kit import ModuleReplica, Replica, SeedStyleAdapter, engine_tensors
 
 
 @pytest.mark.parametrize("stage", Stage)
@@ -105,10 +105,6 @@ def test_the_undo_leads_back_to_what_was_before_the_engine_was_torn(replica: Rep
     assert replica.holds(1)
 
 
-@known_gap(
-    "what the engine wrote comes back, under the version's number",
-    replica=["alias", "flip", "seed-style"],
-)
 def test_the_published_bytes_come_back_also_where_the_engine_wrote_to_its_weights(
     replica: Replica,
 ) -> None:
