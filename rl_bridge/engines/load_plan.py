@@ -110,6 +110,8 @@ class Fill:
     value: float
     target: int
     target_view: View
+    source: str = ""
+    """The tensor that was loaded when it was written: without it, it is not."""
 
 
 @dataclass(slots=True)
@@ -304,7 +306,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ha
         if function is not _COPY:
             value = args[1] if len(args) > 1 else 0.0
             if not self._is_item(value):
-                return Fill(float(value), index, view)
+                return Fill(float(value), index, view, self._given)
             name = list(self._sources)[int(value - _ITEM)]
             number = View(view.shape, (0,) * len(view.shape), 0)
             return Route(name, number, index, view, is_whole=view.numel == 1)
@@ -516,7 +518,7 @@ def _held(plan: LoadPlan, chunk: Iterable[int], kinds: Kinds) -> tuple[dict[str,
         step.source: torch.Size(kinds[step.source][1]).numel()
         for index in chunk
         for step in plan.steps[index]
-        if isinstance(step, Route)
+        if step.source
     }
     return used, sum(used.values()) + sum(plan.targets[i].meta.numel() for i in chunk)
 

@@ -343,8 +343,48 @@ def _require_adapter(adapter: object) -> None:
             "update has a release that does nothing."
         )
     else:
+        _require_signatures(adapter)
         return
     raise TypeError(msg)
+
+
+_CALLED_WITH = {
+    **dict.fromkeys(("prepare", "install"), ("manifest", "tensors")),
+    **dict.fromkeys(("prove", "undo", "abandon", "commit"), ()),
+    "release": ("update_id",),
+}
+
+
+def _require_signatures(adapter: object, *more: str) -> None:
+    """Make sure that an adapter's methods can be called as they will be.
+
+    Found out in the middle of an update, it would leave the engine torn.
+
+    Args:
+        adapter: the adapter.
+        more: methods without parameters that are called besides.
+
+    Raises:
+        TypeError: one cannot.
+
+    """
+    for verb, arguments in {**_CALLED_WITH, **dict.fromkeys(more, ())}.items():
+        method = getattr(adapter, verb, None)
+        if not callable(method):
+            continue
+        try:
+            signature = inspect.signature(method)
+        except ValueError:
+            continue  # written in C: Python cannot tell
+        try:
+            signature.bind(*arguments)
+        except TypeError as error:
+            kind = type(adapter).__name__
+            msg = (
+                f"weight_install_adapter: {kind}.{verb}{signature} cannot be called as "
+                f"{verb}({', '.join(arguments)}): {error}. Give it these parameters."
+            )
+            raise TypeError(msg) from None
 
 
 def _require_unwritten(
@@ -381,11 +421,13 @@ def as_transactional(
     """The adapter itself where it is transactional, else wrapped.
 
     Raises:
-        TypeError: an adapter that cannot install or release.
+        TypeError: an adapter that cannot install or release, or a method of it that cannot be
+            called as it will be.
         ValueError: less than one thread.
 
     """
     checked_threads(num_threads)
-    if isinstance(adapter, TransactionalAdapter):
-        return adapter
-    return WrappedAdapter(adapter, initial=initial, num_threads=num_threads)
+    if not isinstance(adapter, TransactionalAdapter):
+        return WrappedAdapter(adapter, initial=initial, num_threads=num_threads)
+    _require_signatures(adapter, "resume", "take_over", "leave")
+    return adapter

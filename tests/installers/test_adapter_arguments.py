@@ -140,3 +140,51 @@ def executor_of(adapter: Any) -> tuple[RolloutExecutor, Any]:
         ),
         make_weight_bridge("local-clone"),
     )
+
+
+class Guessed(Good):
+    """Methods whose parameters were guessed by those of others."""
+
+    def prove(self, manifest: object, tensors: object) -> None:
+        pass
+
+
+class GuessedToo(ModuleInstallAdapter):
+    def undo(self, update_id: str) -> None:  # type: ignore[override]  # that is what is tried
+        pass
+
+
+class Cut(Good):
+    def install(self, manifest: object) -> None:  # type: ignore[override]  # as above
+        pass
+
+
+class Free(Good):
+    """What takes anything can be called as it will be; nobody calls a method of another name."""
+
+    def commit(self, *given: object, **options: object) -> None:
+        pass
+
+    def resume(self, request: str) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("adapter", "named"),
+    [
+        (Guessed(), r"Guessed\.prove\(.*\) .* cannot be called as prove\(\): missing"),
+        (GuessedToo(weights()), r"GuessedToo\.undo\(.*\) .* cannot be called as undo\(\)"),
+        (Cut(), r"Cut\.install\(.*\) .* cannot be called as install\(manifest, tensors\)"),
+    ],
+    ids=["a method more", "a subclass", "seed style"],
+)
+def test_a_method_that_cannot_be_called_is_refused_when_the_executor_is_made(
+    adapter: Any, named: str
+) -> None:
+    bridge = make_weight_bridge("local-clone", source_worker="rollout")
+    with bridge, pytest.raises(TypeError, match=named):
+        RolloutExecutor(weight_bridge=bridge, weight_install_adapter=adapter)
+
+
+def test_a_method_that_takes_anything_is_taken() -> None:
+    assert as_transactional(Free()) is not None

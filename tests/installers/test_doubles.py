@@ -36,7 +36,7 @@ def trainer() -> Iterator[SharedMemoryTensorBridge]:
         yield bridge
 
 
-def learned(model: Model, sent: dict[str, torch.Tensor]) -> LoadPlan:
+def learned(model: torch.nn.Module, sent: dict[str, torch.Tensor]) -> LoadPlan:
     kinds = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in sent.items()}
     return learn(model, kinds, EngineCompat(), admit=lambda *_: None)
 
@@ -80,3 +80,72 @@ def test_anything_else_that_goes_nowhere_is_refused(
         check_landed(plan, trainer.publish(sent, weight_version=1))
     is_alike = is_tied and (head.shape, head.dtype) == ((3, 2), torch.float32)
     assert ("ties to ['embed'] must have the same bytes" in str(told.value)) == is_alike
+
+
+class Placed(Model):
+    """Has one layer in two places, as SGLang and some models of vLLM tie their heads."""
+
+    def __init__(self) -> None:
+        super().__init__(is_tied=False)
+        self.head = self.embed
+
+
+def test_an_equal_copy_is_taken_where_one_layer_has_two_places(
+    trainer: SharedMemoryTensorBridge,
+) -> None:
+    sent = {"embed": torch.ones(3, 2), "head": torch.ones(3, 2)}
+    check_landed(learned(Placed(), sent), trainer.publish(sent, weight_version=1))
+
+
+class Normed(Model):
+    def __init__(self) -> None:
+        super().__init__(is_tied=False)
+        self.norm = torch.nn.Linear(2, 1, bias=False).requires_grad_(False)
+
+    def load_weights(self, given: Iterable[tuple[str, torch.Tensor]]) -> None:
+        sent = dict(given)
+        super().load_weights(sent.items())
+        self.norm.weight.data.copy_(sent["norm"])
+
+
+@pytest.mark.parametrize("shared", ["embed", "norm"])
+def test_a_name_that_goes_nowhere_may_share_the_memory_of_an_embedding_only(
+    trainer: SharedMemoryTensorBridge, shared: str
+) -> None:
+    """An engine without a layer for its head computes with its embedding."""
+    sent = {"embed": torch.ones(3, 2), "norm": torch.ones(1, 2)}
+    sent["other"] = sent[shared]
+    plan, manifest = learned(Normed(), sent), trainer.publish(sent, weight_version=1)
+    if shared == "embed":
+        check_landed(plan, manifest)
+        return
+    with pytest.raises(IncompatibleUpdate, match=r"puts 1 tensors .* nowhere: \['other'\]"):
+        check_landed(plan, manifest)
+
+
+def test_names_of_a_wrapper_are_told_by_its_prefix(trainer: SharedMemoryTensorBridge) -> None:
+    sent = {"embed": torch.ones(3, 2), "module.embed": torch.zeros(3, 2)}
+    plan, manifest = learned(Model(is_tied=False), sent), trainer.publish(sent, weight_version=1)
+    with pytest.raises(IncompatibleUpdate, match=r"put 'module\.' before the names"):
+        check_landed(plan, manifest)
+
+
+class Padded(torch.nn.Module):
+    """The last of three ranks that share two heads: its part is padding alone, as in SGLang."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.k = torch.nn.Linear(2, 3, bias=False).requires_grad_(False)
+
+    def load_weights(self, given: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for _ in given:
+            part = self.k.weight.data
+            part.narrow(0, 0, 3).zero_()
+            part.narrow(0, 0, 0).copy_(torch.zeros_like(part.narrow(0, 0, 0)))
+
+
+def test_a_part_that_is_padding_alone_is_a_part(trainer: SharedMemoryTensorBridge) -> None:
+    sent = {"k": torch.ones(6, 2)}
+    plan, manifest = learned(Padded(), sent), trainer.publish(sent, weight_version=1)
+    check_landed(plan, manifest)
+    assert not list(plan.routes())
