@@ -1,6 +1,14 @@
-"""Assembling: verify the leaves that are needed, copy the boxes, digest what came out.
+"""Assembling a consumer's tensors out of a group's parts.
 
-The parts are leased meanwhile: a publisher writes to none of them between the two.
+`Assembly` works on parts that are attached here: it verifies the leaves that cover the needed
+bytes, copies these, and digests the result. The parts are leased meanwhile, so that no publisher
+writes to them between the check and the copy.
+
+`LandingPlan` and `ArenaLanding` do without the copy: a transport reads each range straight to its
+place in the consumer's arena, which is digested while it arrives. This works if all that a consumer
+needs lies in long ranges, as with ranks that hold rows of each tensor, and a consumer of whole
+tensors. The result is compared with the digests that the group has for whole tensors; of tensors
+for which it has none, each range is compared with the digest of its part.
 """
 
 import ctypes
@@ -34,13 +42,16 @@ __all__ = [
     "Assembly",
     "AssemblyPlan",
     "LandingPlan",
-    "damaged",
-    "known_wholes",
     "require_sealed",
 ]
 
 _Column = npt.NDArray[np.int64]
 _ITEMS = {size: np.dtype(f"u{size}") for size in (1, 2, 4, 8)} | {16: np.dtype("c16")}
+# Average size from which on a range is read by itself; it is faster to read smaller neighbours
+# together and to copy them.
+_WORTH_NBYTES = LEAF_NBYTES
+# Digested at a time.
+_SLICE_NBYTES = 8 << 20
 
 
 class Assembly:
@@ -55,7 +66,7 @@ class Assembly:
             for needs in plan.parts
         ]
         self._copies = BytePlan(plan.run_nbytes.astype(np.uint64))
-        # Of each part, the bytes up to the end of the last tensor that is read.
+        # For each part, the bytes up to the end of the last range that is read.
         self._reach = {
             needs.part: int((needs.starts + needs.nbytes).max())
             for needs in plan.parts
@@ -141,8 +152,8 @@ class Assembly:
         }
         for part, source, at, item, box in self.plan.boxes:
             kind = _ITEMS[item]
-            # One call each, on no copy of anything: with tens of thousands of small tensors this is
-            # all that their assembly consists of.
+            # One call for each box, without temporary arrays: with tens of thousands of small
+            # tensors this loop is the whole assembly.
             here = np.ndarray(
                 box.shape,
                 kind,
@@ -161,18 +172,18 @@ class Assembly:
 
     def differing(self, group: GroupManifest, digests: bytes) -> _Column:
         """Rows of the plan's table whose digests are not those that the group has for them."""
-        rows, places = self._known(group.layout)
+        rows, places = self._known_rows(group.layout)
         found, expected = _rows_of(digests)[rows], _rows_of(group.digests)[places]
-        if found.tobytes() == expected.tobytes():  # as a rule, and told in less time
+        if found.tobytes() == expected.tobytes():  # the usual case, and the faster comparison
             return rows[:0]
         differing: _Column = rows[(found != expected).any(axis=1)]
         return differing
 
     def compare(self, group: GroupManifest, digests: bytes) -> None:
-        """Hold whole tensors against the digests that the group has for them.
+        """Compare whole tensors with the digests that the group has for them.
 
         Raises:
-            ChecksumMismatch: one is another.
+            ChecksumMismatch: one differs.
 
         """
         differing = self.differing(group, digests)
@@ -188,9 +199,9 @@ class Assembly:
             )
             raise ChecksumMismatch(msg)
 
-    def _known(self, layout: GroupLayout) -> tuple[_Column, _Column]:
+    def _known_rows(self, layout: GroupLayout) -> tuple[_Column, _Column]:
         if self._wholes is None:
-            self._wholes = known_wholes(self.plan, layout)
+            self._wholes = _known_wholes(self.plan, layout)
         return self._wholes
 
 
@@ -199,9 +210,9 @@ def require_sealed(
 ) -> None:
     """Compare a group's manifest with what each rank sealed beside the bytes of its part.
 
-    Each sealed the digest of the whole: who changes a version, a range or a part's header is found
-    by any part that is read. A transport that sends bytes and digest in one go has sent that of the
-    part's own header before there was a group: then that one is compared.
+    Each rank sealed the digest of the group's header, so that any part that is read shows a changed
+    version, range or header. A transport that sends bytes and digest together has sent the digest
+    of the part's own header, before there was a group: then that one is compared.
 
     Args:
         group: the version.
@@ -219,7 +230,7 @@ def require_sealed(
         if not sealed and part.transport not in bound:
             continue
         if sealed == expected:
-            continue  # as a rule: then nobody needs the part's own
+            continue  # the usual case: the part's own digest need not be computed
         if sealed == part.header_digest:
             continue
         msg = (
@@ -251,8 +262,8 @@ class AssemblyPlan(PackPlan):
         return self._assembly.run(self._group, self._attachments, address)
 
 
-def known_wholes(plan: ReshardPlan, layout: GroupLayout) -> tuple[_Column, _Column]:
-    """Which assembled tensors can be held against the group's digests.
+def _known_wholes(plan: ReshardPlan, layout: GroupLayout) -> tuple[_Column, _Column]:
+    """Which assembled tensors can be compared with the group's digests.
 
     Returns:
         Rows of the consumer's table that are whole tensors of known digest, and their places there.
@@ -268,11 +279,11 @@ def known_wholes(plan: ReshardPlan, layout: GroupLayout) -> tuple[_Column, _Colu
 def damaged(
     part: WeightUpdateManifest, rank: int, row: int, start: int, nbytes: int
 ) -> ChecksumMismatch:
-    """What to raise where bytes of a part are not what was published.
+    """The error for bytes of a part that are not what was published.
 
     Args:
         part: the part.
-        rank: whose it is.
+        rank: that published it.
         row: tensor that they are in.
         start: first of them in the part's arena.
         nbytes: how many.
@@ -295,23 +306,12 @@ def _rows_of(digests: bytes) -> npt.NDArray[np.uint8]:
     return np.frombuffer(digests, np.uint8).reshape(-1, DIGEST_NBYTES)
 
 
-# ---- Assembling without a copy: each range is read to where it belongs, and digested meanwhile.
-#
-# That goes where whatever a consumer needs lies in long ranges, and a transport can read into an
-# arena of this side's own: ranks that hold rows of each tensor, say, for a consumer that wants all
-# of them. What is assembled is held against the digests that the group has for whole tensors; of
-# tensors for which it has none, each range is held against its part's.
-
-# Of this size on average, and a range is worth a descriptor of its own: below, to read neighbours
-# in one go and to copy them is faster.
-_WORTH_NBYTES = LEAF_NBYTES
-# Digested at a time.
-_SLICE_NBYTES = 8 << 20
+# ---- without a copy -----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _PartRanges:
-    """What is read of one part.
+    """The ranges that are read of one part.
 
     Attributes:
         part: its rank.
@@ -319,8 +319,8 @@ class _PartRanges:
         nbytes: size of each.
         targets: first byte of each in the consumer's arena.
         ends: behind each range, in the part's arena.
-        left: first byte of the consumer's arena that may be missing as long as that many ranges are
-            there, from none to all.
+        left: by number of ranges that have arrived: the first byte of the consumer's arena that may
+            be missing.
 
     """
 
@@ -343,7 +343,7 @@ class _PartRanges:
         return cls(part, starts, nbytes, targets, starts + nbytes, left)
 
     def reached(self, mark: int) -> int:
-        """How much of the consumer's arena is there, for all that this part has to do with it."""
+        """How much of the consumer's arena has arrived, as far as this part is concerned."""
         num = int(np.searchsorted(self.ends, mark, side="right"))
         if num == len(self.ends) or mark <= self.starts[num]:
             return int(self.left[num])
@@ -376,14 +376,14 @@ class _Pieces:
         return _Pieces(*(getattr(self, one.name)[chosen] for one in fields(self)))
 
     def of(self, wanted: _Column) -> "_Pieces":
-        """Those that these rows are made of."""
+        """Those that make these rows."""
         return self.where(np.isin(self.wanted, wanted))
 
     def check(self, group: GroupManifest, address: int, num_threads: int | None) -> None:
-        """Hold each, a whole tensor of its part, against what that says.
+        """Compare each, which is a whole tensor of its part, with the part's digest.
 
         Raises:
-            ChecksumMismatch: one is another.
+            ChecksumMismatch: one differs.
 
         """
         if not len(self.rows):
@@ -399,11 +399,11 @@ class _Pieces:
 
 
 def _pieces_of(plan: ReshardPlan, layout: GroupLayout) -> _Pieces:
-    """A plan's copies; those of one range of elements, which come row by row, in one."""
+    """A plan's copies; rows that are contiguous at both ends are joined into one."""
     order = np.lexsort((plan.run_sources, plan.run_parts))
     parts, starts = plan.run_parts[order], plan.run_sources[order]
     targets, nbytes = plan.run_targets[order], plan.run_nbytes[order]
-    # Of tensors that begin at one byte the last is the one that is not empty.
+    # If several tensors begin at one byte, only the last of them is not empty.
     wanted = np.searchsorted(plan.table.offset_column.astype(np.int64), targets, side="right") - 1
     rows = np.zeros_like(starts)
     for needs in plan.parts:
@@ -419,11 +419,11 @@ def _pieces_of(plan: ReshardPlan, layout: GroupLayout) -> _Pieces:
 
 
 class LandingPlan:
-    """What goes where: made once per plan and layout of a group.
+    """The place of each range: made once per plan and layout of a group.
 
     Attributes:
         table: the consumer's arena.
-        ranges: what is read of each part that is needed.
+        ranges: of each needed part.
 
     """
 
@@ -444,7 +444,7 @@ class LandingPlan:
 
     @classmethod
     def make(cls, assembly: Assembly, layout: GroupLayout) -> Self | None:
-        """Plan it; None where it cannot be done, or where copying is faster."""
+        """Make the plan; None if it is impossible, or if copying is faster."""
         plan = assembly.plan
         if plan.boxes or not len(plan.run_nbytes):
             return None
@@ -459,19 +459,19 @@ class LandingPlan:
             columns = (pieces.starts[mine], pieces.nbytes[mine], pieces.targets[mine])
             one = _PartRanges.of(needs.part, *columns, plan.table.arena_nbytes)
             if (one.ends[:-1] > one.starts[1:]).any():
-                return None  # what is wanted twice is read once
+                return None  # a range that is wanted twice must be copied
             ranges.append(one)
             rows, table = pieces.rows[mine], tables[needs.part]
             begins, sizes = table.offset_column[rows], table.nbytes_column[rows]
             is_whole[mine] = (begins == pieces.starts[mine]) & (sizes == pieces.nbytes[mine])
-        known, _ = known_wholes(plan, layout)
+        known, _ = _known_wholes(plan, layout)
         unknown = np.setdiff1d(pieces.wanted, known)
         if not is_whole[np.isin(pieces.wanted, unknown)].all():
-            return None  # nothing that it could be held against
+            return None  # there is no digest to compare with
         return cls(assembly, ranges, pieces.where(is_whole), unknown)
 
     def requests(self, group: GroupManifest) -> list[PartRequest]:
-        """What is asked of each part."""
+        """The ranges of each part, as the transport takes them."""
         return [
             PartRequest(
                 manifest=group.parts[one.part],
@@ -483,16 +483,16 @@ class LandingPlan:
         ]
 
     def digest_at(self, address: int) -> ArrivalDigest:
-        """What digests an arena while it arrives there."""
+        """A digest of the arena at `address`, made while it arrives."""
         return self._digests.start(address)
 
     def verify(
         self, group: GroupManifest, digests: bytes, address: int, num_threads: int | None
     ) -> None:
-        """Hold what is at `address` against what was published.
+        """Compare the arena at `address` with what was published.
 
         Raises:
-            ChecksumMismatch: it is something else.
+            ChecksumMismatch: it differs.
 
         """
         self._always.check(group, address, num_threads)
@@ -503,7 +503,7 @@ class LandingPlan:
 
 
 class ArenaLanding:
-    """One version that is read to where it belongs. See `rl_bridge.transports.base`."""
+    """One version that is read straight into its arena. See `rl_bridge.transports.base`."""
 
     def __init__(self, plan: LandingPlan, ring: SharedPublisher, num_threads: int | None) -> None:
         """Begin; no room is taken yet."""
@@ -514,16 +514,16 @@ class ArenaLanding:
         self._digest: ArrivalDigest | None = None
         self._beside: Digester | None = None
         self._there: list[int] = []
-        self._told = 0
+        self._passed_on = 0
 
     def reserve(self) -> Slot:
-        """Take room; what came of the attempt before is forgotten."""
+        """Take a slot, and forget the attempt before."""
         self.stop()
         table = self._plan.table
         slot = self._ring.reserve(table, lambda address: clear_padding(table, address))
         try:
             self._there = [0] * len(self._plan.ranges)
-            self._told = 0
+            self._passed_on = 0
             self._digest = self._plan.digest_at(slot.address)
             if table.arena_nbytes >= BESIDE_NBYTES:
                 self._beside = Digester(self._digest)
@@ -537,20 +537,20 @@ class ArenaLanding:
         """Digest what is complete by now."""
         self._there[place] = self._plan.ranges[place].reached(mark)
         least = min(self._there)
-        if least <= self._told:
+        if least <= self._passed_on:
             return
-        self._told = least
+        self._passed_on = least
         if self._beside is not None:
             self._beside.put(least)
         elif self._digest is not None:
             self._digest.advance(least)
 
     def abandon(self, slot: Slot) -> None:
-        """Give room back."""
+        """Give a slot back."""
         self._ring.abandon(slot)
 
     def finish(self, group: GroupManifest, slot: Slot) -> bytes:
-        """Verify what landed; returns 16 bytes per tensor of the plan's table.
+        """Verify the arena; returns 16 bytes per tensor of the plan's table.
 
         Raises:
             ChecksumMismatch: it is not what was published.
@@ -561,7 +561,7 @@ class ArenaLanding:
         if beside is not None:
             beside.check()
         digests = None if digest is None else digest.digests()
-        assert digests is not None, "a transport said that all is here"
+        assert digests is not None, "the transport said that everything has arrived"
         self._plan.verify(group, digests, slot.address, self._num_threads)
         return digests
 
@@ -569,4 +569,4 @@ class ArenaLanding:
         """Wait for digests that are under way. Idempotent."""
         if self._beside is not None:
             self._beside.stop()
-        self._beside = self._digest = None  # behind it: it reads memory that may be given back
+        self._beside = self._digest = None  # after the stop: its thread reads the slot

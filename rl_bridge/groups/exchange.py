@@ -1,8 +1,12 @@
 """How the ranks of an update group talk: each gives some bytes and gets those of all, in time.
 
-What travels is JSON text; nothing is unpickled. Which way it travels is the user's choice: the
-key-value store of torch.distributed, a process group, or a function of his own. How a publication
-ends is settled for all ranks at once only where there is a store to note it in.
+JSON text travels; nothing is unpickled. The user chooses the way: the key-value store of
+torch.distributed, a process group, or a function of the user's own.
+
+A publication is a round (`Rounds`). If there is a store, the first verdict that arrives in it ends
+the round for every rank, and the next round begins; without a store each rank's own verdict holds
+for itself. A store may block without a limit, so it is called in a thread of its own
+(`BoundedCaller`), and no deadline is missed.
 """
 
 import threading
@@ -22,7 +26,7 @@ import torch.distributed as dist
 from rl_bridge.errors import DeadlineExceeded, GroupAborted, WeightBridgeUnavailableError
 
 __all__ = [
-    "Asking",
+    "BoundedCaller",
     "FunctionExchange",
     "GroupExchange",
     "ProcessGroupExchange",
@@ -32,43 +36,51 @@ __all__ = [
     "not_together",
 ]
 
-# ---- Asking something that may never answer: in a thread of its own, so that no deadline is
-# missed.
+Store = torch._C._distributed_c10d.Store  # noqa: SLF001 - what torch.distributed shows without exporting it
+"""A store of torch.distributed, such as a ``TCPStore``."""
+
+_POLL_S = 0.002
+# For a last look when the time is up.
+_LAST_S = 1.0
+_NAME = "rl_bridge"
+_TIMEOUT_S = 30.0
+# Rounds whose keys stay: a slow rank may still read those of the one before.
+_KEPT_ROUNDS = 2
 
 T = TypeVar("T")
 _Question = tuple["Future[object]", Callable[[], object]]
 
 
-class Asking:
-    """One question at a time, to whatever blocks without a limit of its own.
+class BoundedCaller:
+    """Calls functions that may block for ever, one at a time, with a deadline.
 
-    A question that got no answer in time stays on its way: until it has one, the next ones are
-    refused at once.
+    A call that missed its deadline goes on in the thread: until it ends, further calls are refused
+    at once.
     """
 
     def __init__(self, what: str) -> None:
-        """Ask `what`, which messages name. The thread begins with the first question."""
+        """Call `what`, which messages name. The thread begins with the first call."""
         self._what = what
         self._questions: SimpleQueue[_Question | None] = SimpleQueue()
         self._last: Future[object] | None = None
         self._is_late = False
         self._thread: threading.Thread | None = None
 
-    def ask(self, question: Callable[[], T], timeout_s: float) -> T:
-        """The answer, or what asking for it raises.
+    def call(self, function: Callable[[], T], timeout_s: float) -> T:
+        """The function's result, or its exception.
 
         Raises:
-            DeadlineExceeded: there is none within `timeout_s`, or not yet one to the last question.
+            DeadlineExceeded: it did not end within `timeout_s`, or the call before has not ended.
 
         """
         before, future = self._last, Future[object]()
         if before is not None and not before.done():
-            # (An interrupt leaves a question that is about to be answered.)
+            # A call that an interrupt left may be about to end.
             self._wait(before, 0.0 if self._is_late else timeout_s)
         if self._thread is None:
             self._begin()
         self._last = future
-        self._questions.put((future, question))
+        self._questions.put((future, function))
         self._wait(future, timeout_s)
         return future.result()  # type: ignore[return-value]  # what the question gave
 
@@ -96,23 +108,13 @@ def _answer(questions: "SimpleQueue[_Question | None]") -> None:
         future, question = one
         try:
             future.set_result(question())
-        except BaseException as error:  # noqa: BLE001 - raised where it was asked
+        except BaseException as error:  # noqa: BLE001 - raised in the caller's thread
             future.set_exception(error)
-        del one, future, question  # else they would live until the next one comes
-
-
-# ---- How a group's publications end: noted once in a store of torch.distributed, the same for
-# all.
-#
-# A publication is a round. The first verdict that arrives in the store ends it, for every rank;
-# then the next round begins.
-
-# Rounds whose keys stay: a slow rank may still read those of the one before.
-_KEPT_ROUNDS = 2
+        del one, future, question  # else they would live until the next call
 
 
 def not_together(step: str, rank: int, what: str) -> str:
-    """What to say where the ranks did not come together."""
+    """Message of a publication to which not all ranks came."""
     return (
         f"rank {rank}: the ranks did not come together in step {step!r} of a group's publication: "
         f"{what}. This rank has withdrawn its part. See to it that every rank publishes, then "
@@ -150,7 +152,7 @@ class Rounds:
             msg = f"timeout_s={timeout_s!r}: expected a number of seconds above 0."
             raise ValueError(msg)
         self.store = store
-        self.asking = Asking("the store of the group")
+        self.caller = BoundedCaller("the store of the group")
         self._rank = rank
         self._name = name
         self._timeout_s = timeout_s
@@ -158,7 +160,7 @@ class Rounds:
         self._given: list[tuple[int, str]] = []
 
     def begin(self) -> None:
-        """Join the round that the others are in: one that was decided is over.
+        """Join the round that the other ranks are in.
 
         Raises:
             GroupAborted: the store is gone or hangs.
@@ -182,7 +184,7 @@ class Rounds:
 
     def _decided(self, verdict: str) -> str:
         key, this = self.key("verdict"), self._round
-        # Asked first: verdicts are forgotten only behind the rounds that follow them.
+        # Looked up first: a verdict is forgotten only after the rounds that follow it.
         is_over = self._current(this) > this
         if is_over and not self.store.check([key]):
             msg = not_together(
@@ -199,7 +201,7 @@ class Rounds:
         return int(self.store.compare_set(f"{self._name}/round", "", str(first)))
 
     def key(self, what: str) -> str:
-        """What something of this round is called in the store."""
+        """Name of something of this round in the store."""
         return f"{self._name}/{self._round}/{what}"
 
     def put(self, step: str, key: str, text: str, timeout_s: float) -> None:
@@ -213,31 +215,19 @@ class Rounds:
         self._given.append((self._round, key))
 
     def ask(self, step: str, question: Callable[[], T], timeout_s: float) -> T:
-        """Ask the store, which blocks without a limit where its process hangs.
+        """Ask the store, which blocks for ever if its process hangs.
 
         Raises:
             GroupAborted: it is gone, or does not answer in time.
 
         """
         try:
-            return self.asking.ask(question, timeout_s)
+            return self.caller.call(question, timeout_s)
         except GroupAborted:
             raise
         except (RuntimeError, ValueError) as error:
             msg = not_together(step, self._rank, f"the store: {error}")
             raise GroupAborted(msg) from error
-
-
-# ---- the rest builds on the parts above
-
-Store = torch._C._distributed_c10d.Store  # noqa: SLF001 - what torch.distributed shows without exporting it
-"""A store of torch.distributed, such as a ``TCPStore``."""
-
-_POLL_S = 0.002
-# For a question that comes when the time is up already.
-_LAST_S = 1.0
-_NAME = "rl_bridge"
-_TIMEOUT_S = 30.0
 
 
 class GroupExchange(ABC):
@@ -246,7 +236,7 @@ class GroupExchange(ABC):
     Attributes:
         rank: of this process, counted from 0.
         world_size: how many ranks.
-        rounds: where it is noted how publications end; None: nowhere.
+        rounds: decides how publications end; None: each rank decides for itself.
 
     """
 
@@ -276,7 +266,7 @@ class GroupExchange(ABC):
 
     @abstractmethod
     def gather(self, step: str, payload: bytes, *, timeout_s: float) -> list[bytes]:
-        """Give `payload` and get everybody's, by rank.
+        """Give `payload` and get those of all ranks, by rank.
 
         Raises:
             GroupAborted: not all of them came in time; it names the ranks, if it can.
@@ -284,9 +274,9 @@ class GroupExchange(ABC):
         """
 
     def decide(self, verdict: str) -> str:
-        """Propose how the publication ends; returns what holds for every rank.
+        """Propose how the publication ends; returns the verdict that holds for every rank.
 
-        The first proposal that arrives in the store. Without one, each rank's own holds for itself.
+        The first proposal that arrives in the store holds. Without a store, the rank's own does.
 
         Raises:
             GroupAborted: the store is gone or hangs.
@@ -315,8 +305,8 @@ class FunctionExchange(GroupExchange):
                 rank, or raises when the time is up.
             rank: of this process.
             world_size: how many ranks.
-            store: where it is noted how publications end, once for all ranks; the same one on each.
-                None: each rank's own end holds for itself.
+            store: decides how publications end, for all ranks; the same one on each. None: each
+                rank decides for itself.
             name: of the group in the store; two groups that share one need two.
             store_timeout_s: how long the store may take to answer.
 
@@ -344,7 +334,7 @@ class FunctionExchange(GroupExchange):
 class ProcessGroupExchange(GroupExchange):
     """Over a torch.distributed process group whose backend moves CPU tensors, such as gloo.
 
-    Where a rank dies, or is late, the group is lost, as torch.distributed has it: make a new one.
+    If a rank dies or is late, torch.distributed gives up the process group: make a new one.
     """
 
     def __init__(
@@ -359,8 +349,8 @@ class ProcessGroupExchange(GroupExchange):
 
         Args:
             group: of all ranks; None: the default one.
-            store: where it is noted how publications end, once for all ranks; the same one on each.
-                None: each rank's own end holds for itself.
+            store: decides how publications end, for all ranks; the same one on each. None: each
+                rank decides for itself.
             name: of the group in the store; two groups that share one need two.
             store_timeout_s: how long the store may take to answer.
 
@@ -379,7 +369,7 @@ class ProcessGroupExchange(GroupExchange):
     def gather(self, step: str, payload: bytes, *, timeout_s: float) -> list[bytes]:
         """Gather the sizes, then the bytes."""
         if self._is_lost:
-            # What comes late would be taken for an answer to what is asked now.
+            # A late message would be taken for an answer in this step.
             msg = (
                 f"rank {self.rank}: the process group of this exchange broke off before, in a step "
                 "to which not all ranks came in time. Make a new process group and a new exchange "
@@ -413,7 +403,7 @@ class ProcessGroupExchange(GroupExchange):
 
 
 def _require_cpu(backend: str) -> None:
-    """Refuse what would fail in the middle of the first publication, and take the group along."""
+    """Refuse a backend that would fail in the first publication, and lose the process group."""
     # One backend, or one for each kind of device: "cpu:gloo,cuda:nccl".
     if backend == "nccl" or (":" in backend and "cpu:" not in backend):
         msg = (
@@ -434,10 +424,9 @@ def _wait(work: "dist.Work | None", limit: timedelta) -> None:
 
 
 class StoreExchange(GroupExchange):
-    """Over a store of torch.distributed. Also settles how a publication ends, once for all ranks.
+    """Over a store of torch.distributed, which also decides how a publication ends for all ranks.
 
-    The store's process must outlive the ranks: else its end ends every publication, and one that
-    hangs does when the time is up.
+    The store's process must outlive the ranks: if it ends or hangs, every publication fails.
     """
 
     def __init__(
@@ -456,8 +445,8 @@ class StoreExchange(GroupExchange):
             rank: of this process.
             world_size: how many ranks.
             name: of the group; two groups that share a store need two.
-            timeout_s: how long the store may take to answer before and behind the steps, which
-                have limits of their own.
+            timeout_s: how long the store may take to answer before and after the steps, which have
+                limits of their own.
 
         Raises:
             ValueError: `rank` is none of them, or a limit that is not above 0.
@@ -490,7 +479,7 @@ class StoreExchange(GroupExchange):
             return rounds.ask(step, lambda: bool(rounds.store.check(list(wanted))), left)
 
         while not has(key):
-            # (Where it was decided meanwhile, everybody may have come meanwhile as well.)
+            # When another rank has decided, all ranks may have come by now.
             if has(verdict) and not has(*keys):
                 what = rounds.ask(step, lambda: rounds.store.get(verdict), _LAST_S).decode()
                 msg = not_together(step, self.rank, f"another rank ended it: {what}")
@@ -499,5 +488,5 @@ class StoreExchange(GroupExchange):
                 late = tuple(r for r, k in enumerate(keys) if not has(k))
                 msg = not_together(step, self.rank, f"no answer from ranks {late}")
                 raise GroupAborted(msg, late)
-            # (The store's own wait tells the terminal of each time that it did not come.)
+            # The store's own wait prints a line to the terminal each time that it times out.
             pause.wait(_POLL_S)

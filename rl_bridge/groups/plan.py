@@ -1,7 +1,11 @@
-"""`ReshardPlan`: which bytes of which parts make what a consumer wants. Arithmetic, made once.
+"""`ReshardPlan`: which bytes of which parts make the tensors that a consumer wants.
 
-A pure function of two layouts: the group's and the consumer's. It holds no memory and no manifest,
-so one plan serves every version of a run.
+A plan is a pure function of two layouts, the group's and the consumer's. It holds no memory and no
+manifest, so one plan serves every version of a run.
+
+`copies_for` goes from a wanted box and the pieces of a whole tensor to bytes: what to copy, and
+which leaves of the digest cover it. Of 40,000 tensors few differ in shape and cuts, so the planner
+keeps these results and uses them again.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,27 +36,22 @@ from rl_bridge.manifest.table import TensorTable, collector_paused, row_major_st
 
 __all__ = [
     "BoxCopy",
-    "Copies",
     "PartNeeds",
     "PlacedBox",
     "ReshardPlan",
-    "RunCopy",
     "copies_for",
     "make_plan",
 ]
 
-# ---- From a box that is wanted and a piece that is held to bytes: what to copy, and which leaves.
-#
-# All of it is arithmetic on one tensor's shape and cuts. Of 40,000 tensors few differ in these, so
-# what is found here is kept by the planner and used again.
-
-# From this size on, rows of a box are copied like tensors of their own, by the compiled pass.
+# The compiled pass copies rows of at least this size; numpy copies boxes of smaller rows.
 _ROW_NBYTES = 32_768
+
+_Column = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
 class RunCopy:
-    """Bytes that lie one behind the other in both places.
+    """Bytes that are contiguous in both places.
 
     Attributes:
         held: which piece, by its place among those of the tensor.
@@ -92,12 +91,12 @@ class BoxCopy:
 
 @dataclass(frozen=True, slots=True)
 class Copies:
-    """What fills one box of a wanted tensor.
+    """The copies that fill one box of a wanted tensor.
 
     Attributes:
         runs: contiguous copies.
         boxes: the others.
-        leaves: held piece -> ranges of leaves of the rank's tensor that cover what is copied of it.
+        leaves: held piece -> ranges of leaves of the rank's tensor that cover the copied bytes.
         nbytes: bytes that are copied.
 
     """
@@ -235,18 +234,13 @@ def _offsets(dims: Sequence[_Dim], source: int, target: int) -> Iterator[tuple[i
 def _leaves(dims: Sequence[tuple[int, int]], start: int, item: int) -> Iterator[tuple[int, int]]:
     """Ranges of leaves that hold a box of (size, stride) at `start`; all in bytes."""
     extent = item + sum((size - 1) * stride for size, stride in dims)
-    # Where neighbours are less than a leaf apart no leaf in between is left out.
+    # If neighbours are less than a leaf apart, every leaf in between is needed.
     if not dims or dims[0][1] <= LEAF_NBYTES:
         yield start // LEAF_NBYTES, -(-(start + extent) // LEAF_NBYTES)
         return
     (size, stride), *rest = dims
     for i in range(size):
         yield from _leaves(rest, start + i * stride, item)
-
-
-# ---- the rest builds on the parts above
-
-_Column = npt.NDArray[np.int64]
 
 
 class PlacedBox(NamedTuple):
@@ -261,18 +255,18 @@ class PlacedBox(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PartNeeds:
-    """What is read of one part, and verified before.
+    """The ranges of one part that are read, and those that are verified.
 
     Attributes:
         part: its rank.
-        has_leaves: whether single leaves are verified, by the part's leaf list; else whole tensors
-            are: all that is needed is whole, or the part has no list.
+        has_leaves: single leaves are verified, by the part's leaf list; else whole tensors are,
+            because every needed tensor is whole or the part has no list.
         starts: first byte, in the part's arena, of each range that is verified.
         nbytes: size of each.
         rows: stored tensor that each lies in.
         expected: first byte, in the part's leaf list, of each leaf of these ranges.
-        read_starts: first byte, in the part's arena, of each range that is read at all: those that
-            are verified and the leaf list; ascending, no two of them meet.
+        read_starts: first byte, in the part's arena, of each range that is read: the verified
+            ranges and the leaf list; ascending, no two of them meet.
         read_nbytes: size of each.
 
     """
@@ -301,9 +295,9 @@ class ReshardPlan:
         run_targets: first byte in the consumer's.
         run_nbytes: size.
         boxes: the other copies.
-        wholes: row of the consumer's table -> whole tensor that it is, as it is.
+        wholes: row of the consumer's table -> whole tensor that it is, unchanged.
         needed_nbytes: bytes that are copied.
-        verified_nbytes: bytes that are read to verify these.
+        verified_nbytes: bytes that are read to verify them.
 
     """
 
@@ -322,7 +316,7 @@ class ReshardPlan:
 
     @property
     def overfetch(self) -> float:
-        """Bytes verified for each byte needed: 1.0 where every cut is between leaves."""
+        """Bytes verified for each byte needed: 1.0 if every cut lies between leaves."""
         return self.verified_nbytes / self.needed_nbytes if self.needed_nbytes else 1.0
 
 
@@ -475,7 +469,7 @@ class _Planner:
         counts = -(-sizes // LEAF_NBYTES)
         rows, first, end = _joined(wanted, counts)
         if (end - first == counts[rows]).all():
-            index = None  # of whole tensors the manifest has the digests
+            index = None  # the manifest has the digests of whole tensors
         if index is None:
             rows = np.unique(rows)
             first, end = np.zeros_like(rows), counts[rows]
@@ -505,7 +499,7 @@ class _Planner:
 
 def _joined(ranges: _Column, counts: _Column) -> tuple[_Column, _Column, _Column]:
     """Ranges of leaves (row, first, end), in order, those of a row that meet joined into one."""
-    # All leaves of a part in one line, with a leaf between the rows that nobody asks for.
+    # Number all leaves of a part in one sequence, with one unused number between two rows.
     bases = np.cumsum(counts + 1) - (counts + 1)
     rows, first, end = ranges.T
     line = bases[rows]

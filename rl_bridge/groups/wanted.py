@@ -1,8 +1,8 @@
-"""What a consumer wants of a group's tensors: whole ones, slices, or several joined into one.
+"""The tensors that a consumer wants of a group: whole ones, slices, or several joined into one.
 
-A `WantedLayout` is plain data. The functions here write the usual ones: tensor, pipeline and expert
-parallelism by degree and rank, and fused tensors as lists of sources. How it is met is the business
-of `rl_bridge.groups.plan`.
+A `WantedLayout` is plain data. The functions here make the usual ones: tensor, pipeline and expert
+parallelism by degree and rank, and fused tensors as lists of sources. `rl_bridge.groups.plan` says
+how a group's parts fill it.
 """
 
 import operator
@@ -27,84 +27,10 @@ __all__ = [
     "WantedTensor",
     "WholeSlice",
     "Wholes",
-    "block_of",
-    "checked_pattern",
     "everything",
-    "number_in",
     "parallel",
-    "range_of",
     "slices",
 ]
-
-# ---- Which numbers a slice, an index or a rank's even block stands for: arithmetic, no tensors.
-
-
-def range_of(one: object, size: int) -> range:
-    """What a slice or an index covers of a dimension; a slice may reach beyond it, as Python's do.
-
-    Raises:
-        TypeError: it is neither.
-        ValueError: a slice with a step, an index outside of the dimension.
-
-    """
-    if one is None:
-        return range(size)
-    if isinstance(one, slice):
-        start, stop, step = one.indices(size)
-        if step != 1:
-            raise ValueError(f"{one} has a step: give one without.")
-        return range(start, max(start, stop))
-    if isinstance(one, bool):
-        raise TypeError(f"{one} is a bool: give a slice or an index.")
-    index = operator.index(one)  # type: ignore[arg-type]  # that is what is tried
-    if not -size <= index < size:
-        raise ValueError(f"no index {index} in {size}: give one that is there.")
-    return range(index % size, index % size + 1)
-
-
-def block_of(number: int, total: int, degree: int) -> int:
-    """In which of `degree` even blocks a number lies; the first ones are larger by one."""
-    size, more = divmod(total, degree)
-    large = more * (size + 1)
-    return number // (size + 1) if number < large else more + (number - large) // max(size, 1)
-
-
-def checked_pattern(pattern: str) -> None:
-    """Check a pattern that finds numbers in names.
-
-    Raises:
-        ValueError: it is no regular expression, or has no group.
-
-    """
-    try:
-        has_group = re.compile(pattern).groups > 0
-    except re.error as error:
-        raise ValueError(f"pattern={pattern!r}: expected a regular expression; {error}.") from error
-    if not has_group:
-        msg = rf"pattern={pattern!r}: expected one with a group, such as '\blayers\.(\d+)\.'."
-        raise ValueError(msg)
-
-
-def number_in(name: str, pattern: str, total: int, what: str) -> int | None:
-    """The number in a tensor's name; None where it has none.
-
-    Raises:
-        IncompatibleUpdate: one that no rank has: its tensor would be nobody's, and not be missed.
-
-    """
-    found = re.search(pattern, name)
-    if found is None:
-        return None
-    if not (found[1] or "").isdecimal() or int(found[1]) >= total:
-        msg = (
-            f"tensor {name!r} has number {found[1]}, and {what}={total} leaves it to no rank. Give "
-            f"the model's {what}, and a pattern that finds the number."
-        )
-        raise IncompatibleUpdate(msg)
-    return int(found[1])
-
-
-# ---- the rest builds on the parts above
 
 Wholes = Mapping[str, WholeTensor]
 
@@ -152,7 +78,7 @@ class WantedLayout:
 
 
 Wanted = Callable[[Wholes], WantedLayout]
-"""Says what is wanted of whatever whole tensors there are."""
+"""From the whole tensors of a group to the layout that is wanted of them."""
 
 
 def everything() -> Wanted:
@@ -258,10 +184,10 @@ class ExpertParallel:
 
 @dataclass(frozen=True, slots=True)
 class Fused:
-    """Several tensors as one, one behind the other.
+    """Several tensors joined into one.
 
     Attributes:
-        name: of the fused tensor; ``{}`` stands for whatever the sources have in its place.
+        name: of the fused tensor; ``{}`` stands for the text that the sources have in its place.
         sources: names, in order, with the same ``{}``.
         dim: along which they are joined; each is cut before, where tensor parallelism cuts it.
 
@@ -303,7 +229,7 @@ def parallel(
     expert: ExpertParallel | None = None,
     fused: Sequence[Fused] = (),
 ) -> Wanted:
-    """What one rank of an engine has, by its degrees and its rank in each.
+    """The tensors of one rank of an engine, by its degrees and its rank in each.
 
     Raises:
         ValueError: a rank that is not below its degree, a pattern without a group.
@@ -326,19 +252,19 @@ def parallel(
             for name, sources in join.found(mine).items():
                 _require_all(name, sources, wholes)
                 _require_free(name, found)
-                parts = [_share(wholes[source], tensor, expert) for source in sources]
+                parts = [_shard(wholes[source], tensor, expert) for source in sources]
                 found[name] = _joined(name, parts, join.dim)
                 taken.update(sources)
         for name in mine:
             if name not in taken:
                 _require_free(name, found)
-                found[name] = _alone(_share(wholes[name], tensor, expert))
+                found[name] = _alone(_shard(wholes[name], tensor, expert))
         return WantedLayout(found)
 
     return layout
 
 
-# ---- its parts ----------------------------------------------------------------------------------
+# ---- checks and shards --------------------------------------------------------------------------
 
 
 def _find(wholes: Wholes, name: str) -> WholeTensor:
@@ -366,7 +292,7 @@ def _check_degree(one: TensorParallel | PipelineParallel | ExpertParallel) -> No
 
 
 def _require_held(join: Fused, wholes: Wholes) -> None:
-    """What is fused by its full name is there, if not on this rank; a rule may find nothing."""
+    """A fused tensor without ``{}`` must have its sources in the group; a rule may find none."""
     if "{}" not in join.name and not set(join.sources) & wholes.keys():
         _require_all(join.name, join.sources, wholes)
 
@@ -405,10 +331,10 @@ def _sliced(whole: WholeTensor, at: Sequence[slice | int | None] | None) -> Want
     return _alone(WholeSlice(whole.name, offset, tuple(map(len, ranges)), (0,) * len(offset)))
 
 
-def _share(
+def _shard(
     whole: WholeTensor, tensor: TensorParallel | None, expert: ExpertParallel | None
 ) -> WholeSlice:
-    """What one rank has of a tensor."""
+    """One rank's shard of a tensor."""
     offset, shape = [0] * len(whole.shape), list(whole.shape)
     cuts = []
     if tensor is not None:
@@ -454,3 +380,71 @@ def _joined(name: str, parts: Sequence[WholeSlice], dim: int) -> WantedTensor:
         sources.append(WholeSlice(one.name, one.offset, one.shape, at))
         size += one.shape[dim]
     return WantedTensor((*first[:dim], size, *first[dim + 1 :]), tuple(sources))
+
+
+# ---- numbers ------------------------------------------------------------------------------------
+
+
+def range_of(one: object, size: int) -> range:
+    """The indices of a dimension that a slice or an index covers; a slice may reach beyond it.
+
+    Raises:
+        TypeError: it is neither.
+        ValueError: a slice with a step, an index outside of the dimension.
+
+    """
+    if one is None:
+        return range(size)
+    if isinstance(one, slice):
+        start, stop, step = one.indices(size)
+        if step != 1:
+            raise ValueError(f"{one} has a step: give one without.")
+        return range(start, max(start, stop))
+    if isinstance(one, bool):
+        raise TypeError(f"{one} is a bool: give a slice or an index.")
+    index = operator.index(one)  # type: ignore[arg-type]  # that is what is tried
+    if not -size <= index < size:
+        raise ValueError(f"no index {index} in {size}: give one that is there.")
+    return range(index % size, index % size + 1)
+
+
+def block_of(number: int, total: int, degree: int) -> int:
+    """Which of `degree` even blocks holds a number; the first blocks are larger by one."""
+    size, more = divmod(total, degree)
+    large = more * (size + 1)
+    return number // (size + 1) if number < large else more + (number - large) // max(size, 1)
+
+
+def checked_pattern(pattern: str) -> None:
+    """Check a pattern that finds numbers in names.
+
+    Raises:
+        ValueError: it is no regular expression, or has no group.
+
+    """
+    try:
+        has_group = re.compile(pattern).groups > 0
+    except re.error as error:
+        raise ValueError(f"pattern={pattern!r}: expected a regular expression; {error}.") from error
+    if not has_group:
+        msg = rf"pattern={pattern!r}: expected one with a group, such as '\blayers\.(\d+)\.'."
+        raise ValueError(msg)
+
+
+def number_in(name: str, pattern: str, total: int, what: str) -> int | None:
+    """The number in a tensor's name; None if there is none.
+
+    Raises:
+        IncompatibleUpdate: a number that no rank has: its tensor would silently be missing.
+
+    """
+    found = re.search(pattern, name)
+    if found is None:
+        return None
+    if not (found[1] or "").isdecimal() or int(found[1]) >= total:
+        msg = (
+            f"tensor {name!r} has number {found[1]}, and {what}={total} leaves it to no rank. Give "
+            f"the model's {what}, and a pattern that finds the number."
+        )
+        raise IncompatibleUpdate(msg)
+    return int(found[1])

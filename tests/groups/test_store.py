@@ -15,7 +15,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from rl_bridge import make_weight_bridge
 from rl_bridge.errors import DeadlineExceeded, GroupAborted
-from rl_bridge.groups.exchange import Asking, StoreExchange
+from rl_bridge.groups.exchange import BoundedCaller, StoreExchange
 from rl_bridge.groups.publish import GroupPublisher
 from tests.groups.meshes import cut, model
 from tests.groups.rig import HashStore
@@ -89,7 +89,7 @@ def test_a_store_that_hangs_aborts_a_publication_in_time(step: str) -> None:
 
 def _answers(exchange: object) -> None:
     """Wait until the last question has its answer."""
-    last = exchange.rounds.asking._last  # type: ignore[attr-defined]
+    last = exchange.rounds.caller._last  # type: ignore[attr-defined]
     last.exception(timeout=10)
 
 
@@ -110,31 +110,31 @@ def test_a_limit_of_no_time_is_refused() -> None:
 
 
 def test_what_is_asked_for_comes_or_raises() -> None:
-    asking = Asking("an oracle")
-    assert asking.ask(lambda: 7, 5.0) == 7
+    caller = BoundedCaller("an oracle")
+    assert caller.call(lambda: 7, 5.0) == 7
     with pytest.raises(ZeroDivisionError):
-        asking.ask(lambda: 1 // 0, 5.0)
+        caller.call(lambda: 1 // 0, 5.0)
 
 
 def test_behind_a_question_without_an_answer_the_next_is_refused_at_once() -> None:
-    asking, gate = Asking("an oracle"), threading.Event()
+    caller, gate = BoundedCaller("an oracle"), threading.Event()
     with pytest.raises(DeadlineExceeded, match="an oracle did not answer"):
-        asking.ask(lambda: gate.wait(20), 0.01)
+        caller.call(lambda: gate.wait(20), 0.01)
     start = time.monotonic()
     with pytest.raises(DeadlineExceeded):
-        asking.ask(lambda: 7, 20.0)
+        caller.call(lambda: 7, 20.0)
     assert time.monotonic() - start < 5
     gate.set()
-    assert asking._last is not None
-    asking._last.exception(timeout=10)
-    assert asking.ask(lambda: 7, 5.0) == 7
+    assert caller._last is not None
+    caller._last.exception(timeout=10)
+    assert caller.call(lambda: 7, 5.0) == 7
 
 
 def test_nobody_is_left_to_answer_when_nobody_asks_any_more() -> None:
-    asking = Asking("an oracle")
-    asking.ask(lambda: 7, 5.0)
-    thread = asking._thread
+    caller = BoundedCaller("an oracle")
+    caller.call(lambda: 7, 5.0)
+    thread = caller._thread
     assert thread is not None
-    del asking
+    del caller
     thread.join(timeout=10)
     assert not thread.is_alive()
