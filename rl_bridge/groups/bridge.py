@@ -1,9 +1,13 @@
 """`GroupBridge`: the engine's side of an update group; a consumer's bridge like any other.
 
-`RolloutExecutor` takes it as its bridge, and then a `GroupManifest` where it takes a manifest. The
-parts that this consumer needs are imported, the leaves that cover what it needs are verified,
-and what it asked for is assembled: from there on it is one ordinary update with one life cycle,
-whose end every publishing rank gets to know.
+`RolloutExecutor` takes it as its bridge, and then takes a `GroupManifest` as a manifest. The parts
+that this consumer needs are imported, the leaves that cover the needed bytes are verified, and the
+wanted tensors are assembled. The result is one ordinary update with one life cycle, whose end is
+reported to every publishing rank.
+
+Assembled versions lie in a ring of sealed slots of this process, like a shared-memory publisher's;
+`GroupEnd` owns the ring, and the ends of the transports by which parts come. Slots are reused. A
+slot that an engine still reads is not, so that the version before is there for an undo.
 """
 
 import logging
@@ -35,6 +39,7 @@ from rl_bridge.groups.assembly import (
 )
 from rl_bridge.groups.plan import ReshardPlan, make_plan
 from rl_bridge.groups.wanted import Wanted, WantedLayout, everything
+from rl_bridge.interrupts import deferred_interrupts
 from rl_bridge.lifecycle import Observer, State
 from rl_bridge.manifest.canonical import JSONValue
 from rl_bridge.manifest.group import GroupManifest
@@ -64,18 +69,17 @@ __all__ = [
     "GroupTransport",
 ]
 
-# ---- The consuming end of a group: parts come in by their transports, an assembled version goes
-# out.
-#
-# What is assembled lies in a ring of sealed slots of this process's own, as a shared-memory
-# publisher's would; the engine's side reads it as any other update. Slots are used again, and one
-# that an engine still reads is left alone, so the version before is there for an undo.
-
 _LOG = logging.getLogger(__name__)
 GROUP = "group"
-# Each holds its manifest: some megabytes where there are many tensors and ranks.
+# Each record holds its manifest: some megabytes if there are many tensors and ranks.
 _REMEMBERED = 8
 _OVER = frozenset({str(State.REJECTED), str(State.RELEASED)})
+
+GroupRef = UpdateRef | GroupManifest
+"""What names a group's update: its id, its manifest, or the manifest's JSON text."""
+
+# Plans of the layouts seen last: one, but for runs that change their layout.
+_PLANS = 4
 
 
 class GroupTransport(Transport):
@@ -181,7 +185,7 @@ class GroupEnd(ConsumerEnd):
     # ---- assembling -----------------------------------------------------------------------------
 
     def made(self, update_id: str) -> WeightUpdateManifest | None:
-        """What was assembled of an update and is still here."""
+        """The manifest of an assembled version that is still here."""
         return self._made.get(update_id)
 
     def group(self, update_id: str) -> GroupManifest | None:
@@ -190,10 +194,10 @@ class GroupEnd(ConsumerEnd):
         return None if known is None else known[0]
 
     def remember(self, group: GroupManifest, evidence: Mapping[str, JSONValue]) -> None:
-        """Note whose publishers are to hear of an update, and what besides its proof."""
+        """Remember to whom to report about an update, and the evidence beside its proof."""
         self._groups.pop(group.update_id, None)
         self._groups[group.update_id] = (group, evidence)
-        # What is here still has its say until it is let go of, however many came and went since.
+        # An assembled version is remembered until it is released.
         over = [one for one in self._groups if one not in self._made and one != group.update_id]
         for update_id in over[: max(0, len(self._groups) - _REMEMBERED)]:
             del self._groups[update_id]
@@ -208,23 +212,23 @@ class GroupEnd(ConsumerEnd):
         return self._sound is group
 
     def forget_unless(self, is_known: Callable[[str], bool]) -> None:
-        """Give back what was assembled and never imported."""
+        """Release versions that were assembled and never imported."""
         for update_id in [one for one in self._made if not is_known(one)]:
             self._release(update_id)
 
     def assemble(
         self, group: GroupManifest, assembly: Assembly, landing: LandingPlan | None = None
     ) -> WeightUpdateManifest:
-        """Import the parts that are needed, assemble them, and let go of them.
+        """Import the parts that are needed, assemble them, and release them.
 
         Args:
             group: the version.
             assembly: how it is made of its parts.
-            landing: the same without a copy; None where that does not go.
+            landing: the same without a copy; None if that is impossible.
 
         Raises:
             DigestMismatch: the manifest is not the one that was published.
-            WeightBridgeError: whatever a part's transport raises, or the assembly; nothing is held.
+            WeightBridgeError: of a part's transport, or of the assembly; nothing is held.
 
         """
         start = time.perf_counter()
@@ -239,7 +243,6 @@ class GroupEnd(ConsumerEnd):
             self.timings_ms[group.update_id] = (time.perf_counter() - start) * 1e3
             self._made[group.update_id] = manifest
             self._meet(group, assembly.plan)
-            return manifest  # noqa: TRY300 - an interrupt up to here must find the handler
         except BaseException:
             self._made.pop(group.update_id, None)
             if self._ring is not None:
@@ -248,9 +251,10 @@ class GroupEnd(ConsumerEnd):
         finally:
             for one in self._ends.values():
                 one.settle()
+        return manifest
 
     def _copied(self, group: GroupManifest, assembly: Assembly) -> Carried:
-        """Out of memory of the transports' into a slot."""
+        """Copy from the transports' memory into a slot."""
         attachments: dict[int, Attachment] = {}
         try:
             for end, ranks, requests in self._requests(group, assembly.plan):
@@ -261,13 +265,13 @@ class GroupEnd(ConsumerEnd):
             plan = AssemblyPlan(assembly, group, attachments)
             return self._ring_of(group.group_id).carry(plan, {}, group.update_id)
         finally:
-            # Whoever keeps the exception must not keep the publishers' slots.
+            # An exception that somebody keeps must not keep the publishers' slots.
             for attachment in attachments.values():
                 attachment.tensors.forget()
             attachments.clear()
 
     def _landed(self, group: GroupManifest, plan: LandingPlan, end: ConsumerEnd) -> Carried:
-        """Straight into a slot."""
+        """Read straight into a slot."""
         ring = self._ring_of(group.group_id)
         landing = ArenaLanding(plan, ring, self._transport.num_threads)
         slot: Slot | None = None
@@ -287,7 +291,7 @@ class GroupEnd(ConsumerEnd):
             raise
 
     def _end_that_lands(self, group: GroupManifest, plan: ReshardPlan) -> ConsumerEnd | None:
-        """The end that reads all the needed parts, if it is one, and can do without a copy."""
+        """The one end that reads all the needed parts without a copy, if there is one."""
         parts = [group.parts[needs.part] for needs in plan.parts]
         transports = {part.transport for part in parts}
         publishers = {part.publisher_id for part in parts}
@@ -299,7 +303,7 @@ class GroupEnd(ConsumerEnd):
     def _requests(
         self, group: GroupManifest, plan: ReshardPlan
     ) -> list[tuple[ConsumerEnd, list[int], list[PartRequest]]]:
-        """What is asked of each transport's end: the needed parts, in one call."""
+        """For each transport's end, the needed parts, to be read in one call."""
         asked: dict[str, tuple[ConsumerEnd, list[int], list[PartRequest]]] = {}
         for needs in plan.parts:
             part = group.parts[needs.part]
@@ -310,7 +314,7 @@ class GroupEnd(ConsumerEnd):
         return list(asked.values())
 
     def _meet(self, group: GroupManifest, plan: ReshardPlan) -> None:
-        """Ranks of which nothing is needed hear of this update too."""
+        """Connect to ranks of which nothing is needed, so that they get reports too."""
         needed = {needs.part for needs in plan.parts}
         others: dict[str, list[WeightUpdateManifest]] = {}
         for rank, part in enumerate(group.parts):
@@ -323,7 +327,7 @@ class GroupEnd(ConsumerEnd):
     def _manifest(
         group: GroupManifest, carried: Carried, plan: ReshardPlan
     ) -> WeightUpdateManifest:
-        """What was assembled, as an update of the group's stream of versions."""
+        """The assembled version, as an update of the group's stream of versions."""
         return WeightUpdateManifest(
             update_id=group.update_id,
             publisher_id=group.group_id,
@@ -340,7 +344,7 @@ class GroupEnd(ConsumerEnd):
 
     def _ring_of(self, group_id: str) -> SharedPublisher:
         if self._ring is not None and self._ring[0] != group_id:
-            # Another stream of versions. What an engine still reads of the old one stays mapped.
+            # Another stream of versions. Slots of the old one that an engine reads stay mapped.
             _, ring = self._ring
             self._ring = None
             self._made.clear()
@@ -365,10 +369,10 @@ class GroupEnd(ConsumerEnd):
     # ---- a consumer's end -----------------------------------------------------------------------
 
     def attach(self, manifest: WeightUpdateManifest) -> Attachment:
-        """Read what was assembled here."""
+        """Attach a version that was assembled here."""
         found = self._reader.look(manifest)
         made = self._made.get(manifest.update_id)
-        # Digested was what lies at one place; a manifest that leads elsewhere tells of other bytes.
+        # The digests belong to one slot: they do not hold for a manifest with another handle.
         if made is not None and (made.table.digest, made.handle) == (
             manifest.table.digest,
             manifest.handle,
@@ -377,26 +381,28 @@ class GroupEnd(ConsumerEnd):
         return found
 
     def report(self, manifest: WeightUpdateManifest, report: UpdateReport) -> None:
-        """Tell every rank that published a part."""
+        """Report to every rank that published a part."""
         known = self._groups.get(manifest.update_id)
         if known is not None:
             extra = {**known[1], "assembled_root": manifest.root}
-            self.tell(known[0], report, None if report.proof is None else {**report.proof, **extra})
+            self.report_to_all(
+                known[0], report, None if report.proof is None else {**report.proof, **extra}
+            )
         if report.state in _OVER:
             self._release(manifest.update_id)
 
-    def tell(
+    def report_to_all(
         self, group: GroupManifest, report: UpdateReport, proof: Mapping[str, JSONValue] | None
     ) -> None:
-        """Tell every rank that published a part; best effort where one is gone."""
+        """Report to every rank that published a part; best effort if one is gone."""
         for part in group.parts:
-            # The parts themselves are let go of as soon as they are assembled.
+            # The parts themselves are released as soon as they are assembled.
             changes = {"update_id": part.update_id, "tensors_held": False}
             mine = report.model_copy(update={**changes, "proof": proof and dict(proof)})
             try:
                 self._end_of(part).report(part, mine)
             except Exception:  # noqa: BLE001 - logged in full
-                _LOG.exception("the publisher of a part was not told of %s", mine)
+                _LOG.exception("the publisher of a part did not get the report %s", mine)
 
     def in_one_go(self) -> AbstractContextManager[None]:
         """See `ConsumerEnd`; where parts come by several transports, one by one."""
@@ -404,13 +410,13 @@ class GroupEnd(ConsumerEnd):
         return ends[0].in_one_go() if len(ends) == 1 else nullcontext()
 
     def settle(self) -> None:
-        """Let go of what nobody needs."""
+        """Release memory that nobody needs."""
         self._reader.settle()
         for end in self._ends.values():
             end.settle()
 
     def close(self) -> None:
-        """Let go of everything that no tensor needs. Idempotent."""
+        """Release everything that no tensor needs. Idempotent."""
         self._reader.close()
         for end in self._ends.values():
             end.close()
@@ -418,15 +424,6 @@ class GroupEnd(ConsumerEnd):
         if self._ring is not None:
             self._ring[1].close()
             self._ring = None
-
-
-# ---- the rest builds on the parts above
-
-GroupRef = UpdateRef | GroupManifest
-"""What names a group's update: its id, its manifest, or the manifest's JSON text."""
-
-# Plans of the layouts seen last: one, but for runs that change their layout.
-_PLANS = 4
 
 
 class GroupConsumer(Consumer):
@@ -476,13 +473,13 @@ class GroupConsumer(Consumer):
                     )
                     raise WeightUpdateRejectedError(msg)
                 return made
-            # It has what the order looks at: who published it, which version, which update.
+            # It has the attributes that the order uses: publisher_id, weight_version, update_id.
             like = cast("WeightUpdateManifest", group)
             try:
                 self.order.check(like, reason=self.reason(group.update_id))
             except WeightBridgeError as error:
-                if self.state(group.update_id) is None:  # else they were told what it is
-                    self._tell_refused(group, describe(error))
+                if self.state(group.update_id) is None:  # else they have a report
+                    self._report_refused(group, describe(error))
                 raise
             end.forget_unless(lambda update_id: self.state(update_id) is not None)
             end.remember(group, {"group_root": group.root})
@@ -492,14 +489,14 @@ class GroupConsumer(Consumer):
                 end.remember(group, evidence)
                 return end.assemble(group, assembly, landing)
             except BaseException as error:
-                # What this side lacks is no fault of the update's: it may come again.
+                # A shortage here is no fault of the update, which may come again.
                 if not (is_shortage(error) or isinstance(error, SlotsExhausted)):
                     is_of_a_copy = not end.is_as_published(group)
                     self._refuse_group(group, describe(error), is_of_a_copy=is_of_a_copy)
                 raise
 
     def reject_group(self, group: GroupManifest, reason: str) -> None:
-        """Refuse a group's update, imported or not; every publishing rank is told."""
+        """Refuse a group's update, imported or not, and report that to every publishing rank."""
         with self.turn():
             if self.state(group.update_id) is None:
                 self.group_end.remember(group, {"group_root": group.root})
@@ -516,32 +513,32 @@ class GroupConsumer(Consumer):
     def _refuse_group(
         self, group: GroupManifest, reason: str, *, is_of_a_copy: bool = False
     ) -> None:
-        """Never take this update again, and tell its publishers.
+        """Never take this update again, and report that to its publishers.
 
         Args:
             group: the update.
-            reason: what they are told.
+            reason: for the report.
             is_of_a_copy: never take this very manifest, which may have been changed on its way; the
-                one that was published may come.
+                published one may come.
 
         """
         is_known = self.state(group.update_id) is not None
         if is_of_a_copy:
             self.order.rejected_copy(cast("WeightUpdateManifest", group))
             if is_known:
-                return  # what they were told of the update itself stands
+                return  # the report about the update itself stands
         elif not is_known:
             self.reject(group.update_id, reason)
-        self._tell_refused(group, reason)
+        self._report_refused(group, reason)
 
-    def _tell_refused(self, group: GroupManifest, reason: str) -> None:
+    def _report_refused(self, group: GroupManifest, reason: str) -> None:
         report = UpdateReport(
             update_id=group.update_id,
             weight_version=group.weight_version,
             state=str(State.REJECTED),
             reason=reason,
         )
-        self.group_end.tell(group, report, None)
+        self.group_end.report_to_all(group, report, None)
 
 
 class GroupBridge(TensorBridge):
@@ -616,7 +613,7 @@ class GroupBridge(TensorBridge):
     # ---- importing ------------------------------------------------------------------------------
 
     def plan(self, layout: GroupLayout) -> ReshardPlan:
-        """How this consumer's tensors are made of a group with that layout; made once, then kept.
+        """How this consumer's tensors are made of a group with that layout; made once per layout.
 
         Raises:
             IncompatibleUpdate: something is wanted that the group does not hold.
@@ -624,31 +621,33 @@ class GroupBridge(TensorBridge):
         """
         return self._way(layout)[0].plan
 
+    @deferred_interrupts()
     def resolve_update(self, given: GroupRef) -> WeightUpdateManifest:
-        """Assemble a group's version here; returns the manifest of what was assembled.
+        """Assemble a group's version here; returns the manifest of the assembled version.
 
-        What an executor calls with what it is given. A manifest of an assembled version is returned
-        as it is, and a group's version that is assembled already is not assembled again.
+        An executor calls this with the manifest that it is given. A manifest of an assembled
+        version is returned as it is; a version that is assembled already is not assembled again.
 
         Raises:
             BridgeClosed: it was closed.
-            WeightBridgeError: nothing is held, and the engine was not touched; unless it is this
-                side's fault, the update is rejected, and every publishing rank told.
+            WeightBridgeError: nothing is held, and the engine was not touched; unless the cause is
+                a shortage here, the update is rejected, and every publishing rank gets a report.
 
         """
         return self.consumer.resolve_update(given)
 
     @property
     def nixl_counters(self) -> Counters:
-        """What reading parts over ``nixl`` made so far: see `NIXLTensorBridge.counters`.
+        """Counts of what reading parts over ``nixl`` made so far: see `NIXLTensorBridge.counters`.
 
-        Zeros where no part came that way yet. What a rank holds, and who reads it, any
-        `NIXLTensorBridge` tells: its `catalog` takes a group's ``parts``.
+        Zeros if no part came that way yet. `NIXLTensorBridge.catalog` lists what a rank holds, and
+        who reads it: it takes a group's ``parts``.
         """
         consumer = self._consumer
         end = consumer.group_end.end_of("nixl") if isinstance(consumer, GroupConsumer) else None
         return NIXL.counters(end)
 
+    @deferred_interrupts()
     def import_update(
         self, manifest: WeightUpdateManifest | GroupManifest | str
     ) -> Mapping[str, torch.Tensor]:
@@ -665,11 +664,12 @@ class GroupBridge(TensorBridge):
         proof: Mapping[str, JSONValue] | None = None,
         timings_ms: Mapping[str, float] | None = None,
     ) -> None:
-        """Say that an update is installed; every publishing rank is told."""
+        """Report to every publishing rank that an update is installed."""
         super().acknowledge(_plain(update_id), proof=proof, timings_ms=timings_ms)
 
+    @deferred_interrupts()
     def reject(self, update_id: GroupRef, reason: str) -> None:
-        """Refuse an update, imported or not; every publishing rank is told."""
+        """Refuse an update, imported or not, and report that to every publishing rank."""
         group = _as_group(update_id)
         if group is None:
             super().reject(cast("UpdateRef", update_id), reason)
@@ -677,11 +677,11 @@ class GroupBridge(TensorBridge):
             self.consumer.reject_group(group, reason)
 
     def release(self, update_id: GroupRef) -> None:
-        """Let go of an update; every publishing rank is told. Idempotent."""
+        """Release an update, and report that to every publishing rank. Idempotent."""
         super().release(_plain(update_id))
 
     def release_imported(self, update_id: GroupRef) -> None:
-        """Let go of an imported update: the same as `release`."""
+        """Release an imported update: the same as `release`."""
         super().release_imported(_plain(update_id))
 
     def update_state(self, update_id: GroupRef) -> State:

@@ -1,9 +1,15 @@
 """`GroupPublisher`: many ranks publish one version together, all of them or none.
 
-Each rank publishes what it holds through a bridge of its own; nothing is gathered. The ranks agree
-on what they are about to do, publish, see each other's manifests, and vote. Before a byte moves it
-is known that versions grow everywhere and that the ranges cover every tensor. Where a rank fails or
-does not come in time, every other one withdraws its part and says which rank it was.
+Each rank publishes what it holds through a bridge of its own; nothing is gathered. The steps:
+
+1. hello: version, world size, placements. Before a byte moves, every rank knows that versions grow
+   everywhere and that the ranges cover every tensor.
+2. parts: each rank publishes its part, and sends its manifest.
+3. votes: each rank merges the manifests into the group's, and sends its digest.
+4. verdict: the first verdict in the exchange's store holds for all ranks.
+
+If a rank fails or does not come in time, every other rank withdraws its part and names that rank.
+The messages are JSON, read strictly, and all ranks judge them alike.
 """
 
 import base64
@@ -42,6 +48,7 @@ from rl_bridge.errors import (
     describe,
 )
 from rl_bridge.groups.exchange import GroupExchange
+from rl_bridge.interrupts import deferred_interrupts
 from rl_bridge.manifest.canonical import JSONValue, canonical_json, decode_json, thaw
 from rl_bridge.manifest.compare import compare_groups, tell_of
 from rl_bridge.manifest.coverage import held_pieces, prove_coverage
@@ -66,45 +73,46 @@ __all__ = [
     "read_messages",
 ]
 
-# ---- What the ranks of an update group tell each other: JSON, read strictly, judged alike by all.
-
+_LOG = logging.getLogger(__name__)
+_REMEMBERED = 32
+_COMMIT = "commit"
 _REMEDY = "Use the same rl_bridge release on every rank."
 _Numbers = tuple[StrictInt, ...]
 
 
 class _Message(BaseModel):
-    """What a rank says in one step."""
+    """A rank's message in one step."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     @classmethod
     def read(cls, body: Mapping[str, Any], rank: int) -> Self:
-        """Read what `rank` said.
+        """Read the message of `rank`.
 
         Raises:
-            GroupAborted: it is something else.
+            GroupAborted: it is no such message.
 
         """
         try:
             return cls(**body)
         except (ValidationError, TypeError) as error:
             msg = (
-                f"rank {rank} said something that is no {cls.__name__.lower()}: "
+                f"rank {rank} sent something that is no {cls.__name__.lower()}: "
                 f"{str(error)[:400]}. {_REMEDY}"
             )
             raise GroupAborted(msg, (rank,)) from error
 
 
 class Hello(_Message):
-    """What a rank is about to do.
+    """What a rank is about to publish.
 
     Attributes:
-        rank: which one it is.
-        world_size: how many it knows of.
+        rank: its rank.
+        world_size: number of ranks, as far as it knows.
         weight_version: to publish.
-        last_version: that it used up.
-        placements: name of its placements, by their digest.
-        known: name of all ranks' placements that it knows already.
+        last_version: the last version that it used.
+        placements: digest of its placements.
+        known: digest of all ranks' placements that it knows already.
 
     """
 
@@ -117,11 +125,11 @@ class Hello(_Message):
 
 
 class Part(_Message):
-    """What a rank published.
+    """The part that a rank published.
 
     Attributes:
-        part: text of its manifest; compact where the others know its layout.
-        leaves: its leaf list as base64, where a digest may need it.
+        part: text of its manifest; compact if the others know its layout.
+        leaves: its leaf list as base64, if a digest may need it.
 
     """
 
@@ -132,7 +140,7 @@ class Part(_Message):
         """The manifest, and the leaf list that makes its digests.
 
         Raises:
-            GroupAborted: one of them is none.
+            GroupAborted: one of them cannot be read.
 
         """
         try:
@@ -149,7 +157,7 @@ class Part(_Message):
 
 
 def check_hellos(hellos: Sequence[Hello]) -> None:
-    """Find out, before anything is published, whether the ranks are about to do the same.
+    """Check, before anything is published, that all ranks publish the same version.
 
     Raises:
         RanksDisagree: on the world size, their places in it, or the version.
@@ -253,10 +261,10 @@ _DOCUMENT = TypeAdapter(dict[str, tuple[StrictStr, _Numbers, list[_PieceRow]]])
 
 
 def placements_from(text: str, rank: int, digest: str) -> dict[str, Placement]:
-    """Read what `placements_text` wrote on `rank`, which called it `digest`.
+    """Read what `placements_text` wrote on `rank`, whose hello had this `digest`.
 
     Raises:
-        GroupAborted: it is none.
+        GroupAborted: it cannot be read, or has another digest.
 
     """
     if not text.isascii() or text_digest(text) != digest:
@@ -291,10 +299,10 @@ def _piece(row: Any) -> Piece:
 
 
 def read_messages(step: str, payloads: Sequence[bytes]) -> list[dict[str, Any]]:
-    """Read what every rank said in a step.
+    """Read the messages of all ranks in a step.
 
     Raises:
-        GroupAborted: one of them failed, and says how; or what it said is no JSON object.
+        GroupAborted: a rank reports a failure, or its message is no JSON object.
 
     """
     found: list[dict[str, Any]] = []
@@ -319,11 +327,7 @@ def read_messages(step: str, payloads: Sequence[bytes]) -> list[dict[str, Any]]:
     return found
 
 
-# ---- the rest builds on the parts above
-
-_LOG = logging.getLogger(__name__)
-_REMEMBERED = 32
-_COMMIT = "commit"
+# ---- the publisher ------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
@@ -343,9 +347,9 @@ class _Run:
 
 
 class GroupPublisher:
-    """One rank's share in an update group. Every rank makes one, and all call `publish` together.
+    """One rank of an update group. Every rank makes one, and all call `publish` together.
 
-    One publication at a time: a rank takes part in the next when this one is over.
+    One publication at a time: a rank takes part in the next one when this one is over.
     """
 
     def __init__(
@@ -354,7 +358,7 @@ class GroupPublisher:
         """Publish through `bridge`.
 
         Args:
-            bridge: of this rank; any transport. It stays its giver's: close it when the run ends.
+            bridge: of this rank; any transport. The caller closes it when the run ends.
             exchange: how the ranks talk.
             timeout_s: how long this rank waits for the others in one step, their copying included.
 
@@ -369,15 +373,16 @@ class GroupPublisher:
         self._exchange = exchange
         self._timeout_s = timeout_s
         self._leaves = LeafSource()
-        # This rank's placements of the last version, and their text.
+        # This rank's placements in the last version, and their text.
         self._mine: tuple[Mapping[str, Placement], str] | None = None
-        # What all ranks hold, and the name that the ranks know it by.
+        # The placements of all ranks, and the digest by which the ranks name them.
         self._known: str | None = None
         self._placements: list[dict[str, Placement]] = []
         self._layout: GroupLayout | None = None
         self._parts: OrderedDict[str, str] = OrderedDict()
         self._latest: GroupManifest | None = None
 
+    @deferred_interrupts()
     def publish(
         self,
         source: Source,
@@ -414,8 +419,8 @@ class GroupPublisher:
             self._agree(run)
             self._commit(run)
         except BaseException as error:
-            # Where this rank had voted, the others may have gone through with it: then it stands.
-            # (Asked first in any case: that is how they are told.)
+            # Proposing a failure tells it to the other ranks. If this rank had voted, they may have
+            # committed already: then the version stands.
             if self._has_ended(error) or run.voted is None:
                 if run.part is not None:
                     self.bridge.release(run.part.update_id)
@@ -428,7 +433,7 @@ class GroupPublisher:
         return run.voted
 
     def release(self, update_id: str | GroupManifest) -> None:
-        """Let go of this rank's part of an update. Idempotent; unknown ids are ignored.
+        """Release this rank's part of an update. Idempotent; unknown ids are ignored.
 
         Raises:
             MalformedManifest: what is given names no update.
@@ -439,7 +444,7 @@ class GroupPublisher:
             self.bridge.release(part)
 
     def consumers(self, update_id: str | GroupManifest) -> list[ConsumerReport]:
-        """What consumers told this rank about an update; each tells every rank.
+        """Reports of consumers about an update; each consumer reports to every rank.
 
         Raises:
             UnknownUpdate: it was not published here.
@@ -456,10 +461,10 @@ class GroupPublisher:
         return self.bridge.holders(part)
 
     def assembled_roots(self, update_id: str | GroupManifest) -> dict[str, str]:
-        """Wanted layout -> root of what its consumers assembled, of those that acknowledged.
+        """Wanted layout -> root of what its consumers assembled and acknowledged.
 
-        Where no digest of a whole tensor is known, because it is cut beside its leaves, this is how
-        two assemblies of it are held against each other.
+        A tensor that is not cut at leaf boundaries has no known digest of the whole: this compares
+        what several consumers assembled of it.
 
         Raises:
             ChecksumMismatch: consumers that wanted the same have assembled different bytes.
@@ -525,7 +530,7 @@ class GroupPublisher:
             raise GroupAborted(msg)
 
     def _share(self, step: str, make: Callable[[], Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """One step: do it here, tell the others how it went, and hear the same from them."""
+        """One step: do it here, report the result to the other ranks, and read their reports."""
         failure: Exception | None = None
         try:
             body = make()
@@ -579,7 +584,7 @@ class GroupPublisher:
         layout = WeightLayout.from_metadata(run.metadata).to_metadata()
         layout |= {"rank": self._exchange.rank, "world_size": self._exchange.world_size}
         tensors = run.tensors
-        # The leaf list is made by the CPU's pass; a part on a device is verified tensor by tensor.
+        # Only the CPU's pass makes leaf lists; a part on a device is verified tensor by tensor.
         if all(tensor.device.type == "cpu" for tensor in tensors.values()):
             tensors = self._leaves.add(tensors, run.flags)
         publisher = self.bridge.publisher
@@ -596,7 +601,7 @@ class GroupPublisher:
         layout = self._layout
         is_new = layout is None or layout.tables[self._exchange.rank].digest != mine.layout_digest
         leaves = None
-        # Where every tensor is whole here, no digest is made of leaves.
+        # If every tensor is whole here, no digest is made of leaves.
         if LEAVES in mine.table.rows and self._mine is not None and _is_cut(self._mine[0]):
             leaves = base64.b64encode(self._leaves.block).decode("ascii")
         return {"part": mine.to_json(layout=is_new), "leaves": leaves}
@@ -606,7 +611,7 @@ class GroupPublisher:
         assert run.part is not None
         own = self.bridge.publisher
         tell_of(own.suspicious, compare_groups(self._latest, manifest))
-        # Noted before the others get to know of it: from then on they may go through with it.
+        # Set before the vote is sent: from then on the other ranks may commit.
         run.voted = manifest
         own.join_group(run.part.update_id, manifest.header_digest)
         return {
@@ -636,7 +641,7 @@ class GroupPublisher:
     # ---- the end --------------------------------------------------------------------------------
 
     def _has_ended(self, error: BaseException) -> bool:
-        """End the publication for all ranks; False if they went through with it meanwhile."""
+        """End the publication for all ranks; False if they have committed it already."""
         try:
             return self._exchange.decide(describe(error)) != _COMMIT
         except GroupAborted:
