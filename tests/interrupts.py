@@ -1,19 +1,10 @@
 """An interrupt between two lines of the library, as Python raises it anywhere."""
 
-import gc
 import linecache
-import os
-import threading
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from rl_bridge import TensorBridge
-from tests.helpers import tracing
-
-__all__ = ["InterruptBefore", "cut_closes_off"]
+__all__ = ["InterruptBefore"]
 
 
 class InterruptBefore:
@@ -40,41 +31,3 @@ class InterruptBefore:
                     self.struck = True
                     raise KeyboardInterrupt
         return self
-
-
-def cut_closes_off(make: Callable[[], Sequence[TensorBridge]], *, stride: int) -> int:
-    """Cut the close of bridges off before every `stride`-th line; the next call ends it.
-
-    Returns how many lines a close has.
-    """
-    _close_all(make())  # what the library and torch keep for good is there behind it
-    number, struck = 0, True
-    while struck:
-        gc.collect()  # else an earlier turn's remains would seem to be there still
-        before = _held()
-        ends = make()
-        tracer = InterruptBefore(number)
-        with suppress(KeyboardInterrupt), tracing(tracer):
-            _close_all(ends)
-        struck = tracer.struck
-        _close_all(ends)
-        # Although all of them live: no finalizer did it.
-        assert not _held() - before, f"interrupted before line number {number}"
-        number += stride
-    return number
-
-
-def _close_all(ends: Sequence[TensorBridge]) -> None:
-    for end in ends:
-        end.close()
-
-
-def _held() -> set[str]:
-    """What this process holds: sockets, descriptors to wake threads, segments, our threads."""
-    found = [one.name for one in threading.enumerate() if one.name.startswith("rlb-")]
-    for entry in os.listdir("/proc/self/fd"):  # noqa: PTH208 - names are all that is needed
-        with suppress(OSError):  # the descriptor of this very listing
-            found.append(str(Path(f"/proc/self/fd/{entry}").readlink()))
-    lines = Path("/proc/self/maps").read_text("utf-8", "replace").splitlines()
-    found += [line.split(maxsplit=5)[-1] for line in lines]
-    return {name for name in found if any(mark in name for mark in ("rlb-", "socket", "eventfd"))}

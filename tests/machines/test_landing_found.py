@@ -1,7 +1,5 @@
 """What a second reader found in versions that are read to where they belong, by symptom."""
 
-from contextlib import suppress
-from types import FrameType
 from typing import Any, cast
 
 import pytest
@@ -18,22 +16,10 @@ from rl_bridge.transports.nixl.consumer import NIXLConsumer
 from rl_bridge.transports.nixl.reading import Reading
 from tests.groups.meshes import Shards, cut, model
 from tests.groups.rig import trainers
-from tests.helpers import tracing
-from tests.interrupts import InterruptBefore
 
 SHAPES = {"a": (1024, 512), "b": (640, 1024), "n": (70_000,)}
 ROWS = dict.fromkeys(SHAPES, 0)
 INLINE: dict[str, Any] = {"serve": "inline"}
-
-
-class WhereSlotsChangeHands(InterruptBefore):
-    """Counts only lines of the files in which they do."""
-
-    def __call__(self, frame: FrameType, event: str, told: Any) -> Any:
-        name = frame.f_code.co_filename
-        if "/rl_bridge/" in name and not name.endswith(("nixl/consumer.py", "/_slots.py")):
-            return self
-        return super().__call__(frame, event, told)
 
 
 def shards(version: int) -> list[Shards]:
@@ -57,34 +43,6 @@ def kept(bridge: GroupBridge) -> list[str | None]:
 
 def holds(found: Any, version: int) -> bool:
     return all(torch.equal(found[name], one) for name, one in model(SHAPES, version).items())
-
-
-def test_an_interrupt_before_any_line_that_hands_a_slot_on_costs_none() -> None:
-    """Slots that nothing can land in any more are written again; there are only four."""
-    number, struck, version = 0, True, 0
-    while struck:
-        with trainers(2, "nixl", **INLINE) as ranks, GroupBridge() as bridge:
-            for _ in range(40):
-                version += 1
-                cut_off = ranks.publish(shards(version), version)
-                tracer = WhereSlotsChangeHands(number)
-                with suppress(KeyboardInterrupt), tracing(tracer):
-                    bridge.import_update(cut_off)
-                struck = tracer.struck
-                bridge.release(cut_off)
-                ranks.release(cut_off)
-                version += 1
-                whole = ranks.publish(shards(version), version)
-                assert holds(bridge.import_update(whole), version), number
-                bridge.acknowledge(whole)
-                bridge.release(whole)
-                ranks.release(whole)
-                assert not nixl_of(bridge)._held.parked, number
-                assert ARRIVING not in kept(bridge), number
-                if not struck:
-                    break
-                number += 1
-    assert number > 60
 
 
 def test_a_manifest_that_leads_to_other_bytes_is_not_taken_for_what_was_digested() -> None:

@@ -113,3 +113,28 @@ def test_strangers_push_nobody_out_who_knows_the_token() -> None:
             come()
         assert len(acceptor.channels) == 64
         assert far in acceptor.channels
+
+
+def test_who_is_lost_at_the_door_is_turned_away_at_once() -> None:
+    """Else the acceptor's owner polls it in a busy loop until the greeting's time is over."""
+    listener = listen("test", "127.0.0.1", 0)
+    with ExitStack() as stack:
+        acceptor: Acceptor[bytes] = Acceptor(
+            listener,
+            magic=b"12345678",
+            token=b"t",
+            identity="i",
+            parse=bytes,
+            timeout_s=3600.0,
+            max_members=1,
+        )
+        stack.callback(acceptor.close)
+        stack.enter_context(closing(socket.create_connection(listener.getsockname())))
+        pause = threading.Condition()
+        with pause:
+            acceptor.serve({listener.fileno()}, pause)
+            (channel,) = acceptor.channels
+            channel.is_lost = True  # as after a send to one who hung up
+            acceptor.serve(set(), pause)
+        assert acceptor.channels == []
+        assert channel.socket.fileno() < 0
