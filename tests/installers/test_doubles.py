@@ -19,9 +19,11 @@ class Model(torch.nn.Module):
     def __init__(self, *, is_tied: bool, rows: int = 3) -> None:
         super().__init__()
         self.embed = torch.nn.Embedding(rows, 2).requires_grad_(False)
+        self.head: torch.nn.Module
         if is_tied:
-            self.head = torch.nn.Linear(2, rows, bias=False)
-            self.head.weight = self.embed.weight
+            head = torch.nn.Linear(2, rows, bias=False)
+            head.weight = self.embed.weight
+            self.head = head
 
     def load_weights(self, given: Iterable[tuple[str, torch.Tensor]]) -> None:
         """What engines do."""
