@@ -3,9 +3,10 @@
 A slot is one segment: an arena of packed tensors and one last page with a stamp (which update the
 arena holds). Where the arena lies in memory of another kind, the segment is that last page alone.
 A slot may be written again once its update was released here *and* the kernel says that no reader
-holds its lease. Two slots serve updates that follow each other; each reader that lags behind costs
-one more, up to a limit, and then an error that names the holder: a reader that hangs can pin a
-slot, it can never make a publisher wait.
+holds its lease. A release withdraws the version: its stamp is cleared, so it can be leased no
+longer, while readers that have leased it go on reading. Two slots serve updates that follow each
+other; each reader that lags behind costs one more, up to a limit, and then an error that names the
+holder: a reader that hangs can pin a slot, it can never make a publisher wait.
 """
 
 import gc
@@ -98,6 +99,9 @@ class Slot:
         self._granularity = granularity
         self.generation = 0
         self.update_id: str | None = None
+        """The update that it holds; None once that was released."""
+        self.last_update_id: str | None = None
+        """The update that it held last, whose readers may still be here."""
         self.arena_nbytes = 0
         self.last_used = 0
         self.layout_digest: str | None = None
@@ -248,7 +252,7 @@ class SlotRing:
         self, slot: Slot, update_id: str, arena_nbytes: int, header: bytes | None = None
     ) -> None:
         """Stamp a written slot and let readers in; without `header`, `seal_header` may follow."""
-        slot.update_id = update_id
+        slot.update_id = slot.last_update_id = update_id
         slot.stamp(update_id, arena_nbytes, header)
         leases.unlock(slot.segment.fd)
 
@@ -270,10 +274,11 @@ class SlotRing:
         slot.update_id = None  # last: what an interrupt cuts off is done again
 
     def release(self, update_id: str) -> None:
-        """Let a published update's slot be written again as soon as its readers are gone."""
+        """Withdraw an update; its slot may be written again as soon as its readers are gone."""
         for slot in self._slots:
             if slot.update_id == update_id:
                 slot.update_id = None
+                slot.stamp(None, 0)
 
     def close(self) -> None:
         """Give all segments back; readers keep what they mapped."""
@@ -344,9 +349,9 @@ class SlotRing:
                 holders = self._name_holders(slot.update_id)
                 reasons.append(f"update {slot.update_id}: {', '.join([state, *holders])}")
             else:
-                stamp = read_stamp(slot.segment.fd, slot.segment.ref)
-                holders = self._name_holders(stamp.update_id) or ["a reader that left no record"]
-                reasons.append(f"update {stamp.update_id}: still read by {', '.join(holders)}")
+                held = slot.last_update_id or "(none)"
+                holders = self._name_holders(held) or ["a reader that left no record"]
+                reasons.append(f"update {held}: still read by {', '.join(holders)}")
         return (
             f"all {self._limit} slots are held, so nothing can be published: {'; '.join(reasons)}. "
             "Release old updates, drop tensors of old versions, stop the reader that hangs, or "

@@ -252,7 +252,8 @@ class LeasedView(ABC):
     def _check_stamp(self, update_id: str, generation: int, arena_nbytes: int) -> Stamp:
         stamp = read_stamp(self.fd, self.ref)
         if (stamp.update_id, stamp.generation) != (update_id, generation):
-            raise StaleUpdate(self._overwritten(update_id, f"holds update {stamp.update_id}"))
+            holds = f"holds update {stamp.update_id}" if int(stamp.update_id, 16) else "is free"
+            raise StaleUpdate(self._overwritten(update_id, holds))
         if stamp.arena_nbytes != arena_nbytes:
             raise SegmentError(self._another_size(update_id, stamp.arena_nbytes, arena_nbytes))
         return stamp

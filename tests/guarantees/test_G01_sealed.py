@@ -25,7 +25,7 @@ from rl_bridge.testing import (
     hashes,
     sample_weights,
 )
-from tests.guarantees.kit import Carrier, damage, known_gap
+from tests.guarantees.kit import Carrier, damage
 
 # ---- the trainer goes on ------------------------------------------------------------------------
 
@@ -159,10 +159,6 @@ def test_a_change_of_the_file_does_not_reach_those_who_imported_it(
 # ---- a version is withdrawn ---------------------------------------------------------------------
 
 
-@known_gap(
-    "it can be imported until its slot is used again",
-    transport=["shared-memory", "shared-memory-in-files", "cuda-vmm-on-host", "cuda-ipc-on-host"],
-)
 def test_a_released_version_cannot_be_imported_any_more(
     trainer: BridgeOver, rollout: BridgeOver
 ) -> None:
