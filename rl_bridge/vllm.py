@@ -4,8 +4,8 @@
 are for code that runs inside a worker, and the builders for vLLM's own update requests.
 """
 
-from rl_bridge.engines.vllm.checkpoint_reload import VLLMCheckpointReloadAdapter
-from rl_bridge.engines.vllm.engine_adapter import VLLMEngineAdapter
+from rl_bridge.engines.vllm.client import connect
+from rl_bridge.engines.vllm.engine_adapter import VLLMEngineAdapter, VLLMServing
 from rl_bridge.engines.vllm.external_storage import VLLMCUDAVMMExternalStorageAdapter
 from rl_bridge.engines.vllm.loader import VLLMWeightLoader
 from rl_bridge.engines.vllm.model_installer import VLLMModelInstaller
@@ -17,11 +17,12 @@ from rl_bridge.engines.vllm.requests import (
 
 __all__ = [
     "VLLMCUDAVMMExternalStorageAdapter",
-    "VLLMCheckpointReloadAdapter",
     "VLLMEngineAdapter",
     "VLLMIPCWeightUpdateRequestBuilder",
     "VLLMModelInstaller",
     "VLLMNCCLWeightUpdateRequestBuilder",
     "VLLMReloadAdapter",
+    "VLLMServing",
     "VLLMWeightLoader",
+    "connect",
 ]

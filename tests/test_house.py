@@ -79,12 +79,9 @@ STILL_FRAGMENTS = frozenset(
         "demo.report",
         "demo.sglang_fault",
         "demo.versions",
-        "engines.vllm.caches",
-        "engines.vllm.sessions",
-        "engines.vllm.host",
     )
 )
-STILL_IN_A_CIRCLE = frozenset({f"{PACKAGE}.engines.vllm.asking"})
+STILL_IN_A_CIRCLE: frozenset[str] = frozenset()
 STILL_FORBIDDEN: frozenset[tuple[str, str]] = frozenset()
 
 PICKLES = frozenset({"pickle", "_pickle", "cloudpickle", "dill", "shelve", "marshal"})

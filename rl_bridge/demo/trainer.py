@@ -12,7 +12,7 @@ from rl_bridge.demo.learner import Learner
 from rl_bridge.demo.records import FaultRow, StepRow
 from rl_bridge.demo.rollout import InstallReply, Rollout, SampleReply
 from rl_bridge.demo.versions import Agreement, VersionShelf
-from rl_bridge.engines.vllm.labels import default_label
+from rl_bridge.engines.serving import default_label
 from rl_bridge.manifest.compare import Policy
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.testing.faults import FaultInjecting

@@ -199,14 +199,10 @@ class RolloutEndpoint:
         taken = self._taken
         if taken is None or (before := taken[2]) is None or self._holder is not before:
             return
-        holds_it = not isinstance(error, EngineLost)
-        try:
-            if holds_it and not before.is_torn:
-                before.recover()  # it has nothing to undo, but asks the engine
-        except Exception:  # noqa: BLE001 - logged in full
-            _LOG.warning("what the engine of %s holds is not known", self._worker, exc_info=True)
-            holds_it = False
-        if not holds_it:
+        held = _held_by(taken[0].weight_install_adapter)
+        last = before.last_ack
+        is_there = held is None or (last is not None and held == {last.update_id})
+        if isinstance(error, EngineLost) or not is_there:
             self._taken = (*taken[:2], None)
 
     def _install(self, executor: RolloutExecutor, text: str) -> None:
@@ -261,6 +257,20 @@ class RolloutEndpoint:
             message="" if error is None else str(error)[:4096],
         )
         return answer if holder is None else answer.of(holder, self._groups)
+
+
+def _held_by(adapter: object) -> set[str | None] | None:
+    """The update that each of an engine's ranks holds; None if its adapter cannot tell."""
+    tell = getattr(adapter, "describe", None)
+    if tell is None:
+        return None
+    try:
+        replies = tell()
+        begun = any(reply["stage"] not in {"idle", "prepared"} for reply in replies)
+        return set() if begun else {reply["update_id"] for reply in replies}
+    except Exception:  # noqa: BLE001 - logged in full
+        _LOG.warning("what an engine holds is not known", exc_info=True)
+        return set()
 
 
 def _close(taken: _Taken | None) -> None:

@@ -6,13 +6,14 @@ them along when it ends: there is one at a time.
 
 import gc
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from rl_bridge import RolloutExecutor, WeightUpdateManifest, make_weight_bridge
-from rl_bridge.engines.vllm.engine_adapter import VLLMEngineAdapter
+from rl_bridge.engines.vllm.client import connect
+from rl_bridge.engines.vllm.engine_adapter import VLLMEngineAdapter, VLLMServing
 from tests.engines.models import Kind
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "arguments",
     "executor_for",
     "greedy",
+    "leave",
     "model_of",
     "native_update",
     "prompts_for",
@@ -156,11 +158,32 @@ def _held_back(llm: Any) -> Iterator[None]:
 
 
 @contextmanager
-def executor_for(engine: Any, **options: Any) -> Iterator[RolloutExecutor]:
-    """An executor of its own bridge around an engine."""
+def executor_for(
+    engine: Any,
+    *,
+    loop: Any = None,
+    serving: Mapping[str, Any] | None = None,
+    take_over: bool = True,
+    **options: Any,
+) -> Iterator[RolloutExecutor]:
+    """An executor of its own bridge around an engine.
+
+    Args:
+        engine: an `LLM`, an `AsyncLLM` or a server's URL.
+        loop: of an `AsyncLLM`.
+        serving: what `VLLMServing` takes.
+        take_over: True takes the engine from the executor that a test began with; that one has it
+            again with its next update.
+        options: what `VLLMEngineAdapter` takes.
+
+    """
+    if loop is not None:
+        engine = connect(engine, loop=loop, timeout_s=options.get("timeout_s", 600.0))
+    if serving is not None:
+        options["serving"] = VLLMServing(**serving)
     with (
         make_weight_bridge("shared-memory", source_worker="rollout") as bridge,
-        closing(VLLMEngineAdapter(engine, **options)) as adapter,
+        closing(VLLMEngineAdapter(engine, take_over=take_over, **options)) as adapter,
         RolloutExecutor(
             weight_bridge=bridge, weight_install_adapter=adapter, suspicious="off"
         ) as executor,
@@ -168,8 +191,16 @@ def executor_for(engine: Any, **options: Any) -> Iterator[RolloutExecutor]:
         yield executor
 
 
+def leave(llm: Any) -> None:
+    """Let whichever driver has an engine leave it: vLLM's own calls are a driver, too."""
+    (session, *_) = llm.collective_rpc("rl_bridge", args=("describe",))
+    named = {name: session[name] for name in ("driver", "epoch")}
+    llm.collective_rpc("rl_bridge", args=("leave", named))
+
+
 def native_update(llm: Any, manifest: WeightUpdateManifest) -> None:
     """An update by vLLM's own calls."""
+    leave(llm)
     llm.start_weight_update()
     llm.update_weights({"update_info": {"manifest": manifest.to_json()}})
     llm.finish_weight_update(f"v{manifest.weight_version}")

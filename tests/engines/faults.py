@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import torch
 
 from rl_bridge.engines import evidence, staging
+from rl_bridge.engines.rank import Stage
 from rl_bridge.engines.vllm import canary, model_installer
 
 __all__ = ["FaultyWorker", "PlantedError", "flip_byte", "plant", "uproot"]
@@ -298,7 +299,8 @@ class FaultyWorker:
         """Let a rank stand where it exchanged and has not proven yet."""
         if rank == self.rank:
             state: Any = self
-            vars(state.model_runner.get_model())["_rl_bridge_rank"]._proof = None
+            known = vars(state.model_runner.get_model())["_rl_bridge_rank"]
+            known._proof, known._stage = None, Stage.INSTALLING
 
     def halt_in_exchange(self, marks: str) -> None:
         """Stand still in the middle of the next exchange, for good; a file tells that it does."""

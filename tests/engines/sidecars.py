@@ -51,6 +51,6 @@ def dying() -> TwoPhaseExecutor:
     """A vLLM server's."""
     return TwoPhaseExecutor(
         weight_bridge=make_weight_bridge("shared-memory", source_worker="sidecar"),
-        weight_install_adapter=Dying(URL.read_text()),
+        weight_install_adapter=Dying(URL.read_text(), take_over=True),
         suspicious="off",
     )

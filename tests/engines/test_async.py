@@ -134,7 +134,9 @@ def test_every_pause_leads_to_the_new_version(
     policy: tuple[str | None, str],
 ) -> None:
     pause, cache = policy
-    with executor_for(engine.llm, loop=engine.loop, pause=pause, cache=cache) as executor:
+    with executor_for(
+        engine.llm, loop=engine.loop, serving={"pause": pause, "cache": cache}
+    ) as executor:
         for version in (0, 1):
             requests = [engine.ask(prompt, 150) for prompt in PROMPTS]
             for request in requests:
@@ -181,7 +183,8 @@ def test_a_label_that_is_no_text_is_refused_and_does_not_silence_the_engine(
     fresh: list[Answers],
 ) -> None:
     executor.update_weights(trainer.publish(weights[0]))
-    numbered = executor_for(engine.llm, loop=engine.loop, label=lambda m: m.weight_version)
+    wrong = {"label": lambda manifest: manifest.weight_version}
+    numbered = executor_for(engine.llm, loop=engine.loop, serving=wrong)
     with numbered as other, pytest.raises(TypeError, match="expected a str"):
         other.update_weights(trainer.publish(weights[1]))
     assert engine.answers() == fresh[0]

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from rl_bridge import RolloutExecutor, make_weight_bridge
-from rl_bridge.engines.vllm.client import LLMHandle
-from rl_bridge.engines.vllm.engine_adapter import VLLMEngineAdapter
+from rl_bridge.engines.vllm.client import LLMClient
+from rl_bridge.engines.vllm.engine_adapter import VLLMEngineAdapter, VLLMServing
 from rl_bridge.errors import IncompatibleUpdate
 from tests.engines.drive import Setting, executor_for
 from tests.engines.engines import Bench, bench
@@ -66,9 +66,9 @@ def test_an_interrupted_commit_of_vllms_calls_ends_forward(
         interrupted_once(patch, owner, method, after=after)
         with pytest.raises(KeyboardInterrupt):
             engine.llm.finish_weight_update("cut off")
-    (undone,) = engine.llm.collective_rpc("rl_bridge", args=("undo",))
+    engine.executor.recover()
     (rank,) = engine.llm.collective_rpc("rl_bridge", args=("describe",))
-    assert (undone["ok"], rank["update_id"]) == (True, manifest.update_id)
+    assert rank["update_id"] == manifest.update_id
     engine.check("committed all the same")
     with pytest.raises(Exception, match="no update is installed"):  # vLLM's session is still open
         engine.llm.finish_weight_update()
@@ -88,7 +88,7 @@ def test_what_a_dead_driver_left_uncommitted_is_committed_by_the_next(
     engine: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     manifest = engine.trainer.publish(engine.next())
-    adapter = VLLMEngineAdapter(engine.llm)
+    adapter = VLLMEngineAdapter(engine.llm, take_over=True)
     monkeypatch.setattr(adapter, "commit", lambda: None)  # it died behind its acknowledgement
     bridge = make_weight_bridge("shared-memory", source_worker="dead driver")
     dead = RolloutExecutor(weight_bridge=bridge, weight_install_adapter=adapter)
@@ -111,7 +111,7 @@ def test_a_driver_that_starts_anew_may_send_the_current_version_again(
     engine: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     manifest = engine.trainer.publish(engine.next())
-    adapter = VLLMEngineAdapter(engine.llm)
+    adapter = VLLMEngineAdapter(engine.llm, take_over=True)
     monkeypatch.setattr(adapter, "commit", lambda: None)
     bridge = make_weight_bridge("shared-memory", source_worker="dead driver")
     dead = RolloutExecutor(weight_bridge=bridge, weight_install_adapter=adapter)
@@ -130,17 +130,20 @@ def test_a_pause_that_a_dead_driver_left_ends_with_the_next_update_refused_or_no
     engine: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     core = engine.llm.llm_engine.engine_core.engine_core
-    real = LLMHandle.call
+    real = LLMClient.call
 
-    def dies(handle: LLMHandle, verb: str, payload: Any = None) -> Any:
+    def dies(client: LLMClient, verb: str, *given: Any) -> Any:
         if verb == "install":
             raise ConnectionError(verb)
-        return real(handle, verb, payload)
+        return real(client, verb, *given)
 
-    dead, manifest = VLLMEngineAdapter(engine.llm), engine.trainer.publish(engine.next())
+    dead, manifest = (
+        VLLMEngineAdapter(engine.llm, take_over=True),
+        engine.trainer.publish(engine.next()),
+    )
     dead.prepare(manifest, {})
     with monkeypatch.context() as patch:
-        patch.setattr(LLMHandle, "call", dies)
+        patch.setattr(LLMClient, "call", dies)
         with pytest.raises(ConnectionError):
             dead.install(manifest, {})
     assert core.is_scheduler_paused()
@@ -167,7 +170,7 @@ def test_a_pause_of_the_users_own_is_not_taken_for_that_of_a_driver_that_died_be
     engine: Bench,
 ) -> None:
     core = engine.llm.llm_engine.engine_core.engine_core
-    VLLMEngineAdapter(engine.llm).prepare(engine.trainer.publish(engine.next()), {})
+    VLLMEngineAdapter(engine.llm, take_over=True).prepare(engine.trainer.publish(engine.next()), {})
     core.pause_scheduler("keep", False)
     with executor_for(engine.llm) as executor:
         executor.update_weights(engine.trainer.publish(engine.next()))
@@ -182,13 +185,15 @@ def test_an_exchange_that_a_dead_driver_left_unproven_is_taken_back_by_the_next(
 ) -> None:
     from rl_bridge.engines.vllm.model_installer import VLLMModelInstaller
 
-    manifest = engine.trainer.publish(engine.next())
-    prepared = {"manifest": manifest.to_json(), "call": 1}
-    engine.llm.collective_rpc("rl_bridge", args=("prepare", prepared))
+    dead, manifest = (
+        VLLMEngineAdapter(engine.llm, take_over=True),
+        engine.trainer.publish(engine.next()),
+    )
+    dead.prepare(manifest, {})
     with monkeypatch.context() as patch:
         interrupted_once(patch, VLLMModelInstaller, "prove", after=False)
         with pytest.raises(KeyboardInterrupt):
-            engine.llm.collective_rpc("rl_bridge", args=("install",))
+            dead.install(manifest, {})
     with executor_for(engine.llm) as executor:
         refused(engine, executor)
         engine.check("taken back")
@@ -201,15 +206,15 @@ def test_an_exchange_that_a_dead_driver_left_unproven_is_taken_back_by_the_next(
 def test_an_engine_whose_pause_fails_does_not_stay_paused(
     engine: Bench, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
 ) -> None:
-    real = LLMHandle.pause
+    real = LLMClient.stop
 
-    def fails(handle: LLMHandle, mode: Any) -> None:
-        real(handle, mode)
+    def fails(client: LLMClient, mode: str) -> None:
+        real(client, mode)
         raise error("behind the pause")
 
     manifest = engine.trainer.publish(engine.next())
     with monkeypatch.context() as patch:
-        patch.setattr(LLMHandle, "pause", fails)
+        patch.setattr(LLMClient, "stop", fails)
         with pytest.raises(error), executor_for(engine.llm) as executor:
             executor.update_weights(manifest)
     assert not engine.llm.llm_engine.engine_core.engine_core.is_scheduler_paused()
@@ -220,20 +225,20 @@ def test_requests_that_ran_before_an_undo_leave_nothing_in_the_cache(
     engine: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prefix = [list(range(1, 161))]
-    real = LLMHandle.resume
+    real = LLMClient.resume
     told: list[Any] = []
 
-    def runs_and_fails(handle: LLMHandle) -> None:
-        real(handle)
+    def runs_and_fails(client: LLMClient) -> None:
+        real(client)
         if not told:
             told.append(engine.llm.generate([{"prompt_token_ids": prefix[0]}], use_tqdm=False))
             raise RuntimeError("behind the resume")
 
     expected = ask(engine, prefix[0])
-    adapter = VLLMEngineAdapter(engine.llm, label=None)
+    adapter = VLLMEngineAdapter(engine.llm, serving=VLLMServing(label=None), take_over=True)
     bridge = make_weight_bridge("shared-memory", source_worker="rollout")
     with RolloutExecutor(weight_bridge=bridge, weight_install_adapter=adapter) as executor:
-        monkeypatch.setattr(LLMHandle, "resume", runs_and_fails)
+        monkeypatch.setattr(LLMClient, "resume", runs_and_fails)
         with pytest.raises(RuntimeError, match="behind the resume"):
             executor.update_weights(engine.trainer.publish(engine.next()))
         assert ask(engine, prefix[0], reset=False) == expected

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from rl_bridge import EngineLost, WeightBridgeError, WeightBridgeUnavailableError
-from rl_bridge.engines.vllm.server import ServerHandle
+from rl_bridge.engines.vllm.client import ServerClient
 from rl_bridge.errors import DeadlineExceeded
 
 WAIT_S = 20
@@ -71,10 +71,10 @@ def test_each_status_is_the_error_that_it_stands_for(
     status: int, text: str, kind: type[WeightBridgeError]
 ) -> None:
     with answering(status, text) as url:
-        handle = ServerHandle(url, 20)
+        client = ServerClient(url, 20)
         with pytest.raises(WeightBridgeError) as caught:
-            handle.call("describe")
-        handle.close()
+            client.call("describe", {}, client.timeout_s)
+        client.close()
     assert type(caught.value) is kind, caught.value
 
 
@@ -84,11 +84,15 @@ def test_each_status_is_the_error_that_it_stands_for(
 )
 def test_an_answer_of_something_else_than_vllm_is_told_as_that(text: str) -> None:
     with answering(200, text) as url:
-        handle = ServerHandle(url, WAIT_S)
-        for ask in (lambda: handle.call("describe"), handle.data_parallel_size, handle.is_paused):
+        client = ServerClient(url, WAIT_S)
+        for ask in (
+            lambda: client.call("describe", {}, client.timeout_s),
+            client.data_parallel_size,
+            client.is_paused,
+        ):
             with pytest.raises(WeightBridgeUnavailableError, match="no vLLM server does"):
                 ask()
-        handle.close()
+        client.close()
 
 
 def exhausted(*_args: Any, **_kwargs: Any) -> socket.socket:
@@ -109,9 +113,9 @@ def test_a_driver_without_descriptors_does_not_take_a_living_server_for_dead(
         assert looked.wait(WAIT_S)
 
     with answering(200, '{"results": [{"ok": true}]}', wait) as url:
-        handle = ServerHandle(url, WAIT_S)
-        assert handle.call("describe") == [{"ok": True}]
-        handle.close()
+        client = ServerClient(url, WAIT_S)
+        assert client.call("describe", {}, client.timeout_s) == [{"ok": True}]
+        client.close()
 
 
 def test_a_server_that_refuses_connections_in_the_middle_of_a_call_is_dead() -> None:
@@ -122,21 +126,21 @@ def test_a_server_that_refuses_connections_in_the_middle_of_a_call_is_dead() -> 
         assert told.wait(WAIT_S)
 
     with answering(200, "{}", shut) as url:
-        handle = ServerHandle(url, WAIT_S)
+        client = ServerClient(url, WAIT_S)
         with pytest.raises(EngineLost, match="its engine ended"):
-            handle.call("describe")
+            client.call("describe", {}, client.timeout_s)
         told.set()
-        handle.close()
+        client.close()
 
 
 def test_a_connection_that_could_not_be_opened_for_a_shortage_is_no_lost_engine(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(socket, "create_connection", exhausted)
-    handle = ServerHandle("http://127.0.0.1:9", WAIT_S)
+    client = ServerClient("http://127.0.0.1:9", WAIT_S)
     with pytest.raises(WeightBridgeUnavailableError, match="Nothing was sent"):
-        handle.call("describe")
-    handle.close()
+        client.call("describe", {}, client.timeout_s)
+    client.close()
 
 
 def test_a_driver_that_can_start_no_thread_is_told_that_nothing_was_asked(
@@ -145,11 +149,11 @@ def test_a_driver_that_can_start_no_thread_is_told_that_nothing_was_asked(
     def fails(_thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
-    handle = ServerHandle("http://127.0.0.1:9", WAIT_S)
+    client = ServerClient("http://127.0.0.1:9", WAIT_S)
     monkeypatch.setattr(threading.Thread, "start", fails)
     with pytest.raises(WeightBridgeUnavailableError, match=r"no thread .*can't start new"):
-        handle.call("describe")
-    handle.close()
+        client.call("describe", {}, client.timeout_s)
+    client.close()
 
 
 def test_a_server_that_answers_by_the_byte_is_not_waited_for_beyond_the_deadline() -> None:
@@ -176,10 +180,10 @@ def test_a_server_that_answers_by_the_byte_is_not_waited_for_beyond_the_deadline
 
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Trickling) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        handle = ServerHandle(f"http://127.0.0.1:{server.server_port}", 2)
+        client = ServerClient(f"http://127.0.0.1:{server.server_port}", 2)
         with pytest.raises(DeadlineExceeded, match="within 2 s"):
-            handle.call("describe")
+            client.call("describe", {}, client.timeout_s)
         assert not served.is_set(), "it was waited for to its end"
         is_over.set()
         server.shutdown()
-        handle.close()
+        client.close()

@@ -4,14 +4,15 @@ vLLM reads the ranks' answers in order and stops at the first error. Where more 
 fails, what the others said is taken for the answers to the next calls.
 """
 
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 
-from rl_bridge import WeightUpdateRejectedError
-from rl_bridge.errors import IncompatibleUpdate
+from rl_bridge import TornEngine
+from rl_bridge.errors import IncompatibleUpdate, SessionRefused
 from rl_bridge.vllm import VLLMEngineAdapter
 from tests.engines.drive import Setting, answers, executor_for, native_update, start
 from tests.engines.models import Checkpoints, Kind
@@ -203,8 +204,9 @@ def test_ranks_that_are_given_different_updates_install_neither(
     "wrong",
     [
         ("prepare", {}),
-        ("prepare", {"manifest": 5}),
-        ("prepare", {"manifest": "{}"}),
+        ("prepare", {"manifest": 5, "driver": [], "epoch": {}}),
+        ("open", {"epoch": "x"}),
+        ("open", {"epoch": -1}),
         ("prepare", ["manifest"]),
         ("prepare", "manifest"),
         ("install", {"update_id": ["x"]}),
@@ -238,41 +240,45 @@ def test_an_update_info_that_is_none_is_one_error(llm: Any, given: object) -> No
 # ---- two drivers ----------------------------------------------------------------------------
 
 
-def test_a_driver_installs_its_own_update_or_none(
+def test_a_second_driver_is_refused_by_name_and_touches_nothing(
     llm: Any, trainer: Trainer, weights: list[dict[str, torch.Tensor]]
 ) -> None:
-    native_update(llm, trainer.publish(weights[0]))
-    old = answers(llm)
     one, other = VLLMEngineAdapter(llm), VLLMEngineAdapter(llm)
     mine, theirs = trainer.publish(weights[0]), trainer.publish(weights[1])
     one.prepare(mine, {})
-    other.prepare(theirs, {})
-    with pytest.raises(WeightUpdateRejectedError, match="another driver"):
-        one.install(mine, {})
-    one.undo()
-    assert {reply["pending"] for reply in told(llm)} == {theirs.update_id}
+    old = answers(llm)
+    for step in (lambda: other.prepare(theirs, {}), lambda: native_refused(llm, theirs)):
+        with pytest.raises(Exception, match=rf"driver .*process {os.getpid()} on .* has this"):
+            step()
+    assert {reply["pending"] for reply in told(llm)} == {mine.update_id}
     assert answers(llm) == old
-    other.install(theirs, {})
-    other.resume()
-    other.commit()
+    one.install(mine, {})
+    one.resume()
+    one.commit()
+    one.close()
+    native_update(llm, theirs)
     assert {reply["update_id"] for reply in told(llm)} == {theirs.update_id}
-    assert answers(llm) != old
 
 
-def test_a_driver_that_comes_back_late_commits_and_undoes_nothing_of_the_next(
+def native_refused(llm: Any, manifest: Any) -> None:
+    llm.start_weight_update()
+    llm.update_weights(info(manifest))
+
+
+def test_a_driver_that_was_taken_over_commits_and_undoes_nothing_of_the_next(
     llm: Any, trainer: Trainer, weights: list[dict[str, torch.Tensor]]
 ) -> None:
-    late, again = VLLMEngineAdapter(llm), VLLMEngineAdapter(llm)
+    late, again = VLLMEngineAdapter(llm, take_over=True), VLLMEngineAdapter(llm, take_over=True)
     first, second = trainer.publish(weights[0]), trainer.publish(weights[1])
     late.prepare(first, {})
     late.install(first, {})
     again.prepare(second, {})  # takes over: the first is committed by that
     assert {reply["update_id"] for reply in told(llm)} == {first.update_id}
-    late.commit()
     again.install(second, {})
-    with pytest.raises(WeightUpdateRejectedError, match="another driver"):
-        late.install(first, {})
-    late.undo()
+    for step in (late.resume, late.commit, late.undo):
+        with pytest.raises((SessionRefused, TornEngine), match="has this engine"):
+            step()
     again.resume()
     again.commit()
+    again.close()
     assert {reply["update_id"] for reply in told(llm)} == {second.update_id}

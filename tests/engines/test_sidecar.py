@@ -143,7 +143,7 @@ def test_a_server_that_stands_still_is_told_within_the_deadline(
     versions: Versions,
     fresh: list[Answers],
 ) -> None:
-    sidecar.start(server.url, step_timeout_s=HANG_S)
+    sidecar.start(server.url, step_timeout_s=HANG_S, take_over=True)
     with sidecar.client(timeout_s=DEADLINE_S) as engine:
         manifest = trainer.publish(versions[1])
         engine.import_weights(manifest)
@@ -164,7 +164,7 @@ def test_a_server_that_stands_still_is_told_within_the_deadline(
 def test_a_server_that_is_gone_is_told_and_not_servable(
     server: Served, sidecar: SidecarProcess, trainer: Trainer, versions: Versions
 ) -> None:
-    sidecar.start(server.url)
+    sidecar.start(server.url, take_over=True)
     with sidecar.client(timeout_s=DEADLINE_S) as engine:
         engine.update_weights(trainer.publish(versions[0]))
         engine.check_servable()

@@ -162,7 +162,7 @@ def test_a_cached_prefix_of_the_old_weights_is_not_used_after_an_update(
 ) -> None:
     ask_long(engine)
     assert ask_long(engine)[1] >= 128
-    with executor_for(engine.llm, cache=cache) as executor:
+    with executor_for(engine.llm, serving={"cache": cache}) as executor:
         executor.update_weights(engine.trainer.publish(engine.next()))
         engine.holds = 1 - engine.holds
         assert ask_long(engine) == (long_answers[engine.holds], 0)
@@ -171,7 +171,7 @@ def test_a_cached_prefix_of_the_old_weights_is_not_used_after_an_update(
 def test_a_kept_cache_is_stale_unless_requests_carry_a_salt(
     engine: Bench, long_answers: list[Answers]
 ) -> None:
-    with executor_for(engine.llm, cache="keep") as executor:
+    with executor_for(engine.llm, serving={"cache": "keep"}) as executor:
         assert engine.llm.reset_prefix_cache()
         ask_long(engine, "before")
         executor.update_weights(engine.trainer.publish(engine.next()))
@@ -190,8 +190,8 @@ def test_a_cache_that_requests_hold_refuses_to_be_reset_and_the_update_is_undone
     ids = engine.begin("held", steps=5)
     assert not engine.llm.reset_prefix_cache()  # vLLM says so, and does nothing
     with (
-        executor_for(engine.llm, cache="reset") as executor,
-        pytest.raises(WeightUpdateRejectedError, match="cache='recompute'"),
+        executor_for(engine.llm, serving={"cache": "reset"}) as executor,
+        pytest.raises(WeightUpdateRejectedError, match="requests hold cached blocks"),
     ):
         executor.update_weights(engine.trainer.publish(engine.next()))
     assert engine.rest(ids) == engine.fresh[engine.holds]

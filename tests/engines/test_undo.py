@@ -176,12 +176,14 @@ def test_an_undo_that_fails_too_is_torn_until_it_is_recovered(
 def test_a_view_of_a_version_that_was_undone_keeps_its_bytes(
     engine: Bench, caplog: pytest.LogCaptureFixture, look: Callable[[torch.Tensor], Any]
 ) -> None:
-    adapter, manifest = VLLMEngineAdapter(engine.llm), engine.trainer.publish(engine.next())
+    adapter = VLLMEngineAdapter(engine.llm, take_over=True)
+    manifest = engine.trainer.publish(engine.next())
     adapter.prepare(manifest, {})
     adapter.install(manifest, {})
     view = look(dict(model_of(engine.llm).named_parameters())["model.norm.weight"])
     storage = view.untyped_storage() if isinstance(view, torch.Tensor) else view
     adapter.undo()
+    adapter.close()
     assert [r.args for r in caplog.records if "took a view" in r.msg] == [("model.norm.weight",)]
     bytes_then = bytes(storage)
     for _ in range(3):

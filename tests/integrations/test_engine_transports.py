@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,15 +16,13 @@ from rl_bridge import (
 )
 from rl_bridge.engines.rank_bridges import checked_transports
 from rl_bridge.engines.sglang.loaders import DiskRoute
-from rl_bridge.engines.vllm import rank as vllm_rank
-from rl_bridge.engines.vllm.rank import VLLMRank
 from rl_bridge.sglang import SGLangInstallAdapter
 from rl_bridge.vllm import VLLMEngineAdapter
+from tests.engine_protocol.fake import Engine as VLLMEngine
 from tests.installers.test_model_installer import equal, held, loaded, version
-from tests.integrations import test_engine_adapter as vllm
 from tests.integrations.sglang_engine import Client, engine
 from tests.integrations.sglang_engine import Engine as SGLangEngine
-from tests.integrations.test_rank import Group, Model
+from tests.integrations.vllm_engine import Client as VLLMClient
 
 __all__ = ["engine"]  # a fixture, for this file, too
 
@@ -38,13 +35,10 @@ def contained(tmp_path: Path) -> Iterator[TensorBridge]:
 
 
 @pytest.fixture
-def vllm_engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[vllm.Engine]:
-    Group(monkeypatch, 1)
-    monkeypatch.setattr(vllm_rank, "make_installer", lambda *_given, **_options: Model())
-    monkeypatch.setattr(vllm_rank, "require_supported", lambda _config: None)
-    rank = VLLMRank(torch.nn.Module(), SimpleNamespace())
-    yield vllm.Engine(rank)
-    rank.close()
+def vllm_engine() -> Iterator[VLLMEngine]:
+    engine = VLLMEngine()
+    yield engine
+    engine.close()
 
 
 def through(adapter: Any, manifest: Any, **options: Any) -> None:
@@ -56,28 +50,32 @@ def through(adapter: Any, manifest: Any, **options: Any) -> None:
 
 
 def test_ranks_of_vllm_read_what_a_trainer_in_another_container_published(
-    vllm_engine: vllm.Engine, contained: TensorBridge, tmp_path: Path
+    vllm_engine: VLLMEngine, contained: TensorBridge, tmp_path: Path
 ) -> None:
     given = {"shared-memory": {"directory": tmp_path}}
     manifest = contained.publish({"w": torch.ones(3)}, weight_version=1)
-    through(VLLMEngineAdapter(vllm_engine, transports=given), manifest, directory=tmp_path)
-    assert vllm_engine.rank.describe()["update_id"] == manifest.update_id
+    through(
+        VLLMEngineAdapter(VLLMClient(vllm_engine), transports=given), manifest, directory=tmp_path
+    )
+    assert vllm_engine.told()["update_id"] == manifest.update_id
 
 
 def test_ranks_of_vllm_take_other_options_with_the_next_update(
-    vllm_engine: vllm.Engine, contained: TensorBridge, tmp_path: Path
+    vllm_engine: VLLMEngine, contained: TensorBridge, tmp_path: Path
 ) -> None:
     with make_weight_bridge("shared-memory", source_worker="trainer") as beside:
         first = beside.publish({"w": torch.zeros(3)}, weight_version=1)
-        through(VLLMEngineAdapter(vllm_engine), first)
+        through(VLLMEngineAdapter(VLLMClient(vllm_engine)), first)
         second = contained.publish({"w": torch.ones(3)}, weight_version=2)
-        refused = VLLMEngineAdapter(vllm_engine)
+        refused = VLLMEngineAdapter(VLLMClient(vllm_engine))
         with pytest.raises(WeightBridgeError, match="directory"):
             through(refused, second, directory=tmp_path)
         third = contained.publish({"w": torch.ones(3)}, weight_version=3)
         given = {"shared-memory": {"directory": str(tmp_path)}}
-        through(VLLMEngineAdapter(vllm_engine, transports=given), third, directory=tmp_path)
-    assert vllm_engine.rank.describe()["update_id"] == third.update_id
+        through(
+            VLLMEngineAdapter(VLLMClient(vllm_engine), transports=given), third, directory=tmp_path
+        )
+    assert vllm_engine.told()["update_id"] == third.update_id
 
 
 def test_ranks_of_sglang_read_what_a_trainer_in_another_container_published(
@@ -117,9 +115,9 @@ def test_options_mean_the_same_in_the_engines_process(
 def test_options_that_no_transport_has_are_told_where_they_are_given(
     engine: SGLangEngine, kind: Any, given: Any, error: type[Exception], said: str
 ) -> None:
-    handle = Client(engine) if kind is SGLangInstallAdapter else vllm.Engine(None)  # type: ignore[arg-type]
+    client: Any = Client(engine) if kind is SGLangInstallAdapter else VLLMClient(VLLMEngine())
     with pytest.raises(error, match=said):
-        kind(handle, transports=given)
+        kind(client, transports=given)
 
 
 def test_options_for_ranks_that_import_nothing_are_told_where_they_are_given(

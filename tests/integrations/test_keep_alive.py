@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rl_bridge.engines.sglang.client import ServerClient as SGLangServer
-from rl_bridge.engines.vllm.server import ServerHandle as VLLMServer
+from rl_bridge.engines.vllm.client import ServerClient as VLLMServer
 from rl_bridge.errors import SignatureRefused
 from rl_bridge.remote import RemoteEngine
 from tests.remote.process import make_key

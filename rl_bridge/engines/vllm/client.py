@@ -1,87 +1,48 @@
-"""An engine as the executor's adapter sees it: an ``LLM``, an ``AsyncLLM`` or a server's URL.
+"""A vLLM engine as a driver calls it: an ``LLM``, an ``AsyncLLM`` or a server's URL.
 
-Each handle does the same few things by what that engine offers: call all workers, pause and resume,
-drop cached prefixes, and read and set the label that vLLM puts on outputs.
+Each client does the same few things by what that engine offers: call all workers, pause and
+resume, drop cached prefixes, and read and set the label that vLLM puts on outputs.
 """
 
 import asyncio
 import concurrent.futures
-import time
-from abc import ABC, abstractmethod
+import errno
+import importlib
+from abc import abstractmethod
 from collections.abc import Callable, Coroutine
-from typing import Any, Literal
+from typing import Any
 
-from rl_bridge import errors
+from rl_bridge.engines.rpc import EngineClient, Replies, Reply, in_thread, lost, watch
 from rl_bridge.engines.vllm.compat import MINIMUM
 from rl_bridge.engines.vllm.plugin import METHOD
-from rl_bridge.engines.vllm.threads import in_thread
-from rl_bridge.errors import (
-    DeadlineExceeded,
-    EngineLost,
-    WeightBridgeError,
-    WeightBridgeUnavailableError,
-    WeightUpdateRejectedError,
-)
+from rl_bridge.errors import DeadlineExceeded, WeightBridgeUnavailableError
 
-__all__ = [
-    "AsyncLLMHandle",
-    "EngineHandle",
-    "LLMHandle",
-    "PauseMode",
-    "failure",
-    "lost",
-    "no_plugin",
-]
+__all__ = ["AsyncLLMClient", "LLMClient", "ServerClient", "VLLMClient", "connect"]
 
-PauseMode = Literal["keep", "wait", "abort"]
-"""What happens to running requests: they freeze, are waited for, or are aborted."""
+_HELD = "requests hold cached blocks of other weights, or a KV connector is not done"
 
-Replies = list[dict[str, Any]]
+# A call under way asks a server this often whether its engine lives, and waits so long.
+_HEALTH_EVERY_S = 1.0
+_HEALTH_S = 5.0
 
-# How often a call under way looks whether its engine is still there.
-_LOOK_S = 0.1
+# What this process may be short of when it opens a connection.
+_SHORTAGES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS})
 
 
-class EngineHandle(ABC):
-    """One engine, whatever process it is in. Every call has a deadline."""
-
-    def __init__(self, timeout_s: float) -> None:
-        """Give every call `timeout_s` seconds."""
-        self.timeout_s = timeout_s
-
-    @abstractmethod
-    def call(self, verb: str, payload: dict[str, Any] | None = None) -> Replies:
-        """Ask all workers; one reply for each, by rank.
-
-        Raises:
-            EngineLost: the engine is gone.
-            DeadlineExceeded: it does not answer.
-            WeightBridgeUnavailableError: its workers do not have the plugin.
-
-        """
+class VLLMClient(EngineClient):
+    """What the three kinds of vLLM engines have in common."""
 
     @abstractmethod
     def data_parallel_size(self) -> int:
         """How many replicas there are behind this engine."""
 
     @abstractmethod
-    def pause(self, mode: PauseMode) -> None:
-        """Stop scheduling; requests that come meanwhile are queued."""
-
-    @abstractmethod
-    def resume(self) -> None:
-        """Go on."""
-
-    def is_paused(self) -> bool:
-        """Whether it is stopped, by whomever; False where an engine does not tell."""
-        return False
-
-    def reset_encoder_cache(self) -> None:  # noqa: B027 - only some have one
+    def reset_encoder_cache(self) -> None:
         """Drop what was made of images and other media."""
 
     @abstractmethod
-    def reset_caches(self, *, running: bool) -> bool:
-        """Drop that and cached prefixes; with `running`, running requests are computed anew, too.
+    def reset_prefix_cache(self, *, running: bool) -> bool:
+        """Drop cached prefixes; with `running`, running requests are computed anew, too.
 
         Returns:
             False if requests hold blocks, so that nothing was dropped.
@@ -89,26 +50,36 @@ class EngineHandle(ABC):
         """
 
     @abstractmethod
-    def label(self) -> str | None:
-        """The version label on outputs; None where this vLLM has none."""
+    def stop(self, mode: str) -> None:
+        """Pause the scheduler by one of vLLM's modes."""
 
-    @abstractmethod
-    def set_label(self, label: str) -> None:
-        """Set it; where this vLLM has none, nothing happens."""
+    def require_alone(self) -> None:
+        """Refuse an engine of several replicas. See `EngineClient`."""
+        degree = self.data_parallel_size()
+        if degree != 1:
+            msg = (
+                f"the engine has data_parallel_size={degree}, expected 1: its replicas do not "
+                "decide together. Use one engine and one executor for each replica."
+            )
+            raise WeightBridgeUnavailableError(msg)
 
-    def close(self) -> None:  # noqa: B027 - only some have something to close
-        """Let go of the connection; the engine goes on."""
+    def pause(self, mode: str | None, *, undoes: bool = False) -> None:
+        """Stop scheduling: ``keep`` freezes requests, ``wait`` ends them, ``abort`` aborts them."""
+        if mode is None or (undoes and mode == "wait"):
+            mode = "keep"
+        self.stop(mode)
+
+    def drop_caches(self, policy: str | None) -> str:
+        """Drop what other weights cached: ``recompute``, ``reset`` or ``keep``."""
+        # What was made of media goes with every policy: vLLM looks it up without a request's salt.
+        self.reset_encoder_cache()
+        if policy == "keep":
+            return ""
+        done = self.reset_prefix_cache(running=policy != "reset")
+        return "" if done else _HELD
 
 
-def lost(error: BaseException, doing: str) -> EngineLost:
-    """The engine is gone: what the caller gets instead of vLLM's own error."""
-    return EngineLost(
-        f"the engine was lost while it should {doing} ({type(error).__name__}: {error}). Start a "
-        "fresh engine and install the current version in it before it serves."
-    )
-
-
-def no_plugin(error: BaseException) -> WeightBridgeUnavailableError:
+def _no_plugin(error: BaseException) -> WeightBridgeUnavailableError:
     """The workers do not know our method."""
     return WeightBridgeUnavailableError(
         f"the engine's workers do not have rl_bridge's plugin ({error}). Install rl_bridge in the "
@@ -117,55 +88,36 @@ def no_plugin(error: BaseException) -> WeightBridgeUnavailableError:
     )
 
 
-def failure(reply: dict[str, Any], ranks: int) -> Exception:
-    """A rank's failure, as the exception that it was if that is one of ours."""
-    kind = getattr(errors, reply["type"], None)
-    where = "" if ranks == 1 else f"rank {reply['rank']}: "
-    if isinstance(kind, type) and issubclass(kind, WeightBridgeError):
-        try:
-            return kind(where + reply["message"])
-        except TypeError:
-            pass  # it takes more than a text: the general one must do
-    return WeightUpdateRejectedError(
-        f"{where}{reply['type']}: {reply['message'].rstrip('.')}. The engine's log has the "
-        "traceback."
-    )
+# ---- engines of this process --------------------------------------------------------------------
 
 
-def _is_dead(error: BaseException) -> bool:
-    # What vLLM says of a worker that died, by how far its executor has got in noticing it.
-    texts = ("Executor failed", "cancelled", "should not be called on follower node")
-    return type(error).__name__ in {"EngineDeadError", "EngineGenerateError"} or any(
-        text in str(error) for text in texts
-    )
-
-
-class LLMHandle(EngineHandle):
+class LLMClient(VLLMClient):
     """An ``LLM`` of this process. Use it from the thread that generates: vLLM's own rule."""
 
-    def __init__(self, llm: Any, timeout_s: float) -> None:
+    def __init__(self, llm: Any, timeout_s: float = 600.0) -> None:
         """Look at `llm`; nothing is called."""
         super().__init__(timeout_s)
         self._llm = llm
         self._last: list[concurrent.futures.Future[Any]] = []  # one, behind the first call
 
-    def call(self, verb: str, payload: dict[str, Any] | None = None) -> Replies:
-        """Ask all workers. See `EngineHandle`."""
-        arguments = (verb, payload or {})
+    def call(self, verb: str, payload: Reply, timeout_s: float) -> Replies:
+        """Ask all workers. See `EngineClient`."""
         # Without a deadline inside: vLLM would give up and take the late answers for the next ones.
-        replies: Replies = self._do(verb, lambda: self._llm.collective_rpc(METHOD, args=arguments))
+        replies: Replies = self._do(
+            verb, lambda: self._llm.collective_rpc(METHOD, args=(verb, payload)), timeout_s
+        )
         return replies
 
     def data_parallel_size(self) -> int:
         """How many replicas there are."""
         return int(self._llm.llm_engine.vllm_config.parallel_config.data_parallel_size)
 
-    def pause(self, mode: PauseMode) -> None:
-        """Stop scheduling. An in-process engine cannot wait: it steps only in ``generate``."""
+    def stop(self, mode: str) -> None:
+        """Pause the scheduler. An in-process engine cannot wait: it steps only in ``generate``."""
         if mode == "wait" and self._is_in_process():
             mode = "keep"  # nothing steps while this thread is here, so there is nothing to await
         if mode == "abort" and self._is_in_process():
-            # By the LLM: of what its scheduler aborts it hears nothing, and would wait for it.
+            # By the LLM: it does not hear what its scheduler aborts, and would wait for it.
             engine = self._llm.llm_engine
             requests = list(engine.output_processor.request_states)
             self._do("abort requests", lambda: engine.abort_request(requests, internal=True))
@@ -189,9 +141,8 @@ class LLMHandle(EngineHandle):
         if hasattr(engine, "reset_encoder_cache"):
             self._do("drop its encoder's cache", engine.reset_encoder_cache)
 
-    def reset_caches(self, *, running: bool) -> bool:
-        """Drop that and cached prefixes."""
-        self.reset_encoder_cache()
+    def reset_prefix_cache(self, *, running: bool) -> bool:
+        """Drop cached prefixes."""
         options = {"reset_running_requests": running, "reset_connector": True}
         return bool(self._do("drop caches", lambda: self._llm.reset_prefix_cache(**options)))
 
@@ -215,32 +166,36 @@ class LLMHandle(EngineHandle):
             return self._do(name, lambda: getattr(core.engine_core, name)(*arguments))
         return self._do(name, lambda: core.call_utility(name, *arguments))
 
-    def _do(self, doing: str, action: Callable[[], Any]) -> Any:
+    def _do(self, doing: str, action: Callable[[], Any], timeout_s: float | None = None) -> Any:
         if self._is_in_process() and self._workers() == 1:
             try:
                 return action()
             except Exception as error:
                 raise _translated(error, doing, self.timeout_s) from error
-        return _watched(self._begun(action), doing, self.timeout_s, self._is_dead)
+        within_s = self.timeout_s if timeout_s is None else timeout_s
+        return _awaited(self._begun(action, within_s), doing, within_s, self._death)
 
-    def _begun(self, action: Callable[[], Any]) -> "concurrent.futures.Future[Any]":
+    def _begun(
+        self, action: Callable[[], Any], within_s: float
+    ) -> "concurrent.futures.Future[Any]":
         """Begin a call, not beside one that was given up: its workers may be at it still.
 
         vLLM's answers come in one queue: two that wait take each other's, and all later ones do.
         """
-        end = time.monotonic() + self.timeout_s
-        # (What an interrupt kept from beginning never ends.)
-        last = [one for one in self._last if not one.cancelled()]
-        while concurrent.futures.wait(last, _LOOK_S).not_done:
-            if self._is_dead():
-                raise lost(RuntimeError("its process ended"), "end an earlier call")
-            if time.monotonic() > end:
+        for last in self._last:
+            if last.cancelled():
+                continue  # it never began
+            try:
+                watch(last, within_s, self._death)
+            except ConnectionError as error:
+                raise lost(error, "end an earlier call") from error
+            except TimeoutError as error:
                 msg = (
-                    f"the engine is still at an earlier call, {self.timeout_s} s behind the end of "
-                    "the wait for it. See its log; give the adapter a longer timeout_s if it was "
-                    "only slow."
+                    f"the engine is still at an earlier call, {within_s} s behind the end of the "
+                    "wait for it. See its log; give the adapter a longer timeout_s if it was only "
+                    "slow."
                 )
-                raise DeadlineExceeded(msg)
+                raise DeadlineExceeded(msg) from error
         return in_thread(action, self._note)
 
     def _note(self, begun: "concurrent.futures.Future[Any]") -> None:
@@ -249,18 +204,23 @@ class LLMHandle(EngineHandle):
     def _workers(self) -> int:
         return int(getattr(self._llm.llm_engine.vllm_config.parallel_config, "world_size", 1))
 
-    def _is_dead(self) -> bool:
+    def _death(self) -> str:
         core = self._llm.llm_engine.engine_core
         if self._is_in_process():  # the engine is here, its workers may be gone
-            return bool(getattr(core.engine_core.model_executor, "is_failed", False))
-        return bool(getattr(getattr(core, "resources", None), "engine_dead", False))
+            is_dead = getattr(core.engine_core.model_executor, "is_failed", False)
+        else:
+            is_dead = getattr(getattr(core, "resources", None), "engine_dead", False)
+        return "its process ended" if is_dead else ""
 
 
-class AsyncLLMHandle(EngineHandle):
+class AsyncLLMClient(VLLMClient):
     """An ``AsyncLLM``, whose event loop runs in another thread than the executor."""
 
     def __init__(
-        self, engine: Any, timeout_s: float, loop: asyncio.AbstractEventLoop | None = None
+        self,
+        engine: Any,
+        timeout_s: float = 600.0,
+        loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
         """Take the engine's loop; None takes the running one.
 
@@ -273,21 +233,24 @@ class AsyncLLMHandle(EngineHandle):
         try:
             self._loop = loop or asyncio.get_running_loop()
         except RuntimeError as error:
-            msg = "no event loop runs in this thread. Pass loop=, the one that the engine runs in."
+            msg = (
+                "no event loop runs in this thread. Pass the one that the engine runs in: "
+                "rl_bridge.vllm.connect(engine, loop=loop)."
+            )
             raise WeightBridgeUnavailableError(msg) from error
 
-    def call(self, verb: str, payload: dict[str, Any] | None = None) -> Replies:
-        """Ask all workers. See `EngineHandle`."""
-        arguments = (verb, payload or {})
-        replies: Replies = self._do(verb, self._engine.collective_rpc(METHOD, None, arguments))
+    def call(self, verb: str, payload: Reply, timeout_s: float) -> Replies:
+        """Ask all workers. See `EngineClient`."""
+        asked = self._engine.collective_rpc(METHOD, None, (verb, payload))
+        replies: Replies = self._do(verb, asked, timeout_s)
         return replies
 
     def data_parallel_size(self) -> int:
         """How many replicas there are."""
         return int(self._engine.vllm_config.parallel_config.data_parallel_size)
 
-    def pause(self, mode: PauseMode) -> None:
-        """Stop scheduling."""
+    def stop(self, mode: str) -> None:
+        """Pause the scheduler."""
         self._do("pause", self._engine.pause_generation(mode=mode, clear_cache=False))
 
     def resume(self) -> None:
@@ -303,9 +266,8 @@ class AsyncLLMHandle(EngineHandle):
         if hasattr(self._engine, "reset_encoder_cache"):
             self._do("drop its encoder's cache", self._engine.reset_encoder_cache())
 
-    def reset_caches(self, *, running: bool) -> bool:
-        """Drop that and cached prefixes."""
-        self.reset_encoder_cache()
+    def reset_prefix_cache(self, *, running: bool) -> bool:
+        """Drop cached prefixes."""
         options = {"reset_running_requests": running, "reset_connector": True}
         return bool(self._do("drop caches", self._engine.reset_prefix_cache(**options)))
 
@@ -320,60 +282,289 @@ class AsyncLLMHandle(EngineHandle):
         if update is not None:
             self._do("set its label", update(label))
 
-    def _do(self, doing: str, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        try:
-            if asyncio.get_running_loop() is self._loop:
-                coroutine.close()
-                msg = (
-                    "update_weights was called in the engine's own event loop, which it would "
-                    "block. Call `await asyncio.to_thread(executor.update_weights, manifest)`."
-                )
-                raise WeightBridgeUnavailableError(msg)
-        except RuntimeError as error:
-            if isinstance(error, WeightBridgeUnavailableError):
-                raise  # (else no loop runs in this thread, as it should be)
+    def _do(
+        self, doing: str, coroutine: Coroutine[Any, Any, Any], timeout_s: float | None = None
+    ) -> Any:
+        if _is_running_here(self._loop):
+            coroutine.close()
+            msg = (
+                "update_weights was called in the engine's own event loop, which it would block. "
+                "Call `await asyncio.to_thread(executor.update_weights, manifest)`."
+            )
+            raise WeightBridgeUnavailableError(msg)
+        within_s = self.timeout_s if timeout_s is None else timeout_s
         future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-        return _watched(
-            future, doing, self.timeout_s, lambda: getattr(self._engine, "errored", False)
-        )
+        return _awaited(future, doing, within_s, self._death)
+
+    def _death(self) -> str:
+        return "its process ended" if getattr(self._engine, "errored", False) else ""
 
 
-def _watched(
+def _is_running_here(loop: asyncio.AbstractEventLoop) -> bool:
+    try:
+        return asyncio.get_running_loop() is loop
+    except RuntimeError:
+        return False  # no loop runs in this thread, as it should be
+
+
+def _awaited(
     future: "concurrent.futures.Future[Any]",
     doing: str,
     timeout_s: float,
-    is_dead: Callable[[], bool],
+    death: Callable[[], str],
 ) -> Any:
-    """Wait for an answer, within the deadline and as long as there is an engine to give it.
-
-    vLLM's clients wait forever for what an engine was asked before it died.
-    """
-    end = time.monotonic() + timeout_s
-    while not future.done():
-        left = end - time.monotonic()
-        # (In this order: an answer that came before the death is found below.)
-        if (gone := is_dead()) or left <= 0:
-            if future.done():
-                break
-            future.cancel()
-            cause = RuntimeError("its process ended") if gone else TimeoutError()
-            raise lost(cause, doing) if gone else _translated(cause, doing, timeout_s)
-        concurrent.futures.wait([future], min(_LOOK_S, left))
+    """The answer to a call under way, or what the caller gets instead of vLLM's own error."""
     try:
+        watch(future, timeout_s, death)
         return future.result()
+    except ConnectionError as error:
+        future.cancel()
+        raise lost(error, doing) from error
     except Exception as error:
+        future.cancel()
         raise _translated(error, doing, timeout_s) from error
 
 
 def _translated(error: Exception, doing: str, timeout_s: float) -> Exception:
-    """What the caller gets for an error of vLLM's: that error, where it is none of these."""
+    """What the caller gets for an error of vLLM's: that error, if it is none of these."""
     if isinstance(error, NotImplementedError) or (
         "is not implemented" in str(error) and METHOD in str(error)
     ):
-        return no_plugin(error)
+        return _no_plugin(error)
     if isinstance(error, TimeoutError) or "timed out" in str(error):
         return DeadlineExceeded(
             f"the engine did not {doing} within {timeout_s} s. Look at its log; give the adapter "
             "a longer timeout_s if it was only slow."
         )
     return lost(error, doing) if _is_dead(error) else error
+
+
+def _is_dead(error: BaseException) -> bool:
+    # What vLLM says of a worker that died, by how far its executor has got in noticing it.
+    texts = ("Executor failed", "cancelled", "should not be called on follower node")
+    return type(error).__name__ in {"EngineDeadError", "EngineGenerateError"} or any(
+        text in str(error) for text in texts
+    )
+
+
+# ---- a server -----------------------------------------------------------------------------------
+
+
+class ServerClient(VLLMClient):
+    """A server on this machine, by its development routes (``VLLM_SERVER_DEV_MODE=1``)."""
+
+    def __init__(self, url: str, timeout_s: float = 600.0) -> None:
+        """Prepare the connection; nothing is sent.
+
+        Raises:
+            ValueError: it is no URL.
+            WeightBridgeUnavailableError: httpx is missing.
+
+        """
+        super().__init__(timeout_s)
+        if not url.startswith(("http://", "https://")):
+            msg = f"engine={url!r}: expected a server's URL, such as 'http://127.0.0.1:8000'."
+            raise ValueError(msg)
+        try:
+            self._httpx = importlib.import_module("httpx")
+        except ImportError as error:
+            msg = "a server's URL needs httpx. Install it: pip install 'rl-bridge[vllm]'."
+            raise WeightBridgeUnavailableError(msg) from error
+        self._url = url.rstrip("/")
+        # Not by a proxy: the server is on this machine. And no connection is kept open: the server
+        # closes what idles, perhaps just when the next request is sent: that looks like its death.
+        limits = self._httpx.Limits(max_keepalive_connections=0)
+        self._client, self._looker = (
+            self._httpx.Client(base_url=self._url, timeout=timeout, limits=limits, trust_env=False)
+            for timeout in (timeout_s, _HEALTH_S)
+        )
+
+    def call(self, verb: str, payload: Reply, timeout_s: float) -> Replies:
+        """Ask all workers. See `EngineClient`."""
+        # Without a deadline inside: vLLM would give up and take the late answers for the next ones.
+        body = {"method": METHOD, "args": [verb, payload]}
+        told = self._send("POST", "collective_rpc", verb, within_s=timeout_s, json=body)
+        replies = told.get("results")
+        if not isinstance(replies, list) or not all(isinstance(r, dict) for r in replies or [0]):
+            raise self._strange("collective_rpc", told)
+        return replies
+
+    def data_parallel_size(self) -> int:
+        """How many replicas there are behind the server."""
+        sizes = []
+        for flag in ("true", "false"):
+            told = self._send("GET", "get_world_size", "tell its size", params={"include_dp": flag})
+            size = told.get("world_size")
+            if not isinstance(size, int) or size < 1:
+                raise self._strange("get_world_size", told)
+            sizes.append(size)
+        return sizes[0] // sizes[1]
+
+    def stop(self, mode: str) -> None:
+        """Pause the scheduler."""
+        self._send("POST", "pause", "pause", params={"mode": mode, "clear_cache": "false"})
+
+    def resume(self) -> None:
+        """Go on."""
+        self._send("POST", "resume", "resume")
+
+    def is_paused(self) -> bool:
+        """Whether it is stopped, by whomever."""
+        told = self._send("GET", "is_paused", "tell whether it is paused")
+        if not isinstance(told.get("is_paused"), bool):
+            raise self._strange("is_paused", told)
+        return bool(told["is_paused"])
+
+    def reset_encoder_cache(self) -> None:
+        """Drop what was made of images and other media."""
+        self._send("POST", "reset_encoder_cache", "drop its encoder's cache")
+
+    def reset_prefix_cache(self, *, running: bool) -> bool:
+        """Drop cached prefixes. Older servers do not say if they could: taken for a no."""
+        flags = {"reset_running_requests": str(running).lower(), "reset_external": "true"}
+        reply = self._send("POST", "reset_prefix_cache", "drop caches", params=flags)
+        return bool(reply.get("success", running))
+
+    def label(self) -> str | None:
+        """The version label on outputs."""
+        reply = self._send("GET", "weight_info", "tell its label")
+        return str(reply["weight_version"]) if "weight_version" in reply else None
+
+    def set_label(self, label: str) -> None:
+        """Set it."""
+        self._send("POST", "update_weight_version", "set its label", json={"new_version": label})
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._client.close()
+        self._looker.close()
+
+    def _request(self, within_s: float, method: str, path: str, **request: Any) -> Any:
+        """Wait for an answer as long as there is an engine to give it: the server would not.
+
+        Raises:
+            TimeoutError: it is not all there yet. (httpx waits so long for each of its pieces.)
+            ConnectionError: the engine behind it is dead.
+
+        """
+        asked = in_thread(lambda: self._client.request(method, path, **request))
+        if not concurrent.futures.wait([asked], min(_HEALTH_EVERY_S, within_s)).done:
+            watch(asked, within_s, self._death, every_s=_HEALTH_EVERY_S)
+        return asked.result()
+
+    def _death(self) -> str:
+        try:
+            reply = self._looker.get("health")
+        except self._httpx.ConnectError as error:
+            # While it shuts down it keeps what is under way. All else is a shortage on this side.
+            is_dead = _errno(error) in {errno.ECONNREFUSED, errno.ECONNRESET}
+        except (self._httpx.TransportError, OSError):
+            return ""  # busy, or as above; there is a deadline
+        else:
+            is_dead = reply.status_code == self._httpx.codes.SERVICE_UNAVAILABLE
+        return "its engine ended" if is_dead else ""
+
+    def _send(
+        self, method: str, path: str, doing: str, *, within_s: float | None = None, **request: Any
+    ) -> dict[str, Any]:
+        within_s = self.timeout_s if within_s is None else within_s
+        try:
+            reply = self._request(within_s, method, path, **request)
+        except (self._httpx.TimeoutException, TimeoutError) as error:
+            msg = (
+                f"the server at {self._url} did not {doing} within {within_s} s. Look at its "
+                "log; give the adapter a longer timeout_s if it was only slow."
+            )
+            raise DeadlineExceeded(msg) from error
+        except (self._httpx.TransportError, ConnectionError) as error:
+            if isinstance(error, self._httpx.ConnectError) and _errno(error) in _SHORTAGES:
+                msg = (
+                    f"the server at {self._url} could not be asked to {doing}: {error}. Nothing "
+                    "was sent: close files, or raise this process's limits, and try again."
+                )
+                raise WeightBridgeUnavailableError(msg) from error
+            raise lost(error, doing) from error
+        self._check_status(reply, path, doing)
+        try:
+            told = reply.json() if reply.content else {}
+        except ValueError:
+            told = reply.text
+        if isinstance(told, dict):
+            return told
+        if method == "POST" and path != "collective_rpc":
+            return {}  # done, in words of its own
+        raise self._strange(path, told)
+
+    def _check_status(self, reply: Any, path: str, doing: str) -> None:
+        """Raise what an answer that is no success stands for."""
+        if reply.status_code == self._httpx.codes.NOT_FOUND:
+            msg = (
+                f"the server at {self._url} has no route /{path}. Start it with "
+                "VLLM_SERVER_DEV_MODE=1 in its environment, and let nobody else reach it."
+            )
+            raise WeightBridgeUnavailableError(msg)
+        if not reply.is_success:
+            text = reply.text[:500]
+            timeouts = {self._httpx.codes.REQUEST_TIMEOUT, self._httpx.codes.GATEWAY_TIMEOUT}
+            if reply.status_code in timeouts or "timed out" in text or "TimeoutError" in text:
+                msg = (
+                    f"the server at {self._url} did not {doing} in time: it answered with status "
+                    f"{reply.status_code}: {text}. See its log; what it began may still be done."
+                )
+                raise DeadlineExceeded(msg)
+            if "is not implemented" in text:
+                raise _no_plugin(RuntimeError(text))
+            if "EngineDeadError" in text or "EngineCore encountered an issue" in text:
+                raise lost(RuntimeError(text), doing)
+            msg = (
+                f"the server at {self._url} answered /{path} with status {reply.status_code}: "
+                f"{text}. See its log."
+            )
+            raise WeightBridgeUnavailableError(msg)
+
+    def _strange(self, path: str, told: object) -> WeightBridgeUnavailableError:
+        return WeightBridgeUnavailableError(
+            f"the server at {self._url} answered /{path} with {str(told)[:200]!r}, which no vLLM "
+            "server does. Give the URL of one."
+        )
+
+
+def _errno(error: BaseException) -> int | None:
+    """The errno of the operating system's error behind one of httpx's; None if there is none."""
+    link: BaseException | None = error
+    while link is not None:
+        if isinstance(link, OSError) and link.errno is not None:
+            return link.errno
+        link = link.__cause__ or link.__context__
+    return None
+
+
+def connect(
+    engine: Any, *, timeout_s: float = 600.0, loop: asyncio.AbstractEventLoop | None = None
+) -> VLLMClient:
+    """The client of an engine, whatever it is; it is not called.
+
+    Args:
+        engine: an ``LLM``, an ``AsyncLLM``, a server's URL, or a client.
+        timeout_s: deadline of each call.
+        loop: of an ``AsyncLLM``; None takes the running one.
+
+    Raises:
+        TypeError: it is no engine.
+        ValueError: a text that is no URL.
+        WeightBridgeUnavailableError: a URL without httpx, an ``AsyncLLM`` without a loop.
+
+    """
+    if isinstance(engine, VLLMClient):
+        return engine
+    if isinstance(engine, str):
+        return ServerClient(engine, timeout_s)
+    if hasattr(engine, "pause_generation"):
+        return AsyncLLMClient(engine, timeout_s, loop)
+    if hasattr(engine, "llm_engine"):
+        return LLMClient(engine, timeout_s)
+    msg = (
+        f"engine is a {type(engine).__name__}, expected an LLM, an AsyncLLM or a server's URL "
+        "such as 'http://127.0.0.1:8000'. Pass one of these."
+    )
+    raise TypeError(msg)

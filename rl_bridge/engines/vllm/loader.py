@@ -11,9 +11,8 @@ each rank, all ranks before any of them installs, as with `rl_bridge.vllm.VLLMEn
 from typing import Any
 
 from rl_bridge.bridge.executor import RolloutExecutor
-from rl_bridge.engines.vllm.client import LLMHandle
+from rl_bridge.engines.vllm.client import LLMClient, connect
 from rl_bridge.engines.vllm.engine_adapter import VLLMEngineAdapter
-from rl_bridge.engines.vllm.server import handle_of
 from rl_bridge.strategies.loader import ExecutorWeightLoader
 from rl_bridge.strategies.receiver import BridgeTransferReceiver
 
@@ -41,7 +40,7 @@ class VLLMWeightLoader(ExecutorWeightLoader):
         """Load into `engine` what `receiver` receives.
 
         Args:
-            engine: an ``LLM``, an ``AsyncLLM``, a server's URL, or an `EngineHandle`.
+            engine: an ``LLM``, an ``AsyncLLM``, a server's URL, or a client.
             receiver: this engine's.
             timeout_s: deadline of each call to the engine.
             loop: of an ``AsyncLLM``; None takes the running one.
@@ -53,9 +52,9 @@ class VLLMWeightLoader(ExecutorWeightLoader):
             WeightBridgeUnavailableError: a URL without httpx, an ``AsyncLLM`` without a loop.
 
         """
-        handle = handle_of(engine, timeout_s, loop)
-        adapter = VLLMEngineAdapter(handle, timeout_s=timeout_s, **options)
+        client = connect(engine, timeout_s=timeout_s, loop=loop)
+        adapter = VLLMEngineAdapter(client, **options)
         executor = RolloutExecutor(weight_bridge=receiver.bridge, weight_install_adapter=adapter)
         # vLLM's rule: an LLM is called from the thread that generates. The others must not be
         # called from the thread of their event loop.
-        super().__init__(executor, in_thread=not isinstance(handle, LLMHandle))
+        super().__init__(executor, in_thread=not isinstance(client, LLMClient))

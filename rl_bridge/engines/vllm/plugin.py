@@ -3,7 +3,7 @@
 It registers the weight-transfer backend ``rl_bridge`` and gives workers one method more, by which
 `VLLMEngineAdapter` reaches them through vLLM's own ``collective_rpc``. (vLLM names this group as
 the place where plugins install worker-side methods.) With that backend, vLLM's own calls for an
-update go through `rl_bridge.engines.vllm.sessions`. A vLLM that cannot be served starts all
+update go through `rl_bridge.engines.vllm.transfer_engine`. A vLLM that cannot be served starts all
 the same: the log says why.
 """
 
@@ -57,10 +57,10 @@ def register() -> None:
 
 def _call(worker: Any, verb: str, payload: dict[str, Any] | None = None) -> dict[str, Any]:
     """The workers' method. Never raises: a rank's failure is part of its answer."""
-    from rl_bridge.engines.vllm.calls import answer
-    from rl_bridge.engines.vllm.rank import rank_of
+    from rl_bridge.engines.rank import answer
+    from rl_bridge.engines.vllm.host import vllm_rank
 
-    rank = rank_of(worker.model_runner.get_model(), worker.vllm_config)
+    rank = vllm_rank(worker.model_runner.get_model(), worker.vllm_config)
     return answer(rank, verb, {} if payload is None else payload)
 
 
@@ -72,7 +72,7 @@ def _together(name: str) -> Callable[..., Any]:
         config = worker.vllm_config.weight_transfer_config
         if config is None or config.backend != BACKEND:
             return getattr(worker, name)(*arguments, **options)
-        from rl_bridge.engines.vllm.sessions import call_together
+        from rl_bridge.engines.vllm.transfer_engine import call_together
 
         return call_together(worker, name, arguments, options)
 

@@ -3,11 +3,19 @@
 ``start_weight_update`` begins nothing, ``update_weights`` with a manifest installs and proves it on
 all ranks or on none, ``finish_weight_update`` commits. Requests may run in between: they see the
 old version or the new one. Prefix cache and version label are the caller's, as with every backend.
+
+From ``update_weights`` to the finish vLLM's own calls are the driver that has the engine; while an
+executor has it, they are refused by its name.
+
+vLLM reads the ranks' answers in order and stops at the first error: an answer behind it would be
+taken for the answer to the next call. So whatever goes wrong on any rank, the last one tells for
+all. Its workers check by themselves whether an update is under way, and raise on every rank: calls
+at the wrong moment are refused before a worker sees them (`call_together`).
 """
 
 import inspect
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,16 +25,13 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
+from rl_bridge.engines.rank import EngineRank
 from rl_bridge.engines.rank_bridges import checked_transports
-from rl_bridge.engines.vllm.rank import VLLMRank, rank_of
-from rl_bridge.engines.vllm.votes import first_said
+from rl_bridge.engines.vllm.host import vllm_rank
+from rl_bridge.engines.vllm.native import NativeUpdates, first_problem
 from rl_bridge.errors import WeightBridgeUnavailableError, WeightUpdateRejectedError, describe
 
-__all__ = [
-    "RLBridgeInitInfo",
-    "RLBridgeTransferEngine",
-    "RLBridgeUpdateInfo",
-]
+__all__ = ["RLBridgeInitInfo", "RLBridgeTransferEngine", "RLBridgeUpdateInfo", "call_together"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -57,9 +62,14 @@ class RLBridgeTransferEngine(
     update_info_cls = RLBridgeUpdateInfo
 
     @property
-    def rank(self) -> VLLMRank:
-        """This worker's part."""
-        return rank_of(self.model, self.vllm_config)
+    def rank(self) -> EngineRank:
+        """This worker's part in any update."""
+        return vllm_rank(self.model, self.vllm_config)
+
+    @property
+    def updates(self) -> NativeUpdates:
+        """Its part in updates by vLLM's own calls."""
+        return NativeUpdates(self.rank)
 
     def parse_init_info(self, init_dict: dict[str, Any]) -> Any:
         """Leave it to `init_transfer_engine`, where a mistake is told by all ranks together."""
@@ -79,7 +89,7 @@ class RLBridgeTransferEngine(
             given = dict(vars(options))
             if options.transports is not None:
                 given["transports"] = checked_transports(options.transports)
-            _require_idle(self.rank)
+            self.updates.require_idle()
             self.rank.configure({key: value for key, value in given.items() if value is not None})
             return ""
 
@@ -95,7 +105,7 @@ class RLBridgeTransferEngine(
             WeightUpdateRejectedError: the engine is at its version, on all ranks.
 
         """
-        self._together(lambda: self.rank.receive(_manifest_in(update_info)))
+        self._together(lambda: self.updates.receive(_manifest_in(update_info)))
 
     def receive_weights(self, update_info: RLBridgeUpdateInfo) -> None:
         """Do the same, for a caller that parsed the info.
@@ -104,7 +114,7 @@ class RLBridgeTransferEngine(
             WeightUpdateRejectedError: the engine is at its version, on all ranks.
 
         """
-        self._together(lambda: self.rank.receive(update_info.manifest))
+        self._together(lambda: self.updates.receive(update_info.manifest))
 
     def finish_weight_update(self) -> None:
         """Acknowledge.
@@ -115,31 +125,27 @@ class RLBridgeTransferEngine(
         """
 
         def commit() -> str:
-            self.rank.commit()
+            self.updates.commit()
             return ""
 
         self._together(commit)
 
     def shutdown(self) -> None:
         """Let go of the trainer."""
-        self.rank.close()
+        self.updates.close()
 
     def _together(self, action: Callable[[], str]) -> None:
-        """Do something on all ranks; what went wrong on any is told by the last one.
-
-        vLLM reads the ranks' answers in order and stops at the first error: an answer behind it
-        would be taken for the answer to the next call. So the last rank tells for all.
-        """
+        """Do something on all ranks; what went wrong on any is told by the last one."""
         try:
             problem = action()
         except Exception as error:  # noqa: BLE001 - raised below, by one rank
             _LOG.warning("a call of vLLM's failed", exc_info=True)
             problem = describe(error)
-        problem = first_said(problem)
+        problem = first_problem(self.rank.host.group, problem)
         if not problem:
             return
         _end_session(self)
-        if self.rank.is_last:
+        if self.updates.is_last:
             raise WeightUpdateRejectedError(problem)
 
     @staticmethod
@@ -155,13 +161,6 @@ class RLBridgeTransferEngine(
             "make_weight_bridge(...).publish(model, weight_version=...)"
         )
         raise WeightBridgeUnavailableError(msg)
-
-
-def _require_idle(rank: VLLMRank) -> None:
-    """Refuse other options for an update that is installed with those before."""
-    if rank.describe()["exchanged"]:
-        msg = "an update is installed and not finished. Call finish_weight_update first."
-        raise WeightUpdateRejectedError(msg)
 
 
 def _manifest_in(update_info: Any) -> Any:
@@ -183,3 +182,61 @@ def _end_session(engine: RLBridgeTransferEngine) -> None:
             worker._weight_update_active = False  # noqa: SLF001 - as `Worker.update_weights` does
             return
         frame = frame.f_back
+
+
+# ---- calls at the wrong moment ------------------------------------------------------------------
+
+_BEGINS = frozenset({"start_weight_update", "shutdown_weight_transfer_engine"})
+
+
+def call_together(
+    worker: Any, name: str, arguments: Sequence[Any], options: Mapping[str, Any]
+) -> Any:
+    """Call one of a worker's methods, on all ranks or on none.
+
+    Raises:
+        WeightUpdateRejectedError: the call does not fit the worker's session; told by the last
+            rank. The session is what it was; a refused update ends it.
+
+    """
+    engine = getattr(worker, "weight_transfer_engine", None)
+    if isinstance(engine, RLBridgeTransferEngine):
+        given = arguments[0] if arguments else options.get("update_info")
+        group = engine.rank.host.group
+        problem = first_problem(group, _problem(worker, name, given))
+        if problem:
+            if name == "update_weights":
+                worker._weight_update_active = False  # noqa: SLF001 - as where it is refused itself
+            if engine.updates.is_last:
+                raise WeightUpdateRejectedError(problem)
+            return None
+    return getattr(worker, name)(*arguments, **options)
+
+
+def _problem(worker: Any, name: str, given: object) -> str:
+    """Why this worker must not be called so now; empty if it may."""
+    is_active = bool(getattr(worker, "_weight_update_active", False))
+    if name == "start_draft_weight_update":
+        return (
+            "rl_bridge updates no draft model. Start a fresh engine for another draft, or leave "
+            "this one: it only costs speed."
+        )
+    if name in _BEGINS:
+        return (
+            f"{name} was called while a weight update is already active. Call "
+            "finish_weight_update first."
+            if is_active
+            else ""
+        )
+    if not is_active:
+        return (
+            f"{name} was called without a matching start_weight_update: it must be called before, "
+            "and again behind a refused update. Call start_weight_update and update_weights first."
+        )
+    ranks = worker.vllm_config.parallel_config.world_size
+    if name == "update_weights" and isinstance(given, list) and len(given) != ranks:
+        return (
+            f"update_info is a list of {len(given)}, expected one for each of {ranks} ranks. Pass "
+            "one update_info for all of them: {'manifest': manifest.to_json()}."
+        )
+    return ""
