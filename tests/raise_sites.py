@@ -143,7 +143,11 @@ def _text(value: ast.expr, module: ast.Module) -> str:
     if isinstance(value, ast.FormattedValue) and isinstance(value.value, ast.Name):
         value = value.value
     if isinstance(value, ast.Name):
-        for _, name, assigned in _assigned(module):
+        found = _assigned(module)
+        if value.id.isupper() and value.id not in {name for _, name, _ in found}:
+            # A constant that another module of the library defines, such as a remedy.
+            found = tuple(one for _, other in modules() for one in _assigned(other))
+        for _, name, assigned in found:
             if name == value.id:
                 return " | ".join(_forms(assigned, module)) if _is_text(assigned) else "{}"
     return "{}"

@@ -186,9 +186,9 @@ class TensorBridge:
         """Publish one complete version: a sealed snapshot that no later training step changes.
 
         Args:
-            source: an ``nn.Module``, a state dict, or an iterable of ``(name, tensor)`` pairs or
-                chunks. CPU tensors of any shape and strides; views travel with their own bytes
-                only, tied tensors once.
+            source: an ``nn.Module``, a state dict, or an iterable of ``(name, tensor)`` pairs or of
+                `WeightChunk`, such as ``extractor.local()``. CPU tensors of any shape and strides;
+                views travel with their own bytes only, tied tensors once.
             weight_version: 0 or more, above every version that this publisher used before.
             metadata: JSON values of your own; ``metadata["layout"]`` is checked and filled.
             trainable: names that a training step changes, for the no-op detector; by default a

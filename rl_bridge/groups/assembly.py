@@ -318,7 +318,7 @@ class _PartRanges:
         starts: first byte of each range in the part's arena, ascending.
         nbytes: size of each.
         targets: first byte of each in the consumer's arena.
-        ends: behind each range, in the part's arena.
+        ends: first byte after each range, in the part's arena.
         left: by number of ranges that have arrived: the first byte of the consumer's arena that may
             be missing.
 

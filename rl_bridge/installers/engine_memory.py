@@ -46,8 +46,9 @@ _WRAPPERS = {
     "compiled (compiled._orig_mod) on both sides",
     "module.": "DistributedDataParallel and DataParallel put 'module.' before the names: hand over "
     "the module that was wrapped (wrapped.module)",
-    "base_model.model.": "peft puts 'base_model.model.' before the names: publish the model with "
-    "its adapter merged, under the names of the model itself",
+    "base_model.model.": "peft puts 'base_model.model.' before the names: call "
+    "model.merge_adapter() and publish StateDictExtractor(model).local(), which has the names of "
+    'the model itself, or pass it adapters="only" or "base"',
 }
 
 

@@ -233,7 +233,7 @@ class RolloutActor:
     def imported_weights(self) -> Mapping[str, torch.Tensor]:
         """The verified tensors of the active version; for an actor that has no adapter.
 
-        They are the transport's own memory: do not write to them, and take them anew behind each
+        They are the transport's own memory: do not write to them, and take them anew after each
         update, as they end with their version.
 
         Raises:

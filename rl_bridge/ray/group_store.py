@@ -20,7 +20,7 @@ __all__ = [
     "RayExchange",
 ]
 
-# For the answer to come, behind what was waited for.
+# Added to a wait, so that its answer can arrive.
 _ANSWER_S = 5.0
 
 

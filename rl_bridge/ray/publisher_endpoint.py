@@ -322,7 +322,7 @@ class PublisherEndpoint:
         self._before = {}
         made: dict[str, Manifest] = {}
         try:
-            for name, one in sorted(self._channels.items()):  # on all ranks one behind the other
+            for name, one in sorted(self._channels.items()):  # in the same order on all ranks
                 made[name] = one.publish(
                     self._source(), weight_version=weight_version, metadata=metadata
                 )

@@ -190,7 +190,7 @@ class ModuleSlots:
             transient = owner._non_persistent_buffers_set  # noqa: SLF001 - torch has no public name
             kinds: Iterable[tuple[dict[str, Any], bool]] = (
                 (owner._parameters, True),  # noqa: SLF001 - the dictionary itself, to look again
-                (owner._buffers, False),  # noqa: SLF001
+                (owner._buffers, False),  # noqa: SLF001 - the same
             )
             for keeper, is_parameter in kinds:
                 self._keepers.append(keeper)

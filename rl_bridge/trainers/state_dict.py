@@ -132,7 +132,7 @@ def _kept(pairs: Iterable[tuple[object, object]]) -> Iterator[tuple[object, obje
             noted.append((name, tensor, tensor._version))  # noqa: SLF001 - torch has no public name
         yield name, tensor
     for name, tensor, version in noted:
-        if tensor._version != version:  # noqa: SLF001
+        if tensor._version != version:  # noqa: SLF001 - torch has no public name
             msg = (
                 f"tensor {name!r} was written to after the iterable gave it, such as a buffer that "
                 "is used for several: all would have its last content. Give each a tensor of its "

@@ -125,6 +125,20 @@ def test_a_compiled_engine_is_refused_with_a_word_about_its_names() -> None:
         executor.update_weights(trainer.publish(torch.nn.Linear(2, 2), weight_version=1))
 
 
+@pytest.mark.parametrize(
+    ("prefix", "words"),
+    [
+        ("module.", r"hand over the module that was wrapped \(wrapped\.module\)"),
+        ("base_model.model.", r"call model\.merge_adapter\(\) and publish StateDictExtractor"),
+    ],
+)
+def test_names_with_a_wrappers_prefix_are_refused_with_its_remedy(prefix: str, words: str) -> None:
+    executor, trainer = executor_of(ModuleInstallAdapter(torch.nn.Linear(2, 2)))
+    state = {prefix + name: one for name, one in torch.nn.Linear(2, 2).state_dict().items()}
+    with pytest.raises(IncompatibleUpdate, match=words):
+        executor.update_weights(trainer.publish(state, weight_version=1))
+
+
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_a_nested_tensor_in_an_engine_is_refused_by_name() -> None:
     nested = torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)])
