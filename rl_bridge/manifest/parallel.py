@@ -54,7 +54,7 @@ class WeightLayout(Frozen):
         except ValidationError as error:
             msg = (
                 f'weight layout (metadata["layout"]) {field_problem(error)}. Its fields are '
-                f"{', '.join(type(self).model_fields)}."
+                f"{', '.join(type(self).model_fields)}. Leave out what has its default."
             )
             raise MalformedManifest(msg) from error
 
