@@ -21,7 +21,7 @@ __all__ = [
     "checked_rank",
     "checked_state_dir",
     "checked_worker",
-    "require_own_process",
+    "in_a_child",
     "require_transport",
     "update_id_of",
 ]
@@ -195,16 +195,12 @@ def require_transport(manifest: WeightUpdateManifest, name: str) -> None:
         raise ForeignTransport(msg)
 
 
-def require_own_process(pid: int, what: str) -> None:
-    """Refuse the use of what a parent process made.
+def in_a_child(what: str) -> BridgeClosed:
+    """The error for the use of what a parent process made.
 
-    To be asked before any lock is taken: at the fork, another thread of the parent may have held
-    it.
-
-    Raises:
-        BridgeClosed: this process is not `pid`.
-
+    Callers compare process ids before they take any lock: at the fork, another thread of the parent
+    may have held it.
     """
-    if os.getpid() != pid:
-        msg = f"this {what} belongs to the parent process. Make a new one after the fork."
-        raise BridgeClosed(msg)
+    return BridgeClosed(
+        f"this {what} belongs to the parent process. Make a new one after the fork."
+    )

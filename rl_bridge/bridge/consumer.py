@@ -24,7 +24,7 @@ from typing import NoReturn, Self
 
 import torch
 
-from rl_bridge.bridge.arguments import as_manifest, require_own_process, require_transport
+from rl_bridge.bridge.arguments import as_manifest, in_a_child, require_transport
 from rl_bridge.bridge.protocols import WeightConsumer
 from rl_bridge.cuda.driver import INVALID_VALUE
 from rl_bridge.errors import (
@@ -264,7 +264,8 @@ class Consumer:
             BridgeClosed: this process is a forked child of the consumer's.
 
         """
-        require_own_process(self._pid, "consumer")
+        if os.getpid() != self._pid:
+            raise in_a_child("consumer")
         try:
             with self._lock:
                 self._depth += 1
@@ -343,6 +344,8 @@ class Consumer:
             WeightManifestValidationError: it describes no update that could be imported.
 
         """
+        if isinstance(given, str):
+            return WeightUpdateManifest.from_json(given)
         return as_manifest(given, caller=caller)
 
     def import_update(
@@ -354,7 +357,8 @@ class Consumer:
         """
         with self.turn(), self.end.in_one_go():
             self.check_open()
-            require_transport(manifest, self._transport_name)
+            if manifest.transport != self._transport_name:
+                require_transport(manifest, self._transport_name)
             known = self._updates.get(manifest.update_id)
             self._check_acceptable(manifest, known)
             if known is not None and known.attachment is not None:
@@ -649,14 +653,15 @@ class Consumer:
     def _drop(self, record: _Update) -> None:
         """Let the bytes go, and tell the publisher: now, and when the last tensor has died."""
         attachment, record.attachment = record.attachment, None
-        if attachment is not None and not attachment.tensors.is_forgotten:
-            buffer = attachment.tensors.pin.buffer
+        pin = None if attachment is None else attachment.tensors.held
+        if pin is not None:
+            buffer = pin.buffer
             record.buffers.append(weakref.ref(buffer))
             # Not at exit: where the process ends, the kernel tells, as its lock is gone.
             finalizer = weakref.finalize(buffer, _note_death, weakref.ref(self), record.update_id)
             finalizer.atexit = False
             del buffer
-        del attachment
+        del attachment, pin
         self._report(record)
 
     def _report(self, record: _Update) -> None:
@@ -896,8 +901,8 @@ def _is_as_published(manifest: WeightUpdateManifest, attachment: Attachment) -> 
 
 def _sealed_header(attachment: Attachment) -> bytes:
     """Digest of the header that was sealed with the bytes; empty if there is none."""
-    tensors = attachment.tensors
-    return b"" if tensors.is_forgotten else tensors.pin.header or b""
+    pin = attachment.tensors.held
+    return b"" if pin is None else pin.header or b""
 
 
 def is_shortage(error: BaseException) -> bool:

@@ -72,6 +72,7 @@ class EngineState:
         update_id: the active update; None before the first and after its release.
         weights: its imported mapping; empty before the first and after its release.
         last_ack: what the last acknowledged update left behind.
+        torn_by: the updates that tore it, each with the reason, the last one last.
 
     """
 
@@ -88,7 +89,9 @@ class EngineState:
         self._consumer: AnyConsumer | None = None
         self._uncommitted: str | None = None  # why the adapter did not commit the active version
         self._superseded: dict[str, None] = {}  # were active, and are still to be released
-        self._torn: dict[str, tuple[WeightUpdateManifest, str]] = {}  # with reasons, the last last
+        self.torn_by: dict[
+            str, tuple[WeightUpdateManifest, str]
+        ] = {}  # with reasons, the last last
         self._is_taken = False  # by another driver
 
     @property
@@ -102,7 +105,7 @@ class EngineState:
     def is_torn(self) -> bool:
         """Whether the engine is neither at its version nor at another."""
         # Another thread may look at it in the middle of an update, which is not torn.
-        return bool(self._torn) or (self.changing is not None and not self.busy.locked())
+        return bool(self.torn_by) or (self.changing is not None and not self.busy.locked())
 
     @property
     def version(self) -> int | None:
@@ -112,14 +115,10 @@ class EngineState:
     @property
     def last_torn(self) -> tuple[WeightUpdateManifest, str]:
         """The update that tore it last, and how."""
-        if self._torn:
-            return next(reversed(self._torn.values()))
+        if self.torn_by:
+            return next(reversed(self.torn_by.values()))
         assert self.changing is not None
         return self.changing, "an interrupt stopped its install"
-
-    def is_torn_by(self, manifest: WeightUpdateManifest) -> bool:
-        """Whether this update is one of those that tore it."""
-        return manifest.update_id in self._torn
 
     def check_servable(self) -> None:
         """Refuse to serve what is no verified version.
@@ -155,7 +154,7 @@ class EngineState:
             self._superseded[str(self.update_id)] = None
         self.active, self.update_id, self.weights = manifest, manifest.update_id, weights
         self.changing, self._is_taken = None, False
-        self._torn.pop(manifest.update_id, None)
+        self.torn_by.pop(manifest.update_id, None)
         steps: dict[str, Callable[[], object]] = {"undo": self.healed, "commit": self._commit}
         for update_id in self._superseded:
             steps[f"release of update {update_id}"] = partial(self.release, update_id)
@@ -179,10 +178,10 @@ class EngineState:
         what = "refused before the engine was touched"
         if may_come_again:
             what = "given up before the engine was touched, and may be installed again"
-        if not self.is_torn_by(manifest):
+        if manifest.update_id not in self.torn_by:
             if may_come_again:
                 try:
-                    self._release(manifest.update_id)
+                    self.consumer.release(manifest.update_id)
                 except Exception:  # noqa: BLE001 - logged in full
                     _LOG.exception("version %d could not be released", manifest.weight_version)
             else:
@@ -195,7 +194,7 @@ class EngineState:
     def undone(self, manifest: WeightUpdateManifest, error: BaseException) -> None:
         """An update failed at the engine, which is back at what it held before."""
         self.changing = None
-        was_torn = self.is_torn_by(manifest)
+        was_torn = manifest.update_id in self.torn_by
         if not was_torn or self.consumer.state(manifest.update_id) is State.INSTALLED:
             self._reject(manifest, f"rollout weight install failed: {describe(error)}")
         if was_torn:
@@ -204,8 +203,8 @@ class EngineState:
 
     def torn(self, manifest: WeightUpdateManifest, reason: str) -> None:
         """The engine holds parts of an update, and is not back at what it held before."""
-        self._torn.pop(manifest.update_id, None)
-        self._torn[manifest.update_id] = (manifest, reason)
+        self.torn_by.pop(manifest.update_id, None)
+        self.torn_by[manifest.update_id] = (manifest, reason)
         self.changing = None
         # (Else it is torn already, or was released meanwhile, through the bridge.)
         if self.consumer.state(manifest.update_id) in _TEARABLE:
@@ -213,10 +212,10 @@ class EngineState:
 
     def healed(self) -> None:
         """Nothing of the updates that tore it is left in the engine."""
-        while self._torn:
+        while self.torn_by:
             manifest, _ = self.last_torn
             self._reject(manifest, "it had torn the engine")
-            del self._torn[manifest.update_id]
+            del self.torn_by[manifest.update_id]
 
     def taken(self) -> None:
         """Another driver has the engine, or it was started anew: it holds none of our versions."""
@@ -272,19 +271,16 @@ class EngineState:
         try:
             self.adapter.release(update_id)
         finally:
-            self._release(update_id)
+            if self._consumer is None:
+                self.bridge.release_imported(update_id)
+            else:
+                self._consumer.release(update_id)
             del self._superseded[update_id]
 
     def release_superseded(self) -> None:
         """Release what was active before, and could not be released then."""
         for update_id in list(self._superseded):
             self.release(update_id)
-
-    def _release(self, update_id: str) -> None:
-        if self._consumer is None:
-            self.bridge.release_imported(update_id)
-        else:
-            self._consumer.release(update_id)
 
     def _reject(self, manifest: WeightUpdateManifest, reason: str) -> None:
         """Tell the bridge. The engine is as it should be, whatever the bridge makes of it."""
@@ -300,7 +296,7 @@ class EngineState:
             _LOG.exception("version %d could not be rejected: %s", manifest.weight_version, reason)
 
     def _held(self) -> str:
-        if self._torn:
+        if self.torn_by:
             return "the engine is still torn."
         if self._is_taken:
             return (

@@ -16,7 +16,7 @@ from typing import Self
 
 import torch
 
-from rl_bridge.bridge.arguments import UpdateRef, require_own_process, update_id_of
+from rl_bridge.bridge.arguments import UpdateRef, in_a_child, update_id_of
 from rl_bridge.bridge.bridges import TensorBridge, make_weight_bridge
 from rl_bridge.bridge.consumer import PlainConsumer
 from rl_bridge.bridge.engine_state import Acknowledgement, EngineState
@@ -133,7 +133,8 @@ class RolloutExecutor:
     @contextmanager
     def _exclusively(self, caller: str, given: object) -> Iterator[None]:
         """Change the engine; nothing else does meanwhile."""
-        require_own_process(self._pid, "executor")
+        if os.getpid() != self._pid:
+            raise in_a_child("executor")
         with self._lock:
             if self._engine.busy.locked():
                 msg = (
@@ -148,7 +149,8 @@ class RolloutExecutor:
     def _begin(self, caller: str, given: object) -> Transaction:
         """A new update, behind whatever came before it."""
         engine = self._engine
-        manifest = engine.consumer.resolve_update(given, caller=caller)
+        consumer = engine.consumer
+        manifest = consumer.resolve_update(given, caller=caller)
         self._give_up_pending()
         name = f"version {manifest.weight_version} (update {manifest.update_id})"
         if manifest.update_id == engine.update_id:
@@ -159,7 +161,8 @@ class RolloutExecutor:
                     "later version in full."
                 )
             raise StaleUpdate(msg)
-        if engine.consumer.state(manifest.update_id) is State.ACKNOWLEDGED:
+        known_as = consumer.state(manifest.update_id)
+        if known_as is State.ACKNOWLEDGED:
             # It says that another engine has it, by somebody who shares the bridge: that stands.
             msg = (
                 f"{name} is acknowledged on this bridge already, and not what this executor's "
@@ -167,7 +170,9 @@ class RolloutExecutor:
                 "with it and try again."
             )
             raise StaleUpdate(msg)
-        self._pending = Transaction(manifest, engine, suspicious=self._suspicious)
+        self._pending = Transaction(
+            manifest, engine, consumer, known_as=known_as, suspicious=self._suspicious
+        )
         return self._pending
 
     def _give_up_pending(self) -> None:
@@ -276,7 +281,8 @@ class RolloutExecutor:
     @contextmanager
     def _between_updates(self) -> Iterator[bool]:
         """Go on behind an update, or, if a hook of the adapter asks, inside of one: then True."""
-        require_own_process(self._pid, "executor")
+        if os.getpid() != self._pid:
+            raise in_a_child("executor")
         with self._lock:
             is_inside = self._engine.busy.locked()
             if not is_inside:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from rl_bridge.bridge.arguments import require_own_process
+from rl_bridge.bridge.arguments import in_a_child
 from rl_bridge.errors import BridgeClosed, MalformedManifest, UnknownUpdate
 from rl_bridge.journal import Journal, not_above
 from rl_bridge.lifecycle import Event, Lifecycle, Observer, Role, State
@@ -148,7 +148,8 @@ class Publisher:
         weight_version = checked_version(weight_version)
         layout = WeightLayout.from_metadata(metadata)
         layout.validate_supported()
-        require_own_process(self._pid, "publisher")
+        if os.getpid() != self._pid:
+            raise in_a_child("publisher")
         with self._lock:
             self._check_open()
             start = time.perf_counter()
@@ -211,7 +212,8 @@ class Publisher:
 
     def release(self, update_id: str) -> None:
         """Let the update's memory be reused once its readers are gone; unknown ids are ignored."""
-        require_own_process(self._pid, "publisher")
+        if os.getpid() != self._pid:
+            raise in_a_child("publisher")
         with self._lock:
             record = self._updates.get(update_id)
             if record is not None and Event.RELEASE in record.lifecycle.moves:
@@ -228,7 +230,8 @@ class Publisher:
             UnknownUpdate: not one of the updates remembered here.
 
         """
-        require_own_process(self._pid, "publisher")
+        if os.getpid() != self._pid:
+            raise in_a_child("publisher")
         with self._lock:
             self._check_open()
             self.manifest(update_id)
@@ -259,7 +262,8 @@ class Publisher:
 
     def reports(self, update_id: str | None = None) -> list[ConsumerReport]:
         """Who did what: one entry per consumer and update, or only those of one update."""
-        require_own_process(self._pid, "publisher")
+        if os.getpid() != self._pid:
+            raise in_a_child("publisher")
         with self._lock:
             self._check_open()
             records = self.end.records()

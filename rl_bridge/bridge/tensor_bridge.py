@@ -16,7 +16,7 @@ from rl_bridge.bridge.arguments import (
     checked_rank,
     checked_state_dir,
     checked_worker,
-    require_own_process,
+    in_a_child,
     update_id_of,
 )
 from rl_bridge.bridge.consumer import Consumer
@@ -451,7 +451,8 @@ class TensorBridge:
         # bridge that was not used yet belongs to whoever uses it first.
         if self._pid is None:
             self._pid = os.getpid()
-        require_own_process(self._pid, type(self).__name__)
+        if os.getpid() != self._pid:
+            raise in_a_child(type(self).__name__)
 
     def _check_open(self) -> None:
         if self._is_closed:

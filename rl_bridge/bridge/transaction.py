@@ -14,7 +14,7 @@ from types import MappingProxyType
 
 import torch
 
-from rl_bridge.bridge.consumer import LazyTensors, is_shortage
+from rl_bridge.bridge.consumer import AnyConsumer, LazyTensors, is_shortage
 from rl_bridge.bridge.engine_state import Acknowledgement, EngineState
 from rl_bridge.errors import (
     ChecksumMismatch,
@@ -92,13 +92,21 @@ class Transaction:
     """
 
     def __init__(
-        self, manifest: WeightUpdateManifest, engine: EngineState, *, suspicious: Policy
+        self,
+        manifest: WeightUpdateManifest,
+        engine: EngineState,
+        consumer: AnyConsumer,
+        *,
+        known_as: State | None,
+        suspicious: Policy,
     ) -> None:
         """Begin; nothing is asked of bridge and engine yet.
 
         Args:
             manifest: the update.
             engine: where it goes.
+            consumer: what it is imported through.
+            known_as: its state there.
             suspicious: what to do about an update that changes nothing, or narrows a dtype.
 
         """
@@ -107,10 +115,11 @@ class Transaction:
         self.step = Step.IMPORT
         self._engine = engine
         self._adapter = engine.adapter
-        self._consumer = engine.consumer
+        self._imports_itself = engine.adapter.imports_itself
+        self._consumer = consumer
         self._suspicious = suspicious
         # If somebody imported it before, a refusal of this import does not end that one.
-        self._is_imported_here = self._consumer.state(manifest.update_id) not in _IMPORTED
+        self._is_imported_here = known_as not in _IMPORTED
         self._clock = _PhaseClock()
         self._proof = InstallProof(method="unproven")
         self._started = 0.0
@@ -150,7 +159,7 @@ class Transaction:
         the bytes in `stage`.
         """
         manifest, previous = self.manifest, self._engine.active
-        reads = not self._adapter.imports_itself if reads is None else reads
+        reads = not self._imports_itself if reads is None else reads
         self.tensors = self._consumer.import_update(manifest, reads=reads)
         # Another stream begins anew: with the same weights, or with another wire dtype. And this
         # update itself may come again, after its release.
@@ -168,14 +177,14 @@ class Transaction:
         clock.start()
         adapter.prepare(manifest, self.tensors)
         clock.stop("prepare")
-        if adapter.imports_itself:
+        if self._imports_itself:
             if self._consumer.state(manifest.update_id) is State.IMPORTED:
                 _require_verified(manifest, adapter.verified_root)
                 self._consumer.advance(manifest.update_id, Event.VERIFY)
             else:
                 clock.leave("verify")  # that of this process; the engine's is inside of `prepare`
             clock.split("prepare", adapter.phases_ms)
-        if not self._engine.is_torn_by(manifest):
+        if manifest.update_id not in self._engine.torn_by:
             self._consumer.advance(manifest.update_id, Event.STAGE)
         self.step = Step.PREPARED
 
@@ -289,7 +298,7 @@ class Transaction:
         """Give a refused update's memory back, although the frames of its exception hold it."""
         # Where the bridge did not take the refusal, it is another one's import.
         is_refused = self._consumer.state(self.manifest.update_id) in _OVER
-        if not is_refused or self._engine.is_torn_by(self.manifest):
+        if not is_refused or self.manifest.update_id in self._engine.torn_by:
             return
         if isinstance(self.tensors, ImportedTensors | LazyTensors):
             self.tensors.forget()

@@ -326,7 +326,8 @@ class CopyWay(Way):
         Only if it lies in a published segment: of a copy in this process's own memory nobody can
         tell what the user wrote into it meanwhile.
         """
-        if self._current is None or self._current[1].pin.view is None:
+        pin = None if self._current is None else self._current[1].held
+        if self._current is None or pin is None or pin.view is None:
             return False
         return _covers(self._current[0].table, manifest.table)
 

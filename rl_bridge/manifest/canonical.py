@@ -137,7 +137,9 @@ def freeze(value: JSONValue, *, where: str = "metadata", depth: int = 0) -> JSON
                 )
                 raise MalformedManifest(msg)
             # Most are plain: no `where` has to be made for them. (At the limit `freeze` refuses.)
-            if type(item) in _CONSTANT and depth < _MAX_DEPTH:
+            is_int = type(item) is int and -_MAX_INT < item < _MAX_INT
+            is_plain = is_int or type(item) in _CONSTANT
+            if is_plain and depth < _MAX_DEPTH:
                 frozen[key] = item
             else:
                 frozen[key] = freeze(item, where=f"{where}.{key}", depth=depth + 1)
@@ -160,7 +162,10 @@ def thaw(value: JSONValue) -> JSONValue:
     if kind in _PLAIN:
         return value
     if kind in _MAPPINGS or isinstance(value, Mapping):
-        return {key: item if type(item) in _PLAIN else thaw(item) for key, item in value.items()}
+        thawed: dict[str, JSONValue] = {}
+        for key, item in value.items():
+            thawed[key] = item if type(item) in _PLAIN else thaw(item)
+        return thawed
     if isinstance(value, tuple):
         return [thaw(item) for item in value]
     return value

@@ -12,6 +12,7 @@ side by side) have several pieces.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Self
 
 from pydantic import StrictBool, StrictInt, StrictStr, ValidationError
@@ -80,7 +81,8 @@ class WeightLayout(Frozen):
                 "WeightLayout(...).to_metadata(), or leave it out."
             )
             raise MalformedManifest(msg)
-        return cls(**freeze(raw, where='metadata["layout"]'))
+        is_frozen = type(raw) is MappingProxyType  # a manifest's own
+        return cls(**(raw if is_frozen else freeze(raw, where='metadata["layout"]')))
 
     def to_metadata(self) -> dict[str, JSONValue]:
         """Give the form that travels in ``metadata["layout"]``."""

@@ -10,7 +10,6 @@ import logging
 import math
 import os
 import struct
-import threading
 import weakref
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -253,9 +252,7 @@ class ControlWriter:
         self.ref = ref
         self._identity = {"worker": legible(worker), "rank": rank, "pid": os.getpid()}
         self._updates: dict[str, UpdateReport] = {}
-        self._lock = threading.RLock()
         self._sequence = 0
-        self._num_reports = 0
         self._pid = os.getpid()
         self._is_closed = False
         # A writer that an interrupt loses must not keep its record for as long as the process runs.
@@ -305,62 +302,40 @@ class ControlWriter:
         raise WeightBridgeUnavailableError(msg)
 
     def report(self, report: UpdateReport) -> None:
-        """Write what became of an update; the publisher sees the last few of each consumer."""
-        if os.getpid() != self._pid:
-            return  # before the lock: at the fork, another thread of the parent may have held it
-        with self._lock:
-            if self._is_closed:
-                return
-            self._num_reports += 1
-            take_note(self._updates, report)
-            try:
-                self._write()
-            except OSError as error:
-                _LOG.warning("the publisher will not hear of %s: %s", report.update_id, error)
+        """Write what became of an update; the publisher sees the last few of each consumer.
+
+        One call at a time: a consumer reports in its own turn, and what its finalizers noted behind
+        that.
+        """
+        if os.getpid() != self._pid or self._is_closed:
+            return
+        take_note(self._updates, report)
+        try:
+            self._write()
+        except OSError as error:
+            _LOG.warning("the publisher will not hear of %s: %s", report.update_id, error)
 
     def close(self) -> None:
-        """Let go of the record; the publisher sees this consumer as gone."""
-        if os.getpid() != self._pid:
-            return
-        with self._lock:  # who writes now is waited for, and nobody begins any more
+        """Release the record; the publisher sees this consumer as gone."""
+        if os.getpid() == self._pid:
             self._is_closed = True
-        # Not under the lock: the end of a descriptor waits for forks, and whoever is in between may
-        # be collecting a tensor, which reports.
-        self._held.dispose()
-        self._finalizer.detach()  # behind it: where an interrupt cuts it off, it is called again
+            self._held.dispose()
+            self._finalizer.detach()
 
     def _write(self) -> None:
-        # A tensor that dies at any point of this may report, in this very thread: what it says is
-        # written inside of what is being written here. Until none did, there is newer news.
-        seen = -1
-        while seen != self._num_reports:
-            seen = self._num_reports
-            text = self._fitting_text()
-            # All in one write: between two, another thread could run for as long as it likes.
-            # A reader that meets the middle of it finds a checksum that does not fit, and reads
-            # again.
-            self._sequence += 1
-            head = _HEAD.pack(self._sequence, len(text), xxhash.xxh3_64_intdigest(text))
-            os.pwrite(self._fd, head + text, self._start)
-
-    def _fitting_text(self) -> bytes:
         while True:
-            seen = self._num_reports
-            text = self._text()
+            updates = [report.model_dump() for report in self._updates.values()]
+            text = canonical_json({**self._identity, "updates": updates}).encode("ascii")
             if len(text) <= RECORD_NBYTES - _HEAD.size or not self._updates:
-                return text
-            if seen != self._num_reports:
-                continue  # what was too large is not what is there now
-            oldest, *others = list(self._updates)
-            report = self._updates.pop(oldest, None)
-            if report is None:
-                continue
-            # What became of the newest is told in any case, if need be without details.
+                break
+            # The oldest goes. The newest is reported in any case, if need be without details.
+            oldest, *others = self._updates
+            report = self._updates.pop(oldest)
             plain = report.model_copy(update={"proof": None, "timings_ms": {}, "reason": None})
             if not others and plain != report:
-                self._updates.setdefault(oldest, plain)
-
-    def _text(self) -> bytes:
-        # A copy: a tensor that dies meanwhile may report, in this very thread.
-        updates = [report.model_dump() for report in list(self._updates.values())]
-        return canonical_json({**self._identity, "updates": updates}).encode("ascii")
+                self._updates[oldest] = plain
+        # All in one write: between two, another thread could run for as long as it likes. A reader
+        # that meets the middle of it finds a checksum that does not fit, and reads again.
+        self._sequence += 1
+        head = _HEAD.pack(self._sequence, len(text), xxhash.xxh3_64_intdigest(text))
+        os.pwrite(self._fd, head + text, self._start)

@@ -92,7 +92,7 @@ class BytePlan:
         np.cumsum(leaves, out=self._start[1:])
         self._table_nbytes = int(self._start[-1]) * DIGEST_NBYTES + 8 * len(leaves)
         self.total_nbytes = int(self._nbytes.sum())
-        self._native = _NATIVE if native else None
+        self._native = NATIVE if native else None
         self._fixed = _address_of(self._nbytes), _address_of(self._start)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -143,29 +143,33 @@ class BytePlan:
         if self.total_nbytes >= _SERIAL_NBYTES:
             threads = default_threads() if num_threads is None else max(1, num_threads)
             helpers = min(threads, -(-int(self._start[-1]) // _BLOCK)) - 1
-        shares = [_Share(self._native, arguments) for _ in range(helpers)]
-        try:
-            _POOL.start(shares)
+        if helpers:
+            shares = [_Share(self._native, arguments) for _ in range(helpers)]
+            try:
+                _POOL.start(shares)
+                self._native.run(*arguments)
+            finally:
+                _finish(shares)  # they use the arrays above
+        else:
             self._native.run(*arguments)
-        finally:
-            # The helpers use the arrays above: not even an interrupt may free them early.
-            _finish(shares)
         if not digest:
             return b""
-        return self._combine(room[_CURSOR_NBYTES:])
+        table = room[_CURSOR_NBYTES:]
+        digests = self._combine(table)
+        self._note(table)
+        return digests
 
     def _combine(self, table: npt.NDArray[np.uint8]) -> bytes:
         """Each tensor's digest from those of its leaves; their lengths are filled in here."""
         assert self._native is not None
-        out = np.empty(len(self) * DIGEST_NBYTES, np.uint8)
+        out = np.empty(len(self._nbytes) * DIGEST_NBYTES, np.uint8)
         self._native.combine(
             _HASH,
-            len(self),
+            len(self._nbytes),
             *self._fixed,
-            _address_of(table),
-            _address_of(out),
+            table.__array_interface__["data"][0],
+            out.__array_interface__["data"][0],
         )
-        self._note(table)
         return out.tobytes()
 
     def _note(self, table: npt.NDArray[np.uint8]) -> None:
@@ -283,12 +287,12 @@ def _finish(shares: list[_Share]) -> None:
 
 
 _POOL = _Pool()
-_NATIVE, _HASH, _CAUSE = _load_native()
+NATIVE, _HASH, _CAUSE = _load_native()
 
 
 def native_module() -> ModuleType | None:
     """The compiled module, or None where it is not in use."""
-    return _NATIVE
+    return NATIVE
 
 
 def native_cause() -> str | None:
@@ -298,8 +302,8 @@ def native_cause() -> str | None:
 
 def _self_test() -> None:
     """Compare the compiled pass with the reference; a wrong digest must never leave this module."""
-    global _NATIVE, _CAUSE
-    if _NATIVE is None:
+    global NATIVE, _CAUSE
+    if NATIVE is None:
         _LOG.info("digests run in Python: %s", _CAUSE)
         return
     sizes = np.array([0, 1, 1024, LEAF_NBYTES - 1, LEAF_NBYTES, 2 * LEAF_NBYTES + 77], np.uint64)
@@ -312,7 +316,7 @@ def _self_test() -> None:
     )
     expected = b"".join(digest_bytes(data[:size].tobytes()) for size in sizes.tolist())
     if found != expected or not np.array_equal(copy, data):
-        _NATIVE, _CAUSE = None, "the compiled module disagrees with xxhash on this machine"
+        NATIVE, _CAUSE = None, "the compiled module disagrees with xxhash on this machine"
         _LOG.warning("digests run in Python: %s", _CAUSE)
 
 

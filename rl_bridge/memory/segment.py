@@ -47,13 +47,9 @@ __all__ = [
 _FLOCK = struct.Struct("@hhqqi4x")
 
 
-def _pack(kind: int, start: int, length: int) -> bytes:
-    return _FLOCK.pack(kind, os.SEEK_SET, start, length, 0)
-
-
 def _try(fd: int, kind: int, start: int, length: int) -> bool:
     try:
-        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _pack(kind, start, length))
+        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _FLOCK.pack(kind, os.SEEK_SET, start, length, 0))
     except OSError as error:
         if error.errno in {errno.EAGAIN, errno.EACCES}:
             return False
@@ -78,7 +74,9 @@ def unlock(fd: int, *, start: int = 0, length: int = 1) -> None:
 
 def is_held(fd: int, *, start: int = 0, length: int = 1) -> bool:
     """Tell whether another open file description holds the range, in whatever way."""
-    answer = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, _pack(fcntl.F_WRLCK, start, length))
+    answer = fcntl.fcntl(
+        fd, fcntl.F_OFD_GETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, start, length, 0)
+    )
     return bool(_FLOCK.unpack(answer[: _FLOCK.size])[0] != fcntl.F_UNLCK)
 
 

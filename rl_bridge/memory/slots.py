@@ -9,6 +9,7 @@ other; each reader that lags behind costs one more, up to a limit, and then an e
 holder: a reader that hangs can pin a slot, it can never make a publisher wait.
 """
 
+import ctypes
 import gc
 import os
 import struct
@@ -149,7 +150,7 @@ class Slot:
         raw = _EMPTY if update_id is None else bytes.fromhex(update_id)
         record = _STAMP.pack(_MAGIC, raw, self.generation, arena_nbytes, header or _EMPTY)
         # The seal forbids write(2) even to the owner; its own mapping is the only way in.
-        vm.store(self.stamp_address, record)
+        ctypes.memmove(self.stamp_address, record, len(record))
 
 
 def slot_segment_nbytes(arena_nbytes: int) -> int:
@@ -298,7 +299,7 @@ class SlotRing:
         for slot in free:
             if not leases.try_exclusive(slot.segment.fd):
                 continue
-            if not slot.segment.is_whole:
+            if slot.segment.ref.kind == "file" and not slot.segment.is_whole:
                 self._drop(slot)
                 continue
             if usable is None and slot.fits(arena_nbytes):

@@ -16,7 +16,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from rl_bridge.manifest.dtypes import DTYPE_NBYTES
-from rl_bridge.memory.passes import native_module
+from rl_bridge.memory import passes
 
 __all__ = [
     "ModuleState",
@@ -99,7 +99,7 @@ class TensorFacts:
 
 def _ask(question: str, *arguments: object) -> Any:
     """Ask the compiled module; None where it cannot tell: DLPack does not name every dtype."""
-    native = native_module()
+    native = passes.NATIVE
     if native is None or _EXCHANGE is None:
         return None
     try:
@@ -125,7 +125,7 @@ def _keys_in(record: bytes) -> Iterator[Key]:
 
 def _learn_layout() -> None:
     """Tell the compiled module which of a tensor's words to ask memory for ahead of time."""
-    native = native_module()
+    native = passes.NATIVE
     if native is not None:
         sample = torch.empty(1, device="cpu")
         # Without these, as another torch may be, nothing is asked for ahead of time.
@@ -192,7 +192,7 @@ class ModuleState:
         # Patched on the module itself, as some wrappers do; its parts are looked at in walks only.
         if type(self._module) is not self._kind or not _is_plainly_filled(self._module.__dict__):
             return False
-        native = native_module()
+        native = passes.NATIVE
         same_modules = _same_modules if native is None else native.same_modules
         noted = (self._parts, self._sizes, self._keys, self._values, self._versions)
         return bool(same_modules(self._modules, _PARTS, len(_DICTS), *noted))

@@ -31,11 +31,12 @@ from rl_bridge.memory import segment as leases
 from rl_bridge.memory import vm
 from rl_bridge.memory.holding import Holding
 from rl_bridge.memory.passes import Addresses
-from rl_bridge.memory.places import CPU_PLACE, Place
+from rl_bridge.memory.places import CPU_PLACE, Pass, Place
 from rl_bridge.memory.segment import SegmentRef, open_segment, require_resources, still_there
 from rl_bridge.memory.slots import Stamp, read_stamp
 
 __all__ = [
+    "Attachment",
     "ImportedTensors",
     "LeasedView",
     "Pin",
@@ -442,7 +443,7 @@ class ImportedTensors(Mapping[str, torch.Tensor]):
     def __init__(self, table: TensorTable, pin: Pin) -> None:
         """Look at a pinned arena through its layout."""
         self.table = table
-        self._pin: Pin | None = pin
+        self.held: Pin | None = pin
         self._made: dict[int, torch.Tensor] = {}
 
     @property
@@ -453,22 +454,22 @@ class ImportedTensors(Mapping[str, torch.Tensor]):
             WeightUpdateRejectedError: the update was refused or undone, and its memory given back.
 
         """
-        if self._pin is None:
+        if self.held is None:
             msg = "these are the tensors of an update that was refused or undone: they are gone."
             raise WeightUpdateRejectedError(msg)
-        return self._pin
+        return self.held
 
     @property
     def is_forgotten(self) -> bool:
         """Whether `forget` was called."""
-        return self._pin is None
+        return self.held is None
 
     def forget(self) -> None:
         """Let go of the memory, whoever still holds the mapping: a kept exception, for instance.
 
         Tensors that were taken from it keep their bytes.
         """
-        self._pin = None
+        self.held = None
         self._made = {}
 
     def __getitem__(self, name: str) -> torch.Tensor:
@@ -517,3 +518,64 @@ class ImportedTensors(Mapping[str, torch.Tensor]):
     def addresses(self) -> Addresses:
         """Address of each stored tensor's bytes, uint64, in layout order."""
         return self.table.offset_column + np.uint64(self.pin.address)
+
+
+class Attachment:
+    """An update's bytes, readable in this process."""
+
+    def __init__(
+        self, table: TensorTable, pin: Pin, plan: Pass, *, num_threads: int | None = None
+    ) -> None:
+        """Attach to a pinned arena."""
+        self.tensors = ImportedTensors(table, pin)
+        self._plan = plan
+        self._num_threads = num_threads
+        self._arrived: bytes | None = None
+
+    def digested(self, arrived: bytes | None) -> None:
+        """Note what this side itself digested when it wrote the arena; None where it did not."""
+        self._arrived = arrived
+
+    def digests(self) -> bytes:
+        """Digest the bytes through the very mapping that will be installed: 16 bytes per tensor.
+
+        What was noted by `digested` is taken the first time, if that is what the mapping shows: no
+        page of it was written to in this process.
+        """
+        arrived, self._arrived = self._arrived, None  # the next look is at the bytes
+        if arrived is not None:
+            pin = self.tensors.pin
+            if pin.place.private_ranges(pin.address, vm.round_up(pin.nbytes)) == []:
+                return arrived
+        return self._digest_all()
+
+    def _digest_all(self) -> bytes:
+        return self._plan.digest(self.tensors.addresses, num_threads=self._num_threads)
+
+    def refresh(self, expected: bytes, found: bytes) -> bytes:
+        """Read again those tensors that differ, after dropping this process's own stale pages.
+
+        Pages that a consumer wrote to while it held an earlier version of the slot still show that
+        version. Dropping them costs nothing in the common case, where nothing differs.
+
+        Returns:
+            The digests, with those of the differing tensors computed anew.
+
+        """
+        view = self.tensors.pin.view
+        if view is None:
+            return found
+        table = self.tensors.table
+        want = np.frombuffer(expected, np.uint8).reshape(-1, 16)
+        have = np.frombuffer(found, np.uint8).reshape(-1, 16).copy()
+        rows = np.flatnonzero((want != have).any(axis=1))
+        addresses = self.tensors.addresses[rows]
+        sizes = table.nbytes_column[rows]
+        # All are dropped before any is read: several tensors may share a page.
+        places = zip(addresses.tolist(), sizes.tolist(), strict=True)
+        dropped = [view.refresh(address, nbytes) for address, nbytes in places]
+        if any(dropped):
+            plan = self.tensors.pin.place.plan(sizes)
+            again = plan.digest(addresses, num_threads=self._num_threads)
+            have[rows] = np.frombuffer(again, np.uint8).reshape(-1, 16)
+        return have.tobytes()

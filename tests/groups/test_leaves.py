@@ -23,7 +23,7 @@ SIZES = (0, 1, 1023, 1024, LEAF_NBYTES - 1, LEAF_NBYTES, LEAF_NBYTES + 1, 3 * LE
 def pass_in_use(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both ways to digest; where there is no compiler, the same one twice."""
     if request.param == "python":
-        monkeypatch.setattr(passes, "_NATIVE", None)
+        monkeypatch.setattr(passes, "NATIVE", None)
 
 
 def bytes_of(nbytes: int) -> torch.Tensor:

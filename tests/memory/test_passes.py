@@ -362,7 +362,7 @@ def test_a_compiled_pass_that_disagrees_with_the_reference_is_not_used(
 
         combine = run
 
-    monkeypatch.setattr(passes, "_NATIVE", Wrong())
+    monkeypatch.setattr(passes, "NATIVE", Wrong())
     monkeypatch.setattr(passes, "_CAUSE", None)
     with caplog.at_level(logging.INFO):
         passes._self_test()
@@ -375,7 +375,7 @@ def test_a_compiled_pass_that_disagrees_with_the_reference_is_not_used(
 def test_where_there_is_none_the_self_test_says_why(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(passes, "_NATIVE", None)
+    monkeypatch.setattr(passes, "NATIVE", None)
     monkeypatch.setattr(passes, "_CAUSE", "no compiler")
     with caplog.at_level(logging.INFO):
         passes._self_test()
