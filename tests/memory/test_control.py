@@ -1,5 +1,6 @@
 """The way back: what consumers report, and what the publisher believes of it."""
 
+import errno
 import json
 import os
 import struct
@@ -391,3 +392,31 @@ def test_a_damaged_record_is_unreadable_and_the_others_are_read(
 def test_a_record_that_claims_to_live_without_a_lock_is_gone(reader: ControlReader) -> None:
     plant(reader, sealed(json.dumps(GOOD | {"presence": "alive"}).encode()))
     assert only(reader).presence == "gone"
+
+
+@pytest.mark.parametrize(
+    ("code", "kind"),
+    [(errno.EIO, SegmentError), (errno.ENOMEM, WeightBridgeUnavailableError)],
+)
+@pytest.mark.parametrize("reads", [0, 1])
+def test_a_control_segment_that_cannot_be_read_leaves_no_descriptor(
+    reads: int,
+    code: int,
+    kind: type[Exception],
+    reader: ControlReader,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    left = [None] * reads
+    pread = os.pread
+
+    def failing(fd: int, nbytes: int, offset: int) -> bytes:
+        if not left:
+            raise OSError(code, os.strerror(code))
+        left.pop()
+        return pread(fd, nbytes, offset)
+
+    before = open_fds()
+    monkeypatch.setattr("rl_bridge.memory.control.os.pread", failing)
+    with pytest.raises(kind):
+        writer_of(reader.segment.ref)
+    assert open_fds() == before
