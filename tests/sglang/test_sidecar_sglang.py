@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -79,7 +80,11 @@ def test_the_bytes_come_by_broadcast_to_the_side_car_and_to_the_server(
     server: Served, sidecar: SidecarProcess, reference: Bench
 ) -> None:
     api_key = make_api_key(sidecar.directory)
-    options = {"server": "sglang", "transport": "broadcast", "api_key_file": api_key}
+    options: dict[str, Any] = {
+        "server": "sglang",
+        "transport": "broadcast",
+        "api_key_file": api_key,
+    }
     sidecar.start(server.url, **options, take_over=True)
     with (
         make_weight_bridge("broadcast", source_worker="trainer", address="127.0.0.1") as trainer,
@@ -98,7 +103,7 @@ def test_it_takes_updates_with_the_servers_key_until_the_server_is_gone(
     server: Served, sidecar: SidecarProcess, trainer: Trainer, reference: Bench
 ) -> None:
     api_key = make_api_key(sidecar.directory)
-    options = {"server": "sglang", "api_key_file": api_key}
+    options: dict[str, Any] = {"server": "sglang", "api_key_file": api_key}
     assert sidecar.start(server.url, **options).state == "empty"
     with sidecar.client(timeout_s=DEADLINE_S) as engine:
         # The one of the test before was killed, and this one has no books of it.
