@@ -73,7 +73,7 @@ def test_reads_that_never_end_do_not_take_all_slots(monkeypatch: pytest.MonkeyPa
         assert holds(bridge.import_update(manifest), 1)
         bridge.acknowledge(manifest)
         monkeypatch.setattr(Reading, "in_flight", property(lambda _: True))
-        monkeypatch.setattr(Reading, "settle", lambda _: False)
+        monkeypatch.setattr(Reading, "drain", lambda _: False)
         for version in (2, 3):
             hung = ranks.publish(shards(version), version)
             with monkeypatch.context() as hanging:

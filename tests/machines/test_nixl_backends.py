@@ -24,7 +24,7 @@ def test_a_plugin_that_cannot_be_loaded_says_which_library_is_missing() -> None:
 
 
 def test_a_child_that_says_nothing_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backends, "bare_command", lambda _: ["/bin/false"])
+    monkeypatch.setattr(backends, "command_without_torch", lambda _: ["/bin/false"])
     (item,) = nixl_backends()
     assert item.status == "blocked"
     assert "ended with 1" in item.cause

@@ -18,7 +18,7 @@ from rl_bridge.errors import (
 )
 from rl_bridge.groups import GroupBridge
 from rl_bridge.transports.nixl.agent import AgentError, Counters
-from rl_bridge.transports.nixl.link import Link
+from rl_bridge.transports.nixl.client import ControlClient
 from tests.groups.meshes import cut, model
 from tests.groups.rig import trainers
 from tests.machines.nixl_roles import Between, weights
@@ -74,8 +74,8 @@ def test_a_look_over_a_new_connection_keeps_the_record_of_who_imported() -> None
         manifest = publisher.publish(WEIGHTS, weight_version=1)
         consumer.import_update(manifest)
         consumer.acknowledge(manifest.update_id)
-        (source,) = cast("Any", consumer.consumer.end)._held.sources.values()
-        source.link.hang_up()
+        (source,) = cast("Any", consumer.consumer.end)._resources.sources.values()
+        source.client.hang_up()
         consumer.catalog(manifest)
         found = [(one.presence, one.state) for one in publisher.holders(manifest)]
         assert found == [("alive", "acknowledged")]
@@ -92,7 +92,7 @@ def test_the_answer_to_a_look_that_was_cut_off_is_not_the_next_ones(
             raise KeyboardInterrupt
 
         with monkeypatch.context() as patch:
-            patch.setattr(Link, "_answer", cut_off)
+            patch.setattr(ControlClient, "_answer", cut_off)
             with pytest.raises(KeyboardInterrupt):
                 consumer.catalog(manifest)
         publisher.consumers()  # it has answered by now

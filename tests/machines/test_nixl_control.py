@@ -22,8 +22,8 @@ from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.testing.processes import DEADLINE_S, until
 from rl_bridge.transports.nixl import consumer as nixl_consumer
 from rl_bridge.transports.nixl.agent import AgentError
+from rl_bridge.transports.nixl.client import ControlClient
 from rl_bridge.transports.nixl.consumer import NIXLConsumer
-from rl_bridge.transports.nixl.link import Link
 from rl_bridge.transports.nixl.messages import MAGIC, NIXLEndpoint
 from rl_bridge.transports.nixl.publisher import NIXLPublisher
 from rl_bridge.transports.nixl.reading import Reading
@@ -60,14 +60,16 @@ def test_a_reader_is_helped_whose_lease_the_trainers_own_thread_heard_of(
         manifest = publisher.publish(WEIGHTS, weight_version=1)
         end, far = ends(publisher, consumer)
         handle = far._handle(manifest)
-        link = far._source(handle.endpoint, is_observer=False).link
+        client = far._source(handle.endpoint, is_observer=False).client
         helped: list[bool] = []
         monkeypatch.setattr(end._host, "help", lambda *, is_needed: helped.append(is_needed))
         server = end._server
         (member,) = server.members
         with held_before_its_poll(server):
             nbytes = manifest.table.arena_nbytes
-            link.ask(manifest.update_id, generation=handle.generation, arena_nbytes=nbytes)
+            client.ask_for_lease(
+                manifest.update_id, generation=handle.generation, arena_nbytes=nbytes
+            )
             arrived = select.poll()
             arrived.register(member.channel.socket, select.POLLIN)
             assert arrived.poll(DEADLINE_S * 1e3)
@@ -141,7 +143,7 @@ def test_publishers_that_are_only_told_share_a_short_time_and_are_tried_again_la
             assert list(end._unreachable) == names[:1], "of the others nothing is kept"
         clock[0] += 60.0
         end.meet(manifests)
-        assert list(end._held.sources) == names
+        assert list(end._resources.sources) == names
 
 
 def test_a_publisher_that_others_left_no_time_is_told_of_the_next_update(
@@ -177,7 +179,7 @@ def test_who_keeps_the_error_of_a_failed_read_does_not_keep_the_librarys_agent(
     with both(timeout_s=0.2) as (publisher, consumer):
         consumer.import_update(publisher.publish(WEIGHTS, weight_version=1))
         second = publisher.publish(WEIGHTS, weight_version=2)
-        agent = ends(publisher, consumer)[1]._held.agent
+        agent = ends(publisher, consumer)[1]._resources.agent
         assert agent is not None
         with monkeypatch.context() as patch:
             patch.setattr(type(agent._agent), "transfer", failing)
@@ -211,8 +213,8 @@ def test_a_read_whose_lease_is_over_begins_again_at_once(monkeypatch: pytest.Mon
     with both(timeout_s=2.0) as (publisher, consumer):
         consumer.import_update(publisher.publish(WEIGHTS, weight_version=1))
         end, far = ends(publisher, consumer)
-        (source,) = far._held.sources.values()
-        source.link.lease_s = 0.0  # it is renewed at every step
+        (source,) = far._resources.sources.values()
+        source.client.lease_s = 0.0  # it is renewed at every step
         second = publisher.publish({"w": torch.arange(50)}, weight_version=2)
 
         def stalling(one: Reading) -> bool:
@@ -227,9 +229,9 @@ def test_a_read_whose_lease_is_over_begins_again_at_once(monkeypatch: pytest.Mon
         assert stalled
 
 
-def link_of(end: NIXLConsumer) -> Link:
-    (source,) = end._held.sources.values()
-    return source.link
+def link_of(end: NIXLConsumer) -> ControlClient:
+    (source,) = end._resources.sources.values()
+    return source.client
 
 
 def test_a_connection_that_fell_silent_is_not_used_again() -> None:

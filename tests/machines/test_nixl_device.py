@@ -41,7 +41,7 @@ class Library(Agent):
         return super().prepare(peer, plain, "DRAM")
 
 
-class OnGPU(arenas.KnownSlots):
+class OnGPU(arenas.SlotRegistry):
     """Slots that are said to lie on a GPU."""
 
     def __init__(self, agent: Any, device: torch.device) -> None:
@@ -60,7 +60,7 @@ class InTorchMemory(NIXL):
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Kind, int, int, int]]:
     Library.asked = []
     monkeypatch.setattr(transport, "Agent", Library)
-    monkeypatch.setattr(arenas, "KnownSlots", OnGPU)
+    monkeypatch.setattr(arenas, "SlotRegistry", OnGPU)
     return Library.asked
 
 

@@ -138,8 +138,8 @@ def test_descriptors_of_memory_that_was_given_back_yield_no_version() -> None:
         first = publisher.publish(weights(1), weight_version=1)
         consumer.import_update(first)
         end, far = ends(publisher, consumer)
-        (source,) = far._held.sources.values()
-        (leased,) = source.link.known_slots.values()
+        (source,) = far._resources.sources.values()
+        (leased,) = source.client.known_slots.values()
         slot = end.snapshot(first.update_id)
         page = vm.tensor_at(slot.stamp_address, 8).clone()
         for bridge in (consumer, publisher):
@@ -162,15 +162,15 @@ def test_a_lease_that_is_not_renewed_ends() -> None:
         manifest = publisher.publish(weights(1), weight_version=1)
         _, far = ends(publisher, consumer)
         handle = far._handle(manifest)
-        link = far._source(handle.endpoint, is_observer=False).link
-        link.ask(
+        client = far._source(handle.endpoint, is_observer=False).client
+        client.ask_for_lease(
             manifest.update_id,
             generation=handle.generation,
             arena_nbytes=manifest.table.arena_nbytes,
         )
-        link.wait(manifest.update_id)
+        client.wait_for_lease(manifest.update_id)
         assert [entry.readers for entry in publisher.catalog()] == [
-            (f"worker 'rollout' rank 0 (pid {link._identity.pid})",)
+            (f"worker 'rollout' rank 0 (pid {client._identity.pid})",)
         ]
         until(lambda: publisher.catalog()[0].readers == (), what="the lease to end", deadline_s=10)
 
@@ -180,11 +180,13 @@ def test_another_write_of_a_slot_is_not_leased() -> None:
         manifest = publisher.publish(weights(1), weight_version=1)
         _, far = ends(publisher, consumer)
         handle = far._handle(manifest)
-        link = far._source(handle.endpoint, is_observer=False).link
+        client = far._source(handle.endpoint, is_observer=False).client
         nbytes = manifest.table.arena_nbytes
-        link.ask(manifest.update_id, generation=handle.generation + 1, arena_nbytes=nbytes)
+        client.ask_for_lease(
+            manifest.update_id, generation=handle.generation + 1, arena_nbytes=nbytes
+        )
         with pytest.raises(SegmentError, match="not what was published"):
-            link.wait(manifest.update_id)
+            client.wait_for_lease(manifest.update_id)
 
 
 def test_the_slot_of_a_read_that_did_not_end_is_used_again_only_when_nothing_can_land() -> None:
@@ -203,7 +205,7 @@ def test_the_slot_of_a_read_that_did_not_end_is_used_again_only_when_nothing_can
                     pytest.raises(TransferTimeout, match="can be reached"),
                 ):
                     consumer.import_update(second)
-                ((_, jobs),) = end._held.parked
+                ((_, jobs),) = end._resources.parked
                 late = jobs[0].slot
                 assert late is not None
                 other = jobs[0].source.arrivals.reserve(SIZE)
@@ -219,7 +221,7 @@ def test_the_slot_of_a_read_that_did_not_end_is_used_again_only_when_nothing_can
             def settled() -> bool:
                 trainer.call("help", rounds=200)
                 end._sweep()
-                return not end._held.parked
+                return not end._resources.parked
 
             until(settled, what="the late reads to end")
             assert bytes_of(tensors["w"]) == bytes_of(weights(3)["w"])
@@ -241,10 +243,10 @@ def test_of_reads_that_never_end_the_last_two_are_waited_for_and_the_others_end_
     with both(serve="inline") as (publisher, consumer):
         consumer.import_update(publisher.publish(SMALL, weight_version=1))
         _, far = ends(publisher, consumer)
-        (source,) = far._held.sources.values()
+        (source,) = far._resources.sources.values()
         with monkeypatch.context() as hanging:
             hanging.setattr(Reading, "in_flight", property(lambda _: True))
-            hanging.setattr(Reading, "settle", lambda _: False)
+            hanging.setattr(Reading, "drain", lambda _: False)
             hanging.setattr(Reading, "step", late)
             for version in range(2, 8):
                 manifest = publisher.publish(SMALL, weight_version=version)
@@ -252,18 +254,18 @@ def test_of_reads_that_never_end_the_last_two_are_waited_for_and_the_others_end_
                     consumer.import_update(manifest)
                 publisher.release(manifest.update_id)
                 errors.append(failed.value)  # with its frames, as a log may keep it
-                agents.append(weakref.ref(far._held.parked[-1][0]._agent.agent))
+                agents.append(weakref.ref(far._resources.parked[-1][0]._agent.agent))
             kept = [slot.update_id for slot in source.arrivals._ring._slots]
-            assert kept.count(ARRIVING) == len(far._held.parked) == 2
+            assert kept.count(ARRIVING) == len(far._resources.parked) == 2
             gc.collect()
             alive = [agent() is not None for agent in agents]
             assert alive == [False] * 4 + [True] * 2, "the library's, which might write"
-            far._held.parked[0][0].close()  # as one whose end an interrupt cut off
+            far._resources.parked[0][0].close()  # as one whose end an interrupt cut off
             far._sweep()
-            assert len(far._held.parked) == 1
+            assert len(far._resources.parked) == 1
         last = publisher.publish(SMALL, weight_version=8)
         assert torch.equal(consumer.import_update(last)["w"], SMALL["w"])
-        assert not far._held.parked
+        assert not far._resources.parked
 
 
 def test_a_stamp_that_comes_when_its_reader_gave_up_is_not_taken_for_a_later_one() -> None:
@@ -281,7 +283,7 @@ def test_a_stamp_that_comes_when_its_reader_gave_up_is_not_taken_for_a_later_one
                     consumer.import_update(second)
             finally:
                 os.kill(trainer.pid, signal.SIGCONT)
-            ((_, (job,)),) = end._held.parked
+            ((_, (job,)),) = end._resources.parked
             assert job.reading is not None
             assert job.reading._stage == "before"
             third = trainer.call("publish", version=3, small=True)
@@ -290,7 +292,7 @@ def test_a_stamp_that_comes_when_its_reader_gave_up_is_not_taken_for_a_later_one
             def settled() -> bool:
                 trainer.call("help", rounds=200)
                 end._sweep()
-                return not end._held.parked
+                return not end._resources.parked
 
             until(settled, what="the late read to end")
             stamps = [job.reading._page.take(), job.source._page.take()]
@@ -318,7 +320,7 @@ def test_once_warm_nothing_is_registered_connected_or_prepared_again(serve: str)
 
 def readers(publisher: NIXLPublisher, manifest: WeightUpdateManifest) -> list[str]:
     publisher._server.catch_up()
-    return publisher._shelf.readers_of(manifest.update_id)
+    return publisher._store.readers_of(manifest.update_id)
 
 
 def test_the_end_of_a_lease_travels_with_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -327,9 +329,9 @@ def test_the_end_of_a_lease_travels_with_the_report(monkeypatch: pytest.MonkeyPa
         consumer.import_update(publisher.publish(SMALL, weight_version=1))
         second = publisher.publish(SMALL, weight_version=2)
         end, far = ends(publisher, consumer)
-        (source,) = far._held.sources.values()
+        (source,) = far._resources.sources.values()
         sent: list[bytes] = []
-        channel = source.link._channel
+        channel = source.client._channel
         send = channel.send_raw
 
         def noting(data: bytes) -> None:

@@ -58,7 +58,7 @@ def check(bridge: GroupBridge, manifest: object, version: int) -> None:
     found = bridge.import_update(manifest)  # type: ignore[arg-type]  # a text does as well
     for name, expected in model(SHAPES, version).items():
         assert torch.equal(found[name], expected), name
-    assert consumer_of(bridge)._held.landings is not None, "it was copied"
+    assert consumer_of(bridge)._resources.landings is not None, "it was copied"
 
 
 @contextmanager
@@ -74,7 +74,7 @@ def test_no_memory_is_taken_for_the_parts_and_nothing_is_made_once_warm() -> Non
             update(group, bridge, version)
             end = consumer_of(bridge)
             counts.append(bridge.nixl_counters)
-            assert [len(one.arrivals._ring) for one in end._held.sources.values()] == [0, 0]
+            assert [len(one.arrivals._ring) for one in end._resources.sources.values()] == [0, 0]
             assert end.num_registered == 2 + len(ring_of(bridge))  # the stamps' pages, the slots
         assert all(one == counts[4] for one in counts[4:]), counts
         assert len(ring_of(bridge)) <= 2
@@ -138,7 +138,7 @@ def over_tcp(monkeypatch: pytest.MonkeyPatch) -> None:
 def stopped(owners: list[Child], bridge: GroupBridge, manifest: str) -> int:
     """Import while an owner stands still; gives up. Returns whom to wake."""
     part, pid = GroupManifest.from_json(manifest).parts[1].update_id, owners[1].pid
-    move = Reading._move
+    move = Reading._move_window
     with pytest.MonkeyPatch.context() as patch:
 
         def moving(one: Reading) -> bool:
@@ -146,7 +146,7 @@ def stopped(owners: list[Child], bridge: GroupBridge, manifest: str) -> int:
                 stop(pid)  # before its first byte is asked for: none of them can be there
             return move(one)
 
-        patch.setattr(Reading, "_move", moving)
+        patch.setattr(Reading, "_move_window", moving)
         with pytest.raises(TransferTimeout, match="can be reached"):
             bridge.import_update(manifest)
     return pid
@@ -163,7 +163,7 @@ def test_a_slot_where_bytes_may_yet_land_is_used_again_only_when_they_cannot() -
         late = [slot for slot in ring_of(bridge) if slot.update_id == ARRIVING]
         end = consumer_of(bridge)
         try:
-            assert len(late) == len(end._held.parked) == 1
+            assert len(late) == len(end._resources.parked) == 1
         finally:
             os.kill(pid, signal.SIGCONT)
         third = publish(owners, 3)
@@ -175,7 +175,7 @@ def test_a_slot_where_bytes_may_yet_land_is_used_again_only_when_they_cannot() -
             for owner in owners:
                 owner.call("help", rounds=200)
             end._sweep()
-            return not end._held.parked
+            return not end._resources.parked
 
         until(settled, what="the late reads to end")
         for name, expected in model(SHAPES, 3).items():
@@ -192,7 +192,7 @@ def test_memory_goes_only_behind_the_agent_that_may_write_to_it() -> None:
     ):
         check(bridge, publish(owners, 1), 1)
         pid = stopped(owners, bridge, publish(owners, 2))
-        held = consumer_of(bridge)._held
+        held = consumer_of(bridge)._resources
         ((agent, _),) = held.parked
         with owners_of(2, **BY_ROWS, options={"serve": "inline"}) as (others, _):
             check(bridge, publish(others, 1), 1)

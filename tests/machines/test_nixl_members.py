@@ -43,10 +43,10 @@ def test_a_reader_whose_name_cannot_be_printed_keeps_nobody_from_the_catalog() -
     with trainer_and("\U0010ffff" * 500, "rollout") as (publisher, odd, plain):
         manifest = publisher.publish(WEIGHTS, weight_version=1)
         handle = far(odd)._handle(manifest)
-        link = far(odd)._source(handle.endpoint, is_observer=False).link
+        client = far(odd)._source(handle.endpoint, is_observer=False).client
         nbytes = manifest.table.arena_nbytes
-        link.ask(manifest.update_id, generation=handle.generation, arena_nbytes=nbytes)
-        link.wait(manifest.update_id)
+        client.ask_for_lease(manifest.update_id, generation=handle.generation, arena_nbytes=nbytes)
+        client.wait_for_lease(manifest.update_id)
         for catalog in (publisher.catalog(), plain.catalog(manifest)):
             (reader,) = catalog[0].readers
             assert reader.startswith(r"worker '\U0010ffff")
@@ -56,10 +56,10 @@ def test_a_reader_that_connects_again_has_one_record_with_all_that_it_reported()
     with trainer_and("rollout") as (publisher, reader):
         first = publisher.publish(WEIGHTS, weight_version=1)
         take(reader, first)
-        (source,) = far(reader)._held.sources.values()
+        (source,) = far(reader)._resources.sources.values()
         for version in (2, 3):
-            source.link.hang_up()
-            source.link.reports.clear()  # who reported much repeats the last few alone
+            source.client.hang_up()
+            source.client.reports.clear()  # who reported much repeats the last few alone
             manifest = publisher.publish({"w": WEIGHTS["w"] + version}, weight_version=version)
             take(reader, manifest)
             for one in (first, manifest):
@@ -70,10 +70,10 @@ def test_a_connection_whose_end_was_never_heard_makes_room_for_the_readers_next_
     with trainer_and("rollout") as (publisher, reader):
         first = publisher.publish(WEIGHTS, weight_version=1)
         take(reader, first)
-        (source,) = far(reader)._held.sources.values()
-        unheard = source.link._channel.socket.dup()  # so it stays open, and nobody speaks
+        (source,) = far(reader)._resources.sources.values()
+        unheard = source.client._channel.socket.dup()  # so it stays open, and nobody speaks
         with unheard:
-            source.link.hang_up()
+            source.client.hang_up()
             second = publisher.publish({"w": WEIGHTS["w"] + 1}, weight_version=2)
             take(reader, second)
             server = cast("NIXLPublisher", publisher.publisher.end)._server

@@ -13,7 +13,7 @@ import pytest
 from rl_bridge.errors import TransferTimeout
 from rl_bridge.transports.nixl import library
 from rl_bridge.transports.nixl.agent import Agent, Made
-from rl_bridge.transports.nixl.consumer import Held, NIXLConsumer
+from rl_bridge.transports.nixl.consumer import NIXLConsumer, _Resources
 from rl_bridge.transports.nixl.reading import Reading
 
 
@@ -37,7 +37,7 @@ class Library:
 class Job:
     """One part of an import, of three reads."""
 
-    room = None
+    shared = None
 
     def __init__(self, agent: Agent) -> None:
         reads = [Made(Read()) for _ in range(3)]
@@ -47,26 +47,26 @@ class Job:
         self.reading._window = deque((one, 0) for one in reads)
         self.is_given_back = False
 
-    def give_back(self) -> None:
+    def release(self) -> None:
         self.is_given_back = True
 
 
 @pytest.fixture
-def held(monkeypatch: pytest.MonkeyPatch) -> Held:
+def held(monkeypatch: pytest.MonkeyPatch) -> _Resources:
     """Three agents that are kept for their reads: one more than are."""
     monkeypatch.setattr(library, "find", lambda: (None, ""))
     monkeypatch.setattr(library, "failures", lambda _: (RuntimeError,))
     monkeypatch.setattr(library, "new_agent", lambda *_: Library())
-    made: Any = Held()
+    made: Any = _Resources()
     for _ in range(3):
         agent = Agent("test", backend="UCX", params={})
         made.parked.append((agent, [Job(agent)]))
-    found: Held = made
+    found: _Resources = made
     return found
 
 
 def test_an_interrupt_in_the_forced_end_of_an_agent_is_made_up_for(
-    held: Held, monkeypatch: pytest.MonkeyPatch
+    held: _Resources, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (oldest, jobs), *others = list(held.parked)
     release = oldest.release

@@ -7,7 +7,7 @@ import torch
 
 from rl_bridge.memory import vm
 from rl_bridge.transports.nixl.agent import Region
-from rl_bridge.transports.nixl.arenas import KnownSlots
+from rl_bridge.transports.nixl.arenas import SlotRegistry
 from rl_bridge.transports.nixl.serving_process import Host
 from rl_bridge.transports.wire.arenas import CPUArenas
 
@@ -33,7 +33,7 @@ class Interrupted:
 def test_a_registration_whose_end_an_interrupt_cut_off_is_ended_by_the_next_close() -> None:
     host = Interrupted()
     slot = CPUArenas().make_slot("rl_bridge-test", vm.PAGE)
-    KnownSlots(cast("Host", host), torch.device("cpu")).add(slot)
+    SlotRegistry(cast("Host", host), torch.device("cpu")).add(slot)
     with pytest.raises(KeyboardInterrupt):
         slot.close()
     assert host.live

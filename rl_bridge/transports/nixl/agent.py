@@ -1,8 +1,9 @@
 """One agent of the library: registered memory, peers, and reads, each counted.
 
-Every call into the library stands here. What it raises comes out as `AgentError`, so that nobody
-else has to know its classes; and without the library's frames: who keeps the error, a log for
-instance, would keep the library's agent alive, which may write to slots that are in use again.
+All calls into the library are in this module. Its errors come out as `AgentError`, so that no other
+module has to know the library's classes. They come without the library's frames: a log that keeps
+the error would keep the library's agent alive, and the agent may write to slots that are in use
+again.
 """
 
 import secrets
@@ -17,7 +18,7 @@ import numpy.typing as npt
 from rl_bridge.errors import TransportUnavailable, WeightBridgeError
 from rl_bridge.transports.nixl import library
 
-if TYPE_CHECKING:  # whoever serves in a process of its own does without it
+if TYPE_CHECKING:  # the process that serves reads starts without it
     from rl_bridge.memory.segment import OwnedSegment
 
 __all__ = [
@@ -44,16 +45,16 @@ REMEDY = (
 
 
 class AgentError(WeightBridgeError):
-    """A call into the library failed; this transport catches it, and knows what it means."""
+    """A call into the library failed. This transport catches it and decides what it means."""
 
 
 class MemoryRefused(AgentError):
-    """The library does not take memory of this process, and would not the next time."""
+    """The library cannot register memory of this process; trying again does not help."""
 
 
 @dataclass(slots=True)
 class Counters:
-    """What was made so far. In steady state none of them grows.
+    """How much was made so far. In steady state none of the counters grows.
 
     Attributes:
         registrations: ranges of memory that were registered.
@@ -76,34 +77,33 @@ class Counters:
 
 
 class Region:
-    """Registered memory; `Agent.deregister` ends it."""
+    """SlotRegistration memory; `Agent.deregister` ends it."""
 
     def __init__(self, descriptors: Any, count: int, address: int = 0) -> None:
-        """Note what the library gave, and the address by which peers know it."""
+        """Note the library's descriptors, and the address that peers use."""
         self.descriptors = descriptors
         self.count = count
         self.address = address
 
 
 class Made:
-    """What the library made of an agent, a list or a read, until it is released or the agent ends.
+    """A list or a read that the library made, until it is released or the agent is closed.
 
-    The library's own object keeps the library's agent alive. So nobody holds that but this: what an
-    error's frames refer to is empty when the agent is closed.
+    The library's own object keeps the library's agent alive, so only this class refers to it, and
+    drops it when the agent is closed: frames of an error that refer to this keep nothing alive.
     """
 
     __slots__ = ("raw",)
 
     def __init__(self, raw: Any) -> None:
-        """Hold it."""
+        """Hold the library's object."""
         self.raw = raw
 
 
 class Agent:
-    """See the module. Thread-safe: the library's own lock is on."""
+    """An agent of the library; see `Host`. Thread-safe: the library's own lock is on."""
 
     serves_itself: ClassVar[bool] = False
-    """Whether it makes progress without `progress`."""
     epoch: ClassVar[int] = 1
     is_lost: ClassVar[bool] = False
 
@@ -111,12 +111,12 @@ class Agent:
         """Make an agent.
 
         Args:
-            role: part of its name, for the library's logs.
+            role: part of the agent's name, for the library's logs.
             backend: what carries the bytes, e.g. ``UCX``.
-            params: of the backend.
+            params: options of the backend.
 
         Raises:
-            TransportUnavailable: the library is not here, or its backend cannot be opened.
+            TransportUnavailable: the library is not installed, or its backend cannot be opened.
 
         """
         try:
@@ -165,7 +165,7 @@ class Agent:
         return self.register([(segment.address, segment.nbytes)], "DRAM")
 
     def deregister(self, region: Region) -> None:
-        """Take memory back. Idempotent."""
+        """End a registration. Idempotent."""
         descriptors, region.descriptors = region.descriptors, None
         if descriptors is None or self._agent is None:
             return
@@ -179,10 +179,10 @@ class Agent:
             )
 
     def metadata(self, region: Region | None) -> bytes:
-        """What a peer needs to read a region, and no other one; None: to reach this agent at all.
+        """Describe one region to a peer that will read it; None: only how to reach this agent.
 
         Raises:
-            AgentError: the region is not registered any more.
+            AgentError: the region is no longer registered.
 
         """
         empty = self._module.nixlBind.nixlRegDList(self._module.nixlBind.DRAM_SEG)
@@ -200,11 +200,11 @@ class Agent:
     # ---- peers ----------------------------------------------------------------------------------
 
     def add_peer(self, metadata: bytes, *, is_new: bool = False) -> str:
-        """Learn of a peer, or of more of its memory; returns its name.
+        """Add a peer, or more of its memory; returns its name.
 
         Raises:
-            AgentError: it is no metadata, or there is no way to that peer: for instance as an
-                interface was down when this agent was made.
+            AgentError: it is no metadata, or there is no way to that peer: perhaps an interface
+                was down when this agent was made.
 
         """
         try:
@@ -217,7 +217,7 @@ class Agent:
         return name.decode("ascii", "replace") if isinstance(name, bytes) else name
 
     def remove_peer(self, name: str) -> None:
-        """Disconnect from a peer and forget its memory. Unknown ones are ignored."""
+        """Disconnect from a peer and forget its memory. Unknown peers are ignored."""
         try:
             self._agent.remove_remote_agent(name)
         except self._failures:
@@ -229,7 +229,7 @@ class Agent:
         """Prepare a list of descriptors; `peer` None is this side.
 
         Raises:
-            AgentError: the memory is not registered, or the peer's metadata does not tell of it.
+            AgentError: the memory is not registered, or the peer's metadata does not describe it.
 
         """
         try:
@@ -275,10 +275,10 @@ class Agent:
         return self._state(self._agent.transfer, read)
 
     def check(self, read: Made) -> State:
-        """Make progress, and say whether a read is over.
+        """Make progress, and return whether a read has ended.
 
         Raises:
-            AgentError: it failed; it is over.
+            AgentError: it failed, and has ended.
 
         """
         return self._state(self._agent.check_xfer_state, read)
@@ -291,14 +291,14 @@ class Agent:
         except self._failures as error:
             raise AgentError(f"a read failed: {error}.") from error.with_traceback(None)
         finally:
-            del call  # it is the library's agent, which who keeps the error must not keep
+            del call  # it refers to the library's agent: an error's frames must not keep it
         if state not in {"DONE", "PROC"}:
             raise AgentError(f"a read ended in {state}.")
         done: State = state
         return done
 
     def release(self, *made: Made) -> None:
-        """Let go of reads that are over, or of prepared lists. Idempotent."""
+        """Release reads that have ended, or prepared lists. Idempotent."""
         for one in made:
             try:
                 if one.raw is not None:
@@ -310,39 +310,38 @@ class Agent:
             self._made.pop(one, None)
 
     def progress(self) -> None:
-        """Serve peers that read from here, where the network cannot do that by itself."""
+        """Serve peers that read from here, if the network cannot do that by itself."""
         try:
             self._agent.get_new_notifs([self._backend])
         except self._failures as error:
             raise AgentError(f"NIXL makes no progress: {error}.") from error.with_traceback(None)
 
     def help(self, *, is_needed: bool) -> None:
-        """Nothing: who holds it calls `progress`."""
+        """Do nothing: the publisher calls `progress`."""
 
-    def ensure(self, *, is_sure: bool = False) -> bool:
-        """Nothing: it lives as long as this process."""
-        del is_sure
+    def ensure(self, *, ping: bool = False) -> bool:
+        """Do nothing: an agent lives as long as this process."""
+        del ping
         return False
 
-    def look(self) -> None:
-        """Nothing, for the same reason."""
+    def notice_end(self) -> None:
+        """Do nothing, for the same reason."""
 
     def fileno(self) -> int:
-        """Nothing to wait for."""
+        """Return -1: there is nothing to wait for."""
         return -1
 
     def close(self) -> None:
-        """End it, with reads that are under way, registered memory and connections. Idempotent.
+        """End the agent, with reads under way, registered memory and connections. Idempotent.
 
-        Nothing lands any more behind it.
+        No byte arrives after it.
         """
-        # What the library made must not outlive it: whoever still refers to it has nothing then.
-        self.release(*reversed(list(self._made)))
+        self.release(*reversed(list(self._made)))  # they would keep the library's agent alive
         self._agent = None
         with self._lock:
             self.num_registered = 0
 
     @property
     def is_closed(self) -> bool:
-        """Whether it ended."""
+        """Whether it was closed."""
         return self._agent is None

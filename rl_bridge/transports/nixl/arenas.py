@@ -1,4 +1,4 @@
-"""Slots whose memory an agent knows: registered once, when they are made."""
+"""Slots that are registered with an agent: once, when they are made, until they are closed."""
 
 import itertools
 from collections.abc import Callable
@@ -13,22 +13,22 @@ from rl_bridge.transports.nixl.agent import AgentError, Kind, Region
 from rl_bridge.transports.nixl.serving_process import Host
 from rl_bridge.transports.wire.arenas import Arenas
 
-__all__ = ["KnownSlots", "Registered", "RegisteredArenas"]
+__all__ = ["RegisteredArenas", "SlotRegistration", "SlotRegistry"]
 
 _NUMBERS = itertools.count(1)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Registered:
-    """What an agent knows of a slot.
+class SlotRegistration:
+    """What an agent knows about a slot.
 
     Attributes:
-        number: no two slots of one process have the same.
-        regions: the arena's with the stamp's, or one each.
-        memory: the arena's kind.
-        device: its number.
-        address: by which readers know the arena.
-        stamp: by which they know the stamp.
+        number: unique among the slots of one process.
+        regions: one region for arena and stamp, or one for each.
+        memory: the kind of the arena's memory.
+        device: the device's number.
+        address: of the arena, as readers use it.
+        stamp: address of the stamp, as readers use it.
 
     """
 
@@ -40,16 +40,16 @@ class Registered:
     stamp: int
 
 
-class KnownSlots:
+class SlotRegistry:
     """Slots that are registered with one agent, for as long as they live."""
 
     def __init__(self, agent: Host, device: torch.device) -> None:
-        """Know of none yet; `device` is where their arenas lie."""
+        """Start empty; `device` is where the arenas lie."""
         self._agent = agent
         self._device = device
-        self._known: dict[Slot, Registered] = {}
+        self._known: dict[Slot, SlotRegistration] = {}
 
-    def add(self, slot: Slot, *, before_end: Callable[[], None] | None = None) -> Registered:
+    def add(self, slot: Slot, *, before_end: Callable[[], None] | None = None) -> SlotRegistration:
         """Register a slot that is not known yet, until it is closed.
 
         Args:
@@ -67,8 +67,7 @@ class KnownSlots:
         def forget() -> None:
             if before_end is not None:
                 before_end()
-            # What a late reader still sees of these pages is no version any more.
-            slot.stamp(None, 0)
+            slot.stamp(None, 0)  # a late reader sees that it is no version any more
             ended = self._known.get(slot)
             for region in () if ended is None else ended.regions:
                 self._agent.deregister(region)
@@ -80,18 +79,18 @@ class KnownSlots:
             known = self._known[slot] = self._register(slot)
         except AgentError as error:
             msg = (
-                f"a slot of {slot.nbytes} bytes cannot be read from elsewhere: {error} Raise the "
-                "limit of locked memory (ulimit -l), or lower max_slots."
+                f"a slot of {slot.nbytes} bytes cannot be registered: {error} Raise the limit of "
+                "locked memory (ulimit -l), or lower max_slots."
             )
             raise SegmentError(msg) from error
         return known
 
-    def _register(self, slot: Slot) -> Registered:
+    def _register(self, slot: Slot) -> SlotRegistration:
         number = next(_NUMBERS)
         if slot.arena is None:
             whole = self._agent.register_segment(slot.segment)
             stamp_at = whole.address + slot.stamp_address - slot.segment.address
-            return Registered(number, (whole,), "DRAM", 0, whole.address, stamp_at)
+            return SlotRegistration(number, (whole,), "DRAM", 0, whole.address, stamp_at)
         device = self._device.index or 0
         kind: Kind = "DRAM" if self._device.type == "cpu" else "VRAM"
         arena = self._agent.register([(slot.arena.address, slot.arena.nbytes)], kind, device)
@@ -101,10 +100,10 @@ class KnownSlots:
             self._agent.deregister(arena)
             raise
         regions = (arena, stamp)
-        return Registered(number, regions, kind, device, slot.address, slot.stamp_address)
+        return SlotRegistration(number, regions, kind, device, slot.address, slot.stamp_address)
 
     def move_to(self, agent: Host) -> None:
-        """Register everything anew, with an agent that takes the place of one that was closed.
+        """Register all slots with a new agent, after the last one was closed.
 
         Raises:
             AgentError: the library refuses.
@@ -119,8 +118,8 @@ class KnownSlots:
         for slot in [slot for slot in self._known if not slot.is_kept]:
             slot.close()
 
-    def __getitem__(self, slot: Slot) -> Registered:
-        """What the agent knows of a slot."""
+    def __getitem__(self, slot: Slot) -> SlotRegistration:
+        """Return what the agent knows about a slot."""
         return self._known[slot]
 
 
@@ -128,10 +127,10 @@ class RegisteredArenas(Arenas):
     """Arenas of any kind, whose slots are registered with one agent."""
 
     def __init__(self, inner: Arenas, agent: Host) -> None:
-        """Make slots by `inner`."""
+        """Let `inner` make the slots."""
         self.place = inner.place
         self._inner = inner
-        self._known = KnownSlots(agent, inner.place.device)
+        self._known = SlotRegistry(agent, inner.place.device)
 
     def make_slot(self, name: str, arena_nbytes: int) -> Slot:
         """Make a slot and register it.
@@ -150,7 +149,7 @@ class RegisteredArenas(Arenas):
         return slot
 
     def move_to(self, agent: Host) -> None:
-        """See `KnownSlots`.
+        """Register all slots with a new agent.
 
         Raises:
             AgentError: the library refuses.
@@ -158,8 +157,8 @@ class RegisteredArenas(Arenas):
         """
         self._known.move_to(agent)
 
-    def known(self, slot: Slot) -> Registered:
-        """What the agent knows of a slot."""
+    def known(self, slot: Slot) -> SlotRegistration:
+        """Return what the agent knows about a slot."""
         return self._known[slot]
 
     def pin(self, slot: Slot, update_id: str, arena_nbytes: int) -> Pin:
@@ -167,9 +166,9 @@ class RegisteredArenas(Arenas):
         return self._inner.pin(slot, update_id, arena_nbytes)
 
     def sweep(self) -> None:
-        """Let go of views of slots that were given back."""
+        """Release the views of slots that were closed."""
         self._inner.sweep()
 
     def close(self) -> None:
-        """Let go of everything that no tensor needs."""
+        """Release everything that no tensor needs."""
         self._inner.close()

@@ -1,4 +1,8 @@
-"""Reading versions from all their publishers at once."""
+"""Reads the parts of a version from all their publishers at once.
+
+A `Source` is what a consumer keeps of one publisher between updates: the connection, the slots,
+and prepared reads. A `Job` is one part of one attempt. A `Fetch` runs jobs side by side.
+"""
 
 import time
 from collections import OrderedDict
@@ -16,8 +20,8 @@ from rl_bridge.memory.arrival_digest import ArrivalDigest
 from rl_bridge.memory.slots import STAMP_NBYTES, Slot
 from rl_bridge.transports.base import Attachment, Landing, PartRequest
 from rl_bridge.transports.nixl.agent import Agent, AgentError, Kind, Region
-from rl_bridge.transports.nixl.arenas import Registered, RegisteredArenas
-from rl_bridge.transports.nixl.link import Link
+from rl_bridge.transports.nixl.arenas import RegisteredArenas, SlotRegistration
+from rl_bridge.transports.nixl.client import ControlClient
 from rl_bridge.transports.nixl.messages import Leased, NIXLHandle
 from rl_bridge.transports.nixl.reading import (
     STEP_NBYTES,
@@ -29,29 +33,23 @@ from rl_bridge.transports.nixl.reading import (
 )
 from rl_bridge.transports.wire.arenas import Arenas, Arrival, Arrivals
 
-__all__ = [
-    "Fetch",
-    "Job",
-    "Room",
-    "Source",
-    "Torn",
-]
+__all__ = ["Fetch", "Job", "SharedSlot", "Source", "TornRead"]
 
-# ---- What a consumer keeps of one publisher between updates: connection, slots, prepared reads.
-
-# Pairs of slots, for each request that takes turns.
-_KEPT = 32
+_MAX_PREPARED = 32  # pairs of slots, for each kind of request
+_STALL_S = 0.003  # after so long without a byte the publisher is asked to make progress
+# Reading so few bytes takes no longer than the message that is saved.
+_SOON_NBYTES = 4 << 20
 
 
 class Source:
-    """One publisher, as a consumer keeps it."""
+    """One publisher, as a consumer knows it."""
 
-    def __init__(self, link: Link, arenas: Arenas, agent: Agent) -> None:
+    def __init__(self, client: ControlClient, arenas: Arenas, agent: Agent) -> None:
         """Start with a connection that was made."""
-        self.link = link
+        self.client = client
         self._agent = agent
         self.arenas = RegisteredArenas(arenas, agent)
-        self.arrivals = Arrivals(self.arenas, f"rlb-{link.endpoint.publisher_id[:12]}-in")
+        self.arrivals = Arrivals(self.arenas, f"rlb-{client.endpoint.publisher_id[:12]}-in")
         self._page: StampPage
         self._page_region: Region | None = None
         self._lists: OrderedDict[Any, tuple[Any, PartRequest | None]] = OrderedDict()
@@ -59,31 +57,31 @@ class Source:
         self._register_page()
 
     def _register_page(self) -> None:
-        # For each agent another one: what an earlier one waits for still may land in its own.
+        # A new page for each agent: a read of an earlier agent may still land in the old page.
         raw = torch.zeros(STAMP_NBYTES, dtype=torch.uint8, device="cpu")
         self._page = StampPage(raw.data_ptr(), raw)
         self._page_region = self._agent.register([(self._page.address, STAMP_NBYTES)], "DRAM")
 
-    def reconnect(self, link: Link) -> None:
+    def reconnect(self, client: ControlClient) -> None:
         """Go on over a new connection to the same publisher."""
-        self._forget_reads()  # first: those of another connection must not be taken for this one's
-        link.take_over(self.link)
-        old, self.link = self.link, link
-        old.close(keeps_peer=old.peer == link.peer)
+        self._release_reads()  # those of the old connection must not be used on this one
+        client.take_over(self.client)
+        old, self.client = self.client, client
+        old.close(keeps_peer=old.peer == client.peer)
 
-    def let_go(self) -> None:
-        """Hold nothing of an agent that is about to be closed."""
+    def forget_reads(self) -> None:
+        """Forget what was prepared with an agent that is about to be closed."""
         self._lists.clear()
         self._prepared.clear()
 
     def move_to(self, agent: Agent) -> None:
-        """Go on with another agent, in place of one that was closed.
+        """Go on with a new agent, after the last one was closed.
 
         Raises:
             AgentError: the library refuses the memory.
 
         """
-        self.let_go()  # of the other one, if an interrupt kept anybody from it
+        self.forget_reads()
         self._agent = agent
         self.arenas.move_to(agent)
         self._register_page()
@@ -96,25 +94,25 @@ class Source:
         expected: tuple[str, int],
         *,
         digest: ArrivalDigest | None = None,
-        landing: tuple[Registered, Callable[[int], None]] | None = None,
+        landing: tuple[SlotRegistration, Callable[[int], None]] | None = None,
     ) -> Reading:
-        """Make ready to read a version into a slot.
+        """Prepare to read a version into a slot.
 
         Args:
-            request: what.
+            request: what to read.
             leased: where it lies.
             slot: where it goes.
             expected: update and generation that its stamp must show.
-            digest: of what arrives; None to digest nothing.
-            landing: what the agent knows of the slot where it is none of this source's, and who is
-                told what arrived.
+            digest: digests the bytes that arrive; None to digest nothing.
+            landing: if the slot is not one of this source: its registration, and a function that is
+                called with what has arrived.
 
         Raises:
             AgentError: the library refuses.
-            MalformedManifest: what the publisher said cannot be.
+            MalformedManifest: the publisher's description is impossible.
 
         """
-        mine, told = (self.arenas.known(slot), None) if landing is None else landing
+        mine, on_arrival = (self.arenas.known(slot), None) if landing is None else landing
         prepared = self._prepare(request, leased, slot, mine)
         return Reading(
             self._agent,
@@ -122,29 +120,29 @@ class Source:
             self._page,
             slot=slot,
             digest=digest,
-            told=told,
+            on_arrival=on_arrival,
             expected=expected,
             arena_nbytes=request.manifest.table.arena_nbytes,
         )
 
     def digest_of(self, table: TensorTable, slot: Slot) -> ArrivalDigest | None:
-        """What digests a whole version while it arrives in a slot."""
+        """Begin to digest a whole version while it arrives in a slot."""
         self.arrivals.learn(table)
         return self.arrivals.digest_of(table.digest, STEP_NBYTES, slot, table.arena_nbytes)
 
     def _prepare(
-        self, request: PartRequest, leased: Leased, slot: Slot, mine: Registered
+        self, request: PartRequest, leased: Leased, slot: Slot, mine: SlotRegistration
     ) -> Prepared:
-        # By identity: whoever plans once asks with the same arrays each time. They are kept here,
-        # so that no other array can come to have theirs.
+        # By identity: a consumer that plans once asks with the same arrays each time. The request
+        # is kept with the reads, so that no other array can get the same id.
         ranges = None if request.starts is None else id(request.starts)
         what = (ranges, request.manifest.table.arena_nbytes)
-        remote = (self.link.peer, self.link.epoch, leased.slot, leased.addresses, *what)
+        remote = (self.client.peer, self.client.epoch, leased.slot, leased.addresses, *what)
         key = (remote, mine.number)
         known = self._prepared.get(key)
         if known is None:
-            if len(self._prepared) >= _KEPT:
-                self._forget_reads()
+            if len(self._prepared) >= _MAX_PREPARED:
+                self._release_reads()
             steps, far = self._remote(request, leased, remote)
             near = self._local(steps, slot, mine, key, request)
             reads = tuple(
@@ -166,13 +164,13 @@ class Source:
             rows = _rows(steps.addresses, steps.nbytes, leased.device)
             made = None
             if len(rows):
-                made = self._agent.prepare(self.link.peer, rows, leased.memory)
+                made = self._agent.prepare(self.client.peer, rows, leased.memory)
             found = self._keep(("far", key), (steps, made), request)
         steps, made = found[0]
         return steps, made
 
     def _local(
-        self, steps: Steps, slot: Slot, mine: Registered, key: Any, request: PartRequest
+        self, steps: Steps, slot: Slot, mine: SlotRegistration, key: Any, request: PartRequest
     ) -> Any:
         found = self._lists.get(("near", key))
         if found is None:
@@ -184,7 +182,7 @@ class Source:
         return found[0]
 
     def _stamp_read(self, leased: Leased) -> Any:
-        key = ("stamp", self.link.peer, self.link.epoch, leased.slot)
+        key = ("stamp", self.client.peer, self.client.epoch, leased.slot)
         found = self._lists.get(key)
         if found is None:
             nbytes = np.array([STAMP_NBYTES])
@@ -193,7 +191,7 @@ class Source:
             near = _rows(np.array([self._page.address], np.uint64), nbytes, 0)
             lists = (
                 self._agent.prepare(None, near, kind),
-                self._agent.prepare(self.link.peer, far, kind),
+                self._agent.prepare(self.client.peer, far, kind),
             )
             made = self._agent.make_read(*lists, 0, 1)
             found = self._keep(key, (made, lists), None)
@@ -205,10 +203,10 @@ class Source:
         found = self._lists[key] = (made, request)
         return found
 
-    def _forget_reads(self) -> None:
+    def _release_reads(self) -> None:
         reads = [read for prepared, _ in self._prepared.values() for read in prepared.reads]
         lists = list(self._lists.items())
-        self.let_go()  # first: what an interrupt leaves, the agent releases at its end
+        self.forget_reads()
         self._agent.release(*reads)
         for key, (made, _) in lists:
             if key[0] == "stamp":
@@ -217,9 +215,9 @@ class Source:
                 self._agent.release(made)
 
     def close(self) -> None:
-        """Let go of everything that no tensor needs."""
-        self._forget_reads()
-        self.link.close()
+        """Release everything that no tensor needs."""
+        self._release_reads()
+        self.client.close()
         self.arrivals.close()
         if self._page_region is not None:
             self._agent.deregister(self._page_region)
@@ -235,42 +233,34 @@ def _rows(
     return rows
 
 
-# ---- the rest builds on the parts above
-
-# So long without a byte, and the publisher is asked to help its network along.
-_STALL_S = 0.003
-# Looking at that much takes no longer than the messages that are saved.
-_SOON_NBYTES = 4 << 20
-
-
-class Torn(WeightBridgeError):
-    """The publisher wrote while this side read; the attempt is repeated, or ends in StaleUpdate."""
+class TornRead(WeightBridgeError):
+    """The publisher wrote during a read; the read is tried again, or ends in StaleUpdate."""
 
 
 @dataclass(slots=True, eq=False)
-class Room:
-    """A slot that all parts of a version are read into, for one attempt."""
+class SharedSlot:
+    """One slot that all parts of a version are read into, for one attempt."""
 
     landing: Landing
     slot: Slot | None
-    known: Registered | None = None
+    known: SlotRegistration | None = None
 
-    def give_back(self) -> None:
-        """Let the slot be used again: nothing can land there any more. Idempotent."""
+    def release(self) -> None:
+        """Let the slot be used again: no byte can land there any more. Idempotent."""
         if self.slot is not None:
             self.landing.abandon(self.slot)
-            self.slot = None  # behind it: an interrupt must not lose it
+            self.slot = None  # last: an interrupt must not lose it
 
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """One part, and what has become of it."""
+    """One part of a version, and how far it has come."""
 
     index: int
     request: PartRequest
     handle: NIXLHandle
     source: Source
-    room: Room | None = None
+    shared: SharedSlot | None = None
     slot: Slot | None = None
     digest: ArrivalDigest | None = None
     reading: Reading | None = None
@@ -279,56 +269,56 @@ class Job:
 
     @property
     def update_id(self) -> str:
-        """Of which update it is a part."""
+        """The update that it is a part of."""
         return self.request.manifest.update_id
 
     @property
     def _place(self) -> Slot:
-        """Where it is read to."""
-        slot = self.slot if self.room is None else self.room.slot
+        """The slot that it is read into."""
+        slot = self.slot if self.shared is None else self.shared.slot
         assert slot is not None
         return slot
 
     def _hold(self, slot: Slot) -> None:
         self.slot = slot
 
-    def ask(self) -> None:
+    def ask_for_lease(self) -> None:
         """Ask for the lease."""
         self.is_leased = True
-        self.source.link.ask(
+        self.source.client.ask_for_lease(
             self.update_id,
             generation=self.handle.generation,
             arena_nbytes=self.request.manifest.table.arena_nbytes,
         )
 
     def prepare(self) -> None:
-        """What takes no answer, while the publisher answers: room, and what is compared later.
+        """Do everything that needs no answer, while the publisher answers.
 
-        Of a part it is the whole group's header that is compared, not its own.
+        A part's own header is not compared later, only the header of its group.
         """
         manifest = self.request.manifest
-        if self.room is None:
+        if self.shared is None:
             self.source.arrivals.reserve(manifest.table.arena_nbytes, self._hold)
         if self.request.starts is None:
             self.digest = self.source.digest_of(manifest.table, self._place)
-            manifest.header_digest  # noqa: B018 - kept there for whoever compares it
+            manifest.header_digest  # noqa: B018 - the manifest keeps it for the comparison
 
     def begin(self) -> None:
-        """Wait for the lease, and make ready to read."""
-        leased = self.source.link.wait(self.update_id)
+        """Wait for the lease, and prepare to read."""
+        leased = self.source.client.wait_for_lease(self.update_id)
         self.renewed = time.monotonic()
         expected = self.update_id, self.handle.generation
-        room = self.room
+        shared = self.shared
         landing = None
-        if room is not None:
-            assert room.known is not None
-            landing = room.known, partial(room.landing.arrived, self.index)
+        if shared is not None:
+            assert shared.known is not None
+            landing = shared.known, partial(shared.landing.arrived, self.index)
         self.reading = self.source.reading(
             self.request, leased, self._place, expected, digest=self.digest, landing=landing
         )
 
     def attach(self, num_threads: int | None) -> Attachment:
-        """Lease what arrived, on this side."""
+        """Lease what arrived, in this process."""
         manifest, reading, slot = self.request.manifest, self.reading, self.slot
         assert reading is not None
         assert slot is not None
@@ -337,7 +327,7 @@ class Job:
         arrivals = self.source.arrivals
         digests = reading.finish()
         if self.handle.in_place and digests is not None and digests != bytes(manifest.digests):
-            raise Torn(
+            raise TornRead(
                 f"update {manifest.update_id} is gone: its trainer wrote to its tensors without "
                 "releasing it (in_place). Release before the weights change, and publish again."
             )
@@ -355,7 +345,7 @@ class Job:
             header,
         )
         arrivals.commit(arrival)
-        self.slot = None  # behind it: what an interrupt cuts off is given back
+        self.slot = None  # last: what an interrupt cuts off is released
         attachment = arrivals.attach(
             manifest.update_id,
             table,
@@ -367,31 +357,31 @@ class Job:
 
     @property
     def header(self) -> bytes | None:
-        """What was sealed beside the bytes that landed."""
+        """The header's digest that was sealed beside the bytes."""
         assert self.reading is not None
         assert self.reading.stamp is not None
         return self.reading.stamp.header
 
-    def give_back(self) -> None:
-        """Let the slot be used again: nothing can land there any more. Idempotent."""
+    def release(self) -> None:
+        """Let the slot be used again: no byte can land there any more. Idempotent."""
         if self.slot is not None:
             self.source.arrivals.abandon(self.slot)
-            self.slot = None  # behind it: an interrupt must not lose it
+            self.slot = None  # last: an interrupt must not lose it
 
 
 class Fetch:
     """Reads several parts side by side."""
 
     def __init__(self, jobs: Sequence[Job], *, timeout_s: float) -> None:
-        """Begin; nothing is asked for yet."""
+        """Begin; `run` asks for the leases."""
         self._jobs = jobs
         self._timeout_s = timeout_s
 
     def run(self) -> None:
-        """Have all parts here.
+        """Read all parts.
 
         Raises:
-            Torn: a publisher wrote to what was being read.
+            TornRead: a publisher wrote to what was being read.
             AgentError: a read failed.
             WeightBridgeError: a version is gone, or its publisher; or nothing arrived in time.
 
@@ -408,18 +398,18 @@ class Fetch:
             elif now - last > self._timeout_s:
                 raise self._late()
             if not is_moving:
-                time.sleep(0)  # whoever makes progress in this very process wants the interpreter
+                time.sleep(0)  # the thread that makes progress may be in this process
         for job in self._jobs:
             if job.reading is not None and job.reading.is_torn:
-                raise Torn(
+                raise TornRead(
                     f"update {job.update_id} is gone: its publisher wrote to it while it was read "
                     f"(stamp {job.reading.stamp}). Import the publisher's latest manifest."
                 )
 
     def _begin(self) -> None:
-        """Lease all parts: each step for all of them, before there is anything to wait for."""
+        """Lease all parts; each step is done for all of them before the first wait."""
         for job in self._jobs:
-            job.ask()
+            job.ask_for_lease()
         for job in self._jobs:
             job.prepare()
         for job in self._jobs:
@@ -429,26 +419,26 @@ class Fetch:
         return all(job.reading is None or job.reading.is_done for job in self._jobs)
 
     def _step(self, job: Job, *, idle_s: float) -> bool:
-        reading, link = job.reading, job.source.link
+        reading, client = job.reading, job.source.client
         if reading is None or reading.is_done:
             return False
         is_moving = reading.step()
-        if is_moving and link.is_fresh and reading.has_begun:
-            # Connected. Whether the network reads by itself from here on is about to be seen.
-            link.is_fresh = False
-            link.help(is_needed=False)
+        if is_moving and client.is_fresh and reading.has_begun:
+            # Connected. Stop the help, to find out whether the network reads by itself.
+            client.is_fresh = False
+            client.help(is_needed=False)
         elif not is_moving and idle_s > _STALL_S:
-            if link.is_lost:
-                # Sooner than the library notices, if it does.
+            if client.is_lost:
+                # The library notices it later, if at all.
                 raise AgentError(f"update {job.update_id}: the connection to its publisher ended.")
-            if link.has_lapsed(job.update_id):
+            if client.has_lapsed(job.update_id):
                 raise AgentError(f"update {job.update_id}: its lease was not renewed in time.")
-            if not link.needs_help:
-                link.help(is_needed=True)
+            if not client.needs_help:
+                client.help(is_needed=True)
         now = time.monotonic()
-        if now - job.renewed > link.lease_s / 4:
+        if now - job.renewed > client.lease_s / 4:
             job.renewed = now
-            link.renew(job.update_id)
+            client.renew(job.update_id)
         return is_moving
 
     def _late(self) -> TransferTimeout:
@@ -456,16 +446,16 @@ class Fetch:
         names = ", ".join(job.handle.endpoint.server_name for job in late)
         return TransferTimeout(
             f"update {late[0].update_id}: nothing of it arrived for {self._timeout_s} s from "
-            f"{names}. See that the publisher runs and can be reached, then import again, or raise "
-            "timeout_s."
+            f"{names}. Check that the publisher runs and can be reached, then import again, or "
+            "raise timeout_s."
         )
 
     def close(self, *, with_next: bool = False) -> bool:
-        """End the leases; returns whether reads are still under way, which nobody can call off.
+        """End the leases; returns whether reads are still under way, which cannot be called off.
 
         Args:
-            with_next: whoever calls has more to tell the publishers at once. Where it is little
-                that was read, the two go together.
+            with_next: a report to the publishers follows soon. If little was read, the end of the
+                lease is sent together with it.
 
         """
         in_flight = False
@@ -474,9 +464,9 @@ class Fetch:
                 job.reading.stop()
                 in_flight |= job.reading.in_flight
         for job in self._jobs:
-            if job.is_leased and not job.source.link.is_lost:
+            if job.is_leased and not job.source.client.is_lost:
                 is_soon = job.request.manifest.table.arena_nbytes < _SOON_NBYTES
-                job.source.link.unlease(job.update_id, with_next=with_next and is_soon)
+                job.source.client.unlease(job.update_id, with_next=with_next and is_soon)
             if not in_flight:
-                job.give_back()
+                job.release()
         return in_flight

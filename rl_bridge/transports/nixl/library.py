@@ -1,7 +1,10 @@
-"""Finding NVIDIA's library: which package of it is here, and what it can do.
+"""Finds NVIDIA's library: which package of it is installed, and what it can do.
 
-Its distribution comes as one package per CUDA release, each of which works without a GPU, and a
-meta package that asks for all of them. Any one will do.
+The library comes as one package per CUDA release, each of which works without a GPU, and a meta
+package that requires all of them. Any of the packages will do.
+
+Some backends end the process that opens them. So `causes` opens each in another process, which
+starts this module's `main` without the rest of rl_bridge and without torch.
 """
 
 import ctypes
@@ -19,8 +22,8 @@ __all__ = [
     "BACKENDS",
     "PACKAGES",
     "backend_cause",
-    "bare_command",
     "causes",
+    "command_without_torch",
     "failures",
     "find",
     "has_rdma",
@@ -30,7 +33,7 @@ __all__ = [
 ]
 
 PACKAGES = ("nixl_cu12", "nixl_cu13", "nixl")
-"""Where the library may be, in the order in which they are tried."""
+"""Packages that may hold the library, in the order in which they are tried."""
 
 _RDMA = Path("/sys/class/infiniband")
 _LOCK = threading.Lock()
@@ -44,7 +47,7 @@ def find() -> tuple[Any, str]:
         Its module, and the version of its package.
 
     Raises:
-        ImportError: no package of it is here, or none that can be loaded.
+        ImportError: no package of it is installed, or none can be loaded.
 
     """
     causes = []
@@ -71,7 +74,7 @@ def _version(package: str) -> str:
 
 
 def _quieten() -> None:
-    # It tells of every agent on standard output, where a program's own answers go.
+    # The library reports every agent on standard output, where a program's own answers belong.
     logger = logging.getLogger(_LOGGER)
     if logger.level == logging.INFO:
         logger.setLevel(logging.WARNING)
@@ -83,7 +86,7 @@ def has_rdma() -> bool:
 
 
 def failures(module: Any) -> tuple[type[Exception], ...]:
-    """What its calls raise: classes with no base of their own."""
+    """List the errors that its calls raise: they have no common base."""
     names = [name for name in dir(module.nixlBind) if name.startswith("nixl")]
     found = [getattr(module.nixlBind, name) for name in names if name.endswith("Error")]
     return (*(kind for kind in found if isinstance(kind, type)), RuntimeError)
@@ -96,8 +99,8 @@ def new_agent(module: Any, name: str, backend: str, params: dict[str, str]) -> A
         RuntimeError: the backend cannot be loaded here.
 
     """
-    # Without its progress thread, which takes a core for as long as the agent lives: whoever needs
-    # progress makes it. And with its lock: that is done from several threads.
+    # Its progress thread would take a core as long as the agent lives, so this library makes
+    # progress itself; several threads do, so the agent needs its lock.
     config = module.nixl_agent_config(
         enable_prog_thread=False,
         backends=[],
@@ -130,18 +133,16 @@ def backend_cause(backend: str) -> str | None:
 
 
 def plugins() -> list[str]:
-    """Names of the backends that the library offers.
+    """List the backends that the library offers.
 
     Raises:
-        ImportError: the library is not here.
+        ImportError: the library is not installed.
 
     """
     module, _ = find()
     config = module.nixl_agent_config(enable_prog_thread=False, backends=[])
     return sorted(module.nixl_agent("rl_bridge-probe", config).get_plugin_list())
 
-
-# ---- Programs of this package that start without the rest of the library, and without torch.
 
 # A package without its `__init__`, which would import torch.
 _PROGRAM = """
@@ -154,16 +155,16 @@ importlib.import_module(module).main()
 _FOLDER = str(Path(__file__).resolve().parents[2])
 
 
-def bare_command(module: str) -> list[str]:
-    """The command that runs `main` of a module, with this process's own places for modules."""
+def command_without_torch(module: str) -> list[str]:
+    """Make the command that runs `main` of a module with this process's module search path."""
     given = json.dumps([sys.path, _FOLDER, module])
     return [sys.executable, "-I", "-c", _PROGRAM, given]
 
 
-# ---- Which backends of the library work here: each is opened, in a process that it may end.
+# ---- which backends work here -------------------------------------------------------------------
 
 BACKENDS = {
-    "UCX": "RDMA, TCP, or the memory of another process: what nixl uses unless told otherwise",
+    "UCX": "RDMA, TCP, or the memory of another process: the default of nixl",
     "LIBFABRIC": "fabrics of libfabric, such as EFA",
     "GPUNETIO": "RDMA that a GPU starts by itself",
     "POSIX": "files: not for weights on their way",
@@ -174,29 +175,29 @@ BACKENDS = {
     "GUSLI": "block devices: not for weights on their way",
     "INFINIA": "object stores: not for weights on their way",
 }
-"""What each one is for."""
+"""Backend -> what it is for."""
 
-_PATIENCE_S = 60.0
+_TIMEOUT_S = 60.0
 _MARK = "backends: "
 
 
 def causes() -> dict[str, str | None]:
-    """Backends that the library brings -> what they lack here; None if nothing.
+    """Find what each backend of the library lacks here; None: nothing.
 
     Raises:
-        ImportError: the library is not here.
-        RuntimeError: they cannot be asked.
+        ImportError: the library is not installed.
+        RuntimeError: the process that opens the backends failed.
 
     """
     find()
     try:
         child = subprocess.run(  # noqa: S603 - our own interpreter, our own words
-            bare_command(__name__), capture_output=True, timeout=_PATIENCE_S, check=False
+            command_without_torch(__name__), capture_output=True, timeout=_TIMEOUT_S, check=False
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         msg = f"its backends cannot be asked: {error}"
         raise RuntimeError(msg) from error
-    # The library and its backends write to the same place; ours is the last line.
+    # The library and its backends write there too; the answer is the last marked line.
     lines = child.stdout.decode("utf-8", "replace").splitlines()
     found = [line.removeprefix(_MARK) for line in lines if line.startswith(_MARK)]
     if not found:
@@ -207,19 +208,18 @@ def causes() -> dict[str, str | None]:
 
 
 def main() -> None:
-    """Open one after the other, and say after each what is known by then."""
+    """Open one backend after the other; after each, print what is known by then."""
     module, _ = find()
     known: dict[str, str | None] = dict.fromkeys(plugins(), "it ended the process")
     for name in known:
         cause = backend_cause(name)
-        known[name] = None if cause is None else _precisely(module, name, cause)
+        known[name] = None if cause is None else _explain(module, name, cause)
         os.write(1, f"\n{_MARK}{json.dumps(known)}\n".encode())
-    # Backends that failed half-way do not all end well.
-    os._exit(0)
+    os._exit(0)  # some backends that failed half-way hang or crash at exit
 
 
-def _precisely(module: Any, name: str, cause: str) -> str:
-    """A library that is missing is named by the loader, and not by NIXL."""
+def _explain(module: Any, name: str, cause: str) -> str:
+    """Name a library that is missing: the loader does so, NIXL does not."""
     folder = Path(module.__file__).resolve().parents[1]
     for path in folder.glob(f".*nixl*/plugins/libplugin_{name}.so"):
         try:

@@ -1,4 +1,4 @@
-"""What publisher and readers say to each other, beside the kinds that all transports have."""
+"""What publisher and readers say to each other, besides the common kinds; endpoint and handle."""
 
 from typing import Annotated, Literal
 
@@ -49,7 +49,7 @@ __all__ = [
 ]
 
 MAGIC = b"rlbnixl1"
-"""Names this transport's language in greetings."""
+"""Names this transport's protocol in greetings."""
 
 MAX_MESSAGE_NBYTES = 16 << 20
 """The addresses of a live model's parameters travel in one message."""
@@ -63,23 +63,24 @@ _Kind = Literal["DRAM", "VRAM"]
 
 
 class Join(Message):
-    """The first message: who this is."""
+    """The first message: names the reader."""
 
     kind: Literal["join"] = "join"
     worker: Annotated[StrictStr, Field(max_length=512)]
     rank: Count
     pid: Count
     reader: UpdateId
-    """The same for all connections of this reader, of which the publisher keeps the newest."""
+    """Names this reader over all its connections; the publisher keeps the newest of them."""
     is_observer: StrictBool = False
-    """It leaves no record."""
+    """An observer leaves no record."""
 
 
 class Lease(Message):
-    """Keep this version as it is while I read it.
+    """Asks the publisher to keep this version unchanged while the reader reads it.
 
-    `needs_help`: the network cannot read by itself, so make progress until I am done. `known`: how
-    to reach these slots is known here. `epoch`: that of the agent that is known here.
+    `known`: slots that the reader knows how to reach. `needs_help`: the network cannot read by
+    itself, so the publisher has to make progress meanwhile. `epoch`: of the agent that the reader
+    knows.
     """
 
     kind: Literal["lease"] = "lease"
@@ -92,28 +93,28 @@ class Lease(Message):
 
 
 class Renew(Message):
-    """I am still reading it."""
+    """The reader is still reading this version."""
 
     kind: Literal["renew"] = "renew"
     update_id: UpdateId
 
 
 class Help(Message):
-    """From here on (no longer) make progress for what I lease."""
+    """Asks the publisher to make progress for the reader's leases from now on, or to stop."""
 
     kind: Literal["help"] = "help"
     is_needed: StrictBool
 
 
 class Unlease(Message):
-    """I have read it, or gave up."""
+    """The reader has read the version, or gave up."""
 
     kind: Literal["unlease"] = "unlease"
     update_id: UpdateId
 
 
 class AskCatalog(Message):
-    """What do you hold?"""
+    """Asks what the publisher holds."""
 
     kind: Literal["ask catalog"] = "ask catalog"
 
@@ -122,31 +123,30 @@ class AskCatalog(Message):
 
 
 class Welcome(Message):
-    """You are in: this is how to reach the agent; of its memory it says nothing."""
+    """The reader is a member now; `metadata` leads to the agent, and not yet to its memory."""
 
     kind: Literal["welcome"] = "welcome"
     metadata: _Hex
     epoch: Count
-    """Which agent of the publisher's it is: when one dies, another takes its place."""
+    """Counts the publisher's agents: when one dies, another takes its place."""
     timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)]
-    """A lease that is not asked for again ends after this time."""
+    """A lease that is not renewed ends after this time."""
 
 
 class Leased(Message):
-    """Here it is, and it stays until you say so or are gone.
+    """The version is leased, until the reader says that it is done, or is gone.
 
     Attributes:
-        slot: number of the slot; no two of a publisher have the same.
-        metadata: let a reader reach that slot, one for each region; empty if it knows the slot.
+        slot: number of the slot; unique at its publisher.
+        metadata: what a reader needs to reach the slot's regions; empty if it knows the slot.
         stamp: address of the slot's stamp.
-        addresses: where the version lies: one range, or one for each tensor where it lies in the
-            trainer's own parameters.
+        addresses: where the version lies: one range; or in place, one range for each tensor.
         starts: where each range belongs in the arena.
         nbytes: size of each range.
-        memory: of which kind the ranges are; the stamp's is always DRAM.
+        memory: the kind of the ranges' memory; the stamp's is always DRAM.
         device: number of the ranges' device.
         epoch: of the agent that is to be read from.
-        moved: how to reach it, if the reader knows another one.
+        moved: how to reach that agent, if the reader knows another one.
 
     """
 
@@ -165,22 +165,22 @@ class Leased(Message):
 
 
 class Lapsed(Message):
-    """You renew a lease that is over: I may write there, and help nobody to read it."""
+    """The renewed lease is over: the publisher may write there, and no longer helps to read it."""
 
     kind: Literal["lapsed"] = "lapsed"
     update_id: UpdateId
 
 
 class Entry(Message):
-    """One slot of a publisher, or the trainer's own tensors where they are read in place.
+    """One slot of a publisher, or the trainer's own tensors if they are read in place.
 
     Attributes:
-        slot: its number; no two of a publisher have the same.
-        update_id: the version in it; None where there is none, or it is no version any more.
+        slot: its number; unique at its publisher.
+        update_id: the version in it; None if there is none, or no longer.
         generation: which write of the slot it is.
-        arena_nbytes: bytes of that version.
+        arena_nbytes: bytes of the version.
         nbytes: bytes of the slot.
-        readers: who leases the version: worker, rank and process of each.
+        readers: worker, rank and process of each reader that leases the version.
 
     """
 
@@ -193,7 +193,7 @@ class Entry(Message):
 
 
 class Catalog(Message):
-    """What a publisher holds."""
+    """Everything that a publisher holds."""
 
     kind: Literal["catalog"] = "catalog"
     entries: tuple[Entry, ...]
@@ -230,20 +230,20 @@ def from_publisher(text: bytes) -> FromPublisher:
     return _FROM_PUBLISHER.validate_json(text)
 
 
-# ---- Where a publisher can be read: what its manifests say, and what it tells of what it holds.
+# ---- where a publisher can be read --------------------------------------------------------------
 
 
 class NIXLEndpoint(BaseModel):
-    """One rank's parameter server. The manifests of a group have one each: all hosts are listed.
+    """One rank's parameter server. In a group each rank's manifest has its own endpoint.
 
-    Who has it, with a token in it, can read the weights: keep it as you keep the manifests.
+    Anybody who has an endpoint with a token can read the weights: keep it as safe as the manifests.
 
     Attributes:
         address: in numbers.
-        port: where its control server listens.
-        server_name: of that server, with its rank.
-        publisher_id: whose versions these are.
-        token: the shared secret, 64 hexadecimal digits; None where both sides were given it.
+        port: where the control server listens.
+        server_name: the control server's name, with its rank.
+        publisher_id: the publisher of the versions.
+        token: the shared secret, 64 hexadecimal digits; None if both sides were given it.
         backend: what carries the bytes.
 
     """
@@ -259,7 +259,7 @@ class NIXLEndpoint(BaseModel):
 
     @property
     def identity(self) -> str:
-        """What both sides' proofs are about."""
+        """What both sides' proofs name."""
         return f"{self.publisher_id} {self.server_name}"
 
 

@@ -1,4 +1,4 @@
-"""The trainer's end: seals a version in a registered slot, and lets readers come for it."""
+"""The trainer's end: seals a version in registered memory, where readers fetch it."""
 
 import socket
 import time
@@ -15,9 +15,9 @@ from rl_bridge.memory.slots import Slot
 from rl_bridge.transports.base import Carried, PublisherEnd
 from rl_bridge.transports.nixl.agent import Counters
 from rl_bridge.transports.nixl.messages import Entry, NIXLEndpoint, NIXLHandle
-from rl_bridge.transports.nixl.server import Server
+from rl_bridge.transports.nixl.server import ControlServer
 from rl_bridge.transports.nixl.serving_process import Host
-from rl_bridge.transports.nixl.shelf import Shelf
+from rl_bridge.transports.nixl.store import VersionStore
 
 __all__ = ["NIXLPublisher"]
 
@@ -30,7 +30,7 @@ class NIXLPublisher(PublisherEnd):
         listener: socket.socket,
         endpoint: NIXLEndpoint,
         host: Host,
-        shelf: Shelf,
+        store: VersionStore,
         *,
         place: Place,
         token: bytes,
@@ -44,22 +44,22 @@ class NIXLPublisher(PublisherEnd):
         self._host = host
         self._num_threads = num_threads
         self._is_closed = False
-        self._shelf = shelf
-        self._server = Server(
+        self._store = store
+        self._server = ControlServer(
             listener,
             endpoint,
-            self._shelf,
+            self._store,
             host,
             token=token,
             max_members=max_consumers,
             timeout_s=timeout_s,
         )
         # A bridge that is dropped instead of closed must not go on serving.
-        self._finalizer = weakref.finalize(self, _end, self._server, self._shelf, host)
+        self._finalizer = weakref.finalize(self, _end, self._server, self._store, host)
 
     @property
     def counters(self) -> Counters:
-        """What was made so far."""
+        """How much was made so far."""
         return self._host.made
 
     @property
@@ -68,15 +68,15 @@ class NIXLPublisher(PublisherEnd):
         return self._host.num_registered
 
     def carry(self, plan: PackPlan, tensors: Mapping[str, torch.Tensor], update_id: str) -> Carried:
-        """Hold a version for readers: sealed in a slot, or where it lies."""
+        """Keep a version for readers: sealed in a slot, or in place."""
         start = time.perf_counter()
-        self._server.catch_up()  # else a lease whose end has arrived would cost another slot
-        taken = self._shelf.take(
+        self._server.catch_up()  # a lease whose end has arrived must not cost another slot
+        taken = self._store.take(
             plan, tensors, update_id, lock=self._server.changed, num_threads=self._num_threads
         )
         ready = time.perf_counter()
         handle = NIXLHandle(
-            endpoint=self.endpoint, generation=taken.generation, in_place=self._shelf.is_in_place
+            endpoint=self.endpoint, generation=taken.generation, in_place=self._store.is_in_place
         )
         return Carried(
             digests=taken.digests,
@@ -90,16 +90,16 @@ class NIXLPublisher(PublisherEnd):
     def seal_header(self, update_id: str, digest: bytes) -> None:
         """Keep the digest of the manifest's header in the stamp."""
         with self._server.changed:
-            self._shelf.seal_header(update_id, digest)
+            self._store.seal_header(update_id, digest)
 
     def snapshot(self, update_id: str) -> Slot:
-        """The slot of a published version.
+        """Find the slot of a published version.
 
         Raises:
             SegmentError: it was released.
 
         """
-        slot = self._shelf.slot_of(update_id)
+        slot = self._store.slot_of(update_id)
         if slot is None:
             msg = f"update {update_id} is gone: it was released. Publish again."
             raise SegmentError(msg)
@@ -108,31 +108,31 @@ class NIXLPublisher(PublisherEnd):
     def release(self, update_id: str) -> None:
         """Let its slot be written again, once nobody reads it."""
         with self._server.changed:
-            self._shelf.release(update_id)
+            self._store.release(update_id)
 
     def records(self) -> list[Record]:
-        """What readers said, as far as it has arrived."""
+        """Everything that readers reported, as far as it has arrived."""
         return [] if self._is_closed else self._server.records()
 
     def catalog(self) -> tuple[Entry, ...]:
-        """What is held, in which slots, and who reads it."""
+        """Describe what is held, in which slots, and who reads it."""
         with self._server.changed:
-            return () if self._is_closed else self._shelf.entries()
+            return () if self._is_closed else self._store.entries()
 
     @property
     def nbytes(self) -> int:
         """Bytes of all slots."""
-        return 0 if self._is_closed else self._shelf.nbytes
+        return 0 if self._is_closed else self._store.nbytes
 
     def close(self) -> None:
-        """Tell the readers, and give everything back. Idempotent."""
+        """Hang up on the readers, and release everything. Idempotent."""
         self._is_closed = True
-        _end(self._server, self._shelf, self._host)
+        _end(self._server, self._store, self._host)
         self._finalizer.detach()  # behind it: what an interrupt cuts off, the next call ends
 
 
-def _end(server: Server, shelf: Shelf, host: Host) -> None:
+def _end(server: ControlServer, store: VersionStore, host: Host) -> None:
     server.close()
     with server.changed:
-        shelf.close()
+        store.close()
     host.close()

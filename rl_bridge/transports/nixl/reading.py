@@ -1,9 +1,11 @@
-"""One version on its way: stamp, bytes, stamp again.
+"""Reads one version: its stamp, its bytes, and its stamp again.
 
-A one-sided reader is not told when the publisher writes. The lease keeps it from doing so; the
-stamp, read behind the last byte, shows whether it did all the same (a lease that was lost, memory
-that was given back). A write begins by changing the stamp, so an unchanged one means that nothing
-was written since the version was published.
+A one-sided read does not notice when the publisher writes. The lease keeps the publisher from
+writing; the stamp, read again behind the last byte, shows whether it wrote all the same (a lease
+was lost, or memory was released). A write begins by changing the stamp, so an unchanged stamp means
+that nothing was written since the version was published.
+
+Which bytes are read from where, and in which steps, is planned once per slot and request.
 """
 
 from collections import deque
@@ -29,13 +31,14 @@ __all__ = [
     "plan_steps",
 ]
 
-# ---- Which bytes are read from where, in which steps: made once per slot and request.
-
 STEP_NBYTES = 8 << 20
-"""Bytes of one read: what is digested while the next ones travel."""
+"""Bytes of one read: they are digested while the next reads are under way."""
 _MAX_ROWS = 1024
-# Between ranges that lie closer than that, the bytes are read too: one descriptor costs more.
+# Ranges closer to each other than this are read as one: the bytes between cost less than a
+# descriptor of their own.
 _NEAR_NBYTES = 4096
+# Reads under way at a time: the next reads wait at the publisher while one is digested here.
+_WINDOW = 4
 
 _Column = npt.NDArray[np.int64]
 
@@ -45,11 +48,11 @@ class Steps:
     """A list of ranges, and how it is cut into reads.
 
     Attributes:
-        places: where each range goes: first byte in the reader's arena.
+        places: first byte of each range in the reader's arena.
         addresses: of each range at the publisher.
-        nbytes: size of each.
-        cuts: row with which each read begins, and the number of rows.
-        marks: the publisher's arena is there up to here, behind each read.
+        nbytes: size of each range.
+        cuts: the row that each read begins with, and the number of rows.
+        marks: after each read, the publisher's arena has arrived up to this byte.
 
     """
 
@@ -74,8 +77,8 @@ def plan_steps(
         leased: where the version lies.
         arena_nbytes: its size.
         starts: first byte of each range that is asked for; None: everything.
-        nbytes: size of each.
-        targets: where each goes in an arena of the reader's own; None: to the same place.
+        nbytes: size of each range.
+        targets: where each range goes in another arena; None: to the same place.
 
     Raises:
         MalformedManifest: the publisher's ranges do not lie in the arena.
@@ -85,16 +88,19 @@ def plan_steps(
     size = np.array(leased.nbytes, np.int64)
     address = np.array(leased.addresses, np.uint64)
     ends = at + size
-    # Each by itself first: the sum of two that are absurd may wrap around.
+    # Each number is checked before the sum: a sum of absurd numbers may wrap around.
     is_absurd = (at > arena_nbytes) | (size > arena_nbytes) | (size < 1) | (ends > arena_nbytes)
     if is_absurd.any() or (ends[:-1] > at[1:]).any():
-        msg = f"update {leased.update_id}: its publisher's ranges do not fit its arena. See it."
+        msg = (
+            f"update {leased.update_id}: its publisher's ranges do not fit its arena. Publish "
+            "again, with one release on both sides."
+        )
         raise MalformedManifest(msg)
     if starts is None or nbytes is None:
         low, high = at, ends
         source = np.arange(len(at))
     else:
-        # What lies between two ranges must not be read along where it would land on others.
+        # With targets, the bytes between two ranges would land on other ranges: do not join.
         first, last = _joined(starts, nbytes) if targets is None else (starts, starts + nbytes)
         low, high, source = _inside(first, last, at, ends)
     low, high, source = _split(low, high, source)
@@ -109,7 +115,7 @@ def plan_steps(
 
 
 def _joined(starts: _Column, nbytes: _Column) -> tuple[_Column, _Column]:
-    """Join ranges that are near to each other."""
+    """Join ranges that are near each other."""
     if not len(starts):
         return starts, starts
     ends = starts + nbytes
@@ -121,7 +127,7 @@ def _joined(starts: _Column, nbytes: _Column) -> tuple[_Column, _Column]:
 def _inside(
     low: _Column, high: _Column, at: _Column, ends: _Column
 ) -> tuple[_Column, _Column, _Column]:
-    """Cut ranges at the borders of those that the publisher has."""
+    """Cut ranges at the borders of the publisher's ranges."""
     first = np.searchsorted(ends, low, side="right")
     last = np.searchsorted(at, high, side="left")
     counts = np.maximum(last - first, 0)
@@ -158,12 +164,6 @@ def _cuts(sizes: _Column) -> tuple[int, ...]:
     return tuple(cuts)
 
 
-# ---- the rest builds on the parts above
-
-# Reads under way at a time: the next ones wait at the publisher while one is digested here.
-_WINDOW = 4
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Prepared:
     """Reads that were made for a pair of slots, and can be posted again and again."""
@@ -172,23 +172,23 @@ class Prepared:
     reads: tuple[Any, ...]
     stamp: Any
     lists: Any
-    """What the reads were made of, kept for as long as they are."""
+    """The descriptors that the reads were made of, kept as long as the reads."""
 
 
 class StampPage:
     """Where one publisher's stamps arrive."""
 
     def __init__(self, address: int, raw: Any) -> None:
-        """Use registered memory; `raw` views it, and lives as long as this."""
+        """Use the registered memory of the tensor `raw`, and keep the tensor alive."""
         self.address = address
-        self._bytes = raw.numpy()  # one view of it, for all the looks at it
+        self._bytes = raw.numpy()
 
     def take(self) -> Stamp | None:
-        """What arrived."""
+        """Parse the stamp that arrived."""
         return parse_stamp(self._bytes[:STAMP_NBYTES].tobytes())
 
     def clear(self) -> None:
-        """Forget it."""
+        """Forget the last stamp."""
         self._bytes.fill(0)
 
 
@@ -203,7 +203,7 @@ class Reading:
         *,
         slot: Slot,
         digest: ArrivalDigest | None,
-        told: Callable[[int], None] | None = None,
+        on_arrival: Callable[[int], None] | None = None,
         expected: tuple[str, int],
         arena_nbytes: int,
     ) -> None:
@@ -211,11 +211,11 @@ class Reading:
 
         Args:
             agent: reads.
-            prepared: what.
+            prepared: the reads to post.
             page: where the stamp arrives.
             slot: where the bytes arrive.
-            digest: of what arrives; None to digest nothing.
-            told: called with each mark up to which the version is there.
+            digest: digests the bytes that arrive; None to digest nothing.
+            on_arrival: called with each mark up to which the version has arrived.
             expected: update and generation that the stamp must show.
             arena_nbytes: size of the version.
 
@@ -228,7 +228,7 @@ class Reading:
         self._agent = agent
         self._prepared = prepared
         self._page = page
-        self._told = told
+        self._on_arrival = on_arrival
         self._expected = expected
         self._stage: Literal["new", "before", "bytes", "after", "done"] = "new"
         self._next = 0
@@ -239,16 +239,16 @@ class Reading:
 
     @property
     def is_done(self) -> bool:
-        """Whether it is over; `is_torn` says how."""
+        """Whether it has ended; `is_torn` says how."""
         return self._stage == "done"
 
     @property
     def in_flight(self) -> bool:
-        """Whether bytes may still land."""
+        """Whether bytes may still arrive."""
         return bool(self._window) or self._stamping is not None
 
-    def settle(self) -> bool:
-        """Of a reading that was given up: make progress, and say whether all of it ended."""
+    def drain(self) -> bool:
+        """Make progress after the reading was given up; returns whether all reads have ended."""
         pending = [read for read, _ in self._window]
         if self._stamping is not None:
             pending.append(self._stamping)
@@ -277,14 +277,14 @@ class Reading:
         is_moving = False
         while not self.is_done:
             stage = self._stage
-            if not self._go_on():
+            if not self._advance():
                 break
             is_moving = True
             if self._stage == stage:
-                break  # between bytes and bytes other readings have their turn
+                break  # give the other readings their turn
         return is_moving
 
-    def _go_on(self) -> bool:
+    def _advance(self) -> bool:
         match self._stage:
             case "new":
                 self._post_stamp()
@@ -297,7 +297,7 @@ class Reading:
                         self._beside.start()
                 return True
             case "bytes":
-                return self._move()
+                return self._move_window()
             case "after" if self._stamp_is_there():
                 if self._checked():
                     self._stage = "done"
@@ -323,7 +323,7 @@ class Reading:
             self._stage = "done"
         return not self.is_torn
 
-    def _move(self) -> bool:
+    def _move_window(self) -> bool:
         reads, marks = self._prepared.reads, self._prepared.steps.marks
         is_moving = False
         while self._window and self._agent.check(self._window[0][0]) == "DONE":
@@ -332,12 +332,12 @@ class Reading:
         while self._next < len(reads) and len(self._window) < _WINDOW:
             read, mark = reads[self._next], marks[self._next]
             self._next += 1
-            self._window.append((read, mark))  # first: an interrupt must not lose it
+            self._window.append((read, mark))  # before the post: an interrupt must not lose it
             is_moving = True
             if self._agent.post(read) == "DONE" and len(self._window) == 1:
                 self._window.popleft()
                 self._arrived(mark)
-                break  # let others have the interpreter
+                break  # give the other readings their turn
         if not self._window and self._next == len(reads):
             self._arrived(self._arena_nbytes)
             self._post_stamp()
@@ -345,21 +345,21 @@ class Reading:
         return is_moving
 
     def _arrived(self, mark: int) -> None:
-        if self._told is not None:
-            self._told(mark)
+        if self._on_arrival is not None:
+            self._on_arrival(mark)
         if self._beside is not None:
             self._beside.put(mark)
         elif self.digest is not None:
             self.digest.advance(mark)
 
     def finish(self) -> bytes | None:
-        """The digests of what arrived; None where they are to be taken later."""
+        """Return the digests of what arrived; None if they are to be taken later."""
         self.stop()
         if self._beside is not None:
             self._beside.check()
         return None if self.digest is None else self.digest.digests()
 
     def stop(self) -> None:
-        """Wait for the digests that are under way. Idempotent."""
+        """Wait for digests that are under way. Idempotent."""
         if self._beside is not None:
             self._beside.stop()

@@ -1,9 +1,9 @@
-"""The publisher's control server: one thread that answers readers, and helps the network along.
+"""The publisher's control server: one thread that answers readers, and makes progress for them.
 
-A reader that asked for a version leases it. While it does, the version stays as it is; the lease
-ends with the reader's word, with its connection, or when it is not renewed in time. Where the
-network cannot read memory by itself (TCP), the publisher's side has to make progress: this thread
-does, as long as a reader asks for that and no longer.
+A reader leases the version that it wants to read, which stays unchanged meanwhile. The lease ends
+when the reader says so, with its connection, or when it is not renewed in time. If the network
+cannot read memory by itself (TCP), the publisher has to make progress: this thread does, only as
+long as a reader asks for that.
 """
 
 import logging
@@ -35,24 +35,25 @@ from rl_bridge.transports.nixl.messages import (
     from_reader,
 )
 from rl_bridge.transports.nixl.serving_process import Host
-from rl_bridge.transports.nixl.shelf import Shelf
+from rl_bridge.transports.nixl.store import VersionStore
 from rl_bridge.transports.wire.acceptor import Acceptor, Peer
 from rl_bridge.transports.wire.channel import Channel, Gone, Leave, Message, Refused, Reported, Wake
 
-__all__ = [
-    "Member",
-    "Server",
-    "joining",
-]
+__all__ = ["ControlServer"]
 
-# ---- The readers of one publisher, as it knows them.
+_LOG = logging.getLogger(__name__)
+
+_MAX_GONE = 64
+_ROUNDS = 64  # calls into the library between two polls
+_MAX_REASON = 2048
+_CATCH_UP_S = 0.25
 
 
-class Member(Peer):
-    """One reader, as the publisher knows it. Changed under the server's lock only."""
+class _Member(Peer):
+    """One reader, as the publisher knows it. Changed only under the server's lock."""
 
     def __init__(self, channel: Channel, join: Join) -> None:
-        """Start with what it said of itself."""
+        """Start with what it said about itself."""
         super().__init__(
             channel,
             worker=join.worker,
@@ -66,8 +67,8 @@ class Member(Peer):
         """Update -> when its lease ends."""
 
 
-def joining(text: bytes) -> Join | None:
-    """Read a reader's first message; None if it is no such."""
+def _parse_join(text: bytes) -> Join | None:
+    """Read a reader's first message; None if it is another one."""
     try:
         message = from_reader(text)
     except ValidationError:
@@ -75,26 +76,14 @@ def joining(text: bytes) -> Join | None:
     return message if isinstance(message, Join) else None
 
 
-# ---- the rest builds on the parts above
-
-_LOG = logging.getLogger(__name__)
-
-_REMEMBERED = 64
-# Calls into the library between two looks at the sockets.
-_ROUNDS = 64
-_MAX_REASON = 2048
-# Longest that a publisher looks at who stands at its door.
-_CATCH_UP_S = 0.25
-
-
-class Server:
+class ControlServer:
     """All connections of one publisher, and the thread that serves them."""
 
     def __init__(
         self,
         listener: socket.socket,
         endpoint: NIXLEndpoint,
-        shelf: Shelf,
+        store: VersionStore,
         host: Host,
         *,
         token: bytes,
@@ -104,29 +93,29 @@ class Server:
         """Serve from now on.
 
         Args:
-            listener: the socket, which is the server's from here on.
-            endpoint: what readers were told.
-            shelf: what they may lease.
-            host: what they read through.
-            token: what they have to know.
+            listener: the socket, which the server closes.
+            endpoint: where readers find the server.
+            store: the versions that readers may lease.
+            host: serves their reads.
+            token: the secret that readers have to know.
             max_members: most readers at a time.
             timeout_s: how long a connection may take to join, and a lease to be renewed.
 
         """
         self.endpoint = endpoint
         self.changed = threading.Condition(threading.RLock())
-        """The lock of everything here, the shelf too; told when a lease ends."""
-        self._shelf = shelf
+        """The lock of everything here, the versions too; notified when a lease ends."""
+        self._store = store
         self._host = host
         self._epoch = host.epoch
-        self.members: list[Member] = []
-        self._gone: list[Member] = []
+        self.members: list[_Member] = []
+        self._gone: list[_Member] = []
         self._acceptor: Acceptor[Join] = Acceptor(
             listener,
             magic=MAGIC,
             token=token,
             identity=endpoint.identity,
-            parse=joining,
+            parse=_parse_join,
             timeout_s=timeout_s,
             max_message_nbytes=MAX_MESSAGE_NBYTES,
             max_members=max_members,
@@ -143,25 +132,25 @@ class Server:
     # ---- what the publisher's end calls ---------------------------------------------------------
 
     def records(self) -> list[Record]:
-        """What everybody reported, up to what has arrived at this machine by now."""
+        """Everything that readers reported, up to what has arrived at this machine by now."""
         self.catch_up()
         with self.changed:
             return [m.record() for m in (*self._gone, *self.members) if not m.is_observer]
 
     def catch_up(self) -> None:
-        """Take note of what has arrived: leases that ended, readers that are gone. Never for long.
+        """Read what has arrived: leases that ended, readers that are gone.
 
-        More than one look lets in who stands at the door, where somebody may go on and on.
+        Strangers may connect without end, so it stops after a bounded time.
         """
         until = time.monotonic() + _CATCH_UP_S
         try:
             while not self._is_stopping and self._step(0) and time.monotonic() < until:
                 pass
         finally:
-            self._wake.poke()  # what is to be done now is not what its thread waits for
+            self._wake.poke()  # the thread must poll again: there may be something to send
 
     def close(self, *, timeout_s: float = 5.0) -> None:
-        """Hang up everywhere and end the thread. Idempotent; in a forked child a no-op."""
+        """Hang up everywhere and end the thread. Idempotent; does nothing in a forked child."""
         if self._is_given_back or os.getpid() != self._pid:
             return
         self._is_stopping = True
@@ -176,8 +165,8 @@ class Server:
         self._wake.close()
         self._is_given_back = True  # last: what an interrupt cut off, the next call ends
 
-    def forget(self) -> None:
-        """In a forked child: close its copy of the listening socket."""
+    def close_listener(self) -> None:
+        """Close the listening socket; in a forked child its copy."""
         self._acceptor.listener.close()
 
     # ---- the thread -----------------------------------------------------------------------------
@@ -187,7 +176,7 @@ class Server:
             try:
                 self._step(None)
                 self._help()
-            except Exception:  # noqa: BLE001 - it must not end the service for everybody else
+            except Exception:  # noqa: BLE001 - one connection's failure must not end the others
                 if not self._is_stopping:
                     _LOG.warning("a connection of %s failed", self._name, exc_info=True)
 
@@ -205,16 +194,16 @@ class Server:
             self._host.help(is_needed=is_helping)
             if not is_helping or self._host.serves_itself:
                 return
-        # Not under the lock: the trainer may want to publish meanwhile.
+        # Not under the lock: the trainer may publish meanwhile.
         for _ in range(_ROUNDS):
             self._progress()
-        time.sleep(0)  # others of this process want the interpreter too
+        time.sleep(0)  # lets other threads of this process run
 
     def _progress(self) -> None:
         try:
             self._host.progress()
         except AgentError:
-            # A reader that died in the middle is one reason; its own connection tells of it.
+            # A reader may have died in the middle of a read: its own connection shows that.
             _LOG.debug("%s: no progress", self._name, exc_info=True)
 
     def _step(self, timeout_ms: float | None) -> bool:
@@ -227,9 +216,9 @@ class Server:
         with self.changed:
             if not self._is_stopping:
                 fd = self._host.fileno()
-                if fd < 0 or fd in ready:  # else it lives: `poll` would have told
-                    self._host.look()
-                self._look_after_host()
+                if fd < 0 or fd in ready:  # else it lives
+                    self._host.notice_end()
+                self._check_host()
                 for member in list(self.members):
                     if member.channel.socket.fileno() in ready or member.channel.is_lost:
                         self._serve(member)
@@ -252,10 +241,10 @@ class Server:
                     poll.register(one, select.POLLIN)
             if timeout_ms is None:
                 poll.register(self._wake.fd, select.POLLIN)
-                timeout_ms = self._patience_ms()
+                timeout_ms = self._wait_ms()
         return poll, timeout_ms
 
-    def _patience_ms(self) -> float | None:
+    def _wait_ms(self) -> float | None:
         if self._is_helping and not self._host.serves_itself:
             return 0
         now = time.monotonic()
@@ -264,16 +253,13 @@ class Server:
             left.append(self._acceptor.seconds_left)
         return max(0.0, min(left)) * 1e3 + 1 if left else None
 
-    def _look_after_host(self) -> None:
-        """Draw conclusions from what is known of it."""
-        if self._host.is_lost or self._host.epoch != self._epoch:
-            self._let_down()
-
-    def _let_down(self) -> None:
-        """Hang up on those who read: what they read through is gone, and they come again."""
+    def _check_host(self) -> None:
+        """Hang up on the members that read if their host is gone: they connect again."""
+        if not self._host.is_lost and self._host.epoch == self._epoch:
+            return
         busy = [member for member in self.members if member.leases]
         if self._epoch == self._host.epoch and not busy:
-            return
+            return  # nobody was reading
         _LOG.warning(
             "%s: the process that serves reads ended. %d readers were in the middle, and connect "
             "again; another process takes its place.",
@@ -282,17 +268,17 @@ class Server:
         )
         for member in busy:
             self._lose(member)
-        self._epoch = self._host.epoch  # behind it: what an interrupt cuts off is done again
+        self._epoch = self._host.epoch  # last: what an interrupt cuts off is done again
 
-    def _attend(self, *, is_sure: bool) -> None:
-        """Have a host for who comes now.
+    def _ensure_host(self, *, ping: bool) -> None:
+        """Make sure that there is a host for a reader that comes now.
 
         Raises:
             AgentError: there is none.
 
         """
-        self._shelf.attend(is_sure=is_sure)  # which looks
-        self._look_after_host()
+        self._store.ensure_host(ping=ping)
+        self._check_host()
 
     def _expire(self) -> None:
         now = time.monotonic()
@@ -308,15 +294,15 @@ class Server:
                     )
                     self._unlease(member, update_id)
 
-    def _unlease(self, member: Member, update_id: str) -> None:
+    def _unlease(self, member: _Member, update_id: str) -> None:
         if update_id in member.leases:
-            self._shelf.unlease(update_id, member)
-            del member.leases[update_id]  # behind it: what an interrupt cuts off is done again
+            self._store.unlease(update_id, member)
+            del member.leases[update_id]  # last: what an interrupt cuts off is done again
             self.changed.notify_all()
 
     def _join(self, channel: Channel, join: Join) -> None:
         for before in [m for m in self.members if m.is_from(join.reader, join.pid)]:
-            self._lose(before)  # its end may never be heard, and takes a place
+            self._lose(before)  # its socket may never show its end, and it takes a place
         if len(self.members) >= self._max_members:
             reason = (
                 f"the publisher has room for {self._max_members} consumers and all are taken. "
@@ -326,26 +312,26 @@ class Server:
             channel.close()
             return
         try:
-            self._attend(is_sure=True)
+            self._ensure_host(ping=True)
         except AgentError as error:
             channel.send(Refused(reason=f"it cannot serve now: {error}"[:_MAX_REASON]))
             channel.close()
             return
-        member = Member(channel, join)
+        member = _Member(channel, join)
         self.members.append(member)
         member.take_over(self._gone)
         metadata, epoch = self._host.metadata(None).hex(), self._host.epoch
         channel.send(Welcome(metadata=metadata, epoch=epoch, timeout_s=self._timeout_s))
         self._serve(member)
 
-    def _serve(self, member: Member) -> None:
+    def _serve(self, member: _Member) -> None:
         try:
-            self._hear(member)
+            self._read(member)
         except BaseException:
-            member.channel.is_lost = True  # a message was heard by half, and it comes again
+            member.channel.is_lost = True  # handled in part: the reader connects and asks again
             raise
 
-    def _hear(self, member: Member) -> None:
+    def _read(self, member: _Member) -> None:
         channel = member.channel
         channel.flush()
         channel.fill(is_polled=True)
@@ -353,16 +339,16 @@ class Server:
             try:
                 message = from_reader(text)
             except ValidationError:
-                _LOG.warning("%s sent what is no message; its connection ends", member.name)
+                _LOG.warning("%s sent a text that is no message; its connection ends", member.name)
                 self._lose(member)
                 return
-            answer = self._note(member, message)
+            answer = self._handle(member, message)
             if answer is not None:
                 channel.send(answer)
         if channel.is_lost and member in self.members:
             self._lose(member)
 
-    def _note(self, member: Member, message: FromReader) -> Message | None:
+    def _handle(self, member: _Member, message: FromReader) -> Message | None:
         match message:
             case Lease():
                 return self._lease(member, message)
@@ -377,7 +363,7 @@ class Server:
             case Reported(report=report):
                 take_note(member.updates, report)
             case AskCatalog():
-                return Catalog(entries=self._shelf.entries())
+                return Catalog(entries=self._store.entries())
             case Leave():
                 self._lose(member)
             case Join(is_observer=is_observer):
@@ -385,28 +371,28 @@ class Server:
                 member.take_over(self._gone)
         return None
 
-    def _lease(self, member: Member, lease: Lease) -> Message | None:
+    def _lease(self, member: _Member, lease: Lease) -> Message | None:
         try:
-            self._attend(is_sure=False)
+            self._ensure_host(ping=False)
         except AgentError as error:
             reason = f"it cannot be served now: {error}"[:_MAX_REASON]
             return Gone(update_id=lease.update_id, reason=reason, is_stale=False)
         if member.is_gone:
             return None
         is_moved = lease.epoch != self._host.epoch
-        # A connection that is about to be made always needs help.
+        # To make a new connection, the reader always needs progress here.
         member.needs_help = lease.needs_help or is_moved
         is_new = lease.update_id not in member.leases
-        # First: whatever comes between, it ends with its time or with the connection.
+        # Before the lease: it ends with its time or with the connection, whatever happens here.
         member.leases[lease.update_id] = time.monotonic() + self._timeout_s
-        answer = self._shelf.lease(lease, member, member.name)
+        answer = self._store.lease(lease, member, member.name)
         if is_new and isinstance(answer, Gone):
             del member.leases[lease.update_id]
         return answer
 
-    def _lose(self, member: Member) -> None:
+    def _lose(self, member: _Member) -> None:
         member.is_gone = True
-        # The network's own connection to it ended, too, which the library notices here only.
+        # The library notices only in these calls that its own connection to the reader ended.
         for _ in range(1 if self._host.serves_itself else _ROUNDS):
             self._progress()
         member.channel.close()
@@ -414,19 +400,19 @@ class Server:
             self._unlease(member, update_id)
         if member.updates and not member.is_observer and member not in self._gone:
             self._gone.append(member)
-            del self._gone[:-_REMEMBERED]
+            del self._gone[:-_MAX_GONE]
         if member in self.members:
             self.members.remove(member)  # last: what an interrupt cuts off is done again
         self.changed.notify_all()
 
 
-_SERVERS: weakref.WeakSet[Server] = weakref.WeakSet()
+_SERVERS: weakref.WeakSet[ControlServer] = weakref.WeakSet()
 
 
-def _forget_in_child() -> None:
-    # A copy of the socket in a child would keep readers waiting for a publisher that is gone.
+def _close_in_child() -> None:
+    # With a copy of the socket in a child, readers would not notice that this process is gone.
     for server in list(_SERVERS):
-        server.forget()
+        server.close_listener()
 
 
-os.register_at_fork(after_in_child=_forget_in_child)
+os.register_at_fork(after_in_child=_close_in_child)

@@ -1,11 +1,16 @@
 """The program of the process that serves reads: an agent, and the publisher's segments, read-only.
 
-UCX answers reads over TCP in software, and ends its own process where the reader is killed in the
-middle. So that this is not the trainer's, a process of its own has the agent. It knows no versions,
-leases or tokens: those stay with the publisher, which tells it over a Unix socket what to map, and
-when readers want it to make progress. It ends with that socket.
+UCX answers reads over TCP in software, and ends its own process if a reader is killed in the middle
+of a read. So that it does not end the trainer, the agent has a process of its own. This process
+knows no versions, leases or tokens: over a Unix socket the publisher says what to map, and when
+readers need progress. The process ends with that socket.
 
-It imports neither torch nor the rest of the library, so that it starts quickly and stays small.
+It imports neither torch nor the rest of rl_bridge, so that it starts quickly and stays small.
+
+UCX waits for its sockets by epoll, and NIXL does not say by which. To call the library all the time
+would take a core from readers, trainers, and the processes of other ranks, so this process polls
+every epoll that it has. Progress that no epoll shows (shared memory, for instance) waits until the
+next look.
 """
 
 import json
@@ -27,9 +32,9 @@ from rl_bridge.transports.nixl.agent import Agent, AgentError, Region
 __all__ = ["MAX_MESSAGE_NBYTES", "Serving", "main"]
 
 MAX_MESSAGE_NBYTES = 1 << 20
-"""Of what travels between the publisher and this process."""
+"""The largest message between the publisher and this process."""
 
-# Longest time between two calls into the library, while readers need them.
+# Longest time between two calls into the library, while readers need progress.
 _LOOK_MS = 1.0
 _EPOLL = "anon_inode:[eventpoll]"
 
@@ -51,7 +56,7 @@ class _Mapped:
 
 
 class Serving:
-    """Does what the publisher says."""
+    """Does what the publisher asks for."""
 
     def __init__(self, line: socket.socket) -> None:
         """Serve the other end of `line`."""
@@ -59,7 +64,7 @@ class Serving:
         self._agent: Agent | None = None
         self._mapped: dict[int, _Mapped] = {}
         self._helping: select.poll | None = None
-        """What to wait for while readers need progress; None while they do not."""
+        """What to wait for while readers need progress; None otherwise."""
 
     def run(self) -> None:
         """Serve until the publisher hangs up."""
@@ -67,32 +72,27 @@ class Serving:
         resting.register(self._line, select.POLLIN)
         while True:
             if self._helping is None:
-                is_told = bool(resting.poll())
+                is_asked = bool(resting.poll())
             else:
                 ready = self._helping.poll(_LOOK_MS)
-                is_told = any(fd == self._line.fileno() for fd, _ in ready)
-            if is_told and not self._answer():
+                is_asked = any(fd == self._line.fileno() for fd, _ in ready)
+            if is_asked and not self._answer():
                 return
             if self._helping is not None:
                 self._progress()
 
-    def _look_out(self) -> select.poll:
-        """What becomes readable when there is progress to make, or the publisher says something.
-
-        UCX waits for its sockets by epoll, and NIXL does not tell by which. A process that called
-        it all the time would take a core from readers, trainers, and the processes of other ranks.
-        What no epoll tells of (shared memory, for instance) waits until the next look.
-        """
+    def _make_poll(self) -> select.poll:
+        """Wait for the publisher, and for everything that UCX waits for."""
         poll = select.poll()
         poll.register(self._line, select.POLLIN)
         for path in Path("/proc/self/fd").iterdir():
-            with suppress(OSError):  # that of this very look is closed by now
+            with suppress(OSError):  # the descriptor of this listing is closed by now
                 if str(path.readlink()) == _EPOLL:
                     poll.register(int(path.name), select.POLLIN)
         return poll
 
     def _answer(self) -> bool:
-        """Do one thing; returns whether the publisher is there still."""
+        """Do one thing; returns whether the publisher is still there."""
         text, fds, _, _ = socket.recv_fds(self._line, MAX_MESSAGE_NBYTES, 1)
         if not text:
             return False
@@ -121,11 +121,11 @@ class Serving:
             case "unmap":
                 if (mapped := self._mapped.pop(options["key"], None)) is not None:
                     mapped.close()
-                return {}  # one that is gone, too: an interrupt may have lost that answer
+                return {}
             case "ping":
                 return {}
             case "help":
-                self._helping = self._look_out() if options["is_needed"] else None
+                self._helping = self._make_poll() if options["is_needed"] else None
                 return None
             case "progress":
                 self._progress()
@@ -135,19 +135,17 @@ class Serving:
     def _progress(self) -> None:
         try:
             if self._agent is not None:
-                self._agent.progress()  # as far as it goes
+                self._agent.progress()
         except AgentError:
-            # A reader that died in the middle is one reason; the publisher hears of that itself.
-            return
+            return  # a reader may have died in the middle of a read: the publisher notices that
 
 
 def main() -> None:
     """Run, with the socket as standard input."""
-    # Whether to stop at a Ctrl-C is the trainer's decision, and the socket tells of it.
+    # A Ctrl-C is the trainer's to handle: when the trainer ends, so does the socket.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # UCX may end this process; a core file with the weights in it helps nobody.
+    # UCX may crash this process: a core file would contain the weights.
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with suppress(ConnectionError):  # the publisher is gone, or does not want the answer
         Serving(socket.socket(fileno=0)).run()
-    # The kernel gives everything back. Closing in good order would wait for readers.
-    os._exit(0)
+    os._exit(0)  # the kernel releases everything; an orderly close would wait for readers

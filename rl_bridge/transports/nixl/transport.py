@@ -1,8 +1,8 @@
 """``nixl``: engines read versions out of the trainer's memory, one-sided, also across machines.
 
-A version is sealed in a slot of the trainer's, as with shared memory; the slot is registered with
-NVIDIA's NIXL once. Engines lease the version over a small control connection, and read what they
-need of it into slots of their own, from all ranks of the trainer at once. Each read is fenced: see
+A version is sealed in a slot of the trainer, as with shared memory; the slot is registered once
+with NVIDIA's NIXL. Engines lease the version over a control connection, and read the parts that
+they need into slots of their own, from all ranks of the trainer at once. Each read is fenced: see
 ``docs/explanation/nixl.md``.
 """
 
@@ -29,13 +29,10 @@ from rl_bridge.transports.nixl.arenas import RegisteredArenas
 from rl_bridge.transports.nixl.library import backend_cause
 from rl_bridge.transports.nixl.messages import Entry, NIXLEndpoint
 from rl_bridge.transports.nixl.serving_process import Host, ServingProcess
-from rl_bridge.transports.nixl.shelf import LiveShelf, SlotShelf
+from rl_bridge.transports.nixl.store import InPlaceStore, SlotStore
 from rl_bridge.transports.wire.acceptor import listen
 from rl_bridge.transports.wire.arenas import Arenas, CPUArenas, DeviceArenas
-from rl_bridge.transports.wire.channel import (
-    checked_address,
-    checked_port,
-)
+from rl_bridge.transports.wire.channel import checked_address, checked_port
 
 __all__ = ["NIXL"]
 
@@ -71,28 +68,29 @@ class NIXL(Transport):
         """Configure; engines learn everything else from the manifest.
 
         Args:
-            address: of the publisher's interface, in numbers. Its control server listens there.
-            port: of rank 0's control server; the others' follow it, by their rank. 0 takes free
-                ones.
-            source_rank: this publisher's rank; the bridge gives its own.
+            address: of the publisher's interface, in numbers. The control server listens there.
+            port: of rank 0's control server; other ranks add their rank to it. 0 takes free ports.
+            source_rank: this publisher's rank; the bridge passes its own.
             server_name: the server's name, to which the rank is added.
             token: 64 hexadecimal digits that both sides were given. None makes one for each
-                publisher; it then travels in the manifests, and who has one can read the weights.
-            backend: of NIXL, on both sides the same.
-            backend_options: what NIXL is to give its backend, e.g. ``{"num_workers": "2"}``.
-            device: number of the GPU that the weights lie on; None: they are the CPU's.
-            serve: who answers readers at the publisher: ``process``, a process of its own, so that
-                nothing that readers do over TCP can end the trainer; or ``inline``, the trainer
-                itself. None: ``process`` where UCX has to use TCP, for weights on the CPU;
-                ``inline`` where this machine has RDMA, which reads without anybody's answer.
+                publisher; it then travels in the manifests, and any reader of a manifest can read
+                the weights.
+            backend: the backend of NIXL, the same on both sides.
+            backend_options: options that NIXL passes to its backend, e.g. ``{"num_workers": "2"}``.
+            device: number of the GPU that holds the weights; None: the CPU holds them.
+            serve: what answers readers at the publisher: ``process``, a process of its own, so
+                that no reader can end the trainer over TCP; or ``inline``, the trainer itself.
+                None: ``process`` for weights on the CPU if UCX has to use TCP; ``inline`` if this
+                machine has RDMA, which reads without an answer.
             in_place: readers read the trainer's own tensors, which are never copied. One version
-                is out at a time; the trainer must not write to the tensors, nor free them, before
-                it released that one. Who reads all the same is refused. Served ``inline``.
+                is published at a time; the trainer must not write to the tensors, nor free them,
+                before it released the version. A read that overlaps a write is refused. Served
+                ``inline``.
             max_slots: most versions held in the publisher's memory at a time.
             max_consumers: most readers at a time.
             num_threads: threads that copy and digest; None takes the usable cores.
-            timeout_s: longest that an import waits while nothing of its update arrives; a
-                publisher's lease that its reader does not renew ends after this time.
+            timeout_s: longest that an import waits while nothing of its update arrives; a lease
+                that its reader does not renew ends after this time.
 
         Raises:
             TypeError: an option of the wrong type.
@@ -115,8 +113,8 @@ class NIXL(Transport):
         if not isinstance(backend, str) or not re.fullmatch("[A-Z0-9_]{1,32}", backend):
             raise ValueError(f"backend={backend!r}: expected a name of NIXL's, such as 'UCX'.")
         self._backend = backend
-        # Whether a peer lives is seen by the control connection. UCX's own way to handle lost peers
-        # ends a publisher's process that was stopped while its reader went away.
+        # The control connection shows whether a peer lives. UCX's own handling of lost peers would
+        # end a publisher's process that was stopped while its reader left.
         self._params = {"ucx_error_handling_mode": "none"} if backend == "UCX" else {}
         self._params |= _checked_params({} if backend_options is None else backend_options)
         if device is not None and (type(device) is not int or device < 0):
@@ -149,7 +147,7 @@ class NIXL(Transport):
 
     @classmethod
     def probe(cls) -> Availability:
-        """Whether NIXL is here, and its backend UCX can be opened."""
+        """Whether NIXL is installed and can open its backend UCX."""
         cause = backend_cause("UCX")
         if cause is not None:
             return Availability(cls.name, "blocked", cause, REMEDY)
@@ -168,10 +166,10 @@ class NIXL(Transport):
         try:
             host = self._host()
             label = f"rlb-{publisher_id[:12]}"
-            shelf = (
-                LiveShelf(host, arenas.place, label)
+            store = (
+                InPlaceStore(host, arenas.place, label)
                 if self._in_place
-                else SlotShelf(RegisteredArenas(arenas, host), host, label, self._max_slots)
+                else SlotStore(RegisteredArenas(arenas, host), host, label, self._max_slots)
             )
             address, port = listener.getsockname()[:2]
             endpoint = NIXLEndpoint(
@@ -186,7 +184,7 @@ class NIXL(Transport):
                 listener,
                 endpoint,
                 host,
-                shelf,
+                store,
                 place=arenas.place,
                 token=bytes.fromhex(token),
                 max_consumers=self._max_consumers,
@@ -269,7 +267,7 @@ class NIXL(Transport):
 
 
 def _checked_params(given: object) -> dict[str, str]:
-    """Options of a backend as NIXL takes them: texts."""
+    """Convert options of a backend to texts, as NIXL takes them."""
     if not isinstance(given, Mapping) or not all(
         isinstance(name, str) and isinstance(value, str | int | float)
         for name, value in given.items()

@@ -1,4 +1,8 @@
-"""A reader's connection to one publisher: control messages, and the peer that it reads from."""
+"""A reader's connection to one publisher: control messages, and the agent that it reads from.
+
+The end of a lease may wait for the next message to the same publisher (`send_deferred`), since each
+message wakes a process there.
+"""
 
 import os
 import time
@@ -46,16 +50,16 @@ from rl_bridge.transports.wire.channel import (
 )
 from rl_bridge.transports.wire.connector import Connector
 
-__all__ = ["Link"]
+__all__ = ["ControlClient"]
 
 _KEPT_REPORTS = 6
 _MAX_REPORT_NBYTES = 1 << 20
 _GOODBYE_S = 1.0
-_WHAT = "the publisher's NIXL server"
+_NAME = "the publisher's NIXL server"
 
 
-class Link:
-    """One publisher, as a reader sees it. Under the consumer's lock, but for `report`."""
+class ControlClient:
+    """One publisher, as a reader sees it. Under the consumer's lock, except `report`."""
 
     def __init__(
         self,
@@ -70,7 +74,7 @@ class Link:
         reader: str,
         within_s: float | None = None,
     ) -> None:
-        """Connect, prove that the token is known, and join; within that time if it is shorter.
+        """Connect, prove that the token is known, and join, within the shorter of the two times.
 
         Raises:
             SegmentError: the publisher is gone, or refuses the token.
@@ -85,10 +89,10 @@ class Link:
         self.is_fresh = True
         """Whether nothing was read yet: a connection that is being made always needs help."""
         self.epoch = 0
-        """Grows when the peer is made anew: what was prepared before is void."""
+        """Grows when the peer is made anew: reads that were prepared before are void."""
         self.reports: OrderedDict[str, UpdateReport] = OrderedDict()
         self.known_slots: dict[int, Leased] = {}
-        self._held_back: deque[bytes] = deque()
+        self._deferred: deque[bytes] = deque()
         self._timeout_s = timeout_s
         self._identity = Join(
             worker=worker[:512],
@@ -115,7 +119,7 @@ class Link:
 
     def _caller(self, within_s: float | None = None) -> Connector:
         return Connector(
-            f"{_WHAT} {self.endpoint.server_name}",
+            f"{_NAME} {self.endpoint.server_name}",
             self.endpoint.address,
             self.endpoint.port,
             magic=MAGIC,
@@ -131,7 +135,7 @@ class Link:
                 f"{self._where} refuses this side; mend that and import again: {message.reason}"
             )
         if not isinstance(message, Welcome):
-            msg = f"{self._where} does not speak this release's language. Use one release."
+            msg = f"{self._where} speaks another release's protocol. Use one release."
             raise SegmentError(msg)
         return message
 
@@ -143,14 +147,14 @@ class Link:
 
     @property
     def is_lost(self) -> bool:
-        """Whether the connection ended, as far as it is known here by now."""
+        """Whether the connection ended, as far as this side can know by now."""
         if not self._channel.is_lost:
             self._channel.flush()
             self._channel.fill()
         return self._channel.is_lost
 
     def follow(self) -> None:
-        """From an observer become a consumer, who leaves a record."""
+        """Become a full member, which leaves a record."""
         if self.is_observer:
             self.is_observer = False
             self._send(self._identity.model_copy(update={"is_observer": False}))
@@ -161,14 +165,14 @@ class Link:
         self._send_text(message.model_dump_json().encode("utf-8", "replace"))
 
     def _send_text(self, text: bytes) -> None:
-        """Send a message, behind those that were held back, in one go."""
-        texts = list(self._held_back)
+        """Send a message behind the deferred ones, in one go."""
+        texts = list(self._deferred)
         self._channel.send_bytes(*texts, text)
         self._was_sent(texts)
 
-    def send_held_back(self) -> None:
-        """Send what was held back and did not go with anything else."""
-        texts = list(self._held_back)
+    def send_deferred(self) -> None:
+        """Send the deferred messages that no other message took along."""
+        texts = list(self._deferred)
         if texts:
             self._channel.send_bytes(*texts)
             self._was_sent(texts)
@@ -178,12 +182,12 @@ class Link:
         # of a lease may, as the next lease comes behind both.
         for text in texts:
             with suppress(ValueError):
-                self._held_back.remove(text)
+                self._deferred.remove(text)
 
     # ---- leases ---------------------------------------------------------------------------------
 
-    def ask(self, update_id: str, *, generation: int, arena_nbytes: int) -> None:
-        """Ask for a lease; `wait` for the answer."""
+    def ask_for_lease(self, update_id: str, *, generation: int, arena_nbytes: int) -> None:
+        """Ask for a lease; `wait_for_lease` waits for the answer."""
         self._send(
             Lease(
                 update_id=update_id,
@@ -195,14 +199,14 @@ class Link:
             )
         )
 
-    def wait(self, update_id: str) -> Leased:
-        """Wait for the answer to `ask`, and learn what it takes to read there.
+    def wait_for_lease(self, update_id: str) -> Leased:
+        """Wait for the answer to `ask_for_lease`, and note how to read there.
 
         Raises:
             StaleUpdate: the publisher released it.
             SegmentError: it is not what was asked for.
-            AgentError: the connection ended. Whether the publisher did, a new one shows.
-            TransferTimeout: it does not answer in time.
+            AgentError: the connection ended; the publisher may still live.
+            TransferTimeout: the publisher does not answer in time.
 
         """
         message = self._answer((Leased, Gone), update_id)
@@ -211,7 +215,10 @@ class Link:
         if not isinstance(message, Leased):
             raise MalformedManifest(f"update {update_id}: no lease came. Use one release.")
         if not len(message.addresses) == len(message.starts) == len(message.nbytes):
-            msg = f"{self._where} describes update {update_id} in a way that cannot be. See it."
+            msg = (
+                f"{self._where} describes update {update_id} with lists of different lengths. "
+                "Use one release on both sides."
+            )
             raise MalformedManifest(msg)
         self._learn(message)
         return message
@@ -222,7 +229,7 @@ class Link:
             try:
                 text = caller.wait_for_message(self._channel)
             except TransferTimeout:
-                self._channel.close()  # it may be cut without a word, and a new one is not
+                self._channel.close()  # the network may have cut it silently: use a new one
                 raise
             except SegmentError as error:
                 if update_id is None:
@@ -236,11 +243,11 @@ class Link:
                 raise SegmentError(msg)
             if message is None:
                 self._channel.close()
-                msg = f"{self._where} sent what is no message. Use one release on both sides."
+                msg = f"{self._where} sent no valid message. Use one release on both sides."
                 raise SegmentError(msg)
-            # Answers to questions that an interrupt left unheard are passed over.
-            is_of_it = update_id is None or getattr(message, "update_id", None) == update_id
-            if isinstance(message, kinds) and is_of_it:
+            # Late answers to earlier questions are skipped.
+            is_about_it = update_id is None or getattr(message, "update_id", None) == update_id
+            if isinstance(message, kinds) and is_about_it:
                 return message
 
     def _learn(self, leased: Leased) -> None:
@@ -248,12 +255,11 @@ class Link:
             self._conn = bytes.fromhex(leased.moved)
             self._remote_epoch = leased.epoch
             self.needs_help = True  # as the publisher assumes
-            self._meet_anew()
+            self._reconnect_peer()
         if leased.metadata:
             if any(_overlaps(leased, at) for at in self.known_slots.values()):
-                # Memory that was registered before under another name: what the library knows of
-                # the old registration must not be used for the new one.
-                self._meet_anew()
+                # The same memory under a new registration: the library must forget the old one.
+                self._reconnect_peer()
             for metadata in leased.metadata:
                 self._agent.add_peer(bytes.fromhex(metadata))
         elif leased.slot not in self.known_slots:
@@ -261,7 +267,7 @@ class Link:
             raise MalformedManifest(msg)
         self.known_slots[leased.slot] = leased
 
-    def _meet_anew(self) -> None:
+    def _reconnect_peer(self) -> None:
         self._agent.remove_peer(self.peer)
         self.peer = self._agent.add_peer(self._conn, is_new=True)
         self.known_slots.clear()
@@ -269,9 +275,9 @@ class Link:
         self.epoch += 1
 
     def has_lapsed(self, update_id: str) -> bool:
-        """Whether the publisher said by now that a lease is over; what else it said is passed over.
+        """Whether the publisher has said by now that a lease is over; skips its other messages.
 
-        Of an earlier lease of the same update it spoke before its answer to this one.
+        A word about an earlier lease of the same update came before the answer to this lease.
         """
         while (text := self._channel.take()) is not None:
             message = self._parsed(text)
@@ -284,20 +290,20 @@ class Link:
         self._send(Renew(update_id=update_id))
 
     def help(self, *, is_needed: bool) -> None:
-        """Ask the publisher to make progress, or tell it that there is no need."""
+        """Ask the publisher to make progress, or to stop."""
         self.needs_help = is_needed
         self._send(Help(is_needed=is_needed))
 
     def unlease(self, update_id: str, *, with_next: bool = False) -> None:
-        """Say that this side is done: now, or together with what is sent next."""
+        """Say that this side is done: now, or together with the next message."""
         message = Unlease(update_id=update_id)
         if with_next:
-            self._held_back.append(message.model_dump_json().encode())
+            self._deferred.append(message.model_dump_json().encode())
         else:
             self._send(message)
 
     def catalog(self) -> tuple[Entry, ...]:
-        """What the publisher holds.
+        """Ask what the publisher holds.
 
         Raises:
             SegmentError: it is gone.
@@ -308,7 +314,7 @@ class Link:
             self._send(AskCatalog())
             answer = self._answer((Catalog,), None)
         except BaseException:
-            self._channel.close()  # an answer that comes later must not be the next question's
+            self._channel.close()  # a late answer must not count for the next question
             raise
         if not isinstance(answer, Catalog):
             raise TransferTimeout(f"{self._where} gave no catalog. Ask again.")
@@ -317,7 +323,7 @@ class Link:
     # ---- the way back ---------------------------------------------------------------------------
 
     def report(self, report: UpdateReport) -> None:
-        """Tell the publisher; never waits."""
+        """Send a report to the publisher; never waits."""
         self.reports.pop(report.update_id, None)
         self.reports[report.update_id] = report
         for oldest in list(self.reports)[:-_KEPT_REPORTS]:
@@ -327,25 +333,25 @@ class Link:
             text = _text_of(report.model_copy(update={"proof": None, "timings_ms": {}}))
         self._send_text(text)
 
-    def take_over(self, other: "Link") -> None:
-        """Repeat what another connection to the same publisher had told."""
+    def take_over(self, other: "ControlClient") -> None:
+        """Repeat the reports of an earlier connection to the same publisher."""
         for report in list(other.reports.values()):
             self.report(report)
 
     def hang_up(self) -> None:
-        """End the connection as it is: what is under way on it is nobody's any more."""
+        """End the connection as it is."""
         self._channel.close()
 
     def close(self, *, keeps_peer: bool = False) -> None:
-        """Say goodbye, and forget the peer. Idempotent; nothing may be read from it at the time.
+        """Leave, and forget the peer. Idempotent; nothing may be read from the peer meanwhile.
 
         Args:
-            keeps_peer: another link goes on with it.
+            keeps_peer: another connection goes on with the peer.
 
         """
         if not self._channel.is_lost:
             self._send(Leave())
-            # The publisher hangs up in answer: then it has noted that this side is gone.
+            # The publisher hangs up once it has noted that this side is gone.
             until = time.monotonic() + _GOODBYE_S
             while not self._channel.is_lost and time.monotonic() < until:
                 self._channel.receive_raw(1 << 20, until=until)
@@ -364,7 +370,7 @@ def _overlaps(one: Leased, other: Leased) -> bool:
     mine, theirs = _bounds(one), _bounds(other)
     order = np.argsort(theirs[0])
     starts, ends = theirs[0][order], theirs[1][order]
-    # Of those that begin before mine ends, the last one is the only one that can reach into it.
+    # Among the ranges that begin before mine ends, only the last can reach into mine.
     last = np.searchsorted(starts, mine[1], side="left") - 1
     return bool(((last >= 0) & (ends[last] > mine[0])).any())
 

@@ -1,6 +1,11 @@
-"""What a publisher offers to readers: versions in slots, and who is reading which.
+"""The versions that a publisher offers to readers, and who reads which.
 
-Everything here is called under the server's lock, but for `Shelf.take`, which takes it.
+`SlotStore` copies each version into a registered slot of a ring. `InPlaceStore` registers the
+trainer's own tensors and copies nothing: a stamp in a segment beside them, which `release` empties
+at once, and the digests protect the version. The trainer must not write to the tensors before it
+released the version.
+
+A store is called under the server's lock, except `take`, which takes the lock itself.
 """
 
 import itertools
@@ -25,26 +30,17 @@ from rl_bridge.transports.nixl.messages import Entry, Lease, Leased
 from rl_bridge.transports.nixl.serving_process import Host
 from rl_bridge.transports.wire.channel import Gone
 
-__all__ = [
-    "LiveShelf",
-    "Placed",
-    "Published",
-    "Ranges",
-    "Shelf",
-    "SlotShelf",
-    "Taken",
-]
+__all__ = ["InPlaceStore", "SlotStore", "Stored", "VersionStore"]
 
-# Of a reader's name in a catalog: who is called by what cannot be printed has a long one.
-_MAX_NAME = 1024
+_MAX_NAME = 1024  # a name is long if its characters have to be escaped
 
-Ranges = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
-"""Of each range of a version: its address, its first byte in the arena, its size."""
+_Ranges = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+"""The addresses of a version's ranges, their first bytes in the arena, and their sizes."""
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
-    """A version that is held: its digests, which write of its slot it is, and when it was ready."""
+class Stored:
+    """A version that was taken: its digests, the write of its slot, and when copying began."""
 
     digests: bytes
     generation: int
@@ -52,7 +48,7 @@ class Taken:
 
 
 @dataclass(slots=True, eq=False)
-class Published:
+class _Published:
     """One version, and who reads it."""
 
     slot: Slot
@@ -63,45 +59,40 @@ class Published:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Placed:
-    """Where a version lies, as a reader gets to know it.
+class _Location:
+    """Where a version lies, as readers see it.
 
     Attributes:
-        number: of the memory: what was told of one number once need not be told again.
-        regions: what is registered there.
+        number: of the memory: a reader that knows this number needs no metadata of it again.
+        regions: the registered memory.
         stamp: address of the stamp.
-        ranges: the bytes.
-        memory: their kind.
-        device: its number.
+        ranges: where the bytes are.
+        memory: the kind of their memory.
+        device: the device's number.
 
     """
 
     number: int
     regions: tuple[Region, ...]
     stamp: int
-    ranges: Ranges
+    ranges: _Ranges
     memory: Kind
     device: int
 
 
-class Shelf(ABC):
+class VersionStore(ABC):
     """Versions that can be leased."""
 
     is_in_place: ClassVar[bool] = False
     """Whether versions lie in the trainer's own tensors."""
 
     def __init__(self, host: Host) -> None:
-        """Start empty.
-
-        Args:
-            host: serves readers.
-
-        """
+        """Start empty; `host` serves readers."""
         self._host = host
-        self._published: dict[str, Published] = {}
+        self._published: dict[str, _Published] = {}
 
     def lease(self, lease: Lease, reader: Hashable, name: str) -> Leased | Gone:
-        """Let a reader in, or say why not."""
+        """Let a reader read a version, or say why not."""
         known = self._published.get(lease.update_id)
         if known is None or known.is_released:
             reason = "its publisher released it"
@@ -109,17 +100,17 @@ class Shelf(ABC):
         asked = lease.generation, lease.arena_nbytes
         found = known.generation, known.arena_nbytes
         if asked != found:
-            reason = f"asked for (write, bytes) {asked}, it is {found}"
+            reason = f"asked for (write, bytes) {asked}, but it is {found}"
             return Gone(update_id=lease.update_id, reason=reason, is_stale=False)
         known.readers[reader] = name
         return self._where(lease, known)
 
     @abstractmethod
-    def attend(self, *, is_sure: bool = False) -> bool:
-        """Have somebody there who serves what is held; returns whether it is somebody else.
+    def ensure_host(self, *, ping: bool = False) -> bool:
+        """Make sure that a host serves the versions; returns whether it is a new one.
 
         Raises:
-            AgentError: nobody can.
+            AgentError: no host can be had.
 
         """
 
@@ -132,8 +123,8 @@ class Shelf(ABC):
         *,
         lock: AbstractContextManager[object],
         num_threads: int | None,
-    ) -> Taken:
-        """Hold a version from now on. Not called under the lock: only its steps need that.
+    ) -> Stored:
+        """Keep a version from now on; takes `lock` only for its short steps.
 
         Raises:
             WeightBridgeError: nothing was taken.
@@ -144,54 +135,54 @@ class Shelf(ABC):
     def seal_header(self, update_id: str, digest: bytes) -> None:
         """Keep the digest of the manifest's header in the version's stamp."""
 
-    def _where(self, lease: Lease, known: Published) -> Leased:
-        placed = self._place_of(lease.update_id, known)
-        addresses, starts, nbytes = placed.ranges
-        parts = () if placed.number in lease.known else placed.regions
+    def _where(self, lease: Lease, known: _Published) -> Leased:
+        at = self._locate(lease.update_id, known)
+        addresses, starts, nbytes = at.ranges
+        parts = () if at.number in lease.known else at.regions
         host = self._host
         return Leased(
             update_id=lease.update_id,
-            slot=placed.number,
+            slot=at.number,
             metadata=tuple(host.metadata(part).hex() for part in parts),
-            stamp=placed.stamp,
+            stamp=at.stamp,
             addresses=addresses,
             starts=starts,
             nbytes=nbytes,
-            memory=placed.memory,
-            device=placed.device,
+            memory=at.memory,
+            device=at.device,
             epoch=host.epoch,
             moved="" if lease.epoch == host.epoch else host.metadata(None).hex(),
         )
 
     @abstractmethod
-    def _place_of(self, update_id: str, known: Published) -> Placed:
-        """Where a version that is held lies."""
+    def _locate(self, update_id: str, known: _Published) -> _Location:
+        """Find where a version lies."""
 
     def unlease(self, update_id: str, reader: Hashable) -> None:
-        """Note that a reader is done; unknown ones are ignored."""
+        """Note that a reader is done; unknown readers are ignored."""
         known = self._published.get(update_id)
         if known is not None:
             known.readers.pop(reader, None)
-            self._settle(update_id, known)
+            self._free_if_unused(update_id, known)
 
     def readers_of(self, update_id: str) -> list[str]:
-        """Who reads a version."""
+        """Name the readers of a version."""
         known = self._published.get(update_id)
         return [] if known is None else [f"{name} reads it" for name in known.readers.values()]
 
     def is_released(self, update_id: str) -> bool:
-        """Whether a version is held for those alone who read it."""
+        """Whether a version is kept only because it is still being read."""
         known = self._published.get(update_id)
         return known is not None and known.is_released
 
     def release(self, update_id: str) -> None:
-        """Let nobody in any more; its slot is written again once nobody reads it."""
+        """Refuse new readers; the slot is written again once nobody reads the version."""
         known = self._published.get(update_id)
         if known is not None:
             known.is_released = True
-            self._settle(update_id, known)
+            self._free_if_unused(update_id, known)
 
-    def _settle(self, update_id: str, known: Published) -> None:
+    def _free_if_unused(self, update_id: str, known: _Published) -> None:
         if known.is_released and not known.readers:
             self._free(update_id)
             del self._published[update_id]  # behind it: what an interrupt cuts off is done again
@@ -201,13 +192,13 @@ class Shelf(ABC):
         """Let its memory be written again."""
 
     def slot_of(self, update_id: str) -> Slot | None:
-        """The slot of a version that is held."""
+        """Find the slot of a version."""
         known = self._published.get(update_id)
         return None if known is None else known.slot
 
     @abstractmethod
     def entries(self) -> tuple[Entry, ...]:
-        """What is held."""
+        """Describe what is held, for the catalog."""
 
     def _entry(self, number: int, slot: Slot, nbytes: int) -> Entry:
         known = self._published.get(slot.update_id or "")
@@ -227,13 +218,10 @@ class Shelf(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of everything."""
+        """Release everything."""
 
 
-# ---- Versions as snapshots, in a ring of registered slots.
-
-
-class SlotShelf(Shelf):
+class SlotStore(VersionStore):
     """Snapshots in a ring of registered slots."""
 
     def __init__(self, arenas: RegisteredArenas, host: Host, label: str, max_slots: int) -> None:
@@ -251,16 +239,16 @@ class SlotShelf(Shelf):
             is_released=self.is_released,
         )
 
-    def attend(self, *, is_sure: bool = False) -> bool:
-        """Have somebody there who serves what is held; see `Host.ensure`."""
-        self._host.ensure(is_sure=is_sure)
+    def ensure_host(self, *, ping: bool = False) -> bool:
+        """Make sure that a host serves the slots; see `Host.ensure`."""
+        self._host.ensure(ping=ping)
         epoch = self._host.epoch
         if epoch == self._epoch:
             return False
         try:
             self._arenas.move_to(self._host)
         except BaseException:
-            self._host.close()  # what it does not know it must not seem to serve
+            self._host.close()  # it knows not all slots: it must not seem to serve them
             raise
         self._epoch = epoch  # behind it: what an interrupt cuts off is done again
         return True
@@ -268,11 +256,11 @@ class SlotShelf(Shelf):
     def _make_slot(self, arena_nbytes: int) -> Slot:
         name = f"{self._label}-{next(self._numbers)}"
         try:
-            self.attend()
+            self.ensure_host()
             try:
                 slot = self._arenas.make_slot(name, arena_nbytes)
             except SegmentError:
-                if not self.attend():  # its end was not known yet
+                if not self.ensure_host():  # else the host had died unnoticed
                     raise
                 slot = self._arenas.make_slot(name, arena_nbytes)
         except AgentError as error:
@@ -292,8 +280,8 @@ class SlotShelf(Shelf):
         *,
         lock: AbstractContextManager[object],
         num_threads: int | None,
-    ) -> Taken:
-        """Copy it into a slot."""
+    ) -> Stored:
+        """Copy a version into a slot."""
         table = plan.table
         with lock:
             slot = self.ring.acquire(table.arena_nbytes)
@@ -305,8 +293,8 @@ class SlotShelf(Shelf):
             digests = plan.pack(tensors, slot.address, num_threads=num_threads)
             with lock:
                 self.ring.publish(slot, update_id, table.arena_nbytes)
-                self._published[update_id] = Published(slot, slot.generation, table.arena_nbytes)
-            return Taken(digests, slot.generation, staged)
+                self._published[update_id] = _Published(slot, slot.generation, table.arena_nbytes)
+            return Stored(digests, slot.generation, staged)
         except BaseException:
             with lock:
                 self.ring.abandon(slot)
@@ -316,12 +304,12 @@ class SlotShelf(Shelf):
         """Keep the digest of the manifest's header in the slot's stamp."""
         self.ring.seal_header(update_id, digest)
 
-    def _place_of(self, update_id: str, known: Published) -> Placed:
-        """The whole arena, as one range."""
+    def _locate(self, update_id: str, known: _Published) -> _Location:
+        """Find the whole arena, as one range."""
         del update_id
         slot = self._arenas.known(known.slot)
         nbytes = known.arena_nbytes
-        return Placed(
+        return _Location(
             number=slot.number,
             regions=slot.regions,
             stamp=slot.stamp,
@@ -334,7 +322,7 @@ class SlotShelf(Shelf):
         self.ring.release(update_id)
 
     def entries(self) -> tuple[Entry, ...]:
-        """Every slot, those that nothing is published in too."""
+        """Describe every slot, with or without a version."""
         for slot in list(self._slots):
             if slot.before_close is None:
                 del self._slots[slot]
@@ -347,29 +335,23 @@ class SlotShelf(Shelf):
         return self.ring.nbytes
 
     def close(self) -> None:
-        """Give the slots back."""
+        """Close the slots."""
         self._published.clear()
         self.ring.close()
         self._slots.clear()
         self._arenas.close()
 
 
-# ---- One version, in the trainer's own tensors: registered by reference, never copied.
-#
-# What protects it is the stamp in a segment beside it, which `release` empties at once, and the
-# digests. The trainer must not write to these tensors before it released the version.
-
-
 @dataclass(frozen=True, slots=True, eq=False)
-class _Registered:
+class _LiveTensors:
     """The tensors of one plan, which stay where they are for as long as they are registered.
 
     Attributes:
-        plan: whose.
-        tensors: kept alive.
-        number: readers know them by it.
-        region: theirs.
-        where: those that are not empty.
+        plan: the plan.
+        tensors: keeps the tensors alive.
+        number: the number that readers know them by.
+        region: their registered memory; None if all are empty.
+        where: the ranges of the tensors that are not empty.
 
     """
 
@@ -377,11 +359,11 @@ class _Registered:
     tensors: tuple[torch.Tensor, ...]
     number: int
     region: Region | None
-    where: Ranges
+    where: _Ranges
 
 
-class LiveShelf(Shelf):
-    """The version that the trainer's tensors hold, one at a time."""
+class InPlaceStore(VersionStore):
+    """The version that the trainer's own tensors hold, one at a time."""
 
     is_in_place: ClassVar[bool] = True
 
@@ -389,14 +371,13 @@ class LiveShelf(Shelf):
         """Start empty."""
         super().__init__(host)
         self._place = place
-        # No arena: its one page has the stamp.
-        self._slot = Slot(OwnedSegment.make(f"{label}-stamp", vm.PAGE))
+        self._slot = Slot(OwnedSegment.make(f"{label}-stamp", vm.PAGE))  # no arena, only a stamp
         self._slot.before_close = self._retire
         self._stamp = host.register_segment(self._slot.segment)
         self._numbers = 0
-        self._live: _Registered | None = None
-        self._held: dict[str, _Registered] = {}
-        """Update -> what it lies in, while anybody may read it."""
+        self._live: _LiveTensors | None = None
+        self._tensors_of: dict[str, _LiveTensors] = {}
+        """Update -> the tensors that it lies in, while it may be read."""
 
     def take(
         self,
@@ -406,10 +387,10 @@ class LiveShelf(Shelf):
         *,
         lock: AbstractContextManager[object],
         num_threads: int | None,
-    ) -> Taken:
+    ) -> Stored:
         """Digest the tensors where they are."""
         with lock:
-            self._make_way()
+            self._require_released()
             slot = self._slot
             slot.generation += 1
             slot.stamp(None, 0)
@@ -418,18 +399,18 @@ class LiveShelf(Shelf):
             staged = time.perf_counter()
             digests = plan.digest_in_place(tensors, num_threads=num_threads)
             with lock:
-                self._held[update_id] = self._registered(plan, tensors)
+                self._tensors_of[update_id] = self._registered(plan, tensors)
                 slot.update_id = update_id
                 slot.stamp(update_id, plan.table.arena_nbytes)
-                self._published[update_id] = Published(slot, generation, plan.table.arena_nbytes)
-            return Taken(digests, generation, staged)
+                self._published[update_id] = _Published(slot, generation, plan.table.arena_nbytes)
+            return Stored(digests, generation, staged)
         except BaseException:
             with lock:
                 self.release(update_id)
                 self._free(update_id)
             raise
 
-    def _make_way(self) -> None:
+    def _require_released(self) -> None:
         held = [update_id for update_id, one in self._published.items() if not one.is_released]
         if held:
             readers = "".join(f", {holder}" for holder in self.readers_of(held[0]))
@@ -438,12 +419,12 @@ class LiveShelf(Shelf):
                 "Release it before the weights change (in_place=True), and then publish."
             )
 
-    def _registered(self, plan: PackPlan, tensors: Mapping[str, torch.Tensor]) -> _Registered:
+    def _registered(self, plan: PackPlan, tensors: Mapping[str, torch.Tensor]) -> _LiveTensors:
         live = self._live
         if live is not None and live.plan is plan:
             return live
         before, self._live = self._live, None
-        self._let_go(before)
+        self._deregister_unused(before)
         kept = tuple(tensors[name] for name in plan.table.names)
         rows = [
             (tensor.data_ptr(), start, nbytes)
@@ -456,7 +437,7 @@ class LiveShelf(Shelf):
         region = self._register([(address, nbytes) for address, _, nbytes in rows])
         self._numbers += 1
         where = (columns[0], columns[1], columns[2])
-        self._live = _Registered(plan, kept, self._numbers, region, where)
+        self._live = _LiveTensors(plan, kept, self._numbers, region, where)
         return self._live
 
     def _register(self, ranges: list[tuple[int, int]]) -> Region | None:
@@ -466,8 +447,8 @@ class LiveShelf(Shelf):
             return self._host.register(ranges, self._kind, self._device)
         except AgentError as error:
             msg = (
-                f"{len(ranges)} tensors cannot be read from elsewhere: {error} Raise the limit of "
-                "locked memory (ulimit -l), or leave in_place out."
+                f"{len(ranges)} tensors cannot be registered: {error} Raise the limit of locked "
+                "memory (ulimit -l), or leave in_place out."
             )
             raise SegmentError(msg) from error
 
@@ -486,7 +467,7 @@ class LiveShelf(Shelf):
             slot.stamp(update_id, slot.arena_nbytes, digest)
 
     def release(self, update_id: str) -> None:
-        """Let nobody in any more, and have those who read it know that it is no version now."""
+        """Refuse new readers, and empty the stamp: a read under way sees that it is no version."""
         slot = self._slot
         if slot.update_id == update_id:
             slot.generation += 1
@@ -494,16 +475,16 @@ class LiveShelf(Shelf):
             slot.update_id = None  # behind it: what an interrupt cuts off is done again
         super().release(update_id)
 
-    def attend(self, *, is_sure: bool = False) -> bool:
-        """Nothing: this process serves."""
-        return self._host.ensure(is_sure=is_sure)
+    def ensure_host(self, *, ping: bool = False) -> bool:
+        """Do nothing: this process serves."""
+        return self._host.ensure(ping=ping)
 
-    def _place_of(self, update_id: str, known: Published) -> Placed:
-        """One range for each tensor."""
-        live = self._held[update_id]
+    def _locate(self, update_id: str, known: _Published) -> _Location:
+        """Find one range for each tensor."""
+        live = self._tensors_of[update_id]
         assert known.slot is self._slot
         regions = (self._stamp,) if live.region is None else (self._stamp, live.region)
-        return Placed(
+        return _Location(
             number=live.number,
             regions=regions,
             stamp=self._stamp.address,
@@ -513,12 +494,12 @@ class LiveShelf(Shelf):
         )
 
     def _free(self, update_id: str) -> None:
-        """Give the registration back, if the tensors are others by now."""
-        self._let_go(self._held.get(update_id), but=update_id)
-        self._held.pop(update_id, None)  # behind it: what an interrupt cuts off is done again
+        """Deregister the tensors, if the trainer has others by now."""
+        self._deregister_unused(self._tensors_of.get(update_id), but=update_id)
+        self._tensors_of.pop(update_id, None)  # last: what an interrupt cuts off is done again
 
     def entries(self) -> tuple[Entry, ...]:
-        """The version that the tensors hold, or none."""
+        """Describe the version that the tensors hold, if there is one."""
         live = self._live
         if live is None:
             return ()
@@ -526,27 +507,26 @@ class LiveShelf(Shelf):
 
     @property
     def nbytes(self) -> int:
-        """Bytes beside the trainer's own."""
+        """Bytes besides the trainer's own."""
         return self._slot.nbytes
 
-    def _let_go(self, live: _Registered | None, *, but: str = "") -> None:
-        """Give a registration back that nothing needs but that update: who reads must have it."""
-        others = (one for update_id, one in self._held.items() if update_id != but)
+    def _deregister_unused(self, live: _LiveTensors | None, *, but: str = "") -> None:
+        """Deregister tensors unless a version other than `but` lies in them and may be read."""
+        others = (one for update_id, one in self._tensors_of.items() if update_id != but)
         if live is None or live is self._live or live in others:
             return
         if live.region is not None:
             self._host.deregister(live.region)
 
     def close(self) -> None:
-        """Let go of everything."""
+        """Release everything."""
         self._published.clear()
         live, self._live = self._live, None
-        for one in {live, *self._held.values()}:
-            self._held.clear()
-            self._let_go(one)
+        for one in {live, *self._tensors_of.values()}:
+            self._tensors_of.clear()
+            self._deregister_unused(one)
         self._slot.close()
 
     def _retire(self) -> None:
-        # What a late reader still sees of its page is no version any more.
-        self._slot.stamp(None, 0)
+        self._slot.stamp(None, 0)  # a late reader sees that it is no version any more
         self._host.deregister(self._stamp)
