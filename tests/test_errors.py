@@ -292,7 +292,12 @@ def test_no_error_is_left_out() -> None:
 
 def test_every_error_that_the_library_raises_is_in_the_tree() -> None:
     builtins = {"ValueError", "TypeError", "KeyError", "OSError", "RuntimeError", "StopIteration"}
-    builtins |= {"AgentError", "MemoryRefused", "Torn", "ImportError"}  # said within a transport
+    builtins |= {
+        "AgentError",
+        "MemoryRefused",
+        "TornRead",
+        "ImportError",
+    }  # said within a transport
     builtins.add("AttributeError")  # what Python itself raises for an attribute of a frozen value
     known = {kind.__name__ for kind in tree()}
     strangers = {
