@@ -14,6 +14,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from types import MappingProxyType
 from typing import ClassVar, Literal
 
 import numpy as np
@@ -610,6 +611,9 @@ class ModuleInstallAdapter(TransactionalAdapter):
     or use ``copy``.
     """
 
+    imports_itself: bool = False
+    phases_ms: Mapping[str, float] = MappingProxyType({})
+
     def __init__(
         self,
         engine: Engine,
@@ -681,6 +685,9 @@ class ModuleInstallAdapter(TransactionalAdapter):
 
         """
         return self._way.prove()
+
+    def resume(self) -> None:
+        """Nothing waits for it: the engine came to rest for the install alone."""
 
     def undo(self) -> None:
         """Bring the engine back to the byte to what it held before `install`.

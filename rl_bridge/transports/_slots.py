@@ -10,6 +10,7 @@ import time
 import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Annotated, Generic, TypeVar
 
@@ -260,6 +261,9 @@ class SlotConsumer(ConsumerEnd, Generic[_Handle]):
                 _LOG.info("the publisher will not hear of %s: %s", report.update_id, error)
         if writer is not None:
             writer.report(report)
+
+    def in_one_go(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def settle(self) -> None:
         self._views.sweep()
