@@ -1,29 +1,32 @@
-"""Consumers of the bench that fail.
+"""Consumers of the bench that fail, for a process of their own."""
 
-A module of their own, without torch: the processes that they are start in no time.
-"""
-
-import json
 import os
 import signal
-from multiprocessing.connection import Connection
 
-__all__ = ["dies", "fails", "hangs"]
+from rl_bridge.errors import SegmentError
+
+__all__ = ["Dies", "Fails", "Hangs"]
 
 
-def dies(connection: Connection) -> None:
+class Dies:
     """A consumer that ends when it is asked something."""
-    connection.recv_bytes()
-    os._exit(3)
+
+    def start(self, way: str) -> None:
+        """End."""
+        os._exit(3)
 
 
-def fails(connection: Connection) -> None:
+class Fails:
     """A consumer that refuses everything."""
-    connection.recv_bytes()
-    connection.send_bytes(json.dumps({"error": "SegmentError: gone"}).encode())
+
+    def start(self, way: str) -> None:
+        """Refuse."""
+        raise SegmentError("gone")
 
 
-def hangs(connection: Connection) -> None:
+class Hangs:
     """A consumer that answers nothing, and ends for nobody."""
-    del connection
-    signal.pause()
+
+    def start(self, way: str) -> None:
+        """Hang."""
+        signal.pause()

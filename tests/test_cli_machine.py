@@ -8,7 +8,6 @@ import signal
 import sys
 from collections.abc import Callable
 from importlib import metadata
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -318,22 +317,21 @@ def test_bench_shows_rates_next_to_memcpy(monkeypatch: pytest.MonkeyPatch, measu
 @pytest.mark.parametrize(
     ("consumer", "error", "words"),
     [
-        (bench_consumers.dies, "MeasurementFailed", "exit code 3"),
-        (bench_consumers.fails, "MeasurementFailed", "SegmentError: gone"),
-        (bench_consumers.hangs, "DeadlineExceeded", "gave no answer"),
+        (bench_consumers.Dies, "MeasurementFailed", "exit code 3"),
+        (bench_consumers.Fails, "MeasurementFailed", "SegmentError: gone"),
+        (bench_consumers.Hangs, "DeadlineExceeded", "no answer within 0.2 s"),
     ],
     ids=["dies", "fails", "hangs"],
 )
 def test_a_consumer_that_fails_ends_the_bench_with_its_reason(
     monkeypatch: pytest.MonkeyPatch,
-    consumer: Callable[[Connection], None],
+    consumer: type,
     error: str,
     words: str,
 ) -> None:
-    monkeypatch.setattr(measure, "serve", consumer)
-    if consumer is bench_consumers.hangs:
+    monkeypatch.setattr(measure, "Consumer", consumer)
+    if consumer is bench_consumers.Hangs:
         monkeypatch.setattr(measure, "_ANSWER_TIMEOUT_S", 0.2)
-        monkeypatch.setattr(measure, "_STOP_TIMEOUT_S", 0.2)
     said = call("bench", "--mib", "1", "--json")
     assert said.complains(error)
     assert words in said.err
@@ -343,9 +341,9 @@ def test_a_consumer_that_fails_ends_the_bench_with_its_reason(
 
 def test_the_consumer_of_the_bench_tells_what_the_library_refused() -> None:
     with measure._consumer() as ask:
-        ask({"do": "start", "way": "copy"})
+        ask("start", way="copy")
         with pytest.raises(measure.MeasurementFailed, match="failed: MalformedManifest: "):
-            ask({"do": "update", "manifest": "{}"})
+            ask("update", manifest="{}")
 
 
 # ------------------------------------------------------------------------------ demo

@@ -1,13 +1,18 @@
-"""The demo in whole short runs with planted faults, and against rollouts that lie."""
+"""The demo: whole short runs with planted faults, rollouts that lie, and its parts."""
 
+import importlib.util
 import io
 import json
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
+from collections.abc import Iterable
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
@@ -15,161 +20,41 @@ import pytest
 import torch
 from rich.console import Console
 
-from rl_bridge.demo import picture
-from rl_bridge.demo.config import RolloutConfig
-from rl_bridge.demo.engines import logprob_tolerance
-from rl_bridge.demo.failures import LabelMismatch, LogprobMismatch, PeerGone, UpdateLost
-from rl_bridge.demo.faults import Fault
-from rl_bridge.demo.live import LiveView, sparkline
-from rl_bridge.demo.options import MIN_STEPS, Engine
-from rl_bridge.demo.phases import BETWEEN, grouped, phase_series
-from rl_bridge.demo.records import DemoResult
-from rl_bridge.demo.rollout import InstallReply, RolloutWorker, SampleReply
-from rl_bridge.demo.rollout_process import RolloutProcess
-from rl_bridge.demo.run import run_demo
-from rl_bridge.demo.sampler import ModuleSampler
-from rl_bridge.demo.trainer import Trainer
-from rl_bridge.errors import WeightBridgeError, WeightBridgeUnavailableError
-from rl_bridge.manifest.model import WeightUpdateManifest
-
-LOCAL = RolloutConfig(transport="local-clone", seed=3, num_digits=3, base=4)
-LOGPROB_TOLERANCE = logprob_tolerance(Engine.MODULE)
-PROMISED_KEYS = {
-    "logprob_max_abs_diff",
-    "refused",
-    "reward_first",
-    "reward_last",
-    "seconds",
-    "undone",
-    "versions_installed",
-}
-
-
-# ------------------------------------------------------------------------------ rollouts that lie
-
-
-class StaleRollout(RolloutWorker):
-    """Acknowledges every update, but from the third on it installs none."""
-
-    def __init__(self, config: RolloutConfig) -> None:
-        super().__init__(config)
-        self.told: int | None = None
-
-    def install(self, manifest_json: str, *, fail_half_way: bool = False) -> InstallReply:
-        manifest = WeightUpdateManifest.from_json(manifest_json)
-        self.told = manifest.weight_version
-        if self.told < 3:
-            return super().install(manifest_json, fail_half_way=fail_half_way)
-        return InstallReply(active_version=self.told, root=manifest.root)
-
-    def sample(self, *, num_groups: int, group_size: int) -> SampleReply:
-        honest = super().sample(num_groups=num_groups, group_size=group_size)
-        return replace(honest, version=self.told)
-
-
-class TornRollout(RolloutWorker):
-    """Installs, and then one tensor is scaled behind everybody's back."""
-
-    def sample(self, *, num_groups: int, group_size: int) -> SampleReply:
-        with torch.no_grad():
-            assert isinstance(self._sampler, ModuleSampler)
-            self._sampler.model.tokens.weight.mul_(1.01)
-        return super().sample(num_groups=num_groups, group_size=group_size)
-
-
-class ForgetfulRollout(RolloutWorker):
-    """Says that it holds another version than the one that it acknowledged."""
-
-    def sample(self, *, num_groups: int, group_size: int) -> SampleReply:
-        honest = super().sample(num_groups=num_groups, group_size=group_size)
-        return replace(honest, version=None)
-
-
-class MislabelledRollout(RolloutWorker):
-    """Samples as it should; its engine labels one output with another version's root."""
-
-    def sample(self, *, num_groups: int, group_size: int) -> SampleReply:
-        honest = super().sample(num_groups=num_groups, group_size=group_size)
-        return replace(honest, labels={f"1@{self.told}": 511, f"1@{'0' * 32}": 1})
-
-    def install(self, manifest_json: str, *, fail_half_way: bool = False) -> InstallReply:
-        reply = super().install(manifest_json, fail_half_way=fail_half_way)
-        self.told = reply.root
-        return reply
-
-
-class LabelledRollout(MislabelledRollout):
-    """The same, with the right label on all of them."""
-
-    def sample(self, *, num_groups: int, group_size: int) -> SampleReply:
-        reply = super().sample(num_groups=num_groups, group_size=group_size)
-        return replace(reply, labels={f"1@{self.told}": 512})
-
-
-class WrongRootRollout(RolloutWorker):
-    """Acknowledges with the root of something else."""
-
-    def install(self, manifest_json: str, *, fail_half_way: bool = False) -> InstallReply:
-        reply = super().install(manifest_json, fail_half_way=fail_half_way)
-        return replace(reply, root="0" * 32)
-
-
-@pytest.mark.parametrize(
-    ("kind", "error", "in_step"),
-    [
-        (StaleRollout, LogprobMismatch, 3),
-        (TornRollout, LogprobMismatch, 1),
-        (ForgetfulRollout, LogprobMismatch, 1),
-        (MislabelledRollout, LabelMismatch, 1),
-        (WrongRootRollout, UpdateLost, 1),
-    ],
+from rl_bridge.demo import DemoResult, run_demo
+from rl_bridge.demo.learning import Learner, LearnerConfig, SortTask, group_advantages, log_probs
+from rl_bridge.demo.model import EngineFault, ModuleSampler, build_model, sample
+from rl_bridge.demo.qwen import failing_exchange
+from rl_bridge.demo.report import LiveView, phases, print_report
+from rl_bridge.demo.rollout import (
+    Engine,
+    InstallReply,
+    RolloutConfig,
+    RolloutProcess,
+    RolloutWorker,
+    SampleReply,
 )
-def test_a_rollout_that_does_not_hold_what_it_says_is_found_out(
-    kind: type[RolloutWorker], error: type[WeightBridgeError], in_step: int
-) -> None:
-    with closing(kind(LOCAL)) as rollout, closing(Trainer(LOCAL, rollout, num_steps=9)) as trainer:
-        for number in range(1, in_step):
-            trainer.step(number, None)
-        with pytest.raises(error):
-            trainer.step(in_step, None)
+from rl_bridge.demo.sglang_engine import NAME, plant
+from rl_bridge.demo.trainer import (
+    MIN_STEPS,
+    Fault,
+    PromiseBroken,
+    Trainer,
+    VersionShelf,
+    examine,
+    logprob_tolerance,
+    plan_faults,
+)
+from rl_bridge.demo.vllm_server import DemoWorker, Server
+from rl_bridge.engines.staging import AttributeChange, Exchange, Staged, TensorChange
+from rl_bridge.errors import EngineLost, WeightBridgeUnavailableError
+from rl_bridge.manifest.model import WeightUpdateManifest
+from rl_bridge.testing.processes import until
 
+SMALL = SortTask(num_digits=3, base=4)
+LOCAL = RolloutConfig(transport="local-clone", seed=3, num_digits=3, base=4)
+TOLERANCE = logprob_tolerance(Engine.MODULE)
 
-def test_labels_of_the_right_version_are_counted() -> None:
-    with (
-        closing(LabelledRollout(LOCAL)) as rollout,
-        closing(Trainer(LOCAL, rollout, num_steps=9)) as trainer,
-    ):
-        trainer.step(1, None)
-        assert trainer.labels_checked == 512
-
-
-def test_a_healthy_update_that_is_refused_stops_the_run() -> None:
-    with (
-        closing(RolloutWorker(LOCAL)) as rollout,
-        closing(Trainer(LOCAL, rollout, num_steps=9)) as trainer,
-    ):
-        trainer.step(1, None)
-        with closing(Trainer(replace(LOCAL, base=5), rollout, num_steps=9)) as other:
-            with pytest.raises(UpdateLost, match="IncompatibleUpdate"):
-                other.step(1, None)
-            with pytest.raises(UpdateLost, match="has not acknowledged"):
-                _ = other.held
-        trainer.step(2, None)
-
-
-# ------------------------------------------------------------------------------ the process
-
-
-def test_a_killed_rollout_process_is_noticed_at_once() -> None:
-    with closing(RolloutProcess(replace(LOCAL, transport="shared-memory"))) as rollout:
-        rollout.wait_until_ready()
-        assert rollout.pid != os.getpid()
-        os.kill(rollout.pid, signal.SIGKILL)
-        with pytest.raises(PeerGone, match="rollout process has ended"):
-            rollout.sample(num_groups=1, group_size=1)
-
-
-# ------------------------------------------------------------------------------ whole runs
+# ---- whole runs ---------------------------------------------------------------------------------
 
 
 def run(transport: str, out: Path, steps: int = MIN_STEPS) -> tuple[DemoResult, str]:
@@ -185,112 +70,101 @@ def local_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[DemoResult, str
     return *run("local-clone", out), out
 
 
-@pytest.fixture(scope="module")
-def shared_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[DemoResult, list[object]]:
-    """A run with a process of its own, and the children that it left."""
-    result, _ = run("shared-memory", tmp_path_factory.mktemp("shared"))
-    return result, list(multiprocessing.active_children())
-
-
-def test_a_run_over_shared_memory_keeps_every_promise(
-    shared_run: tuple[DemoResult, list[object]],
+def test_a_run_over_shared_memory_keeps_every_promise_and_earns_the_same(
+    tmp_path: Path, local_run: tuple[DemoResult, str, Path]
 ) -> None:
-    result, children = shared_run
-    assert (result.refused, result.undone) == (2, 1)
-    assert result.num_processes == 2
+    result, _ = run("shared-memory", tmp_path)
+    assert multiprocessing.active_children() == []
+    assert (result.refused, result.undone, result.num_processes) == (2, 1, 2)
     # The corrupted and the undone version were never served: the version before them was.
     assert [row.update for row in result.rows].count("installed") == MIN_STEPS - 2
     assert result.versions_installed == MIN_STEPS - 2
-    assert result.logprob_max_abs_diff <= LOGPROB_TOLERANCE
+    assert result.logprob_max_abs_diff <= TOLERANCE
     assert result.logprob_min_diff_if_stale is not None
-    assert result.logprob_min_diff_if_stale > 100 * LOGPROB_TOLERANCE
-    assert children == []
+    assert result.logprob_min_diff_if_stale > 100 * TOLERANCE
+    local = local_run[0]
+    assert [row.reward for row in result.rows] == [row.reward for row in local.rows]
+    assert [row.root for row in result.rows] == [row.root for row in local.rows]
 
 
-def test_the_same_seed_earns_the_same_over_every_transport(
-    local_run: tuple[DemoResult, str, Path], shared_run: tuple[DemoResult, list[object]]
-) -> None:
-    local, shared = local_run[0], shared_run[0]
-    assert [row.reward for row in local.rows] == [row.reward for row in shared.rows]
-    assert [row.root for row in local.rows] == [row.root for row in shared.rows]
-
-
-def test_the_json_file_is_sorted_and_has_what_was_promised(
-    local_run: tuple[DemoResult, str, Path],
-) -> None:
+def test_the_files_have_what_was_promised(local_run: tuple[DemoResult, str, Path]) -> None:
     result, _, out = local_run
     text = (out / "demo.json").read_text(encoding="utf-8")
     data = json.loads(text)
-    assert data.keys() >= PROMISED_KEYS
     assert text == json.dumps(data, sort_keys=True, indent=2) + "\n"
     assert (data["refused"], data["undone"]) == (2, 1)
     assert data["reward_first"] == data["rows"][0]["reward"] < 0.3
+    assert data["reward_last"] == data["rows"][-1]["reward"]
     assert data["versions_installed"] == MIN_STEPS - 2
+    assert data["logprob_max_abs_diff"] <= TOLERANCE < data["logprob_min_diff_if_stale"]
     assert len(data["rows"]) == data["steps"] == MIN_STEPS
     assert [fault["kind"] for fault in data["faults"]] == [fault.value for fault in Fault]
     assert data["seconds"] == result.seconds > 0
-
-
-def test_each_phase_of_the_picture_has_a_colour_of_its_own(
-    local_run: tuple[DemoResult, str, Path],
-) -> None:
-    series = grouped(phase_series(local_run[0].rows))
-    shades = [picture._SIDES[one.side] for one in series]
-    sides = [one.side for one in series]
-    assert any(one.name == "refuse, undo" for one in series)
-    assert all(sides.count(side) <= len(shade) for side, shade in zip(sides, shades, strict=True))
-    assert all(len(set(shade)) == len(shade) for shade in shades)
-
-
-def test_the_picture_is_a_picture(local_run: tuple[DemoResult, str, Path]) -> None:
-    png = (local_run[2] / "demo.png").read_bytes()
+    assert "engine_name" not in data
+    png = (out / "demo.png").read_bytes()
     assert png.startswith(b"\x89PNG")
     assert len(png) > 20_000
 
 
-def test_what_is_printed_names_the_faults_and_the_files(
-    local_run: tuple[DemoResult, str, Path],
-) -> None:
-    _, screen, out = local_run
-    for word in (
-        "REFUSED",
-        "UNDONE",
-        "ChecksumMismatch",
-        "StaleUpdate",
-        "EngineFault",
-        "step   1/",
-    ):
+def test_the_screen_names_steps_faults_and_files(local_run: tuple[DemoResult, str, Path]) -> None:
+    result, screen, out = local_run
+    for word in ("REFUSED", "UNDONE", "ChecksumMismatch", "StaleUpdate", "EngineFault"):
         assert word in screen
-    assert str(out / "demo.json") in screen
-    assert str(out / "demo.png") in screen
+    assert f"{out / 'demo.json'} {out / 'demo.png'}" in screen
     assert "\x1b" not in screen
-
-
-def test_without_a_terminal_each_step_is_a_line_with_the_phases_of_its_update(
-    local_run: tuple[DemoResult, str, Path],
-) -> None:
-    result, screen, _ = local_run
     lines = [line for line in screen.splitlines() if line.startswith("step ")]
     assert len(lines) == len(result.rows)
     for line, row in zip(lines, result.rows, strict=True):
         assert f"version {row.version:>3}" in line
-        for side, phases in (("trainer", row.publish_ms), ("rollout", row.install_ms)):
-            assert phases
-            told = line.partition(f"{side}: ")[2]
-            for name, milliseconds in phases.items():
-                assert f"{name} {milliseconds:.2f}" in told
+        assert f"update {row.update_ms:.1f} ms" in line
 
 
-def test_a_terminal_gets_a_panel(local_run: tuple[DemoResult, str, Path]) -> None:
-    result = local_run[0]
+def test_a_terminal_gets_a_bar_and_a_real_engine_its_name(
+    local_run: tuple[DemoResult, str, Path],
+) -> None:
+    result = replace(local_run[0], engine="vllm", engine_name="vLLM 1.2", labels_checked=5)
     screen = io.StringIO()
-    console = Console(file=screen, width=100, force_terminal=True)
-    with LiveView(console, title="the title", num_steps=len(result.rows)) as view:
+    console = Console(file=screen, width=120, force_terminal=True)
+    with LiveView(console, num_steps=len(result.rows)) as view:
         for row in result.rows:
             view.step(row)
         view.fault(result.faults[0])
-    assert "the title" in screen.getvalue()
-    assert "REFUSED" in screen.getvalue()
+    print_report(result, console)
+    for words in ("REFUSED", "vLLM 1.2", "5 outputs, each with the label"):
+        assert words in screen.getvalue()
+    assert result.to_json()["engine_name"] == "vLLM 1.2"
+
+
+def test_phases_of_one_purpose_are_one_and_nothing_is_lost(
+    local_run: tuple[DemoResult, str, Path],
+) -> None:
+    row = replace(
+        local_run[0].rows[0],
+        publish_ms={"slot": 4.0, "stage_digest": 3.0, "seal": 2.0},
+        install_ms={"attach": 1.0, "verify": 5.0, "pause": 0.25, "of-the-future": 0.5},
+        update_ms=17.0,
+    )
+    assert phases([row, replace(row, install_ms={"failed": 1.5})]) == {
+        "copy, digest": [7.0, 7.0],
+        "messages": [2.0 + 1.25, 2.0 + 6.5],
+        "verify": [6.0, 0.0],
+        "install": [0.25, 0.0],
+        "refuse, undo": [0.0, 1.5],
+        "of-the-future": [0.5, 0.0],
+    }
+
+
+@pytest.mark.slow
+def test_the_policy_learns_to_sort(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The smallest task that is learned in so few steps; the demo's own takes twice as many.
+    task = partial(RolloutConfig, num_digits=LOCAL.num_digits, base=LOCAL.base)
+    monkeypatch.setattr("rl_bridge.demo.run.RolloutConfig", task)
+    result, _ = run("local-clone", tmp_path, steps=18)
+    assert result.reward_first < 0.3
+    assert result.reward_last > 0.8
+
+
+# ---- what cannot run ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -317,42 +191,338 @@ def test_a_place_that_cannot_be_written_is_refused_before_anything_starts(tmp_pa
     assert screen.getvalue() == ""
 
 
-@pytest.mark.slow
-def test_the_policy_learns_to_sort(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # The smallest task that is learned in so few steps; the demo's own takes twice as many.
-    task = partial(RolloutConfig, num_digits=LOCAL.num_digits, base=LOCAL.base)
-    monkeypatch.setattr("rl_bridge.demo.run.RolloutConfig", task)
-    result, _ = run("local-clone", tmp_path, steps=18)
-    assert result.reward_first < 0.3
-    assert result.reward_last > 0.8
-
-
-# ------------------------------------------------------------------------------ phases and curves
-
-
-def test_phases_of_one_purpose_are_summed_up_and_nothing_is_lost(
-    local_run: tuple[DemoResult, str, Path],
+@pytest.mark.parametrize(
+    ("engine", "extras"),
+    [("vllm", "demo,vllm"), ("sglang", "demo,sglang"), ("vllm-http", "demo,vllm,remote")],
+)
+@pytest.mark.parametrize("installed", [False, True])
+def test_an_engine_that_cannot_sample_is_refused_before_anything_starts(
+    engine: str, extras: str, installed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    row = replace(
-        local_run[0].rows[0],
-        publish_ms={"slot": 4.0, "stage_digest": 3.0, "seal": 2.0},
-        install_ms={"attach": 1.0, "verify": 5.0, "of-the-future": 0.5},
-        update_ms=17.0,
+    def found(name: str) -> ModuleSpec | None:
+        return ModuleSpec(name, None) if installed or name == "matplotlib" else None
+
+    monkeypatch.setattr(importlib.util, "find_spec", found)
+    words = "local-clone does not leave this one.*--transport" if installed else rf"\[{extras}\]"
+    with pytest.raises(WeightBridgeUnavailableError, match=words):
+        run_demo(engine=engine, transport="local-clone", out=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM would start")
+def test_an_engine_that_does_not_start_says_why_and_where_it_printed(tmp_path: Path) -> None:
+    log = str(tmp_path / "vllm.log")
+    config = replace(LOCAL, transport="shared-memory", engine=Engine.VLLM, engine_log=log)
+    with closing(RolloutProcess(config)) as rollout:
+        with pytest.raises(WeightBridgeUnavailableError, match=r"did not start.*vllm") as caught:
+            rollout.wait_until_ready()
+        assert log in str(caught.value)
+
+
+def test_a_killed_rollout_is_noticed_at_once_and_its_log_is_named(tmp_path: Path) -> None:
+    log = tmp_path / "engine.log"
+    config = replace(LOCAL, transport="shared-memory", engine_log=str(log))
+    with closing(RolloutProcess(config)) as rollout:
+        rollout.wait_until_ready()
+        assert log.exists()
+        os.kill(rollout.pid, signal.SIGKILL)
+        with pytest.raises(EngineLost, match=r"ended with -9.*engine\.log"):
+            rollout.sample(num_groups=1, group_size=1)
+
+
+# ---- rollouts that lie --------------------------------------------------------------------------
+
+
+class StaleRollout(RolloutWorker):
+    """Acknowledges every update, but from the third on it installs none."""
+
+    def install(self, manifest_json: str, *, fail_half_way: bool = False) -> InstallReply:
+        manifest = WeightUpdateManifest.from_json(manifest_json)
+        self.acknowledged = manifest.weight_version
+        if self.acknowledged < 3:
+            return super().install(manifest_json, fail_half_way=fail_half_way)
+        return InstallReply(active_version=self.acknowledged, root=manifest.root)
+
+    def sample(self, *, num_groups: int, group_size: int) -> SampleReply:
+        honest = super().sample(num_groups=num_groups, group_size=group_size)
+        return replace(honest, version=self.acknowledged)
+
+
+class TornRollout(RolloutWorker):
+    """Installs, and then one tensor is scaled behind everybody's back."""
+
+    def sample(self, *, num_groups: int, group_size: int) -> SampleReply:
+        assert isinstance(self.sampler, ModuleSampler)
+        with torch.no_grad():
+            self.sampler.model.tokens.weight.mul_(1.01)
+        return super().sample(num_groups=num_groups, group_size=group_size)
+
+
+class ForgetfulRollout(RolloutWorker):
+    """Says that it holds another version than the one that it acknowledged."""
+
+    def sample(self, *, num_groups: int, group_size: int) -> SampleReply:
+        honest = super().sample(num_groups=num_groups, group_size=group_size)
+        return replace(honest, version=None)
+
+
+class LabelledRollout(RolloutWorker):
+    """An engine that labels its outputs with the root that it acknowledged."""
+
+    def install(self, manifest_json: str, *, fail_half_way: bool = False) -> InstallReply:
+        reply = super().install(manifest_json, fail_half_way=fail_half_way)
+        self.labels = {f"1@{reply.root}": 512}
+        return reply
+
+    def sample(self, *, num_groups: int, group_size: int) -> SampleReply:
+        reply = super().sample(num_groups=num_groups, group_size=group_size)
+        return replace(reply, labels=self.labels)
+
+
+class MislabelledRollout(LabelledRollout):
+    """The same, with another version's root on one of them."""
+
+    def install(self, manifest_json: str, *, fail_half_way: bool = False) -> InstallReply:
+        reply = super().install(manifest_json, fail_half_way=fail_half_way)
+        self.labels[f"1@{'0' * 32}"] = 1
+        return reply
+
+
+class WrongRootRollout(RolloutWorker):
+    """Acknowledges with the root of something else."""
+
+    def install(self, manifest_json: str, *, fail_half_way: bool = False) -> InstallReply:
+        reply = super().install(manifest_json, fail_half_way=fail_half_way)
+        return replace(reply, root="0" * 32)
+
+
+@pytest.mark.parametrize(
+    ("kind", "words", "in_step"),
+    [
+        (StaleRollout, "stale or torn", 3),
+        (TornRollout, "stale or torn", 1),
+        (ForgetfulRollout, "reports version None", 1),
+        (MislabelledRollout, "labelled", 1),
+        (WrongRootRollout, "rollout acknowledged", 1),
+    ],
+)
+def test_a_rollout_that_does_not_hold_what_it_says_is_found_out(
+    kind: type[RolloutWorker], words: str, in_step: int
+) -> None:
+    with closing(kind(LOCAL)) as rollout, closing(Trainer(LOCAL, rollout, num_steps=9)) as trainer:
+        for number in range(1, in_step):
+            trainer.step(number, None)
+        with pytest.raises(PromiseBroken, match=words):
+            trainer.step(in_step, None)
+
+
+def test_labels_of_the_right_version_are_counted() -> None:
+    rollout = LabelledRollout(LOCAL)
+    with closing(rollout), closing(Trainer(LOCAL, rollout, num_steps=9)) as trainer:
+        trainer.step(1, None)
+        assert trainer.labels_checked == 512
+
+
+def test_a_healthy_update_that_is_refused_stops_the_run() -> None:
+    rollout = RolloutWorker(LOCAL)
+    with closing(rollout), closing(Trainer(LOCAL, rollout, num_steps=9)) as trainer:
+        trainer.step(1, None)
+        with closing(Trainer(replace(LOCAL, base=5), rollout, num_steps=9)) as other:
+            with pytest.raises(PromiseBroken, match="IncompatibleUpdate"):
+                other.step(1, None)
+            with pytest.raises(PromiseBroken, match="has not acknowledged"):
+                _ = other.held
+        trainer.step(2, None)
+
+
+# ---- planted faults -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("steps", [MIN_STEPS, 7, 10, 80, 501])
+def test_each_fault_is_planted_once_with_two_versions_before_it(steps: int) -> None:
+    planned = plan_faults(steps)
+    assert sorted(planned.values()) == sorted(Fault)
+    assert min(planned) > 2
+    assert max(planned) <= steps
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        InstallReply(active_version=5, root="00"),
+        InstallReply(active_version=4, error="SegmentError", message="gone"),
+        InstallReply(active_version=5, error="ChecksumMismatch", message="but installed"),
+    ],
+    ids=["installed", "refused-for-another-reason", "refused-yet-installed"],
+)
+def test_a_fault_that_is_not_refused_as_it_should_be_is_noticed(reply: InstallReply) -> None:
+    with pytest.raises(PromiseBroken):
+        examine(Fault.CORRUPTED, reply, active_version=4, engine=Engine.MODULE)
+
+
+@pytest.mark.parametrize("engine", [Engine.VLLM, Engine.SGLANG, Engine.VLLM_HTTP])
+def test_a_fault_in_a_real_engine_is_known_by_the_cause_that_is_named(engine: Engine) -> None:
+    reply = InstallReply(
+        active_version=4, error="WeightUpdateRejectedError", message="EngineFault: it failed"
     )
-    series = phase_series([row, replace(row, install_ms={"failed": 1.5})])
-    told = {(one.side, one.name): one.values_ms for one in grouped(series)}
-    assert told == {
-        ("trainer", "copy, digest"): (7.0, 7.0),
-        ("trainer", "manifest"): (2.0, 2.0),
-        ("rollout", "verify"): (6.0, 0.0),
-        ("rollout", "of-the-future"): (0.5, 0.0),
-        ("rollout", "refuse, undo"): (0.0, 1.5),
-        ("", BETWEEN): (1.5, 6.5),
-    }
+    assert examine(Fault.HALF_WAY, reply, active_version=4, engine=engine).outcome == "undone"
+    other = replace(reply, message="OutOfMemory: the engine")
+    with pytest.raises(PromiseBroken, match="OutOfMemory"):
+        examine(Fault.HALF_WAY, other, active_version=4, engine=engine)
 
 
-def test_a_sparkline_fits_its_width_and_shows_both_ends() -> None:
-    curve = sparkline([step / 99 for step in range(100)], 20)
-    assert len(curve) == 20
-    assert (curve[0], curve[-1]) == ("▁", "█")
-    assert sparkline([], 20) == ""
+def test_a_failing_exchange_leaves_a_mixture_that_its_undo_takes_back() -> None:
+    held = [torch.full((2,), float(index)) for index in range(3)]
+    layer = torch.nn.Module()
+    layer.packed = "old"  # type: ignore[assignment]
+    staged = Staged(
+        [TensorChange(str(index), live, live + 10, index) for index, live in enumerate(held)],
+        [AttributeChange("layer", layer, "packed", "new")],
+    )
+    exchange = Exchange()
+    with failing_exchange(), pytest.raises(EngineFault, match="after 2 of 4 exchanges"):
+        exchange.apply(staged)
+    assert [tensor[0].item() for tensor in held] == [10, 11, 2]
+    exchange.undo()
+    assert [tensor[0].item() for tensor in held] == [0, 1, 2]
+    exchange.apply(staged)
+    assert [tensor[0].item() for tensor in held] == [10, 11, 12]
+    assert layer.packed == "new"
+
+
+class Loading(torch.nn.Module):
+    """A model that loads by name, as those of engines do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held: dict[str, float] = {}
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        self.held.update((name, tensor.item()) for name, tensor in weights)
+
+
+def test_engines_fail_half_way_only_while_they_are_asked_to() -> None:
+    apply, worker, model = Exchange.apply, DemoWorker(), Loading()
+    given = [(str(number), torch.tensor(float(number))) for number in range(5)]
+    for is_armed in (1, 1, 0):
+        worker.rl_bridge_fail_half_way(is_armed)
+        assert (Exchange.apply is not apply) == bool(is_armed)
+    for is_armed in (1, 1, 0):
+        plant(model, [(NAME, torch.tensor([float(is_armed)]))])
+        model.held.clear()
+        if is_armed:
+            with pytest.raises(EngineFault, match="after 2 of 5 tensors"):
+                model.load_weights(iter(given))
+            assert list(model.held) == ["0", "1"]
+    model.load_weights(iter(given))
+    assert len(model.held) == 5
+    with pytest.raises(EngineFault, match="expected one tensor"):
+        plant(model, given)
+
+
+# ---- servers ------------------------------------------------------------------------------------
+
+
+def test_a_server_that_ends_is_reported_with_what_it_printed(tmp_path: Path) -> None:
+    server = Server("side-car", ["rl_bridge", "nonsense"], port=1, log=tmp_path / "log")
+    with (
+        closing(server),
+        pytest.raises(WeightBridgeUnavailableError, match=r"side-car did not start.*ended with 2"),
+    ):
+        server.wait_until(lambda: False)
+    assert "nonsense" in (tmp_path / "log").read_text("utf-8")
+
+
+def test_a_server_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
+    starter = """
+import sys
+from pathlib import Path
+from rl_bridge.demo.vllm_server import Server
+server = Server("web", ["http.server", "0", "--bind", "127.0.0.1"], port=1, log=Path("log"))
+print(server.pid, flush=True)
+sys.stdin.read()
+"""
+    parent = subprocess.Popen(
+        [sys.executable, "-c", starter],
+        cwd=tmp_path,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with parent:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        assert os.getpgid(pid) == pid
+        parent.kill()
+    until(lambda: not is_running(pid), what="the server is gone with the one that started it")
+
+
+def is_running(pid: int) -> bool:
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text("utf-8")
+    except OSError:
+        return False
+    return status.rpartition(")")[2].split()[0] != "Z"
+
+
+# ---- reinforcement learning ---------------------------------------------------------------------
+
+
+def generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def test_a_sorted_answer_earns_one_and_every_wrong_position_costs_its_share() -> None:
+    task = SortTask(num_digits=3, base=10)
+    tokens = torch.tensor([[9, 1, 5, 10, 1, 5, 9], [9, 1, 5, 10, 1, 9, 5], [2, 2, 0, 10, 9, 9, 9]])
+    assert task.rewards(tokens).tolist() == [[1, 1, 1], [1, 0, 0], [0, 0, 0]]
+
+
+def test_the_shelf_judges_by_its_own_copies_and_forgets_the_oldest() -> None:
+    model = build_model(SMALL, seed=1, width=32, num_layers=1, num_heads=2)
+    shelf = VersionShelf(model, capacity=2)
+    shelf.keep(7, model)
+    batch = sample(model, num_groups=16, group_size=8, generator=generator())
+    with torch.no_grad():
+        model.head.weight.mul_(200.0)  # far from uniform, as after training: rounding weighs more
+    shelf.keep(8, model)
+    agreement = shelf.compare(7, batch)
+    assert agreement.max_abs_diff <= TOLERANCE
+    assert agreement.max_abs_diff_older is None
+    newer = shelf.compare(8, batch)
+    assert newer.max_abs_diff > 100 * TOLERANCE
+    assert newer.max_abs_diff_older == agreement.max_abs_diff
+    # One pass agrees with token by token over a cache.
+    sharp = sample(model, num_groups=16, group_size=8, generator=generator())
+    with torch.no_grad():
+        again = log_probs(model, sharp.tokens)
+    torch.testing.assert_close(again, sharp.log_probs, rtol=0, atol=TOLERANCE / 10)
+    shelf.keep(9, model)
+    with pytest.raises(KeyError, match="no weights of version 7"):
+        shelf.compare(7, batch)
+
+
+def test_a_group_that_agrees_teaches_nothing() -> None:
+    rewards = torch.tensor([[1.0, 0.0], [1.0, 1.0], [0.0, 0.0], [0.0, 0.0]])
+    advantages = group_advantages(rewards, group_size=2)
+    assert advantages[:, 0].tolist() == [0, 0, 0, 0]
+    assert advantages[:2, 1].sum() == pytest.approx(0)
+    assert advantages[1, 1] > 0 > advantages[0, 1]
+
+
+def test_the_reward_rises_on_a_small_task_and_the_seed_decides_it() -> None:
+    before = torch.random.get_rng_state()
+    rewards: list[list[float]] = []
+    for steps in (30, 2):
+        model = build_model(SMALL, seed=0, width=32, num_layers=1, num_heads=2)
+        learner = Learner(model, num_steps=30, config=LearnerConfig(learning_rate=3e-3))
+        draws = generator(1)
+        rewards.append([])
+        for _ in range(steps):
+            batch = sample(model, num_groups=32, group_size=8, generator=draws)
+            rewards[-1].append(batch.mean_reward)
+            learner.update(batch)
+    assert rewards[0][0] < 0.4
+    assert rewards[0][-1] > 0.75
+    assert rewards[1] == rewards[0][:2]
+    assert torch.equal(before, torch.random.get_rng_state())

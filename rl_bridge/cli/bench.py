@@ -1,8 +1,6 @@
 """`rl-bridge bench`: what an update costs here, next to a plain memcpy of the same bytes."""
 
 import ctypes
-import json
-import multiprocessing
 import os
 import platform
 import signal
@@ -12,7 +10,6 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
 from typing import Annotated, Any, Literal, cast
 
 import torch
@@ -23,12 +20,12 @@ from rich.text import Text
 from rl_bridge.bridge.bridges import SharedMemoryTensorBridge
 from rl_bridge.bridge.executor import RolloutExecutor
 from rl_bridge.cli.screen import memory_nbytes, say_json, screen, size, version
-from rl_bridge.demo.frames import bound_sends
-from rl_bridge.errors import DeadlineExceeded, WeightBridgeError
+from rl_bridge.errors import WeightBridgeError
 from rl_bridge.installers.module import ModuleInstallAdapter
 from rl_bridge.manifest.canonical import JSONValue
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.memory.passes import default_threads, native_cause
+from rl_bridge.testing.processes import Child, ChildDied, ChildError
 
 __all__ = [
     "MEMORY_FACTOR",
@@ -56,7 +53,6 @@ MEMORY_FACTOR = 7
 
 _WARMUPS = 3  # both slots written, every page touched, plans cached
 _ANSWER_TIMEOUT_S = 120.0  # the first one includes the import of torch
-_STOP_TIMEOUT_S = 10.0
 
 
 class MeasurementFailed(WeightBridgeError):
@@ -130,7 +126,7 @@ def measure(sizes: Sizes, *, on_update: Callable[[str], None] = lambda _: None) 
     with _consumer() as ask, SharedMemoryTensorBridge(source_worker="bench") as bridge:
         held = None
         for way in WAYS:
-            ask({"do": "start", "way": way})
+            ask("start", way=way)
             for number in range(_WARMUPS + sizes.repeats):
                 on_update(f"{way}: update {number + 1} of {_WARMUPS + sizes.repeats}")
                 version += 1
@@ -142,13 +138,13 @@ def measure(sizes: Sizes, *, on_update: Callable[[str], None] = lambda _: None) 
                 start = time.perf_counter()
                 manifest = bridge.publish(source, weight_version=version)
                 published = time.perf_counter()
-                answer = ask({"do": "update", "manifest": manifest.to_json()})
+                phases = ask("update", manifest=manifest.to_json())
                 loaded = time.perf_counter()
                 if is_sample:
                     _add_update(
                         timings,
                         way,
-                        answer["timings_ms"],
+                        phases,
                         publish_ms=(published - start) * 1e3,
                         loaded_ms=(loaded - start) * 1e3,
                     )
@@ -213,87 +209,49 @@ def _copy(jobs: list[tuple[int, int, int]]) -> None:
 
 
 @contextmanager
-def _consumer() -> Iterator[Callable[[dict[str, Any]], dict[str, Any]]]:
-    """Start the consumer; gives a function that asks it and waits, boundedly, for the answer."""
-    context = multiprocessing.get_context("spawn")
-    here, there = context.Pipe()
-    process = context.Process(target=serve, args=(there,), name="rl-bridge-bench", daemon=True)
-    process.start()
-    there.close()
-    bound_sends(here, _ANSWER_TIMEOUT_S)
+def _consumer() -> Iterator[Callable[..., dict[str, float]]]:
+    """Start the consumer; gives a function that calls its methods and waits for their answers."""
+    with Child(Consumer) as child:
 
-    def ask(message: dict[str, Any]) -> dict[str, Any]:
-        try:
-            _send(here, json.dumps(message).encode(), process.pid)
-            if not here.poll(_ANSWER_TIMEOUT_S):
-                msg = f"the consumer (pid {process.pid}) gave no answer for {_ANSWER_TIMEOUT_S} s."
-                raise DeadlineExceeded(msg)
-            answer = json.loads(here.recv_bytes())
-        except (EOFError, BrokenPipeError, ConnectionResetError) as error:
-            process.join(_STOP_TIMEOUT_S)
-            msg = f"the consumer's process ended (exit code {process.exitcode}) in the middle."
-            raise MeasurementFailed(msg) from error
-        if "error" in answer:
-            msg = f"the consumer failed: {answer['error']}"
-            raise MeasurementFailed(msg)
-        return cast("dict[str, Any]", answer)
-
-    try:
-        ask({"do": "hello"})
-        yield ask
-    finally:
-        # The closed pipe is what ends the consumer.
-        here.close()
-        process.join(_STOP_TIMEOUT_S)
-        if process.is_alive():
-            process.kill()
-            process.join(_STOP_TIMEOUT_S)
-
-
-def _send(connection: Connection, message: bytes, pid: int | None) -> None:
-    try:
-        connection.send_bytes(message)
-    except BlockingIOError as error:
-        msg = f"the consumer (pid {pid}) took no message for {_ANSWER_TIMEOUT_S} s. Run again."
-        raise DeadlineExceeded(msg) from error
-
-
-def serve(connection: Connection) -> None:
-    """Answer until the pipe is closed. Runs in the consumer's process."""
-    # Ctrl-C reaches both processes: the publisher's closes the pipe.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    worker = _Worker()
-    try:
-        while True:
-            request = json.loads(connection.recv_bytes())
+        def ask(name: str, **options: Any) -> dict[str, float]:
             try:
-                answer = worker.answer(request)
-            except (WeightBridgeError, OSError) as error:
-                answer = {"error": f"{type(error).__name__}: {error}"}
-            connection.send_bytes(json.dumps(answer).encode())
-    except (EOFError, BrokenPipeError, ConnectionResetError):
-        worker.close()
+                child.tell(name, **options)
+                answer = child.answer(deadline_s=_ANSWER_TIMEOUT_S)
+            except ChildError as error:
+                msg = f"the consumer failed: {error.kind}: {error.message}"
+                raise MeasurementFailed(msg) from error
+            except ChildDied as error:
+                msg = f"the consumer's process ended (exit code {error.exitcode}) in the middle."
+                raise MeasurementFailed(msg) from error
+            return cast("dict[str, float]", answer)
+
+        yield ask
+        ask("close")
+        child.stop()
 
 
-class _Worker:
-    """The consumer: one engine, replaced for each way to install."""
+class Consumer:
+    """What the other process serves: one engine, replaced for each way to install."""
 
     def __init__(self) -> None:
+        """Hold no engine yet."""
+        # Ctrl-C reaches both processes: the publisher ends this one.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
         self._way: Way = "copy"
         self._bridge: SharedMemoryTensorBridge | None = None
         self._executor: RolloutExecutor | None = None
 
-    def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Do what was asked."""
-        if request["do"] == "start":
-            self.close()
-            self._way = request["way"]
-        elif request["do"] == "update":
-            executor = self._executor or self._start(request["manifest"])
-            executor.update_weights(request["manifest"])
-            if executor.last_ack is not None:
-                return {"timings_ms": dict(executor.last_ack.timings_ms)}
-        return {}
+    def start(self, way: Way) -> None:
+        """Begin with a new engine; the first update makes it."""
+        self.close()
+        self._way = way
+
+    def update(self, manifest: str) -> dict[str, float]:
+        """Install an update, and return how long each phase took."""
+        executor = self._executor or self._start(manifest)
+        executor.update_weights(manifest)
+        acknowledged = executor.last_ack
+        return {} if acknowledged is None else dict(acknowledged.timings_ms)
 
     def close(self) -> None:
         """Let go of the engine and of the last version."""

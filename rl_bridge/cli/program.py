@@ -17,8 +17,9 @@ from rl_bridge.cli.doctor import doctor
 from rl_bridge.cli.inspect import inspect
 from rl_bridge.cli.screen import plain, say_error, say_json, screen, size, version
 from rl_bridge.cli.verify import verify
-from rl_bridge.demo.options import DEFAULT_STEPS, MIN_STEPS, Engine
-from rl_bridge.demo.run import run_demo
+from rl_bridge.demo.rollout import Engine
+from rl_bridge.demo.run import DEFAULT_STEPS, run_demo
+from rl_bridge.demo.trainer import MIN_STEPS
 from rl_bridge.errors import WeightBridgeError
 from rl_bridge.memory.segment import sweep
 from rl_bridge.remote import SidecarConfig, serve

@@ -1,38 +1,30 @@
-"""A small causal transformer in plain torch, in fp32 on the CPU.
+"""The demo's own engine: a small causal transformer in plain torch, updated in place.
 
-Pre-norm blocks, learned positions, a key-value cache for sampling.
+Pre-norm blocks, learned positions, fp32 on the CPU; a cache of keys and values for sampling. The
+trainer trains one, `ModuleSampler` samples with another one.
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from rl_bridge.demo.policy import Policy
-from rl_bridge.demo.task import SortTask
+from rl_bridge.demo.learning import Policy, SampleBatch, Sampled, SortTask
+from rl_bridge.installers.module import ModuleInstallAdapter
+from rl_bridge.manifest.model import WeightUpdateManifest
 
-__all__ = ["CausalTransformer", "ModelConfig", "build_model"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelConfig:
-    """Sizes of the transformer; the task gives vocabulary and length."""
-
-    task: SortTask
-    width: int = 64
-    num_layers: int = 2
-    num_heads: int = 4
+__all__ = ["CausalTransformer", "EngineFault", "ModuleSampler", "build_model", "sample"]
 
 
 class Block(nn.Module):
     """Attention and a feed-forward layer, each behind its own norm."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, width: int, num_heads: int) -> None:
         """Make the parameters of one block."""
         super().__init__()
-        width = config.width
-        self.num_heads = config.num_heads
+        self.num_heads = num_heads
         self.attention_norm = nn.LayerNorm(width)
         self.qkv = nn.Linear(width, 3 * width)
         self.attention_out = nn.Linear(width, width)
@@ -63,26 +55,22 @@ class Block(nn.Module):
 class CausalTransformer(Policy):
     """Tokens in, logits over the digits out."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(
+        self, task: SortTask, *, width: int = 64, num_layers: int = 2, num_heads: int = 4
+    ) -> None:
         """Make all parameters; `build_model` does it from a seed."""
         super().__init__()
-        self.config = config
-        task = config.task
-        self.tokens = nn.Embedding(task.base + 1, config.width)
-        self.positions = nn.Embedding(task.num_tokens, config.width)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
-        self.norm = nn.LayerNorm(config.width)
-        self.head = nn.Linear(config.width, task.base)
+        self.task = task
+        self.tokens = nn.Embedding(task.base + 1, width)
+        self.positions = nn.Embedding(task.num_tokens, width)
+        self.blocks = nn.ModuleList(Block(width, num_heads) for _ in range(num_layers))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, task.base)
         nn.init.normal_(self.tokens.weight, std=0.5)
         nn.init.normal_(self.positions.weight, std=0.5)
         # A nearly flat first policy: REINFORCE learns only from what it happens to try.
         nn.init.normal_(self.head.weight, std=0.02)
         nn.init.zeros_(self.head.bias)
-
-    @property
-    def task(self) -> SortTask:
-        """See `Policy`."""
-        return self.config.task
 
     @property
     def weights(self) -> nn.Module:
@@ -93,10 +81,6 @@ class CausalTransformer(Policy):
         """See `Policy`."""
         logits: Tensor = self(tokens)
         return logits
-
-    def empty_cache(self) -> list[list[Tensor]]:
-        """Return a cache for `forward`, which fills it: keys and values per block."""
-        return [[] for _ in self.blocks]
 
     def forward(
         self, tokens: Tensor, *, start: int = 0, cache: list[list[Tensor]] | None = None
@@ -110,8 +94,87 @@ class CausalTransformer(Policy):
         return logits
 
 
-def build_model(config: ModelConfig, seed: int) -> CausalTransformer:
+def build_model(task: SortTask, seed: int, **sizes: int) -> CausalTransformer:
     """Make a model from a seed and leave the global random state as it was."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return CausalTransformer(config)
+        return CausalTransformer(task, **sizes)
+
+
+def sample(
+    model: CausalTransformer, *, num_groups: int, group_size: int, generator: torch.Generator
+) -> SampleBatch:
+    """Draw `num_groups` prompts and answer each of them `group_size` times, token by token."""
+    task = model.task
+    tokens = task.prompts(num_groups, generator).repeat_interleave(group_size, dim=0)
+    cache: list[list[Tensor]] = [[] for _ in model.blocks]
+    fed, start = tokens, 0
+    chosen = []
+    with torch.no_grad():
+        for _ in range(task.num_digits):
+            distribution = model(fed, start=start, cache=cache)[:, -1].log_softmax(dim=-1)
+            start += fed.shape[1]
+            fed = torch.multinomial(distribution.exp(), 1, generator=generator)
+            chosen.append(distribution.gather(1, fed))
+            tokens = torch.cat([tokens, fed], dim=1)
+    return SampleBatch.graded(task, tokens, torch.cat(chosen, dim=1), group_size)
+
+
+class EngineFault(RuntimeError):
+    """What an engine raises that fails on request; of no type that the bridge knows."""
+
+
+class HalfWayAdapter(ModuleInstallAdapter):
+    """Copies updates into a module, and fails half-way while `is_armed`.
+
+    Only `install` differs: checking, proving and above all undoing are the adapter's usual work.
+    """
+
+    def __init__(self, engine: nn.Module) -> None:
+        """Install into a module of this process."""
+        super().__init__(engine, mode="copy", num_threads=1)
+        self._module = engine
+        self.is_armed = False
+
+    def install(self, manifest: WeightUpdateManifest, tensors: Mapping[str, Tensor]) -> None:
+        """Install; or write half of the tensors, so that the engine is a mixture, and raise."""
+        if not self.is_armed:
+            super().install(manifest, tensors)
+            return
+        mine = self._module.state_dict()
+        half = sorted(mine)[: len(mine) // 2]
+        with torch.no_grad():
+            for name in half:
+                mine[name].copy_(tensors[name])
+        raise EngineFault(f"the engine failed after {len(half)} of {len(mine)} tensors")
+
+
+class ModuleSampler:
+    """The sampler that is a torch module of this process."""
+
+    name = "torch module"
+
+    def __init__(self, task: SortTask, *, model_seed: int, seed: int) -> None:
+        """Build a model with random weights of its own, and draw from a seed."""
+        self.model = build_model(task, seed=model_seed)
+        self.adapter = HalfWayAdapter(self.model)
+        self._generator = torch.Generator().manual_seed(seed)
+
+    @contextmanager
+    def failing_half_way(self) -> Iterator[None]:
+        """See `Sampler`."""
+        self.adapter.is_armed = True
+        try:
+            yield
+        finally:
+            self.adapter.is_armed = False
+
+    def sample(self, *, num_groups: int, group_size: int) -> Sampled:
+        """See `Sampler`."""
+        batch = sample(
+            self.model, num_groups=num_groups, group_size=group_size, generator=self._generator
+        )
+        return Sampled(batch=batch)
+
+    def close(self) -> None:
+        """See `Sampler`."""

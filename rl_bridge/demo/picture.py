@@ -1,4 +1,4 @@
-"""The picture of a run: what was learnt, which versions carried it, what each update cost.
+"""The picture of a run: what was learnt, which versions carried it, the proof, the cost.
 
 The colours are Okabe and Ito's: they stay apart for colour-blind readers, and every mark also
 differs in shape or is labelled where it stands.
@@ -7,26 +7,25 @@ differs in shape or is labelled where it stands.
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rl_bridge.demo.phases import grouped, phase_series
-from rl_bridge.demo.records import DemoResult
+from rl_bridge.demo.report import DemoResult, phases
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 __all__ = ["draw_picture"]
 
-_INK = "#222222"
-_MUTED = "#6b6b6b"
-_GRID = "#e4e4e4"
-_BLUE = "#0072b2"
-_SKY = "#56b4e9"
-_REFUSED = "#d55e00"
-_UNDONE = "#cc79a7"
-# Hue says which side spends the time, lightness which phase.
-_SIDES = {
-    "trainer": ("#004c78", "#2a8fcb", "#a9d6f2"),
-    "rollout": ("#5c3d00", "#9a6700", "#d6952a", "#efbf66", "#f9e3b8", "#d55e00", "#8f2d56"),
-    "": ("#bdbdbd",),
+_INK, _MUTED, _GRID = "#222222", "#6b6b6b", "#e4e4e4"
+_BLUE, _SKY = "#0072b2", "#56b4e9"
+_OUTCOMES = {"refused": ("#d55e00", "X"), "undone": ("#a3528a", "D")}
+_PHASES = {
+    "copy, digest": _BLUE,
+    "messages": "#bdbdbd",
+    "verify": _SKY,
+    "prepare": "#f0e442",
+    "install": "#e69f00",
+    "prove": "#009e73",
+    "acknowledge": "#7a7a7a",
+    "refuse, undo": "#d55e00",
 }
 _PROCESSES = {1: "one process", 2: "two processes", 3: "three processes"}
 _STYLE: Any = {
@@ -36,10 +35,12 @@ _STYLE: Any = {
     "axes.edgecolor": _MUTED,
     "axes.spines.top": False,
     "axes.spines.right": False,
+    "axes.axisbelow": True,
     "xtick.color": _MUTED,
     "ytick.color": _MUTED,
     "grid.color": _GRID,
     "legend.frameon": False,
+    "legend.fontsize": 9,
 }
 
 
@@ -51,38 +52,37 @@ def draw_picture(result: DemoResult, path: Path) -> None:
 
     with mpl.rc_context(_STYLE):
         # A figure of its own, without pyplot: no global state, and no display is asked for.
-        figure = Figure(figsize=(10.5, 8.2), dpi=150)
+        figure = Figure(figsize=(10.5, 9.4), dpi=150)
         FigureCanvasAgg(figure)
-        top, strip, bottom = figure.subplots(
-            3, 1, sharex=True, gridspec_kw={"height_ratios": [3.0, 1.0, 2.0], "hspace": 0.14}
+        panels = figure.subplots(
+            4, 1, sharex=True, gridspec_kw={"height_ratios": [3.0, 1.0, 1.5, 2.0], "hspace": 0.16}
         )
-        figure.subplots_adjust(left=0.085, right=0.825, top=0.885, bottom=0.07)
+        figure.subplots_adjust(left=0.085, right=0.825, top=0.895, bottom=0.06)
         _draw_title(figure, result)
-        _draw_reward(top, result)
-        _draw_versions(strip, result)
-        _draw_phases(bottom, result)
-        for axes in (top, bottom):
+        _draw_reward(panels[0], result)
+        _draw_versions(panels[1], result)
+        _draw_agreement(panels[2], result)
+        _draw_cost(panels[3], result)
+        panels[3].set_xlabel("step")
+        panels[3].set_xlim(0.0, len(result.rows) + 1.0)
+        for axes in (panels[0], *panels[2:]):
             axes.grid(axis="y")
-            axes.set_axisbelow(True)
-        for fault in result.faults:
-            colour = _REFUSED if fault.outcome == "refused" else _UNDONE
-            for axes in (top, bottom):
+            for fault in result.faults:
+                colour, _ = _OUTCOMES[fault.outcome]
                 axes.axvline(fault.step - 0.5, color=colour, linewidth=1.0, linestyle=(0, (4, 3)))
         figure.savefig(path)
 
 
 def _draw_title(figure: Any, result: DemoResult) -> None:
-    processes = _PROCESSES[result.num_processes]
     title = "A policy learns to sort while its weights travel"
     if result.engine_name:
         title += f" to {result.engine_name}"
-    figure.text(0.085, 0.955, title, fontsize=15, weight="bold")
+    figure.text(0.085, 0.96, title, fontsize=15, weight="bold")
     figure.text(
         0.085,
-        0.925,
-        f"{result.transport}, {processes}: {result.versions_installed} versions installed and "
-        f"proved, {result.refused} updates refused, {result.undone} undone; log-probs agree within "
-        f"{result.logprob_max_abs_diff:.0e}",
+        0.932,
+        f"{result.transport}, {_PROCESSES[result.num_processes]}: {result.versions_installed} "
+        f"versions installed and proved, {result.refused} updates refused, {result.undone} undone",
         color=_MUTED,
     )
 
@@ -96,66 +96,40 @@ def _draw_reward(axes: "Axes", result: DemoResult) -> None:
         ("fully sorted", exact, _SKY, 1.6, min(exact[-1], reward[-1] - 0.08)),
     ):
         axes.plot(steps, values, color=colour, linewidth=width)
-        axes.annotate(
-            f"{label} {values[-1]:.2f}",
-            (steps[-1], height),
-            xytext=(10, 0),
-            textcoords="offset points",
-            color=colour,
-            weight="bold",
-            va="center",
-            annotation_clip=False,
-        )
+        _label(axes, f"{label} {values[-1]:.2f}", (steps[-1], height), colour, weight="bold")
     axes.plot(steps[0], reward[0], marker="o", color=_BLUE)
-    axes.annotate(
-        f"{result.reward_first:.2f} untrained",
-        (steps[0], reward[0]),
-        xytext=(8, -9),
-        textcoords="offset points",
-        va="center",
-        color=_BLUE,
-    )
+    _label(axes, f"{result.reward_first:.2f} untrained", (steps[0], reward[0] - 0.04), _BLUE)
     axes.set_ylim(0.0, 1.04)
     axes.set_ylabel("share that is right")
+
+
+def _label(axes: "Axes", text: str, at: tuple[float, float], colour: str, **style: Any) -> None:
+    axes.annotate(
+        text,
+        at,
+        xytext=(10, 0),
+        textcoords="offset points",
+        color=colour,
+        va="center",
+        annotation_clip=False,
+        **style,
+    )
 
 
 def _draw_versions(axes: "Axes", result: DemoResult) -> None:
     installed = [row for row in result.rows if row.update == "installed"]
     steps = [row.step for row in installed]
     axes.scatter(steps, [0.0] * len(steps), marker="|", s=90, color=_BLUE, linewidths=1.3)
-    stride = max(1, len(steps) // 8)
-    for row in installed[::stride]:
-        axes.annotate(
-            f"v{row.version}",
-            (row.step, 0.0),
-            xytext=(0, -18),
-            textcoords="offset points",
-            ha="center",
-            color=_MUTED,
-            fontsize=9,
-        )
+    centred: Any = {"textcoords": "offset points", "ha": "center", "fontsize": 9}
+    for row in installed[:: max(1, len(steps) // 8)]:
+        axes.annotate(f"v{row.version}", (row.step, 0.0), xytext=(0, -18), color=_MUTED, **centred)
     for index, fault in enumerate(result.faults):
-        refused = fault.outcome == "refused"
-        colour = _REFUSED if refused else _UNDONE
-        axes.plot(
-            fault.step - 0.5,
-            0.0,
-            marker="X" if refused else "D",
-            markersize=9 if refused else 8,
-            color=colour,
-            markeredgecolor="white",
-        )
-        axes.annotate(
-            f"v{fault.version} {fault.kind}: {fault.outcome}",
-            (fault.step - 0.5, 0.0),
-            # Neighbouring labels stand on different lines.
-            xytext=(0, 11 + 13 * (index % 3)),
-            textcoords="offset points",
-            ha="center",
-            color=colour,
-            fontsize=9,
-            weight="bold",
-        )
+        colour, marker = _OUTCOMES[fault.outcome]
+        at = (fault.step - 0.5, 0.0)
+        axes.plot(*at, marker=marker, markersize=9, color=colour, markeredgecolor="white")
+        # Neighbouring labels stand on different lines.
+        text, above = f"v{fault.version} {fault.kind}: {fault.outcome}", (0, 11 + 13 * (index % 3))
+        axes.annotate(text, at, xytext=above, color=colour, weight="bold", **centred)
     axes.set_ylim(-1.0, 2.0)
     axes.set_yticks([])
     axes.set_ylabel("versions")
@@ -163,17 +137,31 @@ def _draw_versions(axes: "Axes", result: DemoResult) -> None:
     axes.tick_params(axis="x", length=0)
 
 
-def _draw_phases(axes: "Axes", result: DemoResult) -> None:
+def _draw_agreement(axes: "Axes", result: DemoResult) -> None:
+    """Draw what each batch proves: it was sampled with the version that the rollout reports."""
+    steps = [row.step for row in result.rows]
+    told = [row.logprob_max_abs_diff for row in result.rows]
+    older = [
+        (row.step, row.logprob_max_abs_diff_older)
+        for row in result.rows
+        if row.logprob_max_abs_diff_older is not None
+    ]
+    axes.scatter(steps, told, s=12, color=_BLUE)
+    numbers, differences = zip(*older, strict=True)
+    axes.scatter(numbers, differences, s=14, color=_MUTED, marker="x", linewidths=1.0)
+    axes.set_yscale("log")
+    axes.set_ylabel("log-probs differ")
+    _label(axes, "if it sampled with\nthe version before", older[-1], _MUTED, fontsize=9)
+    _label(axes, "from the version\nthat it reports", (steps[-1], told[-1]), _BLUE, fontsize=9)
+
+
+def _draw_cost(axes: "Axes", result: DemoResult) -> None:
     steps = [row.step for row in result.rows]
     base = [0.0] * len(steps)
-    seen: dict[str, int] = {}
-    for series in grouped(phase_series(result.rows), result.engine):
-        shades = _SIDES[series.side]
-        colour = shades[seen.get(series.side, 0) % len(shades)]
-        seen[series.side] = seen.get(series.side, 0) + 1
-        label = f"{series.side}: {series.name}" if series.side else series.name
-        axes.bar(steps, series.values_ms, bottom=base, width=0.86, color=colour, label=label)
-        base = [low + value for low, value in zip(base, series.values_ms, strict=True)]
+    for phase, values in phases(result.rows).items():
+        colour = _PHASES.get(phase, _INK)
+        axes.bar(steps, values, bottom=base, width=0.86, color=colour, label=phase)
+        base = [low + value for low, value in zip(base, values, strict=True)]
     # The first updates make memory and plans: cut them off rather than flatten all the others.
     usual = sorted(base)[int(0.95 * (len(base) - 1))]
     ceiling = min(max(base), usual * 1.35) * 1.08 or 1.0
@@ -183,24 +171,20 @@ def _draw_phases(axes: "Axes", result: DemoResult) -> None:
             axes.annotate(
                 f"{total:.0f} ms",
                 (step, ceiling),
-                xytext=(5, -3) if step < 0.9 * steps[-1] else (-5, -3),
+                xytext=(5, -3),
                 textcoords="offset points",
-                ha="left" if step < 0.9 * steps[-1] else "right",
                 va="top",
                 color=_MUTED,
                 fontsize=8,
                 bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.0, "alpha": 0.85},
             )
     axes.set_ylabel("ms per update")
-    axes.set_xlabel("step")
-    axes.set_xlim(0.0, steps[-1] + 1.0)
     handles, labels = axes.get_legend_handles_labels()
     axes.legend(
         handles[::-1],
         labels[::-1],
         loc="upper left",
         bbox_to_anchor=(1.01, 1.02),
-        fontsize=9,
         handlelength=1.0,
         labelspacing=0.35,
         borderaxespad=0.0,

@@ -1,21 +1,27 @@
-"""A small Qwen3 in fp32: an architecture that vLLM serves, trained with transformers and torch.
+"""What the real engines share: a small Qwen3 that they serve, and a fault that is planted in them.
 
-Its vocabulary is the task's tokens, padded to what engines like; the digits are tokens 0 and up.
+The Qwen3 is trained with transformers and torch, in fp32. Its vocabulary is the task's tokens,
+padded to what engines like; the digits are tokens 0 and up.
 """
 
 import importlib
 import io
-from contextlib import redirect_stderr
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from rl_bridge.demo.policy import Policy
-from rl_bridge.demo.task import SortTask
+from rl_bridge.demo.learning import LearnerConfig, Policy, SortTask
+from rl_bridge.demo.model import EngineFault
+from rl_bridge.engines.staging import Exchange, Staged
 
-__all__ = ["QwenPolicy", "build_qwen", "vocabulary_size", "write_checkpoint"]
+__all__ = ["LEARNER", "build_qwen", "failing_exchange", "vocabulary_size", "write_checkpoint"]
+
+LEARNER = LearnerConfig(learning_rate=3e-3, epochs=2, entropy_bonus=0.02)
+"""Settings that learn the task reliably with this model."""
 
 _WIDTH = 64
 _HEAD_WIDTH = 32  # the smallest for which vLLM has attention on the CPU
@@ -30,12 +36,7 @@ class QwenPolicy(Policy):
         """Take a ``Qwen3ForCausalLM``."""
         super().__init__()
         self.model: Any = model
-        self._task = task
-
-    @property
-    def task(self) -> SortTask:
-        """See `Policy`."""
-        return self._task
+        self.task = task
 
     @property
     def weights(self) -> nn.Module:
@@ -46,7 +47,7 @@ class QwenPolicy(Policy):
     def digit_logits(self, tokens: Tensor) -> Tensor:
         """See `Policy`."""
         logits: Tensor = self.model(input_ids=tokens, use_cache=False).logits
-        return logits[..., : self._task.base]
+        return logits[..., : self.task.base]
 
 
 def write_checkpoint(task: SortTask, seed: int, path: Path) -> None:
@@ -86,3 +87,25 @@ def build_qwen(task: SortTask, seed: int) -> QwenPolicy:
         nn.init.normal_(model.model.embed_tokens.weight, std=0.5)
         nn.init.normal_(model.lm_head.weight, std=0.02)
     return QwenPolicy(model, task)
+
+
+@contextmanager
+def failing_exchange() -> Iterator[None]:
+    """Within this context, every exchange of a model's weights in this process fails half-way.
+
+    Half of the exchange has really been made when it does: the serving model is a mixture.
+    """
+    apply = Exchange.apply
+
+    def apply_half(exchange: Exchange, staged: Staged) -> None:
+        steps = len(staged.tensors) + len(staged.attributes)
+        half = steps // 2
+        tensors = staged.tensors[:half]
+        apply(exchange, Staged(tensors, staged.attributes[: half - len(tensors)]))
+        raise EngineFault(f"the engine failed after {half} of {steps} exchanges")
+
+    Exchange.apply = apply_half  # type: ignore[method-assign,assignment]  # the planted fault
+    try:
+        yield
+    finally:
+        Exchange.apply = apply  # type: ignore[method-assign]

@@ -11,21 +11,28 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from rl_bridge.demo.config import RolloutConfig
-from rl_bridge.demo.engines import check_engine
-from rl_bridge.demo.faults import plan_faults
-from rl_bridge.demo.http_rollout import HttpRollout
-from rl_bridge.demo.live import LiveView
-from rl_bridge.demo.options import DEFAULT_STEPS, Engine
-from rl_bridge.demo.records import DemoResult
-from rl_bridge.demo.report import print_report, write_files
-from rl_bridge.demo.rollout import Rollout, RolloutWorker
-from rl_bridge.demo.rollout_process import RolloutProcess
-from rl_bridge.demo.trainer import Trainer
+from rl_bridge.demo.picture import draw_picture
+from rl_bridge.demo.report import DemoResult, LiveView, print_report, write_json
+from rl_bridge.demo.rollout import Engine, Rollout, RolloutConfig, RolloutProcess, RolloutWorker
+from rl_bridge.demo.trainer import Trainer, plan_faults
+from rl_bridge.demo.vllm_server import HttpRollout
 from rl_bridge.errors import TransportUnavailable, WeightBridgeUnavailableError
 from rl_bridge.transports.registry import canonical_name, transport_class
 
-__all__ = ["run_demo"]
+__all__ = ["DEFAULT_STEPS", "run_demo"]
+
+DEFAULT_STEPS = 80
+
+# Engine -> the packages that it needs, the extras that have them.
+_NEEDED = {
+    Engine.MODULE: ((), "demo"),
+    Engine.VLLM: (("vllm", "transformers"), "demo,vllm"),
+    Engine.SGLANG: (("sglang", "transformers"), "demo,sglang"),
+    Engine.VLLM_HTTP: (
+        ("vllm", "transformers", "fastapi", "uvicorn", "httpx", "prometheus_client"),
+        "demo,vllm,remote",
+    ),
+}
 
 
 def run_demo(
@@ -39,7 +46,7 @@ def run_demo(
 ) -> DemoResult:
     """Train a small policy over the bridge, plant three faults, and write down what happened.
 
-    The trainer runs here; the rollout runs in a process of its own where the transport crosses
+    The trainer runs here; the rollout runs in a process of its own if the transport crosses
     processes. Each step insists that the rollout's log-probabilities are those of the version that
     it reports. Two updates are refused and one is undone on purpose.
 
@@ -52,7 +59,7 @@ def run_demo(
         seed: of the weights and of the samples; the same seed gives the same rewards, with SGLang
             and with a server only about the same.
         out: where `demo.json` and `demo.png` go; made if it is not there.
-        console: where progress goes; a terminal gets a live panel, anything else plain lines.
+        console: where progress goes; a terminal gets a bar, anything else plain lines.
 
     Returns:
         Everything that `demo.json` holds.
@@ -70,12 +77,11 @@ def run_demo(
     faults = plan_faults(steps)
     config = _checked(transport, engine, seed)
     _check_writable(out)
-    if config.engine != Engine.MODULE:
+    if config.engine is not Engine.MODULE:
         config = replace(config, engine_log=str((out / f"{config.engine}.log").absolute()))
-        console.print(
+        _say(
+            console,
             f"starting {config.engine}, which takes half a minute; its log is {config.engine_log}",
-            soft_wrap=True,
-            highlight=False,
         )
     rows, fault_rows = [], []
     with ExitStack() as stack:
@@ -85,15 +91,12 @@ def run_demo(
         trainer = Trainer(config, rollout, num_steps=steps)
         stack.callback(trainer.close)
         engine_name = rollout.wait_until_ready()
-        if config.engine == Engine.MODULE:
-            engine_name = ""
-        title = f"rl_bridge demo: sort {config.num_digits} digits, {config.transport}"
-        if engine_name:
-            title += f", {engine_name}"
-        view = stack.enter_context(LiveView(console, title=title, num_steps=steps))
-        view.say(
-            f"the rollout samples in {rollout.place}; its weights come over {config.transport}"
+        _say(
+            console,
+            f"sort {config.num_digits} digits: a {engine_name} samples in {rollout.place}; its "
+            f"weights come over {config.transport}",
         )
+        view = stack.enter_context(LiveView(console, num_steps=steps))
         for number in range(1, steps + 1):
             row, fault_row = trainer.step(number, faults.get(number))
             if fault_row is not None:
@@ -104,7 +107,7 @@ def run_demo(
         manifest, labels_checked = trainer.held, trainer.labels_checked
     result = DemoResult(
         transport=config.transport,
-        engine=config.engine,
+        engine=config.engine.value,
         seed=seed,
         num_processes=num_processes,
         num_tensors=manifest.tensor_count,
@@ -112,28 +115,42 @@ def run_demo(
         seconds=time.perf_counter() - start,
         rows=tuple(rows),
         faults=tuple(fault_rows),
-        engine_name=engine_name,
+        engine_name="" if config.engine is Engine.MODULE else engine_name,
         labels_checked=labels_checked,
     )
-    paths = write_files(result, out)
+    write_json(result, out / "demo.json")
+    draw_picture(result, out / "demo.png")
     print_report(result, console)
-    console.print(*paths, soft_wrap=True, highlight=False)
+    _say(console, f"{out / 'demo.json'} {out / 'demo.png'}")
     return result
+
+
+def _say(console: Console, text: str) -> None:
+    console.print(text, soft_wrap=True, highlight=False)
 
 
 def _checked(transport: str, engine: str, seed: int) -> RolloutConfig:
     """Find every reason not to start before anything is started."""
-    name = canonical_name(transport)
-    check_engine(engine, name)
-    if importlib.util.find_spec("matplotlib") is None:
+    if engine not in list(Engine):
+        raise ValueError(f"no engine {engine!r} for the demo, expected one of {', '.join(Engine)}")
+    config = RolloutConfig(transport=canonical_name(transport), seed=seed, engine=Engine(engine))
+    kind = transport_class(config.transport)
+    packages, extras = _NEEDED[config.engine]
+    missing = [name for name in (*packages, "matplotlib") if importlib.util.find_spec(name) is None]
+    if missing:
         raise WeightBridgeUnavailableError(
-            "the demo draws its picture with matplotlib, which is not installed. "
-            "Install it with: pip install 'rl_bridge[demo]'"
+            f"the demo with engine {engine!r} needs {' and '.join(missing)}, not installed here. "
+            f"Install it with: pip install 'rl_bridge[{extras}]'"
         )
-    found = transport_class(name).probe()
+    if config.engine is not Engine.MODULE and not kind.crosses_processes:
+        raise WeightBridgeUnavailableError(
+            f"the engine {engine!r} samples in a process of its own, and {config.transport} does "
+            "not leave this one. Take another transport: --transport shared-memory"
+        )
+    found = kind.probe()
     if found.status != "pass":
-        raise TransportUnavailable(name, found.cause, found.remedy)
-    return RolloutConfig(transport=name, seed=seed, engine=str(engine))
+        raise TransportUnavailable(config.transport, found.cause, found.remedy)
+    return config
 
 
 def _check_writable(out: Path) -> None:
@@ -150,7 +167,8 @@ def _check_writable(out: Path) -> None:
 
 
 def _start_rollout(config: RolloutConfig) -> tuple[Rollout, int]:
-    if config.engine == Engine.VLLM_HTTP:
+    """Start the rollout; also return how many processes there are with the trainer's."""
+    if config.engine is Engine.VLLM_HTTP:
         return HttpRollout(config), 3
     if transport_class(config.transport).crosses_processes:
         return RolloutProcess(config), 2

@@ -1,30 +1,178 @@
-"""The trainer: publishes each version, has it sampled with, checks the answer, learns, repeats."""
+"""The trainer: publishes each version, has it sampled with, checks the answer, learns, repeats.
 
+It is also the judge. A `VersionShelf` keeps a copy of each recent version: log-probabilities that
+the rollout reports under a version are computed again under exactly that version. If they differ by
+more than rounding, the rollout sampled with other weights than it says, and the run ends.
+"""
+
+import copy
 import time
+from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import StrEnum
+from typing import Literal
 
-from rl_bridge.demo.config import RolloutConfig
-from rl_bridge.demo.engines import build_policy, learner_config, logprob_tolerance
-from rl_bridge.demo.failures import LabelMismatch, LogprobMismatch, UpdateLost
-from rl_bridge.demo.faults import Fault, examine
-from rl_bridge.demo.learner import Learner
-from rl_bridge.demo.records import FaultRow, StepRow
-from rl_bridge.demo.rollout import InstallReply, Rollout, SampleReply
-from rl_bridge.demo.versions import Agreement, VersionShelf
+import torch
+from torch import Tensor
+
+from rl_bridge.demo.learning import Learner, LearnerConfig, Policy, SampleBatch, log_probs
+from rl_bridge.demo.model import build_model
+from rl_bridge.demo.qwen import LEARNER, build_qwen
+from rl_bridge.demo.report import FaultRow, StepRow
+from rl_bridge.demo.rollout import Engine, InstallReply, Rollout, RolloutConfig, SampleReply
 from rl_bridge.engines.serving import default_label
-from rl_bridge.manifest.compare import Policy
+from rl_bridge.errors import WeightBridgeError
+from rl_bridge.manifest.compare import Policy as Suspicion
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.testing.faults import FaultInjecting
 from rl_bridge.testing.peer import BridgeOver
-from rl_bridge.transports.registry import transport_class
 
-__all__ = ["Trainer"]
+__all__ = [
+    "MIN_STEPS",
+    "Agreement",
+    "Fault",
+    "PromiseBroken",
+    "Trainer",
+    "VersionShelf",
+    "logprob_tolerance",
+    "plan_faults",
+]
+
+MIN_STEPS = 6
+"""Fewer leave no room for three faults after the two versions that a replay needs."""
 
 _NUM_GROUPS = 64
 _GROUP_SIZE = 8
 # Enough to tell one version from another, and cheap.
 _CHECK_GROUPS = 8
+
+
+class PromiseBroken(WeightBridgeError):
+    """An update was lost, a fault did harm, or the rollout holds other weights than it says."""
+
+
+def logprob_tolerance(engine: Engine) -> float:
+    """How far log-probabilities may be apart: only rounding differs; other versions are far away.
+
+    For the module it is one pass against token by token. Real engines also have other kernels, and
+    their policy grows sharper, which makes more of the same rounding.
+    """
+    return 1e-4 if engine is Engine.MODULE else 3e-4
+
+
+# ---- the judge ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Agreement:
+    """How far a rollout's log-probabilities lie from the trainer's own."""
+
+    version: int
+    max_abs_diff: float
+    """Against the version that the rollout reports: float rounding, if it told the truth."""
+    max_abs_diff_older: float | None
+    """Against the version before it: what one stale version would have looked like."""
+
+
+class VersionShelf:
+    """Independent copies of the last few published versions."""
+
+    def __init__(self, model: Policy, *, capacity: int = 4) -> None:
+        """Take over the model's shape; nothing is on the shelf yet."""
+        self._scratch = copy.deepcopy(model)
+        self._capacity = capacity
+        self._kept: OrderedDict[int, dict[str, Tensor]] = OrderedDict()
+
+    def keep(self, version: int, model: Policy) -> None:
+        """Copy the model's weights under a version; the oldest copy beyond the capacity goes."""
+        state = model.state_dict()
+        self._kept[version] = {name: tensor.clone() for name, tensor in state.items()}
+        while len(self._kept) > self._capacity:
+            self._kept.popitem(last=False)
+
+    def compare(self, version: int, batch: SampleBatch) -> Agreement:
+        """Measure a batch against the reported version, and against the one before as control."""
+        older = max((kept for kept in self._kept if kept < version), default=None)
+        return Agreement(
+            version=version,
+            max_abs_diff=self._max_abs_diff(version, batch),
+            max_abs_diff_older=None if older is None else self._max_abs_diff(older, batch),
+        )
+
+    def _max_abs_diff(self, version: int, batch: SampleBatch) -> float:
+        if version not in self._kept:
+            msg = f"no weights of version {version} are kept; kept are {list(self._kept)}"
+            raise KeyError(msg)
+        self._scratch.load_state_dict(self._kept[version])
+        with torch.no_grad():
+            computed = log_probs(self._scratch, batch.tokens)
+        return float((computed - batch.log_probs).abs().max())
+
+
+# ---- the planted faults -------------------------------------------------------------------------
+
+
+class Fault(StrEnum):
+    """What is done to an update."""
+
+    CORRUPTED = "corrupted"
+    """One byte of the published memory is flipped before the rollout looks."""
+    STALE = "stale"
+    """The manifest of the version before the active one is sent again."""
+    HALF_WAY = "half-way install"
+    """The engine fails after half of the tensors have been written."""
+
+
+@dataclass(frozen=True, slots=True)
+class Expectation:
+    """What must become of a fault."""
+
+    outcome: Literal["refused", "undone"]
+    error: str
+    message: str = ""
+    """How the error's text begins, where its type alone does not tell."""
+
+
+_EXPECTED = {
+    Fault.CORRUPTED: Expectation("refused", "ChecksumMismatch"),
+    Fault.STALE: Expectation("refused", "StaleUpdate"),
+    # The engine's own exception comes out as it is, after the undo.
+    Fault.HALF_WAY: Expectation("undone", "EngineFault"),
+}
+# From the processes of real engines it comes as text.
+_HALF_WAY_ELSEWHERE = Expectation("undone", "WeightUpdateRejectedError", "EngineFault: ")
+
+
+def plan_faults(num_steps: int) -> dict[int, Fault]:
+    """Say before which step's own update which fault is planted: around the middle."""
+    if num_steps < MIN_STEPS:
+        raise ValueError(f"{num_steps} steps are too few for the demo, at least {MIN_STEPS}")
+    middle, gap = num_steps // 2 + 1, max(1, num_steps // 10)
+    return {middle - gap: Fault.CORRUPTED, middle: Fault.STALE, middle + gap: Fault.HALF_WAY}
+
+
+def examine(
+    fault: Fault, reply: InstallReply, *, active_version: int | None, engine: Engine
+) -> Expectation:
+    """Return what the fault was expected to lead to, or raise if it led to something else."""
+    expected = _EXPECTED[fault]
+    if fault is Fault.HALF_WAY and engine is not Engine.MODULE:
+        expected = _HALF_WAY_ELSEWHERE
+    if reply.error != expected.error or not reply.message.startswith(expected.message):
+        raise PromiseBroken(
+            f"the {fault} update should have been {expected.outcome} with {expected.error}, "
+            f"the rollout says {reply.error or 'installed'}: {reply.message}"
+        )
+    if reply.active_version != active_version:
+        raise PromiseBroken(
+            f"the {fault} update was {expected.outcome}, yet the rollout went from version "
+            f"{active_version} to {reply.active_version}"
+        )
+    return expected
+
+
+# ---- the loop -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,16 +192,20 @@ class Trainer:
         """Start with random weights; the rollout is the caller's and has no version yet."""
         self._rollout = rollout
         self._engine = config.engine
-        self._model = build_policy(config.engine, config.task, config.seed)
-        self._learner = Learner(
-            self._model, num_steps=num_steps, config=learner_config(config.engine)
-        )
+        is_module = config.engine is Engine.MODULE
+        make_policy = build_model if is_module else build_qwen
+        self._model: Policy = make_policy(config.task, config.seed)
+        learner_config = LearnerConfig() if is_module else LEARNER
+        self._learner = Learner(self._model, num_steps=num_steps, config=learner_config)
         self._shelf = VersionShelf(self._model)
         # The transport itself, wrapped so that a byte can be damaged behind a manifest's back.
-        self._transport = FaultInjecting(transport_class(config.transport).create(num_threads=1))
-        self._bridge = BridgeOver(self._transport, source_worker="trainer", suspicious=Policy.WARN)
+        self._transport = FaultInjecting.over(config.transport, {"num_threads": 1})
+        self._bridge = BridgeOver(
+            self._transport, source_worker="trainer", suspicious=Suspicion.WARN
+        )
         self._version = 0
-        self._labels_checked = 0
+        self.labels_checked = 0
+        """How many outputs carried the engine's own label of the version that was asked for."""
         self._held: WeightUpdateManifest | None = None
         self._held_before: WeightUpdateManifest | None = None
 
@@ -61,13 +213,8 @@ class Trainer:
     def held(self) -> WeightUpdateManifest:
         """The update that the rollout has acknowledged last."""
         if self._held is None:
-            raise UpdateLost("the rollout has not acknowledged any update yet")
+            raise PromiseBroken("the rollout has not acknowledged any update yet")
         return self._held
-
-    @property
-    def labels_checked(self) -> int:
-        """How many outputs carried the engine's own label of the version that was asked for."""
-        return self._labels_checked
 
     def close(self) -> None:
         """Take back everything that was published."""
@@ -76,7 +223,7 @@ class Trainer:
     def step(self, number: int, fault: Fault | None) -> tuple[StepRow, FaultRow | None]:
         """Do one step: an update, a batch, a lesson; with a fault planted, if one is given.
 
-        Where the fault costs the step its own update, the rollout samples with the version that it
+        If the fault costs the step its own update, the rollout samples with the version that it
         has, one behind, and training goes on: the learner's clipped ratio allows for it.
         """
         fault_row, over = None, None
@@ -84,9 +231,9 @@ class Trainer:
             fault_row, over = self._plant(number, fault)
         if over is None:
             over = self._update()
-        sampled, agreement = self._sample(_NUM_GROUPS)
+        sampled, agreement = self.sample(_NUM_GROUPS)
         start = time.perf_counter()
-        stats = self._learner.update(sampled.batch)
+        entropy = self._learner.update(sampled.batch)
         row = StepRow(
             step=number,
             version=agreement.version,
@@ -94,7 +241,7 @@ class Trainer:
             update="installed" if fault_row is None or over.reply.root else fault_row.outcome,
             reward=sampled.batch.mean_reward,
             exact=sampled.batch.exact_share,
-            entropy=stats.entropy,
+            entropy=entropy,
             logprob_max_abs_diff=agreement.max_abs_diff,
             logprob_max_abs_diff_older=agreement.max_abs_diff_older,
             publish_ms=over.publish_ms,
@@ -111,12 +258,12 @@ class Trainer:
         over = self._hand_over(self._publish(), start)
         reply, manifest = over.reply, over.manifest
         if reply.error is not None:
-            raise UpdateLost(
+            raise PromiseBroken(
                 f"the rollout did not install version {manifest.weight_version}: "
                 f"{reply.error}: {reply.message}"
             )
         if (reply.active_version, reply.root) != (manifest.weight_version, manifest.root):
-            raise UpdateLost(
+            raise PromiseBroken(
                 f"version {manifest.weight_version} with root {manifest.root} was handed over, the "
                 f"rollout acknowledged version {reply.active_version} with root {reply.root}"
             )
@@ -129,14 +276,13 @@ class Trainer:
         """Plant a fault and see that it does no harm.
 
         Returns:
-            What became of it, and the step's own update where the fault has spoilt that.
+            What became of it, and the step's own update if the fault has spoilt that.
 
         """
         before = self.held.weight_version
         start = time.perf_counter()
         if fault is Fault.STALE:
-            if self._held_before is None:
-                raise UpdateLost("nothing is stale yet: the rollout has had one version only")
+            assert self._held_before is not None, "faults are planted after two versions"
             over = self._hand_over(self._held_before, start)
         else:
             manifest = self._publish()
@@ -148,7 +294,7 @@ class Trainer:
             over = self._hand_over(manifest, start, fail_half_way=fault is Fault.HALF_WAY)
             self._bridge.release(manifest.update_id)
         expected = examine(fault, over.reply, active_version=before, engine=self._engine)
-        _, agreement = self._sample(_CHECK_GROUPS)
+        _, agreement = self.sample(_CHECK_GROUPS)
         row = FaultRow(
             step=number,
             kind=fault.value,
@@ -185,33 +331,33 @@ class Trainer:
             update_ms=update_ms,
         )
 
-    def _sample(self, num_groups: int) -> tuple[SampleReply, Agreement]:
-        """Get a batch and insist that it comes from the version that the rollout reports."""
+    def sample(self, num_groups: int) -> tuple[SampleReply, Agreement]:
+        """Get a batch and insist that it comes from the version that the rollout reports.
+
+        Raises:
+            PromiseBroken: version, labels or log-probabilities are not those of that version.
+
+        """
         sampled = self._rollout.sample(num_groups=num_groups, group_size=_GROUP_SIZE)
         expected = self.held.weight_version
         if sampled.version != expected:
-            raise LogprobMismatch(
+            raise PromiseBroken(
                 f"the rollout reports version {sampled.version}, it acknowledged {expected}"
             )
-        self._check_labels(sampled)
+        label = default_label(self.held)
+        wrong = {found: count for found, count in sampled.labels.items() if found != label}
+        if wrong:
+            raise PromiseBroken(
+                f"outputs of the engine are labelled {wrong}, expected {label!r} on each: they "
+                "were not sampled with the version that the rollout reports"
+            )
+        self.labels_checked += sum(sampled.labels.values())
         agreement = self._shelf.compare(expected, sampled.batch)
-        # Written so that NaN fails too.
         tolerance = logprob_tolerance(self._engine)
-        if not agreement.max_abs_diff <= tolerance:
-            raise LogprobMismatch(
+        if not agreement.max_abs_diff <= tolerance:  # so that NaN fails too
+            raise PromiseBroken(
                 f"the rollout's log-probabilities differ by {agreement.max_abs_diff:.3g} from "
                 f"those of version {expected}, which it reports (tolerance {tolerance:g}): "
                 "it samples with stale or torn weights"
             )
         return sampled, agreement
-
-    def _check_labels(self, sampled: SampleReply) -> None:
-        """Insist that each output, where the engine labels them, names the version asked for."""
-        expected = default_label(self.held)
-        wrong = {label: count for label, count in sampled.labels.items() if label != expected}
-        if wrong:
-            raise LabelMismatch(
-                f"outputs of the engine are labelled {wrong}, expected {expected!r} on each: they "
-                "were not sampled with the version that the rollout reports"
-            )
-        self._labels_checked += sum(sampled.labels.values())

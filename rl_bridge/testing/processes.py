@@ -14,6 +14,7 @@ import os
 import secrets
 import signal
 import socket
+import struct
 import time
 import traceback
 from collections import deque
@@ -23,7 +24,7 @@ from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import DupFd
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from rl_bridge.errors import DeadlineExceeded, WeightBridgeError
 
@@ -98,15 +99,32 @@ def until(condition: Callable[[], object], *, what: str, deadline_s: float = DEA
 
 
 class Line:
-    """One end of a pipe that carries JSON text."""
+    """One end of a two-way pipe that carries JSON text."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: Connection, *, send_timeout_s: float = DEADLINE_S) -> None:
         """Talk over `connection`."""
         self._connection = connection
+        self._send_timeout_s = send_timeout_s
+        # Such a pipe is a pair of sockets, and the kernel keeps the time. The option belongs to
+        # the socket, so it holds for the connection although a duplicate sets it.
+        seconds, rest = divmod(send_timeout_s, 1)
+        limit = struct.pack("@ll", int(seconds), int(rest * 1e6))
+        with socket.socket(fileno=os.dup(connection.fileno())) as duplicate:
+            duplicate.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
 
     def send(self, message: Any) -> None:
-        """Send one JSON value."""
-        self._connection.send_bytes(json.dumps(message).encode("ascii"))
+        """Send one JSON value.
+
+        Raises:
+            DeadlineExceeded: the other end read nothing in time; it is stopped, or stuck.
+            ConnectionError: the other end is gone.
+
+        """
+        try:
+            self._connection.send_bytes(json.dumps(message).encode("ascii"))
+        except BlockingIOError as error:
+            msg = f"the other process took no message within {self._send_timeout_s:g} s: end it"
+            raise DeadlineExceeded(msg) from error
 
     def receive(self, *, deadline_s: float = DEADLINE_S) -> Any:
         """Wait for one JSON value.
@@ -193,6 +211,9 @@ class Child:
     caller's can be skipped over.
     """
 
+    is_daemon: ClassVar[bool] = True
+    """Ended with this process, also where nobody ends it; but it may start no processes."""
+
     def __init__(self, target: Target, **arguments: Any) -> None:
         """Start; `ready` waits until the object was built.
 
@@ -208,7 +229,7 @@ class Child:
         self.process = _SERVED.Process(
             target=_serve,
             args=(_Surroundings(), there, target, arguments),
-            daemon=True,
+            daemon=self.is_daemon,
             name=f"test-{target}",
         )
         self.process.start()
@@ -224,17 +245,18 @@ class Child:
         """The child's process id."""
         return self.process.pid or -1
 
-    def ready(self) -> Self:
+    def ready(self, *, deadline_s: float = DEADLINE_S) -> Self:
         """Wait until the object is built in the child.
 
         Raises:
             ChildError: building it raised.
             ChildDied: the child ended.
+            DeadlineExceeded: it is not built in time.
 
         """
         if not self._is_ready:
             self._is_ready = True
-            self._answer(0, "start")
+            self._answer(0, "start", deadline_s)
         return self
 
     def call(self, name: str, **options: Any) -> Any:

@@ -12,15 +12,10 @@ import pytest
 import torch
 from rich.console import Console
 
-from rl_bridge.demo.config import RolloutConfig
-from rl_bridge.demo.engines import logprob_tolerance
-from rl_bridge.demo.failures import LabelMismatch, LogprobMismatch
-from rl_bridge.demo.faults import Fault
-from rl_bridge.demo.options import Engine
-from rl_bridge.demo.rollout import RolloutWorker
-from rl_bridge.demo.run import run_demo
-from rl_bridge.demo.trainer import Trainer
-from rl_bridge.demo.vllm_sampler import VLLMSampler
+from rl_bridge.demo import run_demo
+from rl_bridge.demo.rollout import Engine, RolloutConfig, RolloutWorker
+from rl_bridge.demo.trainer import Fault, PromiseBroken, Trainer, logprob_tolerance
+from rl_bridge.demo.vllm_engine import VLLMSampler
 
 LOGPROB_TOLERANCE = logprob_tolerance(Engine.VLLM)
 STEPS = 10
@@ -78,7 +73,7 @@ def test_screen_and_files_name_the_engine(short_run: tuple[dict[str, Any], str, 
 
 # ------------------------------------------------------------------------------ engines that lie
 
-CONFIG = RolloutConfig(transport="shared-memory", seed=3, engine=Engine.VLLM.value)
+CONFIG = RolloutConfig(transport="shared-memory", seed=3, engine=Engine.VLLM)
 
 
 @pytest.fixture(scope="module")
@@ -88,8 +83,8 @@ def rollout() -> Iterator[RolloutWorker]:
 
 
 def engine_of(rollout: RolloutWorker) -> Any:
-    assert isinstance(rollout._sampler, VLLMSampler)
-    return rollout._sampler._llm
+    assert isinstance(rollout.sampler, VLLMSampler)
+    return rollout.sampler.llm
 
 
 def overwrite_a_norm(model: Any) -> None:
@@ -105,10 +100,10 @@ def test_an_engine_that_does_not_hold_what_it_says_is_found_out(rollout: Rollout
         llm = engine_of(rollout)
         label = llm.get_weight_version()
         llm.update_weight_version("7@elsewhere")
-        with pytest.raises(LabelMismatch, match="7@elsewhere"):
-            trainer._sample(1)
+        with pytest.raises(PromiseBroken, match="7@elsewhere"):
+            trainer.sample(1)
         llm.update_weight_version(label)
-        trainer._sample(1)
+        trainer.sample(1)
         llm.apply_model(overwrite_a_norm)
-        with pytest.raises(LogprobMismatch, match="stale or torn"):
-            trainer._sample(1)
+        with pytest.raises(PromiseBroken, match="stale or torn"):
+            trainer.sample(1)

@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from rl_bridge.demo.engines import logprob_tolerance
-from rl_bridge.demo.faults import Fault
-from rl_bridge.demo.options import MIN_STEPS, Engine
-from rl_bridge.demo.run import run_demo
+from rl_bridge.demo import run_demo
+from rl_bridge.demo.rollout import Engine
+from rl_bridge.demo.trainer import MIN_STEPS, Fault, logprob_tolerance
 
 LOGPROB_TOLERANCE = logprob_tolerance(Engine.VLLM_HTTP)
 

@@ -7,10 +7,9 @@ from pathlib import Path
 
 from rich.console import Console
 
-from rl_bridge.demo.engines import logprob_tolerance
-from rl_bridge.demo.faults import Fault
-from rl_bridge.demo.options import Engine
-from rl_bridge.demo.run import run_demo
+from rl_bridge.demo import run_demo
+from rl_bridge.demo.rollout import Engine
+from rl_bridge.demo.trainer import Fault, logprob_tolerance
 
 STEPS = 8
 LOGPROB_TOLERANCE = logprob_tolerance(Engine.SGLANG)

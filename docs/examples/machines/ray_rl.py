@@ -1,23 +1,21 @@
 """Reinforcement learning on a Ray cluster: a trainer's actor, rollouts' actors, a fleet.
 
 Ray places the actors: the trainer where the resource `trainer` is, the rollouts where `rollout` is.
-Weights go from one to the others by what each pair shares; batches come back as bytes.
+Weights go from one to the others by what each pair shares; batches come back as JSON.
 `python ray_rl.py [--address HOST:PORT] [--steps N] [--rollouts N]`
 """
 
 import argparse
+import json
 from typing import Any
 
 import ray
 import torch
 
 from rl_bridge import TransactionalAdapter
-from rl_bridge.demo.frames import Frame, decode, encode
-from rl_bridge.demo.learner import Learner
-from rl_bridge.demo.model import ModelConfig, build_model
-from rl_bridge.demo.sampler import ModuleSampler, SampleBatch
-from rl_bridge.demo.task import SortTask
-from rl_bridge.demo.versions import VersionShelf
+from rl_bridge.demo.learning import Learner, SampleBatch, SortTask
+from rl_bridge.demo.model import ModuleSampler, build_model
+from rl_bridge.demo.trainer import VersionShelf
 from rl_bridge.ray import RolloutActor, RolloutFleet, WeightPublisherActor
 
 TASK = SortTask(num_digits=6, base=10)
@@ -32,7 +30,7 @@ class Trainer(WeightPublisherActor):
 
     def __init__(self, num_steps: int) -> None:
         torch.set_num_threads(1)
-        self.model = build_model(ModelConfig(task=TASK), seed=0)
+        self.model = build_model(TASK, seed=0)
         self.learner = Learner(self.model, num_steps=num_steps)
         self.shelf = VersionShelf(self.model)
 
@@ -46,17 +44,14 @@ class Trainer(WeightPublisherActor):
         """Keep a copy of the weights of now, to check by it what is sampled with them."""
         self.shelf.keep(version, self.model)
 
-    def learn(self, *sampled: bytes) -> list[float]:
+    def learn(self, *sampled: str) -> list[float]:
         """Take one step; the mean reward, and how far the log-probabilities were off."""
-        frames = [decode(data) for data in sampled]
-        batches = []
-        for frame in frames:
-            arrays = {name: torch.from_numpy(one) for name, one in frame.arrays.items()}
-            batches.append(SampleBatch(**arrays, group_size=GROUP_SIZE))
-        found = [
-            self.shelf.compare(frame.values["version"], batch).max_abs_diff
-            for frame, batch in zip(frames, batches, strict=True)
-        ]
+        batches, found = [], []
+        for text in sampled:
+            answer = json.loads(text)
+            tokens, log_probs = torch.tensor(answer["tokens"]), torch.tensor(answer["log_probs"])
+            batches.append(SampleBatch.graded(TASK, tokens, log_probs, GROUP_SIZE))
+            found.append(self.shelf.compare(answer["version"], batches[-1]).max_abs_diff)
         whole = SampleBatch(
             tokens=torch.cat([batch.tokens for batch in batches]),
             log_probs=torch.cat([batch.log_probs for batch in batches]),
@@ -78,15 +73,15 @@ class Rollout(RolloutActor):
     def weight_adapter(self) -> TransactionalAdapter:
         return self.sampler.adapter
 
-    def sample(self, num_groups: int) -> bytes:
+    def sample(self, num_groups: int) -> str:
         version = self.check_weights()  # raises where it must not answer
         batch = self.sampler.sample(num_groups=num_groups, group_size=GROUP_SIZE).batch
-        arrays = {
-            "tokens": batch.tokens.numpy(),
-            "log_probs": batch.log_probs.numpy(),
-            "rewards": batch.rewards.numpy(),
+        answer = {
+            "version": version,
+            "tokens": batch.tokens.tolist(),
+            "log_probs": batch.log_probs.tolist(),
         }
-        return encode(Frame({"version": version}, arrays))
+        return json.dumps(answer)
 
 
 def start_trainer(num_steps: int) -> Any:

@@ -1,33 +1,41 @@
 """The rollout that is a vLLM server: updated through a side-car, sampled with over HTTP.
 
 Trainer, side-car and server are processes of their own. Only manifests and samples go over HTTP;
-the bytes of the weights come by the transport.
+the bytes of the weights come by the transport. Server and side-car listen on the loopback, print
+into files, and end with the demo, also if that is killed.
 """
 
+import ctypes
 import importlib
+import os
+import secrets
+import signal
+import subprocess
+import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 
-from rl_bridge.demo.config import RolloutConfig
-from rl_bridge.demo.engines import start_timeout_s
-from rl_bridge.demo.failures import PeerGone
-from rl_bridge.demo.qwen import write_checkpoint
-from rl_bridge.demo.rollout import InstallReply, SampleReply
-from rl_bridge.demo.sampler import SampleBatch
-from rl_bridge.demo.servers import make_key, start_sidecar, start_vllm
-from rl_bridge.demo.vllm_worker import METHOD
-from rl_bridge.errors import EngineLost, WeightBridgeError
+from rl_bridge.demo.learning import SampleBatch, SortTask
+from rl_bridge.demo.qwen import failing_exchange, write_checkpoint
+from rl_bridge.demo.rollout import START_TIMEOUT_S, InstallReply, RolloutConfig, SampleReply
+from rl_bridge.errors import (
+    DeadlineExceeded,
+    EngineLost,
+    WeightBridgeError,
+    WeightBridgeUnavailableError,
+)
 from rl_bridge.remote.client import RemoteEngine
+from rl_bridge.testing.processes import free_port, until
 
-__all__ = ["HttpRollout"]
+__all__ = ["DemoWorker", "HttpRollout", "Server"]
 
 _REQUEST_TIMEOUT_S = 60.0
 _AT_ONCE = 64
@@ -52,12 +60,11 @@ class HttpRollout:
             home = Path(stack.enter_context(tempfile.TemporaryDirectory()))
             log = Path(config.engine_log or home / "vllm-http.log")
             checkpoint = home / "checkpoint"
-            # Other random weights than the trainer's: none may be left over.
-            write_checkpoint(config.task, config.seed + 1_000_003, checkpoint)
-            self._server = start_vllm(config.task, str(checkpoint), seed=config.seed, log=log)
+            write_checkpoint(config.task, config.engine_seed, checkpoint)
+            self._server = _start_vllm(config.task, str(checkpoint), seed=config.seed, log=log)
             stack.callback(self._server.close)
-            key_file = make_key(home / "key")
-            self._sidecar = start_sidecar(
+            key_file = _make_key(home / "key")
+            self._sidecar = _start_sidecar(
                 self._server.url,
                 key_file=key_file,
                 state_dir=home / "state",
@@ -84,11 +91,6 @@ class HttpRollout:
             self._closing = stack.pop_all()
 
     @property
-    def pid(self) -> int:
-        """The server's process id."""
-        return self._server.pid
-
-    @property
     def place(self) -> str:
         """Where it samples, for people."""
         return f"process {self._server.pid}, beside a side-car in process {self._sidecar.pid}"
@@ -100,9 +102,8 @@ class HttpRollout:
             WeightBridgeUnavailableError: one of them did not start.
 
         """
-        timeout_s = start_timeout_s(self._config.engine)
-        self._server.wait_until(self._is_healthy, timeout_s=timeout_s)
-        self._sidecar.wait_until(self._sidecar_answers, timeout_s=timeout_s)
+        self._server.wait_until(self._is_healthy)
+        self._sidecar.wait_until(self._sidecar_answers)
         version = str(self._call("GET", "/version").get("version", ""))
         return f"a vLLM {version.partition('+')[0]} server"
 
@@ -152,14 +153,8 @@ class HttpRollout:
         log_probs = torch.tensor(
             [[one["logprob"] for one in choice["logprobs"]["content"]] for _, choice in answers]
         )
-        batch = SampleBatch(
-            tokens=tokens,
-            log_probs=log_probs,
-            rewards=self._config.task.rewards(tokens),
-            group_size=group_size,
-        )
         return SampleReply(
-            batch=batch,
+            batch=SampleBatch.graded(self._config.task, tokens, log_probs, group_size),
             version=self._engine.active_weight_version,
             sample_ms=(time.perf_counter() - start) * 1e3,
             labels=Counter(_labels([choice for _, choice in answers])),
@@ -179,7 +174,7 @@ class HttpRollout:
             self._plant(is_armed=False)
 
     def _plant(self, *, is_armed: bool) -> None:
-        self._call("POST", "/collective_rpc", json={"method": METHOD, "args": [int(is_armed)]})
+        self._call("POST", "/collective_rpc", json={"method": _METHOD, "args": [int(is_armed)]})
 
     def _is_healthy(self) -> bool:
         try:
@@ -199,7 +194,7 @@ class HttpRollout:
             reply = self._client.request(method, path, **request)
             reply.raise_for_status()
         except self._httpx.HTTPError as error:
-            raise PeerGone(
+            raise EngineLost(
                 f"the server did not answer {path}: {error}. What it printed is in "
                 f"{self._server.log}."
             ) from error
@@ -215,3 +210,151 @@ def _labels(choices: list[dict[str, Any]]) -> Iterator[str]:
             yield str(spans[0]["version"])
         else:
             yield f"in parts: {spans}"
+
+
+# ---- the planted fault, in the server's workers -------------------------------------------------
+
+_planted = ExitStack()
+
+
+class DemoWorker:
+    """What the demo adds to the server's workers: their exchange fails half-way, on request.
+
+    vLLM mixes it into its worker class, and lets others call its methods over HTTP.
+    """
+
+    def rl_bridge_fail_half_way(self, is_armed: int) -> None:
+        """Let every install fail half-way from now on, or none."""
+        _planted.close()
+        if is_armed:
+            _planted.enter_context(failing_exchange())
+
+
+_METHOD = DemoWorker.rl_bridge_fail_half_way.__name__
+
+
+# ---- servers ------------------------------------------------------------------------------------
+
+_LOOPBACK: Final = "127.0.0.1"
+_STOP_TIMEOUT_S: Final = 20.0
+_PR_SET_PDEATHSIG: Final = 1
+_MAX_SEQUENCES: Final = 512
+_CACHE_NBYTES: Final = 128 << 20
+_ENVIRONMENT: Final = {
+    "VLLM_SERVER_DEV_MODE": "1",  # the routes by which weights come
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_NO_USAGE_STATS": "1",
+    # The trainer needs cores too.
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+}
+_PRCTL: Final = ctypes.CDLL(None, use_errno=True).prctl  # found before the fork
+
+
+class Server:
+    """A process that listens at a URL, with whatever processes it starts."""
+
+    def __init__(
+        self, name: str, command: Sequence[str], *, port: int, log: Path, **environment: str
+    ) -> None:
+        """Start it.
+
+        Args:
+            name: for messages.
+            command: the module to run with this Python, and its arguments.
+            port: where it will listen.
+            log: file for what it prints.
+            environment: what it gets beside this process's own.
+
+        """
+        self.name, self.port, self.log = name, port, log
+        self.url = f"http://{_LOOPBACK}:{port}"
+        with log.open("wb") as file:
+            self._process = subprocess.Popen(  # noqa: S603 - this Python, and our own arguments
+                [sys.executable, "-m", *command],
+                env={**os.environ, **environment},
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                # A group of its own: Ctrl-C is the trainer's, and all of it can be ended at once.
+                start_new_session=True,
+                preexec_fn=_end_with_parent,  # noqa: PLW1509 - one call of the kernel
+            )
+
+    @property
+    def pid(self) -> int:
+        """Its process."""
+        return self._process.pid
+
+    def wait_until(self, answers: Callable[[], bool]) -> None:
+        """Wait until it answers.
+
+        Raises:
+            WeightBridgeUnavailableError: it ended, or does not answer in time.
+
+        """
+
+        def is_ready() -> bool:
+            if self._process.poll() is not None:
+                raise EngineLost(f"it ended with {self._process.returncode}")
+            return answers()
+
+        try:
+            until(is_ready, what=f"{self.url} answers", deadline_s=START_TIMEOUT_S)
+        except (EngineLost, DeadlineExceeded) as error:
+            raise WeightBridgeUnavailableError(
+                f"the {self.name} did not start: {error}. Look at what it printed: {self.log}."
+            ) from error
+
+    def close(self) -> None:
+        """End it; what does not end in time is killed. Idempotent."""
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            with suppress(ProcessLookupError):
+                # The group's last: a server that is gone may have left processes behind.
+                os.killpg(self._process.pid, number)
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(_STOP_TIMEOUT_S)
+
+
+def _start_vllm(task: SortTask, checkpoint: str, *, seed: int, log: Path) -> Server:
+    """Start a vLLM server with a checkpoint."""
+    port = free_port()
+    flags = {
+        "model": checkpoint,
+        "host": _LOOPBACK,
+        "port": port,
+        "dtype": "float32",
+        "max-model-len": task.num_tokens + 1,
+        "max-num-seqs": _MAX_SEQUENCES,
+        "kv-cache-memory-bytes": _CACHE_NBYTES,
+        "logprobs-mode": "processed_logprobs",
+        "seed": seed,
+        "worker-extension-cls": f"{__name__}.{DemoWorker.__name__}",
+    }
+    switches = ("--skip-tokenizer-init", "--enforce-eager", "--enable-scale-out")
+    command = ["vllm.entrypoints.openai.api_server", *switches]
+    for flag, value in flags.items():
+        command += [f"--{flag}", str(value)]
+    return Server("vLLM server", command, port=port, log=log, **_ENVIRONMENT)
+
+
+def _start_sidecar(
+    engine_url: str, *, key_file: Path, state_dir: Path, transport: str, log: Path
+) -> Server:
+    """Start a side-car beside an engine's server, as a user does."""
+    port = free_port()
+    command = ["rl_bridge", "sidecar", engine_url, "--port", str(port), "--transport", transport]
+    command += ["--key-file", str(key_file), "--state-dir", str(state_dir)]
+    return Server("side-car", command, port=port, log=log)
+
+
+def _make_key(path: Path) -> Path:
+    """Write a new key that only this user can read."""
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.write(secrets.token_bytes(32))
+    return path
+
+
+def _end_with_parent() -> None:
+    """In the child: the kernel ends it when the thread that started it is gone."""
+    _PRCTL(_PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)

@@ -16,10 +16,8 @@ from typing import Any
 
 import torch
 
-from rl_bridge.demo.half_way import failing_exchange
-from rl_bridge.demo.qwen import write_checkpoint
-from rl_bridge.demo.sampler import SampleBatch, Sampled
-from rl_bridge.demo.task import SortTask
+from rl_bridge.demo.learning import SampleBatch, Sampled, SortTask
+from rl_bridge.demo.qwen import failing_exchange, write_checkpoint
 from rl_bridge.engines.vllm.engine_adapter import VLLMEngineAdapter
 from rl_bridge.engines.vllm.plugin import register
 from rl_bridge.errors import WeightBridgeUnavailableError
@@ -56,7 +54,7 @@ class VLLMSampler:
                 vllm: Any = importlib.import_module("vllm")
                 register()  # as the plugin does, where the environment keeps it from being loaded
                 write_checkpoint(task, model_seed, Path(checkpoint))
-                self._llm = vllm.LLM(
+                self.llm = vllm.LLM(
                     model=checkpoint,
                     skip_tokenizer_init=True,
                     dtype="float32",
@@ -72,7 +70,7 @@ class VLLMSampler:
                 f"vLLM did not start ({type(error).__name__}: {error}). Look at what it printed."
             ) from error
         self.name = f"vLLM {str(vllm.__version__).partition('+')[0]}"
-        self.adapter = VLLMEngineAdapter(self._llm)
+        self.adapter = VLLMEngineAdapter(self.llm)
         self._task = task
         self._generator = torch.Generator().manual_seed(seed)
         self._sampling = {
@@ -92,7 +90,7 @@ class VLLMSampler:
     def sample(self, *, num_groups: int, group_size: int) -> Sampled:
         """See `Sampler`."""
         prompts = self._task.prompts(num_groups, self._generator).tolist()
-        outputs = self._llm.generate(
+        outputs = self.llm.generate(
             [{"prompt_token_ids": prompt} for prompt in prompts],
             self._params(n=group_size, **self._sampling),
             use_tqdm=False,
@@ -104,17 +102,12 @@ class VLLMSampler:
         ]
         tokens = torch.tensor([[*prompt, *answer.token_ids] for prompt, answer in answers])
         log_probs = torch.tensor([_chosen(answer) for _, answer in answers])
-        batch = SampleBatch(
-            tokens=tokens,
-            log_probs=log_probs,
-            rewards=self._task.rewards(tokens),
-            group_size=group_size,
-        )
+        batch = SampleBatch.graded(self._task, tokens, log_probs, group_size)
         return Sampled(batch=batch, labels=Counter(_labels([answer for _, answer in answers])))
 
     def close(self) -> None:
         """See `Sampler`."""
-        self._llm.llm_engine.engine_core.shutdown()
+        self.llm.llm_engine.engine_core.shutdown()
 
 
 def _chosen(answer: Any) -> list[float]:

@@ -9,21 +9,25 @@ import importlib
 import os
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from rl_bridge.demo.qwen import vocabulary_size, write_checkpoint
-from rl_bridge.demo.sampler import SampleBatch, Sampled
-from rl_bridge.demo.sglang_fault import LOADER, NAME
-from rl_bridge.demo.task import SortTask
+from rl_bridge.demo.learning import SampleBatch, Sampled, SortTask
+from rl_bridge.demo.model import EngineFault
+from rl_bridge.demo.qwen import failing_exchange, vocabulary_size, write_checkpoint
 from rl_bridge.engines.sglang.engine_adapter import SGLangInstallAdapter
 from rl_bridge.errors import WeightBridgeUnavailableError
 
-__all__ = ["SGLangSampler"]
+__all__ = ["NAME", "SGLangSampler", "plant"]
+
+NAME = "fail half-way"
+"""Of the tensor that `plant` is given: it holds 1 for a fault, 0 for none."""
+LOADER = f"{__name__}.plant"
 
 _MAX_SEQUENCES = 512
 _SPARE_TOKENS = 8  # SGLang keeps some of the context for itself
@@ -125,12 +129,7 @@ class SGLangSampler:
         drawn = torch.tensor([answer["output_ids"] for answer in answers])
         log_probs = torch.tensor([_chosen(answer) for answer in answers])
         tokens = torch.cat([prompts, drawn], dim=1)
-        batch = SampleBatch(
-            tokens=tokens,
-            log_probs=log_probs,
-            rewards=self._task.rewards(tokens),
-            group_size=group_size,
-        )
+        batch = SampleBatch.graded(self._task, tokens, log_probs, group_size)
         return Sampled(
             batch=batch, labels=Counter(_label(answer["meta_info"]) for answer in answers)
         )
@@ -139,6 +138,44 @@ class SGLangSampler:
         """See `Sampler`."""
         self.adapter.close()
         self._engine.shutdown()
+
+
+# ---- the planted fault, in the engine's scheduler process ---------------------------------------
+
+_planted = ExitStack()
+
+
+def plant(model: Any, named: list[tuple[str, Tensor]]) -> None:
+    """Let every exchange of weights and every load into `model` fail half-way from now on, or none.
+
+    SGLang calls it as a custom weight loader, which is its own way to let others look at a model.
+
+    Raises:
+        EngineFault: the call is none of the demo's.
+
+    """
+    (name, is_armed), *others = named
+    if name != NAME or others:
+        msg = f"expected one tensor {NAME!r}, got {[name for name, _ in named]}. Use the demo."
+        raise EngineFault(msg)
+    # On the instance it hides the class's own, which is what comes back.
+    vars(model).pop("load_weights", None)
+    _planted.close()
+    if not is_armed.item():
+        return
+    _planted.enter_context(failing_exchange())
+    load = model.load_weights
+
+    def load_half(weights: Iterable[tuple[str, Tensor]]) -> None:
+        given = list(weights)
+        half = len(given) // 2
+        load(iter(given[:half]))
+        raise EngineFault(f"the engine failed after {half} of {len(given)} tensors")
+
+    model.load_weights = load_half
+
+
+# ---- what SGLang answers ------------------------------------------------------------------------
 
 
 def _chosen(answer: dict[str, Any]) -> list[float]:

@@ -1,0 +1,228 @@
+"""What the demo learns, without any bridge: a task, log-probabilities of a policy, and GRPO.
+
+The task is to write the digits of a prompt in ascending order. A sequence is `d1 ... dn SEP s1 ...
+sn`, and each position of the answer is right or wrong: the reward is a fact and not a model's
+opinion. Guessing earns 1/base, sorting earns 1.
+
+Several answers to one prompt form a group, and an answer is good if it beats its group. Each reward
+depends on one token only, so answers are compared position by position. The update is the clipped
+policy gradient with an entropy bonus.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Protocol, Self
+
+import torch
+from torch import Tensor, nn
+
+from rl_bridge.installers.base import TransactionalAdapter
+
+__all__ = [
+    "Learner",
+    "LearnerConfig",
+    "Policy",
+    "SampleBatch",
+    "Sampled",
+    "Sampler",
+    "SortTask",
+    "answer_logits",
+    "group_advantages",
+    "log_probs",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SortTask:
+    """Sort `num_digits` digits below `base`."""
+
+    num_digits: int = 6
+    base: int = 10
+
+    @property
+    def separator(self) -> int:
+        """The token between prompt and answer; the model reads it and never writes it."""
+        return self.base
+
+    @property
+    def num_tokens(self) -> int:
+        """Length of a whole sequence."""
+        return 2 * self.num_digits + 1
+
+    def prompts(self, num_prompts: int, generator: torch.Generator) -> Tensor:
+        """Draw prompts, separator included: int64 of shape (num_prompts, num_digits + 1)."""
+        digits = torch.randint(0, self.base, (num_prompts, self.num_digits), generator=generator)
+        return torch.cat([digits, torch.full((num_prompts, 1), self.separator)], dim=1)
+
+    def answers(self, tokens: Tensor) -> Tensor:
+        """Return the answer part of whole sequences."""
+        return tokens[:, self.num_digits + 1 :]
+
+    def rewards(self, tokens: Tensor) -> Tensor:
+        """Return 1.0 for every position that is right, else 0.0: (sequences, num_digits)."""
+        right = tokens[:, : self.num_digits].sort(dim=1).values
+        return (self.answers(tokens) == right).float()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleBatch:
+    """Sampled sequences, `group_size` neighbours per prompt."""
+
+    tokens: Tensor
+    """int64 (sequences, num_tokens): prompt, separator, answer."""
+    log_probs: Tensor
+    """float32 (sequences, num_digits): of each answer token, under the weights that sampled it."""
+    rewards: Tensor
+    """float32 (sequences, num_digits): 1 if the position is right."""
+    group_size: int
+
+    @classmethod
+    def graded(cls, task: SortTask, tokens: Tensor, log_probs: Tensor, group_size: int) -> Self:
+        """Grade what was sampled."""
+        rewards = task.rewards(tokens)
+        return cls(tokens=tokens, log_probs=log_probs, rewards=rewards, group_size=group_size)
+
+    @property
+    def mean_reward(self) -> float:
+        """Share of right positions."""
+        return float(self.rewards.mean())
+
+    @property
+    def exact_share(self) -> float:
+        """Share of sequences that are right in every position."""
+        return float(self.rewards.min(dim=1).values.mean())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampled:
+    """A batch, and the version labels that the engine itself put on its outputs."""
+
+    batch: SampleBatch
+    labels: Mapping[str, int] = field(default_factory=dict)
+    """How many sequences carry each label; empty if the engine has none."""
+
+
+class Sampler(Protocol):
+    """An engine that samples with the weights that came in over its adapter.
+
+    It knows nothing of versions: its caller says which weights it holds.
+    """
+
+    @property
+    def name(self) -> str:
+        """What it is, for people."""
+
+    @property
+    def adapter(self) -> TransactionalAdapter:
+        """How weights get into it."""
+
+    def failing_half_way(self) -> AbstractContextManager[None]:
+        """Within this context the engine fails in the middle of every install."""
+
+    def sample(self, *, num_groups: int, group_size: int) -> Sampled:
+        """Draw `num_groups` prompts and answer each of them `group_size` times."""
+
+    def close(self) -> None:
+        """Stop the engine."""
+
+
+class Policy(nn.Module, ABC):
+    """A causal model of the task's tokens; the trainer's optimizer owns its parameters."""
+
+    task: SortTask
+
+    @property
+    @abstractmethod
+    def weights(self) -> nn.Module:
+        """What is published: the module whose tensors have the names that the engine knows."""
+
+    @abstractmethod
+    def digit_logits(self, tokens: Tensor) -> Tensor:
+        """Return logits for the digit that follows each token: (sequences, tokens, base)."""
+
+
+def answer_logits(policy: Policy, tokens: Tensor) -> Tensor:
+    """Return the normalised logits at the answer's positions: (sequences, num_digits, base)."""
+    logits = policy.digit_logits(tokens[:, :-1])
+    return logits[:, policy.task.num_digits :].log_softmax(dim=-1)
+
+
+def log_probs(policy: Policy, tokens: Tensor) -> Tensor:
+    """Return the log-probability of each answer token, in one pass: (sequences, num_digits)."""
+    chosen = policy.task.answers(tokens).unsqueeze(-1)
+    return answer_logits(policy, tokens).gather(2, chosen).squeeze(-1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearnerConfig:
+    """Settings that learn the task reliably from scratch (seeds 0 to 4 and more)."""
+
+    learning_rate: float = 1e-3
+    final_share: float = 0.1
+    """The learning rate falls in a line to this share of itself over the run's steps."""
+    epochs: int = 4
+    clip: float = 0.2
+    entropy_bonus: float = 0.01
+    max_grad_norm: float = 1.0
+
+
+def group_advantages(rewards: Tensor, group_size: int) -> Tensor:
+    """Compare each reward with its group, position by position, in units of the group's spread.
+
+    A group in which all answers agree teaches nothing: its advantages are zero.
+    """
+    grouped = rewards.view(-1, group_size, rewards.shape[1])
+    centred = grouped - grouped.mean(dim=1, keepdim=True)
+    # The constant keeps unanimous groups at zero instead of dividing by it.
+    return (centred / (grouped.std(dim=1, keepdim=True) + 1e-2)).view_as(rewards)
+
+
+class Learner:
+    """Owns the optimizer of a model; the model itself stays the caller's."""
+
+    def __init__(
+        self, model: Policy, *, num_steps: int, config: LearnerConfig | None = None
+    ) -> None:
+        """Prepare for `num_steps` calls of `update`."""
+        self._model = model
+        self._config = config or LearnerConfig()
+        self._num_steps = num_steps
+        self._step = 0
+        self._optimizer = torch.optim.AdamW(
+            model.parameters(), lr=self._config.learning_rate, betas=(0.9, 0.95), weight_decay=0.0
+        )
+
+    def update(self, batch: SampleBatch) -> float:
+        """Improve the policy on one batch that the current weights have sampled.
+
+        Returns:
+            The policy's entropy.
+
+        """
+        config = self._config
+        progress = min(self._step / self._num_steps, 1.0)
+        for group in self._optimizer.param_groups:
+            group["lr"] = config.learning_rate * (1.0 - (1.0 - config.final_share) * progress)
+        self._step += 1
+        advantages = group_advantages(batch.rewards, batch.group_size)
+        for _ in range(config.epochs):
+            entropy = self._epoch(batch, advantages)
+        return entropy
+
+    def _epoch(self, batch: SampleBatch, advantages: Tensor) -> float:
+        """Do one pass over the whole batch with one optimizer step."""
+        config = self._config
+        policy = answer_logits(self._model, batch.tokens)
+        chosen = self._model.task.answers(batch.tokens).unsqueeze(-1)
+        ratio = (policy.gather(2, chosen).squeeze(-1) - batch.log_probs).exp()
+        clipped = ratio.clamp(1.0 - config.clip, 1.0 + config.clip)
+        gain = torch.minimum(ratio * advantages, clipped * advantages).mean()
+        entropy = -(policy.exp() * policy).sum(dim=-1).mean()
+        loss = -gain - config.entropy_bonus * entropy
+        self._optimizer.zero_grad(set_to_none=True)
+        loss.backward()  # type: ignore[no-untyped-call]
+        nn.utils.clip_grad_norm_(self._model.parameters(), config.max_grad_norm)
+        self._optimizer.step()
+        return float(entropy.detach())
