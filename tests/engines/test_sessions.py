@@ -247,7 +247,11 @@ def test_a_second_driver_is_refused_by_name_and_touches_nothing(
     mine, theirs = trainer.publish(weights[0]), trainer.publish(weights[1])
     one.prepare(mine, {})
     old = answers(llm)
-    for step in (lambda: other.prepare(theirs, {}), lambda: native_refused(llm, theirs)):
+    steps: list[Callable[[], object]] = [
+        lambda: other.prepare(theirs, {}),
+        lambda: native_refused(llm, theirs),
+    ]
+    for step in steps:
         with pytest.raises(Exception, match=rf"driver .*process {os.getpid()} on .* has this"):
             step()
     assert {reply["pending"] for reply in told(llm)} == {mine.update_id}
