@@ -5,6 +5,10 @@ a name that nobody can guess. A request is one message: a token that travels wit
 the number of what is asked for. The answer is one message with the descriptor attached. Each side
 asks the kernel who the other one is (``SO_PEERCRED``); what arrives is checked, never believed.
 (unix(7), ``SCM_RIGHTS`` and ``SO_PEERCRED``.)
+
+One thread polls all connections and never waits for one: a client that is silent or slow costs a
+place in a bounded list, until its time is over or the place is needed. Nothing that a client sends
+makes the thread allocate, block or end.
 """
 
 import array
@@ -56,12 +60,7 @@ __all__ = [
     "sweep_brokers",
 ]
 
-# ---- The thread behind a `rl_bridge.cuda.broker.Broker`, its private directory, and what sweeps
-# it.
-#
-# One thread polls all connections and waits for none: a client that is silent or slow costs a
-# place in a bounded list, until its time is over or the place is needed. Nothing that a client
-# sends makes the thread allocate, block or end.
+# ---- the server's thread, its private directory, and the answers ---------------------------------
 
 _LOG = logging.getLogger(__name__)
 
@@ -370,7 +369,7 @@ def _forget_server_in_child() -> None:
 os.register_at_fork(after_in_child=_forget_server_in_child)
 
 
-# ---- the rest builds on the parts above
+# ---- a publisher's broker, and a consumer's request ----------------------------------------------
 
 _RETRY_S = 0.005
 _LONGEST_S = 3600.0  # sockets take no infinite ones

@@ -89,7 +89,7 @@ def place_at(device: Device) -> Place:
     return cuda_place(device.ordinal)
 
 
-# ---- Memory of a GPU: tensors over it, and the pass that runs on it.
+# ---- a GPU's memory as a place: tensors over it, and the pass that runs on it --------------------
 
 
 class CUDAPlace(Place):

@@ -33,7 +33,7 @@ __all__ = [
     "kernel_cause",
 ]
 
-# ---- Which engine a device gets: the Triton kernel where it works and is right, else torch.
+# ---- the engine of a device: the Triton kernel if it works and is right, else torch --------------
 
 _LOG = logging.getLogger(__name__)
 
@@ -124,7 +124,7 @@ def _is_right(device: torch.device) -> bool:
     return True
 
 
-# ---- the rest builds on the parts above
+# ---- the pass ------------------------------------------------------------------------------------
 
 _CAST_TO = {getattr(torch, name): cast for name, cast in CASTS.items()}
 

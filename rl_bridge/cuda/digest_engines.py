@@ -1,4 +1,10 @@
-"""The two ways in which a `DevicePass` gets its digests: a Triton kernel, or torch's operations."""
+"""The two ways in which a `DevicePass` gets its digests: a Triton kernel, or torch's operations.
+
+Torch's operations are for devices without Triton, and are tested on CPU tensors. They are many
+times slower than the kernel and equal to the bit. Words are int64: torch has no arithmetic on
+unsigned words, and in two's complement sums, products, exclusive ors and masked shifts are the
+same.
+"""
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -25,11 +31,7 @@ __all__ = [
     "bytes_at",
 ]
 
-# ---- X3T-128K in torch's own operations, for devices without Triton; on CPU tensors it is tested.
-#
-# Many times slower than the kernel and equal to the bit. Words are int64: torch has no arithmetic
-# on unsigned ones, and on two's complement sums, products, exclusive ors and masked shifts are the
-# same.
+# ---- X3T-128K in torch's operations --------------------------------------------------------------
 
 CHUNK_NBYTES = 64 << 20
 """Bytes of weights that are worked on at a time; about five times as much is allocated for it."""
@@ -219,7 +221,7 @@ def _canonical(value: torch.Tensor) -> torch.Tensor:
     return value.view(torch.uint8).view(-1, 8).flip(1).contiguous().view(torch.int64).view(-1)
 
 
-# ---- the rest builds on the parts above
+# ---- the engines ---------------------------------------------------------------------------------
 
 Places = npt.NDArray[np.int64]
 _NOWHERE = 0

@@ -42,7 +42,7 @@ __all__ = [
     "ordinal_of",
 ]
 
-# ---- The functions of libcuda as cuda-bindings has them, with `DriverError` for what goes wrong.
+# ---- libcuda's functions, with `DriverError` for their failures ----------------------------------
 
 _SUCCESS = 0
 
@@ -105,7 +105,7 @@ class Library:
         return [self.uuid(ordinal) for ordinal in range(int(self.call("cuDeviceGetCount")))]
 
 
-# ---- the rest builds on the parts above
+# ---- the driver ----------------------------------------------------------------------------------
 
 _NEEDED = (
     "CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED",

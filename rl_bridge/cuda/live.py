@@ -1,4 +1,11 @@
-"""A live range: fixed addresses under which an engine's versions are exchanged, of either kind."""
+"""A live range: fixed addresses at which an engine's versions are exchanged (flip).
+
+In device memory, the allocation at an engine's fixed addresses is exchanged. The addresses never
+change, so the engine's tensors and its captured CUDA graphs stay valid. The device is drained
+before anything is unmapped; the caller has to see that the engine submits no work meanwhile. Undo
+is the flip back. The memory belongs to its publisher, and other engines may map it too, so an
+engine can read it and not write to it.
+"""
 
 import weakref
 from typing import Protocol
@@ -21,12 +28,7 @@ __all__ = [
     "live_range",
 ]
 
-# ---- Flip in device memory: exchange the allocation that lies at an engine's fixed addresses.
-#
-# The addresses never change, so the engine's tensors and its captured CUDA graphs stay valid. The
-# device is drained before anything is unmapped; the engine must not submit work meanwhile (its
-# caller quiesces it). Undo is the flip back. What lies there can be read and not written to: the
-# memory is its publisher's, and other engines may look at it too.
+# ---- in device memory ----------------------------------------------------------------------------
 
 
 class DeviceRange:
@@ -142,7 +144,7 @@ def _let_go(place: AddressRange, held: list[Pin]) -> None:
     held.clear()
 
 
-# ---- the rest builds on the parts above
+# ---- of either kind ------------------------------------------------------------------------------
 
 
 class Live(Protocol):

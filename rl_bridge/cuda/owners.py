@@ -3,6 +3,11 @@
 `Allocation` owns memory, `Descriptor` what names it for another process, `AddressRange` addresses
 and what is mapped there, with the flip: `AddressRange.swap`. An owner is used by one thread at a
 time.
+
+An owner's `close` is idempotent, runs when the owner dies too, and does nothing in a forked child
+or at the end of the interpreter: there the kernel and CUDA clean up. If an interrupt leaves open
+whether something was given back, it counts as given back: to give it back twice would free memory
+that another owner has by now.
 """
 
 import itertools
@@ -27,12 +32,7 @@ __all__ = [
     "settle_late",
 ]
 
-# ---- Owners of memory and of descriptors: what `rl_bridge.cuda.owners` is built on.
-#
-# An owner's `close` is idempotent, runs when the owner dies too, and does nothing in a forked
-# child or at the end of the interpreter: there the kernel and CUDA clean up. Where an interrupt
-# leaves open whether something was given back, it counts as given back: twice would free what is
-# another's now.
+# ---- owners of memory and of descriptors ---------------------------------------------------------
 
 _LOG = logging.getLogger(__name__)
 # What died while a graph was captured, whose end would have broken the capture, or while the device
@@ -208,7 +208,7 @@ class Allocation:
         self.reference.close()
 
 
-# ---- the rest builds on the parts above
+# ---- owners of addresses -------------------------------------------------------------------------
 
 _TOKENS = itertools.count()
 

@@ -1,4 +1,8 @@
-"""The side-car's routes, as an ASGI application. Needs the extra ``remote``."""
+"""The side-car as an ASGI application: description, metrics, deadlines, engine thread, routes.
+
+Each step of the engine runs in one thread, always the same, and has a deadline. An update that
+waits too long for its next step is undone. Needs the extra ``remote``.
+"""
 
 import asyncio
 import logging
@@ -39,7 +43,7 @@ __all__ = [
     "manifest_body",
 ]
 
-# ---- The OpenAPI description of a side-car: what FastAPI makes, with our problems and signatures.
+# ---- the OpenAPI description ---------------------------------------------------------------------
 
 _ABOUT = (
     "Takes weight updates for the engine that it stands beside: import and verify, prepare, then "
@@ -97,7 +101,7 @@ def describe_app(app: Any) -> dict[str, Any]:
     return document
 
 
-# ---- A side-car's figures for Prometheus, in a registry of their own.
+# ---- metrics for Prometheus, in a registry of their own ------------------------------------------
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 _BUCKETS_S = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
@@ -173,7 +177,7 @@ class Metrics:
         return bytes(generate_latest(self._registry))
 
 
-# ---- The deadline of an update that waits for its next step.
+# ---- the deadline of an update that waits for its next step --------------------------------------
 
 _LOG = logging.getLogger(__name__)
 
@@ -219,7 +223,7 @@ class Waiting:
             _LOG.info("update %s did not expire: %s", update_id, error)
 
 
-# ---- One step of the engine at a time, in a thread of its own, each with a deadline.
+# ---- one step of the engine at a time, in one thread, each with a deadline -----------------------
 
 T = TypeVar("T")
 
@@ -287,7 +291,7 @@ class Worker:
         self._took(name.split(maxsplit=1)[0], time.monotonic() - start, outcome)
 
 
-# ---- the rest builds on the parts above
+# ---- the routes ----------------------------------------------------------------------------------
 
 _API_VERSION = "1"
 

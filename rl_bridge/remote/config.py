@@ -52,7 +52,7 @@ class SidecarConfig:
                 raise ValueError(msg)
 
 
-# ---- Packages that only the remote part needs.
+# ---- packages that only the remote part needs ----------------------------------------------------
 
 
 def needed(name: str) -> Any:

@@ -1,7 +1,12 @@
-"""What a side-car did to its engine, written down before and after each step: a crash is told.
+"""What a side-car keeps on disk: its ledger of updates, and the nonces of answered requests.
 
-The last committed update, and the one that was on its way. A side-car that was killed reads here
-what to bring its engine back to.
+The ledger is written before and after each step of the engine. It holds the last committed update
+and the update that is on its way, so a side-car that was killed knows what to bring its engine back
+to. A nonce counts once, also over a restart.
+
+Both are files of durable lines. A line is durable when `append` returns, unless the caller said
+that it need not be. A crash can only cut off the last line. No caller was told that the cut line
+was written, so it is dropped when the file is opened again.
 """
 
 import fcntl
@@ -34,17 +39,13 @@ __all__ = [
     "write_durably",
 ]
 
-# ---- Lines that outlive a crash, and the directory that they lie in.
-#
-# A line is durable when `append` returns, unless it was told that this one need not be. What a
-# crash cut off is the last line at most, and of that one nobody was told that it was written: it
-# is dropped when the file is opened again.
+# ---- the directory, and durable lines ------------------------------------------------------------
 
 _LOCK = "sidecar.lock"
 
 
 class StateDirectory:
-    """A directory that one side-car at a time uses: a lock, which the kernel lets go of."""
+    """A directory that one side-car at a time uses; its lock ends with the process."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         """Take the directory; it is made if missing, but not what it lies in.
@@ -206,7 +207,7 @@ def _unusable(path: Path, error: Exception) -> WeightBridgeError:
     )
 
 
-# ---- the rest builds on the parts above
+# ---- the ledger of updates -----------------------------------------------------------------------
 
 Step = Literal["prepared", "committing", "committed", "ended"]
 _FILE = "updates.log"
@@ -368,7 +369,7 @@ def _line(entry: Entry, text: str | None) -> str:
     return entry.model_dump_json() + (f"{_BREAK}{text}" if text else "")
 
 
-# ---- Which requests were answered already: a nonce counts once, also over a restart.
+# ---- the nonces of answered requests -------------------------------------------------------------
 
 _LINE = re.compile(r"([0-9]{1,12}) ([0-9a-f]{32}|-)")
 _NO_NONCE = "-"  # beside the time below which everything is refused

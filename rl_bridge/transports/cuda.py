@@ -1,4 +1,15 @@
-"""What the transports through a device's memory are told, and what both ends check of it."""
+"""``cuda-vmm`` and ``cuda-ipc``: GPU tensors between processes of one machine.
+
+``cuda-vmm`` imports without a copy. Versions lie in a ring of allocations of CUDA virtual memory,
+whose descriptors travel over a socket to any process of the same user that has the manifest.
+``cuda-ipc`` uses legacy handles of 64 bytes. Versions lie in a ring of plain allocations, and the
+handle travels in the manifest. A consumer opens it once and copies each version out, into memory of
+its own: a handle opens memory to be written, and its owner's death takes the memory away, so
+nothing that an engine is given may lie there.
+
+Leases, stamps and reports are those of ``shared-memory``. Source: CUDA driver API, sections
+"Virtual Memory Management" and "Memory Management".
+"""
 
 import itertools
 import weakref
@@ -197,11 +208,7 @@ class DevicePublisher(SlotPublisher):
         return carried
 
 
-# ---- ``cuda-vmm``: GPU tensors between processes of one machine, without a copy on import.
-#
-# Versions lie in a ring of allocations of CUDA virtual memory. Their descriptors travel over a
-# socket to whoever has the manifest and is the same user; leases, stamps and the way back are
-# those of ``shared-memory``. Source: CUDA driver API, section "Virtual Memory Management".
+# ---- cuda-vmm ------------------------------------------------------------------------------------
 
 
 class CUDAVMMHandle(SlotHandle):
@@ -391,13 +398,7 @@ class _VMMConsumer(SlotConsumer[CUDAVMMHandle]):
         return view.pin(manifest.update_id, handle.generation, manifest.table.arena_nbytes)
 
 
-# ---- ``cuda-ipc``: GPU tensors between processes of one machine, by legacy CUDA IPC handles.
-#
-# Versions lie in a ring of plain allocations. A handle of 64 bytes travels in the manifest;
-# whoever has the manifest opens it once and copies each version out, into memory of its own: a
-# handle opens memory to be written, and its owner's death takes the memory away, so nothing that
-# an engine is given may lie there. Leases, stamps and the way back are those of ``shared-memory``.
-# Source: CUDA driver API, section "Memory Management".
+# ---- cuda-ipc ------------------------------------------------------------------------------------
 
 
 class CUDAIPCHandle(SlotHandle):
