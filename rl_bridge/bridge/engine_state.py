@@ -180,10 +180,7 @@ class EngineState:
             what = "given up before the engine was touched, and may be installed again"
         if manifest.update_id not in self.torn_by:
             if may_come_again:
-                try:
-                    self.consumer.release(manifest.update_id)
-                except Exception:  # noqa: BLE001 - logged in full
-                    _LOG.exception("version %d could not be released", manifest.weight_version)
+                self._give_back(manifest)
             else:
                 self._reject(manifest, describe(error))
         held = self._held()
@@ -191,11 +188,16 @@ class EngineState:
             held = "what the engine holds is not known before recover() has asked it."
         add_note(error, f"version {manifest.weight_version} was {what}; {held}")
 
-    def undone(self, manifest: WeightUpdateManifest, error: BaseException) -> None:
+    def undone(
+        self, manifest: WeightUpdateManifest, error: BaseException, *, may_come_again: bool
+    ) -> None:
         """An update failed at the engine, which is back at what it held before."""
         self.changing = None
         was_torn = manifest.update_id in self.torn_by
-        if not was_torn or self.consumer.state(manifest.update_id) is State.INSTALLED:
+        state = self.consumer.state(manifest.update_id)
+        if may_come_again and state is State.STAGED:
+            self._give_back(manifest)
+        elif not was_torn or state is State.INSTALLED:
             self._reject(manifest, f"rollout weight install failed: {describe(error)}")
         if was_torn:
             self.healed()
@@ -281,6 +283,13 @@ class EngineState:
         """Release what was active before, and could not be released then."""
         for update_id in list(self._superseded):
             self.release(update_id)
+
+    def _give_back(self, manifest: WeightUpdateManifest) -> None:
+        """Release an update that may be imported again."""
+        try:
+            self.consumer.release(manifest.update_id)
+        except Exception:  # noqa: BLE001 - logged in full
+            _LOG.exception("version %d could not be released", manifest.weight_version)
 
     def _reject(self, manifest: WeightUpdateManifest, reason: str) -> None:
         """Tell the bridge. The engine is as it should be, whatever the bridge makes of it."""

@@ -292,7 +292,7 @@ class Transaction:
                 "call recover().",
             )
             raise
-        self._engine.undone(manifest, error)
+        self._engine.undone(manifest, error, may_come_again=is_shortage(error))
 
     def _forget(self) -> None:
         """Give a refused update's memory back, although the frames of its exception hold it."""

@@ -26,6 +26,7 @@ from rl_bridge.errors import (
     ProofFailed,
     SegmentError,
     WeightBridgeError,
+    WeightBridgeUnavailableError,
 )
 from rl_bridge.installers.arguments import (
     Engine,
@@ -475,6 +476,7 @@ class FlipWay(Way):
         self._rebinding = Rebinding()
         self._live: Live | None = None
         self._live_layout = ""
+        self._fresh: Live | None = None  # reserved by `prepare` for a layout that is not live yet
         # While an update is under way: what was live before, to go back to.
         self._before: tuple[Live | None, str, Pin | None] | None = None
         self._pending: tuple[WeightUpdateManifest, ImportedTensors, Binding] | None = None
@@ -498,6 +500,9 @@ class FlipWay(Way):
             sizes = manifest.table.nbytes_column[bound.rows]
             if ((bound.addresses != places) & (sizes > 0)).any():
                 self._live = None  # somebody rebound the engine: bind it anew
+        if self._live is None or self._live_layout != manifest.table.digest:
+            # A shortage of addresses must show here, before anything of the engine changes.
+            self._fresh = live_range(tensors.pin, manifest.table.arena_nbytes)
         # Before the flip, while the engine still runs. Verifying read every page, but through this
         # mapping only if no other engine flipped them away since.
         tensors.pin.view.prefault(manifest.table.arena_nbytes)
@@ -505,7 +510,7 @@ class FlipWay(Way):
 
     def abandon(self) -> None:
         """Forget the update."""
-        self._pending = None
+        self._pending = self._fresh = None
         self.end()
 
     def install(self) -> None:
@@ -520,7 +525,7 @@ class FlipWay(Way):
             self._before = (self._live, self._live_layout, content)
         try:
             self._put(manifest, tensors, bound)
-        except SegmentError:
+        except (SegmentError, WeightBridgeUnavailableError):
             if is_first:
                 self._before = None  # nothing changed
             raise
@@ -531,9 +536,9 @@ class FlipWay(Way):
         if self._live is not None and self._live_layout == manifest.table.digest:
             self._live.flip(tensors.pin)
             return
-        live = live_range(tensors.pin, manifest.table.arena_nbytes)
+        live = self._fresh or live_range(tensors.pin, manifest.table.arena_nbytes)
         live.flip(tensors.pin)
-        self._live, self._live_layout = live, manifest.table.digest
+        self._fresh, self._live, self._live_layout = None, live, manifest.table.digest
         with collector_paused():
             self._bind_to(live, manifest.table, bound)
 

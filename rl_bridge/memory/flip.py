@@ -75,6 +75,7 @@ class LiveRange:
 
         Raises:
             SegmentError: `new` is no mapped segment, or the kernel refuses; nothing changed.
+            WeightBridgeUnavailableError: no address space at this moment; nothing changed.
             TornEngine: the kernel refused half-way and again on the way back.
 
         """
@@ -96,10 +97,10 @@ class LiveRange:
                 # of that slot finds them mapped.
                 self._move(self.address, self._view(old).address, moves)
             self._move(target.address, self.address, moves)
-        except SegmentError as error:
+        except (SegmentError, WeightBridgeUnavailableError) as error:
             try:
                 self._settle()
-            except SegmentError as second:
+            except (SegmentError, WeightBridgeUnavailableError) as second:
                 # The old version's pages wait at their own address for another try.
                 self._held[0] = self._flip = None
                 msg = (
@@ -156,6 +157,7 @@ class LiveRange:
         try:
             vm.move(source, self.nbytes, target, done)
         except OSError as error:
+            require_resources(error)
             msg = (
                 f"the kernel does not move mappings ({error}); flips need Linux 5.13. Use "
                 "mode='copy'."

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from rl_bridge import ModuleInstallAdapter, RolloutExecutor, make_weight_bridge
 from rl_bridge.errors import SegmentError, TornEngine, WeightBridgeUnavailableError
 from rl_bridge.memory import segment as leases
 from rl_bridge.memory import vm
@@ -230,8 +231,11 @@ def test_a_version_flipped_over_itself_loses_what_was_written_over_it(
 class Refusing:
     """`vm.move` that fails at chosen calls."""
 
-    def __init__(self, patch: pytest.MonkeyPatch, *failing: int) -> None:
+    def __init__(
+        self, patch: pytest.MonkeyPatch, *failing: int, number: int = errno.EINVAL
+    ) -> None:
         self._failing = failing
+        self.errno = number
         self._move = vm.move
         self.num_calls = 0
         patch.setattr("rl_bridge.memory.flip.vm.move", self)
@@ -239,7 +243,7 @@ class Refusing:
     def __call__(self, source: int, nbytes: int, target: int, done: list[int]) -> None:
         self.num_calls += 1
         if self.num_calls in self._failing:
-            raise OSError(12, "Cannot allocate memory")
+            raise OSError(self.errno, "refused by the test")
         self._move(source, nbytes, target, done)
 
 
@@ -261,6 +265,51 @@ def test_a_move_that_fails_leaves_the_old_version_live(
     assert read(new) == {2}
     live.flip(new)
     assert shown(live) == {2}
+
+
+class ShortOnce:
+    """A call of `vm` that the kernel refuses once, for want of address space."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, name: str, *, call: int) -> None:
+        self._function = getattr(vm, name)
+        self._call = call
+        patch.setattr(vm, name, self)
+
+    def __call__(self, *arguments: Any) -> Any:
+        self._call -= 1
+        if self._call == 0:
+            raise OSError(errno.ENOMEM, "Cannot allocate memory")
+        return self._function(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("name", "call", "is_first"),
+    [("reserve", 1, True), ("reserve", 2, True), ("move", 1, True), ("move", 1, False)],
+    ids=["mapping", "live-range", "first-move", "later-move"],
+)
+def test_a_moment_without_address_space_rejects_no_update(
+    name: str, call: int, *, is_first: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, engine = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+    with (
+        make_weight_bridge("shared-memory") as trainer,
+        RolloutExecutor(
+            weight_transport="shared-memory",
+            weight_install_adapter=ModuleInstallAdapter(engine, mode="flip"),
+        ) as executor,
+    ):
+        if not is_first:
+            executor.update_weights(trainer.publish(model, weight_version=1))
+            with torch.no_grad():
+                model.weight.add_(1)
+        manifest = trainer.publish(model, weight_version=2)
+        with monkeypatch.context() as patch:
+            ShortOnce(patch, name, call=call)
+            with pytest.raises(WeightBridgeUnavailableError, match="Cannot allocate memory"):
+                executor.update_weights(manifest)
+        executor.update_weights(manifest)
+        assert executor.active_weight_version == 2
+        assert torch.equal(engine.weight, model.weight)
 
 
 def test_the_first_flip_that_fails_leaves_an_empty_range(
