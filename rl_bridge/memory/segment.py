@@ -15,7 +15,7 @@ import stat
 import struct
 import weakref
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal, NoReturn, Self
 
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr
 
@@ -89,6 +89,8 @@ _F_SEAL_FUTURE_WRITE = 16
 _SIZE_SEALS = _F_SEAL_SHRINK | _F_SEAL_GROW
 _DATA_SEALS = _SIZE_SEALS | _F_SEAL_FUTURE_WRITE
 
+# Bytes from which on the memory that is left is asked for: that takes a millisecond.
+_ASKED_FROM = 64 << 20
 _FILE_NAME = re.compile(r"rlb-[0-9a-f]{12}-([0-9]+\.seg|control)")
 # The byte whose lock says that a named segment's owner lives: out of the lease's way.
 _OWNER_BYTE = 1
@@ -160,16 +162,19 @@ class OwnedSegment:
             if directory is None:
                 fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, seals | _F_SEAL_SEAL)
             status = os.fstat(self.fd)
+            start_time = process_start_time(held.pid)
             self.ref = SegmentRef(
                 kind="memfd" if directory is None else "file",
                 device=status.st_dev,
                 inode=status.st_ino,
                 nbytes=nbytes,
                 pid=held.pid,
-                start_time=process_start_time(held.pid) or 0,
+                start_time=start_time or 0,
                 fd=self.fd if directory is None else 0,
                 name="" if directory is None else name,
             )
+            if directory is None and (start_time is None or not still_there(self.ref)):
+                _refuse_invisible(held.pid)
         except BaseException:
             self.close()  # at once, whoever keeps the exception
             raise
@@ -204,10 +209,12 @@ class OwnedSegment:
             writers: whether readers may map it writable too (the control segment).
 
         Raises:
-            SegmentError: the kernel refuses: no memory, no space, no permission.
+            SegmentError: there is not as much memory or space, or the kernel refuses.
 
         """
         nbytes = vm.round_up(max(nbytes, 1))
+        if directory is None:
+            _require_memory(name, nbytes)
         try:
             seals = _SIZE_SEALS if writers else _DATA_SEALS
             return cls(name, nbytes, directory=directory, seals=seals)
@@ -235,6 +242,28 @@ class OwnedSegment:
         self._unlinker.detach()
 
 
+def _refuse_invisible(pid: int) -> NoReturn:
+    msg = (
+        f"/proc does not show this process (pid {pid}), so no other one could open its memory. "
+        "Mount /proc of this process's own pid namespace."
+    )
+    raise SegmentError(msg)
+
+
+def _require_memory(name: str, nbytes: int) -> None:
+    """Refuse what would not fit: a memfd is made at any size, and kills when it is written to."""
+    if nbytes < _ASKED_FROM:
+        return
+    available = vm.available_memory()
+    if available is not None and nbytes > available:
+        msg = (
+            f"shared memory {name!r} needs {nbytes} bytes, and {available} are available to this "
+            "process. Free memory, publish less (an expanded tensor takes its full size), lower "
+            "max_slots, or raise the memory limit of its cgroup."
+        )
+        raise SegmentError(msg)
+
+
 def open_segment(
     ref: SegmentRef,
     *,
@@ -256,7 +285,8 @@ def open_segment(
 
     Raises:
         BadSegmentName: the name is not a plain segment name.
-        SegmentError: gone, replaced, of another size, not sealed, or out of reach.
+        SegmentError: gone, replaced, of another size, or not sealed.
+        WeightBridgeUnavailableError: this process may not open it, or is short of something.
 
     """
     held = Holding() if held is None else held
@@ -265,11 +295,14 @@ def open_segment(
     if ref.kind == "memfd":
         # No O_NOFOLLOW: entries of /proc/<pid>/fd are links by nature.
         where = f"/proc/{ref.pid}/fd/{ref.fd}"
-        if process_start_time(ref.pid) != ref.start_time:
+        started = process_start_time(ref.pid)
+        if started is None and _is_another_users(ref.pid):
+            raise WeightBridgeUnavailableError(_denied(ref, where, "its process is hidden"))
+        if started != ref.start_time:
             msg = (
                 f"the publisher (pid {ref.pid}) is gone or not visible from this process, so its "
-                "memory cannot be opened. Publish again; between containers or users, give both "
-                "sides a shared directory=."
+                "memory cannot be opened. Publish again; between containers, give both sides a "
+                "shared directory=."
             )
             raise SegmentError(msg)
     else:
@@ -291,6 +324,8 @@ def open_segment(
         # Looked at before it is opened: opening a terminal or a device is an act.
         _check_file(os.stat(where), ref, where)  # noqa: PTH116 - a link of /proc, by nature
         fd = held.open(os.open, where, flags)
+    except PermissionError as error:
+        raise WeightBridgeUnavailableError(_denied(ref, where, error)) from error
     except OSError as error:
         require_resources(error)
         hint = (
@@ -307,6 +342,27 @@ def open_segment(
         held.dispose()  # at once, whoever keeps the exception
         raise
     return fd
+
+
+def _is_another_users(pid: int) -> bool:
+    """Whether there is such a process, and this one may not even signal it."""
+    try:
+        os.kill(pid, 0)
+    except PermissionError:
+        return True
+    except (OSError, OverflowError):  # the pid is somebody's word
+        pass
+    return False
+
+
+def _denied(ref: SegmentRef, where: str, error: object) -> str:
+    remedy = "Run both sides as one user."
+    if ref.kind == "memfd":
+        remedy += " If their user namespaces differ, as in containers, give both sides directory=."
+    return (
+        f"this process (user {os.geteuid()}) may not open the publisher's memory {where}: {error}. "
+        f"The publisher runs as another user, or in another user namespace. {remedy}"
+    )
 
 
 def _check_identity(fd: int, ref: SegmentRef, where: str, *, writable: bool) -> None:

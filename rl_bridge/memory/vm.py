@@ -23,6 +23,7 @@ __all__ = [
     "PAGE",
     "MappedFile",
     "absent_ranges",
+    "available_memory",
     "clear",
     "drop_pages",
     "guard_from_fork",
@@ -426,3 +427,65 @@ def huge_pages(address: int, nbytes: int) -> bool:
 
     """
     return not _libc.madvise(address, nbytes, _MADV_HUGEPAGE)
+
+
+# ---- how much memory is left --------------------------------------------------------------------
+
+_CGROUPS = Path("/sys/fs/cgroup")
+
+
+def available_memory() -> int | None:
+    """Bytes that this process may still take, by the kernel and its cgroups; None if unknown.
+
+    Swap space counts as available, and so do files that the kernel merely caches.
+    """
+    machine = _numbers(Path("/proc/meminfo"))
+    if "MemAvailable:" not in machine:
+        return None
+    swap = 1024 * machine.get("SwapFree:", 0)
+    rooms = [1024 * machine["MemAvailable:"]]
+    for group in _memory_cgroups():
+        limit = _number(group, "memory.max", "memory.limit_in_bytes")
+        used = _number(group, "memory.current", "memory.usage_in_bytes")
+        if limit is not None and used is not None:
+            stat = _numbers(group / "memory.stat")
+            cached = sum(
+                stat.get(f"total_{name}", stat.get(name, 0))
+                for name in ("active_file", "inactive_file")
+            )
+            rooms.append(max(0, limit - used + cached))
+    return min(rooms) + swap
+
+
+def _memory_cgroups() -> list[Path]:
+    """The cgroup that limits this process's memory, and those that it lies in."""
+    try:
+        lines = Path("/proc/self/cgroup").read_text("utf-8", "replace").splitlines()
+    except OSError:
+        return []
+    found: list[Path] = []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers in {"", "memory"}:
+            root = _CGROUPS / controllers
+            inner = root / path.lstrip("/")
+            found += [inner, *(outer for outer in inner.parents if outer.is_relative_to(root))]
+    return found
+
+
+def _number(directory: Path, *names: str) -> int | None:
+    for name in names:
+        try:
+            return int((directory / name).read_text("ascii"))
+        except (OSError, ValueError):  # another version of cgroups, or "max"
+            continue
+    return None
+
+
+def _numbers(path: Path) -> dict[str, int]:
+    try:
+        lines = path.read_text("utf-8", "replace").splitlines()
+    except OSError:
+        return {}
+    pairs = (line.split() for line in lines)
+    return {pair[0]: int(pair[1]) for pair in pairs if len(pair) > 1 and pair[1].isdigit()}

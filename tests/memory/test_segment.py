@@ -7,14 +7,18 @@ import gc
 import mmap
 import os
 import socket
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from pydantic import ValidationError
 
-from rl_bridge.errors import SegmentError, WeightBridgeUnavailableError
+from rl_bridge import make_weight_bridge
+from rl_bridge.errors import SegmentError, WeightBridgeError, WeightBridgeUnavailableError
 from rl_bridge.memory import vm
 from rl_bridge.memory.holding import close_fd
 from rl_bridge.memory.segment import (
@@ -116,7 +120,7 @@ def test_a_segment_is_zero_whole_pages_and_says_where_it_is() -> None:
 
 def test_a_segment_that_cannot_be_made_says_so_and_leaves_nothing() -> None:
     before = open_fds()
-    with pytest.raises(SegmentError, match=r"cannot make shared memory 'big'.*Free memory"):
+    with pytest.raises(SegmentError, match=r"shared memory 'big' needs .*Free memory"):
         OwnedSegment.make("big", 1 << 60)
     assert open_fds() == before
 
@@ -348,3 +352,95 @@ def test_closing_a_descriptor_twice_is_harmless(segment: OwnedSegment) -> None:
     close_fd(fd)
     os.fstat(other)
     os.close(other)
+
+
+# ---- what cannot be made, and what may not be opened --------------------------------------------
+
+
+def test_more_memory_than_there_is_is_refused_before_it_is_written_to() -> None:
+    # A petabyte: were it not refused, it could not even be mapped.
+    expanded = torch.ones(1, dtype=torch.uint8).expand(1 << 50)
+    with make_weight_bridge("shared-memory") as bridge:
+        with pytest.raises(SegmentError, match=rf"needs {(1 << 50) + vm.PAGE} bytes, and \d+ are"):
+            bridge.publish({"w": expanded}, weight_version=1)
+        bridge.publish({"w": expanded[:4]}, weight_version=1)
+
+
+MACHINE = {"MemAvailable:": 100_000, "SwapFree:": 0}
+STAT = {"anon": 7, "active_file": 20, "inactive_file": 300}
+
+
+@pytest.mark.parametrize(
+    ("limit", "used"),
+    [
+        ("memory.max", "memory.current"),
+        ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+    ],
+    ids=["v2", "v1"],
+)
+def test_the_limit_of_an_outer_cgroup_counts_and_its_cached_files_do_not(
+    limit: str, used: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = tmp_path / "outer" / "inner"
+    group.mkdir(parents=True)
+    monkeypatch.setattr(vm, "_memory_cgroups", lambda: [group, group.parent])
+    monkeypatch.setattr(vm, "_numbers", lambda path: MACHINE if "proc" in str(path) else STAT)
+    (group / limit).write_text("max\n")
+    (group / used).write_text("5\n")
+    assert vm.available_memory() == 1024 * 100_000
+    (group.parent / limit).write_text("10000\n")
+    (group.parent / used).write_text("9000\n")
+    assert vm.available_memory() == 10000 - 9000 + 20 + 300
+
+
+def test_without_proc_nothing_is_published_that_nobody_could_import() -> None:
+    script = (
+        "import torch, rl_bridge\n"
+        "from rl_bridge.transports.registry import probe\n"
+        "print(probe('shared-memory').cause)\n"
+        "try: rl_bridge.make_weight_bridge('shared-memory').publish("
+        "{'w': torch.ones(1)}, weight_version=1)\n"
+        "except Exception as error: print(type(error).__name__, error)\n"
+    )
+    hide = 'mount -t tmpfs none /proc && exec "$0" -c "$1"'
+    done = subprocess.run(
+        ["unshare", "--mount", "sh", "-c", hide, sys.executable, script],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    if done.returncode:
+        pytest.skip(f"this machine lets nobody hide /proc: {done.stderr[-200:]}")
+    cause, refusal = done.stdout.splitlines()
+    assert cause.startswith("/proc does not show this process")
+    assert refusal == f"SegmentError {cause}"
+
+
+class OfAnotherUser:
+    """A consumer that is nobody's, in a process of its own."""
+
+    def __init__(self) -> None:
+        self.bridge = make_weight_bridge("shared-memory")
+        os.setgroups([])
+        os.setresgid(65534, 65534, 65534)
+        os.setresuid(65534, 65534, 65534)
+
+    def imported(self, text: str) -> str:
+        try:
+            self.bridge.import_update(text)
+        except WeightBridgeError as error:
+            return f"{type(error).__name__}: {error}"
+        return "imported"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_another_user_is_told_so_and_rejects_nothing() -> None:
+    with make_weight_bridge("shared-memory") as trainer, Child(OfAnotherUser) as other:
+        manifest = trainer.publish({"w": torch.ones(3)}, weight_version=1)
+        for _ in range(2):  # the second time as the first: it is not rejected
+            said = other.call("imported", text=manifest.to_json())
+            assert said.startswith("WeightBridgeUnavailableError: ")
+            assert "Permission denied" in said
+            assert "another user" in said
+            assert "Run both sides as one user" in said
