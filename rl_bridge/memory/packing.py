@@ -64,25 +64,40 @@ _SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def raw_elements(tensor: torch.Tensor) -> torch.Tensor:
-    """View a tensor's elements as integers: then torch copies every bit as it is.
+    """View a tensor's elements, as they are stored, as integers: then torch copies every bit.
 
     As themselves it would normalise bools, and for some dtypes it has no copy at all.
     """
-    tensor = tensor.detach()
-    if tensor.is_conj():
-        tensor = tensor.conj()  # lazily once more: what is stored
-    if tensor.is_neg():
-        tensor = tensor._neg_view()  # noqa: SLF001 - torch has no public name for it
+    tensor = _stored(tensor)
     if tensor.element_size() not in _SAME_SIZE:
         return torch.view_as_real(tensor).view(torch.int64)
     return tensor.view(_SAME_SIZE[tensor.element_size()])
+
+
+def _stored(tensor: torch.Tensor) -> torch.Tensor:
+    """The view of the stored elements: without a lazy conjugation or negation."""
+    tensor = tensor.detach()
+    if tensor.is_conj():
+        tensor = tensor.conj()  # a second lazy conjugation takes the first one away
+    if tensor.is_neg():
+        tensor = tensor._neg_view()  # noqa: SLF001 - torch has no public name for it
+    return tensor
+
+
+def _shown(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor that has, as stored elements, the numbers that a lazy view shows."""
+    return tensor.detach().resolve_conj().resolve_neg()
+
+
+def _laziness(tensor: torch.Tensor) -> tuple[bool, bool]:
+    return tensor.is_conj(), tensor.is_neg()
 
 
 def _check_source(name: str, tensor: torch.Tensor, place: Place) -> None:
     """Refuse what cannot travel as the bytes of a tensor of that place."""
     if dtype_name(tensor) not in DTYPE_NBYTES:
         dtype_nbytes(dtype_name(tensor), tensor=name)
-    reason = place.not_plain(tensor)
+    reason = place.not_plain(tensor, takes_lazy_views=True)
     if reason is not None:
         msg = f"tensor {name!r} {reason}."
         raise WeightBridgeUnavailableError(msg)
@@ -117,9 +132,13 @@ def _stored_and_tied(
         address = tensor.data_ptr()
         first = first_at.setdefault(address, name)
         if first is not name and tensor.numel():
-            key = tensor_key(tensor)
+            key = tensor_key(tensor), _laziness(tensor)
             others = others_at.setdefault(address, [])
-            twins = [twin for twin in (first, *others) if tensor_key(stored[twin]) == key]
+            twins = [
+                twin
+                for twin in (first, *others)
+                if (tensor_key(stored[twin]), _laziness(stored[twin])) == key
+            ]
             if twins:
                 ties[name] = twins[0]
                 continue
@@ -141,7 +160,7 @@ class PackPlan:
         """Lay out `tensors`.
 
         Args:
-            tensors: what to publish: dense tensors, of any strides.
+            tensors: what to publish: dense tensors of any strides, lazy views included.
             trainable: names that a training step is expected to change; None if not declared.
             place: where all of them, and the arena, lie.
 
@@ -176,18 +195,19 @@ class PackPlan:
         self._order = [position[name] for name in self.table.names]
         values = list(tensors.values())
         self._facts = TensorFacts(values)
-        is_dense = [tensor.is_contiguous() for tensor in values]
-        # Strided tensors are gathered by torch, straight into the arena, and digested there.
+        is_dense = [tensor.is_contiguous() and not is_lazy_view(tensor) for tensor in values]
+        # Strided tensors and lazy views are gathered by torch, straight into the arena, and
+        # digested there.
         self._gathered = [
             (row, index) for row, index in enumerate(self._order) if not is_dense[index]
         ]
-        # Those that could come as a lazy conjugate or negative of the same memory next time.
-        self._may_be_lazy = [
-            index
+        # Next time, these could come with another laziness over the same memory.
+        self._laziness = {
+            index: _laziness(tensor)
             for index, tensor in enumerate(values)
             # (One element is contiguous, whatever its stride.)
             if not is_dense[index] or tensor.is_complex() or tensor.numel() == 1
-        ]
+        }
         pointers = np.array([values[index].data_ptr() for index in self._order], np.uint64)
         self._sources: Addresses = pointers
 
@@ -199,7 +219,7 @@ class PackPlan:
             self.trainable == trainable
             and tuple(tensors) == self._names
             and self._facts.hold(values := list(tensors.values()))
-            and not any(is_lazy_view(values[i]) for i in self._may_be_lazy)
+            and all(_laziness(values[i]) == known for i, known in self._laziness.items())
         )
 
     def pack(
@@ -218,7 +238,7 @@ class PackPlan:
             values = list(tensors.values())
             for row, index in self._gathered:
                 target = self._place.bytes_at(int(targets[row]), self.table.nbytes[row])
-                elements = raw_elements(values[index])
+                elements = raw_elements(_shown(values[index]))
                 target.view(elements.dtype).view(elements.shape).copy_(elements)
                 sources[row] = targets[row]
         return self.byte_plan.copy_digest(sources, targets, num_threads=num_threads)
@@ -239,8 +259,8 @@ class PackPlan:
         if self._gathered:
             name = self.table.names[self._gathered[0][0]]
             msg = (
-                f"tensor {name!r} is not contiguous, so it cannot be read where it lies. Make it "
-                "contiguous, or have it copied: without in_place."
+                f"tensor {name!r} is strided or a lazy view, so it cannot be read where it lies. "
+                "Make it contiguous, or have it copied: without in_place."
             )
             raise WeightBridgeUnavailableError(msg)
         return self.byte_plan.digest(self._sources, num_threads=num_threads)

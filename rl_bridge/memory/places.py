@@ -65,9 +65,9 @@ class Place(ABC):
     def private_ranges(self, address: int, nbytes: int) -> list[tuple[int, int]] | None:
         """Pages of a mapped version that this process wrote to; None where nobody can tell."""
 
-    def not_plain(self, tensor: torch.Tensor) -> str | None:
+    def not_plain(self, tensor: torch.Tensor, *, takes_lazy_views: bool = False) -> str | None:
         """Say why a tensor's bytes are not plain memory here, with the remedy; None if they are."""
-        return not_plain(tensor, self.device)
+        return not_plain(tensor, self.device, takes_lazy_views=takes_lazy_views)
 
 
 class CPUPlace(Place):

@@ -308,8 +308,14 @@ def is_lazy_view(tensor: torch.Tensor) -> bool:
     return tensor.is_conj() or tensor.is_neg()
 
 
-def not_plain(tensor: torch.Tensor, device: torch.device = _CPU) -> str | None:
-    """Say why a tensor is not plain memory of a device, with the remedy; None if it is."""
+def not_plain(
+    tensor: torch.Tensor, device: torch.device = _CPU, *, takes_lazy_views: bool = False
+) -> str | None:
+    """Say why a tensor is not plain memory of a device, with the remedy; None if it is.
+
+    A lazy view shows other numbers than its memory holds, so it is plain only to a caller that
+    `takes_lazy_views` and has torch resolve them.
+    """
     if tensor.layout is not torch.strided or tensor.is_nested:
         what = "a nested tensor" if tensor.is_nested else str(tensor.layout)
         return f"is {what}: use dense tensors"
@@ -327,7 +333,7 @@ def not_plain(tensor: torch.Tensor, device: torch.device = _CPU) -> str | None:
         kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ or is_lazy(tensor)
     ):
         return f"is a {kind.__name__}: use plain tensors (a DTensor's full_tensor() or to_local())"
-    if is_lazy_view(tensor):
+    if not takes_lazy_views and is_lazy_view(tensor):
         return "is a lazy conjugate or negative: call resolve_conj().resolve_neg() first"
     if tensor.numel() and not _has_its_storage(tensor):
         return "has lost its storage (freed or cut, by resharding or a sleeping engine): restore it"

@@ -16,7 +16,7 @@ from rl_bridge.memory.tensors import TensorFacts
 def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both ways to compare."""
     if request.param == "python":
-        monkeypatch.setattr(facts, "native_module", lambda: None)
+        monkeypatch.setattr(passes, "NATIVE", None)
     elif passes.native_module() is None:
         pytest.skip(f"no compiled module: {passes.native_cause()}")
 

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from rl_bridge.memory import passes
-from rl_bridge.memory import tensors as module_state
 from rl_bridge.memory.tensors import ModuleState, plain_state
 
 
@@ -15,7 +14,7 @@ from rl_bridge.memory.tensors import ModuleState, plain_state
 def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both ways to compare."""
     if request.param == "python":
-        monkeypatch.setattr(module_state, "native_module", lambda: None)
+        monkeypatch.setattr(passes, "NATIVE", None)
     elif passes.native_module() is None:
         pytest.skip(f"no compiled module: {passes.native_cause()}")
 

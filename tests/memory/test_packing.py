@@ -185,16 +185,6 @@ REFUSED: dict[str, tuple[Callable[[], torch.Tensor], type[Exception], str]] = {
         WeightBridgeUnavailableError,
         "'t' is on meta and has no bytes: materialise it first",
     ),
-    "conjugate": (
-        lambda: torch.randn(3, dtype=torch.complex64).conj(),
-        WeightBridgeUnavailableError,
-        "'t' is a lazy conjugate.*resolve_conj",
-    ),
-    "negative": (
-        lambda: torch.randn(3, dtype=torch.complex64).conj().imag,
-        WeightBridgeUnavailableError,
-        "'t' is a lazy conjugate or negative",
-    ),
     "lazy-module": (
         lambda: torch.nn.LazyLinear(3).weight,
         WeightBridgeUnavailableError,
@@ -271,6 +261,7 @@ CHANGES: dict[str, tuple[State, State]] = {
     "another-order": ({"a": WEIGHT, "b": COMPLEX}, {"b": COMPLEX, "a": WEIGHT}),
     "exchanged": ({"a": WEIGHT[0], "b": WEIGHT[1]}, {"a": WEIGHT[1], "b": WEIGHT[0]}),
     "a-lazy-conjugate": ({"a": COMPLEX}, {"a": COMPLEX.conj()}),
+    "a-conjugate-that-is-lazy-no-more": ({"a": COMPLEX.conj()}, {"a": COMPLEX}),
     "a-lazy-negative": ({"a": COMPLEX.imag}, {"a": COMPLEX.conj().imag}),
     "a-lazy-negative-of-one": ({"a": COMPLEX[:1].imag}, {"a": COMPLEX[:1].conj().imag}),
 }
@@ -282,7 +273,7 @@ def test_a_plan_does_not_fit_anything_else(
     change: str, is_compiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not is_compiled:
-        monkeypatch.setattr("rl_bridge.memory.tensors.native_module", lambda: None)
+        monkeypatch.setattr("rl_bridge.memory.passes.NATIVE", None)
     before, after = CHANGES[change]
     plan = PackPlan(before)
     assert plan.fits(before, None)
@@ -295,6 +286,23 @@ def test_a_plan_does_not_fit_another_declaration_of_trainable_tensors() -> None:
     assert plan.fits(tensors, frozenset({"a"}))
     assert not plan.fits(tensors, None)
     assert not plan.fits(tensors, frozenset({"b"}))
+
+
+def test_lazy_views_travel_as_the_numbers_that_they_show() -> None:
+    tensors = {
+        "conj": COMPLEX.conj(),
+        "conj-of-a-slice": torch.randn(4, 6, dtype=torch.complex128)[:, ::2].conj(),
+        "neg": COMPLEX.conj().imag,
+        "neg-of-one": COMPLEX[:1].conj().imag,
+        "none": COMPLEX,
+        "tied": COMPLEX.conj(),
+    }
+    plan, found = pack(tensors)
+    shown = {name: tensor.resolve_conj().resolve_neg() for name, tensor in tensors.items()}
+    assert found == {name: bytes_of(shown[name]) for name in plan.table.names}
+    assert dict(plan.table.ties) == {"tied": "conj"}
+    with pytest.raises(WeightBridgeUnavailableError, match="strided or a lazy view"):
+        PackPlan({"a": COMPLEX.conj()}).digest_in_place({})
 
 
 # ---- padding ------------------------------------------------------------------------------------
@@ -323,7 +331,7 @@ def test_a_digest_in_place_is_that_of_the_packed_bytes() -> None:
 
 def test_a_strided_tensor_has_no_bytes_in_place() -> None:
     tensors = {"a": torch.zeros(3), "t": torch.zeros(4, 3).t()}
-    with pytest.raises(WeightBridgeUnavailableError, match="'t' is not contiguous"):
+    with pytest.raises(WeightBridgeUnavailableError, match="'t' is strided"):
         PackPlan(tensors).digest_in_place(tensors)
 
 
@@ -331,8 +339,8 @@ def test_a_layout_names_the_memory_that_its_bytes_lie_in() -> None:
     class OnAGPU(CPUPlace):
         device = torch.device("cuda", 1)
 
-        def not_plain(self, tensor: torch.Tensor) -> str | None:
-            del tensor
+        def not_plain(self, tensor: torch.Tensor, *, takes_lazy_views: bool = False) -> str | None:
+            del tensor, takes_lazy_views
             return None
 
     tensors = {"w": torch.ones(2)}
