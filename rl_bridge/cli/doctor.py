@@ -76,6 +76,8 @@ PairOption = Annotated[
     Path | None,
     typer.Option(
         "--pair",
+        exists=True,
+        dir_okay=False,
         metavar="FILE",
         help="Say which transport is used from the trainer that wrote FILE (--facts) to here.",
     ),
@@ -464,7 +466,7 @@ def _show(checks: list[_Check], missing: list[str], out: Console) -> None:
         verdict = Text(f"Not ready: {' and '.join(missing)} blocked.", style="bold red")
     else:
         blocked = sum(check.found.status != "pass" for check in checks)
-        more = f" Blocked: {blocked}, as said above." if blocked else ""
+        more = f" Not available here, and why, stands above: {blocked}." if blocked else ""
         verdict = Text.assemble(("Ready: local-clone and shared-memory work.", "bold green"), more)
     out.print(verdict)
 
