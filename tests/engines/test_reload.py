@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from rl_bridge import RolloutExecutor, make_weight_bridge
 from rl_bridge.engines.vllm import reload
+from rl_bridge.engines.vllm.compat import VLLMCompat
 from rl_bridge.engines.vllm.model_installer import VLLMModelInstaller
 from rl_bridge.engines.vllm.reload import VLLMReloadAdapter
 from rl_bridge.errors import IncompatibleUpdate, ProofFailed
@@ -192,7 +193,7 @@ def unlearnable(monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine's loader computes with what it loads, so that nobody can follow it."""
 
     def learn(*_: Any, **__: Any) -> Any:
-        raise IncompatibleUpdate("computed. Install it by VLLMReloadAdapter")
+        raise IncompatibleUpdate(f"computed. Install it by {VLLMCompat.elsewhere}")
 
     monkeypatch.setattr(reload, "learn", learn)
 

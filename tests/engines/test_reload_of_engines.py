@@ -101,7 +101,8 @@ def test_vllms_own_calls_are_refused_where_the_executor_reloads(
 
 @pytest.mark.parametrize("wrong", [{"pause": None}, {"cast": True}])
 def test_a_reload_needs_a_pause_and_takes_no_cast(wrong: dict[str, Any]) -> None:
-    from rl_bridge.vllm import VLLMEngineAdapter
+    from rl_bridge.vllm import VLLMEngineAdapter, VLLMServing
 
+    options = {"serving": VLLMServing(pause=None)} if "pause" in wrong else wrong
     with pytest.raises(ValueError, match="reload=True"):
-        VLLMEngineAdapter("http://127.0.0.1:1", reload=True, **wrong)
+        VLLMEngineAdapter("http://127.0.0.1:1", reload=True, **options)
