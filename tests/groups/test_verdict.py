@@ -8,7 +8,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rl_bridge.errors import GroupAborted, WeightBridgeError, WeightBridgeUnavailableError
+from rl_bridge.errors import (
+    GroupAborted,
+    StaleUpdate,
+    WeightBridgeError,
+    WeightBridgeUnavailableError,
+)
 from rl_bridge.groups.bridge import GroupBridge
 from rl_bridge.groups.exchange import FunctionExchange, ProcessGroupExchange
 from rl_bridge.groups.publish import GroupPublisher
@@ -112,7 +117,7 @@ def test_what_the_others_committed_stands_where_a_rank_did_not_see_the_votes() -
 
 
 def test_without_a_store_a_split_ends_with_the_next_version() -> None:
-    """Two ranks publish and the third withdraws: who imports it has all of it, or nothing."""
+    """Two ranks publish and the third withdraws: nobody can import the split."""
     with trainers(NUM, max_slots=1) as group, ExitStack() as stack:
         early, late = (
             stack.enter_context(GroupBridge(parallel(), source_rank=rank)) for rank in range(2)
@@ -123,14 +128,14 @@ def test_without_a_store_a_split_ends_with_the_next_version() -> None:
         assert isinstance(split, GroupManifest)
         assert found[2] == split
         assert isinstance(found[1], GroupAborted)
-        # What was withdrawn is still in its slot, until that is written again.
-        whole = early.import_update(split.to_json())
-        assert all(torch.equal(whole[name], one) for name, one in weights(1).items())
+        # The part that was withdrawn is gone from its slot at once.
+        with pytest.raises(StaleUpdate):
+            early.import_update(split.to_json())
         group.release(split)
         again = group.publish(shards(2), 2)
         with pytest.raises(WeightBridgeError):
             late.import_update(split.to_json())
-        assert late.active_weight_version is None
+        assert early.active_weight_version is late.active_weight_version is None
         for engine in (early, late):
             whole = engine.import_update(again.to_json())
             assert all(torch.equal(whole[name], one) for name, one in weights(2).items())
