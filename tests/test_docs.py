@@ -192,6 +192,39 @@ def test_the_generated_parts_are_up_to_date(page: Path) -> None:
     assert generator("write")["fill"](text) == text, "run: python docs/_generate/write.py"
 
 
+def test_the_pictures_of_folders_are_up_to_date_and_each_is_shown() -> None:
+    page = (DOCS / "explanation" / "architecture.md").read_text("utf-8")
+    found = generator("write")["pictures"]()
+    folders = {path for path in (DOCS / "assets" / "folders").iterdir() if path.is_file()}
+    assert set(found) == folders
+    for path, picture in found.items():
+        assert path.read_text("utf-8") == picture, "run: python docs/_generate/write.py"
+        assert f"](../assets/folders/{path.name})" in page
+
+
+def test_every_folder_of_the_path_has_a_picture_and_its_path_names_files_that_exist() -> None:
+    drawn = generator("folders")
+    no_path = {"cli", "demo", "testing", "__pycache__"}
+    top = {path.name for path in (ROOT / "rl_bridge").iterdir() if path.is_dir()} - no_path
+    assert {folder.partition("/")[0] for folder in drawn["FOLDERS"]} == top
+    for folder, path in drawn["PATH"].items():
+        assert set(path) <= set(drawn["files"](folder)), folder
+
+
+@pytest.mark.parametrize("name", ["architecture", "where-to-look"])
+def test_files_that_a_page_of_the_house_names_exist(name: str) -> None:
+    text = (DOCS / "explanation" / f"{name}.md").read_text("utf-8")
+    named = set(re.findall(r"`((?:[a-z_]+/)+[\w.-]*|\w+\.(?:py|md))`", text))
+    assert len(named) > 20
+    places = [ROOT / "rl_bridge", ROOT]
+    missing = {
+        one
+        for one in named - {"__init__.py"}
+        if not any((place / f"{one}{end}").exists() for place in places for end in ("", ".py"))
+    }
+    assert missing == set()
+
+
 @pytest.mark.parametrize("role", list(Role))
 def test_the_lifecycle_page_shows_the_diagram_of_the_table(role: Role) -> None:
     drawn = [block.text for block in blocks(DOCS / "explanation" / "lifecycle.md")]

@@ -6,6 +6,7 @@ tests of the documentation compare what is there with what this script would wri
 
 import ast
 import re
+import runpy
 from collections.abc import Callable
 from functools import partial
 from importlib import import_module
@@ -14,7 +15,7 @@ from typing import Any, TypeGuard
 
 from rl_bridge.lifecycle import STATUS, TABLE, Role, mermaid
 
-__all__ = ["PARTS", "fill", "main"]
+__all__ = ["PARTS", "fill", "main", "pictures"]
 
 DOCS = Path(__file__).resolve().parents[1]
 ROOT = DOCS.parent
@@ -106,8 +107,20 @@ def fill(text: str) -> str:
     return _PART.sub(lambda found: f"{found[1]}{PARTS[found['name']]()}\n{found[3]}", text)
 
 
+def pictures() -> dict[Path, str]:
+    """The pictures of the package's folders: where each lies, and what it is to be."""
+    drawn = runpy.run_path(str(Path(__file__).with_name("folders.py")))
+    home = DOCS / "assets" / "folders"
+    return {
+        home / f"{folder.replace('/', '-')}.svg": drawn["draw"](folder)
+        for folder in drawn["FOLDERS"]
+    }
+
+
 def main() -> None:
-    """Write every page whose generated parts changed."""
+    """Write every page whose generated parts changed, and the pictures of folders."""
+    for path, picture in pictures().items():
+        path.write_text(picture, "utf-8")
     for path in sorted(DOCS.rglob("*.md")):
         text = path.read_text("utf-8")
         filled = fill(text)
