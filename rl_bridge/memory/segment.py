@@ -245,7 +245,7 @@ class OwnedSegment:
 def _refuse_invisible(pid: int) -> NoReturn:
     msg = (
         f"/proc does not show this process (pid {pid}), so no other one could open its memory. "
-        "Mount /proc of this process's own pid namespace."
+        "Give it a /proc: mount that of this process's own pid namespace."
     )
     raise SegmentError(msg)
 

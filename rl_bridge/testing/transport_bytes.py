@@ -34,7 +34,7 @@ class BytesArriveUnchanged(TransportCase):
         suppress_health_check=[
             HealthCheck.function_scoped_fixture,
             HealthCheck.differing_executors,
-        ]
+        ],
     )
     @given(source=state_dicts())
     def test_any_state_dict_arrives_unchanged(
