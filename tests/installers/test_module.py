@@ -54,7 +54,7 @@ class Refusing:
     def __call__(self, source: int, nbytes: int, target: int, done: list[int]) -> None:
         self.calls += 1
         if self.calls in self.failing:
-            raise OSError(errno.ENOMEM, "refused, as planned")
+            raise OSError(errno.EPERM, "refused, as planned")
         vm_move(source, nbytes, target, done)
 
 
