@@ -1,114 +1,98 @@
-"""The one lock that no fork comes in between, and what a forked child does before anything else.
+"""Forks: a forked child keeps no descriptor that holds a lease, a lock or shared memory.
 
-One for the whole library: a thread that forks holds it, and would wait with it for a second one,
-whose holder may be collecting garbage that waits for the first.
+A fork may come in any thread at any moment. A descriptor is therefore opened and noted in one block
+of `no_fork`, for whose end a fork waits, and each child closes what is noted before it does
+anything else. The whole library has one such lock, and in a block nothing is waited for but the
+kernel: a thread that forks holds the lock too, and would wait with it for a second one.
+
+A finalizer must not wait for the lock. It runs in the middle of anything, perhaps under a lock of
+logging's for which the thread that forks is waiting. `close_fd` therefore only notes what is to be
+closed if the lock is taken; the thread that has the lock closes it behind its block.
 """
 
 import os
 import threading
 from collections import deque
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 
-__all__ = [
-    "FORKS",
-    "SETTLING",
-    "in_forked_children",
-    "undisturbed",
-]
+__all__ = ["close_fd", "forget_fd_in_children", "in_forked_children", "no_fork", "open_fd"]
 
-FORKS = threading.RLock()
-"""Held where a fork must not come in between: the child would keep what is not noted yet.
-
-Under it nothing is waited for but the kernel, and it is taken under any other lock: as
-``with SETTLING, FORKS``. A finalizer never waits for it, see `undisturbed`.
-"""
-
-_LATE: deque[Callable[[], object]] = deque()
-
-
-def undisturbed(undo: Callable[[], object]) -> None:
-    """Have `undo` called where no fork comes in between, and wait for nothing.
-
-    A finalizer runs in the middle of anything, also under a lock of logging's or the importer's,
-    for which a thread that forks waits with `FORKS` in its hand. Where that is taken, whoever has
-    it calls `undo` once he has given it back.
-
-    Args:
-        undo: gives something back; does not raise, and may be called again.
-
-    """
-    _LATE.append(undo)
-    _settle()
-
-
-def _settle() -> None:
-    while _LATE and _call_late():
-        pass  # else whoever has the lock comes here once he has given it back
-
-
-def _call_late() -> bool:
-    taken: list[bool] = []
-    try:
-        # One step of the interpreter: no interrupt comes in between taking and noting.
-        taken.extend(map(FORKS.acquire, (False,)))
-        while taken[0] and (undo := _first_late()) is not None:
-            undo()
-            with suppress(ValueError):  # a finalizer in the middle of it was faster
-                _LATE.remove(undo)  # only now: an interrupt must not lose it
-        return taken[0]
-    finally:
-        if taken and taken[0]:
-            FORKS.release()
-
-
-def _first_late() -> Callable[[], object] | None:
-    # By index: an iterator raises where another thread adds one before it is used.
-    try:
-        return _LATE[0]
-    except IndexError:
-        return None
-
-
-class _Settling:
-    """Behind it `FORKS` is free again: what had to wait for that is done."""
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *_: object) -> None:
-        _settle()
-
-
-SETTLING = _Settling()
-
+_FORKS = threading.RLock()
+_PRIVATE: set[int] = set()
+_TO_CLOSE: deque[int] = deque()
 _IN_CHILD: list[Callable[[], object]] = []
 
 
+@contextmanager
+def no_fork() -> Iterator[None]:
+    """Have forks of other threads wait for the end of the block."""
+    try:
+        with _FORKS:
+            yield
+    finally:
+        _close_noted()
+
+
+def forget_fd_in_children(fd: int) -> int:
+    """Have `fd` closed in forked children; returns it. Close it with `close_fd`."""
+    _PRIVATE.add(fd)
+    return fd
+
+
+def open_fd(function: Callable[..., int], *arguments: object) -> int:
+    """Open a descriptor, with a function of `os`, that forked children do not keep.
+
+    Raises:
+        OSError: the function's own.
+
+    """
+    with no_fork():
+        return forget_fd_in_children(function(*arguments))
+
+
+def close_fd(fd: int) -> None:
+    """Close a descriptor that is noted; a no-op in a forked child. Never waits."""
+    _TO_CLOSE.append(fd)
+    _close_noted()
+
+
+def _close_noted() -> None:
+    # A thread that has the lock comes here when it has given it back.
+    while _TO_CLOSE and _FORKS.acquire(blocking=False):
+        try:
+            with suppress(IndexError):  # a finalizer inside of this loop was faster
+                while True:
+                    _close(_TO_CLOSE.popleft())
+        finally:
+            _FORKS.release()
+
+
+def _close(fd: int) -> None:
+    if fd in _PRIVATE:
+        _PRIVATE.discard(fd)
+        with suppress(OSError):  # somebody closed it by its number
+            os.close(fd)
+
+
 def in_forked_children(clean_up: Callable[[], object]) -> None:
-    """Have `clean_up` called in each forked child, under `FORKS`."""
+    """Have `clean_up` called in each forked child, behind the end of what is noted."""
     _IN_CHILD.append(clean_up)
 
 
 def _begin_child() -> None:
-    try:
-        _settle()  # what it would have closed in the parent is open here as well
-        _clean_up(list(_IN_CHILD))
-    finally:
-        FORKS.release()
-
-
-def _clean_up(left: list[Callable[[], object]]) -> None:
-    # Whatever becomes of one, the next has its turn. (Python prints what a child raises here.)
-    if left:
-        try:
-            left[0]()
-        finally:
-            _clean_up(left[1:])
+    # If one of them fails, the rest is done all the same. (Python prints what is raised here.)
+    with ExitStack() as steps:
+        steps.callback(_FORKS.release)
+        for clean_up in reversed(_IN_CHILD):
+            steps.callback(clean_up)
+        _TO_CLOSE.clear()
+        while _PRIVATE:
+            _close(next(iter(_PRIVATE)))
 
 
 os.register_at_fork(
-    before=FORKS.acquire, after_in_parent=FORKS.release, after_in_child=_begin_child
+    before=_FORKS.acquire, after_in_parent=_FORKS.release, after_in_child=_begin_child
 )
-# Apart: no interrupt must keep the lock from being given back.
-os.register_at_fork(after_in_parent=_settle)
+# On its own: nothing that it does must keep the lock from being given back.
+os.register_at_fork(after_in_parent=_close_noted)

@@ -17,8 +17,8 @@ import torch
 from rl_bridge import ModuleInstallAdapter, RolloutExecutor, make_weight_bridge
 from rl_bridge.manifest.canonical import thaw
 from rl_bridge.manifest.model import WeightUpdateManifest
-from rl_bridge.memory.holding import close_fd
 from rl_bridge.memory.segment import SegmentRef, open_segment
+from rl_bridge.processes import close_fd
 from rl_bridge.testing.processes import Child, until
 
 # Large enough that a pass over it lasts many times as long as it takes to send a signal.

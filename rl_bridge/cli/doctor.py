@@ -35,9 +35,9 @@ from rl_bridge.errors import WeightBridgeError
 from rl_bridge.manifest.canonical import JSONValue
 from rl_bridge.memory import segment as leases
 from rl_bridge.memory import vm
-from rl_bridge.memory.holding import close_fd
 from rl_bridge.memory.passes import default_threads, native_cause
 from rl_bridge.memory.segment import OwnedSegment, open_segment
+from rl_bridge.processes import close_fd
 from rl_bridge.ray.calls import INSTALL as INSTALL_RAY
 from rl_bridge.ray.pairing import EndpointFacts, choose_transport, look_around
 from rl_bridge.transports import registry

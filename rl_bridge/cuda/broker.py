@@ -41,9 +41,13 @@ from rl_bridge.errors import (
     TransportUnavailable,
     WeightBridgeUnavailableError,
 )
-from rl_bridge.memory.holding import FORKS, SETTLING, close_fd, forget_fd_in_children
 from rl_bridge.memory.segment import process_start_time, require_resources
-from rl_bridge.processes import in_forked_children
+from rl_bridge.processes import (
+    close_fd,
+    forget_fd_in_children,
+    in_forked_children,
+    no_fork,
+)
 
 __all__ = [
     "ANSWER",
@@ -140,7 +144,7 @@ def sweep_brokers(root: Path | None = None, *, dry_run: bool = False) -> list[st
 
 def _open_directory(path: Path) -> int:
     # Each of these is for a lock, which a child's copy would hold on to.
-    with SETTLING, FORKS:
+    with no_fork():
         flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
         return forget_fd_in_children(os.open(path, flags))
 
@@ -207,13 +211,13 @@ class Server:
             self._directory_fd = _open_directory(self.path.parent)
             fcntl.flock(self._directory_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             _SERVERS.add(self)
-            with SETTLING, FORKS:
+            with no_fork():
                 self._listener = socket.socket(
                     socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK
                 )
             self._listener.bind(str(self.path))
             self._listener.listen(_BACKLOG)
-            with SETTLING, FORKS:
+            with no_fork():
                 flags = os.EFD_NONBLOCK | os.EFD_CLOEXEC
                 self._wake = forget_fd_in_children(os.eventfd(0, flags))
             self._thread = threading.Thread(target=self._run, name="rlb-broker", daemon=True)
@@ -300,7 +304,7 @@ class Server:
 
     def _accept(self, listener: socket.socket) -> None:
         try:
-            with SETTLING, FORKS:  # it does not wait: the listener is not to block
+            with no_fork():  # it does not wait: the listener is not to block
                 client, _ = listener.accept()
                 self._clients[client] = time.monotonic() + self._client_timeout_s
         except OSError as error:
@@ -558,7 +562,7 @@ def _name(ref: BrokerRef) -> str:
 
 def _connect(ref: BrokerRef, deadline: float) -> socket.socket:
     try:
-        with SETTLING, FORKS:  # a child that is forked in between would keep what arrives there
+        with no_fork():  # a child that is forked in between would keep what arrives there
             connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             _CONNECTIONS.add(connection)
     except OSError as error:
@@ -625,7 +629,7 @@ def _receive(
     room = socket.CMSG_LEN(fds.itemsize)
     options = socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT
     try:
-        with SETTLING, FORKS:  # no wait in here: every fork of this process waits for it
+        with no_fork():  # no wait in here: every fork of this process waits for it
             data, found, flags, _ = connection.recvmsg(ANSWER.size + 1, room, options)
             for level, kind, payload in found:
                 if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):

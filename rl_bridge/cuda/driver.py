@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from rl_bridge.errors import DriverError
 from rl_bridge.memory import vm
-from rl_bridge.memory.holding import close_fd
+from rl_bridge.processes import close_fd
 
 __all__ = [
     "CAPTURING",

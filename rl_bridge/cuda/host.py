@@ -20,8 +20,9 @@ from typing import overload
 from rl_bridge.cuda.driver import INVALID_VALUE, Device, VMMDriver, driver_error
 from rl_bridge.cuda.ipc import IPC_HANDLE_NBYTES, IPCDriver
 from rl_bridge.memory import vm
-from rl_bridge.memory.holding import FORKS, SETTLING, Holding, close_fd, forget_fd_in_children
+from rl_bridge.memory.holding import Holding
 from rl_bridge.memory.segment import process_start_time
+from rl_bridge.processes import close_fd, forget_fd_in_children, no_fork
 
 __all__ = [
     "FREED",
@@ -118,7 +119,7 @@ class HostDriver(VMMDriver):
         fd = -1
         try:
             flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
-            with SETTLING, FORKS:  # a child that is forked in between would keep it
+            with no_fork():  # a child that is forked in between would keep it
                 fd = forget_fd_in_children(os.memfd_create("rl_bridge-vmm", flags))
             os.ftruncate(fd, nbytes)
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
@@ -314,7 +315,7 @@ def _mmap(call: str, address: int, nbytes: int, flags: int, fd: int) -> None:
 
 def _duplicate(call: str, fd: int) -> int:
     try:
-        with SETTLING, FORKS:
+        with no_fork():
             return forget_fd_in_children(fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 0))
     except OSError as error:
         raise driver_error(call, _code(error), f"descriptor {fd}: {error}") from error
@@ -382,7 +383,7 @@ class HostIPCDriver(HostDriver, IPCDriver):
     @staticmethod
     def _map_shared(held: Holding, nbytes: int) -> _Mapped:
         address = held.reserve(nbytes)
-        with SETTLING, FORKS:
+        with no_fork():
             vm.map_shared(address, nbytes, held.fd)
             vm.guard_from_fork(address, nbytes)
         return _Mapped(held, address, nbytes)

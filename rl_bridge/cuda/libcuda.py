@@ -33,7 +33,7 @@ from rl_bridge.cuda.driver import (
 )
 from rl_bridge.cuda.ipc import IPC_HANDLE_NBYTES, IPCDriver
 from rl_bridge.errors import DeadlineExceeded, DriverError
-from rl_bridge.memory.holding import FORKS, SETTLING, forget_fd_in_children
+from rl_bridge.processes import forget_fd_in_children, no_fork
 
 __all__ = [
     "IPC_HANDLE_NBYTES",
@@ -267,7 +267,7 @@ class CUDADriver(VMMDriver, IPCDriver):
         """Export as a POSIX descriptor."""
         about = f"handle {handle:#x}"
         call = "cuMemExportToShareableHandle"
-        with SETTLING, FORKS:  # a child that is forked in between would keep it
+        with no_fork():  # a child that is forked in between would keep it
             fd = int(self._call(call, handle, self._fd_type, 0, about=about))
             forget_fd_in_children(fd)
         os.set_inheritable(fd, False)  # noqa: FBT003 - Python's own signature

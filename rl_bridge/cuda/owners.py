@@ -20,7 +20,7 @@ from typing import Self
 
 from rl_bridge.cuda.driver import CAPTURING, INVALID_VALUE, VMMDriver
 from rl_bridge.errors import DeadlineExceeded, DriverError, SegmentError, TornEngine
-from rl_bridge.memory.holding import close_fd, forget_fd_in_children
+from rl_bridge.processes import close_fd, forget_fd_in_children
 
 __all__ = [
     "AddressRange",

@@ -21,7 +21,8 @@ from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr
 
 from rl_bridge.errors import BadSegmentName, SegmentError, WeightBridgeUnavailableError
 from rl_bridge.memory import vm
-from rl_bridge.memory.holding import FORKS, SETTLING, Holding
+from rl_bridge.memory.holding import Holding
+from rl_bridge.processes import no_fork
 
 __all__ = [
     "OwnedSegment",
@@ -156,7 +157,7 @@ class OwnedSegment:
         try:
             self.fd = self._open(held, name, directory)
             self.address = held.reserve(nbytes)
-            with SETTLING, FORKS:
+            with no_fork():
                 vm.map_shared(self.address, nbytes, self.fd)
                 vm.guard_from_fork(self.address, nbytes)
             if directory is None:

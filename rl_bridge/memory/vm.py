@@ -197,19 +197,6 @@ def unmap(address: int, nbytes: int) -> None:
         raise _os_error(f"munmap of {nbytes} bytes")
 
 
-def unmap_noted(addresses: list[int], nbytes: int) -> None:
-    """Give back the range whose address is noted last, and strike it out.
-
-    Raises:
-        OSError: as `unmap`.
-
-    """
-    # One step of the interpreter: an interrupt in between would lose the range, or have it unmapped
-    # twice, when it may be another's.
-    if any(map(_libc.munmap, map(addresses.pop, [-1]), [nbytes])):
-        raise _os_error(f"munmap of {nbytes} bytes")
-
-
 def move(source: int, nbytes: int, target: int, done: list[int] | None = None) -> None:
     """Move a mapping to `target`, replacing what is there; `source` stays mapped, without pages.
 

@@ -16,8 +16,8 @@ from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr, Validat
 
 from rl_bridge.errors import MalformedManifest, SegmentError, WeightBridgeUnavailableError
 from rl_bridge.memory import vm
-from rl_bridge.memory.holding import close_fd
 from rl_bridge.memory.segment import OwnedSegment, SegmentRef, open_segment
+from rl_bridge.processes import close_fd
 from rl_bridge.transports import registry
 
 __all__ = [

@@ -9,8 +9,8 @@ from rl_bridge import TensorBridge, WeightUpdateManifest, make_weight_bridge
 from rl_bridge.bridge import ConsumerReport
 from rl_bridge.errors import SlotsExhausted, StaleUpdate, WeightBridgeUnavailableError
 from rl_bridge.memory.control import RECORD_NBYTES, Record
-from rl_bridge.memory.holding import close_fd
 from rl_bridge.memory.segment import open_segment
+from rl_bridge.processes import close_fd
 from rl_bridge.testing.processes import Child, until
 from tests.bridge.engines import publish
 

@@ -10,7 +10,7 @@ import pytest
 
 from rl_bridge.cuda.driver import INVALID_VALUE, VMMDriver
 from rl_bridge.errors import DriverError
-from rl_bridge.memory.holding import close_fd
+from rl_bridge.processes import close_fd
 from tests.helpers import forked, forking, open_fds
 
 __all__ = ["DriverSuite"]

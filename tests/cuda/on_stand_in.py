@@ -18,7 +18,7 @@ from rl_bridge.cuda.libcuda import IPC_HANDLE_NBYTES, CUDADriver, ordinal_of
 from rl_bridge.cuda.owners import AddressRange, Allocation
 from rl_bridge.errors import DriverError
 from rl_bridge.memory import vm
-from rl_bridge.memory.holding import close_fd
+from rl_bridge.processes import close_fd
 from tests.cuda.driver_suite import DriverSuite
 from tests.helpers import forked, forking, open_fds
 

@@ -19,8 +19,8 @@ from rl_bridge.errors import (
     DeadlineExceeded,
     SegmentError,
 )
-from rl_bridge.memory.holding import close_fd
 from rl_bridge.memory.segment import process_start_time
+from rl_bridge.processes import close_fd
 from rl_bridge.testing.processes import Child, until
 from tests.cuda.publishers import (
     FOREVER_S,

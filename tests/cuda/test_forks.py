@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
+from rl_bridge import processes
 from rl_bridge.cuda.broker import Broker, fetch_fd, sweep_brokers
 from rl_bridge.cuda.host import HostDriver
-from rl_bridge.memory.holding import FORKS, close_fd
+from rl_bridge.processes import close_fd
 from rl_bridge.testing.processes import until
 from tests.cuda.publishers import FOREVER_S, connected
 from tests.cuda.rig import SMALL
@@ -39,8 +40,8 @@ class Watch:
         return fd
 
     def _try(self) -> None:
-        if FORKS.acquire(blocking=False):
-            FORKS.release()
+        if processes._FORKS.acquire(blocking=False):
+            processes._FORKS.release()
             self.gaps += 1
 
     def around(self, function: Callable[..., int]) -> Callable[..., int]:

@@ -16,7 +16,7 @@ from rl_bridge.cuda.driver import CAPTURING, INVALID_VALUE, NOT_INITIALIZED, dri
 from rl_bridge.cuda.host import HostDriver, Live
 from rl_bridge.errors import DriverError
 from rl_bridge.memory import vm
-from rl_bridge.memory.holding import close_fd
+from rl_bridge.processes import close_fd
 from rl_bridge.testing.processes import Child, ChildDied
 from tests.cuda.driver_suite import DriverSuite
 from tests.cuda.rig import NOTHING, SMALL, peek, poke

@@ -1,9 +1,12 @@
 """The journal: a number is never handed out twice, whatever happens to the publisher."""
 
+import fcntl
 import gc
 import json
 import os
 import re
+import signal
+import stat
 import threading
 from pathlib import Path
 from typing import Any
@@ -17,7 +20,7 @@ from rl_bridge.errors import (
     WeightBridgeUnavailableError,
 )
 from rl_bridge.journal import Journal
-from rl_bridge.testing.processes import Child, ChildError
+from rl_bridge.testing.processes import Child, ChildError, until
 from tests.helpers import forked, forking
 
 
@@ -34,17 +37,9 @@ def test_versions_only_grow() -> None:
     journal.reserve(0)
     journal.reserve(5)
     for version in (5, 4, 0):
-        with pytest.raises(VersionNotMonotonic, match="weight_version must increase monotonically"):
+        with pytest.raises(VersionNotMonotonic, match=f"ly: got {version}, .* was 5. Inc"):
             journal.reserve(version)
-        with pytest.raises(VersionNotMonotonic, match=f"got {version}, .* was 5. Increment"):
-            journal.check(version)
     assert journal.last_version == 5
-
-
-def test_checking_does_not_claim() -> None:
-    journal = Journal()
-    journal.check(3)
-    journal.reserve(3)
 
 
 def test_without_a_directory_each_publisher_is_a_stream_of_its_own(tmp_path: Path) -> None:
@@ -171,6 +166,15 @@ def test_a_damaged_record_does_not_keep_the_directory(tmp_path: Path) -> None:
     Journal(tmp_path).close()
 
 
+def test_the_directory_is_private_whatever_the_umask(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        Journal(tmp_path / "state").close()
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "state").stat().st_mode) == 0o700
+
+
 def test_a_directory_that_cannot_be_one_is_a_bridge_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     with pytest.raises(WeightBridgeError, match=str(tmp_path / "file")):
@@ -285,3 +289,180 @@ def test_forking_while_a_version_is_being_claimed_does_not_hang(
             go_on.set()
             thread.join(30)
         assert journal.last_version == 1
+
+
+@forking
+@pytest.mark.parametrize("moment", ["opened", "locked"])
+def test_a_child_that_another_thread_forks_meanwhile_does_not_keep_the_directory(
+    moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held, release = os.pipe()
+    ready, begun = os.pipe()
+    children: list[int] = []
+    take = fcntl.flock
+
+    def fork() -> None:
+        children.append(os.fork())
+        if children[0] == 0:
+            os.close(release)
+            os.write(begun, b"1")  # what has to be closed is closed
+            os.read(held, 1)  # until the parent has tried
+            os._exit(0)
+        os.read(ready, 1)
+
+    def locking(fd: int, how: int) -> None:
+        if moment == "locked":
+            take(fd, how)
+        thread = threading.Thread(target=fork)
+        thread.start()
+        thread.join(30)
+        if moment == "opened":
+            take(fd, how)
+
+    monkeypatch.setattr(fcntl, "flock", locking)
+    try:
+        with Journal(tmp_path) as journal:
+            monkeypatch.undo()
+            journal.reserve(1)
+        assert children, "nothing was forked"
+        with Journal(tmp_path) as again:
+            assert again.last_version == 1
+    finally:
+        for end in (release, held, ready, begun):
+            os.close(end)
+        for child in children:
+            os.waitpid(child, 0)
+
+
+# ---- a lock file that something removed ---------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_emptied", [False, True], ids=["lock-file", "everything"])
+def test_a_publisher_whose_lock_file_was_removed_hands_out_nothing(
+    is_emptied: bool, tmp_path: Path
+) -> None:
+    with Journal(tmp_path) as first:
+        first.reserve(1)
+        for path in list(tmp_path.iterdir()) if is_emptied else [tmp_path / "publisher.lock"]:
+            path.unlink()
+        for _ in range(2):
+            with pytest.raises(WeightBridgeError, match=r"version 2 was not.*lock file.*removed"):
+                first.reserve(2)
+        assert first.last_version == 1
+        with Journal(tmp_path) as second:  # goes on behind what is written there
+            assert second.last_version == (None if is_emptied else 1)
+            second.reserve(7)
+            with pytest.raises(WeightBridgeError, match="another publisher may have come"):
+                first.reserve(8)
+
+
+# ---- threads and kills --------------------------------------------------------------------------
+
+
+# Each call of the operating system that `reserve` makes; the child dies just before it.
+POINTS = ["open", "fsync", "replace", "fsync-directory", "return"]
+
+
+def _die(*_: object, **__: object) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _reserve_and_die(directory: Path, version: int, point: str) -> None:
+    journal = Journal(directory)
+    patch = pytest.MonkeyPatch()
+    module = "rl_bridge.journal"
+    if point == "open":
+        patch.setattr(f"{module}.Path.open", _die)
+    elif point == "fsync":
+        patch.setattr(f"{module}.os.fsync", _die)
+    elif point == "replace":
+        patch.setattr(f"{module}.Path.replace", _die)
+    elif point == "fsync-directory":
+        patch.setattr(f"{module}.os.open", _die)
+    journal.reserve(version)
+    _die()
+
+
+@forking
+@pytest.mark.parametrize("point", POINTS)
+def test_a_publisher_killed_while_it_claims_leaves_old_or_new_and_nothing_else(
+    point: str, tmp_path: Path
+) -> None:
+    with Journal(tmp_path) as journal:
+        journal.reserve(5)
+        identity = journal.publisher_id
+    child = os.fork()
+    if child == 0:
+        _reserve_and_die(tmp_path, 6, point)
+    status = [0]
+
+    def ended() -> bool:
+        pid, status[0] = os.waitpid(child, os.WNOHANG)
+        return pid == child
+
+    until(ended, what="the child dies")
+    assert os.WTERMSIG(status[0]) == signal.SIGKILL
+    with Journal(tmp_path) as again:
+        assert again.publisher_id == identity
+        assert again.last_version == (6 if point in {"fsync-directory", "return"} else 5)
+        again.reserve(7)
+
+
+def _reserve_forever(directory: Path, progress: Any) -> None:
+    journal = Journal(directory)
+    version = journal.last_version or 0
+    while True:
+        version += 1
+        journal.reserve(version)
+        os.write(progress, f"{version}\n".encode())
+
+
+@forking
+def test_a_publisher_killed_at_any_moment_never_forgets_a_version_that_it_handed_out(
+    tmp_path: Path,
+) -> None:
+    handed_out = 0
+    for round_number in range(8):
+        read, write = os.pipe()
+        child = os.fork()
+        if child == 0:
+            os.close(read)
+            _reserve_forever(tmp_path, write)
+        os.close(write)
+        # Kill it after a few more versions than last time: somewhere in the middle of the next.
+        with os.fdopen(read) as lines:
+            for _ in range(round_number + 1):
+                handed_out = int(lines.readline())
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            handed_out = max([handed_out, *(int(line) for line in lines if line.endswith("\n"))])
+        with Journal(tmp_path) as journal:
+            assert journal.last_version is not None
+            assert journal.last_version >= handed_out
+            with pytest.raises(VersionNotMonotonic):
+                journal.reserve(handed_out)
+
+
+def test_four_threads_that_claim_at_once_stay_monotonic(tmp_path: Path) -> None:
+    taken: list[int] = []
+    lock = threading.Lock()
+    start = threading.Barrier(4)
+    with Journal(tmp_path) as journal:
+
+        def work() -> None:
+            start.wait(30)
+            for version in range(1, 13):
+                try:
+                    journal.reserve(version)
+                except VersionNotMonotonic:
+                    continue
+                with lock:
+                    taken.append(version)
+
+        threads = [threading.Thread(target=work) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert len(taken) == len(set(taken)), "a number was handed out twice"
+        assert journal.last_version == max(taken) == 12

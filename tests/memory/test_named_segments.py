@@ -9,8 +9,8 @@ import pytest
 
 from rl_bridge.errors import BadSegmentName, SegmentError
 from rl_bridge.memory import vm
-from rl_bridge.memory.holding import close_fd
 from rl_bridge.memory.segment import OwnedSegment, SegmentRef, open_segment, still_there, sweep
+from rl_bridge.processes import close_fd
 from rl_bridge.testing.processes import Child, until
 from tests.helpers import open_fds
 

@@ -20,7 +20,6 @@ from pydantic import ValidationError
 from rl_bridge import make_weight_bridge
 from rl_bridge.errors import SegmentError, WeightBridgeError, WeightBridgeUnavailableError
 from rl_bridge.memory import vm
-from rl_bridge.memory.holding import close_fd
 from rl_bridge.memory.segment import (
     OwnedSegment,
     SegmentRef,
@@ -28,6 +27,7 @@ from rl_bridge.memory.segment import (
     process_start_time,
     still_there,
 )
+from rl_bridge.processes import close_fd
 from rl_bridge.testing.processes import Child
 from tests.helpers import forked, forking, open_fds
 

@@ -11,9 +11,9 @@ import pytest
 from rl_bridge.errors import SegmentError, SlotsExhausted, WeightBridgeError
 from rl_bridge.memory import segment as leases
 from rl_bridge.memory import vm
-from rl_bridge.memory.holding import close_fd
 from rl_bridge.memory.segment import OwnedSegment, open_segment
 from rl_bridge.memory.slots import Slot, SlotRing, Stamp, read_stamp, slot_segment_nbytes
+from rl_bridge.processes import close_fd
 from tests.helpers import open_fds, tracing
 from tests.interrupts import InterruptBefore
 from tests.memory.slots_rig import SIZE, new_ring, uid, write

@@ -368,7 +368,7 @@ class Wake:
     @property
     def fd(self) -> int:
         """The descriptor; -1 once it is closed."""
-        return next(iter(self._held.fds), -1)
+        return self._held.fd
 
     def poke(self) -> None:
         """Wake; does nothing once it is closed, and in a forked child."""
