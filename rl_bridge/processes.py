@@ -58,14 +58,25 @@ def close_fd(fd: int) -> None:
 
 
 def _close_noted() -> None:
-    # A thread that has the lock comes here when it has given it back.
-    while _TO_CLOSE and _FORKS.acquire(blocking=False):
-        try:
+    if _is_mine():
+        return  # a finalizer inside a block, at whose end it is closed
+    try:
+        while _TO_CLOSE and _FORKS.acquire(blocking=False):
             with suppress(IndexError):  # a finalizer inside of this loop was faster
                 while True:
                     _close(_TO_CLOSE.popleft())
-        finally:
             _FORKS.release()
+    finally:
+        # Nothing defers a Ctrl-C that comes in a finalizer, and a lock that it leaves taken would
+        # have every other thread wait for good.
+        if _is_mine():
+            _FORKS.release()
+
+
+def _is_mine() -> bool:
+    # `threading.Condition` asks its lock the same; there is no public name for it.
+    mine: bool = _FORKS._is_owned()  # type: ignore[attr-defined] # noqa: SLF001
+    return mine
 
 
 def _close(fd: int) -> None:

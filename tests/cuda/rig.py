@@ -18,15 +18,13 @@ NOTHING = Live(0, 0, 0)
 
 
 class Scripted(HostDriver):
-    """Notes each call by its name; raises before or behind chosen ones."""
+    """Notes each call by its name; raises before chosen ones."""
 
     def __init__(self) -> None:
         super().__init__(granularity=SMALL)
         self.calls: list[str] = []
-        # What is asked at each call, with its name and number since `calls` was cleared, before it
-        # is done and again behind it.
+        # What is asked before each call, with its name and number since `calls` was cleared.
         self.before: Callable[[str, int], None] = lambda name, number: None
-        self.behind: Callable[[str, int], None] = lambda name, number: None
 
     def fail(self, *names: str, code: str = "CUDA_ERROR_OUT_OF_MEMORY") -> None:
         """Refuse the next calls of these names, in this order."""
@@ -39,69 +37,55 @@ class Scripted(HostDriver):
 
         self.before = refuse
 
-    def interrupt(self, *numbers: int, behind: bool) -> None:
-        """Raise KeyboardInterrupt at these calls, counted from now, before them or behind them."""
+    def interrupt(self, number: int) -> None:
+        """Raise KeyboardInterrupt before this call, counted from now."""
         self.calls.clear()
 
         def strike(_: str, at: int) -> None:
-            if at in numbers:
+            if at == number:
                 raise KeyboardInterrupt
 
-        self.before, self.behind = (
-            (lambda *_: None, strike) if behind else (strike, lambda *_: None)
-        )
+        self.before = strike
 
     def calm(self) -> None:
-        """Raise nothing any more."""
-        self.before = self.behind = lambda *_: None
+        """Raise nothing any longer."""
+        self.before = lambda *_: None
 
-    def _step(self, name: str) -> int:
+    def _step(self, name: str) -> None:
         self.calls.append(name)
-        number = len(self.calls)
-        self.before(name, number)
-        return number
+        self.before(name, len(self.calls))
 
     def create(self, nbytes: int) -> int:
-        number = self._step("create")
-        found = super().create(nbytes)
-        self.behind("create", number)
-        return found
+        self._step("create")
+        return super().create(nbytes)
 
     def release(self, handle: int) -> None:
-        number = self._step("release")
+        self._step("release")
         super().release(handle)
-        self.behind("release", number)
 
     def reserve(self, nbytes: int, align: int = 0) -> int:
-        number = self._step("reserve")
-        found = super().reserve(nbytes, align)
-        self.behind("reserve", number)
-        return found
+        self._step("reserve")
+        return super().reserve(nbytes, align)
 
     def free(self, address: int, nbytes: int) -> None:
-        number = self._step("free")
+        self._step("free")
         super().free(address, nbytes)
-        self.behind("free", number)
 
     def map(self, address: int, nbytes: int, handle: int) -> None:
-        number = self._step("map")
+        self._step("map")
         super().map(address, nbytes, handle)
-        self.behind("map", number)
 
     def set_access(self, address: int, nbytes: int, *, writable: bool) -> None:
-        number = self._step("set_access")
+        self._step("set_access")
         super().set_access(address, nbytes, writable=writable)
-        self.behind("set_access", number)
 
     def unmap(self, address: int, nbytes: int) -> None:
-        number = self._step("unmap")
+        self._step("unmap")
         super().unmap(address, nbytes)
-        self.behind("unmap", number)
 
     def fence(self) -> None:
-        number = self._step("fence")
+        self._step("fence")
         super().fence()
-        self.behind("fence", number)
 
 
 def poke(address: int, byte: int, nbytes: int = NBYTES) -> None:

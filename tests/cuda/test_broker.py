@@ -9,7 +9,6 @@ import socket
 import stat
 import subprocess
 import sys
-import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -96,31 +95,6 @@ def test_a_closed_broker_offers_nothing_and_leaves_nothing(driver: HostDriver, r
         fetch_fd(made.ref, 1, timeout_s=FOREVER_S)
     with pytest.raises(BridgeClosed, match="Make a new one"):
         made.offer(2, Descriptor(os.dup(0)), 1)
-
-
-@pytest.mark.parametrize("step", ["thread", "directory"])
-def test_a_close_that_is_interrupted_is_made_up_for_by_the_next(
-    step: str, driver: HostDriver, root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    before = open_fds()
-    broker = Broker(root=root)
-    broker.offer(1, filled(driver, 7, SMALL).export(), SMALL)
-
-    def interrupted(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patched:
-        if step == "thread":
-            patched.setattr(threading.Thread, "join", interrupted)
-        else:
-            patched.setattr(server, "_remove", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            broker.close()
-    assert not broker.is_serving
-    broker.close()
-    broker.close()
-    assert list(root.iterdir()) == []
-    assert open_fds() == before
 
 
 def test_a_broker_that_is_dropped_closes_itself(root: Path) -> None:

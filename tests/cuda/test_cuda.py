@@ -67,24 +67,30 @@ def bindings_with(**functions: Any) -> Any:
     return SimpleNamespace(**{"cuInit": lambda _: (Code.CUDA_SUCCESS,), **functions})
 
 
-def test_a_machine_without_a_device_has_its_type() -> None:
-    with pytest.raises(DriverError, match="Make a GPU visible") as caught:
-        CUDADriver(bindings=bindings_with(cuInit=lambda _: (Code.CUDA_ERROR_NO_DEVICE,)))
-    assert (caught.value.call, caught.value.code) == ("cuInit", "CUDA_ERROR_NO_DEVICE")
+def old_function(*_: object) -> object:
+    raise FunctionNotFoundError("function cuDeviceGet is not found")
 
 
-def test_a_code_that_the_bindings_do_not_know_is_told_by_its_number() -> None:
-    with pytest.raises(DriverError, match="cuInit failed with CUDA_ERROR_12345"):
-        CUDADriver(bindings=bindings_with(cuInit=lambda _: (12345,)))
+def no_libcuda(_: int) -> object:
+    raise RuntimeError("Failed to dlopen libcuda.so.1\nand so on")
 
 
-def test_a_function_that_an_old_driver_lacks_has_its_type() -> None:
-    def missing(*_: object) -> object:
-        raise FunctionNotFoundError("function cuDeviceGet is not found")
-
-    with pytest.raises(DriverError, match="Update the NVIDIA driver") as caught:
-        CUDADriver(bindings=bindings_with(cuDeviceGet=missing))
-    assert (caught.value.call, caught.value.code) == ("cuDeviceGet", "CUDA_ERROR_NOT_FOUND")
+@pytest.mark.parametrize(
+    ("name", "function", "code", "said"),
+    [
+        ("cuInit", lambda _: (Code.CUDA_ERROR_NO_DEVICE,), None, "Make a GPU visible"),
+        ("cuInit", lambda _: (12345,), "CUDA_ERROR_12345", "cuInit failed with"),
+        ("cuDeviceGet", old_function, "CUDA_ERROR_NOT_FOUND", "Update the NVIDIA driver"),
+        ("cuInit", no_libcuda, "LIBCUDA_NOT_FOUND", "Install the NVIDIA driver"),
+    ],
+    ids=["no device", "unknown code", "old driver", "no libcuda"],
+)
+def test_a_refusal_of_the_driver_has_its_code_and_a_remedy(
+    name: str, function: Any, code: str | None, said: str
+) -> None:
+    with pytest.raises(DriverError, match=said) as caught:
+        CUDADriver(bindings=bindings_with(**{name: function}))
+    assert (caught.value.call, caught.value.code) == (name, code or "CUDA_ERROR_NO_DEVICE")
 
 
 def test_an_error_of_another_kind_is_not_taken_for_a_missing_driver() -> None:
@@ -94,16 +100,6 @@ def test_an_error_of_another_kind_is_not_taken_for_a_missing_driver() -> None:
     with pytest.raises(RuntimeError, match="something else") as caught:
         CUDADriver(bindings=bindings_with(cuDeviceGet=broken))
     assert type(caught.value) is RuntimeError
-
-
-def test_no_words_of_the_bindings_for_a_missing_libcuda_are_taken_for_another_failure() -> None:
-    def missing(_: int) -> object:
-        raise RuntimeError("Failed to dlopen libcuda.so.1\nand so on")
-
-    with pytest.raises(DriverError, match="Install the NVIDIA driver") as caught:
-        CUDADriver(bindings=bindings_with(cuInit=missing))
-    assert caught.value.code == "LIBCUDA_NOT_FOUND"
-    assert "(Failed to dlopen libcuda.so.1)" in caught.value.cause
 
 
 def test_nothing_is_captured_without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:

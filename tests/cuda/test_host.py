@@ -7,7 +7,6 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from types import SimpleNamespace
 
 import pytest
 
@@ -59,16 +58,6 @@ def mapped(driver: HostDriver, *, writable: bool = True) -> tuple[int, int]:
     driver.map(address, SMALL, handle)
     driver.set_access(address, SMALL, writable=writable)
     return handle, address
-
-
-@pytest.mark.parametrize("granularity", [0, -vm.PAGE, 1, vm.PAGE + 1])
-def test_a_granularity_is_made_of_pages(granularity: int) -> None:
-    with pytest.raises(ValueError, match="a multiple of the page"):
-        HostDriver(granularity=granularity)
-
-
-def test_the_default_granularity_is_that_of_a_gpu() -> None:
-    assert HostDriver().granularity() == 2 << 20
 
 
 def test_what_is_out_is_counted(driver: HostDriver) -> None:
@@ -139,8 +128,29 @@ def test_a_read_only_mapping_is_read_and_a_write_to_it_is_a_fault() -> None:
 # ---- refusals that CUDA leaves undefined, or that are the host's own ----------------------------
 
 
+def map_at(driver: HostDriver, *offsets: int) -> None:
+    """Map pieces of two units into a new range of three."""
+    address = driver.reserve(3 * SMALL)
+    for offset in offsets:
+        driver.map(address + offset, 2 * SMALL, driver.create(2 * SMALL))
+
+
+def release_twice(driver: HostDriver) -> None:
+    handle = driver.create(SMALL)
+    driver.release(handle)
+    driver.release(handle)
+
+
+def free_in_use(driver: HostDriver) -> None:
+    driver.free(mapped(driver)[1], SMALL)
+
+
 NOT_THERE: dict[str, tuple[str, Callable[[HostDriver], object]]] = {
     "release": ("cuMemRelease", lambda driver: driver.release(99)),
+    "release twice": ("cuMemRelease", release_twice),
+    "map over another": ("cuMemMap", lambda driver: map_at(driver, SMALL, 0)),
+    "map between units": ("cuMemMap", lambda driver: map_at(driver, vm.PAGE)),
+    "free in use": ("cuMemAddressFree", free_in_use),
     "export": ("cuMemExportToShareableHandle", lambda driver: driver.export_fd(99)),
     "map a stranger": ("cuMemMap", lambda driver: driver.map(driver.reserve(SMALL), SMALL, 99)),
     "map outside": ("cuMemMap", lambda driver: driver.map(SMALL, SMALL, driver.create(SMALL))),
@@ -164,35 +174,6 @@ def test_what_is_not_there_is_refused(driver: HostDriver, case: str) -> None:
         act(driver)
     assert (caught.value.call, caught.value.code) == (call, INVALID_VALUE)
     assert caught.value.remedy in str(caught.value)
-
-
-def test_a_handle_is_released_once(driver: HostDriver) -> None:
-    handle = driver.create(SMALL)
-    driver.release(handle)
-    with pytest.raises(DriverError, match="no handle of this driver"):
-        driver.release(handle)
-
-
-def test_a_reservation_with_something_in_it_is_not_freed(driver: HostDriver) -> None:
-    _, address = mapped(driver)
-    with pytest.raises(DriverError, match="holds 1 mappings"):
-        driver.free(address, SMALL)
-    assert peek(address, SMALL) == {0}
-
-
-def test_a_mapping_begins_at_a_granular_address(driver: HostDriver) -> None:
-    handle, address = driver.create(SMALL), driver.reserve(2 * SMALL)
-    with pytest.raises(DriverError, match="no multiple of"):
-        driver.map(address + vm.PAGE, SMALL, handle)
-
-
-def test_mappings_do_not_overlap(driver: HostDriver) -> None:
-    one, two = driver.create(SMALL), driver.create(2 * SMALL)
-    address = driver.reserve(3 * SMALL)
-    driver.map(address + SMALL, SMALL, one)
-    for at in (address, address + SMALL):
-        with pytest.raises(DriverError, match="something is mapped"):
-            driver.map(at, 2 * SMALL, two)
 
 
 @pytest.mark.parametrize("seals", [0, 2, 4, 2 | 4, 2 | 1, 4 | 1])
@@ -237,46 +218,6 @@ def test_a_shortage_of_memory_leaves_nothing(
         driver.create(SMALL)
     assert open_fds() == before
     assert driver.live() == NOTHING
-
-
-def test_a_shortage_of_descriptors_has_its_type(
-    driver: HostDriver, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def none_left(*_: object) -> int:
-        raise OSError(errno.EMFILE, "Too many open files")
-
-    handle = driver.create(SMALL)
-    monkeypatch.setattr("rl_bridge.cuda.host.fcntl.fcntl", none_left)
-    with pytest.raises(DriverError, match="CUDA_ERROR_OUT_OF_MEMORY") as caught:
-        driver.export_fd(handle)
-    assert caught.value.call == "cuMemExportToShareableHandle"
-
-
-def test_a_mapping_that_the_kernel_refuses_has_its_type(
-    driver: HostDriver, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    handle, address = driver.create(SMALL), driver.reserve(SMALL)
-    with monkeypatch.context() as patch:
-        failing = SimpleNamespace(mmap=lambda *_: (1 << 64) - 1, mprotect=lambda *_: -1)
-        patch.setattr("rl_bridge.cuda.host._libc", failing)
-        with pytest.raises(DriverError, match="cuMemMap failed with"):
-            driver.map(address, SMALL, handle)
-    driver.map(address, SMALL, handle)
-    with monkeypatch.context() as patch:
-        patch.setattr("rl_bridge.cuda.host._libc", failing)
-        with pytest.raises(DriverError, match="cuMemSetAccess failed with"):
-            driver.set_access(address, SMALL, writable=True)
-        with pytest.raises(DriverError, match="cuMemUnmap failed with"):
-            driver.unmap(address, SMALL)
-    driver.set_access(address, SMALL, writable=True)
-    assert peek(address, SMALL) == {0}
-
-
-def test_a_mapping_that_was_refused_can_be_made(driver: HostDriver) -> None:
-    handle, address = driver.create(SMALL), driver.reserve(SMALL)
-    with pytest.raises(DriverError):
-        driver.map(address, 2 * SMALL, handle)
-    driver.map(address, SMALL, handle)
 
 
 # ---- forked children ----------------------------------------------------------------------------

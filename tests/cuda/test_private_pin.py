@@ -107,15 +107,3 @@ def test_a_forked_child_frees_nothing(driver: Noting) -> None:
         return driver.calls == []
 
     assert forked(in_child)
-
-
-def test_an_interrupt_right_behind_the_allocation_loses_nothing(
-    driver: Noting, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def cut(*_: object, **__: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("rl_bridge.cuda.views.Pin", cut)
-    with pytest.raises(KeyboardInterrupt):
-        private_pin(view_on(driver), 1000)
-    assert driver.num_plain() == (0, 0)

@@ -283,3 +283,33 @@ def test_a_descriptor_that_is_closed_while_another_thread_forks_is_closed_behind
         os.fstat(fd)
     thread.join(LONG_S)
     assert fd not in open_fds()
+
+
+def test_a_ctrl_c_while_a_finalizer_closes_leaves_the_lock_to_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Interrupted:
+        """The lock, at the moment at which Ctrl-C is heard."""
+
+        def acquire(self, *, blocking: bool) -> bool:
+            lock.acquire(blocking)
+            raise KeyboardInterrupt
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(lock, name)
+
+    lock = processes._FORKS
+    fd = open_fd(os.memfd_create, "rl_bridge-test")
+    monkeypatch.setattr(processes, "_FORKS", Interrupted())
+    with pytest.raises(KeyboardInterrupt):
+        close_fd(fd)
+    monkeypatch.undo()
+
+    def open_and_close() -> None:
+        close_fd(open_fd(os.open, os.devnull, os.O_RDONLY))
+
+    thread = threading.Thread(target=open_and_close, daemon=True)
+    thread.start()
+    thread.join(LONG_S)
+    assert not thread.is_alive()
+    assert fd not in open_fds(), "the next block closes it"

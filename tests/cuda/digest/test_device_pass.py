@@ -269,27 +269,6 @@ def test_a_device_that_does_not_get_there_is_given_up_and_waited_for_by_the_next
     assert event.recorded == 2
 
 
-def test_what_a_call_left_that_was_cut_off_is_waited_for_by_the_next_one(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    # What it put on its stream writes where a call on another stream would read its digests.
-    laid, event = Laid([5000]), Late(float("inf"))
-    plan: Any = waiting(laid, event)
-
-    def cut_off(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(plan._engine, "digest_at", cut_off)
-        with pytest.raises(KeyboardInterrupt):
-            plan.digest_at(laid.sources)
-    assert event.recorded == 1
-    with pytest.raises(DeadlineExceeded):
-        plan.digest_at(laid.sources, timeout_s=0.01)
-    event.left = 0
-    assert plan.digest_at(laid.sources) == laid.digests()
-
-
 def test_calls_take_turns_and_do_not_wait_for_ever() -> None:
     laid = Laid([5])
     plan = laid.plan("torch")
