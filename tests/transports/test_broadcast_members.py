@@ -6,6 +6,7 @@ import resource
 import select
 import socket
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,10 +14,11 @@ import pytest
 
 from rl_bridge import make_weight_bridge
 from rl_bridge.bridge import BroadcastTensorBridge
-from rl_bridge.errors import SegmentError, WeightBridgeUnavailableError
+from rl_bridge.errors import SegmentError, StaleUpdate, WeightBridgeUnavailableError
 from rl_bridge.testing.peer import sample_weights
 from rl_bridge.testing.processes import DEADLINE_S, until
 from rl_bridge.testing.strategies import contents_of
+from rl_bridge.transports.broadcast import sender
 from rl_bridge.transports.broadcast.messages import Released
 from rl_bridge.transports.broadcast.server import ControlServer
 from tests.helpers import held_before_its_poll
@@ -81,6 +83,37 @@ def test_a_publisher_without_descriptors_answers_while_strangers_knock(make: Mak
     asking.join(20)
     assert has_answered
     assert answers == [[], "released"]
+
+
+def test_a_version_that_is_asked_for_again_before_its_sender_has_noted_its_end_is_answered(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer, engine = make("trainer"), make("engine")
+    asked_again = threading.Event()
+    send_slices = sender.send_slices
+
+    def send_and_wait(*arguments: Any, **options: Any) -> None:
+        send_slices(*arguments, **options)
+        assert asked_again.wait(DEADLINE_S)
+
+    monkeypatch.setattr(sender, "send_slices", send_and_wait)
+    manifest = publish(trainer, 1)
+    engine.import_update(manifest)
+    engine.release(manifest.update_id)
+    trainer.release(manifest.update_id)
+    server = server_of(trainer)
+    (member,) = server.members
+
+    class Noticed(OrderedDict[str, Any]):
+        def __setitem__(self, key: str, value: Any) -> None:
+            super().__setitem__(key, value)
+            asked_again.set()
+
+    with server.changed:
+        member.wants = Noticed(member.wants)
+        asked_again.clear()
+    with pytest.raises(StaleUpdate):
+        engine.import_update(manifest)
 
 
 def test_a_member_that_never_stops_talking_does_not_hold_the_publisher(

@@ -186,8 +186,8 @@ class Receiver:
         self._drop_reserved(but=offer.update_id)
         known = self.arrivals.find(offer.update_id)
         if known is not None and known.generation == offer.generation:
-            self._end(offer.update_id)
             self._send(Declined(transfer=offer.transfer, reason="it is here already"))
+            self._end(offer.update_id)
             return
         try:
             slot = self.arrivals.reserve(offer.arena_nbytes)
@@ -196,8 +196,8 @@ class Receiver:
                 self._problems[offer.update_id] = error
                 for oldest in list(self._problems)[:-4]:
                     del self._problems[oldest]
-            self._end(offer.update_id)
             self._send(Declined(transfer=offer.transfer, reason=str(error)[:2000]))
+            self._end(offer.update_id)
             return
         self._reserved = offer, slot
         self._send(Ready(transfer=offer.transfer))

@@ -116,7 +116,7 @@ class Schedule:
                 if isinstance(answer, Arrived):
                     member.num_failures = 0
                 member.answers.pop(transfer, None)
-            for want in list(member.wants.values()):
+            for want, _ in list(member.wants.values()):
                 self._check_want(member, want)
         return has_failed
 
@@ -380,8 +380,7 @@ class Sender:
             elif isinstance(answer, Declined):
                 with self._server.changed:
                     # Not sent again unasked: the member may ask for it once it has room.
-                    member.has.add(offered.update_id)
-                    member.wants.pop(offered.update_id, None)
+                    member.note_sent(offered.update_id, transfer)
                 _LOG.info("%s declined: %s", member.name, answer.reason)
             elif not member.is_gone and not self._is_stopping:
                 self._server.drop(member, f"did not answer within {self._timeout_s} s")
@@ -425,8 +424,7 @@ class Sender:
             return
         with self._server.changed:
             for member in members:
-                member.has.add(offered.update_id)
-                member.wants.pop(offered.update_id, None)
+                member.note_sent(offered.update_id, transfer)
         _LOG.info(
             "sent update %s: %d bytes to %d receivers in %.3f s",
             offered.update_id,
@@ -497,8 +495,7 @@ class Sender:
         with self._server.changed:
             for member, end in ends.items():
                 if isinstance(end, Arrived):
-                    member.has.add(offered.update_id)
-                    member.wants.pop(offered.update_id, None)
+                    member.note_sent(offered.update_id, transfer)
                 elif not is_explained:
                     self._schedule.blame(member)
 

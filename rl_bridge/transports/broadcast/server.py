@@ -58,9 +58,17 @@ class Member(Peer):
         )
         self.group_rank = join.group_rank
         self.has: set[str] = set()
-        self.wants: OrderedDict[str, Want] = OrderedDict()
+        self.wants: OrderedDict[str, tuple[Want, int]] = OrderedDict()
+        """What it asked for, with the last transfer that had ended at it by then."""
         self.answers: OrderedDict[int, Message] = OrderedDict()
+        self.last_ended = 0
         self.num_failures = 0
+
+    def note_sent(self, update_id: str, transfer: int) -> None:
+        """Note that a transfer has been made; a `Want` that came after its end asks for another."""
+        self.has.add(update_id)
+        if update_id in self.wants and self.wants[update_id][1] < transfer:
+            del self.wants[update_id]
 
 
 def _keep_newest(kept: OrderedDict[Any, Any], count: int) -> None:
@@ -314,9 +322,11 @@ class ControlServer:
             case StoreValue():
                 self._pass_on(member, message)
             case Want(update_id=update_id):
-                member.wants[update_id] = message
+                member.wants[update_id] = message, member.last_ended
                 _keep_newest(member.wants, _MAX_ANSWERS)
             case Ready() | Declined() | Arrived() | Failed():
+                if not isinstance(message, Ready):
+                    member.last_ended = message.transfer
                 member.answers[message.transfer] = message
                 member.answers.move_to_end(message.transfer)
                 _keep_newest(member.answers, _MAX_ANSWERS)
