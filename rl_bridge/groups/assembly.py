@@ -29,7 +29,7 @@ from rl_bridge.manifest.group_layout import GroupLayout
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.manifest.table import TensorTable
 from rl_bridge.memory.arrival_digest import BESIDE_NBYTES, ArrivalDigest, ArrivalPlan, Digester
-from rl_bridge.memory.packing import LeafPlan, PackPlan, checked_block, clear_padding
+from rl_bridge.memory.packing import LeafPlan, PackPlan, checked_block
 from rl_bridge.memory.passes import BytePlan
 from rl_bridge.memory.places import CPU_PLACE
 from rl_bridge.memory.slots import Slot
@@ -520,7 +520,7 @@ class ArenaLanding:
         """Take a slot, and forget the attempt before."""
         self.stop()
         table = self._plan.table
-        slot = self._ring.reserve(table, lambda address: clear_padding(table, address))
+        slot = self._ring.reserve(table)
         try:
             self._there = [0] * len(self._plan.ranges)
             self._passed_on = 0

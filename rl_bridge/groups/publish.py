@@ -50,7 +50,7 @@ from rl_bridge.errors import (
 from rl_bridge.groups.exchange import GroupExchange
 from rl_bridge.interrupts import deferred_interrupts
 from rl_bridge.manifest.canonical import JSONValue, canonical_json, decode_json, thaw
-from rl_bridge.manifest.compare import compare_groups, tell_of
+from rl_bridge.manifest.compare import look_for_suspicion
 from rl_bridge.manifest.coverage import held_pieces, prove_coverage
 from rl_bridge.manifest.digest import text_digest
 from rl_bridge.manifest.group import GroupManifest
@@ -610,7 +610,7 @@ class GroupPublisher:
         manifest = self._merge(parts)
         assert run.part is not None
         own = self.bridge.publisher
-        tell_of(own.suspicious, compare_groups(self._latest, manifest))
+        look_for_suspicion(own.suspicious, self._latest, manifest)
         # Set before the vote is sent: from then on the other ranks may commit.
         run.voted = manifest
         own.join_group(run.part.update_id, manifest.header_digest)

@@ -180,25 +180,11 @@ class Frozen(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", ignored_types=(cached_property,))
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Refuse.
-
-        Raises:
-            AttributeError: always.
-
-        """
-        raise AttributeError(self._refusal(name))
+        self.__delattr__(name)
 
     def __delattr__(self, name: str) -> None:
-        """Refuse.
-
-        Raises:
-            AttributeError: always.
-
-        """
-        raise AttributeError(self._refusal(name))
-
-    def _refusal(self, name: str) -> str:
-        return f"{type(self).__name__}.{name} cannot be changed: it never changes once it is made."
+        msg = f"{type(self).__name__}.{name} cannot be changed: it never changes once it is made."
+        raise AttributeError(msg)
 
 
 def field_problem(error: ValidationError) -> str:

@@ -6,12 +6,11 @@ dtype that lacks numbers which the one before it had, at the same width too: flo
 """
 
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import StrEnum
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 import numpy as np
+import numpy.typing as npt
 
 from rl_bridge.errors import SuspiciousUpdate
 from rl_bridge.manifest.digest import DIGEST_NBYTES
@@ -28,11 +27,12 @@ __all__ = [
     "look_for_suspicion",
     "mismatch",
     "narrowed",
-    "tell_of",
 ]
 
 _LOG = logging.getLogger(__name__)
 _SHOWN = 5
+
+_AnyManifest = WeightUpdateManifest | GroupManifest
 
 
 class Policy(StrEnum):
@@ -56,16 +56,8 @@ class Kind(StrEnum):
     DTYPE_NARROWED = "dtype-narrowed"
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One suspicious thing about an update.
-
-    Attributes:
-        kind: what.
-        names: the tensors concerned; empty where it is all of them.
-        message: for people: version, tensors, what to look at.
-
-    """
+class Finding(NamedTuple):
+    """One suspicious thing about an update; without names it concerns all tensors."""
 
     kind: Kind
     names: tuple[str, ...]
@@ -77,19 +69,39 @@ def _some(names: tuple[str, ...]) -> str:
     return ", ".join(names[:_SHOWN]) + more
 
 
-def compare(
-    previous: WeightUpdateManifest | None, update: WeightUpdateManifest, *, is_part: bool = False
-) -> list[Finding]:
-    """What is suspicious about `update` coming after `previous`.
+def look_for_suspicion(
+    policy: Policy, previous: _AnyManifest | None, update: _AnyManifest, *, is_part: bool = False
+) -> None:
+    """Log what is suspicious about an update, such as that it changes nothing.
 
     Args:
-        previous: None before the first.
-        update: the later one.
-        is_part: it is one rank's part of a group, which may well stay as it is: `compare_groups`
-            looks at the whole.
+        policy: what to do then.
+        previous: the update before, of the same kind; None before the first.
+        update: the update.
+        is_part: it is one rank's part of a group, which may well stay as it is.
+
+    Raises:
+        SuspiciousUpdate: there is something, and the policy is to reject.
 
     """
-    if previous is None:
+    if policy is Policy.OFF:
+        return
+    findings = compare(previous, update, is_part=is_part)
+    for finding in findings:
+        _LOG.warning("suspicious update: %s", finding.message)
+    if findings and policy is Policy.REJECT:
+        raise SuspiciousUpdate("; ".join(finding.message for finding in findings))
+
+
+def compare(
+    previous: _AnyManifest | None, update: _AnyManifest, *, is_part: bool = False
+) -> list[Finding]:
+    """What is suspicious about `update` coming after `previous`; see `look_for_suspicion`."""
+    if isinstance(previous, GroupManifest) and isinstance(update, GroupManifest):
+        return _compare_groups(previous, update)
+    if not (
+        isinstance(previous, WeightUpdateManifest) and isinstance(update, WeightUpdateManifest)
+    ):
         return []
     version = _versions(previous, update)
     findings = []
@@ -111,71 +123,30 @@ def compare(
     return findings
 
 
-def look_for_suspicion(
-    policy: Policy,
-    previous: WeightUpdateManifest | None,
-    manifest: WeightUpdateManifest,
-    *,
-    is_part: bool = False,
-) -> None:
-    """Tell of an update that changes nothing, or fewer tensors than its predecessor.
-
-    Args:
-        policy: what to do then.
-        previous: the update before.
-        manifest: the update.
-        is_part: it is one rank's part of a group, which may well stay as it is.
-
-    Raises:
-        SuspiciousUpdate: there is something to tell, and the policy is to reject.
-
-    """
-    if policy is Policy.OFF:
-        return
-    tell_of(policy, compare(previous, manifest, is_part=is_part))
-
-
-def tell_of(policy: Policy, findings: Sequence[Finding]) -> None:
-    """Log what was found.
-
-    Raises:
-        SuspiciousUpdate: there is something, and the policy is to reject.
-
-    """
-    if policy is Policy.OFF:
-        return
-    for finding in findings:
-        _LOG.warning("suspicious update: %s", finding.message)
-    if findings and policy is Policy.REJECT:
-        said = "; ".join(finding.message for finding in findings)
-        raise SuspiciousUpdate(said)
-
-
-def compare_groups(previous: GroupManifest | None, update: GroupManifest) -> list[Finding]:
-    """What is suspicious about a group's version: no rank's part changed, or of some tensors none.
-
-    Only groups of one layout are compared: elsewhere digests say nothing about changes.
-    """
-    if previous is None or previous.layout_digest != update.layout_digest:
+def _compare_groups(previous: GroupManifest, update: GroupManifest) -> list[Finding]:
+    # Only groups of one layout are compared: elsewhere digests say nothing about changes.
+    if previous.layout_digest != update.layout_digest:
         return []
     if update.root == previous.root:
         return [_no_change(previous, update)]
-    old = np.frombuffer(previous.digests, np.uint8).reshape(-1, DIGEST_NBYTES)
-    new = np.frombuffer(update.digests, np.uint8).reshape(-1, DIGEST_NBYTES)
-    kept = (old == new).all(axis=1) & update.layout.trainable
+    kept = ~_differ(previous.digests, update.digests) & update.layout.trainable
     names = tuple(update.layout.names[place] for place in np.flatnonzero(kept).tolist())
     return _of_trainable(_versions(previous, update), names)
 
 
-def _versions(
-    previous: WeightUpdateManifest | GroupManifest, update: WeightUpdateManifest | GroupManifest
-) -> str:
+def _differ(before: bytes, after: bytes) -> npt.NDArray[np.bool_]:
+    """Which digests of two blocks differ."""
+    old = np.frombuffer(before, np.uint8).reshape(-1, DIGEST_NBYTES)
+    new = np.frombuffer(after, np.uint8).reshape(-1, DIGEST_NBYTES)
+    differs: npt.NDArray[np.bool_] = (old != new).any(axis=1)
+    return differs
+
+
+def _versions(previous: _AnyManifest, update: _AnyManifest) -> str:
     return f"version {update.weight_version} (after {previous.weight_version})"
 
 
-def _no_change(
-    previous: WeightUpdateManifest | GroupManifest, update: WeightUpdateManifest | GroupManifest
-) -> Finding:
+def _no_change(previous: _AnyManifest, update: _AnyManifest) -> Finding:
     message = (
         f"{_versions(previous, update)} changes nothing: both have root {update.root}. Did the "
         "optimizer step, and is this the model that it stepped on?"
@@ -199,11 +170,8 @@ def _unchanged_trainable(
     table = update.table
     if table.trainable is None:
         return ()
-    before, after = previous.digests, update.digests
     if previous.table.digest == table.digest:
-        old = np.frombuffer(before, np.uint8).reshape(-1, DIGEST_NBYTES)
-        new = np.frombuffer(after, np.uint8).reshape(-1, DIGEST_NBYTES)
-        same = (old == new).all(axis=1)
+        same = ~_differ(previous.digests, update.digests)
         same &= np.frombuffer(table.trainable.encode(), np.uint8) == ord("1")
         # An empty tensor cannot change.
         same &= table.nbytes_column > 0
@@ -236,12 +204,7 @@ def _dtype(table: TensorTable, name: str) -> str:
 def mismatch(manifest: WeightUpdateManifest, found: bytes) -> str:
     """Say which bytes differ, given the digests (16 bytes per tensor) of those that arrived."""
     table = manifest.table
-    rows = [
-        row
-        for row in range(len(table.names))
-        if found[row * DIGEST_NBYTES : (row + 1) * DIGEST_NBYTES]
-        != manifest.digests[row * DIGEST_NBYTES : (row + 1) * DIGEST_NBYTES]
-    ]
+    rows = np.flatnonzero(_differ(manifest.digests, found)).tolist()
     row = rows[0]
     here = slice(row * DIGEST_NBYTES, (row + 1) * DIGEST_NBYTES)
     return (

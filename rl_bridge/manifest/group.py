@@ -195,8 +195,6 @@ class GroupManifest(Manifest):
             return None
         return self.digests[place * DIGEST_NBYTES : (place + 1) * DIGEST_NBYTES]
 
-    # ---- JSON -----------------------------------------------------------------------------------
-
     def _short_header(self) -> dict[str, JSONValue]:
         """The header without what is long: the digests, and the parts."""
         return {

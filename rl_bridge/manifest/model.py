@@ -73,7 +73,7 @@ class LayoutCache(Generic[_Layout]):
         self._lock = threading.Lock()
 
     def add(self, layout: _Layout) -> _Layout:
-        """Remember a layout; an equal one that is known already is returned instead."""
+        """Remember a layout; returns the equal one that is known already, if there is one."""
         with self._lock:
             known = self._layouts.setdefault(layout.digest, layout)
             self._layouts.move_to_end(layout.digest)
@@ -96,19 +96,7 @@ class LayoutCache(Generic[_Layout]):
 
 
 class Manifest(Frozen):
-    """A manifest of either kind.
-
-    Attributes:
-        weight_version: grows with every update of a publisher.
-        created_at: seconds since the epoch (wall clock, for people).
-        metadata: the user's own JSON values.
-        digests: 16 bytes for each tensor of the layout.
-        root: digest over all tensors, 32 hexadecimal digits: equal roots mean equal weights.
-
-    Raises:
-        WeightManifestValidationError: the subclass says what is wrong.
-
-    """
+    """A manifest of either kind."""
 
     FORMAT: ClassVar[str]
     KIND: ClassVar[str]
@@ -174,8 +162,6 @@ class Manifest(Frozen):
         """Name of the layout part."""
         return self._layout_part.digest
 
-    # ---- JSON -----------------------------------------------------------------------------------
-
     @abstractmethod
     def _header_but_digests(self) -> dict[str, JSONValue]:
         """Plain JSON form of the update part without its digests, which are long."""
@@ -199,6 +185,7 @@ class Manifest(Frozen):
         return f'{before},"digests":"{digests}"{comma}{behind}'
 
     def _short_text(self) -> str:
+        """Canonical JSON of the header without its digests."""
         return canonical_json(self._header_but_digests())
 
     @model_serializer(mode="plain")
@@ -345,8 +332,6 @@ class Manifest(Frozen):
             raise MalformedManifest(msg) from error
         return cls.from_json(text)
 
-    # ---- copies ---------------------------------------------------------------------------------
-
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
         """Copy with changed fields; unlike pydantic's own, the copy is validated."""
         del deep  # every part is immutable
@@ -357,11 +342,9 @@ class Manifest(Frozen):
         return type(self)(**{**fields, **changes})
 
     def __copy__(self) -> Self:
-        """Give the object itself: every part is immutable."""
-        return self
+        return self  # every part is immutable
 
     def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Self:
-        """Give the object itself: every part is immutable."""
         return self
 
     def __reduce__(self) -> tuple[Any, tuple[str]]:
@@ -369,7 +352,6 @@ class Manifest(Frozen):
         return (type(self).from_json, (self.to_json(),))
 
     def __hash__(self) -> int:
-        """Equal manifests have equal hashes."""
         return hash((self.weight_version, self.root))
 
     @property
@@ -475,7 +457,7 @@ class WeightUpdateManifest(Manifest):
 
     @property
     def header_digest(self) -> bytes:
-        """16 bytes over the update part: what a transport keeps beside the bytes that it names."""
+        """See `Manifest`."""
         # The root stands for the digests, which it covers: they are long.
         return bytes.fromhex(text_digest(self._short_text()))
 

@@ -56,7 +56,6 @@ __all__ = [
 ALIGNMENT = 256
 _MAX_INT = 2**63 - 1
 _EASY = 2**50
-_REMEDY = "Send the manifest as it was published."
 
 
 def _align(value: int) -> int:
@@ -128,7 +127,7 @@ class Layout(Frozen):
     @property
     @abstractmethod
     def root_plan(self) -> RootPlan:
-        """The prepared canonical lines of its tensors."""
+        """What makes a root of the digests of its tensors."""
 
     @cached_property
     def text(self) -> str:
@@ -235,15 +234,10 @@ class TensorTable(Layout):
                 "the same rl_bridge release on both sides."
             )
             raise MalformedManifest(msg)
-        counts = {
-            "names": len(self.names),
-            "dtypes": len(self.dtypes),
-            "nbytes": len(self.nbytes),
-            "offsets": len(self.offsets),
-            "shapes": len(self.shapes),
-        }
+        columns = ("names", "dtypes", "nbytes", "offsets", "shapes")
+        counts = {column: len(getattr(self, column)) for column in columns}
         if len(set(counts.values())) != 1:
-            msg = f"the columns of the layout differ in length: {counts}. {_REMEDY}"
+            msg = f"the columns of the layout differ in length: {counts}. {RESEND}"
             raise MalformedManifest(msg)
         if not self.names:
             msg = "the update holds no tensors. Publish a model or a non-empty state dict."
@@ -256,7 +250,7 @@ class TensorTable(Layout):
         ):
             msg = (
                 "the layout's trainable flags must be one 0 or 1 for each stored tensor, got "
-                f"{self.trainable[:48]!r}. {_REMEDY}"
+                f"{self.trainable[:48]!r}. {RESEND}"
             )
             raise MalformedManifest(msg)
         return self
@@ -264,14 +258,14 @@ class TensorTable(Layout):
     def _check_names(self) -> None:
         for before, name in zip(self.names, self.names[1:], strict=False):
             if name == before:
-                msg = f"tensor {name!r} appears twice in the layout. {_REMEDY}"
+                msg = f"tensor {name!r} appears twice in the layout. {RESEND}"
                 raise DuplicateTensorName(msg)
             if name < before:
-                msg = f"tensor {name!r} stands after {before!r}, not sorted. {_REMEDY}"
+                msg = f"tensor {name!r} stands after {before!r}, not sorted. {RESEND}"
                 raise MalformedManifest(msg)
         if not isinstance(self.ties, Mapping):
             kind = type(self.ties).__name__
-            msg = f"ties is {kind}, expected a mapping of name to stored name. {_REMEDY}"
+            msg = f"ties is {kind}, expected a mapping of name to stored name. {RESEND}"
             raise MalformedManifest(msg)
         stored = set(self.names)
         for name, target in self.ties.items():
@@ -279,7 +273,7 @@ class TensorTable(Layout):
                 msg = f"tensor {name!r} is stored and tied at once. Keep one of the two."
                 raise DuplicateTensorName(msg)
             if not isinstance(target, str) or target not in stored:
-                msg = f"tensor {name!r} is tied to {target!r}, which is not stored. {_REMEDY}"
+                msg = f"tensor {name!r} is tied to {target!r}, which is not stored. {RESEND}"
                 raise MalformedManifest(msg)
 
     def _is_packed(self) -> bool:
@@ -312,46 +306,46 @@ class TensorTable(Layout):
             if offset < 0 or nbytes < 0 or min(shape, default=0) < 0:
                 msg = (
                     f"tensor {name!r}: offset {offset}, {nbytes} bytes, shape {list(shape)}: none "
-                    f"may be negative. {_REMEDY}"
+                    f"may be negative. {RESEND}"
                 )
                 raise NegativeRange(msg)
             # The product with zeros taken as ones: torch computes strides from it, so it must fit.
             if max(prod(dim or 1 for dim in shape) * 16, offset + nbytes) > _MAX_INT:
                 msg = (
                     f"tensor {name!r}: shape {list(shape)} at offset {offset} does not fit 63 "
-                    f"bits. {_REMEDY}"
+                    f"bits. {RESEND}"
                 )
                 raise RangeOverflow(msg)
             expected = prod(shape) * dtype_nbytes(dtype, tensor=name)
             if nbytes != expected:
                 msg = (
                     f"tensor {name!r}: {dtype}{list(shape)} has {expected} bytes, the manifest "
-                    f"says {nbytes}. {_REMEDY}"
+                    f"says {nbytes}. {RESEND}"
                 )
                 raise ShapeMismatch(msg)
             if offset < end:
                 msg = (
                     f"tensor {name!r} starts at byte {offset}, inside the one before it, which "
-                    f"ends at {end}. {_REMEDY}"
+                    f"ends at {end}. {RESEND}"
                 )
                 raise OverlappingRange(msg)
             if offset != end:
                 msg = (
                     f"tensor {name!r} starts at byte {offset}, expected {end}: the arena has no "
-                    f"gaps. {_REMEDY}"
+                    f"gaps. {RESEND}"
                 )
                 raise MalformedManifest(msg)
             if offset + nbytes > self.arena_nbytes:
                 msg = (
                     f"tensor {name!r} ends at byte {offset + nbytes}, beyond the arena of "
-                    f"{self.arena_nbytes}. {_REMEDY}"
+                    f"{self.arena_nbytes}. {RESEND}"
                 )
                 raise RangeBeyondSegment(msg)
             end = _align(offset + nbytes)
         if self.arena_nbytes != end:
             msg = (
                 f"the arena is said to have {self.arena_nbytes} bytes, its tensors need {end}. "
-                f"{_REMEDY}"
+                f"{RESEND}"
             )
             raise RangeBeyondSegment(msg) if self.arena_nbytes < end else MalformedManifest(msg)
 
@@ -389,12 +383,7 @@ class TensorTable(Layout):
         return sum(self.nbytes)
 
     def descriptor(self, name: str, digests: bytes) -> TensorDescriptor:
-        """Describe one tensor, tied names included.
-
-        Raises:
-            KeyError: no tensor of that name.
-
-        """
+        """Describe one tensor, tied names included; a `KeyError` if there is none of that name."""
         row = self.rows[name]
         shape = self.shapes[row]
         return TensorDescriptor(
@@ -425,17 +414,13 @@ class DescriptorMap(Mapping[str, TensorDescriptor]):
         self._digests = digests
 
     def __getitem__(self, name: str) -> TensorDescriptor:
-        """Describe one tensor."""
         return self._table.descriptor(name, self._digests)
 
     def __iter__(self) -> Iterator[str]:
-        """Go over the names, stored ones first, each part sorted."""
         return iter(self._table.rows)
 
     def __len__(self) -> int:
-        """Count the names, tied ones included."""
         return len(self._table.rows)
 
     def __repr__(self) -> str:
-        """Say how many there are rather than listing them all."""
         return f"<{len(self)} tensor descriptors>"

@@ -7,10 +7,8 @@ checksummed and parsed into a strict model, and what does not parse is reported 
 """
 
 import logging
-import math
 import os
 import struct
-import weakref
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -77,12 +75,6 @@ def _writable(value: Any) -> Any:
     return value
 
 
-def _finite(values: dict[str, float]) -> dict[str, float]:
-    if not all(map(math.isfinite, values.values())):  # sooner seen than written
-        canonical_json(values)  # the ValueError
-    return values
-
-
 Text = Annotated[StrictStr, Field(max_length=512)]
 
 
@@ -107,7 +99,7 @@ class UpdateReport(BaseModel):
     state: Text
     reason: Annotated[Text | None, BeforeValidator(legible)] = None
     proof: Annotated[dict[str, Any] | None, AfterValidator(_writable)] = None
-    timings_ms: Annotated[dict[str, StrictFloat], AfterValidator(_finite)] = Field(
+    timings_ms: dict[str, Annotated[StrictFloat, Field(allow_inf_nan=False)]] = Field(
         default_factory=dict
     )
     tensors_held: bool = False
@@ -126,7 +118,7 @@ def take_note(updates: dict[str, UpdateReport], report: UpdateReport) -> None:
 
     """
     known = updates.get(report.update_id)
-    # (Only who acknowledged an update has a proof. Released without, it may come again.)
+    # (Only an acknowledged update has a proof. Released without one, it may come again.)
     was_acknowledged = known is not None and (
         known.state == "acknowledged" or (known.state == "released" and known.proof is not None)
     )
@@ -255,17 +247,14 @@ class ControlWriter:
         self._sequence = 0
         self._pid = os.getpid()
         self._is_closed = False
-        # A writer that an interrupt loses must not keep its record for as long as the process runs.
-        held = self._held = Holding()
-        self._finalizer = weakref.finalize(self, held.dispose)
-        self._finalizer.atexit = False
-        self._fd = open_segment(ref, directory=directory, writable=True, held=held)
+        self._held = Holding(self)
+        self._fd = open_segment(ref, directory=directory, writable=True, held=self._held)
         try:
             self._check_header(publisher_id)
             self._start = self._claim(num_records(ref.nbytes))
             self._write()
         except OSError as error:
-            self._finalizer()
+            self._held.dispose()
             require_resources(error)
             msg = (
                 f"the control segment of publisher {publisher_id} cannot be written or read: "
@@ -273,7 +262,7 @@ class ControlWriter:
             )
             raise SegmentError(msg) from error
         except BaseException:
-            self._finalizer()
+            self._held.dispose()
             raise
 
     def _check_header(self, publisher_id: str) -> None:
@@ -304,8 +293,7 @@ class ControlWriter:
     def report(self, report: UpdateReport) -> None:
         """Write what became of an update; the publisher sees the last few of each consumer.
 
-        One call at a time: a consumer reports in its own turn, and what its finalizers noted behind
-        that.
+        One call at a time: a consumer reports in its own turn, and its finalizers' reports follow.
         """
         if os.getpid() != self._pid or self._is_closed:
             return
@@ -320,7 +308,6 @@ class ControlWriter:
         if os.getpid() == self._pid:
             self._is_closed = True
             self._held.dispose()
-            self._finalizer.detach()
 
     def _write(self) -> None:
         while True:

@@ -37,31 +37,12 @@ class LiveRange:
             )
             raise WeightBridgeUnavailableError(msg) from error
         self.pin = Pin(address, self.nbytes)
+        self.content: Pin | None = None
+        """The version that lies there now; None also while that is not known."""
         # The range stays mapped, and its content leased, until the last tensor of the engine that
         # looks at it dies: even if this object is long gone.
-        self._held: list[Pin | None] = [None]
-        # The flip under way: new version; how many moves it takes; one entry for each move that
-        # the kernel made, and one for the move that takes a flip back.
-        self._flip: tuple[Pin, int, list[int], list[int]] | None = None
-        weakref.finalize(self.pin.buffer, _let_go, address, self.nbytes, self._held).atexit = False
-
-    @property
-    def content(self) -> Pin | None:
-        """The version that lies there now."""
-        self._settle()
-        return self._held[0]
-
-    def _settle(self) -> None:
-        """End a flip that an interrupt cut off: before its last move, it did not happen."""
-        if self._flip is None:
-            return
-        new, needed, moves, back = self._flip
-        old = self._held[0]
-        if len(moves) == needed:
-            self._held[0] = new
-        elif old is not None and moves and not back:
-            self._move(self._view(old).address, self.address, back)
-        self._flip = None
+        self._leased: list[Pin] = []
+        weakref.finalize(self.pin.buffer, _end, address, self.nbytes, self._leased).atexit = False
 
     @property
     def address(self) -> int:
@@ -79,44 +60,47 @@ class LiveRange:
             TornEngine: the kernel refused half-way and again on the way back.
 
         """
-        target = self._view(new)
-        old = self.content
-        # Leased, so it is the same version, and live already: its own pages replace it, and what
-        # was written over it since goes, as it would if another version came in between.
-        is_itself = old is not None and old.view is new.view
-        if is_itself:
-            # Its pages are at the live range, not here. If they cannot be had at once they fault in
-            # when they are read, and are the same.
+        target, old = self._view(new), self.content
+        away: SegmentView | None = None
+        if old is not None and old.view is new.view:
+            # Leased, so it is the same version, and live already: its own pages replace it, and
+            # what was written over it goes. They are at the live range, not here. If they cannot
+            # be had at once they fault in when they are read, and are the same.
             with suppress(SegmentError, WeightBridgeUnavailableError):
                 target.prefault(self.nbytes)
-        moves: list[int] = []
-        self._flip = (new, 1 if old is None or is_itself else 2, moves, [])
+        elif old is not None:
+            # The old version's pages go back to their own address, where the next verification of
+            # that slot finds them mapped.
+            away = self._view(old)
+            self._move(self.address, away.address)
+        self.content = None
         try:
-            if old is not None and not is_itself:
-                # The old version's pages go back to their own address, where the next verification
-                # of that slot finds them mapped.
-                self._move(self.address, self._view(old).address, moves)
-            self._move(target.address, self.address, moves)
+            self._move(target.address, self.address)
         except (SegmentError, WeightBridgeUnavailableError) as error:
-            try:
-                self._settle()
-            except (SegmentError, WeightBridgeUnavailableError) as second:
-                # The old version's pages wait at their own address for another try.
-                self._held[0] = self._flip = None
-                msg = (
-                    f"the flip failed ({error}) and so did the way back ({second}). Call recover() "
-                    "of the executor, or install a later version in full."
-                )
-                raise TornEngine(msg) from error
+            if away is not None:
+                self._move_back(away, error)
+            self.content = old
             raise
-        self._settle()
+        self.content, self._leased[:] = new, [new]
         return old
+
+    def _move_back(self, old: SegmentView, cause: Exception) -> None:
+        try:
+            self._move(old.address, self.address)
+        except (SegmentError, WeightBridgeUnavailableError) as second:
+            # The old version's pages wait at their own address for another try.
+            msg = (
+                f"the flip failed ({cause}) and so did the way back ({second}). Call recover() "
+                "of the executor, or install a later version in full."
+            )
+            raise TornEngine(msg) from cause
 
     def empty(self) -> None:
         """Take the content out, so that only a reservation is left (undo of the first flip)."""
-        old, self._held[0] = self.content, None
+        old, self.content = self.content, None
         if old is not None:
-            self._move(self.address, self._view(old).address, [])
+            self._move(self.address, self._view(old).address)
+        self._leased.clear()
 
     def shows(self, pin: Pin) -> bool:
         """Whether the kernel says that `pin`'s segment, from its first byte, lies here in full.
@@ -153,9 +137,9 @@ class LiveRange:
             raise SegmentError(msg)
         return pin.view
 
-    def _move(self, source: int, target: int, done: list[int]) -> None:
+    def _move(self, source: int, target: int) -> None:
         try:
-            vm.move(source, self.nbytes, target, done)
+            vm.move(source, self.nbytes, target)
         except OSError as error:
             require_resources(error)
             msg = (
@@ -165,6 +149,6 @@ class LiveRange:
             raise SegmentError(msg) from error
 
 
-def _let_go(address: int, nbytes: int, held: list[Pin | None]) -> None:
+def _end(address: int, nbytes: int, leased: list[Pin]) -> None:
     vm.unmap(address, nbytes)
-    held.clear()
+    leased.clear()

@@ -1,11 +1,12 @@
 """What an object took from the kernel, given back however the object ends.
 
-The object makes its holding first, and a finalizer that disposes of it: an object that fails while
-it is made, or that is dropped instead of closed, then leaves nothing behind. In forked children
-descriptors are closed (`rl_bridge.processes`), and `dispose` does nothing.
+An object makes its holding first: if it fails while it is made, or is dropped instead of closed, it
+leaves nothing behind. In forked children descriptors are closed (`rl_bridge.processes`), and
+`dispose` does nothing.
 """
 
 import os
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -25,12 +26,15 @@ class Holding:
 
     """
 
-    def __init__(self) -> None:
-        """Hold nothing yet; belong to this process."""
+    def __init__(self, owner: object = None) -> None:
+        """Hold nothing yet; what is held then is given back with `owner`, at the latest."""
         self.pid = os.getpid()
         self.fd = -1
         self.path: Path | None = None
         self._range: tuple[int, int] | None = None
+        if owner is not None:
+            # Not at exit: a daemon thread may still be copying, and the kernel cleans up itself.
+            weakref.finalize(owner, self.dispose).atexit = False
 
     def open(self, function: Callable[..., int], *arguments: object) -> int:
         """Open a descriptor with a function of `os`, which forked children do not keep.

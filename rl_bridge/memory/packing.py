@@ -2,9 +2,14 @@
 
 A `PackPlan` holds the layout and everything derived from it. Taking the same tensors again costs a
 comparison, not a plan: names, memory addresses, shapes, dtypes and strides must be as before.
+
+A rank's part of a group has its leaf digests as one more tensor, `LEAVES`. The pass that digests
+the part computes them anyway. They are put into the arena when the other tensors are in: the bytes
+that they describe are the sealed ones.
 """
 
 from collections.abc import Mapping
+from functools import cache
 
 import numpy as np
 import numpy.typing as npt
@@ -44,20 +49,14 @@ __all__ = [
 ]
 
 
-class _DtypeNames(dict[torch.dtype, str]):
-    """Names by dtype, made when first asked for: printing one costs a microsecond."""
-
-    def __missing__(self, dtype: torch.dtype) -> str:
-        name = self[dtype] = str(dtype).removeprefix("torch.")
-        return name
-
-
-_DTYPE_NAMES = _DtypeNames()
+@cache
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def dtype_name(tensor: torch.Tensor) -> str:
     """Wire name of a tensor's dtype."""
-    return _DTYPE_NAMES[tensor.dtype]
+    return _name_of(tensor.dtype)
 
 
 _SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -68,25 +67,15 @@ def raw_elements(tensor: torch.Tensor) -> torch.Tensor:
 
     As themselves it would normalise bools, and for some dtypes it has no copy at all.
     """
-    tensor = _stored(tensor)
-    if tensor.element_size() not in _SAME_SIZE:
-        return torch.view_as_real(tensor).view(torch.int64)
-    return tensor.view(_SAME_SIZE[tensor.element_size()])
-
-
-def _stored(tensor: torch.Tensor) -> torch.Tensor:
-    """The view of the stored elements: without a lazy conjugation or negation."""
     tensor = tensor.detach()
+    # Without a lazy conjugation or negation.
     if tensor.is_conj():
         tensor = tensor.conj()  # a second lazy conjugation takes the first one away
     if tensor.is_neg():
         tensor = tensor._neg_view()  # noqa: SLF001 - torch has no public name for it
-    return tensor
-
-
-def _shown(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor that has, as stored elements, the numbers that a lazy view shows."""
-    return tensor.detach().resolve_conj().resolve_neg()
+    if tensor.element_size() not in _SAME_SIZE:
+        return torch.view_as_real(tensor).view(torch.int64)
+    return tensor.view(_SAME_SIZE[tensor.element_size()])
 
 
 def _laziness(tensor: torch.Tensor) -> tuple[bool, bool]:
@@ -192,15 +181,13 @@ class PackPlan:
         self.byte_plan = self._place.plan(self.table.nbytes_column)
         self._names = tuple(tensors)
         position = {name: index for index, name in enumerate(self._names)}
-        self._order = [position[name] for name in self.table.names]
+        order = [position[name] for name in self.table.names]
         values = list(tensors.values())
         self._facts = TensorFacts(values)
         is_dense = [tensor.is_contiguous() and not is_lazy_view(tensor) for tensor in values]
         # Strided tensors and lazy views are gathered by torch, straight into the arena, and
         # digested there.
-        self._gathered = [
-            (row, index) for row, index in enumerate(self._order) if not is_dense[index]
-        ]
+        self._gathered = [(row, index) for row, index in enumerate(order) if not is_dense[index]]
         # Next time, these could come with another laziness over the same memory.
         self._laziness = {
             index: _laziness(tensor)
@@ -208,8 +195,9 @@ class PackPlan:
             # (One element is contiguous, whatever its stride.)
             if not is_dense[index] or tensor.is_complex() or tensor.numel() == 1
         }
-        pointers = np.array([values[index].data_ptr() for index in self._order], np.uint64)
-        self._sources: Addresses = pointers
+        self._sources: Addresses = np.array(
+            [values[index].data_ptr() for index in order], np.uint64
+        )
 
     def fits(self, tensors: Mapping[str, torch.Tensor], trainable: frozenset[str] | None) -> bool:
         """Whether `tensors` are the same views of the same memory as those planned for."""
@@ -238,7 +226,7 @@ class PackPlan:
             values = list(tensors.values())
             for row, index in self._gathered:
                 target = self._place.bytes_at(int(targets[row]), self.table.nbytes[row])
-                elements = raw_elements(_shown(values[index]))
+                elements = raw_elements(values[index].detach().resolve_conj().resolve_neg())
                 target.view(elements.dtype).view(elements.shape).copy_(elements)
                 sources[row] = targets[row]
         return self.byte_plan.copy_digest(sources, targets, num_threads=num_threads)
@@ -270,19 +258,13 @@ class PackPlan:
         clear_padding(self.table, address, self._place)
 
 
-def clear_padding(table: TensorTable, address: int, place: Place = CPU_PLACE) -> None:
+def clear_padding(table: TensorTable, address: int, place: Place) -> None:
     """Zero the bytes between tensors, so that an arena's content follows from its tensors."""
     ends = table.offset_column + table.nbytes_column
     gaps = np.append(table.offset_column, np.uint64(table.arena_nbytes))[1:] - ends
     found = np.flatnonzero(gaps)
     starts = (ends[found] + np.uint64(address)).tolist()
     place.clear(starts, gaps[found].tolist())
-
-
-# ---- Packing with a leaf list: the pass that digests a part keeps the digests of its leaves.
-#
-# They are computed anyway. Here they are put into the arena, as the tensor `LEAVES`, when the
-# other tensors are in: the bytes that they describe are the sealed ones.
 
 
 class LeafPlan(BytePlan):
@@ -325,23 +307,12 @@ class LeafPlan(BytePlan):
 class LeafPackPlan(PackPlan):
     """A plan whose tensors include `LEAVES`: what that one holds is written here."""
 
-    def __init__(
-        self,
-        tensors: Mapping[str, torch.Tensor],
-        trainable: frozenset[str] | None = None,
-        *,
-        place: Place = CPU_PLACE,
+    def _lay_out(
+        self, tensors: Mapping[str, torch.Tensor], trainable: frozenset[str] | None
     ) -> None:
-        """Lay out `tensors`, as `PackPlan` does.
-
-        Raises:
-            MalformedManifest: `LEAVES` has not the size of the leaf list: see `LeafSource`.
-
-        """
-        super().__init__(tensors, trainable, place=place)
-        self._leaf_plan = LeafPlan(self.table.nbytes_column)
-        self.byte_plan = self._leaf_plan
-        self._index = LeafIndex(self.table)
+        super()._lay_out(tensors, trainable)
+        self.byte_plan = self._leaf_plan = LeafPlan(self.table.nbytes_column)
+        self._index = LeafIndex(self.table)  # refuses a block of another size: see `LeafSource`
 
     def pack(
         self, tensors: Mapping[str, torch.Tensor], address: int, *, num_threads: int | None = None
@@ -353,12 +324,7 @@ class LeafPackPlan(PackPlan):
     def digest_in_place(
         self, tensors: Mapping[str, torch.Tensor], *, num_threads: int | None = None
     ) -> bytes:
-        """Digest `tensors` where they lie, then write their leaf list to `LEAVES`, and digest it.
-
-        Raises:
-            WeightBridgeUnavailableError: one of them is strided.
-
-        """
+        """Digest `tensors` where they lie; then write their leaf list, and digest that."""
         digests = super().digest_in_place(tensors, num_threads=num_threads)
         return self._with_leaves(digests, tensors, None)
 
@@ -372,11 +338,11 @@ class LeafPackPlan(PackPlan):
         behind = start + len(noted) - index.nbytes  # the list's own stretch is no part of it
         block = np.concatenate((noted[:start], noted[behind:]))
         if index.nbytes:
-            place, at = self._place, self.table.offsets[index.row]
-            mine = tensors[LEAVES]  # also for who tells the other ranks
-            target = mine if address is None else place.bytes_at(address + at, index.nbytes)
-            target.copy_(torch.from_numpy(block))
-            mine.copy_(target)
+            mine = tensors[LEAVES]  # `LeafSource.block`, which the other ranks are told
+            mine.copy_(torch.from_numpy(block))
+            if address is not None:
+                at = address + self.table.offsets[index.row]
+                self._place.bytes_at(at, index.nbytes).copy_(mine)
         at = index.row * DIGEST_NBYTES
         digests[at : at + DIGEST_NBYTES] = digest_bytes(block.data)
         return bytes(digests)
@@ -426,7 +392,11 @@ def checked_block(part: WeightUpdateManifest, block: bytes) -> bytes:
             "Send the part as it was published."
         )
         raise MalformedManifest(msg)
-    found = np.frombuffer(_combined(table, index, block), np.uint8).reshape(-1, DIGEST_NBYTES)
+    if native_module() is None:
+        made = index.digests(block)
+    else:
+        made = LeafPlan(table.nbytes_column).combine(block, index)
+    found = np.frombuffer(made, np.uint8).reshape(-1, DIGEST_NBYTES)
     given = np.frombuffer(part.digests, np.uint8).reshape(-1, DIGEST_NBYTES)
     differs = (found != given).any(axis=1)
     # The pass fills in the lengths that it knows; those in the list must be the same.
@@ -443,13 +413,6 @@ def checked_block(part: WeightUpdateManifest, block: bytes) -> bytes:
         )
         raise ChecksumMismatch(msg)
     return block
-
-
-def _combined(table: TensorTable, index: LeafIndex, block: bytes) -> bytes:
-    native = native_module()
-    if native is None:
-        return index.digests(block)
-    return LeafPlan(table.nbytes_column).combine(block, index)
 
 
 def pack_plan(

@@ -5,6 +5,11 @@ descriptor's number, the inode). A reader opens ``/proc/<pid>/fd/<n>`` read-only
 nobody can shrink it under a reader (no SIGBUS), nobody else can map it writable, and nothing stays
 behind when processes die. The second way, for processes that cannot see each other's ``/proc``, is
 a named file in a directory that both share; it needs `sweep`, and cannot be sealed.
+
+A lease is an open-file-description lock (fcntl(2)) on one byte of a segment. A reader holds a
+shared lock while any of its tensors lives; the publisher may overwrite only under the exclusive
+lock. A reader that is killed loses its lock in the same instant, so there is no heartbeat, no
+time-to-live and nothing to clean up.
 """
 
 import errno
@@ -38,11 +43,17 @@ __all__ = [
     "unlock",
 ]
 
-# ---- Leases that the kernel keeps: open-file-description locks on one byte of a segment.
-#
-# A reader holds a shared lock while any of its tensors lives; the publisher may overwrite only
-# under the exclusive lock. A reader that is killed loses its lock in the same instant, so there is
-# no heartbeat, no time-to-live and nothing to clean up. (fcntl(2), "Open file description locks".)
+_F_SEAL_FUTURE_WRITE = 16
+_SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+_DATA_SEALS = _SIZE_SEALS | _F_SEAL_FUTURE_WRITE
+
+# Bytes from which on the memory that is left is asked for: that takes a millisecond.
+_ASKED_FROM = 64 << 20
+_FILE_NAME = re.compile(r"rlb-[0-9a-f]{12}-([0-9]+\.seg|control)")
+# The byte whose lock says that a named segment's owner lives: out of the lease's way.
+_OWNER_BYTE = 1
+
+Count = Annotated[StrictInt, Field(ge=0, lt=2**63)]
 
 # struct flock on 64-bit Linux: type, whence, start, length, pid.
 _FLOCK = struct.Struct("@hhqqi4x")
@@ -79,24 +90,6 @@ def is_held(fd: int, *, start: int = 0, length: int = 1) -> bool:
         fd, fcntl.F_OFD_GETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, start, length, 0)
     )
     return bool(_FLOCK.unpack(answer[: _FLOCK.size])[0] != fcntl.F_UNLCK)
-
-
-# ---- the rest builds on the parts above
-
-_F_SEAL_SEAL = 1
-_F_SEAL_SHRINK = 2
-_F_SEAL_GROW = 4
-_F_SEAL_FUTURE_WRITE = 16
-_SIZE_SEALS = _F_SEAL_SHRINK | _F_SEAL_GROW
-_DATA_SEALS = _SIZE_SEALS | _F_SEAL_FUTURE_WRITE
-
-# Bytes from which on the memory that is left is asked for: that takes a millisecond.
-_ASKED_FROM = 64 << 20
-_FILE_NAME = re.compile(r"rlb-[0-9a-f]{12}-([0-9]+\.seg|control)")
-# The byte whose lock says that a named segment's owner lives: out of the lease's way.
-_OWNER_BYTE = 1
-
-Count = Annotated[StrictInt, Field(ge=0, lt=2**63)]
 
 
 class SegmentRef(BaseModel):
@@ -148,12 +141,8 @@ class OwnedSegment:
     def __init__(self, name: str, nbytes: int, *, directory: Path | None, seals: int) -> None:
         """Make, map and seal it. Use `make`."""
         self.nbytes = nbytes
-        held = self._held = Holding()
-        # Not at exit: a daemon thread may still be copying, and the kernel cleans up memory anyway.
-        # It does not unlink names.
-        self._unlinker = weakref.finalize(self, held.unlink)
-        self._finalizer = weakref.finalize(self, held.dispose)
-        self._finalizer.atexit = False
+        held = self._held = Holding(self)
+        weakref.finalize(self, held.unlink)  # also at exit: the kernel unlinks no names
         try:
             self.fd = self._open(held, name, directory)
             self.address = held.reserve(nbytes)
@@ -161,7 +150,7 @@ class OwnedSegment:
                 vm.map_shared(self.address, nbytes, self.fd)
                 vm.guard_from_fork(self.address, nbytes)
             if directory is None:
-                fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, seals | _F_SEAL_SEAL)
+                fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, seals | fcntl.F_SEAL_SEAL)
             status = os.fstat(self.fd)
             start_time = process_start_time(held.pid)
             self.ref = SegmentRef(
@@ -175,7 +164,7 @@ class OwnedSegment:
                 name="" if directory is None else name,
             )
             if directory is None and (start_time is None or not still_there(self.ref)):
-                _refuse_invisible(held.pid)
+                self._refuse_invisible()
         except BaseException:
             self.close()  # at once, whoever keeps the exception
             raise
@@ -196,6 +185,13 @@ class OwnedSegment:
         # to the unnamed file; with an absolute path the kernel ignores it.
         os.link(f"/proc/self/fd/{fd}", held.path, src_dir_fd=fd, follow_symlinks=True)
         return fd
+
+    def _refuse_invisible(self) -> NoReturn:
+        msg = (
+            f"/proc does not show this process (pid {self.ref.pid}), so no other one could open "
+            "its memory. Give it a /proc: mount that of this process's own pid namespace."
+        )
+        raise SegmentError(msg)
 
     @classmethod
     def make(
@@ -237,18 +233,6 @@ class OwnedSegment:
     def close(self) -> None:
         """Unmap and close; the memory goes when the last reader lets go too."""
         self._held.dispose()
-        self._finalizer.detach()  # behind it: where an interrupt cuts it off, it is called again
-        # Else it would look again when this object dies: by then, name and descriptor number may be
-        # those of another segment.
-        self._unlinker.detach()
-
-
-def _refuse_invisible(pid: int) -> NoReturn:
-    msg = (
-        f"/proc does not show this process (pid {pid}), so no other one could open its memory. "
-        "Give it a /proc: mount that of this process's own pid namespace."
-    )
-    raise SegmentError(msg)
 
 
 def _require_memory(name: str, nbytes: int) -> None:
@@ -293,34 +277,12 @@ def open_segment(
     held = Holding() if held is None else held
     # O_NONBLOCK: a pipe in the segment's place must not make the opener wait for a writer.
     flags = (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
+    if ref.kind == "file":
+        _check_name(ref, directory)
+        flags |= os.O_NOFOLLOW  # entries of /proc/<pid>/fd are links by nature
+    where = _path_of(ref, directory)
     if ref.kind == "memfd":
-        # No O_NOFOLLOW: entries of /proc/<pid>/fd are links by nature.
-        where = f"/proc/{ref.pid}/fd/{ref.fd}"
-        started = process_start_time(ref.pid)
-        if started is None and _is_another_users(ref.pid):
-            raise WeightBridgeUnavailableError(_denied(ref, where, "its process is hidden"))
-        if started != ref.start_time:
-            msg = (
-                f"the publisher (pid {ref.pid}) is gone or not visible from this process, so its "
-                "memory cannot be opened. Publish again; between containers, give both sides a "
-                "shared directory=."
-            )
-            raise SegmentError(msg)
-    else:
-        if not _FILE_NAME.fullmatch(ref.name):
-            msg = (
-                f"segment name {ref.name!r} is no plain segment name of this transport. Use the "
-                "manifest as it was published."
-            )
-            raise BadSegmentName(msg)
-        if directory is None:
-            msg = (
-                f"segment {ref.name!r} lies in a directory that the publisher chose. "
-                "Give this side the same directory=."
-            )
-            raise SegmentError(msg)
-        where = str(directory / ref.name)
-        flags |= os.O_NOFOLLOW
+        _check_owner(ref, where)
     try:
         # Looked at before it is opened: opening a terminal or a device is an act.
         _check_file(os.stat(where), ref, where)  # noqa: PTH116 - a link of /proc, by nature
@@ -343,6 +305,40 @@ def open_segment(
         held.dispose()  # at once, whoever keeps the exception
         raise
     return fd
+
+
+def _path_of(ref: SegmentRef, directory: Path | None) -> str:
+    if ref.kind == "memfd":
+        return f"/proc/{ref.pid}/fd/{ref.fd}"
+    return str(directory / ref.name) if directory else ""
+
+
+def _check_name(ref: SegmentRef, directory: Path | None) -> None:
+    if not _FILE_NAME.fullmatch(ref.name):
+        msg = (
+            f"segment name {ref.name!r} is no plain segment name of this transport. Use the "
+            "manifest as it was published."
+        )
+        raise BadSegmentName(msg)
+    if directory is None:
+        msg = (
+            f"segment {ref.name!r} lies in a directory that the publisher chose. "
+            "Give this side the same directory=."
+        )
+        raise SegmentError(msg)
+
+
+def _check_owner(ref: SegmentRef, where: str) -> None:
+    started = process_start_time(ref.pid)
+    if started is None and _is_another_users(ref.pid):
+        raise WeightBridgeUnavailableError(_denied(ref, where, "its process is hidden"))
+    if started != ref.start_time:
+        msg = (
+            f"the publisher (pid {ref.pid}) is gone or not visible from this process, so its "
+            "memory cannot be opened. Publish again; between containers, give both sides a "
+            "shared directory=."
+        )
+        raise SegmentError(msg)
 
 
 def _is_another_users(pid: int) -> bool:
@@ -405,13 +401,8 @@ def _seals(fd: int) -> int:
 
 def still_there(ref: SegmentRef, *, directory: Path | None = None) -> bool:
     """Tell whether the owner still offers this segment: otherwise nobody will write to it again."""
-    where = (
-        f"/proc/{ref.pid}/fd/{ref.fd}"
-        if ref.kind == "memfd"
-        else directory and directory / ref.name
-    )
     try:
-        status = os.stat(where or "")  # noqa: PTH116 - it may be a link of /proc
+        status = os.stat(_path_of(ref, directory))  # noqa: PTH116 - it may be a link of /proc
     except OSError:
         return False
     return (status.st_dev, status.st_ino) == (ref.device, ref.inode)
@@ -428,10 +419,10 @@ def sweep(directory: Path, *, dry_run: bool = False) -> list[tuple[str, int]]:
     for path in sorted(directory.glob("rlb-*")):
         if not _FILE_NAME.fullmatch(path.name):
             continue
-        opened = _Opened()
+        held = Holding()
         try:
             flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-            fd = opened.held.open(os.open, path, flags)
+            fd = held.open(os.open, path, flags)
         except OSError:
             continue  # removed meanwhile, or another user's: not ours to sweep
         else:
@@ -441,13 +432,5 @@ def sweep(directory: Path, *, dry_run: bool = False) -> list[tuple[str, int]]:
             if not dry_run:
                 path.unlink(missing_ok=True)
         finally:
-            opened.held.dispose()
+            held.dispose()
     return swept
-
-
-class _Opened:
-    """Owns a descriptor for a while; whoever loses it, to an interrupt for instance, closes it."""
-
-    def __init__(self) -> None:
-        self.held = Holding()
-        weakref.finalize(self, self.held.dispose)

@@ -36,7 +36,7 @@ __all__ = [
 
 _STAMP = struct.Struct("<8s16sQQ16s")
 STAMP_NBYTES = _STAMP.size
-_MAGIC = b"rl_brdg2"  # (1 had no header: who reads that would take any)
+_MAGIC = b"rl_brdg2"  # 1 had no header: a reader of it would take any
 _EMPTY = b"\0" * 16
 ARRIVING = "arriving"
 """In place of an update's id, where bytes may land that nobody waits for here.
@@ -107,9 +107,7 @@ class Slot:
         self.last_used = 0
         self.layout_digest: str | None = None
         self.before_close: Callable[[], None] | None = None
-        """Called first when it is closed, and again if an interrupt cut that off."""
-        self.is_kept = False
-        """Whether a ring has it: until then, who made it sees to its end."""
+        """Called first when it is closed."""
 
     @property
     def address(self) -> int:
@@ -130,7 +128,7 @@ class Slot:
         """Give the memory back; readers keep what they mapped."""
         if self.before_close is not None:
             self.before_close()
-        self.before_close = None  # behind it: what an interrupt cuts off, the next call does again
+            self.before_close = None
         self.segment.close()
         if self.arena is not None:
             self.arena.close()
@@ -212,8 +210,6 @@ class SlotRing:
         self._name_holders = name_holders
         self._is_released = is_released
         self._slots: list[Slot] = []
-        self._ending: list[Slot] = []
-        """On their way in or out: what an interrupt left here, the next call closes."""
         self._uses = 0
 
     @property
@@ -222,7 +218,6 @@ class SlotRing:
         return sum(slot.nbytes for slot in self._slots)
 
     def __len__(self) -> int:
-        """Count the slots."""
         return len(self._slots)
 
     def acquire(self, arena_nbytes: int) -> Slot:
@@ -233,8 +228,6 @@ class SlotRing:
             SegmentError: no memory for another one.
 
         """
-        for slot in list(self._ending):
-            self._drop(slot)
         self._uses += 1
         usable = self._find(arena_nbytes)
         if usable is None and len(self._slots) >= self._limit:
@@ -269,10 +262,9 @@ class SlotRing:
 
     def abandon(self, slot: Slot) -> None:
         """Give a slot back whose update did not come about, also in the middle of `publish`."""
-        slot.layout_digest = None
+        slot.layout_digest = slot.update_id = None
         slot.stamp(None, 0)
         leases.unlock(slot.segment.fd)
-        slot.update_id = None  # last: what an interrupt cuts off is done again
 
     def release(self, update_id: str) -> None:
         """Withdraw an update; its slot may be written again as soon as its readers are gone."""
@@ -283,9 +275,8 @@ class SlotRing:
 
     def close(self) -> None:
         """Give all segments back; readers keep what they mapped."""
-        for slot in (*self._ending, *self._slots):
+        for slot in self._slots:
             slot.close()
-        self._ending.clear()
         self._slots.clear()
 
     def _find(self, arena_nbytes: int) -> Slot | None:
@@ -305,7 +296,6 @@ class SlotRing:
             if usable is None and slot.fits(arena_nbytes):
                 usable = slot
                 continue
-            # Of the wrong size, or not needed for a long time.
             if not slot.fits(arena_nbytes) or self._uses - slot.last_used > _SURPLUS_AGE:
                 self._drop(slot)
             else:
@@ -313,28 +303,21 @@ class SlotRing:
         return usable
 
     def _drop(self, slot: Slot) -> None:
-        if slot not in self._ending:
-            self._ending.append(slot)
-        if slot in self._slots:
-            self._slots.remove(slot)
+        self._slots.remove(slot)
         slot.close()
-        self._ending.remove(slot)
 
     def _grow(self, arena_nbytes: int) -> Slot:
         if len(self._slots) >= self._limit:
             raise SlotsExhausted(self._exhausted())
         slot = self._make_slot(arena_nbytes)
-        self._ending.append(slot)
-        slot.is_kept = True
         if not leases.try_exclusive(slot.segment.fd):
-            self._drop(slot)
+            slot.close()
             msg = (
                 f"a new slot of {slot.nbytes} bytes was locked by somebody else before its "
                 "first use. Keep other programs out of this process's descriptors, and try again."
             )
             raise WeightBridgeError(msg)
         self._slots.append(slot)
-        self._ending.remove(slot)
         return slot
 
     def _exhausted(self) -> str:
@@ -343,10 +326,9 @@ class SlotRing:
             if slot.update_id == ARRIVING:
                 reasons.append("a read that broke off may still write to one (it ends by itself)")
             elif slot.update_id is not None:
-                is_over = self._is_released(slot.update_id)
-                state = (
-                    "released" if is_over else "the publisher has not released it (call release)"
-                )
+                state = "the publisher has not released it (call release)"
+                if self._is_released(slot.update_id):
+                    state = "released"
                 holders = self._name_holders(slot.update_id)
                 reasons.append(f"update {slot.update_id}: {', '.join([state, *holders])}")
             else:

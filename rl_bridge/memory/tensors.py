@@ -1,8 +1,18 @@
-"""Where tensors are and what they are, noted, to see cheaply whether that is still so.
+"""What is asked of every tensor before and after every update, in as little time as it can take.
 
-Asked of every tensor before and after every update. Asking torch for five attributes of each of
-40,000 tensors takes 10 ms; the compiled module asks through the function table that torch shows
-other array libraries (DLPack 1.3, github.com/dmlc/dlpack), which takes a fifth of that.
+`TensorFacts` tells whether tensors are where and what they were. Asking torch for five attributes
+of each of 40,000 tensors takes 10 ms; the compiled module asks through the function table that
+torch shows other array libraries (DLPack 1.3, github.com/dmlc/dlpack), which takes a fifth of that.
+
+`ModuleState` gives a module's state dict. ``Module.state_dict`` costs about 1.5 us per submodule,
+several times per update. The walk is done once; after that only what it went through is compared:
+the same objects under the same keys of the same dictionaries, and none added or taken away. What
+differs leads to a new walk. Modules that have a say in their own state dict (hooks, overridden
+methods) are always walked.
+
+`not_plain` tells which tensors are plain memory: their bytes lie where `data_ptr` says, all of
+them, as they are. Everything that copies or digests by address asks here first. A tensor that is
+something else would not fail later: it would read or write memory that is not its own.
 """
 
 import struct
@@ -123,17 +133,12 @@ def _keys_in(record: bytes) -> Iterator[Key]:
         yield address + offset, numbers[:ndim], numbers[ndim:], _dtypes()[dtype]
 
 
-def _learn_layout() -> None:
-    """Tell the compiled module which of a tensor's words to ask memory for ahead of time."""
-    native = passes.NATIVE
-    if native is not None:
-        sample = torch.empty(1, device="cpu")
-        # Without these, as another torch may be, nothing is asked for ahead of time.
-        addresses = (getattr(part, "_cdata", 0) for part in (sample, sample.untyped_storage()))
-        native.learn_layout(torch.Tensor.__base__, sample, *addresses)
-
-
-_learn_layout()
+if passes.NATIVE is not None:
+    # Which of a tensor's words the compiled module asks memory for ahead of time: none of them
+    # where another torch has no such attribute.
+    _sample = torch.empty(1, device="cpu")
+    _addresses = (getattr(part, "_cdata", 0) for part in (_sample, _sample.untyped_storage()))
+    passes.NATIVE.learn_layout(torch.Tensor.__base__, _sample, *_addresses)
 
 
 @lru_cache(maxsize=1)
@@ -148,13 +153,6 @@ def _dtypes() -> dict[int, torch.dtype]:
         if record is not None
     }
 
-
-# ---- A module's state dict, without walking 40,000 submodules at every step.
-#
-# ``Module.state_dict`` costs about 1.5 us per submodule, several times per update. The walk is
-# done once; after that only what it went through is compared: the same objects under the same keys
-# of the same dictionaries, and none added or taken away. Whatever differs leads to a new walk.
-# Modules that have a say in their own state dict (hooks, overridden methods) are always walked.
 
 # Where a module keeps what its state dict is made of, then what else decides about it.
 _DICTS = ("_parameters", "_buffers", "_modules")
@@ -198,7 +196,7 @@ class ModuleState:
         return bool(same_modules(self._modules, _PARTS, len(_DICTS), *noted))
 
     def _walk(self) -> None:
-        self._is_cached = False  # until all of it is noted: an interrupt may come in between
+        self._is_cached = False  # until all of it is noted: a module of its own kind may raise
         self._tensors, self._modules = {}, []
         self._kind = type(self._module)
         is_plain = _collect(self._module, "", {}, self._tensors, self._modules)
@@ -217,10 +215,7 @@ class ModuleState:
 
 
 def plain_state(module: torch.nn.Module) -> dict[str, torch.Tensor] | None:
-    """What ``state_dict(keep_vars=True)`` gives, in a fraction of its time; nothing is kept.
-
-    None where the module, or a part of it, has its own way.
-    """
+    """What ``state_dict(keep_vars=True)`` gives, faster; None where a module has its own way."""
     tensors: dict[str, torch.Tensor] = {}
     return tensors if _collect(module, "", {}, tensors, []) else None
 
@@ -292,12 +287,6 @@ def _same_modules(
     values_now = [value for part in dicts for value in part.values()]
     return keys_now == keys and all(map(is_, values_now, values))
 
-
-# ---- Which tensors are plain memory: their bytes lie where `data_ptr` says, all of them, as they
-# are.
-#
-# Everything that copies or digests by address asks here first. A tensor that is something else
-# would not fail later: it would read or write memory that is not its own.
 
 _CPU = torch.device("cpu")
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})

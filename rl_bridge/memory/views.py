@@ -4,6 +4,9 @@ A mapping is private: reading shares the publisher's pages, writing makes a copy
 this process's own, so a consumer can neither change a published version nor crash by writing to it.
 The mapping stays for as long as the publisher keeps the slot; what comes and goes per version is a
 *pin*: it holds the lease, and every tensor holds the pin. The lease ends when the last tensor dies.
+
+How the arena of a slot is reached differs: `SegmentView` is for memory of the CPU, `rl_bridge.cuda`
+has views of a device's.
 """
 
 import ctypes
@@ -45,8 +48,6 @@ __all__ = [
     "anonymous_pin",
     "tensor_in",
 ]
-
-# ---- What keeps imported bytes alive: a *pin*, held by every tensor that looks at them.
 
 
 @lru_cache(maxsize=32)
@@ -123,14 +124,6 @@ def anonymous_pin(nbytes: int) -> Pin:
     return pin
 
 
-# ---- A publisher's slot seen from a consumer: its arena is made readable once, its version is
-# leased.
-#
-# What comes and goes per version is a *pin*: it holds the lease, and every tensor holds the pin.
-# The lease ends when the last tensor dies. How the arena is reached is each kind's own affair: see
-# `views.SegmentView` for memory of the CPU and `vmm.view.DeviceView` for a device's.
-
-
 class LeasedView(ABC):
     """A publisher's slot, reached from here; `pin` leases the version that it holds now."""
 
@@ -146,27 +139,22 @@ class LeasedView(ABC):
         """
         self.ref = ref
         self.directory = directory
-        # A view that an interrupt loses must not keep the slot for as long as the process runs. One
-        # that is pinned is not lost: its pins' finalizers hold it.
-        held = self._held = Holding()
-        self._finalizer = weakref.finalize(self, held.dispose)
-        self._finalizer.atexit = False
-        self.fd = open_segment(ref, directory=directory, held=held)
+        # A pinned view is not dropped: its pins' finalizers hold it.
+        self._held = Holding(self)
+        self.fd = open_segment(ref, directory=directory, held=self._held)
         try:
             self.address = self._open()
         except BaseException:
-            self._finalizer()  # at once, whoever keeps the exception
+            self._held.dispose()  # at once, whoever keeps the exception
             raise
         # Reentrant: a pin's finalizer may run inside any allocation, also under this lock.
         self._lock = threading.RLock()
-        # The pins that live. One that dies is taken out by a function in C: no interrupt can leave
-        # it in. Nobody looks at a pin to see whether it lives: that takes a reference, which may be
-        # the last one by the time it is dropped. The pin would die under this lock, and what it has
-        # to tell the publisher waits for a lock whose holder may wait for this one.
+        # The pins that live. Nobody looks at a pin to see whether it lives: that takes a reference,
+        # which may be the last one by the time it is dropped, and the pin would die under the lock.
         self._pins: list[weakref.ref[object]] = []
         self._is_leased = False
-        self._retired = False
-        self._is_unmapped = False
+        self._is_retired = False
+        self._is_over = False
         self._pid = os.getpid()
 
     @property
@@ -224,33 +212,24 @@ class LeasedView(ABC):
         """
         if arena_nbytes > self.capacity:
             raise SegmentError(self._another_size(update_id, self.capacity, arena_nbytes))
-        pin: Pin | None = None
-        try:
-            with self._lock:
-                # Noted as living before the lease is taken and the stamp is read: a finalizer of an
-                # older pin, which may run in between, then does not give the lease back.
-                pin = self._make_pin(max(arena_nbytes, 1))
-                self._lease(update_id)
-                pin.header = self._check_stamp(update_id, generation, arena_nbytes).header
-                return pin
-        except BaseException:
-            pin = None  # also for whoever keeps the exception
-            self.settle()
-            raise
-
-    def _lease(self, update_id: str) -> None:
-        self._is_leased = True  # first: an interrupt in between must not lose the lease
-        if not leases.try_shared(self.fd):
-            raise StaleUpdate(self._overwritten(update_id, "is being overwritten"))
-
-    def _make_pin(self, nbytes: int) -> Pin:
-        pin = Pin(self.address, nbytes, self, place=self.place)
+        # Noted as living before the lease is taken and the stamp is read: a finalizer of an older
+        # pin, which may run in between, then does not give the lease back.
+        pin = Pin(self.address, max(arena_nbytes, 1), self, place=self.place)
         # In this order: when the pin dies, what was registered last is called first.
         weakref.finalize(pin.buffer, self.settle).atexit = False
         self._pins.append(weakref.ref(pin.buffer, self._pins.remove))
+        try:
+            with self._lock:
+                pin.header = self._lease(update_id, generation, arena_nbytes).header
+        except BaseException:
+            del pin  # whoever keeps the exception must not keep the lease
+            raise
         return pin
 
-    def _check_stamp(self, update_id: str, generation: int, arena_nbytes: int) -> Stamp:
+    def _lease(self, update_id: str, generation: int, arena_nbytes: int) -> Stamp:
+        self._is_leased = True
+        if not leases.try_shared(self.fd):
+            raise StaleUpdate(self._overwritten(update_id, "is being overwritten"))
         stamp = read_stamp(self.fd, self.ref)
         if (stamp.update_id, stamp.generation) != (update_id, generation):
             holds = f"holds update {stamp.update_id}" if int(stamp.update_id, 16) else "is free"
@@ -276,40 +255,28 @@ class LeasedView(ABC):
         """Give the lease back if no tensor lives; harmless at any time."""
         if os.getpid() != self._pid:
             return  # before the lock: at the fork, another thread of the parent may have held it
-        is_over = False
-        try:
-            with self._lock:
-                if self.is_pinned or self._is_unmapped:
+        with self._lock:
+            if self._pins or self._is_over:
+                return
+            if self._is_leased:
+                if not self._is_quiet():
                     return
-                if self._is_leased:
-                    # A signal's handler may import in the middle of the wait, in this very thread.
-                    if not self._is_quiet() or self.is_pinned:
-                        return
-                    leases.unlock(self.fd)
-                    self._is_leased = False
-                # Whoever notes it ends it, and nobody else: unmapped twice, the addresses may be
-                # another's by then. (In one line: no interrupt comes in between.)
-                is_over = self._is_unmapped = self._retired
-        finally:
-            if is_over:
-                self._end()
+                leases.unlock(self.fd)
+                self._is_leased = False
+            is_over = self._is_over = self._is_retired
+        if is_over:
+            # Not under the lock: what ends here may wait for a thread that collects a tensor, whose
+            # end waits for this lock.
+            try:
+                self._unmap()
+            finally:
+                self._held.dispose()
 
     def retire(self) -> None:
         """Unmap as soon as no tensor needs it any more."""
-        self._retired = True
+        self._is_retired = True
         self.settle()
 
-    def _end(self) -> None:
-        # Not under the lock: whoever waits in here may be waited for by one that collects a tensor,
-        # whose end waits for this lock.
-        try:
-            self._unmap()
-        finally:
-            self._held.dispose()
-            self._finalizer.detach()  # behind it: what an interrupt cuts off, the finalizer ends
-
-
-# ---- the rest builds on the parts above
 
 _View = TypeVar("_View", bound=LeasedView)
 
@@ -341,12 +308,7 @@ class SegmentView(LeasedView):
         return address
 
     def refresh(self, address: int, nbytes: int) -> bool:
-        """Drop this process's own copies of pages, which date from an earlier version.
-
-        Returns:
-            Whether there could be any: the caller then reads again.
-
-        """
+        """See `LeasedView`."""
         low = address // vm.PAGE * vm.PAGE
         high = vm.round_up(address + nbytes)
         own = vm.private_ranges(low, high - low)
@@ -357,13 +319,7 @@ class SegmentView(LeasedView):
         return bool(own)
 
     def prefault(self, nbytes: int) -> None:
-        """Have the pages of the first `nbytes` present at the segment's own address.
-
-        Raises:
-            WeightBridgeUnavailableError: this process is short of memory.
-            SegmentError: a page cannot be read.
-
-        """
+        """See `LeasedView`."""
         try:
             vm.prefault(self.address, vm.round_up(max(nbytes, 1)))
         except OSError as error:
@@ -402,14 +358,14 @@ class ViewCache:
 
         """
         key = (ref.device, ref.inode)
-        view: Any = self._views.get(key)
-        if view is None or view.where != where:
-            self.sweep()
-            known, view = view, make()
-            self._views[key] = view
-            if known is not None:
-                known.retire()  # the same file by another way: nobody would find it again
-        return view  # type: ignore[no-any-return]  # the same `where` is the same kind
+        known: Any = self._views.get(key)
+        if known is not None and known.where == where:
+            return known  # type: ignore[no-any-return]  # the same `where` is the same kind
+        self.sweep()
+        view = self._views[key] = make()
+        if known is not None:
+            known.retire()  # the same file by another way: nobody would find it again
+        return view
 
     def sweep(self) -> None:
         """Let go of segments that their publisher gave back: they would only hold memory."""
@@ -426,11 +382,7 @@ class ViewCache:
         self._views.clear()
 
     def __len__(self) -> int:
-        """Count the mapped segments."""
         return len(self._views)
-
-
-# ---- An imported update as a mapping: what bridges return and installers take.
 
 
 class ImportedTensors(Mapping[str, torch.Tensor]):
@@ -473,7 +425,6 @@ class ImportedTensors(Mapping[str, torch.Tensor]):
         self._made = {}
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        """Make, or find, one tensor."""
         row = self.table.rows[name]
         tensor = self._made.get(row)
         if tensor is None:
@@ -489,11 +440,9 @@ class ImportedTensors(Mapping[str, torch.Tensor]):
         return tensor
 
     def __iter__(self) -> Iterator[str]:
-        """Go over the names, stored ones first, each part sorted."""
         return iter(self.table.rows)
 
     def __len__(self) -> int:
-        """Count the names, tied ones included."""
         return len(self.table.rows)
 
     def __repr__(self) -> str:
@@ -501,12 +450,6 @@ class ImportedTensors(Mapping[str, torch.Tensor]):
         return f"<{len(self)} imported tensors, {self.table.total_nbytes} bytes>"
 
     def __reduce__(self) -> NoReturn:
-        """Refuse to be pickled or copied.
-
-        Raises:
-            TypeError: always.
-
-        """
         msg = (
             f"{len(self)} imported tensors cannot be pickled or copied as they are: they lie in "
             "memory of a publisher. Copy the tensors, {name: t.clone() for name, t in ...items()}, "

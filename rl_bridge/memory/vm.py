@@ -2,7 +2,8 @@
 
 Python's `mmap` module cannot map at a chosen address, move a mapping or keep it private and
 writable over a read-only descriptor. Everything else in `rl_bridge.memory` goes through here, so
-this is the only module that knows the C library's signatures. Raw addresses are integers.
+this is the only module that knows the C library's signatures. Raw addresses are integers, and what
+the kernel refuses is an `OSError`.
 """
 
 import ctypes
@@ -13,9 +14,9 @@ import os
 import struct
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
-from itertools import repeat, takewhile
+from itertools import repeat
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -53,7 +54,9 @@ _PROT_NONE = 0
 _MAP_FIXED = 0x10
 _MAP_NORESERVE = 0x4000
 _MADV_DONTNEED = 4
+_MADV_FREE = 8
 _MADV_DONTFORK = 10
+_MADV_HUGEPAGE = 14
 _MADV_POPULATE_READ = 22
 _MREMAP_MAYMOVE = 1
 _MREMAP_FIXED = 2
@@ -103,12 +106,7 @@ def tensor_at(address: int, nbytes: int) -> torch.Tensor:
 
 
 def read_into(fd: int, address: int, nbytes: int) -> int:
-    """Read the first `nbytes` of a file to an address; returns how many there were.
-
-    Raises:
-        OSError: the read fails.
-
-    """
+    """Read the first `nbytes` of a file to an address; returns how many there were."""
     buffer = memoryview((ctypes.c_char * max(nbytes, 1)).from_address(address)).cast("B")
     done = 0
     while done < nbytes:
@@ -136,10 +134,6 @@ def reserve(nbytes: int) -> int:
 
     The range is aligned to 1 GiB where it is that large, else to 2 MiB: the kernel then moves whole
     page tables in `move` instead of single entries.
-
-    Raises:
-        OSError: no address space left.
-
     """
     alignment = _GIB if nbytes >= _GIB else _HUGE
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
@@ -154,76 +148,41 @@ def reserve(nbytes: int) -> int:
 
 
 def map_fixed(address: int, nbytes: int, fd: int) -> None:
-    """Map `fd` privately (reads share the file's pages, writes stay here) over a reserved range.
-
-    Raises:
-        OSError: the kernel refuses.
-
-    """
+    """Map `fd` privately (reads share the file's pages, writes stay here) over a reserved range."""
     flags = mmap.MAP_PRIVATE | _MAP_FIXED | _MAP_NORESERVE
     _mmap(address, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd)
 
 
 def map_anonymous(nbytes: int) -> int:
-    """Map fresh zero-filled memory of this process, anywhere; returns the address.
-
-    Raises:
-        OSError: no memory.
-
-    """
+    """Map fresh zero-filled memory of this process, anywhere; returns the address."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     return _mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags)
 
 
 def map_shared(address: int, nbytes: int, fd: int) -> None:
-    """Map `fd` shared and writable over a reserved range.
-
-    Raises:
-        OSError: the kernel refuses.
-
-    """
+    """Map `fd` shared and writable over a reserved range."""
     flags = mmap.MAP_SHARED | _MAP_FIXED
     _mmap(address, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd)
 
 
 def unmap(address: int, nbytes: int) -> None:
-    """Give a range back.
-
-    Raises:
-        OSError: not a mapped, page-aligned range.
-
-    """
+    """Give a range back."""
     if _libc.munmap(address, nbytes):
         raise _os_error(f"munmap of {nbytes} bytes")
 
 
-def move(source: int, nbytes: int, target: int, done: list[int] | None = None) -> None:
+def move(source: int, nbytes: int, target: int) -> None:
     """Move a mapping to `target`, replacing what is there; `source` stays mapped, without pages.
 
     Pages already present move with their page tables: nothing is copied and nothing faults later.
     Leaving the source mapped means that no hole opens into which another thread's mmap could fall.
-
-    Args:
-        source: first byte of the mapping.
-        nbytes: its size.
-        target: where it goes.
-        done: gets one entry if the mapping was moved, in the same step: an interrupt comes before
-            both or behind both.
 
     Raises:
         OSError: the kernel refuses (before Linux 5.13 for files).
 
     """
     flags = _MREMAP_MAYMOVE | _MREMAP_FIXED | _MREMAP_DONTUNMAP
-    done = [] if done is None else done
-    before = len(done)
-    # One call in C, inside of which the interpreter raises nothing; the iterator ends at a failure.
-    done.extend(
-        takewhile(
-            _FAILED.__ne__, map(_libc.mremap, (source,), (nbytes,), (nbytes,), (flags,), (target,))
-        )
-    )
-    if len(done) == before:
+    if _libc.mremap(source, nbytes, nbytes, flags, target) == _FAILED:
         raise _os_error(f"mremap of {nbytes} bytes")
 
 
@@ -246,10 +205,6 @@ def prefault(address: int, nbytes: int) -> None:
     """Have every page of a file's mapping present, so that reading it faults no more.
 
     Where all are there already this costs next to nothing: the page tables are looked through.
-
-    Raises:
-        OSError: no memory for page tables, or pages that cannot be read.
-
     """
     absent = absent_ranges(address, nbytes)
     for start, size in [(address, nbytes)] if absent is None else absent:
@@ -262,36 +217,17 @@ def prefault(address: int, nbytes: int) -> None:
 
 
 def drop_pages(address: int, nbytes: int) -> None:
-    """Forget a private mapping's own pages: the file's bytes show through again.
-
-    Raises:
-        OSError: not a mapped, page-aligned range.
-
-    """
+    """Forget a private mapping's own pages: the file's bytes show through again."""
     _advise(address, nbytes, _MADV_DONTNEED, "DONTNEED")
 
 
 def guard_from_fork(address: int, nbytes: int) -> None:
-    """Keep a mapping out of forked children, who could otherwise write through it.
-
-    Raises:
-        OSError: not a mapped, page-aligned range.
-
-    """
+    """Keep a mapping out of forked children, who could otherwise write through it."""
     _advise(address, nbytes, _MADV_DONTFORK, "DONTFORK")
 
 
-@dataclass(frozen=True, slots=True)
-class MappedFile:
-    """What the kernel says is mapped at an address.
-
-    Attributes:
-        device: the file's device number, as `os.stat` gives it.
-        inode: the file's inode.
-        offset: the file's byte that the queried address shows.
-        nbytes: mapped bytes from the queried address on.
-
-    """
+class MappedFile(NamedTuple):
+    """What the kernel says is mapped at an address: `nbytes` of a file, from `offset` on."""
 
     device: int
     inode: int
@@ -379,28 +315,17 @@ def _scan(
     return found
 
 
-# ---- Memory that the kernel may take back when it is short, and that costs nothing until it does.
-
-_MADV_FREE = 8
-_MADV_HUGEPAGE = 14
-_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-
-
 def spare_pages(address: int, nbytes: int) -> None:
     """Let the kernel take anonymous pages when it is short of memory; their bytes may be gone then.
 
     Whoever writes to them again finds those that were not taken without a page fault. Memory that
     somebody locked (mlockall) is never taken: it stays as it is.
-
-    Raises:
-        OSError: no mapped range.
-
     """
-    if nbytes and _libc.madvise(address, nbytes, _MADV_FREE):
-        number = ctypes.get_errno()
-        if number == errno.EINVAL:
-            return
-        raise OSError(number, f"madvise(FREE) of {nbytes} bytes: {os.strerror(number)}")
+    try:
+        _advise(address, nbytes, _MADV_FREE, "FREE")
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
 
 
 def huge_pages(address: int, nbytes: int) -> bool:
@@ -415,8 +340,6 @@ def huge_pages(address: int, nbytes: int) -> bool:
     """
     return not _libc.madvise(address, nbytes, _MADV_HUGEPAGE)
 
-
-# ---- how much memory is left --------------------------------------------------------------------
 
 _CGROUPS = Path("/sys/fs/cgroup")
 

@@ -9,7 +9,7 @@ import os
 import time
 import weakref
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Annotated, Generic, TypeVar
@@ -28,7 +28,7 @@ from rl_bridge.memory.control import (
     UpdateReport,
     control_nbytes,
 )
-from rl_bridge.memory.packing import PackPlan
+from rl_bridge.memory.packing import PackPlan, clear_padding
 from rl_bridge.memory.places import Pass
 from rl_bridge.memory.segment import OwnedSegment, SegmentRef, still_there
 from rl_bridge.memory.slots import Slot, SlotRing
@@ -101,7 +101,7 @@ class SlotPublisher(PublisherEnd):
 
     def carry(self, plan: PackPlan, tensors: Mapping[str, torch.Tensor], update_id: str) -> Carried:
         start = time.perf_counter()
-        slot = self.reserve(plan.table, plan.clear_padding)
+        slot = self.reserve(plan.table)
         try:
             staged = time.perf_counter()
             digests = plan.pack(tensors, slot.address, num_threads=self._num_threads)
@@ -118,12 +118,8 @@ class SlotPublisher(PublisherEnd):
             self.abandon(slot)
             raise
 
-    def reserve(self, table: TensorTable, clear_padding: Callable[[int], None]) -> Slot:
-        """Find room for an arena; end with `commit` or `abandon`.
-
-        Args:
-            table: its layout.
-            clear_padding: zeroes the bytes between the tensors of an arena at an address.
+    def reserve(self, table: TensorTable) -> Slot:
+        """Find room for an arena of this layout; end with `commit` or `abandon`.
 
         Raises:
             SlotsExhausted: all slots are held.
@@ -133,7 +129,7 @@ class SlotPublisher(PublisherEnd):
         slot = self._ring.acquire(table.arena_nbytes)
         try:
             if slot.layout_digest != table.digest:
-                clear_padding(slot.address)
+                clear_padding(table, slot.address, self.place)
                 slot.layout_digest = table.digest
         except BaseException:
             self.abandon(slot)

@@ -13,6 +13,7 @@ import pytest
 from rl_bridge import processes
 from rl_bridge.cuda.broker import Broker, fetch_fd, sweep_brokers
 from rl_bridge.cuda.host import HostDriver
+from rl_bridge.cuda.owners import Allocation
 from rl_bridge.processes import close_fd
 from rl_bridge.testing.processes import until
 from tests.cuda.publishers import FOREVER_S, connected
@@ -203,3 +204,25 @@ def test_a_child_has_nothing_of_a_sweep(
         patch.setattr("rl_bridge.cuda.broker._try_lock", look)
         assert len(sweep_brokers(root)) == 1
     assert kept == [False]
+
+
+def test_an_export_of_memory_does_not_keep_forks_waiting_for_the_drivers_lock() -> None:
+    driver = HostDriver()
+    allocation = Allocation.create(driver, driver.granularity())
+    exported = threading.Event()
+
+    def export() -> None:
+        allocation.export().close()
+        exported.set()
+
+    thread = threading.Thread(target=export)
+    with driver._lock:  # a collection in here may come to close_fd
+        thread.start()
+        assert not exported.wait(0.1)
+        is_free = processes._FORKS.acquire(timeout=5.0)
+        if is_free:
+            processes._FORKS.release()
+    thread.join(FOREVER_S)
+    assert is_free
+    assert exported.is_set()
+    allocation.close()

@@ -51,11 +51,11 @@ class Refusing:
         self.failing = set(failing)
         self.calls = 0
 
-    def __call__(self, source: int, nbytes: int, target: int, done: list[int]) -> None:
+    def __call__(self, source: int, nbytes: int, target: int) -> None:
         self.calls += 1
         if self.calls in self.failing:
             raise OSError(errno.EPERM, "refused, as planned")
-        vm_move(source, nbytes, target, done)
+        vm_move(source, nbytes, target)
 
 
 vm_move = vm.move

@@ -47,10 +47,6 @@ def test_an_update_that_changes_nothing_is_one_finding_about_all() -> None:
     assert "Did the optimizer step" in finding.message
 
 
-def test_an_update_that_changes_something_is_fine_where_nothing_was_declared() -> None:
-    assert compare(version(1, "xyz"), version(2, "xyw")) == []
-
-
 def test_a_trainable_tensor_that_did_not_change_is_named() -> None:
     before, after = version(1, "xyz", trainable={"a", "b"}), version(2, "Xyz", trainable={"a", "b"})
     (finding,) = compare(before, after)
@@ -58,13 +54,14 @@ def test_a_trainable_tensor_that_did_not_change_is_named() -> None:
     assert "1 trainable tensors did not change: b" in finding.message
 
 
-def test_a_frozen_tensor_may_stay_as_it_is() -> None:
-    assert compare(version(1, "xyz", trainable={"a"}), version(2, "Xyz", trainable={"a"})) == []
-
-
-def test_an_empty_trainable_tensor_may_stay_as_it_is() -> None:
-    flags = {"a", "b", "empty"}
-    assert compare(version(1, "xyz", trainable=flags), version(2, "XYz", trainable=flags)) == []
+@pytest.mark.parametrize(
+    ("digests", "trainable"),
+    [("xyw", None), ("Xyz", {"a"}), ("XYz", {"a", "b", "empty"})],
+    ids=["not-declared", "frozen", "empty"],
+)
+def test_a_tensor_may_stay_as_it_is_where_it_is(digests: str, trainable: set[str] | None) -> None:
+    before, after = version(1, "xyz", trainable=trainable), version(2, digests, trainable=trainable)
+    assert compare(before, after) == []
 
 
 def test_a_changed_layout_is_compared_by_name() -> None:
@@ -107,12 +104,8 @@ def test_a_name_that_is_new_or_gone_is_not_narrowed() -> None:
     before = TensorTable.pack({"a": ("float32", (1,)), "gone": ("float64", (1,))})
     after = TensorTable.pack({"a": ("float32", (1,)), "new": ("int8", (1,))})
     assert narrowed(before, after) == ()
-
-
-def test_equal_dtypes_under_other_names_are_compared_by_name() -> None:
-    before = TensorTable.pack({"a": ("float32", (1,)), "c": ("int8", (1,))})
-    after = TensorTable.pack({"b": ("float32", (1,)), "c": ("int8", (1,))})
-    assert narrowed(before, after) == ()
+    renamed = TensorTable.pack({"b": ("float32", (1,)), "new": ("int8", (1,))})
+    assert narrowed(after, renamed) == ()
 
 
 def test_a_tied_name_is_compared_through_what_it_shares() -> None:
@@ -142,9 +135,3 @@ def test_a_long_list_of_names_is_cut_in_the_message_only() -> None:
     (finding,) = compare(before, after)
     assert finding.names == tuple(f"t{index}" for index in range(7))
     assert "t0, t1, t2, t3, t4 and 2 more" in finding.message
-
-
-def test_the_policies_are_three_words() -> None:
-    assert [policy.value for policy in Policy] == ["off", "warn", "reject"]
-    with pytest.raises(ValueError, match="ignore"):
-        Policy("ignore")

@@ -86,12 +86,6 @@ def test_the_text_is_the_same_there_and_back(manifest: WeightUpdateManifest) -> 
     assert again.to_json() == from_compact.to_json() == text
     assert from_compact.to_json(layout=False) == compact
     assert hash(again) == hash(manifest)
-
-
-@settings(deadline=None, max_examples=30)
-@given(manifests())
-def test_the_text_is_one_line_of_canonical_json(manifest: WeightUpdateManifest) -> None:
-    text = manifest.to_json()
     document = json.loads(text)
     assert text == json.dumps(document, sort_keys=True, separators=(",", ":"), allow_nan=False)
     assert list(document) == ["format", "header", "layout"]
@@ -250,21 +244,12 @@ def test_what_the_caller_handed_in_is_not_the_manifests_own() -> None:
     handle: dict[str, Any] = {"slot": {"inode": 1}}
     manifest = make_manifest(metadata=metadata, handle=handle)
     before = manifest.to_json()
+    manifest.header()["metadata"]["a"].append(2)
+    manifest.document()["layout"]["ties"]["x"] = "bias"
     metadata["a"][1]["b"] = 3
     metadata["layout"]["rank"] = 5
     metadata["new"] = 1
     handle["slot"]["inode"] = 2
-    assert manifest.to_json() == before
-
-
-def test_what_a_manifest_gives_out_is_not_its_own() -> None:
-    manifest = make_manifest(metadata={"a": [1]})
-    before = manifest.to_json()
-    header = manifest.header()
-    header["metadata"]["a"].append(2)
-    header["handle"]["x"] = 1
-    document = manifest.document()
-    document["layout"]["ties"]["x"] = "bias"
     assert manifest.to_json() == before
 
 
@@ -308,17 +293,12 @@ def test_a_changed_copy_is_validated() -> None:
     manifest = make_manifest()
     later = manifest.model_copy(update={"weight_version": 4})
     assert (later.weight_version, later.root, manifest.weight_version) == (4, manifest.root, 3)
+    other = manifest.model_copy(update={"digests": bytes(32)}, deep=True)
+    assert other.root == make_manifest(digests=bytes(32)).root != manifest.root
     with pytest.raises(MalformedManifest, match="weight_version"):
         manifest.model_copy(update={"weight_version": -1})
     with pytest.raises(DigestMismatch):
         manifest.model_copy(update={"root": "1" * 32})
-
-
-def test_a_copy_with_other_digests_gets_its_own_root() -> None:
-    manifest = make_manifest()
-    other = manifest.model_copy(update={"digests": bytes(32)}, deep=True)
-    assert other.root != manifest.root
-    assert other.root == make_manifest(digests=bytes(32)).root
 
 
 class _Envelope(BaseModel):

@@ -49,7 +49,7 @@ def test_a_layout_comes_back_from_its_metadata() -> None:
         ({"rank": True}, "rank"),
         ({"world_size": 2.0}, "world_size"),
         ({"rdma_enabled": 0}, "rdma_enabled"),
-        ({"wrold_size": 2}, "wrold_size"),
+        ({"wrold_size": 2}, r"field wrold_size: no such field, got 2\. Its fields are"),
         ({7: 2}, "key 7 is int, expected str"),
         ({"kind": float("nan")}, "kind: nan cannot be written"),
     ],
@@ -64,11 +64,6 @@ def test_a_damaged_layout_is_malformed_and_names_the_field(layout: object, said:
 def test_a_layout_that_is_made_by_hand_fails_with_an_error_of_ours(fields: dict[str, Any]) -> None:
     with pytest.raises(MalformedManifest, match=f"{next(iter(fields))}.*Its fields are kind"):
         WeightLayout(**fields)
-
-
-def test_an_unknown_key_of_the_layout_is_told_in_our_own_words() -> None:
-    with pytest.raises(MalformedManifest, match=r"field tp: no such field, got 2\. Its fields are"):
-        WeightLayout.from_metadata({"layout": {"tp": 2}})
 
 
 @pytest.mark.parametrize(

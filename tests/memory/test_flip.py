@@ -3,7 +3,6 @@
 import errno
 import gc
 from collections.abc import Iterator
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -14,10 +13,9 @@ from rl_bridge.errors import SegmentError, TornEngine, WeightBridgeUnavailableEr
 from rl_bridge.memory import segment as leases
 from rl_bridge.memory import vm
 from rl_bridge.memory.flip import LiveRange
-from rl_bridge.memory.segment import OwnedSegment
-from rl_bridge.memory.slots import Slot, SlotRing, slot_segment_nbytes
+from rl_bridge.memory.slots import Slot
 from rl_bridge.memory.views import Pin, ViewCache, anonymous_pin, tensor_in
-from tests.helpers import open_fds, tracing
+from tests.memory.slots_rig import new_ring, uid, write
 
 SIZE = 3 * vm.PAGE
 
@@ -26,20 +24,14 @@ class Versions:
     """A publisher's ring, and a consumer that pins its versions."""
 
     def __init__(self) -> None:
-        self.ring = SlotRing(
-            lambda nbytes: Slot(OwnedSegment.make("rl_bridge-test", slot_segment_nbytes(nbytes))),
-            limit=4,
-            name_holders=lambda _: [],
-        )
+        self.ring = new_ring(limit=4)
         self.views = ViewCache()
         self.slots: dict[int, Slot] = {}
 
     def pin(self, number: int, nbytes: int = SIZE) -> Pin:
-        slot = self.slots[number] = self.ring.acquire(nbytes)
-        vm.store(slot.address, bytes([number]) * nbytes)
-        self.ring.publish(slot, f"{number:032x}", nbytes)
+        slot = self.slots[number] = write(self.ring, number, nbytes)
         view = self.views.get(slot.segment.ref)
-        return view.pin(f"{number:032x}", slot.generation, nbytes)
+        return view.pin(uid(number), slot.generation, nbytes)
 
     def close(self) -> None:
         self.views.close()
@@ -106,16 +98,6 @@ def test_what_is_not_live_can_be_read_at_its_own_address(
     live.flip(new)
     assert read(old) == {1}
     assert shown(live) == {2}
-
-
-def test_pages_already_present_are_not_faulted_in_again(
-    versions: Versions, live: LiveRange
-) -> None:
-    new = versions.pin(1)
-    vm.populate(new.address, SIZE)
-    live.flip(new)
-    assert vm.private_ranges(live.address, SIZE) in ([], None)
-    assert shown(live) == {1}
 
 
 def test_the_range_says_which_segment_it_shows(versions: Versions, live: LiveRange) -> None:
@@ -221,7 +203,7 @@ def test_a_version_flipped_over_itself_loses_what_was_written_over_it(
     live.flip(pin)
     engine_of(live)[:100] = 9
     slot = versions.slots[1]
-    again = versions.views.get(slot.segment.ref).pin(f"{1:032x}", slot.generation, SIZE)
+    again = versions.views.get(slot.segment.ref).pin(uid(1), slot.generation, SIZE)
     assert live.flip(again) is pin
     assert live.content is again
     assert live.shows(again)
@@ -240,11 +222,11 @@ class Refusing:
         self.num_calls = 0
         patch.setattr("rl_bridge.memory.flip.vm.move", self)
 
-    def __call__(self, source: int, nbytes: int, target: int, done: list[int]) -> None:
+    def __call__(self, source: int, nbytes: int, target: int) -> None:
         self.num_calls += 1
         if self.num_calls in self._failing:
             raise OSError(self.errno, "refused by the test")
-        self._move(source, nbytes, target, done)
+        self._move(source, nbytes, target)
 
 
 @pytest.mark.parametrize("failing", [1, 2])
@@ -340,64 +322,3 @@ def test_a_way_back_that_fails_too_is_torn_and_can_be_tried_again(
     live.flip(old)
     assert engine[7] == 77
     assert set(engine[8:].tolist()) == {1}
-
-
-def test_fifty_flips_leave_descriptors_where_they_were(versions: Versions, live: LiveRange) -> None:
-    pins = [versions.pin(1), versions.pin(2)]
-    live.flip(pins[0])
-    before = open_fds()
-    for number in range(50):
-        live.flip(pins[(number + 1) % 2])
-    assert open_fds() == before
-    assert shown(live) == {1}
-
-
-class _InterruptAt:
-    """Raises KeyboardInterrupt before the `number`-th instruction inside the flip's own code."""
-
-    def __init__(self, number: int) -> None:
-        self._left = number
-
-    def __call__(self, frame: FrameType, event: str, _: Any) -> Any:
-        if not frame.f_code.co_filename.endswith(("memory/flip.py", "memory/vm.py")):
-            return None
-        frame.f_trace_opcodes = True
-        if event == "opcode":
-            self._left -= 1
-            if self._left < 0:
-                raise KeyboardInterrupt
-        return self
-
-
-def _flip_until(number: int, live: LiveRange, new: Pin) -> bool:
-    """Flip, interrupted at an instruction; False if the flip ended before."""
-    try:
-        with tracing(_InterruptAt(number)):
-            live.flip(new)
-    except KeyboardInterrupt:
-        return True
-    return False
-
-
-def test_an_interrupt_at_any_instruction_of_a_flip_can_be_undone(
-    versions: Versions, live: LiveRange
-) -> None:
-    old, new = versions.pin(1), versions.pin(2)
-    live.flip(old)
-    engine = engine_of(live)
-    engine[vm.PAGE] = 77  # the engine's own write, which must not get lost either
-    before = engine.clone()
-    number = 0
-    seen = set()
-    while _flip_until(number, live, new):
-        content = live.content
-        seen.add(content)
-        assert content is not None
-        assert live.shows(content)
-        if content is new:
-            live.flip(old)
-        assert torch.equal(engine, before), number
-        number += 1
-    assert seen == {old, new}, "interrupts came before the flip and behind it"
-    assert number > 50
-    assert set(engine.tolist()) == {2}

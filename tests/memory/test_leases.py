@@ -33,21 +33,20 @@ def reader(path: Path) -> Iterator[int]:
     os.close(fd)
 
 
-def test_a_reader_keeps_the_writer_out_until_it_lets_go(writer: int, reader: int) -> None:
-    assert leases.try_shared(reader)
-    assert not leases.try_exclusive(writer)
-    assert leases.is_held(writer)
-    leases.unlock(reader)
-    assert not leases.is_held(writer)
-    assert leases.try_exclusive(writer)
-
-
-def test_a_writer_keeps_readers_out_until_it_lets_go(writer: int, reader: int) -> None:
-    assert leases.try_exclusive(writer)
-    assert not leases.try_shared(reader)
-    assert leases.is_held(reader)
-    leases.unlock(writer)
-    assert leases.try_shared(reader)
+def test_readers_and_the_writer_keep_each_other_out(writer: int, reader: int) -> None:
+    for mine, take, other, take_other in (
+        (reader, leases.try_shared, writer, leases.try_exclusive),
+        (writer, leases.try_exclusive, reader, leases.try_shared),
+    ):
+        assert take(mine)
+        assert take(mine), "one's own lock is no obstacle"
+        assert not take_other(other)
+        assert leases.is_held(other)
+        assert not leases.is_held(mine)
+        leases.unlock(mine)
+        assert not leases.is_held(other)
+        assert take_other(other)
+        leases.unlock(other)
 
 
 def test_readers_do_not_disturb_each_other(path: Path, reader: int, writer: int) -> None:
@@ -57,12 +56,6 @@ def test_readers_do_not_disturb_each_other(path: Path, reader: int, writer: int)
     leases.unlock(reader)
     assert not leases.try_exclusive(writer)
     os.close(other)
-    assert leases.try_exclusive(writer)
-
-
-def test_ones_own_lease_is_not_somebody_elses(writer: int) -> None:
-    assert leases.try_exclusive(writer)
-    assert not leases.is_held(writer)
     assert leases.try_exclusive(writer)
 
 

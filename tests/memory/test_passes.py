@@ -264,22 +264,16 @@ def test_a_pass_that_is_interrupted_waits_for_its_helpers() -> None:
     assert finished_at_exit == [1]
 
 
-def test_a_pass_that_fails_waits_for_its_helpers_and_tells_the_failure() -> None:
+@pytest.mark.parametrize("failing", ["caller", "helper"])
+def test_a_failure_ends_the_pass_behind_its_helpers(failing: str) -> None:
     fake = _FakeNative()
-    fake.fails_in = "caller"
+    fake.fails_in = failing
     timer = threading.Timer(0.2, fake.gate.set)
     timer.start()
     with pytest.raises(MemoryError):
         _run_with(fake)
-    assert fake.num_finished == 1
+    assert fake.num_finished == (failing == "caller")
     timer.join(30)
-
-
-def test_a_helper_that_fails_fails_the_pass() -> None:
-    fake = _FakeNative()
-    fake.fails_in = "helper"
-    with pytest.raises(MemoryError):
-        _run_with(fake)
 
 
 def test_a_helper_that_begins_after_the_pass_is_over_does_nothing(
@@ -325,33 +319,6 @@ def test_the_compiled_pass_is_in_use_where_it_was_built() -> None:
 # ---- without the compiled module ----------------------------------------------------------------
 
 
-def test_a_missing_compiled_module_is_said_with_its_cause(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(name: str) -> Any:
-        raise ImportError(name)
-
-    monkeypatch.setattr("rl_bridge.memory.passes.importlib.import_module", missing)
-    native, _, cause = passes._load_native()
-    assert native is None
-    assert "the compiled module is missing" in str(cause)
-
-
-@compiled
-def test_an_xxhash_without_the_function_is_said_with_its_cause(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("rl_bridge.memory.passes.ctypes.CDLL", lambda _: object())
-    native, _, cause = passes._load_native()
-    assert native is None
-    assert cause == "xxhash's library does not export XXH3_128bits"
-
-    def unreadable(_: str) -> Any:
-        msg = "no such file"
-        raise OSError(msg)
-
-    monkeypatch.setattr("rl_bridge.memory.passes.ctypes.CDLL", unreadable)
-    assert passes._load_native()[2] == "xxhash's library cannot be opened (no such file)"
-
-
 @compiled
 def test_a_compiled_pass_that_disagrees_with_the_reference_is_not_used(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -370,13 +337,3 @@ def test_a_compiled_pass_that_disagrees_with_the_reference_is_not_used(
     source = Buffers([LEAF_NBYTES + 5])
     assert BytePlan(source.sizes).digest(source.addresses) == source.digests()
     assert "digests run in Python" in caplog.text
-
-
-def test_where_there_is_none_the_self_test_says_why(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(passes, "NATIVE", None)
-    monkeypatch.setattr(passes, "_CAUSE", "no compiler")
-    with caplog.at_level(logging.INFO):
-        passes._self_test()
-    assert "digests run in Python: no compiler" in caplog.text

@@ -119,34 +119,29 @@ def test_a_named_segment_that_cannot_be_mapped_leaves_no_name(
     assert num_fds == 0
 
 
+@pytest.mark.parametrize(
+    ("code", "kind", "said"),
+    [
+        (errno.ENOMEM, WeightBridgeUnavailableError, "Cannot allocate memory"),
+        (errno.EPERM, SegmentError, r"cannot be mapped.*not permitted.*Publish again"),
+    ],
+)
 def test_a_view_that_cannot_be_mapped_gives_its_addresses_back(
-    ring: SlotRing, monkeypatch: pytest.MonkeyPatch
+    code: int, kind: type[Exception], said: str, ring: SlotRing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reserved: list[int] = []
 
-    def full(address: int, *_: object) -> None:
+    def refused(address: int, *_: object) -> None:
         reserved.append(address)
-        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+        raise OSError(code, os.strerror(code))
 
     slot = write(ring, 1)
     before = open_fds()
-    monkeypatch.setattr("rl_bridge.memory.views.vm.map_fixed", full)
-    with pytest.raises(WeightBridgeUnavailableError, match="Cannot allocate memory"):
+    monkeypatch.setattr("rl_bridge.memory.views.vm.map_fixed", refused)
+    with pytest.raises(kind, match=said):
         view_of(slot)
     assert open_fds() == before
     assert not any(map(is_mapped, reserved))
-
-
-def test_a_segment_that_cannot_be_mapped_for_another_reason_is_lost(
-    ring: SlotRing, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def forbidden(*_: object) -> None:
-        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
-
-    slot = write(ring, 1)
-    monkeypatch.setattr("rl_bridge.memory.views.vm.map_fixed", forbidden)
-    with pytest.raises(SegmentError, match=r"cannot be mapped.*not permitted.*Publish again"):
-        view_of(slot)
 
 
 def test_a_segment_that_cannot_be_sealed_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

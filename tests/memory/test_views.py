@@ -4,20 +4,21 @@ import ctypes
 import gc
 import os
 import threading
+from typing import Any
 
 import pytest
 import torch
 
+from rl_bridge import SharedMemoryTensorBridge
 from rl_bridge.errors import (
     SegmentError,
-    SlotsExhausted,
     StaleUpdate,
     WeightUpdateRejectedError,
 )
 from rl_bridge.memory import segment as leases
 from rl_bridge.memory import vm
-from rl_bridge.memory.slots import Slot, SlotRing
-from rl_bridge.memory.views import ImportedTensors, anonymous_pin, tensor_in
+from rl_bridge.memory.slots import Slot, SlotRing, read_stamp
+from rl_bridge.memory.views import ImportedTensors, ViewCache, anonymous_pin, tensor_in
 from tests.helpers import forked, forking, make_table, open_fds
 from tests.memory.slots_rig import SIZE, pin_of, tensor_of, uid, view_of, write
 
@@ -102,15 +103,6 @@ def test_a_forgotten_mapping_gives_its_memory_back_and_tensors_keep_theirs(ring:
         tensors["t"]
 
 
-def test_writing_to_a_tensor_is_private(ring: SlotRing) -> None:
-    slot = write(ring, 5)
-    mine, theirs = view_of(slot), view_of(slot)
-    tensor, other = tensor_of(pin_of(mine, 5)), tensor_of(pin_of(theirs, 5))
-    tensor.fill_(9)
-    assert other.tolist() == [5] * SIZE
-    assert os.pread(slot.segment.fd, 4, 0) == b"\5\5\5\5"
-
-
 # ---- leases -------------------------------------------------------------------------------------
 
 
@@ -144,45 +136,6 @@ def test_two_pins_of_one_version_share_a_lease(ring: SlotRing) -> None:
     assert tensor_of(other).tolist() == [5] * SIZE
     del other
     assert not is_leased(slot)
-
-
-def test_a_held_tensor_keeps_its_bytes_while_the_publisher_goes_on(ring: SlotRing) -> None:
-    first = write(ring, 1)
-    tensor = tensor_of(pin_of(view_of(first), 1))
-    ring.release(uid(1))
-    for number in range(2, 8):
-        write(ring, number)
-        ring.release(uid(number))
-    assert tensor.tolist() == [1] * SIZE
-    write(ring, 8)
-    with pytest.raises(SlotsExhausted):
-        write(ring, 9)
-    del tensor
-    assert write(ring, 10) is first
-
-
-def test_a_held_tensor_outlives_view_ring_and_publisher(ring: SlotRing) -> None:
-    view = view_of(write(ring, 5))
-    tensor = tensor_of(pin_of(view, 5))
-    address, fd = view.address, view.fd
-    view.retire()
-    view.retire()
-    ring.close()
-    del view
-    gc.collect()
-    assert tensor.tolist() == [5] * SIZE
-    tensor.add_(1)
-    assert tensor.sum() == 6 * SIZE
-    del tensor
-    assert vm.mapped_file(address) is None
-    assert fd not in open_fds()
-
-
-def test_a_view_without_tensors_is_closed_when_it_retires(ring: SlotRing) -> None:
-    view = view_of(write(ring, 5))
-    view.retire()
-    assert view.fd not in open_fds()
-    assert vm.mapped_file(view.address) is None
 
 
 @forking
@@ -229,6 +182,46 @@ def test_a_tensor_that_dies_in_a_child_forked_at_any_moment_does_not_hang(ring: 
         thread.join(30)
 
 
+class Cycle:
+    """Garbage that only the collector finds."""
+
+    def __init__(self, held: torch.Tensor) -> None:
+        self.me = self
+        self.held = held
+
+
+def test_a_collection_inside_a_second_import_does_not_take_its_lease_away(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    read = read_stamp
+
+    def collecting(*arguments: Any) -> Any:
+        gc.collect()
+        return read(*arguments)
+
+    with (
+        SharedMemoryTensorBridge(suspicious="off", max_slots=2) as trainer,
+        SharedMemoryTensorBridge(source_worker="rollout") as rollout,
+    ):
+        first = trainer.publish({"weight": torch.full((4096,), 1.0)}, weight_version=1)
+        gc.disable()
+        try:
+            Cycle(rollout.import_update(first)["weight"])
+            rollout.release(first.update_id)
+            monkeypatch.setattr("rl_bridge.memory.views.read_stamp", collecting)
+            held = rollout.import_update(first)["weight"]
+            monkeypatch.undo()
+        finally:
+            gc.enable()
+        trainer.release(first.update_id)
+        for version in (2, 3, 4):
+            manifest = trainer.publish(
+                {"weight": torch.full((4096,), float(version))}, weight_version=version
+            )
+            trainer.release(manifest.update_id)
+        assert set(held.tolist()) == {1.0}
+
+
 # ---- the wrong version --------------------------------------------------------------------------
 
 
@@ -273,21 +266,6 @@ def test_a_manifest_that_states_another_size_is_refused(ring: SlotRing) -> None:
 # ---- stale private pages ------------------------------------------------------------------------
 
 
-def test_pages_written_under_an_earlier_version_are_dropped_for_the_next(ring: SlotRing) -> None:
-    slot = write(ring, 1)
-    view = view_of(slot)
-    tensor = tensor_of(pin_of(view, 1))
-    tensor[vm.PAGE] = 99
-    del tensor
-    ring.release(uid(1))
-    assert write(ring, 2) is slot
-    tensor = tensor_of(pin_of(view, 2, generation=2))
-    assert tensor[vm.PAGE] == 99, "the stale page still shows"
-    assert view.refresh(view.address + vm.PAGE, 1)
-    assert tensor.tolist() == [2] * SIZE
-    assert not view.refresh(view.address, SIZE)
-
-
 def test_refreshing_touches_only_pages_of_the_range(ring: SlotRing) -> None:
     view = view_of(write(ring, 1))
     tensor = tensor_of(pin_of(view, 1))
@@ -306,3 +284,61 @@ def test_where_the_kernel_cannot_tell_everything_is_refreshed(
     tensor[5] = 99
     assert view.refresh(view.address, 10)
     assert tensor[5] == 1
+
+
+# ---- the cache ----------------------------------------------------------------------------------
+
+
+def test_a_segment_is_mapped_once(ring: SlotRing) -> None:
+    views = ViewCache()
+    slot = write(ring, 1)
+    first = views.get(slot.segment.ref)
+    before = open_fds()
+    assert views.get(slot.segment.ref) is first
+    assert open_fds() == before
+    assert len(views) == 1
+    views.close()
+    assert len(views) == 0
+
+
+def test_the_sweep_lets_go_of_what_the_publisher_gave_back(ring: SlotRing) -> None:
+    views = ViewCache()
+    before = open_fds()
+    slot = write(ring, 1)
+    view = views.get(slot.segment.ref)
+    tensor = tensor_of(pin_of(view, 1))
+    ring.close()
+    views.sweep()
+    assert len(views) == 1, "a tensor still needs it"
+    assert tensor.tolist() == [1] * SIZE
+    del tensor
+    views.sweep()
+    assert len(views) == 0
+    assert open_fds() == before
+
+
+def test_another_reference_to_a_known_segment_replaces_its_mapping(ring: SlotRing) -> None:
+    # A publisher that duplicated its descriptor, or a manifest that says so again and again.
+    slot = write(ring, 1)
+    views = ViewCache()
+    view = views.get(slot.segment.ref)
+    before = open_fds()
+    duplicate = os.dup(slot.segment.fd)
+    other = views.get(slot.segment.ref.model_copy(update={"fd": duplicate}))
+    assert other is not view
+    views.get(slot.segment.ref)
+    os.close(duplicate)
+    assert len(open_fds()) == len(before)
+    assert len(views) == 1
+    views.close()
+
+
+def test_a_refused_reference_keeps_the_known_mapping(ring: SlotRing) -> None:
+    slot = write(ring, 1)
+    views = ViewCache()
+    view = views.get(slot.segment.ref)
+    with pytest.raises(SegmentError):
+        views.get(slot.segment.ref.model_copy(update={"nbytes": 3}))
+    assert views.get(slot.segment.ref) is view
+    assert tensor_of(pin_of(view, 1)).tolist() == [1] * SIZE
+    views.close()

@@ -39,11 +39,6 @@ def num_mappings() -> int:
     return len(Path("/proc/self/maps").read_text().splitlines())
 
 
-@pytest.mark.parametrize(("value", "rounded"), [(0, 0), (1, 10), (10, 10), (11, 20)])
-def test_rounding_up(value: int, rounded: int) -> None:
-    assert vm.round_up(value, 10) == rounded
-
-
 @pytest.mark.parametrize(
     ("nbytes", "alignment"),
     [(vm.PAGE, 2 << 20), (5 << 20, 2 << 20), (1 << 30, 1 << 30), ((1 << 30) + vm.PAGE, 1 << 30)],
@@ -63,34 +58,6 @@ def test_an_impossible_reservation_is_an_os_error() -> None:
     with pytest.raises(OSError, match="mmap of") as caught:
         vm.reserve(1 << 62)
     assert caught.value.errno == errno.ENOMEM
-
-
-def test_a_private_mapping_shows_the_file_and_keeps_writes_to_itself(file: int) -> None:
-    address = vm.reserve(NBYTES)
-    vm.map_fixed(address, NBYTES, file)
-    assert read(address + vm.PAGE) == b"\2"
-    vm.store(address + vm.PAGE, b"own")
-    assert read(address + vm.PAGE, 4) == b"own\2"
-    assert os.pread(file, 3, vm.PAGE) == b"\2\2\2"
-    vm.drop_pages(address, NBYTES)
-    assert read(address + vm.PAGE, 4) == b"\2\2\2\2"
-    vm.unmap(address, NBYTES)
-
-
-def test_a_shared_mapping_writes_to_the_file(file: int) -> None:
-    address = vm.reserve(NBYTES)
-    vm.map_shared(address, NBYTES, file)
-    vm.store(address + 5, b"xyz")
-    assert os.pread(file, 3, 5) == b"xyz"
-    vm.unmap(address, NBYTES)
-
-
-def test_anonymous_memory_is_zero() -> None:
-    address = vm.map_anonymous(NBYTES)
-    assert read(address, NBYTES) == bytes(NBYTES)
-    vm.store(address, b"x")
-    assert vm.tensor_at(address, 2).tolist() == [ord("x"), 0]
-    vm.unmap(address, NBYTES)
 
 
 def test_moving_keeps_bytes_and_private_pages_and_leaves_the_source_mapped(file: int) -> None:
@@ -117,11 +84,6 @@ def test_moving_what_is_not_mapped_is_an_os_error_and_changes_nothing(file: int)
         vm.move(hole, NBYTES, target)
     assert read(target) == b"\1"
     vm.unmap(target, NBYTES)
-
-
-def test_unmapping_an_odd_address_is_an_os_error() -> None:
-    with pytest.raises(OSError, match="munmap"):
-        vm.unmap(vm.PAGE + 1, vm.PAGE)
 
 
 def test_advice_about_what_is_not_mapped_is_an_os_error() -> None:
@@ -254,3 +216,9 @@ def test_a_kernel_that_looks_at_a_part_only_says_none(monkeypatch: pytest.Monkey
     # (An argument that it did not write to: the look went no further than its beginning.)
     monkeypatch.setattr("rl_bridge.memory.vm.fcntl.ioctl", lambda *_: 0)
     assert vm.private_ranges(vm.PAGE, vm.PAGE) is None
+
+
+def test_what_is_not_mapped_cannot_be_spared() -> None:
+    top_of_addresses = (1 << 47) - (1 << 20)
+    with pytest.raises(OSError, match=r"madvise\(FREE\) of 4096 bytes"):
+        vm.spare_pages(top_of_addresses, 4096)

@@ -3,7 +3,6 @@
 What is damaged is damaged from here; who meets it is a child, whose exit code tells of a signal.
 """
 
-import fcntl
 import mmap
 import os
 import shutil
@@ -190,25 +189,6 @@ def test_a_publisher_whose_files_are_damaged_says_so_or_makes_new_ones(
 # ---- sealed memory: there is nothing to damage ---------------------------------------------------
 
 
-def test_nobody_can_shrink_grow_write_or_map_a_sealed_slot() -> None:
-    """Not even with the rights of its owner, through /proc."""
-    with peer() as publisher:
-        slot = slot_of(publisher.call("publish", seed=1, weight_version=1))
-        fd = os.open(f"/proc/{slot['pid']}/fd/{slot['fd']}", os.O_RDWR | os.O_CLOEXEC)
-        try:
-            for attempt in (
-                lambda: os.ftruncate(fd, 0),
-                lambda: os.ftruncate(fd, slot["nbytes"] * 2),
-                lambda: os.write(fd, b"x"),
-                lambda: mmap.mmap(fd, slot["nbytes"]),
-                lambda: fcntl.fcntl(fd, fcntl.F_ADD_SEALS, 0),
-            ):
-                with pytest.raises(OSError, match="not permitted"):
-                    attempt()
-        finally:
-            os.close(fd)
-
-
 def test_a_slot_that_vanished_with_its_publisher_is_refused() -> None:
     with peer() as publisher, peer() as consumer:
         text = publisher.call("publish", seed=1, weight_version=1)
@@ -241,14 +221,3 @@ def test_a_descriptor_that_now_means_something_else_is_refused() -> None:
         finally:
             for fd in others:
                 os.close(fd)
-
-
-def test_a_named_pipe_in_a_segments_place_does_not_make_anybody_wait(tmp_path: Path) -> None:
-    with peer(directory=tmp_path) as consumer:
-        with BridgeOver(SharedMemory(directory=tmp_path)) as publisher:
-            manifest = publisher.publish(sample_weights(1), weight_version=1)
-            replace_by_a_pipe(tmp_path / manifest.handle["slot"]["name"])
-            text = manifest.to_json()
-            found = errors_of(lambda: consumer.call("import_update", manifest=text))
-        assert "SegmentError" in found
-        assert consumer.stop() == 0

@@ -71,10 +71,9 @@ class SlotRegistry:
             ended = self._known.get(slot)
             for region in () if ended is None else ended.regions:
                 self._agent.deregister(region)
-            # Behind it: what an interrupt cuts off, the next `close` of the slot does again.
             self._known.pop(slot, None)
 
-        slot.before_close = forget  # first: an interrupt must not lose what is known
+        slot.before_close = forget
         try:
             known = self._known[slot] = self._register(slot)
         except AgentError as error:
@@ -113,11 +112,6 @@ class SlotRegistry:
         for slot in self._known:
             self._known[slot] = self._register(slot)
 
-    def end_lost(self) -> None:
-        """Close slots that an interrupt kept from the ring they were made for."""
-        for slot in [slot for slot in self._known if not slot.is_kept]:
-            slot.close()
-
     def __getitem__(self, slot: Slot) -> SlotRegistration:
         """Return what the agent knows about a slot."""
         return self._known[slot]
@@ -139,7 +133,6 @@ class RegisteredArenas(Arenas):
             SegmentError: there is no memory, or the library refuses it.
 
         """
-        self._known.end_lost()
         slot = self._inner.make_slot(name, arena_nbytes)
         try:
             self._known.add(slot)
