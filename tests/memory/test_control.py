@@ -4,8 +4,9 @@ import errno
 import json
 import os
 import struct
+import threading
+from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -141,10 +142,11 @@ def test_a_record_that_is_written_while_it_is_read_is_not_taken_for_damage(
     reader: ControlReader,
 ) -> None:
     writer = writer_of(reader.segment.ref)
-    with ThreadPoolExecutor(1) as pool:
-        work = pool.submit(lambda: [writer.report(update(number)) for number in range(150)])
-        while not work.done():
-            assert only(reader).presence == "alive"
+    reports = [update(number) for number in range(150)]
+    thread = threading.Thread(target=lambda: deque(map(writer.report, reports), maxlen=0))
+    thread.start()
+    while thread.is_alive():
+        assert only(reader).presence == "alive"
     assert len(only(reader).updates) == 6
     writer.close()
 
