@@ -11,12 +11,22 @@ closed if the lock is taken; the thread that has the lock closes it behind its b
 """
 
 import os
+import socket
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
 
-__all__ = ["close_fd", "forget_fd_in_children", "in_forked_children", "no_fork", "open_fd"]
+__all__ = [
+    "close_fd",
+    "forget_fd_in_children",
+    "in_forked_children",
+    "no_fork",
+    "open_fd",
+    "process_name",
+]
 
 _FORKS = threading.RLock()
 _PRIVATE: set[int] = set()
@@ -32,6 +42,12 @@ def no_fork() -> Iterator[None]:
             yield
     finally:
         _close_noted()
+
+
+def process_name() -> str:
+    """What this process is called in the errors of others."""
+    program = Path(sys.argv[0]).name if sys.argv and sys.argv[0] else "python"
+    return f"{program} (process {os.getpid()} on {socket.gethostname()})"
 
 
 def forget_fd_in_children(fd: int) -> int:

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 
 from rl_bridge.errors import BridgeClosed, ForeignTransport, MalformedManifest
 from rl_bridge.lifecycle import Observer
+from rl_bridge.manifest.group import AnyManifest, GroupManifest
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.transports.base import Transport
 
@@ -26,7 +27,7 @@ __all__ = [
     "update_id_of",
 ]
 
-UpdateRef = str | WeightUpdateManifest
+UpdateRef = str | AnyManifest
 """What names an update: its id, its manifest, or the manifest's JSON text."""
 
 _MAX_RANK = 2**63 - 1
@@ -43,10 +44,13 @@ def as_update(given: object, *, caller: str) -> UpdateRef:
         WeightManifestValidationError: text that begins like a manifest and is none.
 
     """
-    if isinstance(given, WeightUpdateManifest):
+    if isinstance(given, WeightUpdateManifest | GroupManifest):
         return given
     if isinstance(given, str):
-        return WeightUpdateManifest.from_json(given) if given.startswith("{") else given
+        if not given.startswith("{"):
+            return given
+        kind = GroupManifest if GroupManifest.is_text(given) else WeightUpdateManifest
+        return kind.from_json(given)
     msg = (
         f"{caller} got a {type(given).__name__}, expected an update's id or its manifest. Pass "
         "what publish returned, or its update_id."

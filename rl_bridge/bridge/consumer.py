@@ -24,7 +24,7 @@ from typing import NoReturn, Self
 
 import torch
 
-from rl_bridge.bridge.arguments import as_manifest, in_a_child, require_transport
+from rl_bridge.bridge.arguments import UpdateRef, as_manifest, in_a_child, require_transport
 from rl_bridge.bridge.protocols import WeightConsumer
 from rl_bridge.cuda.driver import INVALID_VALUE
 from rl_bridge.errors import (
@@ -44,6 +44,7 @@ from rl_bridge.errors import (
 from rl_bridge.lifecycle import Event, Lifecycle, Observer, Role, State
 from rl_bridge.manifest.canonical import JSONValue, freeze, thaw
 from rl_bridge.manifest.compare import mismatch
+from rl_bridge.manifest.group import AnyManifest
 from rl_bridge.manifest.group_digests import LEAVES
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.memory.control import UpdateReport, legible
@@ -96,7 +97,7 @@ class Order:
         self._rejected: dict[tuple[str, bytes], tuple[str, int]] = {}
         self._unseen: dict[str, None] = {}
 
-    def check(self, manifest: WeightUpdateManifest, *, reason: str | None) -> None:
+    def check(self, manifest: AnyManifest, *, reason: str | None) -> None:
         """Refuse what must not be imported.
 
         Args:
@@ -137,7 +138,7 @@ class Order:
             )
             raise StaleUpdate(msg)
 
-    def _is_below_floor(self, manifest: WeightUpdateManifest) -> bool:
+    def _is_below_floor(self, manifest: AnyManifest) -> bool:
         floor = self._floors.get(manifest.publisher_id)
         return (
             floor is not None
@@ -145,7 +146,7 @@ class Order:
             and (manifest.weight_version, manifest.update_id) != floor
         )
 
-    def _has_rejected(self, manifest: WeightUpdateManifest) -> bool:
+    def _has_rejected(self, manifest: AnyManifest) -> bool:
         update_id = manifest.update_id
         return (
             update_id in self._unseen
@@ -165,7 +166,7 @@ class Order:
             if publisher_id != manifest.publisher_id or rejected > version
         }
 
-    def rejected_copy(self, manifest: WeightUpdateManifest) -> None:
+    def rejected_copy(self, manifest: AnyManifest) -> None:
         """Never let this very manifest in again; its update may come with another header."""
         key = (manifest.update_id, manifest.header_digest)
         self._rejected[key] = (manifest.publisher_id, manifest.weight_version)
@@ -510,7 +511,7 @@ class Consumer:
             record.lifecycle.fire(Event.ACKNOWLEDGE)
             self._report(record)
 
-    def reject(self, update: str | WeightUpdateManifest, reason: str) -> None:
+    def reject(self, update: UpdateRef, reason: str) -> None:
         """Refuse an update, imported or not; rejecting it again changes nothing.
 
         An id that nobody here has met is taken as well, and its update refused should it come: an

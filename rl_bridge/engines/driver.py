@@ -21,7 +21,7 @@ import torch
 from rl_bridge.bridge.consumer import is_shortage
 from rl_bridge.engines.rpc import EngineClient, Replies
 from rl_bridge.engines.serving import Serving, ServingOptions
-from rl_bridge.engines.session import driver_name, refuse_second
+from rl_bridge.engines.session import refuse_second
 from rl_bridge.errors import (
     EngineLost,
     ProofFailed,
@@ -30,6 +30,7 @@ from rl_bridge.errors import (
 )
 from rl_bridge.installers.base import InstallProof, TransactionalAdapter
 from rl_bridge.manifest.model import WeightUpdateManifest
+from rl_bridge.processes import process_name
 
 __all__ = ["EngineDriver", "Loader"]
 
@@ -348,7 +349,7 @@ class EngineDriver(TransactionalAdapter):
             _LOG.warning("the engine is taken over from driver %s", others[0]["driver_name"])
         before, self._client.epoch = self._client.epoch, 1 + max(r["epoch"] for r in replies)
         try:
-            self._client.ask("open", name=driver_name(), take_over=take_over)
+            self._client.ask("open", name=process_name(), take_over=take_over)
         except BaseException:
             self._client.epoch = before  # ranks that have opened it know this driver by its id
             raise

@@ -8,23 +8,13 @@ still: the next one takes over, which is a decision (`take_over=True`, or `recov
 what was left half-way.
 """
 
-import os
-import socket
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from rl_bridge.errors import SessionRefused
 
-__all__ = ["Session", "driver_name", "refuse_second"]
-
-
-def driver_name() -> str:
-    """What this process is called where another driver is refused for it."""
-    program = Path(sys.argv[0]).name if sys.argv and sys.argv[0] else "python"
-    return f"{program} (process {os.getpid()} on {socket.gethostname()})"
+__all__ = ["Session", "refuse_second"]
 
 
 def refuse_second(name: str) -> SessionRefused:

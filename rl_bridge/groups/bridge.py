@@ -15,7 +15,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import ClassVar, cast
+from typing import ClassVar
 
 import torch
 
@@ -42,7 +42,7 @@ from rl_bridge.groups.wanted import Wanted, WantedLayout, everything
 from rl_bridge.interrupts import deferred_interrupts
 from rl_bridge.lifecycle import Observer, State
 from rl_bridge.manifest.canonical import JSONValue
-from rl_bridge.manifest.group import GroupManifest
+from rl_bridge.manifest.group import AnyManifest, GroupManifest
 from rl_bridge.manifest.group_layout import GroupLayout
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.memory.control import UpdateReport
@@ -65,7 +65,6 @@ __all__ = [
     "GroupBridge",
     "GroupConsumer",
     "GroupEnd",
-    "GroupRef",
     "GroupTransport",
 ]
 
@@ -74,9 +73,7 @@ GROUP = "group"
 # Each record holds its manifest: some megabytes if there are many tensors and ranks.
 _REMEMBERED = 8
 _OVER = frozenset({str(State.REJECTED), str(State.RELEASED)})
-
-GroupRef = UpdateRef | GroupManifest
-"""What names a group's update: its id, its manifest, or the manifest's JSON text."""
+_Way = tuple[Assembly, LandingPlan | None]
 
 # Plans of the layouts seen last: one, but for runs that change their layout.
 _PLANS = 4
@@ -429,10 +426,12 @@ class GroupEnd(ConsumerEnd):
 class GroupConsumer(Consumer):
     """A consumer that makes ordinary updates of a group's versions; all ranks hear of their end."""
 
+    end: GroupEnd
+
     def __init__(
         self,
         transport: "GroupTransport",
-        way: Callable[[GroupLayout], tuple[Assembly, LandingPlan | None]],
+        way: Callable[[GroupLayout], _Way],
         *,
         source_worker: str,
         source_rank: int,
@@ -451,7 +450,6 @@ class GroupConsumer(Consumer):
         super().__init__(
             transport, source_worker=source_worker, source_rank=source_rank, observer=observer
         )
-        self.group_end = cast("GroupEnd", self.end)
         self._way = way
 
     def resolve_update(
@@ -461,7 +459,7 @@ class GroupConsumer(Consumer):
         group = _as_group(given)
         if group is None:
             return super().resolve_update(given, caller=caller)
-        end = self.group_end
+        end = self.end
         with self.turn():
             self.check_open()  # before anything is read
             made = end.made(group.update_id)
@@ -473,10 +471,8 @@ class GroupConsumer(Consumer):
                     )
                     raise WeightUpdateRejectedError(msg)
                 return made
-            # It has the attributes that the order uses: publisher_id, weight_version, update_id.
-            like = cast("WeightUpdateManifest", group)
             try:
-                self.order.check(like, reason=self.reason(group.update_id))
+                self.order.check(group, reason=self.reason(group.update_id))
             except WeightBridgeError as error:
                 if self.state(group.update_id) is None:  # else they have a report
                     self._report_refused(group, describe(error))
@@ -495,18 +491,20 @@ class GroupConsumer(Consumer):
                     self._refuse_group(group, describe(error), is_of_a_copy=is_of_a_copy)
                 raise
 
-    def reject_group(self, group: GroupManifest, reason: str) -> None:
-        """Refuse a group's update, imported or not, and report that to every publishing rank."""
+    def reject(self, update: UpdateRef, reason: str) -> None:
+        """Refuse an update, imported or not, and report that to every publishing rank."""
         with self.turn():
-            if self.state(group.update_id) is None:
-                self.group_end.remember(group, {"group_root": group.root})
-                self._refuse_group(group, reason)
+            if not isinstance(update, GroupManifest):
+                super().reject(update, reason)
+            elif self.state(update.update_id) is None:
+                self.end.remember(update, {"group_root": update.root})
+                self._refuse_group(update, reason)
             else:
-                self.reject(group.update_id, reason)
+                super().reject(update.update_id, reason)
 
     def timings_ms(self, update_id: str) -> dict[str, float]:
         """Phase -> milliseconds; ``assemble`` holds all that comes before the import."""
-        ms = self.group_end.timings_ms.get(update_id)
+        ms = self.end.timings_ms.get(update_id)
         found = super().timings_ms(update_id)
         return found if ms is None else {**found, "assemble": ms}
 
@@ -524,7 +522,7 @@ class GroupConsumer(Consumer):
         """
         is_known = self.state(group.update_id) is not None
         if is_of_a_copy:
-            self.order.rejected_copy(cast("WeightUpdateManifest", group))
+            self.order.rejected_copy(group)
             if is_known:
                 return  # the report about the update itself stands
         elif not is_known:
@@ -538,7 +536,7 @@ class GroupConsumer(Consumer):
             state=str(State.REJECTED),
             reason=reason,
         )
-        self.group_end.report_to_all(group, report, None)
+        self.end.report_to_all(group, report, None)
 
 
 class GroupBridge(TensorBridge):
@@ -591,14 +589,15 @@ class GroupBridge(TensorBridge):
             msg = f"wanted={given!r}: expected what `parallel` or `everything` give, or a layout."
             raise TypeError(msg)
         self._wanted: Wanted | WantedLayout = everything() if wanted is None else wanted
-        self._ways: OrderedDict[str, tuple[Assembly, LandingPlan | None]] = OrderedDict()
+        self._ways: OrderedDict[str, _Way] = OrderedDict()
 
     def _make_transport(self, options: Mapping[str, object]) -> Transport:
-        return GroupTransport.create(**options)
+        self._groups = GroupTransport.create(**options)
+        return self._groups
 
     def _make_consumer(self) -> GroupConsumer:
         return GroupConsumer(
-            cast("GroupTransport", self._transport),
+            self._groups,
             self._way,
             source_worker=self.source_worker,
             source_rank=self.source_rank,
@@ -608,7 +607,9 @@ class GroupBridge(TensorBridge):
     @property
     def consumer(self) -> GroupConsumer:
         """The consuming half; opened when it is first asked for."""
-        return cast("GroupConsumer", super().consumer)
+        consumer = super().consumer
+        assert isinstance(consumer, GroupConsumer)
+        return consumer
 
     # ---- importing ------------------------------------------------------------------------------
 
@@ -622,7 +623,7 @@ class GroupBridge(TensorBridge):
         return self._way(layout)[0].plan
 
     @deferred_interrupts()
-    def resolve_update(self, given: GroupRef) -> WeightUpdateManifest:
+    def resolve_update(self, given: UpdateRef) -> WeightUpdateManifest:
         """Assemble a group's version here; returns the manifest of the assembled version.
 
         An executor calls this with the manifest that it is given. A manifest of an assembled
@@ -643,68 +644,25 @@ class GroupBridge(TensorBridge):
         Zeros if no part came that way yet. `NIXLTensorBridge.catalog` lists what a rank holds, and
         who reads it: it takes a group's ``parts``.
         """
-        consumer = self._consumer
-        end = consumer.group_end.end_of("nixl") if isinstance(consumer, GroupConsumer) else None
-        return NIXL.counters(end)
+        return NIXL.counters(None if self._consumer is None else self.consumer.end.end_of("nixl"))
 
     @deferred_interrupts()
-    def import_update(
-        self, manifest: WeightUpdateManifest | GroupManifest | str
-    ) -> Mapping[str, torch.Tensor]:
+    def import_update(self, manifest: AnyManifest | str) -> Mapping[str, torch.Tensor]:
         """Assemble a group's version and import it. See `TensorBridge.import_update`."""
         # Held over both: another thread's update must not take the memory in between.
         consumer = self.consumer
         with consumer.turn(), consumer.end.in_one_go():
-            return super().import_update(cast("WeightUpdateManifest", manifest))
-
-    def acknowledge(
-        self,
-        update_id: GroupRef,
-        *,
-        proof: Mapping[str, JSONValue] | None = None,
-        timings_ms: Mapping[str, float] | None = None,
-    ) -> None:
-        """Report to every publishing rank that an update is installed."""
-        super().acknowledge(_plain(update_id), proof=proof, timings_ms=timings_ms)
-
-    @deferred_interrupts()
-    def reject(self, update_id: GroupRef, reason: str) -> None:
-        """Refuse an update, imported or not, and report that to every publishing rank."""
-        group = _as_group(update_id)
-        if group is None:
-            super().reject(cast("UpdateRef", update_id), reason)
-        else:
-            self.consumer.reject_group(group, reason)
-
-    def release(self, update_id: GroupRef) -> None:
-        """Release an update, and report that to every publishing rank. Idempotent."""
-        super().release(_plain(update_id))
-
-    def release_imported(self, update_id: GroupRef) -> None:
-        """Release an imported update: the same as `release`."""
-        super().release_imported(_plain(update_id))
-
-    def update_state(self, update_id: GroupRef) -> State:
-        """Fine state of an update here. See `TensorBridge.update_state`."""
-        return super().update_state(_plain(update_id))
-
-    def update_status(self, update_id: GroupRef) -> str:
-        """One of the words of an update's status. See `TensorBridge.update_status`."""
-        return super().update_status(_plain(update_id))
-
-    def timings(self, update_id: GroupRef) -> dict[str, float]:
-        """Phase -> milliseconds; ``assemble`` holds all that comes before the import."""
-        return super().timings(_plain(update_id))
+            return consumer.import_update(consumer.resolve_update(manifest))
 
     # ---- inside ---------------------------------------------------------------------------------
 
-    def _way(self, layout: GroupLayout) -> tuple[Assembly, LandingPlan | None]:
+    def _way(self, layout: GroupLayout) -> _Way:
         way = self._ways.get(layout.digest)
         if way is None:
             wanted = self._wanted
             chosen = wanted if isinstance(wanted, WantedLayout) else wanted(layout.wholes)
-            transport = cast("GroupTransport", self._transport)
-            assembly = Assembly(make_plan(layout, chosen), num_threads=transport.num_threads)
+            plan = make_plan(layout, chosen)
+            assembly = Assembly(plan, num_threads=self._groups.num_threads)
             way = self._ways[layout.digest] = assembly, LandingPlan.make(assembly, layout)
             while len(self._ways) > _PLANS:
                 self._ways.popitem(last=False)
@@ -724,8 +682,3 @@ def _as_group(given: object) -> GroupManifest | None:
     if isinstance(given, str) and GroupManifest.is_text(given):
         return GroupManifest.from_json(given)
     return None
-
-
-def _plain(given: GroupRef) -> UpdateRef:
-    group = _as_group(given)
-    return cast("UpdateRef", given) if group is None else group.update_id

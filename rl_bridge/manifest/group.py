@@ -19,7 +19,7 @@ from rl_bridge.manifest.group_layout import GroupLayout
 from rl_bridge.manifest.model import Identifier, LayoutCache, Manifest, WeightUpdateManifest
 from rl_bridge.manifest.table import Layout, TensorTable
 
-__all__ = ["GroupManifest", "group_update_id"]
+__all__ = ["AnyManifest", "GroupManifest", "group_update_id"]
 
 
 def group_update_id(parts: Sequence[WeightUpdateManifest]) -> str:
@@ -240,3 +240,7 @@ def _part(header: JSONValue, table: TensorTable) -> WeightUpdateManifest:
     WeightUpdateManifest.known_layouts.add(table)
     text = f'{{"format":"{WeightUpdateManifest.FORMAT}","header":{canonical_json(header)}}}'
     return WeightUpdateManifest.from_json(text)
+
+
+AnyManifest = WeightUpdateManifest | GroupManifest
+"""A manifest of one publisher alone, or of a group."""

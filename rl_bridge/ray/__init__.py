@@ -10,12 +10,13 @@ from rl_bridge.ray.calls import Announcement, RolloutAnswer
 from rl_bridge.ray.direct import register_direct_transport
 from rl_bridge.ray.fleet import FleetUpdate, RolloutFleet
 from rl_bridge.ray.pairing import EndpointFacts, PairChoice, choose_transport, look_around
-from rl_bridge.ray.publisher_endpoint import PublisherEndpoint
+from rl_bridge.ray.publisher_endpoint import EndpointOptions, PublisherEndpoint
 from rl_bridge.ray.rollout_endpoint import RolloutEndpoint
 
 __all__ = [
     "Announcement",
     "EndpointFacts",
+    "EndpointOptions",
     "FleetUpdate",
     "PairChoice",
     "PublisherEndpoint",

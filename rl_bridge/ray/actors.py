@@ -11,13 +11,19 @@ from typing import Any
 import torch
 
 from rl_bridge.bridge.tensor_bridge import TensorBridge
+from rl_bridge.errors import SessionRefused
 from rl_bridge.groups.wanted import Wanted, WantedLayout
 from rl_bridge.installers.base import TransactionalAdapter, WeightInstallAdapter
 from rl_bridge.manifest.canonical import JSONValue
 from rl_bridge.manifest.parallel import Placement
 from rl_bridge.ray.calls import here
-from rl_bridge.ray.group_store import GroupMembership, RayExchange
-from rl_bridge.ray.publisher_endpoint import GroupChannel, MakeChannel, PublisherEndpoint
+from rl_bridge.ray.group_store import FleetMembership, RayExchange
+from rl_bridge.ray.publisher_endpoint import (
+    EndpointOptions,
+    GroupChannel,
+    MakeChannel,
+    PublisherEndpoint,
+)
 from rl_bridge.ray.rollout_endpoint import RolloutEndpoint
 from rl_bridge.trainers.state_dict import Source
 
@@ -29,6 +35,15 @@ __all__ = [
 # An actor may run several methods at a time, and has one endpoint. The lock belongs to the process,
 # since a mixin's __init__ need not be called.
 _MAKING = threading.Lock()
+
+
+def _require_fleet(membership: FleetMembership, fleet: str) -> None:
+    if membership.fleet not in {"", fleet}:
+        raise SessionRefused(
+            f"the fleet of driver {membership.driver} has this trainer, and one fleet at a time "
+            "publishes its weights. Close that fleet; or take the trainer over, by "
+            "RolloutFleet(trainer, take_over=True), which shuts the other one out."
+        )
 
 
 class WeightPublisherActor:
@@ -49,7 +64,7 @@ class WeightPublisherActor:
     weight_options: Mapping[str, Mapping[str, object]] = {}
 
     __publisher_endpoint: PublisherEndpoint | None = None
-    __membership: GroupMembership | None = None
+    __membership: FleetMembership | None = None
 
     def weights_to_publish(self) -> Source:
         """What to publish: a module, a state dict, or chunks. Called once for each transport.
@@ -74,46 +89,62 @@ class WeightPublisherActor:
             "weights it holds. Write weight_placements(self)."
         )
 
-    def join_weight_group(self, membership: bytes, store: Any) -> bytes:
-        """Publish as a rank from here on; versions that it published as this rank stay.
+    def join_weight_fleet(self, membership: bytes, store: Any) -> bytes:
+        """Publish for a fleet from here on; versions that it published in this place stay.
 
         Args:
-            membership: its `GroupMembership`.
-            store: the handle of the actor that runs `GroupStore`.
+            membership: its `FleetMembership`.
+            store: for a rank of a group, the handle of the actor that runs `GroupStore`.
 
         Returns:
             Its `Announcement`.
 
+        Raises:
+            SessionRefused: another fleet has it.
+
         """
-        taken, before = GroupMembership.from_json(membership), self.__membership
+        taken, before = FleetMembership.from_json(membership), self.__membership
+        if before is not None and not taken.take_over:
+            _require_fleet(before, taken.fleet)
+        make_channel: MakeChannel | None = None
+        if taken.world_size:
 
-        def make_channel(name: str, bridge: TensorBridge) -> GroupChannel:
-            exchange = RayExchange(store, taken, name=name)
-            return GroupChannel(bridge, exchange, self.weight_placements, timeout_s=taken.timeout_s)
+            def make_channel(name: str, bridge: TensorBridge) -> GroupChannel:
+                exchange = RayExchange(store, taken, name=name)
+                return GroupChannel(
+                    bridge, exchange, self.weight_placements, timeout_s=taken.timeout_s
+                )
 
-        is_same = before is not None and (before.rank, before.world_size) == (
-            taken.rank,
-            taken.world_size,
-        )
-        if self.__publisher_endpoint is not None and is_same and not taken.anew:
-            self.__publisher_endpoint.rejoin(make_channel)
+        place = (before.rank, before.world_size) if before is not None else (0, 0)
+        endpoint = self.__publisher_endpoint
+        if endpoint is not None and place == (taken.rank, taken.world_size) and not taken.anew:
+            endpoint.rejoin(make_channel)
         else:
             self.close_weights()  # first, since the next endpoint may need its ports
-            self.__publisher_endpoint = self._make_endpoint(taken.rank, make_channel)
+            endpoint = self.__publisher_endpoint = self._make_endpoint(taken.rank, make_channel)
         self.__membership = taken
-        return self.__publisher_endpoint.announcement()
+        return endpoint.announcement()
 
-    def as_weight_rank(self, method: str, *given: Any) -> tuple[str, Any]:
-        """Call another method as a rank of a group.
+    def leave_weight_fleet(self, fleet: str) -> None:
+        """Be free for the next fleet; what was published stays."""
+        if self.__membership is not None and self.__membership.fleet == fleet:
+            self.__membership = self.__membership.model_copy(update={"fleet": ""})
+
+    def for_weight_fleet(self, fleet: str, method: str, *given: Any) -> tuple[bool, Any]:
+        """Call another method for a fleet.
 
         Returns:
-            The group, and the answer. An actor that Ray started anew is in no group: it does
-            nothing, and the group is empty.
+            Whether it was called, and the answer. An actor that Ray started anew has no fleet, and
+            does nothing.
+
+        Raises:
+            SessionRefused: another fleet has it.
 
         """
-        if self.__membership is None:
-            return "", None
-        return self.__membership.group, getattr(self, method)(*given)
+        if self.__membership is None or not self.__membership.fleet:
+            return False, None
+        _require_fleet(self.__membership, fleet)
+        return True, getattr(self, method)(*given)
 
     def publish_weights(
         self, weight_version: int, metadata: Mapping[str, JSONValue] | None = None
@@ -155,17 +186,16 @@ class WeightPublisherActor:
 
     def _make_endpoint(self, rank: int, make_channel: MakeChannel | None) -> PublisherEndpoint:
         node, address = here()
-        return PublisherEndpoint(
-            self.weights_to_publish,
+        options = EndpointOptions(
             worker=type(self).__name__,
             rank=rank,
             node=node,
             address=address,
             directories=self.weight_directories,
             state_dir=self.weight_state_dir,
-            options=self.weight_options,
-            make_channel=make_channel,
+            transports=self.weight_options,
         )
+        return PublisherEndpoint(self.weights_to_publish, options, make_channel=make_channel)
 
 
 class RolloutActor:

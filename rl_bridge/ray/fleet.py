@@ -9,10 +9,9 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Self
 
 from rl_bridge.errors import (
-    DeadlineExceeded,
     EngineLost,
     TornEngine,
     WeightBridgeError,
@@ -104,17 +103,19 @@ class RolloutFleet:
 
     The trainer is one actor, or one for each of its ranks, which publish as a group: all of them or
     none. It has the methods of `WeightPublisherActor`, each rollout's actor those of
-    `RolloutActor`. A rollout that dies, hangs or refuses does not hold the others up.
+    `RolloutActor`. One fleet at a time has a trainer, until it is closed or another one takes over.
     """
 
-    def __init__(self, trainer: Any, *, timeout_s: float = 60.0) -> None:
+    def __init__(self, trainer: Any, *, timeout_s: float = 60.0, take_over: bool = False) -> None:
         """Ask the trainer for its last publication.
 
         Args:
             trainer: the handle of the trainer's actor; or those of its ranks, by rank.
             timeout_s: longest wait for one publication, for all answers to it, or for one joining.
+            take_over: take the trainer from another fleet, which may have died with its driver.
 
         Raises:
+            SessionRefused: another fleet has the trainer.
             EngineLost: an actor of the trainer's is dead.
             DeadlineExceeded: one does not answer.
             ValueError: no time, or no actor at all.
@@ -124,7 +125,20 @@ class RolloutFleet:
             raise ValueError(f"timeout_s={timeout_s!r}: expected seconds above 0.")
         self._timeout_s = timeout_s
         self._members: dict[str, _Member] = {}
-        self._trainers = Trainers(trainer, timeout_s=timeout_s)
+        self._trainers = Trainers(trainer, timeout_s=timeout_s, take_over=take_over)
+
+    def close(self) -> None:
+        """Leave the trainer to the next fleet. The actors and their versions stay."""
+        self._members.clear()
+        self._trainers.leave(Deadline(self._timeout_s))
+
+    def __enter__(self) -> Self:
+        """Use as a context manager."""
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        """Close."""
+        self.close()
 
     @property
     def weight_version(self) -> int | None:
@@ -167,14 +181,11 @@ class RolloutFleet:
 
         """
         self._members.pop(name, None)
-        self._trainers.look_again(at_version=True)
+        self._trainers.look_again()
         deadline = Deadline(self._timeout_s)
         _, raised = side_by_side({name: self._joining(name, actor, deadline)}, deadline)
         for error in raised.values():
-            if not isinstance(error, DeadlineExceeded):
-                self._keep_channels()  # a late one may still be installing: it keeps its channel
             raise error
-        self._keep_channels()
         return self._members[name].choice
 
     def _joining(self, name: str, actor: Any, deadline: Deadline) -> Steps[RolloutAnswer]:
@@ -210,10 +221,9 @@ class RolloutFleet:
     def leave(self, name: str) -> None:
         """Forget a rollout; unknown names are ignored. Its actor is not touched.
 
-        The trainer drops a channel that no rollout of this fleet uses any more.
+        At the next update the trainer drops a channel that no rollout uses any more.
         """
         self._members.pop(name, None)
-        self._keep_channels()
 
     def update(
         self, weight_version: int, *, metadata: Mapping[str, JSONValue] | None = None
@@ -231,9 +241,10 @@ class RolloutFleet:
             WeightBridgeError: it could not be published.
 
         """
-        self._keep_channels(of_all=True)  # rollouts of an earlier driver have joined by now
-        manifests = self._trainers.publish(weight_version, metadata, Deadline(self._timeout_s))
-        root = self._trainers.current.root  # now: another fleet may publish meanwhile
+        used = {member.choice.channel for member in self._members.values()}
+        deadline = Deadline(self._timeout_s)
+        manifests = self._trainers.publish(weight_version, metadata, used, deadline)
+        root = self._trainers.current.root
         members = dict(self._members)
         self._trainers.look_again()
         for member in members.values():
@@ -290,10 +301,6 @@ class RolloutFleet:
             return True
         return choices[0].channel == member.choice.channel
 
-    def _keep_channels(self, *, of_all: bool = False) -> None:
-        used = {member.choice.channel for member in self._members.values()}
-        self._trainers.keep_channels(used, of_all=of_all)
-
     def ask(self, name: str) -> RolloutAnswer:
         """Ask a rollout what it holds; one that missed its deadline may be routable by now.
 
@@ -331,7 +338,7 @@ def _why(answer: RolloutAnswer) -> str:
         return f"{answer.error}: {answer.message}"
     if answer.outcome == "unjoined":
         return "it was started anew meanwhile, and has no transport yet"
-    return "that came through another fleet, whose driver had the trainer publish it"
+    return "another driver had it install that"
 
 
 def _answer(text: Any) -> RolloutAnswer:

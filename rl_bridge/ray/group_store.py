@@ -15,7 +15,7 @@ from rl_bridge.ray.calls import require
 from rl_bridge.ray.pairing import Said
 
 __all__ = [
-    "GroupMembership",
+    "FleetMembership",
     "GroupStore",
     "RayExchange",
 ]
@@ -24,23 +24,27 @@ __all__ = [
 _ANSWER_S = 5.0
 
 
-class GroupMembership(Said):
-    """A trainer's rank in a fleet's group.
+class FleetMembership(Said):
+    """A trainer's actor in a fleet.
 
     Attributes:
+        fleet: id of the fleet; empty after it left.
+        driver: name of its driver, for people.
+        take_over: also if another fleet has the actor.
         rank: its rank, counted from 0.
-        world_size: how many ranks.
+        world_size: how many ranks publish together; 0 for an actor that publishes alone.
         timeout_s: longest wait for the others, in one step of a publication.
         anew: forget earlier versions: another rank has lost its part of them.
-        group: name of the fleet's group: ranks of two fleets' groups would not come together.
 
     """
 
-    rank: StrictInt = Field(ge=0)
-    world_size: StrictInt = Field(ge=1, lt=1 << 20)
+    fleet: StrictStr = Field(max_length=64)
+    driver: StrictStr = Field(default="", max_length=1024)
+    take_over: StrictBool = False
+    rank: StrictInt = Field(default=0, ge=0)
+    world_size: StrictInt = Field(default=0, ge=0, lt=1 << 20)
     timeout_s: StrictFloat = Field(gt=0, allow_inf_nan=False)
     anew: StrictBool = False
-    group: StrictStr = Field(min_length=1, max_length=64)
 
 
 class GroupStore:
@@ -109,8 +113,8 @@ class _Client:
         except require("ray.exceptions").RayError as error:
             cause = str(error).strip().partition("\n")[0].rstrip(".")
             raise GroupAborted(
-                f"the actor that keeps the group's store is lost: {cause}. Make another fleet of "
-                "the same trainers: RolloutFleet(trainers)."
+                f"the actor that keeps the group's store is lost: {cause}. Publish a later "
+                "version, for which the fleet makes another one."
             ) from error
 
     def set(self, key: str, text: str) -> None:
@@ -132,7 +136,7 @@ class _Client:
 class RayExchange(StoreExchange):
     """Over an actor that runs `GroupStore`; it also settles how a publication ends."""
 
-    def __init__(self, actor: Any, membership: GroupMembership, *, name: str) -> None:
+    def __init__(self, actor: Any, membership: FleetMembership, *, name: str) -> None:
         """Be a rank.
 
         Args:

@@ -11,7 +11,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from functools import wraps
 from pathlib import Path
 from typing import Concatenate, ParamSpec, TypeVar
@@ -36,6 +36,7 @@ from rl_bridge.trainers.state_dict import Source
 
 __all__ = [
     "Channel",
+    "EndpointOptions",
     "GroupChannel",
     "MakeChannel",
     "Manifest",
@@ -158,6 +159,10 @@ class GroupChannel(Channel):
             end.settle()
 
 
+def _alone(_name: str, bridge: TensorBridge) -> Channel:
+    return SingleChannel(bridge)
+
+
 def _in_turn(
     method: Callable[Concatenate["PublisherEndpoint", _P], _R],
 ) -> Callable[Concatenate["PublisherEndpoint", _P], _R]:
@@ -169,6 +174,42 @@ def _in_turn(
             return method(endpoint, *args, **kwargs)
 
     return call
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndpointOptions:
+    """Options of a `PublisherEndpoint`.
+
+    Attributes:
+        worker: the endpoint's name.
+        rank: its rank.
+        node: what the cluster calls this machine.
+        address: where other machines reach it; what listens for them listens there.
+        directories: where named segments may go, for rollouts in other containers.
+        state_dir: where the last version is kept across restarts.
+        transports: transport -> more options for `make_weight_bridge`.
+
+    Raises:
+        ValueError: an option of a transport that it cannot be used with.
+
+    """
+
+    worker: str = "trainer"
+    rank: int = 0
+    node: str = ""
+    address: str = ""
+    directories: Sequence[str] = ()
+    state_dir: str | None = None
+    transports: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, given in self.transports.items():
+            if given.get("in_place"):
+                raise ValueError(
+                    f"options of {name!r}: in_place={given['in_place']!r}, expected False: the "
+                    "current version is kept until the next one is out, and tensors that train on "
+                    "hold one of the two. Leave it out."
+                )
 
 
 class PublisherEndpoint:
@@ -186,51 +227,26 @@ class PublisherEndpoint:
     def __init__(
         self,
         source: Callable[[], Source],
+        options: EndpointOptions = EndpointOptions(),
         *,
-        worker: str = "trainer",
-        rank: int = 0,
-        node: str = "",
-        address: str = "",
-        directories: Sequence[str] = (),
-        state_dir: str | None = None,
-        options: Mapping[str, Mapping[str, object]] | None = None,
         make_channel: MakeChannel | None = None,
     ) -> None:
         """Open the first channel; nothing is published yet.
 
         Args:
             source: gives what to publish: a module, a state dict, or chunks.
-            worker: this endpoint's name.
-            rank: its rank.
-            node: what the cluster calls this machine.
-            address: where other machines reach it; what listens for them listens there.
-            directories: where named segments may go, for rollouts in other containers.
-            state_dir: where the last version is kept across restarts.
-            options: transport -> more options for `make_weight_bridge`.
+            options: its name, its place, and what it keeps.
             make_channel: how versions are published through a bridge; None: by this endpoint alone.
 
         Raises:
             WeightBridgeUnavailableError: another live trainer holds `state_dir`.
             WeightBridgeError: shared memory is blocked here, or `state_dir` cannot be used.
-            ValueError: an option that it cannot be used with.
 
         """
-        for name, given in (options or {}).items():
-            if given.get("in_place"):
-                raise ValueError(
-                    f"options of {name!r}: in_place={given['in_place']!r}, expected False: the "
-                    "current version is kept until the next one is out, and tensors that train on "
-                    "hold one of the two. Leave it out."
-                )
         self._source = source
-        self._worker = worker
-        self._rank = rank
-        self._node = node
-        self._address = address
-        self._directories = tuple(directories)
-        self._options = {name: dict(given) for name, given in (options or {}).items()}
+        self._options = options
         self._metadata: Mapping[str, JSONValue] = {}
-        self._make_channel = make_channel or (lambda _, bridge: SingleChannel(bridge))
+        self._make_channel = make_channel or _alone
         self._channels: dict[str, Channel] = {}
         self._manifests: dict[str, Manifest] = {}
         self._before: dict[str, Manifest] = {}
@@ -238,8 +254,13 @@ class PublisherEndpoint:
         """Channels that rollouts use."""
         self._probe = ProbeSegment()
         self.lock = threading.RLock()
+        folder = None if options.state_dir is None else Path(options.state_dir)
+        if folder is not None and make_channel is not None:
+            folder /= f"rank-{options.rank}"  # all ranks name one directory
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
         # One for all channels: a channel that is opened again gets the current version.
-        self._journal = Journal(_folder(state_dir, rank=None if make_channel is None else rank))
+        self._journal = Journal(folder)
         try:
             self._open(PairChoice(transport=_HOME, reason="the seal that every channel comes from"))
         except BaseException:
@@ -249,9 +270,9 @@ class PublisherEndpoint:
     def facts(self) -> bytes:
         """Where this endpoint runs and what works here: `EndpointFacts` as JSON."""
         return look_around(
-            node=self._node,
-            address=self._address,
-            directories=self._directories,
+            node=self._options.node,
+            address=self._options.address,
+            directories=self._options.directories,
             probe=self._probe,
         ).to_json()
 
@@ -286,11 +307,11 @@ class PublisherEndpoint:
         self._drop_spare()
 
     @_in_turn
-    def rejoin(self, make_channel: MakeChannel) -> None:
+    def rejoin(self, make_channel: MakeChannel | None) -> None:
         """Keep the bridges and versions, and publish with another exchange from here on."""
-        self._make_channel = make_channel
+        make = self._make_channel = make_channel or _alone
         self._channels = {
-            name: make_channel(name, channel.bridge) for name, channel in self._channels.items()
+            name: make(name, channel.bridge) for name, channel in self._channels.items()
         }
 
     @_in_turn
@@ -368,15 +389,15 @@ class PublisherEndpoint:
     def _open(self, chosen: PairChoice) -> Channel:
         bridge = make_weight_bridge(
             chosen.transport,
-            source_worker=self._worker,
-            source_rank=self._rank,
+            source_worker=self._options.worker,
+            source_rank=self._options.rank,
             **{
-                **self._options.get(chosen.transport, {}),
+                **self._options.transports.get(chosen.transport, {}),
                 **chosen.publisher_options,
             },
         )
         channel = self._channels[chosen.channel] = self._make_channel(chosen.channel, bridge)
-        _LOG.info("%s opens %s", self._worker, chosen)
+        _LOG.info("%s opens %s", self._options.worker, chosen)
         return channel
 
     @property
@@ -390,7 +411,7 @@ class PublisherEndpoint:
         kept = self._asked.intersection(seals) or seals[:1]
         for channel in self._channels.keys() - self._asked.union(kept):
             self._shut(channel)
-            _LOG.info("%s shuts %s", self._worker, channel)
+            _LOG.info("%s shuts %s", self._options.worker, channel)
 
     def _shut(self, channel: str) -> None:
         # In this order: a channel without the current version is never used.
@@ -411,15 +432,6 @@ class PublisherEndpoint:
         except BaseException:
             self._shut(name)
             raise
-
-
-def _folder(state_dir: str | None, *, rank: int | None) -> Path | None:
-    """Where the last version is kept; each rank has a folder in the directory that all name."""
-    if state_dir is None:
-        return None
-    folder = Path(state_dir) if rank is None else Path(state_dir) / f"rank-{rank}"
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
 
 
 def _require_one_root(made: Mapping[str, Manifest]) -> None:

@@ -9,7 +9,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 from rl_bridge.bridge.bridges import make_weight_bridge
 from rl_bridge.bridge.executor import RolloutExecutor
@@ -20,7 +20,6 @@ from rl_bridge.groups.wanted import Wanted, WantedLayout
 from rl_bridge.installers.base import TransactionalAdapter, WeightInstallAdapter
 from rl_bridge.interrupts import deferred_interrupts
 from rl_bridge.manifest.group import GroupManifest
-from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.ray.calls import RolloutAnswer
 from rl_bridge.ray.pairing import EndpointFacts, PairChoice, look_around
 
@@ -215,7 +214,7 @@ class RolloutEndpoint:
         self._groups = {one: root for one, root in self._groups.items() if one == held}
         self._groups[group.update_id] = group.root
         # The executor's bridge turns it into the manifest of the assembled version.
-        executor.update_weights(cast("WeightUpdateManifest", group))
+        executor.update_weights(group)
 
     def _join(self, chosen: PairChoice) -> None:
         channel = (chosen.transport, chosen.group, chosen.consumer_options)

@@ -17,7 +17,6 @@ from rl_bridge.errors import (
     EngineLost,
     SignatureRefused,
     TornEngine,
-    UnknownUpdate,
     WeightBridgeError,
     WeightBridgeUnavailableError,
 )
@@ -28,7 +27,7 @@ from rl_bridge.remote.problems import raised_by
 from rl_bridge.remote.signing import ANSWER_HEADER, read_key
 from rl_bridge.remote.views import Status, UpdateView
 from rl_bridge.strategies.loader import WeightLoader
-from rl_bridge.strategies.receiver import PendingUpdate, WeightTransferReceiver
+from rl_bridge.strategies.receiver import PendingUpdates, WeightTransferReceiver
 from rl_bridge.strategies.requests import AbandonedWeightUpdateRequest, WeightUpdateRequest
 
 __all__ = [
@@ -324,7 +323,7 @@ class RemoteWeightLoader(WeightLoader):
     def __init__(self, engine: RemoteEngine) -> None:
         """Load into `engine`."""
         self.engine = engine
-        self._pending: PendingUpdate | None = None
+        self._updates = PendingUpdates()
 
     def check_servable(self) -> None:
         """Tell whether the engine may answer requests.
@@ -351,29 +350,9 @@ class RemoteWeightLoader(WeightLoader):
         """
         del receiver  # the bytes do not come by this process
         if isinstance(request, AbandonedWeightUpdateRequest):
-            if self._pending is not None and self._pending.update_id == request.update_id:
-                self._pending = None
+            self._updates.abandon(request)
             return
-        pending = self._accepted(request)
+        pending = self._updates.accept(request)
         if pending.is_complete:
-            self._pending = None
+            self._updates.finish()
             await asyncio.to_thread(self.engine.update_weights, pending.manifest)
-
-    def _accepted(self, request: WeightUpdateRequest) -> PendingUpdate:
-        pending = self._pending
-        if request.batch == 0 and request.manifest is not None:
-            manifest = WeightUpdateManifest.from_json(request.manifest)
-            pending = self._pending = PendingUpdate(manifest)
-        elif pending is None or pending.update_id != request.update_id:
-            msg = (
-                f"batch {request.batch} of version {request.weight_version} (update "
-                f"{request.update_id}) came without its first batch, or the update ended. Send it "
-                "again from its first batch."
-            )
-            raise UnknownUpdate(msg)
-        try:
-            pending.add(request)
-        except WeightBridgeError:
-            self._pending = None
-            raise
-        return pending

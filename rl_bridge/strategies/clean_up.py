@@ -7,8 +7,10 @@ barrier the ranks tell each other what failed, so that all of them know the same
 """
 
 import asyncio
+import inspect
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from contextlib import asynccontextmanager
 from typing import Protocol
 
 import torch
@@ -128,10 +130,30 @@ class CleanUp:
         self._exchange = exchange
         self._timeout_s = checked_seconds("timeout_s", timeout_s)
 
-    def begin(self) -> None:
-        """Begin a sync: the ranks' messages from now on belong to it."""
+    @asynccontextmanager
+    async def around(self, chunks: Iterable[object], client: object) -> AsyncIterator[None]:
+        """Run a sync, then the steps, also if the sync failed: then the caller gets its error.
+
+        Args:
+            chunks: of the sync.
+            client: of the engines, whose cached prefixes are dropped; None for a helping rank.
+
+        """
         if self._exchange is not None:
             self._exchange.begin()
+        # A generator that was not read to its end holds a chunk.
+        delete = getattr(chunks, "close", lambda: None)
+        reset = getattr(client, "reset_prefix_cache", None)
+        try:
+            yield
+        except BaseException as error:
+            self.read_out(chunks, error)
+            try:
+                await self.run(describe(error), delete=delete, reset_prefix_cache=reset)
+            except Exception as second:  # noqa: BLE001 - the first failure is what the caller gets
+                error.add_note(f"rl_bridge: the clean-up failed, too: {describe(second)}")
+            raise
+        await self.run("", delete=delete, reset_prefix_cache=reset)
 
     def read_out(self, chunks: Iterable[object], error: BaseException | None) -> None:
         """After a failure, take part in the remaining gathers of this sync.
@@ -175,32 +197,12 @@ class CleanUp:
             Exception: of the first step that failed, after the others were run.
 
         """
-        done: list[str] = []
-        failures: list[Exception] = []
-        for name, step in self._steps(failure, delete, reset_prefix_cache):
-            done.append(name)
-            try:
-                await step()
-            except Exception as error:  # noqa: BLE001 - the first one is raised after the last step
-                failures.append(error)
-        for other in failures[1:]:
-            failures[0].add_note(f"rl_bridge: clean-up went on, and failed again: {other}")
-        if failures:
-            raise failures[0]
-        return tuple(done)
-
-    def _steps(
-        self,
-        failure: str,
-        delete: Callable[[], object],
-        reset_prefix_cache: Callable[[], Awaitable[object]] | None,
-    ) -> list[tuple[str, Callable[[], Awaitable[object]]]]:
         device, exchange = self._device, self._exchange
-        found: dict[str, Callable[[], Awaitable[object]]] = {"delete": _awaited(delete)}
+        found: dict[str, Callable[[], object]] = {"delete": delete}
         if device is not None:
-            found["ipc_collect"] = _awaited(device.ipc_collect)
-            found["synchronize"] = _awaited(device.synchronize)
-            found["empty_cache"] = _awaited(device.empty_cache)
+            found["ipc_collect"] = device.ipc_collect
+            found["synchronize"] = device.synchronize
+            found["empty_cache"] = device.empty_cache
         if exchange is not None:
             # In a thread: other ranks wait here for as long as the engines load.
             found["barrier"] = lambda: asyncio.to_thread(
@@ -208,16 +210,22 @@ class CleanUp:
             )
         if reset_prefix_cache is not None and not failure:
             found["reset_prefix_cache"] = reset_prefix_cache
-        return [(name, found[name]) for name in STEPS if name in found]
+        done = tuple(name for name in STEPS if name in found)
+        failures: list[Exception] = []
+        for name in done:
+            try:
+                result = found[name]()
+                if inspect.isawaitable(result):
+                    await result
+            except Exception as error:  # noqa: BLE001 - the first one is raised after the last step
+                failures.append(error)
+        for other in failures[1:]:
+            failures[0].add_note(f"rl_bridge: clean-up went on, and failed again: {other}")
+        if failures:
+            raise failures[0]
+        return done
 
 
 def cuda_calls(device: torch.device | str) -> DeviceCalls | None:
     """The calls of one of torch's devices; None for the CPU."""
     return torch.cuda if torch.device(device).type == "cuda" else None
-
-
-def _awaited(action: Callable[[], object]) -> Callable[[], Awaitable[object]]:
-    async def run() -> object:
-        return action()
-
-    return run

@@ -1,14 +1,14 @@
 """The engine's half of a transfer: a loader pulls an update's tensors from here.
 
-`PendingUpdate` checks that the batches of an update come in order, each once, as its manifest says;
-it holds no bytes. `BridgeTransferReceiver` imports the update over a bridge when the first tensors
-are asked for.
+`PendingUpdates` checks that the batches of an update come in order, each once, as its manifest
+says; it holds no bytes. `BridgeTransferReceiver` imports the update over a bridge when the first
+tensors are asked for.
 """
 
 import asyncio
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from typing import Self
 
 import torch
@@ -27,12 +27,13 @@ from rl_bridge.strategies.requests import (
     AbandonedWeightUpdateRequest,
     GPUHandle,
     WeightUpdateRequest,
+    columns_of,
 )
-from rl_bridge.strategies.sender import Layout
 
 __all__ = [
     "BridgeTransferReceiver",
     "PendingUpdate",
+    "PendingUpdates",
     "WeightTransferReceiver",
 ]
 
@@ -105,8 +106,8 @@ class PendingUpdate:
                 "batch had. Send requests as the sender made them."
             )
             raise MalformedManifest(msg)
-        said = Layout.of(self.manifest, request.names)
-        if (said.dtypes, said.shapes) != (request.dtypes, request.shapes):
+        expected = columns_of(self.manifest, request.names)
+        if any(getattr(request, field) != value for field, value in expected.items()):
             msg = (
                 f"{name}: its dtypes or shapes are not those of the manifest. Send requests as "
                 "the sender made them."
@@ -125,37 +126,16 @@ def _name(request: WeightUpdateRequest) -> str:
     return f"batch {request.batch} of version {request.weight_version} (update {request.update_id})"
 
 
-class WeightTransferReceiver(ABC):
-    """Gives the tensors of a request to a loader."""
+class PendingUpdates:
+    """Takes the requests of one update at a time: a newer update ends the one before."""
 
-    @abstractmethod
-    def receive_weights(
-        self, request: WeightUpdateRequest
-    ) -> AsyncIterator[tuple[str, torch.Tensor]]:
-        """Yield the batch's tensors, by name."""
-
-
-class BridgeTransferReceiver(WeightTransferReceiver):
-    """Receives over a bridge. One update at a time: a newer one ends the one before.
-
-    When the first tensors are asked for, the whole update is imported and every byte of it is
-    verified, so that a damaged one is refused before an engine gets anything of it. The tensors are
-    the update's own memory, without a copy if the transport needs none.
-
-    Attributes:
-        bridge: the consumer's; `close` closes it.
-
-    """
-
-    def __init__(self, bridge: TensorBridge, *, gpu: str | None = None) -> None:
-        """Receive through `bridge`.
+    def __init__(self, *, gpu: str | None = None) -> None:
+        """Wait for the first request.
 
         Args:
-            bridge: this engine's; nothing else imports through it.
             gpu: UUID of this engine's GPU, for requests that have a handle for each.
 
         """
-        self.bridge = bridge
         self._gpu = gpu
         self._pending: PendingUpdate | None = None
         self._ended: tuple[str, str] = ("", "")
@@ -194,40 +174,9 @@ class BridgeTransferReceiver(WeightTransferReceiver):
             raise
         return pending
 
-    async def receive_weights(
-        self, request: WeightUpdateRequest
-    ) -> AsyncIterator[tuple[str, torch.Tensor]]:
-        """Yield the batch's tensors, by name.
-
-        Raises:
-            UnknownUpdate: its first batch never came, or the update ended.
-            WeightBridgeError: what `accept` or the import raises; the update is rejected.
-
-        """
-        pending = self._pending
-        if pending is None or pending.last is not request:
-            pending = self.accept(request)
-        tensors = await self._imported(pending.manifest)
-        for name in request.names:
-            yield name, tensors[name]
-
-    async def _imported(self, manifest: WeightUpdateManifest) -> Mapping[str, torch.Tensor]:
-        # In a thread: it may wait for bytes that are on the wire.
-        try:
-            return await asyncio.to_thread(self.bridge.import_update, manifest)
-        except Exception as error:
-            self.reject(describe(error))
-            raise
-
     def reject(self, reason: str) -> None:
         """End the update under way, if there is one: its later batches are refused."""
-        pending = self.finish(reason)
-        if pending is not None and self.bridge.active_update_id != pending.manifest.update_id:
-            try:
-                self.bridge.reject(pending.manifest, reason)
-            except WeightBridgeError:
-                # The bridge ended it already.
-                _LOG.debug("update %s was over", pending.manifest.update_id, exc_info=True)
+        self.finish(reason)
 
     def finish(self, reason: str = "it was loaded") -> PendingUpdate | None:
         """Forget the update under way, and return it."""
@@ -241,19 +190,6 @@ class BridgeTransferReceiver(WeightTransferReceiver):
         pending = self._pending
         if pending is not None and pending.update_id == request.update_id:
             self.reject(f"its trainer gave it up: {request.reason}")
-
-    def close(self) -> None:
-        """Release the update under way, and close the bridge. Idempotent."""
-        self.reject("the receiver closed")
-        self.bridge.close()
-
-    def __enter__(self) -> Self:
-        """Use as a context manager."""
-        return self
-
-    def __exit__(self, *_exc: object) -> None:
-        """Close."""
-        self.close()
 
     def _manifests(
         self, request: WeightUpdateRequest
@@ -291,3 +227,82 @@ def _require_newer(manifest: WeightUpdateManifest, under_way: WeightUpdateManife
             f"{under_way.weight_version} is being received already. Publish a later version."
         )
         raise StaleUpdate(msg)
+
+
+class WeightTransferReceiver(ABC):
+    """Gives the tensors of a request to a loader."""
+
+    @abstractmethod
+    def receive_weights(
+        self, request: WeightUpdateRequest
+    ) -> AsyncIterator[tuple[str, torch.Tensor]]:
+        """Yield the batch's tensors, by name."""
+
+
+class BridgeTransferReceiver(PendingUpdates, WeightTransferReceiver):
+    """Receives over a bridge.
+
+    When the first tensors are asked for, the whole update is imported and every byte of it is
+    verified, so that a damaged one is refused before an engine gets anything of it. The tensors are
+    the update's own memory, without a copy if the transport needs none.
+
+    Attributes:
+        bridge: the consumer's; `close` closes it.
+
+    """
+
+    def __init__(self, bridge: TensorBridge, *, gpu: str | None = None) -> None:
+        """Receive through `bridge`.
+
+        Args:
+            bridge: this engine's; nothing else imports through it.
+            gpu: UUID of this engine's GPU, for requests that have a handle for each.
+
+        """
+        super().__init__(gpu=gpu)
+        self.bridge = bridge
+
+    async def receive_weights(
+        self, request: WeightUpdateRequest
+    ) -> AsyncIterator[tuple[str, torch.Tensor]]:
+        """Yield the batch's tensors, by name.
+
+        Raises:
+            UnknownUpdate: its first batch never came, or the update ended.
+            WeightBridgeError: what `accept` or the import raises; the update is rejected.
+
+        """
+        pending = self._pending
+        if pending is None or pending.last is not request:
+            pending = self.accept(request)
+        try:
+            # In a thread: it may wait for bytes that are on the wire.
+            tensors = await asyncio.to_thread(self.bridge.import_update, pending.manifest)
+        except Exception as error:
+            self.reject(describe(error))
+            raise
+        for name in request.names:
+            yield name, tensors[name]
+
+    def reject(self, reason: str) -> None:
+        """End the update under way, if there is one: its later batches are refused."""
+        pending = self.finish(reason)
+        if pending is not None and self.bridge.active_update_id != pending.manifest.update_id:
+            try:
+                self.bridge.reject(pending.manifest, reason)
+            except WeightBridgeError:
+                # The bridge ended it already.
+                _LOG.debug("update %s was over", pending.manifest.update_id, exc_info=True)
+
+    def close(self) -> None:
+        """Release the update under way, and close the bridge. Idempotent."""
+        self.reject("the receiver closed")
+        self.bridge.close()
+
+    def __enter__(self) -> Self:
+        """Use as a context manager."""
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        """Close."""
+        self.close()

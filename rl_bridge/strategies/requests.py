@@ -5,6 +5,7 @@ manifest, the others name the update, and the last one makes the engine install 
 init info travel as plain JSON; a peer's text is parsed and checked before it is used.
 """
 
+from collections.abc import Iterable
 from math import prod
 from typing import Annotated, Any, ClassVar, Literal, Protocol, Self, runtime_checkable
 
@@ -21,6 +22,7 @@ from pydantic import (
 from rl_bridge.errors import DuplicateTensorName, MalformedManifest, ShapeMismatch
 from rl_bridge.manifest.canonical import canonical_json, decode_json
 from rl_bridge.manifest.dtypes import dtype_nbytes
+from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.transports.broadcast.init_info import TorchDistributedWeightSyncInitInfo
 
 __all__ = [
@@ -33,6 +35,7 @@ __all__ = [
     "SharedMemoryWeightUpdateRequest",
     "WeightSyncInitInfo",
     "WeightUpdateRequest",
+    "columns_of",
     "init_info_from_json",
 ]
 
@@ -169,6 +172,19 @@ class WeightUpdateRequest(BaseModel):
             where = ".".join(str(part) for part in first["loc"])
             msg = f"a request's field {where or '(all of it)'}: {first['msg']}. {_REMEDY}"
             raise MalformedManifest(msg) from error
+
+
+def columns_of(manifest: WeightUpdateManifest, names: Iterable[str]) -> dict[str, Any]:
+    """The fields of a request that describe some of an update's tensors."""
+    table, names = manifest.table, tuple(names)
+    rows = [table.rows[name] for name in names]
+    shapes = tuple(tuple(table.shapes[row]) for row in rows)
+    return {
+        "names": names,
+        "dtypes": tuple(table.dtypes[row] for row in rows),
+        "shapes": shapes,
+        "sizes": tuple(prod(shape) for shape in shapes),
+    }
 
 
 class BroadcastWeightUpdateRequest(WeightUpdateRequest):

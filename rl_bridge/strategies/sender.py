@@ -13,8 +13,6 @@ import logging
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from math import prod
 from typing import Any, Protocol, Self, runtime_checkable
 
 from rl_bridge.bridge.tensor_bridge import TensorBridge
@@ -27,6 +25,7 @@ from rl_bridge.strategies.requests import (
     AbandonedWeightUpdateRequest,
     GPUHandle,
     WeightUpdateRequest,
+    columns_of,
 )
 from rl_bridge.trainers.chunks import (
     DEFAULT_CHUNK_NBYTES,
@@ -41,38 +40,12 @@ __all__ = [
     "CudaIpcTransferSender",
     "HelperTransferSender",
     "InferenceClient",
-    "Layout",
     "WeightTransferSender",
     "merge_handles",
 ]
 
 _LOG = logging.getLogger(__name__)
 _GPU = re.compile(r"^[A-Za-z0-9-]{1,128}$")
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """Columns of some tensors of an update, as requests have them."""
-
-    names: tuple[str, ...]
-    dtypes: tuple[str, ...]
-    shapes: tuple[tuple[int, ...], ...]
-    sizes: tuple[int, ...]
-    offsets: tuple[int, ...]
-
-    @classmethod
-    def of(cls, manifest: WeightUpdateManifest, names: Iterable[str]) -> "Layout":
-        """What the manifest says about the tensors of these names."""
-        table, names = manifest.table, tuple(names)
-        rows = [table.rows[name] for name in names]
-        shapes = tuple(tuple(table.shapes[row]) for row in rows)
-        return cls(
-            names=names,
-            dtypes=tuple(table.dtypes[row] for row in rows),
-            shapes=shapes,
-            sizes=tuple(prod(shape) for shape in shapes),
-            offsets=tuple(table.offsets[row] for row in rows),
-        )
 
 
 class BatchPlan:
@@ -120,7 +93,13 @@ class InferenceClient(Protocol):
 class WeightTransferSender(ABC):
     """Sends one rank's chunks. Every rank of the trainer makes one, and calls it in every sync."""
 
-    @abstractmethod
+    _is_sending = True
+    """Whether this rank calls the engines."""
+
+    def __init__(self, clean_up: CleanUp | None = None) -> None:
+        """Run the steps of `clean_up` after each sync; None for one rank on a CPU."""
+        self._clean_up = clean_up or CleanUp()
+
     async def send_chunks(
         self,
         chunks: Iterable[WeightChunk],
@@ -143,9 +122,25 @@ class WeightTransferSender(ABC):
             The manifest; None on a rank that publishes nothing.
 
         Raises:
+            GroupAborted: the sync failed on another rank, or that rank is gone.
             Exception: whatever failed, unchanged; the update is withdrawn.
 
         """
+        client = inference_client if self._is_sending else None
+        async with self._clean_up.around(chunks, client):
+            return await self._send(
+                chunks,
+                inference_client,
+                weight_version=weight_version,
+                metadata=metadata,
+                trainable=trainable,
+            )
+
+    @abstractmethod
+    async def _send(
+        self, chunks: Iterable[WeightChunk], client: InferenceClient, **options: Any
+    ) -> WeightUpdateManifest | None:
+        """This rank's part of a sync, before the clean-up."""
 
     def close(self) -> None:  # noqa: B027 - not every rank has something to close
         """Release everything; engines keep what they installed. Idempotent."""
@@ -162,30 +157,14 @@ class WeightTransferSender(ABC):
 class HelperTransferSender(WeightTransferSender):
     """A rank that takes part in the collectives of its extractor, and sends nothing itself."""
 
-    def __init__(self, clean_up: CleanUp) -> None:
-        """Learn from `clean_up` whether the sending rank failed."""
-        self._clean_up = clean_up
+    _is_sending = False
 
-    async def send_chunks(
-        self,
-        chunks: Iterable[WeightChunk],
-        inference_client: InferenceClient,
-        *,
-        weight_version: int | None = None,
-        metadata: Mapping[str, JSONValue] | None = None,
-        trainable: Iterable[str] | None = None,
-    ) -> WeightUpdateManifest | None:
-        """Go over the chunks, and wait for the end of the sync.
-
-        Raises:
-            GroupAborted: the sync failed on the sending rank, or that rank is gone.
-
-        """
-        del inference_client, weight_version, metadata, trainable
-        async with _Ending(self._clean_up, chunks, client=None):
-            for chunk in chunks:
-                del chunk  # free its memory before the next one is gathered
-        return None
+    async def _send(
+        self, chunks: Iterable[WeightChunk], client: InferenceClient, **options: Any
+    ) -> None:
+        del client, options
+        for chunk in chunks:
+            del chunk  # free its memory before the next one is gathered
 
 
 class BridgeTransferSender(WeightTransferSender):
@@ -207,7 +186,7 @@ class BridgeTransferSender(WeightTransferSender):
         """Publish through `bridge`.
 
         Args:
-            bridge: this rank's, which nobody else publishes with.
+            bridge: this rank's; nothing else publishes through it.
             request_type: what the engines are sent.
             threshold_nbytes: bytes of a batch; a module that is larger goes alone.
             clean_up: the steps after each sync; None for one rank on a CPU.
@@ -217,52 +196,37 @@ class BridgeTransferSender(WeightTransferSender):
             ValueError: one below 1.
 
         """
+        super().__init__(clean_up)
         self.bridge = bridge
         self._request_type = request_type
         self._threshold_nbytes = checked_threshold(threshold_nbytes)
-        self._clean_up = clean_up or CleanUp()
         self._latest: tuple[WeightUpdateManifest, list[WeightUpdateRequest]] | None = None
 
-    async def send_chunks(
-        self,
-        chunks: Iterable[WeightChunk],
-        inference_client: InferenceClient,
-        *,
-        weight_version: int | None = None,
-        metadata: Mapping[str, JSONValue] | None = None,
-        trainable: Iterable[str] | None = None,
+    async def _send(
+        self, chunks: Iterable[WeightChunk], client: InferenceClient, **options: Any
     ) -> WeightUpdateManifest:
-        """Publish, and send the batches one after the other. See `WeightTransferSender`."""
+        """Publish, and send the batches one after the other."""
         plan = BatchPlan(self._threshold_nbytes)
-        published: list[WeightUpdateManifest] = []
-        async with _Ending(self._clean_up, chunks, client=inference_client):
-            version = self._next_version() if weight_version is None else weight_version
-            try:
-                published.append(
-                    self._publish(
-                        plan.noting(chunks),
-                        weight_version=version,
-                        metadata=metadata,
-                        trainable=trainable,
-                    )
-                )
-                requests = self._requests(published[0], plan.cut())
-                for request in requests:
-                    await inference_client.update_named_weights(request)
-            except BaseException as error:
-                if published:
-                    await self._withdraw(published[0], error, inference_client)
-                raise
-            previous, self._latest = self._latest, (published[0], requests)
-            if previous is not None:
-                self.bridge.release(previous[0].update_id)
-            _LOG.info(
-                "version %d: %d bytes in %d batches",
-                version,
-                published[0].total_nbytes,
-                len(requests),
-            )
-        return published[0]
+        if options["weight_version"] is None:
+            options["weight_version"] = self._next_version()
+        manifest = self._publish(plan.noting(chunks), **options)
+        try:
+            requests = self._requests(manifest, plan.cut())
+            for request in requests:
+                await client.update_named_weights(request)
+        except BaseException as error:
+            await self._withdraw(manifest, error, client)
+            raise
+        previous, self._latest = self._latest, (manifest, requests)
+        if previous is not None:
+            self.bridge.release(previous[0].update_id)
+        _LOG.info(
+            "version %d: %d bytes in %d batches",
+            manifest.weight_version,
+            manifest.total_nbytes,
+            len(requests),
+        )
+        return manifest
 
     async def send_latest(self, inference_client: InferenceClient) -> WeightUpdateManifest:
         """Send the latest update to engines that joined after it; nothing is published.
@@ -301,25 +265,24 @@ class BridgeTransferSender(WeightTransferSender):
         self, manifest: WeightUpdateManifest, batches: Sequence[tuple[str, ...]]
     ) -> list[WeightUpdateRequest]:
         return [
-            self._request(
-                Layout.of(manifest, names),
+            self._request_type(
                 update_id=manifest.update_id,
                 weight_version=manifest.weight_version,
                 batch=index,
                 num_batches=len(batches),
                 manifest=manifest.to_json() if index == 0 else None,
+                **columns_of(manifest, names),
+                **self._more_fields(manifest, names, index),
             )
             for index, names in enumerate(batches)
         ]
 
-    def _request(self, layout: Layout, **fields: Any) -> WeightUpdateRequest:
-        return self._request_type(
-            **fields,
-            names=layout.names,
-            dtypes=layout.dtypes,
-            shapes=layout.shapes,
-            sizes=layout.sizes,
-        )
+    def _more_fields(
+        self, manifest: WeightUpdateManifest, names: tuple[str, ...], index: int
+    ) -> dict[str, Any]:
+        """Fields that only this kind of request has."""
+        del manifest, names, index
+        return {}
 
     async def _withdraw(
         self, manifest: WeightUpdateManifest, error: BaseException, client: InferenceClient
@@ -346,38 +309,6 @@ class BridgeTransferSender(WeightTransferSender):
             await client.update_named_weights(request)
         except Exception as second:  # noqa: BLE001 - the first failure is what the caller gets
             error.add_note(f"rl_bridge: engines could not be told that it ended: {second}")
-
-
-class _Ending:
-    """Runs the clean-up after a sync, also if the sync failed."""
-
-    def __init__(
-        self, clean_up: CleanUp, chunks: Iterable[WeightChunk], *, client: InferenceClient | None
-    ) -> None:
-        self._clean_up = clean_up
-        self._chunks = chunks
-        self._reset = getattr(client, "reset_prefix_cache", None)
-
-    async def __aenter__(self) -> None:
-        """Begin."""
-        self._clean_up.begin()
-
-    async def __aexit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        """Clean up; if the sync failed, the caller gets its error."""
-        failure = "" if error is None else describe(error)
-        self._clean_up.read_out(self._chunks, error)
-        try:
-            await self._clean_up.run(failure, delete=self._delete, reset_prefix_cache=self._reset)
-        except Exception as second:
-            if error is None:
-                raise
-            error.add_note(f"rl_bridge: the clean-up failed, too: {describe(second)}")
-
-    def _delete(self) -> None:
-        # A generator that was not read to its end holds a chunk.
-        close = getattr(self._chunks, "close", None)
-        if callable(close):
-            close()
 
 
 def merge_handles(bodies: Sequence[dict[str, object]]) -> tuple[GPUHandle, ...]:
@@ -500,11 +431,14 @@ class CudaIpcTransferSender(BridgeTransferSender):
         if self._is_sending:
             await super()._abandon(manifest, error, client)
 
-    def _request(self, layout: Layout, **fields: Any) -> WeightUpdateRequest:
+    def _more_fields(
+        self, manifest: WeightUpdateManifest, names: tuple[str, ...], index: int
+    ) -> dict[str, Any]:
         handles = self._handles
-        if fields["batch"] > 0:
+        if index > 0:
             handles = tuple(GPUHandle(gpu=one.gpu, handle=one.handle) for one in handles)
-        return super()._request(layout, **fields, handles=handles, offsets=layout.offsets)
+        table = manifest.table
+        return {"handles": handles, "offsets": [table.offsets[table.rows[name]] for name in names]}
 
 
 def _require_all(bodies: list[dict[str, object]]) -> None:

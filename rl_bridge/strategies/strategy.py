@@ -6,7 +6,7 @@ but the config. Senders, receivers, memory and sockets are made by the process t
 """
 
 import logging
-from abc import ABC, abstractmethod
+from abc import ABC
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
@@ -161,6 +161,7 @@ class WeightTransferStrategy(ABC):
 
     transport: ClassVar[str]
     request_type: ClassVar[type[WeightUpdateRequest]]
+    init_info_type: ClassVar[type] = EmptyWeightSyncInitInfo
 
     def __init__(self, config: WeightTransferConfig) -> None:
         """Keep the config."""
@@ -237,11 +238,16 @@ class WeightTransferStrategy(ABC):
             bridge.close()
             raise
 
-    # ---- what a subclass writes
-
-    @abstractmethod
     def _check_info(self, init_info: object) -> None:
         """Refuse another strategy's init info."""
+        if not isinstance(init_info, self.init_info_type):
+            msg = (
+                f"{type(self).__name__} got a {type(init_info).__name__}, not what its "
+                "create_init_info makes. Make strategies from the same config on all sides."
+            )
+            raise MalformedManifest(msg)
+
+    # ---- what a subclass may change
 
     def _make_sender(
         self, rank: int, exchange: GroupExchange | None, clean_up: CleanUp
@@ -250,11 +256,14 @@ class WeightTransferStrategy(ABC):
         if rank != 0:
             return HelperTransferSender(clean_up)
         return BridgeTransferSender(
-            self._trainer_bridge(rank),
+            self._sending_bridge(),
             self.request_type,
             threshold_nbytes=self.config.threshold_nbytes,
             clean_up=clean_up,
         )
+
+    def _sending_bridge(self) -> TensorBridge:
+        return self._trainer_bridge(0)
 
     def _make_receiver(self, bridge: TensorBridge) -> BridgeTransferReceiver:
         return BridgeTransferReceiver(bridge)
@@ -272,22 +281,14 @@ class WeightTransferStrategy(ABC):
         )
 
 
-class _WithoutInitInfo(WeightTransferStrategy):
-    """Manifests say where the bytes are; engines need to know nothing before."""
-
-    def _check_info(self, init_info: object) -> None:
-        if not isinstance(init_info, EmptyWeightSyncInitInfo):
-            raise MalformedManifest(_foreign(self, init_info))
-
-
-class SharedMemoryTransferStrategy(_WithoutInitInfo):
+class SharedMemoryTransferStrategy(WeightTransferStrategy):
     """Trainer and engines share a machine, weights lie on the CPU."""
 
     transport = "shared-memory"
     request_type = SharedMemoryWeightUpdateRequest
 
 
-class CudaIpcTransferStrategy(_WithoutInitInfo):
+class CudaIpcTransferStrategy(WeightTransferStrategy):
     """Trainer and engines share GPUs: every rank publishes on its own, engines open their GPU's."""
 
     transport = "cuda-vmm"
@@ -323,6 +324,7 @@ class BroadcastTransferStrategy(WeightTransferStrategy):
 
     transport = "broadcast"
     request_type = BroadcastWeightUpdateRequest
+    init_info_type = TorchDistributedWeightSyncInitInfo
 
     def __init__(self, config: WeightTransferConfig) -> None:
         """Keep the config."""
@@ -332,7 +334,8 @@ class BroadcastTransferStrategy(WeightTransferStrategy):
     async def create_init_info(self) -> WeightSyncInitInfo:
         """Open the group, in the process that will send."""
         if self._opened is None:
-            bridge = self._trainer_bridge(0, **self._group_options())
+            size = None if self.config.is_elastic else self.config.world_size
+            bridge = self._trainer_bridge(0, backend=self.config.wire_backend, world_size=size)
             assert isinstance(bridge, BroadcastTensorBridge)
             self._opened = bridge
         try:
@@ -346,16 +349,7 @@ class BroadcastTransferStrategy(WeightTransferStrategy):
         """Travel as the config alone: the open group belongs to this process."""
         return {"config": self.config, "_opened": None}
 
-    def _group_options(self) -> dict[str, object]:
-        size = None if self.config.is_elastic else self.config.world_size
-        return {"backend": self.config.wire_backend, "world_size": size}
-
-    def _make_sender(
-        self, rank: int, exchange: GroupExchange | None, clean_up: CleanUp
-    ) -> WeightTransferSender:
-        del exchange
-        if rank != 0:
-            return HelperTransferSender(clean_up)
+    def _sending_bridge(self) -> TensorBridge:
         bridge, self._opened = self._opened, None
         if bridge is None:
             msg = (
@@ -363,12 +357,7 @@ class BroadcastTransferStrategy(WeightTransferStrategy):
                 "process that sends, then create_sender in the same one, once."
             )
             raise WeightBridgeUnavailableError(msg)
-        return BridgeTransferSender(
-            bridge,
-            self.request_type,
-            threshold_nbytes=self.config.threshold_nbytes,
-            clean_up=clean_up,
-        )
+        return bridge
 
     def _make_receiver(self, bridge: TensorBridge) -> BridgeTransferReceiver:
         assert isinstance(bridge, BroadcastTensorBridge)
@@ -379,10 +368,6 @@ class BroadcastTransferStrategy(WeightTransferStrategy):
         assert isinstance(init_info, TorchDistributedWeightSyncInitInfo)
         mine = init_info.model_copy(update={"rank_offset": rank_offset})
         return {"backend": init_info.backend, "init_info": mine}
-
-    def _check_info(self, init_info: object) -> None:
-        if not isinstance(init_info, TorchDistributedWeightSyncInitInfo):
-            raise MalformedManifest(_foreign(self, init_info))
 
 
 _STRATEGIES: dict[str, type[WeightTransferStrategy]] = {
@@ -410,10 +395,3 @@ def _gpu_uuid(device: object) -> str:
         raise WeightBridgeUnavailableError(msg)
     ordinal = device if isinstance(device, int) else torch.cuda.current_device()
     return str(torch.cuda.get_device_properties(ordinal).uuid)
-
-
-def _foreign(strategy: WeightTransferStrategy, given: object) -> str:
-    return (
-        f"{type(strategy).__name__} got a {type(given).__name__}, not what its create_init_info "
-        "makes. Make strategies from the same config on all sides."
-    )

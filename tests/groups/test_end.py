@@ -62,7 +62,7 @@ def test_many_updates_leave_nothing_behind() -> None:
         def update() -> None:
             version = next(versions)
             manifest = group.publish(shards(version), version)
-            executor.update_weights(manifest)  # type: ignore[arg-type]
+            executor.update_weights(manifest)
             assert torch.equal(engine["embed"], model(SHAPES, version)["embed"][4:])
             group.release(manifest)
 

@@ -95,7 +95,7 @@ def test_an_executor_takes_a_group_as_it_is(mode: str) -> None:
         executor = RolloutExecutor(weight_bridge=bridge, weight_install_adapter=adapter)
         for version in (1, 2, 3):
             manifest = group.publish(shards(version), version)
-            executor.update_weights(manifest)  # type: ignore[arg-type]  # what this bridge takes
+            executor.update_weights(manifest)
             assert same(engine, expected(version))
             assert executor.active_weight_version == version
             assert executor.active_weight_update_id == manifest.update_id
@@ -116,11 +116,11 @@ def test_a_failed_install_leaves_the_version_before() -> None:
     with trainers(2) as group, GroupBridge(parallel(tensor=HALF)) as bridge:
         adapter = Failing(engine)
         executor = RolloutExecutor(weight_bridge=bridge, weight_install_adapter=adapter)
-        executor.update_weights(group.publish(shards(1), 1))  # type: ignore[arg-type]
+        executor.update_weights(group.publish(shards(1), 1))
         adapter.fails = True
         second = group.publish(shards(2), 2)
         with pytest.raises(OSError, match="no more"):
-            executor.update_weights(second)  # type: ignore[arg-type]
+            executor.update_weights(second)
         assert same(engine, expected(1))
         assert executor.active_weight_version == 1
         for publisher in group.publishers:
@@ -128,7 +128,7 @@ def test_a_failed_install_leaves_the_version_before() -> None:
             assert report.state == "rejected"
             assert "no more" in (report.reason or "")
         adapter.fails = False
-        executor.update_weights(group.publish(shards(3), 3))  # type: ignore[arg-type]
+        executor.update_weights(group.publish(shards(3), 3))
         assert same(engine, expected(3))
 
 
@@ -162,8 +162,8 @@ def test_assemblies_of_the_same_wish_are_held_against_each_other() -> None:
         other = slices({"embed": [slice(4, 8)]})
         liar = stack.enter_context(GroupBridge(other))
         liar.import_update(manifest)
-        known = liar.consumer.end._groups  # type: ignore[attr-defined]
-        known[manifest.update_id][1]["wanted"] = engines[0].plan(manifest.layout).wanted_digest
+        known = liar.consumer.end._groups
+        known[manifest.update_id][1]["wanted"] = engines[0].plan(manifest.layout).wanted_digest  # type: ignore[index]
         liar.acknowledge(manifest)
         with pytest.raises(ChecksumMismatch, match="wanted the same and assembled different bytes"):
             publisher.assembled_roots(manifest)

@@ -23,7 +23,6 @@ from rl_bridge.errors import (
 from rl_bridge.groups import GroupBridge
 from rl_bridge.groups import assembly as group_landing
 from rl_bridge.groups.assembly import Assembly, LandingPlan
-from rl_bridge.groups.bridge import GroupEnd
 from rl_bridge.groups.plan import make_plan
 from rl_bridge.groups.wanted import (
     TensorParallel,
@@ -164,7 +163,7 @@ def flat(num: int) -> list[Shards]:
 
 
 def ring_of(bridge: GroupBridge) -> list[Slot]:
-    end = cast("GroupEnd", bridge.consumer.end)
+    end = bridge.consumer.end
     assert end._ring is not None
     return end._ring[1]._ring._slots
 
@@ -347,7 +346,7 @@ def test_room_where_bytes_may_yet_land_is_nobody_elses(
         third = group.publish(shards(3), 3)
         with pytest.raises(SlotsExhausted, match="may still write to one"):
             bridge.import_update(third)
-        cast("GroupEnd", bridge.consumer.end)._ring[1].abandon(late[0])  # type: ignore[index]
+        bridge.consumer.end._ring[1].abandon(late[0])  # type: ignore[index]
         assert torch.equal(bridge.import_update(third)["big"], model(SHAPES, 3)["big"])
     assert len(sky.landed) == 2
 

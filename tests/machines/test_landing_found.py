@@ -28,7 +28,7 @@ def shards(version: int) -> list[Shards]:
 
 
 def end_of(bridge: GroupBridge) -> GroupEnd:
-    return cast("GroupEnd", bridge.consumer.end)
+    return bridge.consumer.end
 
 
 def nixl_of(bridge: GroupBridge) -> NIXLConsumer:

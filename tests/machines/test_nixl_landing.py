@@ -11,7 +11,6 @@ import torch
 
 from rl_bridge.errors import StaleUpdate, TransferTimeout, WeightBridgeError
 from rl_bridge.groups import GroupBridge, GroupManifest
-from rl_bridge.groups.bridge import GroupEnd
 from rl_bridge.memory import vm
 from rl_bridge.memory.slots import ARRIVING, Slot
 from rl_bridge.testing.processes import Child, until
@@ -36,12 +35,12 @@ def shards(version: int) -> list[Shards]:
 
 
 def consumer_of(bridge: GroupBridge) -> NIXLConsumer:
-    end = cast("GroupEnd", bridge.consumer.end)
+    end = bridge.consumer.end
     return cast("NIXLConsumer", end._ends["nixl"])
 
 
 def ring_of(bridge: GroupBridge) -> list[Slot]:
-    end = cast("GroupEnd", bridge.consumer.end)
+    end = bridge.consumer.end
     assert end._ring is not None
     return end._ring[1]._ring._slots
 

@@ -9,14 +9,18 @@ import torch
 
 from rl_bridge import ModuleInstallAdapter
 from rl_bridge.ray import (
+    EndpointOptions,
     FleetUpdate,
     PublisherEndpoint,
     RolloutEndpoint,
     RolloutFleet,
+    WeightPublisherActor,
     calls,
     trainers,
 )
 from rl_bridge.ray.pairing import EndpointFacts
+from rl_bridge.ray.publisher_endpoint import MakeChannel
+from rl_bridge.trainers.state_dict import Source
 
 __all__ = ["NEVER_S", "TIMEOUT_S", "Actor", "Cluster", "Elsewhere", "Rollout", "Run", "Trainer"]
 
@@ -84,7 +88,7 @@ class Cluster:
 
 
 class Actor:
-    """Its methods are those of a side, by the names that actors have for them.
+    """Its methods are those of an endpoint, by the names that actors have for them.
 
     Attributes:
         takes_s: method -> how long its answer takes; one that never answers does nothing either.
@@ -92,28 +96,48 @@ class Actor:
 
     """
 
-    def __init__(self, cluster: Cluster, side: Any, names: dict[str, str]) -> None:
-        self.side = side
+    def __init__(self, cluster: Cluster, names: dict[str, str] | None = None) -> None:
         self.takes_s: dict[str, float] = {}
         self.is_lost = False
         self._cluster = cluster
         self._names = names
 
+    @property
+    def target(self) -> Any:
+        """Whose methods are called."""
+        raise NotImplementedError
+
     def __getattr__(self, name: str) -> Any:
-        if name not in self._names:
+        if name.startswith("_") or (self._names is not None and name not in self._names):
             raise AttributeError(name)
         return SimpleNamespace(remote=lambda *given: self._call(name, given))
 
     def _call(self, name: str, given: tuple[Any, ...]) -> Call:
-        takes_s = self.takes_s.get(name, 0.0)
+        asked = given[1] if name == "for_weight_fleet" else name
+        takes_s = self.takes_s.get(asked, 0.0)
         if takes_s >= NEVER_S:
             return Call(lambda: None, NEVER_S)
-        method = _die if self.is_lost else getattr(self.side, self._names[name])
-        return Call(lambda: method(*given), self._cluster.now_s + takes_s)
+        method = name if self._names is None else self._names[name]
+        called = _die if self.is_lost else getattr(self.target, method)
+        return Call(lambda: called(*given), self._cluster.now_s + takes_s)
 
 
 def _die(*_given: object) -> None:
     raise RayError
+
+
+class Learner(WeightPublisherActor):
+    """A trainer of one dict of weights."""
+
+    def __init__(self, trainer: "Trainer", kind: type[PublisherEndpoint]) -> None:
+        self._trainer, self._kind = trainer, kind
+
+    def weights_to_publish(self) -> Source:
+        return self._trainer.weights
+
+    def _make_endpoint(self, rank: int, make_channel: MakeChannel | None) -> PublisherEndpoint:
+        options = EndpointOptions(rank=rank, address=self._trainer.address)
+        return self._kind(self.weights_to_publish, options, make_channel=make_channel)
 
 
 class Trainer(Actor):
@@ -122,33 +146,31 @@ class Trainer(Actor):
     Attributes:
         weights: the dict.
         address: where it listens, from its next start on.
+        target: the actor's own object.
 
     """
 
+    target: Any = None
+
     def __init__(self, cluster: Cluster) -> None:
+        super().__init__(cluster)
         self.weights = {"a": torch.arange(6.0)}
         self.address = "127.0.0.1"
-        names = {
-            "weight_facts": "facts",
-            "weight_announcement": "announcement",
-            "serve_weights": "serve",
-            "publish_weights": "publish",
-            "drop_weights": "drop",
-        }
-        super().__init__(cluster, self._new_side(), names)
+        self.target = Learner(self, PublisherEndpoint)
 
-    def start_anew(self) -> None:
+    @property
+    def side(self) -> PublisherEndpoint:
+        endpoint: PublisherEndpoint = self.target._publisher_endpoint()
+        return endpoint
+
+    def start_anew(self, kind: type[PublisherEndpoint] = PublisherEndpoint) -> None:
         """As Ray does: nothing is left of what it published and opened."""
-        self.side.close()
-        self.side = self._new_side()
+        self.target.close_weights()
+        self.target = Learner(self, kind)
 
     def move(self) -> None:
         """As Ray does where a machine is lost: started anew on another one."""
-        self.side.close()
-        self.side = _FarTrainer(lambda: self.weights, address=self.address)
-
-    def _new_side(self) -> PublisherEndpoint:
-        return PublisherEndpoint(lambda: self.weights, address=self.address)
+        self.start_anew(_FarTrainer)
 
 
 class Rollout(Actor):
@@ -167,7 +189,12 @@ class Rollout(Actor):
             "update_weights": "update",
             "weight_status": "status",
         }
-        super().__init__(cluster, self._new_side(), names)
+        super().__init__(cluster, names)
+        self.side = self._new_side()
+
+    @property
+    def target(self) -> Any:
+        return self.side
 
     def start_anew(self) -> None:
         """As Ray does: it has not joined."""

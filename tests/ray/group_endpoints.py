@@ -11,7 +11,7 @@ from rl_bridge.bridge.tensor_bridge import TensorBridge
 from rl_bridge.groups.exchange import StoreExchange
 from rl_bridge.groups.wanted import TensorParallel, parallel
 from rl_bridge.manifest.parallel import Placement
-from rl_bridge.ray import PublisherEndpoint, RolloutEndpoint
+from rl_bridge.ray import EndpointOptions, PublisherEndpoint, RolloutEndpoint
 from rl_bridge.ray.calls import Announcement, RolloutAnswer
 from rl_bridge.ray.pairing import PairChoice
 from rl_bridge.ray.publisher_endpoint import GroupChannel
@@ -43,7 +43,7 @@ class Rank:
         self.tensors: dict[str, torch.Tensor] = {}
         self.train(0)
         self.side = PublisherEndpoint(
-            lambda: self.tensors, rank=rank, make_channel=self.made_on(store)
+            lambda: self.tensors, EndpointOptions(rank=rank), make_channel=self.made_on(store)
         )
 
     def made_on(self, store: Any) -> Callable[[str, TensorBridge], GroupChannel]:

@@ -142,7 +142,7 @@ class Run:
         self.version = 0
 
     def fleet(self) -> RolloutFleet:
-        made = RolloutFleet(self.ranks, timeout_s=TIMEOUT_S)
+        made = RolloutFleet(self.ranks, timeout_s=TIMEOUT_S, take_over=True)
         made.join("one", self.rollout)
         return made
 

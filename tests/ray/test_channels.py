@@ -92,7 +92,7 @@ def test_a_rollout_whose_first_install_on_another_channel_is_late_gets_the_next_
         answer: bytes = joins(choice)
         return answer
 
-    moved.side.join = late
+    moved.side.join = late  # type: ignore[method-assign]
     assert list(run.update().lost) == ["moved"]
     moved.takes_s.clear()
     run.update().require_all()
@@ -127,7 +127,7 @@ def test_a_channel_that_cannot_be_dropped_holds_no_version_up(
     def drop(channel: str) -> None:
         raise OSError(channel)
 
-    run.trainer.side.drop = drop
+    run.trainer.side.drop = drop  # type: ignore[method-assign]
     run.fleet.leave("far")
     run.update().require_all()
     assert "was not dropped: broadcast" in caplog.text

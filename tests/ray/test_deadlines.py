@@ -45,7 +45,7 @@ def test_a_rollout_that_hangs_has_one_manifest_to_take_and_then_the_last_one(run
         answer: bytes = installs(manifest)
         return answer
 
-    rollout.side.update = install
+    rollout.side.update = install  # type: ignore[method-assign]
     rollout.takes_s["update_weights"] = 2.5 * TIMEOUT_S
     for _ in range(2):
         assert {type(error) for error in run.update().lost.values()} == {DeadlineExceeded}

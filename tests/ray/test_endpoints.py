@@ -19,7 +19,7 @@ from rl_bridge import (
 )
 from rl_bridge.bridge.executor import RolloutExecutor
 from rl_bridge.errors import BridgeClosed, MalformedManifest, VersionNotMonotonic
-from rl_bridge.ray import PublisherEndpoint, RolloutEndpoint
+from rl_bridge.ray import EndpointOptions, PublisherEndpoint, RolloutEndpoint
 from rl_bridge.ray.calls import Announcement, RolloutAnswer
 from rl_bridge.ray.fleet import FleetUpdate
 from rl_bridge.ray.pairing import EndpointFacts, PairChoice, choose_transport
@@ -313,7 +313,7 @@ def test_a_late_channel_gets_the_sealed_version_and_not_the_weights_of_now(
 
 
 def test_a_channel_that_is_opened_again_gets_the_version_of_now(tmp_path: Path) -> None:
-    side = PublisherEndpoint(weights, state_dir=str(tmp_path))
+    side = PublisherEndpoint(weights, EndpointOptions(state_dir=str(tmp_path)))
     side.serve(BROADCAST)
     side.publish(3)
     side.drop("broadcast")
@@ -325,10 +325,10 @@ def test_a_channel_that_is_opened_again_gets_the_version_of_now(tmp_path: Path) 
 
 def test_a_trainer_that_comes_back_goes_on_behind_its_last_version(tmp_path: Path) -> None:
     for version in (3, 4):
-        side = PublisherEndpoint(weights, state_dir=str(tmp_path))
+        side = PublisherEndpoint(weights, EndpointOptions(state_dir=str(tmp_path)))
         side.publish(version)
         side.close()
-    side = PublisherEndpoint(weights, state_dir=str(tmp_path))
+    side = PublisherEndpoint(weights, EndpointOptions(state_dir=str(tmp_path)))
     with pytest.raises(VersionNotMonotonic, match="4 came after 4"):
         side.publish(4)
     side.close()
@@ -371,7 +371,7 @@ def test_many_versions_hold_no_more_than_two_slots(trainer: Trainer) -> None:
 
 def test_tensors_that_train_on_are_no_place_for_the_version_before() -> None:
     with pytest.raises(ValueError, match="'nixl': in_place=True, expected False"):
-        PublisherEndpoint(weights, options={"nixl": {"in_place": True}})
+        EndpointOptions(transports={"nixl": {"in_place": True}})
 
 
 def test_what_a_stranger_sends_is_refused(trainer: Trainer) -> None:
@@ -387,7 +387,7 @@ def test_what_a_stranger_sends_is_refused(trainer: Trainer) -> None:
     ("told", "why"),
     [
         ({"error": "OutOfMemoryError", "message": "no room"}, "OutOfMemoryError: no room"),
-        ({"active_version": 5, "active_root": "b"}, "it holds 5: that came through another fleet"),
+        ({"active_version": 5, "active_root": "b"}, "it holds 5: another driver had it install"),
         ({"outcome": "unjoined"}, "it holds None: it was started anew meanwhile"),
     ],
     ids=["refused", "of_another_fleet", "started_anew"],

@@ -1,24 +1,49 @@
-"""Two fleets of one trainer, side by side or one behind the other."""
+"""One fleet at a time has a trainer: the second one is refused, or takes it over."""
 
 import pytest
 
-from rl_bridge.errors import GroupAborted
+from rl_bridge.errors import GroupAborted, SessionRefused
+from rl_bridge.processes import process_name
 from rl_bridge.ray import RolloutFleet
 from tests.ray.actors import TIMEOUT_S, Elsewhere, Rollout, Run
 
 
-def test_who_joins_gets_the_version_that_another_fleet_had_published(run: Run) -> None:
-    other = RolloutFleet(run.trainer, timeout_s=TIMEOUT_S)
-    run.join("here")
+def next_fleet(run: Run, *, take_over: bool = True) -> RolloutFleet:
+    return RolloutFleet(run.trainer, timeout_s=TIMEOUT_S, take_over=take_over)
+
+
+def test_a_second_fleet_is_refused_by_the_name_of_the_driver_that_has_the_trainer(
+    run: Run,
+) -> None:
+    run.join("near")
     run.update().require_all()
-    run.rollouts["there"] = Rollout(run.cluster)
-    other.join("there", run.rollouts["there"])
-    assert (other.weight_version, other.routable) == (1, ("there",))
+    with pytest.raises(SessionRefused, match="has this trainer, and one fleet at a time") as caught:
+        next_fleet(run, take_over=False)
+    assert process_name() in str(caught.value)
     run.update().require_all()
-    run.rollouts["late"] = Rollout(run.cluster)
-    other.join("late", run.rollouts["late"])
-    assert (other.weight_version, other.routable) == (2, ("late",))
-    other.update(3).require_all()
+
+
+def test_a_fleet_whose_trainer_was_taken_over_publishes_nothing_more(run: Run) -> None:
+    run.join("near")
+    run.update().require_all()
+    other = next_fleet(run)
+    other.join("near", run.rollouts["near"])
+    for call in (run.update, lambda: run.fleet.join("late", Rollout(run.cluster))):
+        with pytest.raises(SessionRefused, match="has this trainer"):
+            call()
+    assert (other.weight_version, other.routable) == (1, ("near",))
+    other.update(7).require_all()
+
+
+def test_a_fleet_that_is_closed_leaves_the_trainer_and_its_version_to_the_next_one(
+    run: Run,
+) -> None:
+    run.join("near")
+    run.update().require_all()
+    run.fleet.close()
+    with next_fleet(run, take_over=False) as fleet:
+        fleet.join("near", run.rollouts["near"])
+        assert (fleet.weight_version, fleet.routable) == (1, ("near",))
 
 
 def test_channels_of_a_driver_that_is_gone_go_with_the_first_update_of_the_next_one(
@@ -27,7 +52,7 @@ def test_channels_of_a_driver_that_is_gone_go_with_the_first_update_of_the_next_
     run.join("near")
     run.join("far", kind=Elsewhere)
     run.update().require_all()
-    run.fleet = RolloutFleet(run.trainer, timeout_s=TIMEOUT_S)
+    run.fleet = next_fleet(run)
     run.fleet.join("near", run.rollouts["near"])
     run.update().require_all()
     assert run.channels == ["shared-memory"]
@@ -37,35 +62,19 @@ def test_rollouts_of_a_driver_that_was_started_anew_find_their_channels(run: Run
     run.join("near")
     run.join("far", kind=Elsewhere)
     run.update().require_all()
-    channel = run.trainer.side._channels["broadcast"]
-    run.fleet = RolloutFleet(run.trainer, timeout_s=TIMEOUT_S)
+    bridge = run.trainer.side._channels["broadcast"].bridge
+    run.fleet = next_fleet(run)
     for name, rollout in run.rollouts.items():
         run.fleet.join(name, rollout)
     run.update().require_all()
-    assert run.trainer.side._channels["broadcast"] is channel
-
-
-def test_rollouts_of_another_fleet_that_lives_join_again(run: Run) -> None:
-    run.join("far", kind=Elsewhere)
-    run.update().require_all()
-    other = RolloutFleet(run.trainer, timeout_s=TIMEOUT_S)
-    run.rollouts["near"] = Rollout(run.cluster)
-    other.join("near", run.rollouts["near"])
-    other.update(2).require_all()
-    run.version = 2
-    for _ in range(2):
-        run.update().require_all()
-    assert run.fleet.routable == ("far",)
-    assert run.channels == ["broadcast", "shared-memory"]
-    other.update(5).require_all()
-    assert run.channels == ["broadcast", "shared-memory"]
+    assert run.trainer.side._channels["broadcast"].bridge is bridge
 
 
 def test_a_trainer_whose_own_gathering_is_aborted_keeps_its_channels(run: Run) -> None:
     """It publishes alone, of ranks that it knows and that the fleet does not."""
     run.join("near")
     run.update().require_all()
-    channel = run.trainer.side._channels["shared-memory"]
+    bridge = run.trainer.side._channels["shared-memory"].bridge
     with pytest.MonkeyPatch.context() as patch:
 
         def aborted(*_given: object) -> None:
@@ -75,4 +84,4 @@ def test_a_trainer_whose_own_gathering_is_aborted_keeps_its_channels(run: Run) -
         with pytest.raises(GroupAborted):
             run.update()
     run.update().require_all()
-    assert run.trainer.side._channels["shared-memory"] is channel
+    assert run.trainer.side._channels["shared-memory"].bridge is bridge

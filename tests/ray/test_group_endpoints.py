@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rl_bridge.errors import GroupAborted, IncompleteCoverage
-from rl_bridge.ray import PublisherEndpoint
+from rl_bridge.ray import EndpointOptions, PublisherEndpoint
 from rl_bridge.ray.calls import Announcement
 from tests.ray.group_endpoints import BROADCAST, MEMORY, TIMEOUT_S, HashStore, Rollout, Run
 
@@ -164,9 +164,8 @@ def test_ranks_that_name_one_directory_of_state_do_not_get_into_each_others_way(
     sides = []
     for rank in run.ranks:
         channels = rank.made_on(HashStore())
-        sides.append(
-            PublisherEndpoint(dict, rank=rank.rank, make_channel=channels, state_dir=str(tmp_path))
-        )
+        options = EndpointOptions(rank=rank.rank, state_dir=str(tmp_path))
+        sides.append(PublisherEndpoint(dict, options, make_channel=channels))
     for side in sides:
         side.close()
     assert sorted(one.name for one in tmp_path.iterdir()) == ["rank-0", "rank-1"]

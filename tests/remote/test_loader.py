@@ -9,7 +9,7 @@ from rl_bridge import TensorBridge, WeightUpdateManifest
 from rl_bridge.errors import UnknownUpdate, WeightUpdateRejectedError
 from rl_bridge.remote import RemoteWeightLoader
 from rl_bridge.strategies import AbandonedWeightUpdateRequest, SharedMemoryWeightUpdateRequest
-from rl_bridge.strategies.sender import Layout
+from rl_bridge.strategies.requests import columns_of
 from tests.helpers import weights
 from tests.remote.process import SidecarProcess
 
@@ -25,18 +25,14 @@ def requests(manifest: WeightUpdateManifest) -> list[SharedMemoryWeightUpdateReq
     names = list(manifest.table.rows)
     made = []
     for number, name in enumerate(names):
-        layout = Layout.of(manifest, (name,))
         made.append(
             SharedMemoryWeightUpdateRequest(
                 update_id=manifest.update_id,
                 weight_version=manifest.weight_version,
                 batch=number,
                 num_batches=len(names),
-                names=(name,),
-                dtypes=layout.dtypes,
-                shapes=layout.shapes,
-                sizes=layout.sizes,
                 manifest=None if number else manifest.to_json(),
+                **columns_of(manifest, (name,)),
             )
         )
     return made
@@ -75,7 +71,7 @@ def test_an_update_that_ended_takes_no_more_batches(
     with pytest.raises(WeightUpdateRejectedError, match="expected batch 1"):
         load(loader, [rest[0]])
     for late in (second, *rest):
-        with pytest.raises(UnknownUpdate, match="Send it again from its first batch"):
+        with pytest.raises(UnknownUpdate, match="Send the update again from its first batch"):
             load(loader, [late])
 
 

@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -59,8 +60,10 @@ class Run:
 
 
 @pytest.fixture
-def run(learner: Any) -> Run:
-    return Run(learner)
+def run(learner: Any) -> Iterator[Run]:
+    made = Run(learner)
+    with made.fleet:
+        yield made
 
 
 def test_every_rollout_gets_each_version_through_shared_memory(run: Run) -> None:

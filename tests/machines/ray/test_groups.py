@@ -38,7 +38,7 @@ class Run:
         self.version = 0
 
     def fleet(self) -> RolloutFleet:
-        made = RolloutFleet(self.owners, timeout_s=TIMEOUT_S)
+        made = RolloutFleet(self.owners, timeout_s=TIMEOUT_S, take_over=True)
         for name, actor in self.shares.items():
             assert made.join(name, actor).transport == "shared-memory"
         return made
@@ -114,7 +114,7 @@ def test_a_rank_that_hangs_is_named_and_the_group_goes_on_when_it_is_back(run: R
     run.update(run.fleet())
 
 
-def test_a_lost_store_ends_the_version_and_another_fleet_brings_another_one(run: Run) -> None:
+def test_a_lost_store_ends_the_version_and_the_fleet_makes_another_one(run: Run) -> None:
     fleet = run.fleet()
     run.update(fleet)
     before = run.version
@@ -122,7 +122,7 @@ def test_a_lost_store_ends_the_version_and_another_fleet_brings_another_one(run:
     with pytest.raises(GroupAborted, match="store"):
         fleet.update(run.train())
     assert run.all_hold(before)
-    run.update(run.fleet())
+    run.update(fleet)
 
 
 def test_a_rank_that_dies_ends_the_version_and_one_in_its_place_joins_the_group(run: Run) -> None:
