@@ -1,8 +1,8 @@
 """What actors of Ray do with bytes, tried without Ray: one publisher's side, many rollouts'."""
 
 import json
-import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -29,6 +29,9 @@ MEMORY = PairChoice(transport="shared-memory", reason="a test").to_json()
 BROADCAST = PairChoice(
     transport="broadcast", reason="a test", publisher_options={"address": "127.0.0.1"}
 ).to_json()
+
+
+TIMEOUT_S = 60.0
 
 
 def weights() -> dict[str, torch.Tensor]:
@@ -153,47 +156,38 @@ def test_an_update_that_comes_while_it_joins_waits_for_that(trainer: Trainer) ->
     """As in an actor that runs several methods at a time."""
     rollout = Rollout(None)
     _, manifests = trainer.side.publish(1)
-    answers: list[RolloutAnswer] = []
+    with ThreadPoolExecutor(1) as pool:
+        updates: list[Future[RolloutAnswer]] = []
 
-    def update() -> None:
-        answers.append(rollout.update(manifests["shared-memory"]))
+        def adapter() -> ModuleInstallAdapter:
+            updates.append(pool.submit(rollout.update, manifests["shared-memory"]))
+            # An update that does not wait would find no transport, and answer at once.
+            assert not wait(updates, 0.3).done
+            return ModuleInstallAdapter(rollout.engine)
 
-    thread = threading.Thread(target=update)
-
-    def adapter() -> ModuleInstallAdapter:
-        thread.start()
-        thread.join(0.3)  # who does not wait has answered by then
-        return ModuleInstallAdapter(rollout.engine)
-
-    rollout.side = RolloutEndpoint(adapter)
-    rollout.side.join(MEMORY)
-    thread.join(60)
-    assert [answer.outcome for answer in answers] == ["acknowledged"]
+        rollout.side = RolloutEndpoint(adapter)
+        rollout.side.join(MEMORY)
+        answer = updates[0].result(TIMEOUT_S)
+    assert answer.outcome == "acknowledged", answer
     rollout.side.close()
 
 
 def test_two_publishes_at_once_are_taken_in_turn(trainer: Trainer) -> None:
     """As in an actor that runs several methods at a time."""
-    answers: list[object] = []
+    with ThreadPoolExecutor(1) as pool:
+        others: list[Future[Any]] = []
 
-    def publish() -> None:
-        try:
-            answers.append(trainer.side.publish(1))
-        except VersionNotMonotonic as error:
-            answers.append(error)
+        def source() -> Source:
+            trainer.source = lambda: trainer.weights
+            others.append(pool.submit(trainer.side.publish, 1))
+            # A publication that does not wait would have succeeded by then.
+            assert not wait(others, 0.3).done
+            return trainer.weights
 
-    thread = threading.Thread(target=publish)
-
-    def source() -> Source:
-        trainer.source = lambda: trainer.weights
-        thread.start()
-        thread.join(0.3)  # who does not wait has published by then
-        return trainer.weights
-
-    trainer.source = source
-    first = trainer.side.publish(1)
-    thread.join(60)
-    assert [type(answer) for answer in answers] == [VersionNotMonotonic]
+        trainer.source = source
+        first = trainer.side.publish(1)
+        with pytest.raises(VersionNotMonotonic):
+            others[0].result(TIMEOUT_S)
     rollout = Rollout()
     assert rollout.update(first[1]["shared-memory"]).active_version == 1
     rollout.side.close()
