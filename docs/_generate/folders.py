@@ -37,7 +37,7 @@ PATH: dict[str, tuple[str, ...]] = {
     ),
     "installers": ("base", "module", "engine_memory"),
     "groups": ("publish", "exchange", "wanted", "bridge", "plan", "assembly"),
-    "strategies": ("strategy", "sender", "requests", "receiver", "loader"),
+    "strategies": ("strategy", "sender", "requests", "receiver"),
     "engines": (
         "driver",
         "session",

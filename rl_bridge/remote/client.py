@@ -26,8 +26,7 @@ from rl_bridge.remote.config import needed
 from rl_bridge.remote.problems import raised_by
 from rl_bridge.remote.signing import ANSWER_HEADER, read_key
 from rl_bridge.remote.views import Status, UpdateView
-from rl_bridge.strategies.loader import WeightLoader
-from rl_bridge.strategies.receiver import PendingUpdates, WeightTransferReceiver
+from rl_bridge.strategies.receiver import PendingUpdates, WeightLoader, WeightTransferReceiver
 from rl_bridge.strategies.requests import AbandonedWeightUpdateRequest, WeightUpdateRequest
 
 __all__ = [

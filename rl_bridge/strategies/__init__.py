@@ -4,12 +4,12 @@ All chunks of a sync are one update: one manifest, sealed. The requests that go 
 batches of it; an engine serves the update when the last one is installed and proven, or not at all.
 """
 
-from rl_bridge.strategies.loader import (
+from rl_bridge.strategies.receiver import (
     BatchedLoadAdapter,
     ExecutorWeightLoader,
     WeightLoader,
+    WeightTransferReceiver,
 )
-from rl_bridge.strategies.receiver import WeightTransferReceiver
 from rl_bridge.strategies.requests import (
     AbandonedWeightUpdateRequest,
     BroadcastWeightUpdateRequest,

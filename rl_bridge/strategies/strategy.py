@@ -17,7 +17,6 @@ from rl_bridge.bridge.bridges import BroadcastTensorBridge, make_weight_bridge
 from rl_bridge.bridge.tensor_bridge import TensorBridge
 from rl_bridge.errors import MalformedManifest, WeightBridgeUnavailableError
 from rl_bridge.groups.exchange import GroupExchange
-from rl_bridge.strategies.clean_up import CleanUp, cuda_calls
 from rl_bridge.strategies.receiver import BridgeTransferReceiver
 from rl_bridge.strategies.requests import (
     BroadcastWeightUpdateRequest,
@@ -30,9 +29,11 @@ from rl_bridge.strategies.requests import (
 )
 from rl_bridge.strategies.sender import (
     BridgeTransferSender,
+    CleanUp,
     CudaIpcTransferSender,
     HelperTransferSender,
     WeightTransferSender,
+    cuda_calls,
 )
 from rl_bridge.trainers.chunks import DEFAULT_CHUNK_NBYTES, checked_threshold
 from rl_bridge.transports.base import checked_count, checked_seconds

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from rl_bridge import ModuleInstallAdapter, RolloutExecutor
-from rl_bridge.strategies.loader import ExecutorWeightLoader
+from rl_bridge.strategies.receiver import ExecutorWeightLoader
 from rl_bridge.strategies.requests import WeightUpdateRequest, init_info_from_json
 from rl_bridge.strategies.strategy import WeightTransferConfig, make_transfer_strategy
 from rl_bridge.testing.processes import Child

@@ -8,8 +8,11 @@ from typing import Any, TypeVar
 import torch
 
 from rl_bridge import RolloutExecutor, make_weight_bridge
-from rl_bridge.strategies.loader import BatchedLoadAdapter, ExecutorWeightLoader
-from rl_bridge.strategies.receiver import BridgeTransferReceiver
+from rl_bridge.strategies.receiver import (
+    BatchedLoadAdapter,
+    BridgeTransferReceiver,
+    ExecutorWeightLoader,
+)
 from rl_bridge.strategies.requests import (
     SharedMemoryWeightUpdateRequest,
     WeightUpdateRequest,

@@ -11,8 +11,7 @@ import torch
 
 from rl_bridge.errors import GroupAborted
 from rl_bridge.groups.exchange import GroupExchange, StoreExchange
-from rl_bridge.strategies.clean_up import STEPS, CleanUp, cuda_calls
-from rl_bridge.strategies.sender import HelperTransferSender
+from rl_bridge.strategies.sender import STEPS, CleanUp, HelperTransferSender, cuda_calls
 from tests.strategies.rig import Rig, chunks_of, rig, run, weights
 
 

@@ -9,14 +9,13 @@ import pytest
 from rl_bridge import make_weight_bridge
 from rl_bridge.errors import GroupAborted, MalformedManifest, RanksDisagree
 from rl_bridge.groups.exchange import GroupExchange
-from rl_bridge.strategies.clean_up import CleanUp
 from rl_bridge.strategies.receiver import BridgeTransferReceiver
 from rl_bridge.strategies.requests import (
     CudaIpcWeightUpdateRequest,
     PackedCudaIpcWeightUpdateRequest,
     WeightUpdateRequest,
 )
-from rl_bridge.strategies.sender import CudaIpcTransferSender, merge_handles
+from rl_bridge.strategies.sender import CleanUp, CudaIpcTransferSender, merge_handles
 from rl_bridge.trainers.chunks import WeightChunk
 from tests.strategies.rig import Client, chunks_of, run, weights
 from tests.strategies.test_clean_up import exchanges, together

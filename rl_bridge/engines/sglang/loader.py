@@ -12,8 +12,7 @@ from typing import Any
 
 from rl_bridge.bridge.executor import RolloutExecutor
 from rl_bridge.engines.sglang.engine_adapter import SGLangInstallAdapter
-from rl_bridge.strategies.loader import ExecutorWeightLoader
-from rl_bridge.strategies.receiver import BridgeTransferReceiver
+from rl_bridge.strategies.receiver import BridgeTransferReceiver, ExecutorWeightLoader
 
 __all__ = [
     "SGLangWeightLoader",

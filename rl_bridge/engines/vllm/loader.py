@@ -13,8 +13,7 @@ from typing import Any
 from rl_bridge.bridge.executor import RolloutExecutor
 from rl_bridge.engines.vllm.client import LLMClient, connect
 from rl_bridge.engines.vllm.engine_adapter import VLLMEngineAdapter
-from rl_bridge.strategies.loader import ExecutorWeightLoader
-from rl_bridge.strategies.receiver import BridgeTransferReceiver
+from rl_bridge.strategies.receiver import BridgeTransferReceiver, ExecutorWeightLoader
 
 __all__ = [
     "VLLMWeightLoader",
