@@ -225,7 +225,7 @@ def any_box(draw: st.DrawFn, shape: tuple[int, ...]) -> tuple[tuple[int, ...], t
 
 
 @given(st.data())
-def test_what_is_left_and_what_is_shared_make_a_box(data: st.DataObject) -> None:
+def test_subtract_and_intersect_make_a_box(data: st.DataObject) -> None:
     shape = data.draw(shapes())
     one, other = data.draw(any_box(shape)), data.draw(any_box(shape))
     shared = intersect(one, other)

@@ -83,7 +83,7 @@ def test_refused_versions_leave_nothing_behind() -> None:
         assert_nothing_leaks(refuse, num_cycles=30)
 
 
-def test_the_active_version_has_its_say_after_any_number_of_refused_ones() -> None:
+def test_the_active_version_is_still_reported_after_many_refused_ones() -> None:
     with trainers(2) as group, GroupBridge() as bridge:
         active = group.publish(shards(1), 1)
         found = bridge.import_update(active)

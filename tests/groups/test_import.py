@@ -149,7 +149,7 @@ def test_every_rank_hears_what_became_of_a_version() -> None:
         assert [p.consumers(manifest)[0].state for p in group.publishers] == ["released"] * 3
 
 
-def test_assemblies_of_the_same_wish_are_held_against_each_other() -> None:
+def test_assemblies_of_the_same_layout_are_compared() -> None:
     half = slices({"embed": [slice(0, 4)]})
     with trainers(2) as group, ExitStack() as stack:
         engines = [stack.enter_context(GroupBridge(one)) for one in (half, half, everything())]
@@ -286,7 +286,7 @@ def test_wrong_placements_are_found_where_the_whole_digest_is_known() -> None:
 # ---- what is refused ----------------------------------------------------------------------------
 
 
-def test_what_is_wanted_and_not_there_is_told_to_the_publishers() -> None:
+def test_a_missing_wanted_tensor_is_reported_to_the_publishers() -> None:
     with trainers(2) as group, GroupBridge(slices({"lm_head": None})) as bridge:
         manifest = group.publish(shards(1), 1)
         with pytest.raises(IncompatibleUpdate, match="'lm_head' is wanted"):
@@ -388,7 +388,7 @@ def test_an_interrupted_assembly_holds_nothing(monkeypatch: pytest.MonkeyPatch) 
         assert same(bridge.import_update(manifest), model(SHAPES, 2))
 
 
-def test_what_was_assembled_and_never_imported_is_given_back() -> None:
+def test_an_assembled_version_that_is_never_imported_is_released() -> None:
     with trainers(2) as group, GroupBridge(max_slots=1) as bridge:
         for version in (1, 2, 3):
             manifest = group.publish(shards(version), version)

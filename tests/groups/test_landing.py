@@ -183,7 +183,7 @@ HALF = parallel(tensor=TensorParallel(2, 1, {"big": 0, "small": 0}))
     ],
     ids=["one", "two", "uneven", "flat", "half"],
 )
-def test_in_whatever_order_it_lands_it_is_what_was_published(
+def test_ranges_that_arrive_in_any_order_make_the_published_bytes(
     sky: Sky,
     monkeypatch: pytest.MonkeyPatch,
     ranks: list[Shards],
@@ -225,7 +225,7 @@ def ranges(draw: st.DrawFn) -> tuple[list[int], list[int], list[int], int]:
 
 @given(ranges(), st.data())
 @settings(deadline=None)
-def test_no_byte_is_said_to_be_there_that_is_missing(
+def test_the_reached_mark_never_covers_a_missing_byte(
     given_: tuple[list[int], list[int], list[int], int], data: st.DataObject
 ) -> None:
     starts, sizes, targets, arena = given_
@@ -241,7 +241,7 @@ def test_no_byte_is_said_to_be_there_that_is_missing(
     assert reached == min([*missing, arena])
 
 
-def test_what_is_imported_was_digested_once_and_what_an_engine_wrote_again(
+def test_an_import_is_digested_once_and_pages_that_an_engine_wrote_again(
     sky: Sky, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     passes: list[int] = []
@@ -310,7 +310,7 @@ def test_a_manifest_that_was_changed_on_its_way_is_refused_and_the_right_one_tak
 
 
 @pytest.mark.parametrize("problem", [SegmentError("gone."), KeyboardInterrupt()], ids=["e", "i"])
-def test_a_read_that_fails_gives_its_room_back(sky: Sky, problem: BaseException) -> None:
+def test_a_failed_read_releases_its_slot(sky: Sky, problem: BaseException) -> None:
     with trainers(2, "local-clone") as group, GroupBridge(max_slots=1) as bridge:
         first = group.publish(shards(1), 1)
         sky.problem = problem
@@ -322,7 +322,7 @@ def test_a_read_that_fails_gives_its_room_back(sky: Sky, problem: BaseException)
         assert len(ring_of(bridge)) == 1
 
 
-def test_room_where_bytes_may_yet_land_is_nobody_elses(
+def test_a_slot_that_a_late_read_may_still_write_is_not_used_again(
     sky: Sky, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     late: list[Slot] = []
@@ -381,7 +381,7 @@ TWICE = WantedLayout(
     ],
     ids=["rows", "in-a-shard", "a-whole-shard", "columns", "twice", "small"],
 )
-def test_what_lies_in_long_ranges_that_can_be_verified_lands(
+def test_only_long_ranges_of_known_digests_are_read_without_a_copy(
     ranks: list[Shards], wanted: Wanted | WantedLayout, lands: bool
 ) -> None:
     assert (planned(ranks, wanted) is not None) == lands

@@ -75,7 +75,7 @@ def test_replicas_and_whole_tensors_need_no_leaves() -> None:
     assert made.root == unsharded_root(whole)
 
 
-def test_elsewhere_the_root_still_tells_contents_apart() -> None:
+def test_roots_of_cuts_inside_leaves_differ_for_different_contents() -> None:
     one, same, other = (published(cut(model(SHAPES, n), 2, DIMS)) for n in (0, 0, 1))
     assert one.root == same.root != other.root
     assert not one.is_unsharded_root
@@ -84,7 +84,7 @@ def test_elsewhere_the_root_still_tells_contents_apart() -> None:
 
 
 @pytest.mark.parametrize("shift", [0, 1])
-def test_a_cut_beside_a_leaf_is_none_at_a_leaf(shift: int) -> None:
+def test_the_root_is_the_unsharded_one_only_where_cuts_are_at_leaves(shift: int) -> None:
     whole = {"w": numbered((2 * LEAF,))}
     ranks = cut(whole, 2, {"w": 0})
     if shift:  # one element more on rank 0
@@ -107,7 +107,7 @@ def test_a_cut_beside_a_leaf_is_none_at_a_leaf(shift: int) -> None:
     assert published(ranks).is_unsharded_root is (shift == 0)
 
 
-def test_a_range_that_begins_beside_a_leaf_of_its_ranks_tensor_is_none_at_a_leaf() -> None:
+def test_a_range_that_begins_inside_a_leaf_of_its_tensor_makes_no_unsharded_root() -> None:
     a, b = numbered((10,)), numbered((2 * LEAF,), 100)
     ranks: list[Shards] = []
     for rank in range(2):
@@ -263,11 +263,11 @@ def test_an_altered_header_is_refused(number: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[]", '{"format":"rl_bridge.manifest/1"', "é"])
-def test_what_is_no_group_manifest_is_refused(text: str) -> None:
+def test_text_of_no_group_manifest_is_refused(text: str) -> None:
     assert isinstance(refused(text), MalformedManifest)
 
 
-def test_what_is_no_text_is_refused() -> None:
+def test_a_group_manifest_of_no_text_is_refused() -> None:
     with pytest.raises(MalformedManifest):
         GroupManifest.from_json(5)  # type: ignore[arg-type]
     with pytest.raises(MalformedManifest):

@@ -74,7 +74,7 @@ SAID: dict[str, tuple[str, Callable[[bytes], bytes], str]] = {
 
 
 @pytest.mark.parametrize("case", list(SAID))
-def test_what_cannot_be_meant_aborts_all_and_names_its_rank(case: str) -> None:
+def test_a_malformed_message_aborts_all_ranks_and_names_its_sender(case: str) -> None:
     step, twist, words = SAID[case]
     with trainers(2) as group:
         for one in published(group, step, twist):

@@ -166,7 +166,7 @@ def test_a_process_group_that_broke_off_is_not_asked_again() -> None:
             trainers[0].call("publish", version=2)
 
 
-def test_over_a_process_group_with_a_store_a_death_ends_it_alike_for_all_who_live() -> None:
+def test_a_death_over_a_process_group_with_a_store_aborts_all_survivors() -> None:
     with ranks_of(3, way="gloo, store", timeout_s=5.0) as (trainers, _):
         publish(trainers, 1)
         trainers[1].tell("publish", version=2, dies_at="_part_message")

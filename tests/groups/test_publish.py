@@ -267,7 +267,7 @@ def test_a_rank_that_misses_the_decision_learns_what_it_was() -> None:
         assert group.bridges[1].update_status(own.parts[1]) == "published"
 
 
-def test_a_decision_in_the_middle_of_the_wait_does_not_hide_that_all_came() -> None:
+def test_a_verdict_during_the_wait_does_not_hide_that_all_ranks_came() -> None:
     exchange = StoreExchange(HashStore(), rank=0, world_size=2)
     exchange.begin()
     store = exchange.rounds.store

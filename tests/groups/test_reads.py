@@ -129,7 +129,7 @@ def flat() -> list[Shards]:
 
 @pytest.mark.parametrize("ranks", [cut(model(SHAPES), 2, DIMS), uneven(), flat()])
 @pytest.mark.parametrize("wish", ["whole", "half", "fused", "rows"])
-def test_what_is_asked_for_is_all_that_an_assembly_reads(
+def test_an_assembly_reads_only_the_ranges_that_it_asked_for(
     calls: list[list[PartRequest]], ranks: list[Shards], wish: str
 ) -> None:
     degree = TensorParallel(2, 1, {name: dim for name, dim in DIMS.items() if dim is not None})
@@ -147,7 +147,7 @@ def test_what_is_asked_for_is_all_that_an_assembly_reads(
             assert torch.equal(tensor, expected[name]), name
 
 
-def test_of_a_slice_only_its_leaves_and_the_leaf_list_are_asked_for(
+def test_a_slice_asks_for_its_leaves_and_the_leaf_list_only(
     calls: list[list[PartRequest]],
 ) -> None:
     wanted = slices({"wide": [slice(9, 15)]})
@@ -159,7 +159,7 @@ def test_of_a_slice_only_its_leaves_and_the_leaf_list_are_asked_for(
     assert part.nbytes.sum() == 2 * LEAF_NBYTES + table.nbytes[table.rows[LEAVES]]
 
 
-def test_of_whole_tensors_the_leaf_list_is_not_asked_for(calls: list[list[PartRequest]]) -> None:
+def test_whole_tensors_do_not_ask_for_the_leaf_list(calls: list[list[PartRequest]]) -> None:
     with trainers(2, "local-clone") as group, GroupBridge() as bridge:
         bridge.import_update(group.publish(cut(model(SHAPES), 2, DIMS), 1))
     for part in calls[0]:
@@ -201,7 +201,7 @@ def test_parts_of_a_rank_that_nobody_needs_are_not_asked_for(
     assert [part.manifest.source_rank for part in calls[0]] == [3]
 
 
-def test_ranks_of_which_nothing_is_needed_are_met_to_be_reported_to(
+def test_ranks_that_are_not_read_are_connected_for_reports(
     monkeypatch: pytest.MonkeyPatch, calls: list[list[PartRequest]]
 ) -> None:
     met: list[int] = []
@@ -237,7 +237,7 @@ class FailsAt(ConsumerEnd):
 
 
 @pytest.mark.parametrize("error", [StaleUpdate("gone"), SegmentError("cut"), KeyboardInterrupt()])
-def test_where_one_part_fails_none_stays_attached(error: BaseException) -> None:
+def test_a_part_that_fails_leaves_no_other_part_attached(error: BaseException) -> None:
     with trainers(3, "local-clone") as group:
         manifest = group.publish(cut(model(SHAPES), 3, DIMS), 1)
         end = FailsAt(2, error)

@@ -271,19 +271,19 @@ def test_only_the_parts_that_are_needed_are_read() -> None:
     assert [needs.part for needs in found.parts] == [1]
 
 
-def test_where_cuts_are_between_leaves_nothing_more_is_read() -> None:
+def test_cuts_between_leaves_have_no_overfetch() -> None:
     found = plan(big(32, 2), slices({"w": [slice(8, 24)]}))
     assert found.overfetch == 1.0
     assert found.needed_nbytes == found.verified_nbytes == 16 * 32_768
 
 
-def test_what_is_read_beside_it_is_told() -> None:
+def test_overfetch_counts_the_bytes_that_are_verified_beside_the_needed_ones() -> None:
     found = plan(big(32, 2), slices({"w": [slice(9, 11)]}))
     assert (found.needed_nbytes, found.verified_nbytes) == (2 * 32_768, 131_072)
     assert found.overfetch == 2.0
 
 
-def test_of_rows_that_are_further_apart_than_leaves_only_some_leaves_are_read() -> None:
+def test_rows_further_apart_than_a_leaf_are_verified_by_some_leaves_only() -> None:
     ranks = cut({"w": numbered((4, 200_000))}, 1, {"w": 0})
     found = plan(ranks, slices({"w": [None, slice(0, 10)]}))
     assert found.verified_nbytes <= 4 * 2 * 131_072
@@ -325,7 +325,7 @@ def test_a_plan_is_the_same_for_equal_layouts() -> None:
         (parallel(tensor=TensorParallel(2, 0, {"*norm*": 1})), "cannot be cut in dimension 1"),
     ],
 )
-def test_what_is_not_there_is_refused_with_its_name(wanted: Wanted, text: str) -> None:
+def test_an_impossible_wish_is_refused_with_its_name(wanted: Wanted, text: str) -> None:
     with pytest.raises(IncompatibleUpdate, match=text):
         plan(trainer(2), wanted)
 

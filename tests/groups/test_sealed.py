@@ -85,7 +85,7 @@ def test_a_changed_manifest_is_refused_and_the_published_one_still_arrives(
         assert torch.equal(found["a"], model(SHAPES)["a"][4:])
 
 
-def test_what_was_sent_before_there_was_a_group_is_held_against_each_part() -> None:
+def test_a_header_that_was_sent_before_the_group_is_compared_with_its_part() -> None:
     with trainers(2, "broadcast", backend="gloo") as group, GroupBridge() as bridge:
         for version in (1, 2):
             manifest = group.publish(SHARDS, version)
@@ -96,7 +96,7 @@ def test_what_was_sent_before_there_was_a_group_is_held_against_each_part() -> N
             bridge.acknowledge(manifest)
 
 
-def test_a_changed_copy_is_not_looked_at_twice() -> None:
+def test_a_changed_copy_is_refused_again_without_a_read() -> None:
     with trainers(2) as group, GroupBridge() as bridge:
         copy = elsewhere(group.publish(SHARDS, 1))
         with pytest.raises(MalformedManifest):
@@ -116,7 +116,7 @@ def test_a_handle_that_leads_nowhere_does_not_reject_what_was_published() -> Non
         assert report.state == "acknowledged"
 
 
-def test_a_changed_copy_does_not_unsay_what_a_publisher_knows() -> None:
+def test_a_changed_copy_does_not_replace_the_report_about_the_published_one() -> None:
     with trainers(2) as group, GroupBridge() as bridge:
         manifest = group.publish(SHARDS, 1)
         bridge.import_update(manifest)

@@ -109,14 +109,14 @@ def test_a_limit_of_no_time_is_refused() -> None:
         StoreExchange(HashStore(), rank=0, world_size=1, timeout_s=0)
 
 
-def test_what_is_asked_for_comes_or_raises() -> None:
+def test_a_bounded_call_returns_or_raises() -> None:
     caller = BoundedCaller("an oracle")
     assert caller.call(lambda: 7, 5.0) == 7
     with pytest.raises(ZeroDivisionError):
         caller.call(lambda: 1 // 0, 5.0)
 
 
-def test_behind_a_question_without_an_answer_the_next_is_refused_at_once() -> None:
+def test_a_call_after_an_unanswered_one_is_refused_at_once() -> None:
     caller, gate = BoundedCaller("an oracle"), threading.Event()
     with pytest.raises(DeadlineExceeded, match="an oracle did not answer"):
         caller.call(lambda: gate.wait(20), 0.01)
@@ -130,7 +130,7 @@ def test_behind_a_question_without_an_answer_the_next_is_refused_at_once() -> No
     assert caller.call(lambda: 7, 5.0) == 7
 
 
-def test_nobody_is_left_to_answer_when_nobody_asks_any_more() -> None:
+def test_the_thread_of_a_bounded_caller_ends_with_it() -> None:
     caller = BoundedCaller("an oracle")
     caller.call(lambda: 7, 5.0)
     thread = caller._thread

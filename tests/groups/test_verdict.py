@@ -72,7 +72,7 @@ def over(line: Line, group: Trainers, store: object = None) -> None:
     ]
 
 
-def test_with_a_store_no_rank_ends_otherwise_than_the_others() -> None:
+def test_with_a_store_all_ranks_end_alike() -> None:
     """One rank does not get to see the votes that are all in: whoever comes first decides."""
     with trainers(NUM, max_slots=2) as group:
         over(Line(deaf=1, at_call=VOTES), group, HashStore())
@@ -87,7 +87,7 @@ def test_with_a_store_no_rank_ends_otherwise_than_the_others() -> None:
         assert states == {"published" if kinds == {GroupManifest} else "released"}
 
 
-def test_what_the_others_committed_stands_where_a_rank_did_not_see_the_votes() -> None:
+def test_a_rank_that_missed_the_votes_keeps_what_the_others_committed() -> None:
     with trainers(NUM) as group:
         over(Line(deaf=1, at_call=VOTES), group, HashStore())
         late = group.publishers[1]._exchange

@@ -15,7 +15,7 @@ def run() -> Iterator[Run]:
 
 
 def test_a_group_is_read_over_nixl_alone_and_a_late_rollout_gets_what_was_sealed(run: Run) -> None:
-    run.all(lambda rank: rank.side.serve(NIXL))
+    run.all(lambda rank: rank.endpoint.serve(NIXL))
     near = [Rollout(rank, NIXL) for rank in range(2)]
     for version in range(1, 4):
         told, manifests = run.publish(version)
@@ -26,7 +26,7 @@ def test_a_group_is_read_over_nixl_alone_and_a_late_rollout_gets_what_was_sealed
             assert one.holds(version)
     for rank in run.ranks:
         rank.train(7)  # what they hold by now is not what was published
-    manifest = run.all(lambda rank: rank.side.serve(MEMORY))
+    manifest = run.all(lambda rank: rank.endpoint.serve(MEMORY))
     late = Rollout(0, MEMORY)
     assert late.update(manifest).active_root == told.root
     assert late.holds(3)

@@ -18,7 +18,7 @@ NBYTES = 1 << 20
 
 
 class Run:
-    """A trainer's side, and what its rollouts hold."""
+    """A trainer's endpoint, and what its rollouts hold."""
 
     def __init__(self) -> None:
         self.weights = {"w": torch.zeros(NBYTES // 4)}
@@ -27,12 +27,12 @@ class Run:
 
     def join(self, choice: bytes) -> dict[str, torch.Tensor]:
         engine = {"w": torch.full((NBYTES // 4,), -1.0)}
-        side = RolloutEndpoint(lambda: ModuleInstallAdapter(engine))
-        self.rollouts.append(side)
+        endpoint = RolloutEndpoint(lambda: ModuleInstallAdapter(engine))
+        self.rollouts.append(endpoint)
         manifest = self.trainer.serve(choice)
-        assert RolloutAnswer.from_json(side.join(choice)).error == ""
+        assert RolloutAnswer.from_json(endpoint.join(choice)).error == ""
         if manifest:
-            assert RolloutAnswer.from_json(side.update(manifest)).outcome == "acknowledged"
+            assert RolloutAnswer.from_json(endpoint.update(manifest)).outcome == "acknowledged"
         return engine
 
     def publish(self, version: int) -> dict[str, bytes]:

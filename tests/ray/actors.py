@@ -159,7 +159,7 @@ class Trainer(Actor):
         self.target = Learner(self, PublisherEndpoint)
 
     @property
-    def side(self) -> PublisherEndpoint:
+    def endpoint(self) -> PublisherEndpoint:
         endpoint: PublisherEndpoint = self.target._publisher_endpoint()
         return endpoint
 
@@ -190,25 +190,25 @@ class Rollout(Actor):
             "weight_status": "status",
         }
         super().__init__(cluster, names)
-        self.side = self._new_side()
+        self.endpoint = self._new_endpoint()
 
     @property
     def target(self) -> Any:
-        return self.side
+        return self.endpoint
 
     def start_anew(self) -> None:
         """As Ray does: it has not joined."""
-        self.side.close()
-        self.side = self._new_side()
+        self.endpoint.close()
+        self.endpoint = self._new_endpoint()
 
-    def _new_side(self) -> RolloutEndpoint:
+    def _new_endpoint(self) -> RolloutEndpoint:
         return RolloutEndpoint(lambda: ModuleInstallAdapter(self.engine))
 
 
 class Elsewhere(Rollout):
     """One of another machine, which has broadcast and nothing else."""
 
-    def _new_side(self) -> RolloutEndpoint:
+    def _new_endpoint(self) -> RolloutEndpoint:
         return _Far(lambda: ModuleInstallAdapter(self.engine))
 
 
@@ -252,8 +252,8 @@ class Run:
     @property
     def channels(self) -> list[str]:
         """What the trainer publishes on."""
-        return sorted(self.trainer.side._channels)
+        return sorted(self.trainer.endpoint._channels)
 
     def close(self) -> None:
         for one in (*self.rollouts.values(), self.trainer):
-            one.side.close()
+            one.endpoint.close()

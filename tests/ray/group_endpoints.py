@@ -35,14 +35,14 @@ BROADCAST = PairChoice(
 
 
 class Rank:
-    """One rank's side, and what it holds."""
+    """One rank's endpoint, and what it holds."""
 
     def __init__(self, rank: int, store: Any) -> None:
         self.rank = rank
         self.placed: Mapping[str, Placement] = {}
         self.tensors: dict[str, torch.Tensor] = {}
         self.train(0)
-        self.side = PublisherEndpoint(
+        self.endpoint = PublisherEndpoint(
             lambda: self.tensors, EndpointOptions(rank=rank), make_channel=self.made_on(store)
         )
 
@@ -74,13 +74,13 @@ class Run:
 
     def close(self) -> None:
         for rank in self.ranks:
-            rank.side.close()
+            rank.endpoint.close()
         self.pool.shutdown()
 
     def publish(self, version: int) -> tuple[Announcement, dict[str, bytes]]:
         for rank in self.ranks:
             rank.train(version)
-        told, manifests = self.all(lambda rank: rank.side.publish(version))
+        told, manifests = self.all(lambda rank: rank.endpoint.publish(version))
         return Announcement.from_json(told), manifests
 
 
@@ -91,10 +91,10 @@ class Rollout:
         self.rank = rank
         self.engine = {name: torch.zeros_like(one) for name, one in self.share(0).items()}
         wanted = parallel(tensor=TensorParallel(2, rank, DIMS))
-        self.side = RolloutEndpoint(
+        self.endpoint = RolloutEndpoint(
             lambda: ModuleInstallAdapter(self.engine), wanted=lambda: wanted
         )
-        assert RolloutAnswer.from_json(self.side.join(choice)).error == ""
+        assert RolloutAnswer.from_json(self.endpoint.join(choice)).error == ""
 
     def share(self, version: int) -> dict[str, torch.Tensor]:
         return {
@@ -103,10 +103,10 @@ class Rollout:
         }
 
     def update(self, manifest: bytes) -> RolloutAnswer:
-        return RolloutAnswer.from_json(self.side.update(manifest))
+        return RolloutAnswer.from_json(self.endpoint.update(manifest))
 
     def holds(self, version: int) -> bool:
         return all(torch.equal(self.engine[name], one) for name, one in self.share(version).items())
 
     def close(self) -> None:
-        self.side.close()
+        self.endpoint.close()

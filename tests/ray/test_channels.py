@@ -70,10 +70,10 @@ def test_a_join_that_is_late_comes_again_on_the_channel_that_it_has(run: Run) ->
     far.takes_s["update_weights"] = TIMEOUT_S + 1
     with pytest.raises(DeadlineExceeded):
         run.fleet.join("far", far)
-    channel = run.trainer.side._channels["broadcast"]
+    channel = run.trainer.endpoint._channels["broadcast"]
     far.takes_s.clear()
     run.fleet.join("far", far)
-    assert run.trainer.side._channels["broadcast"] is channel
+    assert run.trainer.endpoint._channels["broadcast"] is channel
     assert set(run.fleet.routable) == {"far", "near"}
 
 
@@ -83,16 +83,16 @@ def test_a_rollout_whose_first_install_on_another_channel_is_late_gets_the_next_
     run.join("near", "moved")
     run.update().require_all()
     moved = run.rollouts["moved"]
-    moved.side.close()
-    moved.side = Elsewhere(run.cluster).side  # Ray started it anew, on another machine
-    joins = moved.side.join
+    moved.endpoint.close()
+    moved.endpoint = Elsewhere(run.cluster).endpoint  # Ray started it anew, on another machine
+    joins = moved.endpoint.join
 
     def late(choice: bytes) -> bytes:
         moved.takes_s["update_weights"] = TIMEOUT_S + 1
         answer: bytes = joins(choice)
         return answer
 
-    moved.side.join = late  # type: ignore[method-assign]
+    moved.endpoint.join = late  # type: ignore[method-assign]
     assert list(run.update().lost) == ["moved"]
     moved.takes_s.clear()
     run.update().require_all()
@@ -107,10 +107,10 @@ def test_rollouts_of_a_trainer_that_moved_join_again_by_themselves(
     run.trainer.move()
     real = RolloutEndpoint._install
 
-    def install(side: RolloutEndpoint, executor: RolloutExecutor, text: str) -> None:
+    def install(endpoint: RolloutEndpoint, executor: RolloutExecutor, text: str) -> None:
         if '"shared-memory"' in text:
             raise SegmentError("it is another machine's memory")
-        real(side, executor, text)
+        real(endpoint, executor, text)
 
     monkeypatch.setattr(RolloutEndpoint, "_install", install)
     run.update().require_all()
@@ -127,7 +127,7 @@ def test_a_channel_that_cannot_be_dropped_holds_no_version_up(
     def drop(channel: str) -> None:
         raise OSError(channel)
 
-    run.trainer.side.drop = drop  # type: ignore[method-assign]
+    run.trainer.endpoint.drop = drop  # type: ignore[method-assign]
     run.fleet.leave("far")
     run.update().require_all()
     assert "was not dropped: broadcast" in caplog.text

@@ -38,14 +38,14 @@ def test_a_rollout_that_hangs_has_one_manifest_to_take_and_then_the_last_one(run
     run.join("hangs")
     run.update().require_all()
     rollout, given = run.rollouts["hangs"], []
-    installs = rollout.side.update
+    installs = rollout.endpoint.update
 
     def install(manifest: bytes) -> bytes:
         given.append(manifest)
         answer: bytes = installs(manifest)
         return answer
 
-    rollout.side.update = install  # type: ignore[method-assign]
+    rollout.endpoint.update = install  # type: ignore[method-assign]
     rollout.takes_s["update_weights"] = 2.5 * TIMEOUT_S
     for _ in range(2):
         assert {type(error) for error in run.update().lost.values()} == {DeadlineExceeded}
@@ -65,7 +65,7 @@ def publish_late(run: Run) -> None:
     run.trainer.takes_s.clear()
 
 
-def test_who_joins_behind_a_publication_that_came_late_gets_that_version(run: Run) -> None:
+def test_a_rollout_that_joins_after_a_late_publication_gets_that_version(run: Run) -> None:
     publish_late(run)
     assert run.fleet.routable == ("near",)
     run.join("late")
@@ -98,7 +98,7 @@ def test_a_trainer_that_was_started_anew_takes_nothing_back_from_the_rollouts(ru
     run.update().require_all()
 
 
-def test_a_trainer_without_an_answer_is_not_to_be_joined_like_a_rollout(run: Run) -> None:
+def test_the_error_of_a_lost_trainer_does_not_advise_to_join_it(run: Run) -> None:
     run.trainer.takes_s["publish_weights"] = NEVER_S
     with pytest.raises(DeadlineExceeded, match=r"'trainer' did not publish .* a later version\."):
         run.update()

@@ -1,4 +1,4 @@
-"""What actors of Ray do with bytes, tried without Ray: one publisher's side, many rollouts'."""
+"""What actors of Ray do with bytes, tried without Ray: one publisher's endpoint, many rollouts'."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -39,12 +39,12 @@ def weights() -> dict[str, torch.Tensor]:
 
 
 class Trainer:
-    """A publisher's side over one dict of weights."""
+    """A publisher's endpoint over one dict of weights."""
 
     def __init__(self) -> None:
         self.weights = weights()
         self.source: Callable[[], Source] = lambda: self.weights
-        self.side = PublisherEndpoint(lambda: self.source())  # noqa: PLW0108 - tests change it
+        self.endpoint = PublisherEndpoint(lambda: self.source())  # noqa: PLW0108 - tests change it
 
     def step(self) -> None:
         for tensor in self.weights.values():
@@ -52,14 +52,14 @@ class Trainer:
 
 
 class Rollout:
-    """A rollout's side over an engine of its own."""
+    """A rollout's endpoint over an engine of its own."""
 
     def __init__(self, choice: bytes | None = MEMORY) -> None:
         self.engine = {name: torch.zeros_like(one) for name, one in weights().items()}
         self.adapter_fails = False
-        self.side = RolloutEndpoint(self.adapter)
+        self.endpoint = RolloutEndpoint(self.adapter)
         if choice is not None:
-            assert RolloutAnswer.from_json(self.side.join(choice)).error == ""
+            assert RolloutAnswer.from_json(self.endpoint.join(choice)).error == ""
 
     def adapter(self) -> ModuleInstallAdapter:
         if self.adapter_fails:
@@ -67,7 +67,7 @@ class Rollout:
         return ModuleInstallAdapter(self.engine)
 
     def update(self, manifest: bytes) -> RolloutAnswer:
-        return RolloutAnswer.from_json(self.side.update(manifest))
+        return RolloutAnswer.from_json(self.endpoint.update(manifest))
 
     def holds(self, wanted: dict[str, torch.Tensor]) -> bool:
         return all(torch.equal(self.engine[name], one) for name, one in wanted.items())
@@ -77,28 +77,37 @@ class Rollout:
 def trainer() -> Iterator[Trainer]:
     made = Trainer()
     yield made
-    made.side.close()
+    made.endpoint.close()
 
 
-def test_what_goes_between_the_sides_is_bytes(trainer: Trainer) -> None:
+def test_endpoints_exchange_bytes_only(trainer: Trainer) -> None:
     rollout = Rollout(None)
-    facts = trainer.side.facts()
-    found = rollout.side.facts(facts)
+    facts = trainer.endpoint.facts()
+    found = rollout.endpoint.facts(facts)
     choice = choose_transport(EndpointFacts.from_json(facts), EndpointFacts.from_json(found))
     assert choice.transport == "shared-memory"
-    empty = trainer.side.serve(choice.to_json())
-    joined = rollout.side.join(choice.to_json())
-    told, manifests = trainer.side.publish(1)
-    answer = rollout.side.update(manifests[choice.channel])
-    passed = [facts, found, empty, joined, told, *manifests.values(), answer, rollout.side.status()]
+    empty = trainer.endpoint.serve(choice.to_json())
+    joined = rollout.endpoint.join(choice.to_json())
+    told, manifests = trainer.endpoint.publish(1)
+    answer = rollout.endpoint.update(manifests[choice.channel])
+    passed = [
+        facts,
+        found,
+        empty,
+        joined,
+        told,
+        *manifests.values(),
+        answer,
+        rollout.endpoint.status(),
+    ]
     assert {type(item) for item in passed} == {bytes}
     assert all(json.loads(item) for item in passed if item)
-    rollout.side.close()
+    rollout.endpoint.close()
 
 
 def test_an_answer_carries_version_root_and_proof(trainer: Trainer) -> None:
     rollout = Rollout()
-    told, manifests = trainer.side.publish(1)
+    told, manifests = trainer.endpoint.publish(1)
     answer = rollout.update(manifests["shared-memory"])
     announced = Announcement.from_json(told)
     assert answer.outcome == "acknowledged"
@@ -106,18 +115,18 @@ def test_an_answer_carries_version_root_and_proof(trainer: Trainer) -> None:
     assert answer.proof["root"] == announced.root
     assert answer.timings_ms["total"] > 0
     assert rollout.holds(trainer.weights)
-    reports = json.loads(trainer.side.reports())["shared-memory"]
+    reports = json.loads(trainer.endpoint.reports())["shared-memory"]
     assert [report["state"] for report in reports] == ["acknowledged"]
-    rollout.side.close()
+    rollout.endpoint.close()
 
 
 def test_a_refused_version_is_told_in_words_and_leaves_the_one_before(trainer: Trainer) -> None:
     rollout = Rollout()
-    _, first = trainer.side.publish(1)
+    _, first = trainer.endpoint.publish(1)
     rollout.update(first["shared-memory"])
     before = {name: one.clone() for name, one in rollout.engine.items()}
     trainer.weights = {"a": torch.ones(6)}
-    _, second = trainer.side.publish(2)
+    _, second = trainer.endpoint.publish(2)
     answer = rollout.update(second["shared-memory"])
     assert (answer.outcome, answer.active_version) == ("refused", 1)
     assert answer.error == "IncompatibleUpdate"
@@ -125,17 +134,17 @@ def test_a_refused_version_is_told_in_words_and_leaves_the_one_before(trainer: T
     assert rollout.holds(before)
     for text in (b"", b"\xff", b"{}"):
         assert rollout.update(text).outcome == "refused"
-    rollout.side.close()
+    rollout.endpoint.close()
 
 
 def test_a_rollout_that_has_not_joined_says_so() -> None:
     rollout = Rollout(None)
     assert rollout.update(b"{}").outcome == "unjoined"
-    assert RolloutAnswer.from_json(rollout.side.status()).outcome == "unjoined"
+    assert RolloutAnswer.from_json(rollout.endpoint.status()).outcome == "unjoined"
     with pytest.raises(WeightBridgeUnavailableError, match="has no transport yet"):
-        _ = rollout.side.executor
+        _ = rollout.endpoint.executor
     nowhere = PairChoice(transport="nowhere", reason="a test").to_json()
-    answer = RolloutAnswer.from_json(rollout.side.join(nowhere))
+    answer = RolloutAnswer.from_json(rollout.endpoint.join(nowhere))
     assert answer.error == "WeightBridgeUnavailableError"
 
 
@@ -145,17 +154,17 @@ def test_an_engine_that_cannot_be_made_is_told_in_words(trainer: Trainer) -> Non
     def adapter() -> ModuleInstallAdapter:
         raise broken
 
-    rollout.side = RolloutEndpoint(adapter)
-    answer = RolloutAnswer.from_json(rollout.side.join(MEMORY))
+    rollout.endpoint = RolloutEndpoint(adapter)
+    answer = RolloutAnswer.from_json(rollout.endpoint.join(MEMORY))
     assert (answer.error, answer.message) == ("RuntimeError", "CUDA out of memory")
-    _, manifests = trainer.side.publish(1)
+    _, manifests = trainer.endpoint.publish(1)
     assert rollout.update(manifests["shared-memory"]).outcome == "unjoined"
 
 
 def test_an_update_that_comes_while_it_joins_waits_for_that(trainer: Trainer) -> None:
     """As in an actor that runs several methods at a time."""
     rollout = Rollout(None)
-    _, manifests = trainer.side.publish(1)
+    _, manifests = trainer.endpoint.publish(1)
     with ThreadPoolExecutor(1) as pool:
         updates: list[Future[RolloutAnswer]] = []
 
@@ -165,11 +174,11 @@ def test_an_update_that_comes_while_it_joins_waits_for_that(trainer: Trainer) ->
             assert not wait(updates, 0.3).done
             return ModuleInstallAdapter(rollout.engine)
 
-        rollout.side = RolloutEndpoint(adapter)
-        rollout.side.join(MEMORY)
+        rollout.endpoint = RolloutEndpoint(adapter)
+        rollout.endpoint.join(MEMORY)
         answer = updates[0].result(TIMEOUT_S)
     assert answer.outcome == "acknowledged", answer
-    rollout.side.close()
+    rollout.endpoint.close()
 
 
 def test_two_publishes_at_once_are_taken_in_turn(trainer: Trainer) -> None:
@@ -179,167 +188,167 @@ def test_two_publishes_at_once_are_taken_in_turn(trainer: Trainer) -> None:
 
         def source() -> Source:
             trainer.source = lambda: trainer.weights
-            others.append(pool.submit(trainer.side.publish, 1))
+            others.append(pool.submit(trainer.endpoint.publish, 1))
             # A publication that does not wait would have succeeded by then.
             assert not wait(others, 0.3).done
             return trainer.weights
 
         trainer.source = source
-        first = trainer.side.publish(1)
+        first = trainer.endpoint.publish(1)
         with pytest.raises(VersionNotMonotonic):
             others[0].result(TIMEOUT_S)
     rollout = Rollout()
     assert rollout.update(first[1]["shared-memory"]).active_version == 1
-    rollout.side.close()
+    rollout.endpoint.close()
 
 
 def test_joining_the_same_way_again_keeps_the_engines_version(trainer: Trainer) -> None:
     rollout = Rollout()
-    _, manifests = trainer.side.publish(1)
+    _, manifests = trainer.endpoint.publish(1)
     rollout.update(manifests["shared-memory"])
-    assert RolloutAnswer.from_json(rollout.side.join(MEMORY)).active_version == 1
-    rollout.side.close()
+    assert RolloutAnswer.from_json(rollout.endpoint.join(MEMORY)).active_version == 1
+    rollout.endpoint.close()
 
 
 def test_a_rollout_that_fails_to_take_another_channel_goes_on_with_its_version(
     trainer: Trainer,
 ) -> None:
     rollout = Rollout()
-    _, manifests = trainer.side.publish(1)
+    _, manifests = trainer.endpoint.publish(1)
     rollout.update(manifests["shared-memory"])
-    trainer.side.serve(BROADCAST)
+    trainer.endpoint.serve(BROADCAST)
     nowhere = PairChoice(transport="nowhere", reason="a test").to_json()
     for choice, error in ((nowhere, "WeightBridgeUnavailableError"), (BROADCAST, "MemoryError")):
         rollout.adapter_fails = error == "MemoryError"
-        answer = RolloutAnswer.from_json(rollout.side.join(choice))
+        answer = RolloutAnswer.from_json(rollout.endpoint.join(choice))
         assert (answer.error, answer.active_version) == (error, 1)
-        rollout.side.executor.check_servable()
-    _, manifests = trainer.side.publish(2)
+        rollout.endpoint.executor.check_servable()
+    _, manifests = trainer.endpoint.publish(2)
     assert rollout.update(manifests["shared-memory"]).active_version == 2
-    rollout.side.close()
+    rollout.endpoint.close()
 
 
 def test_a_rollout_that_takes_another_channel_lets_go_of_the_one_before(trainer: Trainer) -> None:
     rollout = Rollout()
-    _, manifests = trainer.side.publish(1)
+    _, manifests = trainer.endpoint.publish(1)
     rollout.update(manifests["shared-memory"])
-    before = rollout.side.executor
-    manifest = trainer.side.serve(BROADCAST)
-    assert RolloutAnswer.from_json(rollout.side.join(BROADCAST)).error == ""
-    assert rollout.side.executor is not before
+    before = rollout.endpoint.executor
+    manifest = trainer.endpoint.serve(BROADCAST)
+    assert RolloutAnswer.from_json(rollout.endpoint.join(BROADCAST)).error == ""
+    assert rollout.endpoint.executor is not before
     with pytest.raises(BridgeClosed):
         before.update_weights(manifests["shared-memory"].decode())
-    reports = json.loads(trainer.side.reports())["shared-memory"]
+    reports = json.loads(trainer.endpoint.reports())["shared-memory"]
     told = {one["worker"]: (one["presence"], one["state"]) for one in reports}
     assert told["rollout"] == ("gone", "released")
     assert rollout.update(manifest).active_version == 1
-    rollout.side.close()
+    rollout.endpoint.close()
 
 
 def test_a_rollout_serves_its_version_until_one_has_come_by_another_channel(
     trainer: Trainer,
 ) -> None:
     rollout = Rollout()
-    told, manifests = trainer.side.publish(1)
+    told, manifests = trainer.endpoint.publish(1)
     rollout.update(manifests["shared-memory"])
     first = Announcement.from_json(told)
-    manifest = trainer.side.serve(BROADCAST)
-    joined = RolloutAnswer.from_json(rollout.side.join(BROADCAST))
-    asked = RolloutAnswer.from_json(rollout.side.status())
+    manifest = trainer.endpoint.serve(BROADCAST)
+    joined = RolloutAnswer.from_json(rollout.endpoint.join(BROADCAST))
+    asked = RolloutAnswer.from_json(rollout.endpoint.status())
     for answer in (joined, asked, rollout.update(b"{}")):
         assert (answer.active_version, answer.active_root) == (1, first.root), answer
-        assert rollout.side.check_servable() == 1
+        assert rollout.endpoint.check_servable() == 1
     assert rollout.update(manifest).outcome == "acknowledged"
     trainer.step()
-    _, manifests = trainer.side.publish(2)
+    _, manifests = trainer.endpoint.publish(2)
     assert rollout.update(manifests["broadcast"]).active_version == 2
-    assert rollout.side.check_servable() == 2
-    rollout.side.close()
+    assert rollout.endpoint.check_servable() == 2
+    rollout.endpoint.close()
 
 
 def test_a_rollout_whose_engine_is_lost_on_a_new_channel_says_no_version(
     trainer: Trainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rollout = Rollout()
-    rollout.update(trainer.side.publish(1)[1]["shared-memory"])
-    manifest = trainer.side.serve(BROADCAST)
-    rollout.side.join(BROADCAST)
+    rollout.update(trainer.endpoint.publish(1)[1]["shared-memory"])
+    manifest = trainer.endpoint.serve(BROADCAST)
+    rollout.endpoint.join(BROADCAST)
     lost = EngineLost("the engine ended: a fresh one is in its place.")
     monkeypatch.setattr(RolloutExecutor, "update_weights", Mock(side_effect=lost))
     assert rollout.update(manifest).active_version is None
     with pytest.raises(WeightBridgeUnavailableError, match="no verified version yet"):
-        rollout.side.check_servable()
-    rollout.side.close()
+        rollout.endpoint.check_servable()
+    rollout.endpoint.close()
 
 
 def test_tensors_that_are_used_as_they_came_do_not_outlive_their_channel(trainer: Trainer) -> None:
-    side = RolloutEndpoint(lambda: None)
-    side.join(MEMORY)
-    _, manifests = trainer.side.publish(1)
-    side.update(manifests["shared-memory"])
-    assert side.check_servable() == 1
-    trainer.side.serve(BROADCAST)
-    side.join(BROADCAST)
+    endpoint = RolloutEndpoint(lambda: None)
+    endpoint.join(MEMORY)
+    _, manifests = trainer.endpoint.publish(1)
+    endpoint.update(manifests["shared-memory"])
+    assert endpoint.check_servable() == 1
+    trainer.endpoint.serve(BROADCAST)
+    endpoint.join(BROADCAST)
     with pytest.raises(WeightBridgeUnavailableError, match="no verified version yet"):
-        side.check_servable()
-    side.close()
+        endpoint.check_servable()
+    endpoint.close()
 
 
 def test_a_late_channel_gets_the_sealed_version_and_not_the_weights_of_now(
     trainer: Trainer,
 ) -> None:
     near = Rollout()
-    told, manifests = trainer.side.publish(1)
+    told, manifests = trainer.endpoint.publish(1)
     near.update(manifests["shared-memory"])
     trainer.step()
-    manifest = trainer.side.serve(BROADCAST)
+    manifest = trainer.endpoint.serve(BROADCAST)
     assert WeightUpdateManifest.from_json(manifest).root == Announcement.from_json(told).root
     far = Rollout(BROADCAST)
     assert far.update(manifest).active_version == 1
     assert far.holds(weights())
-    told, manifests = trainer.side.publish(2)
+    told, manifests = trainer.endpoint.publish(2)
     assert sorted(manifests) == ["broadcast", "shared-memory"]
     for rollout, channel in ((near, "shared-memory"), (far, "broadcast")):
         answer = rollout.update(manifests[channel])
         assert answer.active_root == Announcement.from_json(told).root, answer
         assert rollout.holds(trainer.weights)
-        rollout.side.close()
+        rollout.endpoint.close()
 
 
 def test_a_channel_that_is_opened_again_gets_the_version_of_now(tmp_path: Path) -> None:
-    side = PublisherEndpoint(weights, EndpointOptions(state_dir=str(tmp_path)))
-    side.serve(BROADCAST)
-    side.publish(3)
-    side.drop("broadcast")
+    endpoint = PublisherEndpoint(weights, EndpointOptions(state_dir=str(tmp_path)))
+    endpoint.serve(BROADCAST)
+    endpoint.publish(3)
+    endpoint.drop("broadcast")
     far = Rollout(BROADCAST)
-    assert far.update(side.serve(BROADCAST)).active_version == 3
-    far.side.close()
-    side.close()
+    assert far.update(endpoint.serve(BROADCAST)).active_version == 3
+    far.endpoint.close()
+    endpoint.close()
 
 
 def test_a_trainer_that_comes_back_goes_on_behind_its_last_version(tmp_path: Path) -> None:
     for version in (3, 4):
-        side = PublisherEndpoint(weights, EndpointOptions(state_dir=str(tmp_path)))
-        side.publish(version)
-        side.close()
-    side = PublisherEndpoint(weights, EndpointOptions(state_dir=str(tmp_path)))
+        endpoint = PublisherEndpoint(weights, EndpointOptions(state_dir=str(tmp_path)))
+        endpoint.publish(version)
+        endpoint.close()
+    endpoint = PublisherEndpoint(weights, EndpointOptions(state_dir=str(tmp_path)))
     with pytest.raises(VersionNotMonotonic, match="4 came after 4"):
-        side.publish(4)
-    side.close()
+        endpoint.publish(4)
+    endpoint.close()
 
 
 def test_versions_only_grow_on_every_channel(trainer: Trainer) -> None:
-    trainer.side.serve(BROADCAST)
-    trainer.side.publish(3)
+    trainer.endpoint.serve(BROADCAST)
+    trainer.endpoint.publish(3)
     with pytest.raises(VersionNotMonotonic, match="3 came after 3"):
-        trainer.side.publish(3)
+        trainer.endpoint.publish(3)
     trainer.step()
-    trainer.side.publish(4)
+    trainer.endpoint.publish(4)
 
 
 def test_weights_that_move_between_two_channels_are_refused(trainer: Trainer) -> None:
-    trainer.side.serve(BROADCAST)
-    trainer.side.publish(1)
+    trainer.endpoint.serve(BROADCAST)
+    trainer.endpoint.publish(1)
 
     def moving() -> Source:
         trainer.step()
@@ -347,32 +356,32 @@ def test_weights_that_move_between_two_channels_are_refused(trainer: Trainer) ->
 
     trainer.source = moving
     with pytest.raises(WeightUpdateRejectedError, match="moved while they were published"):
-        trainer.side.publish(2)
-    assert Announcement.from_json(trainer.side.announcement()).weight_version == 1
+        trainer.endpoint.publish(2)
+    assert Announcement.from_json(trainer.endpoint.announcement()).weight_version == 1
 
 
 def test_many_versions_hold_no_more_than_two_slots(trainer: Trainer) -> None:
     rollout = Rollout()
     sizes = []
     for version in range(1, 9):
-        _, manifests = trainer.side.publish(version)
+        _, manifests = trainer.endpoint.publish(version)
         assert rollout.update(manifests["shared-memory"]).outcome == "acknowledged"
         trainer.step()
-        sizes.append(trainer.side._channels["shared-memory"].bridge.published_nbytes)
+        sizes.append(trainer.endpoint._channels["shared-memory"].bridge.published_nbytes)
     assert len(set(sizes[2:])) == 1
-    rollout.side.close()
+    rollout.endpoint.close()
 
 
-def test_tensors_that_train_on_are_no_place_for_the_version_before() -> None:
+def test_transports_in_place_are_refused() -> None:
     with pytest.raises(ValueError, match="'nixl': in_place=True, expected False"):
         EndpointOptions(transports={"nixl": {"in_place": True}})
 
 
-def test_what_a_stranger_sends_is_refused(trainer: Trainer) -> None:
+def test_malformed_messages_are_refused(trainer: Trainer) -> None:
     with pytest.raises(MalformedManifest):
-        trainer.side.serve(b"{}")
+        trainer.endpoint.serve(b"{}")
     with pytest.raises(MalformedManifest):
-        Rollout(None).side.facts(b'{"boot_id":"x"}')
+        Rollout(None).endpoint.facts(b'{"boot_id":"x"}')
     with pytest.raises(MalformedManifest):
         RolloutAnswer.from_json(b'{"worker":"w","rank":0,"pid":1,"outcome":"fine"}')
 

@@ -62,26 +62,26 @@ def test_rollouts_of_a_driver_that_was_started_anew_find_their_channels(run: Run
     run.join("near")
     run.join("far", kind=Elsewhere)
     run.update().require_all()
-    bridge = run.trainer.side._channels["broadcast"].bridge
+    bridge = run.trainer.endpoint._channels["broadcast"].bridge
     run.fleet = next_fleet(run)
     for name, rollout in run.rollouts.items():
         run.fleet.join(name, rollout)
     run.update().require_all()
-    assert run.trainer.side._channels["broadcast"].bridge is bridge
+    assert run.trainer.endpoint._channels["broadcast"].bridge is bridge
 
 
 def test_a_trainer_whose_own_gathering_is_aborted_keeps_its_channels(run: Run) -> None:
     """It publishes alone, of ranks that it knows and that the fleet does not."""
     run.join("near")
     run.update().require_all()
-    bridge = run.trainer.side._channels["shared-memory"].bridge
+    bridge = run.trainer.endpoint._channels["shared-memory"].bridge
     with pytest.MonkeyPatch.context() as patch:
 
         def aborted(*_given: object) -> None:
             raise GroupAborted("rank 3 of its own did not answer. Publish again.")
 
-        patch.setattr(run.trainer.side, "publish", aborted)
+        patch.setattr(run.trainer.endpoint, "publish", aborted)
         with pytest.raises(GroupAborted):
             run.update()
     run.update().require_all()
-    assert run.trainer.side._channels["shared-memory"].bridge is bridge
+    assert run.trainer.endpoint._channels["shared-memory"].bridge is bridge

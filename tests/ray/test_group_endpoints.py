@@ -21,7 +21,7 @@ def run() -> Iterator[Run]:
 
 @pytest.fixture
 def rollouts(run: Run) -> Iterator[list[Rollout]]:
-    run.all(lambda rank: rank.side.serve(MEMORY))
+    run.all(lambda rank: rank.endpoint.serve(MEMORY))
     made = [Rollout(rank, MEMORY) for rank in range(2)]
     yield made
     for one in made:
@@ -39,7 +39,7 @@ def test_each_rollout_takes_its_share_and_answers_with_the_groups_root(
             assert (answer.active_version, answer.active_root) == (version, told.root)
             assert one.holds(version)
     for rank in run.ranks:
-        reports = json.loads(rank.side.reports())["shared-memory"]
+        reports = json.loads(rank.endpoint.reports())["shared-memory"]
         assert [one["state"] for one in reports].count("acknowledged") == 2
 
 
@@ -62,7 +62,7 @@ def test_a_late_channel_gets_the_sealed_version_of_all_ranks(
     told, manifests = run.publish(1)
     for rank in run.ranks:
         rank.train(7)  # what they hold by now is not what was published
-    manifest = run.all(lambda rank: rank.side.serve(BROADCAST))
+    manifest = run.all(lambda rank: rank.endpoint.serve(BROADCAST))
     late = Rollout(1, BROADCAST)
     answer = late.update(manifest)
     assert (answer.active_version, answer.active_root) == (1, told.root), answer
@@ -79,8 +79,8 @@ def test_a_rollout_that_takes_another_channel_answers_with_the_groups_root_still
 ) -> None:
     told, manifests = run.publish(1)
     rollouts[0].update(manifests["shared-memory"])
-    manifest = run.all(lambda rank: rank.side.serve(BROADCAST))
-    rollouts[0].side.join(BROADCAST)
+    manifest = run.all(lambda rank: rank.endpoint.serve(BROADCAST))
+    rollouts[0].endpoint.join(BROADCAST)
     changed = manifest.replace(b'"weight_version":1', b'"weight_version":3')
     answer = rollouts[0].update(changed)
     assert answer.outcome == "refused"
@@ -97,7 +97,7 @@ def test_where_a_rank_fails_no_rank_publishes_and_the_next_version_goes_through(
         rank.train(2)
     run.ranks[1].tensors.pop("embed")
     run.ranks[1].placed = {n: p for n, p in run.ranks[1].placed.items() if n != "embed"}
-    futures = [run.pool.submit(rank.side.publish, 2) for rank in run.ranks]
+    futures = [run.pool.submit(rank.endpoint.publish, 2) for rank in run.ranks]
     for future in futures:
         with pytest.raises((IncompleteCoverage, GroupAborted)):
             future.result(TIMEOUT_S)
@@ -109,10 +109,10 @@ def test_where_a_rank_fails_no_rank_publishes_and_the_next_version_goes_through(
 def test_a_channel_that_was_dropped_is_published_on_no_more(
     run: Run, rollouts: list[Rollout]
 ) -> None:
-    run.all(lambda rank: rank.side.serve(BROADCAST))
+    run.all(lambda rank: rank.endpoint.serve(BROADCAST))
     assert set(run.publish(1)[1]) == {"shared-memory", "broadcast"}
-    run.all(lambda rank: rank.side.drop("broadcast"))
-    run.all(lambda rank: rank.side.drop("broadcast"))
+    run.all(lambda rank: rank.endpoint.drop("broadcast"))
+    run.all(lambda rank: rank.endpoint.drop("broadcast"))
     _, manifests = run.publish(2)
     assert set(manifests) == {"shared-memory"}
     assert rollouts[0].update(manifests["shared-memory"]).active_version == 2
@@ -121,9 +121,9 @@ def test_a_channel_that_was_dropped_is_published_on_no_more(
 def test_ranks_that_have_their_channels_in_another_order_publish_together(
     run: Run, rollouts: list[Rollout]
 ) -> None:
-    run.all(lambda rank: rank.side.serve(BROADCAST))
-    side = run.ranks[1].side
-    side._channels = dict(reversed(side._channels.items()))
+    run.all(lambda rank: rank.endpoint.serve(BROADCAST))
+    endpoint = run.ranks[1].endpoint
+    endpoint._channels = dict(reversed(endpoint._channels.items()))
     _, manifests = run.publish(1)
     assert rollouts[0].update(manifests["shared-memory"]).active_version == 1
 
@@ -131,11 +131,11 @@ def test_ranks_that_have_their_channels_in_another_order_publish_together(
 def test_a_dropped_channel_that_is_opened_again_gets_the_version_of_now(
     run: Run, rollouts: list[Rollout]
 ) -> None:
-    run.all(lambda rank: rank.side.serve(BROADCAST))
+    run.all(lambda rank: rank.endpoint.serve(BROADCAST))
     run.publish(1)
-    run.all(lambda rank: rank.side.drop("broadcast"))
+    run.all(lambda rank: rank.endpoint.drop("broadcast"))
     run.publish(2)
-    manifest = run.all(lambda rank: rank.side.serve(BROADCAST))
+    manifest = run.all(lambda rank: rank.endpoint.serve(BROADCAST))
     late = Rollout(1, BROADCAST)
     assert late.update(manifest).active_version == 2
     assert late.holds(2)
@@ -150,8 +150,8 @@ def test_ranks_that_talk_over_another_store_go_on_with_their_versions(
     told, manifests = run.publish(1)
     store = HashStore()
     for rank in run.ranks:
-        rank.side.rejoin(rank.made_on(store))
-    assert Announcement.from_json(run.all(lambda rank: rank.side.announcement())) == told
+        rank.endpoint.rejoin(rank.made_on(store))
+    assert Announcement.from_json(run.all(lambda rank: rank.endpoint.announcement())) == told
     assert rollouts[0].update(manifests["shared-memory"]).active_version == 1
     _, manifests = run.publish(2)
     assert rollouts[0].update(manifests["shared-memory"]).active_version == 2
@@ -161,11 +161,11 @@ def test_ranks_that_talk_over_another_store_go_on_with_their_versions(
 def test_ranks_that_name_one_directory_of_state_do_not_get_into_each_others_way(
     run: Run, tmp_path: Path
 ) -> None:
-    sides = []
+    endpoints = []
     for rank in run.ranks:
         channels = rank.made_on(HashStore())
         options = EndpointOptions(rank=rank.rank, state_dir=str(tmp_path))
-        sides.append(PublisherEndpoint(dict, options, make_channel=channels))
-    for side in sides:
-        side.close()
+        endpoints.append(PublisherEndpoint(dict, options, make_channel=channels))
+    for endpoint in endpoints:
+        endpoint.close()
     assert sorted(one.name for one in tmp_path.iterdir()) == ["rank-0", "rank-1"]

@@ -1,4 +1,4 @@
-"""A pair's transport follows from what both sides found, and the choice says why."""
+"""A pair's transport follows from what both endpoints found, and the choice says why."""
 
 import os
 from pathlib import Path
@@ -20,7 +20,7 @@ from rl_bridge.testing.processes import Child
 ALL = {"shared-memory": "", "nixl": "", "broadcast": ""}
 
 
-def side(**changed: object) -> EndpointFacts:
+def endpoint(**changed: object) -> EndpointFacts:
     facts: dict[str, object] = {
         "boot_id": "one",
         "pid_namespace": 1,
@@ -33,30 +33,30 @@ def side(**changed: object) -> EndpointFacts:
 
 
 class Finder:
-    """A consumer's side in a process of its own."""
+    """A consumer's endpoint in a process of its own."""
 
     def find(self, publisher: str) -> str:
         return look_around(publisher=EndpointFacts.from_json(publisher)).to_json().decode()
 
 
 def test_one_machine_shares_memory() -> None:
-    choice = choose_transport(side(), side(pid=8))
+    choice = choose_transport(endpoint(), endpoint(pid=8))
     assert (choice.transport, dict(choice.not_taken)) == ("shared-memory", {})
     assert "reachable through /proc" in str(choice)
 
 
 def test_another_machine_reads_by_nixl_at_the_publishers_address() -> None:
-    choice = choose_transport(side(), side(boot_id="two"))
+    choice = choose_transport(endpoint(), endpoint(boot_id="two"))
     assert choice.transport == "nixl"
     assert choice.publisher_options == {"address": "10.0.0.1"}
     assert choice.not_taken == {"shared-memory": "they run on different machines"}
 
 
-def test_without_nixl_on_either_side_it_is_broadcast() -> None:
+def test_without_nixl_on_either_endpoint_it_is_broadcast() -> None:
     lacking = ALL | {"nixl": "nixl is not installed"}
     for publisher, consumer in ((lacking, ALL), (ALL, lacking)):
         choice = choose_transport(
-            side(transports=publisher), side(boot_id="2", transports=consumer)
+            endpoint(transports=publisher), endpoint(boot_id="2", transports=consumer)
         )
         assert choice.transport == "broadcast"
         assert "nixl is not installed" in choice.not_taken["nixl"]
@@ -69,16 +69,16 @@ def test_without_nixl_on_either_side_it_is_broadcast() -> None:
 def test_a_container_or_a_user_apart_shares_no_memory(
     consumer: dict[str, object], why: str
 ) -> None:
-    choice = choose_transport(side(), side(**consumer))
+    choice = choose_transport(endpoint(), endpoint(**consumer))
     assert choice.transport == "nixl"
     assert why in choice.not_taken["shared-memory"]
 
 
-def test_a_directory_of_both_shares_memory_under_the_path_that_each_side_has() -> None:
+def test_a_directory_of_both_shares_memory_under_the_path_that_each_endpoint_has() -> None:
     mine = SharedDirectory(path="/dev/shm/w", device=5, inode=6)
     theirs = SharedDirectory(path="/mnt/w", device=5, inode=6)
     choice = choose_transport(
-        side(directories=(mine,)), side(pid_namespace=2, directories=(theirs,))
+        endpoint(directories=(mine,)), endpoint(pid_namespace=2, directories=(theirs,))
     )
     assert choice.transport == "shared-memory"
     assert choice.publisher_options == {"directory": "/dev/shm/w"}
@@ -88,14 +88,16 @@ def test_a_directory_of_both_shares_memory_under_the_path_that_each_side_has() -
 
 def test_directories_of_one_name_on_two_machines_share_nothing() -> None:
     one = SharedDirectory(path="/dev/shm/w", device=5, inode=6)
-    choice = choose_transport(side(directories=(one,)), side(boot_id="two", directories=(one,)))
+    choice = choose_transport(
+        endpoint(directories=(one,)), endpoint(boot_id="two", directories=(one,))
+    )
     assert choice.transport == "nixl"
 
 
-def test_what_was_tried_counts_more_than_what_should_work() -> None:
+def test_the_opened_probe_decides_over_namespaces_and_users() -> None:
     probe = ProbeSegment()
     try:
-        choice = choose_transport(side(probe=probe.ref), side(user_id=1000))
+        choice = choose_transport(endpoint(probe=probe.ref), endpoint(user_id=1000))
         assert "cannot open the memory of process 7" in choice.not_taken["shared-memory"]
     finally:
         probe.close()
@@ -123,15 +125,15 @@ def test_a_probe_that_is_gone_is_not_opened() -> None:
 
 def test_no_transport_at_all_says_why_of_each() -> None:
     with pytest.raises(WeightBridgeUnavailableError) as caught:
-        choose_transport(side(address="", node="a"), side(boot_id="two"))
+        choose_transport(endpoint(address="", node="a"), endpoint(boot_id="two"))
     text = str(caught.value)
     assert "on node a" in text
     assert "shared-memory: they run on different machines" in text
     assert "did not say at which address" in text
 
 
-def test_a_transport_that_one_side_never_heard_of_is_not_taken() -> None:
-    choice = choose_transport(side(), side(boot_id="two", transports={"broadcast": ""}))
+def test_a_transport_that_one_endpoint_does_not_know_is_not_chosen() -> None:
+    choice = choose_transport(endpoint(), endpoint(boot_id="two", transports={"broadcast": ""}))
     assert choice.not_taken["nixl"] == "blocked at the consumer: not known there"
 
 

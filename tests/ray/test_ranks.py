@@ -42,7 +42,7 @@ def test_a_rank_that_was_started_anew_joins_its_group_again(
     assert run.channels == [["shared-memory"]] * num_ranks
 
 
-def test_who_joins_behind_a_rank_that_was_started_anew_gets_the_next_version(
+def test_a_rollout_that_joins_after_a_rank_was_started_anew_gets_the_next_version(
     made: Callable[[int], Run],
 ) -> None:
     run = made(2)
@@ -84,9 +84,9 @@ def test_ranks_that_have_not_the_same_channels_begin_anew(
     run = made(2)
     fleet = run.fleet()
     run.update(fleet)
-    side = run.ranks[0].made._publisher_endpoint()
-    side._open(PairChoice.from_json(BROADCAST))
-    side._asked.add("broadcast")
+    endpoint = run.ranks[0].made._publisher_endpoint()
+    endpoint._open(PairChoice.from_json(BROADCAST))
+    endpoint._asked.add("broadcast")
     run.update(fleet if is_known else run.fleet())
     assert run.channels == [["shared-memory"]] * 2
 

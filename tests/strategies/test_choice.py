@@ -81,7 +81,7 @@ def test_a_config_that_cannot_be_is_refused(fields: dict[str, Any]) -> None:
         WeightTransferConfig(**fields)
 
 
-def test_what_the_controller_holds_travels_and_opens_nothing_there() -> None:
+def test_a_pickled_strategy_opens_nothing() -> None:
     strategy = make_transfer_strategy(WeightTransferConfig())
     info = run(strategy.create_init_info())
     there = pickle.loads(pickle.dumps(strategy))

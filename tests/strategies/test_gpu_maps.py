@@ -46,7 +46,7 @@ def test_copies_that_differ_are_refused_with_the_rank_and_the_gpu() -> None:
 @pytest.mark.parametrize(
     "body", [{}, {"gpu": 5}, {"gpu": "a b"}, {"gpu": "GPU-9"}, {"gpu": "x", "manifest": 1}], ids=str
 )
-def test_what_is_no_entry_is_refused(body: dict[str, object]) -> None:
+def test_a_malformed_gpu_entry_is_refused(body: dict[str, object]) -> None:
     with pytest.raises(RanksDisagree, match="expected its UUID and a manifest"):
         merge_handles([*bodies(1), body])
 

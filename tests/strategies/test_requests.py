@@ -139,7 +139,7 @@ def test_a_hostile_handle_map_is_refused(fields: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "text", ["", "{", "[]", "null", "{}", '{"kind":1}', None, 5, b"{}"], ids=repr
 )
-def test_what_is_no_request_is_refused(text: object) -> None:
+def test_text_of_no_request_is_refused(text: object) -> None:
     with pytest.raises(MalformedManifest):
         WeightUpdateRequest.from_json(text)
 
@@ -161,6 +161,6 @@ def test_an_init_info_comes_back_as_what_it_was(
 
 
 @pytest.mark.parametrize("text", ["{}", '{"kind":"empty"}x', "[1]", None, '{"kind":"full"}'])
-def test_what_is_no_init_info_is_refused(text: object) -> None:
+def test_text_of_no_init_info_is_refused(text: object) -> None:
     with pytest.raises(MalformedManifest):
         init_info_from_json(text)

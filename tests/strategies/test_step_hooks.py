@@ -92,7 +92,7 @@ def test_a_source_may_be_made_anew_each_time(loop: Loop) -> None:
         assert loop.is_equal
 
 
-def test_what_the_engines_did_not_take_comes_out_of_the_step_and_is_withdrawn(loop: Loop) -> None:
+def test_a_failed_send_raises_out_of_the_step_and_withdraws_the_update(loop: Loop) -> None:
     publisher = StepPublisher(loop.bridge, loop.model, send=loop.send)
     publisher.publish()
     publisher.after_steps_of(loop.optimizer)
@@ -146,7 +146,7 @@ def test_a_step_inside_an_event_loop_is_refused_before_anything_is_sent() -> Non
 
 
 @pytest.mark.parametrize("every", [0, -1])
-def test_no_steps_are_no_rhythm(loop: Loop, every: int) -> None:
+def test_publishing_every_zero_steps_is_refused(loop: Loop, every: int) -> None:
     with pytest.raises(ValueError, match="expected 1 or more steps"):
         StepPublisher(loop.bridge, loop.model, send=loop.send, every=every)
 

@@ -234,7 +234,7 @@ def test_an_engine_that_joins_later_gets_the_latest_update() -> None:
         assert len(old.sender.bridge.holders(manifest.update_id)) == 2
 
 
-def test_nothing_was_sent_yet_is_said() -> None:
+def test_send_latest_before_any_sync_is_refused() -> None:
     with rig() as r, pytest.raises(UnknownUpdate, match="Call send_chunks first"):
         run(r.sender.send_latest(r.client))
 

@@ -89,7 +89,7 @@ def test_stages_without_cuts_say_that_ranks_hold_copies(two: World) -> None:
         assert (placed.shape, piece.replica, piece.is_flat) == ((3, 7), rank, False)
 
 
-def test_what_trains_and_what_is_tied_is_told(two: World) -> None:
+def test_metadata_name_trainable_and_tied_tensors(two: World) -> None:
     report = two.run("local", stage=3)[0]
     assert report["metadata"]["head.weight"][4] == "embed.weight"
     assert "down.weight" not in report["trainable"]
@@ -109,7 +109,7 @@ def test_deepspeed_begins_without_ninja_where_its_extension_is_switched_off(two:
     assert all(two.run("has_no_ninja"))
 
 
-def test_what_cannot_be_understood_is_refused(two: World) -> None:
+def test_an_unknown_layout_is_refused(two: World) -> None:
     for answer in two.run("refusals"):
         assert "expected a DeepSpeed engine" in answer["module"]
         assert "tensor parallelism of 2 is not supported" in answer["tensor_parallel"]

@@ -144,7 +144,7 @@ def test_gate_and_up_of_each_rank_lie_apart_in_the_whole(worlds: World2, models:
         assert [piece.local_offset for piece in placed.pieces] == [(0, 0), (6, 0)]
 
 
-def test_what_cannot_be_understood_is_refused(worlds: World2, models: Models) -> None:
+def test_an_unknown_layout_is_refused(worlds: World2, models: Models) -> None:
     for answer in worlds(2, CASES).run("refusals", path=models["llama"][0]):
         assert "expected a module or a list" in answer["no_module"]
         assert "mbridge or Megatron-Bridge" in answer["no_bridge"]

@@ -145,10 +145,10 @@ def test_members_of_a_module_stay_together_even_where_others_stand_between() -> 
     assert batched("q3 a3 q3", 6) == [("q", ["q3", "q3"]), ("a", ["a3"])]
 
 
-def test_what_is_needed_aside_counts_once_per_chunk() -> None:
+def test_temporary_memory_counts_once_per_chunk() -> None:
     assert batched("a4 b4", 10, extra=2) == [(None, ["a4", "b4"])]
     assert batched("a4 b4", 10, extra=3) == [("a", ["a4"]), ("b", ["b4"])]
 
 
-def test_nothing_gives_no_chunk() -> None:
+def test_an_empty_model_gives_no_chunk() -> None:
     assert batched("", 10) == []

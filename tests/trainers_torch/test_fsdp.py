@@ -181,7 +181,7 @@ def test_a_sync_that_its_sender_refuses_costs_the_others_no_gather(two: World) -
     assert "the sync failed on rank 0: MalformedManifest" in other[1]
 
 
-def test_what_cannot_be_understood_is_refused(two: World) -> None:
+def test_an_unknown_layout_is_refused(two: World) -> None:
     for answer in two.run("refusals"):
         assert "Call redistribute" in answer["partial"]
         assert "contiguous before wrapping" in answer["flat"]

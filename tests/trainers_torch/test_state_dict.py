@@ -97,7 +97,7 @@ def test_requests_are_batched_by_the_threshold() -> None:
     assert counts == [10, 10, 10, 5, 3, 1]
 
 
-def test_what_trains_is_told_to_publish() -> None:
+def test_trainable_names_reach_publish() -> None:
     model = plain()
     extractor = StateDictExtractor(model)
     names = {name for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
@@ -115,7 +115,7 @@ def test_what_trains_is_told_to_publish() -> None:
     ("source", "words"),
     [(iter([]), "Pass dict"), (torch.ones(1), "expected a module"), ([], "Pass dict")],
 )
-def test_what_can_be_read_only_once_is_refused(source: object, words: str) -> None:
+def test_an_iterator_is_refused_as_a_source(source: object, words: str) -> None:
     with pytest.raises(IncompatibleUpdate, match=words):
         StateDictExtractor(source)  # type: ignore[arg-type]  # that is what is tried
 

@@ -54,7 +54,7 @@ def test_a_reference_gives_the_values_of_its_return_also_after_the_next_step(
     assert get(taker.take.remote(weights.remote(), steps + 1))
 
 
-def test_what_one_taker_writes_no_other_one_sees(pair: Any) -> None:
+def test_what_one_receiver_writes_no_other_one_sees(pair: Any) -> None:
     source, taker = pair
     steps = steps_of(source)
     reference = source.weights.remote()

@@ -156,7 +156,7 @@ def test_an_actor_that_ray_starts_anew_joins_again_by_itself(run: Run) -> None:
     assert run.all_hold(actor)
 
 
-def test_whoever_ray_starts_anew_the_fleet_finds_together_again(tmp_path: Path) -> None:
+def test_rollouts_and_trainers_that_ray_starts_anew_join_again(tmp_path: Path) -> None:
     """A rollout on another channel than the trainer's first one, and then the trainer."""
     learner, busy = trainer(max_restarts=1, max_task_retries=-1), tmp_path / "busy"
     run, far = Run(learner), elsewhere(busy, max_restarts=1, max_task_retries=-1)
