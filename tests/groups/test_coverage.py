@@ -107,67 +107,64 @@ def test_padding_of_a_flat_shard_is_nobodys_element() -> None:
 # ---- what does not ------------------------------------------------------------------------------
 
 
-def test_a_missing_range_is_named() -> None:
-    with pytest.raises(
-        IncompleteCoverage, match=r"'w' of shape \[4, 6\]: no rank holds \[2:3, 0:6\]"
-    ):
-        prove(rank_with(box_piece((0, 0), (2, 6))), rank_with(box_piece((3, 0), (1, 6))))
+WHOLE = box_piece((0, 0), (4, 6))
+TOP = box_piece((0, 0), (2, 6))
+HELD: dict[str, tuple[list[Piece], str]] = {
+    "a missing range": (
+        [TOP, box_piece((3, 0), (1, 6))],
+        r"'w' of shape \[4, 6\]: no rank holds \[2:3, 0:6\]",
+    ),
+    "a missing corner": (
+        [TOP, box_piece((2, 0), (2, 4)), box_piece((3, 4), (1, 2))],
+        r"no rank holds \[2:3, 4:6\]",
+    ),
+    "a missing range of elements": (
+        [flat_piece(0, 10), flat_piece(10, 10)],
+        r"holds elements \[20:24\] in row-major order",
+    ),
+    "a doubled range": (
+        [box_piece((0, 0), (3, 6)), box_piece((2, 0), (2, 6))],
+        r"\[2:3, 0:6\] is held twice, by rank 0 .* rank 1",
+    ),
+    "a doubled corner": (
+        [TOP, box_piece((2, 0), (2, 4)), box_piece((1, 3), (3, 3))],
+        r"is held twice, by rank [01] .* rank 2",
+    ),
+    "two copies that both count": ([WHOLE] * 2, "Name one of the two replica 1"),
+    "a replica of no piece": (
+        [WHOLE, box_piece((0, 0), (2, 6), replica=1)],
+        r"rank 1 names \[0:2, 0:6\] replica 1",
+    ),
+    "only replicas": ([box_piece((0, 0), (4, 6), replica=1)], "no rank holds"),
+}
 
 
-def test_a_missing_corner_is_named() -> None:
-    held = [box_piece((0, 0), (2, 6)), box_piece((2, 0), (2, 4)), box_piece((3, 4), (1, 2))]
-    with pytest.raises(IncompleteCoverage, match=r"no rank holds \[2:3, 4:6\]"):
+@pytest.mark.parametrize("case", HELD)
+def test_a_gap_or_an_overlap_is_refused_with_its_range_and_ranks(case: str) -> None:
+    held, text = HELD[case]
+    with pytest.raises(IncompleteCoverage, match=text):
         prove(*map(rank_with, held))
 
 
-def test_a_missing_range_of_elements_is_named() -> None:
-    with pytest.raises(IncompleteCoverage, match=r"holds elements \[20:24\] in row-major order"):
-        prove(rank_with(flat_piece(0, 10)), rank_with(flat_piece(10, 10)))
-
-
-def test_a_doubled_range_is_named_with_its_ranks() -> None:
-    held = [box_piece((0, 0), (3, 6)), box_piece((2, 0), (2, 6))]
-    with pytest.raises(
-        IncompleteCoverage, match=r"\[2:3, 0:6\] is held twice, by rank 0 .* rank 1"
-    ):
-        prove(*map(rank_with, held))
-
-
-def test_a_doubled_corner_is_named_with_its_ranks() -> None:
-    held = [box_piece((0, 0), (2, 6)), box_piece((2, 0), (2, 4)), box_piece((1, 3), (3, 3))]
-    with pytest.raises(IncompleteCoverage, match=r"is held twice, by rank [01] .* rank 2"):
-        prove(*map(rank_with, held))
-
-
-def test_two_copies_that_both_count_are_refused() -> None:
-    with pytest.raises(IncompleteCoverage, match="Name one of the two replica 1"):
-        prove(*[rank_with(box_piece((0, 0), (4, 6)))] * 2)
-
-
-def test_a_replica_must_repeat_a_piece() -> None:
-    ranks = [box_piece((0, 0), (4, 6)), box_piece((0, 0), (2, 6), replica=1)]
-    with pytest.raises(IncompleteCoverage, match=r"rank 1 names \[0:2, 0:6\] replica 1"):
-        prove(*map(rank_with, ranks))
-
-
-def test_only_replicas_cover_nothing() -> None:
-    with pytest.raises(IncompleteCoverage, match="no rank holds"):
-        prove(rank_with(box_piece((0, 0), (4, 6), replica=1)))
-
-
-def test_ranks_that_disagree_on_a_dtype_are_named() -> None:
-    ranks = [
-        rank_with(box_piece((0, 0), (2, 6)), dtype="float32"),
-        rank_with(box_piece((2, 0), (2, 6)), dtype="bfloat16"),
-    ]
-    with pytest.raises(RanksDisagree, match="rank 0 holds it as float32, rank 1 as bfloat16"):
+@pytest.mark.parametrize(
+    ("ranks", "text"),
+    [
+        (
+            [rank_with(TOP, dtype="float32"), rank_with(box_piece((2, 0), (2, 6)))],
+            "rank 0 holds it as float32, rank 1 as int8",
+        ),
+        (
+            [rank_with(WHOLE), rank_with(box_piece((0, 0), (1, 6), global_shape=(5, 6)))],
+            r"rank 1 says \[5, 6\]",
+        ),
+    ],
+    ids=["dtype", "shape"],
+)
+def test_ranks_that_disagree_on_a_tensor_are_named(
+    ranks: list[dict[str, Placement]], text: str
+) -> None:
+    with pytest.raises(RanksDisagree, match=text):
         prove(*ranks)
-
-
-def test_ranks_that_disagree_on_a_shape_are_named() -> None:
-    other = box_piece((0, 0), (1, 6), global_shape=(5, 6))
-    with pytest.raises(RanksDisagree, match=r"rank 1 says \[5, 6\]"):
-        prove(rank_with(box_piece((0, 0), (4, 6))), rank_with(other))
 
 
 @pytest.mark.parametrize(
