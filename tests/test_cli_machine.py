@@ -87,6 +87,12 @@ def test_doctor_fails_where_a_needed_transport_is_blocked(
         assert "Not ready: local-clone and shared-memory blocked." in said.out
 
 
+def installed(patch: pytest.MonkeyPatch, engine: str, version: str) -> None:
+    """Let one engine be installed, and no other one."""
+    versions = {engine: version}
+    patch.setattr(engine_probe.EnginePackage, "version", lambda self: versions.get(self.module))
+
+
 def test_doctor_names_an_installed_engine_without_importing_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -98,7 +104,7 @@ def test_doctor_names_an_installed_engine_without_importing_it(
 def test_doctor_has_a_row_for_each_feature_of_an_installed_sglang(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(sglang, "version", lambda: "0.5.2")
+    installed(monkeypatch, "sglang", "0.5.2")
     monkeypatch.setattr(engine_probe, "_ask", lambda *_: {"sglang plugin": "no plugins"})
     said = call("doctor", "--json")
     found = checks(said)
@@ -113,7 +119,7 @@ def test_doctor_has_a_row_for_each_feature_of_an_installed_sglang(
 
 
 def test_doctor_tells_how_to_install_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm, "find_spec", lambda _: None)
+    monkeypatch.setattr(engine_probe, "find_spec", lambda _: None)
     found = checks(call("doctor", "--json"))
     assert found["vllm"]["cause"] == "vllm is not installed"
     assert found["vllm"]["remedy"] == "Install it: pip install 'rl-bridge[vllm]'."
@@ -123,7 +129,7 @@ def test_doctor_tells_how_to_install_vllm(monkeypatch: pytest.MonkeyPatch) -> No
 def test_doctor_has_a_row_for_each_feature_of_an_installed_vllm(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(vllm, "version", lambda: "0.30.0")
+    installed(monkeypatch, "vllm", "0.30.0")
     monkeypatch.setattr(engine_probe, "_ask", lambda *_: {"vllm version spans": "no spans"})
     said = call("doctor", "--json")
     found = checks(said)

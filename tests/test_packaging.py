@@ -12,6 +12,7 @@ from types import ModuleType
 import pytest
 
 import rl_bridge
+from rl_bridge.engines.probe import EnginePackage
 from rl_bridge.engines.sglang import compat as sglang
 from rl_bridge.engines.vllm import compat as vllm
 
@@ -72,7 +73,7 @@ def test_the_version_is_said_once_and_the_distribution_has_it(
 def test_the_remedy_for_an_old_engine_installs_one_that_is_new_enough(
     engine: str, parts: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(parts, "version", lambda: "0.1")
+    monkeypatch.setattr(EnginePackage, "version", lambda _: "0.1")
     with pytest.raises(rl_bridge.WeightBridgeUnavailableError) as told:
         parts.require(f"{engine}_that_is_old.part")
     assert f"pip install 'rl-bridge[{engine}]'" in str(told.value)

@@ -1,27 +1,79 @@
-"""What an installed inference engine can do for us: asked of itself, in a process of its own.
+"""An inference engine as an installed package: which version it is, and what it can do for us.
 
-Importing an engine takes ten seconds and more, and may take a GPU, or the process, along. So a
-child does it, and answers in JSON.
+An engine is imported where it is used, never when rl_bridge is: whoever has none pays nothing. And
+importing one takes ten seconds and more, and may take a GPU, or the process, along. So what it can
+do is asked of itself in a process of its own, which answers in JSON.
 """
 
+import importlib
 import json
 import re
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib import metadata
+from importlib.util import find_spec
+from types import ModuleType
 
 from rl_bridge.errors import WeightBridgeUnavailableError
 from rl_bridge.transports.base import Availability
 
-__all__ = [
-    "TIMEOUT_S",
-    "Feature",
-    "look",
-    "probe",
-]
+__all__ = ["TIMEOUT_S", "EnginePackage", "Feature", "look", "probe"]
 
 TIMEOUT_S = 180.0
+
+
+@dataclass(frozen=True)
+class EnginePackage:
+    """The package of an engine, which may not be installed.
+
+    Attributes:
+        name: for people.
+        module: what is imported.
+        minimum: the oldest version whose interfaces are the ones used here.
+        distributions: under which names it is installed.
+
+    """
+
+    name: str
+    module: str
+    minimum: str
+    distributions: tuple[str, ...]
+
+    @property
+    def install(self) -> str:
+        """The command that installs it."""
+        return f"pip install 'rl-bridge[{self.module}]'"
+
+    def version(self) -> str | None:
+        """Version that is installed; None where there is none. Imports nothing."""
+        for name in self.distributions:
+            try:
+                return metadata.version(name)
+            except metadata.PackageNotFoundError:
+                continue
+        return None if find_spec(self.module) is None else "(of unknown version)"
+
+    def require(self, name: str) -> ModuleType:
+        """Import a module of the engine.
+
+        Raises:
+            WeightBridgeUnavailableError: the engine is missing, or too old to have it.
+
+        """
+        try:
+            return importlib.import_module(name)
+        except ImportError as error:
+            found = self.version()
+            if found is None:
+                msg = f"{self.name} is not installed here ({error}). Install it: {self.install}."
+            else:
+                msg = (
+                    f"{self.name} {found} has no {name} ({error}); expected {self.name} >= "
+                    f"{self.minimum}. Upgrade it: {self.install}."
+                )
+            raise WeightBridgeUnavailableError(msg) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,25 +108,18 @@ def look(features: Mapping[str, Feature]) -> None:
 
 
 def probe(
-    engine: str,
-    features: Mapping[str, Feature],
-    *,
-    found: str | None,
-    child: str,
-    upgrade: str,
-    timeout_s: float,
+    package: EnginePackage, features: Mapping[str, Feature], child: str, timeout_s: float
 ) -> list[Availability]:
     """What works here, one entry for each feature; empty where the engine is not installed.
 
     Args:
-        engine: its name, for people.
+        package: the engine's.
         features: what is tried.
-        found: the version that is installed, or None.
         child: the code that a fresh interpreter runs to `look`.
-        upgrade: what to do where the version is too old.
         timeout_s: deadline of the child.
 
     """
+    engine, found = package.name, package.version()
     if found is None:
         return []
     causes = _ask(engine, child, timeout_s)
@@ -84,7 +129,7 @@ def probe(
         remedy = feature.remedy
         if cause is not None and _numbers(found) and _numbers(found) < _numbers(feature.since):
             cause = f"{engine} {found} is installed, expected {feature.since} or later"
-            remedy = upgrade
+            remedy = f"Upgrade {engine}: {package.install}."
         if cause is None:
             answers.append(Availability(name, "pass"))
         else:

