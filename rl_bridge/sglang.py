@@ -5,8 +5,11 @@
 """
 
 from rl_bridge.engines.sglang.client import connect
-from rl_bridge.engines.sglang.engine_adapter import SGLangInstallAdapter, SGLangServing
-from rl_bridge.engines.sglang.loader import SGLangWeightLoader
+from rl_bridge.engines.sglang.engine_adapter import (
+    SGLangInstallAdapter,
+    SGLangServing,
+    SGLangWeightLoader,
+)
 from rl_bridge.engines.sglang.loaders import DiskRoute, DistributedRoute
 from rl_bridge.engines.sglang.model_installer import SGLangModelInstaller
 

@@ -5,9 +5,8 @@ are for code that runs inside a worker, and the builders for vLLM's own update r
 """
 
 from rl_bridge.engines.vllm.client import connect
-from rl_bridge.engines.vllm.engine_adapter import VLLMEngineAdapter, VLLMServing
+from rl_bridge.engines.vllm.engine_adapter import VLLMEngineAdapter, VLLMServing, VLLMWeightLoader
 from rl_bridge.engines.vllm.external_storage import VLLMCUDAVMMExternalStorageAdapter
-from rl_bridge.engines.vllm.loader import VLLMWeightLoader
 from rl_bridge.engines.vllm.model_installer import VLLMModelInstaller
 from rl_bridge.engines.vllm.reload import VLLMReloadAdapter
 from rl_bridge.engines.vllm.requests import (

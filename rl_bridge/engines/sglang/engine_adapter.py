@@ -7,20 +7,32 @@
 
 The transaction is `rl_bridge.engines.driver.EngineDriver`'s. What SGLang answers to a load is not
 believed: the engine's own parameters are read, on all of its ranks, and after any failure put
-back, byte for byte.
+back, byte for byte. `SGLangWeightLoader` drives an engine by the requests of a transfer strategy:
+
+    receiver = await strategy.create_receiver(init_info, rank_offset=offset)
+    loader = SGLangWeightLoader(engine, receiver)
+    await loader.load_weights(receiver, request)        # for each request, in order
 """
 
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from rl_bridge.bridge.executor import RolloutExecutor
 from rl_bridge.engines.driver import EngineDriver
 from rl_bridge.engines.rank_bridges import TransportOptions, checked_transports
 from rl_bridge.engines.serving import LabelMaker, ServingOptions, default_label
 from rl_bridge.engines.sglang.client import connect
 from rl_bridge.engines.sglang.loaders import DiskRoute, DistributedRoute, RouteName, loader_for
 from rl_bridge.engines.staging import checked_budget
+from rl_bridge.strategies.receiver import BridgeTransferReceiver, ExecutorWeightLoader
 
-__all__ = ["CachePolicy", "PauseMode", "SGLangInstallAdapter", "SGLangServing"]
+__all__ = [
+    "CachePolicy",
+    "PauseMode",
+    "SGLangInstallAdapter",
+    "SGLangServing",
+    "SGLangWeightLoader",
+]
 
 PauseMode = Literal["retract", "in_place", "abort"]
 """What becomes of running requests: computed anew from their tokens, frozen, or ended."""
@@ -123,3 +135,30 @@ class SGLangInstallAdapter(EngineDriver):
         super().__init__(
             client, serving=serving, options=options, loader=loader, take_over=take_over
         )
+
+
+class SGLangWeightLoader(ExecutorWeightLoader):
+    """Loads requests of a transfer strategy into an ``Engine`` or a server by its URL.
+
+    The engine reads the update itself when the last batch is there. A prefix cache of the old
+    weights is dropped within the update: nothing has to be reset afterwards. An ``Engine`` must not generate while it loads: both need its event loop.
+    """
+
+    def __init__(self, engine: Any, receiver: BridgeTransferReceiver, **options: Any) -> None:
+        """Load into `engine` what `receiver` receives.
+
+        Args:
+            engine: an ``Engine``, or a server's URL.
+            receiver: this engine's.
+            options: what `SGLangInstallAdapter` takes beside the engine.
+
+        Raises:
+            TypeError: no engine, or no such option.
+            ValueError: an option out of its range.
+            WeightBridgeUnavailableError: a URL without httpx.
+
+        """
+        adapter = SGLangInstallAdapter(engine, **options)
+        executor = RolloutExecutor(weight_bridge=receiver.bridge, weight_install_adapter=adapter)
+        # In a thread: an Engine runs its own event loop, which a thread with another one cannot.
+        super().__init__(executor, in_thread=True)

@@ -5,19 +5,26 @@
     )
     executor.update_weights(manifest)
 
-The transaction is `rl_bridge.engines.driver.EngineDriver`'s.
+The transaction is `rl_bridge.engines.driver.EngineDriver`'s. `VLLMWeightLoader` drives one by the
+requests of a transfer strategy:
+
+    receiver = await strategy.create_receiver(init_info, rank_offset=offset)
+    loader = VLLMWeightLoader(llm, receiver)
+    await loader.load_weights(receiver, request)        # for each request, in order
 """
 
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from rl_bridge.bridge.executor import RolloutExecutor
 from rl_bridge.engines.driver import EngineDriver
 from rl_bridge.engines.rank_bridges import TransportOptions, checked_transports
 from rl_bridge.engines.serving import LabelMaker, ServingOptions, default_label
 from rl_bridge.engines.staging import checked_budget
-from rl_bridge.engines.vllm.client import connect
+from rl_bridge.engines.vllm.client import LLMClient, connect
+from rl_bridge.strategies.receiver import BridgeTransferReceiver, ExecutorWeightLoader
 
-__all__ = ["CachePolicy", "PauseMode", "VLLMEngineAdapter", "VLLMServing"]
+__all__ = ["CachePolicy", "PauseMode", "VLLMEngineAdapter", "VLLMServing", "VLLMWeightLoader"]
 
 PauseMode = Literal["keep", "wait", "abort"]
 """What happens to running requests: they freeze, are waited for, or are aborted."""
@@ -113,3 +120,42 @@ class VLLMEngineAdapter(EngineDriver):
             options["transports"] = checked_transports(transports)
         client = connect(engine, timeout_s=timeout_s)
         super().__init__(client, serving=serving, options=options, take_over=take_over)
+
+
+class VLLMWeightLoader(ExecutorWeightLoader):
+    """Loads requests of a transfer strategy into an ``LLM``, an ``AsyncLLM`` or a server.
+
+    The engine's workers read the update themselves when the last batch is there. A prefix cache of
+    the old weights is dropped within the update: nothing has to be reset afterwards.
+    """
+
+    def __init__(
+        self,
+        engine: Any,
+        receiver: BridgeTransferReceiver,
+        *,
+        timeout_s: float = 600.0,
+        loop: Any = None,
+        **options: Any,
+    ) -> None:
+        """Load into `engine` what `receiver` receives.
+
+        Args:
+            engine: an ``LLM``, an ``AsyncLLM``, a server's URL, or a client.
+            receiver: this engine's.
+            timeout_s: deadline of each call to the engine.
+            loop: of an ``AsyncLLM``; None takes the running one.
+            options: what `VLLMEngineAdapter` takes beside these.
+
+        Raises:
+            TypeError: no engine, or no such option.
+            ValueError: an option out of its range.
+            WeightBridgeUnavailableError: a URL without httpx, an ``AsyncLLM`` without a loop.
+
+        """
+        client = connect(engine, timeout_s=timeout_s, loop=loop)
+        adapter = VLLMEngineAdapter(client, **options)
+        executor = RolloutExecutor(weight_bridge=receiver.bridge, weight_install_adapter=adapter)
+        # vLLM's rule: an LLM is called from the thread that generates. The others must not be
+        # called from the thread of their event loop.
+        super().__init__(executor, in_thread=not isinstance(client, LLMClient))
