@@ -10,8 +10,8 @@ from rl_bridge.engines.sglang.engine_adapter import (
     SGLangServing,
     SGLangWeightLoader,
 )
+from rl_bridge.engines.sglang.host import SGLangModelInstaller
 from rl_bridge.engines.sglang.loaders import DiskRoute, DistributedRoute
-from rl_bridge.engines.sglang.model_installer import SGLangModelInstaller
 
 __all__ = [
     "DiskRoute",

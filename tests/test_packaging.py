@@ -12,9 +12,8 @@ from types import ModuleType
 import pytest
 
 import rl_bridge
+from rl_bridge.engines import sglang, vllm
 from rl_bridge.engines.probe import EnginePackage
-from rl_bridge.engines.sglang import compat as sglang
-from rl_bridge.engines.vllm import compat as vllm
 
 ROOT = Path(__file__).resolve().parents[1]
 

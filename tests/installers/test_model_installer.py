@@ -13,7 +13,7 @@ from rl_bridge.engines.model_installer import ModelInstaller
 from rl_bridge.engines.rank import EngineRank
 from rl_bridge.engines.rpc import RankGroup
 from rl_bridge.engines.sglang import host
-from rl_bridge.engines.sglang.model_installer import SGLangModelInstaller
+from rl_bridge.engines.sglang.host import SGLangModelInstaller
 from rl_bridge.engines.skeleton import EngineCompat
 from rl_bridge.engines.staging import Exchange
 from rl_bridge.errors import IncompatibleUpdate, ProofFailed, TornEngine

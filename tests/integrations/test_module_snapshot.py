@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.testing._internal.two_tensor import TwoTensor
 
-from rl_bridge.engines.vllm.module_snapshot import ModelSnapshot
+from rl_bridge.engines.vllm.reload import ModelSnapshot
 from rl_bridge.errors import IncompatibleUpdate
 
 

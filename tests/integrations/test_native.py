@@ -16,8 +16,7 @@ from rl_bridge import (
     make_weight_bridge,
 )
 from rl_bridge.engines.rpc import RankGroup
-from rl_bridge.engines.vllm.host import VLLMHost
-from rl_bridge.engines.vllm.native import NativeUpdates, manifest_of
+from rl_bridge.engines.vllm.host import NativeUpdates, VLLMHost, manifest_of
 from rl_bridge.errors import MalformedManifest, SessionRefused
 from tests.engine_protocol.fake import WAIT_S, Engine, broken, driven, driver, publish, update
 

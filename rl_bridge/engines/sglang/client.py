@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_bridge.engines.rpc import EngineClient, Replies, Reply, lost
-from rl_bridge.engines.sglang.compat import MINIMUM, require
+from rl_bridge.engines.sglang import MINIMUM, require
 from rl_bridge.engines.sglang.plugin import NAME, call_text, reply_text
 from rl_bridge.errors import (
     DeadlineExceeded,

@@ -141,7 +141,8 @@ class SGLangWeightLoader(ExecutorWeightLoader):
     """Loads requests of a transfer strategy into an ``Engine`` or a server by its URL.
 
     The engine reads the update itself when the last batch is there. A prefix cache of the old
-    weights is dropped within the update: nothing has to be reset afterwards. An ``Engine`` must not generate while it loads: both need its event loop.
+    weights is dropped within the update: nothing has to be reset afterwards. An ``Engine`` must not
+    generate while it loads: both need its event loop.
     """
 
     def __init__(self, engine: Any, receiver: BridgeTransferReceiver, **options: Any) -> None:

@@ -28,8 +28,8 @@ import torch
 from rl_bridge.engines.driver import Loader
 from rl_bridge.engines.load_checks import check_finite
 from rl_bridge.engines.rpc import Replies
+from rl_bridge.engines.sglang import require
 from rl_bridge.engines.sglang.client import SGLangClient
-from rl_bridge.engines.sglang.compat import require
 from rl_bridge.engines.sglang.plugin import SENDER, sender
 from rl_bridge.engines.shards import Cut, check_covered, parse_cuts, part_digests
 from rl_bridge.errors import (

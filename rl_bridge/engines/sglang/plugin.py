@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import PurePath
 from typing import Any
 
-from rl_bridge.engines.sglang.compat import require
+from rl_bridge.engines.sglang import require
 from rl_bridge.errors import WeightBridgeUnavailableError, WeightUpdateRejectedError
 
 __all__ = [

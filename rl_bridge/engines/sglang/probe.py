@@ -7,8 +7,8 @@ from typing import Any
 
 from rl_bridge.engines import probe as engine_probe
 from rl_bridge.engines.probe import TIMEOUT_S, Feature
+from rl_bridge.engines.sglang import MINIMUM, SGLANG, require, version
 from rl_bridge.engines.sglang.client import METHODS
-from rl_bridge.engines.sglang.compat import MINIMUM, SGLANG, require, version
 from rl_bridge.engines.sglang.plugin import ANSWERED, GUARDED, NAME, RECEIVED
 from rl_bridge.transports.base import Availability
 

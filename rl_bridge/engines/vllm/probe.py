@@ -10,7 +10,7 @@ from typing import Any
 
 from rl_bridge.engines import probe as engine_probe
 from rl_bridge.engines.probe import TIMEOUT_S, Feature
-from rl_bridge.engines.vllm.compat import MINIMUM, VLLM, require
+from rl_bridge.engines.vllm import MINIMUM, VLLM, require, version
 from rl_bridge.engines.vllm.plugin import BACKEND, METHOD, register
 from rl_bridge.transports.base import Availability
 from rl_bridge.transports.cuda import cuda_cause
@@ -18,7 +18,6 @@ from rl_bridge.transports.cuda import cuda_cause
 __all__ = ["FEATURES", "INSTALL", "look", "probe", "version"]
 
 INSTALL = VLLM.install
-version = VLLM.version
 _CHILD = "from rl_bridge.engines.vllm.probe import look; look()"
 _GROUP = "vllm.general_plugins"
 # The development routes moved twice.

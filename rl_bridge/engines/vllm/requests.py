@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import reduce_tensor
 
-from rl_bridge.engines.vllm.compat import require
+from rl_bridge.engines.vllm import require
 from rl_bridge.errors import IncompatibleUpdate, WeightBridgeUnavailableError
 from rl_bridge.manifest.model import WeightUpdateManifest
 

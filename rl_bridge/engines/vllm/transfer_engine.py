@@ -27,8 +27,7 @@ from vllm.distributed.weight_transfer.base import (
 
 from rl_bridge.engines.rank import EngineRank
 from rl_bridge.engines.rank_bridges import checked_transports
-from rl_bridge.engines.vllm.host import vllm_rank
-from rl_bridge.engines.vllm.native import NativeUpdates, first_problem
+from rl_bridge.engines.vllm.host import NativeUpdates, first_problem, vllm_rank
 from rl_bridge.errors import WeightBridgeUnavailableError, WeightUpdateRejectedError, describe
 
 __all__ = ["RLBridgeInitInfo", "RLBridgeTransferEngine", "RLBridgeUpdateInfo", "call_together"]
