@@ -106,7 +106,7 @@ def blockers(mode: Mode) -> list[str]:
                 "which installs over shared-memory, on the CPU too)"
             )
         # No remedy by installing it: without the transport there is nothing to give to it.
-        if vllm.version() is None:
+        if vllm.PACKAGE.version() is None:
             causes.append("vllm is not installed")
     return causes
 

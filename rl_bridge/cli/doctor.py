@@ -287,9 +287,9 @@ def engine(name: str) -> Availability:
     `engine_features`.
     """
     found = ENGINES[name]
-    if found.version() is not None:
+    if found.PACKAGE.version() is not None:
         return Availability(name, "pass")
-    cause, remedy = f"{name} is not installed", f"Install it: {found.INSTALL}."
+    cause, remedy = f"{name} is not installed", f"Install it: {found.PACKAGE.install}."
     return Availability(name, "blocked", cause, remedy)
 
 

@@ -14,6 +14,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum, auto
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -69,12 +70,7 @@ class Loader:
     def load(
         self, manifest: WeightUpdateManifest, tensors: Mapping[str, torch.Tensor]
     ) -> Mapping[str, Any]:
-        """Feed the engine's own loader; what the ranks need to know for their proof.
-
-        Raises:
-            WeightUpdateRejectedError: the engine refused.
-
-        """
+        """Feed the engine's own loader; what the ranks need to know for their proof."""
         del manifest, tensors
         return {}
 
@@ -98,7 +94,18 @@ class _Step(Enum):
 
 
 class EngineDriver(TransactionalAdapter):
-    """Installs updates into an engine, on all of its ranks or on none. Not thread-safe."""
+    """Installs updates into an engine, on all of its ranks or on none. Not thread-safe.
+
+    Every call to the engine raises `EngineLost` where that is gone, and `SessionRefused` where
+    another driver has it.
+    """
+
+    imports_itself: bool = True
+    """Whether the ranks read every byte of an update, each for itself; else the executor."""
+    verified_root: str = ""
+    """Root of what all ranks verified when they prepared; empty if one did not."""
+    phases_ms: Mapping[str, float] = MappingProxyType({})
+    """Phases of the update under way: pause, cache, label; the slowest rank's verify, prove."""
 
     def __init__(
         self,
@@ -124,6 +131,7 @@ class EngineDriver(TransactionalAdapter):
         self._serving = Serving(client, serving)
         self._options = dict(options)
         self._loader = loader or Loader()
+        self.imports_itself = self._loader.imports
         self._takes_over = take_over
         self._step = _Step.IDLE
         self._ran = False  # requests may have run with an update that is not committed
@@ -131,23 +139,7 @@ class EngineDriver(TransactionalAdapter):
         self._refusal: str | None = None  # a rank's; None: the update may come again
         self._held = ""  # what the ranks hold, in words
         self._proofs: list[dict[str, Any]] = []
-        self._verified = ""
         self._phases_ms: dict[str, float] = {}
-
-    @property
-    def imports_itself(self) -> bool:
-        """Whether the ranks read every byte of an update, each for itself; else the executor."""
-        return self._loader.imports
-
-    @property
-    def verified_root(self) -> str:
-        """Root of what all ranks verified when they prepared; empty if one did not."""
-        return self._verified
-
-    @property
-    def phases_ms(self) -> Mapping[str, float]:
-        """Phases of the update under way: pause, cache, label; the slowest rank's verify, prove."""
-        return self._phases_ms
 
     @property
     def is_overtaken(self) -> bool:
@@ -168,13 +160,14 @@ class EngineDriver(TransactionalAdapter):
             EngineLost: the engine is gone.
 
         """
-        self._phases_ms, self._verified, self._refusal = {}, "", None
+        self._phases_ms = self.phases_ms = dict[str, float]()
+        self.verified_root, self._refusal = "", None
         self._enter()
         given = dict(self._loader.prepare(manifest, tensors))
         given |= {"manifest": manifest.to_json(), "options": self._options}
         self._step, self._manifest = _Step.PREPARED, manifest
         try:
-            replies = self._client.ask("prepare", imports=self._loader.imports, **given)
+            replies = self._client.ask("prepare", imports=self.imports_itself, **given)
         except Exception as error:
             self._refusal = self._refusal_of(error)
             raise
@@ -182,45 +175,28 @@ class EngineDriver(TransactionalAdapter):
             slowest = max(reply["timings_ms"].get("verify", 0.0) for reply in replies)
             self._phases_ms["verify"] = slowest
             roots = {reply["verified"] for reply in replies}
-            self._verified = roots.pop() if len(roots) == 1 else ""
+            self.verified_root = roots.pop() if len(roots) == 1 else ""
         self._loader.prepared(manifest, tensors, replies)
 
     def install(self, manifest: WeightUpdateManifest, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Pause, then install and prove on all ranks or on none.
-
-        Raises:
-            WeightBridgeError: a rank failed; all are back. Call `undo`, which resumes.
-
-        """
+        """Pause, then install and prove on all ranks or on none; after a failure all are back."""
         self._manifest = manifest
         self._timed("pause", self._serving.stop)
         self._step = _Step.BEGUN
         self._ran |= not self._serving.pauses
         replies = self._client.ask("install", update_id=manifest.update_id)
-        if not self._loader.imports:
+        if not self.imports_itself:
             evidence = self._loader.load(manifest, tensors)
             replies = self._client.ask("prove", update_id=manifest.update_id, **evidence)
         self._proofs = [reply["proof"] for reply in replies]
         self._phases_ms["prove"] = max(reply["timings_ms"]["prove"] for reply in replies)
 
     def prove(self) -> InstallProof:
-        """What all ranks found in their models when they installed.
-
-        Raises:
-            ProofFailed: they do not agree.
-
-        """
+        """What all ranks found in their models when they installed."""
         return _joined(self._proofs)
 
     def resume(self) -> None:
-        """Drop what the old weights cached, set the label, and let requests go on.
-
-        Raises:
-            SessionRefused: another driver has taken the engine over.
-            WeightUpdateRejectedError: requests hold what the cache's policy would drop.
-            TypeError: the label is no text.
-
-        """
+        """Drop what the old weights cached, set the label, and let requests go on."""
         assert self._manifest is not None
         label = self._serving.label_of(self._manifest)
         self._timed("cache", self._serving.drop_old)
@@ -232,12 +208,7 @@ class EngineDriver(TransactionalAdapter):
         self._serving.go_on()
 
     def undo(self) -> None:
-        """Bring all ranks back, with caches and label, and let requests go on.
-
-        Raises:
-            TornEngine: a rank could not be brought back, or the engine is gone.
-
-        """
+        """Bring all ranks back, with caches and label, and let requests go on."""
         try:
             if self._step is _Step.BEGUN:
                 self._client.ask("describe", within_s=_LIFE_S)  # a dead engine is told early
@@ -278,9 +249,6 @@ class EngineDriver(TransactionalAdapter):
         Returns:
             Whether the engine was another driver's or nobody's: what it holds is not known here.
 
-        Raises:
-            WeightBridgeError: the engine is gone, or could not be brought to one version.
-
         """
         replies = self._look()
         is_new = not self._has(replies)
@@ -314,12 +282,7 @@ class EngineDriver(TransactionalAdapter):
     # ---- the session ----------------------------------------------------------------------------
 
     def _look(self) -> Replies:
-        """What the ranks say of themselves. An engine that does not answer is told early.
-
-        Raises:
-            WeightBridgeUnavailableError: its ranks cannot decide together, or are not all reached.
-
-        """
+        """What the ranks say of themselves. An engine that does not answer is told early."""
         self._client.require_alone()
         replies = self._client.ask("describe", within_s=_LIFE_S)
         ranks = replies[0]["world_size"]
@@ -359,12 +322,7 @@ class EngineDriver(TransactionalAdapter):
         return self._look()
 
     def _enter(self) -> None:
-        """Have the engine, with nothing left in it, before the next update.
-
-        Raises:
-            SessionRefused: another driver has it.
-
-        """
+        """Have the engine, with nothing left in it, before the next update."""
         replies = self._look()
         if not self._has(replies):
             replies = self._open(replies, take_over=self._takes_over)
@@ -394,7 +352,7 @@ class EngineDriver(TransactionalAdapter):
         manifest = WeightUpdateManifest.from_json(text)
         if self._step is not _Step.COMMITTING:  # else requests go on with it, under its label
             _LOG.warning("version %d was left uncommitted: it is now", manifest.weight_version)
-            self._serving.drop_all()
+            self._serving.drop_old(everything=True)
             self._serving.set_label(self._serving.label_of(manifest))
         self._serving.go_on()  # before the commit, which drops the ranks' note of the pause
         self._manifest = manifest
@@ -444,12 +402,7 @@ def _is_mixture(replies: Replies) -> bool:
 
 
 def _joined(proofs: Sequence[dict[str, Any]]) -> InstallProof:
-    """One proof of what all ranks found.
-
-    Raises:
-        ProofFailed: they do not agree.
-
-    """
+    """One proof of what all ranks found."""
     roots = {proof["root"] for proof in proofs}
     if len(roots) > 1:
         roots.discard("")  # of ranks that can read only part of what they hold

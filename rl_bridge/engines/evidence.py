@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from rl_bridge.engines.load_checks import doubles
-from rl_bridge.engines.load_plan import Fill, LoadPlan, Route
+from rl_bridge.engines.load_plan import Fill, LoadPlan, Route, kinds_of
 from rl_bridge.engines.shards import check_sources, cut_routes, digest_of, digests_of
 from rl_bridge.engines.staging import Assembled, Staged, TensorChange
 from rl_bridge.errors import ProofFailed, TornEngine
@@ -39,23 +39,13 @@ class Evidence:
     def __init__(
         self, manifest: WeightUpdateManifest, plan: LoadPlan, *, num_threads: int | None
     ) -> None:
-        """Begin with nothing found; nothing of the engine is read.
-
-        Args:
-            manifest: the update's.
-            plan: where its tensors go.
-            num_threads: threads that digest.
-
-        """
+        """Begin with nothing found; nothing of the engine is read."""
         self._manifest = manifest
         self._plan = plan
         self._num_threads = num_threads
         # What parts must hold, each in the dtype in which the engine keeps it.
         self._expected: dict[tuple[Route, torch.dtype], bytes] = {}
-        self._dtypes = {
-            name: getattr(torch, manifest.table.dtypes[row])
-            for name, row in manifest.table.rows.items()
-        }
+        self._dtypes = {name: dtype for name, (dtype, _) in kinds_of(manifest).items()}
         self._rows: dict[int, bytes] = {}
         self._packed_nbytes = self._borrowed_nbytes = 0
         self._borrowed: set[int] = set()
@@ -66,12 +56,7 @@ class Evidence:
     # ---- before the install ---------------------------------------------------------------------
 
     def expect(self, parts: Sequence[bytes]) -> None:
-        """Note what the parts of tensors must hold, in the order of `cut_routes`.
-
-        Raises:
-            ProofFailed: these are more or fewer.
-
-        """
+        """Note what the parts of tensors must hold, in the order of `cut_routes`."""
         cut = cut_routes(self._plan)
         if len(parts) != len(cut):
             msg = (
@@ -105,12 +90,7 @@ class Evidence:
         return {target.meta.dtype, target.kept_dtype or target.meta.dtype}
 
     def add(self, assembled: Assembled) -> None:
-        """Look at a parameter that is packed away next: later it cannot be read.
-
-        Raises:
-            ProofFailed: it is not what the update says.
-
-        """
+        """Look at a parameter that is packed away next: later it cannot be read."""
         index = assembled.index
         if not (self._plan.targets[index].is_consumed or assembled.replaced):
             return
@@ -123,17 +103,7 @@ class Evidence:
         self._packed_nbytes += self._compare(self._parts(index, assembled.tensor))
 
     def seal(self, tensors: Mapping[str, torch.Tensor], staged: Staged | None) -> None:
-        """Look at what expectations were made of, and note what the engine made of parameters.
-
-        Args:
-            tensors: the imported update.
-            staged: what will be exchanged; None where the engine's loader will write it.
-
-        Raises:
-            ProofFailed: bytes of the update went bad since it was imported, or a parameter is not
-                among what was staged.
-
-        """
+        """Look at what expectations were made of, and note what the engine made of parameters."""
         made_of = {route.source for route, _ in self._expected}
         made_of.update(step.source for index in self._borrowed for step in self._routes(index))
         threads = self._num_threads
@@ -148,15 +118,7 @@ class Evidence:
     # ---- after it -------------------------------------------------------------------------------
 
     def check(self, staged: Staged | None) -> InstallProof:
-        """Read what the engine holds.
-
-        Args:
-            staged: what was exchanged; None where the engine's loader wrote it.
-
-        Raises:
-            ProofFailed: something else.
-
-        """
+        """Read what the engine holds."""
         if not self._expected:
             self.expect(())  # which is right where nothing is cut up
         nbytes = self._check_parameters()
@@ -307,12 +269,7 @@ class Untouched:
         return digests_of(self._tensors.values(), num_threads=self._num_threads)
 
     def check(self) -> None:
-        """Look again.
-
-        Raises:
-            ProofFailed: one changed.
-
-        """
+        """Look again."""
         for name, before, now in zip(self._tensors, self._digests, self._read(), strict=True):
             if before != now:
                 raise ProofFailed(_text(name, "what it was before the install", now, before))
@@ -330,12 +287,7 @@ class Places:
         return {name: (id(tensor), tensor_key(tensor)) for name, tensor in _tensors(self._model)}
 
     def check(self) -> None:
-        """Look again.
-
-        Raises:
-            TornEngine: one is another.
-
-        """
+        """Look again."""
         now, before = self._look(), self._before
         lost = sorted(name for name in now.keys() | before if now.get(name) != before.get(name))
         if lost:

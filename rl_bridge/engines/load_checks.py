@@ -39,10 +39,6 @@ def check_same(plan: LoadPlan, manifest: WeightUpdateManifest) -> None:
     """Refuse tensors that go to one place and differ: the engine would have the last one only.
 
     As where an engine ties its head to its embeddings, and the trainer does not.
-
-    Raises:
-        IncompatibleUpdate: there are such.
-
     """
     for index, steps in plan.steps.items():
         first: dict[View, str] = {}
@@ -60,12 +56,7 @@ def check_same(plan: LoadPlan, manifest: WeightUpdateManifest) -> None:
 
 
 def check_landed(plan: LoadPlan, manifest: WeightUpdateManifest) -> None:
-    """Refuse tensors that the loader puts nowhere, except those whose bytes are there already.
-
-    Raises:
-        IncompatibleUpdate: there are such.
-
-    """
+    """Refuse tensors that the loader puts nowhere, except those whose bytes are there already."""
     rows = manifest.table.rows
     found = doubles(plan, manifest)
     lost = [name for name in rows if name not in plan.landed and name not in found]
@@ -125,17 +116,8 @@ def check_whole(
 ) -> None:
     """Refuse tensors of which all ranks together do not take all, judged by the plan of one.
 
-    Loaders cut each rank's part out of a tensor, and do not see that it is too long.
-
-    Args:
-        plan: of one rank.
-        kinds: of the update's tensors.
-        ranks: how many take parts.
-        num_same: how many ranks take the same rows of a layer's parameter, from a row on.
-
-    Raises:
-        IncompatibleUpdate: there are such.
-
+    Loaders cut each rank's part out of a tensor, and do not see that it is too long. `num_same`
+    tells how many ranks take the same rows of a layer's parameter, from a row on.
     """
     routes: dict[str, list[Route]] = {}
     for route in plan.routes():
@@ -167,18 +149,8 @@ def check_whole(
             raise IncompatibleUpdate(msg)
 
 
-def check_dtypes(plan: LoadPlan, kinds: Kinds, *, remedy: str = "") -> None:
-    """Refuse tensors that a loader would cast.
-
-    Args:
-        plan: where the tensors go.
-        kinds: of the update's tensors.
-        remedy: what else than publishing in the engine's dtype helps.
-
-    Raises:
-        IncompatibleUpdate: there are such.
-
-    """
+def check_dtypes(plan: LoadPlan, kinds: Kinds, remedy: str = "") -> None:
+    """Refuse tensors that a loader would cast."""
     for route in plan.routes():
         target, dtype = plan.targets[route.target], kinds[route.source][0]
         if dtype != target.meta.dtype:
@@ -190,16 +162,7 @@ def check_dtypes(plan: LoadPlan, kinds: Kinds, *, remedy: str = "") -> None:
 
 
 def check_casts(plan: LoadPlan, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Refuse numbers that are finite in an update and not in the engine's dtype.
-
-    Args:
-        plan: where the tensors go.
-        tensors: the update's, finite.
-
-    Raises:
-        IncompatibleUpdate: a tensor has such a number.
-
-    """
+    """Refuse numbers that are finite in an update and not in the engine's dtype."""
     for name, dtype in dict.fromkeys(
         (route.source, plan.targets[route.target].meta.dtype) for route in plan.routes()
     ):
@@ -226,17 +189,7 @@ def check_finite(
     *,
     num_threads: int | None = None,
 ) -> None:
-    """Refuse NaN and Inf: a request that ran once with them leaves them in its cached blocks.
-
-    Args:
-        tensors: the update's.
-        names: those that are looked at.
-        num_threads: threads that look; None takes the usable cores.
-
-    Raises:
-        IncompatibleUpdate: a tensor has some.
-
-    """
+    """Refuse NaN and Inf: a request that ran once with them leaves them in its cached blocks."""
     pieces = [(name, piece) for name in names for piece in _pieces(tensors[name])]
     for name in dict.fromkeys(_suspects(pieces, num_threads or default_threads())):
         tensor = _comparable(tensors[name])

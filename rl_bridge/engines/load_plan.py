@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 from rl_bridge.engines.skeleton import EngineCompat, Skeleton, Target
 from rl_bridge.errors import IncompatibleUpdate
 from rl_bridge.installers.engine_memory import prefix_hint
+from rl_bridge.manifest.model import WeightUpdateManifest
 
 __all__ = [
     "SMALL_NBYTES",
@@ -31,6 +32,7 @@ __all__ = [
     "Numbering",
     "Route",
     "View",
+    "kinds_of",
     "learn",
     "other_than",
 ]
@@ -54,6 +56,15 @@ _ROUNDS = 3
 
 Kinds = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 """Name -> dtype, shape, of an update's tensors."""
+
+
+def kinds_of(manifest: WeightUpdateManifest) -> Kinds:
+    """Dtype and shape of each tensor of an update."""
+    table = manifest.table
+    return {
+        name: (getattr(torch, table.dtypes[row]), table.shapes[row])
+        for name, row in table.rows.items()
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,12 +330,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch ha
         return Route(source, source_view, index, view, is_whole)
 
     def plan(self) -> LoadPlan:
-        """What was noted.
-
-        Raises:
-            IncompatibleUpdate: a buffer is loaded, or a part of what is computed is left out.
-
-        """
+        """What was noted."""
         buffers = {
             storage: name for storage, name in self._buffers.items() if storage in self._made_of
         }
@@ -400,12 +406,7 @@ def _view(tensor: torch.Tensor) -> View:
 
 
 def _load(skeleton: Skeleton, sources: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Run the engine's loader on the skeleton.
-
-    Raises:
-        IncompatibleUpdate: there is none, or it refuses a tensor.
-
-    """
+    """Run the engine's loader on the skeleton."""
     method: Any = getattr(skeleton.model, "load_weights", None)
     if method is None:
         kind = type(skeleton.model).__name__
@@ -444,12 +445,7 @@ def _checking_nbytes(plan: LoadPlan, kinds: Kinds) -> int:
 
 
 def _check(skeleton: Skeleton, plan: LoadPlan, kinds: Kinds) -> None:
-    """Run the loader into memory, a different number in every element; compare with the plan.
-
-    Raises:
-        IncompatibleUpdate: an element is not where the plan says, or is in no tensor.
-
-    """
+    """Run the loader into memory, a different number in every element; compare with the plan."""
     for chunk in _chunks(plan, kinds):
         _check_chunk(skeleton, plan, kinds, chunk)  # (its memory is gone before the next one's)
 

@@ -22,7 +22,7 @@ from rl_bridge.engines.load_checks import (
     check_landed,
     check_same,
 )
-from rl_bridge.engines.load_plan import Kinds, LoadPlan, learn
+from rl_bridge.engines.load_plan import LoadPlan, kinds_of, learn
 from rl_bridge.engines.shards import Cut, check_covered, cuts_of
 from rl_bridge.engines.skeleton import EngineCompat
 from rl_bridge.engines.staging import (
@@ -43,7 +43,7 @@ from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.memory.tensors import tensor_key
 from rl_bridge.memory.views import Pin
 
-__all__ = ["ModelInstaller", "kinds_of"]
+__all__ = ["ModelInstaller"]
 
 _LOG = logging.getLogger(__name__)
 _PLANS = 4
@@ -71,22 +71,9 @@ class ModelInstaller(TransactionalAdapter):
     ) -> None:
         """Configure; the model is only looked at.
 
-        Args:
-            model: the rank's model, as its engine loaded it.
-            compat: what is to be known of the engine.
-            cast: True lets an update's dtype differ from the engine's; the loader casts then.
-            exchange: whether parameters may get other memory; False lets the engine's loader write
-                into what they have.
-            memory_budget_nbytes: what the next version may take, with a copy of each parameter that
-                is written in place; None takes what the machine has to give.
-            num_threads: threads that copy and digest; None takes the usable cores.
-            num_ranks: over how many ranks the model is spread. If more than one, whoever asks them
-                all checks that together they take every element: see `cuts`.
-
-        Raises:
-            TypeError: `cast` or `exchange` is no bool.
-            ValueError: less than one thread, or a negative budget.
-
+        The budget is for the next version, and a copy of each parameter that is written in place.
+        Of a model that is spread over several ranks, whoever asks them all checks that together
+        they take every element: see `cuts`.
         """
         for name, flag in (("cast", cast), ("exchange", exchange)):
             if not isinstance(flag, bool):
@@ -135,12 +122,6 @@ class ModelInstaller(TransactionalAdapter):
         self, plan: LoadPlan, tensors: Tensors, staged: Staged, evidence: Evidence
     ) -> AbstractSet[str]:
         """Make the next version; the model is only read.
-
-        Args:
-            plan: where the tensors go.
-            tensors: the imported update.
-            staged: where the next version is noted, as it comes about.
-            evidence: shown what is packed away.
 
         Returns:
             Tensors whose numbers this has shown to be finite.
@@ -200,12 +181,7 @@ class ModelInstaller(TransactionalAdapter):
         return cuts_of(self._plan, manifest)
 
     def expect(self, parts: Sequence[bytes]) -> None:
-        """Note what `cuts` must hold, where the update was not imported here.
-
-        Raises:
-            ProofFailed: nothing was prepared, or that many parts are not taken.
-
-        """
+        """Note what `cuts` must hold, where the update was not imported here."""
         if self._evidence is None:
             msg = "nothing was prepared whose parts could be expected. Call prepare first."
             raise ProofFailed(msg)
@@ -227,12 +203,7 @@ class ModelInstaller(TransactionalAdapter):
         )
 
     def install(self, manifest: WeightUpdateManifest, tensors: Tensors) -> None:
-        """Exchange, or load by the engine's own loader. Prepares by itself where it must.
-
-        Raises:
-            Exception: the loader's. Call `undo`.
-
-        """
+        """Exchange, or load by the engine's own loader. Prepares by itself where it must."""
         if self._evidence is None:
             self.prepare(manifest, tensors)
         self.begin()
@@ -243,13 +214,7 @@ class ModelInstaller(TransactionalAdapter):
         model.load_weights(iter(tensors.items()))
 
     def prove(self) -> InstallProof:
-        """Read what the engine holds.
-
-        Raises:
-            ProofFailed: it is not what was installed.
-            IncompatibleUpdate: the model holds what no update reaches.
-
-        """
+        """Read what the engine holds."""
         if self._evidence is None or self._untouched is None:
             msg = "nothing was installed that could be proven. Call install first."
             raise ProofFailed(msg)
@@ -259,12 +224,7 @@ class ModelInstaller(TransactionalAdapter):
         return proof
 
     def undo(self) -> None:
-        """Exchange back, or put back what was copied aside: the engine has what it had.
-
-        Raises:
-            TornEngine: an object or a byte does not come back.
-
-        """
+        """Exchange back, or put back what was copied aside: the engine has what it had."""
         if self._has_begun:
             self._exchange.undo()
             if self._snapshot is not None:
@@ -334,16 +294,13 @@ class ModelInstaller(TransactionalAdapter):
 
             plan = learn(self._model, kinds, self._compat, admit=admit)
             self._check_whole(plan, manifest)
-            self._check_dtypes(plan, kinds)
+            if not self._cast:
+                check_dtypes(plan, kinds, self._compat.cast_remedy)
             self._plans[digest] = plan
             while len(self._plans) > _PLANS:
                 self._plans.popitem(last=False)
         self._plans.move_to_end(digest)
         return plan
-
-    def _check_dtypes(self, plan: LoadPlan, kinds: Kinds) -> None:
-        if not self._cast:
-            check_dtypes(plan, kinds)
 
     def _check_layers(self) -> None:
         for name, layer in self._model.named_modules():
@@ -397,12 +354,3 @@ class ModelInstaller(TransactionalAdapter):
         else:
             return
         check_budget(needed, self._budget, manifest.weight_version)
-
-
-def kinds_of(manifest: WeightUpdateManifest) -> Kinds:
-    """Dtype and shape of each tensor of an update."""
-    table = manifest.table
-    return {
-        name: (getattr(torch, table.dtypes[row]), table.shapes[row])
-        for name, row in table.rows.items()
-    }

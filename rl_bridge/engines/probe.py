@@ -26,20 +26,12 @@ TIMEOUT_S = 180.0
 
 @dataclass(frozen=True)
 class EnginePackage:
-    """The package of an engine, which may not be installed.
-
-    Attributes:
-        name: for people.
-        module: what is imported.
-        minimum: the oldest version whose interfaces are the ones used here.
-        distributions: under which names it is installed.
-
-    """
+    """The package of an engine, which may not be installed."""
 
     name: str
     module: str
-    minimum: str
-    distributions: tuple[str, ...]
+    minimum: str  # the oldest version whose interfaces are the ones used here
+    distributions: tuple[str, ...]  # the names under which it is installed
 
     @property
     def install(self) -> str:
@@ -110,15 +102,7 @@ def look(features: Mapping[str, Feature]) -> None:
 def probe(
     package: EnginePackage, features: Mapping[str, Feature], child: str, timeout_s: float
 ) -> list[Availability]:
-    """What works here, one entry for each feature; empty where the engine is not installed.
-
-    Args:
-        package: the engine's.
-        features: what is tried.
-        child: the code that a fresh interpreter runs to `look`.
-        timeout_s: deadline of the child.
-
-    """
+    """What works here, one entry for each feature; empty where the engine is not installed."""
     engine, found = package.name, package.version()
     if found is None:
         return []

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from rl_bridge.bridge.consumer import is_shortage
-from rl_bridge.engines.rank_bridges import EngineBridges, acknowledge, let_go
+from rl_bridge.engines.rank_bridges import EngineBridges, acknowledge, release_update
 from rl_bridge.engines.rpc import OTHER_RANK, RankGroup, Reply, clear_frames, failure_reply
 from rl_bridge.engines.session import Session
 from rl_bridge.errors import TornEngine, WeightUpdateRejectedError, describe
@@ -61,34 +61,13 @@ class RankHost(ABC):
 
     @abstractmethod
     def make_installer(self, options: Mapping[str, Any]) -> TransactionalAdapter:
-        """What installs into this rank's model.
-
-        Raises:
-            TypeError: no such option.
-            ValueError: a value that it cannot have.
-
-        """
+        """What installs into this rank's model."""
 
     def check(self, given: Payload) -> None:  # noqa: B027 - some engines refuse nothing
-        """Refuse engines whose ranks cannot decide together, or hold what cannot be proven.
-
-        Args:
-            given: what `prepare` came with.
-
-        Raises:
-            WeightBridgeUnavailableError: this one is such an engine.
-
-        """
+        """Refuse engines whose ranks cannot decide together, or hold what cannot be proven."""
 
     def facts(self) -> Reply:
         """What `describe` tells of this engine beside the update."""
-        return {}
-
-    def staged(
-        self, installer: TransactionalAdapter, manifest: WeightUpdateManifest, given: Payload
-    ) -> Reply:
-        """What the answer to `prepare` tells beside the timings."""
-        del installer, manifest, given
         return {}
 
     @property
@@ -106,12 +85,14 @@ class EngineRank:
         self.session = Session()
         self.is_paused = False
         """Whether a driver pauses the engine for its update."""
-        self._options: Reply | None = None
+        self.options: Reply = {}
+        """What the installer was made with."""
         self._made: TransactionalAdapter | None = None
         self._bridges = EngineBridges(host.name)
         self._active: WeightUpdateManifest | None = None
-        self._pending: WeightUpdateManifest | None = None
-        self._stage = Stage.IDLE
+        self.pending: WeightUpdateManifest | None = None
+        """The update that is staged or installed, and not committed."""
+        self.stage = Stage.IDLE
         self._imports = True
         self._tensors: Mapping[str, torch.Tensor] = {}
         self._proof: InstallProof | None = None
@@ -121,34 +102,19 @@ class EngineRank:
     # ---- what it holds --------------------------------------------------------------------------
 
     @property
-    def stage(self) -> Stage:
-        """How far the pending update is."""
-        return self._stage
-
-    @property
     def is_begun(self) -> bool:
         """Whether the model may be a mixture, or holds what is not committed."""
-        return self._stage not in {Stage.IDLE, Stage.PREPARED}
+        return self.stage not in {Stage.IDLE, Stage.PREPARED}
 
     def takes_load_of(self, driver: str) -> bool:
         """Whether the engine's own loader is being fed now, by that driver."""
-        is_fed = self._stage is Stage.INSTALLING and not self._imports
+        is_fed = self.stage is Stage.INSTALLING and not self._imports
         return is_fed and self.session.driver == driver
-
-    @property
-    def pending(self) -> WeightUpdateManifest | None:
-        """The update that is staged or installed, and not committed."""
-        return self._pending
-
-    @property
-    def options(self) -> Reply:
-        """What the installer was made with."""
-        return dict(self._options or {})
 
     def describe(self) -> Reply:
         """What this rank holds, and which driver has it."""
-        active, pending = self._active, self._pending
-        is_proven = self._stage in {Stage.PROVEN, Stage.COMMITTING} and not self._torn
+        active, pending = self._active, self.pending
+        is_proven = self.stage in {Stage.PROVEN, Stage.COMMITTING} and not self._torn
         return {
             **self.session.to_dict(),
             "world_size": self.host.group.size,
@@ -156,9 +122,9 @@ class EngineRank:
             "weight_version": None if active is None else active.weight_version,
             "root": None if active is None else active.root,
             "pending": None if pending is None else pending.update_id,
-            "stage": self._stage,
+            "stage": self.stage,
             "manifest": pending.to_json() if pending is not None and is_proven else None,
-            "loads": self._stage is Stage.INSTALLING and not self._imports,
+            "loads": self.stage is Stage.INSTALLING and not self._imports,
             "paused": self.is_paused,
             "torn": self._torn,
             "model": type(self.host.model).__name__,
@@ -166,21 +132,15 @@ class EngineRank:
         }
 
     def configure(self, options: Payload) -> None:
-        """Take options: ``transports`` of `EngineBridges`, all others of the host's installer.
-
-        Raises:
-            TypeError: no such option.
-            ValueError: a value that it cannot have.
-
-        """
-        if dict(options) == self._options or self.is_begun:
+        """Take options: ``transports`` of `EngineBridges`, all others of the host's installer."""
+        if (self._made is not None and dict(options) == self.options) or self.is_begun:
             return
         self._drop_staged(None)  # by the options before
         wanted = dict(options)
         transports = wanted.pop("transports", {})
         installer = self.host.make_installer(wanted)
         self._bridges.configure(transports)
-        self._options, self._made = dict(options), installer
+        self.options, self._made = dict(options), installer
 
     # ---- the steps ------------------------------------------------------------------------------
 
@@ -189,23 +149,16 @@ class EngineRank:
     ) -> Reply:
         """Import, verify and stage; the model goes on serving what it has.
 
-        Args:
-            manifest: the update.
-            imports: False: the engine's own loader brings the bytes.
-            given: what else the driver said.
-
-        Raises:
-            WeightBridgeError: refused; nothing of the model was written.
-
+        Without `imports` the engine's own loader brings the bytes.
         """
         self.host.check(given or {})
-        if self._stage is Stage.COMMITTING:
+        if self.stage is Stage.COMMITTING:
             self._finish_commit()
         self._require_idle()
         self._drop_staged(None)
         bridge = self._bridges.of(manifest, self.host.group.rank) if imports else None
         start, told = time.perf_counter(), dict[str, float]()
-        self._pending, self._stage, self._imports = manifest, Stage.PREPARED, imports
+        self.pending, self.stage, self._imports = manifest, Stage.PREPARED, imports
         try:
             if bridge is not None:
                 self._tensors = bridge.import_update(manifest)
@@ -219,26 +172,24 @@ class EngineRank:
             "import": (imported - start) * 1e3,
             "stage": (time.perf_counter() - imported) * 1e3,
         }
-        return {
+        reply = {
             "timings_ms": {**told, **self._timings_ms},
             "verified": manifest.root if imports else "",
-            **self.host.staged(self._installer, manifest, given or {}),
         }
+        if given and given.get("cuts"):
+            reply["cuts"] = [cut.to_json() for cut in self._installer.cuts(manifest)]
+        return reply
 
     def install(self, update_id: str) -> Reply:
         """Install and prove, on all ranks or on none; all ranks must call it.
 
         If the engine's own loader brings the bytes, that comes next, and then `prove`.
-
-        Raises:
-            WeightBridgeError: this rank failed, or another one did; all are at the old version.
-
         """
 
         def step() -> None:
             manifest = self._meant(update_id)
             start = time.perf_counter()
-            self._stage = Stage.INSTALLING
+            self.stage = Stage.INSTALLING
             if self._imports:
                 self._installer.install(manifest, self._tensors)
             else:
@@ -256,9 +207,6 @@ class EngineRank:
         Args:
             update_id: the update.
             parts: digests of what each rank must hold, by rank, as hex.
-
-        Raises:
-            WeightBridgeError: as for `install`.
 
         """
 
@@ -310,18 +258,13 @@ class EngineRank:
 
     def _proven(self) -> Reply:
         assert self._proof is not None
-        self._stage = Stage.PROVEN  # behind the vote: before it, the way is back
+        self.stage = Stage.PROVEN  # behind the vote: before it, the way is back
         return {"proof": self._proof.to_dict(), "timings_ms": self._timings_ms}
 
     def serves(self, update_id: str) -> None:
-        """Requests are about to go on with the proven update.
-
-        Raises:
-            WeightUpdateRejectedError: it is not proven here.
-
-        """
+        """Requests are about to go on with the proven update."""
         self._meant(update_id)
-        if self._stage is not Stage.PROVEN:
+        if self.stage is not Stage.PROVEN:
             msg = f"update {update_id} is not proven. Install it first."
             raise WeightUpdateRejectedError(msg)
 
@@ -331,19 +274,16 @@ class EngineRank:
         Args:
             reason: for its trainer. None: it was not refused, and may come again.
 
-        Raises:
-            TornEngine: it could not be taken back.
-
         """
-        if self._stage is Stage.COMMITTING:
+        if self.stage is Stage.COMMITTING:
             self._finish_commit()
-        if self._pending is None:
+        if self.pending is None:
             return
         try:
             self._installer.undo()
         except Exception as error:
             self._torn = describe(error)
-            version = self._pending.weight_version
+            version = self.pending.weight_version
             msg = f"version {version}: the undo failed: {self._torn}. Call recover()."
             raise TornEngine(msg) from error
         self._torn = ""
@@ -354,24 +294,19 @@ class EngineRank:
         self._drop_staged(reason)
 
     def commit(self, update_id: str) -> Reply:
-        """Acknowledge the proven update; it is what an undo goes back to from now on.
-
-        Raises:
-            WeightUpdateRejectedError: it is not here, or not proven.
-
-        """
+        """Acknowledge the proven update; it is what an undo goes back to from now on."""
         active = None if self._active is None else self._active.update_id
-        if self._pending is None and update_id == active:
+        if self.pending is None and update_id == active:
             return {}  # asked again, because an answer was lost
         self._meant(update_id)
-        if self._stage not in {Stage.PROVEN, Stage.COMMITTING}:
+        if self.stage not in {Stage.PROVEN, Stage.COMMITTING}:
             msg = f"update {update_id} is not proven. Install it first."
             raise WeightUpdateRejectedError(msg)
-        self._stage = Stage.COMMITTING
+        self.stage = Stage.COMMITTING
         return self._finish_commit()
 
     def _finish_commit(self) -> Reply:
-        manifest, proof = self._pending, self._proof
+        manifest, proof = self.pending, self._proof
         assert manifest is not None
         assert proof is not None
         self._installer.commit()  # if it fails, it is done again: the update is proven still
@@ -404,35 +339,35 @@ class EngineRank:
         if self._torn:
             msg = f"the engine is torn: {self._torn}. Call recover(), or start a fresh engine."
             raise TornEngine(msg)
-        if self.is_begun and self._pending is not None:
+        if self.is_begun and self.pending is not None:
             # Requests may have been served by it: that is not this call's to take back.
             msg = (
-                f"version {self._pending.weight_version} (update {self._pending.update_id}) is "
+                f"version {self.pending.weight_version} (update {self.pending.update_id}) is "
                 "installed on this rank, and neither committed nor undone. Call recover()."
             )
             raise WeightUpdateRejectedError(msg)
 
     def _meant(self, update_id: str) -> WeightUpdateManifest:
-        if self._pending is None or self._pending.update_id != update_id:
-            held = "none" if self._pending is None else self._pending.update_id
+        if self.pending is None or self.pending.update_id != update_id:
+            held = "none" if self.pending is None else self.pending.update_id
             msg = (
                 f"update {update_id} is not pending here, expected it, got {held}. Publish a later "
                 "version."
             )
             raise WeightUpdateRejectedError(msg)
-        return self._pending
+        return self.pending
 
     def _drop_staged(self, reason: str | None) -> None:
-        if self._stage is Stage.PREPARED:
+        if self.stage is Stage.PREPARED:
             self._end(reason)
 
     def _end(self, reason: str | None) -> None:
         """The pending update is refused, undone or given up: its publisher is told."""
-        manifest, is_imported = self._pending, self._imports
+        manifest, is_imported = self.pending, self._imports
         assert manifest is not None
         self._clear()
         bridge = self._bridges.made(manifest) if is_imported else None
-        let_go(bridge, manifest, reason, self._made)
+        release_update(bridge, manifest, reason, self._made)
 
     def _forget_tensors(self) -> None:
         tensors, self._tensors = self._tensors, {}
@@ -441,8 +376,8 @@ class EngineRank:
 
     def _clear(self) -> None:
         self._forget_tensors()
-        self._pending = self._proof = None
-        self._stage = Stage.IDLE
+        self.pending = self._proof = None
+        self.stage = Stage.IDLE
 
 
 def rank_of(model: torch.nn.Module, make_host: Callable[[], RankHost]) -> EngineRank:
@@ -519,10 +454,6 @@ def _pauses(rank: EngineRank, given: Payload) -> None:
     rank.is_paused = bool(given.get("on"))
 
 
-def _leave(rank: EngineRank, _: Payload) -> None:
-    rank.session.leave()
-
-
 def _text(given: Payload, key: str) -> str:
     return str(given.get(key, ""))
 
@@ -544,5 +475,5 @@ _VERBS: Mapping[str, Callable[[EngineRank, Payload], Reply | None]] = {
     "undo": lambda rank, given: rank.undo(_reason(given)),
     "abandon": lambda rank, given: rank.abandon(_reason(given)),
     "commit": lambda rank, given: rank.commit(_text(given, "update_id")),
-    "leave": _leave,
+    "leave": lambda rank, _: rank.session.leave(),
 }

@@ -27,7 +27,7 @@ __all__ = [
     "TransportOptions",
     "acknowledge",
     "checked_transports",
-    "let_go",
+    "release_update",
 ]
 
 TransportOptions = Mapping[str, Mapping[str, object]]
@@ -89,12 +89,7 @@ class EngineBridges:
     """One bridge for each transport that updates came by."""
 
     def __init__(self, worker: str) -> None:
-        """Begin with none.
-
-        Args:
-            worker: what publishers are told of who reads.
-
-        """
+        """Begin with none."""
         self._worker = worker
         self._options: TransportOptions = {}
         self._made: dict[str, TensorBridge] = {}
@@ -110,14 +105,7 @@ class EngineBridges:
         _close(ended)
 
     def of(self, manifest: WeightUpdateManifest, rank: int) -> TensorBridge:
-        """The bridge that imports this update on that rank.
-
-        Raises:
-            WeightBridgeUnavailableError: no transport leads it here.
-            TypeError: an option that the transport does not have here.
-            ValueError: a value that it cannot have.
-
-        """
+        """The bridge that imports this update on that rank."""
         if manifest.transport == GROUP:
             msg = (
                 f"version {manifest.weight_version} was assembled of a group's parts, in the "
@@ -128,9 +116,9 @@ class EngineBridges:
             raise WeightBridgeUnavailableError(msg)
         bridge = self._made.get(manifest.transport)
         if bridge is None:
-            options: dict[str, Any] = dict(self._options.get(manifest.transport, {}))
-            who: dict[str, Any] = {"source_worker": self._worker, "source_rank": rank}
-            bridge = make_weight_bridge(manifest.transport, **who, **options)
+            options: dict[str, Any] = {"source_worker": self._worker, "source_rank": rank}
+            options |= self._options.get(manifest.transport, {})
+            bridge = make_weight_bridge(manifest.transport, **options)
             self._made[manifest.transport] = bridge
         return bridge
 
@@ -145,8 +133,7 @@ class EngineBridges:
 
 
 def _close(bridges: Iterable[TensorBridge]) -> None:
-    """Close all of them, whatever one says."""
-    with ExitStack() as stack:
+    with ExitStack() as stack:  # all of them, whatever one says
         for bridge in bridges:
             stack.callback(bridge.close)
 
@@ -180,13 +167,13 @@ def acknowledge(
     return {}
 
 
-def let_go(
+def release_update(
     bridge: TensorBridge | None,
     manifest: WeightUpdateManifest,
     reason: str | None,
     installer: TransactionalAdapter | None,
 ) -> None:
-    """End an update that is over here, whatever its trainer's side makes of it.
+    """End an update that is over here, and release what it took, whatever its trainer's side says.
 
     Args:
         bridge: that imported it; None: another process did.

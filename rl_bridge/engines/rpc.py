@@ -6,8 +6,11 @@ would leave the answers of the ranks behind it to the next call. The ranks decid
 each of them says to the others, through a `RankGroup`.
 """
 
+import asyncio
 import concurrent.futures
 import datetime as dt
+import errno
+import importlib
 import logging
 import secrets
 import threading
@@ -38,11 +41,13 @@ __all__ = [
     "RankGroup",
     "Replies",
     "Reply",
+    "Server",
     "clear_frames",
-    "failure_in",
     "failure_reply",
     "in_thread",
     "lost",
+    "refuse_own_loop",
+    "too_late",
     "watch",
 ]
 
@@ -58,6 +63,11 @@ OTHER_RANK = "another rank"
 
 # How often a call under way looks whether its engine is still there.
 _LOOK_S = 0.1
+# The same by asking a server, and how long that is waited for.
+_HEALTH_EVERY_S = 1.0
+_HEALTH_S = 5.0
+# What this process may be short of when it opens a connection.
+_SHORTAGES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS})
 
 # Shortages whose type another process can make again from a text alone.
 _MADE_OF_TEXT = (WeightBridgeUnavailableError, DeadlineExceeded, TransferTimeout)
@@ -67,23 +77,18 @@ _MADE_OF_TEXT = (WeightBridgeUnavailableError, DeadlineExceeded, TransferTimeout
 
 
 class EngineClient(ABC):
-    """One engine, whatever process it is in. Every call has a deadline.
-
-    Attributes:
-        timeout_s: deadline of each call.
-        driver: the id of the driver that calls; no other driver has the same.
-        epoch: of the session that the driver opened last; 0 if it has none.
-        is_lost: whether the ranks said that the session is over: another driver has the engine, or
-            had it since, or it was started anew. Until an update of this driver's is committed.
-
-    """
+    """One engine, whatever process it is in. Every call has a deadline."""
 
     def __init__(self, timeout_s: float) -> None:
         """Give every call `timeout_s` seconds."""
         self.timeout_s = timeout_s
         self.driver = secrets.token_hex(16)
+        """The id of the driver that calls; no other driver has the same."""
         self.epoch = 0
+        """Of the session that the driver opened last; 0 if it has none."""
         self.is_lost = False
+        """Whether the ranks said that the session is over: another driver has the engine, or had it
+        since, or it was started anew. Until an update of this driver's is committed."""
         self._calls = 0
 
     # ---- what each engine has in its own way ----------------------------------------------------
@@ -100,12 +105,7 @@ class EngineClient(ABC):
         """
 
     def require_alone(self) -> None:  # noqa: B027 - only some have replicas behind one engine
-        """Refuse an engine of several replicas, which do not decide together.
-
-        Raises:
-            WeightBridgeUnavailableError: it is one.
-
-        """
+        """Refuse an engine of several replicas, which do not decide together."""
 
     @abstractmethod
     def pause(self, mode: str | None, *, undoes: bool = False) -> None:
@@ -129,14 +129,9 @@ class EngineClient(ABC):
 
     @abstractmethod
     def drop_caches(self, policy: str | None) -> str:
-        """Drop what other weights cached.
+        """Drop what other weights cached, by a policy of this engine's; None is everything.
 
-        Args:
-            policy: what is dropped, in this engine's words; None is everything.
-
-        Returns:
-            Why some of it was kept; empty if nothing was.
-
+        Returned is why some of it was kept; empty if nothing was.
         """
 
     def label(self) -> str | None:
@@ -153,11 +148,6 @@ class EngineClient(ABC):
 
     def ask(self, verb: str, *, within_s: float | None = None, **given: Any) -> Replies:
         """Ask all ranks, in this driver's session.
-
-        Args:
-            verb: what they are asked; see `rl_bridge.engines.rank`.
-            within_s: deadline; None is the client's own.
-            given: what the verb takes.
 
         Raises:
             EngineLost: the engine is gone, or its answers are to other calls.
@@ -179,7 +169,7 @@ class EngineClient(ABC):
                     "install the current version in it before it serves."
                 )
                 raise EngineLost(msg)
-        causes = [failure_in(reply, len(replies)) for reply in replies if not reply["ok"]]
+        causes = [_failure_in(reply, len(replies)) for reply in replies if not reply["ok"]]
         if causes:
             self.is_lost |= any(isinstance(cause, SessionRefused) for cause in causes)
             raise min(causes, key=_order)
@@ -200,7 +190,7 @@ def _order(error: Exception) -> tuple[bool, bool, bool]:
     return not isinstance(error, TornEngine), OTHER_RANK in str(error), is_shortage(error)
 
 
-def failure_in(reply: Mapping[str, Any], ranks: int) -> Exception:
+def _failure_in(reply: Mapping[str, Any], ranks: int) -> Exception:
     """A rank's failure, as the exception that it was if rl_bridge has that type."""
     kind = getattr(errors, str(reply.get("type")), None)
     where = "" if ranks == 1 else f"rank {reply['rank']}: "
@@ -215,54 +205,56 @@ def failure_in(reply: Mapping[str, Any], ranks: int) -> Exception:
     )
 
 
-def lost(error: BaseException, doing: str) -> EngineLost:
-    """The engine is gone: what the caller gets instead of the engine's own error."""
+def lost(error: BaseException, doing: str, who: str = "the engine") -> EngineLost:
+    """What the caller gets instead of the engine's own error where the engine is gone."""
     return EngineLost(
-        f"the engine was lost while it should {doing} ({type(error).__name__}: {error}). Start a "
-        "fresh engine, and install the current version in it before it serves."
+        f"{who} was lost while it should {doing} ({type(error).__name__}: {error}). Start a fresh "
+        "engine, and install the current version in it before it serves."
     )
 
 
-def in_thread(
-    action: Callable[[], Any],
-    note: Callable[["concurrent.futures.Future[Any]"], object] = lambda _: None,
-) -> "concurrent.futures.Future[Any]":
-    """Do something that may never end, in a thread that nobody has to wait for.
-
-    Args:
-        action: what is done.
-        note: is given the call before it begins.
-
-    Raises:
-        WeightBridgeUnavailableError: this process can start no thread; nothing was done.
-
-    """
-    future: concurrent.futures.Future[Any] = concurrent.futures.Future()
-    thread = threading.Thread(
-        target=_do, args=(future, action), name="rl_bridge-engine-call", daemon=True
+def too_late(who: str, doing: str, within_s: float) -> DeadlineExceeded:
+    """What the caller gets where an answer did not come in time."""
+    return DeadlineExceeded(
+        f"{who} did not {doing} within {within_s} s. Look at its log; give the adapter a longer "
+        "timeout_s if it was only slow."
     )
+
+
+def refuse_own_loop(loop: asyncio.AbstractEventLoop) -> None:
+    """Refuse to block the event loop in which the engine runs."""
     try:
-        note(future)
-        thread.start()
-    except BaseException as error:
-        future.cancel()  # unless it runs by now
-        if not isinstance(error, RuntimeError):
-            raise
+        is_here = asyncio.get_running_loop() is loop
+    except RuntimeError:
+        return  # no loop runs in this thread, as it should be
+    if is_here:
+        msg = (
+            "update_weights was called in the engine's own event loop, which it would block. "
+            "Call `await asyncio.to_thread(executor.update_weights, manifest)`."
+        )
+        raise WeightBridgeUnavailableError(msg)
+
+
+def in_thread(action: Callable[[], Any]) -> "concurrent.futures.Future[Any]":
+    """Do something that may never end, in a thread that nobody has to wait for."""
+    future: concurrent.futures.Future[Any] = concurrent.futures.Future()
+
+    def run() -> None:
+        if future.set_running_or_notify_cancel():
+            try:
+                future.set_result(action())
+            except BaseException as error:  # noqa: BLE001 - raised where the future is read
+                future.set_exception(error)
+
+    try:
+        threading.Thread(target=run, name="rl_bridge-engine-call", daemon=True).start()
+    except RuntimeError as error:
         msg = (
             f"this process can start no thread to call the engine from ({error}). Nothing was "
             "asked of it: end other threads, or raise the limit, and try again."
         )
         raise WeightBridgeUnavailableError(msg) from error
     return future
-
-
-def _do(future: "concurrent.futures.Future[Any]", action: Callable[[], Any]) -> None:
-    if not future.set_running_or_notify_cancel():
-        return
-    try:
-        future.set_result(action())
-    except BaseException as error:  # noqa: BLE001 - raised where the future is read
-        future.set_exception(error)
 
 
 def watch(
@@ -275,12 +267,6 @@ def watch(
     """Wait for an answer, within the deadline and as long as there is an engine to give it.
 
     Engines' own clients wait forever for what an engine was asked before it died.
-
-    Args:
-        future: the call under way.
-        timeout_s: deadline.
-        death: says why the engine will not answer any more; empty if it may.
-        every_s: how often it is asked.
 
     Raises:
         TimeoutError: no answer yet.
@@ -295,6 +281,114 @@ def watch(
         if (gone or left <= 0) and not future.done():
             raise ConnectionError(gone) if gone else TimeoutError
         concurrent.futures.wait([future], max(0.0, min(every_s, left)))
+
+
+class Server:
+    """A server in front of an engine, by its URL. Each request has a deadline."""
+
+    def __init__(
+        self,
+        url: str,
+        timeout_s: float,
+        *,
+        install: str,
+        headers: Mapping[str, str] | None = None,
+        health: str = "",
+    ) -> None:
+        """Prepare the connection; nothing is sent.
+
+        By the route `health` it tells whether its engine lives; empty: it ends with its engine.
+        """
+        if not url.startswith(("http://", "https://")):
+            msg = f"engine={url!r}: expected a server's URL, such as 'http://127.0.0.1:8000'."
+            raise ValueError(msg)
+        try:
+            self._httpx = importlib.import_module("httpx")
+        except ImportError as error:
+            msg = f"a server's URL needs httpx. Install it: {install}."
+            raise WeightBridgeUnavailableError(msg) from error
+        self.codes = self._httpx.codes
+        self._url = url.rstrip("/")
+        self._health = health
+        # Not by a proxy: a driver reaches its engine itself. And no connection is kept open: the
+        # server closes what idles, perhaps just when the next request is sent.
+        self._client, self._health_client = (
+            self._httpx.Client(
+                base_url=self._url,
+                timeout=timeout,
+                headers=headers,
+                limits=self._httpx.Limits(max_keepalive_connections=0),
+                trust_env=False,
+            )
+            for timeout in (timeout_s, _HEALTH_S)
+        )
+
+    def __str__(self) -> str:
+        return self._url
+
+    def send(self, method: str, path: str, doing: str, within_s: float, **request: Any) -> Any:
+        """Send a request; the response of httpx, whatever its status.
+
+        Raises:
+            DeadlineExceeded: it is not all there in time.
+            EngineLost: the server, or the engine behind it, is gone.
+            WeightBridgeUnavailableError: this process is short of something; nothing was sent.
+
+        """
+        try:
+            asked = in_thread(
+                lambda: self._client.request(method, path, timeout=within_s, **request)
+            )
+            # Watched: httpx waits so long for each piece, and a server for an engine that is dead.
+            if not concurrent.futures.wait([asked], min(_HEALTH_EVERY_S, within_s)).done:
+                watch(asked, within_s, self._death, every_s=_HEALTH_EVERY_S)
+            return asked.result()
+        except (self._httpx.TimeoutException, TimeoutError) as error:
+            raise too_late(f"the server at {self}", doing, within_s) from error
+        except (self._httpx.TransportError, ConnectionError) as error:
+            if isinstance(error, self._httpx.ConnectError) and _errno(error) in _SHORTAGES:
+                msg = (
+                    f"the server at {self} could not be asked to {doing}: {error}. Nothing was "
+                    "sent: close files, or raise this process's limits, and try again."
+                )
+                raise WeightBridgeUnavailableError(msg) from error
+            raise lost(error, doing, f"the server at {self}") from error
+
+    def content(self, reply: Any) -> Any:
+        """What a response says: its JSON, or its text if it is none."""
+        try:
+            return reply.json()
+        except ValueError:
+            return reply.text
+
+    def close(self) -> None:
+        """Close the connections; the server goes on."""
+        self._client.close()
+        self._health_client.close()
+
+    def _death(self) -> str:
+        if not self._health:
+            return ""
+        try:
+            reply = self._health_client.get(self._health)
+        except self._httpx.ConnectError as error:
+            # While it shuts down it keeps what is under way. All else is a shortage on this side.
+            is_dead = _errno(error) in {errno.ECONNREFUSED, errno.ECONNRESET}
+        except (self._httpx.TransportError, OSError):
+            return ""  # busy, or as above; there is a deadline
+        else:
+            is_dead = reply.status_code == self.codes.SERVICE_UNAVAILABLE
+        return "its engine ended" if is_dead else ""
+
+
+def _errno(error: BaseException) -> int | None:
+    """The errno of the operating system's error behind one of httpx's; None if there is none."""
+    link: BaseException | None = error
+    while link is not None:
+        if isinstance(link, OSError) and link.errno is not None:
+            return link.errno
+        link = link.__cause__ or link.__context__
+    return None
 
 
 # ---- the ranks' side ----------------------------------------------------------------------------
@@ -324,20 +418,13 @@ def clear_frames(error: BaseException) -> None:
 
 
 class RankGroup:
-    """The ranks that compute one model together: what each says, all hear.
-
-    Attributes:
-        rank: which of them this process is.
-        size: how many there are.
-        timeout_s: how long a rank waits for the others.
-
-    """
+    """The ranks that compute one model together: what each says, all hear."""
 
     def __init__(self, rank: int, size: int, process_group: Any = None) -> None:
         """Use a process group of torch's over the CPU; one rank alone needs none."""
         self.rank = rank
         self.size = size
-        self.timeout_s = 600.0
+        self.timeout_s = 600.0  # for the others
         self._group = process_group
 
     def hear(self, text: str) -> list[str]:

@@ -43,13 +43,7 @@ class ServingOptions:
     label: LabelMaker | None = default_label
 
     def check(self, pauses: tuple[str | None, ...], caches: tuple[str, ...]) -> None:
-        """Refuse what the engine does not have.
-
-        Raises:
-            ValueError: no such pause or cache policy.
-            TypeError: a label that is no function.
-
-        """
+        """Refuse what the engine does not have."""
         for name, given, known in (("pause", self.pause, pauses), ("cache", self.cache, caches)):
             if given not in known:
                 *most, last = map(repr, known)
@@ -75,11 +69,6 @@ class Serving:
         """Whether the engine is paused for an update."""
         return self._options.pause is not None
 
-    @property
-    def labels(self) -> bool:
-        """Whether updates set a label."""
-        return self._options.label is not None
-
     def forget(self) -> None:
         """Nothing is left of the last update: it is committed, or another driver has come."""
         self._is_on = self._is_noted = False
@@ -94,15 +83,7 @@ class Serving:
             self._is_on = self._client.is_paused() is not False
 
     def stop(self, *, undoes: bool = False) -> None:
-        """Pause the engine; a pause of the user's own stays one.
-
-        Args:
-            undoes: requests may run with weights that are about to be undone.
-
-        Raises:
-            SessionRefused: another driver has the engine; nothing was paused.
-
-        """
+        """Pause the engine, maybe for weights that it `undoes`; a pause of the user's stays one."""
         is_on = self._is_on or (self.pauses and not self._client.is_paused())
         self._is_noted |= is_on
         self._client.ask("pauses", on=is_on)
@@ -125,25 +106,9 @@ class Serving:
 
     # ---- caches ---------------------------------------------------------------------------------
 
-    def drop_old(self) -> None:
-        """Drop what the old weights cached, as the policy says.
-
-        Raises:
-            WeightUpdateRejectedError: requests hold some.
-
-        """
-        self._refuse_kept(self._client.drop_caches(self._options.cache))
-
-    def drop_all(self) -> None:
-        """Drop everything, for an update that another driver left, whose policy is not known.
-
-        Raises:
-            WeightUpdateRejectedError: requests hold some.
-
-        """
-        self._refuse_kept(self._client.drop_caches(None))
-
-    def _refuse_kept(self, kept: str) -> None:
+    def drop_old(self, *, everything: bool = False) -> None:
+        """Drop what the old weights cached, as the policy says, or `everything`."""
+        kept = self._client.drop_caches(None if everything else self._options.cache)
         if kept:
             msg = (
                 f"what the old weights cached could not be dropped: {kept}. Use a pause that ends "
@@ -152,12 +117,7 @@ class Serving:
             raise WeightUpdateRejectedError(msg)
 
     def drop_undone(self) -> None:
-        """Drop everything: requests may have cached keys and values of what is undone.
-
-        Raises:
-            TornEngine: requests hold some.
-
-        """
+        """Drop everything: requests may have cached keys and values of what is undone."""
         kept = self._client.drop_caches(None)
         if kept:
             msg = (
@@ -169,16 +129,11 @@ class Serving:
     # ---- the label ------------------------------------------------------------------------------
 
     def label_of(self, manifest: WeightUpdateManifest) -> str | None:
-        """The label of a version; None if it is left alone.
-
-        Raises:
-            TypeError: it is no text: an engine takes whatever it is given, and then answers no
-                request any more.
-
-        """
+        """The label of a version; None if it is left alone."""
         if self._options.label is None:
             return None
         label: object = self._options.label(manifest)
+        # An engine takes whatever it is given, and then answers no request any more.
         if not isinstance(label, str):
             msg = (
                 f"label of version {manifest.weight_version} is {label!r}, a "

@@ -28,32 +28,14 @@ def refuse_second(name: str) -> SessionRefused:
 
 @dataclass(slots=True)
 class Session:
-    """Who has one rank.
+    """Who has one rank."""
 
-    Attributes:
-        epoch: of the session, or of the last one; 0 before the first.
-        driver: its driver's id; empty if nobody has the rank.
-        name: its driver's name, or that of the last driver.
-
-    """
-
-    epoch: int = 0
-    driver: str = ""
-    name: str = ""
+    epoch: int = 0  # of the session, or of the last one
+    driver: str = ""  # its driver's id; empty if nobody has the rank
+    name: str = ""  # of its driver, or of the last one
 
     def open(self, driver: str, name: str, epoch: int, *, take_over: bool) -> None:
-        """Give the rank to a driver.
-
-        Args:
-            driver: its id.
-            name: its name, for people.
-            epoch: of its session.
-            take_over: also if another driver has the rank.
-
-        Raises:
-            SessionRefused: another driver has it, or had it in that epoch.
-
-        """
+        """Give the rank to a driver; with `take_over`, also if another one has it."""
         if self.driver not in {"", driver} and not take_over:
             raise refuse_second(self.name)
         if epoch <= self.epoch:
@@ -64,12 +46,7 @@ class Session:
         self.epoch, self.driver, self.name = epoch, driver, name
 
     def require(self, given: Mapping[str, Any]) -> None:
-        """The door: refuse a call that is not of the session.
-
-        Raises:
-            SessionRefused: it is of another driver, or of an earlier epoch.
-
-        """
+        """The door: refuse a call that is not of the session."""
         if self.driver and (given.get("driver"), given.get("epoch")) == (self.driver, self.epoch):
             return
         if self.driver:

@@ -70,12 +70,7 @@ def cuts_of(plan: LoadPlan, manifest: WeightUpdateManifest) -> list[Cut]:
 
 
 def parse_cuts(given: object, manifest: WeightUpdateManifest) -> list[Cut]:
-    """Read what a rank replied.
-
-    Raises:
-        WeightUpdateRejectedError: it describes no parts of the update's tensors.
-
-    """
+    """Read what a rank replied."""
     try:
         cuts = [
             Cut(int(row), View(tuple(shape), tuple(stride), int(offset)), bool(is_all))
@@ -107,12 +102,7 @@ def _reach(view: View) -> int:
 
 
 def check_covered(manifest: WeightUpdateManifest, ranks: Sequence[Sequence[Cut]]) -> None:
-    """Refuse tensors of which all ranks together do not take all: loaders cut off what is too long.
-
-    Raises:
-        IncompatibleUpdate: an element of a tensor is taken by no rank.
-
-    """
+    """Refuse tensors of which no rank takes some elements: loaders cut off what is too long."""
     table = manifest.table
     views: dict[int, list[View]] = {}
     whole = {cut.row for cuts in ranks for cut in cuts if cut.is_all}
@@ -178,12 +168,7 @@ def part_digests(
     *,
     num_threads: int | None,
 ) -> list[bytes]:
-    """What each part must hold, made of the update's verified bytes.
-
-    Raises:
-        ProofFailed: these are not what the manifest says any more.
-
-    """
+    """What each part must hold, made of the update's verified bytes."""
     names = manifest.table.names
     parts = (cut.view.of(tensors[names[cut.row]]) for cut in cuts)
     made = digests_of(parts, num_threads=num_threads)
@@ -200,12 +185,7 @@ def check_sources(
     *,
     num_threads: int | None,
 ) -> None:
-    """Read imported tensors once more.
-
-    Raises:
-        ProofFailed: one is not what the manifest says any more.
-
-    """
+    """Read imported tensors once more."""
     found = digests_of((tensors[name] for name in names), num_threads=num_threads)
     for name, digest in zip(names, found, strict=True):
         expected = digest_of(manifest, name)

@@ -16,7 +16,22 @@ import torch
 
 from rl_bridge.errors import ProofFailed
 
-__all__ = ["EngineCompat", "Skeleton", "Target", "User"]
+__all__ = ["EngineCompat", "Skeleton", "Target", "User", "processed_by"]
+
+# Quantization methods of engines that change no number: at most they lay weights out anew, all of
+# it within the layer that they are given.
+_UNQUANTIZED = frozenset(
+    {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "UnquantizedFusedMoEMethod"}
+)
+
+
+def processed_by(layer: torch.nn.Module) -> str | None:
+    """Which quantization method changes a layer's weights behind their load; None if none does."""
+    method = getattr(layer, "quant_method", None)
+    if not hasattr(method, "process_weights_after_loading"):
+        return None
+    known = _UNQUANTIZED & {kind.__name__ for kind in type(method).__mro__}
+    return None if known else type(method).__name__
 
 
 class EngineCompat:
@@ -28,6 +43,8 @@ class EngineCompat:
 
     elsewhere = "starting a fresh engine from its checkpoint"
     """What serves models that cannot be updated beside the serving version."""
+    cast_remedy = ""
+    """What else than publishing in the engine's dtype helps."""
 
     def context(self) -> AbstractContextManager[object]:
         """The context in which the engine's loaders expect to run."""
@@ -104,12 +121,7 @@ class Target:
         return self.users[0].live
 
     def serving(self) -> torch.Tensor:
-        """The parameter that the engine computes with.
-
-        Raises:
-            ProofFailed: modules that share it hold different ones, or it is of another kind now.
-
-        """
+        """The parameter that the engine computes with."""
         live = self.live
         if live is None or any(user.live is not live for user in self.users):
             msg = (

@@ -12,7 +12,6 @@ import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
-from pathlib import Path
 from typing import Protocol
 
 import numpy as np
@@ -25,7 +24,6 @@ from rl_bridge.memory import vm
 from rl_bridge.memory.passes import BytePlan
 from rl_bridge.memory.tensors import not_plain
 from rl_bridge.memory.views import anonymous_pin, tensor_in
-from rl_bridge.memory.vm import huge_pages, spare_pages
 
 __all__ = [
     "LEARNING",
@@ -81,30 +79,17 @@ class Canary(Protocol):
         """The layer."""
 
     def check(self, known: set[tuple[int, int]], /) -> None:
-        """Ask it; `known` are those that answered in this proof.
-
-        Raises:
-            ProofFailed: it answers otherwise than when it was made.
-
-        """
+        """Ask it; `known` are those that answered in this proof."""
 
 
 @dataclass(slots=True, eq=False)
 class Assembled:
-    """One parameter as its loader would have filled it.
+    """One parameter as its loader would have filled it."""
 
-    Attributes:
-        index: position of the target.
-        tensor: the memory.
-        borrowed: whether that is the imported tensor itself: nothing was copied.
-        replaced: whether the engine makes something else of it, and this memory goes.
-
-    """
-
-    index: int
+    index: int  # position of the target
     tensor: torch.Tensor
-    borrowed: bool
-    replaced: bool = False
+    borrowed: bool  # it is the imported tensor itself: nothing was copied
+    replaced: bool = False  # the engine makes something else of it, and this memory goes
 
 
 @dataclass(slots=True)
@@ -160,7 +145,7 @@ class SpareMemory:
         if not here:
             return
         pin = anonymous_pin(sum(map(vm.round_up, here.values())))
-        huge_pages(pin.address, pin.nbytes)
+        vm.huge_pages(pin.address, pin.nbytes)
         self._made = [made for made in self._made if made[0]() is not None]
         self._made.append((weakref.ref(pin.buffer), pin.address, pin.nbytes))
         offset = 0
@@ -186,7 +171,7 @@ class SpareMemory:
                 self._free[index] = memory
                 ranges.append((memory.data_ptr(), vm.round_up(memory.untyped_storage().nbytes())))
         for start, nbytes in _merged(ranges):
-            spare_pages(start, nbytes)
+            vm.spare_pages(start, nbytes)
 
     def _is_made_here(self, address: int) -> bool:
         return any(
@@ -247,33 +232,8 @@ STAGING = "staging it beside the serving one"
 LEARNING = "trying the engine's loader on numbers, before its first update"
 
 
-def available_nbytes() -> int | None:
-    """Bytes that this process can still get on the host: the machine's, or its control group's."""
-    found = [
-        int(line.split()[1]) * 1024
-        for line in _lines(Path("/proc/meminfo"))
-        if line.startswith("MemAvailable:")
-    ]
-    limit, used = (_lines(Path("/sys/fs/cgroup") / f"memory.{name}") for name in ("max", "current"))
-    if limit and used and limit[0].strip() != "max":
-        # What files left in the cache counts as used, and is given back when it is needed.
-        cached = sum(
-            int(line.split()[1])
-            for line in _lines(Path("/sys/fs/cgroup/memory.stat"))
-            if line.split()[0] in {"inactive_file", "active_file"}
-        )
-        found.append(int(limit[0]) - int(used[0]) + cached)
-    return min(found, default=None)
-
-
 def checked_budget(memory_budget_nbytes: int | None) -> int | None:
-    """The budget as it was given; None stands for what the machine has to give.
-
-    Raises:
-        TypeError: it is no int.
-        ValueError: it is negative.
-
-    """
+    """The budget as it was given; None stands for what the machine has to give."""
     if not isinstance(memory_budget_nbytes, int | None):
         raise TypeError(f"memory_budget_nbytes={memory_budget_nbytes!r}: expected an int or None.")
     if memory_budget_nbytes is not None and memory_budget_nbytes < 0:
@@ -282,13 +242,8 @@ def checked_budget(memory_budget_nbytes: int | None) -> int | None:
 
 
 def check_budget(needed: int, budget: int | None, version: int, what: str = STAGING) -> None:
-    """Refuse what does not fit.
-
-    Raises:
-        IncompatibleUpdate: `what` takes more than `budget`, or than there is.
-
-    """
-    given = available_nbytes() if budget is None else budget
+    """Refuse what does not fit."""
+    given = vm.available_memory() if budget is None else budget
     if given is not None and needed > given:
         whose = "the machine has" if budget is None else "memory_budget_nbytes allows"
         msg = (
@@ -296,13 +251,6 @@ def check_budget(needed: int, budget: int | None, version: int, what: str = STAG
             f"{whose} {given}. Free memory, or give the engine's caches less."
         )
         raise IncompatibleUpdate(msg)
-
-
-def _lines(path: Path) -> list[str]:
-    try:
-        return path.read_text(encoding="ascii").splitlines()
-    except OSError:
-        return []  # not Linux, or no control group: then that one does not bound us
 
 
 # ---- making the next version --------------------------------------------------------------------
@@ -422,11 +370,8 @@ class Exchange:
     ) -> tuple[list[tuple[int | None, torch.Tensor]], list[tuple[torch.nn.Module, object]]]:
         """The exchange stands: no undo leads back behind it.
 
-        Returns:
-            Memory that it freed, each with the position of its target (of a parameter that was
-            written in place, that is the memory that was staged for it); and what layers computed
-            with, each with its layer.
-
+        Returned is the memory that it freed (of what was written in place, what was staged for it),
+        each with its target's position; and what each layer computed with.
         """
         tensors, self._tensors = self._tensors, []
         attributes, self._attributes = self._attributes, []

@@ -300,7 +300,7 @@ class FaultyWorker:
         if rank == self.rank:
             state: Any = self
             known = vars(state.model_runner.get_model())["_rl_bridge_rank"]
-            known._proof, known._stage = None, Stage.INSTALLING
+            known._proof, known.stage = None, Stage.INSTALLING
 
     def halt_in_exchange(self, marks: str) -> None:
         """Stand still in the middle of the next exchange, for good; a file tells that it does."""

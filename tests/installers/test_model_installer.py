@@ -18,6 +18,7 @@ from rl_bridge.engines.skeleton import EngineCompat
 from rl_bridge.engines.staging import Exchange
 from rl_bridge.errors import IncompatibleUpdate, ProofFailed, TornEngine
 from rl_bridge.installers.snapshot import Snapshot
+from rl_bridge.memory import vm
 
 HIDDEN, ROWS, PADDED = 64, 48, 64
 
@@ -299,7 +300,7 @@ def test_numbers_that_were_not_copied_are_found(
 
 @pytest.mark.parametrize(
     ("owner", "name"),
-    [(staging, "spare_pages"), (ModelInstaller, "commit")],
+    [(vm, "spare_pages"), (ModelInstaller, "commit")],
     ids=["behind_the_point_of_no_return", "before_it"],
 )
 def test_a_commit_that_failed_in_a_rank_may_be_asked_for_again(

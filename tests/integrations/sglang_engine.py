@@ -178,7 +178,7 @@ def loading(engine: Engine, **options: Any) -> SGLangInstallAdapter:
     adapter = importing(engine, **options)
     client = adapter._client
     assert isinstance(client, SGLangClient)
-    adapter._loader = Fed(client, drops=True)
+    adapter._loader, adapter.imports_itself = Fed(client, drops=True), False
     return adapter
 
 

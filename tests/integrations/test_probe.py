@@ -23,7 +23,7 @@ def answering(patch: pytest.MonkeyPatch, code: str) -> None:
 def test_without_vllm_nothing_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_probe, "find_spec", lambda _: None)
     answering(monkeypatch, "raise SystemExit('asked')")
-    assert vllm.version() is None
+    assert vllm.PACKAGE.version() is None
     assert vllm.probe() == []
 
 

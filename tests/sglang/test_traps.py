@@ -96,7 +96,7 @@ def test_a_failing_distributed_load_leaves_weights_partly_updated_and_is_undone(
 def test_a_group_that_the_engine_lost_is_made_anew(bench: Bench) -> None:
     with executor_for(bench.engine, route="distributed") as executor:
         bench.update(executor)
-        name = executor.weight_install_adapter._loader._group.name  # type: ignore[union-attr]
+        name = executor.weight_install_adapter._loader._name  # type: ignore[union-attr]
         assert bench.engine.destroy_weights_update_group(name)[0]
         with pytest.raises(WeightUpdateRejectedError, match="Failed to receive"):
             executor.update_weights(bench.trainer.publish(bench.next()))

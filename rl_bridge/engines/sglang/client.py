@@ -6,23 +6,24 @@ its own words.
 
 import asyncio
 import base64
-import concurrent.futures
-import importlib
 import json
 from abc import abstractmethod
-from collections.abc import Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Any
 
-from rl_bridge.engines.rpc import EngineClient, Replies, Reply, lost
-from rl_bridge.engines.sglang import MINIMUM, require
-from rl_bridge.engines.sglang.plugin import NAME, call_text, reply_text
-from rl_bridge.errors import (
-    DeadlineExceeded,
-    EngineLost,
-    WeightBridgeUnavailableError,
-    WeightUpdateRejectedError,
+from rl_bridge.engines.rpc import (
+    EngineClient,
+    Replies,
+    Reply,
+    Server,
+    lost,
+    refuse_own_loop,
+    too_late,
 )
+from rl_bridge.engines.sglang import MINIMUM, SGLANG, require
+from rl_bridge.engines.sglang.plugin import NAME, call_text, reply_text
+from rl_bridge.errors import WeightBridgeUnavailableError, WeightUpdateRejectedError
 
 __all__ = ["METHODS", "EngineOfThisProcess", "SGLangClient", "ServerClient", "connect"]
 
@@ -35,23 +36,20 @@ _LOOK_S = 0.25
 _LOOP_S = 5.0
 
 METHODS: Mapping[str, tuple[str, str]] = {
-    "get_weights_by_name": ("GetWeightsByNameReqInput", "get_weights_by_name"),
-    "pause_generation": ("PauseGenerationReqInput", "pause_generation"),
-    "continue_generation": ("ContinueGenerationReqInput", "continue_generation"),
-    "update_weight_version": ("UpdateWeightVersionReqInput", "update_weight_version"),
-    "begin_weight_update": ("BeginWeightUpdateReqInput", "begin_weight_update"),
-    "end_weight_update": ("EndWeightUpdateReqInput", "end_weight_update"),
-    "update_weights_from_tensor": ("UpdateWeightsFromTensorReqInput", "update_weights_from_tensor"),
-    "init_weights_update_group": ("InitWeightsUpdateGroupReqInput", "init_weights_update_group"),
-    "destroy_weights_update_group": (
-        "DestroyWeightsUpdateGroupReqInput",
-        "destroy_weights_update_group",
-    ),
-    "update_weights_from_distributed": (
-        "UpdateWeightsFromDistributedReqInput",
-        "update_weights_from_distributed",
-    ),
-    "update_weights_from_disk": ("UpdateWeightFromDiskReqInput", "update_weights_from_disk"),
+    route: (f"{request}ReqInput", route)
+    for route, request in {
+        "get_weights_by_name": "GetWeightsByName",
+        "pause_generation": "PauseGeneration",
+        "continue_generation": "ContinueGeneration",
+        "update_weight_version": "UpdateWeightVersion",
+        "begin_weight_update": "BeginWeightUpdate",
+        "end_weight_update": "EndWeightUpdate",
+        "update_weights_from_tensor": "UpdateWeightsFromTensor",
+        "init_weights_update_group": "InitWeightsUpdateGroup",
+        "destroy_weights_update_group": "DestroyWeightsUpdateGroup",
+        "update_weights_from_distributed": "UpdateWeightsFromDistributed",
+        "update_weights_from_disk": "UpdateWeightFromDisk",
+    }.items()
 }
 """Route -> its request among SGLang's own, and the method of its tokenizer manager."""
 
@@ -114,12 +112,7 @@ class SGLangClient(EngineClient):
         return replies
 
     def do(self, route: str, **body: Any) -> None:
-        """Call a control route that has to succeed.
-
-        Raises:
-            WeightUpdateRejectedError: SGLang refused.
-
-        """
+        """Call a control route that has to succeed."""
         succeeded, said = self.control(route, **body)
         if not succeeded:
             msg = f"SGLang refused {route} ({said}). See the engine's log."
@@ -155,13 +148,6 @@ class SGLangClient(EngineClient):
         self.do("update_weight_version", new_version=label, abort_all_requests=False)
 
 
-def _too_late(doing: str, within_s: float) -> DeadlineExceeded:
-    return DeadlineExceeded(
-        f"the engine did not answer {doing} within {within_s} s. Look at its log; give the "
-        "adapter a longer timeout_s if it was only slow."
-    )
-
-
 class EngineOfThisProcess(SGLangClient):
     """An ``Engine``, whose event loop is in this process; its schedulers are in others.
 
@@ -182,7 +168,7 @@ class EngineOfThisProcess(SGLangClient):
         """Call a control route. See `SGLangClient`."""
         request, method = METHODS[route]
         made = getattr(self._requests, request)(**body)
-        answered = self._run(getattr(self._manager, method)(made), route, within_s)
+        answered = self._run(lambda: getattr(self._manager, method)(made), route, within_s)
         if route == "get_weights_by_name":
             return answered is not None, answered
         if isinstance(answered, tuple):
@@ -191,7 +177,7 @@ class EngineOfThisProcess(SGLangClient):
 
     def flush(self) -> Answer:
         """Drop cached prefixes."""
-        answered = self._run(self._manager.flush_cache(), "flush_cache")
+        answered = self._run(self._manager.flush_cache, "flush_cache")
         return bool(answered.success), str(answered.message)
 
     def label(self) -> str:
@@ -203,36 +189,26 @@ class EngineOfThisProcess(SGLangClient):
         return str(self._manager.model_path)
 
     def _run(
-        self, coroutine: Coroutine[Any, Any, Any], doing: str, within_s: float | None = None
+        self,
+        action: Callable[[], Coroutine[Any, Any, Any]],
+        doing: str,
+        within_s: float | None = None,
     ) -> Any:
         loop = self._engine.loop
         within_s = self.timeout_s if within_s is None else within_s
+        refuse_own_loop(loop)
+        if gone := self._death():
+            raise lost(ConnectionError(gone), f"answer {doing}")
         try:
-            self._refuse_call(loop, doing)
-        except BaseException:
-            coroutine.close()
-            raise
-        try:
+            answered = self._within(action(), within_s)
             if not loop.is_running():
-                return loop.run_until_complete(self._within(coroutine, within_s))
-            future = asyncio.run_coroutine_threadsafe(self._within(coroutine, within_s), loop)
+                return loop.run_until_complete(answered)
+            future = asyncio.run_coroutine_threadsafe(answered, loop)
             return future.result(within_s + _LOOP_S)
-        except (TimeoutError, concurrent.futures.TimeoutError) as error:
-            raise _too_late(doing, within_s) from error
+        except TimeoutError as error:
+            raise too_late("the engine", f"answer {doing}", within_s) from error
         except ConnectionError as error:
             raise lost(error, f"answer {doing}") from error
-
-    def _refuse_call(self, loop: asyncio.AbstractEventLoop, doing: str) -> None:
-        """Refuse a call that would block its own answer, or that nobody is there to answer."""
-        if _is_running_here(loop):
-            msg = (
-                "update_weights was called in the engine's own event loop, which it would block. "
-                "Call `await asyncio.to_thread(executor.update_weights, manifest)`."
-            )
-            raise WeightBridgeUnavailableError(msg)
-        gone = self._death()
-        if gone:
-            raise lost(ConnectionError(gone), f"answer {doing}")
 
     async def _within(self, coroutine: Coroutine[Any, Any, Any], within_s: float) -> Any:
         # Not cancelled if it is too late: SGLang would take its late answer for the next call's.
@@ -266,13 +242,6 @@ def _has_ended(pid: int) -> bool:
     return stat.rpartition(")")[2].split()[0] in {"Z", "X"}
 
 
-def _is_running_here(loop: asyncio.AbstractEventLoop) -> bool:
-    try:
-        return asyncio.get_running_loop() is loop
-    except RuntimeError:
-        return False
-
-
 class ServerClient(SGLangClient):
     """A server by its URL."""
 
@@ -281,38 +250,19 @@ class ServerClient(SGLangClient):
     sharing = "file_system"
 
     def __init__(self, url: str, timeout_s: float = 600.0, api_key: str | None = None) -> None:
-        """Prepare the connection; nothing is sent.
-
-        Raises:
-            WeightBridgeUnavailableError: httpx is missing.
-
-        """
+        """Prepare the connection; nothing is sent."""
         super().__init__(timeout_s)
-        try:
-            self._httpx = importlib.import_module("httpx")
-        except ImportError as error:
-            msg = "a server's URL needs httpx. Install it: pip install 'rl-bridge[sglang]'."
-            raise WeightBridgeUnavailableError(msg) from error
-        self._url = url.rstrip("/")
         headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
-        # Not by a proxy: a driver reaches its engine itself. And no connection is kept open: the
-        # server closes what idles, perhaps just when the next request is sent.
-        self._client = self._httpx.Client(
-            base_url=self._url,
-            timeout=timeout_s,
-            headers=headers,
-            limits=self._httpx.Limits(max_keepalive_connections=0),
-            trust_env=False,
-        )
+        self._server = Server(url, timeout_s, install=SGLANG.install, headers=headers)
 
     def control(
         self, route: str, *, within_s: float | None = None, **body: Any
     ) -> tuple[bool, Any]:
         """Call a control route. See `SGLangClient`."""
         reply = self._send("POST", route, within_s, json=body)
+        content = self._server.content(reply)
         if route == "get_weights_by_name":
-            return bool(reply.is_success), _content(reply)
-        content = _content(reply)
+            return bool(reply.is_success), content
         said = content.get("message", content) if isinstance(content, dict) else content
         return bool(reply.is_success), str(said)
 
@@ -335,14 +285,14 @@ class ServerClient(SGLangClient):
 
     def close(self) -> None:
         """Close the connection; the server goes on."""
-        self._client.close()
+        self._server.close()
 
     def _info(self) -> Mapping[str, Any]:
         reply = self._send("GET", "model_info")
-        content = _content(reply)
+        content = self._server.content(reply)
         if not isinstance(content, dict) or not {"weight_version", "model_path"} <= content.keys():
             msg = (
-                f"the server at {self._url} answered /model_info with {reply.text[:200]!r}, "
+                f"the server at {self._server} answered /model_info with {reply.text[:200]!r}, "
                 f"expected its version and path. Is it a server of SGLang >= {MINIMUM}?"
             )
             raise WeightBridgeUnavailableError(msg)
@@ -350,33 +300,16 @@ class ServerClient(SGLangClient):
 
     def _send(self, method: str, route: str, within_s: float | None = None, **request: Any) -> Any:
         within_s = self.timeout_s if within_s is None else within_s
-        try:
-            reply = self._client.request(method, route, timeout=within_s, **request)
-        except self._httpx.TimeoutException as error:
-            raise _too_late(route, within_s) from error
-        except self._httpx.TransportError as error:
-            msg = (
-                f"the server at {self._url} was lost while it should answer {route} "
-                f"({type(error).__name__}: {error}). Start a fresh one, and install the current "
-                "version in it before it serves."
-            )
-            raise EngineLost(msg) from error
-        codes = self._httpx.codes
+        reply = self._server.send(method, route, f"answer {route}", within_s, **request)
+        codes = self._server.codes
         if reply.status_code in {codes.UNAUTHORIZED, codes.FORBIDDEN, codes.NOT_FOUND}:
             msg = (
-                f"the server at {self._url} answered {route} with status {reply.status_code}: "
+                f"the server at {self._server} answered {route} with status {reply.status_code}: "
                 f"{reply.text[:200]}. Pass the api_key that it was started with (its admin's, if "
                 f"it has one); expected SGLang >= {MINIMUM}."
             )
             raise WeightBridgeUnavailableError(msg)
         return reply
-
-
-def _content(reply: Any) -> Any:
-    try:
-        return reply.json()
-    except ValueError:
-        return reply.text
 
 
 def connect(engine: Any, *, timeout_s: float = 600.0, api_key: str | None = None) -> SGLangClient:
@@ -389,6 +322,7 @@ def connect(engine: Any, *, timeout_s: float = 600.0, api_key: str | None = None
 
     Raises:
         TypeError: it is no engine.
+        ValueError: a text that is no URL.
         WeightBridgeUnavailableError: a URL without httpx.
 
     """

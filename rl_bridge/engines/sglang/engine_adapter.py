@@ -59,13 +59,7 @@ class SGLangServing(ServingOptions):
     label: LabelMaker | None = default_label
 
     def __post_init__(self) -> None:
-        """Check the words.
-
-        Raises:
-            ValueError: no such pause or cache policy.
-            TypeError: a label that is no function.
-
-        """
+        """Check the words."""
         self.check(("retract", "in_place", "abort"), ("flush", "keep"))
 
 

@@ -12,10 +12,9 @@ from rl_bridge.engines.model_installer import ModelInstaller
 from rl_bridge.engines.rank import EngineRank, RankHost, answer, rank_of
 from rl_bridge.engines.rpc import RankGroup, Reply, failure_reply
 from rl_bridge.engines.sglang import require, version
-from rl_bridge.engines.skeleton import EngineCompat
+from rl_bridge.engines.skeleton import EngineCompat, processed_by
 from rl_bridge.errors import EngineLost, WeightBridgeUnavailableError, WeightUpdateRejectedError
 from rl_bridge.installers.base import TransactionalAdapter
-from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.memory.tensors import not_plain
 
 __all__ = ["SGLangHost", "SGLangModelInstaller", "answer_text", "tensor_group"]
@@ -31,12 +30,6 @@ _STORES = (
 )
 
 
-# Quantization methods that leave a weight as it was loaded.
-_METHODS = frozenset(
-    {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "UnquantizedFusedMoEMethod"}
-)
-
-
 class SGLangCompat(EngineCompat):
     """What SGLang does with the weights of its layers: nothing, unless `unsupported` says it."""
 
@@ -47,12 +40,9 @@ class SGLangCompat(EngineCompat):
 
     def unsupported(self, layer: torch.nn.Module) -> str | None:
         """Why a layer's weights cannot be followed into the engine, or None if they can."""
-        name = type(layer).__name__
-        method = getattr(layer, "quant_method", None)
-        processes = hasattr(method, "process_weights_after_loading")
-        reason = None
-        if processes and not _METHODS & {kind.__name__ for kind in type(method).__mro__}:
-            reason = f"is processed by {type(method).__name__}"
+        name, reason = type(layer).__name__, None
+        if method := processed_by(layer):
+            reason = f"is processed by {method}"
         elif getattr(layer, "use_intel_amx_backend", False):
             reason = "keeps its weight packed for AMX"
         elif getattr(layer, "w_kc", None) is not None:
@@ -122,14 +112,7 @@ class SGLangHost(RankHost):
     def __init__(
         self, model: torch.nn.Module, flush: Callable[[], bool | None], group: RankGroup
     ) -> None:
-        """Look at a rank.
-
-        Args:
-            model: the rank's.
-            flush: drops cached prefixes; whether it did, or None if that is not all there is.
-            group: all ranks of the engine.
-
-        """
+        """Look at a rank; `flush` drops cached prefixes, and says None if that is not all."""
         self.model = model
         self.group = group
         self._flush = flush
@@ -147,12 +130,6 @@ class SGLangHost(RankHost):
     def facts(self) -> Reply:
         """SGLang's version, and the kind of device that the model is on."""
         return {"sglang": version(), "device": self._device()}
-
-    def staged(self, installer: Any, manifest: WeightUpdateManifest, given: Any) -> Reply:
-        """Which parts of the update's tensors this rank takes, if that is asked."""
-        if not given.get("cuts"):
-            return {}
-        return {"cuts": [cut.to_json() for cut in installer.cuts(manifest)]}
 
     @property
     def verbs(self) -> Mapping[str, Callable[[Mapping[str, Any]], Reply]]:
@@ -179,12 +156,6 @@ def answer_text(model: torch.nn.Module, flush: Callable[[], bool | None], text: 
 
     SGLang would end for a failure. It hands each control request to all ranks, and lets the first
     one alone reply: so the ranks tell each other what they would reply.
-
-    Args:
-        model: this rank's.
-        flush: see `SGLangHost`.
-        text: the call.
-
     """
     given: Any = None
     try:
@@ -213,12 +184,7 @@ def _rank(model: torch.nn.Module, flush: Callable[[], bool | None]) -> EngineRan
 
 
 def require_supported(device: str) -> None:
-    """Refuse engines of which some processes would not be asked, or hold what is not proven.
-
-    Raises:
-        WeightBridgeUnavailableError: this one is such an engine.
-
-    """
+    """Refuse engines of which some processes would not be asked, or hold what is not proven."""
     context = require("sglang.srt.runtime_context")
     parallel, speculative = context.get_parallel(), context.get_spec()
     # (Of --dp-size with --enable-dp-attention SGLang makes attn_dp_size.)
@@ -257,10 +223,6 @@ def require_droppable() -> None:
     """Refuse to drop prefixes of an engine that keeps some outside of its memory.
 
     SGLang's flush leaves those, and finds them by their tokens, whatever the weights are by then.
-
-    Raises:
-        WeightBridgeUnavailableError: this one is such an engine.
-
     """
     memory = require("sglang.srt.runtime_context").get_memory()
     for name in _STORES:

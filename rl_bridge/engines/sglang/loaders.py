@@ -27,7 +27,7 @@ import torch
 
 from rl_bridge.engines.driver import Loader
 from rl_bridge.engines.load_checks import check_finite
-from rl_bridge.engines.rpc import Replies
+from rl_bridge.engines.rpc import Replies, in_thread
 from rl_bridge.engines.sglang import require
 from rl_bridge.engines.sglang.client import SGLangClient
 from rl_bridge.engines.sglang.plugin import SENDER, sender
@@ -81,13 +81,7 @@ class SGLangLoader(Loader):
     imports = False
 
     def __init__(self, client: SGLangClient, *, drops: bool) -> None:
-        """Use `client`; nothing is called.
-
-        Args:
-            client: the engine's.
-            drops: whether an update drops cached prefixes.
-
-        """
+        """Use `client`; nothing is called."""
         self._client = client
         self._drops = drops
         self._may_be_in_session = False
@@ -110,13 +104,7 @@ class SGLangLoader(Loader):
         tensors: Mapping[str, torch.Tensor],
         replies: Replies,
     ) -> None:
-        """Note which parts the ranks take.
-
-        Raises:
-            WeightUpdateRejectedError: what they said cannot be read.
-            IncompatibleUpdate: they do not take every element.
-
-        """
+        """Note which parts the ranks take."""
         del tensors
         if "cuts" in replies[0]:
             self._table = ("", 0)
@@ -127,13 +115,7 @@ class SGLangLoader(Loader):
     def load(
         self, manifest: WeightUpdateManifest, tensors: Mapping[str, torch.Tensor]
     ) -> Mapping[str, Any]:
-        """Feed SGLang's loader; the digests that each rank's parts must have, by rank.
-
-        Raises:
-            WeightUpdateRejectedError: SGLang refused, or its loader failed.
-            ProofFailed: the executor's bytes are not what the manifest says any more.
-
-        """
+        """Feed SGLang's loader; the digests that each rank's parts must have, by rank."""
         parts = [
             [digest.hex() for digest in part_digests(manifest, tensors, cuts, num_threads=None)]
             for cuts in self._parts
@@ -187,12 +169,7 @@ class TensorLoader(SGLangLoader):
     """One bucket in memory that the engine's process maps; it is used again for each update."""
 
     def __init__(self, client: SGLangClient, *, drops: bool) -> None:
-        """Use `client`; needs sglang in this process, too.
-
-        Raises:
-            WeightBridgeUnavailableError: it is not.
-
-        """
+        """Use `client`; needs sglang in this process, too."""
         super().__init__(client, drops=drops)
         self._serializer = require("sglang.srt.utils").MultiprocessingSerializer
         self._metadata = require("sglang.srt.weight_sync.tensor_bucket").FlattenedTensorMetadata
@@ -242,24 +219,30 @@ class TensorLoader(SGLangLoader):
 
 
 class DistributedLoader(SGLangLoader):
-    """One bucket, broadcast to all ranks; group and bucket are used again for each update."""
+    """One bucket, broadcast to all ranks; group and bucket are used again for each update.
+
+    SGLang meets this process, rank 0 of the group, at a store of torch's, whose port has no key:
+    whoever reaches it could take part. So it is opened on the one address that the engine is to
+    reach, and the group's name is its own.
+    """
 
     def __init__(self, client: SGLangClient, address: str, *, drops: bool) -> None:
-        """Use `client`; needs sglang in this process, too.
-
-        Raises:
-            WeightBridgeUnavailableError: it is not.
-
-        """
+        """Use `client`, at an `address` of this machine; needs sglang in this process, too."""
         super().__init__(client, drops=drops)
-        self._group = UpdateGroup(client, address)
+        self._address = address
+        self._make_group = require("sglang.srt.utils").init_custom_process_group
+        self._torch: Any = importlib.import_module("torch.distributed")  # it has few types
         self._bucket = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self._group: Any = None
+        self._store: Any = None
+        self._ranks = 0
+        self._name = ""  # what SGLang knows the group by; empty where there is none
 
     def feed(self, manifest: WeightUpdateManifest, tensors: Mapping[str, torch.Tensor]) -> None:
         """Meet the ranks, open a session, send the bucket, close the session."""
         del manifest
         on_cpu = self._client.device == "cpu"
-        self._group.join("gloo" if on_cpu else "nccl")
+        self._join("gloo" if on_cpu else "nccl")
         # SGLang lays them out without a gap: the widest first, all of them are aligned.
         ordered = dict(sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize))
         places, end = _places(ordered, 1)
@@ -268,26 +251,113 @@ class DistributedLoader(SGLangLoader):
             self._bucket = torch.empty(end, dtype=torch.uint8, device=device)
         _fill(self._bucket, places, ordered)
         with self._session():
-            work = self._group.send(self._bucket)
+            work = self._torch.broadcast(
+                self._bucket, group=self._group, group_src=0, async_op=True
+            )
             try:
                 self._client.do(
                     "update_weights_from_distributed",
                     names=list(ordered),
                     dtypes=[str(item.dtype).removeprefix("torch.") for item in ordered.values()],
                     shapes=[list(item.shape) for item in ordered.values()],
-                    group_name=self._group.name,
+                    group_name=self._name,
                     load_format="flattened_bucket",
                     flush_cache=False,
                     selector="target",
                 )
             except BaseException:
-                self._group.leave()  # it may not have carried what was sent
+                self.close()  # it may not have carried what was sent
                 raise
-            self._group.end(work)
+            try:
+                work.wait(dt.timedelta(seconds=_SETTLE_S))
+            except RuntimeError:
+                self.close()  # the engine has it, this group did not say so: it is given up
 
     def close(self) -> None:
-        """Leave the group."""
-        self._group.leave()
+        """End the group, here and in the engine. The next update makes another one."""
+        name, self._name = self._name, ""
+        group, self._group, self._store = self._group, None, None
+        if not name:
+            return
+        with suppress(WeightBridgeError):  # an engine that is gone has no group either
+            self._client.control("destroy_weights_update_group", group_name=name)
+        if group is not None:
+            with suppress(RuntimeError):
+                self._torch.destroy_process_group(group)
+
+    def _join(self, backend: str) -> None:
+        """Meet the engine's ranks, if that was not done."""
+        if self._name and self._ranks == self._client.num_ranks:
+            return
+        self.close()
+        self._ranks = self._client.num_ranks
+        self._name = f"{sender(self._client.driver)}-{uuid.uuid4().hex}"
+        try:
+            self._group = self._met(backend, self._open())
+        except BaseException:
+            self.close()
+            raise
+
+    def _met(self, backend: str, port: int) -> Any:
+        world_size, name = 1 + self._ranks, self._name
+        store = self._torch.PrefixStore(name, self._store)
+        # The two meet each other, so one of them needs a thread.
+        meeting = in_thread(
+            lambda: self._make_group(
+                backend=backend,
+                store=store,
+                world_size=world_size,
+                rank=0,
+                group_name=name,
+                timeout=dt.timedelta(seconds=self._client.timeout_s),
+            )
+        )
+        succeeded, said = self._client.control(
+            "init_weights_update_group",
+            master_address=self._address,
+            master_port=port,
+            rank_offset=1,
+            world_size=world_size,
+            group_name=name,
+            backend=backend,
+        )
+        if succeeded:
+            try:
+                return meeting.result(self._client.timeout_s)
+            except TimeoutError:
+                said = "it takes too long"
+            except Exception as error:  # noqa: BLE001 - told below
+                said = str(error)
+        msg = (
+            f"no group with the engine came about at {self._address}:{port} ({said}). See that the "
+            "engine reaches this address, or use route='import'."
+        )
+        raise WeightUpdateRejectedError(msg)
+
+    def _open(self) -> int:
+        family = socket.AF_INET6 if ":" in self._address else socket.AF_INET
+        try:
+            with socket.socket(family) as listening:
+                listening.bind((self._address, 0))
+                listening.listen()
+                port = int(listening.getsockname()[1])
+                self._store = self._torch.TCPStore(
+                    self._address,
+                    port,
+                    None,
+                    is_master=True,
+                    timeout=dt.timedelta(seconds=self._client.timeout_s),
+                    wait_for_workers=False,
+                    master_listen_fd=listening.fileno(),
+                )
+                listening.detach()  # the store's from now on
+        except (OSError, RuntimeError) as error:
+            msg = (
+                f"nothing can be opened at {self._address} ({error}). Pass an address of this "
+                "machine that the engine reaches."
+            )
+            raise WeightBridgeUnavailableError(msg) from error
+        return port
 
 
 _Place = tuple[str, int, int]
@@ -326,12 +396,7 @@ class DiskLoader(SGLangLoader):
     """A checkpoint for each version, in a folder that the engine can read."""
 
     def __init__(self, client: SGLangClient, directory: Path, *, drops: bool) -> None:
-        """Write below `directory`, which must outlive the engine: it names the folder it took.
-
-        Raises:
-            WeightBridgeUnavailableError: safetensors is missing.
-
-        """
+        """Write below `directory`, which must outlive the engine: it names the folder it took."""
         super().__init__(client, drops=drops)
         try:
             from safetensors.torch import save_file
@@ -381,148 +446,6 @@ class DiskLoader(SGLangLoader):
         self._active = folder
         for path in gone:
             shutil.rmtree(path, ignore_errors=True)
-
-
-# ---- the process group of the route ``distributed`` ----------------------------------------------
-#
-# SGLang meets it at a store of torch's, whose port has no key: whoever reaches it could take part.
-# So it is opened on the one address that the engine is to reach, and its name is its own.
-
-
-class UpdateGroup:
-    """One group with the ranks of one engine. This process is its rank 0, and sends."""
-
-    def __init__(self, client: SGLangClient, address: str) -> None:
-        """Prepare; nothing is opened.
-
-        Args:
-            client: the engine's.
-            address: of this machine, as the engine reaches it.
-
-        Raises:
-            WeightBridgeUnavailableError: sglang is missing in this process.
-
-        """
-        self._client = client
-        self._address = address
-        self._meet = require("sglang.srt.utils").init_custom_process_group
-        self._torch: Any = importlib.import_module("torch.distributed")  # it has few types
-        self._group: Any = None
-        self._store: Any = None
-        self._ranks = 0
-        self.name = ""
-        """What SGLang knows it by; empty where there is none."""
-
-    def join(self, backend: str) -> None:
-        """Meet the engine's ranks, if that was not done.
-
-        Raises:
-            WeightUpdateRejectedError: SGLang refused, or it did not come about.
-            EngineLost: the engine is gone.
-
-        """
-        if self.name and self._ranks == self._client.num_ranks:
-            return
-        self.leave()
-        self._ranks = self._client.num_ranks
-        self.name = f"{sender(self._client.driver)}-{uuid.uuid4().hex}"
-        try:
-            self._group = self._met(backend)
-        except BaseException:
-            self.leave()
-            raise
-
-    def _met(self, backend: str) -> Any:
-        port = self._open()
-        found: list[Any] = []
-        # The two meet each other, so one of them needs a thread.
-        thread = threading.Thread(
-            target=self._meet_here, args=(backend, found), name="rlb-sglang-group", daemon=True
-        )
-        thread.start()
-        succeeded, said = self._client.control(
-            "init_weights_update_group",
-            master_address=self._address,
-            master_port=port,
-            rank_offset=1,
-            world_size=1 + self._ranks,
-            group_name=self.name,
-            backend=backend,
-        )
-        if succeeded:
-            thread.join(self._client.timeout_s)
-            said = str(found[0]) if found else "it takes too long"
-            if found and not isinstance(found[0], Exception):
-                return found[0]
-        msg = (
-            f"no group with the engine came about at {self._address}:{port} ({said}). See that the "
-            "engine reaches this address, or use route='import'."
-        )
-        raise WeightUpdateRejectedError(msg)
-
-    def send(self, bucket: torch.Tensor) -> Any:
-        """Begin to send `bucket` to all ranks; `end` waits for it."""
-        return self._torch.broadcast(bucket, group=self._group, group_src=0, async_op=True)
-
-    def end(self, work: Any) -> None:
-        """Wait for what the engine answered for. A group that did not carry it is given up."""
-        try:
-            work.wait(dt.timedelta(seconds=_SETTLE_S))
-        except RuntimeError:
-            self.leave()
-
-    def leave(self) -> None:
-        """End the group, here and in the engine. The next update makes another one."""
-        name, self.name = self.name, ""
-        group, self._group = self._group, None
-        self._store = None
-        if not name:
-            return
-        with suppress(WeightBridgeError):  # an engine that is gone has no group either
-            self._client.control("destroy_weights_update_group", group_name=name)
-        if group is not None:
-            with suppress(RuntimeError):
-                self._torch.destroy_process_group(group)
-
-    def _open(self) -> int:
-        family = socket.AF_INET6 if ":" in self._address else socket.AF_INET
-        try:
-            with socket.socket(family) as listening:
-                listening.bind((self._address, 0))
-                listening.listen()
-                port = int(listening.getsockname()[1])
-                self._store = self._torch.TCPStore(
-                    self._address,
-                    port,
-                    None,
-                    is_master=True,
-                    timeout=dt.timedelta(seconds=self._client.timeout_s),
-                    wait_for_workers=False,
-                    master_listen_fd=listening.fileno(),
-                )
-                listening.detach()  # the store's from now on
-        except (OSError, RuntimeError) as error:
-            msg = (
-                f"nothing can be opened at {self._address} ({error}). Pass an address of this "
-                "machine that the engine reaches."
-            )
-            raise WeightBridgeUnavailableError(msg) from error
-        return port
-
-    def _meet_here(self, backend: str, found: list[Any]) -> None:
-        try:
-            found.append(
-                self._meet(
-                    backend=backend,
-                    store=self._torch.PrefixStore(self.name, self._store),
-                    world_size=1 + self._ranks,
-                    rank=0,
-                    group_name=self.name,
-                    timeout=dt.timedelta(seconds=self._client.timeout_s),
-                )
-            )
-        except Exception as error:  # noqa: BLE001 - told where it is waited for
-            found.append(error)
 
 
 def loader_for(

@@ -7,19 +7,20 @@ from typing import Any
 
 from rl_bridge.engines import probe as engine_probe
 from rl_bridge.engines.probe import TIMEOUT_S, Feature
-from rl_bridge.engines.sglang import MINIMUM, SGLANG, require, version
+from rl_bridge.engines.sglang import MINIMUM, SGLANG, require
 from rl_bridge.engines.sglang.client import METHODS
 from rl_bridge.engines.sglang.plugin import ANSWERED, GUARDED, NAME, RECEIVED
 from rl_bridge.transports.base import Availability
 
-__all__ = ["FEATURES", "INSTALL", "look", "probe", "version"]
+__all__ = ["FEATURES", "PACKAGE", "look", "probe"]
 
-INSTALL = SGLANG.install
+PACKAGE = SGLANG
 _CHILD = "from rl_bridge.engines.sglang.probe import look; look()"
 _GROUP = "sglang.srt.plugins"
 
 
 def _plugin() -> str | None:
+    """Why SGLang does not load our plugin, or lacks what that hooks."""
     found = [item for item in metadata.entry_points(group=_GROUP) if item.name == NAME]
     if not found:
         return f"no entry point {NAME} in the group {_GROUP}"
@@ -39,6 +40,8 @@ def _missing(target: str) -> str | None:
 
 
 def _routes(*names: str) -> Callable[[], str | None]:
+    """Which of some control routes is missing, on either side of them."""
+
     def attempt() -> str | None:
         requests = require("sglang.srt.managers.io_struct")
         manager: Any = require("sglang.srt.managers.tokenizer_manager").TokenizerManager
@@ -52,10 +55,12 @@ def _routes(*names: str) -> Callable[[], str | None]:
 
 
 def _server() -> str | None:
+    """Why a server cannot be called from here."""
     return "httpx is not installed" if find_spec("httpx") is None else None
 
 
 def _disk() -> str | None:
+    """Why no checkpoint can be written here, or SGLang takes none."""
     if find_spec("safetensors") is None:
         return "safetensors is not installed"
     return _routes("update_weights_from_disk")()
@@ -64,7 +69,7 @@ def _disk() -> str | None:
 _CONTROL = ("get_weights_by_name", "pause_generation", "continue_generation")
 _SESSION = ("begin_weight_update", "end_weight_update")
 _GROUP_ROUTES = ("init_weights_update_group", "destroy_weights_update_group")
-_UPGRADE = f"Upgrade SGLang: {INSTALL}."
+_UPGRADE = f"Upgrade SGLang: {PACKAGE.install}."
 
 FEATURES: Mapping[str, Feature] = {
     "sglang plugin": Feature(

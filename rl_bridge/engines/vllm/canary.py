@@ -79,14 +79,7 @@ class PackCanary:
     def make(
         cls, path: str, module: torch.nn.Module, product: Any, weight: torch.Tensor
     ) -> "PackCanary":
-        """Ask a new pack, and compare its answer with the weight's.
-
-        Raises:
-            IncompatibleUpdate: `weight`, shape [out, in], holds NaN or Inf (each number is in a
-                product).
-            ProofFailed: the pack is not that of `weight`.
-
-        """
+        """Ask a new pack, and compare its answer with the weight's."""
         inputs = weight.shape[1]
         asked = question(inputs, weight.dtype)
         weight = weight.detach()
@@ -113,16 +106,7 @@ class PackCanary:
         return cls(path, module, product, inputs, answer)
 
     def check(self, known: set[tuple[int, int]]) -> None:
-        """Ask the layer that serves.
-
-        Args:
-            known: packs, each with the parameter beside it, that answered as they should in this
-                proof; tied layers share one, which is asked once.
-
-        Raises:
-            ProofFailed: it computes with something else.
-
-        """
+        """Ask the layer that serves, unless its pack is `known` to have answered in this proof."""
         serving: Any = vars(self.module).get("cpu_linear")
         weight = self.module._parameters["weight"]  # noqa: SLF001 - torch has no other way in
         what = "is not the one that was made for this version"
@@ -154,16 +138,7 @@ def question(inputs: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _norms(weight: torch.Tensor, asked: torch.Tensor) -> torch.Tensor:
-    """How large what is summed is: norms of the terms of ``weight @ asked.t()``, in float64.
-
-    Args:
-        weight: shape [out, in].
-        asked: shape [rows, in].
-
-    Returns:
-        Shape [out, rows].
-
-    """
+    """Norms of the terms that ``weight @ asked.t()`` sums, [out, rows], in float64."""
     squares = asked.double().square().t()
     parts = weight.chunk(-(-len(weight) // _SQUARED))
     return torch.cat([part.double().square() @ squares for part in parts]).sqrt()
@@ -182,9 +157,6 @@ def check_experts(path: str, state: Mapping[str, Any], weights: Mapping[str, tor
     Returns:
         Whether they could be asked: not those with a bias, with another activation than SiLU and
         GELU, or of a vLLM whose kernel takes something else.
-
-    Raises:
-        ProofFailed: the packs are not those of the weights.
 
     """
     ask = _kernel(state)

@@ -6,27 +6,28 @@ resume, drop cached prefixes, and read and set the label that vLLM puts on outpu
 
 import asyncio
 import concurrent.futures
-import errno
-import importlib
 from abc import abstractmethod
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from typing import Any
 
-from rl_bridge.engines.rpc import EngineClient, Replies, Reply, in_thread, lost, watch
-from rl_bridge.engines.vllm import MINIMUM
+from rl_bridge.engines.rpc import (
+    EngineClient,
+    Replies,
+    Reply,
+    Server,
+    in_thread,
+    lost,
+    refuse_own_loop,
+    too_late,
+    watch,
+)
+from rl_bridge.engines.vllm import MINIMUM, VLLM
 from rl_bridge.engines.vllm.plugin import METHOD
 from rl_bridge.errors import DeadlineExceeded, WeightBridgeUnavailableError
 
 __all__ = ["AsyncLLMClient", "LLMClient", "ServerClient", "VLLMClient", "connect"]
 
 _HELD = "requests hold cached blocks of other weights, or a KV connector is not done"
-
-# A call under way asks a server this often whether its engine lives, and waits so long.
-_HEALTH_EVERY_S = 1.0
-_HEALTH_S = 5.0
-
-# What this process may be short of when it opens a connection.
-_SHORTAGES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS})
 
 
 class VLLMClient(EngineClient):
@@ -79,10 +80,9 @@ class VLLMClient(EngineClient):
         return "" if done else _HELD
 
 
-def _no_plugin(error: BaseException) -> WeightBridgeUnavailableError:
-    """The workers do not know our method."""
+def _no_plugin(said: object) -> WeightBridgeUnavailableError:
     return WeightBridgeUnavailableError(
-        f"the engine's workers do not have rl_bridge's plugin ({error}). Install rl_bridge in the "
+        f"the engine's workers do not have rl_bridge's plugin ({said}). Install rl_bridge in the "
         f"engine's environment, with vLLM >= {MINIMUM}; where VLLM_PLUGINS is set, add rl_bridge "
         "to it. The engine's log says what it lacks."
     )
@@ -91,26 +91,79 @@ def _no_plugin(error: BaseException) -> WeightBridgeUnavailableError:
 # ---- engines of this process --------------------------------------------------------------------
 
 
-class LLMClient(VLLMClient):
-    """An ``LLM`` of this process. Use it from the thread that generates: vLLM's own rule."""
+class _LocalClient(VLLMClient):
+    """An engine object of this process."""
 
-    def __init__(self, llm: Any, timeout_s: float = 600.0) -> None:
-        """Look at `llm`; nothing is called."""
+    def __init__(self, engine: Any, core: Any, timeout_s: float) -> None:
         super().__init__(timeout_s)
-        self._llm = llm
-        self._last: list[concurrent.futures.Future[Any]] = []  # one, behind the first call
+        self._engine = engine
+        self._core = core
+
+    @abstractmethod
+    def _do(self, doing: str, action: Callable[[], Any], *, timeout_s: float | None = None) -> Any:
+        """Do something with the engine, within a deadline; None is the client's own."""
+
+    @abstractmethod
+    def _death(self) -> str:
+        """Why the engine will not answer any more; empty if it may."""
 
     def call(self, verb: str, payload: Reply, timeout_s: float) -> Replies:
         """Ask all workers. See `EngineClient`."""
+
         # Without a deadline inside: vLLM would give up and take the late answers for the next ones.
-        replies: Replies = self._do(
-            verb, lambda: self._llm.collective_rpc(METHOD, args=(verb, payload)), timeout_s
-        )
+        def action() -> Any:
+            return self._engine.collective_rpc(METHOD, args=(verb, payload))
+
+        replies: Replies = self._do(verb, action, timeout_s=timeout_s)
         return replies
 
     def data_parallel_size(self) -> int:
         """How many replicas there are."""
-        return int(self._llm.llm_engine.vllm_config.parallel_config.data_parallel_size)
+        return int(self._core.vllm_config.parallel_config.data_parallel_size)
+
+    def reset_encoder_cache(self) -> None:
+        """Drop what was made of images and other media."""
+        if hasattr(self._core, "reset_encoder_cache"):
+            self._do("drop its encoder's cache", self._core.reset_encoder_cache)
+
+    def reset_prefix_cache(self, *, running: bool) -> bool:
+        """Drop cached prefixes."""
+        options = {"reset_running_requests": running, "reset_connector": True}
+        return bool(self._do("drop caches", lambda: self._engine.reset_prefix_cache(**options)))
+
+    def label(self) -> str | None:
+        """The version label on outputs."""
+        get = getattr(self._engine, "get_weight_version", None)
+        return None if get is None else str(self._do("tell its label", get))
+
+    def set_label(self, label: str) -> None:
+        """Set it."""
+        update = getattr(self._engine, "update_weight_version", None)
+        if update is not None:
+            self._do("set its label", lambda: update(label))
+
+    def _awaited(
+        self, future: "concurrent.futures.Future[Any]", doing: str, within_s: float
+    ) -> Any:
+        """The answer to a call under way, or what the caller gets instead of vLLM's own error."""
+        try:
+            watch(future, within_s, self._death)
+            return future.result()
+        except ConnectionError as error:
+            future.cancel()
+            raise lost(error, doing) from error
+        except Exception as error:
+            future.cancel()
+            raise _translated(error, doing, within_s) from error
+
+
+class LLMClient(_LocalClient):
+    """An ``LLM`` of this process. Use it from the thread that generates: vLLM's own rule."""
+
+    def __init__(self, llm: Any, timeout_s: float = 600.0) -> None:
+        """Look at `llm`; nothing is called."""
+        super().__init__(llm, llm.llm_engine, timeout_s)
+        self._last: concurrent.futures.Future[Any] | None = None  # the call that was begun last
 
     def stop(self, mode: str) -> None:
         """Pause the scheduler. An in-process engine cannot wait: it steps only in ``generate``."""
@@ -118,14 +171,14 @@ class LLMClient(VLLMClient):
             mode = "keep"  # nothing steps while this thread is here, so there is nothing to await
         if mode == "abort" and self._is_in_process():
             # By the LLM: it does not hear what its scheduler aborts, and would wait for it.
-            engine = self._llm.llm_engine
+            engine = self._core
             requests = list(engine.output_processor.request_states)
             self._do("abort requests", lambda: engine.abort_request(requests, internal=True))
         try:
             self._utility("pause_scheduler", mode, False)  # noqa: FBT003 - vLLM's own signature
         finally:
             if mode == "wait":  # it ends with the requests, and keeps no other call from its answer
-                self._last = []
+                self._last = None
 
     def resume(self) -> None:
         """Go on."""
@@ -135,45 +188,23 @@ class LLMClient(VLLMClient):
         """Whether it is stopped, by whomever."""
         return bool(self._utility("is_scheduler_paused"))
 
-    def reset_encoder_cache(self) -> None:
-        """Drop what was made of images and other media."""
-        engine = self._llm.llm_engine
-        if hasattr(engine, "reset_encoder_cache"):
-            self._do("drop its encoder's cache", engine.reset_encoder_cache)
-
-    def reset_prefix_cache(self, *, running: bool) -> bool:
-        """Drop cached prefixes."""
-        options = {"reset_running_requests": running, "reset_connector": True}
-        return bool(self._do("drop caches", lambda: self._llm.reset_prefix_cache(**options)))
-
-    def label(self) -> str | None:
-        """The version label on outputs."""
-        get = getattr(self._llm, "get_weight_version", None)
-        return None if get is None else str(self._do("tell its label", get))
-
-    def set_label(self, label: str) -> None:
-        """Set it."""
-        update = getattr(self._llm, "update_weight_version", None)
-        if update is not None:
-            self._do("set its label", lambda: update(label))
-
     def _is_in_process(self) -> bool:
-        return not hasattr(getattr(self._llm.llm_engine, "engine_core", None), "call_utility")
+        return not hasattr(getattr(self._core, "engine_core", None), "call_utility")
 
     def _utility(self, name: str, *arguments: Any) -> Any:
-        core = self._llm.llm_engine.engine_core
+        core = self._core.engine_core
         if self._is_in_process():
             return self._do(name, lambda: getattr(core.engine_core, name)(*arguments))
         return self._do(name, lambda: core.call_utility(name, *arguments))
 
-    def _do(self, doing: str, action: Callable[[], Any], timeout_s: float | None = None) -> Any:
+    def _do(self, doing: str, action: Callable[[], Any], *, timeout_s: float | None = None) -> Any:
+        within_s = self.timeout_s if timeout_s is None else timeout_s
         if self._is_in_process() and self._workers() == 1:
             try:
                 return action()
             except Exception as error:
-                raise _translated(error, doing, self.timeout_s) from error
-        within_s = self.timeout_s if timeout_s is None else timeout_s
-        return _awaited(self._begun(action, within_s), doing, within_s, self._death)
+                raise _translated(error, doing, within_s) from error
+        return self._awaited(self._begun(action, within_s), doing, within_s)
 
     def _begun(
         self, action: Callable[[], Any], within_s: float
@@ -182,11 +213,9 @@ class LLMClient(VLLMClient):
 
         vLLM's answers come in one queue: two that wait take each other's, and all later ones do.
         """
-        for last in self._last:
-            if last.cancelled():
-                continue  # it never began
+        if self._last is not None and not self._last.cancelled():  # else it never began
             try:
-                watch(last, within_s, self._death)
+                watch(self._last, within_s, self._death)
             except ConnectionError as error:
                 raise lost(error, "end an earlier call") from error
             except TimeoutError as error:
@@ -196,16 +225,14 @@ class LLMClient(VLLMClient):
                     "slow."
                 )
                 raise DeadlineExceeded(msg) from error
-        return in_thread(action, self._note)
-
-    def _note(self, begun: "concurrent.futures.Future[Any]") -> None:
-        self._last = [begun]
+        self._last = in_thread(action)
+        return self._last
 
     def _workers(self) -> int:
-        return int(getattr(self._llm.llm_engine.vllm_config.parallel_config, "world_size", 1))
+        return int(getattr(self._core.vllm_config.parallel_config, "world_size", 1))
 
     def _death(self) -> str:
-        core = self._llm.llm_engine.engine_core
+        core = self._core.engine_core
         if self._is_in_process():  # the engine is here, its workers may be gone
             is_dead = getattr(core.engine_core.model_executor, "is_failed", False)
         else:
@@ -213,7 +240,7 @@ class LLMClient(VLLMClient):
         return "its process ended" if is_dead else ""
 
 
-class AsyncLLMClient(VLLMClient):
+class AsyncLLMClient(_LocalClient):
     """An ``AsyncLLM``, whose event loop runs in another thread than the executor."""
 
     def __init__(
@@ -222,14 +249,8 @@ class AsyncLLMClient(VLLMClient):
         timeout_s: float = 600.0,
         loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
-        """Take the engine's loop; None takes the running one.
-
-        Raises:
-            WeightBridgeUnavailableError: no loop is running here, and none was given.
-
-        """
-        super().__init__(timeout_s)
-        self._engine = engine
+        """Take the engine's loop; None takes the running one."""
+        super().__init__(engine, engine, timeout_s)
         try:
             self._loop = loop or asyncio.get_running_loop()
         except RuntimeError as error:
@@ -239,90 +260,26 @@ class AsyncLLMClient(VLLMClient):
             )
             raise WeightBridgeUnavailableError(msg) from error
 
-    def call(self, verb: str, payload: Reply, timeout_s: float) -> Replies:
-        """Ask all workers. See `EngineClient`."""
-        asked = self._engine.collective_rpc(METHOD, None, (verb, payload))
-        replies: Replies = self._do(verb, asked, timeout_s)
-        return replies
-
-    def data_parallel_size(self) -> int:
-        """How many replicas there are."""
-        return int(self._engine.vllm_config.parallel_config.data_parallel_size)
-
     def stop(self, mode: str) -> None:
         """Pause the scheduler."""
-        self._do("pause", self._engine.pause_generation(mode=mode, clear_cache=False))
+        self._do("pause", lambda: self._engine.pause_generation(mode=mode, clear_cache=False))
 
     def resume(self) -> None:
         """Go on."""
-        self._do("resume", self._engine.resume_generation())
+        self._do("resume", self._engine.resume_generation)
 
     def is_paused(self) -> bool:
         """Whether it is stopped, by whomever."""
-        return bool(self._do("tell whether it is paused", self._engine.is_paused()))
+        return bool(self._do("tell whether it is paused", self._engine.is_paused))
 
-    def reset_encoder_cache(self) -> None:
-        """Drop what was made of images and other media."""
-        if hasattr(self._engine, "reset_encoder_cache"):
-            self._do("drop its encoder's cache", self._engine.reset_encoder_cache())
-
-    def reset_prefix_cache(self, *, running: bool) -> bool:
-        """Drop cached prefixes."""
-        options = {"reset_running_requests": running, "reset_connector": True}
-        return bool(self._do("drop caches", self._engine.reset_prefix_cache(**options)))
-
-    def label(self) -> str | None:
-        """The version label on outputs."""
-        get = getattr(self._engine, "get_weight_version", None)
-        return None if get is None else str(self._do("tell its label", get()))
-
-    def set_label(self, label: str) -> None:
-        """Set it."""
-        update = getattr(self._engine, "update_weight_version", None)
-        if update is not None:
-            self._do("set its label", update(label))
-
-    def _do(
-        self, doing: str, coroutine: Coroutine[Any, Any, Any], timeout_s: float | None = None
-    ) -> Any:
-        if _is_running_here(self._loop):
-            coroutine.close()
-            msg = (
-                "update_weights was called in the engine's own event loop, which it would block. "
-                "Call `await asyncio.to_thread(executor.update_weights, manifest)`."
-            )
-            raise WeightBridgeUnavailableError(msg)
+    def _do(self, doing: str, action: Callable[[], Any], *, timeout_s: float | None = None) -> Any:
+        refuse_own_loop(self._loop)
         within_s = self.timeout_s if timeout_s is None else timeout_s
-        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-        return _awaited(future, doing, within_s, self._death)
+        future = asyncio.run_coroutine_threadsafe(action(), self._loop)
+        return self._awaited(future, doing, within_s)
 
     def _death(self) -> str:
         return "its process ended" if getattr(self._engine, "errored", False) else ""
-
-
-def _is_running_here(loop: asyncio.AbstractEventLoop) -> bool:
-    try:
-        return asyncio.get_running_loop() is loop
-    except RuntimeError:
-        return False  # no loop runs in this thread, as it should be
-
-
-def _awaited(
-    future: "concurrent.futures.Future[Any]",
-    doing: str,
-    timeout_s: float,
-    death: Callable[[], str],
-) -> Any:
-    """The answer to a call under way, or what the caller gets instead of vLLM's own error."""
-    try:
-        watch(future, timeout_s, death)
-        return future.result()
-    except ConnectionError as error:
-        future.cancel()
-        raise lost(error, doing) from error
-    except Exception as error:
-        future.cancel()
-        raise _translated(error, doing, timeout_s) from error
 
 
 def _translated(error: Exception, doing: str, timeout_s: float) -> Exception:
@@ -332,10 +289,7 @@ def _translated(error: Exception, doing: str, timeout_s: float) -> Exception:
     ):
         return _no_plugin(error)
     if isinstance(error, TimeoutError) or "timed out" in str(error):
-        return DeadlineExceeded(
-            f"the engine did not {doing} within {timeout_s} s. Look at its log; give the adapter "
-            "a longer timeout_s if it was only slow."
-        )
+        return too_late("the engine", doing, timeout_s)
     return lost(error, doing) if _is_dead(error) else error
 
 
@@ -354,30 +308,9 @@ class ServerClient(VLLMClient):
     """A server on this machine, by its development routes (``VLLM_SERVER_DEV_MODE=1``)."""
 
     def __init__(self, url: str, timeout_s: float = 600.0) -> None:
-        """Prepare the connection; nothing is sent.
-
-        Raises:
-            ValueError: it is no URL.
-            WeightBridgeUnavailableError: httpx is missing.
-
-        """
+        """Prepare the connection; nothing is sent."""
         super().__init__(timeout_s)
-        if not url.startswith(("http://", "https://")):
-            msg = f"engine={url!r}: expected a server's URL, such as 'http://127.0.0.1:8000'."
-            raise ValueError(msg)
-        try:
-            self._httpx = importlib.import_module("httpx")
-        except ImportError as error:
-            msg = "a server's URL needs httpx. Install it: pip install 'rl-bridge[vllm]'."
-            raise WeightBridgeUnavailableError(msg) from error
-        self._url = url.rstrip("/")
-        # Not by a proxy: the server is on this machine. And no connection is kept open: the server
-        # closes what idles, perhaps just when the next request is sent: that looks like its death.
-        limits = self._httpx.Limits(max_keepalive_connections=0)
-        self._client, self._looker = (
-            self._httpx.Client(base_url=self._url, timeout=timeout, limits=limits, trust_env=False)
-            for timeout in (timeout_s, _HEALTH_S)
-        )
+        self._server = Server(url, timeout_s, install=VLLM.install, health="health")
 
     def call(self, verb: str, payload: Reply, timeout_s: float) -> Replies:
         """Ask all workers. See `EngineClient`."""
@@ -436,107 +369,49 @@ class ServerClient(VLLMClient):
 
     def close(self) -> None:
         """Close the connections."""
-        self._client.close()
-        self._looker.close()
-
-    def _request(self, within_s: float, method: str, path: str, **request: Any) -> Any:
-        """Wait for an answer as long as there is an engine to give it: the server would not.
-
-        Raises:
-            TimeoutError: it is not all there yet. (httpx waits so long for each of its pieces.)
-            ConnectionError: the engine behind it is dead.
-
-        """
-        asked = in_thread(lambda: self._client.request(method, path, **request))
-        if not concurrent.futures.wait([asked], min(_HEALTH_EVERY_S, within_s)).done:
-            watch(asked, within_s, self._death, every_s=_HEALTH_EVERY_S)
-        return asked.result()
-
-    def _death(self) -> str:
-        try:
-            reply = self._looker.get("health")
-        except self._httpx.ConnectError as error:
-            # While it shuts down it keeps what is under way. All else is a shortage on this side.
-            is_dead = _errno(error) in {errno.ECONNREFUSED, errno.ECONNRESET}
-        except (self._httpx.TransportError, OSError):
-            return ""  # busy, or as above; there is a deadline
-        else:
-            is_dead = reply.status_code == self._httpx.codes.SERVICE_UNAVAILABLE
-        return "its engine ended" if is_dead else ""
+        self._server.close()
 
     def _send(
         self, method: str, path: str, doing: str, *, within_s: float | None = None, **request: Any
     ) -> dict[str, Any]:
         within_s = self.timeout_s if within_s is None else within_s
-        try:
-            reply = self._request(within_s, method, path, **request)
-        except (self._httpx.TimeoutException, TimeoutError) as error:
-            msg = (
-                f"the server at {self._url} did not {doing} within {within_s} s. Look at its "
-                "log; give the adapter a longer timeout_s if it was only slow."
-            )
-            raise DeadlineExceeded(msg) from error
-        except (self._httpx.TransportError, ConnectionError) as error:
-            if isinstance(error, self._httpx.ConnectError) and _errno(error) in _SHORTAGES:
-                msg = (
-                    f"the server at {self._url} could not be asked to {doing}: {error}. Nothing "
-                    "was sent: close files, or raise this process's limits, and try again."
-                )
-                raise WeightBridgeUnavailableError(msg) from error
-            raise lost(error, doing) from error
-        self._check_status(reply, path, doing)
-        try:
-            told = reply.json() if reply.content else {}
-        except ValueError:
-            told = reply.text
+        reply = self._server.send(method, path, doing, within_s, **request)
+        if not reply.is_success:
+            raise self._refused(reply, path, doing)
+        told = self._server.content(reply) if reply.content else {}
         if isinstance(told, dict):
             return told
         if method == "POST" and path != "collective_rpc":
             return {}  # done, in words of its own
         raise self._strange(path, told)
 
-    def _check_status(self, reply: Any, path: str, doing: str) -> None:
-        """Raise what an answer that is no success stands for."""
-        if reply.status_code == self._httpx.codes.NOT_FOUND:
-            msg = (
-                f"the server at {self._url} has no route /{path}. Start it with "
-                "VLLM_SERVER_DEV_MODE=1 in its environment, and let nobody else reach it."
+    def _refused(self, reply: Any, path: str, doing: str) -> Exception:
+        """What an answer that is no success stands for."""
+        codes, text, server = self._server.codes, reply.text[:500], f"the server at {self._server}"
+        if reply.status_code == codes.NOT_FOUND:
+            return WeightBridgeUnavailableError(
+                f"{server} has no route /{path}. Start it with VLLM_SERVER_DEV_MODE=1 in its "
+                "environment, and let nobody else reach it."
             )
-            raise WeightBridgeUnavailableError(msg)
-        if not reply.is_success:
-            text = reply.text[:500]
-            timeouts = {self._httpx.codes.REQUEST_TIMEOUT, self._httpx.codes.GATEWAY_TIMEOUT}
-            if reply.status_code in timeouts or "timed out" in text or "TimeoutError" in text:
-                msg = (
-                    f"the server at {self._url} did not {doing} in time: it answered with status "
-                    f"{reply.status_code}: {text}. See its log; what it began may still be done."
-                )
-                raise DeadlineExceeded(msg)
-            if "is not implemented" in text:
-                raise _no_plugin(RuntimeError(text))
-            if "EngineDeadError" in text or "EngineCore encountered an issue" in text:
-                raise lost(RuntimeError(text), doing)
-            msg = (
-                f"the server at {self._url} answered /{path} with status {reply.status_code}: "
-                f"{text}. See its log."
+        timeouts = {codes.REQUEST_TIMEOUT, codes.GATEWAY_TIMEOUT}
+        if reply.status_code in timeouts or "timed out" in text or "TimeoutError" in text:
+            return DeadlineExceeded(
+                f"{server} did not {doing} in time: it answered with status {reply.status_code}: "
+                f"{text}. See its log; what it began may still be done."
             )
-            raise WeightBridgeUnavailableError(msg)
+        if "is not implemented" in text:
+            return _no_plugin(text)
+        if "EngineDeadError" in text or "EngineCore encountered an issue" in text:
+            return lost(RuntimeError(text), doing)
+        return WeightBridgeUnavailableError(
+            f"{server} answered /{path} with status {reply.status_code}: {text}. See its log."
+        )
 
     def _strange(self, path: str, told: object) -> WeightBridgeUnavailableError:
         return WeightBridgeUnavailableError(
-            f"the server at {self._url} answered /{path} with {str(told)[:200]!r}, which no vLLM "
-            "server does. Give the URL of one."
+            f"the server at {self._server} answered /{path} with {str(told)[:200]!r}, which no "
+            "vLLM server does. Give the URL of one."
         )
-
-
-def _errno(error: BaseException) -> int | None:
-    """The errno of the operating system's error behind one of httpx's; None if there is none."""
-    link: BaseException | None = error
-    while link is not None:
-        if isinstance(link, OSError) and link.errno is not None:
-            return link.errno
-        link = link.__cause__ or link.__context__
-    return None
 
 
 def connect(

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from rl_bridge.engines.skeleton import EngineCompat
+from rl_bridge.engines.skeleton import EngineCompat, processed_by
 from rl_bridge.engines.vllm import require
 from rl_bridge.errors import IncompatibleUpdate
 
@@ -23,11 +23,6 @@ __all__ = [
     "repacks",
 ]
 
-# Quantization methods whose post-processing of a stand-in leaves the serving layer alone: all that
-# they make of a weight they put into the layer that they are given.
-_METHODS = frozenset(
-    {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "UnquantizedFusedMoEMethod"}
-)
 _BESIDE = ", which cannot be made beside the serving layer"
 # vLLM's attention for the CPU computes with sinks of these; of all others it makes a copy.
 _SINK_DTYPES = (torch.bfloat16, torch.float32)
@@ -40,6 +35,8 @@ class VLLMCompat(EngineCompat):
     """What vLLM does with the weights of its layers."""
 
     elsewhere = "VLLMEngineAdapter(..., reload=True) or VLLMReloadAdapter: they let vLLM load it"
+
+    cast_remedy = ", or say cast=True"
 
     def __init__(self, config: Any) -> None:
         """Remember the engine's configuration."""
@@ -85,10 +82,8 @@ class VLLMCompat(EngineCompat):
     def unsupported(self, layer: torch.nn.Module) -> str | None:
         """Why the next version of a layer cannot be made beside it, or None if it can."""
         name = type(layer).__name__
-        method = getattr(layer, "quant_method", None)
-        processes = hasattr(method, "process_weights_after_loading")
-        if processes and not _METHODS & {kind.__name__ for kind in type(method).__mro__}:
-            return f"{name} is processed by {type(method).__name__}{_BESIDE}"
+        if method := processed_by(layer):
+            return f"{name} is processed by {method}{_BESIDE}"
         if is_latent(layer) or "MultiHeadLatent" in name:
             return f"{name} keeps tensors derived from its weights{_BESIDE}"
         return None
@@ -132,13 +127,7 @@ def num_same(layer: Any, row: int) -> int:
 
 
 def refuse_unreached(model: torch.nn.Module) -> None:
-    """Refuse a model that would go on computing with something of the version before.
-
-    Raises:
-        IncompatibleUpdate: a hook that is called once, a buffer, attention sinks, or what a step
-            made of weights.
-
-    """
+    """Refuse a model that would go on computing with something of the version before."""
     _refuse_hooks(model)
     parameters = {_storage(parameter) for parameter in model.parameters()}
     held = parameters | {_storage(buffer) for buffer in model.buffers()}

@@ -57,13 +57,7 @@ class VLLMServing(ServingOptions):
     label: LabelMaker | None = default_label
 
     def __post_init__(self) -> None:
-        """Check the words.
-
-        Raises:
-            ValueError: no such pause or cache policy.
-            TypeError: a label that is no function.
-
-        """
+        """Check the words."""
         self.check(("keep", "wait", "abort", None), ("recompute", "reset", "keep"))
 
 

@@ -5,6 +5,7 @@ session from the first to the second. There is no way to ask all ranks one step 
 each call the ranks decide by votes of their own.
 """
 
+import json
 import logging
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -20,7 +21,6 @@ from rl_bridge.engines.vllm.model_installer import VLLMModelInstaller
 from rl_bridge.engines.vllm.reload import VLLMReloadAdapter
 from rl_bridge.errors import (
     MalformedManifest,
-    TornEngine,
     WeightBridgeUnavailableError,
     WeightUpdateRejectedError,
     describe,
@@ -32,7 +32,7 @@ from rl_bridge.manifest.model import WeightUpdateManifest
 __all__ = [
     "NativeUpdates",
     "VLLMHost",
-    "first_problem",
+    "heard",
     "manifest_of",
     "vllm_rank",
 ]
@@ -100,13 +100,7 @@ def vllm_rank(model: torch.nn.Module, vllm_config: Any) -> EngineRank:
 
 
 def manifest_of(given: object) -> WeightUpdateManifest:
-    """Read a manifest from its JSON text, or from that text parsed.
-
-    Raises:
-        MalformedManifest: it is neither.
-        WeightManifestValidationError: it describes none that could be imported.
-
-    """
+    """Read a manifest from its JSON text, or from that text parsed."""
     if isinstance(given, dict):
         given = canonical_json(given)
     if not isinstance(given, str):
@@ -118,23 +112,17 @@ def manifest_of(given: object) -> WeightUpdateManifest:
     return WeightUpdateManifest.from_json(given)
 
 
-def first_problem(group: RankGroup, problem: str) -> str:
-    """What the first rank with a cause of its own says; all ranks must ask.
-
-    Args:
-        group: the ranks.
-        problem: of this rank; empty if it has none.
-
-    """
+def heard(group: RankGroup, problem: str, word: str = "") -> tuple[str, list[str]]:
+    """The first cause that any rank tells, and each rank's word; all ranks must ask."""
     if group.size == 1:
-        return problem
-    own = "" if OTHER_RANK in problem else problem
-    if own and not own.startswith("rank "):
-        own = f"rank {group.rank}: {own}"
+        return problem, [word]
+    where = f"rank {group.rank}: " if problem and not problem.startswith("rank ") else ""
     try:
-        return next(filter(None, group.hear(own)), problem)
+        said = [json.loads(text) for text in group.hear(json.dumps([where + problem, word]))]
     except RuntimeError as error:
-        return str(error)
+        return str(error), []
+    problems = sorted((told for told, _ in said if told), key=lambda told: OTHER_RANK in told)
+    return next(iter(problems), ""), [told for _, told in said]
 
 
 class NativeUpdates:
@@ -151,12 +139,7 @@ class NativeUpdates:
         return self._group.rank == self._group.size - 1
 
     def require_idle(self) -> None:
-        """Refuse to go on while an update is installed and not committed.
-
-        Raises:
-            WeightUpdateRejectedError: one is.
-
-        """
+        """Refuse to go on while an update is installed and not committed."""
         if self._rank.is_begun:
             msg = "an update is installed and not finished. Call finish_weight_update first."
             raise WeightUpdateRejectedError(msg)
@@ -164,18 +147,21 @@ class NativeUpdates:
     def receive(self, given: object) -> str:
         """Prepare and install, on all ranks or on none; all must call it.
 
-        Args:
-            given: a manifest's JSON text, or that text parsed.
-
         Returns:
             Why no rank has it now, the same text on all ranks; empty if all have.
 
         """
         read: list[WeightUpdateManifest] = []
         problem, _ = _tried(lambda: read.append(self._read(given)))
-        # A vote of its own: nobody takes anything back for what another rank cannot read.
-        if not self._group.agree(ok=not problem):
-            return first_problem(self._group, problem or _REFUSED)
+        # Told first: nobody takes anything back for what another rank cannot read.
+        problem, ids = heard(self._group, problem, read[0].update_id if read else "")
+        if problem:
+            return problem
+        if len(set(ids)) > 1:
+            return (
+                f"the ranks were given different updates: {sorted(ids)}, expected one for all of "
+                "them. Pass each rank the same manifest."
+            )
         session = self._rank.session
         session.open(_DRIVER, _DRIVER, session.epoch + 1, take_over=False)
         problem = self._received(read[0])
@@ -185,31 +171,16 @@ class NativeUpdates:
 
     def _received(self, manifest: WeightUpdateManifest) -> str:
         problem, is_refused = _tried(lambda: self._take(manifest))
-        if not self._group.agree(ok=not problem):
+        problem, words = heard(self._group, problem, _REFUSED if is_refused else "")
+        if problem:
             # What no rank refused, and one only was short of something for, may come again.
-            reason = None if self._group.agree(ok=not is_refused) else _REFUSED
-            undone = self._undone(reason)
-            return first_problem(self._group, problem or undone or _REFUSED)
-        try:
-            said = set(self._group.hear(manifest.update_id))
-        except RuntimeError as error:
-            return str(error)
-        if len(said) > 1:
-            self._undone(None)  # nothing is wrong with any of them
-            return (
-                f"the ranks were given different updates: {sorted(said)}, expected one for all of "
-                "them. Pass each rank the same manifest."
-            )
+            _tried(lambda: self._rank.undo(_REFUSED if _REFUSED in words else None))
+            return problem
         problem, _ = _tried(lambda: self._rank.install(manifest.update_id))
-        return first_problem(self._group, problem) if problem else ""  # all failed, or none
+        return heard(self._group, problem)[0] if problem else ""  # all failed, or none
 
     def commit(self) -> None:
-        """Acknowledge.
-
-        Raises:
-            WeightUpdateRejectedError: these calls have installed no update.
-
-        """
+        """Acknowledge."""
         pending, session = self._rank.pending, self._rank.session
         if pending is None or session.driver != _DRIVER:
             msg = "no update is installed by vLLM's own calls. Call update_weights first."
@@ -246,13 +217,6 @@ class NativeUpdates:
             if earlier.update_id == manifest.update_id:
                 reason = None  # it comes again
         self._rank.undo(reason)
-
-    def _undone(self, reason: str | None) -> str:
-        try:
-            self._rank.undo(reason)
-        except TornEngine as error:
-            return describe(error)
-        return ""
 
 
 def _tried(step: Callable[[], object]) -> tuple[str, bool]:

@@ -9,15 +9,15 @@ with.
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from rl_bridge.engines.evidence import Evidence
-from rl_bridge.engines.load_checks import check_dtypes, check_whole
-from rl_bridge.engines.load_plan import Kinds, LoadPlan, Route
-from rl_bridge.engines.model_installer import ModelInstaller, Tensors, kinds_of
+from rl_bridge.engines.load_checks import check_whole
+from rl_bridge.engines.load_plan import LoadPlan, Route, kinds_of
+from rl_bridge.engines.model_installer import ModelInstaller, Tensors
 from rl_bridge.engines.skeleton import EngineCompat, Target, User
 from rl_bridge.engines.staging import (
     Assembled,
@@ -33,7 +33,7 @@ from rl_bridge.engines.vllm.compat import VLLMCompat, num_same, refuse_unreached
 from rl_bridge.errors import IncompatibleUpdate, ProofFailed
 from rl_bridge.manifest.model import WeightUpdateManifest
 
-__all__ = ["Given", "VLLMModelInstaller", "processed"]
+__all__ = ["Given", "VLLMModelInstaller", "has_same_bytes", "processed"]
 
 # What a stand-in has of its own, so that processing it cannot reach the serving layer.
 _OWN = frozenset(
@@ -85,10 +85,6 @@ class VLLMModelInstaller(ModelInstaller):
     def _check_model(self) -> None:
         refuse_unreached(self._model)
 
-    def _check_dtypes(self, plan: LoadPlan, kinds: Kinds) -> None:
-        if not self._cast:
-            check_dtypes(plan, kinds, remedy=", or say cast=True")
-
     def _check_whole(self, plan: LoadPlan, manifest: WeightUpdateManifest) -> None:
         ranks = self._config.parallel_config.tensor_parallel_size
         check_whole(plan, kinds_of(manifest), ranks, num_same)
@@ -99,14 +95,7 @@ class VLLMModelInstaller(ModelInstaller):
     def _stage(
         self, plan: LoadPlan, tensors: Tensors, staged: Staged, evidence: Evidence
     ) -> AbstractSet[str]:
-        making = _Making(
-            plan,
-            tensors,
-            staged,
-            packs=self._packs,
-            compat=self._compat,
-            num_threads=self._num_threads,
-        )
+        making = _Making(plan, tensors, staged, self._packs, self._compat, self._num_threads)
         for assembled in making.run(self._spares):
             evidence.add(assembled)
         return _asked_about(plan, staged.canaries)
@@ -194,29 +183,16 @@ _Made = tuple[list[AttributeChange], list[PackCanary]]
 """What a layer computes with, and what answers for it."""
 
 
+@dataclass(frozen=True, slots=True)
 class _Making:
     """Makes the next version of a model, one layer after another."""
 
-    def __init__(
-        self,
-        plan: LoadPlan,
-        tensors: Tensors,
-        staged: Staged,
-        *,
-        packs: _Packs,
-        compat: EngineCompat,
-        num_threads: int | None,
-    ) -> None:
-        self._plan = plan
-        self._tensors = tensors
-        self._staged = staged
-        self._packs = packs
-        self._compat = compat
-        self._num_threads = num_threads
-        self._layers: dict[int, list[int]] = {}
-        for index in plan.steps:
-            for user in plan.targets[index].users:
-                self._layers.setdefault(id(user.module), []).append(index)
+    plan: LoadPlan
+    tensors: Tensors
+    staged: Staged
+    packs: _Packs
+    compat: EngineCompat
+    num_threads: int | None
 
     def run(self, spares: SpareMemory) -> Iterator[Assembled]:
         """Make it; the serving model is only read.
@@ -226,32 +202,29 @@ class _Making:
             the bytes of a packed parameter can be read. Once more what processing replaced by
             tensors of its own (the weights of packed experts): what was read to make them.
 
-        Raises:
-            IncompatibleUpdate: vLLM's processing makes something else of it than the engine has.
-
         """
-        targets = {index: self._plan.targets[index] for index in self._plan.steps}
+        targets = {index: self.plan.targets[index] for index in self.plan.steps}
         lasting = {i: one for i, one in targets.items() if not _is_packed(one)}
-        self._staged.memory = spares.take(lasting)
-        self._assemble(self._staged.memory)
+        self.staged.memory = spares.take(lasting)
+        self._assemble(self.staged.memory)
+        layers: dict[int, list[int]] = {}
+        for index, target in targets.items():
+            for user in target.users:
+                layers.setdefault(id(user.module), []).append(index)
         done: set[int] = set()
         for index in targets:
             if index not in done:
-                # Together: all parameters of one layer (weight and bias, experts) are processed at
-                # once.
-                group = self._closure(index)
+                # All parameters of one layer (weight and bias, experts), and of those that it
+                # shares one with, are processed at once.
+                group = [index]
+                for i in group:
+                    for user in targets[i].users:
+                        group += [one for one in layers[id(user.module)] if one not in group]
                 done.update(group)
                 yield from self._make(group)
 
-    def _closure(self, index: int) -> list[int]:
-        group = [index]
-        for i in group:
-            for user in self._plan.targets[i].users:
-                group += [other for other in self._layers[id(user.module)] if other not in group]
-        return group
-
     def _make(self, group: Sequence[int]) -> Iterator[Assembled]:
-        consumed = [i for i in group if self._plan.targets[i].is_consumed]
+        consumed = [i for i in group if self.plan.targets[i].is_consumed]
         fresh: dict[int, torch.Tensor] = {}
         for i in group:
             assembled = self._assembled(i, alone=len(consumed) == 1)
@@ -260,29 +233,29 @@ class _Making:
         self._process(fresh)
         for i in consumed:
             del fresh[i]
-        kept = {change.index for change in self._staged.tensors}
+        kept = {change.index for change in self.staged.tensors}
         for i in [i for i in fresh if i not in kept]:
             yield Assembled(i, fresh.pop(i), borrowed=False, replaced=True)
 
     def _assembled(self, index: int, *, alone: bool) -> Assembled:
-        if index in self._staged.memory:
-            return Assembled(index, self._staged.memory[index], borrowed=False)
-        target, steps = self._plan.targets[index], self._plan.steps[index]
+        if index in self.staged.memory:
+            return Assembled(index, self.staged.memory[index], borrowed=False)
+        target, steps = self.plan.targets[index], self.plan.steps[index]
         if target.is_consumed and len(steps) == 1:
             step = steps[0]
             if isinstance(step, Route) and step.is_whole:
-                tensor = self._tensors[step.source]
+                tensor = self.tensors[step.source]
                 if tensor.dtype == target.meta.dtype and tensor.shape == target.meta.shape:
                     return Assembled(index, tensor, borrowed=True)
-        memory = self._packs.scratch(target) if target.is_consumed and alone else target.empty()
+        memory = self.packs.scratch(target) if target.is_consumed and alone else target.empty()
         self._assemble({index: memory})
         return Assembled(index, memory, borrowed=False)
 
     def _assemble(self, memory: Mapping[int, torch.Tensor]) -> None:
-        assemble(self._plan, self._tensors, memory, num_threads=self._num_threads)
+        assemble(self.plan, self.tensors, memory, num_threads=self.num_threads)
 
     def _process(self, fresh: Mapping[int, torch.Tensor]) -> None:
-        staged, plan = self._staged, self._plan
+        staged, plan = self.staged, self.plan
         users = {id(user.module): user for i in fresh for user in plan.targets[i].users}
         known: dict[object, _Made] = {}
         for user in users.values():
@@ -292,8 +265,8 @@ class _Making:
             key = (kind, frozenset((leaf, i) for leaf, (i, _, _) in given.items()))
             if key not in known:
                 for other in users.values():
-                    self._packs.make_room(other.module)
-                with self._compat.context(), torch.no_grad():
+                    self.packs.make_room(other.module)
+                with self.compat.context(), torch.no_grad():
                     known[key] = _process(user, given, staged)
             attributes, canaries = known[key]
             place: dict[str, Any] = {"path": user.path, "module": user.module}
@@ -386,7 +359,7 @@ def _check_repacked(
     A single wrong number may be lost in the rounding of products; but packed experts can be read.
     """
     for leaf, tensor in first.items():
-        if not torch.equal(_bytes(tensor), _bytes(second[leaf])):
+        if not has_same_bytes(tensor, second[leaf]):
             msg = (
                 f"parameter '{user.path}.{leaf}': vLLM packs the same weight into different bytes. "
                 "The engine was not touched; publish again, and look at the machine's memory if it "
@@ -395,8 +368,10 @@ def _check_repacked(
             raise ProofFailed(msg)
 
 
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().contiguous().view(torch.uint8)
+def has_same_bytes(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether tensors of one shape and dtype are equal to the bit: torch calls no NaN equal."""
+    plain = (one.detach().contiguous().view(-1).view(torch.uint8) for one in (tensor, other))
+    return torch.equal(*plain)
 
 
 def _is_same(tensor: torch.Tensor, other: torch.Tensor) -> bool:

@@ -10,14 +10,14 @@ from typing import Any
 
 from rl_bridge.engines import probe as engine_probe
 from rl_bridge.engines.probe import TIMEOUT_S, Feature
-from rl_bridge.engines.vllm import MINIMUM, VLLM, require, version
+from rl_bridge.engines.vllm import MINIMUM, VLLM, require
 from rl_bridge.engines.vllm.plugin import BACKEND, METHOD, register
 from rl_bridge.transports.base import Availability
 from rl_bridge.transports.cuda import cuda_cause
 
-__all__ = ["FEATURES", "INSTALL", "look", "probe", "version"]
+__all__ = ["FEATURES", "PACKAGE", "look", "probe"]
 
-INSTALL = VLLM.install
+PACKAGE = VLLM
 _CHILD = "from rl_bridge.engines.vllm.probe import look; look()"
 _GROUP = "vllm.general_plugins"
 # The development routes moved twice.
@@ -91,7 +91,7 @@ def _native(module: str) -> Callable[[], str | None]:
     return attempt
 
 
-_UPGRADE = f"Upgrade vLLM: {INSTALL}."
+_UPGRADE = f"Upgrade vLLM: {PACKAGE.install}."
 _CPU = "Use the backend rl_bridge or VLLMEngineAdapter: they need no GPU."
 
 FEATURES: Mapping[str, Feature] = {
@@ -117,7 +117,7 @@ FEATURES: Mapping[str, Feature] = {
         "VLLMEngineAdapter with a URL; the server needs VLLM_SERVER_DEV_MODE=1",
         MINIMUM,
         _server,
-        f"Install httpx: {INSTALL}.",
+        f"Install httpx: {PACKAGE.install}.",
     ),
     "vllm version labels": Feature(
         "an engine tells the version that it serves", "0.27.0", _labels, _UPGRADE

@@ -17,8 +17,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from rl_bridge.engines.evidence import Untouched
 from rl_bridge.engines.load_checks import check_casts, check_finite, check_landed, check_whole
-from rl_bridge.engines.load_plan import LoadPlan, learn
-from rl_bridge.engines.model_installer import kinds_of
+from rl_bridge.engines.load_plan import LoadPlan, kinds_of, learn
 from rl_bridge.engines.skeleton import Target
 from rl_bridge.engines.staging import LEARNING, check_budget, checked_budget
 from rl_bridge.engines.vllm import require
@@ -47,16 +46,7 @@ class ModelSnapshot:
     """The state of a model's modules when it is made. Bytes are copied by `copy_bytes`."""
 
     def __init__(self, model: torch.nn.Module, *, helpers: tuple[str, ...] = _HELPERS) -> None:
-        """Note what each module refers to; nothing is copied yet.
-
-        Args:
-            model: the model.
-            helpers: module names (prefixes) of the classes whose objects belong to a module.
-
-        Raises:
-            IncompatibleUpdate: a tensor has its bytes in tensors of its own.
-
-        """
+        """Note what each module refers to; nothing is copied yet."""
         self._helpers = helpers
         self._states: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._containers: list[tuple[Any, Any]] = []
@@ -75,8 +65,9 @@ class ModelSnapshot:
 
     def copy_bytes(self) -> None:
         """Copy every parameter and buffer, each storage once, to the host."""
-        for key, storage in self._storages.items():
-            self._copies[key] = _copy(storage)
+        for key, held in self._storages.items():
+            storage: Any = held  # for which torch has no types
+            self._copies[key] = storage.clone() if storage.device.type == "cpu" else storage.cpu()
 
     def attribute(self, module: torch.nn.Module, key: str) -> object:
         """What a module's attribute was; None if it had none."""
@@ -91,7 +82,7 @@ class ModelSnapshot:
         for tensor, kind, attributes, data in self._tensors:
             tensor.__class__ = kind
             _refill(vars(tensor), attributes)
-            if not _is_view_of(tensor, data):
+            if _place(tensor) != _place(data):
                 tensor.data = data
         for key, saved in self._copies.items():
             self._storages[key].copy_(saved, non_blocking=False)
@@ -150,7 +141,7 @@ class ModelSnapshot:
                 self._storages.setdefault(storage._cdata, storage)  # noqa: SLF001 - its identity
 
 
-class ReloadBooks:
+class ReloadState:
     """What vLLM notes about reloads of a model's layers, and how to bring it back."""
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -189,12 +180,7 @@ class ReloadBooks:
 
 
 def refuse_half_way(model: torch.nn.Module) -> None:
-    """Refuse a model that somebody else's reload has left half-way.
-
-    Raises:
-        IncompatibleUpdate: there is nothing whole to come back to.
-
-    """
+    """Refuse a model that somebody else's reload has left half-way."""
     layerwise: Any = require("vllm.model_executor.model_loader.reload.layerwise")
     for name, module in model.named_modules():
         held: Iterable[Any] = [*module._parameters.values(), *module._buffers.values()]  # noqa: SLF001 - torch has no other way in
@@ -206,12 +192,6 @@ def refuse_half_way(model: torch.nn.Module) -> None:
                 "start a fresh engine."
             )
             raise IncompatibleUpdate(msg)
-
-
-def _copy(storage: Any) -> torch.UntypedStorage:
-    """Copy bytes to the host; torch has no types for its storages."""
-    made: torch.UntypedStorage = storage.clone() if storage.device.type == "cpu" else storage.cpu()
-    return made
 
 
 def _own(value: Any) -> Any:
@@ -234,15 +214,10 @@ def _refill(container: Any, before: Any) -> None:
         container.update(before)
 
 
-def _is_view_of(tensor: torch.Tensor, data: torch.Tensor) -> bool:
-    return (
-        tensor.device == data.device
-        and tensor.dtype == data.dtype
-        and tensor.shape == data.shape
-        and tensor.stride() == data.stride()
-        and tensor.storage_offset() == data.storage_offset()
-        and tensor.untyped_storage()._cdata == data.untyped_storage()._cdata  # noqa: SLF001 - its identity
-    )
+def _place(tensor: torch.Tensor) -> tuple[object, ...]:
+    storage = tensor.untyped_storage()._cdata  # noqa: SLF001 - its identity
+    kind = tensor.device, tensor.dtype, tensor.shape, tensor.stride()
+    return (*kind, tensor.storage_offset(), storage)
 
 
 # ---- the reload ----------------------------------------------------------------------------------
@@ -288,7 +263,7 @@ class VLLMReloadAdapter(TransactionalAdapter):
         self._plan: LoadPlan | None = None
         self._planned = ""
         self._update: tuple[WeightUpdateManifest, Mapping[str, torch.Tensor]] | None = None
-        self._snapshot: tuple[ModelSnapshot, ReloadBooks] | None = None
+        self._snapshot: tuple[ModelSnapshot, ReloadState] | None = None
         self._untouched: Untouched | None = None
 
     def prepare(self, manifest: WeightUpdateManifest, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -313,19 +288,14 @@ class VLLMReloadAdapter(TransactionalAdapter):
             check_casts(self._plan, tensors)
 
     def install(self, manifest: WeightUpdateManifest, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Copy the model, then let vLLM reload it from `tensors`.
-
-        Raises:
-            Exception: what vLLM raises. Call `undo`.
-
-        """
+        """Copy the model, then let vLLM reload it from `tensors`."""
         if self._snapshot is None:
             refuse_half_way(self._model)
-            snapshot, books = ModelSnapshot(self._model), ReloadBooks(self._model)
+            snapshot, reloads = ModelSnapshot(self._model), ReloadState(self._model)
             snapshot.copy_bytes()
-            self._snapshot = snapshot, books
+            self._snapshot = snapshot, reloads
         else:
-            snapshot, books = self._snapshot
+            snapshot, reloads = self._snapshot
             self._restore()  # a whole model again, of one whose undo failed
         self._update = manifest, tensors
         # What is processed in place is vLLM's business, what is loaded the update's; all other
@@ -348,7 +318,7 @@ class VLLMReloadAdapter(TransactionalAdapter):
             reload.finalize_layerwise_reload(model, self._config.model_config)
             self._pack_anew(snapshot)
         _keep_processed(loads)
-        books.unwrap()
+        reloads.unwrap()
         # What the loader computes may be no number though the update's are.
         computed = {
             name: tensor
@@ -358,13 +328,7 @@ class VLLMReloadAdapter(TransactionalAdapter):
         check_finite(computed, computed, num_threads=self._num_threads)
 
     def prove(self) -> InstallProof:
-        """Read what can be read.
-
-        Raises:
-            ProofFailed: it is not what was installed.
-            IncompatibleUpdate: the model holds what no update reaches.
-
-        """
+        """Read what can be read."""
         if self._update is None or self._untouched is None:
             msg = "nothing was installed that could be proven. Call install first."
             raise ProofFailed(msg)
@@ -411,8 +375,8 @@ class VLLMReloadAdapter(TransactionalAdapter):
 
     def _restore(self) -> None:
         if self._snapshot is not None:
-            snapshot, books = self._snapshot
-            books.restore()
+            snapshot, reloads = self._snapshot
+            reloads.restore()
             snapshot.restore()
 
     def _learn(self, manifest: WeightUpdateManifest) -> None:

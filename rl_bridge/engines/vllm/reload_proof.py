@@ -8,7 +8,7 @@ serving layer holds.
 
 import copy
 from collections.abc import Container, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from rl_bridge.engines.skeleton import Target, User
 from rl_bridge.engines.staging import Assembled, Staged, TensorChange
 from rl_bridge.engines.vllm.canary import PackCanary, check_experts
 from rl_bridge.engines.vllm.compat import VLLMCompat, is_latent, repacks
-from rl_bridge.engines.vllm.model_installer import Given, processed
+from rl_bridge.engines.vllm.model_installer import Given, has_same_bytes, processed
 from rl_bridge.errors import ProofFailed
 from rl_bridge.installers.base import InstallProof
 from rl_bridge.manifest.model import WeightUpdateManifest
@@ -41,20 +41,8 @@ def prove_reload(
 ) -> tuple[InstallProof, list[str]]:
     """Compare what the model holds with the update, by what was learned of its loader.
 
-    Args:
-        manifest: the update.
-        tensors: its verified tensors.
-        plan: where they go; None if the loader could not be followed: then nothing is proven.
-        model: the reloaded model.
-        compat: what is to be known of vLLM.
-        num_threads: threads that digest.
-
-    Returns:
-        The proof, ``unproven`` if anything is left out, and the names of the layers left out.
-
-    Raises:
-        ProofFailed: the model holds something else.
-
+    Returned are the proof, ``unproven`` if anything is left out, and the layers left out: all of
+    them where the loader could not be followed.
     """
     if plan is None:
         return InstallProof(method="unproven"), [type(model).__name__]
@@ -80,6 +68,7 @@ def prove_reload(
     return proof, list(unproven)
 
 
+@dataclass(frozen=True, slots=True)
 class _Reading:
     """Reads a reloaded model, one layer after the other.
 
@@ -87,24 +76,18 @@ class _Reading:
     layer at a time, since there is no room for a third copy of the model.
     """
 
-    def __init__(
-        self,
-        plan: LoadPlan,
-        tensors: Mapping[str, torch.Tensor],
-        evidence: Evidence,
-        latent: Mapping[int, tuple[str, Any]],
-        compat: VLLMCompat,
-    ) -> None:
-        self._plan, self._tensors, self._evidence = plan, tensors, evidence
-        self._latent = latent  # by their projection
-        self._compat = compat
-        self.staged = Staged()
+    plan: LoadPlan
+    tensors: Mapping[str, torch.Tensor]
+    evidence: Evidence
+    latent: Mapping[int, tuple[str, Any]]  # by their projection
+    compat: VLLMCompat
+    staged: Staged = field(default_factory=Staged)
 
     def read(self, indices: Sequence[int]) -> None:
         """Compare the parameters of one layer, and what vLLM makes of them."""
         given: dict[str, tuple[int, torch.Tensor, Target]] = {}
         for index in indices:
-            target = self._plan.targets[index]
+            target = self.plan.targets[index]
             user = target.users[0]
             live = weight = _live(user)
             if target.is_consumed or repacks(user.module):
@@ -113,22 +96,22 @@ class _Reading:
             if not target.is_consumed:
                 kept = index if weight is live else None
                 self.staged.tensors.append(TensorChange(target.name, live, live, kept))
-            self.staged.canaries += _canaries(target, weight, self._latent)
-        first = self._plan.targets[indices[0]].users[0]
+            self.staged.canaries += _canaries(target, weight, self.latent)
+        first = self.plan.targets[indices[0]].users[0]
         if repacks(first.module):
-            _check_packed(first.path, first.module, given, self._compat)
-        if id(first.module) in self._latent:
-            name, layer = self._latent[id(first.module)]
+            _check_packed(first.path, first.module, given, self.compat)
+        if id(first.module) in self.latent:
+            name, layer = self.latent[id(first.module)]
             weight_again = given["weight"][1] if "weight" in given else None
-            _check_absorbed(name, layer, weight_again, self._compat)
+            _check_absorbed(name, layer, weight_again, self.compat)
             self.staged.compared.append(first.module)
 
     def _assemble(self, index: int, target: Target) -> torch.Tensor:
         """Assemble one, and compare it with the manifest."""
         weight = target.like(target.empty())
-        self._plan.assemble(index, self._tensors, weight)
+        self.plan.assemble(index, self.tensors, weight)
         is_replaced = not target.is_consumed
-        self._evidence.add(Assembled(index, weight, borrowed=False, replaced=is_replaced))
+        self.evidence.add(Assembled(index, weight, borrowed=False, replaced=is_replaced))
         return weight
 
 
@@ -228,12 +211,7 @@ def make_ready(model: torch.nn.Module, compat: VLLMCompat) -> None:
 
 
 def _check_packed(path: str, layer: torch.nn.Module, given: Given, compat: VLLMCompat) -> None:
-    """Compare packed experts with what vLLM makes of `given`, their weights.
-
-    Raises:
-        ProofFailed: they hold something else.
-
-    """
+    """Compare packed experts with what vLLM makes of `given`, their weights."""
     with compat.context(), torch.no_grad():
         state = processed(layer, given)
         made = state["_parameters"]
@@ -243,18 +221,7 @@ def _check_packed(path: str, layer: torch.nn.Module, given: Given, compat: VLLMC
 
 
 def _check_absorbed(path: str, layer: Any, weight: torch.Tensor | None, compat: VLLMCompat) -> None:
-    """Compare what a layer of MLA derived with what vLLM derives from `weight`.
-
-    Args:
-        path: the layer's name.
-        layer: the layer.
-        weight: of its projection; None takes the one that the projection holds.
-        compat: what is to be known of vLLM.
-
-    Raises:
-        ProofFailed: it holds something else.
-
-    """
+    """Compare what a layer of MLA derived with what vLLM derives from `weight`."""
     stand_in, impl = _stand_in(layer, weight, compat)
     with compat.context(), torch.no_grad():
         stand_in.process_weights_after_loading(compat.config.model_config.dtype)
@@ -310,14 +277,10 @@ def _derived(layer: Any, impl: Any) -> Mapping[str, torch.Tensor]:
 
 def _compare(name: str, live: torch.Tensor | None, made: torch.Tensor) -> None:
     is_alike = live is not None and live.dtype == made.dtype and live.shape == made.shape
-    if live is not None and is_alike and torch.equal(_bytes(live), _bytes(made)):
+    if live is not None and is_alike and has_same_bytes(live, made):
         return
     msg = (
         f"{name!r} of the engine is not what vLLM makes of this version's weights. Install the "
         "update again; if that fails too, this model cannot be updated by reloads."
     )
     raise ProofFailed(msg)
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().contiguous().view(-1).view(torch.uint8)

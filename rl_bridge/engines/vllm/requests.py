@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from importlib.util import find_spec
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -40,24 +41,22 @@ __all__ = [
     "overfull_buffers",
 ]
 
-# ---- How vLLM's backends pack tensors into buffers: by the same rule on both sides, sent by
-# neither.
-#
-# ``nccl`` closes a buffer behind the tensor with which it holds more than its size; ``ipc``, whose
-# one buffer has exactly that size, before the tensor that no longer fits.
+_LOG = logging.getLogger(__name__)
+_SHOWN = 5
+
+Request = dict[str, Any]
+"""What ``llm.update_weights`` takes: ``{"update_info": {...}}``."""
+
+Handle = tuple[str, tuple[Callable[..., torch.Tensor], tuple[Any, ...]]]
+
+# ---- buffers: each side cuts them by itself, and must do so by the same rule ---------------------
 
 DEFAULT_BUFFER_NBYTES = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
 class PackedBuffer:
-    """Tensors that lie in one buffer, one behind the other.
-
-    Attributes:
-        names: of the tensors.
-        sizes: bytes of each.
-
-    """
+    """Tensors that lie in one buffer, one behind the other."""
 
     names: tuple[str, ...]
     sizes: tuple[int, ...]
@@ -82,25 +81,18 @@ def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 def overfull_buffers(names: Sequence[str], sizes: Sequence[int], limit: int) -> list[PackedBuffer]:
     """Cut as ``nccl`` does: a buffer ends behind the tensor that makes it larger than `limit`."""
-    made: list[PackedBuffer] = []
-    first, total = 0, 0
+    ends, total = [], 0
     for index, size in enumerate(sizes):
         total += size
         if total > limit or index == len(sizes) - 1:
-            made.append(_cut(names, sizes, first, index + 1))
-            first, total = index + 1, 0
-    return made
+            ends.append(index + 1)
+            total = 0
+    return _cut(names, sizes, ends)
 
 
 def full_buffers(names: Sequence[str], sizes: Sequence[int], limit: int) -> list[PackedBuffer]:
-    """Cut as ``ipc`` does: no buffer is larger than `limit`.
-
-    Raises:
-        IncompatibleUpdate: a tensor is.
-
-    """
-    made: list[PackedBuffer] = []
-    first, total = 0, 0
+    """Cut as ``ipc`` does, whose one buffer has that size: before the tensor that does not fit."""
+    ends, total = [], 0
     for index, size in enumerate(sizes):
         if size > limit:
             msg = (
@@ -109,36 +101,24 @@ def full_buffers(names: Sequence[str], sizes: Sequence[int], limit: int) -> list
             )
             raise IncompatibleUpdate(msg)
         if total + size > limit:
-            made.append(_cut(names, sizes, first, index))
-            first, total = index, 0
+            ends.append(index)
+            total = 0
         total += size
-    if total:
-        made.append(_cut(names, sizes, first, len(sizes)))
-    return made
+    return _cut(names, sizes, [*ends, len(sizes)] if total else ends)
 
 
-def _cut(names: Sequence[str], sizes: Sequence[int], first: int, end: int) -> PackedBuffer:
-    return PackedBuffer(tuple(names[first:end]), tuple(sizes[first:end]))
+def _cut(names: Sequence[str], sizes: Sequence[int], ends: Sequence[int]) -> list[PackedBuffer]:
+    return [
+        PackedBuffer(tuple(names[first:end]), tuple(sizes[first:end]))
+        for first, end in pairwise([0, *ends])
+    ]
 
 
-# ---- the rest builds on the parts above
-
-_LOG = logging.getLogger(__name__)
-_SHOWN = 5
-
-Request = dict[str, Any]
-"""What ``llm.update_weights`` takes: ``{"update_info": {...}}``."""
-
-Handle = tuple[str, tuple[Callable[..., torch.Tensor], tuple[Any, ...]]]
+# ---- requests -----------------------------------------------------------------------------------
 
 
 def cuda_handle(tensor: torch.Tensor) -> Handle:
-    """The GPU's UUID, and what another process rebuilds the tensor with.
-
-    Raises:
-        WeightBridgeUnavailableError: the tensor is not on a CUDA device.
-
-    """
+    """The GPU's UUID, and what another process rebuilds the tensor with."""
     if not tensor.is_cuda:
         msg = (
             f"a tensor is on {tensor.device}, expected CUDA: vLLM's ipc backend shares GPU memory. "
@@ -196,14 +176,10 @@ class VLLMIPCWeightUpdateRequestBuilder:
             WeightBridgeUnavailableError: a tensor is not on a CUDA device.
 
         """
-        info = _metadata(manifest)
-        kept, handles = [], []
-        for name, tensor in _checked(manifest, tensors):
-            shared = tensor.detach().contiguous()
-            kept.append(shared)
-            handles.append(self._handle(name, shared))
-        self._kept.setdefault(manifest.update_id, []).extend(kept)
-        return self._request({**info, "ipc_handles": handles})
+        given = {name: one.detach().contiguous() for name, one in _checked(manifest, tensors)}
+        handles = [self._handle(name, tensor) for name, tensor in given.items()]
+        self._kept.setdefault(manifest.update_id, []).extend(given.values())
+        return self._request({**_metadata(manifest), "ipc_handles": handles})
 
     def packed(
         self,
@@ -227,11 +203,8 @@ class VLLMIPCWeightUpdateRequestBuilder:
         buffers = full_buffers(names, [given[name].nbytes for name in names], buffer_nbytes)
         if not buffers:
             return
-        memory = torch.empty(
-            max(buffer.nbytes for buffer in buffers),
-            dtype=torch.uint8,
-            device=given[names[0]].device,
-        )
+        nbytes, device = max(buffer.nbytes for buffer in buffers), given[names[0]].device
+        memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
         self._kept.setdefault(manifest.update_id, []).append(memory)
         # Shared once for all requests: each sharing is counted, and an engine lets go of it once.
         handle = self._handle(names[0], memory)

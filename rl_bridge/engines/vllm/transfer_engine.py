@@ -27,7 +27,7 @@ from vllm.distributed.weight_transfer.base import (
 
 from rl_bridge.engines.rank import EngineRank
 from rl_bridge.engines.rank_bridges import checked_transports
-from rl_bridge.engines.vllm.host import NativeUpdates, first_problem, vllm_rank
+from rl_bridge.engines.vllm.host import NativeUpdates, heard, vllm_rank
 from rl_bridge.errors import WeightBridgeUnavailableError, WeightUpdateRejectedError, describe
 
 __all__ = ["RLBridgeInitInfo", "RLBridgeTransferEngine", "RLBridgeUpdateInfo", "call_together"]
@@ -75,13 +75,7 @@ class RLBridgeTransferEngine(
         return init_dict
 
     def init_transfer_engine(self, init_info: Any) -> None:
-        """Take the options; there is no connection to make.
-
-        Raises:
-            WeightUpdateRejectedError: an option that there is not, or that is wrong; or an update
-                is installed and not finished.
-
-        """
+        """Take the options; there is no connection to make."""
 
         def configure() -> str:
             options = RLBridgeInitInfo(**init_info)
@@ -98,30 +92,15 @@ class RLBridgeTransferEngine(
         """Begin. What was left half-way before is undone when the next update comes."""
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Install and prove, on all ranks or on none.
-
-        Raises:
-            WeightUpdateRejectedError: the engine is at its version, on all ranks.
-
-        """
+        """Install and prove, on all ranks or on none."""
         self._together(lambda: self.updates.receive(_manifest_in(update_info)))
 
     def receive_weights(self, update_info: RLBridgeUpdateInfo) -> None:
-        """Do the same, for a caller that parsed the info.
-
-        Raises:
-            WeightUpdateRejectedError: the engine is at its version, on all ranks.
-
-        """
+        """Do the same, for a caller that parsed the info."""
         self._together(lambda: self.updates.receive(update_info.manifest))
 
     def finish_weight_update(self) -> None:
-        """Acknowledge.
-
-        Raises:
-            WeightUpdateRejectedError: no update is installed.
-
-        """
+        """Acknowledge."""
 
         def commit() -> str:
             self.updates.commit()
@@ -140,7 +119,7 @@ class RLBridgeTransferEngine(
         except Exception as error:  # noqa: BLE001 - raised below, by one rank
             _LOG.warning("a call of vLLM's failed", exc_info=True)
             problem = describe(error)
-        problem = first_problem(self.rank.host.group, problem)
+        problem, _ = heard(self.rank.host.group, problem)
         if not problem:
             return
         _end_session(self)
@@ -149,12 +128,7 @@ class RLBridgeTransferEngine(
 
     @staticmethod
     def trainer_send_weights(*_args: Any, **_kwargs: Any) -> None:
-        """Trainers publish over a bridge (vLLM up to 0.27.1 asks every backend for this).
-
-        Raises:
-            WeightBridgeUnavailableError: always.
-
-        """
+        """Trainers publish over a bridge (vLLM up to 0.27.1 asks every backend for this)."""
         msg = (
             "the backend rl_bridge sends nothing. Publish over a bridge: "
             "make_weight_bridge(...).publish(model, weight_version=...)"
@@ -191,18 +165,12 @@ _BEGINS = frozenset({"start_weight_update", "shutdown_weight_transfer_engine"})
 def call_together(
     worker: Any, name: str, arguments: Sequence[Any], options: Mapping[str, Any]
 ) -> Any:
-    """Call one of a worker's methods, on all ranks or on none.
-
-    Raises:
-        WeightUpdateRejectedError: the call does not fit the worker's session; told by the last
-            rank. The session is what it was; a refused update ends it.
-
-    """
+    """Call one of a worker's methods, on all ranks or on none."""
     engine = getattr(worker, "weight_transfer_engine", None)
     if isinstance(engine, RLBridgeTransferEngine):
         given = arguments[0] if arguments else options.get("update_info")
         group = engine.rank.host.group
-        problem = first_problem(group, _problem(worker, name, given))
+        problem, _ = heard(group, _problem(worker, name, given))
         if problem:
             if name == "update_weights":
                 worker._weight_update_active = False  # noqa: SLF001 - as where it is refused itself
