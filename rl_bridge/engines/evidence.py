@@ -13,7 +13,7 @@ import torch
 
 from rl_bridge.engines.load_checks import doubles
 from rl_bridge.engines.load_plan import Fill, LoadPlan, Route, kinds_of
-from rl_bridge.engines.shards import check_sources, cut_routes, digest_of, digests_of
+from rl_bridge.engines.shards import check_sources, digest_of, digests_of, shard_routes
 from rl_bridge.engines.staging import Assembled, Staged, TensorChange
 from rl_bridge.errors import ProofFailed, TornEngine
 from rl_bridge.installers.base import InstallProof
@@ -56,15 +56,15 @@ class Evidence:
     # ---- before the install ---------------------------------------------------------------------
 
     def expect(self, parts: Sequence[bytes]) -> None:
-        """Note what the parts of tensors must hold, in the order of `cut_routes`."""
-        cut = cut_routes(self._plan)
-        if len(parts) != len(cut):
+        """Note what the parts of tensors must hold, in the order of `shard_routes`."""
+        routes = shard_routes(self._plan)
+        if len(parts) != len(routes):
             msg = (
-                f"{len(parts)} digests of parts came, expected {len(cut)}. Install the same "
+                f"{len(parts)} digests of parts came, expected {len(routes)}. Install the same "
                 "version of rl_bridge in the engine's environment and in the executor's."
             )
             raise ProofFailed(msg)
-        keys = ((route, self._dtypes[route.source]) for route in cut)
+        keys = ((route, self._dtypes[route.source]) for route in routes)
         self._expected = dict(zip(keys, parts, strict=True))
 
     def expect_of(self, tensors: Mapping[str, torch.Tensor]) -> None:

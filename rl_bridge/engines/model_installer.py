@@ -23,7 +23,7 @@ from rl_bridge.engines.load_checks import (
     check_same,
 )
 from rl_bridge.engines.load_plan import LoadPlan, kinds_of, learn
-from rl_bridge.engines.shards import Cut, check_covered, cuts_of
+from rl_bridge.engines.shards import Shard, check_covered, shards_of
 from rl_bridge.engines.skeleton import EngineCompat
 from rl_bridge.engines.staging import (
     LEARNING,
@@ -73,7 +73,7 @@ class ModelInstaller(TransactionalAdapter):
 
         The budget is for the next version, and a copy of each parameter that is written in place.
         Of a model that is spread over several ranks, whoever asks them all checks that together
-        they take every element: see `cuts`.
+        they take every element: see `shards`.
         """
         for name, flag in (("cast", cast), ("exchange", exchange)):
             if not isinstance(flag, bool):
@@ -107,7 +107,7 @@ class ModelInstaller(TransactionalAdapter):
     def _check_whole(self, plan: LoadPlan, manifest: WeightUpdateManifest) -> None:
         """Refuse tensors of which this rank, and all others, do not take all."""
         if self._num_ranks == 1:
-            check_covered(manifest, [cuts_of(plan, manifest)])
+            check_covered(manifest, [shards_of(plan, manifest)])
 
     def _why_not_exchange(self, plan: LoadPlan) -> str | None:
         """Why parameters cannot be exchanged for other memory, or None if they can."""
@@ -175,13 +175,13 @@ class ModelInstaller(TransactionalAdapter):
             self._snapshot = Snapshot(self._model, num_threads=self._num_threads, room=room)
         self._plan, self._evidence = plan, evidence
 
-    def cuts(self, manifest: WeightUpdateManifest) -> list[Cut]:
+    def shards(self, manifest: WeightUpdateManifest) -> list[Shard]:
         """The parts of tensors that this model takes, of the update that was prepared."""
         assert self._plan is not None
-        return cuts_of(self._plan, manifest)
+        return shards_of(self._plan, manifest)
 
     def expect(self, parts: Sequence[bytes]) -> None:
-        """Note what `cuts` must hold, where the update was not imported here."""
+        """Note what `shards` must hold, where the update was not imported here."""
         if self._evidence is None:
             msg = "nothing was prepared whose parts could be expected. Call prepare first."
             raise ProofFailed(msg)

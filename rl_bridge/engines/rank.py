@@ -176,8 +176,8 @@ class EngineRank:
             "timings_ms": {**told, **self._timings_ms},
             "verified": manifest.root if imports else "",
         }
-        if given and given.get("cuts"):
-            reply["cuts"] = [cut.to_json() for cut in self._installer.cuts(manifest)]
+        if given and given.get("shards"):
+            reply["shards"] = [shard.to_json() for shard in self._installer.shards(manifest)]
         return reply
 
     def install(self, update_id: str) -> Reply:

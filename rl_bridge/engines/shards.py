@@ -19,22 +19,22 @@ from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.memory.passes import BytePlan
 
 __all__ = [
-    "Cut",
+    "Shard",
     "check_covered",
     "check_sources",
-    "cut_routes",
-    "cuts_of",
     "digest_of",
     "digests_of",
-    "parse_cuts",
+    "parse_shards",
     "part_digests",
+    "shard_routes",
+    "shards_of",
 ]
 
 # What one pass reads: what must be copied to be read (a slice, a device's memory) stays small.
 _PASS_NBYTES = 64 << 20
 
 
-class Cut(NamedTuple):
+class Shard(NamedTuple):
     """A part of a tensor that goes into one parameter.
 
     Attributes:
@@ -54,32 +54,32 @@ class Cut(NamedTuple):
         return [self.row, list(view.shape), list(view.stride), view.offset, self.is_all]
 
 
-def cut_routes(plan: LoadPlan) -> list[Route]:
+def shard_routes(plan: LoadPlan) -> list[Route]:
     """The copies of parts, in the order of the plan."""
     return [route for route in plan.routes() if not route.is_whole]
 
 
-def cuts_of(plan: LoadPlan, manifest: WeightUpdateManifest) -> list[Cut]:
-    """The parts of `cut_routes`."""
+def shards_of(plan: LoadPlan, manifest: WeightUpdateManifest) -> list[Shard]:
+    """The parts of `shard_routes`."""
     whole = {route.source for route in plan.routes() if route.is_whole}
     rows = manifest.table.rows
     return [
-        Cut(rows[route.source], route.source_view, route.source in whole)
-        for route in cut_routes(plan)
+        Shard(rows[route.source], route.source_view, route.source in whole)
+        for route in shard_routes(plan)
     ]
 
 
-def parse_cuts(given: object, manifest: WeightUpdateManifest) -> list[Cut]:
+def parse_shards(given: object, manifest: WeightUpdateManifest) -> list[Shard]:
     """Read what a rank replied."""
     try:
-        cuts = [
-            Cut(int(row), View(tuple(shape), tuple(stride), int(offset)), bool(is_all))
+        shards = [
+            Shard(int(row), View(tuple(shape), tuple(stride), int(offset)), bool(is_all))
             for row, shape, stride, offset, is_all in given  # type: ignore[attr-defined]  # what else it is, is found out here
         ]
         numels = [torch.Size(shape).numel() for shape in manifest.table.shapes]
-        fits = all(_reach(cut.view) <= numels[cut.row] for cut in cuts)
+        fits = all(_reach(shard.view) <= numels[shard.row] for shard in shards)
     except (TypeError, ValueError, IndexError, RuntimeError) as error:
-        fits, cuts = False, []
+        fits, shards = False, []
         said = f"{type(error).__name__}: {error}"
     else:
         said = "a part lies outside of its tensor"
@@ -89,7 +89,7 @@ def parse_cuts(given: object, manifest: WeightUpdateManifest) -> list[Cut]:
             "same version of rl_bridge in the engine's environment and here."
         )
         raise WeightUpdateRejectedError(msg)
-    return cuts
+    return shards
 
 
 def _reach(view: View) -> int:
@@ -101,14 +101,14 @@ def _reach(view: View) -> int:
     return view.offset + sum(steps) + 1
 
 
-def check_covered(manifest: WeightUpdateManifest, ranks: Sequence[Sequence[Cut]]) -> None:
+def check_covered(manifest: WeightUpdateManifest, ranks: Sequence[Sequence[Shard]]) -> None:
     """Refuse tensors of which no rank takes some elements: loaders cut off what is too long."""
     table = manifest.table
     views: dict[int, list[View]] = {}
-    whole = {cut.row for cuts in ranks for cut in cuts if cut.is_all}
-    for cuts in ranks:
-        for cut in cuts:
-            views.setdefault(cut.row, []).append(cut.view)
+    whole = {shard.row for shards in ranks for shard in shards if shard.is_all}
+    for shards in ranks:
+        for shard in shards:
+            views.setdefault(shard.row, []).append(shard.view)
     for row in views.keys() - whole:
         shape = table.shapes[row]
         seen = torch.zeros(shape, dtype=torch.bool, device="cpu")
@@ -164,16 +164,16 @@ def _digests(parts: Sequence[torch.Tensor], *, num_threads: int | None) -> Itera
 def part_digests(
     manifest: WeightUpdateManifest,
     tensors: Mapping[str, torch.Tensor],
-    cuts: Sequence[Cut],
+    shards: Sequence[Shard],
     *,
     num_threads: int | None,
 ) -> list[bytes]:
     """What each part must hold, made of the update's verified bytes."""
     names = manifest.table.names
-    parts = (cut.view.of(tensors[names[cut.row]]) for cut in cuts)
+    parts = (shard.view.of(tensors[names[shard.row]]) for shard in shards)
     made = digests_of(parts, num_threads=num_threads)
     # Behind that: bytes that are good now were good when the digests were made.
-    used = sorted({names[cut.row] for cut in cuts})
+    used = sorted({names[shard.row] for shard in shards})
     check_sources(manifest, tensors, used, num_threads=num_threads)
     return made
 

@@ -10,7 +10,7 @@ from rl_bridge import WeightUpdateManifest, WeightUpdateRejectedError, make_weig
 from rl_bridge.engines.load_plan import View
 from rl_bridge.engines.sglang.loaders import SGLangLoader
 from rl_bridge.engines.sglang.plugin import reply_text
-from rl_bridge.engines.shards import Cut, check_covered, digests_of, parse_cuts, part_digests
+from rl_bridge.engines.shards import Shard, check_covered, digests_of, parse_shards, part_digests
 from rl_bridge.errors import IncompatibleUpdate, ProofFailed
 
 WEIGHT = torch.arange(24, dtype=torch.float32).view(4, 6)
@@ -26,7 +26,7 @@ def manifest() -> WeightUpdateManifest:
 
 
 def said(view: View, row: int = 0) -> list[Any]:
-    return Cut(row, view, is_all=False).to_json()
+    return Shard(row, view, is_all=False).to_json()
 
 
 class Parts(SGLangLoader):
@@ -43,7 +43,7 @@ def loader() -> Parts:
 
 
 def is_known(loader: Parts, manifest: WeightUpdateManifest) -> bool:
-    return not loader.prepare(manifest, {})["cuts"]
+    return not loader.prepare(manifest, {})["shards"]
 
 
 def test_the_first_replicas_answer_is_read_where_there_are_several() -> None:
@@ -58,7 +58,7 @@ def test_parts_of_all_ranks_that_cover_a_tensor_are_enough(
     manifest: WeightUpdateManifest, loader: Parts
 ) -> None:
     assert not is_known(loader, manifest)
-    loader.prepared(manifest, TENSORS, [{"cuts": [said(LEFT)]}, {"cuts": [said(RIGHT)]}])
+    loader.prepared(manifest, TENSORS, [{"shards": [said(LEFT)]}, {"shards": [said(RIGHT)]}])
     assert is_known(loader, manifest)
     assert loader.load(manifest, TENSORS) == {
         "parts": [
@@ -73,18 +73,18 @@ def test_parts_of_all_ranks_that_cover_a_tensor_are_enough(
 def test_an_element_that_no_rank_takes_is_told(
     manifest: WeightUpdateManifest, loader: Parts
 ) -> None:
-    cuts = [Cut(0, LEFT, is_all=False)]
+    shards = [Shard(0, LEFT, is_all=False)]
     with pytest.raises(IncompatibleUpdate, match="takes 12 of its 24 elements"):
-        check_covered(manifest, [cuts, cuts])
+        check_covered(manifest, [shards, shards])
     with pytest.raises(IncompatibleUpdate, match="tensor 'a'"):
-        loader.prepared(manifest, TENSORS, [{"cuts": [said(LEFT)]}, {"cuts": [said(LEFT)]}])
+        loader.prepared(manifest, TENSORS, [{"shards": [said(LEFT)]}, {"shards": [said(LEFT)]}])
     assert not is_known(loader, manifest)
 
 
 def test_parts_of_a_tensor_that_another_parameter_takes_whole_need_not_cover_it(
     manifest: WeightUpdateManifest,
 ) -> None:
-    check_covered(manifest, [[Cut(0, LEFT, is_all=True)]])
+    check_covered(manifest, [[Shard(0, LEFT, is_all=True)]])
 
 
 @pytest.mark.parametrize(
@@ -103,11 +103,11 @@ def test_parts_of_a_tensor_that_another_parameter_takes_whole_need_not_cover_it(
 )
 def test_parts_that_are_none_are_refused(given: object, manifest: WeightUpdateManifest) -> None:
     with pytest.raises(WeightUpdateRejectedError, match="cannot be read"):
-        parse_cuts(given, manifest)
+        parse_shards(given, manifest)
 
 
 def test_bytes_that_went_bad_make_no_expectation(manifest: WeightUpdateManifest) -> None:
     bad = {**TENSORS, "a": WEIGHT.clone()}
     bad["a"][3, 5] = -1
     with pytest.raises(ProofFailed, match="tensor 'a' went bad"):
-        part_digests(manifest, bad, [Cut(0, LEFT, is_all=False)], num_threads=1)
+        part_digests(manifest, bad, [Shard(0, LEFT, is_all=False)], num_threads=1)

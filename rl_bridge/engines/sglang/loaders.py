@@ -31,7 +31,7 @@ from rl_bridge.engines.rpc import Replies, in_thread
 from rl_bridge.engines.sglang import require
 from rl_bridge.engines.sglang.client import SGLangClient
 from rl_bridge.engines.sglang.plugin import SENDER, sender
-from rl_bridge.engines.shards import Cut, check_covered, parse_cuts, part_digests
+from rl_bridge.engines.shards import Shard, check_covered, parse_shards, part_digests
 from rl_bridge.errors import (
     WeightBridgeError,
     WeightBridgeUnavailableError,
@@ -86,7 +86,7 @@ class SGLangLoader(Loader):
         self._drops = drops
         self._may_be_in_session = False
         self._table = ("", 0)  # the layout that the parts are of, and the driver's session
-        self._parts: list[list[Cut]] = []
+        self._parts: list[list[Shard]] = []
 
     def prepare(
         self, manifest: WeightUpdateManifest, tensors: Mapping[str, torch.Tensor]
@@ -96,7 +96,7 @@ class SGLangLoader(Loader):
             check_finite(tensors, tensors)
         # Another engine may be there in another session.
         is_known = self._table == (manifest.table.digest, self._client.epoch)
-        return {"drops": self._drops, "cuts": not is_known}
+        return {"drops": self._drops, "shards": not is_known}
 
     def prepared(
         self,
@@ -106,9 +106,9 @@ class SGLangLoader(Loader):
     ) -> None:
         """Note which parts the ranks take."""
         del tensors
-        if "cuts" in replies[0]:
+        if "shards" in replies[0]:
             self._table = ("", 0)
-            found = [parse_cuts(reply["cuts"], manifest) for reply in replies]
+            found = [parse_shards(reply["shards"], manifest) for reply in replies]
             check_covered(manifest, found)
             self._table, self._parts = (manifest.table.digest, self._client.epoch), found
 
@@ -117,8 +117,8 @@ class SGLangLoader(Loader):
     ) -> Mapping[str, Any]:
         """Feed SGLang's loader; the digests that each rank's parts must have, by rank."""
         parts = [
-            [digest.hex() for digest in part_digests(manifest, tensors, cuts, num_threads=None)]
-            for cuts in self._parts
+            [digest.hex() for digest in part_digests(manifest, tensors, shards, num_threads=None)]
+            for shards in self._parts
         ]
         self.feed(manifest, tensors)
         return {"parts": parts}
