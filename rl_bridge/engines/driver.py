@@ -59,12 +59,7 @@ class Loader:
         del manifest, tensors
         return {}
 
-    def prepared(
-        self,
-        manifest: WeightUpdateManifest,
-        tensors: Mapping[str, torch.Tensor],
-        replies: Replies,
-    ) -> None:
+    def prepared(self, manifest: WeightUpdateManifest, replies: Replies) -> None:
         """Take note of what the ranks answered to `prepare`."""
 
     def load(
@@ -176,7 +171,7 @@ class EngineDriver(TransactionalAdapter):
             self._phases_ms["verify"] = slowest
             roots = {reply["verified"] for reply in replies}
             self.verified_root = roots.pop() if len(roots) == 1 else ""
-        self._loader.prepared(manifest, tensors, replies)
+        self._loader.prepared(manifest, replies)
 
     def install(self, manifest: WeightUpdateManifest, tensors: Mapping[str, torch.Tensor]) -> None:
         """Pause, then install and prove on all ranks or on none; after a failure all are back."""

@@ -58,7 +58,7 @@ def test_parts_of_all_ranks_that_cover_a_tensor_are_enough(
     manifest: WeightUpdateManifest, loader: Parts
 ) -> None:
     assert not is_known(loader, manifest)
-    loader.prepared(manifest, TENSORS, [{"shards": [said(LEFT)]}, {"shards": [said(RIGHT)]}])
+    loader.prepared(manifest, [{"shards": [said(LEFT)]}, {"shards": [said(RIGHT)]}])
     assert is_known(loader, manifest)
     assert loader.load(manifest, TENSORS) == {
         "parts": [
@@ -77,7 +77,7 @@ def test_an_element_that_no_rank_takes_is_told(
     with pytest.raises(IncompatibleUpdate, match="takes 12 of its 24 elements"):
         check_covered(manifest, [shards, shards])
     with pytest.raises(IncompatibleUpdate, match="tensor 'a'"):
-        loader.prepared(manifest, TENSORS, [{"shards": [said(LEFT)]}, {"shards": [said(LEFT)]}])
+        loader.prepared(manifest, [{"shards": [said(LEFT)]}, {"shards": [said(LEFT)]}])
     assert not is_known(loader, manifest)
 
 

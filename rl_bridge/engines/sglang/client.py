@@ -25,7 +25,7 @@ from rl_bridge.engines.sglang import MINIMUM, SGLANG, require
 from rl_bridge.engines.sglang.plugin import NAME, call_text, reply_text
 from rl_bridge.errors import WeightBridgeUnavailableError, WeightUpdateRejectedError
 
-__all__ = ["METHODS", "EngineOfThisProcess", "SGLangClient", "ServerClient", "connect"]
+__all__ = ["REQUESTS", "EngineOfThisProcess", "SGLangClient", "ServerClient", "connect"]
 
 Answer = tuple[bool, str]
 """Whether a route did what it was asked, and what it said."""
@@ -35,23 +35,20 @@ _LOOK_S = 0.25
 # If the loop runs in another thread: how much later than its own deadline it may tell.
 _LOOP_S = 5.0
 
-METHODS: Mapping[str, tuple[str, str]] = {
-    route: (f"{request}ReqInput", route)
-    for route, request in {
-        "get_weights_by_name": "GetWeightsByName",
-        "pause_generation": "PauseGeneration",
-        "continue_generation": "ContinueGeneration",
-        "update_weight_version": "UpdateWeightVersion",
-        "begin_weight_update": "BeginWeightUpdate",
-        "end_weight_update": "EndWeightUpdate",
-        "update_weights_from_tensor": "UpdateWeightsFromTensor",
-        "init_weights_update_group": "InitWeightsUpdateGroup",
-        "destroy_weights_update_group": "DestroyWeightsUpdateGroup",
-        "update_weights_from_distributed": "UpdateWeightsFromDistributed",
-        "update_weights_from_disk": "UpdateWeightFromDisk",
-    }.items()
+REQUESTS: Mapping[str, str] = {
+    "get_weights_by_name": "GetWeightsByNameReqInput",
+    "pause_generation": "PauseGenerationReqInput",
+    "continue_generation": "ContinueGenerationReqInput",
+    "update_weight_version": "UpdateWeightVersionReqInput",
+    "begin_weight_update": "BeginWeightUpdateReqInput",
+    "end_weight_update": "EndWeightUpdateReqInput",
+    "update_weights_from_tensor": "UpdateWeightsFromTensorReqInput",
+    "init_weights_update_group": "InitWeightsUpdateGroupReqInput",
+    "destroy_weights_update_group": "DestroyWeightsUpdateGroupReqInput",
+    "update_weights_from_distributed": "UpdateWeightsFromDistributedReqInput",
+    "update_weights_from_disk": "UpdateWeightFromDiskReqInput",
 }
-"""Route -> its request among SGLang's own, and the method of its tokenizer manager."""
+"""Route, which is a method of SGLang's tokenizer manager -> its request among SGLang's own."""
 
 
 class SGLangClient(EngineClient):
@@ -166,9 +163,8 @@ class EngineOfThisProcess(SGLangClient):
         self, route: str, *, within_s: float | None = None, **body: Any
     ) -> tuple[bool, Any]:
         """Call a control route. See `SGLangClient`."""
-        request, method = METHODS[route]
-        made = getattr(self._requests, request)(**body)
-        answered = self._run(lambda: getattr(self._manager, method)(made), route, within_s)
+        request = getattr(self._requests, REQUESTS[route])(**body)
+        answered = self._run(lambda: getattr(self._manager, route)(request), route, within_s)
         if route == "get_weights_by_name":
             return answered is not None, answered
         if isinstance(answered, tuple):

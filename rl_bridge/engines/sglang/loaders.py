@@ -98,14 +98,8 @@ class SGLangLoader(Loader):
         is_known = self._table == (manifest.table.digest, self._client.epoch)
         return {"drops": self._drops, "shards": not is_known}
 
-    def prepared(
-        self,
-        manifest: WeightUpdateManifest,
-        tensors: Mapping[str, torch.Tensor],
-        replies: Replies,
-    ) -> None:
+    def prepared(self, manifest: WeightUpdateManifest, replies: Replies) -> None:
         """Note which parts the ranks take."""
-        del tensors
         if "shards" in replies[0]:
             self._table = ("", 0)
             found = [parse_shards(reply["shards"], manifest) for reply in replies]

@@ -8,7 +8,7 @@ from typing import Any
 from rl_bridge.engines import probe as engine_probe
 from rl_bridge.engines.probe import TIMEOUT_S, Feature
 from rl_bridge.engines.sglang import MINIMUM, SGLANG, require
-from rl_bridge.engines.sglang.client import METHODS
+from rl_bridge.engines.sglang.client import REQUESTS
 from rl_bridge.engines.sglang.plugin import ANSWERED, GUARDED, NAME, RECEIVED
 from rl_bridge.transports.base import Availability
 
@@ -46,8 +46,7 @@ def _routes(*names: str) -> Callable[[], str | None]:
         requests = require("sglang.srt.managers.io_struct")
         manager: Any = require("sglang.srt.managers.tokenizer_manager").TokenizerManager
         for name in names:
-            request, method = METHODS[name]
-            if not hasattr(requests, request) or not hasattr(manager, method):
+            if not hasattr(requests, REQUESTS[name]) or not hasattr(manager, name):
                 return f"this SGLang has no route {name}"
         return None
 
