@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from rl_bridge.engines.load_checks import doubles
+from rl_bridge.engines.load_checks import equal_copies
 from rl_bridge.engines.load_plan import Fill, LoadPlan, Route, kinds_of
 from rl_bridge.engines.shards import check_sources, digest_of, digests_of, shard_routes
 from rl_bridge.engines.staging import Assembled, Staged, TensorChange
@@ -233,7 +233,7 @@ class Evidence:
 
     def _root(self) -> str:
         rows = self._manifest.table.rows
-        for name, other in doubles(self._plan, self._manifest).items():
+        for name, other in equal_copies(self._plan, self._manifest).items():
             if rows[other] in self._rows:
                 self._rows[rows[name]] = self._rows[rows[other]]
         every = range(len(self._manifest.table.names))

@@ -24,7 +24,7 @@ __all__ = [
     "check_landed",
     "check_same",
     "check_whole",
-    "doubles",
+    "equal_copies",
 ]
 
 _SHOWN = 5
@@ -58,7 +58,7 @@ def check_same(plan: LoadPlan, manifest: WeightUpdateManifest) -> None:
 def check_landed(plan: LoadPlan, manifest: WeightUpdateManifest) -> None:
     """Refuse tensors that the loader puts nowhere, except those whose bytes are there already."""
     rows = manifest.table.rows
-    found = doubles(plan, manifest)
+    found = equal_copies(plan, manifest)
     lost = [name for name in rows if name not in plan.landed and name not in found]
     if not lost:
         return
@@ -73,7 +73,7 @@ def check_landed(plan: LoadPlan, manifest: WeightUpdateManifest) -> None:
     raise IncompatibleUpdate(msg)
 
 
-def doubles(plan: LoadPlan, manifest: WeightUpdateManifest) -> dict[str, str]:
+def equal_copies(plan: LoadPlan, manifest: WeightUpdateManifest) -> dict[str, str]:
     """Tensors that go nowhere because the engine has their bytes already -> the tensor that goes.
 
     Loaders pass over the second name of what they tie: the update may hold an equal copy under it.

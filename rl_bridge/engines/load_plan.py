@@ -127,23 +127,17 @@ class Fill:
 
 @dataclass(slots=True)
 class LoadPlan:
-    """What a loader does with the tensors of one layout.
+    """What a loader does with the tensors of one layout."""
 
-    Attributes:
-        targets: the parameters that it writes and those that it does not.
-        steps: position of a target -> what is written into it, in the loader's order.
-        landed: names of the tensors that go anywhere, if only to other ranks.
-        computed: positions of the targets that the loader computes; they have no steps.
-        buffers: full names of the buffers that it loads.
-        mixed: names of the tensors of which computed targets and buffers are made.
-
-    """
-
-    targets: Sequence[Target]
+    targets: Sequence[Target]  # the parameters that it writes and those that it does not
+    # Position of a target -> what is written into it, in the loader's order.
     steps: dict[int, list[Route | Fill]] = field(default_factory=dict)
+    # Names of the tensors that go anywhere, if only to other ranks.
     landed: frozenset[str] = frozenset()
+    # Positions of the targets that the loader computes; they have no steps.
     computed: frozenset[int] = frozenset()
-    buffers: frozenset[str] = frozenset()
+    buffers: frozenset[str] = frozenset()  # full names of the buffers that it loads
+    # Names of the tensors of which computed targets and buffers are made.
     mixed: frozenset[str] = frozenset()
 
     def routes(self) -> Iterator[Route]:
@@ -540,18 +534,11 @@ def _chunks(plan: LoadPlan, kinds: Kinds) -> Iterator[list[int]]:
 
 @dataclass(frozen=True, slots=True)
 class Numbering:
-    """How the elements of some tensors are numbered.
+    """How the elements of some tensors are numbered."""
 
-    Attributes:
-        dtype: what holds a digit.
-        bits: of a digit.
-        digits: of a number.
-
-    """
-
-    dtype: torch.dtype
-    bits: int
-    digits: int
+    dtype: torch.dtype  # what holds a digit
+    bits: int  # of a digit
+    digits: int  # of a number
 
     @classmethod
     def of(cls, numbered: int, held: int) -> "Numbering":

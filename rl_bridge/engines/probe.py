@@ -70,20 +70,12 @@ class EnginePackage:
 
 @dataclass(frozen=True, slots=True)
 class Feature:
-    """Something that an engine must have for one of our ways of serving it.
+    """Something that an engine must have for one of our ways of serving it."""
 
-    Attributes:
-        purpose: what it is good for.
-        since: the engine's first version that has it.
-        attempt: tries it; returns what is missing, or None.
-        remedy: what to do where it is blocked.
-
-    """
-
-    purpose: str
-    since: str
-    attempt: Callable[[], str | None]
-    remedy: str
+    purpose: str  # what it is good for
+    since: str  # the engine's first version that has it
+    attempt: Callable[[], str | None]  # tries it; returns what is missing, or None
+    remedy: str  # what to do where it is blocked
 
 
 def look(features: Mapping[str, Feature]) -> None:

@@ -35,18 +35,11 @@ _PASS_NBYTES = 64 << 20
 
 
 class Shard(NamedTuple):
-    """A part of a tensor that goes into one parameter.
+    """A part of a tensor that goes into one parameter."""
 
-    Attributes:
-        row: the tensor's in the manifest's table.
-        view: which part.
-        is_all: another parameter takes the whole tensor, so the parts need not cover it.
-
-    """
-
-    row: int
-    view: View
-    is_all: bool
+    row: int  # the tensor's in the manifest's table
+    view: View  # which part
+    is_all: bool  # another parameter takes the whole tensor, so the parts need not cover it
 
     def to_json(self) -> list[Any]:
         """As a reply carries it."""

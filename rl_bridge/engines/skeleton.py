@@ -93,21 +93,15 @@ class User:
 
 @dataclass(slots=True, eq=False)
 class Target:
-    """One parameter, as checkpoints load it.
+    """One parameter, as checkpoints load it."""
 
-    Attributes:
-        meta: its shape, strides, dtype and attributes; without memory.
-        users: the modules that hold it, more than one where it is tied. The first names it.
-        kept_dtype: the dtype in which the engine keeps it.
-        is_consumed: the engine keeps no such parameter: it was packed away when it was loaded.
-        is_tied: several layers hold it, or one layer that has several places in the model.
-
-    """
-
-    meta: torch.Tensor
+    meta: torch.Tensor  # its shape, strides, dtype and attributes; without memory
+    # The modules that hold it, more than one where it is tied. The first names it.
     users: list[User] = field(default_factory=list)
-    kept_dtype: torch.dtype | None = None
+    kept_dtype: torch.dtype | None = None  # the dtype in which the engine keeps it
+    # The engine keeps no such parameter: it was packed away when it was loaded.
     is_consumed: bool = False
+    # Several layers hold it, or one layer that has several places in the model.
     is_tied: bool = False
 
     @property

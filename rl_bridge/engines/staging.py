@@ -45,19 +45,12 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class TensorChange:
-    """A serving parameter, and the memory that it gets.
+    """A serving parameter, and the memory that it gets."""
 
-    Attributes:
-        name: full name.
-        live: the parameter object, which stays.
-        fresh: its next content.
-        index: position of the target that it is; None where the engine made it of something else.
-
-    """
-
-    name: str
-    live: torch.Tensor
-    fresh: torch.Tensor
+    name: str  # full name
+    live: torch.Tensor  # the parameter object, which stays
+    fresh: torch.Tensor  # its next content
+    # Position of the target that it is; None where the engine made it of something else.
     index: int | None
 
 
@@ -94,21 +87,14 @@ class Assembled:
 
 @dataclass(slots=True)
 class Staged:
-    """Everything that an install exchanges, and what proves it.
+    """Everything that an install exchanges, and what proves it."""
 
-    Attributes:
-        tensors: parameters and their next content.
-        attributes: what layers compute with.
-        canaries: one for each packed product.
-        compared: layers of which all that was derived is compared elsewhere.
-        memory: position of a target -> the memory that was taken for it.
-
-    """
-
-    tensors: list[TensorChange] = field(default_factory=list)
-    attributes: list[AttributeChange] = field(default_factory=list)
-    canaries: list[Canary] = field(default_factory=list)
+    tensors: list[TensorChange] = field(default_factory=list)  # parameters and their next content
+    attributes: list[AttributeChange] = field(default_factory=list)  # what layers compute with
+    canaries: list[Canary] = field(default_factory=list)  # one for each packed product
+    # Layers of which all that was derived is compared elsewhere.
     compared: list[torch.nn.Module] = field(default_factory=list)
+    # Position of a target -> the memory that was taken for it.
     memory: dict[int, torch.Tensor] = field(default_factory=dict)
 
 

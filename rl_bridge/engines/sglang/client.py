@@ -52,18 +52,11 @@ REQUESTS: Mapping[str, str] = {
 
 
 class SGLangClient(EngineClient):
-    """What the two kinds of SGLang engines have in common.
+    """What the two kinds of SGLang engines have in common."""
 
-    Attributes:
-        sharing: by which of torch's strategies its process gets shared memory.
-        num_ranks: ranks that compute its model together, as its last answer said.
-        device: the kind of device that its model is on.
-
-    """
-
-    sharing = "file_descriptor"
-    num_ranks = 1
-    device = "cpu"
+    sharing = "file_descriptor"  # by which of torch's strategies its process gets shared memory
+    num_ranks = 1  # ranks that compute its model together, as its last answer said
+    device = "cpu"  # the kind of device that its model is on
 
     @abstractmethod
     def control(

@@ -58,22 +58,13 @@ _ROUNDINGS = 8
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackCanary:
-    """A packed product, the layer that gets it, and what it answered when it was made.
+    """A packed product, the layer that gets it, and what it answered when it was made."""
 
-    Attributes:
-        path: name of the layer.
-        module: the layer.
-        product: the packed product.
-        inputs: columns of its weight.
-        answer: [8, out] in the layer's dtype.
-
-    """
-
-    path: str
-    module: torch.nn.Module
-    product: Any
-    inputs: int
-    answer: torch.Tensor
+    path: str  # name of the layer
+    module: torch.nn.Module  # the layer
+    product: Any  # the packed product
+    inputs: int  # columns of its weight
+    answer: torch.Tensor  # [8, out] in the layer's dtype
 
     @classmethod
     def make(
