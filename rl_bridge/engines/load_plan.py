@@ -205,7 +205,8 @@ def learn(
         plan = recorder.plan()
         _check_complete(plan, is_optional)
         admit(plan, _checking_nbytes(plan, kinds))
-        _check(skeleton, plan, kinds)
+        for chunk in _chunks(plan, kinds):
+            _check(skeleton, plan, kinds, chunk)  # (its memory is gone before the next one's)
     return plan
 
 
@@ -438,13 +439,8 @@ def _checking_nbytes(plan: LoadPlan, kinds: Kinds) -> int:
     return most if most > SMALL_NBYTES else 0
 
 
-def _check(skeleton: Skeleton, plan: LoadPlan, kinds: Kinds) -> None:
+def _check(skeleton: Skeleton, plan: LoadPlan, kinds: Kinds, chunk: Sequence[int]) -> None:
     """Run the loader into memory, a different number in every element; compare with the plan."""
-    for chunk in _chunks(plan, kinds):
-        _check_chunk(skeleton, plan, kinds, chunk)  # (its memory is gone before the next one's)
-
-
-def _check_chunk(skeleton: Skeleton, plan: LoadPlan, kinds: Kinds, chunk: Sequence[int]) -> None:
     numels, held = _held(plan, chunk, kinds)
     numbering = Numbering.of(sum(numels.values()), held)
     dtype = numbering.dtype

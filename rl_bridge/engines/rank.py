@@ -135,7 +135,7 @@ class EngineRank:
         """Take options: ``transports`` of `EngineBridges`, all others of the host's installer."""
         if (self._made is not None and dict(options) == self.options) or self.is_begun:
             return
-        self._drop_staged(None)  # by the options before
+        self.abandon(None)  # by the options before
         wanted = dict(options)
         transports = wanted.pop("transports", {})
         installer = self.host.make_installer(wanted)
@@ -155,7 +155,7 @@ class EngineRank:
         if self.stage is Stage.COMMITTING:
             self._finish_commit()
         self._require_idle()
-        self._drop_staged(None)
+        self.abandon(None)
         bridge = self._bridges.of(manifest, self.host.group.rank) if imports else None
         start, told = time.perf_counter(), dict[str, float]()
         self.pending, self.stage, self._imports = manifest, Stage.PREPARED, imports
@@ -204,10 +204,7 @@ class EngineRank:
     def prove(self, update_id: str, parts: Sequence[Sequence[str]]) -> Reply:
         """Prove what the engine's own loader brought, on all ranks or on none; all must call it.
 
-        Args:
-            update_id: the update.
-            parts: digests of what each rank must hold, by rank, as hex.
-
+        The `parts` are digests of what each rank must hold, by rank, as hex.
         """
 
         def step() -> None:
@@ -271,9 +268,7 @@ class EngineRank:
     def undo(self, reason: str | None) -> None:
         """Take back what is not committed; without anything pending, nothing happens.
 
-        Args:
-            reason: for its trainer. None: it was not refused, and may come again.
-
+        The reason is for its trainer. None: it was not refused, and may come again.
         """
         if self.stage is Stage.COMMITTING:
             self._finish_commit()
@@ -291,7 +286,8 @@ class EngineRank:
 
     def abandon(self, reason: str | None) -> None:
         """Release what was staged and not begun to be installed; `reason` as for `undo`."""
-        self._drop_staged(reason)
+        if self.stage is Stage.PREPARED:
+            self._end(reason)
 
     def commit(self, update_id: str) -> Reply:
         """Acknowledge the proven update; it is what an undo goes back to from now on."""
@@ -356,10 +352,6 @@ class EngineRank:
             )
             raise WeightUpdateRejectedError(msg)
         return self.pending
-
-    def _drop_staged(self, reason: str | None) -> None:
-        if self.stage is Stage.PREPARED:
-            self._end(reason)
 
     def _end(self, reason: str | None) -> None:
         """The pending update is refused, undone or given up: its publisher is told."""

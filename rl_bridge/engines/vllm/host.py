@@ -29,13 +29,7 @@ from rl_bridge.installers.base import TransactionalAdapter
 from rl_bridge.manifest.canonical import canonical_json
 from rl_bridge.manifest.model import WeightUpdateManifest
 
-__all__ = [
-    "NativeUpdates",
-    "VLLMHost",
-    "heard",
-    "manifest_of",
-    "vllm_rank",
-]
+__all__ = ["NativeUpdates", "VLLMHost", "heard", "manifest_of", "vllm_rank"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -83,17 +77,17 @@ class VLLMHost(RankHost):
                 raise WeightBridgeUnavailableError(msg)
 
 
-def worker_group() -> RankGroup:
-    """The workers of this engine: its tensor and pipeline parallel ranks."""
-    state = require("vllm.distributed.parallel_state")
-    inner = getattr(state, "_INNER_DP_WORLD", None)
-    found = inner if inner is not None else state.get_world_group()
-    return RankGroup(int(found.rank_in_group), int(found.world_size), found.cpu_group)
-
-
 def vllm_rank(model: torch.nn.Module, vllm_config: Any) -> EngineRank:
     """The rank whose model this is; vLLM's backend and drivers' calls share one."""
-    return rank_of(model, lambda: VLLMHost(model, vllm_config, worker_group()))
+
+    def make_host() -> VLLMHost:
+        state = require("vllm.distributed.parallel_state")
+        inner = getattr(state, "_INNER_DP_WORLD", None)
+        found = inner if inner is not None else state.get_world_group()
+        group = RankGroup(int(found.rank_in_group), int(found.world_size), found.cpu_group)
+        return VLLMHost(model, vllm_config, group)
+
+    return rank_of(model, make_host)
 
 
 # ---- updates by vLLM's own calls -----------------------------------------------------------------
@@ -137,12 +131,6 @@ class NativeUpdates:
     def is_last(self) -> bool:
         """Whether it is the last of the workers, which tells for all."""
         return self._group.rank == self._group.size - 1
-
-    def require_idle(self) -> None:
-        """Refuse to go on while an update is installed and not committed."""
-        if self._rank.is_begun:
-            msg = "an update is installed and not finished. Call finish_weight_update first."
-            raise WeightUpdateRejectedError(msg)
 
     def receive(self, given: object) -> str:
         """Prepare and install, on all ranks or on none; all must call it.

@@ -82,7 +82,9 @@ class RLBridgeTransferEngine(
             given = dict(vars(options))
             if options.transports is not None:
                 given["transports"] = checked_transports(options.transports)
-            self.updates.require_idle()
+            if self.rank.is_begun:
+                msg = "an update is installed and not finished. Call finish_weight_update first."
+                raise WeightUpdateRejectedError(msg)
             self.rank.configure({key: value for key, value in given.items() if value is not None})
             return ""
 
