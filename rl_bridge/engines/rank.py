@@ -18,11 +18,12 @@ from typing import Any
 import torch
 
 from rl_bridge.bridge.consumer import is_shortage
-from rl_bridge.engines.rank_bridges import EngineBridges, acknowledge, release_update
+from rl_bridge.engines.rank_bridges import EngineBridges
 from rl_bridge.engines.rpc import OTHER_RANK, RankGroup, Reply, clear_frames, failure_reply
 from rl_bridge.engines.session import Session
-from rl_bridge.errors import TornEngine, WeightUpdateRejectedError, describe
+from rl_bridge.errors import TornEngine, WeightBridgeError, WeightUpdateRejectedError, describe
 from rl_bridge.installers.base import InstallProof, TransactionalAdapter
+from rl_bridge.lifecycle import State
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.memory.views import ImportedTensors
 
@@ -46,18 +47,11 @@ class Stage(StrEnum):
 
 
 class RankHost(ABC):
-    """What a rank is in its engine.
+    """What a rank is in its engine."""
 
-    Attributes:
-        name: the engine's, as publishers are told it.
-        model: this rank's.
-        group: all ranks of the engine.
-
-    """
-
-    name: str
-    model: torch.nn.Module
-    group: RankGroup
+    name: str  # the engine's, as publishers are told it
+    model: torch.nn.Module  # this rank's
+    group: RankGroup  # all ranks of the engine
 
     @abstractmethod
     def make_installer(self, options: Mapping[str, Any]) -> TransactionalAdapter:
@@ -308,13 +302,27 @@ class EngineRank:
         self._installer.commit()  # if it fails, it is done again: the update is proven still
         self._active = manifest
         self._forget_tensors()
-        answer: Reply = {}
-        if self._imports:
-            bridge = self._bridges.of(manifest, self.host.group.rank)
-            answer = acknowledge(bridge, manifest, proof, self._timings_ms)
+        answer = self._acknowledge(manifest, proof) if self._imports else {}
         self._clear()
         self.is_paused = False
         return answer
+
+    def _acknowledge(self, manifest: WeightUpdateManifest, proof: InstallProof) -> Reply:
+        """Tell the trainer, once, that its update is active here; a failure is in the answer."""
+        bridge = self._bridges.of(manifest, self.host.group.rank)
+        try:
+            if bridge.active_update_id != manifest.update_id:
+                evidence, timings = proof.to_dict(), dict(self._timings_ms)
+                bridge.acknowledge(manifest.update_id, proof=evidence, timings_ms=timings)
+        except WeightBridgeError as error:
+            # Other ranks have committed: there is no way back, and none is needed.
+            version = manifest.weight_version
+            _LOG.exception("version %d is active, but its trainer is not told", version)
+            return {"not_told": describe(error)}
+        finally:
+            # The model has memory of its own: the trainer's slot is free for the next version.
+            bridge.release_imported(manifest.update_id)
+        return {}
 
     def close(self) -> None:
         """Take back what is not committed, and close the bridges."""
@@ -358,8 +366,19 @@ class EngineRank:
         manifest, is_imported = self.pending, self._imports
         assert manifest is not None
         self._clear()
-        bridge = self._bridges.made(manifest) if is_imported else None
-        release_update(bridge, manifest, reason, self._made)
+        steps: list[Callable[[], object]] = [] if self._made is None else [self._made.abandon]
+        if is_imported and (bridge := self._bridges.made(manifest)) is not None:
+            state = bridge.consumer.state(manifest.update_id)
+            if reason is not None and state in {State.IMPORTED, State.VERIFIED}:
+                # (Else the import failed: the bridge knows whether that may be tried again.)
+                steps.append(lambda: bridge.reject(manifest.update_id, reason))
+            steps.append(lambda: bridge.release_imported(manifest.update_id))
+        for step in steps:
+            try:
+                step()
+            except Exception:  # noqa: BLE001 - logged in full
+                # The model is as it should be, and the trainer's slot must not wait for the rest.
+                _LOG.exception("version %d could not be released", manifest.weight_version)
 
     def _forget_tensors(self) -> None:
         tensors, self._tensors = self._tensors, {}

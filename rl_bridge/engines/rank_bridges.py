@@ -1,34 +1,20 @@
 """The bridges of an engine's rank, by which it imports updates itself; and options for them."""
 
-import logging
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from rl_bridge.bridge.bridges import make_weight_bridge
 from rl_bridge.bridge.tensor_bridge import TensorBridge
-from rl_bridge.errors import (
-    MalformedManifest,
-    WeightBridgeError,
-    WeightBridgeUnavailableError,
-    describe,
-)
+from rl_bridge.errors import MalformedManifest, WeightBridgeUnavailableError
 from rl_bridge.groups.bridge import GROUP
-from rl_bridge.installers.base import InstallProof, TransactionalAdapter
-from rl_bridge.lifecycle import State
 from rl_bridge.manifest.canonical import canonical_json
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.transports.registry import canonical_name
 
-__all__ = [
-    "EngineBridges",
-    "TransportOptions",
-    "acknowledge",
-    "checked_transports",
-    "release_update",
-]
+__all__ = ["EngineBridges", "TransportOptions", "checked_transports"]
 
 TransportOptions = Mapping[str, Mapping[str, object]]
 """Name of a transport -> what the ranks' bridges of that transport are made with."""
@@ -136,62 +122,3 @@ def _close(bridges: Iterable[TensorBridge]) -> None:
     with ExitStack() as stack:  # all of them, whatever one says
         for bridge in bridges:
             stack.callback(bridge.close)
-
-
-# ---- What the ranks of any engine do at the end of an update: tell its trainer, and let go of it.
-
-_LOG = logging.getLogger(__name__)
-
-
-def acknowledge(
-    bridge: TensorBridge,
-    manifest: WeightUpdateManifest,
-    proof: InstallProof,
-    timings_ms: Mapping[str, float],
-) -> dict[str, Any]:
-    """Tell the trainer that its update is active here; where that fails, the answer says so.
-
-    Called again for the same update, it is not told twice.
-    """
-    try:
-        if bridge.active_update_id != manifest.update_id:
-            evidence, timings = proof.to_dict(), dict(timings_ms)
-            bridge.acknowledge(manifest.update_id, proof=evidence, timings_ms=timings)
-    except WeightBridgeError as error:
-        # Other ranks have committed: there is no way back, and none is needed.
-        _LOG.exception("version %d is active, but its trainer is not told", manifest.weight_version)
-        return {"not_told": describe(error)}
-    finally:
-        # The model has memory of its own: the trainer's slot is free for the next version.
-        bridge.release_imported(manifest.update_id)
-    return {}
-
-
-def release_update(
-    bridge: TensorBridge | None,
-    manifest: WeightUpdateManifest,
-    reason: str | None,
-    installer: TransactionalAdapter | None,
-) -> None:
-    """End an update that is over here, and release what it took, whatever its trainer's side says.
-
-    Args:
-        bridge: that imported it; None: another process did.
-        manifest: the update.
-        reason: why it is never let in again; None: nothing is wrong with it, and it may come again.
-        installer: of the model that it was staged for.
-
-    """
-    steps: list[Callable[[], object]] = [] if installer is None else [installer.abandon]
-    if bridge is not None:
-        state = bridge.consumer.state(manifest.update_id)
-        if reason is not None and state in {State.IMPORTED, State.VERIFIED}:
-            # (Else the import failed: the bridge knows whether that may be tried again.)
-            steps.append(lambda: bridge.reject(manifest.update_id, reason))
-        steps.append(lambda: bridge.release_imported(manifest.update_id))
-    for step in steps:
-        try:
-            step()
-        except Exception:  # noqa: BLE001 - logged in full
-            # The model is as it should be, and the trainer's slot must not wait for what failed.
-            _LOG.exception("version %d could not be let go of", manifest.weight_version)
