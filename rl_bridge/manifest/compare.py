@@ -90,7 +90,8 @@ def look_for_suspicion(
     for finding in findings:
         _LOG.warning("suspicious update: %s", finding.message)
     if findings and policy is Policy.REJECT:
-        raise SuspiciousUpdate("; ".join(finding.message for finding in findings))
+        said = "; ".join(finding.message for finding in findings)
+        raise SuspiciousUpdate(said)
 
 
 def compare(
