@@ -57,8 +57,7 @@ class BroadcastConsumer(ConsumerEnd):
         self._timeout_s = timeout_s
         self._clients: dict[str, tuple[ControlClient, Arrivals]] = {}
         # A bridge that is dropped instead of closed must not go on receiving.
-        self._pid = os.getpid()
-        self._finalizer = weakref.finalize(self, _end, self._pid, self._clients)
+        self._finalizer = weakref.finalize(self, _end, os.getpid(), self._clients)
         if init_info is not None:
             self._client(init_info, is_observer=False)
 
@@ -187,8 +186,7 @@ class BroadcastConsumer(ConsumerEnd):
 
     def close(self) -> None:
         """Leave all groups; tensors keep the memory that they show."""
-        _end(self._pid, self._clients)
-        self._finalizer.detach()  # behind it: what an interrupt cuts off, the next call ends
+        self._finalizer()
 
 
 def _is_same(one: BroadcastInitInfo, other: BroadcastInitInfo) -> bool:
@@ -204,6 +202,6 @@ def _close(client: ControlClient, arrivals: Arrivals) -> None:
 def _end(pid: int, clients: dict[str, tuple[ControlClient, Arrivals]]) -> None:
     if os.getpid() != pid:
         return
-    for publisher_id, client in list(clients.items()):
+    for client in list(clients.values()):
         _close(*client)
-        clients.pop(publisher_id, None)
+    clients.clear()

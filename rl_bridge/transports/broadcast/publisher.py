@@ -74,11 +74,16 @@ class BroadcastPublisher(PublisherEnd):
         self._timeout_s = timeout_s
         self._is_closed = False
 
+        numbers = itertools.count(1)
+
+        def make_slot(arena_nbytes: int) -> Slot:
+            return arenas.make_slot(f"rlb-{info.publisher_id[:12]}-{next(numbers)}", arena_nbytes)
+
         def receivers_of(update_id: str) -> list[str]:
             return sender.receivers_of(update_id)
 
         self._ring = SlotRing(
-            _SlotMaker(arenas, f"rlb-{info.publisher_id[:12]}"),
+            make_slot,
             limit=max_slots,
             name_holders=receivers_of,
         )
@@ -104,24 +109,22 @@ class BroadcastPublisher(PublisherEnd):
                 slot.layout_digest = table.digest
             staged = time.perf_counter()
             digests = plan.pack(tensors, slot.address, num_threads=self._num_threads)
-            with self._server.changed:
-                self._ring.publish(slot, update_id, table.arena_nbytes)
-            handle = BroadcastHandle(group=self.info, generation=slot.generation).model_dump()
-            ready = time.perf_counter()
-            self._sender.prepare(
-                Offered(update_id, slot, slot.generation, table.arena_nbytes, table.digest)
-            )
-            return Carried(
-                digests=digests,
-                handle=handle,
-                timings_ms={"slot": (staged - start) * 1e3, "stage_digest": (ready - staged) * 1e3},
-            )
         except BaseException:
-            self._sender.release(update_id)
             with self._server.changed:
-                if slot.update_id in {None, update_id}:
-                    self._ring.abandon(slot)
+                self._ring.abandon(slot)
             raise
+        with self._server.changed:
+            self._ring.publish(slot, update_id, table.arena_nbytes)
+        handle = BroadcastHandle(group=self.info, generation=slot.generation).model_dump()
+        ready = time.perf_counter()
+        self._sender.prepare(
+            Offered(update_id, slot, slot.generation, table.arena_nbytes, table.digest)
+        )
+        return Carried(
+            digests=digests,
+            handle=handle,
+            timings_ms={"slot": (staged - start) * 1e3, "stage_digest": (ready - staged) * 1e3},
+        )
 
     def seal_header(self, update_id: str, digest: bytes) -> None:
         """Leave the version to the sender, which sends the header's digest ahead of the bytes."""
@@ -156,20 +159,7 @@ class BroadcastPublisher(PublisherEnd):
     def close(self) -> None:
         """Hang up on the receivers, and end both threads."""
         self._is_closed = True
-        _end(self._server, self._sender, self._timeout_s)
-        self._finalizer.detach()  # behind it: what an interrupt cuts off, the next call ends
-
-
-class _SlotMaker:
-    """Makes the ring's slots."""
-
-    def __init__(self, arenas: Arenas, label: str) -> None:
-        self._arenas = arenas
-        self._label = label
-        self._numbers = itertools.count(1)  # no generator, which an interrupt would end for good
-
-    def __call__(self, arena_nbytes: int) -> Slot:
-        return self._arenas.make_slot(f"{self._label}-{next(self._numbers)}", arena_nbytes)
+        self._finalizer()
 
 
 def _close_slots(server: ControlServer, ring: SlotRing, arenas: Arenas) -> None:

@@ -207,14 +207,14 @@ class Sender:
         at_end: Callable[[], None],
         slice_nbytes: int | None = None,
     ) -> None:
-        """Start the thread.
+        """Start the thread, which waits `timeout_s` at most for a receiver and for a slice.
 
         Args:
             server: the connections.
             arenas: where the versions lie.
-            timeout_s: longest wait for a receiver, and for a slice.
+            timeout_s: see above.
             free: lets a released version's slot be written again; called under the server's lock.
-            at_end: called by the thread when nothing reads the arenas any more.
+            at_end: called by the thread once nothing reads the arenas any longer.
             slice_nbytes: bytes of one slice; None takes `SLICE_NBYTES`.
 
         """
@@ -378,8 +378,8 @@ class Sender:
             if isinstance(answer, Ready):
                 ready.append(member)
             elif isinstance(answer, Declined):
+                # Not sent again unasked: the member may ask for it once it has room.
                 with self._server.changed:
-                    # Not sent again unasked: the member may ask for it once it has room.
                     member.note_sent(offered.update_id, transfer)
                 _LOG.info("%s declined: %s", member.name, answer.reason)
             elif not member.is_gone and not self._is_stopping:

@@ -95,15 +95,7 @@ class ControlServer:
         max_members: int,
         timeout_s: float,
     ) -> None:
-        """Serve from now on.
-
-        Args:
-            listener: the socket, which the server closes.
-            info: what receivers know about the group.
-            max_members: most receivers at a time.
-            timeout_s: how long a connection may take to join.
-
-        """
+        """Serve at `listener`, and close it at the end; each connection joins in `timeout_s`."""
         self.info = info
         self.changed = threading.Condition(threading.RLock())
         """The lock of everything here; notified when members come, leave or answer."""
@@ -294,13 +286,6 @@ class ControlServer:
             member.is_observer = False
 
     def _serve(self, member: Member) -> None:
-        try:
-            self._read(member)
-        except BaseException:
-            member.channel.is_lost = True  # handled in part: the next connection reports again
-            raise
-
-    def _read(self, member: Member) -> None:
         channel = member.channel
         channel.flush()
         channel.fill()
@@ -347,7 +332,6 @@ class ControlServer:
                     other.channel.send(message)
 
     def _lose(self, member: Member) -> None:
-        # Out of the members last: what an interrupt cuts off, the next look does again.
         member.channel.close()
         member.is_gone = True
         for store, members in self._stores.values():
@@ -356,9 +340,9 @@ class ControlServer:
         if member.updates and not member.is_observer and member not in self._gone:
             self._gone.append(member)
             del self._gone[:-_MAX_GONE]
-        self.changed.notify_all()
         if member in self.members:
             self.members.remove(member)
+        self.changed.notify_all()
 
 
 _SERVERS: weakref.WeakSet[ControlServer] = weakref.WeakSet()

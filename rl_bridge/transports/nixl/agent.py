@@ -10,7 +10,7 @@ import secrets
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +26,7 @@ __all__ = [
     "Agent",
     "AgentError",
     "Counters",
+    "Host",
     "Kind",
     "Made",
     "MemoryRefused",
@@ -77,7 +78,7 @@ class Counters:
 
 
 class Region:
-    """SlotRegistration memory; `Agent.deregister` ends it."""
+    """Registered memory; `Host.deregister` ends it."""
 
     def __init__(self, descriptors: Any, count: int, address: int = 0) -> None:
         """Note the library's descriptors, and the address that peers use."""
@@ -100,12 +101,90 @@ class Made:
         self.raw = raw
 
 
-class Agent:
-    """An agent of the library; see `Host`. Thread-safe: the library's own lock is on."""
+class Host(Protocol):
+    """What holds a publisher's registered memory: an agent, or a process that has one.
+
+    Where a method does something here, it is what an agent does, which lives as long as this
+    process.
+    """
 
     serves_itself: ClassVar[bool] = False
-    epoch: ClassVar[int] = 1
-    is_lost: ClassVar[bool] = False
+    """Whether it makes progress by itself once `help` asks for it; else `progress` does."""
+    made: Counters
+    """What was made so far."""
+
+    @property
+    def num_registered(self) -> int:
+        """Ranges of memory that are registered now."""
+
+    @property
+    def epoch(self) -> int:
+        """Grows when another process takes its place."""
+        return 1
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether it died."""
+        return False
+
+    def fileno(self) -> int:
+        """Return a descriptor that becomes readable when it dies; -1 if there is none."""
+        return -1
+
+    def notice_end(self) -> bool:
+        """Find out whether it has ended."""
+        return False
+
+    def ensure(self, *, ping: bool = False) -> bool:
+        """Replace it if it died, with `ping` also if it lives and does not answer.
+
+        Returns:
+            Whether all memory has to be registered anew.
+
+        Raises:
+            AgentError: it cannot be replaced.
+
+        """
+        del ping
+        return False
+
+    def register(self, ranges: Sequence[tuple[int, int]], kind: Kind, device: int = 0) -> Region:
+        """Register ranges (address, size) of this process.
+
+        Raises:
+            AgentError: it cannot.
+
+        """
+
+    def register_segment(self, segment: "OwnedSegment") -> Region:
+        """Register a segment.
+
+        Raises:
+            AgentError: it cannot.
+
+        """
+
+    def deregister(self, region: Region) -> None:
+        """End a registration. Idempotent."""
+
+    def metadata(self, region: Region | None) -> bytes:
+        """Describe a region to a peer that will read it; None: only how to reach the host."""
+
+    def progress(self) -> None:
+        """Serve peers that read, once."""
+
+    def help(self, *, is_needed: bool) -> None:
+        """Serve peers that read from now on, or stop."""
+        del is_needed
+
+    def close(self) -> None:
+        """End it. Idempotent."""
+
+
+class Agent(Host):
+    """An agent of the library. Thread-safe: the library's own lock is on."""
+
+    num_registered: int = 0
 
     def __init__(self, role: str, *, backend: str, params: dict[str, str]) -> None:
         """Make an agent.
@@ -128,8 +207,6 @@ class Agent:
             raise TransportUnavailable("nixl", str(error), REMEDY) from error
         self._backend = backend
         self.made = Counters()
-        self.num_registered = 0
-        """Ranges that are registered now."""
         self._lock = threading.Lock()
         self._made: dict[Made, None] = {}
         """Lists and reads that were made and not released."""
@@ -285,8 +362,6 @@ class Agent:
 
     def _state(self, call: Any, read: Made) -> State:
         try:
-            if read.raw is None:  # an interrupt cut off `close`, which ends it
-                raise AgentError("a read was released. Import again.")
             state = call(read.raw)
         except self._failures as error:
             raise AgentError(f"a read failed: {error}.") from error.with_traceback(None)
@@ -315,21 +390,6 @@ class Agent:
             self._agent.get_new_notifs([self._backend])
         except self._failures as error:
             raise AgentError(f"NIXL makes no progress: {error}.") from error.with_traceback(None)
-
-    def help(self, *, is_needed: bool) -> None:
-        """Do nothing: the publisher calls `progress`."""
-
-    def ensure(self, *, ping: bool = False) -> bool:
-        """Do nothing: an agent lives as long as this process."""
-        del ping
-        return False
-
-    def notice_end(self) -> None:
-        """Do nothing, for the same reason."""
-
-    def fileno(self) -> int:
-        """Return -1: there is nothing to wait for."""
-        return -1
 
     def close(self) -> None:
         """End the agent, with reads under way, registered memory and connections. Idempotent.

@@ -9,8 +9,7 @@ import torch
 from rl_bridge.errors import SegmentError
 from rl_bridge.memory.slots import Slot
 from rl_bridge.memory.views import Pin
-from rl_bridge.transports.nixl.agent import AgentError, Kind, Region
-from rl_bridge.transports.nixl.serving_process import Host
+from rl_bridge.transports.nixl.agent import AgentError, Host, Kind, Region
 from rl_bridge.transports.wire.arenas import Arenas
 
 __all__ = ["RegisteredArenas", "SlotRegistration", "SlotRegistry"]
@@ -67,13 +66,11 @@ class SlotRegistry:
         def forget() -> None:
             if before_end is not None:
                 before_end()
-            slot.stamp(None, 0)  # a late reader sees that it is no version any more
-            ended = self._known.get(slot)
+            slot.stamp(None, 0)  # so a late reader sees that it is no longer a version
+            ended = self._known.pop(slot, None)
             for region in () if ended is None else ended.regions:
                 self._agent.deregister(region)
-            self._known.pop(slot, None)
 
-        slot.before_close = forget
         try:
             known = self._known[slot] = self._register(slot)
         except AgentError as error:
@@ -82,6 +79,7 @@ class SlotRegistry:
                 "locked memory (ulimit -l), or lower max_slots."
             )
             raise SegmentError(msg) from error
+        slot.before_close = forget
         return known
 
     def _register(self, slot: Slot) -> SlotRegistration:

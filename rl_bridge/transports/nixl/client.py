@@ -6,9 +6,8 @@ message wakes a process there.
 
 import os
 import time
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable
-from contextlib import suppress
 
 import numpy as np
 import numpy.typing as npt
@@ -92,7 +91,7 @@ class ControlClient:
         """Grows when the peer is made anew: reads that were prepared before are void."""
         self.reports: OrderedDict[str, UpdateReport] = OrderedDict()
         self.known_slots: dict[int, Leased] = {}
-        self._deferred: deque[bytes] = deque()
+        self._deferred: list[bytes] = []
         self._timeout_s = timeout_s
         self._identity = Join(
             worker=worker[:512],
@@ -101,13 +100,13 @@ class ControlClient:
             reader=reader,
             is_observer=is_observer,
         )
-        caller = self._caller(within_s)
-        self._where = caller.where
-        self._channel = caller.connect(
+        connector = self._connector(within_s)
+        self._where = connector.where
+        self._channel = connector.connect(
             token, endpoint.identity, max_message_nbytes=MAX_MESSAGE_NBYTES
         )
         try:
-            welcome = self._join(caller)
+            welcome = self._join(connector)
             self.lease_s = welcome.timeout_s
             self._conn = bytes.fromhex(welcome.metadata)
             self._remote_epoch = welcome.epoch
@@ -117,7 +116,7 @@ class ControlClient:
             self._channel.close()
             raise
 
-    def _caller(self, within_s: float | None = None) -> Connector:
+    def _connector(self, within_s: float | None = None) -> Connector:
         return Connector(
             f"{_NAME} {self.endpoint.server_name}",
             self.endpoint.address,
@@ -127,9 +126,9 @@ class ControlClient:
             within_s=within_s,
         )
 
-    def _join(self, caller: Connector) -> Welcome:
+    def _join(self, connector: Connector) -> Welcome:
         self._channel.send(self._identity)
-        message = self._parsed(caller.wait_for_message(self._channel))
+        message = _parsed(connector.wait_for_message(self._channel))
         if isinstance(message, Refused):
             raise WeightBridgeUnavailableError(
                 f"{self._where} refuses this side; mend that and import again: {message.reason}"
@@ -138,12 +137,6 @@ class ControlClient:
             msg = f"{self._where} speaks another release's protocol. Use one release."
             raise SegmentError(msg)
         return message
-
-    def _parsed(self, text: bytes) -> FromPublisher | None:
-        try:
-            return from_publisher(text)
-        except ValidationError:
-            return None
 
     @property
     def is_lost(self) -> bool:
@@ -166,23 +159,14 @@ class ControlClient:
 
     def _send_text(self, text: bytes) -> None:
         """Send a message behind the deferred ones, in one go."""
-        texts = list(self._deferred)
-        self._channel.send_bytes(*texts, text)
-        self._was_sent(texts)
+        deferred, self._deferred = self._deferred, []
+        self._channel.send_bytes(*deferred, text)
 
     def send_deferred(self) -> None:
         """Send the deferred messages that no other message took along."""
-        texts = list(self._deferred)
-        if texts:
-            self._channel.send_bytes(*texts)
-            self._was_sent(texts)
-
-    def _was_sent(self, texts: list[bytes]) -> None:
-        # Behind it: what an interrupt cuts off, or a finalizer sends meanwhile, goes twice. The end
-        # of a lease may, as the next lease comes behind both.
-        for text in texts:
-            with suppress(ValueError):
-                self._deferred.remove(text)
+        deferred, self._deferred = self._deferred, []
+        if deferred:
+            self._channel.send_bytes(*deferred)
 
     # ---- leases ---------------------------------------------------------------------------------
 
@@ -224,10 +208,10 @@ class ControlClient:
         return message
 
     def _answer(self, kinds: tuple[type[Message], ...], update_id: str | None) -> Message:
-        caller = self._caller()
+        connector = self._connector()
         while True:
             try:
-                text = caller.wait_for_message(self._channel)
+                text = connector.wait_for_message(self._channel)
             except TransferTimeout:
                 self._channel.close()  # the network may have cut it silently: use a new one
                 raise
@@ -236,7 +220,7 @@ class ControlClient:
                     raise
                 msg = f"update {update_id}: the connection to its publisher ended."
                 raise AgentError(msg) from error
-            message = self._parsed(text)
+            message = _parsed(text)
             if isinstance(message, Refused):
                 self._channel.close()
                 msg = f"{self._where} ended the connection: {message.reason}. Publish again."
@@ -280,7 +264,7 @@ class ControlClient:
         A word about an earlier lease of the same update came before the answer to this lease.
         """
         while (text := self._channel.take()) is not None:
-            message = self._parsed(text)
+            message = _parsed(text)
             if isinstance(message, Lapsed) and message.update_id == update_id:
                 return True
         return False
@@ -310,12 +294,8 @@ class ControlClient:
             TransferTimeout: it does not answer in time.
 
         """
-        try:
-            self._send(AskCatalog())
-            answer = self._answer((Catalog,), None)
-        except BaseException:
-            self._channel.close()  # a late answer must not count for the next question
-            raise
+        self._send(AskCatalog())
+        answer = self._answer((Catalog,), None)
         if not isinstance(answer, Catalog):
             raise TransferTimeout(f"{self._where} gave no catalog. Ask again.")
         return answer.entries
@@ -358,6 +338,14 @@ class ControlClient:
         self._channel.close()
         if not keeps_peer and not self._agent.is_closed:
             self._agent.remove_peer(self.peer)
+
+
+def _parsed(text: bytes) -> FromPublisher | None:
+    """Read a publisher's message; None if it is none."""
+    try:
+        return from_publisher(text)
+    except ValidationError:
+        return None
 
 
 def _text_of(report: UpdateReport) -> bytes:

@@ -12,7 +12,7 @@ import select
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
 from typing import ClassVar, TypeVar
 
 import torch
@@ -57,16 +57,8 @@ class _Resources:
         self.sources: dict[str, Source] = {}
         self.parked: list[tuple[Agent, Sequence[Job]]] = []
         """Agents that were given up, with reads that may not have ended."""
-        self.under_way: tuple[Agent, Sequence[Job]] | None = None
-        """What is being read; or was, if an interrupt cut off its end."""
         self.landings: SlotRegistry | None = None
         """Slots of callers that were read into."""
-        self.num_gathering = 0
-        """How many callers are inside of `in_one_go`."""
-
-    def __enter__(self) -> None:
-        """Defer the ends of leases, to send each together with a report."""
-        self.num_gathering += 1
 
     def sweep(self) -> None:
         """Close parked agents whose reads ended meanwhile, and release their slots.
@@ -109,13 +101,6 @@ class _Resources:
             self.parked.remove((agent, jobs))
         return bool(ended)
 
-    def __exit__(self, *_: object) -> None:
-        """Send what is still deferred."""
-        self.num_gathering -= 1
-        if not self.num_gathering:
-            for source in self.sources.values():
-                source.client.send_deferred()
-
 
 def _close(pid: int, resources: _Resources) -> None:
     """Close everything; does nothing in another process than `pid`. Idempotent."""
@@ -124,74 +109,17 @@ def _close(pid: int, resources: _Resources) -> None:
     for source in resources.sources.values():
         source.forget_reads()
     # Agents before connections: when a publisher sees the end, no byte can arrive any more.
-    under_way = None if resources.under_way is None else resources.under_way[0]
-    for agent in (resources.agent, under_way, *(agent for agent, _ in resources.parked)):
+    for agent in (resources.agent, *(agent for agent, _ in resources.parked)):
         if agent is not None:
             agent.close()
-    given_up = [*resources.parked, *([] if resources.under_way is None else [resources.under_way])]
-    for shared in {job.shared for _, jobs in given_up for job in jobs if job.shared is not None}:
-        shared.release()
+    for _, jobs in resources.parked:
+        for job in jobs:
+            if job.shared is not None:
+                job.shared.release()
     resources.parked.clear()
-    resources.under_way = None
-    for publisher_id, source in list(resources.sources.items()):
+    for source in resources.sources.values():
         source.close()
-        resources.sources.pop(publisher_id, None)  # last: an interrupt must not lose it
-
-
-def _pauses() -> Iterator[None]:
-    """Pause before each step, each time longer."""
-    pause_ms = _PAUSE_MS
-    while True:
-        select.poll().poll(pause_ms)
-        yield
-        pause_ms = min(2 * pause_ms, _LONGEST_PAUSE_MS)
-
-
-def _retried(
-    update_id: str, once: Callable[[], _Made], *, timeout_s: float, reconnect: Callable[[], None]
-) -> _Made:
-    """Try until it works or the deadline is over; at least twice if a connection broke.
-
-    Args:
-        update_id: the update, for messages.
-        once: one attempt.
-        timeout_s: for how long to try.
-        reconnect: makes the next attempt use new connections.
-
-    Raises:
-        StaleUpdate: the publisher wrote to the version again and again.
-        WeightBridgeUnavailableError: reads fail, which says nothing against the update.
-
-    """
-    until = time.monotonic() + timeout_s
-    num_broken = 0
-    pauses = _pauses()
-    while True:
-        try:
-            return once()
-        except TornRead as error:
-            # The publisher wrote meanwhile: this side's lease was lost.
-            if time.monotonic() >= until:
-                raise StaleUpdate(str(error)) from error
-            next(pauses)
-        except AgentError as error:
-            # Only the connection may be broken: try again, on a new one. The process that serves
-            # reads may die more than once.
-            num_broken += 1
-            is_hopeless = isinstance(error, MemoryRefused) or time.monotonic() >= until
-            if num_broken > 1 and is_hopeless:
-                reason = str(error).removesuffix(".")
-                remedy = "Check that its publisher runs and can be reached"
-                if isinstance(error, MemoryRefused):
-                    remedy = "Check how much memory this process may lock and register"
-                msg = (
-                    f"update {update_id} cannot be read: {reason}. {remedy}, then import it again."
-                )
-                raise WeightBridgeUnavailableError(msg) from error
-            reconnect()
-            _LOG.warning("%s Trying again, on a new connection.", error)
-            if num_broken > 1:
-                next(pauses)
+    resources.sources.clear()
 
 
 class NIXLConsumer(ConsumerEnd):
@@ -223,12 +151,13 @@ class NIXLConsumer(ConsumerEnd):
         self._timeout_s = timeout_s
         self._meet_s = min(_MEET_S, timeout_s)
         self._resources = _Resources()
+        self._num_gathering = 0
+        """How many callers are inside of `in_one_go`."""
         self._past = Counters()
         self._unreachable: dict[str, float] = {}
         """Publisher that could not be reached -> when it may be tried again."""
         # A bridge that is dropped instead of closed must not keep its memory and connections.
-        self._pid = os.getpid()
-        self._finalizer = weakref.finalize(self, _close, self._pid, self._resources)
+        self._finalizer = weakref.finalize(self, _close, os.getpid(), self._resources)
 
     # ---- what can be looked at ------------------------------------------------------------------
 
@@ -285,15 +214,44 @@ class NIXLConsumer(ConsumerEnd):
         )
 
     def _retried(self, update_id: str, once: Callable[[], _Made]) -> _Made:
-        """Try again if that may help, until the deadline."""
-        self._sweep()
-        # Each time with a new agent: the library looks for networks only when one is made.
-        return _retried(
-            update_id,
-            once,
-            timeout_s=self._timeout_s,
-            reconnect=lambda: self._renew_agent(()),
-        )
+        """Try until it works or the deadline is over; at least twice if a connection broke.
+
+        Raises:
+            StaleUpdate: the publisher wrote to the version again and again.
+            WeightBridgeUnavailableError: reads fail, which says nothing against the update.
+
+        """
+        self._resources.sweep()
+        until = time.monotonic() + self._timeout_s
+        num_broken, pause_ms = 0, _PAUSE_MS
+        while True:
+            try:
+                return once()
+            except TornRead as error:
+                # The publisher wrote meanwhile: this side's lease was lost.
+                if time.monotonic() >= until:
+                    raise StaleUpdate(str(error)) from error
+            except AgentError as error:
+                # Only the connection may be broken: try again, on a new one. The process that
+                # serves reads may die more than once.
+                num_broken += 1
+                is_refused = isinstance(error, MemoryRefused)
+                if num_broken > 1 and (is_refused or time.monotonic() >= until):
+                    reason = str(error).removesuffix(".")
+                    remedy = "Check that its publisher runs and can be reached"
+                    if is_refused:
+                        remedy = "Check how much memory this process may lock and register"
+                    raise WeightBridgeUnavailableError(
+                        f"update {update_id} cannot be read: {reason}. {remedy}, then import it "
+                        "again."
+                    ) from error
+                # With a new agent: the library looks for networks only when one is made.
+                self._renew_agent(())
+                _LOG.warning("%s Trying again, on a new connection.", error)
+                if num_broken == 1:
+                    continue
+            select.poll().poll(pause_ms)
+            pause_ms = min(2 * pause_ms, _LONGEST_PAUSE_MS)
 
     def _attach_once(self, parts: Sequence[PartRequest], *, is_observer: bool) -> list[Attachment]:
         handles = [self._handle(part.manifest) for part in parts]
@@ -306,8 +264,6 @@ class NIXLConsumer(ConsumerEnd):
         fetch = Fetch(jobs, timeout_s=self._timeout_s)
         is_here = False
         try:
-            if jobs:
-                self._resources.under_way = self._agent(), jobs
             fetch.run()
             for job in jobs:
                 attached[job.index] = job.attach(self._num_threads)
@@ -318,13 +274,8 @@ class NIXLConsumer(ConsumerEnd):
                     one.tensors.forget()
             raise
         finally:
-            in_flight = True  # unless `close` says otherwise
-            try:
-                in_flight = fetch.close(with_next=is_here and self._resources.num_gathering > 0)
-            finally:
-                if in_flight:
-                    self._renew_agent(jobs)
-                self._resources.under_way = None  # last: what an interrupt cuts off, `_sweep` ends
+            if fetch.close(with_next=is_here and self._num_gathering > 0):
+                self._renew_agent(jobs)
         return [one for one in attached if one is not None]
 
     def _land_once(self, parts: Sequence[PartRequest], landing: Landing) -> Landed:
@@ -350,24 +301,17 @@ class NIXLConsumer(ConsumerEnd):
                 handle = self._handle(part.manifest)
                 source = self._source(handle.endpoint, is_observer=False)
                 jobs.append(Job(index, part, handle, source, shared=shared))
-            # From here on bytes may arrive in it; at the latest, `_sweep` releases it.
-            resources.under_way = agent, jobs
             slot.update_id = ARRIVING
             fetch.run()
             made = Landed(slot, [job.header for job in jobs])
             is_here = True
         finally:
-            in_flight = True  # unless `close` says otherwise
-            try:
-                in_flight = fetch.close(with_next=is_here and resources.num_gathering > 0)
-            finally:
-                if in_flight:
-                    self._renew_agent(jobs)  # the slot is released when its reads ended
-                elif is_here:
-                    shared.slot = slot.update_id = None  # it belongs to the caller now
-                else:
-                    shared.release()
-                resources.under_way = None
+            if fetch.close(with_next=is_here and self._num_gathering > 0):
+                self._renew_agent(jobs)  # the slot is released when its reads ended
+            elif is_here:
+                shared.slot = slot.update_id = None  # it belongs to the caller now
+            else:
+                shared.release()
         return made
 
     def _here(self, part: PartRequest, handle: NIXLHandle) -> Attachment | None:
@@ -457,10 +401,6 @@ class NIXLConsumer(ConsumerEnd):
         resources, old = self._resources, self._resources.agent
         if old is None:
             return
-        resources.under_way = (
-            old,
-            jobs,
-        )  # before the rest: what an interrupt cuts off, `_sweep` does
         _LOG.warning("a read failed or did not end: this side's connections are made anew")
         for source in resources.sources.values():
             source.forget_reads()
@@ -468,19 +408,6 @@ class NIXLConsumer(ConsumerEnd):
         resources.agent = None
         self._past += old.made
         resources.parked.append((old, jobs))
-        resources.under_way = None
-        self._sweep()
-
-    def _sweep(self) -> None:
-        """Close parked agents whose reads ended meanwhile, and release their slots."""
-        resources = self._resources
-        if resources.under_way is not None:  # an interrupt cut off its end
-            agent, jobs = resources.under_way
-            if agent is resources.agent:
-                self._renew_agent(jobs)
-                return
-            resources.parked.append((agent, jobs))
-            resources.under_way = None
         resources.sweep()
 
     # ---- reports, and the end -------------------------------------------------------------------
@@ -522,16 +449,24 @@ class NIXLConsumer(ConsumerEnd):
         else:
             known.client.report(report)
 
-    def in_one_go(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def in_one_go(self) -> Iterator[None]:
         """Send the end of a lease together with the report that follows it."""
-        return self._resources
+        self._num_gathering += 1
+        try:
+            yield
+        finally:
+            self._num_gathering -= 1
+            if not self._num_gathering:
+                for source in self._resources.sources.values():
+                    source.client.send_deferred()
 
     def settle(self) -> None:
         """Release versions that were imported, and connections to publishers that are gone.
 
         A publisher that lives, and whose connection ended, gets the reports that it missed.
         """
-        self._sweep()
+        self._resources.sweep()
         until = time.monotonic() + self._meet_s
         for client in [source.client for source in self._resources.sources.values()]:
             if client.is_lost and client.reports:
@@ -545,5 +480,4 @@ class NIXLConsumer(ConsumerEnd):
 
     def close(self) -> None:
         """Close everything; tensors keep the memory that they show. Idempotent."""
-        _close(self._pid, self._resources)
-        self._finalizer.detach()  # last: what an interrupt cuts off, the next call ends
+        self._finalizer()

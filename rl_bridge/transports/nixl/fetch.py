@@ -5,8 +5,7 @@ and prepared reads. A `Job` is one part of one attempt. A `Fetch` runs jobs side
 """
 
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,7 +18,7 @@ from rl_bridge.manifest.table import TensorTable
 from rl_bridge.memory.arrival_digest import ArrivalDigest
 from rl_bridge.memory.slots import STAMP_NBYTES, Slot
 from rl_bridge.transports.base import Attachment, Landing, PartRequest
-from rl_bridge.transports.nixl.agent import Agent, AgentError, Kind, Region
+from rl_bridge.transports.nixl.agent import Agent, AgentError, Made, Region
 from rl_bridge.transports.nixl.arenas import RegisteredArenas, SlotRegistration
 from rl_bridge.transports.nixl.client import ControlClient
 from rl_bridge.transports.nixl.messages import Leased, NIXLHandle
@@ -52,8 +51,11 @@ class Source:
         self.arrivals = Arrivals(self.arenas, f"rlb-{client.endpoint.publisher_id[:12]}-in")
         self._page: StampPage
         self._page_region: Region | None = None
-        self._lists: OrderedDict[Any, tuple[Any, PartRequest | None]] = OrderedDict()
-        self._prepared: OrderedDict[Any, tuple[Prepared, PartRequest]] = OrderedDict()
+        self._prepared: dict[Hashable, tuple[Prepared, PartRequest]] = {}
+        self._far: dict[Hashable, tuple[Steps, Made | None, PartRequest]] = {}
+        """What reads of the same ranges into different slots share."""
+        self._stamps: dict[Hashable, tuple[Made, Made, Made]] = {}
+        """The read of each slot's stamp, and the two lists that it was made of."""
         self._register_page()
 
     def _register_page(self) -> None:
@@ -71,8 +73,9 @@ class Source:
 
     def forget_reads(self) -> None:
         """Forget what was prepared with an agent that is about to be closed."""
-        self._lists.clear()
         self._prepared.clear()
+        self._far.clear()
+        self._stamps.clear()
 
     def move_to(self, agent: Agent) -> None:
         """Go on with a new agent, after the last one was closed.
@@ -144,18 +147,22 @@ class Source:
             if len(self._prepared) >= _MAX_PREPARED:
                 self._release_reads()
             steps, far = self._remote(request, leased, remote)
-            near = self._local(steps, slot, mine, key, request)
+            places = steps.places.astype(np.uint64) + np.uint64(slot.address)
+            rows = _rows(places, steps.nbytes, mine.device)
+            near = self._agent.prepare(None, rows, mine.memory) if len(rows) else None
             reads = tuple(
                 self._agent.make_read(near, far, low, high)
                 for low, high in zip(steps.cuts, steps.cuts[1:], strict=False)
+                if near is not None and far is not None
             )
-            stamp = self._stamp_read(leased)
-            known = self._prepared[key] = Prepared(steps, reads, stamp, (near, far)), request
-        self._prepared.move_to_end(key)
+            known = Prepared(steps, reads, self._stamp_read(leased), near), request
+            self._prepared[key] = known
         return known[0]
 
-    def _remote(self, request: PartRequest, leased: Leased, key: Any) -> tuple[Steps, Any]:
-        found = self._lists.get(("far", key))
+    def _remote(
+        self, request: PartRequest, leased: Leased, key: Hashable
+    ) -> tuple[Steps, Made | None]:
+        found = self._far.get(key)
         if found is None:
             nbytes = request.manifest.table.arena_nbytes
             steps = plan_steps(
@@ -165,54 +172,30 @@ class Source:
             made = None
             if len(rows):
                 made = self._agent.prepare(self.client.peer, rows, leased.memory)
-            found = self._keep(("far", key), (steps, made), request)
-        steps, made = found[0]
-        return steps, made
+            found = self._far[key] = steps, made, request
+        return found[:2]
 
-    def _local(
-        self, steps: Steps, slot: Slot, mine: SlotRegistration, key: Any, request: PartRequest
-    ) -> Any:
-        found = self._lists.get(("near", key))
-        if found is None:
-            rows = _rows(
-                steps.places.astype(np.uint64) + np.uint64(slot.address), steps.nbytes, mine.device
-            )
-            made = self._agent.prepare(None, rows, mine.memory) if len(rows) else None
-            found = self._keep(("near", key), made, request)
-        return found[0]
-
-    def _stamp_read(self, leased: Leased) -> Any:
-        key = ("stamp", self.client.peer, self.client.epoch, leased.slot)
-        found = self._lists.get(key)
+    def _stamp_read(self, leased: Leased) -> Made:
+        key = self.client.peer, self.client.epoch, leased.slot
+        found = self._stamps.get(key)
         if found is None:
             nbytes = np.array([STAMP_NBYTES])
-            kind: Kind = "DRAM"
             far = _rows(np.array([leased.stamp], np.uint64), nbytes, 0)
             near = _rows(np.array([self._page.address], np.uint64), nbytes, 0)
             lists = (
-                self._agent.prepare(None, near, kind),
-                self._agent.prepare(self.client.peer, far, kind),
+                self._agent.prepare(None, near, "DRAM"),
+                self._agent.prepare(self.client.peer, far, "DRAM"),
             )
-            made = self._agent.make_read(*lists, 0, 1)
-            found = self._keep(key, (made, lists), None)
+            found = self._stamps[key] = self._agent.make_read(*lists, 0, 1), *lists
         return found[0]
 
-    def _keep(
-        self, key: Any, made: Any, request: PartRequest | None
-    ) -> tuple[Any, PartRequest | None]:
-        found = self._lists[key] = (made, request)
-        return found
-
     def _release_reads(self) -> None:
-        reads = [read for prepared, _ in self._prepared.values() for read in prepared.reads]
-        lists = list(self._lists.items())
+        prepared = [one for one, _ in self._prepared.values()]
+        made = [made for one in prepared for made in (*one.reads, one.near)]
+        made += [far for _, far, _ in self._far.values()]
+        made += [one for stamp in self._stamps.values() for one in stamp]
         self.forget_reads()
-        self._agent.release(*reads)
-        for key, (made, _) in lists:
-            if key[0] == "stamp":
-                self._agent.release(made[0], *made[1])
-            elif (made := made[1] if key[0] == "far" else made) is not None:
-                self._agent.release(made)
+        self._agent.release(*(one for one in made if one is not None))
 
     def close(self) -> None:
         """Release everything that no tensor needs."""
@@ -249,7 +232,7 @@ class SharedSlot:
         """Let the slot be used again: no byte can land there any more. Idempotent."""
         if self.slot is not None:
             self.landing.abandon(self.slot)
-            self.slot = None  # last: an interrupt must not lose it
+            self.slot = None
 
 
 @dataclass(slots=True, eq=False)
@@ -279,9 +262,6 @@ class Job:
         assert slot is not None
         return slot
 
-    def _hold(self, slot: Slot) -> None:
-        self.slot = slot
-
     def ask_for_lease(self) -> None:
         """Ask for the lease."""
         self.is_leased = True
@@ -298,7 +278,7 @@ class Job:
         """
         manifest = self.request.manifest
         if self.shared is None:
-            self.source.arrivals.reserve(manifest.table.arena_nbytes, self._hold)
+            self.slot = self.source.arrivals.reserve(manifest.table.arena_nbytes)
         if self.request.starts is None:
             self.digest = self.source.digest_of(manifest.table, self._place)
             manifest.header_digest  # noqa: B018 - the manifest keeps it for the comparison
@@ -345,7 +325,7 @@ class Job:
             header,
         )
         arrivals.commit(arrival)
-        self.slot = None  # last: what an interrupt cuts off is released
+        self.slot = None
         attachment = arrivals.attach(
             manifest.update_id,
             table,
@@ -366,7 +346,7 @@ class Job:
         """Let the slot be used again: no byte can land there any more. Idempotent."""
         if self.slot is not None:
             self.source.arrivals.abandon(self.slot)
-            self.slot = None  # last: an interrupt must not lose it
+            self.slot = None
 
 
 class Fetch:

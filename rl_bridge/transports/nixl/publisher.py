@@ -13,10 +13,9 @@ from rl_bridge.memory.packing import PackPlan
 from rl_bridge.memory.places import Place
 from rl_bridge.memory.slots import Slot
 from rl_bridge.transports.base import Carried, PublisherEnd
-from rl_bridge.transports.nixl.agent import Counters
+from rl_bridge.transports.nixl.agent import Counters, Host
 from rl_bridge.transports.nixl.messages import Entry, NIXLEndpoint, NIXLHandle
 from rl_bridge.transports.nixl.server import ControlServer
-from rl_bridge.transports.nixl.serving_process import Host
 from rl_bridge.transports.nixl.store import VersionStore
 
 __all__ = ["NIXLPublisher"]
@@ -127,8 +126,7 @@ class NIXLPublisher(PublisherEnd):
     def close(self) -> None:
         """Hang up on the readers, and release everything. Idempotent."""
         self._is_closed = True
-        _end(self._server, self._store, self._host)
-        self._finalizer.detach()  # behind it: what an interrupt cuts off, the next call ends
+        self._finalizer()
 
 
 def _end(server: ControlServer, store: VersionStore, host: Host) -> None:

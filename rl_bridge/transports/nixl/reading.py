@@ -19,7 +19,7 @@ import numpy.typing as npt
 from rl_bridge.errors import MalformedManifest
 from rl_bridge.memory.arrival_digest import BESIDE_NBYTES, ArrivalDigest, Digester
 from rl_bridge.memory.slots import STAMP_NBYTES, Slot, Stamp, parse_stamp
-from rl_bridge.transports.nixl.agent import Agent, AgentError
+from rl_bridge.transports.nixl.agent import Agent, AgentError, Made
 from rl_bridge.transports.nixl.messages import Leased
 
 __all__ = [
@@ -169,10 +169,10 @@ class Prepared:
     """Reads that were made for a pair of slots, and can be posted again and again."""
 
     steps: Steps
-    reads: tuple[Any, ...]
-    stamp: Any
-    lists: Any
-    """The descriptors that the reads were made of, kept as long as the reads."""
+    reads: tuple[Made, ...]
+    stamp: Made
+    near: Made | None
+    """The descriptors of this side that the reads were made of; None if there are no reads."""
 
 
 class StampPage:
@@ -232,8 +232,8 @@ class Reading:
         self._expected = expected
         self._stage: Literal["new", "before", "bytes", "after", "done"] = "new"
         self._next = 0
-        self._window: deque[tuple[Any, int]] = deque()
-        self._stamping: Any = None
+        self._window: deque[tuple[Made, int]] = deque()
+        self._stamping: Made | None = None
         is_beside = digest is not None and arena_nbytes >= BESIDE_NBYTES
         self._beside = Digester(digest) if digest is not None and is_beside else None
 
@@ -256,7 +256,7 @@ class Reading:
         self._window = deque((read, 0) for read in pending if not self._ended(read))
         return not self._window
 
-    def _ended(self, read: Any) -> bool:
+    def _ended(self, read: Made) -> bool:
         try:
             return self._agent.check(read) == "DONE"
         except AgentError:
@@ -306,7 +306,7 @@ class Reading:
 
     def _post_stamp(self) -> None:
         self._page.clear()
-        self._stamping = self._prepared.stamp[0]
+        self._stamping = self._prepared.stamp
         if self._agent.post(self._stamping) == "DONE":
             self._stamping = None
 
@@ -332,7 +332,7 @@ class Reading:
         while self._next < len(reads) and len(self._window) < _WINDOW:
             read, mark = reads[self._next], marks[self._next]
             self._next += 1
-            self._window.append((read, mark))  # before the post: an interrupt must not lose it
+            self._window.append((read, mark))
             is_moving = True
             if self._agent.post(read) == "DONE" and len(self._window) == 1:
                 self._window.popleft()

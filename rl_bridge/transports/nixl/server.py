@@ -17,7 +17,7 @@ import weakref
 from pydantic import ValidationError
 
 from rl_bridge.memory.control import Record, take_note
-from rl_bridge.transports.nixl.agent import AgentError
+from rl_bridge.transports.nixl.agent import AgentError, Host
 from rl_bridge.transports.nixl.messages import (
     MAGIC,
     MAX_MESSAGE_NBYTES,
@@ -34,7 +34,6 @@ from rl_bridge.transports.nixl.messages import (
     Welcome,
     from_reader,
 )
-from rl_bridge.transports.nixl.serving_process import Host
 from rl_bridge.transports.nixl.store import VersionStore
 from rl_bridge.transports.wire.acceptor import Acceptor, Peer
 from rl_bridge.transports.wire.channel import Channel, Gone, Leave, Message, Refused, Reported, Wake
@@ -90,17 +89,9 @@ class ControlServer:
         max_members: int,
         timeout_s: float,
     ) -> None:
-        """Serve from now on.
+        """Serve at `listener`, and close it at the end.
 
-        Args:
-            listener: the socket, which the server closes.
-            endpoint: where readers find the server.
-            store: the versions that readers may lease.
-            host: serves their reads.
-            token: the secret that readers have to know.
-            max_members: most readers at a time.
-            timeout_s: how long a connection may take to join, and a lease to be renewed.
-
+        A connection has to join within `timeout_s`, and a lease to be renewed.
         """
         self.endpoint = endpoint
         self.changed = threading.Condition(threading.RLock())
@@ -123,7 +114,7 @@ class ControlServer:
         self._max_members = max_members
         self._timeout_s = timeout_s
         self._pid = os.getpid()
-        self._is_stopping = self._is_given_back = False
+        self._is_stopping = False
         self._wake = Wake()
         self._thread = threading.Thread(target=self._run, name="rlb-nixl-server", daemon=True)
         _SERVERS.add(self)
@@ -151,7 +142,7 @@ class ControlServer:
 
     def close(self, *, timeout_s: float = 5.0) -> None:
         """Hang up everywhere and end the thread. Idempotent; does nothing in a forked child."""
-        if self._is_given_back or os.getpid() != self._pid:
+        if os.getpid() != self._pid:
             return
         self._is_stopping = True
         self._wake.poke()
@@ -163,7 +154,6 @@ class ControlServer:
                 member.channel.send(Refused(reason="the publisher closed"))
                 self._lose(member)
         self._wake.close()
-        self._is_given_back = True  # last: what an interrupt cut off, the next call ends
 
     def close_listener(self) -> None:
         """Close the listening socket; in a forked child its copy."""
@@ -268,7 +258,7 @@ class ControlServer:
         )
         for member in busy:
             self._lose(member)
-        self._epoch = self._host.epoch  # last: what an interrupt cuts off is done again
+        self._epoch = self._host.epoch
 
     def _ensure_host(self, *, ping: bool) -> None:
         """Make sure that there is a host for a reader that comes now.
@@ -297,7 +287,7 @@ class ControlServer:
     def _unlease(self, member: _Member, update_id: str) -> None:
         if update_id in member.leases:
             self._store.unlease(update_id, member)
-            del member.leases[update_id]  # last: what an interrupt cuts off is done again
+            del member.leases[update_id]
             self.changed.notify_all()
 
     def _join(self, channel: Channel, join: Join) -> None:
@@ -402,7 +392,7 @@ class ControlServer:
             self._gone.append(member)
             del self._gone[:-_MAX_GONE]
         if member in self.members:
-            self.members.remove(member)  # last: what an interrupt cuts off is done again
+            self.members.remove(member)
         self.changed.notify_all()
 
 

@@ -1,8 +1,7 @@
-"""What holds a publisher's registered memory: an agent, or a process of its own.
+"""The publisher's side of the process that serves reads (see `serving`).
 
-`ServingProcess` is the publisher's side of the process that serves reads (see `serving`): it starts
-the process, and another one if it dies. To the publisher it looks like an `Agent`; `Host` is what
-the two have in common.
+`ServingProcess` starts the process, and another one if it dies. To the publisher it looks like an
+`Agent`: both are a `Host`.
 """
 
 import json
@@ -15,18 +14,17 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 from rl_bridge.errors import TransportUnavailable
 from rl_bridge.memory.segment import OwnedSegment
 from rl_bridge.transports.nixl import serving
-from rl_bridge.transports.nixl.agent import AgentError, Counters, Kind, Region
+from rl_bridge.transports.nixl.agent import AgentError, Counters, Host, Kind, Region
 from rl_bridge.transports.nixl.library import command_without_torch
 from rl_bridge.transports.nixl.serving import MAX_MESSAGE_NBYTES
 
-__all__ = ["Host", "ServingProcess"]
+__all__ = ["ServingProcess"]
 
 _REMEDY = "Try again, or let the publisher serve by itself: serve='inline'."
 
@@ -46,10 +44,11 @@ class _FarRegion(Region):
         self.metadata = metadata
 
 
-class ServingProcess:
+class ServingProcess(Host):
     """A process that serves reads; see `Host`. Thread-safe."""
 
     serves_itself: ClassVar[bool] = True
+    epoch: int = 0
 
     def __init__(self, *, backend: str, params: dict[str, str]) -> None:
         """Start the process.
@@ -59,8 +58,6 @@ class ServingProcess:
 
         """
         self.made = Counters()
-        self.epoch = 0
-        """Counts the processes that were started."""
         self._options: dict[str, Any] = {"backend": backend, "params": params}
         self._pid = os.getpid()
         self._lock = threading.RLock()
@@ -69,8 +66,7 @@ class ServingProcess:
         self._connection = b""
         self._keys = 0
         self._live: set[int] = set()
-        self._regions: weakref.WeakValueDictionary[int, _FarRegion] = weakref.WeakValueDictionary()
-        """The live regions; a live key without a region was lost to an interrupt."""
+        """Keys of the segments that the process has mapped."""
         self._is_helping = False
         self._how_it_ended = "it is gone"
         _ALL.add(self)
@@ -121,21 +117,18 @@ class ServingProcess:
         """Return the descriptor that becomes readable when it ends; -1 if it has."""
         return -1 if self._line is None else self._line.fileno()
 
-    def notice_end(self) -> None:
-        """Note whether the process has ended."""
+    def notice_end(self) -> bool:
+        """Find out whether the process has ended."""
         with self._lock:
-            if self._line is None:
-                return
-            if self._line.fileno() < 0:
-                self._end()  # an interrupt cut that off
-                return
-            with suppress(BlockingIOError):
-                try:
-                    is_over = not self._line.recv(1, _PEEK)
-                except ConnectionError:
-                    is_over = True
-                if is_over:
-                    self._end()
+            if self._line is not None and not self.is_lost:
+                with suppress(BlockingIOError):
+                    try:
+                        is_over = not self._line.recv(1, _PEEK)
+                    except ConnectionError:
+                        is_over = True
+                    if is_over:
+                        self._end()
+            return self.is_lost
 
     def ensure(self, *, ping: bool = False) -> bool:
         """Start another process if this one died, or does not answer a ping.
@@ -163,7 +156,8 @@ class ServingProcess:
     def _end(self) -> None:
         """End the process, and note how it ended."""
         self._live.clear()
-        line, process = self._line, self._process
+        line, self._line = self._line, None
+        process, self._process = self._process, None
         if line is not None:
             line.close()
         if process is not None and os.getpid() == self._pid:
@@ -178,7 +172,6 @@ class ServingProcess:
                 self._how_it_ended = f"it was ended by {_name_of(-process.returncode)}"
             else:
                 self._how_it_ended = f"it ended with {process.returncode}"
-        self._line = self._process = None  # last: what an interrupt cut off, the next call ends
 
     # ---- messages to the process ----------------------------------------------------------------
 
@@ -248,22 +241,15 @@ class ServingProcess:
 
         """
         with self._lock:
-            for lost in self._live - set(self._regions):
-                self._unmap(lost)
             self._keys += 1
             key = self._keys
-            self._live.add(key)  # before the request: it may be mapped from here on
-            try:
-                answer = self._ask(
-                    "map", within_s=_LONG_S, fd=segment.fd, key=key, nbytes=segment.nbytes
-                )
-            except AgentError:
-                self._live.discard(key)
-                raise
+            answer = self._ask(
+                "map", within_s=_LONG_S, fd=segment.fd, key=key, nbytes=segment.nbytes
+            )
+            self._live.add(key)
             self.made.registrations += 1
             metadata = bytes.fromhex(answer["metadata"])
-            region = self._regions[key] = _FarRegion(key, self.epoch, answer["address"], metadata)
-            return region
+            return _FarRegion(key, self.epoch, answer["address"], metadata)
 
     def deregister(self, region: Region) -> None:
         """Have the process unmap a segment. Idempotent; does nothing if that process is gone."""
@@ -271,12 +257,9 @@ class ServingProcess:
             key = region.descriptors
             is_known = isinstance(region, _FarRegion) and region.epoch == self.epoch
             if is_known and key in self._live:
-                self._unmap(key)
-
-    def _unmap(self, key: int) -> None:
-        with suppress(AgentError):  # the process ended, and the registration with it
-            self._ask("unmap", within_s=_LONG_S, key=key)
-        self._live.discard(key)  # last: what an interrupt cuts off is done again
+                self._live.discard(key)
+                with suppress(AgentError):  # the process ended, and the registration with it
+                    self._ask("unmap", within_s=_LONG_S, key=key)
 
     def metadata(self, region: Region | None) -> bytes:
         """Describe a region to a peer that will read it; None: only how to reach the process."""
@@ -332,75 +315,3 @@ def _close_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_close_in_child)
-
-
-class Host(Protocol):
-    """What holds a publisher's registered memory: an `Agent` or a `ServingProcess`."""
-
-    @property
-    def made(self) -> Counters:
-        """What was made so far."""
-
-    @property
-    def num_registered(self) -> int:
-        """Ranges of memory that are registered now."""
-
-    @property
-    def serves_itself(self) -> bool:
-        """Whether it makes progress by itself once `help` asks for it; else `progress` does."""
-
-    @property
-    def epoch(self) -> int:
-        """Grows when another process takes its place."""
-
-    @property
-    def is_lost(self) -> bool:
-        """Whether it died."""
-
-    def fileno(self) -> int:
-        """Return a descriptor that becomes readable when it dies; -1 if there is none."""
-
-    def notice_end(self) -> None:
-        """Note whether it has ended."""
-
-    def ensure(self, *, ping: bool = False) -> bool:
-        """Replace it if it died; returns whether all memory has to be registered anew.
-
-        Args:
-            ping: replace it, too, if it lives and does not answer.
-
-        Raises:
-            AgentError: it cannot be replaced.
-
-        """
-
-    def register(self, ranges: Sequence[tuple[int, int]], kind: Kind, device: int = 0) -> Region:
-        """Register ranges (address, size) of this process.
-
-        Raises:
-            AgentError: it cannot.
-
-        """
-
-    def register_segment(self, segment: OwnedSegment) -> Region:
-        """Register a segment.
-
-        Raises:
-            AgentError: it cannot.
-
-        """
-
-    def deregister(self, region: Region) -> None:
-        """End a registration. Idempotent."""
-
-    def metadata(self, region: Region | None) -> bytes:
-        """Describe a region to a peer that will read it; None: only how to reach the host."""
-
-    def progress(self) -> None:
-        """Serve peers that read, once."""
-
-    def help(self, *, is_needed: bool) -> None:
-        """Serve peers that read from now on, or stop."""
-
-    def close(self) -> None:
-        """End it. Idempotent."""

@@ -24,10 +24,9 @@ from rl_bridge.memory.packing import PackPlan
 from rl_bridge.memory.places import Place
 from rl_bridge.memory.segment import OwnedSegment
 from rl_bridge.memory.slots import Slot, SlotRing
-from rl_bridge.transports.nixl.agent import AgentError, Kind, Region
-from rl_bridge.transports.nixl.arenas import RegisteredArenas
+from rl_bridge.transports.nixl.agent import AgentError, Host, Kind, Region
+from rl_bridge.transports.nixl.arenas import RegisteredArenas, SlotRegistration
 from rl_bridge.transports.nixl.messages import Entry, Lease, Leased
-from rl_bridge.transports.nixl.serving_process import Host
 from rl_bridge.transports.wire.channel import Gone
 
 __all__ = ["InPlaceStore", "SlotStore", "Stored", "VersionStore"]
@@ -56,28 +55,6 @@ class _Published:
     arena_nbytes: int
     readers: dict[Hashable, str] = field(default_factory=dict)
     is_released: bool = False
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Location:
-    """Where a version lies, as readers see it.
-
-    Attributes:
-        number: of the memory: a reader that knows this number needs no metadata of it again.
-        regions: the registered memory.
-        stamp: address of the stamp.
-        ranges: where the bytes are.
-        memory: the kind of their memory.
-        device: the device's number.
-
-    """
-
-    number: int
-    regions: tuple[Region, ...]
-    stamp: int
-    ranges: _Ranges
-    memory: Kind
-    device: int
 
 
 class VersionStore(ABC):
@@ -136,8 +113,7 @@ class VersionStore(ABC):
         """Keep the digest of the manifest's header in the version's stamp."""
 
     def _where(self, lease: Lease, known: _Published) -> Leased:
-        at = self._locate(lease.update_id, known)
-        addresses, starts, nbytes = at.ranges
+        at, (addresses, starts, nbytes) = self._locate(lease.update_id, known)
         parts = () if at.number in lease.known else at.regions
         host = self._host
         return Leased(
@@ -155,8 +131,8 @@ class VersionStore(ABC):
         )
 
     @abstractmethod
-    def _locate(self, update_id: str, known: _Published) -> _Location:
-        """Find where a version lies."""
+    def _locate(self, update_id: str, known: _Published) -> tuple[SlotRegistration, _Ranges]:
+        """Find where a version lies, as readers see it."""
 
     def unlease(self, update_id: str, reader: Hashable) -> None:
         """Note that a reader is done; unknown readers are ignored."""
@@ -185,7 +161,7 @@ class VersionStore(ABC):
     def _free_if_unused(self, update_id: str, known: _Published) -> None:
         if known.is_released and not known.readers:
             self._free(update_id)
-            del self._published[update_id]  # behind it: what an interrupt cuts off is done again
+            del self._published[update_id]
 
     @abstractmethod
     def _free(self, update_id: str) -> None:
@@ -230,7 +206,7 @@ class SlotStore(VersionStore):
         self._arenas = arenas
         self._epoch = host.epoch
         self._label = label
-        self._numbers = itertools.count(1)  # no generator, which an interrupt would end for good
+        self._numbers = itertools.count(1)
         self._slots: dict[Slot, None] = {}
         self.ring = SlotRing(
             self._make_slot,
@@ -250,7 +226,7 @@ class SlotStore(VersionStore):
         except BaseException:
             self._host.close()  # it knows not all slots: it must not seem to serve them
             raise
-        self._epoch = epoch  # behind it: what an interrupt cuts off is done again
+        self._epoch = epoch
         return True
 
     def _make_slot(self, arena_nbytes: int) -> Slot:
@@ -304,19 +280,11 @@ class SlotStore(VersionStore):
         """Keep the digest of the manifest's header in the slot's stamp."""
         self.ring.seal_header(update_id, digest)
 
-    def _locate(self, update_id: str, known: _Published) -> _Location:
+    def _locate(self, update_id: str, known: _Published) -> tuple[SlotRegistration, _Ranges]:
         """Find the whole arena, as one range."""
         del update_id
-        slot = self._arenas.known(known.slot)
-        nbytes = known.arena_nbytes
-        return _Location(
-            number=slot.number,
-            regions=slot.regions,
-            stamp=slot.stamp,
-            ranges=((slot.address,), (0,), (nbytes,)) if nbytes else ((), (), ()),
-            memory=slot.memory,
-            device=slot.device,
-        )
+        at, nbytes = self._arenas.known(known.slot), known.arena_nbytes
+        return at, (((at.address,), (0,), (nbytes,)) if nbytes else ((), (), ()))
 
     def _free(self, update_id: str) -> None:
         self.ring.release(update_id)
@@ -472,31 +440,26 @@ class InPlaceStore(VersionStore):
         if slot.update_id == update_id:
             slot.generation += 1
             slot.stamp(None, 0)
-            slot.update_id = None  # behind it: what an interrupt cuts off is done again
+            slot.update_id = None
         super().release(update_id)
 
     def ensure_host(self, *, ping: bool = False) -> bool:
         """Do nothing: this process serves."""
         return self._host.ensure(ping=ping)
 
-    def _locate(self, update_id: str, known: _Published) -> _Location:
+    def _locate(self, update_id: str, known: _Published) -> tuple[SlotRegistration, _Ranges]:
         """Find one range for each tensor."""
         live = self._tensors_of[update_id]
         assert known.slot is self._slot
         regions = (self._stamp,) if live.region is None else (self._stamp, live.region)
-        return _Location(
-            number=live.number,
-            regions=regions,
-            stamp=self._stamp.address,
-            ranges=live.where,
-            memory=self._kind,
-            device=self._device,
-        )
+        stamp = self._stamp.address
+        at = SlotRegistration(live.number, regions, self._kind, self._device, stamp, stamp)
+        return at, live.where
 
     def _free(self, update_id: str) -> None:
         """Deregister the tensors, if the trainer has others by now."""
         self._deregister_unused(self._tensors_of.get(update_id), but=update_id)
-        self._tensors_of.pop(update_id, None)  # last: what an interrupt cuts off is done again
+        self._tensors_of.pop(update_id, None)
 
     def entries(self) -> tuple[Entry, ...]:
         """Describe the version that the tensors hold, if there is one."""

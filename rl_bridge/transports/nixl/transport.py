@@ -14,6 +14,7 @@ from typing import ClassVar, Literal
 import torch
 
 from rl_bridge.errors import TransportUnavailable
+from rl_bridge.interrupts import deferred_interrupts
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.transports.base import (
     Availability,
@@ -24,11 +25,11 @@ from rl_bridge.transports.base import (
     checked_seconds,
 )
 from rl_bridge.transports.nixl import library
-from rl_bridge.transports.nixl.agent import REMEDY, Agent, Counters
+from rl_bridge.transports.nixl.agent import REMEDY, Agent, Counters, Host
 from rl_bridge.transports.nixl.arenas import RegisteredArenas
 from rl_bridge.transports.nixl.library import backend_cause
 from rl_bridge.transports.nixl.messages import Entry, NIXLEndpoint
-from rl_bridge.transports.nixl.serving_process import Host, ServingProcess
+from rl_bridge.transports.nixl.serving_process import ServingProcess
 from rl_bridge.transports.nixl.store import InPlaceStore, SlotStore
 from rl_bridge.transports.wire.acceptor import listen
 from rl_bridge.transports.wire.arenas import Arenas, CPUArenas, DeviceArenas
@@ -228,6 +229,7 @@ class NIXL(Transport):
         return sum((end.counters for end in counting), start=Counters())
 
     @staticmethod
+    @deferred_interrupts()
     def catalog(
         end: PublisherEnd | ConsumerEnd, manifest: WeightUpdateManifest | None = None
     ) -> tuple[Entry, ...]:

@@ -85,21 +85,12 @@ class Acceptor(Generic[_Joined]):
         max_message_nbytes: int = MAX_MESSAGE_NBYTES,
         max_members: int,
     ) -> None:
-        """Own a listening socket.
+        """Own a listening socket; for `magic`, `token` and `identity` see `Greeting`.
 
-        Args:
-            listener: the socket.
-            magic: see `Greeting`.
-            token: see `Greeting`.
-            identity: see `Greeting`.
-            parse: reads the first message after the greeting; None turns the connection away.
-            timeout_s: how long a connection may take to join.
-            max_message_nbytes: the largest message.
-            max_members: most peers that may have joined. All of them may come at once, and each
-                takes some round trips: twice as many connections may wait to join, and 64 in any
-                case. Beyond that the oldest is turned away, strangers before peers that proved
-                themselves.
-
+        `parse` reads the first message after the greeting; None turns the connection away. A
+        connection may take `timeout_s` to join. All of `max_members` peers may come at once, and
+        each takes some round trips: twice as many connections may wait to join, and 64 in any case.
+        Beyond that the oldest is turned away, strangers before peers that proved themselves.
         """
         self.listener = listener
         self._magic = magic
@@ -123,12 +114,9 @@ class Acceptor(Generic[_Joined]):
         return max(0.0, min(left)) if left else None
 
     def serve(self, ready: set[int], pause: threading.Condition) -> list[tuple[Channel, _Joined]]:
-        """Continue the greetings of connections that are ready; returns those that joined.
+        """Continue the greetings of connections in `ready`; returns those that joined.
 
-        Args:
-            ready: descriptors that `poll` found ready.
-            pause: the owner's lock, released for a moment if no descriptor is left to accept with.
-
+        If no descriptor is left to accept with, it releases the owner's lock (`pause`) briefly.
         """
         joined = []
         now = time.monotonic()
@@ -136,7 +124,7 @@ class Acceptor(Generic[_Joined]):
             if pending.channel.is_lost:
                 self._turn_away(fd)
             elif fd in ready:
-                join = self._continue(fd, pending)
+                join = self._greet(fd, pending)
                 if join is not None:
                     joined.append((pending.channel, join))
             elif pending.until <= now:
@@ -162,13 +150,6 @@ class Acceptor(Generic[_Joined]):
         strangers_first = sorted(self._pending, key=lambda fd: self._pending[fd].is_proven)
         for oldest in strangers_first[: -self._max_pending]:
             self._turn_away(oldest)
-
-    def _continue(self, fd: int, pending: _Pending) -> _Joined | None:
-        try:
-            return self._greet(fd, pending)
-        except BaseException:
-            pending.channel.is_lost = True  # a message may have been read in part
-            raise
 
     def _greet(self, fd: int, pending: _Pending) -> _Joined | None:
         channel = pending.channel

@@ -9,11 +9,11 @@ A receiver keeps each version that its engine holds. Of versions that nobody imp
 two: the newest, and one more for an import that is under way.
 """
 
+import itertools
 import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -233,7 +233,7 @@ class Arrivals:
         """Start empty; `label` names the memory in the system's lists."""
         self._arenas = arenas
         self._label = label
-        self._made = 0
+        self._numbers = itertools.count(1)
         self._lock = threading.RLock()
         self._ring = SlotRing(self._make_slot, limit=_UNLIMITED, name_holders=lambda _: [])
         self._arrived: OrderedDict[str, Arrival] = OrderedDict()
@@ -242,17 +242,12 @@ class Arrivals:
         self._passes: OrderedDict[str, Pass] = OrderedDict()
 
     def _make_slot(self, arena_nbytes: int) -> Slot:
-        self._made += 1
-        return self._arenas.make_slot(f"{self._label}-{self._made}", arena_nbytes)
+        return self._arenas.make_slot(f"{self._label}-{next(self._numbers)}", arena_nbytes)
 
     # ---- while a version arrives ----------------------------------------------------------------
 
-    def reserve(self, arena_nbytes: int, hold: Callable[[Slot], None] | None = None) -> Slot:
+    def reserve(self, arena_nbytes: int) -> Slot:
         """Find room for a version; end with `commit` or `abandon`.
-
-        Args:
-            arena_nbytes: its size.
-            hold: is called with the slot before that is taken, so that an interrupt cannot lose it.
 
         Raises:
             WeightBridgeError: there is no room.
@@ -261,8 +256,6 @@ class Arrivals:
         with self._lock:
             self._evict()
             slot = self._ring.acquire(arena_nbytes)
-            if hold is not None:
-                hold(slot)
             slot.update_id = ARRIVING
             return slot
 
@@ -305,11 +298,8 @@ class Arrivals:
             self._evict()
 
     def abandon(self, slot: Slot) -> None:
-        """Release a slot whose version did not arrive, also in the middle of `commit`."""
+        """Release a slot whose version did not arrive."""
         with self._lock:
-            for arrival in list(self._arrived.values()):
-                if arrival.slot is slot:
-                    self._forget(arrival)
             self._ring.abandon(slot)
 
     # ---- once a version is here -----------------------------------------------------------------
@@ -317,7 +307,7 @@ class Arrivals:
     def find(self, update_id: str) -> Arrival | None:
         """Find a version that is here."""
         with self._lock:
-            return self._whole(update_id)
+            return self._arrived.get(update_id)
 
     def attach(
         self, update_id: str, table: TensorTable, *, generation: int, num_threads: int | None
@@ -331,7 +321,7 @@ class Arrivals:
 
         """
         with self._lock:
-            arrival = self._whole(update_id)
+            arrival = self._arrived.get(update_id)
             if arrival is None:
                 return None
             expected, found = (
@@ -402,17 +392,9 @@ class Arrivals:
         for arrival in unclaimed[: max(0, len(unclaimed) - _MAX_UNCLAIMED)]:
             self._forget(arrival)
 
-    def _whole(self, update_id: str) -> Arrival | None:
-        arrival = self._arrived.get(update_id)
-        if arrival is not None and arrival.slot.update_id != update_id:
-            self._forget(arrival)  # which an interrupt cut off
-            return None
-        return arrival
-
     def _forget(self, arrival: Arrival) -> None:
-        if arrival.slot.update_id == arrival.update_id:  # else another version is in it by now
-            arrival.slot.update_id = None
-        self._arrived.pop(arrival.update_id, None)  # behind it: an interrupt must not lose the slot
+        arrival.slot.update_id = None
+        del self._arrived[arrival.update_id]
 
     def close(self) -> None:
         """Release everything; tensors keep the memory that they show."""

@@ -167,10 +167,10 @@ class Channel:
             if timeout_s is not None:
                 _set_keepalive(connection, timeout_s)
         self.socket = connection
-        self.is_lost = self._is_cut_off = False
+        self.is_lost = False
         self._incoming = bytearray()
         self._outgoing: deque[bytes] = deque()
-        # Not reentrant: a finalizer may run inside of `_flush`, in the same thread, and must not
+        # Not reentrant: a finalizer may run inside of `flush`, in the same thread, and must not
         # send into the middle of a message. The `flush` that it interrupted sends its message.
         self._sending = threading.Lock()
         _CHANNELS.add(self)
@@ -202,45 +202,31 @@ class Channel:
             self.is_lost = True  # a peer that does not read must not use up memory
 
     def flush(self) -> None:
-        """Hand to the kernel as much as it takes. Never waits; an interrupt ends the connection."""
-        try:
-            while self._outgoing and not self.is_lost and self._sending.acquire(blocking=False):
-                is_stuck = not self._flush()
-                self._sending.release()
-                if is_stuck:
-                    return
-        except BaseException:
-            self._cut_off()
-            raise
-
-    def _flush(self) -> bool:
-        while self._outgoing:
-            data = self._outgoing[0]
+        """Hand to the kernel as much as it takes. Never waits."""
+        while self._outgoing and not self.is_lost and self._sending.acquire(blocking=False):
             try:
-                num = self.socket.send(data, socket.MSG_NOSIGNAL)
+                while self._outgoing:
+                    data = self._outgoing[0]
+                    num = self.socket.send(data, socket.MSG_NOSIGNAL)
+                    if num == len(data):
+                        self._outgoing.popleft()
+                    else:
+                        self._outgoing[0] = data[num:]
             except BlockingIOError:
-                return False
+                return
             except OSError:
                 self.is_lost = True
-                return False
-            if num == len(data):
-                self._outgoing.popleft()
-            else:
-                self._outgoing[0] = data[num:]
-        return True
+            finally:
+                self._sending.release()
 
     def fill(self, *, is_polled: bool = False) -> None:
         """Read what is there, without waiting; sets `is_lost` at the end of the stream.
 
-        An interrupt ends the connection, because bytes that were read may be lost.
-
-        Args:
-            is_polled: the caller polls the socket again soon, and notices the end of the stream
-                then: do not look for it behind the last bytes.
-
+        If the caller polls the socket again soon (`is_polled`), the end of the stream is noticed
+        then, and not looked for behind the last bytes.
         """
         try:
-            while not self._is_cut_off:
+            while True:
                 data = self.socket.recv(_CHUNK)
                 if not data:
                     self.is_lost = True
@@ -254,13 +240,6 @@ class Channel:
             return
         except OSError:
             self.is_lost = True
-        except BaseException:
-            self._cut_off()
-            raise
-
-    def _cut_off(self) -> None:
-        """End the connection after an interrupt: how much was sent or read is unknown."""
-        self.is_lost = self._is_cut_off = True
 
     def take_raw(self, nbytes: int) -> bytes | None:
         """Take a number of bytes out of what was read; None if there are fewer."""
@@ -285,17 +264,7 @@ class Channel:
         return data
 
     def receive_raw(self, nbytes: int, *, until: float) -> bytes | None:
-        """Wait for a number of bytes; None if they do not come in time, or the stream ends.
-
-        An interrupt ends the connection, as in `fill`.
-        """
-        try:
-            return self._receive_raw(nbytes, until)
-        except BaseException:
-            self._cut_off()
-            raise
-
-    def _receive_raw(self, nbytes: int, until: float) -> bytes | None:
+        """Wait for a number of bytes; None if they do not come in time, or the stream ends."""
         while (data := self.take_raw(nbytes)) is None:
             left = until - time.monotonic()
             if self.is_lost or left <= 0:
