@@ -1,8 +1,9 @@
-"""A trainer in a process of its own, for the tests of `nixl`."""
+"""Trainers and engines for the tests of `nixl`, here and in processes of their own."""
 
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Self, cast
 
 import torch
@@ -10,14 +11,30 @@ import torch
 from rl_bridge import WeightUpdateManifest
 from rl_bridge.bridge.bridges import NIXLTensorBridge, make_weight_bridge
 from rl_bridge.errors import WeightBridgeError
+from rl_bridge.memory import vm
 from rl_bridge.testing.strategies import bytes_of
+from rl_bridge.transports.nixl.client import ControlClient
+from rl_bridge.transports.nixl.consumer import NIXLConsumer
+from rl_bridge.transports.nixl.fetch import Source
 from rl_bridge.transports.nixl.publisher import NIXLPublisher
 from rl_bridge.transports.nixl.reading import Reading
 from rl_bridge.transports.nixl.serving_process import ServingProcess
 from tests.helpers import stop
 from tests.machines.roles import settle_in
 
-__all__ = ["SIZE", "Between", "Reader", "Trainer", "weights"]
+__all__ = [
+    "SIZE",
+    "Between",
+    "Reader",
+    "Trainer",
+    "both",
+    "consumer_end",
+    "leasing",
+    "overwrite",
+    "publisher_end",
+    "source_of",
+    "weights",
+]
 
 SIZE = 48 << 20
 """Bytes of the tensor: several steps of a read."""
@@ -27,6 +44,57 @@ def weights(version: int) -> dict[str, torch.Tensor]:
     """A state dict whose bytes follow from the version."""
     values = torch.arange(SIZE // 8, dtype=torch.int64)
     return {"w": values * (2 * version + 1)}
+
+
+@contextmanager
+def both(
+    *, trainer: Mapping[str, Any] | None = None, **options: Any
+) -> Iterator[tuple[NIXLTensorBridge, NIXLTensorBridge]]:
+    """A publisher, with the options of `trainer` besides, and a consumer in the same process."""
+    near = make_weight_bridge(
+        "nixl", source_worker="trainer", suspicious="off", **options, **(trainer or {})
+    )
+    with near, make_weight_bridge("nixl", source_worker="rollout", **options) as far:
+        yield cast("NIXLTensorBridge", near), cast("NIXLTensorBridge", far)
+
+
+def publisher_end(bridge: NIXLTensorBridge) -> NIXLPublisher:
+    """The trainer's half of the transport."""
+    return cast("NIXLPublisher", bridge.publisher.end)
+
+
+def consumer_end(bridge: NIXLTensorBridge) -> NIXLConsumer:
+    """The engine's half of the transport."""
+    return cast("NIXLConsumer", bridge.consumer.end)
+
+
+def source_of(bridge: NIXLTensorBridge) -> Source:
+    """What an engine keeps of the only publisher that it knows."""
+    (source,) = consumer_end(bridge)._resources.sources.values()
+    return source
+
+
+def leasing(
+    bridge: NIXLTensorBridge, manifest: WeightUpdateManifest, *, later: int = 0
+) -> ControlClient:
+    """Ask for a lease, of a `later` write of the slot; returns the connection."""
+    end = consumer_end(bridge)
+    handle = end._handle(manifest)
+    client = end._source(handle.endpoint, is_observer=False).client
+    client.ask_for_lease(
+        manifest.update_id,
+        generation=handle.generation + later,
+        arena_nbytes=manifest.table.arena_nbytes,
+    )
+    return client
+
+
+def overwrite(end: NIXLPublisher, manifest: WeightUpdateManifest) -> None:
+    """Write the slot once more, as a publisher does that does not know of a reader."""
+    slot = end.snapshot(manifest.update_id)
+    slot.generation += 1
+    slot.stamp(None, 0)
+    vm.tensor_at(slot.address, manifest.table.arena_nbytes).fill_(7)
 
 
 class Between:
@@ -114,13 +182,13 @@ class Trainer:
 
     def help(self, rounds: int) -> None:
         """Let the network move what it still has."""
-        end = cast("NIXLPublisher", self.bridge.publisher.end)
+        end = publisher_end(self.bridge)
         for _ in range(rounds):
             end._host.progress()
 
     def server_pid(self) -> int:
         """The process that serves reads."""
-        host = cast("NIXLPublisher", self.bridge.publisher.end)._host
+        host = publisher_end(self.bridge)._host
         assert isinstance(host, ServingProcess)
         return host.pid
 
@@ -132,7 +200,7 @@ class Trainer:
         self.bridge.close()
 
     def registered(self) -> int:
-        return cast("NIXLPublisher", self.bridge.publisher.end).num_registered
+        return publisher_end(self.bridge).num_registered
 
     def readers(self) -> list[str]:
         return [name for entry in self.bridge.catalog() for name in entry.readers]

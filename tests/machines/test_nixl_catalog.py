@@ -1,7 +1,6 @@
 """What a bridge over `nixl` lets its user look at: what a publisher holds, and what was made."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from functools import partial
 from typing import Any, cast
 
 import pytest
@@ -14,16 +13,19 @@ from rl_bridge.errors import (
     ForeignTransport,
     MalformedManifest,
     SegmentError,
+    TransferTimeout,
     WeightBridgeUnavailableError,
 )
 from rl_bridge.groups import GroupBridge
 from rl_bridge.transports.nixl.agent import AgentError, Counters
-from rl_bridge.transports.nixl.client import ControlClient
+from rl_bridge.transports.wire.connector import Connector
 from tests.groups.meshes import cut, model
 from tests.groups.rig import trainers
-from tests.machines.nixl_roles import Between, weights
+from tests.machines.nixl_roles import Between, both, source_of, weights
 
 WEIGHTS = {"w": torch.arange(100)}
+inline = partial(both, trainer={"serve": "inline"})
+
 SHAPES = {"embed": (8, 4), "layer.w": (6, 3)}
 
 
@@ -32,14 +34,8 @@ def nixl_bridge(worker: str = "rollout", **options: Any) -> NIXLTensorBridge:
     return cast("NIXLTensorBridge", made)
 
 
-@contextmanager
-def both(**options: Any) -> Iterator[tuple[NIXLTensorBridge, NIXLTensorBridge]]:
-    with nixl_bridge("trainer", serve="inline", **options) as publisher, nixl_bridge() as consumer:
-        yield publisher, consumer
-
-
 def test_a_catalog_tells_versions_slots_and_readers_on_either_side() -> None:
-    with both() as (publisher, consumer):
+    with inline() as (publisher, consumer):
         assert publisher.catalog() == ()
         first = publisher.publish(weights(1), weight_version=1)
         second = publisher.publish(weights(2), weight_version=2)
@@ -63,37 +59,36 @@ def test_a_catalog_tells_versions_slots_and_readers_on_either_side() -> None:
 
 
 def test_who_only_looks_leaves_no_record() -> None:
-    with both() as (publisher, looker):
+    with inline() as (publisher, looker):
         manifest = publisher.publish(WEIGHTS, weight_version=1)
         assert len(looker.catalog(manifest)) == 1
         assert publisher.consumers() == []
 
 
 def test_a_look_over_a_new_connection_keeps_the_record_of_who_imported() -> None:
-    with both() as (publisher, consumer):
+    with inline() as (publisher, consumer):
         manifest = publisher.publish(WEIGHTS, weight_version=1)
         consumer.import_update(manifest)
         consumer.acknowledge(manifest.update_id)
-        (source,) = cast("Any", consumer.consumer.end)._resources.sources.values()
-        source.client.hang_up()
+        source_of(consumer).client.hang_up()
         consumer.catalog(manifest)
         found = [(one.presence, one.state) for one in publisher.holders(manifest)]
         assert found == [("alive", "acknowledged")]
 
 
-def test_the_answer_to_a_look_that_was_cut_off_is_not_the_next_ones(
+def test_a_late_answer_is_not_taken_for_the_answer_to_the_next_question(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    with both() as (publisher, consumer):
+    with inline() as (publisher, consumer):
         manifest = publisher.publish(WEIGHTS, weight_version=1)
         consumer.catalog(manifest)
 
-        def cut_off(*_: object) -> None:
-            raise KeyboardInterrupt
+        def late(*_: object) -> None:
+            raise TransferTimeout("it came too late")
 
         with monkeypatch.context() as patch:
-            patch.setattr(ControlClient, "_answer", cut_off)
-            with pytest.raises(KeyboardInterrupt):
+            patch.setattr(Connector, "wait_for_message", late)
+            with pytest.raises(TransferTimeout):
                 consumer.catalog(manifest)
         publisher.consumers()  # it has answered by now
         publisher.release(manifest.update_id)
@@ -103,7 +98,7 @@ def test_the_answer_to_a_look_that_was_cut_off_is_not_the_next_ones(
 def test_a_look_to_which_the_library_finds_no_way_is_refused_as_an_import_is(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    with both() as (publisher, _), nixl_bridge(timeout_s=0.1) as looker:
+    with inline() as (publisher, _), nixl_bridge(timeout_s=0.1) as looker:
         manifest = publisher.publish(WEIGHTS, weight_version=1)
 
         def no_way(*_: object, **__: object) -> str:
@@ -116,7 +111,7 @@ def test_a_look_to_which_the_library_finds_no_way_is_refused_as_an_import_is(
 
 
 def test_what_cannot_be_asked_is_refused() -> None:
-    with both() as (publisher, consumer):
+    with inline() as (publisher, consumer):
         manifest = publisher.publish(WEIGHTS, weight_version=1)
         with make_weight_bridge("local-clone") as other:
             foreign = other.publish(WEIGHTS, weight_version=1)

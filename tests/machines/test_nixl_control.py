@@ -1,4 +1,4 @@
-"""What readers and a publisher of `nixl` say to each other is heard, whatever happens meanwhile."""
+"""The control connections of `nixl`: leases, reports and records, also if something fails."""
 
 import gc
 import select
@@ -22,54 +22,33 @@ from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.testing.processes import DEADLINE_S, until
 from rl_bridge.transports.nixl import consumer as nixl_consumer
 from rl_bridge.transports.nixl.agent import AgentError
-from rl_bridge.transports.nixl.client import ControlClient
 from rl_bridge.transports.nixl.consumer import NIXLConsumer
 from rl_bridge.transports.nixl.messages import MAGIC, NIXLEndpoint
-from rl_bridge.transports.nixl.publisher import NIXLPublisher
 from rl_bridge.transports.nixl.reading import Reading
 from rl_bridge.transports.wire.channel import GREETING_NBYTES, Channel, Greeting, fresh_nonce
 from tests.groups.meshes import cut, model
 from tests.groups.rig import trainers
 from tests.helpers import held_before_its_poll
+from tests.machines.nixl_roles import both, consumer_end, leasing, publisher_end, source_of
 
 WEIGHTS = {"w": torch.arange(100)}
 
-
-@contextmanager
-def both(**options: Any) -> Iterator[tuple[NIXLTensorBridge, NIXLTensorBridge]]:
-    publisher = make_weight_bridge(
-        "nixl", source_worker="trainer", suspicious="off", serve="inline", **options
-    )
-    consumer = make_weight_bridge("nixl", source_worker="rollout", **options)
-    with publisher, consumer:
-        yield cast("NIXLTensorBridge", publisher), cast("NIXLTensorBridge", consumer)
-
-
-def ends(
-    publisher: NIXLTensorBridge, consumer: NIXLTensorBridge
-) -> tuple[NIXLPublisher, NIXLConsumer]:
-    return cast("NIXLPublisher", publisher.publisher.end), cast(
-        "NIXLConsumer", consumer.consumer.end
-    )
+inline = partial(both, trainer={"serve": "inline"})
 
 
 def test_a_reader_is_helped_whose_lease_the_trainers_own_thread_heard_of(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    with both() as (publisher, consumer):
+    with inline() as (publisher, consumer):
         manifest = publisher.publish(WEIGHTS, weight_version=1)
-        end, far = ends(publisher, consumer)
-        handle = far._handle(manifest)
-        client = far._source(handle.endpoint, is_observer=False).client
+        end = publisher_end(publisher)
+        consumer.catalog(manifest)  # which connects
         helped: list[bool] = []
         monkeypatch.setattr(end._host, "help", lambda *, is_needed: helped.append(is_needed))
         server = end._server
         (member,) = server.members
         with held_before_its_poll(server):
-            nbytes = manifest.table.arena_nbytes
-            client.ask_for_lease(
-                manifest.update_id, generation=handle.generation, arena_nbytes=nbytes
-            )
+            leasing(consumer, manifest)
             arrived = select.poll()
             arrived.register(member.channel.socket, select.POLLIN)
             assert arrived.poll(DEADLINE_S * 1e3)
@@ -80,8 +59,8 @@ def test_a_reader_is_helped_whose_lease_the_trainers_own_thread_heard_of(
 
 
 def test_engines_that_all_come_at_once_get_in() -> None:
-    with both(max_consumers=100, timeout_s=60.0) as (publisher, consumer), ExitStack() as stack:
-        handle = ends(publisher, consumer)[1]._handle(publisher.publish(WEIGHTS, weight_version=1))
+    with inline(max_consumers=100, timeout_s=60.0) as (publisher, consumer), ExitStack() as stack:
+        handle = consumer_end(consumer)._handle(publisher.publish(WEIGHTS, weight_version=1))
         at = handle.endpoint
         assert at.token is not None
         waiting: list[Channel] = []
@@ -176,10 +155,10 @@ def test_who_keeps_the_error_of_a_failed_read_does_not_keep_the_librarys_agent(
         used.append(weakref.ref(agent))
         raise RuntimeError("NIXL_ERR_REMOTE_DISCONNECT")
 
-    with both(timeout_s=0.2) as (publisher, consumer):
+    with inline(timeout_s=0.2) as (publisher, consumer):
         consumer.import_update(publisher.publish(WEIGHTS, weight_version=1))
         second = publisher.publish(WEIGHTS, weight_version=2)
-        agent = ends(publisher, consumer)[1]._resources.agent
+        agent = consumer_end(consumer)._resources.agent
         assert agent is not None
         with monkeypatch.context() as patch:
             patch.setattr(type(agent._agent), "transfer", failing)
@@ -197,7 +176,7 @@ def test_a_version_that_could_not_be_read_for_a_while_is_imported_later(
     def broken(_: Reading) -> bool:
         raise AgentError("a read failed: NIXL_ERR_REMOTE_DISCONNECT.")
 
-    with both(timeout_s=0.2) as (publisher, consumer):
+    with inline(timeout_s=0.2) as (publisher, consumer):
         manifest = publisher.publish(WEIGHTS, weight_version=1)
         with monkeypatch.context() as patch:
             patch.setattr(Reading, "step", broken)
@@ -210,10 +189,9 @@ def test_a_read_whose_lease_is_over_begins_again_at_once(monkeypatch: pytest.Mon
     """Its reader was held up. Over TCP nobody helps it any more, so nothing would arrive."""
     stalled: list[Reading] = []
     step = Reading.step
-    with both(timeout_s=2.0) as (publisher, consumer):
+    with inline(timeout_s=2.0) as (publisher, consumer):
         consumer.import_update(publisher.publish(WEIGHTS, weight_version=1))
-        end, far = ends(publisher, consumer)
-        (source,) = far._resources.sources.values()
+        end, source = publisher_end(publisher), source_of(consumer)
         source.client.lease_s = 0.0  # it is renewed at every step
         second = publisher.publish({"w": torch.arange(50)}, weight_version=2)
 
@@ -229,18 +207,13 @@ def test_a_read_whose_lease_is_over_begins_again_at_once(monkeypatch: pytest.Mon
         assert stalled
 
 
-def link_of(end: NIXLConsumer) -> ControlClient:
-    (source,) = end._resources.sources.values()
-    return source.client
-
-
 def test_a_connection_that_fell_silent_is_not_used_again() -> None:
     """A firewall forgot it, for instance: nobody hears its words, and nobody says so."""
     here, nobody = socket.socketpair()
     here.setblocking(False)
-    with both(timeout_s=0.5) as (publisher, consumer), closing(here), closing(nobody):
+    with inline(timeout_s=0.5) as (publisher, consumer), closing(here), closing(nobody):
         consumer.import_update(publisher.publish(WEIGHTS, weight_version=1))
-        channel = link_of(ends(publisher, consumer)[1])._channel
+        channel = source_of(consumer).client._channel
         whole, channel.socket = channel.socket, here
         second = publisher.publish({"w": torch.arange(50)}, weight_version=2)
         with closing(whole):
@@ -253,10 +226,10 @@ def test_a_connection_that_fell_silent_is_not_used_again() -> None:
 def test_a_connection_whose_end_shows_at_the_first_word_costs_no_version_but_a_dead_publishers(
     is_alive: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with both(timeout_s=20.0) as (publisher, consumer):
+    with inline(timeout_s=20.0) as (publisher, consumer):
         consumer.import_update(publisher.publish(WEIGHTS, weight_version=1))
         second = publisher.publish({"w": torch.arange(50)}, weight_version=2)
-        channel = link_of(ends(publisher, consumer)[1])._channel
+        channel = source_of(consumer).client._channel
 
         def send(_: bytes) -> None:
             if not is_alive:
@@ -297,3 +270,76 @@ def test_owners_hear_what_became_of_a_version_whose_read_failed_at_one_of_them(
             return states == [{"rejected"}, {"rejected"}]
 
         until(have_heard, what="both owners to hear of it", deadline_s=20)
+
+
+# ---- what the publisher knows of its readers ----------------------------------------------------
+
+
+@contextmanager
+def trainer_and(*workers: str) -> Iterator[list[NIXLTensorBridge]]:
+    """A trainer, and readers of these names."""
+    publisher = make_weight_bridge("nixl", suspicious="off", serve="inline")
+    readers = [make_weight_bridge("nixl", source_worker=worker) for worker in workers]
+    try:
+        yield [cast("NIXLTensorBridge", one) for one in (publisher, *readers)]
+    finally:
+        for one in (*readers, publisher):
+            one.close()
+
+
+def states(publisher: NIXLTensorBridge, update_id: str) -> list[tuple[str, str]]:
+    return [(one.presence, one.state) for one in publisher.holders(update_id)]
+
+
+def take(reader: NIXLTensorBridge, manifest: WeightUpdateManifest) -> None:
+    reader.import_update(manifest)
+    reader.acknowledge(manifest.update_id)
+
+
+def test_a_reader_whose_name_cannot_be_printed_keeps_nobody_from_the_catalog() -> None:
+    with trainer_and("\U0010ffff" * 500, "rollout") as (publisher, odd, plain):
+        manifest = publisher.publish(WEIGHTS, weight_version=1)
+        client = leasing(odd, manifest)
+        client.wait_for_lease(manifest.update_id)
+        for catalog in (publisher.catalog(), plain.catalog(manifest)):
+            (reader,) = catalog[0].readers
+            assert reader.startswith(r"worker '\U0010ffff")
+
+
+def test_a_reader_that_connects_again_has_one_record_with_all_that_it_reported() -> None:
+    with trainer_and("rollout") as (publisher, reader):
+        first = publisher.publish(WEIGHTS, weight_version=1)
+        take(reader, first)
+        source = source_of(reader)
+        for version in (2, 3):
+            source.client.hang_up()
+            source.client.reports.clear()  # who reported much repeats the last few alone
+            manifest = publisher.publish({"w": WEIGHTS["w"] + version}, weight_version=version)
+            take(reader, manifest)
+            for one in (first, manifest):
+                assert states(publisher, one.update_id) == [("alive", "acknowledged")]
+
+
+def test_a_connection_whose_end_was_never_heard_makes_room_for_the_readers_next_one() -> None:
+    with trainer_and("rollout") as (publisher, reader):
+        first = publisher.publish(WEIGHTS, weight_version=1)
+        take(reader, first)
+        source = source_of(reader)
+        unheard = source.client._channel.socket.dup()  # so it stays open, and nobody speaks
+        with unheard:
+            source.client.hang_up()
+            second = publisher.publish({"w": WEIGHTS["w"] + 1}, weight_version=2)
+            take(reader, second)
+            server = publisher_end(publisher)._server
+            assert len(server.members) == 1
+            assert states(publisher, first.update_id) == [("alive", "acknowledged")]
+
+
+def test_two_readers_of_one_name_and_process_have_a_record_each() -> None:
+    with trainer_and("rollout", "rollout") as (publisher, one, other):
+        manifest = publisher.publish(WEIGHTS, weight_version=1)
+        take(one, manifest)
+        consumer_end(one).close()
+        take(other, manifest)
+        found = sorted(states(publisher, manifest.update_id))
+        assert found == [("alive", "acknowledged"), ("gone", "acknowledged")]

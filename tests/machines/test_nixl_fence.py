@@ -5,9 +5,7 @@ import os
 import re
 import signal
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any, cast
+from typing import cast
 
 import pytest
 import torch
@@ -21,49 +19,32 @@ from rl_bridge.testing.processes import Child, until
 from rl_bridge.testing.strategies import bytes_of
 from rl_bridge.transports.base import PartRequest
 from rl_bridge.transports.nixl import reading
-from rl_bridge.transports.nixl.consumer import NIXLConsumer
 from rl_bridge.transports.nixl.publisher import NIXLPublisher
 from rl_bridge.transports.nixl.reading import Reading
 from rl_bridge.transports.nixl.serving_process import ServingProcess
 from tests.helpers import stop
-from tests.machines.nixl_roles import SIZE, Between, Trainer, weights
+from tests.machines.nixl_roles import (
+    SIZE,
+    Between,
+    Trainer,
+    both,
+    consumer_end,
+    leasing,
+    overwrite,
+    publisher_end,
+    source_of,
+    weights,
+)
 
 SERVE = ("process", "inline")
 SMALL = {"w": torch.arange(100)}
-
-
-def ends(
-    publisher: NIXLTensorBridge, consumer: NIXLTensorBridge
-) -> tuple[NIXLPublisher, NIXLConsumer]:
-    return cast("NIXLPublisher", publisher.publisher.end), cast(
-        "NIXLConsumer", consumer.consumer.end
-    )
-
-
-@contextmanager
-def both(**options: Any) -> Iterator[tuple[NIXLTensorBridge, NIXLTensorBridge]]:
-    publisher = make_weight_bridge("nixl", source_worker="trainer", suspicious="off", **options)
-    consumer = make_weight_bridge("nixl", source_worker="rollout", **options)
-    try:
-        yield cast("NIXLTensorBridge", publisher), cast("NIXLTensorBridge", consumer)
-    finally:
-        consumer.close()
-        publisher.close()
-
-
-def overwrite(end: NIXLPublisher, manifest: WeightUpdateManifest) -> None:
-    """What a publisher does that does not know of a reader: the next write of the slot."""
-    slot = end.snapshot(manifest.update_id)
-    slot.generation += 1
-    slot.stamp(None, 0)
-    vm.tensor_at(slot.address, manifest.table.arena_nbytes).fill_(7)
 
 
 @pytest.mark.parametrize("serve", SERVE)
 def test_a_version_that_is_overwritten_while_it_is_read_is_refused(serve: str) -> None:
     with both(timeout_s=0.5, serve=serve) as (publisher, consumer):
         manifest = publisher.publish(weights(1), weight_version=1)
-        end, _ = ends(publisher, consumer)
+        end = publisher_end(publisher)
         with (
             Between(lambda: overwrite(end, manifest), at="bytes", times=1) as seen,
             pytest.raises(StaleUpdate, match="wrote to it while it was read"),
@@ -77,7 +58,7 @@ def test_a_version_that_is_overwritten_while_it_is_read_is_refused(serve: str) -
 def test_a_torn_read_is_repeated_within_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     with both(timeout_s=20.0) as (publisher, consumer):
         manifest = publisher.publish(weights(1), weight_version=1)
-        end, _ = ends(publisher, consumer)
+        end = publisher_end(publisher)
         slot = end.snapshot(manifest.update_id)
         header = manifest.header_digest
 
@@ -120,7 +101,7 @@ def test_a_read_outlasts_one_process_that_serves_it_after_the_other() -> None:
     """As where readers are killed at the same time: over TCP, each may take the process along."""
     with both(timeout_s=20.0, serve="process") as (publisher, consumer):
         manifest = publisher.publish(weights(1), weight_version=1)
-        host = ends(publisher, consumer)[0]._host
+        host = publisher_end(publisher)._host
         assert isinstance(host, ServingProcess)
 
         def kill() -> None:
@@ -137,8 +118,8 @@ def test_descriptors_of_memory_that_was_given_back_yield_no_version() -> None:
     with both(timeout_s=0.5) as (publisher, consumer):
         first = publisher.publish(weights(1), weight_version=1)
         consumer.import_update(first)
-        end, far = ends(publisher, consumer)
-        (source,) = far._resources.sources.values()
+        end = publisher_end(publisher)
+        source = source_of(consumer)
         (leased,) = source.client.known_slots.values()
         slot = end.snapshot(first.update_id)
         page = vm.tensor_at(slot.stamp_address, 8).clone()
@@ -160,14 +141,7 @@ def test_descriptors_of_memory_that_was_given_back_yield_no_version() -> None:
 def test_a_lease_that_is_not_renewed_ends() -> None:
     with both(timeout_s=0.3) as (publisher, consumer):
         manifest = publisher.publish(weights(1), weight_version=1)
-        _, far = ends(publisher, consumer)
-        handle = far._handle(manifest)
-        client = far._source(handle.endpoint, is_observer=False).client
-        client.ask_for_lease(
-            manifest.update_id,
-            generation=handle.generation,
-            arena_nbytes=manifest.table.arena_nbytes,
-        )
+        client = leasing(consumer, manifest)
         client.wait_for_lease(manifest.update_id)
         assert [entry.readers for entry in publisher.catalog()] == [
             (f"worker 'rollout' rank 0 (pid {client._identity.pid})",)
@@ -178,13 +152,7 @@ def test_a_lease_that_is_not_renewed_ends() -> None:
 def test_another_write_of_a_slot_is_not_leased() -> None:
     with both() as (publisher, consumer):
         manifest = publisher.publish(weights(1), weight_version=1)
-        _, far = ends(publisher, consumer)
-        handle = far._handle(manifest)
-        client = far._source(handle.endpoint, is_observer=False).client
-        nbytes = manifest.table.arena_nbytes
-        client.ask_for_lease(
-            manifest.update_id, generation=handle.generation + 1, arena_nbytes=nbytes
-        )
+        client = leasing(consumer, manifest, later=1)
         with pytest.raises(SegmentError, match="not what was published"):
             client.wait_for_lease(manifest.update_id)
 
@@ -196,7 +164,7 @@ def test_the_slot_of_a_read_that_did_not_end_is_used_again_only_when_nothing_can
         try:
             first = trainer.call("publish", version=1)
             assert bytes_of(consumer.import_update(first)["w"]) == bytes_of(weights(1)["w"])
-            end = cast("NIXLConsumer", consumer.consumer.end)
+            end = consumer_end(consumer)
             second = trainer.call("publish", version=2)
             pid = trainer.pid
             try:
@@ -220,7 +188,7 @@ def test_the_slot_of_a_read_that_did_not_end_is_used_again_only_when_nothing_can
 
             def settled() -> bool:
                 trainer.call("help", rounds=200)
-                end._sweep()
+                end._resources.sweep()
                 return not end._resources.parked
 
             until(settled, what="the late reads to end")
@@ -242,8 +210,8 @@ def test_of_reads_that_never_end_the_last_two_are_waited_for_and_the_others_end_
 
     with both(serve="inline") as (publisher, consumer):
         consumer.import_update(publisher.publish(SMALL, weight_version=1))
-        _, far = ends(publisher, consumer)
-        (source,) = far._resources.sources.values()
+        far = consumer_end(consumer)
+        source = source_of(consumer)
         with monkeypatch.context() as hanging:
             hanging.setattr(Reading, "in_flight", property(lambda _: True))
             hanging.setattr(Reading, "drain", lambda _: False)
@@ -260,8 +228,8 @@ def test_of_reads_that_never_end_the_last_two_are_waited_for_and_the_others_end_
             gc.collect()
             alive = [agent() is not None for agent in agents]
             assert alive == [False] * 4 + [True] * 2, "the library's, which might write"
-            far._resources.parked[0][0].close()  # as one whose end an interrupt cut off
-            far._sweep()
+            far._resources.parked[0][0].close()
+            far._resources.sweep()
             assert len(far._resources.parked) == 1
         last = publisher.publish(SMALL, weight_version=8)
         assert torch.equal(consumer.import_update(last)["w"], SMALL["w"])
@@ -273,7 +241,7 @@ def test_a_stamp_that_comes_when_its_reader_gave_up_is_not_taken_for_a_later_one
         consumer = cast("NIXLTensorBridge", make_weight_bridge("nixl", timeout_s=1.0))
         try:
             consumer.import_update(trainer.call("publish", version=1, small=True))
-            end = cast("NIXLConsumer", consumer.consumer.end)
+            end = consumer_end(consumer)
             second = trainer.call("publish", version=2, small=True)
             try:
                 with (
@@ -291,7 +259,7 @@ def test_a_stamp_that_comes_when_its_reader_gave_up_is_not_taken_for_a_later_one
 
             def settled() -> bool:
                 trainer.call("help", rounds=200)
-                end._sweep()
+                end._resources.sweep()
                 return not end._resources.parked
 
             until(settled, what="the late read to end")
@@ -328,8 +296,8 @@ def test_the_end_of_a_lease_travels_with_the_report(monkeypatch: pytest.MonkeyPa
     with both() as (publisher, consumer):
         consumer.import_update(publisher.publish(SMALL, weight_version=1))
         second = publisher.publish(SMALL, weight_version=2)
-        end, far = ends(publisher, consumer)
-        (source,) = far._resources.sources.values()
+        end = publisher_end(publisher)
+        source = source_of(consumer)
         sent: list[bytes] = []
         channel = source.client._channel
         send = channel.send_raw
@@ -348,7 +316,7 @@ def test_the_end_of_a_lease_travels_with_the_report(monkeypatch: pytest.MonkeyPa
 def test_a_lease_ends_where_no_report_follows() -> None:
     with both() as (publisher, consumer):
         manifest = publisher.publish(SMALL, weight_version=1)
-        end, far = ends(publisher, consumer)
+        end, far = publisher_end(publisher), consumer_end(consumer)
         with far.in_one_go():
             attachment = far.attach(manifest)
             assert len(readers(end, manifest)) == 1

@@ -1,8 +1,7 @@
 """Versions that lie in the trainer's own tensors: what a writer does is seen, and refused."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any, cast
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -12,24 +11,18 @@ from rl_bridge.bridge.bridges import NIXLTensorBridge
 from rl_bridge.errors import SlotsExhausted, StaleUpdate, WeightBridgeUnavailableError
 from rl_bridge.testing.processes import Child
 from rl_bridge.testing.strategies import bytes_of
-from rl_bridge.transports.nixl.publisher import NIXLPublisher
-from tests.machines.nixl_roles import SIZE, Between, Reader, Trainer, weights
+from tests.machines.nixl_roles import (
+    SIZE,
+    Between,
+    Reader,
+    Trainer,
+    both,
+    publisher_end,
+    weights,
+)
 from tests.machines.roles import Engine, owners_of, publish
 
-
-@contextmanager
-def both(**options: Any) -> Iterator[tuple[NIXLTensorBridge, NIXLTensorBridge]]:
-    publisher = make_weight_bridge("nixl", suspicious="off", in_place=True)
-    consumer = make_weight_bridge("nixl", source_worker="rollout", **options)
-    try:
-        yield cast("NIXLTensorBridge", publisher), cast("NIXLTensorBridge", consumer)
-    finally:
-        consumer.close()
-        publisher.close()
-
-
-def end_of(publisher: NIXLTensorBridge) -> NIXLPublisher:
-    return cast("NIXLPublisher", publisher.publisher.end)
+in_place = partial(both, trainer={"in_place": True})
 
 
 def take(consumer: NIXLTensorBridge, manifest: WeightUpdateManifest) -> bytes:
@@ -44,7 +37,7 @@ def take(consumer: NIXLTensorBridge, manifest: WeightUpdateManifest) -> bytes:
 
 def test_versions_are_read_where_they_lie_and_registered_once() -> None:
     live = weights(1)
-    with both() as (publisher, consumer):
+    with in_place() as (publisher, consumer):
         counts = []
         for version in range(1, 8):
             live["w"].copy_(weights(version)["w"])
@@ -52,13 +45,13 @@ def test_versions_are_read_where_they_lie_and_registered_once() -> None:
             assert take(consumer, manifest) == bytes_of(live["w"])
             publisher.release(manifest.update_id)
             counts.append((publisher.counters, consumer.counters))
-        assert end_of(publisher).nbytes < SIZE, "there is a copy"
+        assert publisher_end(publisher).nbytes < SIZE, "there is a copy"
         assert all(one == counts[4] for one in counts[4:]), counts
 
 
 def test_a_trainer_that_writes_during_the_read_without_a_word_is_found_out() -> None:
     live = weights(1)
-    with both(timeout_s=0.5) as (publisher, consumer):
+    with in_place(timeout_s=0.5) as (publisher, consumer):
         manifest = publisher.publish(live, weight_version=1)
         with (
             Between(lambda: live["w"][-8:].fill_(7), at="bytes", times=1) as seen,
@@ -74,7 +67,7 @@ def test_a_trainer_that_writes_during_the_read_without_a_word_is_found_out() -> 
 def test_a_torn_read_is_repeated_until_the_writer_is_done() -> None:
     live = weights(1)
     was = iter((torch.full((8,), 7), weights(1)["w"][-8:]))
-    with both(timeout_s=20.0) as (publisher, consumer):
+    with in_place(timeout_s=20.0) as (publisher, consumer):
         manifest = publisher.publish(live, weight_version=1)
         # (First in the middle of a read, and then before the next one has come to those bytes.)
         with Between(lambda: live["w"][-8:].copy_(next(was)), at="bytes", times=2) as seen:
@@ -85,7 +78,7 @@ def test_a_torn_read_is_repeated_until_the_writer_is_done() -> None:
 
 def test_a_release_in_the_middle_of_a_read_ends_it() -> None:
     live = weights(1)
-    with both(timeout_s=20.0) as (publisher, consumer):
+    with in_place(timeout_s=20.0) as (publisher, consumer):
         manifest = publisher.publish(live, weight_version=1)
 
         def step() -> None:
@@ -99,7 +92,7 @@ def test_a_release_in_the_middle_of_a_read_ends_it() -> None:
 
 
 def test_a_version_that_was_not_released_is_in_the_way_of_the_next() -> None:
-    with both() as (publisher, consumer):
+    with in_place() as (publisher, consumer):
         live = weights(1)
         first = publisher.publish(live, weight_version=1)
         with pytest.raises(SlotsExhausted, match="Release it before the weights change"):
@@ -108,18 +101,18 @@ def test_a_version_that_was_not_released_is_in_the_way_of_the_next() -> None:
 
 
 def test_other_tensors_are_registered_in_place_of_the_first_ones() -> None:
-    with both() as (publisher, consumer):
+    with in_place() as (publisher, consumer):
         for version in (1, 2, 3):
             live = weights(version)
             manifest = publisher.publish(live, weight_version=version)
             assert take(consumer, manifest) == bytes_of(live["w"])
             publisher.release(manifest.update_id)
-            assert end_of(publisher).num_registered == 2
+            assert publisher_end(publisher).num_registered == 2
 
 
 def test_tensors_of_other_sizes_where_others_were_are_read_without_a_failure() -> None:
     room = torch.arange(4096.0)
-    with both() as (publisher, consumer):
+    with in_place() as (publisher, consumer):
         for version, (first, second) in enumerate(((64, 512), (512, 64), (64, 512)), 1):
             live = {"v": room[2048 : 2048 + second], "w": room[:first]}
             manifest = publisher.publish(live, weight_version=version)
@@ -130,31 +123,31 @@ def test_tensors_of_other_sizes_where_others_were_are_read_without_a_failure() -
 
 
 def test_tensors_that_are_read_are_kept_though_others_take_their_place() -> None:
-    with both(timeout_s=20.0) as (publisher, consumer):
+    with in_place(timeout_s=20.0) as (publisher, consumer):
         first = publisher.publish(weights(1), weight_version=1)
         kept: list[int] = []
 
         def replace() -> None:
             publisher.release(first.update_id)
             publisher.publish(weights(2), weight_version=2)
-            kept.append(end_of(publisher).num_registered)
+            kept.append(publisher_end(publisher).num_registered)
 
         with Between(replace, at="bytes", times=1), pytest.raises(StaleUpdate):
             consumer.import_update(first)
         assert kept == [3], "what is being read is given back"
-        assert end_of(publisher).num_registered == 2
+        assert publisher_end(publisher).num_registered == 2
 
 
 def test_a_tensor_that_is_not_contiguous_is_refused_by_name() -> None:
     with (
-        both() as (publisher, _),
+        in_place() as (publisher, _),
         pytest.raises(WeightBridgeUnavailableError, match="'w' is not contiguous"),
     ):
         publisher.publish({"w": torch.zeros(4, 4).t()}, weight_version=1)
 
 
 def test_an_empty_tensor_is_no_range() -> None:
-    with both() as (publisher, consumer):
+    with in_place() as (publisher, consumer):
         live = {"none": torch.empty(0), "w": torch.arange(5)}
         manifest = publisher.publish(live, weight_version=1)
         tensors = consumer.import_update(manifest)

@@ -9,9 +9,11 @@ from typing import Any, cast
 import pytest
 import torch
 
-from rl_bridge.errors import StaleUpdate, TransferTimeout, WeightBridgeError
+from rl_bridge.errors import ChecksumMismatch, StaleUpdate, TransferTimeout, WeightBridgeError
 from rl_bridge.groups import GroupBridge, GroupManifest
-from rl_bridge.memory import vm
+from rl_bridge.groups.wanted import TensorParallel, parallel
+from rl_bridge.manifest.canonical import thaw
+from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.memory.slots import ARRIVING, Slot
 from rl_bridge.testing.processes import Child, until
 from rl_bridge.transports.nixl.consumer import NIXLConsumer
@@ -20,7 +22,7 @@ from rl_bridge.transports.nixl.reading import Reading
 from tests.groups.meshes import Shards, cut, model
 from tests.groups.rig import Trainers, trainers
 from tests.helpers import stop
-from tests.machines.nixl_roles import Between
+from tests.machines.nixl_roles import Between, overwrite
 from tests.machines.roles import Owner, owners_of, publish, shapes
 
 # Several steps of a read in each half, and small tensors in between.
@@ -79,15 +81,6 @@ def test_no_memory_is_taken_for_the_parts_and_nothing_is_made_once_warm() -> Non
         assert len(ring_of(bridge)) <= 2
 
 
-def overwrite(group: Trainers, rank: int, update_id: str, nbytes: int) -> None:
-    """What a publisher does that does not know of a reader: the next write of the slot."""
-    end = cast("NIXLPublisher", group.bridges[rank].publisher.end)
-    slot = end.snapshot(update_id)
-    slot.generation += 1
-    slot.stamp(None, 0)
-    vm.tensor_at(slot.address, nbytes).fill_(7)
-
-
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_part_that_is_overwritten_while_it_lands_ends_its_version_alone(rank: int) -> None:
     with trainers(2, "nixl") as group, reading(timeout_s=0.5) as bridge:
@@ -96,7 +89,7 @@ def test_a_part_that_is_overwritten_while_it_lands_ends_its_version_alone(rank: 
         part = second.parts[rank]
 
         def write() -> None:
-            overwrite(group, rank, part.update_id, part.table.arena_nbytes)
+            overwrite(cast("NIXLPublisher", group.bridges[rank].publisher.end), part)
 
         with (
             Between(write, at="bytes", times=1) as seen,
@@ -173,7 +166,7 @@ def test_a_slot_where_bytes_may_yet_land_is_used_again_only_when_they_cannot() -
         def settled() -> bool:
             for owner in owners:
                 owner.call("help", rounds=200)
-            end._sweep()
+            end._resources.sweep()
             return not end._resources.parked
 
         until(settled, what="the late reads to end")
@@ -198,3 +191,46 @@ def test_memory_goes_only_behind_the_agent_that_may_write_to_it() -> None:
             assert agent.is_closed
             assert not held.parked
         os.kill(pid, signal.SIGCONT)
+
+
+def test_the_handle_of_another_share_is_not_taken_for_the_bytes_that_were_digested() -> None:
+    """Two shares of one version, alike in all but their bytes."""
+    sizes = {"a": (1024, 512), "b": (640, 1024), "n": (70_000,)}
+    rows = dict.fromkeys(sizes, 0)
+    shares = [parallel(tensor=TensorParallel(2, rank, rows)) for rank in range(2)]
+    with (
+        trainers(2, "nixl", serve="inline") as ranks,
+        GroupBridge(shares[0]) as bridge,
+        GroupBridge(shares[1], source_rank=1) as other,
+    ):
+        manifest = ranks.publish(cut(model(sizes, 1), 2, dict(rows)), 1)
+        mine, theirs = bridge.resolve_update(manifest), other.resolve_update(manifest)
+        assert mine.table.digest == theirs.table.digest
+        document = {name: getattr(mine, name) for name in type(mine).model_fields}
+        document |= {"metadata": thaw(mine.metadata), "handle": thaw(theirs.handle)}
+        with pytest.raises(ChecksumMismatch, match="tensor checksum mismatch for 'a'"):
+            bridge.import_update(WeightUpdateManifest(**document))
+
+
+def test_reads_that_never_end_do_not_take_all_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A publisher that hangs, again and again; then one that does not."""
+
+    def late(_: Reading) -> bool:
+        raise TransferTimeout("nothing arrived")
+
+    with trainers(2, "nixl", serve="inline") as ranks, GroupBridge(max_slots=2) as bridge:
+        manifest = ranks.publish(shards(1), 1)
+        check(bridge, manifest, 1)
+        bridge.acknowledge(manifest)
+        monkeypatch.setattr(Reading, "in_flight", property(lambda _: True))
+        monkeypatch.setattr(Reading, "drain", lambda _: False)
+        for version in (2, 3):
+            hung = ranks.publish(shards(version), version)
+            with monkeypatch.context() as hanging:
+                hanging.setattr(Reading, "step", late)
+                with pytest.raises(TransferTimeout):
+                    bridge.import_update(hung)
+            kept = [slot.update_id for slot in ring_of(bridge)]
+            assert kept == [manifest.update_id, ARRIVING]
+        monkeypatch.undo()
+        check(bridge, ranks.publish(shards(4), 4), 4)

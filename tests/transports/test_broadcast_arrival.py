@@ -251,6 +251,34 @@ def test_two_receivers_cost_one_transfer(
     assert sizes == [3, 3, 3]
 
 
+def test_a_version_that_is_released_and_at_once_imported_again_is_sent_again(
+    trainer: BroadcastTensorBridge, rollout: BroadcastTensorBridge, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The receiver asks again before the publisher knows that the first transfer is over."""
+    manifest = trainer.publish(sample_weights(1), weight_version=1)
+    server: Any = trainer.publisher.end._server  # type: ignore[attr-defined]
+    asked: list[object] = []
+    send = group.send_slices
+
+    def is_asked_again() -> bool:
+        (member,) = server.members
+        return member.wants.get(manifest.update_id) is not asked[0]
+
+    def lingering(*args: Any, **named: Any) -> None:
+        send(*args, **named)
+        if not asked:
+            with server.changed:
+                asked.append(server.members[0].wants.get(manifest.update_id))
+                assert server.changed.wait_for(is_asked_again, 20)
+
+    monkeypatch.setattr(sender, "send_slices", lingering)
+    for _ in range(2):
+        tensors = rollout.import_update(manifest)
+        assert contents_of(tensors) == contents_of(sample_weights(1))
+        del tensors
+        rollout.release(manifest.update_id)
+
+
 def test_who_comes_late_gets_the_current_version_by_a_transfer_of_its_own(
     trainer: BroadcastTensorBridge, rollout: BroadcastTensorBridge
 ) -> None:

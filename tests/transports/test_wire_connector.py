@@ -1,4 +1,4 @@
-"""Whoever cannot reach a publisher is told what to mend, by an error of the library's tree."""
+"""Connections of transports over sockets: errors name the remedy, and strangers keep nobody out."""
 
 import os
 import resource
@@ -40,7 +40,7 @@ def test_a_publisher_that_does_not_listen_is_gone() -> None:
 
 
 @pytest.mark.parametrize("said", [b"", b"12345678" + bytes(32)], ids=["at once", "behind hello"])
-def test_who_is_pushed_out_of_its_greeting_may_come_again(said: bytes) -> None:
+def test_a_peer_that_is_pushed_out_of_its_greeting_may_come_again(said: bytes) -> None:
     """Anybody can have that happen who opens many connections, without the token."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
@@ -55,9 +55,9 @@ def test_who_is_pushed_out_of_its_greeting_may_come_again(said: bytes) -> None:
         thread = threading.Thread(target=push_out)
         thread.start()
         port = listener.getsockname()[1]
-        caller = Connector("the publisher", "127.0.0.1", port, magic=b"12345678", timeout_s=20.0)
+        connector = Connector("the publisher", "127.0.0.1", port, magic=b"12345678", timeout_s=20.0)
         with pytest.raises(WeightBridgeUnavailableError, match="hung up in the greeting"):
-            caller.connect(b"token", "identity")
+            connector.connect(b"token", "identity")
         thread.join(20)
 
 
@@ -73,13 +73,13 @@ def test_a_publisher_that_dies_while_it_is_greeted_is_gone() -> None:
 
     thread = threading.Thread(target=die)
     thread.start()
-    caller = Connector("the publisher", "127.0.0.1", port, magic=b"12345678", timeout_s=20.0)
+    connector = Connector("the publisher", "127.0.0.1", port, magic=b"12345678", timeout_s=20.0)
     with pytest.raises(SegmentError, match="it died"):
-        caller.connect(b"token", "identity")
+        connector.connect(b"token", "identity")
     thread.join(20)
 
 
-def test_strangers_push_nobody_out_who_knows_the_token() -> None:
+def test_strangers_push_out_no_peer_that_knows_the_token() -> None:
     listener = listen("test", "127.0.0.1", 0)
     with ExitStack() as stack:
         acceptor: Acceptor[bytes] = Acceptor(
@@ -115,7 +115,7 @@ def test_strangers_push_nobody_out_who_knows_the_token() -> None:
         assert far in acceptor.channels
 
 
-def test_who_is_lost_at_the_door_is_turned_away_at_once() -> None:
+def test_a_connection_that_is_lost_while_it_joins_is_closed_at_once() -> None:
     """Else the acceptor's owner polls it in a busy loop until the greeting's time is over."""
     listener = listen("test", "127.0.0.1", 0)
     with ExitStack() as stack:
@@ -138,3 +138,29 @@ def test_who_is_lost_at_the_door_is_turned_away_at_once() -> None:
             acceptor.serve(set(), pause)
         assert acceptor.channels == []
         assert channel.socket.fileno() < 0
+
+
+# More than a pair of sockets buffers.
+LONG = "x" * (4 << 20)
+
+
+def test_a_question_goes_on_leaving_while_its_answer_is_waited_for() -> None:
+    here, there = socket.socketpair()
+    near = Channel(here, max_message_nbytes=len(LONG))
+    far = Channel(there, max_message_nbytes=len(LONG))
+    near.send_bytes(LONG.encode())
+    assert near.has_outgoing
+    connector = Connector("the publisher", "127.0.0.1", 1, magic=b"", timeout_s=5.0)
+
+    def answer() -> None:
+        connector.wait_for_message(far)
+        far.send_bytes(b"here")
+
+    peer = threading.Thread(target=answer)
+    peer.start()
+    try:
+        assert connector.wait_for_message(near) == b"here"
+    finally:
+        near.close()
+        peer.join()
+        far.close()

@@ -1,11 +1,19 @@
-"""Which bytes are read: as a publisher says where they lie, as far as that can be."""
+"""Parts of ``nixl`` that need no library: plans of reads, and peers that do not answer."""
+
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
-from rl_bridge.errors import MalformedManifest
+from rl_bridge.errors import MalformedManifest, TransferTimeout, TransportUnavailable
+from rl_bridge.transports.nixl.consumer import NIXLConsumer
 from rl_bridge.transports.nixl.messages import Leased
 from rl_bridge.transports.nixl.reading import STEP_NBYTES, plan_steps
+from rl_bridge.transports.nixl.serving_process import ServingProcess
 
 ARENA = 3 * STEP_NBYTES + 4096
 
@@ -55,7 +63,7 @@ def test_a_publisher_cannot_have_more_written_than_the_arena(
         plan_steps(leased(*ranges), ARENA, starts, nbytes)
 
 
-def test_what_lies_between_two_ranges_is_not_read_to_where_others_belong() -> None:
+def test_bytes_between_two_ranges_are_not_read_with_targets() -> None:
     starts, nbytes = np.array([64, 256, 2 * STEP_NBYTES - 4096]), np.array([100, 300, 8192])
     targets = np.array([5000, 0, 8192])
     steps = plan_steps(leased((0, ARENA)), ARENA, starts, nbytes, targets=targets)
@@ -65,7 +73,7 @@ def test_what_lies_between_two_ranges_is_not_read_to_where_others_belong() -> No
 
 
 @pytest.mark.parametrize("ranges", [[(0, 300)], [(0, 100), (200, ARENA - 200)]])
-def test_where_a_publisher_holds_less_nothing_else_is_read_in_its_place(
+def test_bytes_that_the_publisher_does_not_hold_are_not_replaced_by_others(
     ranges: list[tuple[int, int]],
 ) -> None:
     starts, nbytes = np.array([64, 256]), np.array([100, 300])
@@ -75,3 +83,57 @@ def test_where_a_publisher_holds_less_nothing_else_is_read_in_its_place(
         asked = 0 if at < 256 else 1
         assert starts[asked] <= at < at + size <= starts[asked] + nbytes[asked]
         assert place == (5000, 0)[asked] + at - starts[asked]
+
+
+def children() -> set[str]:
+    """Process ids of this process's children."""
+    tasks = Path("/proc/self/task").iterdir()
+    return {pid for task in tasks for pid in (task / "children").read_text("ascii").split()}
+
+
+def test_a_serving_process_that_cannot_open_the_library_is_ended() -> None:
+    before = children()
+    with pytest.raises(TransportUnavailable, match="nixl"):
+        ServingProcess(backend="NO_SUCH_BACKEND", params={})
+    assert children() <= before
+
+
+@pytest.mark.parametrize(("number", "name"), [(15, "SIGTERM"), (40, "signal 40")])
+def test_the_error_names_the_signal_that_ended_the_serving_process(
+    number: int, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "python"
+    program.write_text(f"#!/bin/sh\nkill -{number} $$\n", "ascii")
+    program.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(program))
+    with pytest.raises(TransportUnavailable, match=f"it was ended by {name}"):
+        ServingProcess(backend="UCX", params={})
+
+
+@pytest.mark.parametrize("timeout_s", [0.5, 1.0, 5.0])
+def test_a_publisher_that_did_not_answer_is_left_alone_for_a_while(
+    timeout_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nothing: Any = None
+    end = NIXLConsumer(
+        "rollout",
+        0,
+        make_agent=nothing,
+        make_arenas=nothing,
+        backend="UCX",
+        token=None,
+        num_threads=1,
+        timeout_s=timeout_s,
+    )
+    asked: list[float] = []
+
+    def hangs(*_: object, is_observer: bool, within_s: float) -> None:
+        assert not is_observer
+        asked.append(within_s)
+        raise TransferTimeout("it does not answer")
+
+    monkeypatch.setattr(end, "_source", hangs)
+    endpoint: Any = SimpleNamespace(publisher_id="trainer")
+    for _ in range(3):  # updates
+        end._reach(endpoint, time.monotonic() + min(2.0, timeout_s), is_observer=False)
+    assert len(asked) == 1
