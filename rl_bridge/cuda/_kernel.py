@@ -138,7 +138,7 @@ def _product(value):
 
 @triton.jit
 def _sums(block, key0, key1):
-    """What a block adds to the even and to the odd accumulators: two times [4]."""
+    """The sums of a block for the even and for the odd accumulators: two times [4]."""
     even, odd = tl.split(tl.reshape(block, (_STRIPES, _PAIRS, 2)))
     return (
         tl.sum(_product(even ^ key0) + odd, 0),

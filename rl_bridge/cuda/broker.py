@@ -83,7 +83,7 @@ _BACKLOG = 128
 
 
 class Status(IntEnum):
-    """What an answer says."""
+    """The outcome that an answer carries."""
 
     SERVED = 0
     MALFORMED = 1
@@ -244,7 +244,7 @@ class Server:
         if not self._closing.acquire(blocking=False):
             return  # another thread is at it, or this one: a finalizer may run in here
         try:
-            # Whatever an interrupt cut off is made up for by the next call.
+            # A close that was cut off half-way is finished by the next call.
             self._is_stopping = True
             if self._wake >= 0:
                 os.eventfd_write(self._wake, 1)
@@ -309,7 +309,7 @@ class Server:
                 self._clients[client] = time.monotonic() + self._client_timeout_s
         except OSError as error:
             if error.errno in {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS}:
-                # Nobody is accepted now; the connection waits, and must not be polled in a circle.
+                # The listener stays ready: do not poll it in a busy loop.
                 self._drop_oldest()
                 pause = select.poll()
                 pause.register(self._wake, select.POLLIN)
@@ -338,7 +338,7 @@ class Server:
         elif not hmac.compare_digest(token, self._token):
             self._reply(client, Status.WRONG_TOKEN)
         else:
-            # One look: what is withdrawn from here on stays open until it is sent.
+            # One look-up: a descriptor that is withdrawn from here on stays open until it is sent.
             offer = self.offers.get(key)
             self._reply(client, Status.UNKNOWN_KEY if offer is None else Status.SERVED, offer)
 
@@ -399,7 +399,7 @@ def _checked_path(path: str) -> str:
 
 
 class BrokerRef(BaseModel):
-    """Where a broker is, as it travels in a manifest. What it says is checked, never believed.
+    """The address of a broker, as a manifest carries it. It is checked, never believed.
 
     Attributes:
         path: of its socket.
@@ -489,7 +489,7 @@ class Broker:
         self._server.offers[key] = (descriptor, nbytes)
 
     def withdraw(self, key: int) -> None:
-        """Serve it no more and close it; what was handed out stays with its receivers. Idempotent.
+        """Stop serving it and close it; receivers keep their descriptors. Idempotent.
 
         A consumer that asks at this moment may still get it.
         """
@@ -505,7 +505,7 @@ class Broker:
         self._server.close(timeout_s=timeout_s)
 
 
-# Connections of fetches that run: a forked child's copy would keep what arrives there.
+# Connections of fetches that run: a forked child's copy would keep arriving descriptors open.
 _CONNECTIONS: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
 
@@ -544,7 +544,8 @@ def fetch_fd(ref: BrokerRef, key: int, *, timeout_s: float) -> tuple[int, int]:
                 found = _receive(connection, ref, key, deadline)
                 if found is not None:
                     return found
-        # In a crowd it drops whoever waits longest. If it is gone, connecting again tells.
+        # In a crowd the broker drops the client that waits longest. If the broker is gone, the next
+        # connection shows it.
         time.sleep(min(_RETRY_S, _left(ref, deadline)))
 
 

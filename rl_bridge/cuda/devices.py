@@ -83,7 +83,7 @@ def driver_of(name: DriverName, uuid: str) -> CUDADriver | HostIPCDriver:
 
 
 def place_at(device: Device) -> Place:
-    """Who reads and writes a device's memory."""
+    """The functions that read and write a device's memory."""
     if device.ordinal is None:
         return CPU_PLACE
     return cuda_place(device.ordinal)

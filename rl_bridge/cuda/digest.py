@@ -368,7 +368,7 @@ class DevicePass:
         return self._table.combine(self._host.numpy())
 
     def _note_left(self) -> None:
-        """Note that what a call that fails put on the stream may still come."""
+        """Note that work which a failed call put on the stream may still be done."""
         if self._event is not None and not self._unfinished:
             with suppress(RuntimeError):  # a device that is lost does nothing any more
                 self._event.record()

@@ -60,7 +60,7 @@ class _Group:
 
     chunks: tuple[_Chunk, ...]
     places: torch.Tensor
-    """Where each digest goes, int64 [leaves]."""
+    """The place of each digest, int64 [leaves]."""
     active: tuple[int, ...]
     """How many of the leaves have a block of that number, and by one more: the last is 0."""
 
@@ -128,7 +128,7 @@ class TorchDigest:
             out[group.places + 1] = _canonical(low)
 
     def _sums(self, chunk: _Chunk, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """What each block adds to the accumulators: int64 [leaves, blocks, 8]."""
+        """The sums of each block for the accumulators: int64 [leaves, blocks, 8]."""
         nbytes = chunk.num_leaves * chunk.blocks * PAD_NBYTES
         make = torch.empty if chunk.is_full else torch.zeros
         stage = make(nbytes, dtype=torch.uint8, device=self._device)
@@ -230,7 +230,7 @@ _NUM_KEPT = 4
 
 
 class Engine(Protocol):
-    """What a pass asks for: work on the current stream, leaf digests into `out`."""
+    """Work of a pass on the current stream, which writes leaf digests into `out`."""
 
     def __init__(self, table: LeafTable, offsets: Places, device: torch.device) -> None:
         """Plan for the leaves of `table`, of tensors that lie at `offsets` of an arena."""
@@ -256,7 +256,7 @@ class _Memory:
 
     def __init__(self, owner: Any, address: int, nbytes: int) -> None:
         self.owner = owner
-        # torch refuses memory that is marked as read-only; what keeps writers out is its mapping.
+        # torch refuses memory that is marked as read-only; its mapping keeps writers out.
         self.__cuda_array_interface__ = {
             "shape": (nbytes,),
             "typestr": "|u1",
@@ -302,7 +302,7 @@ def bytes_at(address: int, nbytes: int, device: torch.device, *, owner: Any = No
 
 @dataclass(frozen=True, slots=True)
 class _Launch:
-    """Leaves of one kind: what the kernel is compiled for, and its rows."""
+    """Leaves of one kind, which the kernel is compiled for, and its rows."""
 
     rows: torch.Tensor
     width: int
@@ -359,7 +359,7 @@ class KernelEngine:
         self, sources: Places, arena: int, casts: npt.NDArray[np.uint8], out: torch.Tensor
     ) -> None:
         """Copy, or cast, into the arena, clear the padding, and digest."""
-        # What was gathered into the arena is there, whichever arena it is.
+        # The bytes were gathered into the arena, whichever arena it is.
         sources = np.where(sources == self._offsets + arena, _NOWHERE, sources)
         launches = self._packed.get(self._sorted, sources, casts.astype(np.int64))
         self._run(launches, arena, out, copy=True)

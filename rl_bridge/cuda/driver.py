@@ -88,7 +88,7 @@ def driver_error(call: str, code: str, detail: str) -> DriverError:
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """What the handles of a driver name.
+    """The device that the handles of a driver belong to.
 
     Attributes:
         uuid: the GPU's UUID as torch prints it (``8-4-4-4-12`` lower-case hexadecimal digits), the

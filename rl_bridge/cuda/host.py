@@ -37,7 +37,7 @@ _PROT_NONE = 0
 _MAP_FIXED = 0x10
 _MAP_NORESERVE = 0x4000
 _FAILED = (1 << 64) - 1  # ((void *) -1)
-# shrink, grow, and no other seals after these: nobody can raise SIGBUS in who maps it.
+# shrink, grow, and no other seals after these: nobody can raise SIGBUS in a process that maps it.
 _SEALS = 2 | 4 | 1
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -106,7 +106,7 @@ class HostDriver(VMMDriver):
         return self._granularity
 
     def live(self) -> Live:
-        """Count what is out: all zero once every owner has let go."""
+        """Count handles, reservations and mappings: all zero once every owner released its own."""
         with self._lock:
             mappings = sum(len(found.mappings) for found in self._reserved.values())
             return Live(len(self._memory), len(self._reserved), mappings)
@@ -307,7 +307,7 @@ def _mmap(call: str, address: int, nbytes: int, flags: int, fd: int) -> None:
     if found is None or found == _FAILED:
         raise _failed(call, nbytes)
     try:
-        # What lies here is this process's: a forked child that touches it must not change it.
+        # The memory is this process's: a forked child that touches it must not change it.
         vm.guard_from_fork(address, nbytes)
     except OSError as error:
         raise driver_error(call, _code(error), f"{nbytes} bytes: {error}") from error
@@ -330,7 +330,7 @@ def _duplicate(call: str, fd: int) -> int:
 # owner of opened memory dies.
 
 FREED = 0xDD
-"""What freed memory is overwritten with."""
+"""The byte that freed memory is overwritten with."""
 _GONE = "CUDA_ERROR_INVALID_HANDLE"
 _MAGIC = b"rlb-ipc1"
 # Magic; pid and start time of the owner; descriptor, device, inode and size of the memfd.
@@ -389,7 +389,7 @@ class HostIPCDriver(HostDriver, IPCDriver):
         return _Mapped(held, address, nbytes)
 
     def dealloc(self, address: int) -> None:
-        """Overwrite and unmap; who has it open keeps the memory, but not what lay there."""
+        """Overwrite and unmap; a process that has it open keeps the memory, and not its bytes."""
         call = "cuMemFree"
         self._require_own_process(call)
         found = self._plain.pop(address, None)
@@ -427,7 +427,7 @@ class HostIPCDriver(HostDriver, IPCDriver):
         if pid <= 0 or process_start_time(pid) != start:
             raise driver_error(call, _GONE, f"its owner, pid {pid}, is gone")
         if (known := self._count_up(handle)) is None:
-            # Not under the lock: what is opened waits for forks.
+            # Not under the lock: opening a descriptor waits for forks.
             fresh = self._open(call, pid, place)
             if (known := self._count_up(handle, fresh)) is not fresh:
                 fresh.held.dispose()

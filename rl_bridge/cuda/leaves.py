@@ -143,7 +143,7 @@ class LeafTable:
         *,
         scale: int = 1,
     ) -> npt.NDArray[np.int64]:
-        """Lay out what the kernel is told of each leaf: int64 [leaves, 4].
+        """Lay out the kernel's arguments for each leaf: int64 [leaves, 4].
 
         Args:
             sources: where each tensor begins behind the kernel's source address, int64 [tensors].

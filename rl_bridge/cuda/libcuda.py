@@ -95,7 +95,7 @@ class Library:
     def uuid(self, ordinal: int) -> str:
         """UUID of a device of this process, as torch prints it."""
         device = self.call("cuDeviceGet", ordinal, about=f"device {ordinal} of this process")
-        # Of cuda-bindings 12 only the second one tells the parts of a GPU in MIG mode apart.
+        # In cuda-bindings 12 only the second function tells the parts of a GPU in MIG mode apart.
         has_second = hasattr(self.types, "cuDeviceGetUuid_v2")
         name = "cuDeviceGetUuid_v2" if has_second else "cuDeviceGetUuid"
         return str(uuid.UUID(bytes=bytes(self.call(name, device).bytes)))
@@ -260,7 +260,7 @@ class CUDADriver(VMMDriver, IPCDriver):
         return int(self._call("cuMemCreate", nbytes, self._prop, 0, about=about))
 
     def release(self, handle: int) -> None:
-        """Give back a handle. What is no handle must not come here: CUDA does not check it."""
+        """Give back a handle. CUDA does not check that the number is a handle."""
         self._call("cuMemRelease", handle, about=f"handle {handle:#x}")
 
     def export_fd(self, handle: int) -> int:
@@ -416,7 +416,7 @@ class CUDADriver(VMMDriver, IPCDriver):
         self._call("cuIpcCloseMemHandle", address, about=f"address {address:#x}")
 
     def size_at(self, address: int) -> int | None:
-        """Ask for the range around an address. Of opened memory not every driver tells it."""
+        """Ask for the range around an address. Not every driver knows it for opened memory."""
         try:
             base, nbytes = self._call("cuMemGetAddressRange", address)
         except DriverError as error:

@@ -72,7 +72,7 @@ class DeviceRange:
         return found
 
     def flip(self, new: Pin) -> Pin | None:
-        """Put `new` there; returns what was there before. To undo, flip the returned pin.
+        """Map `new`; returns the content before. To undo, flip the returned pin.
 
         Raises:
             SegmentError: `new` is no such memory, or the driver refuses; nothing changed.
@@ -148,7 +148,7 @@ def _let_go(place: AddressRange, held: list[Pin]) -> None:
 
 
 class Live(Protocol):
-    """What a flip needs: see `flip.LiveRange`, which does it with memory of the CPU."""
+    """A range that can be flipped: see `flip.LiveRange`, which is one in memory of the CPU."""
 
     pin: Pin
 
@@ -161,7 +161,7 @@ class Live(Protocol):
         """First byte; never changes."""
 
     def flip(self, new: Pin) -> Pin | None:
-        """Put `new` there; returns what was there before. To undo, flip that one."""
+        """Map `new`; returns the content before. To undo, flip that one."""
 
     def empty(self) -> None:
         """Take the content out, so that only a reservation is left."""

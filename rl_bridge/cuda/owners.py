@@ -41,7 +41,7 @@ _LATE: list[Callable[[], None]] = []
 
 
 def quietly(undo: Callable[[], None]) -> None:
-    """Run a finalizer: what cannot be undone now waits, or is lost and told."""
+    """Run a finalizer. If it cannot undo something now, that waits, or is lost and logged."""
     try:
         undo()
     except (DeadlineExceeded, DriverError) as error:
@@ -58,7 +58,7 @@ def put_off(undo: Callable[[], None]) -> None:
 
 
 def settle_late() -> None:
-    """Try again what could not be undone before; each new owner does."""
+    """Undo now what could not be undone before; each new owner tries."""
     for _ in range(len(_LATE)):
         try:
             undo = _LATE.pop(0)
@@ -226,12 +226,12 @@ class _Shown:
 
 
 class _Unknown:
-    """What is mapped after a call that was cut off."""
+    """The content after a call that was cut off."""
 
 
 @dataclass(eq=False, slots=True)
 class _Place:
-    """A reservation and what lies there; knows at each moment what it does not know."""
+    """A reservation and its content, which is unknown during a call."""
 
     driver: VMMDriver
     address: int
@@ -240,13 +240,13 @@ class _Place:
     token: int = field(default_factory=lambda: next(_TOKENS))
     content: _Shown | None = None  # what belongs here
     displaced: _Shown | None = None  # what belonged here before an exchange that failed both ways
-    # What is mapped, with access; unknown from before a call until its answer is noted.
+    # The content, with access; unknown from before a call until its answer is noted.
     there: _Shown | _Unknown | None = None
     used: list[Reference] = field(default_factory=list)
     is_freed: bool = False
 
     def clear(self) -> None:
-        """Unmap what is there."""
+        """Unmap the content."""
         before = self.there
         if before is None:
             return
@@ -254,7 +254,7 @@ class _Place:
         try:
             self.driver.unmap(self.address, self.nbytes)
         except DriverError as error:
-            # What was cut off may have been the unmapping itself, or come before the mapping.
+            # The call that was cut off may have been the unmapping, or one before the mapping.
             if not isinstance(before, _Unknown) or error.code != INVALID_VALUE:
                 self.there = before
                 raise
@@ -286,7 +286,7 @@ class _Place:
             raise
 
     def forget(self) -> None:
-        """Stop needing what neither lies here nor is to come back."""
+        """Release allocations that are neither mapped here nor to be mapped again."""
         kept = [
             shown.reference
             for shown in (self.content, self.displaced, self.there)
@@ -350,7 +350,7 @@ class AddressRange:
 
     @property
     def content(self) -> Allocation | None:
-        """What lies there, accessible. If an interrupt cut off an exchange, it is undone first.
+        """The allocation that is mapped. If an exchange was cut off half-way, it is undone first.
 
         Raises:
             TornEngine: that failed; `displaced` has what lay there.
@@ -362,12 +362,12 @@ class AddressRange:
 
     @property
     def displaced(self) -> Allocation | None:
-        """What lay there before an exchange that failed both ways: `swap` it in to mend that."""
+        """The content before an exchange that failed both ways: `swap` it in to mend that."""
         shown = self._place.displaced
         return None if shown is None else shown.allocation
 
     def shows(self, allocation: Allocation) -> bool:
-        """Whether `allocation` lies there: by what was done here, and by what the driver says.
+        """Whether `allocation` is mapped: by this object's notes, and by the driver's answer.
 
         Raises:
             DriverError: the driver does not say.
@@ -381,7 +381,7 @@ class AddressRange:
         return False
 
     def map(self, allocation: Allocation, *, writable: bool) -> None:
-        """Map an allocation where nothing lies yet, all or nothing; no kernel is waited for.
+        """Map an allocation into the empty range, all or nothing; does not wait for kernels.
 
         Raises:
             DriverError: the driver refuses; nothing lies there.
@@ -395,7 +395,7 @@ class AddressRange:
         self._exchange(new)
 
     def swap(self, allocation: Allocation, *, writable: bool) -> Allocation | None:
-        """Exchange what lies there: drain the device, unmap, map, grant access.
+        """Exchange the content: drain the device, unmap, map, grant access.
 
         New work must not be submitted meanwhile (pause the engine); what runs is waited for. An
         interrupt leaves the old or the new one there: `content` says which. To undo, swap back.
@@ -417,7 +417,7 @@ class AddressRange:
         return old
 
     def unmap(self, *, fence: bool = True) -> Allocation | None:
-        """Take out what lies there; returns it.
+        """Unmap the content; returns it.
 
         Args:
             fence: drain the device first. Without it, the caller has waited for every kernel that
@@ -436,7 +436,7 @@ class AddressRange:
         return None if old is None else old.allocation
 
     def close(self, *, fence: bool = True) -> None:
-        """Drain the device, take out what lies there, give the addresses back. Idempotent.
+        """Drain the device, unmap the content, give the addresses back. Idempotent.
 
         Args:
             fence: as `unmap` takes it.
@@ -477,7 +477,7 @@ class AddressRange:
         place.forget()
 
     def _exchange(self, new: _Shown) -> None:
-        """Put `new` where the content is, or have the content there again."""
+        """Map `new` in place of the content; if that fails, map the content again."""
         place = self._place
         had = place.content
         try:

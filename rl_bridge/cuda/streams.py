@@ -1,4 +1,4 @@
-"""What is asked of a device's streams: whether one is captured, and what is still to be done there.
+"""Questions to a device's streams: whether one is captured, and which work is still to do.
 
 Of streams means torch's current one of the device, in the thread that asks.
 """
@@ -72,7 +72,7 @@ def _mark(device: torch.device) -> Any:
 
 
 def _go_behind(device: torch.device, mark: Any) -> None:
-    """Have what comes next on the stream wait, on the device, for an event of another stream."""
+    """Have the next work on the stream wait, on the device, for an event of another stream."""
     torch.cuda.current_stream(device).wait_event(mark)
 
 
@@ -99,7 +99,7 @@ class Writes:
             return True
 
     def begin(self) -> None:
-        """Put what comes next behind what a failed publish left; the host does not wait.
+        """Put the next work behind the work that a failed publish left; the host does not wait.
 
         Raises:
             WeightBridgeUnavailableError: the stream is captured; nothing was put there.
@@ -110,9 +110,9 @@ class Writes:
             _go_behind(self._device, self._left)
 
     def fail(self) -> None:
-        """Note what is left behind by the publish that fails now."""
+        """Note the work that the publish that fails now leaves behind."""
         try:
-            # What was left before is covered: `begin` put this stream behind it.
+            # Work that was left before is covered: `begin` put this stream behind it.
             self._left = _mark(self._device)
         except RuntimeError as error:
             _LOG.warning("nothing more will be written: the device does not answer: %s", error)

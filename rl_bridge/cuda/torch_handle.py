@@ -101,7 +101,7 @@ class TorchHandle:
     waits: bool
 
     def __post_init__(self) -> None:
-        """Check what does not depend on anything else."""
+        """Check the fields that depend on nothing else."""
         self._check_types()
         self._check_handle()
         self._check_range()
@@ -301,7 +301,7 @@ def _integers(name: str, given: object) -> tuple[int, ...]:
 
 
 def decline(handles: Mapping[str, TorchHandle] | list[TorchHandle], calls: Calls) -> int:
-    """Decline what was not opened; how many that were."""
+    """Decline the exports that were not opened; returns their number."""
     found = handles.values() if isinstance(handles, Mapping) else handles
     return sum(handle.decline(calls) for handle in found)
 

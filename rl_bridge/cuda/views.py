@@ -106,7 +106,7 @@ class DeviceView(LeasedView):
         driver = driver_of(self.arena.driver, self.arena.device)
         self.place = place_at(driver.device)
         fd, nbytes = fetch_fd(self.arena.broker, self.arena.key, timeout_s=self._timeout_s)
-        # What the manifest says counts: the driver refuses a descriptor of another size.
+        # The size in the manifest counts: the driver refuses a descriptor of another size.
         del nbytes
         with ExitStack() as undo:  # at once, whoever keeps the exception
             self.allocation = Allocation.received(driver, fd, self.arena.nbytes)
@@ -118,7 +118,7 @@ class DeviceView(LeasedView):
         return self._range.address
 
     def _unmap(self) -> None:
-        # What a lost device does not take back must not stop the rest of a bridge from closing.
+        # A lost device takes nothing back, which must not stop the rest of a bridge from closing.
         quietly(self._range.close)
         quietly(self.allocation.close)
 
@@ -129,7 +129,7 @@ class DeviceView(LeasedView):
             self.allocation.driver.fence()
         except (DeadlineExceeded, DriverError) as error:
             if isinstance(error, DeadlineExceeded) or error.code == CAPTURING:
-                # Nobody else may look at a view that was retired: it must not die with its lease.
+                # A retired view may have no other user: it must not die with its lease.
                 put_off(self.settle)
                 return False
             _LOG.warning("a lease ends although the device does not answer: %s", error)
@@ -265,7 +265,7 @@ class IPCView(LeasedView):
 
     def _check_size(self) -> None:
         # The stamp says how much of it is read. Where a driver does not tell the size of opened
-        # memory, the publisher is believed: what it lies about is its own reader's fault.
+        # memory, the publisher is believed: a lie would only harm its own reader.
         found = self._driver.size_at(self._opening.address)
         if found is not None and found < self.arena.nbytes:
             msg = (
@@ -292,7 +292,7 @@ class IPCView(LeasedView):
         self._opening.close()
 
     def refresh(self, address: int, nbytes: int) -> bool:
-        """Nothing to drop: what consumers write to is a copy."""
+        """Nothing to drop: consumers write to a copy."""
         del address, nbytes
         return False
 

@@ -97,7 +97,7 @@ class DeviceOptions:
         num_threads: int | None,
         timeout_s: float = 1.0,
     ) -> Self:
-        """Check what a user gave.
+        """Check the options that a user gave.
 
         Raises:
             TypeError: a count that is no integer.
@@ -306,7 +306,7 @@ class _Arena:
         self.key = key
         self._broker = broker
         self._writes = writes
-        # An arena that an interrupt loses on its way to the ring must not be offered for good.
+        # An arena that does not reach the ring must not stay offered for good.
         weakref.finalize(self, broker.withdraw, key).atexit = False
         with ExitStack() as undo:  # at once, whoever keeps the exception
             self._allocation = Allocation.create(driver, nbytes)
@@ -331,7 +331,7 @@ class _Arena:
         # Nothing but a publish writes here, and each has waited for its own: a drain would have a
         # publish that replaces a slot wait for all that runs on the device.
         fence = not self._writes.are_over
-        # What a lost device does not take back must not stop the rest of a bridge from closing.
+        # A lost device takes nothing back, which must not stop the rest of a bridge from closing.
         quietly(lambda: self._range.close(fence=fence))
         quietly(self._allocation.close)
 
@@ -527,7 +527,7 @@ class _Copy(Attachment):
         )
 
     def digests(self) -> bytes:
-        # The first time: what was read is what was written, in one pass.
+        # The first time, one pass reads and writes the same bytes.
         copied, self._copied = self._copied, None
         return super().digests() if copied is None else copied
 

@@ -195,7 +195,7 @@ def open_request(
     gpu: str | None = None,
     calls: Calls | None = None,
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """Open each export of a request, once; what cannot be opened any more is declined.
+    """Open each export of a request, once; an export that cannot be opened any longer is declined.
 
     Args:
         request: what came; it can be opened once.

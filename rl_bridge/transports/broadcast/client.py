@@ -95,15 +95,7 @@ class ControlClient:
         is_observer: bool,
         timeout_s: float,
     ) -> None:
-        """Connect, prove that the token is known, and join.
-
-        Args:
-            info: where the group is, and its token.
-            arrivals: where versions arrive.
-            worker: this side's name.
-            rank: its rank.
-            is_observer: fetch single versions only, and leave no record.
-            timeout_s: longest wait for the publisher.
+        """Connect, prove that the token is known, and join; an observer leaves no record.
 
         Raises:
             SegmentError: the publisher is gone, or refuses the token.
@@ -143,7 +135,7 @@ class ControlClient:
         self._thread = threading.Thread(target=self._run, name="rlb-broadcast-client", daemon=True)
         self._thread.start()
 
-    # ---- what the consumer's end calls ----------------------------------------------------------
+    # ---- calls from the consumer's end ----------------------------------------------------------
 
     @property
     def is_lost(self) -> bool:
@@ -238,7 +230,7 @@ class ControlClient:
             self._before = other  # it may still write to slots that both share
 
     def close(self) -> bool:
-        """Leave the group and end both threads; returns whether nothing can arrive any more.
+        """Leave the group and end both threads; returns whether nothing can arrive any longer.
 
         Idempotent; does nothing in a forked child.
         """

@@ -1,4 +1,4 @@
-"""The engine's end: a connection to each publisher that it imports from, and what arrived."""
+"""The engine's end: a connection to each publisher that it imports from, and its arrivals."""
 
 import logging
 import os

@@ -45,13 +45,7 @@ class GroupStore(Store):
     """The values of a rendezvous: each member has all of them, and sends its own to the others."""
 
     def __init__(self, send: Callable[[str, bytes], None], *, timeout_s: float) -> None:
-        """Start empty.
-
-        Args:
-            send: passes a value on to the other members.
-            timeout_s: longest wait for a value.
-
-        """
+        """Start empty; `send` passes a value on to the other members."""
         super().__init__()
         self._send = send
         self._timeout_s = timeout_s
@@ -71,7 +65,7 @@ class GroupStore(Store):
             self._failure = reason
             self._changed.notify_all()
 
-    # ---- what torch calls -----------------------------------------------------------------------
+    # ---- calls from torch -----------------------------------------------------------------------
 
     def set(self, key: str, value: bytes | str) -> None:
         """Keep a value, and send it to the others."""
@@ -132,7 +126,7 @@ class Group:
     """One process group. Used by one thread at a time.
 
     Attributes:
-        why_aborted: says why the transfer cannot succeed any more; None while it can.
+        why_aborted: says why the transfer cannot succeed any longer; None while it can.
 
     """
 
@@ -147,16 +141,10 @@ class Group:
         timeout_s: float,
         why_aborted: Callable[[], str | None] = lambda: None,
     ) -> None:
-        """Meet the other members.
+        """Meet the other members, of whom rank 0 sends.
 
-        Args:
-            backend: what carries the bytes.
-            store: the rendezvous.
-            rank: this process's place in the group; 0 sends.
-            size: how many members the group has.
-            address: of this machine's interface, for Gloo.
-            timeout_s: longest wait of the rendezvous, and of each slice.
-            why_aborted: says why the group, or a slice, cannot succeed any more; None while it can.
+        `timeout_s` bounds the rendezvous, and each slice. `address` is the one of this machine's
+        interface, for Gloo.
 
         Raises:
             RuntimeError: the others did not come in time, it was aborted, or torch refuses.
@@ -194,7 +182,7 @@ class Group:
         return work
 
     def finish(self, work: Any) -> None:
-        """Wait for what `broadcast` began.
+        """Wait for the end of a `broadcast`.
 
         Raises:
             RuntimeError: it failed, was aborted, or did not end in time.
@@ -255,7 +243,7 @@ class Group:
 
 
 class BrokenGroups:
-    """Groups whose transfer broke off, until nothing of theirs reads or writes memory any more.
+    """Groups whose transfer broke off, until nothing of theirs reads or writes memory any longer.
 
     Each is drained in a thread of its own, so that the publisher goes on at once.
     """

@@ -1,4 +1,4 @@
-"""What a receiver must know to join a publisher's group: typed, and plain JSON."""
+"""The description of a publisher's group that lets a receiver join: typed, and plain JSON."""
 
 from typing import Annotated, Literal, Self
 
@@ -42,7 +42,7 @@ members that are left, and the next transfer, before its own deadline.
 
 
 class BroadcastInitInfo(BaseModel):
-    """Where a publisher's group is, and what lets a receiver in.
+    """The address of a publisher's group, and the token that lets a receiver in.
 
     Anybody who has it can read the weights: keep it as safe as the manifests, which carry it too.
 
@@ -71,7 +71,7 @@ class BroadcastInitInfo(BaseModel):
 
     @property
     def identity(self) -> str:
-        """What both sides' proofs name."""
+        """The name in both sides' proofs."""
         return f"{self.publisher_id} {self.group_name}"
 
     def to_json(self) -> str:
@@ -80,7 +80,7 @@ class BroadcastInitInfo(BaseModel):
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """Read what `to_json` wrote.
+        """Read the text that `to_json` wrote.
 
         Raises:
             MalformedManifest: it is something else.

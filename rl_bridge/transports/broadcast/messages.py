@@ -1,4 +1,4 @@
-"""What publisher and receivers of a broadcast say to each other, besides the common kinds.
+"""The messages between publisher and receivers of a broadcast, besides the common kinds.
 
 The length of a message is bounded before it is read.
 """

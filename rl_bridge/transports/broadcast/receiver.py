@@ -50,16 +50,10 @@ class Receiver:
         address: str,
         timeout_s: float,
     ) -> None:
-        """Start the thread.
+        """Start the thread, which waits `timeout_s` at most for members and for a slice.
 
-        Args:
-            backend: what carries the bytes.
-            arrivals: where versions arrive.
-            send: sends a message to the publisher.
-            send_value: sends it a value of a group's rendezvous.
-            address: of the interface that leads to the publisher.
-            timeout_s: longest wait for members of a group, and for a slice.
-
+        `send` sends messages to the publisher, and `send_value` values of a group's rendezvous.
+        `address` is the one of the interface that leads to the publisher.
         """
         self.arrivals = arrivals
         self._backend: Backend = backend
@@ -85,7 +79,7 @@ class Receiver:
         )
         self._thread.start()
 
-    # ---- what the client's thread and the consumer call -----------------------------------------
+    # ---- calls from the client's thread and the consumer ----------------------------------------
 
     def put(self, message: Offer | Go | CalledOff) -> None:
         """Hand the next step of a transfer to the thread."""
@@ -143,7 +137,7 @@ class Receiver:
         self._messages.put(None)
 
     def close(self, *, timeout_s: float) -> bool:
-        """End the thread; returns whether nothing writes to memory any more."""
+        """End the thread; returns whether nothing writes to memory any longer."""
         self.give_up("this side closed")
         if self._thread is not threading.current_thread():
             self._thread.join(timeout_s)
@@ -269,7 +263,7 @@ class Receiver:
         return made
 
     def _why_aborted(self, transfer: int) -> str | None:
-        """Why a transfer cannot succeed any more; None while it can."""
+        """Why a transfer cannot succeed any longer; None while it can."""
         called_off, reason = self._called_off
         return reason if called_off >= transfer else self._given_up
 

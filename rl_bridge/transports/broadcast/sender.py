@@ -42,10 +42,10 @@ SLICE_NBYTES = 16 << 20
 """Small enough to be digested out of the cache, large enough that a slice's own cost is nothing."""
 # A receiver that fails so often is left out, so that it does not take all of the publisher's time.
 _MAX_FAILURES = 3
-# After a transfer broke off, members have so long to say how it ended for them. Their sockets are
+# After a transfer broke off, members have so long to report how it ended. Their sockets are
 # closed at once, so members that live answer at once.
 _GRACE_S = 5.0
-# What Gloo had begun when a transfer broke off ends within as many of its deadlines.
+# Slices that Gloo had begun when a transfer broke off end within as many of its deadlines.
 _MAX_WAITS = 4
 _ANSWERS = (Ready, Declined)
 _ENDS = (Arrived, Failed)
@@ -104,7 +104,7 @@ class Schedule:
         return offered
 
     def read_answers(self) -> bool:
-        """Handle what members said; returns whether a transfer failed at one of them."""
+        """Handle the members' answers; returns whether a transfer failed at one of them."""
         has_failed = False
         for member in list(self._server.members):
             for transfer, answer in list(member.answers.items()):
@@ -205,25 +205,17 @@ class Sender:
         timeout_s: float,
         free: Callable[[str], None],
         at_end: Callable[[], None],
-        slice_nbytes: int | None = None,
     ) -> None:
         """Start the thread, which waits `timeout_s` at most for a receiver and for a slice.
 
-        Args:
-            server: the connections.
-            arenas: where the versions lie.
-            timeout_s: see above.
-            free: lets a released version's slot be written again; called under the server's lock.
-            at_end: called by the thread once nothing reads the arenas any longer.
-            slice_nbytes: bytes of one slice; None takes `SLICE_NBYTES`.
-
+        `free`, called under the server's lock, lets a released version's slot be written again. The
+        thread calls `at_end` once nothing reads the arenas any longer.
         """
         self._server = server
         self._arenas = arenas
         self._timeout_s = timeout_s
         self._free = free
         self._at_end = at_end
-        self._slice_nbytes = SLICE_NBYTES if slice_nbytes is None else slice_nbytes
         self._schedule = Schedule(server, timeout_s=timeout_s)
         self._sending: Offered | None = None
         self._receivers: tuple[Member, ...] = ()
@@ -239,7 +231,7 @@ class Sender:
         self._thread = threading.Thread(target=self._run, name="rlb-broadcast-sender", daemon=True)
         self._thread.start()
 
-    # ---- what the publisher's end calls ---------------------------------------------------------
+    # ---- calls from the publisher's end ---------------------------------------------------------
 
     def prepare(self, offered: Offered) -> None:
         """Note a version that is sealed, and not published yet."""
@@ -283,7 +275,7 @@ class Sender:
             self._free(offered.update_id)
 
     def _has_arrived(self) -> bool:
-        """Whether all receivers have what is being sent: then nothing reads it any more."""
+        """Whether all receivers have the version that is being sent: nothing reads it now."""
         answers = [member.answers.get(self._transfer) for member in self._receivers]
         return bool(answers) and all(isinstance(answer, Arrived) for answer in answers)
 
@@ -418,7 +410,7 @@ class Sender:
             group.why_aborted = partial(self._why_aborted, transfer, members)
             self._on_wire = offered
             arena = self._arenas.tensor(offered.slot, offered.arena_nbytes)
-            send_slices(group, arena, self._slice_nbytes)
+            send_slices(group, arena, SLICE_NBYTES)
         except (RuntimeError, TimeoutError) as error:
             self._break_off(transfer, offered, members, error)
             return
@@ -471,7 +463,7 @@ class Sender:
                 group=number,
                 rank=rank,
                 size=len(members) + 1,
-                slice_nbytes=self._slice_nbytes,
+                slice_nbytes=SLICE_NBYTES,
             )
             self._server.send([member], go)
 
@@ -500,7 +492,7 @@ class Sender:
                     self._schedule.blame(member)
 
     def _why_aborted(self, transfer: int, members: tuple[Member, ...]) -> str | None:
-        """Why a transfer cannot succeed any more, as the connections show; None while it can."""
+        """Why a transfer cannot succeed any longer, as the connections show; None while it can."""
         with self._server.changed:
             for member in members:
                 answer = member.answers.get(transfer)

@@ -1,7 +1,7 @@
 """The publisher's control server: one thread that accepts connections, reads, and never waits.
 
-The server notes what members say, and the sender's thread acts on it. A text that is no message
-ends the connection that it came on, and no other.
+The server notes the messages of members, and the sender's thread acts on them. A text that is no
+message ends the connection that it came on, and no other.
 """
 
 import logging
@@ -48,7 +48,7 @@ class Member(Peer):
     """One receiver, as the publisher knows it. Changed only under the server's lock."""
 
     def __init__(self, channel: Channel, join: Join) -> None:
-        """Start with what it said about itself."""
+        """Start with the peer's own description of itself."""
         super().__init__(
             channel,
             worker=join.worker,
@@ -120,7 +120,7 @@ class ControlServer:
         _SERVERS.add(self)
         self._thread.start()
 
-    # ---- what the publisher's end and the sender call -------------------------------------------
+    # ---- calls from the publisher's end and the sender ------------------------------------------
 
     def records(self) -> list[Record]:
         """Everything that members reported, up to what has arrived at this machine by now."""

@@ -33,7 +33,7 @@ _REMEDIES = {
 
 
 def backend_cause(backend: str) -> str | None:
-    """What this machine lacks for a backend; None if it lacks nothing."""
+    """The part that this machine lacks for a backend; None if it lacks nothing."""
     if not torch.distributed.is_available():
         return f"torch {torch.__version__} is built without torch.distributed"
     if backend == "gloo":

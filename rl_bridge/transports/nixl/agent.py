@@ -102,16 +102,15 @@ class Made:
 
 
 class Host(Protocol):
-    """What holds a publisher's registered memory: an agent, or a process that has one.
+    """The holder of a publisher's registered memory: an agent, or a process that has one.
 
-    Where a method does something here, it is what an agent does, which lives as long as this
-    process.
+    The methods with a body suit an agent, which lives as long as this process.
     """
 
     serves_itself: ClassVar[bool] = False
     """Whether it makes progress by itself once `help` asks for it; else `progress` does."""
     made: Counters
-    """What was made so far."""
+    """The things that were made so far."""
 
     @property
     def num_registered(self) -> int:

@@ -19,7 +19,7 @@ _NUMBERS = itertools.count(1)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SlotRegistration:
-    """What an agent knows about a slot.
+    """The registration of a slot with an agent.
 
     Attributes:
         number: unique among the slots of one process.
@@ -49,11 +49,7 @@ class SlotRegistry:
         self._known: dict[Slot, SlotRegistration] = {}
 
     def add(self, slot: Slot, *, before_end: Callable[[], None] | None = None) -> SlotRegistration:
-        """Register a slot that is not known yet, until it is closed.
-
-        Args:
-            slot: the slot.
-            before_end: called first when it is closed.
+        """Register a slot that is not known yet, until it is closed: then first `before_end`.
 
         Raises:
             SegmentError: the library refuses its memory.
@@ -111,7 +107,7 @@ class SlotRegistry:
             self._known[slot] = self._register(slot)
 
     def __getitem__(self, slot: Slot) -> SlotRegistration:
-        """Return what the agent knows about a slot."""
+        """Return the registration of a slot."""
         return self._known[slot]
 
 
@@ -149,7 +145,7 @@ class RegisteredArenas(Arenas):
         self._known.move_to(agent)
 
     def known(self, slot: Slot) -> SlotRegistration:
-        """Return what the agent knows about a slot."""
+        """Return the registration of a slot."""
         return self._known[slot]
 
     def pin(self, slot: Slot, update_id: str, arena_nbytes: int) -> Pin:

@@ -259,9 +259,9 @@ class ControlClient:
         self.epoch += 1
 
     def has_lapsed(self, update_id: str) -> bool:
-        """Whether the publisher has said by now that a lease is over; skips its other messages.
+        """Whether the publisher reported by now that a lease is over; skips its other messages.
 
-        A word about an earlier lease of the same update came before the answer to this lease.
+        A report about an earlier lease of the same update came before the answer to this lease.
         """
         while (text := self._channel.take()) is not None:
             message = _parsed(text)
@@ -270,7 +270,7 @@ class ControlClient:
         return False
 
     def renew(self, update_id: str) -> None:
-        """Say that this side is still reading."""
+        """Report that this side is still reading."""
         self._send(Renew(update_id=update_id))
 
     def help(self, *, is_needed: bool) -> None:
@@ -279,7 +279,7 @@ class ControlClient:
         self._send(Help(is_needed=is_needed))
 
     def unlease(self, update_id: str, *, with_next: bool = False) -> None:
-        """Say that this side is done: now, or together with the next message."""
+        """Report that this side is done: now, or together with the next message."""
         message = Unlease(update_id=update_id)
         if with_next:
             self._deferred.append(message.model_dump_json().encode())
@@ -287,7 +287,7 @@ class ControlClient:
             self._send(message)
 
     def catalog(self) -> tuple[Entry, ...]:
-        """Ask what the publisher holds.
+        """Ask for the versions that the publisher holds.
 
         Raises:
             SegmentError: it is gone.

@@ -50,7 +50,7 @@ _REST_S = 60.0  # for so long a publisher that could not be reached is left alon
 
 
 class _Resources:
-    """What a consumer's end has to close: its finalizer does so if it is dropped instead."""
+    """The things that a consumer's end has to close, or its finalizer if it is dropped instead."""
 
     def __init__(self) -> None:
         self.agent: Agent | None = None
@@ -108,7 +108,7 @@ def _close(pid: int, resources: _Resources) -> None:
         return
     for source in resources.sources.values():
         source.forget_reads()
-    # Agents before connections: when a publisher sees the end, no byte can arrive any more.
+    # Agents before connections: when a publisher sees the end, no byte can arrive any longer.
     for agent in (resources.agent, *(agent for agent, _ in resources.parked)):
         if agent is not None:
             agent.close()
@@ -159,7 +159,7 @@ class NIXLConsumer(ConsumerEnd):
         # A bridge that is dropped instead of closed must not keep its memory and connections.
         self._finalizer = weakref.finalize(self, _close, os.getpid(), self._resources)
 
-    # ---- what can be looked at ------------------------------------------------------------------
+    # ---- counters and catalog -------------------------------------------------------------------
 
     @property
     def counters(self) -> Counters:
@@ -173,7 +173,7 @@ class NIXLConsumer(ConsumerEnd):
         return 0 if self._resources.agent is None else self._resources.agent.num_registered
 
     def catalog(self, manifest: WeightUpdateManifest) -> tuple[Entry, ...]:
-        """Ask what the publisher of a manifest holds.
+        """Ask for the versions that the publisher of a manifest holds.
 
         Raises:
             SegmentError: it is gone.

@@ -53,7 +53,7 @@ class Source:
         self._page_region: Region | None = None
         self._prepared: dict[Hashable, tuple[Prepared, PartRequest]] = {}
         self._far: dict[Hashable, tuple[Steps, Made | None, PartRequest]] = {}
-        """What reads of the same ranges into different slots share."""
+        """Plans and far descriptors, shared by reads of the same ranges into different slots."""
         self._stamps: dict[Hashable, tuple[Made, Made, Made]] = {}
         """The read of each slot's stamp, and the two lists that it was made of."""
         self._register_page()
@@ -72,7 +72,7 @@ class Source:
         old.close(keeps_peer=old.peer == client.peer)
 
     def forget_reads(self) -> None:
-        """Forget what was prepared with an agent that is about to be closed."""
+        """Forget the reads that were prepared with an agent that is about to be closed."""
         self._prepared.clear()
         self._far.clear()
         self._stamps.clear()
@@ -99,16 +99,10 @@ class Source:
         digest: ArrivalDigest | None = None,
         landing: tuple[SlotRegistration, Callable[[int], None]] | None = None,
     ) -> Reading:
-        """Prepare to read a version into a slot.
+        """Prepare to read a version into a slot; its stamp must show update and generation.
 
-        Args:
-            request: what to read.
-            leased: where it lies.
-            slot: where it goes.
-            expected: update and generation that its stamp must show.
-            digest: digests the bytes that arrive; None to digest nothing.
-            landing: if the slot is not one of this source: its registration, and a function that is
-                called with what has arrived.
+        A `landing` is a slot that is not one of this source: its registration, and a function that
+        is called with the number of bytes that have arrived. Without `digest`, nothing is digested.
 
         Raises:
             AgentError: the library refuses.
@@ -229,7 +223,7 @@ class SharedSlot:
     known: SlotRegistration | None = None
 
     def release(self) -> None:
-        """Let the slot be used again: no byte can land there any more. Idempotent."""
+        """Let the slot be used again: no byte can land there any longer. Idempotent."""
         if self.slot is not None:
             self.landing.abandon(self.slot)
             self.slot = None
@@ -298,7 +292,7 @@ class Job:
         )
 
     def attach(self, num_threads: int | None) -> Attachment:
-        """Lease what arrived, in this process."""
+        """Lease the version that arrived, in this process."""
         manifest, reading, slot = self.request.manifest, self.reading, self.slot
         assert reading is not None
         assert slot is not None
@@ -343,7 +337,7 @@ class Job:
         return self.reading.stamp.header
 
     def release(self) -> None:
-        """Let the slot be used again: no byte can land there any more. Idempotent."""
+        """Let the slot be used again: no byte can land there any longer. Idempotent."""
         if self.slot is not None:
             self.source.arrivals.abandon(self.slot)
             self.slot = None

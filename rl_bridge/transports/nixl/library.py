@@ -1,4 +1,4 @@
-"""Finds NVIDIA's library: which package of it is installed, and what it can do.
+"""Finds NVIDIA's library: the package of it that is installed, and the backends that work.
 
 The library comes as one package per CUDA release, each of which works without a GPU, and a meta
 package that requires all of them. Any of the packages will do.
@@ -120,7 +120,7 @@ def new_agent(module: Any, name: str, backend: str, params: dict[str, str]) -> A
 
 
 def backend_cause(backend: str) -> str | None:
-    """What this machine lacks for a backend; None if it lacks nothing."""
+    """The part that this machine lacks for a backend; None if it lacks nothing."""
     try:
         module, _ = find()
     except ImportError as error:
@@ -182,7 +182,7 @@ _MARK = "backends: "
 
 
 def causes() -> dict[str, str | None]:
-    """Find what each backend of the library lacks here; None: nothing.
+    """Find the cause that keeps each backend of the library from working here; None if it works.
 
     Raises:
         ImportError: the library is not installed.
@@ -208,7 +208,7 @@ def causes() -> dict[str, str | None]:
 
 
 def main() -> None:
-    """Open one backend after the other; after each, print what is known by then."""
+    """Open one backend after the other; after each, print the causes so far."""
     module, _ = find()
     known: dict[str, str | None] = dict.fromkeys(plugins(), "it ended the process")
     for name in known:

@@ -1,4 +1,4 @@
-"""What publisher and readers say to each other, besides the common kinds; endpoint and handle."""
+"""The messages between publisher and readers, besides the common kinds; endpoint and handle."""
 
 from typing import Annotated, Literal
 
@@ -114,7 +114,7 @@ class Unlease(Message):
 
 
 class AskCatalog(Message):
-    """Asks what the publisher holds."""
+    """Asks for the versions that the publisher holds."""
 
     kind: Literal["ask catalog"] = "ask catalog"
 
@@ -134,7 +134,7 @@ class Welcome(Message):
 
 
 class Leased(Message):
-    """The version is leased, until the reader says that it is done, or is gone.
+    """The version is leased, until the reader ends the lease, or is gone.
 
     Attributes:
         slot: number of the slot; unique at its publisher.
@@ -259,7 +259,7 @@ class NIXLEndpoint(BaseModel):
 
     @property
     def identity(self) -> str:
-        """What both sides' proofs name."""
+        """The name in both sides' proofs."""
         return f"{self.publisher_id} {self.server_name}"
 
 

@@ -114,7 +114,7 @@ class NIXLPublisher(PublisherEnd):
         return [] if self._is_closed else self._server.records()
 
     def catalog(self) -> tuple[Entry, ...]:
-        """Describe what is held, in which slots, and who reads it."""
+        """Describe the versions, their slots and their readers."""
         with self._server.changed:
             return () if self._is_closed else self._store.entries()
 

@@ -209,16 +209,9 @@ class Reading:
     ) -> None:
         """Begin; nothing is posted yet.
 
-        Args:
-            agent: reads.
-            prepared: the reads to post.
-            page: where the stamp arrives.
-            slot: where the bytes arrive.
-            digest: digests the bytes that arrive; None to digest nothing.
-            on_arrival: called with each mark up to which the version has arrived.
-            expected: update and generation that the stamp must show.
-            arena_nbytes: size of the version.
-
+        The stamp, which arrives in `page`, must show the `expected` update and generation.
+        `on_arrival` is called with each mark up to which the version has arrived. Without `digest`,
+        nothing is digested.
         """
         self._arena_nbytes = arena_nbytes
         self.slot = slot
@@ -353,7 +346,7 @@ class Reading:
             self.digest.advance(mark)
 
     def finish(self) -> bytes | None:
-        """Return the digests of what arrived; None if they are to be taken later."""
+        """Return the digests of the bytes that arrived; None if they are to be made later."""
         self.stop()
         if self._beside is not None:
             self._beside.check()

@@ -52,7 +52,7 @@ class _Member(Peer):
     """One reader, as the publisher knows it. Changed only under the server's lock."""
 
     def __init__(self, channel: Channel, join: Join) -> None:
-        """Start with what it said about itself."""
+        """Start with the peer's own description of itself."""
         super().__init__(
             channel,
             worker=join.worker,
@@ -120,7 +120,7 @@ class ControlServer:
         _SERVERS.add(self)
         self._thread.start()
 
-    # ---- what the publisher's end calls ---------------------------------------------------------
+    # ---- calls from the publisher's end ---------------------------------------------------------
 
     def records(self) -> list[Record]:
         """Everything that readers reported, up to what has arrived at this machine by now."""

@@ -56,7 +56,7 @@ class _Mapped:
 
 
 class Serving:
-    """Does what the publisher asks for."""
+    """Answers the publisher's requests."""
 
     def __init__(self, line: socket.socket) -> None:
         """Serve the other end of `line`."""
@@ -64,7 +64,7 @@ class Serving:
         self._agent: Agent | None = None
         self._mapped: dict[int, _Mapped] = {}
         self._helping: select.poll | None = None
-        """What to wait for while readers need progress; None otherwise."""
+        """The descriptors to poll while readers need progress; None otherwise."""
 
     def run(self) -> None:
         """Serve until the publisher hangs up."""

@@ -216,7 +216,7 @@ class ServingProcess(Host):
         except OSError:
             self._end()
 
-    # ---- what an agent offers -------------------------------------------------------------------
+    # ---- as an agent ----------------------------------------------------------------------------
 
     @property
     def num_registered(self) -> int:

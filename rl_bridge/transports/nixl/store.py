@@ -1,4 +1,4 @@
-"""The versions that a publisher offers to readers, and who reads which.
+"""The versions that a publisher offers to readers, and the readers of each.
 
 `SlotStore` copies each version into a registered slot of a ring. `InPlaceStore` registers the
 trainer's own tensors and copies nothing: a stamp in a segment beside them, which `release` empties
@@ -48,7 +48,7 @@ class Stored:
 
 @dataclass(slots=True, eq=False)
 class _Published:
-    """One version, and who reads it."""
+    """One version, and its readers."""
 
     slot: Slot
     generation: int
@@ -69,7 +69,7 @@ class VersionStore(ABC):
         self._published: dict[str, _Published] = {}
 
     def lease(self, lease: Lease, reader: Hashable, name: str) -> Leased | Gone:
-        """Let a reader read a version, or say why not."""
+        """Let a reader read a version, or return the reason against it."""
         known = self._published.get(lease.update_id)
         if known is None or known.is_released:
             reason = "its publisher released it"
@@ -174,7 +174,7 @@ class VersionStore(ABC):
 
     @abstractmethod
     def entries(self) -> tuple[Entry, ...]:
-        """Describe what is held, for the catalog."""
+        """Describe the versions, for the catalog."""
 
     def _entry(self, number: int, slot: Slot, nbytes: int) -> Entry:
         known = self._published.get(slot.update_id or "")
@@ -491,5 +491,5 @@ class InPlaceStore(VersionStore):
         self._slot.close()
 
     def _retire(self) -> None:
-        self._slot.stamp(None, 0)  # a late reader sees that it is no version any more
+        self._slot.stamp(None, 0)  # so a late reader sees that it is no longer a version
         self._host.deregister(self._stamp)

@@ -221,7 +221,7 @@ class NIXL(Transport):
 
     @staticmethod
     def counters(*ends: PublisherEnd | ConsumerEnd | None) -> Counters:
-        """What these ends of this transport made of NIXL so far, together; zeros for None."""
+        """The counters of these ends of this transport, added up; zeros for None."""
         from rl_bridge.transports.nixl.consumer import NIXLConsumer
         from rl_bridge.transports.nixl.publisher import NIXLPublisher
 
@@ -233,7 +233,7 @@ class NIXL(Transport):
     def catalog(
         end: PublisherEnd | ConsumerEnd, manifest: WeightUpdateManifest | None = None
     ) -> tuple[Entry, ...]:
-        """What a publisher holds: the one that `end` is, or that of `manifest`, over the network.
+        """The versions that a publisher holds: `end` itself, or the publisher of `manifest`.
 
         Raises:
             WeightBridgeError: there is no way to that publisher.

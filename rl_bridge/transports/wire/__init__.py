@@ -1,3 +1,3 @@
-"""What transports over sockets share: greetings, framed messages, and slots on either side."""
+"""The parts that transports over sockets share: greetings, framed messages, slots on both sides."""
 
 __all__: list[str] = []

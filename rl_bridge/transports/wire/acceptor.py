@@ -1,4 +1,4 @@
-"""The publisher's side of new connections: a listening socket, the greeting, and who joined.
+"""The publisher's side of new connections: a listening socket, the greeting, and the peers.
 
 Anybody can open connections and say nothing. So the connections that have not joined yet are
 bounded in number and in time, and a stranger never pushes out a peer that has proven itself.
@@ -213,7 +213,7 @@ class Peer:
         is_observer: bool,
         reader: str = "",
     ) -> None:
-        """Start with what it said about itself."""
+        """Start with the peer's own description of itself."""
         self.channel = channel
         self.worker = worker
         self.rank = rank

@@ -1,4 +1,4 @@
-"""Where versions lie on either side of a socket, and what a receiver keeps of what arrived.
+"""The memory of versions on both sides of a socket, and the versions that a receiver keeps.
 
 Both sides keep a ring of slots that are written again and again. On the CPU a slot is a sealed
 segment, as in shared memory: a consumer maps it privately, so that an engine may write to what it
@@ -200,7 +200,7 @@ class _ArenaView(LeasedView):
         del nbytes
 
 
-# ---- what arrived -------------------------------------------------------------------------------
+# ---- versions that arrived ----------------------------------------------------------------------
 
 _MAX_UNCLAIMED = 2
 _UNLIMITED = 1 << 30

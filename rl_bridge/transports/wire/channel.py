@@ -1,4 +1,4 @@
-"""What both sides of a socket have in common: the greeting, framed messages, and what they say.
+"""The parts that both sides of a socket share: the greeting, framed messages, common kinds.
 
 A connection begins with a greeting of fixed length, and nothing is parsed before its proof: each
 side sends random bytes and a keyed digest (HMAC-SHA256) of both sides' random bytes and of the
@@ -242,7 +242,7 @@ class Channel:
             self.is_lost = True
 
     def take_raw(self, nbytes: int) -> bytes | None:
-        """Take a number of bytes out of what was read; None if there are fewer."""
+        """Take a number of the bytes that were read; None if there are fewer."""
         if len(self._incoming) < nbytes:
             return None
         data = bytes(self._incoming[:nbytes])
@@ -250,7 +250,7 @@ class Channel:
         return data
 
     def take(self) -> bytes | None:
-        """Take one message's text out of what was read; None if none is complete."""
+        """Take the next message's text out of the bytes that were read; None if incomplete."""
         if len(self._incoming) < _LENGTH.size:
             return None
         (length,) = _LENGTH.unpack_from(self._incoming)
@@ -404,7 +404,7 @@ class Gone(Message):
     update_id: UpdateId
     reason: Text
     is_stale: StrictBool
-    """Whether it was released; otherwise it is not what was asked for."""
+    """Whether it was released; otherwise another version was asked for."""
 
 
 def error_of(gone: Gone) -> WeightBridgeError:
@@ -464,7 +464,7 @@ def _parsed(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
 
 
 class Handle(BaseModel):
-    """What a manifest of such a transport says about where its bytes are."""
+    """The part of a manifest that leads to the bytes."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

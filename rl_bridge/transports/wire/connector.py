@@ -40,14 +40,8 @@ class Connector:
     ) -> None:
         """Begin; nothing is opened yet.
 
-        Args:
-            what: names the publisher in messages, such as "the publisher's broadcast group".
-            address: where it listens.
-            port: where it listens.
-            magic: see `Greeting`.
-            timeout_s: longest wait for all of it.
-            within_s: a shorter limit, for this attempt only.
-
+        All of it takes at most `timeout_s`, or `within_s` if that is shorter. Messages name the
+        publisher by `what`, such as "the publisher's broadcast group". For `magic` see `Greeting`.
         """
         self._address = address
         self._port = port
