@@ -66,7 +66,7 @@ class DriverSuite(ABC, Generic[D]):
 
     # ---- what it gives ----------------------------------------------------------------------
 
-    def test_it_says_what_it_is(self, driver: D) -> None:
+    def test_the_driver_names_its_device_and_granularity(self, driver: D) -> None:
         assert driver.name in {"cuda", "host"}
         assert (driver.device.uuid == "host") == (driver.name == "host")
         unit = driver.granularity()
@@ -145,7 +145,7 @@ class DriverSuite(ABC, Generic[D]):
             undo.callback(driver.release, driver.import_fd(fd, nbytes))
         close_fd(fd)
 
-    def test_other_memory_takes_the_place_of_what_was_unmapped(
+    def test_other_memory_can_be_mapped_at_the_same_address(
         self, driver: D, undo: ExitStack
     ) -> None:
         one, nbytes = self.memory(driver, undo)
@@ -228,7 +228,7 @@ class DriverSuite(ABC, Generic[D]):
         with self.refused("cuMemUnmap"):
             driver.unmap(address, nbytes // 2)
 
-    def test_what_is_not_mapped_is_not_unmapped(self, driver: D, undo: ExitStack) -> None:
+    def test_an_empty_range_cannot_be_unmapped(self, driver: D, undo: ExitStack) -> None:
         # An exchange that an interrupt cut off relies on this answer.
         nbytes = driver.granularity()
         address = self.room(driver, undo, nbytes)

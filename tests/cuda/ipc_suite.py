@@ -135,7 +135,7 @@ class IPCSuite(ABC):
             assert caught.value.code == "CUDA_ERROR_INVALID_HANDLE"
             owner.kill()
 
-    def test_what_is_no_allocation_has_no_handle(self, ipc: IPCDriver) -> None:
+    def test_an_address_that_is_no_allocation_has_no_handle(self, ipc: IPCDriver) -> None:
         at = ipc.alloc(IPC_UNIT)
         ipc.dealloc(at)
         for act in (ipc.ipc_handle, ipc.dealloc, ipc.close_ipc):
@@ -143,7 +143,7 @@ class IPCSuite(ABC):
                 act(at)
             assert caught.value.code == INVALID_VALUE
 
-    def test_sizes_are_told(self, ipc: IPCDriver, owner: Child) -> None:
+    def test_sizes_are_reported(self, ipc: IPCDriver, owner: Child) -> None:
         at = ipc.alloc(2 * IPC_UNIT)
         assert (ipc.size_at(at), ipc.size_at(at + 256)) == (2 * IPC_UNIT, None)
         ipc.dealloc(at)
@@ -159,7 +159,7 @@ class IPCSuite(ABC):
 
     # ---- owners ---------------------------------------------------------------------------------
 
-    def test_memory_is_kept_until_whoever_has_it_open_closed_it(
+    def test_memory_is_kept_until_every_importer_closed_it(
         self, ipc: IPCDriver, owner: Child
     ) -> None:
         before = open_fds()
@@ -186,7 +186,7 @@ class IPCSuite(ABC):
         gc.collect()
         assert owner.call("is_freed") is True
 
-    def test_what_was_given_up_is_not_opened(self, ipc: IPCDriver, owner: Child) -> None:
+    def test_an_opening_that_was_given_up_is_not_made(self, ipc: IPCDriver, owner: Child) -> None:
         before, where = open_fds(), owner.call("where")
         assert owner.call("give_up") is True
         with pytest.raises(SegmentError):
@@ -204,7 +204,7 @@ class IPCSuite(ABC):
         opening.close()
         assert owner.call("is_freed") is True
 
-    def test_what_is_given_up_in_the_middle_of_an_opening_is_not_opened(
+    def test_an_opening_that_is_given_up_half_way_opens_nothing(
         self, ipc: IPCDriver, owner: Child, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         where, before = owner.call("where"), open_fds()

@@ -154,7 +154,7 @@ def test_a_flip_is_a_drain_an_unmapping_a_mapping_and_access(
         owner.close()
 
 
-def test_asking_what_is_mapped_keeps_no_reference(driver: CUDADriver, record: Recording) -> None:
+def test_a_query_of_the_mapping_keeps_no_reference(driver: CUDADriver, record: Recording) -> None:
     one, live = Allocation.create(driver, UNIT), AddressRange(driver, UNIT)
     live.map(one, writable=False)
     record.calls.clear()
@@ -321,7 +321,7 @@ def test_a_probe_maps_as_a_publisher_does_and_as_a_consumer(
     assert granted == [READ_WRITE, READ]
 
 
-def test_free_and_total_memory_are_told(driver: CUDADriver) -> None:
+def test_free_and_total_memory_are_reported(driver: CUDADriver) -> None:
     assert driver.memory_info() == (1, 2)
 
 

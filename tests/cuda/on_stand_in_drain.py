@@ -82,7 +82,7 @@ def test_a_drain_that_does_not_end_is_given_up_and_nothing_is_unmapped(
         owner.close()
 
 
-def test_what_dies_while_the_device_does_not_come_to_rest_is_given_back_later(
+def test_a_range_that_dies_while_the_device_is_busy_is_given_back_later(
     record: Recording, work: Callable[[bool], None]
 ) -> None:
     driver = CUDADriver(1, bindings=record, drain_timeout_s=0.01)
@@ -117,7 +117,7 @@ def test_a_driver_without_events_for_a_context_drains_all_the_same(
         assert record.names() == expected
 
 
-def test_a_device_that_failed_is_told_by_the_drain(record: Recording) -> None:
+def test_the_drain_reports_that_the_device_failed(record: Recording) -> None:
     driver = CUDADriver(1, bindings=record)
     lost = bindings.CUresult.CUDA_ERROR_ILLEGAL_ADDRESS
     record.cuEventQuery = lambda _: (lost,)  # type: ignore[attr-defined]

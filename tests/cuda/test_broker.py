@@ -61,7 +61,7 @@ def test_each_key_has_its_own_memory(driver: HostDriver, broker: Broker) -> None
     other.close()
 
 
-def test_what_is_withdrawn_is_closed_and_refused(driver: HostDriver, broker: Broker) -> None:
+def test_a_withdrawn_descriptor_is_closed_and_refused(driver: HostDriver, broker: Broker) -> None:
     before = set(open_fds())
     fd, nbytes = fetch_fd(broker.ref, 1, timeout_s=FOREVER_S)
     broker.withdraw(1)
@@ -73,7 +73,7 @@ def test_what_is_withdrawn_is_closed_and_refused(driver: HostDriver, broker: Bro
 
 
 @pytest.mark.parametrize(("key", "nbytes"), [(1, 5), (-1, 5), (2**64, 5), (2, 0), (2, 2**63)])
-def test_an_offer_that_cannot_be_told_is_refused(broker: Broker, key: int, nbytes: int) -> None:
+def test_an_offer_out_of_range_is_refused(broker: Broker, key: int, nbytes: int) -> None:
     descriptor = Descriptor(os.open("/dev/null", os.O_RDONLY))
     with pytest.raises(ValueError, match="in use or out of range"):
         broker.offer(key, descriptor, nbytes)
@@ -218,7 +218,7 @@ def test_root_and_the_same_user_may_talk(monkeypatch: pytest.MonkeyPatch) -> Non
     assert [server.may_talk(uid) for uid in (1000, 0, 1001)] == [True, True, False]
 
 
-def test_nobody_else_may_enter_the_directory(broker: Broker) -> None:
+def test_the_directory_is_private(broker: Broker) -> None:
     folder = Path(broker.ref.path).parent
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert len(broker.ref.token) == 32

@@ -65,7 +65,7 @@ def test_an_exporter_killed_between_sending_and_receiving_leaves_the_bytes(
     assert shown(driver, *found) == {7}
 
 
-def test_a_broker_killed_while_a_client_waits_is_told(root: Path) -> None:
+def test_a_client_sees_that_the_broker_was_killed_while_it_waits(root: Path) -> None:
     before = open_fds()
     with Child(Publisher, root=str(root)) as publisher:
         ref = BrokerRef.model_validate(publisher.call("ref"))
@@ -121,7 +121,7 @@ def test_an_importer_that_is_killed_costs_its_exporter_nothing(
         until(lambda: publisher.call("num_fds") == before, what="its connections are gone")
 
 
-def test_memory_is_held_by_the_importer_when_the_exporter_let_go(root: Path) -> None:
+def test_an_importer_keeps_memory_that_the_exporter_released(root: Path) -> None:
     with Child(Publisher, root=str(root)) as publisher:
         ref = publisher.call("ref")
         with Child(Consumer, ref=ref) as consumer:

@@ -72,7 +72,7 @@ def test_a_way_back_that_is_refused_too_is_torn_and_can_be_mended(
     live.close()
 
 
-def test_what_was_displaced_is_swapped_in_again(driver: Scripted) -> None:
+def test_displaced_content_can_be_swapped_in_again(driver: Scripted) -> None:
     one, two = filled(driver, 1), filled(driver, 2)
     live = AddressRange(driver, NBYTES)
     live.swap(one, writable=True)

@@ -92,7 +92,7 @@ def test_another_users_socket_is_not_asked(broker: Broker, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("kind", ["file", "directory", "fifo", "stream", "absent"])
-def test_what_is_no_broker_is_refused(root: Path, kind: str) -> None:
+def test_a_path_that_is_no_broker_is_refused(root: Path, kind: str) -> None:
     path = root / "it"
     stream = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     if kind == "file":

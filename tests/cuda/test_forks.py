@@ -85,7 +85,7 @@ def sockets(watch: Watch, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @forking
-def test_a_child_has_nothing_of_new_memory(
+def test_a_forked_child_keeps_no_new_memory(
     driver: HostDriver, watch: Watch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
@@ -96,7 +96,7 @@ def test_a_child_has_nothing_of_new_memory(
 
 
 @forking
-def test_a_child_has_nothing_of_what_is_exported_and_imported(
+def test_a_forked_child_keeps_no_exported_or_imported_descriptor(
     driver: HostDriver, watch: Watch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = fcntl.fcntl
@@ -118,7 +118,7 @@ def test_a_child_has_nothing_of_what_is_exported_and_imported(
 
 
 @forking
-def test_a_child_has_nothing_of_what_a_broker_opens(
+def test_a_forked_child_keeps_no_descriptor_of_a_broker(
     root: Path, watch: Watch, monkeypatch: pytest.MonkeyPatch, sockets: None
 ) -> None:
     real = os.open
@@ -137,7 +137,7 @@ def test_a_child_has_nothing_of_what_a_broker_opens(
 
 
 @forking
-def test_a_child_has_nothing_of_a_connection(
+def test_a_forked_child_keeps_no_connection(
     broker: Broker, watch: Watch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     listener: Any = broker._server._listener
@@ -162,7 +162,7 @@ def test_a_child_has_nothing_of_a_connection(
 
 
 @forking
-def test_a_child_has_nothing_of_what_is_fetched(
+def test_a_forked_child_keeps_no_fetched_descriptor(
     broker: Broker, watch: Watch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[socket.socket] = []
@@ -189,7 +189,7 @@ def test_a_child_has_nothing_of_what_is_fetched(
 
 
 @forking
-def test_a_child_has_nothing_of_a_sweep(
+def test_a_forked_child_keeps_no_descriptor_of_a_sweep(
     root: Path, watch: Watch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (root / ("rlb-broker-1-1-" + "0" * 16)).mkdir()

@@ -60,7 +60,7 @@ def mapped(driver: HostDriver, *, writable: bool = True) -> tuple[int, int]:
     return handle, address
 
 
-def test_what_is_out_is_counted(driver: HostDriver) -> None:
+def test_handles_reservations_and_mappings_are_counted(driver: HostDriver) -> None:
     handle, address = mapped(driver)
     assert driver.live() == Live(handles=1, reservations=1, mappings=1)
     driver.unmap(address, SMALL)
@@ -108,7 +108,7 @@ def dies(child: Child, call: str) -> bool:
 
 
 @pytest.mark.parametrize("steps", [[], ["map"], ["map", "grant", "unmap"]], ids=len)
-def test_what_is_not_mapped_with_access_cannot_be_read(steps: list[str]) -> None:
+def test_memory_without_access_cannot_be_read(steps: list[str]) -> None:
     with Child(Toucher) as child:
         for step in steps:
             child.call(step, **({"writable": True} if step == "grant" else {}))
@@ -168,7 +168,9 @@ NOT_THERE: dict[str, tuple[str, Callable[[HostDriver], object]]] = {
 
 
 @pytest.mark.parametrize("case", NOT_THERE)
-def test_what_is_not_there_is_refused(driver: HostDriver, case: str) -> None:
+def test_calls_with_handles_or_addresses_that_do_not_exist_are_refused(
+    driver: HostDriver, case: str
+) -> None:
     call, act = NOT_THERE[case]
     with pytest.raises(DriverError) as caught:
         act(driver)
@@ -274,7 +276,7 @@ def test_codes_are_cudas_own() -> None:
     assert set(seam._REMEDIES) - ours <= names
 
 
-def test_the_probe_gives_back_what_it_took_when_a_call_fails(
+def test_a_probe_that_fails_leaves_nothing(
     driver: HostDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = open_fds()

@@ -34,7 +34,7 @@ class TestHostIPC(IPCSuite):
         return HostIPCDriver()
 
 
-def test_what_is_freed_too_early_is_seen() -> None:
+def test_memory_that_is_freed_too_early_shows_it() -> None:
     driver = HostIPCDriver()
     with Child(HostExporter) as owner:
         at = driver.open_ipc(bytes.fromhex(owner.call("where")["handle"]))
@@ -45,7 +45,7 @@ def test_what_is_freed_too_early_is_seen() -> None:
     assert driver.num_plain() == (0, 0)
 
 
-def test_what_may_still_be_read_is_closed_behind_a_drain(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_opening_is_closed_behind_a_drain(monkeypatch: pytest.MonkeyPatch) -> None:
     # A copy out of it may have been given up at its deadline, and go on.
     driver = HostIPCDriver()
     asked: list[str] = []
@@ -88,7 +88,7 @@ def test_an_odd_size_is_refused(nbytes: int) -> None:
         HostIPCDriver().alloc(nbytes)
 
 
-def test_a_handle_tells_nothing_but_where_the_memory_is() -> None:
+def test_a_handle_carries_only_the_place_of_the_memory() -> None:
     driver = HostIPCDriver()
     at = driver.alloc(IPC_UNIT)
     raw = driver.ipc_handle(at)

@@ -36,7 +36,7 @@ def test_an_allocation_that_dies_is_released(driver: Scripted) -> None:
     assert driver.live() == NOTHING
 
 
-def test_what_is_closed_is_not_released_again_when_it_dies(driver: Scripted) -> None:
+def test_a_closed_allocation_is_not_released_again_when_it_dies(driver: Scripted) -> None:
     one = Allocation.create(driver, NBYTES)
     one.close()
     two = Allocation.create(driver, NBYTES)
@@ -91,7 +91,7 @@ def test_a_descriptor_is_closed_once(driver: Scripted) -> None:
     one.close()
 
 
-def test_a_closed_descriptor_says_so_and_one_that_dies_is_closed(driver: Scripted) -> None:
+def test_a_closed_descriptor_is_refused_and_a_dropped_one_is_closed(driver: Scripted) -> None:
     one = Allocation.create(driver, NBYTES)
     first, second = one.export(), one.export()
     fd = second.fd
@@ -130,7 +130,7 @@ def test_a_range_shows_one_allocation_after_another(driver: Scripted) -> None:
     live.close()
 
 
-def test_swapping_in_what_is_there_keeps_it(driver: Scripted) -> None:
+def test_swapping_in_the_content_keeps_it(driver: Scripted) -> None:
     one = filled(driver, 1)
     live = AddressRange(driver, NBYTES)
     live.swap(one, writable=False)
@@ -171,7 +171,7 @@ def test_a_range_that_dies_gives_everything_back(driver: Scripted) -> None:
 
 
 @pytest.mark.parametrize("fence", [True, False])
-def test_what_is_unmapped_can_be_mapped_again(driver: Scripted, fence: bool) -> None:
+def test_an_unmapped_allocation_can_be_mapped_again(driver: Scripted, fence: bool) -> None:
     one = filled(driver, 1)
     window = AddressRange(driver, NBYTES)
     window.map(one, writable=False)
@@ -185,7 +185,9 @@ def test_what_is_unmapped_can_be_mapped_again(driver: Scripted, fence: bool) -> 
     window.close()
 
 
-def test_what_is_closed_while_it_is_mapped_goes_when_it_is_taken_out(driver: Scripted) -> None:
+def test_an_allocation_closed_while_mapped_is_released_when_it_is_unmapped(
+    driver: Scripted,
+) -> None:
     one, two = filled(driver, 1), filled(driver, 2)
     live = AddressRange(driver, NBYTES)
     live.swap(one, writable=True)
@@ -235,7 +237,7 @@ def test_a_range_is_aligned(driver: Scripted) -> None:
     live.close()
 
 
-def test_what_does_not_fit_is_refused_before_anything_is_touched(driver: Scripted) -> None:
+def test_an_allocation_that_does_not_fit_is_refused_before_any_call(driver: Scripted) -> None:
     live = AddressRange(driver, NBYTES)
     one = filled(driver, 1)
     live.swap(one, writable=True)
@@ -259,7 +261,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_touched(driver: Scripte
 # ---- finalizers and forks -----------------------------------------------------------------------
 
 
-def test_what_dies_while_a_graph_is_captured_is_given_back_later(driver: Scripted) -> None:
+def test_a_range_that_dies_while_a_graph_is_captured_is_given_back_later(driver: Scripted) -> None:
     live = AddressRange(driver, NBYTES)
     one = filled(driver, 1)
     live.map(one, writable=True)
@@ -272,7 +274,7 @@ def test_what_dies_while_a_graph_is_captured_is_given_back_later(driver: Scripte
     one.close()
 
 
-def test_a_finalizer_tells_what_it_cannot_give_back(
+def test_a_finalizer_logs_memory_that_it_cannot_give_back(
     driver: Scripted, caplog: pytest.LogCaptureFixture
 ) -> None:
     one = Allocation.create(driver, NBYTES)

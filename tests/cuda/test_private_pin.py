@@ -63,7 +63,7 @@ def view_on(driver: Noting) -> Any:
     return SimpleNamespace(place=OnAGPU(), driver=driver)
 
 
-def test_it_is_plain_memory_of_whole_units_that_ends_with_its_last_tensor(driver: Noting) -> None:
+def test_private_memory_has_whole_units_and_ends_with_its_last_tensor(driver: Noting) -> None:
     pin = private_pin(view_on(driver), 1000)
     assert (pin.nbytes, pin.view) == (IPC_UNIT, None)
     tensor = OnAGPU().tensor(pin.buffer, 0, 1000, torch.uint8)
@@ -85,7 +85,7 @@ def test_a_shortage_is_this_sides_and_leaves_nothing(driver: Noting) -> None:
         private_pin(view_on(driver), 1000)
 
 
-def test_what_dies_while_a_graph_is_captured_is_freed_later(driver: Noting) -> None:
+def test_memory_that_dies_while_a_graph_is_captured_is_freed_later(driver: Noting) -> None:
     pin = private_pin(view_on(driver), 1000)
     driver.refuses["fence"] = CAPTURING
     del pin

@@ -16,7 +16,7 @@ from rl_bridge.testing.host_devices import HostVMM
 LONG_S = 30.0
 
 
-def test_a_view_that_is_being_unmapped_is_not_unmapped_by_whoever_settles_it_meanwhile(
+def test_a_view_that_is_being_unmapped_is_not_unmapped_a_second_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     publisher = Publisher(HostVMM(), source_worker="trainer", source_rank=0)

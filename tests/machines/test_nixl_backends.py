@@ -23,7 +23,9 @@ def test_a_plugin_that_cannot_be_loaded_says_which_library_is_missing() -> None:
     assert all(".so" in cause and "cannot open" in cause for cause in lacking), lacking
 
 
-def test_a_child_that_says_nothing_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_probe_that_prints_nothing_is_reported_as_blocked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(backends, "command_without_torch", lambda _: ["/bin/false"])
     (item,) = nixl_backends()
     assert item.status == "blocked"

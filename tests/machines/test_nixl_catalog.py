@@ -34,7 +34,7 @@ def nixl_bridge(worker: str = "rollout", **options: Any) -> NIXLTensorBridge:
     return cast("NIXLTensorBridge", made)
 
 
-def test_a_catalog_tells_versions_slots_and_readers_on_either_side() -> None:
+def test_a_catalog_lists_versions_slots_and_readers_on_both_sides() -> None:
     with inline() as (publisher, consumer):
         assert publisher.catalog() == ()
         first = publisher.publish(weights(1), weight_version=1)
@@ -58,14 +58,14 @@ def test_a_catalog_tells_versions_slots_and_readers_on_either_side() -> None:
         assert [entry.update_id for entry in publisher.catalog()] == [None, second.update_id]
 
 
-def test_who_only_looks_leaves_no_record() -> None:
+def test_a_catalog_leaves_no_record() -> None:
     with inline() as (publisher, looker):
         manifest = publisher.publish(WEIGHTS, weight_version=1)
         assert len(looker.catalog(manifest)) == 1
         assert publisher.consumers() == []
 
 
-def test_a_look_over_a_new_connection_keeps_the_record_of_who_imported() -> None:
+def test_a_catalog_over_a_new_connection_keeps_the_importers_record() -> None:
     with inline() as (publisher, consumer):
         manifest = publisher.publish(WEIGHTS, weight_version=1)
         consumer.import_update(manifest)
@@ -95,7 +95,7 @@ def test_a_late_answer_is_not_taken_for_the_answer_to_the_next_question(
         assert [entry.update_id for entry in consumer.catalog(manifest)] == [None]
 
 
-def test_a_look_to_which_the_library_finds_no_way_is_refused_as_an_import_is(
+def test_a_catalog_without_a_way_to_the_publisher_is_refused_like_an_import(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with inline() as (publisher, _), nixl_bridge(timeout_s=0.1) as looker:
@@ -110,7 +110,7 @@ def test_a_look_to_which_the_library_finds_no_way_is_refused_as_an_import_is(
         assert not isinstance(caught.value, AgentError)
 
 
-def test_what_cannot_be_asked_is_refused() -> None:
+def test_a_catalog_of_a_foreign_or_closed_publisher_is_refused() -> None:
     with inline() as (publisher, consumer):
         manifest = publisher.publish(WEIGHTS, weight_version=1)
         with make_weight_bridge("local-clone") as other:
@@ -128,7 +128,7 @@ def test_what_cannot_be_asked_is_refused() -> None:
             consumer.catalog(manifest)
 
 
-def test_counts_stay_as_they_were_read_and_hold_for_both_halves() -> None:
+def test_counters_are_a_snapshot_over_both_halves() -> None:
     with nixl_bridge(serve="inline") as bridge:
         assert bridge.counters == Counters()
         manifest = bridge.publish(WEIGHTS, weight_version=1)
@@ -144,7 +144,7 @@ def test_counts_stay_as_they_were_read_and_hold_for_both_halves() -> None:
     assert bridge.counters == imported
 
 
-def test_a_groups_reader_tells_what_it_made_and_any_bridge_what_a_rank_holds() -> None:
+def test_a_group_bridge_has_counters_and_any_bridge_reads_a_ranks_catalog() -> None:
     shards = cut(model(SHAPES, 1), 2, dict.fromkeys(SHAPES, 0))
     with trainers(2, "nixl") as group, GroupBridge() as bridge, nixl_bridge() as looker:
         assert bridge.nixl_counters == Counters()

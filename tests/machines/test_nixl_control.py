@@ -36,7 +36,7 @@ WEIGHTS = {"w": torch.arange(100)}
 inline = partial(both, trainer={"serve": "inline"})
 
 
-def test_a_reader_is_helped_whose_lease_the_trainers_own_thread_heard_of(
+def test_a_reader_is_helped_if_the_trainers_thread_read_its_lease(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with inline() as (publisher, consumer):
@@ -97,7 +97,7 @@ def three_trainers() -> Iterator[tuple[list[WeightUpdateManifest], NIXLConsumer]
         yield manifests, cast("NIXLConsumer", engine.consumer.end)
 
 
-def test_publishers_that_are_only_told_share_a_short_time_and_are_tried_again_later(
+def test_publishers_that_only_get_a_report_share_a_short_wait_and_are_tried_again_later(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Nothing is needed of them, so an import does not wait for them; but it does not give up."""
@@ -125,7 +125,7 @@ def test_publishers_that_are_only_told_share_a_short_time_and_are_tried_again_la
         assert list(end._resources.sources) == names
 
 
-def test_a_publisher_that_others_left_no_time_is_told_of_the_next_update(
+def test_a_publisher_that_others_left_no_time_hears_of_the_next_update(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clock, asked = [1000.0], list[tuple[str, float]]()
@@ -145,7 +145,7 @@ def test_a_publisher_that_others_left_no_time_is_told_of_the_next_update(
         assert asked == [(first, 2.0), (second, 0.5), (second, 2.0), (third, 0.5), (third, 2.0)]
 
 
-def test_who_keeps_the_error_of_a_failed_read_does_not_keep_the_librarys_agent(
+def test_the_error_of_a_failed_read_does_not_keep_the_librarys_agent_alive(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It may write to slots for as long as it lives, and they are used again."""
@@ -223,7 +223,7 @@ def test_a_connection_that_fell_silent_is_not_used_again() -> None:
 
 
 @pytest.mark.parametrize("is_alive", [True, False], ids=["cut", "dead"])
-def test_a_connection_whose_end_shows_at_the_first_word_costs_no_version_but_a_dead_publishers(
+def test_a_connection_that_ends_at_the_first_message_costs_a_version_only_if_the_publisher_died(
     is_alive: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with inline(timeout_s=20.0) as (publisher, consumer):
@@ -244,7 +244,7 @@ def test_a_connection_whose_end_shows_at_the_first_word_costs_no_version_but_a_d
                 consumer.import_update(second)
 
 
-def test_owners_hear_what_became_of_a_version_whose_read_failed_at_one_of_them(
+def test_all_owners_hear_of_a_version_whose_read_failed_at_one_of_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """After the failure all connections are made anew; nobody waits for the next import."""
@@ -296,7 +296,7 @@ def take(reader: NIXLTensorBridge, manifest: WeightUpdateManifest) -> None:
     reader.acknowledge(manifest.update_id)
 
 
-def test_a_reader_whose_name_cannot_be_printed_keeps_nobody_from_the_catalog() -> None:
+def test_a_reader_whose_name_cannot_be_printed_does_not_break_the_catalog() -> None:
     with trainer_and("\U0010ffff" * 500, "rollout") as (publisher, odd, plain):
         manifest = publisher.publish(WEIGHTS, weight_version=1)
         client = leasing(odd, manifest)
@@ -320,7 +320,7 @@ def test_a_reader_that_connects_again_has_one_record_with_all_that_it_reported()
                 assert states(publisher, one.update_id) == [("alive", "acknowledged")]
 
 
-def test_a_connection_whose_end_was_never_heard_makes_room_for_the_readers_next_one() -> None:
+def test_a_half_open_connection_makes_room_for_the_readers_next_one() -> None:
     with trainer_and("rollout") as (publisher, reader):
         first = publisher.publish(WEIGHTS, weight_version=1)
         take(reader, first)

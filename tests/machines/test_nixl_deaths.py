@@ -45,7 +45,7 @@ def test_a_reader_killed_in_the_middle_leaves_its_publisher_alone() -> None:
         assert trainer.call("registered") <= 2
 
 
-def test_a_publisher_in_the_place_of_another_is_told_apart_from_it() -> None:
+def test_a_publisher_at_the_same_port_is_not_taken_for_the_one_before() -> None:
     """The same port and server name: an old manifest leads to nothing, a new one works."""
     consumer = cast("NIXLTensorBridge", make_weight_bridge("nixl", timeout_s=5.0))
     port = 20000 + os.getpid() % 20000

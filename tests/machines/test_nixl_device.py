@@ -182,6 +182,6 @@ def test_no_other_process_serves_a_gpus_memory() -> None:
 
 
 @pytest.mark.parametrize("device", [-1, True, "0"])
-def test_what_is_no_number_of_a_gpu_is_refused(device: Any) -> None:
+def test_a_device_that_is_no_number_of_a_gpu_is_refused(device: Any) -> None:
     with pytest.raises(ValueError, match="the number of a GPU"):
         make_weight_bridge("nixl", device=device)

@@ -97,7 +97,7 @@ def test_a_leased_version_is_not_overwritten() -> None:
         assert seen.calls == 3
 
 
-def test_a_read_outlasts_one_process_that_serves_it_after_the_other() -> None:
+def test_a_read_outlasts_several_serving_processes() -> None:
     """As where readers are killed at the same time: over TCP, each may take the process along."""
     with both(timeout_s=20.0, serve="process") as (publisher, consumer):
         manifest = publisher.publish(weights(1), weight_version=1)
@@ -198,7 +198,7 @@ def test_the_slot_of_a_read_that_did_not_end_is_used_again_only_when_nothing_can
             consumer.close()
 
 
-def test_of_reads_that_never_end_the_last_two_are_waited_for_and_the_others_end_by_force(
+def test_agents_of_reads_that_never_end_are_closed_but_for_the_last_two(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The control port answers and the data port does not, for many updates."""
@@ -313,7 +313,7 @@ def test_the_end_of_a_lease_travels_with_the_report(monkeypatch: pytest.MonkeyPa
         assert readers(end, second) == []
 
 
-def test_a_lease_ends_where_no_report_follows() -> None:
+def test_a_lease_ends_if_no_report_follows() -> None:
     with both() as (publisher, consumer):
         manifest = publisher.publish(SMALL, weight_version=1)
         end, far = publisher_end(publisher), consumer_end(consumer)

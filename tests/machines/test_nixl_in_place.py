@@ -155,7 +155,7 @@ def test_an_empty_tensor_is_no_range() -> None:
         assert tensors["w"].tolist() == [0, 1, 2, 3, 4]
 
 
-def test_another_process_reads_them_over_tcp() -> None:
+def test_another_process_reads_in_place_over_tcp() -> None:
     tcp = {"UCX_TLS": "tcp"}
     with (
         Child(Trainer, ucx=tcp, in_place=True) as trainer,
@@ -179,7 +179,7 @@ def test_an_engine_reads_the_parts_of_several_trainers_in_place() -> None:
                 owner.call("release", manifest=manifest)
 
 
-def test_it_cannot_be_served_by_another_process() -> None:
+def test_in_place_cannot_be_served_by_another_process() -> None:
     with pytest.raises(ValueError, match="trainer's own tensors"):
         make_weight_bridge("nixl", serve="process", in_place=True)
     with pytest.raises(TypeError, match="in_place"):

@@ -74,9 +74,7 @@ def test_a_trainer_outlives_twenty_readers_that_are_killed_as_they_read_from_afa
         assert trainer.call("registered") <= 2
 
 
-def test_a_read_goes_on_where_the_process_that_serves_it_is_killed(
-    trainer: Child, reader: Child
-) -> None:
+def test_a_read_goes_on_if_the_serving_process_is_killed(trainer: Child, reader: Child) -> None:
     manifest = trainer.call("publish", version=1)
     pid = trainer.call("server_pid")
     assert reader.call("read", manifest=manifest, kills=pid) == 1
@@ -125,7 +123,7 @@ def test_a_process_that_hangs_ends_the_read_in_time_and_the_next_read_has_anothe
     assert not runs(pid)
 
 
-def test_words_to_a_process_that_hangs_keep_nobody_waiting() -> None:
+def test_messages_to_a_serving_process_that_hangs_do_not_wait() -> None:
     serving = ServingProcess(backend="UCX", params={})
 
     def speak() -> None:
@@ -146,21 +144,23 @@ def test_words_to_a_process_that_hangs_keep_nobody_waiting() -> None:
         serving.close()
 
 
-def test_it_ends_with_its_trainer(trainer: Child) -> None:
+def test_the_serving_process_ends_with_its_trainer(trainer: Child) -> None:
     trainer.call("publish", version=1)
     pid = trainer.call("server_pid")
     trainer.kill()
     until(lambda: not runs(pid), what="the serving process to end")
 
 
-def test_it_ends_when_the_bridge_is_closed(trainer: Child) -> None:
+def test_the_serving_process_ends_when_the_bridge_is_closed(trainer: Child) -> None:
     trainer.call("publish", version=1)
     pid = trainer.call("server_pid")
     trainer.call("close")
     assert not runs(pid)
 
 
-def test_where_it_cannot_be_started_the_reason_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_serving_process_that_cannot_start_is_reported_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/false")
     bridge = cast("NIXLTensorBridge", make_weight_bridge("nixl", suspicious="off"))
     try:
@@ -177,12 +177,12 @@ def test_where_it_cannot_be_started_the_reason_is_told(monkeypatch: pytest.Monke
         ({"serve": "process", "device": 0}, "another process cannot serve memory of a GPU"),
     ],
 )
-def test_who_serves_is_checked_when_the_bridge_is_made(options: dict[str, Any], text: str) -> None:
+def test_serve_is_checked_when_the_bridge_is_made(options: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         make_weight_bridge("nixl", **options)
 
 
-def test_it_sleeps_while_a_reader_needs_it_and_there_is_nothing_to_do() -> None:
+def test_the_serving_process_sleeps_while_there_is_nothing_to_do() -> None:
     serving = ServingProcess(backend="UCX", params={})
     try:
         status = Path(f"/proc/{serving.pid}/status")

@@ -36,7 +36,7 @@ def no_descriptors(one: int) -> Iterator[None]:
             os.close(fd)
 
 
-def test_who_cannot_be_accepted_does_not_keep_the_publisher_from_publishing() -> None:
+def test_a_stranger_that_cannot_be_accepted_does_not_stop_the_publisher() -> None:
     with make_weight_bridge("nixl", suspicious="off") as publisher, socket.socket() as stranger:
         for version in (1, 2, 3):  # what it opens, it has opened by now
             manifest = publisher.publish(weights(version), weight_version=version)

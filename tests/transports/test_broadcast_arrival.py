@@ -107,7 +107,7 @@ def test_a_steady_update_is_digested_on_arrival_and_not_once_more(
     assert len(passes) == 1 or vm.private_ranges(0, 0) is None
 
 
-def test_what_an_engine_wrote_is_not_taken_for_what_arrived(
+def test_pages_that_an_engine_wrote_are_not_taken_for_the_arrived_bytes(
     trainer: BroadcastTensorBridge, rollout: BroadcastTensorBridge
 ) -> None:
     """A page of an earlier version that was written to must not hide behind a digest."""
@@ -251,35 +251,7 @@ def test_two_receivers_cost_one_transfer(
     assert sizes == [3, 3, 3]
 
 
-def test_a_version_that_is_released_and_at_once_imported_again_is_sent_again(
-    trainer: BroadcastTensorBridge, rollout: BroadcastTensorBridge, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The receiver asks again before the publisher knows that the first transfer is over."""
-    manifest = trainer.publish(sample_weights(1), weight_version=1)
-    server: Any = trainer.publisher.end._server  # type: ignore[attr-defined]
-    asked: list[object] = []
-    send = group.send_slices
-
-    def is_asked_again() -> bool:
-        (member,) = server.members
-        return member.wants.get(manifest.update_id) is not asked[0]
-
-    def lingering(*args: Any, **named: Any) -> None:
-        send(*args, **named)
-        if not asked:
-            with server.changed:
-                asked.append(server.members[0].wants.get(manifest.update_id))
-                assert server.changed.wait_for(is_asked_again, 20)
-
-    monkeypatch.setattr(sender, "send_slices", lingering)
-    for _ in range(2):
-        tensors = rollout.import_update(manifest)
-        assert contents_of(tensors) == contents_of(sample_weights(1))
-        del tensors
-        rollout.release(manifest.update_id)
-
-
-def test_who_comes_late_gets_the_current_version_by_a_transfer_of_its_own(
+def test_a_late_engine_gets_the_current_version_by_a_transfer_of_its_own(
     trainer: BroadcastTensorBridge, rollout: BroadcastTensorBridge
 ) -> None:
     first = trainer.publish(sample_weights(1), weight_version=1)
@@ -318,7 +290,7 @@ def test_a_version_that_was_released_before_it_was_asked_for_is_stale(
 
 
 @pytest.mark.parametrize("mode", ["copy", "alias", "flip"])
-def test_every_way_to_install_works_on_what_arrived(
+def test_every_install_mode_works_on_an_arrived_version(
     trainer: BroadcastTensorBridge, rollout: BroadcastTensorBridge, mode: Any
 ) -> None:
     engine = torch.nn.Linear(300, 200)

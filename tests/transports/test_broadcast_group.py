@@ -1,10 +1,15 @@
-"""``broadcast``: who gets into a group, under which name, and what is left when it ends."""
+"""``broadcast``: the group: who may join, what members and strangers can cost, how it ends."""
 
+import errno
 import json
+import os
+import resource
+import select
 import socket
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,19 +22,25 @@ from rl_bridge.bridge import BroadcastTensorBridge
 from rl_bridge.errors import (
     MalformedManifest,
     SegmentError,
+    StaleUpdate,
     TransferTimeout,
     TransportUnavailable,
     WeightBridgeUnavailableError,
 )
 from rl_bridge.testing.leaks import Holdings, growth
 from rl_bridge.testing.peer import sample_weights
-from rl_bridge.testing.processes import until
+from rl_bridge.testing.processes import DEADLINE_S, until
 from rl_bridge.testing.strategies import contents_of
-from rl_bridge.transports.broadcast import server
-from rl_bridge.transports.broadcast.init_info import BroadcastInitInfo
+from rl_bridge.transports.broadcast import sender, server
+from rl_bridge.transports.broadcast.group import Group, GroupStore, send_slices
+from rl_bridge.transports.broadcast.init_info import MAGIC, BroadcastInitInfo
+from rl_bridge.transports.broadcast.messages import Arrived, Go, Offer, Ready, Released
+from rl_bridge.transports.broadcast.receiver import Receiver, _PendingValues
+from rl_bridge.transports.broadcast.server import ControlServer
 from rl_bridge.transports.broadcast.transport import Broadcast
-from rl_bridge.transports.wire.channel import GREETING_NBYTES, Greeting
-from tests.helpers import forked, forking
+from rl_bridge.transports.wire.arenas import Arrivals, CPUArenas
+from rl_bridge.transports.wire.channel import GREETING_NBYTES, Greeting, Message, fresh_nonce
+from tests.helpers import forked, forking, held_before_its_poll
 from tests.transports.broadcast_rig import is_at_port
 
 Make = Callable[..., BroadcastTensorBridge]
@@ -145,13 +156,13 @@ def test_more_receivers_than_there_is_room_for_are_refused(make: Make) -> None:
 # ---- names, ports, addresses --------------------------------------------------------------------
 
 
-def test_a_port_that_is_taken_is_told_at_once(make: Make) -> None:
+def test_a_port_that_is_taken_is_reported_at_once(make: Make) -> None:
     port = make("first").init_info().port
     with pytest.raises(TransportUnavailable, match=f"port {port}: .*Choose"):
         publish(make("second", port=port), 1)
 
 
-def test_an_address_of_another_machine_is_told_at_once(make: Make) -> None:
+def test_an_address_of_another_machine_is_reported_at_once(make: Make) -> None:
     with pytest.raises(TransportUnavailable, match=r"nothing can listen at 192\.0\.2\.1"):
         publish(make("trainer", address="192.0.2.1"), 1)
 
@@ -168,7 +179,7 @@ def test_a_name_and_a_port_can_be_used_again(make: Make) -> None:
         trainer.close()
 
 
-def test_a_group_makes_way_for_another_of_its_name_only_if_that_is_wanted(make: Make) -> None:
+def test_a_group_is_left_for_another_of_its_name_only_with_override(make: Make) -> None:
     first, second = (make(name, group_name="weights") for name in ("first", "second"))
     stubborn, willing = make("stubborn", override=False), make("willing")
     for engine in (stubborn, willing):
@@ -243,7 +254,7 @@ def test_a_wrong_token_is_refused_before_anything_is_parsed(
     assert trainer.consumers() == []
 
 
-def test_what_is_said_without_the_token_is_never_parsed(
+def test_bytes_from_a_stranger_are_never_parsed(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     info = make("trainer").init_info()
@@ -258,7 +269,7 @@ def test_what_is_said_without_the_token_is_never_parsed(
     assert parsed == []
 
 
-def test_somebody_who_listens_in_the_publishers_place_is_not_believed(make: Make) -> None:
+def test_an_impostor_in_the_publishers_place_is_refused(make: Make) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         info = make("trainer").init_info().model_copy(update={"port": listener.getsockname()[1]})
 
@@ -277,7 +288,7 @@ def test_somebody_who_listens_in_the_publishers_place_is_not_believed(make: Make
         thread.join(20)
 
 
-def test_strangers_who_say_nothing_do_not_keep_anybody_out(make: Make) -> None:
+def test_silent_strangers_keep_nobody_out(make: Make) -> None:
     trainer = make("trainer")
     info = trainer.init_info()
     silent = [socket.create_connection((info.address, info.port), timeout=20) for _ in range(80)]
@@ -309,7 +320,7 @@ def test_a_member_that_sends_what_is_no_message_loses_its_connection_only(
     manifest = publish(trainer, 1)
     for engine in (good, bad):
         engine.import_update(manifest)
-    client = bad.consumer.end._clients[trainer.publisher_id][0]  # type: ignore[attr-defined]
+    client = client_of(bad, trainer)
     client._channel.send_bytes(text)
     until(lambda: client.is_lost, what="its connection ends")
     newer = publish(trainer, 2)
@@ -322,7 +333,7 @@ def test_a_member_that_sends_what_is_no_message_loses_its_connection_only(
 def test_a_message_that_is_too_long_is_not_read(make: Make) -> None:
     trainer, engine = make("trainer"), make("rollout")
     engine.import_update(publish(trainer, 1))
-    client = engine.consumer.end._clients[trainer.publisher_id][0]  # type: ignore[attr-defined]
+    client = client_of(engine, trainer)
     client._channel.send_raw((1 << 31).to_bytes(4, "big"))
     until(lambda: client.is_lost, what="its connection ends")
 
@@ -389,3 +400,342 @@ def test_an_import_of_a_silent_publisher_ends_at_its_deadline(make: Make) -> Non
             engine.import_update(manifest.model_copy(update={"handle": handle}))
     # This side's wait was over, which says nothing of the update: it may come again.
     assert contents_of(make("late").import_update(manifest)) == contents_of(sample_weights(1))
+
+
+# ---- members, strangers and closed ends ----------------------------------------------------------
+
+
+def server_of(trainer: BroadcastTensorBridge) -> ControlServer:
+    found = trainer.publisher.end._server  # type: ignore[attr-defined]
+    assert isinstance(found, ControlServer)
+    return found
+
+
+def client_of(engine: BroadcastTensorBridge, trainer: BroadcastTensorBridge) -> Any:
+    return engine.consumer.end._clients[trainer.publisher_id][0]  # type: ignore[attr-defined]
+
+
+def test_a_publisher_without_descriptors_answers_while_strangers_knock(make: Make) -> None:
+    trainer = make("trainer")
+    manifest = publish(trainer, 1)
+    info = trainer.init_info()
+    answers: list[object] = []
+
+    def ask() -> None:
+        answers.append(trainer.consumers())
+        trainer.release(manifest.update_id)
+        answers.append("released")
+
+    stranger = socket.socket()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    asking = threading.Thread(target=ask, daemon=True)
+    try:
+        # Nobody can be accepted: the connection waits at the door, and the door stays ready.
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+        stranger.connect((info.address, info.port))
+        asking.start()
+        asking.join(10)
+        has_answered = not asking.is_alive()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        stranger.close()
+    asking.join(20)
+    assert has_answered
+    assert answers == [[], "released"]
+
+
+def test_a_request_for_a_version_whose_transfer_is_just_ending_is_answered(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer, engine = make("trainer"), make("engine")
+    asked_again = threading.Event()
+
+    def send_and_wait(*arguments: Any, **options: Any) -> None:
+        send_slices(*arguments, **options)
+        assert asked_again.wait(DEADLINE_S)
+
+    monkeypatch.setattr(sender, "send_slices", send_and_wait)
+    manifest = publish(trainer, 1)
+    engine.import_update(manifest)
+    engine.release(manifest.update_id)
+    trainer.release(manifest.update_id)
+    control = server_of(trainer)
+    (member,) = control.members
+
+    class Noticed(OrderedDict[str, Any]):
+        def __setitem__(self, key: str, value: Any) -> None:
+            super().__setitem__(key, value)
+            asked_again.set()
+
+    with control.changed:
+        member.wants = Noticed(member.wants)
+        asked_again.clear()
+    with pytest.raises(StaleUpdate):
+        engine.import_update(manifest)
+
+
+def test_a_member_that_never_stops_talking_does_not_hold_the_publisher(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = make("trainer")
+    control = server_of(trainer)
+    rounds = []
+
+    def always(timeout_ms: float | None) -> bool:
+        rounds.append(timeout_ms)
+        assert len(rounds) < 10_000, "it is listened to for ever"
+        return True
+
+    monkeypatch.setattr(control, "_step", always)
+    control.catch_up()
+    assert rounds
+
+
+def test_a_message_that_a_full_socket_did_not_take_is_sent_later(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = make("trainer")
+    manifest = publish(trainer, 1)
+    engines = [make("one"), make("other")]
+    for engine in engines:
+        engine.import_update(manifest)
+    control = server_of(trainer)
+    one, other = control.members
+    control.open_store(7, (one, other))
+    with held_before_its_poll(control):
+        with monkeypatch.context() as patch:
+            patch.setattr(other.channel, "flush", lambda: None)  # it is full
+            client_of(engines[0], trainer)._send_value(7, "key", b"value")
+            arrived = select.poll()
+            arrived.register(one.channel.socket, select.POLLIN)
+            assert arrived.poll(DEADLINE_S * 1e3)
+            control.catch_up()
+        assert other.channel.has_outgoing
+    until(lambda: not other.channel.has_outgoing, what="the rest to be sent", deadline_s=20)
+
+
+def test_a_closed_publisher_writes_to_no_descriptor_that_took_its_number(make: Make) -> None:
+    trainer = make("trainer")
+    control = server_of(trainer)
+    number = control._wake.fd
+    trainer.close()
+    taken = os.memfd_create("somebody else's")
+    try:
+        if taken != number:
+            os.dup2(taken, number)
+        control.send([], Released(update_id="0" * 32))  # as its sender does that ends a transfer
+        control.close()
+        assert os.fstat(number).st_size == 0
+    finally:
+        for fd in {taken, number}:
+            os.close(fd)
+
+
+def test_an_observer_cannot_follow_in_a_place_that_is_taken(make: Make) -> None:
+    trainer = make("trainer", world_size=2)
+    one = make("one", init_info=trainer.init_info())
+    one.join()
+    manifest = publish(trainer, 1)
+    late = make("late")
+    late.consumer.end.look(manifest)
+    assert [member.is_observer for member in server_of(trainer).members] == [False, True]
+    with pytest.raises(WeightBridgeUnavailableError, match="is taken by worker 'one'"):
+        late.import_update(publish(trainer, 2))
+    assert contents_of(one.import_update(manifest)) == contents_of(sample_weights(1))
+    assert [report.worker for report in trainer.consumers()] == ["one"]
+
+
+def test_a_group_that_stays_incomplete_delays_only_its_first_version(
+    make: Make,
+) -> None:
+    trainer = make("trainer", world_size=3, timeout_s=0.3)
+    publish(trainer, 1)
+    schedule = trainer.publisher.end._sender._schedule  # type: ignore[attr-defined]
+    until(lambda: schedule.wait_s() is None, what="the sender sleeps until there is news")
+    latest = publish(trainer, 2)
+    engine = make("engine", init_info=trainer.init_info())
+    assert contents_of(engine.import_update(latest)) == contents_of(sample_weights(2))
+
+
+def test_a_manifest_that_leads_nowhere_does_not_cost_the_group_of_its_name(make: Make) -> None:
+    trainer = make("trainer", group_name="weights")
+    engine = make("rollout")
+    engine.import_update(publish(trainer, 1))
+    client = client_of(engine, trainer)
+    gone = make("gone", group_name="weights")
+    manifest = publish(gone, 1)
+    gone.close()
+    with pytest.raises(SegmentError):
+        engine.import_update(manifest)
+    assert not client.is_lost
+    newer = publish(trainer, 2)
+    assert contents_of(engine.import_update(newer)) == contents_of(sample_weights(2))
+    assert client_of(engine, trainer) is client
+
+
+def test_an_engine_that_is_collected_in_its_own_thread_is_closed_there(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer, engine = make("trainer"), make("rollout")
+    engine.import_update(publish(trainer, 1))
+    client = client_of(engine, trainer)
+    ended: list[bool] = []
+    done = threading.Event()
+
+    def collected(_: object) -> None:
+        try:
+            ended.append(client.close())
+        finally:
+            done.set()
+
+    monkeypatch.setattr(client, "_handle", collected)
+    publish(trainer, 2)  # the offer is what its thread is in the middle of
+    assert done.wait(20)
+    assert ended == [True]
+
+
+def test_a_connection_that_the_publisher_ended_counts_as_lost_at_once(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer, engine = make("trainer"), make("rollout")
+    engine.import_update(publish(trainer, 1))
+    client = client_of(engine, trainer)
+    monkeypatch.setattr(client._channel, "fill", lambda: None)
+    assert not client.is_lost
+    trainer.close()
+    assert client.is_lost
+
+
+def test_the_kernel_asks_whether_the_other_machine_is_there_on_both_sides(make: Make) -> None:
+    """One that lost its power says no goodbye, and would keep its place for hours."""
+    trainer, engine = make("trainer", timeout_s=20.0), make("rollout", timeout_s=10.0)
+    engine.import_update(publish(trainer, 1))
+    (member,) = server_of(trainer).members
+    asked = ("TCP_KEEPIDLE", "TCP_KEEPINTVL", "TCP_KEEPCNT", "TCP_USER_TIMEOUT")
+    found = [
+        [channel.socket.getsockopt(socket.IPPROTO_TCP, getattr(socket, option)) for option in asked]
+        for channel in (member.channel, client_of(engine, trainer)._channel)
+    ]
+    # No time limit for what a peer does not read: it may be slow.
+    assert found == [[20, 6, 6, 0], [10, 3, 6, 0]]
+
+
+def test_an_engine_without_network_imports_the_same_version_later(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer, engine = make("trainer"), make("rollout")
+    manifest = publish(trainer, 1)
+
+    class Unplugged(socket.socket):
+        def connect(self, _: object) -> None:
+            raise OSError(errno.EHOSTUNREACH, os.strerror(errno.EHOSTUNREACH))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(socket, "socket", Unplugged)
+        with pytest.raises(WeightBridgeUnavailableError, match="then import again"):
+            engine.import_update(manifest)
+    assert contents_of(engine.import_update(manifest)) == contents_of(sample_weights(1))
+
+
+# ---- hundreds of engines ------------------------------------------------------------------------
+
+MANY = 600
+NBYTES = 8192
+
+
+def test_the_values_of_many_members_wait_for_one_that_begins_late() -> None:
+    """The publisher's own comes first of all, and would be the first to be dropped."""
+    said: list[Message] = []
+    stores: list[GroupStore] = []
+    arrivals = Arrivals(CPUArenas(), "many")
+    receiver = Receiver(
+        "gloo",
+        arrivals,
+        send=said.append,
+        send_value=lambda _, key, value: stores[0].learn(key, value),
+        address="127.0.0.1",
+        timeout_s=20.0,
+    )
+    stores.append(GroupStore(lambda key, value: receiver.learn(1, key, value), timeout_s=20.0))
+    try:
+        sending = threading.Thread(target=send, args=(stores[0],))
+        sending.start()
+        until(lambda: bool(receiver._pending_values._values), what="the publisher's value")
+        for number in range(2, MANY):
+            receiver.learn(1, f"0/{number}", bytes(200))
+        receiver.put(
+            Offer(
+                transfer=1,
+                update_id="a" * 32,
+                generation=1,
+                arena_nbytes=NBYTES,
+                layout_digest="b" * 32,
+                header="c" * 32,
+            )
+        )
+        receiver.put(Go(transfer=1, group=1, rank=1, size=2, slice_nbytes=4096))
+        sending.join(60)
+        until(lambda: len(said) == 2, what="the arrival")
+        assert said == [Ready(transfer=1), Arrived(transfer=1)]
+    finally:
+        receiver.close(timeout_s=20.0)
+        arrivals.close()
+
+
+def send(store: GroupStore) -> None:
+    """Be the publisher of one version."""
+    group = Group("gloo", store, rank=0, size=2, address="127.0.0.1", timeout_s=20.0)
+    send_slices(group, torch.ones(NBYTES, dtype=torch.uint8), 4096)
+    group.close()
+
+
+def test_only_the_newest_group_s_values_are_kept() -> None:
+    early = _PendingValues()
+    early.add(1, "old", b"1")
+    early.add(2, "new", b"2")
+    early.add(1, "late", b"3")
+    assert early.take(1) == {}
+    early.add(2, "new", b"2")
+    early.add(2, "new", b"4")
+    assert early.take(2) == {"new": b"4"}
+    assert early.take(2) == {}
+
+
+def test_values_without_end_are_not_kept() -> None:
+    early, value = _PendingValues(), bytes(1 << 20)
+    for number in range(100):
+        early.add(1, str(number), value)
+    assert len(early.take(1)) == 63
+
+
+def test_engines_that_all_come_at_once_get_in() -> None:
+    with (
+        make_weight_bridge("broadcast", max_consumers=100, timeout_s=60.0) as trainer,
+        ExitStack() as stack,
+    ):
+        assert isinstance(trainer, BroadcastTensorBridge)
+        trainer.publish({"w": torch.ones(2)}, weight_version=1)
+        info = trainer.init_info()
+        waiting = []
+        for _ in range(100):
+            connection = stack.enter_context(
+                socket.create_connection((info.address, info.port), timeout=20)
+            )
+            waiting.append((connection, read(connection, "hello")))
+        first, hello = waiting[0]
+        nonce = Greeting.nonce_of(MAGIC, hello)
+        assert nonce is not None
+        greeting = Greeting(MAGIC, bytes.fromhex(info.token), info.identity, nonce)
+        answer = greeting.answer(fresh_nonce())
+        first.sendall(answer)
+        assert greeting.is_proven_by(read(first, "proof"), answer)
+
+
+def read(connection: socket.socket, part: str) -> bytes:
+    """One part of a greeting."""
+    found = b""
+    while len(found) < GREETING_NBYTES[part]:
+        more = connection.recv(GREETING_NBYTES[part] - len(found))
+        assert more, f"hung up instead of the {part}"
+        found += more
+    return found

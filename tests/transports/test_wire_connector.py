@@ -20,7 +20,7 @@ def call(address: str = "127.0.0.1") -> None:
     Connector("the publisher", address, 1, magic=b"", timeout_s=5.0).connect(b"", "")
 
 
-def test_a_process_without_a_descriptor_left_is_told_so() -> None:
+def test_a_process_without_a_descriptor_left_gets_an_error_that_says_so() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     lowest = os.dup(0)  # the next one that would be given out
     os.close(lowest)

@@ -64,7 +64,7 @@ def test_later_updates_are_digested_too_also_when_they_lie_elsewhere(ask: Ask) -
     assert ask("of_sizes", [5000, 0, 77], [2, 2, 16, 32, 5]) == []
 
 
-def test_tensors_of_which_some_lie_in_an_arena_are_digested_where_they_lie(ask: Ask) -> None:
+def test_tensors_inside_and_outside_an_arena_are_digested_in_place(ask: Ask) -> None:
     assert ask("half_in_an_arena")
 
 
@@ -123,7 +123,7 @@ def test_the_kernel_is_compared_with_the_reference_before_it_is_used(interpreted
     assert engine == "torch"
 
 
-def test_a_kernel_that_cannot_be_launched_is_not_used_and_the_cause_is_told(
+def test_a_kernel_that_cannot_be_launched_is_not_used_and_the_cause_is_reported(
     interpreted: Child,
 ) -> None:
     cause, engine = interpreted.call("found_out", planted="no compiler")

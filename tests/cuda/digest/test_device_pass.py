@@ -135,7 +135,7 @@ def test_a_tensor_of_another_size_than_planned_is_refused_by_number() -> None:
         laid.plan("torch").pack_tensors([good], laid.arena)
 
 
-def test_other_casts_are_torchs_affair_and_digested_where_they_end() -> None:
+def test_other_casts_are_made_by_torch_and_digested_in_the_arena() -> None:
     laid = Laid([24, 6])
     parts = [torch.arange(3, dtype=torch.int16), torch.randn(3, 2)[:, 0]]
     found = laid.plan("torch").pack_tensors(
@@ -191,7 +191,7 @@ def test_without_a_gpu_torch_is_taken_and_that_is_said_once(
     assert str(kernel_cause("cpu")) in caplog.text
 
 
-def test_the_kernel_is_refused_where_it_does_not_work_with_the_cause() -> None:
+def test_a_kernel_that_does_not_work_here_is_refused_with_the_cause() -> None:
     with pytest.raises(WeightBridgeUnavailableError, match=r"on cpu: Triton .* engine='torch'"):
         Laid([5]).plan("triton")
 

@@ -46,7 +46,7 @@ def large() -> Iterator[torch.Tensor]:
     torch.cuda.empty_cache()
 
 
-def test_the_kernel_works_where_triton_is() -> None:
+def test_the_kernel_works_if_triton_is_installed() -> None:
     if rig.NO_TRITON:
         pytest.skip(rig.NO_TRITON)
     assert kernel_cause("cuda") is None
@@ -104,7 +104,7 @@ def slow(stream: Any) -> Any:
     return ended
 
 
-def test_what_is_on_the_stream_before_is_digested(engine: EngineName) -> None:
+def test_earlier_work_on_the_stream_is_digested(engine: EngineName) -> None:
     memory = torch.zeros(300_000, dtype=torch.uint8, device="cuda")
     offsets, sizes = np.array([0], np.uint64), np.array([300_000], np.uint64)
     plan = DevicePass(offsets, sizes, device="cuda", engine=engine)

@@ -43,7 +43,7 @@ class Host:
             line.sendall(bytes(NUM))
 
 
-def test_what_goes_from_one_to_the_other_is_counted() -> None:
+def test_bytes_between_two_machines_are_counted() -> None:
     with (
         machines() as (left, right),
         Child(Host, namespace=left.namespace, address=left.address) as here,

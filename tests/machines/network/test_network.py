@@ -66,7 +66,7 @@ def engine_on(machine: Machine, rows: int, rank: int = 0, degree: int = 1) -> Ch
     )
 
 
-def test_what_an_engine_on_another_machine_reads_has_crossed_the_cable() -> None:
+def test_bytes_that_another_machine_reads_cross_the_cable() -> None:
     rows = 4096  # 16 MiB
     with (
         machines() as (left, right),
