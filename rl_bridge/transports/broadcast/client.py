@@ -12,8 +12,6 @@ import time
 from collections import OrderedDict
 from functools import partial
 
-from pydantic import ValidationError
-
 from rl_bridge.errors import SegmentError, TransferTimeout, WeightBridgeUnavailableError
 from rl_bridge.memory.control import UpdateReport
 from rl_bridge.transports.broadcast.init_info import MAGIC, STEPS_IN_TIME, BroadcastInitInfo
@@ -39,6 +37,7 @@ from rl_bridge.transports.wire.channel import (
     Reported,
     Wake,
     error_of,
+    keep_newest,
 )
 from rl_bridge.transports.wire.connector import Connector
 
@@ -59,7 +58,7 @@ def _join_group(info: BroadcastInitInfo, join: Join, *, timeout_s: float) -> Cha
     channel = connector.connect(bytes.fromhex(info.token), info.identity)
     try:
         channel.send(join)
-        message = _parsed(connector.wait_for_message(channel))
+        message = from_publisher(connector.wait_for_message(channel))
     except BaseException:
         channel.close()
         raise
@@ -72,14 +71,6 @@ def _join_group(info: BroadcastInitInfo, join: Join, *, timeout_s: float) -> Cha
         )
     msg = f"{connector.where} speaks another release's protocol. Use one release."
     raise SegmentError(msg)
-
-
-def _parsed(text: bytes) -> FromPublisher | None:
-    """Read a publisher's message; None if it is none."""
-    try:
-        return from_publisher(text)
-    except ValidationError:
-        return None
 
 
 class ControlClient:
@@ -212,8 +203,7 @@ class ControlClient:
         """Send a report to the publisher; never waits."""
         self.reports.pop(report.update_id, None)
         self.reports[report.update_id] = report
-        for oldest in list(self.reports)[:-_KEPT_REPORTS]:
-            self.reports.pop(oldest, None)
+        keep_newest(self.reports, _KEPT_REPORTS)
         message = Reported(report=report)
         if len(message.model_dump_json()) > _MAX_REPORT_NBYTES:
             plain = report.model_copy(update={"proof": None, "timings_ms": {}})
@@ -275,7 +265,7 @@ class ControlClient:
         while True:
             # Messages may have come together with the answer to `Join`: look before waiting.
             while self._lost is None and (text := channel.take()) is not None:
-                self._handle(_parsed(text))
+                self._handle(from_publisher(text))
             if channel.is_lost:
                 self._lose("the publisher hung up: its bridge was closed, or it died")
             if self._lost is not None:
@@ -299,8 +289,7 @@ class ControlClient:
             case Gone(update_id=update_id):
                 with self._changed:
                     self._gone[update_id] = message
-                    for oldest in list(self._gone)[:-_KEPT_REFUSALS]:
-                        del self._gone[oldest]
+                    keep_newest(self._gone, _KEPT_REFUSALS)
                 self._receiver.notify()
             case Released(update_id=update_id):
                 self._receiver.arrivals.drop(update_id)

@@ -3,9 +3,10 @@
 The length of a message is bounded before it is read.
 """
 
+from collections.abc import Callable
 from typing import Annotated, Literal
 
-from pydantic import Field, StrictBool, StrictInt, StrictStr, TypeAdapter
+from pydantic import Field, StrictBool, StrictInt, StrictStr
 
 from rl_bridge.transports.wire.channel import (
     Count,
@@ -16,6 +17,7 @@ from rl_bridge.transports.wire.channel import (
     Reported,
     Text,
     UpdateId,
+    parser,
 )
 
 __all__ = [
@@ -154,29 +156,7 @@ class Released(Message):
 FromReceiver = Join | Want | Ready | Declined | Arrived | Failed | Reported | StoreValue | Leave
 FromPublisher = Welcome | Refused | Offer | Go | CalledOff | Gone | Released | StoreValue
 
-_FROM_RECEIVER: TypeAdapter[FromReceiver] = TypeAdapter(
-    Annotated[FromReceiver, Field(discriminator="kind")]
-)
-_FROM_PUBLISHER: TypeAdapter[FromPublisher] = TypeAdapter(
-    Annotated[FromPublisher, Field(discriminator="kind")]
-)
-
-
-def from_receiver(text: bytes) -> FromReceiver:
-    """Parse a receiver's message.
-
-    Raises:
-        pydantic.ValidationError: it is none.
-
-    """
-    return _FROM_RECEIVER.validate_json(text)
-
-
-def from_publisher(text: bytes) -> FromPublisher:
-    """Parse a publisher's message.
-
-    Raises:
-        pydantic.ValidationError: it is none.
-
-    """
-    return _FROM_PUBLISHER.validate_json(text)
+from_receiver: Callable[[bytes], FromReceiver | None] = parser(FromReceiver)
+"""Parses a receiver's message; None if the text is none."""
+from_publisher: Callable[[bytes], FromPublisher | None] = parser(FromPublisher)
+"""Parses a publisher's message; None if the text is none."""

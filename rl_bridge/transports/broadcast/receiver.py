@@ -27,12 +27,14 @@ from rl_bridge.transports.broadcast.messages import (
     Ready,
 )
 from rl_bridge.transports.wire.arenas import Arrival, Arrivals
-from rl_bridge.transports.wire.channel import Message
+from rl_bridge.transports.wire.channel import Message, keep_newest
 
 __all__ = ["Receiver"]
 
 _LOG = logging.getLogger(__name__)
 _DRAIN_S = 1.0
+_KEPT_PROBLEMS = 4
+_KEPT_ENDS = 16
 # Each of N members has one value, of 160 + 8 N bytes: this is enough for more than 2,000 members.
 _MAX_VALUES_NBYTES = 64 << 20
 
@@ -188,8 +190,7 @@ class Receiver:
         except WeightBridgeError as error:
             with self._changed:
                 self._problems[offer.update_id] = error
-                for oldest in list(self._problems)[:-4]:
-                    del self._problems[oldest]
+                keep_newest(self._problems, _KEPT_PROBLEMS)
             self._send(Declined(transfer=offer.transfer, reason=str(error)[:2000]))
             self._end(offer.update_id)
             return
@@ -296,8 +297,7 @@ class Receiver:
         with self._changed:
             self._progress.pop(update_id, None)
             self._num_ended[update_id] = self._num_ended.get(update_id, 0) + 1
-            for oldest in list(self._num_ended)[:-16]:
-                del self._num_ended[oldest]
+            keep_newest(self._num_ended, _KEPT_ENDS)
             self._changed.notify_all()
 
 

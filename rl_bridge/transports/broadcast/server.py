@@ -12,9 +12,6 @@ import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterable
-from typing import Any
-
-from pydantic import ValidationError
 
 from rl_bridge.errors import WeightBridgeUnavailableError
 from rl_bridge.memory.control import Record, take_note
@@ -33,7 +30,15 @@ from rl_bridge.transports.broadcast.messages import (
     from_receiver,
 )
 from rl_bridge.transports.wire.acceptor import Acceptor, Peer
-from rl_bridge.transports.wire.channel import Channel, Leave, Message, Refused, Reported, Wake
+from rl_bridge.transports.wire.channel import (
+    Channel,
+    Leave,
+    Message,
+    Refused,
+    Reported,
+    Wake,
+    keep_newest,
+)
 
 __all__ = ["ControlServer", "Member"]
 
@@ -71,16 +76,8 @@ class Member(Peer):
             del self.wants[update_id]
 
 
-def _keep_newest(kept: OrderedDict[Any, Any], count: int) -> None:
-    for oldest in list(kept)[:-count]:
-        del kept[oldest]
-
-
 def _parse_join(text: bytes) -> Join | None:
-    try:
-        message = from_receiver(text)
-    except ValidationError:
-        return None
+    message = from_receiver(text)
     return message if isinstance(message, Join) else None
 
 
@@ -290,9 +287,8 @@ class ControlServer:
         channel.flush()
         channel.fill()
         while not member.is_gone and (text := channel.take()) is not None:
-            try:
-                message = from_receiver(text)
-            except ValidationError:
+            message = from_receiver(text)
+            if message is None:
                 _LOG.warning("%s sent a text that is no message; its connection ends", member.name)
                 self._lose(member)
                 return
@@ -308,13 +304,13 @@ class ControlServer:
                 self._pass_on(member, message)
             case Want(update_id=update_id):
                 member.wants[update_id] = message, member.last_ended
-                _keep_newest(member.wants, _MAX_ANSWERS)
+                keep_newest(member.wants, _MAX_ANSWERS)
             case Ready() | Declined() | Arrived() | Failed():
                 if not isinstance(message, Ready):
                     member.last_ended = message.transfer
                 member.answers[message.transfer] = message
                 member.answers.move_to_end(message.transfer)
-                _keep_newest(member.answers, _MAX_ANSWERS)
+                keep_newest(member.answers, _MAX_ANSWERS)
             case Leave():
                 self._lose(member)
             case Join(is_observer=False) if member.is_observer:

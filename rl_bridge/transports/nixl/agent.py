@@ -8,7 +8,8 @@ again.
 
 import secrets
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
@@ -210,6 +211,13 @@ class Agent(Host):
         self._made: dict[Made, None] = {}
         """Lists and reads that were made and not released."""
 
+    @contextmanager
+    def _errors(self, what: str, kind: type[AgentError] = AgentError) -> Iterator[None]:
+        try:
+            yield
+        except self._failures as error:
+            raise kind(f"NIXL cannot {what}: {error}.") from error.with_traceback(None)
+
     # ---- memory ---------------------------------------------------------------------------------
 
     def register(self, ranges: Sequence[tuple[int, int]], kind: Kind, device: int = 0) -> Region:
@@ -220,12 +228,8 @@ class Agent(Host):
 
         """
         rows = [(address, nbytes, device, "") for address, nbytes in ranges]
-        try:
+        with self._errors(f"register {len(rows)} ranges", MemoryRefused):
             made = self._agent.register_memory(rows, kind, [self._backend])
-        except self._failures as error:
-            raise MemoryRefused(
-                f"NIXL cannot register {len(rows)} ranges: {error}."
-            ) from error.with_traceback(None)
         with self._lock:
             self.made.registrations += len(rows)
             self.num_registered += len(rows)
@@ -247,12 +251,8 @@ class Agent(Host):
             return
         with self._lock:
             self.num_registered -= region.count
-        try:
+        with self._errors("deregister memory"):
             self._agent.deregister_memory(descriptors, [self._backend])
-        except self._failures as error:
-            raise AgentError(f"NIXL cannot deregister memory: {error}.") from error.with_traceback(
-                None
-            )
 
     def metadata(self, region: Region | None) -> bytes:
         """Describe one region to a peer that will read it; None: only how to reach this agent.
@@ -263,13 +263,9 @@ class Agent(Host):
         """
         empty = self._module.nixlBind.nixlRegDList(self._module.nixlBind.DRAM_SEG)
         descriptors = empty if region is None else region.descriptors
-        try:
+        with self._errors("describe memory"):
             found: bytes = self._agent.get_partial_agent_metadata(
                 descriptors, region is None, [self._backend]
-            )
-        except self._failures as error:
-            raise AgentError(f"NIXL cannot describe memory: {error}.") from error.with_traceback(
-                None
             )
         return found
 
@@ -283,12 +279,8 @@ class Agent(Host):
                 was down when this agent was made.
 
         """
-        try:
+        with self._errors("read a peer's metadata"):
             name: str | bytes = self._agent.add_remote_agent(metadata)
-        except self._failures as error:
-            raise AgentError(
-                f"NIXL cannot read a peer's metadata: {error}."
-            ) from error.with_traceback(None)
         self.made.connections += is_new
         return name.decode("ascii", "replace") if isinstance(name, bytes) else name
 
@@ -308,16 +300,9 @@ class Agent(Host):
             AgentError: the memory is not registered, or the peer's metadata does not describe it.
 
         """
-        try:
-            made = Made(
-                self._agent.prep_xfer_dlist(
-                    "NIXL_INIT_AGENT" if peer is None else peer, ranges, kind, [self._backend]
-                )
-            )
-        except self._failures as error:
-            raise AgentError(
-                f"NIXL cannot prepare {len(ranges)} ranges: {error}."
-            ) from error.with_traceback(None)
+        name = "NIXL_INIT_AGENT" if peer is None else peer
+        with self._errors(f"prepare {len(ranges)} ranges"):
+            made = Made(self._agent.prep_xfer_dlist(name, ranges, kind, [self._backend]))
         self.made.plans += 1
         self._made[made] = None
         return made
@@ -330,14 +315,12 @@ class Agent(Host):
 
         """
         rows = np.arange(low, high, dtype=np.int32)
-        try:
+        with self._errors("make a read"):
             made = Made(
                 self._agent.make_prepped_xfer(
                     "READ", local.raw, rows, remote.raw, rows, backends=[self._backend]
                 )
             )
-        except self._failures as error:
-            raise AgentError(f"NIXL cannot make a read: {error}.") from error.with_traceback(None)
         self._made[made] = None
         return made
 

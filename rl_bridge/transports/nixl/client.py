@@ -11,7 +11,6 @@ from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import ValidationError
 
 from rl_bridge.errors import (
     MalformedManifest,
@@ -27,7 +26,6 @@ from rl_bridge.transports.nixl.messages import (
     AskCatalog,
     Catalog,
     Entry,
-    FromPublisher,
     Help,
     Join,
     Lapsed,
@@ -46,6 +44,7 @@ from rl_bridge.transports.wire.channel import (
     Refused,
     Reported,
     error_of,
+    keep_newest,
 )
 from rl_bridge.transports.wire.connector import Connector
 
@@ -128,7 +127,7 @@ class ControlClient:
 
     def _join(self, connector: Connector) -> Welcome:
         self._channel.send(self._identity)
-        message = _parsed(connector.wait_for_message(self._channel))
+        message = from_publisher(connector.wait_for_message(self._channel))
         if isinstance(message, Refused):
             raise WeightBridgeUnavailableError(
                 f"{self._where} refuses this side; mend that and import again: {message.reason}"
@@ -220,7 +219,7 @@ class ControlClient:
                     raise
                 msg = f"update {update_id}: the connection to its publisher ended."
                 raise AgentError(msg) from error
-            message = _parsed(text)
+            message = from_publisher(text)
             if isinstance(message, Refused):
                 self._channel.close()
                 msg = f"{self._where} ended the connection: {message.reason}. Publish again."
@@ -264,7 +263,7 @@ class ControlClient:
         A report about an earlier lease of the same update came before the answer to this lease.
         """
         while (text := self._channel.take()) is not None:
-            message = _parsed(text)
+            message = from_publisher(text)
             if isinstance(message, Lapsed) and message.update_id == update_id:
                 return True
         return False
@@ -306,8 +305,7 @@ class ControlClient:
         """Send a report to the publisher; never waits."""
         self.reports.pop(report.update_id, None)
         self.reports[report.update_id] = report
-        for oldest in list(self.reports)[:-_KEPT_REPORTS]:
-            self.reports.pop(oldest, None)
+        keep_newest(self.reports, _KEPT_REPORTS)
         text = _text_of(report)
         if len(text) > _MAX_REPORT_NBYTES:
             text = _text_of(report.model_copy(update={"proof": None, "timings_ms": {}}))
@@ -338,14 +336,6 @@ class ControlClient:
         self._channel.close()
         if not keeps_peer and not self._agent.is_closed:
             self._agent.remove_peer(self.peer)
-
-
-def _parsed(text: bytes) -> FromPublisher | None:
-    """Read a publisher's message; None if it is none."""
-    try:
-        return from_publisher(text)
-    except ValidationError:
-        return None
 
 
 def _text_of(report: UpdateReport) -> bytes:

@@ -1,5 +1,6 @@
 """The messages between publisher and readers, besides the common kinds; endpoint and handle."""
 
+from collections.abc import Callable
 from typing import Annotated, Literal
 
 from pydantic import (
@@ -10,7 +11,6 @@ from pydantic import (
     StrictBool,
     StrictInt,
     StrictStr,
-    TypeAdapter,
 )
 
 from rl_bridge.transports.wire.channel import (
@@ -24,6 +24,7 @@ from rl_bridge.transports.wire.channel import (
     Text,
     UpdateId,
     checked_address,
+    parser,
 )
 
 __all__ = [
@@ -202,32 +203,10 @@ class Catalog(Message):
 FromReader = Join | Lease | Renew | Help | Unlease | Reported | AskCatalog | Leave
 FromPublisher = Welcome | Refused | Leased | Lapsed | Gone | Catalog
 
-_FROM_READER: TypeAdapter[FromReader] = TypeAdapter(
-    Annotated[FromReader, Field(discriminator="kind")]
-)
-_FROM_PUBLISHER: TypeAdapter[FromPublisher] = TypeAdapter(
-    Annotated[FromPublisher, Field(discriminator="kind")]
-)
-
-
-def from_reader(text: bytes) -> FromReader:
-    """Parse a reader's message.
-
-    Raises:
-        pydantic.ValidationError: it is none.
-
-    """
-    return _FROM_READER.validate_json(text)
-
-
-def from_publisher(text: bytes) -> FromPublisher:
-    """Parse a publisher's message.
-
-    Raises:
-        pydantic.ValidationError: it is none.
-
-    """
-    return _FROM_PUBLISHER.validate_json(text)
+from_reader: Callable[[bytes], FromReader | None] = parser(FromReader)
+"""Parses a reader's message; None if the text is none."""
+from_publisher: Callable[[bytes], FromPublisher | None] = parser(FromPublisher)
+"""Parses a publisher's message; None if the text is none."""
 
 
 # ---- where a publisher can be read --------------------------------------------------------------

@@ -14,8 +14,6 @@ import threading
 import time
 import weakref
 
-from pydantic import ValidationError
-
 from rl_bridge.memory.control import Record, take_note
 from rl_bridge.transports.nixl.agent import AgentError, Host
 from rl_bridge.transports.nixl.messages import (
@@ -68,10 +66,7 @@ class _Member(Peer):
 
 def _parse_join(text: bytes) -> Join | None:
     """Read a reader's first message; None if it is another one."""
-    try:
-        message = from_reader(text)
-    except ValidationError:
-        return None
+    message = from_reader(text)
     return message if isinstance(message, Join) else None
 
 
@@ -326,9 +321,8 @@ class ControlServer:
         channel.flush()
         channel.fill(is_polled=True)
         while not member.is_gone and (text := channel.take()) is not None:
-            try:
-                message = from_reader(text)
-            except ValidationError:
+            message = from_reader(text)
+            if message is None:
                 _LOG.warning("%s sent a text that is no message; its connection ends", member.name)
                 self._lose(member)
                 return

@@ -15,7 +15,6 @@ import weakref
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -28,6 +27,7 @@ from rl_bridge.memory.segment import OwnedSegment
 from rl_bridge.memory.slots import ARRIVING, Slot, SlotRing, slot_segment_nbytes
 from rl_bridge.memory.views import LeasedView, Pin, ViewCache
 from rl_bridge.transports.base import Attachment
+from rl_bridge.transports.wire.channel import keep_newest
 
 __all__ = [
     "Arenas",
@@ -221,11 +221,6 @@ class Arrival:
     is_claimed: bool = False
 
 
-def _keep_newest(kept: OrderedDict[str, Any]) -> None:
-    for oldest in list(kept)[:-_KEPT_LAYOUTS]:
-        del kept[oldest]
-
-
 class Arrivals:
     """All versions of one publisher that are in this process. Thread-safe."""
 
@@ -268,7 +263,7 @@ class Arrivals:
         with self._lock:
             self._tables[table.digest] = table
             self._tables.move_to_end(table.digest)
-            _keep_newest(self._tables)
+            keep_newest(self._tables, _KEPT_LAYOUTS)
 
     def digest_of(
         self, layout_digest: str, slice_nbytes: int, slot: Slot, arena_nbytes: int
@@ -283,7 +278,7 @@ class Arrivals:
             plan = self._plans.get(layout_digest)
             if plan is None or plan.slice_nbytes != slice_nbytes:
                 plan = self._plans[layout_digest] = ArrivalPlan(table, slice_nbytes)
-                _keep_newest(self._plans)
+                keep_newest(self._plans, _KEPT_LAYOUTS)
             return plan.start(slot.address)
 
     def commit(self, arrival: Arrival) -> None:
@@ -364,7 +359,7 @@ class Arrivals:
         found = self._passes.get(table.digest)
         if found is None:
             found = self._passes[table.digest] = self._arenas.place.plan(table.nbytes_column)
-            _keep_newest(self._passes)
+            keep_newest(self._passes, _KEPT_LAYOUTS)
         return found
 
     def drop(self, update_id: str) -> None:

@@ -24,11 +24,21 @@ import threading
 import time
 import weakref
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 from functools import lru_cache
-from typing import Annotated, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    StrictBool,
+    StrictInt,
+    StrictStr,
+    TypeAdapter,
+    ValidationError,
+)
 
 from rl_bridge.errors import MalformedManifest, SegmentError, StaleUpdate, WeightBridgeError
 from rl_bridge.manifest.canonical import thaw
@@ -55,6 +65,8 @@ __all__ = [
     "checked_port",
     "error_of",
     "fresh_nonce",
+    "keep_newest",
+    "parser",
     "read_handle",
 ]
 
@@ -375,6 +387,25 @@ class Message(BaseModel):
     """The base of all kinds."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+def keep_newest(kept: dict[Any, Any], count: int) -> None:
+    """Forget all but the newest entries; a finalizer may do the same meanwhile."""
+    for oldest in list(kept)[:-count]:
+        kept.pop(oldest, None)
+
+
+def parser(kinds: Any) -> Callable[[bytes], Any]:
+    """Make a function that parses messages of these kinds, and returns None for another text."""
+    adapter: TypeAdapter[Any] = TypeAdapter(Annotated[kinds, Field(discriminator="kind")])
+
+    def parse(text: bytes) -> Any:
+        try:
+            return adapter.validate_json(text)
+        except ValidationError:
+            return None
+
+    return parse
 
 
 class Reported(Message):
