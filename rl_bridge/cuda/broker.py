@@ -2,8 +2,8 @@
 
 The publisher's `Broker` listens on a unix socket in a directory that only its user may enter, under
 a name that nobody can guess. A request is one message: a token that travels with the manifest, and
-the number of what is asked for. The answer is one message with the descriptor attached. Each side
-asks the kernel who the other one is (``SO_PEERCRED``); what arrives is checked, never believed.
+the number of a descriptor. The answer is one message with the descriptor attached. Each side asks
+the kernel for the other's process (``SO_PEERCRED``), and checks every byte that arrives.
 (unix(7), ``SCM_RIGHTS`` and ``SO_PEERCRED``.)
 
 One thread polls all connections and never waits for one: a client that is silent or slow costs a
@@ -259,7 +259,7 @@ class Server:
         if self._directory_fd >= 0:
             _remove(self.path.parent, self._directory_fd)
         self.forget()
-        # Noted first: closed twice, the numbers may be somebody else's by then.
+        # Noted first: if they were closed twice, the numbers could be another file's by then.
         fds, self._directory_fd, self._wake = (self._directory_fd, self._wake), -1, -1
         for fd in fds:
             close_fd(fd)
@@ -348,7 +348,7 @@ class Server:
         descriptor, nbytes = offer or (None, 0)
         attached = [] if descriptor is None else [array.array("i", [descriptor.fd])]
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fds) for fds in attached]
-        with suppress(OSError):  # it does not listen any more, or never read: its own loss
+        with suppress(OSError):  # it no longer listens, or never read: its own loss
             client.sendmsg([ANSWER.pack(MAGIC, status, nbytes)], rights, socket.MSG_NOSIGNAL)
         self._drop(client)
 
@@ -473,7 +473,7 @@ class Broker:
         Args:
             key: what consumers ask for; an integer of 0 or more, below 2**64, not in use.
             descriptor: what they get; the broker's from now on: keep and close it nowhere else.
-            nbytes: size of the memory, which is told with it.
+            nbytes: size of the memory, which is sent with it.
 
         Raises:
             BridgeClosed: the broker was closed, or this is a forked child.
@@ -530,7 +530,7 @@ def fetch_fd(ref: BrokerRef, key: int, *, timeout_s: float) -> tuple[int, int]:
         bytes. The caller closes it with `close_fd`, or makes a `Descriptor` of it.
 
     Raises:
-        SegmentError: the publisher is gone, is another process, or does not have it any more.
+        SegmentError: the publisher is gone, is another process, or no longer has it.
         DeadlineExceeded: no answer in time.
         TransportUnavailable: this process cannot have sockets.
         WeightBridgeUnavailableError: this process is short of descriptors or memory.

@@ -370,7 +370,7 @@ class DevicePass:
     def _note_left(self) -> None:
         """Note that work which a failed call put on the stream may still be done."""
         if self._event is not None and not self._unfinished:
-            with suppress(RuntimeError):  # a device that is lost does nothing any more
+            with suppress(RuntimeError):  # a lost device does nothing
                 self._event.record()
                 self._unfinished = True
 

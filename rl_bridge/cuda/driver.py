@@ -4,8 +4,8 @@ Names, rules and error codes are those of CUDA's driver API (section "Virtual Me
 its reference). `rl_bridge.cuda.libcuda` passes the calls on to CUDA; `rl_bridge.cuda.host`
 keeps the same rules on host memory, so that everything above runs, across processes, without a GPU.
 
-A driver only passes calls on: who calls `create`, `reserve`, `map` or `export_fd` must undo it. Use
-the owners in `rl_bridge.cuda.owners`.
+A driver only passes calls on: the caller of `create`, `reserve`, `map` or `export_fd` must undo it.
+Use the owners in `rl_bridge.cuda.owners`.
 """
 
 import os

@@ -324,9 +324,9 @@ def _duplicate(call: str, fd: int) -> int:
 # ---- Host memory that keeps the rules of CUDA's legacy IPC handles: shared memfds, opened by
 # name.
 #
-# What it shares with CUDA: a handle of 64 bytes that names memory and does not keep it, opened in
+# It shares with CUDA: a handle of 64 bytes that names memory and does not keep it, opened in
 # another process only, twice at one address, closed as often. Freed memory is overwritten first,
-# so that whoever looks at it still is found out. What it cannot show: what a driver does when the
+# so that a process that still reads it is found out. It cannot show what a driver does when the
 # owner of opened memory dies.
 
 FREED = 0xDD

@@ -1,9 +1,9 @@
 """Owners of plain device memory that other processes open by a legacy IPC handle of 64 bytes.
 
-The handle names memory and does not keep it: who frees it while another process has it open leaves
-that one with memory that is somebody else's. So whoever opens it says so with a lock, which the
-kernel keeps, on a byte of the segment that came with the handle; memory that was given up is freed
-once nobody holds that lock. In the owner's own process the handle cannot be opened: there the
+The handle names memory and does not keep it: an owner that frees it while another process has it
+open leaves that process with memory of another owner. So an importer announces itself by a lock,
+which the kernel keeps, on a byte of the segment that came with the handle; memory that was given up
+is freed once nobody holds that lock. In the owner's own process the handle cannot be opened: there the
 pointer is used, under the same lock.
 """
 
@@ -57,7 +57,7 @@ class IPCDriver(ABC):
     def dealloc(self, address: int) -> None:
         """Free what `alloc` returned, after every importer closed it.
 
-        What an importer that has not would then see is undefined.
+        An importer that did not close it would read undefined bytes.
         """
 
     @abstractmethod
@@ -139,7 +139,7 @@ class _Plain:
 
 
 class PlainMemory:
-    """Owns plain memory of a device, and frees it when no other process has it open any more."""
+    """Owns plain memory of a device, and frees it when no other process has it open."""
 
     def __init__(self, driver: IPCDriver, nbytes: int, segment_fd: int) -> None:
         """Allocate.
@@ -163,7 +163,7 @@ class PlainMemory:
             self.nbytes = nbytes
             self.handle = driver.ipc_handle(core.address)
         except BaseException:
-            self.close()  # at once, whoever keeps the exception
+            self.close()  # at once: somebody may keep the exception
             raise
         _OWN[self.handle] = self
 
@@ -247,7 +247,7 @@ class Opening:
                 self.address = core.address = driver.open_ipc(handle)
                 self.is_pointer = False
         except BaseException:
-            self.close()  # at once, whoever keeps the exception
+            self.close()  # at once: somebody may keep the exception
             raise
 
     def close(self) -> None:

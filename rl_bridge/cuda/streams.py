@@ -1,6 +1,6 @@
 """Questions to a device's streams: whether one is captured, and which work is still to do.
 
-Of streams means torch's current one of the device, in the thread that asks.
+The stream is torch's current one of the device, in the thread that asks.
 """
 
 import logging
@@ -91,7 +91,7 @@ class Writes:
 
     @property
     def are_over(self) -> bool:
-        """Whether the device writes nothing any more, so that slots can be unmapped."""
+        """Whether the device no longer writes, so that slots can be unmapped."""
         try:
             return self._left is None or bool(self._left.query())
         except RuntimeError as error:

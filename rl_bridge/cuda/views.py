@@ -108,7 +108,7 @@ class DeviceView(LeasedView):
         fd, nbytes = fetch_fd(self.arena.broker, self.arena.key, timeout_s=self._timeout_s)
         # The size in the manifest counts: the driver refuses a descriptor of another size.
         del nbytes
-        with ExitStack() as undo:  # at once, whoever keeps the exception
+        with ExitStack() as undo:  # at once: somebody may keep the exception
             self.allocation = Allocation.received(driver, fd, self.arena.nbytes)
             undo.callback(quietly, self.allocation.close)
             self._range = AddressRange(driver, self.arena.nbytes)
@@ -245,7 +245,7 @@ class IPCView(LeasedView):
             try:
                 self._check_size()
             except BaseException:
-                self._opening.close()  # at once, whoever keeps the exception
+                self._opening.close()  # at once: somebody may keep the exception
                 raise
         except DriverError as error:
             if error.code == INVALID_VALUE:

@@ -308,7 +308,7 @@ class _Arena:
         self._writes = writes
         # An arena that does not reach the ring must not stay offered for good.
         weakref.finalize(self, broker.withdraw, key).atexit = False
-        with ExitStack() as undo:  # at once, whoever keeps the exception
+        with ExitStack() as undo:  # at once: somebody may keep the exception
             self._allocation = Allocation.create(driver, nbytes)
             undo.callback(quietly, self._allocation.close)
             self._range = AddressRange(driver, self._allocation.nbytes)
@@ -564,5 +564,5 @@ class _IPCConsumer(SlotConsumer[CUDAIPCHandle]):
         try:
             return _Copy(source, private_pin(self._view(handle), manifest.table.arena_nbytes))
         finally:
-            # The lease ends here, whoever keeps an exception.
+            # The lease ends here: somebody may keep an exception.
             source.tensors.forget()

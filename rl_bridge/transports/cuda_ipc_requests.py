@@ -58,7 +58,7 @@ class ImportRequest:
     def of(cls, request: Mapping[str, Any]) -> Self:
         """Take a request: of Python objects as the trainer made it, or `to_dict`'s.
 
-        A request that is refused is not declined: who could tell which exports are meant by it? Its
+        A request that is refused is not declined: nothing shows which exports it meant. Its
         trainer keeps the memory.
 
         Args:
