@@ -3,8 +3,8 @@
 The handle names memory and does not keep it: an owner that frees it while another process has it
 open leaves that process with memory of another owner. So an importer announces itself by a lock,
 which the kernel keeps, on a byte of the segment that came with the handle; memory that was given up
-is freed once nobody holds that lock. In the owner's own process the handle cannot be opened: there the
-pointer is used, under the same lock.
+is freed once nobody holds that lock. In the owner's own process the handle cannot be opened: there
+the pointer is used, under the same lock.
 """
 
 import os

@@ -1,6 +1,7 @@
-"""Memory for a copy of a version, as it is on a GPU: whose it is, and when it is freed."""
+"""Views of device memory: private copies are freed in time, a retired view is unmapped once."""
 
 import gc
+import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -8,13 +9,16 @@ from typing import Any
 import pytest
 import torch
 
+from rl_bridge.bridge.consumer import Consumer
+from rl_bridge.bridge.publisher import Publisher
 from rl_bridge.cuda.driver import CAPTURING, driver_error
-from rl_bridge.cuda.host import FREED, HostIPCDriver
+from rl_bridge.cuda.host import FREED, HostDriver, HostIPCDriver
 from rl_bridge.cuda.ipc import IPC_UNIT
 from rl_bridge.cuda.owners import settle_late
 from rl_bridge.cuda.views import private_pin
 from rl_bridge.errors import WeightBridgeUnavailableError
 from rl_bridge.memory.places import CPUPlace
+from rl_bridge.testing.host_devices import HostVMM
 from tests.helpers import forked, forking
 
 
@@ -107,3 +111,48 @@ def test_a_forked_child_frees_nothing(driver: Noting) -> None:
         return driver.calls == []
 
     assert forked(in_child)
+
+
+# ---- views of slots -----------------------------------------------------------------------------
+
+LONG_S = 30.0
+
+
+def test_a_view_that_is_being_unmapped_is_not_unmapped_a_second_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # The driver gives a freed range out again: a second unmapping would hit another's memory.
+    publisher = Publisher(HostVMM(), source_worker="trainer", source_rank=0)
+    consumer = Consumer(HostVMM(), source_worker="rollout", source_rank=0)
+    manifest = publisher.publish({"weight": torch.arange(8.0)}, weight_version=1)
+    tensor = consumer.import_update(manifest)["weight"]
+    (view,) = consumer.end._views._views.values()  # type: ignore[attr-defined]
+    consumer.release(manifest.update_id)
+    consumer.close()  # the view ends with its tensor
+
+    unmap, calls = HostDriver.unmap, []
+    inside, go_on = threading.Event(), threading.Event()
+
+    def slow(self: HostDriver, address: int, nbytes: int) -> None:
+        calls.append(address)
+        inside.set()
+        if len(calls) == 1:
+            assert go_on.wait(LONG_S)
+        unmap(self, address, nbytes)
+
+    monkeypatch.setattr(HostDriver, "unmap", slow)
+    held = [tensor]
+    del tensor
+    thread = threading.Thread(target=held.clear)
+    thread.start()
+    try:
+        assert inside.wait(LONG_S)
+        view.settle()
+        assert len(calls) == 1
+    finally:
+        go_on.set()
+        thread.join(LONG_S)
+    view.settle()
+    assert len(calls) == 1
+    monkeypatch.undo()
+    publisher.close()
