@@ -338,9 +338,7 @@ class Wake:
 
     def __init__(self) -> None:
         """Open an eventfd."""
-        self._held = Holding()
-        self._finalizer = weakref.finalize(self, self._held.dispose)
-        self._finalizer.atexit = False
+        self._held = Holding(self)
         self._held.open(os.eventfd, 0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._pid = self._held.pid
         # Reentrant: a finalizer may run in the middle of any of these methods, in the same thread.
@@ -373,7 +371,6 @@ class Wake:
             return
         with self._lock:
             self._held.dispose()
-            self._finalizer.detach()
 
 
 # ---- the kinds of messages that every transport has ---------------------------------------------
