@@ -141,7 +141,7 @@ def test_tensors_that_are_read_are_kept_though_others_take_their_place() -> None
 def test_a_tensor_that_is_not_contiguous_is_refused_by_name() -> None:
     with (
         in_place() as (publisher, _),
-        pytest.raises(WeightBridgeUnavailableError, match="'w' is not contiguous"),
+        pytest.raises(WeightBridgeUnavailableError, match="'w' is strided"),
     ):
         publisher.publish({"w": torch.zeros(4, 4).t()}, weight_version=1)
 
