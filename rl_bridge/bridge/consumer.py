@@ -42,7 +42,7 @@ from rl_bridge.errors import (
     describe,
 )
 from rl_bridge.lifecycle import Event, Lifecycle, Observer, Role, State
-from rl_bridge.manifest.canonical import JSONValue, freeze, thaw
+from rl_bridge.manifest.canonical import JSONValue, plain
 from rl_bridge.manifest.compare import mismatch
 from rl_bridge.manifest.group import AnyManifest
 from rl_bridge.manifest.group_digests import LEAVES
@@ -499,8 +499,7 @@ class Consumer:
             record = self._record(update_id, "acknowledge update before import_update succeeds")
             # What cannot travel is refused before anything changes. A caller that installs by
             # himself vouches for one thing: that the imported bytes were verified.
-            evidence = thaw(freeze(proof or {"method": "import"}, where="proof"))
-            timings = _checked_timings(timings_ms or {})
+            evidence, timings = _checked_evidence(proof or {"method": "import"}, timings_ms or {})
             manifest = record.manifest
             if manifest is not None and Event.ACKNOWLEDGE in record.lifecycle.moves:
                 self.order.check_newest(manifest)
@@ -833,7 +832,10 @@ class LazyTensors(Mapping[str, torch.Tensor]):
 # ---- checks --------------------------------------------------------------------------------------
 
 
-def _checked_timings(timings_ms: Mapping[str, float]) -> dict[str, float]:
+def _checked_evidence(
+    proof: Mapping[str, JSONValue], timings_ms: Mapping[str, float]
+) -> tuple[dict[str, JSONValue], dict[str, float]]:
+    """Copies of what an acknowledgement carries, in plain JSON values."""
     try:
         timings = {phase: float(ms) for phase, ms in timings_ms.items()}
     except (TypeError, ValueError) as error:
@@ -842,8 +844,8 @@ def _checked_timings(timings_ms: Mapping[str, float]) -> dict[str, float]:
             "out what has no duration."
         )
         raise MalformedManifest(msg) from error
-    freeze(timings, where="timings_ms")
-    return timings
+    copied = plain({"proof": proof, "timings_ms": timings}, where="acknowledge")
+    return copied["proof"], copied["timings_ms"]
 
 
 def _require_bytes(manifest: WeightUpdateManifest, attachment: Attachment) -> None:

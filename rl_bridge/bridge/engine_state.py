@@ -9,7 +9,7 @@ import logging
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 
@@ -86,7 +86,6 @@ class EngineState:
         self.update_id: str | None = None
         self.weights: Mapping[str, torch.Tensor] = {}
         self.last_ack: Acknowledgement | None = None
-        self._consumer: AnyConsumer | None = None
         self._uncommitted: str | None = None  # why the adapter did not commit the active version
         self._superseded: dict[str, None] = {}  # were active, and are still to be released
         self.torn_by: dict[
@@ -94,12 +93,10 @@ class EngineState:
         ] = {}  # with reasons, the last last
         self._is_taken = False  # by another driver
 
-    @property
+    @cached_property
     def consumer(self) -> AnyConsumer:
         """The bridge's consuming half; opened when it is first asked for."""
-        if self._consumer is None:
-            self._consumer = self.bridge.consumer
-        return self._consumer
+        return self.bridge.consumer
 
     @property
     def is_torn(self) -> bool:
@@ -273,10 +270,10 @@ class EngineState:
         try:
             self.adapter.release(update_id)
         finally:
-            if self._consumer is None:
-                self.bridge.release_imported(update_id)
+            if "consumer" in vars(self):  # otherwise nothing came by here
+                self.consumer.release(update_id)
             else:
-                self._consumer.release(update_id)
+                self.bridge.release_imported(update_id)
             del self._superseded[update_id]
 
     def release_superseded(self) -> None:

@@ -24,10 +24,10 @@ from rl_bridge.lifecycle import Event, Lifecycle, Observer, Role, State
 from rl_bridge.manifest.canonical import JSONValue, freeze
 from rl_bridge.manifest.compare import Policy, look_for_suspicion
 from rl_bridge.manifest.model import WeightUpdateManifest
-from rl_bridge.manifest.parallel import WeightLayout
+from rl_bridge.manifest.parallel import require_supported
 from rl_bridge.memory.control import Record
 from rl_bridge.memory.packing import PackPlan, pack_plan
-from rl_bridge.trainers.state_dict import Source, named_tensors, trainable_names
+from rl_bridge.trainers.state_dict import Source, tensors_to_publish
 from rl_bridge.transports.base import PublisherEnd, Transport
 
 __all__ = ["ConsumerReport", "Publisher", "checked_version"]
@@ -146,18 +146,17 @@ class Publisher:
         judged of all parts together.
         """
         weight_version = checked_version(weight_version)
-        layout = WeightLayout.from_metadata(metadata)
-        layout.validate_supported()
+        require_supported(metadata)
         if os.getpid() != self._pid:
             raise in_a_child("publisher")
         with self._lock:
             self._check_open()
             start = time.perf_counter()
-            tensors = named_tensors(source)
-            plan = self._plan_for(tensors, trainable_names(source, tensors, trainable))
+            tensors, trained = tensors_to_publish(source, trainable)
+            plan = self._plan_for(tensors, trained)
             gathered = time.perf_counter()
             # Whatever can be wrong with the input is found before memory is written.
-            checked = freeze({**(metadata or {}), "layout": layout.to_metadata()})
+            metadata = freeze(metadata or {})
             if self.last_version is not None and weight_version <= self.last_version:
                 raise not_above(weight_version, self.last_version, self.publisher_id)
             update_id = uuid.uuid4().hex
@@ -171,7 +170,7 @@ class Publisher:
                     source_rank=self._source_rank,
                     weight_version=weight_version,
                     transport=self._transport_name,
-                    metadata=checked,
+                    metadata=metadata,
                     handle=dict(carried.handle),
                     digests=carried.digests,
                     table=plan.table,

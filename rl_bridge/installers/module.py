@@ -83,7 +83,7 @@ class Way(ABC):
 
         """
         bound = self.memory.bind_update(manifest, strict=self.strict, rebinds=self.rebinds)
-        here, there = bound.place.device, tensors.pin.place.device
+        here, there = bound.place.device, tensors.device
         if here != there and len(bound.tensors):
             msg = (
                 f"the update lies on {there} and the engine on {here}. Use a transport that ends "

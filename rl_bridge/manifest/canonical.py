@@ -27,6 +27,7 @@ __all__ = [
     "decode_json",
     "field_problem",
     "freeze",
+    "plain",
     "thaw",
 ]
 
@@ -41,18 +42,30 @@ _MAX_DEPTH = 32
 # Python neither reads nor writes longer integers (sys.set_int_max_str_digits).
 _MAX_INT = 10**4300
 _SHOWN = 5
-# Made once, and types looked up by identity: each update takes some hundred of these steps.
-_ENCODER = json.JSONEncoder(
-    sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False
-)
+# Types are looked up by identity: each update takes some hundred of these steps.
 _CONSTANT = frozenset({str, bool, type(None)})
 _PLAIN = _CONSTANT | {int, float}
 _MAPPINGS = frozenset({dict, MappingProxyType})
 
 
 def canonical_json(value: JSONValue) -> str:
-    """Write `value` as canonical JSON text."""
+    """Write `value`, plain or frozen, as canonical JSON text."""
     return _ENCODER.encode(value)
+
+
+def _unproxied(value: object) -> dict[str, JSONValue]:
+    if isinstance(value, MappingProxyType):
+        return value.copy()
+    raise TypeError(f"{type(value).__name__} is no JSON value")
+
+
+_ENCODER = json.JSONEncoder(
+    sort_keys=True,
+    separators=(",", ":"),
+    ensure_ascii=True,
+    allow_nan=False,
+    default=_unproxied,
+)
 
 
 def _no_constant(text: str) -> NoReturn:
@@ -137,8 +150,12 @@ def freeze(value: JSONValue, *, where: str = "metadata", depth: int = 0) -> JSON
                 )
                 raise MalformedManifest(msg)
             # Most are plain: no `where` has to be made for them. (At the limit `freeze` refuses.)
-            is_int = type(item) is int and -_MAX_INT < item < _MAX_INT
-            is_plain = is_int or type(item) in _CONSTANT
+            kind = type(item)
+            is_plain = (
+                kind in _CONSTANT
+                or (kind is int and -_MAX_INT < item < _MAX_INT)
+                or (kind is float and math.isfinite(item))
+            )
             if is_plain and depth < _MAX_DEPTH:
                 frozen[key] = item
             else:
@@ -169,6 +186,16 @@ def thaw(value: JSONValue) -> JSONValue:
     if isinstance(value, tuple):
         return [thaw(item) for item in value]
     return value
+
+
+def plain(value: JSONValue, *, where: str) -> JSONValue:
+    """Copy a JSON value into plain dicts and lists.
+
+    Raises:
+        MalformedManifest: as `freeze`.
+
+    """
+    return thaw(freeze(value, where=where))
 
 
 class Frozen(BaseModel):

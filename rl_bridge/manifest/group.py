@@ -12,7 +12,7 @@ import xxhash
 from pydantic import InstanceOf
 
 from rl_bridge.errors import DigestMismatch, MalformedManifest, RanksDisagree
-from rl_bridge.manifest.canonical import RESEND, JSONValue, canonical_json, thaw
+from rl_bridge.manifest.canonical import RESEND, JSONValue, canonical_json
 from rl_bridge.manifest.coverage import WholeTensor
 from rl_bridge.manifest.digest import DIGEST_NBYTES, text_digest
 from rl_bridge.manifest.group_layout import GroupLayout
@@ -201,7 +201,7 @@ class GroupManifest(Manifest):
             "created_at": self.created_at,
             "group_id": self.group_id,
             "layout_digest": self.layout_digest,
-            "metadata": thaw(self.metadata),
+            "metadata": self.metadata,
             "root": self.root,
             "update_id": self.update_id,
             "weight_version": self.weight_version,

@@ -19,7 +19,6 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from functools import cached_property
 from operator import is_
-from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Generic, Self, TypeVar
 
 from pydantic import (
@@ -47,7 +46,7 @@ from rl_bridge.manifest.canonical import (
     thaw,
 )
 from rl_bridge.manifest.digest import text_digest
-from rl_bridge.manifest.parallel import WeightLayout
+from rl_bridge.manifest.parallel import WeightLayout, with_layout
 from rl_bridge.manifest.table import DescriptorMap, Layout, TensorTable
 
 __all__ = ["FrozenJSON", "Identifier", "LayoutCache", "Manifest", "WeightUpdateManifest"]
@@ -164,7 +163,7 @@ class Manifest(Frozen):
 
     @abstractmethod
     def _header_but_digests(self) -> dict[str, JSONValue]:
-        """Plain JSON form of the update part without its digests, which are long."""
+        """The update part without its digests, which are long; its values may be frozen."""
 
     @property
     @abstractmethod
@@ -174,7 +173,8 @@ class Manifest(Frozen):
     def header(self) -> dict[str, JSONValue]:
         """Plain JSON form of the update part."""
         digests = base64.b64encode(self.digests).decode("ascii")
-        return {**self._header_but_digests(), "digests": digests}
+        plain: dict[str, JSONValue] = thaw({**self._header_but_digests(), "digests": digests})
+        return plain
 
     def _header_text(self) -> str:
         """Canonical JSON of `header`."""
@@ -406,9 +406,8 @@ class WeightUpdateManifest(Manifest):
 
     def _check_fields(self) -> None:
         self._require_mapping("metadata", "handle")
-        written = MappingProxyType(self.weight_layout.to_metadata())
         # The model is frozen, and still being made.
-        self.__dict__["metadata"] = MappingProxyType({**self.metadata, "layout": written})
+        self.__dict__["metadata"], self.__dict__["weight_layout"] = with_layout(self.metadata)
 
     @property
     def tensors(self) -> Mapping[str, Any]:
@@ -427,15 +426,15 @@ class WeightUpdateManifest(Manifest):
 
     @cached_property
     def weight_layout(self) -> WeightLayout:
-        """``metadata["layout"]`` as an object."""
-        return WeightLayout.from_metadata(self.metadata)
+        """``metadata["layout"]`` as an object; made together with the manifest."""
+        return with_layout(self.metadata)[1]
 
     def _header_but_digests(self) -> dict[str, JSONValue]:
         return {
             "created_at": self.created_at,
-            "handle": thaw(self.handle),
+            "handle": self.handle,
             "layout_digest": self.layout_digest,
-            "metadata": thaw(self.metadata),
+            "metadata": self.metadata,
             "publisher_id": self.publisher_id,
             "root": self.root,
             "source_rank": self.source_rank,

@@ -20,7 +20,7 @@ from pydantic import StrictBool, StrictInt, StrictStr, ValidationError
 from rl_bridge.errors import MalformedManifest, WeightBridgeUnavailableError
 from rl_bridge.manifest.canonical import Frozen, JSONValue, field_problem, freeze
 
-__all__ = ["Piece", "Placement", "WeightLayout"]
+__all__ = ["Piece", "Placement", "WeightLayout", "require_supported", "with_layout"]
 
 _SUPPORTED_KINDS = frozenset({"full-state", "replicated"})
 
@@ -140,6 +140,31 @@ class WeightLayout(Frozen):
                 f"and zero_stage={self.zero_stage} (expected 0 to 3). Pass the trainer's counts."
             )
             raise MalformedManifest(msg)
+
+
+def require_supported(metadata: Mapping[str, JSONValue] | None) -> None:
+    """Refuse metadata whose layout one packed full-state update cannot carry.
+
+    Raises:
+        MalformedManifest: it says none, or contradicts itself.
+        WeightBridgeUnavailableError: shards, tensor parallelism or several nodes.
+
+    """
+    WeightLayout.from_metadata(metadata).validate_supported()
+
+
+def with_layout(
+    metadata: Mapping[str, JSONValue],
+) -> tuple[Mapping[str, JSONValue], WeightLayout]:
+    """Frozen metadata with ``layout`` filled, and that layout.
+
+    Raises:
+        MalformedManifest: not a mapping, an unknown key, a wrong type.
+
+    """
+    layout = WeightLayout.from_metadata(metadata)
+    written = MappingProxyType(layout.to_metadata())
+    return MappingProxyType({**metadata, "layout": written}), layout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

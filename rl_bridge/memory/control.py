@@ -311,8 +311,9 @@ class ControlWriter:
 
     def _write(self) -> None:
         while True:
-            updates = [report.model_dump() for report in self._updates.values()]
-            text = canonical_json({**self._identity, "updates": updates}).encode("ascii")
+            updates = tuple(self._updates.values())
+            record = Record.model_construct(**self._identity, updates=updates)
+            text = record.model_dump_json().encode()
             if len(text) <= RECORD_NBYTES - _HEAD.size or not self._updates:
                 break
             # The oldest goes. The newest is reported in any case, if need be without details.

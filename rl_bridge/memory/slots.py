@@ -96,6 +96,8 @@ class Slot:
         """
         self.segment = segment
         self.arena = arena
+        self.address = segment.address if arena is None else arena.address
+        """First byte of the arena."""
         self.capacity = segment.nbytes - vm.PAGE if arena is None else arena.nbytes
         self._granularity = granularity
         self.generation = 0
@@ -108,11 +110,6 @@ class Slot:
         self.layout_digest: str | None = None
         self.before_close: Callable[[], None] | None = None
         """Called first when it is closed."""
-
-    @property
-    def address(self) -> int:
-        """First byte of the arena."""
-        return self.segment.address if self.arena is None else self.arena.address
 
     @property
     def stamp_address(self) -> int:

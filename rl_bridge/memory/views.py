@@ -220,23 +220,28 @@ class LeasedView(ABC):
         self._pins.append(weakref.ref(pin.buffer, self._pins.remove))
         try:
             with self._lock:
-                pin.header = self._lease(update_id, generation, arena_nbytes).header
+                self._is_leased = True
+                self._require_free(update_id, is_leased=leases.try_shared(self.fd))
+                stamp = read_stamp(self.fd, self.ref)
+                self._check_stamp(stamp, update_id, generation, arena_nbytes)
+                pin.header = stamp.header
         except BaseException:
             del pin  # whoever keeps the exception must not keep the lease
             raise
         return pin
 
-    def _lease(self, update_id: str, generation: int, arena_nbytes: int) -> Stamp:
-        self._is_leased = True
-        if not leases.try_shared(self.fd):
+    def _require_free(self, update_id: str, *, is_leased: bool) -> None:
+        if not is_leased:
             raise StaleUpdate(self._overwritten(update_id, "is being overwritten"))
-        stamp = read_stamp(self.fd, self.ref)
+
+    def _check_stamp(
+        self, stamp: Stamp, update_id: str, generation: int, arena_nbytes: int
+    ) -> None:
         if (stamp.update_id, stamp.generation) != (update_id, generation):
             holds = f"holds update {stamp.update_id}" if int(stamp.update_id, 16) else "is free"
             raise StaleUpdate(self._overwritten(update_id, holds))
         if stamp.arena_nbytes != arena_nbytes:
             raise SegmentError(self._another_size(update_id, stamp.arena_nbytes, arena_nbytes))
-        return stamp
 
     @staticmethod
     def _another_size(update_id: str, found: int, expected: int) -> str:
@@ -349,6 +354,10 @@ class ViewCache:
         """
         return self.find(ref, ref, lambda: SegmentView(ref, self._directory))
 
+    def pin(self, ref: SegmentRef, update_id: str, generation: int, arena_nbytes: int) -> Pin:
+        """Lease the version that a segment holds, as `LeasedView.pin`; it is mapped if need be."""
+        return self.get(ref).pin(update_id, generation, arena_nbytes)
+
     def find(self, ref: SegmentRef, where: Hashable, make: Callable[[], _View]) -> _View:
         """Find or make the view of the slot whose segment is `ref`, reached by `where`.
 
@@ -396,6 +405,7 @@ class ImportedTensors(Mapping[str, torch.Tensor]):
         """Look at a pinned arena through its layout."""
         self.table = table
         self.held: Pin | None = pin
+        self.device = pin.place.device
         self._made: dict[int, torch.Tensor] = {}
 
     @property

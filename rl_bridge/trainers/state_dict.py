@@ -21,6 +21,7 @@ __all__ = [
     "Source",
     "StateDictExtractor",
     "named_tensors",
+    "tensors_to_publish",
     "trainable_names",
 ]
 
@@ -139,6 +140,20 @@ def _kept(pairs: Iterable[tuple[object, object]]) -> Iterator[tuple[object, obje
                 "own, such as buffer.clone()."
             )
             raise IncompatibleUpdate(msg)
+
+
+def tensors_to_publish(
+    source: Source, declared: Iterable[str] | None
+) -> tuple[dict[str, torch.Tensor], frozenset[str] | None]:
+    """What `named_tensors` and `trainable_names` find in a source, which is read once.
+
+    Raises:
+        IncompatibleUpdate: as these two.
+        DuplicateTensorName: as `named_tensors`.
+
+    """
+    tensors = named_tensors(source)
+    return tensors, trainable_names(source, tensors, declared)
 
 
 def trainable_names(

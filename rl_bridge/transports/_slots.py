@@ -18,7 +18,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, ValidationError
 
 from rl_bridge.errors import MalformedManifest, WeightBridgeError
-from rl_bridge.manifest.canonical import JSONValue, thaw
+from rl_bridge.manifest.canonical import JSONValue
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.manifest.table import TensorTable
 from rl_bridge.memory.control import (
@@ -217,7 +217,7 @@ class SlotConsumer(ConsumerEnd, Generic[_Handle]):
 
     def _handle(self, manifest: WeightUpdateManifest) -> _Handle:
         try:
-            handle = self._handle_type.model_validate(thaw(manifest.handle))
+            handle = self._handle_type.model_validate(manifest.handle)
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             where = ".".join(str(part) for part in first["loc"])

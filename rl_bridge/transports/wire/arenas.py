@@ -91,7 +91,7 @@ class CPUArenas(Arenas):
 
     def pin(self, slot: Slot, update_id: str, arena_nbytes: int) -> Pin:
         """Lease the version in a slot."""
-        return self._views.get(slot.segment.ref).pin(update_id, slot.generation, arena_nbytes)
+        return self._views.pin(slot.segment.ref, update_id, slot.generation, arena_nbytes)
 
     def sweep(self) -> None:
         """Release the views of slots that were closed."""
