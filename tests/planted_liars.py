@@ -246,7 +246,7 @@ class Forgets(ModuleInstallAdapter):
     """Undoes nothing."""
 
     def undo(self) -> None:
-        self._way.commit()
+        self._mode.commit()
 
 
 class Believes(ModuleInstallAdapter):

@@ -29,6 +29,7 @@ __all__ = [
     "Engine",
     "EngineMemory",
     "check_fit",
+    "differs",
     "named_engine_tensors",
     "names_differ",
     "prefix_hint",
@@ -157,8 +158,6 @@ class Binding:
         rebinds: whether it was made for an install that exchanges storages.
         complex_tensors: those that could become lazy conjugates of the same memory.
         engine: name -> tensor of the whole engine, as it was then.
-        engine_names: all names that the engine had then, in its order.
-        engine_tensors: their tensor objects.
         every_name: all names of the layout, also those that share an engine tensor's memory, and
             names of the engine that are covered because the layout holds their tensor.
         every_tensor: the live tensor objects under these names.
@@ -180,8 +179,6 @@ class Binding:
     rebinds: bool
     complex_tensors: tuple[torch.Tensor, ...]
     engine: Mapping[str, torch.Tensor]
-    engine_names: tuple[str, ...]
-    engine_tensors: tuple[torch.Tensor, ...]
     every_name: tuple[str, ...]
     every_tensor: tuple[torch.Tensor, ...]
     every_row: np.ndarray
@@ -224,11 +221,10 @@ class Binding:
 
     def holds_objects(self, tensors: Mapping[str, torch.Tensor]) -> bool:
         """Whether the engine (name -> tensor) still has these tensor objects under these names."""
-        if tensors is self.engine:
-            return True
+        engine = self.engine
         # In the order of last time, which is the rule, nothing needs to be looked up.
-        if tuple(tensors) == self.engine_names and all(
-            map(is_, tensors.values(), self.engine_tensors)
+        if tensors is engine or (
+            list(tensors) == list(engine) and all(map(is_, tensors.values(), engine.values()))
         ):
             return True
         return all(map(is_, map(tensors.get, self.every_name), self.every_tensor))
@@ -282,7 +278,7 @@ class EngineMemory:
             bound is not None
             and bound.table.digest == table.digest
             and bound.rebinds == rebinds
-            and len(tensors) == len(bound.engine_names)
+            and len(tensors) == len(bound.engine)
             and bound.holds_objects(tensors)
             and bound.facts.hold(bound.every_tensor)
         ):
@@ -388,7 +384,7 @@ class EngineMemory:
         found = self.digests(bound)
         expected = _rows(manifest.digests, bound.rows)
         if found != expected:
-            raise ProofFailed(_difference(bound, found, expected, manifest.weight_version))
+            raise differs(manifest, bound.names, found, expected)
         return InstallProof(
             method="digest",
             root=manifest.root,
@@ -402,16 +398,22 @@ def _rows(digests: bytes, rows: np.ndarray | list[int]) -> bytes:
     return bytes(picked.tobytes())
 
 
-def _difference(bound: Binding, found: bytes, expected: bytes, version: int) -> str:
-    for index, name in enumerate(bound.names):
-        here = slice(index * DIGEST_NBYTES, (index + 1) * DIGEST_NBYTES)
-        if found[here] != expected[here]:
-            return (
-                f"the engine does not hold version {version}: tensor {name!r} is "
-                f"{found[here].hex()}, expected {expected[here].hex()}. Nothing else may write to "
-                "the engine during an update: see quiesce=."
-            )
-    return f"the engine does not hold version {version}."
+def differs(
+    manifest: WeightUpdateManifest, names: Sequence[str], found: bytes, expected: bytes
+) -> ProofFailed:
+    """The error for the first of some tensors whose digests in the engine are not as expected."""
+    starts = range(0, len(expected), DIGEST_NBYTES)
+    index, start = next(
+        (index, start)
+        for index, start in enumerate(starts)
+        if found[start : start + DIGEST_NBYTES] != expected[start : start + DIGEST_NBYTES]
+    )
+    here = slice(start, start + DIGEST_NBYTES)
+    return ProofFailed(
+        f"the engine does not hold version {manifest.weight_version}: tensor {names[index]!r} is "
+        f"{found[here].hex()}, expected {expected[here].hex()}. Nothing else may write to the "
+        "engine during an update: see quiesce=."
+    )
 
 
 def _matched(
@@ -459,8 +461,6 @@ def _matched(
         rebinds=rebinds,
         complex_tensors=tuple(tensor for tensor in every if tensor.is_complex()),
         engine=tensors,
-        engine_names=tuple(tensors),
-        engine_tensors=tuple(tensors.values()),
         every_name=tuple(rows),
         every_tensor=every,
         every_row=np.fromiter(rows.values(), np.int64, len(rows)),

@@ -14,6 +14,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import ClassVar, Literal
 
@@ -36,9 +37,8 @@ from rl_bridge.installers.arguments import (
     require_owned,
 )
 from rl_bridge.installers.base import InstallProof, TransactionalAdapter, checked_threads
-from rl_bridge.installers.engine_memory import Binding, EngineMemory
+from rl_bridge.installers.engine_memory import Binding, EngineMemory, differs
 from rl_bridge.installers.snapshot import Snapshot
-from rl_bridge.manifest.digest import DIGEST_NBYTES
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.manifest.table import TensorTable, collector_paused
 from rl_bridge.memory import vm
@@ -46,36 +46,43 @@ from rl_bridge.memory.packing import dtype_name
 from rl_bridge.memory.passes import Addresses
 from rl_bridge.memory.views import ImportedTensors, LeasedView, Pin, tensor_in
 
-__all__ = [
-    "AliasWay",
-    "CopyWay",
-    "FlipWay",
-    "ModuleInstallAdapter",
-    "Rebinding",
-    "Way",
-    "prove_identity",
-    "require_imported",
-]
-
-# ---- A way to install into memory of this process: what the ways have in common.
+__all__ = ["ModuleInstallAdapter"]
 
 
-class Way(ABC):
-    """One way to install. The adapter calls prepare, install, prove, then commit or undo."""
+@dataclass(frozen=True, slots=True)
+class _Update:
+    """An update that was matched with the engine."""
+
+    manifest: WeightUpdateManifest
+    tensors: ImportedTensors
+    bound: Binding
+
+
+class _Mode(ABC):
+    """How an update gets into the engine's memory, and out again.
+
+    Attributes:
+        update: the one that was prepared last and is neither undone, nor committed, nor abandoned.
+
+    """
 
     rebinds: ClassVar[bool] = False
     """Whether the engine's tensors get other storages, instead of other bytes in theirs."""
 
     def __init__(self, memory: EngineMemory, *, strict: bool, num_threads: int | None) -> None:
-        """Work on an engine's memory."""
         self.memory = memory
         self.strict = strict
         self.num_threads = num_threads
-        # The engine as it was matched before the first install since the last commit or undo.
+        self.update: _Update | None = None
+        # The engine as it was matched for the first update since the last end: if an undo failed,
+        # the engine is a mixture, and whatever comes next still goes back to that.
         self._origin: Binding | None = None
 
-    def begin(self, manifest: WeightUpdateManifest, tensors: ImportedTensors) -> Binding:
-        """Match names, shapes and dtypes, and remember what `put_back` goes back to.
+    def is_prepared(self, manifest: WeightUpdateManifest) -> bool:
+        return self.update is not None and self.update.manifest.update_id == manifest.update_id
+
+    def prepare(self, manifest: WeightUpdateManifest, tensors: ImportedTensors) -> None:
+        """Match names, shapes and dtypes, and note what `undo` needs.
 
         Raises:
             IncompatibleUpdate: they do not fit, lie on another device, or names that the engine
@@ -90,9 +97,40 @@ class Way(ABC):
                 "where the engine is: cuda-vmm or cuda-ipc for a GPU, shared-memory for the CPU."
             )
             raise IncompatibleUpdate(msg)
-        if self._origin is None:
-            self._origin = bound
-        return bound
+        update = _Update(manifest, tensors, bound)
+        self._prepare(update)
+        self.update, self._origin = update, self._origin or bound
+
+    def install(self) -> None:
+        if self.update is not None:
+            self._install(self.update)
+
+    def prove(self) -> InstallProof:
+        if self.update is None:
+            raise _not_installed()
+        return self._prove(self.update)
+
+    def undo(self) -> None:
+        """Take back what `install` did, complete or not.
+
+        Raises:
+            TornEngine: it cannot be taken back.
+
+        """
+        if self.update is not None:
+            self._undo()
+            self.end()
+
+    def commit(self) -> None:
+        try:
+            if self.update is not None:
+                self._commit(self.update)
+        finally:  # whatever failed: the next undo must not lead back before this version
+            self.end()
+
+    def end(self) -> None:
+        """No update is under way any more."""
+        self.update = self._origin = None
 
     def put_back(self) -> None:
         """Bring names, tensor objects and views back to what they were.
@@ -104,152 +142,180 @@ class Way(ABC):
         if self._origin is not None:
             self.memory.put_back(self._origin)
 
+    def release(self, update_id: str) -> None:  # noqa: B027 - the engine's tensors may hold it
+        """Drop what is kept of a committed update."""
+
+    @abstractmethod
+    def _prepare(self, update: _Update) -> None: ...
+
+    @abstractmethod
+    def _install(self, update: _Update) -> None: ...
+
+    @abstractmethod
+    def _prove(self, update: _Update) -> InstallProof: ...
+
+    @abstractmethod
+    def _undo(self) -> None: ...
+
+    @abstractmethod
+    def _commit(self, update: _Update) -> None: ...
+
+
+def _not_installed() -> WeightBridgeError:
+    return WeightBridgeError("prove was called before install. Call prepare, install, then prove.")
+
+
+class _CopyMode(_Mode):
+    """Copies; every byte that the engine holds afterwards is read again for the proof.
+
+    The version before is retained: copied back, it is the undo. Only a published segment can be
+    that: what the user wrote into a copy in this process's own memory, nobody can tell. Without
+    one, the engine is copied aside.
+    """
+
+    def __init__(self, memory: EngineMemory, *, strict: bool, num_threads: int | None) -> None:
+        super().__init__(memory, strict=strict, num_threads=num_threads)
+        self._current: tuple[WeightUpdateManifest, ImportedTensors] | None = None
+        self._is_released = False  # the undo still needs the current one
+        self._snapshot: Snapshot | None = None
+
+    def _prepare(self, update: _Update) -> None:
+        if self.update is None:  # otherwise the engine may be a mixture already
+            self._snapshot = None
+            if not self._can_undo(update.manifest.table):
+                self._snapshot = Snapshot(self.memory.engine, num_threads=self.num_threads)
+
+    def _can_undo(self, newer: TensorTable) -> bool:
+        """Whether the retained version has every tensor of a layout, in a published segment."""
+        if self._current is None:
+            return False
+        manifest, tensors = self._current
+        if tensors.held is None or tensors.held.view is None:
+            return False
+        older = manifest.table
+        return older.digest == newer.digest or older.rows.keys() >= newer.rows.keys()
+
+    def _install(self, update: _Update) -> None:
+        self.memory.write(update.bound, update.tensors.addresses)
+
+    def _prove(self, update: _Update) -> InstallProof:
+        return self.memory.prove(update.bound, update.manifest)
+
+    def _undo(self) -> None:
+        if self._snapshot is not None:
+            self._snapshot.restore()
+        elif self._current is not None:
+            self.put_back()
+            self.memory.rewrite(*self._current, strict=self.strict)
+
+    def _commit(self, update: _Update) -> None:
+        self._current, self._is_released = (update.manifest, update.tensors), False
+
     def end(self) -> None:
-        """Nothing is under way any more."""
-        self._origin = None
+        super().end()
+        if self._is_released:
+            self._current = None
+        self._is_released, self._snapshot = False, None
 
-    @abstractmethod
-    def is_prepared(self, manifest: WeightUpdateManifest) -> bool:
-        """Whether `prepare` was called for this update."""
-
-    @abstractmethod
-    def prepare(self, manifest: WeightUpdateManifest, tensors: ImportedTensors) -> None:
-        """Refuse, or remember what `install` shall do and what `undo` needs."""
-
-    @abstractmethod
-    def abandon(self) -> None:
-        """Forget what was prepared: it will not be installed, and nothing else is under way."""
-
-    @abstractmethod
-    def install(self) -> None:
-        """Do what was prepared."""
-
-    @abstractmethod
-    def prove(self) -> InstallProof:
-        """Read what the engine holds."""
-
-    @abstractmethod
-    def undo(self) -> None:
-        """Take back what `install` did, complete or not."""
-
-    @abstractmethod
-    def commit(self) -> None:
-        """Forget what `undo` would need."""
-
-    @abstractmethod
     def release(self, update_id: str) -> None:
-        """Let go of what is kept for an update."""
+        """Drop the retained version; the next update then copies the engine aside first."""
+        if self._current is not None and self._current[0].update_id == update_id:
+            if self.update is not None:
+                self._is_released = True
+            else:
+                self._current = None
 
 
-class Rebinding:
-    """Points an engine's tensor objects at other memory, and back."""
+class _RebindingMode(_Mode):
+    """The engine's tensors become views of the verified pages."""
 
-    def __init__(self) -> None:
-        """Begin with nothing pointed elsewhere."""
-        self._before: list[tuple[torch.Tensor, torch.Tensor]] = []
+    rebinds: ClassVar[bool] = True
 
-    @property
-    def has_pointed(self) -> bool:
-        """Whether anything was pointed elsewhere since the last `back` or `forget`."""
-        return bool(self._before)
+    def __init__(self, memory: EngineMemory, *, strict: bool, num_threads: int | None) -> None:
+        super().__init__(memory, strict=strict, num_threads=num_threads)
+        # Each engine tensor that got other memory, with a view of what it had; the last change
+        # last.
+        self._before_point: list[tuple[torch.Tensor, torch.Tensor]] = []
 
-    def point(self, owners: Sequence[torch.Tensor], counterparts: Sequence[torch.Tensor]) -> None:
-        """Give each engine tensor the storage of its counterpart; undone by `back`."""
+    def _point(self, owners: Sequence[torch.Tensor], counterparts: Sequence[torch.Tensor]) -> None:
+        """Give each engine tensor the storage of its counterpart."""
         # Views made in inference mode would make inference tensors of the engine's: for good.
         with torch.inference_mode(mode=False):
             for owner, tensor in zip(owners, counterparts, strict=True):
-                # Remembered first: a failure in the middle must find everything that was changed.
-                self._before.append((owner, owner.detach()))
+                # Noted first: a failure in the middle must find everything that was changed.
+                self._before_point.append((owner, owner.detach()))
                 owner.data = tensor
 
-    def back(self) -> None:
-        """Point everything back, the last change first."""
+    def _point_back(self) -> None:
         with torch.inference_mode(mode=False):
-            while self._before:
-                owner, data = self._before[-1]
+            while self._before_point:
+                owner, data = self._before_point[-1]
                 owner.data = data
-                self._before.pop()
+                self._before_point.pop()
 
-    def forget(self) -> None:
-        """Let go of the old storages."""
-        self._before.clear()
+    def end(self) -> None:
+        super().end()
+        self._before_point.clear()
 
+    def _prove_identity(
+        self, update: _Update, expected: Addresses, *, base: int, is_verified: bool
+    ) -> InstallProof:
+        """Show that the engine's tensors are the pages that were verified; digest them if not.
 
-def prove_identity(
-    way: Way,
-    manifest: WeightUpdateManifest,
-    bound: Binding,
-    expected: Addresses,
-    *,
-    base: int,
-    is_verified: bool,
-) -> InstallProof:
-    """Show that the engine's tensors are the pages that were verified; digest them where not.
+        Args:
+            update: what was installed.
+            expected: where each of the layout's rows must be.
+            base: first byte of the arena that they lie in.
+            is_verified: whether `base` shows the very mapping that import verified.
 
-    Args:
-        way: whose engine.
-        manifest: what was installed.
-        bound: the engine's tensors, as they were matched with the layout.
-        expected: where each of the layout's rows must be, uint64.
-        base: first byte of the arena that they lie in.
-        is_verified: whether `base` shows the very mapping that import verified.
+        Raises:
+            ProofFailed: a tensor is elsewhere, or differs.
 
-    Raises:
-        ProofFailed: a tensor is elsewhere, or differs.
-
-    """
-    table = manifest.table
-    _require_views(way, manifest, bound, expected)
-    extent = vm.round_up(max(table.arena_nbytes, 1))
-    own = bound.place.private_ranges(base, extent) if is_verified else None
-    if own == []:
+        """
+        manifest, bound = update.manifest, update.bound
+        table = manifest.table
+        self._require_views(manifest, bound, expected)
+        extent = vm.round_up(max(table.arena_nbytes, 1))
+        own = bound.place.private_ranges(base, extent) if is_verified else None
+        if own == []:
+            return InstallProof(
+                method="identity",
+                root=manifest.root,
+                identical_nbytes=table.total_nbytes,
+                tensors=len(table.rows),
+            )
+        # Somebody wrote here (or the kernel cannot tell): what was written decides.
+        plan = bound.place.plan(table.nbytes_column)
+        found = plan.digest(expected, num_threads=self.num_threads)
+        if found != manifest.digests:
+            raise differs(manifest, table.names, found, manifest.digests)
         return InstallProof(
-            method="identity",
+            method="digest",
             root=manifest.root,
-            identical_nbytes=table.total_nbytes,
+            digested_nbytes=table.total_nbytes,
             tensors=len(table.rows),
         )
-    # Somebody wrote here (or the kernel cannot tell): what was written decides.
-    found = bound.place.plan(table.nbytes_column).digest(expected, num_threads=way.num_threads)
-    if found != manifest.digests:
-        have = np.frombuffer(found, np.uint8).reshape(-1, DIGEST_NBYTES)
-        want = np.frombuffer(manifest.digests, np.uint8).reshape(-1, DIGEST_NBYTES)
-        row = int(np.flatnonzero((have != want).any(axis=1))[0])
-        msg = (
-            f"the engine does not hold version {manifest.weight_version}: tensor "
-            f"{table.names[row]!r} is {have[row].tobytes().hex()}, expected "
-            f"{want[row].tobytes().hex()}. Nothing else may write to the engine during an update: "
-            "see quiesce=."
-        )
-        raise ProofFailed(msg)
-    return InstallProof(
-        method="digest",
-        root=manifest.root,
-        digested_nbytes=table.total_nbytes,
-        tensors=len(table.rows),
-    )
 
-
-def _require_views(
-    way: Way, manifest: WeightUpdateManifest, bound: Binding, expected: Addresses
-) -> None:
-    """Every tensor of the engine lies where its row is expected, whole and contiguous."""
-    lost: str | None = None
-    if not bound.holds_objects(way.memory.tensors()):
-        lost = "one of its tensor objects was replaced"
-    elif bound.is_at(expected) and bound.is_as_matched():
-        return
-    elif not bound.reads_as_stored():
-        lost = "one of its tensors is a lazy conjugate or negative"
-    else:
-        name = _first_elsewhere(manifest.table, bound, expected)
-        lost = None if name is None else f"tensor {name!r} is no view of the verified memory"
-    if lost is not None:
-        msg = (
-            f"the engine does not hold version {manifest.weight_version}: {lost}. Nothing else may "
-            "change the engine's tensors during an update: see quiesce=."
-        )
-        raise ProofFailed(msg)
+    def _require_views(
+        self, manifest: WeightUpdateManifest, bound: Binding, expected: Addresses
+    ) -> None:
+        """Every tensor of the engine lies where its row is expected, whole and contiguous."""
+        lost: str | None = None
+        if not bound.holds_objects(self.memory.tensors()):
+            lost = "one of its tensor objects was replaced"
+        elif bound.is_at(expected) and bound.is_as_matched():
+            return
+        elif not bound.reads_as_stored():
+            lost = "one of its tensors is a lazy conjugate or negative"
+        else:
+            name = _first_elsewhere(manifest.table, bound, expected)
+            lost = None if name is None else f"tensor {name!r} is no view of the verified memory"
+        if lost is not None:
+            msg = (
+                f"the engine does not hold version {manifest.weight_version}: {lost}. Nothing else "
+                "may change the engine's tensors during an update: see quiesce=."
+            )
+            raise ProofFailed(msg)
 
 
 def _first_elsewhere(table: TensorTable, bound: Binding, expected: Addresses) -> str | None:
@@ -268,304 +334,120 @@ def _first_elsewhere(table: TensorTable, bound: Binding, expected: Addresses) ->
     return None
 
 
-def require_imported(tensors: object) -> ImportedTensors:
-    """The mapping that a bridge imported, or a refusal.
-
-    Raises:
-        IncompatibleUpdate: another mapping: its memory is unknown.
-
-    """
-    if isinstance(tensors, ImportedTensors):
-        return tensors
-    msg = (
-        f"this adapter installs what bridge.import_update returned, got a {type(tensors).__name__}."
-    )
-    raise IncompatibleUpdate(msg)
-
-
-# ---- ``copy``: into the engine's own storage. The retained previous version is the undo.
-
-
-def _covers(older: TensorTable, newer: TensorTable) -> bool:
-    """Whether every tensor of `newer` is in `older` too, so that `older` can undo it."""
-    return older.digest == newer.digest or older.rows.keys() >= newer.rows.keys()
-
-
-class CopyWay(Way):
-    """Copies; every byte that the engine holds afterwards is read again for the proof."""
-
-    def __init__(self, memory: EngineMemory, *, strict: bool, num_threads: int | None) -> None:
-        """Work on an engine's memory."""
-        super().__init__(memory, strict=strict, num_threads=num_threads)
-        self._current: tuple[WeightUpdateManifest, ImportedTensors] | None = None
-        self._pending: tuple[WeightUpdateManifest, ImportedTensors, Binding] | None = None
-        self._snapshot: Snapshot | None = None
-        self._is_released = False
-
-    def is_prepared(self, manifest: WeightUpdateManifest) -> bool:
-        """Whether `prepare` was called for this update."""
-        return self._pending is not None and self._pending[0].update_id == manifest.update_id
-
-    def prepare(self, manifest: WeightUpdateManifest, tensors: ImportedTensors) -> None:
-        """Match names, shapes and dtypes; copy the engine aside if nothing else can restore it."""
-        bound = self.begin(manifest, tensors)
-        # While an update is neither undone nor committed, the engine may be a mixture: what `undo`
-        # goes back to must then not be taken from it.
-        if self._pending is None:
-            self._snapshot = None
-            if not self._is_covered(manifest):
-                self._snapshot = Snapshot(self.memory.engine, num_threads=self.num_threads)
-        self._pending = (manifest, tensors, bound)
-
-    def abandon(self) -> None:
-        """Drop the copy: it is of an engine that goes on and may change."""
-        self._pending = self._snapshot = None
-        self.end()
-
-    def _is_covered(self, manifest: WeightUpdateManifest) -> bool:
-        """Whether the retained version can undo an update to `manifest`.
-
-        Only if it lies in a published segment: of a copy in this process's own memory nobody can
-        tell what the user wrote into it meanwhile.
-        """
-        pin = None if self._current is None else self._current[1].held
-        if self._current is None or pin is None or pin.view is None:
-            return False
-        return _covers(self._current[0].table, manifest.table)
-
-    def install(self) -> None:
-        """Copy every byte."""
-        if self._pending is not None:
-            _, tensors, bound = self._pending
-            self.memory.write(bound, tensors.addresses)
-
-    def prove(self) -> InstallProof:
-        """Read the engine's memory and digest it."""
-        if self._pending is None:
-            msg = "prove was called before install. Call prepare, install, then prove."
-            raise WeightBridgeError(msg)
-        manifest, _, bound = self._pending
-        return self.memory.prove(bound, manifest)
-
-    def undo(self) -> None:
-        """Copy the previous version, or the initial weights, back."""
-        if self._pending is None:
-            return
-        if self._snapshot is not None:
-            self._snapshot.restore()
-        elif self._current is not None:
-            self.put_back()
-            self.memory.rewrite(*self._current, strict=self.strict)
-        if self._is_released:
-            self._current = None
-        self._is_released = False
-        self._pending = self._snapshot = None
-        self.end()
-
-    def commit(self) -> None:
-        """The new version is now what the next undo goes back to."""
-        if self._pending is not None:
-            self._current = self._pending[:2]
-        self._is_released = False
-        self._pending = self._snapshot = None
-        self.end()
-
-    def release(self, update_id: str) -> None:
-        """Drop the retained version; the next update then copies the engine aside first."""
-        if self._current is not None and self._current[0].update_id == update_id:
-            if self._pending is not None:
-                self._is_released = True  # the undo needs it; it goes with the next commit or undo
-            else:
-                self._current = None
-
-
-# ---- ``alias`` and ``flip``: the engine's tensors become views of the verified pages.
-
-
-class AliasWay(Way):
+class _AliasMode(_RebindingMode):
     """Points the engine's tensors at the imported pages; addresses change with every version."""
 
-    rebinds: ClassVar[bool] = True
-
     def __init__(self, memory: EngineMemory, *, strict: bool, num_threads: int | None) -> None:
-        """Work on an engine's memory."""
         super().__init__(memory, strict=strict, num_threads=num_threads)
-        self._rebinding = Rebinding()
         # The slot that the engine's tensors look at since the last commit, and its bytes: weakly,
         # since they end with these tensors.
         self._current: tuple[LeasedView, weakref.ref[object], int, int] | None = None
-        self._pending: tuple[WeightUpdateManifest, ImportedTensors, Binding] | None = None
 
-    def is_prepared(self, manifest: WeightUpdateManifest) -> bool:
-        """Whether `prepare` was called for this update."""
-        return self._pending is not None and self._pending[0].update_id == manifest.update_id
+    def _prepare(self, update: _Update) -> None:
+        del update  # there is nothing else to find out
 
-    def prepare(self, manifest: WeightUpdateManifest, tensors: ImportedTensors) -> None:
-        """Match names, shapes and dtypes."""
-        bound = self.begin(manifest, tensors)
-        self._pending = (manifest, tensors, bound)
+    def _install(self, update: _Update) -> None:
+        bound, names = update.bound, update.manifest.table.names
+        with collector_paused():
+            views = [update.tensors[names[row]] for row in bound.rows.tolist()]
+            self._point(bound.tensors, views)
 
-    def abandon(self) -> None:
-        """Forget the update."""
-        self._pending = None
-        self.end()
-
-    def install(self) -> None:
-        """Rebind."""
-        if self._pending is not None:
-            manifest, tensors, bound = self._pending
-            names = manifest.table.names
-            with collector_paused():
-                views = [tensors[names[row]] for row in bound.rows.tolist()]
-                self._rebinding.point(bound.tensors, views)
-
-    def prove(self) -> InstallProof:
-        """Show that the tensors are the verified pages, and that nobody wrote there."""
-        if self._pending is None:
-            msg = "prove was called before install. Call prepare, install, then prove."
-            raise WeightBridgeError(msg)
-        manifest, tensors, bound = self._pending
-        pin = tensors.pin
-        return prove_identity(
-            self,
-            manifest,
-            bound,
-            tensors.addresses,
-            base=pin.address,
-            is_verified=pin.view is not None,
+    def _prove(self, update: _Update) -> InstallProof:
+        pin = update.tensors.pin
+        places = update.tensors.addresses
+        return self._prove_identity(
+            update, places, base=pin.address, is_verified=pin.view is not None
         )
 
-    def undo(self) -> None:
-        """Bind back, to the bytes that were published: what the engine wrote over them goes."""
-        self._rebinding.back()
-        if self._pending is not None and self._current is not None:
+    def _undo(self) -> None:
+        self._point_back()
+        if self._current is not None:  # what the engine wrote over the published bytes goes
             view, buffer, address, nbytes = self._current
             if buffer() is not None:
                 view.refresh(address, nbytes)
         self.put_back()
-        self._pending = None
-        self.end()
 
-    def commit(self) -> None:
-        """Let go of what the engine had before."""
-        try:
-            if self._pending is not None and self._rebinding.has_pointed:
-                _, tensors, bound = self._pending
-                pin, self._current = tensors.pin, None
-                if pin.view is not None:
-                    at = pin.address, pin.nbytes
-                    self._current = (pin.view, weakref.ref(pin.buffer), *at)
-                self.memory.moved(bound, tensors.addresses)
-        finally:  # whatever failed: the next undo must not lead back before this version
-            self._rebinding.forget()
-            self._pending = None
-            self.end()
-
-    def release(self, update_id: str) -> None:
-        """The engine's tensors hold the version themselves, until the next one."""
+    def _commit(self, update: _Update) -> None:
+        if self._before_point:
+            pin, self._current = update.tensors.pin, None
+            if pin.view is not None:
+                self._current = (pin.view, weakref.ref(pin.buffer), pin.address, pin.nbytes)
+            self.memory.moved(update.bound, update.tensors.addresses)
 
 
-class FlipWay(Way):
+class _FlipMode(_RebindingMode):
     """Exchanges versions under one fixed range of addresses."""
 
-    rebinds: ClassVar[bool] = True
-
     def __init__(self, memory: EngineMemory, *, strict: bool, num_threads: int | None) -> None:
-        """Work on an engine's memory."""
         super().__init__(memory, strict=strict, num_threads=num_threads)
-        self._rebinding = Rebinding()
         self._live: Live | None = None
         self._live_layout = ""
-        self._fresh: Live | None = None  # reserved by `prepare` for a layout that is not live yet
-        # While an update is under way: what was live before, to go back to.
+        self._fresh: Live | None = None  # reserved for a layout that is not live yet
+        # While an update is under way: what was live before, with its layout and its content.
         self._before: tuple[Live | None, str, Pin | None] | None = None
-        self._pending: tuple[WeightUpdateManifest, ImportedTensors, Binding] | None = None
 
-    def is_prepared(self, manifest: WeightUpdateManifest) -> bool:
-        """Whether `prepare` was called for this update."""
-        return self._pending is not None and self._pending[0].update_id == manifest.update_id
-
-    def prepare(self, manifest: WeightUpdateManifest, tensors: ImportedTensors) -> None:
-        """Match names, shapes and dtypes; make sure that the update lies in a mapped segment."""
-        bound = self.begin(manifest, tensors)
-        if tensors.pin.view is None:
+    def _prepare(self, update: _Update) -> None:
+        table, pin = update.manifest.table, update.tensors.pin
+        if pin.view is None:
             msg = (
                 "a flip needs the mapped segment of a shared-memory update, this transport copied "
                 "it in. Use mode='copy' or 'alias'."
             )
             raise IncompatibleUpdate(msg)
-        if self._live is not None and self._live_layout == manifest.table.digest:
-            live = self._live
-            places = manifest.table.offset_column[bound.rows] + np.uint64(live.address)
-            sizes = manifest.table.nbytes_column[bound.rows]
-            if ((bound.addresses != places) & (sizes > 0)).any():
-                self._live = None  # somebody rebound the engine: bind it anew
-        if self._live is None or self._live_layout != manifest.table.digest:
+        if (
+            self._live is not None
+            and self._live_layout == table.digest
+            and not update.bound.is_at(_places(table, self._live))
+        ):
+            self._live = None  # somebody rebound the engine: bind it anew
+        if self._live is None or self._live_layout != table.digest:
             # A shortage of addresses must show here, before anything of the engine changes.
-            self._fresh = live_range(tensors.pin, manifest.table.arena_nbytes)
+            self._fresh = live_range(pin, table.arena_nbytes)
         # Before the flip, while the engine still runs. Verifying read every page, but through this
         # mapping only if no other engine flipped them away since.
-        tensors.pin.view.prefault(manifest.table.arena_nbytes)
-        self._pending = (manifest, tensors, bound)
+        pin.view.prefault(table.arena_nbytes)
 
-    def abandon(self) -> None:
-        """Forget the update."""
-        self._pending = self._fresh = None
-        self.end()
-
-    def install(self) -> None:
+    def _install(self, update: _Update) -> None:
         """Flip; the first time, and after a change of layout, bind the engine to the range."""
-        if self._pending is None:
-            return
-        manifest, tensors, bound = self._pending
-        # An update whose undo failed goes on: its `undo` still leads back to where that one began.
         is_first = self._before is None
         if is_first:
             content = None if self._live is None else self._live.content
             self._before = (self._live, self._live_layout, content)
         try:
-            self._put(manifest, tensors, bound)
+            self._put(update)
         except (SegmentError, WeightBridgeUnavailableError):
             if is_first:
                 self._before = None  # nothing changed
             raise
 
-    def _put(
-        self, manifest: WeightUpdateManifest, tensors: ImportedTensors, bound: Binding
-    ) -> None:
-        if self._live is not None and self._live_layout == manifest.table.digest:
-            self._live.flip(tensors.pin)
+    def _put(self, update: _Update) -> None:
+        table, pin, bound = update.manifest.table, update.tensors.pin, update.bound
+        if self._live is not None and self._live_layout == table.digest:
+            self._live.flip(pin)
             return
-        live = self._fresh or live_range(tensors.pin, manifest.table.arena_nbytes)
-        live.flip(tensors.pin)
-        self._fresh, self._live, self._live_layout = None, live, manifest.table.digest
+        live = self._fresh or live_range(pin, table.arena_nbytes)
+        live.flip(pin)
+        self._fresh, self._live, self._live_layout = None, live, table.digest
+        columns = (table.offsets, table.nbytes, table.dtypes, table.shapes)
         with collector_paused():
-            self._bind_to(live, manifest.table, bound)
+            views = [tensor_in(live.pin, *place) for place in zip(*columns, strict=True)]
+            self._point(bound.tensors, [views[row] for row in bound.rows.tolist()])
 
-    def _bind_to(self, live: Live, table: TensorTable, bound: Binding) -> None:
-        views = [
-            tensor_in(live.pin, *place)
-            for place in zip(table.offsets, table.nbytes, table.dtypes, table.shapes, strict=True)
-        ]
-        self._rebinding.point(bound.tensors, [views[row] for row in bound.rows.tolist()])
-
-    def prove(self) -> InstallProof:
+    def _prove(self, update: _Update) -> InstallProof:
         """Show that the tensors lie in the range, and that it shows the verified segment."""
-        if self._pending is None or self._live is None:
-            msg = "prove was called before install. Call prepare, install, then prove."
-            raise WeightBridgeError(msg)
-        manifest, tensors, bound = self._pending
-        live = self._live
-        expected = manifest.table.offset_column + live.address
-        shown = live.content is tensors.pin and live.shows(tensors.pin)
-        return prove_identity(self, manifest, bound, expected, base=live.address, is_verified=shown)
+        live, pin = self._live, update.tensors.pin
+        if live is None:
+            raise _not_installed()
+        places = _places(update.manifest.table, live)
+        is_verified = live.content is pin and live.shows(pin)
+        return self._prove_identity(update, places, base=live.address, is_verified=is_verified)
 
-    def undo(self) -> None:
+    def _undo(self) -> None:
         """Flip back, or bind back, to the bytes that were published."""
         if self._before is not None:
             live, layout, content = self._before
             if live is not self._live:
-                self._rebinding.back()
+                self._point_back()
                 if self._live is not None:
                     self._live.empty()
                 self._live, self._live_layout = live, layout
@@ -575,33 +457,26 @@ class FlipWay(Way):
                 if content.view is not None:  # what the engine wrote over them goes
                     content.view.refresh(live.address, content.nbytes)
         self.put_back()
-        self._before = self._pending = None
-        self.end()
 
-    def commit(self) -> None:
-        """Let go of what was live before."""
-        try:
-            if self._pending is not None and self._live is not None and self._rebinding.has_pointed:
-                manifest, _, bound = self._pending
-                places = manifest.table.offset_column + np.uint64(self._live.address)
-                self.memory.moved(bound, places)
-            content = None if self._before is None else self._before[2]
-            if content is not None and content.view is not None:
-                # What the engine wrote over the version before went with it to its own address,
-                # where tensors that the user holds would show it.
-                content.view.refresh(content.address, content.nbytes)
-        finally:  # as in `AliasWay.commit`
-            self._rebinding.forget()
-            self._before = self._pending = None
-            self.end()
+    def _commit(self, update: _Update) -> None:
+        if self._live is not None and self._before_point:
+            self.memory.moved(update.bound, _places(update.manifest.table, self._live))
+        content = None if self._before is None else self._before[2]
+        if content is not None and content.view is not None:
+            # What the engine wrote over the version before went with it to its own address,
+            # where tensors that the user holds would show it.
+            content.view.refresh(content.address, content.nbytes)
 
-    def release(self, update_id: str) -> None:
-        """The range holds its version itself, until the next one."""
+    def end(self) -> None:
+        super().end()
+        self._before = self._fresh = None
 
 
-# ---- the rest builds on the parts above
+def _places(table: TensorTable, live: Live) -> Addresses:
+    return table.offset_column + np.uint64(live.address)
 
-_WAYS: dict[str, type[Way]] = {"copy": CopyWay, "alias": AliasWay, "flip": FlipWay}
+
+_MODES: dict[str, type[_Mode]] = {"copy": _CopyMode, "alias": _AliasMode, "flip": _FlipMode}
 
 
 class ModuleInstallAdapter(TransactionalAdapter):
@@ -645,19 +520,18 @@ class ModuleInstallAdapter(TransactionalAdapter):
                 tensors whose memory others look at too, such as ``module.state_dict()``.
 
         """
-        if not isinstance(mode, str) or mode not in _WAYS:
-            msg = f"mode {mode!r}: expected one of {sorted(_WAYS)}"
+        if not isinstance(mode, str) or mode not in _MODES:
+            msg = f"mode {mode!r}: expected one of {sorted(_MODES)}"
             raise ValueError(msg)
         self.mode = mode
         self._quiesce = checked_quiesce(quiesce)
-        self._has_begun = False
-        self._is_dirty = False
+        self._is_dirty = False  # an install has begun, and was neither undone nor committed
         num_threads = checked_threads(num_threads)
         engine = checked_engine(engine)
-        if _WAYS[mode].rebinds and not isinstance(engine, torch.nn.Module):
+        if _MODES[mode].rebinds and not isinstance(engine, torch.nn.Module):
             require_owned(engine, mode)
         memory = EngineMemory(engine, num_threads=num_threads)
-        self._way = _WAYS[mode](memory, strict=strict, num_threads=num_threads)
+        self._mode = _MODES[mode](memory, strict=strict, num_threads=num_threads)
 
     def prepare(self, manifest: WeightUpdateManifest, tensors: Mapping[str, torch.Tensor]) -> None:
         """Find every reason to refuse before a byte of the engine changes.
@@ -666,7 +540,11 @@ class ModuleInstallAdapter(TransactionalAdapter):
             IncompatibleUpdate: names, shapes or dtypes do not fit the engine or the mode.
 
         """
-        self._way.prepare(manifest, require_imported(tensors))
+        if not isinstance(tensors, ImportedTensors):
+            kind = type(tensors).__name__
+            msg = f"this adapter installs what bridge.import_update returned, got a {kind}."
+            raise IncompatibleUpdate(msg)
+        self._mode.prepare(manifest, tensors)
 
     def install(self, manifest: WeightUpdateManifest, tensors: Mapping[str, torch.Tensor]) -> None:
         """Put all tensors into the engine. Prepares by itself where that was not done.
@@ -675,12 +553,11 @@ class ModuleInstallAdapter(TransactionalAdapter):
             WeightBridgeError: call `undo`.
 
         """
-        self._has_begun = True
-        if not self._way.is_prepared(manifest):
+        if not self._mode.is_prepared(manifest):
             self.prepare(manifest, tensors)
         with self._quiet():
             self._is_dirty = True
-            self._way.install()
+            self._mode.install()
 
     def prove(self) -> InstallProof:
         """Read what the engine really holds.
@@ -689,7 +566,7 @@ class ModuleInstallAdapter(TransactionalAdapter):
             ProofFailed: it is not what was installed.
 
         """
-        return self._way.prove()
+        return self._mode.prove()
 
     def resume(self) -> None:
         """Nothing waits for it: the engine came to rest for the install alone."""
@@ -703,24 +580,24 @@ class ModuleInstallAdapter(TransactionalAdapter):
         """
         # Where the engine never came to rest, nothing was written that it must rest for.
         with self._quiet() if self._is_dirty else nullcontext():
-            self._way.undo()
-        self._has_begun = self._is_dirty = False
+            self._mode.undo()
+        self._is_dirty = False
 
     def abandon(self) -> None:
         """Forget what was prepared, unless an earlier install still has to be undone."""
-        if not self._has_begun:
-            self._way.abandon()
+        if not self._is_dirty:
+            self._mode.end()
 
     def commit(self) -> None:
         """The update is acknowledged: nothing of it will be undone any more."""
         try:
-            self._way.commit()
+            self._mode.commit()
         finally:
-            self._has_begun = self._is_dirty = False
+            self._is_dirty = False
 
     def release(self, update_id: str) -> None:
         """Let go of what is kept for an update; the engine goes on with the bytes that it has."""
-        self._way.release(update_id)
+        self._mode.release(update_id)
 
     def _quiet(self) -> AbstractContextManager[object]:
         context: object = self._quiesce()

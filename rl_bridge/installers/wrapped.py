@@ -1,11 +1,11 @@
-"""Adapters of the user's own, in the style of seed users: ``install`` and ``release``, no more.
+"""Adapters of the user's own that have ``install`` and ``release`` and perhaps other verbs.
 
 Such an adapter is wrapped into the transaction as far as its engine can be seen. What it holds in
 an attribute named ``engine`` (an ``nn.Module`` or a dict of tensors), ``model`` or ``module`` (an
 ``nn.Module``) is its engine: that is copied aside before each install, restored on failure, and
 read for the proof. No other attribute is looked at: it may be a staging buffer, a draft model or a
 skeleton. An adapter that shows no engine is undone by installing the retained previous version
-through it once more, and what cannot be promised is said in `limits`.
+through it once more, and what cannot be promised is logged when it is wrapped.
 """
 
 import inspect
@@ -35,7 +35,6 @@ __all__ = ["Version", "WrappedAdapter", "as_transactional", "engine_of"]
 _LOG = logging.getLogger(__name__)
 
 Version = tuple[WeightUpdateManifest, Mapping[str, torch.Tensor]]
-
 
 # Where an adapter declares its engine. Two of the others are not clear beside each other.
 _FIRST, _OTHERS = "engine", ("model", "module")
@@ -111,50 +110,46 @@ class WrappedAdapter(TransactionalAdapter):
         _require_adapter(adapter)
         self.adapter = adapter
         self._num_threads = checked_threads(num_threads)
-        self._engine: Engine | None = None
         self._name = ""
         self._memory: EngineMemory | None = None
         self._look()
-        # The engine that was copied aside, with the name of its attribute.
-        self._copied: tuple[str, Engine | None] = ("", None)
         self._previous: Version | None = initial
-        self._proven: EngineMemory | None = None  # that of the engine which got it
+        self._proven: EngineMemory | None = None  # of the engine that got the previous version
         self._pending: Version | None = None
-        self._snapshot: Snapshot | None = None
-        self._fitted = False
+        self._fitted = False  # the engine's tensors were those of the pending version
+        self._copied: tuple[Snapshot, str, Engine] | None = None  # with the attribute and engine
         self._has_begun = False
-        self.limits = tuple(self._find_limits())
-        for limit in self.limits:
-            _LOG.warning("adapter %s: %s", type(adapter).__name__, limit)
+        self._warn()
 
     def _look(self) -> None:
         """Look up the engine: an adapter may load, or replace, it at any time."""
         self._name, engine = _declared(self.adapter)
-        if engine is not self._engine:
-            self._engine, self._memory = engine, None
-            if engine is not None:
-                self._memory = EngineMemory(engine, num_threads=self._num_threads)
+        if engine is None:
+            self._memory = None
+        elif self._memory is None or engine is not self._memory.engine:
+            self._memory = EngineMemory(engine, num_threads=self._num_threads)
 
-    def _find_limits(self) -> list[str]:
-        if self._engine is not None:
-            return []
+    def _warn(self) -> None:
+        """Log what cannot be promised of an engine that cannot be seen."""
         limits = []
-        if not self._has("prove"):
+        if self._memory is None and not self._has("prove"):
+            limits.append("acknowledgements carry no proof (add prove())")
+        if self._memory is None and not self._has("undo"):
             limits.append(
-                "its engine cannot be seen, so acknowledgements carry no proof. "
-                f"{_SHOW_IT}, or add prove()."
-            )
-        if not self._has("undo"):
-            limits.append(
-                "its engine cannot be seen, so undo installs the previous version through it "
-                f"again, which is not checked. {_SHOW_IT}, or add undo()."
+                "an undo installs the previous version through it again, unchecked (add undo())"
             )
             if self._previous is None:
                 limits.append(
-                    "its engine cannot be seen, so nothing can undo a first install that fails: "
-                    "the engine is torn then. Pass initial_weights= to RolloutExecutor."
+                    "a first install that fails leaves it torn (pass initial_weights= to "
+                    "RolloutExecutor)"
                 )
-        return limits
+        if limits:
+            _LOG.warning(
+                "adapter %s: its engine cannot be seen, so %s. %s.",
+                type(self.adapter).__name__,
+                "; ".join(limits),
+                _SHOW_IT,
+            )
 
     def prepare(self, manifest: WeightUpdateManifest, tensors: Mapping[str, torch.Tensor]) -> None:
         """Let the adapter refuse, and copy its engine aside."""
@@ -162,14 +157,15 @@ class WrappedAdapter(TransactionalAdapter):
         self._look()
         self._fitted = self._fits(manifest)
         if not self._has("undo") and self._pending is None:
-            # (While an update is pending, the engine may be a mixture: see `CopyWay`.)
-            self._snapshot = None
-            if self._engine is not None and self._could_hold(manifest):
-                self._snapshot = Snapshot(self._engine, num_threads=self._num_threads)
-                self._copied = (self._name, self._engine)
+            # (While an update is pending, the engine may be a mixture.)
+            self._copied = None
+            if self._memory is not None and self._could_hold(self._memory.engine, manifest):
+                engine = self._memory.engine
+                copy = Snapshot(engine, num_threads=self._num_threads)
+                self._copied = (copy, self._name, engine)
         self._pending = (manifest, tensors)
 
-    def _could_hold(self, manifest: WeightUpdateManifest) -> bool:
+    def _could_hold(self, engine: Engine, manifest: WeightUpdateManifest) -> bool:
         """Whether what can be seen may be the engine: by its names, or, if fused, by its bytes.
 
         A small head or an adapter's own table is not the engine, and putting it back would undo
@@ -177,7 +173,7 @@ class WrappedAdapter(TransactionalAdapter):
         """
         if self._fitted:
             return True
-        tensors = every_engine_tensor(self._engine or {})
+        tensors = every_engine_tensor(engine)
         held = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
         if held >= manifest.total_nbytes:
             return True
@@ -246,9 +242,9 @@ class WrappedAdapter(TransactionalAdapter):
             return
         if self._has("undo"):
             self._call("undo")
-        elif self._snapshot is not None:
-            self._snapshot.restore()
-            name, engine = self._copied
+        elif self._copied is not None:
+            copy, name, engine = self._copied
+            copy.restore()
             if _attribute(self.adapter, name) is not engine:
                 setattr(self.adapter, name, engine)  # the install replaced it
             self._bring_published_back()
@@ -261,7 +257,10 @@ class WrappedAdapter(TransactionalAdapter):
                 f"seen. Pass initial_weights= to RolloutExecutor. {_SHOW_IT}, or add undo()."
             )
             raise TornEngine(msg)
-        self._pending = self._snapshot = None
+        self._end()
+
+    def _end(self) -> None:
+        self._pending = self._copied = None
         self._has_begun = False
 
     def _bring_published_back(self) -> None:
@@ -281,15 +280,14 @@ class WrappedAdapter(TransactionalAdapter):
     def abandon(self) -> None:
         """Forget what was prepared, unless an earlier install still has to be undone."""
         if not self._has_begun:
-            self._pending = self._snapshot = None
+            self._end()
         self._call("abandon")
 
     def commit(self) -> None:
         """Keep the version that the next undo goes back to."""
         if self._pending is not None:
             self._previous, self._proven = self._pending, self._memory
-        self._pending = self._snapshot = None
-        self._has_begun = False
+        self._end()
         # Last: if it raises, this update is committed here all the same.
         try:
             self._call("commit")
@@ -356,9 +354,7 @@ _CALLED_WITH = {
 
 
 def _require_signatures(adapter: object, *more: str) -> None:
-    """Make sure that an adapter's methods can be called as they will be.
-
-    Found out in the middle of an update, it would leave the engine torn.
+    """Make sure that methods can be called as they will be: in an update it would be too late.
 
     Args:
         adapter: the adapter.
