@@ -20,7 +20,7 @@ from collections import OrderedDict, deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import NoReturn, Self
+from typing import Self
 
 import torch
 
@@ -48,6 +48,7 @@ from rl_bridge.manifest.group import AnyManifest
 from rl_bridge.manifest.group_digests import LEAVES
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.memory.control import UpdateReport, legible
+from rl_bridge.memory.views import ImportedTensors, Pin
 from rl_bridge.transports.base import Attachment, ConsumerEnd, Transport
 
 __all__ = [
@@ -518,19 +519,12 @@ class Consumer:
 
         Raises:
             IllegalTransition: it was acknowledged already.
-            MalformedManifest: neither an id nor a manifest.
 
         """
         with self.turn():
             self.check_open()
-            manifest = update if isinstance(update, WeightUpdateManifest) else None
-            update_id: object = update if manifest is None else manifest.update_id
-            if not isinstance(update_id, str):
-                msg = (
-                    f"reject got a {type(update).__name__}, expected an update's id or its "
-                    "manifest. Pass what publish returned, or its update_id."
-                )
-                raise MalformedManifest(msg)
+            manifest = None if isinstance(update, str) else update
+            update_id = update if isinstance(update, str) else update.update_id
             record = self._updates.get(update_id)
             if record is None:
                 record = self._announce(update_id, manifest)
@@ -770,62 +764,37 @@ AnyConsumer = Consumer | PlainConsumer
 """What an executor imports through."""
 
 
-class LazyTensors(Mapping[str, torch.Tensor]):
+class LazyTensors(ImportedTensors):
     """An imported update that nobody has read here: the engine's own processes verify it.
 
-    The first tensor that is asked for has every byte of the update read and verified here.
-    Otherwise it is as `rl_bridge.memory.views.ImportedTensors`.
+    Whatever first asks for its memory, such as a tensor, has every byte of the update read and
+    verified here.
     """
 
     def __init__(self, manifest: WeightUpdateManifest, attachment: Attachment) -> None:
         """Look at what was attached; nothing is read."""
+        super().__init__(manifest.table, attachment.tensors.pin)
         self._manifest = manifest
         self._attachment = attachment
         self._is_read = False
 
-    def __getitem__(self, name: str) -> torch.Tensor:
-        """Make, or find, one tensor.
+    @property
+    def pin(self) -> Pin:
+        """The memory behind it.
 
         Raises:
             ChecksumMismatch: the bytes are not what the manifest says.
             WeightUpdateRejectedError: the update was refused or undone, and its memory given back.
 
         """
-        tensors = self._attachment.tensors
-        if name not in tensors.table.rows:
-            raise KeyError(name)
         if not self._is_read:
             _require_bytes(self._manifest, self._attachment)
             self._is_read = True
-        return tensors[name]
-
-    def __contains__(self, name: object) -> bool:
-        """Look at the names only."""
-        return name in self._attachment.tensors.table.rows
-
-    def __iter__(self) -> Iterator[str]:
-        """Go over the names, as those of an imported update."""
-        return iter(self._attachment.tensors)
-
-    def __len__(self) -> int:
-        """Count the names, tied ones included."""
-        return len(self._attachment.tensors)
-
-    def __repr__(self) -> str:
-        """Say how many there are rather than printing weights."""
-        return repr(self._attachment.tensors)
-
-    def __reduce__(self) -> NoReturn:
-        """Refuse to be pickled or copied, as all imported tensors.
-
-        Raises:
-            TypeError: always.
-
-        """
-        self._attachment.tensors.__reduce__()
+        return super().pin
 
     def forget(self) -> None:
-        """Give the memory back. See `rl_bridge.memory.views.ImportedTensors`."""
+        """Give the memory back."""
+        super().forget()
         self._attachment.tensors.forget()
 
 

@@ -13,7 +13,6 @@ import uuid
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
@@ -318,24 +317,6 @@ def checked_version(given: object) -> int:
 
 
 def _flatten(record: Record) -> list[ConsumerReport]:
-    who: dict[str, Any] = {
-        "worker": record.worker,
-        "rank": record.rank,
-        "pid": record.pid,
-        "presence": record.presence,
-    }
-    if not record.updates:
-        return [ConsumerReport(**who)]
-    return [
-        ConsumerReport(
-            **who,
-            update_id=report.update_id,
-            weight_version=report.weight_version,
-            state=report.state,
-            reason=report.reason,
-            proof=report.proof,
-            timings_ms=report.timings_ms,
-            tensors_held=report.tensors_held,
-        )
-        for report in record.updates
-    ]
+    of_consumer = {name: getattr(record, name) for name in ("worker", "rank", "pid", "presence")}
+    reports = [dict(report) for report in record.updates] or [{}]
+    return [ConsumerReport(**of_consumer, **report) for report in reports]

@@ -14,7 +14,7 @@ from types import MappingProxyType
 
 import torch
 
-from rl_bridge.bridge.consumer import AnyConsumer, LazyTensors, is_shortage
+from rl_bridge.bridge.consumer import AnyConsumer, is_shortage
 from rl_bridge.bridge.engine_state import Acknowledgement, EngineState
 from rl_bridge.errors import (
     ChecksumMismatch,
@@ -300,7 +300,7 @@ class Transaction:
         is_refused = self._consumer.state(self.manifest.update_id) in _OVER
         if not is_refused or self.manifest.update_id in self._engine.torn_by:
             return
-        if isinstance(self.tensors, ImportedTensors | LazyTensors):
+        if isinstance(self.tensors, ImportedTensors):
             self.tensors.forget()
 
     # ---- inside ---------------------------------------------------------------------------------
