@@ -449,6 +449,10 @@ class ImportedTensors(Mapping[str, torch.Tensor]):
             tensor = self._made.setdefault(row, tensor)
         return tensor
 
+    def __contains__(self, name: object) -> bool:
+        """Look at the names only."""
+        return name in self.table.rows
+
     def __iter__(self) -> Iterator[str]:
         return iter(self.table.rows)
 

@@ -48,3 +48,15 @@ def adapter(engine: dict[str, torch.Tensor]) -> Recording:
 def executor(transport: str, adapter: Recording) -> Iterator[RolloutExecutor]:
     with make_weight_bridge(transport, source_worker="rollout") as bridge:
         yield RolloutExecutor(weight_bridge=bridge, weight_install_adapter=adapter)
+
+
+@pytest.fixture
+def trainer() -> Iterator[TensorBridge]:
+    with make_weight_bridge("shared-memory", source_worker="trainer", suspicious="off") as made:
+        yield made
+
+
+@pytest.fixture
+def rollout() -> Iterator[TensorBridge]:
+    with make_weight_bridge("shared-memory", source_worker="rollout") as made:
+        yield made

@@ -24,6 +24,7 @@ __all__ = [
     "publish",
 ]
 
+
 TRANSPORTS = ["local-clone", "shared-memory"]
 
 
@@ -127,3 +128,13 @@ class Unseen(SeedStyle):
         if name != "engine":
             raise AttributeError(name)
         return self._engine()
+
+
+def fours(value: float) -> dict[str, torch.Tensor]:
+    """One small weight."""
+    return {"weight": torch.full((4,), float(value))}
+
+
+def linear_weights(value: float) -> dict[str, torch.Tensor]:
+    """What a `torch.nn.Linear` of three by three has."""
+    return {"weight": torch.full((3, 3), value), "bias": torch.full((3,), value)}

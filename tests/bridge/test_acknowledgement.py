@@ -1,7 +1,6 @@
 """The acknowledgement: what comes before it and behind it, and what may happen in its middle."""
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -9,7 +8,6 @@ import torch
 from rl_bridge import RolloutExecutor, TensorBridge, make_weight_bridge
 from rl_bridge.errors import IllegalTransition, TornEngine
 from rl_bridge.lifecycle import State
-from rl_bridge.memory.control import UpdateReport
 from tests.bridge.engines import Recording, bridge_of, content, publish
 from tests.helpers import weights
 
@@ -100,24 +98,3 @@ def test_an_update_that_was_refused_and_released_before_its_acknowledgement_is_u
             executor.update_weights(publish(publisher, 2))
         assert executor.active_weight_version == bridge.active_weight_version == 1
         assert content(adapter.engine) == content(weights(1))
-
-
-def test_a_tensor_that_dies_while_a_report_is_written_is_reported_behind_it(
-    publisher: TensorBridge, consumer: TensorBridge
-) -> None:
-    manifest = publish(publisher, 1)
-    held = [consumer.import_update(manifest)["layer.weight"]]
-    end: Any = consumer.consumer.end
-    plain = end.report
-    reports: list[UpdateReport] = []
-
-    def report(of: Any, report: UpdateReport) -> None:
-        reports.append(report)
-        held.clear()
-        plain(of, report)
-
-    end.report = report
-    consumer.release(manifest)
-    assert [report.tensors_held for report in reports] == [True, False]
-    (seen,) = publisher.holders(manifest)
-    assert (seen.state, seen.tensors_held) == ("released", False)

@@ -10,8 +10,13 @@ import numpy as np
 import pytest
 
 import rl_bridge
-from rl_bridge import SharedMemoryTensorBridge, TensorBridge, WeightUpdateManifest
-from rl_bridge.bridge.bridges import make_weight_bridge
+from rl_bridge import (
+    SharedMemoryTensorBridge,
+    TensorBridge,
+    WeightUpdateManifest,
+    make_weight_bridge,
+)
+from rl_bridge.bridge import WeightBridge
 from rl_bridge.errors import (
     MalformedManifest,
     SegmentError,
@@ -332,3 +337,12 @@ def test_an_option_of_nixl_of_a_wrong_type_is_named(option: str, value: object) 
 def test_an_argument_of_a_groups_bridge_of_a_wrong_type_is_named(given: Any, said: str) -> None:
     with pytest.raises(TypeError, match=said):
         GroupBridge(**given)
+
+
+@pytest.mark.parametrize(
+    ("short", "full"), [("local", "local-clone"), ("shm", "shared-memory"), ("ipc", "cuda-ipc")]
+)
+def test_short_forms_mean_the_same_transport(short: str, full: str) -> None:
+    bridge = make_weight_bridge(short)
+    assert bridge.transport == full
+    assert isinstance(bridge, WeightBridge)

@@ -8,8 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from rl_bridge import ModuleInstallAdapter, RolloutExecutor, TensorBridge, TornEngine
+from rl_bridge import (
+    ModuleInstallAdapter,
+    RolloutExecutor,
+    TensorBridge,
+    TornEngine,
+    WeightUpdateManifest,
+)
 from rl_bridge.bridge.consumer import Consumer
+from rl_bridge.lifecycle import State
 from rl_bridge.memory.views import SegmentView
 from tests.bridge.engines import Recording, SeedStyle, bridge_of, content, publish
 from tests.helpers import weights
@@ -121,3 +128,54 @@ def test_a_shortage_while_the_old_version_is_let_go_does_not_keep_it(
         assert bridge_of(executor).update_status(first.update_id) == "acknowledged"
         executor.update_weights(publish(publisher, 3))
     assert bridge_of(executor).update_status(first.update_id) == "released"
+
+
+class Failing(Recording):
+    """Fails in one step, always, after it has noted the call."""
+
+    def __init__(self, engine: dict[str, torch.Tensor], step: str) -> None:
+        super().__init__(engine)
+        self.failing = step
+
+    def _step(self, name: str) -> None:
+        super()._step(name)
+        if name.startswith(self.failing):
+            msg = "the engine said no"
+            raise OSError(msg)
+
+
+@pytest.mark.parametrize("step", ["commit", "release"])
+def test_an_adapter_that_cannot_let_go_does_not_block_the_publisher(
+    step: str,
+    publisher: TensorBridge,
+    consumer: TensorBridge,
+    engine: dict[str, torch.Tensor],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    # What is told would be kept by pytest, with the frames of each exception and their tensors.
+    caplog.set_level(logging.CRITICAL, logger="rl_bridge")
+    adapter = Failing(engine, step)
+    executor = RolloutExecutor(weight_bridge=consumer, weight_install_adapter=adapter)
+    before: WeightUpdateManifest | None = None
+    for version in range(1, 13):
+        manifest = publish(publisher, version)
+        executor.update_weights(manifest)
+        if before is not None:
+            assert consumer.update_status(before.update_id) == "released"
+            assert adapter.calls[-1] == f"release {before.update_id[:4]}"
+        publisher.release(manifest.update_id)
+        before = manifest
+    assert content(engine) == content(weights(12))
+
+
+def test_a_commit_that_fails_does_not_leave_an_earlier_update_torn(
+    publisher: TensorBridge, executor: RolloutExecutor, adapter: Recording
+) -> None:
+    torn = publish(publisher, 1)
+    adapter.fails = {"install": LookupError("no"), "undo": OSError("full")}
+    with pytest.raises(TornEngine):
+        executor.update_weights(torn)
+    adapter.fails = {"commit": OSError("no")}
+    executor.update_weights(publish(publisher, 2))
+    assert not executor.is_torn
+    assert bridge_of(executor).update_state(torn.update_id) is State.REJECTED

@@ -6,19 +6,15 @@ that each strikes at the same moment in each run; the last tests send them from 
 
 import logging
 import os
-import random
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-import torch
 
 from rl_bridge import (
     ModuleInstallAdapter,
-    RolloutExecutor,
     TensorBridge,
     WeightUpdateManifest,
     make_weight_bridge,
@@ -113,6 +109,7 @@ def prepared(rig: Rig) -> None:
 
 
 CONSUMER, PUBLISHER = Role.CONSUMER, Role.PUBLISHER
+
 
 # Name of the verb -> what comes before it, the call, the step that is struck, what holds behind it,
 # and the version of the engine then.
@@ -311,21 +308,6 @@ def test_a_second_interrupt_during_the_install_leaves_a_torn_engine(
     rig.close()
 
 
-def test_a_third_interrupt_that_keeps_the_engine_from_being_marked_changes_nothing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    rig = Rig()
-    monkeypatch.setattr(type(rig.executor._engine), "torn", lambda *_: 1 / 0)
-    rig.observer.at, rig.observer.times = (Role.CONSUMER, Event.INSTALL), 2
-    with pytest.raises(ZeroDivisionError):
-        rig.executor.update_weights(rig.second)
-    monkeypatch.undo()
-    assert rig.executor.is_torn
-    rig.executor.recover()
-    rig.check(1)
-    rig.close()
-
-
 def test_a_second_interrupt_behind_the_acknowledgement_leaves_the_new_version(rig: Rig) -> None:
     rig.observer.at, rig.observer.times = (Role.CONSUMER, Event.ACKNOWLEDGE), 2
     with pytest.raises(KeyboardInterrupt):
@@ -410,50 +392,6 @@ def test_a_thread_that_is_not_the_main_one_defers_nothing() -> None:
 
 
 # ---- from outside, at any moment -----------------------------------------------------------------
-
-
-@pytest.mark.parametrize("mode", ["copy", "alias", "flip"])
-def test_at_any_moment_of_an_update_everybody_agrees_about_the_version(mode: str) -> None:
-    chance = random.Random(mode)
-    big = {"weight": torch.zeros(300_000), "bias": torch.zeros(10)}
-    with (
-        make_weight_bridge("shared-memory", suspicious="off") as trainer,
-        make_weight_bridge("shared-memory", suspicious="off") as rollout,
-    ):
-        executor = RolloutExecutor(
-            weight_bridge=rollout,
-            weight_install_adapter=ModuleInstallAdapter(big, mode=mode),  # type: ignore[arg-type]
-            suspicious="off",
-        )
-        come = 0
-        for version in range(1, 41):
-            manifest = trainer.publish(_filled(big, version), weight_version=version)
-            come += _struck(chance.uniform(0, 0.004), partial(executor.update_weights, manifest))
-            active = executor.active_weight_version
-            assert rollout.active_weight_version == active
-            assert not executor.is_torn
-            assert {float(end()) for one in big.values() for end in (one.min, one.max)} == {
-                float(active or 0)
-            }
-            trainer.release(manifest)
-        assert come == 40
-
-
-def _filled(like: Mapping[str, torch.Tensor], version: int) -> dict[str, torch.Tensor]:
-    return {name: torch.full_like(tensor, float(version)) for name, tensor in like.items()}
-
-
-def _struck(delay_s: float, call: Callable[[], object]) -> bool:
-    """Call, and send one interrupt at some moment; whether it came."""
-    timer = threading.Timer(delay_s, os.kill, (os.getpid(), signal.SIGINT))
-    try:
-        timer.start()
-        call()
-        timer.join(30)
-    except KeyboardInterrupt:
-        timer.join(30)
-        return True
-    return False
 
 
 def test_an_update_that_is_given_up_is_unknown_to_its_next_step(rig: Rig) -> None:

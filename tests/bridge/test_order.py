@@ -7,18 +7,25 @@ from typing import Any
 import pytest
 import torch
 
-from rl_bridge import RolloutExecutor, TensorBridge, WeightUpdateManifest, make_weight_bridge
+from rl_bridge import (
+    RolloutExecutor,
+    SharedMemoryTensorBridge,
+    TensorBridge,
+    WeightUpdateManifest,
+    make_weight_bridge,
+)
 from rl_bridge.bridge.consumer import REMEMBERED, UNSEEN, Order
 from rl_bridge.errors import (
     ChecksumMismatch,
     MalformedManifest,
     StaleUpdate,
     TornEngine,
-    WeightBridgeUnavailableError,
+    WeightBridgeError,
     WeightUpdateRejectedError,
 )
+from rl_bridge.lifecycle import Event, Transition
 from rl_bridge.transports.base import Attachment
-from tests.bridge.engines import Recording, bridge_of, content, publish
+from tests.bridge.engines import Recording, bridge_of, content, fours, publish
 from tests.helpers import make_manifest, weights
 
 
@@ -130,20 +137,18 @@ def test_only_an_id_or_a_manifest_can_be_rejected(given: Any, consumer: TensorBr
         consumer.reject(given, "no")
 
 
-def test_a_shortage_here_leaves_a_released_update_as_it_was(
-    publisher: TensorBridge, consumer: TensorBridge, monkeypatch: pytest.MonkeyPatch
+def test_a_rejected_update_that_an_observer_releases_at_once_stays_rejected(
+    trainer: SharedMemoryTensorBridge,
 ) -> None:
-    def no_memory(_: object) -> None:
-        msg = "no memory. Free some."
-        raise WeightBridgeUnavailableError(msg)
+    def release_what_was_rejected(step: Transition) -> None:
+        if step.event is Event.REJECT:
+            watched.release(step.update_id)
 
-    manifest = publish(publisher, 1)
-    consumer.import_update(manifest)
-    consumer.acknowledge(manifest.update_id)
-    consumer.release(manifest.update_id)
-    with monkeypatch.context() as patch:
-        patch.setattr(consumer.consumer.end, "attach", no_memory)
-        with pytest.raises(WeightBridgeUnavailableError, match="Free some"):
-            consumer.import_update(manifest)
-    assert consumer.update_status(manifest.update_id) == "released"
-    assert content(consumer.import_update(manifest)) == content(weights(1))
+    with SharedMemoryTensorBridge(
+        source_worker="rollout", observer=release_what_was_rejected
+    ) as watched:
+        manifest = trainer.publish(fours(1), weight_version=1)
+        watched.import_update(manifest)
+        watched.reject(manifest.update_id, "not this one")
+        with pytest.raises(WeightBridgeError, match="was rejected"):
+            watched.import_update(manifest)

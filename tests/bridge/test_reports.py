@@ -1,18 +1,37 @@
 """Who holds what: the publisher's view of its consumers, in this process and in others."""
 
+import os
+import subprocess
+import sys
+import textwrap
 from typing import Any
 
 import pytest
 import torch
 
-from rl_bridge import TensorBridge, WeightUpdateManifest, make_weight_bridge
+from rl_bridge import (
+    SharedMemoryTensorBridge,
+    TensorBridge,
+    WeightUpdateManifest,
+    make_weight_bridge,
+)
 from rl_bridge.bridge import ConsumerReport
-from rl_bridge.errors import SlotsExhausted, StaleUpdate, WeightBridgeUnavailableError
-from rl_bridge.memory.control import RECORD_NBYTES, Record
+from rl_bridge.errors import (
+    ChecksumMismatch,
+    SlotsExhausted,
+    StaleUpdate,
+    WeightBridgeUnavailableError,
+    WeightUpdateRejectedError,
+)
+from rl_bridge.lifecycle import Role, State, Transition
+from rl_bridge.memory.control import RECORD_NBYTES, Record, UpdateReport
 from rl_bridge.memory.segment import open_segment
 from rl_bridge.processes import close_fd
+from rl_bridge.testing.faults import FaultInjecting
+from rl_bridge.testing.peer import BridgeOver
 from rl_bridge.testing.processes import Child, until
-from tests.bridge.engines import publish
+from rl_bridge.transports.shared_memory import SharedMemory
+from tests.bridge.engines import fours, publish
 
 
 def only(publisher: TensorBridge, manifest: WeightUpdateManifest) -> ConsumerReport:
@@ -85,20 +104,6 @@ def test_a_rejection_before_import_is_seen_too(publisher: TensorBridge) -> None:
             "rejected",
             "no room for it",
         )
-
-
-def test_several_consumers_are_told_apart(publisher: TensorBridge) -> None:
-    first, second = publish(publisher, 1), publish(publisher, 2)
-    with (
-        make_weight_bridge(publisher.transport, source_worker="one") as one,
-        make_weight_bridge(publisher.transport, source_worker="other") as other,
-    ):
-        one.import_update(first)
-        one.import_update(second)
-        other.import_update(second)
-        seen = {(r.worker, r.weight_version, r.state) for r in publisher.consumers()}
-        assert seen == {("one", 1, "verified"), ("one", 2, "verified"), ("other", 2, "verified")}
-        assert {r.worker for r in publisher.holders(second.update_id)} == {"one", "other"}
 
 
 def test_publishing_importing_and_releasing_in_one_bridge_is_fine(transport: str) -> None:
@@ -205,7 +210,6 @@ def test_as_many_consumers_as_there_is_room_for() -> None:
 
 
 def test_what_a_hostile_consumer_writes_is_unreadable_and_hurts_nobody() -> None:
-    import os
 
     with (
         make_weight_bridge("shared-memory", source_worker="trainer") as publisher,
@@ -278,3 +282,167 @@ def test_a_replay_does_not_unsay_an_acknowledgement(transport: str) -> None:
         with pytest.raises(StaleUpdate):
             rollout.import_update(manifests[0])
         assert [report.state for report in trainer.holders(manifests[0].update_id)] == ["released"]
+
+
+# ---- tensors that are still held -----------------------------------------------------------------
+
+
+def releasing_at(target: State) -> SharedMemoryTensorBridge:
+    """A bridge whose observer releases an update in the middle of its step to `target`."""
+
+    def release(step: Transition) -> None:
+        if step.role is Role.CONSUMER and step.target is target:
+            bridge.release(step.update_id)
+
+    bridge = SharedMemoryTensorBridge(source_worker="rollout", observer=release)
+    return bridge
+
+
+@pytest.mark.parametrize("by_observer", [False, True])
+def test_a_rejected_update_that_is_released_is_held_until_its_last_tensor_dies(
+    by_observer: bool, trainer: SharedMemoryTensorBridge
+) -> None:
+    with releasing_at(State.REJECTED if by_observer else State.TORN) as bridge:
+        manifest = trainer.publish(fours(1), weight_version=1)
+        tensor = bridge.import_update(manifest)["weight"]
+        bridge.reject(manifest, "not this one")
+        bridge.release(manifest)
+        report = only(trainer, manifest)
+        assert (report.state, report.tensors_held) == ("released", True)
+        assert tensor.tolist() == [1.0] * 4
+        del tensor
+        report = only(trainer, manifest)
+        assert (report.state, report.tensors_held) == ("released", False)
+
+
+def test_tensors_of_an_earlier_import_of_an_update_count_until_the_last_one_dies(
+    trainer: SharedMemoryTensorBridge, rollout: SharedMemoryTensorBridge
+) -> None:
+    manifest = trainer.publish(fours(1), weight_version=1)
+    earlier = rollout.import_update(manifest)["weight"]
+    rollout.release(manifest)
+    rollout.import_update(manifest)
+    rollout.release(manifest)
+    assert only(trainer, manifest).tensors_held
+    assert earlier.tolist() == [1.0] * 4
+    del earlier
+    assert not only(trainer, manifest).tensors_held
+
+
+def test_bytes_that_differ_are_given_back_also_where_an_observer_releases_what_was_rejected() -> (
+    None
+):
+    damaged = FaultInjecting(SharedMemory())
+    with BridgeOver(damaged) as publisher, releasing_at(State.REJECTED) as bridge:
+        manifest = publisher.publish(fours(1), weight_version=1)
+        damaged.corrupt(manifest, 0)
+        with pytest.raises(ChecksumMismatch) as caught:
+            bridge.import_update(manifest)
+        (report,) = publisher.holders(manifest)
+        assert (report.state, report.tensors_held) == ("released", False)
+        del caught
+
+
+def test_an_acknowledgement_is_told_with_its_proof_although_an_observer_releases_at_once(
+    trainer: SharedMemoryTensorBridge,
+) -> None:
+    with releasing_at(State.ACKNOWLEDGED) as bridge:
+        manifest = trainer.publish(fours(1), weight_version=1)
+        bridge.import_update(manifest)
+        bridge.acknowledge(manifest, proof={"method": "mine"}, timings_ms={"install": 2.0})
+        report = only(trainer, manifest)
+        assert (report.state, report.proof) == ("released", {"method": "mine"})
+        assert report.timings_ms["install"] == bridge.timings(manifest)["install"] == 2.0
+        assert bridge.active_weight_version == 1
+
+
+# ---- a refusal at the door -----------------------------------------------------------------------
+
+
+def test_a_publisher_hears_that_its_update_came_too_late(
+    publisher: TensorBridge, consumer: TensorBridge
+) -> None:
+    late, latest = publish(publisher, 1), publish(publisher, 2)
+    consumer.import_update(latest)
+    consumer.acknowledge(latest.update_id)
+    with pytest.raises(StaleUpdate):
+        consumer.import_update(late)
+    (report,) = publisher.holders(late.update_id)
+    assert (report.state, report.weight_version) == ("rejected", 1)
+    assert "stale" in str(report.reason)
+
+
+def test_a_publisher_hears_of_an_update_that_was_rejected_before_it_came(
+    publisher: TensorBridge, consumer: TensorBridge
+) -> None:
+    manifest = publish(publisher, 1)
+    consumer.reject(manifest.update_id, "not that one")
+    assert publisher.holders(manifest.update_id) == []
+    with pytest.raises(WeightUpdateRejectedError, match="not that one"):
+        consumer.import_update(manifest)
+    (report,) = publisher.holders(manifest.update_id)
+    assert (report.state, report.weight_version) == ("rejected", 1)
+
+
+def test_a_replayed_manifest_does_not_change_what_its_publisher_knows(
+    publisher: TensorBridge, consumer: TensorBridge
+) -> None:
+    first, second = publish(publisher, 1), publish(publisher, 2)
+    for manifest in (first, second):
+        consumer.import_update(manifest)
+        consumer.acknowledge(manifest.update_id)
+    with pytest.raises(StaleUpdate):
+        consumer.import_update(first)
+    (report,) = publisher.holders(first.update_id)
+    assert report.state == "acknowledged"
+
+
+def test_a_tensor_that_dies_while_a_report_is_written_is_reported_behind_it(
+    publisher: TensorBridge, consumer: TensorBridge
+) -> None:
+    manifest = publish(publisher, 1)
+    held = [consumer.import_update(manifest)["layer.weight"]]
+    end: Any = consumer.consumer.end
+    plain = end.report
+    reports: list[UpdateReport] = []
+
+    def report(of: Any, report: UpdateReport) -> None:
+        reports.append(report)
+        held.clear()
+        plain(of, report)
+
+    end.report = report
+    consumer.release(manifest)
+    assert [report.tensors_held for report in reports] == [True, False]
+    (seen,) = publisher.holders(manifest)
+    assert (seen.state, seen.tensors_held) == ("released", False)
+
+
+def test_nothing_is_reported_while_the_interpreter_ends() -> None:
+    program = """
+        import torch
+        from rl_bridge.testing.peer import BridgeOver
+        from rl_bridge.transports.local import LocalClone
+
+        class Telling(LocalClone):
+            def consumer_end(self, worker, rank):
+                end = super().consumer_end(worker, rank)
+                end.report = lambda manifest, report: print(report.state, flush=True)
+                return end
+
+        bridge = BridgeOver(Telling())
+        bridge.transport = "local-clone"
+        bridge._transport.name = "local-clone"
+        manifest = bridge.publish({"w": torch.ones(3)}, weight_version=1)
+        kept = bridge.import_update(manifest)["w"]
+        bridge.release(manifest.update_id)
+        print("end", flush=True)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert done.stdout.split() == ["verified", "released", "end"]

@@ -2,20 +2,22 @@
 
 import gc
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from rl_bridge import SharedMemoryTensorBridge
-from rl_bridge.errors import (
-    IncompatibleUpdate,
-    MalformedManifest,
-    WeightBridgeError,
+from rl_bridge import (
+    ModuleInstallAdapter,
+    RolloutExecutor,
+    SharedMemoryTensorBridge,
     WeightBridgeUnavailableError,
+    make_weight_bridge,
 )
+from rl_bridge.errors import IncompatibleUpdate, MalformedManifest, WeightBridgeError
+from tests.bridge.engines import linear_weights
 
 
 @pytest.fixture
@@ -171,3 +173,23 @@ def test_a_published_module_is_not_kept(trainer: SharedMemoryTensorBridge) -> No
     del model
     gc.collect()
     assert gone() is None
+
+
+def _cut(nbytes: int) -> Callable[[torch.Tensor], None]:
+    return lambda tensor: tensor.untyped_storage().resize_(nbytes)
+
+
+@pytest.mark.parametrize("nbytes", [0, 4])
+def test_a_tensor_whose_storage_was_freed_or_cut_is_refused(nbytes: int) -> None:
+    with make_weight_bridge("local") as trainer, make_weight_bridge("local") as rollout:
+        weights = linear_weights(1.0)
+        first = trainer.publish(weights, weight_version=1)
+        _cut(nbytes)(weights["weight"])
+        with pytest.raises(WeightBridgeUnavailableError, match="'weight' has lost its storage"):
+            trainer.publish(weights, weight_version=2)
+        engine = linear_weights(0.0)
+        _cut(nbytes)(engine["weight"])
+        adapter = ModuleInstallAdapter(engine)
+        executor = RolloutExecutor(weight_bridge=rollout, weight_install_adapter=adapter)
+        with pytest.raises(IncompatibleUpdate, match=r"'weight'.*has lost its storage"):
+            executor.update_weights(first)

@@ -2,8 +2,16 @@
 
 import pytest
 
-from rl_bridge import RolloutExecutor, TensorBridge, WeightUpdateManifest
-from rl_bridge.errors import StaleUpdate, TornEngine, WeightUpdateRejectedError
+from rl_bridge import (
+    RolloutExecutor,
+    TensorBridge,
+    WeightUpdateManifest,
+)
+from rl_bridge.errors import (
+    StaleUpdate,
+    TornEngine,
+    WeightUpdateRejectedError,
+)
 from rl_bridge.lifecycle import State
 from tests.bridge.engines import Recording, bridge_of, content, publish
 from tests.helpers import weights
@@ -83,22 +91,6 @@ def test_recovering_completes_the_undo(
         executor.update_weights(manifest)
     executor.update_weights(publish(publisher, 3))
     assert content(adapter.engine) == content(weights(3))
-
-
-def test_a_later_version_that_installs_in_full_heals(
-    publisher: TensorBridge, executor: RolloutExecutor, adapter: Recording
-) -> None:
-    first = publish(publisher, 1)
-    executor.update_weights(first)
-    torn = tear(publisher, executor, adapter, 2)
-    executor.update_weights(publish(publisher, 3))
-    assert not executor.is_torn
-    assert executor.active_weight_version == 3
-    assert content(adapter.engine) == content(weights(3))
-    bridge = bridge_of(executor)
-    assert bridge.update_state(torn.update_id) is State.REJECTED
-    assert bridge.update_status(first.update_id) == "released"
-    executor.check_servable()
 
 
 def test_the_torn_version_itself_may_be_installed_in_full(
@@ -195,3 +187,58 @@ def test_recovering_what_is_not_torn_does_nothing(
     adapter.calls.clear()
     executor.recover()
     assert adapter.calls == []
+
+
+def test_what_stops_an_undo_comes_out_and_the_engine_is_torn(
+    publisher: TensorBridge, executor: RolloutExecutor, adapter: Recording
+) -> None:
+    own = LookupError("no")
+    executor.update_weights(publish(publisher, 1))
+    manifest = publish(publisher, 2)
+    adapter.fails = {"install": own, "undo": SystemExit(3)}
+    with pytest.raises(SystemExit) as caught:
+        executor.update_weights(manifest)
+    assert caught.value.code == 3
+    assert "stopped the undo of version 2; the engine is torn" in caught.value.__notes__[0]
+    assert caught.value.__context__ is own
+    assert executor.is_torn
+    assert bridge_of(executor).update_state(manifest.update_id) is State.TORN
+    adapter.fails = {}
+    executor.recover()
+    assert content(adapter.engine) == content(weights(1))
+
+
+def broken() -> dict[str, BaseException]:
+    """What an adapter fails with; made anew, as an exception that is kept keeps tensors."""
+    return {"install": LookupError("the engine said no"), "undo": OSError("out of memory")}
+
+
+@pytest.mark.parametrize("is_healed_by_another", [False, True])
+def test_an_update_that_is_released_meanwhile_tears_the_engine_all_the_same(
+    is_healed_by_another: bool,
+    publisher: TensorBridge,
+    executor: RolloutExecutor,
+    adapter: Recording,
+) -> None:
+    class Releasing(dict[str, BaseException]):
+        """What fails; at the install, whoever shares the bridge releases the update as well."""
+
+        def __contains__(self, step: object) -> bool:
+            if step == "install":
+                executor.bridge.release(manifest.update_id)
+            return super().__contains__(step)
+
+    executor.update_weights(publish(publisher, 1))
+    manifest = publish(publisher, 2)
+    adapter.fails = Releasing(broken())
+    with pytest.raises(TornEngine, match=r"undo failed too .*call recover\(\)"):
+        executor.update_weights(manifest)
+    assert executor.is_torn
+    adapter.fails = {}
+    if is_healed_by_another:
+        executor.update_weights(publish(publisher, 3))
+    else:
+        executor.recover()
+    version = 3 if is_healed_by_another else 1
+    assert executor.active_weight_version == version
+    assert content(adapter.engine) == content(weights(version))

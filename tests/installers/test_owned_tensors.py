@@ -1,15 +1,25 @@
 """Alias and flip give tensors other storages: what only looks at an engine's memory is refused."""
 
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Literal
 
 import pytest
 import torch
 
-from rl_bridge import ModuleInstallAdapter, RolloutExecutor, make_weight_bridge
+from rl_bridge import (
+    ModuleInstallAdapter,
+    RolloutExecutor,
+    make_weight_bridge,
+)
 
 Mode = Literal["alias", "flip"]
+
+
 Dict = dict[str, torch.Tensor]
+
+
 every_mode = pytest.mark.parametrize("mode", ["alias", "flip"])
 
 
@@ -96,3 +106,20 @@ def test_an_engine_is_taken_again_after_its_executor_was_closed(mode: Mode) -> N
             weights = {"w": torch.full((4,), float(version))}
             executor.update_weights(trainer.publish(weights, weight_version=version))
         assert engine["w"].tolist() == [version] * 4
+
+
+def test_a_library_imported_in_inference_mode_refuses_views_all_the_same() -> None:
+    program = """
+import torch
+with torch.inference_mode():
+    from rl_bridge import ModuleInstallAdapter
+module = torch.nn.Linear(2, 2)
+try:
+    ModuleInstallAdapter(module.state_dict(), mode="alias")
+except ValueError as error:
+    print("refused", error)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout.startswith("refused")

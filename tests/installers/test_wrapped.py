@@ -2,24 +2,26 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 import torch
 
-from rl_bridge.bridge.bridges import make_weight_bridge
-from rl_bridge.bridge.executor import RolloutExecutor
-from rl_bridge.errors import ProofFailed, TornEngine
+from rl_bridge import RolloutExecutor, TornEngine, WeightUpdateManifest, make_weight_bridge
+from rl_bridge.errors import ProofFailed
 from rl_bridge.installers.base import InstallProof, WeightInstallAdapter
 from rl_bridge.installers.engine_memory import Engine, named_engine_tensors
-from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.testing import InstallerSuite
 from rl_bridge.testing.installer_faults import EngineFault
 from rl_bridge.testing.installer_suite import engine_state
 from rl_bridge.testing.strategies import bytes_of, contents_of
 
 Tensors = Mapping[str, torch.Tensor]
+
+
 Install = Callable[[Tensors], None]
+
+
 Publish = Callable[[torch.nn.Module | Tensors], str]
 
 
@@ -360,3 +362,23 @@ def test_an_adapters_long_error_comes_out_unchanged_after_the_undo() -> None:
         assert caught.value.args == (text,)
         assert engine_state(module) == before
         assert caught.value.__notes__
+
+
+def test_a_meta_tensor_beside_the_engine_does_not_crash_the_undo() -> None:
+    class Adapter:
+        def __init__(self) -> None:
+            self.engine = torch.nn.Linear(3, 3)
+            self.engine.register_buffer("nowhere", torch.empty(3, device="meta"))
+
+        def install(self, manifest: WeightUpdateManifest, tensors: Any) -> None:
+            del manifest
+            self.engine.load_state_dict(dict(tensors), strict=False)
+
+        def release(self, update_id: str) -> None:
+            """Nothing is kept."""
+
+    adapter = Adapter()
+    with make_weight_bridge("local") as trainer, make_weight_bridge("local") as rollout:
+        executor = RolloutExecutor(weight_bridge=rollout, weight_install_adapter=adapter)
+        executor.update_weights(trainer.publish(torch.nn.Linear(3, 3), weight_version=1))
+    assert executor.active_weight_version == 1

@@ -408,41 +408,6 @@ def test_a_publisher_killed_while_it_claims_leaves_old_or_new_and_nothing_else(
         again.reserve(7)
 
 
-def _reserve_forever(directory: Path, progress: Any) -> None:
-    journal = Journal(directory)
-    version = journal.last_version or 0
-    while True:
-        version += 1
-        journal.reserve(version)
-        os.write(progress, f"{version}\n".encode())
-
-
-@forking
-def test_a_publisher_killed_at_any_moment_never_forgets_a_version_that_it_handed_out(
-    tmp_path: Path,
-) -> None:
-    handed_out = 0
-    for round_number in range(8):
-        read, write = os.pipe()
-        child = os.fork()
-        if child == 0:
-            os.close(read)
-            _reserve_forever(tmp_path, write)
-        os.close(write)
-        # Kill it after a few more versions than last time: somewhere in the middle of the next.
-        with os.fdopen(read) as lines:
-            for _ in range(round_number + 1):
-                handed_out = int(lines.readline())
-            os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)
-            handed_out = max([handed_out, *(int(line) for line in lines if line.endswith("\n"))])
-        with Journal(tmp_path) as journal:
-            assert journal.last_version is not None
-            assert journal.last_version >= handed_out
-            with pytest.raises(VersionNotMonotonic):
-                journal.reserve(handed_out)
-
-
 def test_four_threads_that_claim_at_once_stay_monotonic(tmp_path: Path) -> None:
     taken: list[int] = []
     lock = threading.Lock()

@@ -1,0 +1,125 @@
+"""What this side lacks for a moment never costs an update."""
+
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rl_bridge import (
+    TensorBridge,
+    make_weight_bridge,
+)
+from rl_bridge.cuda.driver import driver_error
+from rl_bridge.errors import (
+    DeadlineExceeded,
+    WeightBridgeUnavailableError,
+)
+from rl_bridge.memory import segment as leases
+from rl_bridge.memory.passes import BytePlan
+from rl_bridge.memory.places import CPUPlace
+from tests.bridge.engines import content, publish
+from tests.helpers import weights
+
+# ---- this side is short of something -------------------------------------------------------------
+
+
+def fails_once(error: Exception, then: Callable[..., Any]) -> Callable[..., Any]:
+    left = [error]
+
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        if left:
+            raise left.pop()
+        return then(*args, **kwargs)
+
+    return failing
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError("no"),
+        RuntimeError("can't start new thread"),
+        OSError(errno.ENOMEM, "no"),
+        torch.OutOfMemoryError("CUDA out of memory"),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate"),
+        DeadlineExceeded("the device did not get there"),
+        driver_error("cuMemMap", "CUDA_ERROR_OUT_OF_MEMORY", "no"),
+    ],
+    ids=["memory", "thread", "kernel", "gpu", "torch", "deadline", "driver"],
+)
+def test_a_shortage_while_the_bytes_are_read_does_not_cost_the_update(
+    error: Exception,
+    publisher: TensorBridge,
+    consumer: TensorBridge,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    manifest = publish(publisher, 1)
+    monkeypatch.setattr(BytePlan, "digest", fails_once(error, BytePlan.digest))
+    with pytest.raises(type(error)) as caught:
+        consumer.import_update(manifest)
+    assert caught.value is error
+    assert content(consumer.import_update(manifest)) == content(weights(1))
+
+
+def test_a_shortage_while_an_update_is_attached_leaves_its_slot_free_for_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with (
+        make_weight_bridge("shared-memory", max_slots=1) as publisher,
+        make_weight_bridge("shared-memory") as consumer,
+    ):
+        manifest = publish(publisher, 1)
+        monkeypatch.setattr(CPUPlace, "plan", fails_once(MemoryError("no"), CPUPlace.plan))
+        with pytest.raises(MemoryError) as caught:
+            consumer.import_update(manifest)
+        publisher.release(manifest.update_id)
+        publish(publisher, 2)
+        assert caught.value.__traceback__ is not None  # its frames are still there
+
+
+def test_a_kernel_without_room_for_a_lease_does_not_cost_the_update(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with make_weight_bridge("shared-memory") as bridge:
+        manifest = publish(bridge, 1)
+        error = OSError(errno.ENOLCK, "no locks left")
+        patched = fails_once(error, leases.try_shared)
+        monkeypatch.setattr(leases, "try_shared", patched)
+        with pytest.raises(OSError, match="no locks left"):
+            bridge.import_update(manifest)
+        assert content(bridge.import_update(manifest)) == content(weights(1))
+
+
+def test_a_shortage_while_a_named_segment_is_read_does_not_cost_the_update(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with make_weight_bridge("shared-memory", directory=tmp_path) as bridge:
+        manifest = publish(bridge, 1)
+        error = OSError(errno.ENOMEM, "no memory left")
+        monkeypatch.setattr("rl_bridge.memory.vm.os.preadv", fails_once(error, os.preadv))
+        with pytest.raises(WeightBridgeUnavailableError, match="no memory left"):
+            bridge.import_update(manifest)
+        assert content(bridge.import_update(manifest)) == content(weights(1))
+
+
+def test_a_shortage_here_leaves_a_released_update_as_it_was(
+    publisher: TensorBridge, consumer: TensorBridge, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_memory(_: object) -> None:
+        msg = "no memory. Free some."
+        raise WeightBridgeUnavailableError(msg)
+
+    manifest = publish(publisher, 1)
+    consumer.import_update(manifest)
+    consumer.acknowledge(manifest.update_id)
+    consumer.release(manifest.update_id)
+    with monkeypatch.context() as patch:
+        patch.setattr(consumer.consumer.end, "attach", no_memory)
+        with pytest.raises(WeightBridgeUnavailableError, match="Free some"):
+            consumer.import_update(manifest)
+    assert consumer.update_status(manifest.update_id) == "released"
+    assert content(consumer.import_update(manifest)) == content(weights(1))
