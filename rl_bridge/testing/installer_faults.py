@@ -180,7 +180,7 @@ class Sabotage:
         """The adapter for the executor: of the same style as the one under test."""
         if isinstance(self.adapter, TransactionalAdapter):
             return _Transactional(self, self.adapter)
-        return _seed_style(self, self.adapter)
+        return _two_verbs(self, self.adapter)
 
 
 class _Transactional(TransactionalAdapter):
@@ -214,7 +214,7 @@ class _Transactional(TransactionalAdapter):
         self._inner.release(update_id)
 
 
-def _seed_style(sabotage: Sabotage, adapter: WeightInstallAdapter) -> WeightInstallAdapter:
+def _two_verbs(sabotage: Sabotage, adapter: WeightInstallAdapter) -> WeightInstallAdapter:
     """Sabotage the adapter in place: what its attributes show decides how it is wrapped."""
     install = adapter.install
 

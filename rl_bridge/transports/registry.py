@@ -58,10 +58,10 @@ ALIASES: Mapping[str, str] = MappingProxyType(
 )
 """Short form -> name."""
 
-# Taken, but not advertised: the name that seed users know cuda-vmm by.
-_SEED_NAMES = frozenset({"cuda-vmm-fd"})
+# Taken, but not advertised: an older name of cuda-vmm.
+_OLDER_NAMES = frozenset({"cuda-vmm-fd"})
 
-# Names that stand for what seed users know to be out of reach on one node's transports.
+# Names of what the transports of one node do not reach.
 _MULTI_NODE = frozenset({"multi-node", "rdma", "nccl-rdma"})
 
 
@@ -125,7 +125,7 @@ def canonical_name(name: str) -> str:
             "machines with 'broadcast' or 'nixl'."
         )
         raise WeightBridgeUnavailableError(msg)
-    short = [alias for alias in ALIASES if alias not in _SEED_NAMES]
+    short = [alias for alias in ALIASES if alias not in _OLDER_NAMES]
     known = [*TRANSPORTS, *short]
     near = difflib.get_close_matches(str(name).lower().replace("_", "-"), known, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else "."

@@ -17,7 +17,7 @@ from tests.helpers import weights
 __all__ = [
     "TRANSPORTS",
     "Recording",
-    "SeedStyle",
+    "TwoVerbs",
     "Unseen",
     "bridge_of",
     "content",
@@ -96,7 +96,7 @@ class Recording(TransactionalAdapter):
         self._step(f"release {update_id[:4]}")
 
 
-class SeedStyle:
+class TwoVerbs:
     """The least that an adapter is; its engine can be seen."""
 
     def __init__(self, engine: dict[str, torch.Tensor]) -> None:
@@ -117,7 +117,7 @@ class SeedStyle:
         """Nothing is kept."""
 
 
-class Unseen(SeedStyle):
+class Unseen(TwoVerbs):
     """The same, behind a closure: nothing of its engine can be read."""
 
     def __init__(self, engine: dict[str, torch.Tensor]) -> None:

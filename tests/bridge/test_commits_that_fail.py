@@ -18,7 +18,7 @@ from rl_bridge import (
 from rl_bridge.bridge.consumer import Consumer
 from rl_bridge.lifecycle import State
 from rl_bridge.memory.views import SegmentView
-from tests.bridge.engines import Recording, SeedStyle, bridge_of, content, publish
+from tests.bridge.engines import Recording, TwoVerbs, bridge_of, content, publish
 from tests.helpers import weights
 
 
@@ -67,7 +67,7 @@ def test_an_undo_that_was_not_told_of_the_active_version_leaves_the_engine_torn(
 def test_an_adapter_without_an_undo_may_fail_to_commit(
     publisher: TensorBridge, consumer: TensorBridge, engine: dict[str, torch.Tensor]
 ) -> None:
-    class Adapter(SeedStyle):
+    class Adapter(TwoVerbs):
         def commit(self) -> None:
             msg = "nobody listens"
             raise OSError(msg)

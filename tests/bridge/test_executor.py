@@ -29,7 +29,7 @@ from rl_bridge.errors import (
 )
 from rl_bridge.lifecycle import State
 from rl_bridge.memory.passes import BytePlan
-from tests.bridge.engines import Recording, SeedStyle, Unseen, bridge_of, content, fours, publish
+from tests.bridge.engines import Recording, TwoVerbs, Unseen, bridge_of, content, fours, publish
 from tests.helpers import weights
 
 # ---- success ------------------------------------------------------------------------------------
@@ -335,7 +335,7 @@ def test_no_pass_takes_more_threads_than_it_was_given(
 
     adapters: dict[str, Any] = {
         "copy": lambda: ModuleInstallAdapter(engine, num_threads=1),
-        "wrapped": lambda: SeedStyle(engine),
+        "wrapped": lambda: TwoVerbs(engine),
         "unseen": lambda: Unseen(engine),
     }
     adapter = adapters[mode]()
@@ -389,7 +389,7 @@ def test_initial_weights_are_copied_once_and_let_go_by_the_first_commit() -> Non
         assert not engine["w"].any()
 
 
-class WithUndo(SeedStyle):
+class WithUndo(TwoVerbs):
     def undo(self) -> None:
         """Knows a way of its own."""
 

@@ -43,8 +43,8 @@ __all__ = [
     "Carrier",
     "ModuleReplica",
     "Replica",
-    "SeedStyleAdapter",
     "Tensors",
+    "TwoVerbAdapter",
     "damage",
     "engine_tensors",
     "known_gap",
@@ -100,7 +100,7 @@ def damage(trainer: BridgeOver, manifest: WeightUpdateManifest, name: str, place
 # ---- engines ------------------------------------------------------------------------------------
 
 
-class SeedStyleAdapter:
+class TwoVerbAdapter:
     """An adapter as users write their first one: it installs, it releases, it shows its engine."""
 
     def __init__(self, engine: torch.nn.Module) -> None:
@@ -121,7 +121,7 @@ ADAPTERS: Mapping[str, Callable[[torch.nn.Module], Any]] = {
     "copy": lambda engine: ModuleInstallAdapter(engine, mode="copy"),
     "alias": lambda engine: ModuleInstallAdapter(engine, mode="alias"),
     "flip": lambda engine: ModuleInstallAdapter(engine, mode="flip"),
-    "seed-style": SeedStyleAdapter,
+    "two-verbs": TwoVerbAdapter,
 }
 """Every adapter that runs without an engine of somebody else's. (vLLM and SGLang run the same
 tests in `tests/engines/test_guarantees.py` and `tests/sglang/test_guarantees.py`.)"""
@@ -238,7 +238,7 @@ class ModuleReplica(Replica):
         )
         self.trainer, self.executor = self.rig.trainer, self.rig.executor
         self.places = len(self.first)
-        if adapter == "seed-style":  # it has no undo() that fails, and no prepare() that refuses
+        if adapter == "two-verbs":  # it has no undo() that fails, and no prepare() that refuses
             self.can_be_torn = self.can_refuse = False
 
     def weights(self, number: int) -> Tensors:

@@ -15,7 +15,7 @@ import torch
 from rl_bridge import RolloutExecutor, WeightUpdateManifest, make_weight_bridge
 from rl_bridge.errors import TornEngine
 from rl_bridge.testing import Stage, engine_state, sample_engine
-from tests.guarantees.kit import ModuleReplica, Replica, SeedStyleAdapter, engine_tensors
+from tests.guarantees.kit import ModuleReplica, Replica, TwoVerbAdapter, engine_tensors
 
 
 @pytest.mark.parametrize("stage", Stage)
@@ -125,7 +125,7 @@ class Hidden:
     """An adapter that shows nothing of its engine."""
 
     def __init__(self, engine: torch.nn.Module) -> None:
-        self._inner = SeedStyleAdapter(engine)
+        self._inner = TwoVerbAdapter(engine)
         self.fails = False
 
     def install(self, manifest: WeightUpdateManifest, tensors: Mapping[str, torch.Tensor]) -> None:

@@ -20,7 +20,7 @@ from rl_bridge import (
 )
 from rl_bridge.errors import ProofFailed, WeightBridgeError
 from rl_bridge.testing import BridgeOver, Stage, engine_state, poke, sample_engine
-from tests.guarantees.kit import ModuleReplica, Replica, SeedStyleAdapter, Tensors, engine_tensors
+from tests.guarantees.kit import ModuleReplica, Replica, Tensors, TwoVerbAdapter, engine_tensors
 
 
 def test_an_acknowledgement_carries_the_root_of_what_the_engine_holds(replica: Replica) -> None:
@@ -124,8 +124,8 @@ def test_over_every_transport_the_proof_is_of_what_was_published(
 # ---- who shows nothing --------------------------------------------------------------------------
 
 
-class OfItsOwn(SeedStyleAdapter):
-    """A seed-style adapter that proves by itself, or hides what it holds."""
+class OfItsOwn(TwoVerbAdapter):
+    """An adapter with two verbs that proves by itself, or hides what it holds."""
 
     def __init__(self, engine: torch.nn.Module, root: str | None) -> None:
         super().__init__(engine)
@@ -161,8 +161,8 @@ def test_an_adapter_whose_own_proof_is_of_something_else_is_not_acknowledged() -
         assert executor.active_weight_version is None
 
 
-def test_a_seed_style_adapter_that_installs_nothing_is_found_out() -> None:
-    class Lazy(SeedStyleAdapter):
+def test_an_adapter_of_two_verbs_that_installs_nothing_is_found_out() -> None:
+    class Lazy(TwoVerbAdapter):
         def install(self, manifest: WeightUpdateManifest, tensors: Tensors) -> None:
             """Forget to."""
 

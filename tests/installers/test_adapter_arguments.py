@@ -190,7 +190,7 @@ class Free(Good):
         (GuessedToo(weights()), r"GuessedToo\.undo\(.*\) .* cannot be called as undo\(\)"),
         (Cut(), r"Cut\.install\(.*\) .* cannot be called as install\(manifest, tensors\)"),
     ],
-    ids=["a method more", "a subclass", "seed style"],
+    ids=["a method more", "a subclass", "two verbs"],
 )
 def test_a_method_that_cannot_be_called_is_refused_when_the_executor_is_made(
     adapter: Any, named: str
