@@ -2,6 +2,7 @@
 
 import gc
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -11,15 +12,25 @@ from rl_bridge import ModuleInstallAdapter, RolloutExecutor, make_weight_bridge
 from rl_bridge.bridge.tensor_bridge import TensorBridge
 from rl_bridge.cuda.devices import driver_at
 from rl_bridge.cuda.driver import CAPTURING, driver_error
-from rl_bridge.cuda.host import HostDriver
+from rl_bridge.cuda.host import HostDriver, HostIPCDriver
+from rl_bridge.cuda.ipc import Opening
 from rl_bridge.cuda.owners import AddressRange, settle_late
-from rl_bridge.errors import IncompatibleUpdate, ProofFailed, SegmentError, TornEngine
+from rl_bridge.errors import (
+    DeadlineExceeded,
+    IncompatibleUpdate,
+    ProofFailed,
+    SegmentError,
+    TornEngine,
+)
 from rl_bridge.installers.base import InstallProof
 from rl_bridge.memory import segment as leases
 from rl_bridge.memory import vm
 from rl_bridge.memory.places import CPUPlace
+from rl_bridge.memory.segment import SegmentRef
 from rl_bridge.testing.host_devices import HostVMM
+from rl_bridge.testing.processes import Child
 from rl_bridge.transports import registry
+from tests.cuda.test_ipc import HostExporter
 from tests.helpers import open_fds
 
 
@@ -255,23 +266,57 @@ def test_only_the_end_of_a_lease_drains_the_device(
     assert drained == ["host"]
 
 
-def test_a_lease_goes_on_while_a_graph_is_captured(
+@contextmanager
+def restless(
+    monkeypatch: pytest.MonkeyPatch, make_error: Callable[[], Exception]
+) -> Iterator[None]:
+    """A device that does not come to rest."""
+
+    def refuse(_: HostDriver) -> None:
+        raise make_error()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(HostDriver, "fence", refuse)
+        yield
+
+
+def late() -> Exception:
+    return DeadlineExceeded("the device did not end in time, as planned. See what runs there.")
+
+
+def capturing() -> Exception:
+    return driver_error("cuCtxSynchronize", CAPTURING, "a graph is captured")
+
+
+def test_a_flip_is_given_up_where_the_device_does_not_rest(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for version in (1, 2, 3):
+        rig.update(version)
+    places = rig.addresses()
+    with restless(monkeypatch, late), pytest.raises(DeadlineExceeded, match="as planned"):
+        rig.update(4)
+    assert (rig.holds(), rig.executor.active_weight_version) == ({3.0}, 3)
+    assert not rig.executor.is_torn
+    rig.update(5)
+    assert (rig.holds(), rig.addresses()) == ({5.0}, places)
+
+
+@pytest.mark.parametrize("make_error", [late, capturing])
+def test_a_lease_goes_on_until_the_device_rests(
+    make_error: Callable[[], Exception], rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     manifest = rig.trainer.publish({"w": torch.ones(5)}, weight_version=1)
     held = rig.rollout.import_update(manifest)["w"]
+    fd = rig.slot_fd()
     rig.rollout.acknowledge(manifest.update_id)
     rig.rollout.release(manifest.update_id)
-    fd = rig.slot_fd()
-    with monkeypatch.context() as patch:
-
-        def refuse(driver: HostDriver) -> None:
-            raise driver_error("cuCtxSynchronize", CAPTURING, f"{driver.name} captures")
-
-        patch.setattr(HostDriver, "fence", refuse)
+    with restless(monkeypatch, make_error):
         del held
+        rig.trainer.release(manifest.update_id)
         assert leases.is_held(fd)
-    other = rig.trainer.publish({"w": torch.zeros(5)}, weight_version=2)
+        # The publisher takes another slot meanwhile, and waits for nobody.
+        other = rig.trainer.publish({"w": torch.zeros(5)}, weight_version=2)
     rig.rollout.import_update(other)  # whatever comes next asks again
     rig.rollout.reject(other, "enough")
     assert not leases.is_held(fd)
@@ -284,12 +329,7 @@ def test_a_bridge_that_closes_while_a_graph_is_captured_keeps_its_lease_until_th
     held = rig.rollout.import_update(manifest)["w"]
     rig.rollout.acknowledge(manifest.update_id)
     fd = rig.slot_fd()
-    with monkeypatch.context() as patch:
-
-        def refuse(driver: HostDriver) -> None:
-            raise driver_error("cuCtxSynchronize", CAPTURING, f"{driver.name} captures")
-
-        patch.setattr(HostDriver, "fence", refuse)
+    with restless(monkeypatch, capturing):
         rig.rollout.close()
         del held
         gc.collect()
@@ -394,3 +434,16 @@ def test_a_hundred_flips_leave_nothing_behind(rig: Rig) -> None:
         rig.update(version)
     assert driver.live() == before
     assert open_fds() == fds
+
+
+def test_a_handle_stays_open_until_the_device_rests(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = HostIPCDriver()
+    with Child(HostExporter) as owner:
+        where = owner.call("where")
+        segment = SegmentRef.model_validate(where["segment"])
+        opening = Opening(driver, bytes.fromhex(where["handle"]), segment)
+        with restless(monkeypatch, late):
+            opening.close()
+            assert driver.num_plain() == (0, 1)
+        settle_late()
+        assert driver.num_plain() == (0, 0)
