@@ -11,7 +11,8 @@ import threading
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -146,10 +147,7 @@ class Publisher:
         """
         weight_version = checked_version(weight_version)
         require_supported(metadata)
-        if os.getpid() != self._pid:
-            raise in_a_child("publisher")
-        with self._lock:
-            self._check_open()
+        with self._turn():
             start = time.perf_counter()
             tensors, trained = tensors_to_publish(source, trainable)
             plan = self._plan_for(tensors, trained)
@@ -210,9 +208,7 @@ class Publisher:
 
     def release(self, update_id: str) -> None:
         """Let the update's memory be reused once its readers are gone; unknown ids are ignored."""
-        if os.getpid() != self._pid:
-            raise in_a_child("publisher")
-        with self._lock:
+        with self._turn(may_be_closed=True):
             record = self._updates.get(update_id)
             if record is not None and Event.RELEASE in record.lifecycle.moves:
                 self.end.release(update_id)
@@ -228,10 +224,7 @@ class Publisher:
             UnknownUpdate: not one of the updates remembered here.
 
         """
-        if os.getpid() != self._pid:
-            raise in_a_child("publisher")
-        with self._lock:
-            self._check_open()
+        with self._turn():
             self.manifest(update_id)
             self.end.seal_header(update_id, digest)
 
@@ -260,10 +253,7 @@ class Publisher:
 
     def reports(self, update_id: str | None = None) -> list[ConsumerReport]:
         """Who did what: one entry per consumer and update, or only those of one update."""
-        if os.getpid() != self._pid:
-            raise in_a_child("publisher")
-        with self._lock:
-            self._check_open()
+        with self._turn():
             records = self.end.records()
         found = [report for record in records for report in _flatten(record)]
         return found if update_id is None else [r for r in found if r.update_id == update_id]
@@ -296,10 +286,16 @@ class Publisher:
                 del self._updates[update_id]
                 surplus -= 1
 
-    def _check_open(self) -> None:
-        if self._is_closed:
-            msg = "this publisher is closed. Make a new bridge."
-            raise BridgeClosed(msg)
+    @contextmanager
+    def _turn(self, *, may_be_closed: bool = False) -> Iterator[None]:
+        """One call at a time; if it `may_be_closed`, also behind the end of this publisher."""
+        if os.getpid() != self._pid:
+            raise in_a_child("publisher")
+        with self._lock:
+            if self._is_closed and not may_be_closed:
+                msg = "this publisher is closed. Make a new bridge."
+                raise BridgeClosed(msg)
+            yield
 
 
 def checked_version(given: object) -> int:

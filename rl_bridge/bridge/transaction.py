@@ -9,6 +9,7 @@ import logging
 import resource
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from enum import IntEnum
 from types import MappingProxyType
 
@@ -326,13 +327,8 @@ class Transaction:
     def _acknowledge(self) -> None:
         spent_s = self._spent_s + time.perf_counter() - self._started
         self._clock.timings_ms["total"] = spent_s * 1e3
-        proof = self._proof
         evidence = {
-            "method": proof.method,
-            "root": proof.root,
-            "digested_nbytes": proof.digested_nbytes,
-            "identical_nbytes": proof.identical_nbytes,
-            "tensors": proof.tensors,
+            **asdict(self._proof),
             "total_nbytes": self.manifest.table.total_nbytes,
             "peak_rss_nbytes": _peak_rss_nbytes(),
         }

@@ -162,18 +162,6 @@ def test_an_update_that_was_imported_and_released_may_come_again(
 # ---- acknowledge, reject, release ---------------------------------------------------------------
 
 
-def test_acknowledging_before_import_keeps_the_words_that_users_know(
-    publisher: TensorBridge, consumer: TensorBridge
-) -> None:
-    manifest = publish(publisher, 1)
-    with pytest.raises(
-        WeightUpdateRejectedError,
-        match=r"cannot acknowledge update before import_update succeeds.*Call import_update",
-    ):
-        consumer.acknowledge(manifest.update_id)
-    assert consumer.active_weight_version is None
-
-
 def test_a_rejected_update_never_gets_in_again(
     publisher: TensorBridge, consumer: TensorBridge
 ) -> None:

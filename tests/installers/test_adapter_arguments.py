@@ -83,12 +83,6 @@ def test_an_engine_that_never_came_to_rest_is_not_torn() -> None:
     assert engine["w"].tolist() == [1, 1]
 
 
-@pytest.mark.parametrize("mode", [["copy"], "Copy", None])
-def test_a_mode_that_is_none_is_refused_with_those_there_are(mode: Any) -> None:
-    with pytest.raises(ValueError, match=r"expected one of \['alias', 'copy', 'flip'\]"):
-        ModuleInstallAdapter(weights(), mode=mode)
-
-
 @pytest.mark.parametrize("num_threads", ["2", 0, 1.0, True])
 def test_a_number_of_threads_that_is_none_is_refused(num_threads: Any) -> None:
     with pytest.raises(ValueError, match=r"num_threads .*: expected an int of 1 or more"):

@@ -40,11 +40,6 @@ def test_the_history_tells_every_step_with_its_time() -> None:
     )
 
 
-def test_the_status_is_the_users_word_for_the_state() -> None:
-    life = consumer(Event.IMPORT, Event.VERIFY)
-    assert (life.state, life.status) == (State.VERIFIED, "imported")
-
-
 def test_an_observer_sees_each_step_after_it_happened() -> None:
     seen: list[tuple[Event, State]] = []
     life = Lifecycle(
