@@ -31,43 +31,7 @@ from rl_bridge.trainers.state_dict import Source
 from rl_bridge.transports.base import Transport
 from rl_bridge.transports.registry import transport_class
 
-__all__ = [
-    "Claim",
-    "TensorBridge",
-]
-
-
-class Claim:
-    """The one owner of a bridge's consuming half, until that gives it up or is dropped."""
-
-    def __init__(self, what: str) -> None:
-        """Begin unclaimed; `what` names in errors what is claimed."""
-        self._what = what
-        self._owner: weakref.ref[object] | None = None
-        self._lock = threading.RLock()  # a collection in `take` may run what ends in `give_up`
-
-    def take(self, owner: object) -> None:
-        """Take it for `owner`, which may have it already.
-
-        Raises:
-            WeightBridgeUnavailableError: another owner has it.
-
-        """
-        with self._lock:
-            holder = None if self._owner is None else self._owner()
-            if holder is not None and holder is not owner:
-                msg = (
-                    f"{self._what} serves another {type(holder).__name__} already, expected at "
-                    "most one. Make a bridge for each, or close() the other one first."
-                )
-                raise WeightBridgeUnavailableError(msg)
-            self._owner = weakref.ref(owner)
-
-    def give_up(self, owner: object) -> None:
-        """End the claim of `owner`; another one's stands."""
-        with self._lock:
-            if self._owner is not None and self._owner() is owner:
-                self._owner = None
+__all__ = ["TensorBridge"]
 
 
 class TensorBridge:
@@ -115,7 +79,7 @@ class TensorBridge:
         self._pid: int | None = None
         self._publisher: Publisher | None = None
         self._consumer: Consumer | None = None
-        self._claim = Claim(f"the {type(self).__name__} of worker {source_worker!r}")
+        self._owner: weakref.ref[object] | None = None  # of the consuming half
         self._is_closed = False
 
     # ---- the two halves -------------------------------------------------------------------------
@@ -340,11 +304,22 @@ class TensorBridge:
             WeightBridgeUnavailableError: another owner has it.
 
         """
-        self._claim.take(owner)
+        with self._lock:
+            holder = None if self._owner is None else self._owner()
+            if holder is not None and holder is not owner:
+                msg = (
+                    f"the {type(self).__name__} of worker {self.source_worker!r} serves another "
+                    f"{type(holder).__name__} already, expected at most one. Make a bridge for "
+                    "each, or close() the other one first."
+                )
+                raise WeightBridgeUnavailableError(msg)
+            self._owner = weakref.ref(owner)
 
     def give_up(self, owner: object) -> None:
         """End the claim of `owner`; another one's stands."""
-        self._claim.give_up(owner)
+        with self._lock:
+            if self._owner is not None and self._owner() is owner:
+                self._owner = None
 
     @property
     def active_weight_version(self) -> int | None:
