@@ -45,7 +45,7 @@ def failing_from_here(error: Exception, times: int, then: Callable[..., Any]) ->
     return failing
 
 
-def test_an_undo_that_was_not_told_of_the_active_version_leaves_the_engine_torn(
+def test_an_undo_behind_a_commit_that_failed_leaves_the_engine_torn(
     publisher: TensorBridge, executor: RolloutExecutor, adapter: Recording
 ) -> None:
     executor.update_weights(publish(publisher, 1))
@@ -112,7 +112,7 @@ def test_a_flip_whose_old_pages_cannot_be_refreshed_is_committed(
 
 
 @pytest.mark.parametrize("times", [1, 2])
-def test_a_shortage_while_the_old_version_is_let_go_does_not_keep_it(
+def test_a_shortage_while_the_old_version_is_released_does_not_keep_it(
     times: int,
     publisher: TensorBridge,
     executor: RolloutExecutor,
@@ -145,7 +145,7 @@ class Failing(Recording):
 
 
 @pytest.mark.parametrize("step", ["commit", "release"])
-def test_an_adapter_that_cannot_let_go_does_not_block_the_publisher(
+def test_an_adapter_that_cannot_release_does_not_block_the_publisher(
     step: str,
     publisher: TensorBridge,
     consumer: TensorBridge,

@@ -240,7 +240,7 @@ def test_a_proof_that_cannot_travel_changes_nothing(
     assert consumer.timings(manifest.update_id)["verify"] == 3.0
 
 
-def test_the_books_stay_bounded_and_live_updates_stay_in_them(
+def test_records_of_updates_stay_bounded_and_live_ones_are_kept(
     publisher: TensorBridge, consumer: TensorBridge
 ) -> None:
     active = publish(publisher, 1)

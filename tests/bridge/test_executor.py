@@ -193,7 +193,7 @@ def test_installing_the_released_update_once_more_is_not_suspicious(
         assert caplog.messages == []
 
 
-def test_a_manifest_refused_at_the_door_leaves_the_good_update_of_its_id_alone(
+def test_a_copy_refused_for_its_transport_leaves_the_imported_update_alone(
     trainer: SharedMemoryTensorBridge, rollout: SharedMemoryTensorBridge
 ) -> None:
     good = trainer.publish(fours(1), weight_version=1)

@@ -388,7 +388,7 @@ def test_a_device_that_is_lost_does_not_stop_a_bridge_from_closing(
     assert [report.presence for report in reports] == ["gone"]
 
 
-def test_who_reads_at_fixed_addresses_sees_the_new_version_and_after_an_undo_the_old_one(
+def test_a_reader_of_fixed_addresses_sees_the_new_version_and_after_an_undo_the_old_one(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # As a captured graph does: it knows addresses, and no tensors.

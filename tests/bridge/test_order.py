@@ -106,7 +106,7 @@ def test_a_sibling_of_the_acknowledged_version_is_never_acknowledged() -> None:
             bridge.acknowledge(sibling.update_id)
 
 
-def test_what_the_floor_has_passed_is_not_remembered_by_its_id() -> None:
+def test_rejections_below_the_acknowledged_version_are_forgotten() -> None:
     order = Order()
     manifests = [
         make_manifest(update_id=f"{version:032x}", weight_version=version) for version in range(50)
@@ -121,7 +121,7 @@ def test_what_the_floor_has_passed_is_not_remembered_by_its_id() -> None:
         order.check(manifests[41], reason="why")
 
 
-def test_of_ids_that_were_rejected_unseen_the_oldest_go() -> None:
+def test_only_the_last_ids_that_were_rejected_unseen_are_remembered() -> None:
     order = Order()
     for number in range(UNSEEN + 5):
         order.rejected(f"{number:032x}", None)

@@ -243,7 +243,7 @@ def test_an_unknown_update_is_said_to_be_unknown(bridge: TensorBridge) -> None:
     assert bridge.rejection_reason("f" * 32) is None
 
 
-def test_the_books_stay_bounded_and_unreleased_updates_stay_in_them() -> None:
+def test_records_of_publications_stay_bounded_and_unreleased_ones_are_kept() -> None:
     with make_weight_bridge("local-clone", suspicious="off") as bridge:
         kept = bridge.publish(weights(), weight_version=0)
         for version in range(1, 400):

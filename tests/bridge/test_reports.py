@@ -132,7 +132,7 @@ def test_reporting_to_a_publisher_that_is_gone_is_no_error(transport: str) -> No
         assert consumer.update_status(late.update_id) == "rejected"
 
 
-def test_a_way_back_that_fails_does_not_fail_what_it_tells_of(
+def test_a_report_that_cannot_be_written_does_not_fail_the_call(
     publisher: TensorBridge, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def broken(*_: object) -> None:
@@ -163,7 +163,7 @@ class Remote:
         self.bridge.close()
 
 
-def test_a_laggard_is_named_with_its_process_and_a_killed_one_is_gone() -> None:
+def test_a_reader_that_holds_a_slot_is_named_with_its_process_and_a_killed_one_is_gone() -> None:
     with (
         make_weight_bridge(
             "shared-memory", source_worker="trainer", max_slots=2, suspicious="off"
@@ -269,7 +269,9 @@ def test_late_manifests_do_not_push_out_what_is_known_of_the_active_update(trans
 
 
 @pytest.mark.parametrize("transport", ["shared-memory", "local-clone"])
-def test_a_replay_does_not_unsay_an_acknowledgement(transport: str) -> None:
+def test_a_replayed_manifest_does_not_replace_the_report_of_an_acknowledgement(
+    transport: str,
+) -> None:
     with make_weight_bridge(transport) as trainer, make_weight_bridge(transport) as rollout:
         manifests = []
         for version in (1, 2):

@@ -144,7 +144,7 @@ def test_a_later_version_that_is_refused_or_fails_leaves_the_engine_torn(
         assert bridge.update_state(update.update_id) is State.REJECTED
 
 
-def test_of_several_torn_versions_any_may_be_installed_in_full(
+def test_each_of_several_torn_versions_may_be_installed_in_full(
     publisher: TensorBridge, executor: RolloutExecutor, adapter: Recording
 ) -> None:
     executor.update_weights(publish(publisher, 1))
@@ -166,7 +166,7 @@ def test_of_several_torn_versions_any_may_be_installed_in_full(
     assert bridge.update_state(later.update_id) is State.REJECTED
 
 
-def test_the_version_before_is_reached_by_recovering_and_says_so(
+def test_a_torn_engine_refuses_the_version_before_and_names_recover(
     publisher: TensorBridge, executor: RolloutExecutor, adapter: Recording
 ) -> None:
     first = publish(publisher, 1)
@@ -189,7 +189,7 @@ def test_recovering_what_is_not_torn_does_nothing(
     assert adapter.calls == []
 
 
-def test_what_stops_an_undo_comes_out_and_the_engine_is_torn(
+def test_a_system_exit_in_an_undo_is_raised_and_leaves_a_torn_engine(
     publisher: TensorBridge, executor: RolloutExecutor, adapter: Recording
 ) -> None:
     own = LookupError("no")

@@ -38,7 +38,7 @@ ENGINES = {
 
 
 @pytest.mark.parametrize("name", ENGINES)
-def test_an_engine_that_is_none_is_refused_when_the_adapter_is_made(name: str) -> None:
+def test_what_is_no_engine_is_refused_when_the_adapter_is_made(name: str) -> None:
     engine, message = ENGINES[name]
     with pytest.raises(TypeError, match=message):
         ModuleInstallAdapter(engine)  # type: ignore[arg-type]  # that is what is tried
@@ -84,7 +84,7 @@ def test_an_engine_that_never_came_to_rest_is_not_torn() -> None:
 
 
 @pytest.mark.parametrize("num_threads", ["2", 0, 1.0, True])
-def test_a_number_of_threads_that_is_none_is_refused(num_threads: Any) -> None:
+def test_what_is_no_number_of_threads_is_refused(num_threads: Any) -> None:
     with pytest.raises(ValueError, match=r"num_threads .*: expected an int of 1 or more"):
         ModuleInstallAdapter(weights(), num_threads=num_threads)
 
@@ -194,5 +194,5 @@ def test_a_method_that_cannot_be_called_is_refused_when_the_executor_is_made(
         RolloutExecutor(weight_bridge=bridge, weight_install_adapter=adapter)
 
 
-def test_a_method_that_takes_anything_is_taken() -> None:
+def test_a_method_with_free_parameters_is_accepted() -> None:
     assert as_transactional(Free()) is not None
