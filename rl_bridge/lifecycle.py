@@ -44,7 +44,7 @@ class Role(StrEnum):
 
 
 class State(StrEnum):
-    """Fine states, as `update_state` tells them."""
+    """Fine states, as `update_state` returns them."""
 
     PREPARING = "preparing"
     PUBLISHED = "published"

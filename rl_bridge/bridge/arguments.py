@@ -152,7 +152,7 @@ def check_options(kind: type[Transport], options: Iterable[str]) -> None:
 
 
 def _option_names(kind: type[Transport]) -> list[str] | None:
-    """What `create` takes; None where that cannot be told."""
+    """What `create` takes; None if that is unknown."""
     for made_by in (kind.create, kind):
         parameters = inspect.signature(made_by).parameters.values()
         if all(one.kind is not one.VAR_KEYWORD for one in parameters):

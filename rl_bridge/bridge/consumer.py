@@ -67,7 +67,7 @@ _LOG = logging.getLogger(__name__)
 
 # Each remembered update keeps its manifest: with 40,000 tensors that is a megabyte.
 REMEMBERED = 32
-# Ids that were rejected before any manifest of theirs came: nobody knows whose they are, so no
+# Ids that were rejected before any manifest of theirs came: their publisher is unknown, so no
 # later version can make them superfluous. The oldest go when there are more.
 UNSEEN = 4096
 _ANY = b""
@@ -75,7 +75,7 @@ _OVER = frozenset({State.REJECTED, State.RELEASED})
 _REPORTED = frozenset({Event.VERIFY, Event.TEAR})
 # How often garbage is collected for the sake of a rejected update whose tensors live on.
 _COLLECTIONS = 2
-# What Python and torch's allocator of CPU memory say, whose errors have no type of their own.
+# Messages of Python and of torch's allocator of CPU memory: their errors have no own types.
 _SHORTAGE_TEXTS = ("can't start new thread", "can't allocate memory")
 _SHORTAGES = (MemoryError, torch.OutOfMemoryError, WeightBridgeUnavailableError, DeadlineExceeded)
 _SHORTAGE_NUMBERS = frozenset(
@@ -427,7 +427,7 @@ class Consumer:
             manifest.weight_layout.validate_supported()
             self.order.check(manifest, reason=None if known is None else known.lifecycle.reason)
         except WeightBridgeError as error:
-            if known is None or known.manifest is None:  # else the publisher was told what it is
+            if known is None or known.manifest is None:  # else the publisher knows
                 record = self._new_record(manifest.update_id, manifest, is_observed=False)
                 record.lifecycle.fire(Event.REJECT, reason=describe(error))
                 self._report(record)
@@ -528,7 +528,7 @@ class Consumer:
             record = self._updates.get(update_id)
             if record is None:
                 record = self._announce(update_id, manifest)
-            elif record.is_of_a_copy:  # whose update this is, its manifest cannot tell
+            elif record.is_of_a_copy:  # its manifest may name another update
                 record = self._announce(update_id, None)
             if record.lifecycle.state is not State.REJECTED:
                 self._refuse(record, reason)
@@ -628,8 +628,8 @@ class Consumer:
     def _refuse(self, record: _Update, reason: str, *, forget: bool = False) -> None:
         """Reject an update.
 
-        With `forget` the mapping gives its memory back as well, whoever still holds it: the frames
-        of the exception that is on its way, for instance.
+        With `forget` the mapping releases its memory as well, also while it is still referenced: by
+        the frames of the exception that is on its way, for instance.
         """
         attachment = record.attachment if forget else None
         record.lifecycle.fire(Event.REJECT, reason=reason)
@@ -651,7 +651,7 @@ class Consumer:
         if pin is not None:
             buffer = pin.buffer
             record.buffers.append(weakref.ref(buffer))
-            # Not at exit: where the process ends, the kernel tells, as its lock is gone.
+            # Not at exit: the lock that the kernel releases then says the same.
             finalizer = weakref.finalize(buffer, _note_death, weakref.ref(self), record.update_id)
             finalizer.atexit = False
             del buffer
@@ -678,7 +678,7 @@ class Consumer:
             self.end.report(manifest, report)
         except Exception:  # noqa: BLE001 - logged in full
             # What it says has happened: a report that fails must not look like its failure.
-            _LOG.exception("the publisher was not told of %s", report)
+            _LOG.exception("the publisher did not get the report %s", report)
 
 
 def _note_death(consumer: "weakref.ref[Consumer]", update_id: str) -> None:
@@ -704,7 +704,7 @@ class PlainConsumer:
         return self
 
     def claim(self, owner: object) -> None:
-        """Keep it for one owner: nobody can tell of such a bridge who else uses it."""
+        """Keep it for one owner: other users of such a bridge are not known."""
 
     def give_up(self, owner: object) -> None:
         """End the claim of `owner`."""

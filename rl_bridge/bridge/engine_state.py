@@ -60,7 +60,7 @@ class Acknowledgement:
 
 
 class EngineState:
-    """The version that an engine holds, and the updates that tore it; the bridge is told of both.
+    """The version that an engine holds, and the updates that tore it; the bridge hears of both.
 
     Attributes:
         bridge: the consumer's bridge.
@@ -246,7 +246,7 @@ class EngineState:
 
         """
         self.adapter.undo()
-        self.look_whose()
+        self.check_owner()
         if self._uncommitted is not None and self.active is not None:
             msg = (
                 f"the adapter's commit of version {self.active.weight_version} had failed "
@@ -255,7 +255,7 @@ class EngineState:
             )
             raise TornEngine(msg)
 
-    def look_whose(self) -> None:
+    def check_owner(self) -> None:
         """If another driver has updated the engine, none of our versions is active any more."""
         if self.active is not None and self.adapter.is_overtaken:
             self.taken()

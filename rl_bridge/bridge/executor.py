@@ -164,7 +164,7 @@ class RolloutExecutor:
             raise StaleUpdate(msg)
         known_as = consumer.state(manifest.update_id)
         if known_as is State.ACKNOWLEDGED:
-            # It says that another engine has it, by somebody who shares the bridge: that stands.
+            # Another user of this bridge says that another engine has it: that stands.
             msg = (
                 f"{name} is acknowledged on this bridge already, and not what this executor's "
                 "engine holds. Publish a later version, or call the bridge's release_imported() "
@@ -245,7 +245,7 @@ class RolloutExecutor:
                 engine.healed()
                 engine.taken()
             if not engine.is_torn:
-                engine.look_whose()
+                engine.check_owner()
                 return
             manifest, _ = engine.last_torn
             try:

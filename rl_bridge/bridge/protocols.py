@@ -26,7 +26,7 @@ class WeightPublisher(Protocol):
         """Publish one complete version."""
 
     def release(self, update_id: str) -> None:
-        """Let go of an update."""
+        """Release an update."""
 
 
 @runtime_checkable
@@ -43,7 +43,7 @@ class WeightConsumer(Protocol):
         """Say that it is not, and why."""
 
     def release(self, update_id: str) -> None:
-        """Let go of an update."""
+        """Release an update."""
 
 
 @runtime_checkable

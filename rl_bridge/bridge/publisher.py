@@ -252,7 +252,7 @@ class Publisher:
         return {} if record is None else dict(record.timings_ms)
 
     def reports(self, update_id: str | None = None) -> list[ConsumerReport]:
-        """Who did what: one entry per consumer and update, or only those of one update."""
+        """What consumers did: one entry per consumer and update, or only those of one update."""
         with self._turn():
             records = self.end.records()
         found = [report for record in records for report in _flatten(record)]

@@ -185,10 +185,10 @@ class TensorBridge:
         return [] if self._publisher is None else self._publisher.reports()
 
     def holders(self, update_id: UpdateRef) -> list[ConsumerReport]:
-        """The reports of `consumers` about one update: everybody who told of it.
+        """The reports of `consumers` about one update: of each consumer that met it.
 
-        Who rejected or released it, and who is gone, is listed too, with that ``state`` and
-        ``presence``; ``tensors_held`` tells who still keeps tensors of it.
+        Consumers that rejected or released it, or are gone, are listed too, with that ``state`` and
+        ``presence``; ``tensors_held`` is set if a consumer still keeps tensors of it.
 
         Raises:
             BridgeClosed: this bridge published and is closed.
@@ -210,7 +210,7 @@ class TensorBridge:
 
     @property
     def latest_manifest(self) -> WeightUpdateManifest | None:
-        """The manifest published last here, for a late joiner; it is told also after `close`."""
+        """The manifest published last here, for a late joiner; also after `close`."""
         return None if self._publisher is None else self._publisher.latest
 
     def get_manifest(self, update_id: UpdateRef) -> WeightUpdateManifest:
@@ -423,7 +423,7 @@ class TensorBridge:
 
     def _check_process(self) -> None:
         # Before the lock is taken: at the fork, another thread of the parent may have held it. A
-        # bridge that was not used yet belongs to whoever uses it first.
+        # bridge that was not used yet belongs to the first process that uses it.
         if self._pid is None:
             self._pid = os.getpid()
         if os.getpid() != self._pid:

@@ -263,7 +263,7 @@ class Transaction:
                 self._adapter.abandon()
             except Exception:  # noqa: BLE001 - logged in full; the caller gets the first failure
                 _LOG.exception("abandon failed for version %d", manifest.weight_version)
-            self._engine.look_whose()
+            self._engine.check_owner()
         if self.tensors is not _NOT_IMPORTED or (
             self._is_imported_here and self._consumer.state(manifest.update_id) in _IMPORTED
         ):
@@ -276,7 +276,7 @@ class Transaction:
         manifest = self.manifest
         try:
             self._engine.undo()
-        except Exception as second:  # noqa: BLE001 - told by a `TornEngine`
+        except Exception as second:  # noqa: BLE001 - reported by a `TornEngine`
             self._engine.torn(manifest, f"{describe(error)}; undo: {describe(second)}")
             add_note(error, f"the undo failed too ({describe(second)}); the engine is torn.")
             msg = (

@@ -1,4 +1,4 @@
-"""`TwoPhaseExecutor`: an update in steps, for whoever decides between them.
+"""`TwoPhaseExecutor`: an update in steps, with decisions between them.
 
 `import_weights` -> `prepare_weights` -> `commit_weights`, or `abort_weights` before the last. Until
 the commit the engine serves on, untouched. One update at a time is on its way: the next one gives

@@ -75,7 +75,7 @@ def _kind(item: object) -> str:
     return "None" if item is None else f"a {type(item).__name__}"
 
 
-# ---- who else looks at a tensor's memory ---------------------------------------------------------
+# ---- other tensors over the same memory ----------------------------------------------------------
 
 
 def require_owned(engine: Mapping[str, torch.Tensor], mode: str) -> None:

@@ -25,7 +25,7 @@ __all__ = [
 
 @runtime_checkable
 class WeightInstallAdapter(Protocol):
-    """The least that an adapter is: install a complete update, and let go of one."""
+    """The least that an adapter is: install a complete update, and release one."""
 
     def install(
         self, manifest: WeightUpdateManifest, tensors: Mapping[str, torch.Tensor]
@@ -33,7 +33,7 @@ class WeightInstallAdapter(Protocol):
         """Put all tensors into the engine."""
 
     def release(self, update_id: str) -> None:
-        """Let go of what was kept for an update."""
+        """Release what was kept for an update."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +114,7 @@ class TransactionalAdapter(ABC):
     def phases_ms(self) -> Mapping[str, float]:
         """Phase -> milliseconds, of phases inside of `install`, `prove` and `resume`.
 
-        The acknowledgement tells them apart: what a step took is told without them. Where an
+        The acknowledgement lists them apart, and the time of a step without them. Where an
         adapter `imports_itself`, ``verify`` is inside of `prepare`, whatever else it has then too.
         """
         return {}
@@ -172,7 +172,7 @@ class TransactionalAdapter(ABC):
 
     @abstractmethod
     def release(self, update_id: str) -> None:
-        """Let go of what was kept for an update. Unknown ids are ignored."""
+        """Release what was kept for an update. Unknown ids are ignored."""
 
 
 def checked_threads(num_threads: int | None) -> int | None:

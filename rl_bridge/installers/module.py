@@ -169,8 +169,8 @@ class _CopyMode(_Mode):
     """Copies; every byte that the engine holds afterwards is read again for the proof.
 
     The version before is retained: copied back, it is the undo. Only a published segment can be
-    that: what the user wrote into a copy in this process's own memory, nobody can tell. Without
-    one, the engine is copied aside.
+    that: into a copy in this process's own memory the user may have written. Without one, the
+    engine is copied aside.
     """
 
     def __init__(self, memory: EngineMemory, *, strict: bool, num_threads: int | None) -> None:
@@ -596,7 +596,7 @@ class ModuleInstallAdapter(TransactionalAdapter):
             self._is_dirty = False
 
     def release(self, update_id: str) -> None:
-        """Let go of what is kept for an update; the engine goes on with the bytes that it has."""
+        """Release what is kept for an update; the engine goes on with the bytes that it has."""
         self._mode.release(update_id)
 
     def _quiet(self) -> AbstractContextManager[object]:

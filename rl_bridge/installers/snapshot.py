@@ -44,8 +44,7 @@ class Snapshot:
             without: names of tensors whose bytes nobody writes meanwhile: of them only object and
                 memory are noted, which somebody else brings back before `restore` looks at them.
             num_threads: threads that copy; None takes the usable cores.
-            room: of an earlier one that is needed no more, as `give_room` gave it; it is used if it
-                has the size.
+            room: memory of an earlier one, as `give_room` gave it; it is used if it has the size.
 
         Raises:
             IncompatibleUpdate: a tensor that cannot be copied aside.

@@ -293,11 +293,11 @@ class WrappedAdapter(TransactionalAdapter):
             self._call("commit")
         except Exception:
             if self._has("undo"):
-                raise  # whose undo then leads elsewhere
+                raise  # its undo then leads elsewhere
             _LOG.exception("adapter %s: its commit failed", type(self.adapter).__name__)
 
     def release(self, update_id: str) -> None:
-        """Let the adapter let go."""
+        """Have the adapter release what it keeps for an update."""
         known = self._previous
         # A torn engine still needs it; it goes with the next commit.
         if known is not None and known[0].update_id == update_id and self._pending is None:
