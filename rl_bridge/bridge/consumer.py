@@ -523,7 +523,7 @@ class Consumer:
         """
         with self.turn():
             self.check_open()
-            manifest = None if isinstance(update, str) else update
+            manifest = update if isinstance(update, WeightUpdateManifest) else None
             update_id = update if isinstance(update, str) else update.update_id
             record = self._updates.get(update_id)
             if record is None:
