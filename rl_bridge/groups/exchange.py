@@ -457,36 +457,39 @@ class StoreExchange(GroupExchange):
 
     def gather(self, step: str, payload: bytes, *, timeout_s: float) -> list[bytes]:
         """Put one's own bytes, wait for all; a round that another rank ended is over at once."""
-        end, rounds = time.monotonic() + timeout_s, self.rounds
+        rounds, verdict = self.rounds, self.rounds.key("verdict")
         keys = [rounds.key(f"{step}/{rank}") for rank in range(self.world_size)]
         # A store takes text; JSON is ASCII, and any other bytes come through as well.
         rounds.put(step, keys[self.rank], payload.decode("latin-1"), timeout_s)
-        for key in keys:
-            self._await(step, key, end, keys)
-        left = max(end - time.monotonic(), _LAST_S)
-        found = rounds.ask(step, lambda: [rounds.store.get(key) for key in keys], left)
+        found, end = self._wait_for(step, keys, verdict, timeout_s)
+        late = tuple(rank for rank, text in enumerate(found) if text is None)
+        if late and end is not None:
+            raise GroupAborted(not_together(step, self.rank, f"another rank ended it: {end}"))
+        if late:
+            raise GroupAborted(not_together(step, self.rank, f"no answer from ranks {late}"), late)
         try:
-            return [one.decode().encode("latin-1") for one in found]
+            return [str(text).encode("latin-1") for text in found]
         except ValueError as error:
             raise GroupAborted(not_together(step, self.rank, str(error))) from error
 
-    def _await(self, step: str, key: str, end: float, keys: Sequence[str]) -> None:
-        rounds, pause = self.rounds, threading.Event()
-        verdict = rounds.key("verdict")
+    def _wait_for(
+        self, step: str, keys: Sequence[str], verdict: str, timeout_s: float
+    ) -> tuple[list[str | None], str | None]:
+        """Wait until all keys are there, or the verdict, or the time is up; what is there then."""
+        end, pause, store = time.monotonic() + timeout_s, threading.Event(), self.rounds.store
+
+        def ask(question: Callable[[], T]) -> T:
+            return self.rounds.ask(step, question, max(end - time.monotonic(), _LAST_S))
 
         def has(*wanted: str) -> bool:
-            left = max(end - time.monotonic(), _LAST_S)
-            return rounds.ask(step, lambda: bool(rounds.store.check(list(wanted))), left)
+            return ask(lambda: bool(store.check(list(wanted))))
 
-        while not has(key):
-            # When another rank has decided, all ranks may have come by now.
-            if has(verdict) and not has(*keys):
-                what = rounds.ask(step, lambda: rounds.store.get(verdict), _LAST_S).decode()
-                msg = not_together(step, self.rank, f"another rank ended it: {what}")
-                raise GroupAborted(msg)
-            if time.monotonic() > end:
-                late = tuple(r for r, k in enumerate(keys) if not has(k))
-                msg = not_together(step, self.rank, f"no answer from ranks {late}")
-                raise GroupAborted(msg, late)
+        while not has(*keys) and not has(verdict) and time.monotonic() < end:
             # The store's own wait prints a line to the terminal each time that it times out.
             pause.wait(_POLL_S)
+        # When another rank has decided, all ranks may have come by now.
+        wanted = [*keys, verdict]
+        *found, ended = ask(
+            lambda: [store.get(key).decode() if store.check([key]) else None for key in wanted]
+        )
+        return found, ended

@@ -4,13 +4,14 @@ It keeps what a store of torch.distributed would keep for them, and opens no por
 """
 
 import asyncio
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, cast
 
 from pydantic import Field, StrictBool, StrictFloat, StrictInt, StrictStr
 
 from rl_bridge.errors import GroupAborted
-from rl_bridge.groups.exchange import Store, StoreExchange, not_together
+from rl_bridge.groups.exchange import Store, StoreExchange
 from rl_bridge.ray.calls import require
 from rl_bridge.ray.pairing import Said
 
@@ -157,19 +158,13 @@ class RayExchange(StoreExchange):
             timeout_s=membership.timeout_s,
         )
 
-    def gather(self, step: str, payload: bytes, *, timeout_s: float) -> list[bytes]:
-        """Put one's own bytes, wait for all; a round that another rank ended is over at once."""
-        rounds, verdict = self.rounds, self.rounds.key("verdict")
-        keys = [rounds.key(f"{step}/{rank}") for rank in range(self.world_size)]
-        rounds.put(step, keys[self.rank], payload.decode("latin-1"), timeout_s)
+    def _wait_for(
+        self, step: str, keys: Sequence[str], verdict: str, timeout_s: float
+    ) -> tuple[list[str | None], str | None]:
+        """Let the actor wait: it answers as soon as there is something to say."""
 
         def wait() -> Any:
             return self._client.ask("wait_for", keys, verdict, timeout_s)
 
-        found, end = rounds.ask(step, wait, timeout_s + _ANSWER_S)
-        late = tuple(rank for rank, text in enumerate(found) if text is None)
-        if not late:
-            return [str(text).encode("latin-1") for text in found]
-        if end is not None:
-            raise GroupAborted(not_together(step, self.rank, f"another rank ended it: {end}"))
-        raise GroupAborted(not_together(step, self.rank, f"no answer from ranks {late}"), late)
+        found, end = self.rounds.ask(step, wait, timeout_s + _ANSWER_S)
+        return found, end

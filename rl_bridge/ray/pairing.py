@@ -7,7 +7,7 @@ if both have it, else broadcast.
 """
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Self
@@ -245,9 +245,6 @@ def look_around(
 
 def _transports() -> Iterator[tuple[str, str]]:
     for name in PREFERENCE:
-        if name not in registry.TRANSPORTS:
-            yield name, "not part of this version of rl_bridge"
-            continue
         found = registry.probe(name)
         yield name, "" if found.status == "pass" else found.cause or "blocked"
 
@@ -269,13 +266,8 @@ def choose_transport(
         WeightBridgeUnavailableError: none of them works between the two; says why of each.
 
     """
-    not_taken: dict[str, str] = {}
-    for name in preference:
-        found = _found(name, publisher, consumer)
-        if isinstance(found, PairChoice):
-            return found.model_copy(update={"not_taken": not_taken})
-        not_taken[name] = found
-    raise _none_works(f"{_who(publisher)} and {_who(consumer)}", not_taken)
+    (choice,) = choose_for_group([(publisher, consumer)], preference=preference)
+    return choice.model_copy(update={"group": ""})
 
 
 def choose_for_group(
@@ -299,29 +291,26 @@ def choose_for_group(
         found = [_found(name, *pair) for pair in pairs]
         choices = [one for one in found if isinstance(one, PairChoice)]
         if len(choices) < len(found):
-            causes = ((rank, one) for rank, one in enumerate(found) if isinstance(one, str))
-            not_taken[name] = "rank {}: {}".format(*next(causes))
+            rank, cause = next((r, one) for r, one in enumerate(found) if isinstance(one, str))
+            not_taken[name] = cause if len(pairs) == 1 else f"rank {rank}: {cause}"
         elif any(one.consumer_options != choices[0].consumer_options for one in choices):
             not_taken[name] = "no one directory is shared with all ranks"
         else:
             channel = "+".join(dict.fromkeys(one.channel for one in choices))
             changes = {"not_taken": not_taken, "group": channel}
             return tuple(one.model_copy(update=changes) for one in choices)
-    raise _none_works(f"{len(pairs)} ranks and {_who(pairs[0][1])}", not_taken)
+    causes = "; ".join(f"{name}: {cause}" for name, cause in not_taken.items())
+    publishers = _who(pairs[0][0]) if len(pairs) == 1 else f"{len(pairs)} ranks"
+    raise WeightBridgeUnavailableError(
+        f"no transport between {publishers} and {_who(pairs[0][1])}: {causes}. Put both on one "
+        "machine, give both a shared directory, or install what is missing."
+    )
 
 
 def _found(name: str, publisher: EndpointFacts, consumer: EndpointFacts) -> PairChoice | str:
     """How a pair uses a transport, or why it cannot."""
     find = _network if name != "shared-memory" else _memory
     return _blocked(name, publisher, consumer) or find(name, publisher, consumer)
-
-
-def _none_works(who: str, not_taken: Mapping[str, str]) -> WeightBridgeUnavailableError:
-    causes = "; ".join(f"{name}: {cause}" for name, cause in not_taken.items())
-    return WeightBridgeUnavailableError(
-        f"no transport between {who}: {causes}. Put both on one machine, give both a shared "
-        "directory, or install what is missing."
-    )
 
 
 def _blocked(name: str, publisher: EndpointFacts, consumer: EndpointFacts) -> str:

@@ -234,8 +234,7 @@ class WeightExtractor(ABC):
         self._chunk_nbytes = checked_threshold(chunk_nbytes)
         self._keep_buffers = bool(keep_buffers)
         self._known: list[RankTensor] | None = None
-        self._local_plans: dict[torch.dtype | None, list[ChunkPlan]] = {}
-        self._full_plans: dict[torch.dtype | None, list[ChunkPlan]] = {}
+        self._plans: dict[tuple[torch.dtype | None, bool], list[ChunkPlan]] = {}
 
     def metadata(self, dtype: torch.dtype | None = None) -> Mapping[str, WeightMetadata]:
         """Every whole tensor that this rank knows of, by name; no bytes, no collective.
@@ -286,11 +285,8 @@ class WeightExtractor(ABC):
             dtype: to which floating-point tensors are cast; None leaves them as they are.
 
         """
-        dtype = checked_dtype(dtype)
-        tensors = self._current()
-        if dtype not in self._local_plans:
-            self._local_plans[dtype] = self._plan_local(dtype)
-        for plan in self._local_plans[dtype]:
+        plans, tensors = self._planned(checked_dtype(dtype), is_local=True)
+        for plan in plans:
             yield _local_chunk(plan, tensors, in_kept_buffer=self._keep_buffers)
 
     def full(self, dtype: torch.dtype | None = None) -> Iterator[WeightChunk]:
@@ -300,11 +296,8 @@ class WeightExtractor(ABC):
             dtype: to which floating-point tensors are cast; None leaves them as they are.
 
         """
-        dtype = checked_dtype(dtype)
-        tensors = self._current()
-        if dtype not in self._full_plans:
-            self._full_plans[dtype] = self._plan_full(dtype)
-        for plan in self._full_plans[dtype]:
+        plans, tensors = self._planned(checked_dtype(dtype), is_local=False)
+        for plan in plans:
             yield self._full_chunk(plan, tensors)
 
     def extract_weights(self, dtype: torch.dtype | None = None) -> Iterator[WeightChunk]:
@@ -314,8 +307,7 @@ class WeightExtractor(ABC):
     def refresh(self) -> None:
         """Look at the model anew, after its structure, names or layout were changed by hand."""
         self._known = None
-        self._local_plans.clear()
-        self._full_plans.clear()
+        self._plans.clear()
 
     # ---- what a subclass writes
 
@@ -392,41 +384,35 @@ class WeightExtractor(ABC):
         )
         raise IncompatibleUpdate(msg)
 
-    def _plan_local(self, dtype: torch.dtype | None) -> list[ChunkPlan]:
-        entries = [
-            Entry(
-                name=one.name,
-                source=index if one.tied_to is None else one.tied_to,
-                dtype=wire_dtype(one.dtype, dtype),
-                shape=one.local_shape,
-                placement=one.placement(dtype),
-                is_tied=one.tied_to is not None,
-            )
-            for index, one in enumerate(self._all_known())
-            if one.local_shape is not None
-        ]
-        return self._batched(entries, self._chunk_nbytes)
+    def _planned(
+        self, dtype: torch.dtype | None, *, is_local: bool
+    ) -> tuple[list[ChunkPlan], Sequence[torch.Tensor | None]]:
+        """The chunks to make, of this rank's parts or of whole tensors, and the tensors of now."""
+        tensors = self._current()
+        key = dtype, is_local
+        if key not in self._plans:
+            self._plans[key] = self._plan(dtype, is_local=is_local)
+        return self._plans[key], tensors
 
-    def _plan_full(self, dtype: torch.dtype | None) -> list[ChunkPlan]:
-        entries = [
-            Entry(
-                name=one.name,
-                source=index if one.tied_to is None else one.tied_to,
-                dtype=wire_dtype(one.dtype, dtype),
-                shape=one.shape,
-                is_tied=one.tied_to is not None,
-            )
-            for index, one in enumerate(self._all_known())
-        ]
-        return self._batched(entries, max(1, self._chunk_nbytes - self._reserve_nbytes()))
-
-    def _batched(self, entries: Sequence[Entry], limit: int) -> list[ChunkPlan]:
-        known = self._all_known()
+    def _plan(self, dtype: torch.dtype | None, *, is_local: bool) -> list[ChunkPlan]:
+        known, entries = self._all_known(), []
+        for index, one in enumerate(known):
+            shape = one.local_shape if is_local else one.shape
+            if shape is not None:
+                entry = Entry(
+                    name=one.name,
+                    source=index if one.tied_to is None else one.tied_to,
+                    dtype=wire_dtype(one.dtype, dtype),
+                    shape=shape,
+                    placement=one.placement(dtype) if is_local else None,
+                    is_tied=one.tied_to is not None,
+                )
+                entries.append(entry)
         found = batches(
             # A tied name travels with the first name of its tensor, which has the bytes.
             ((module_of(known[one.source].name), one) for one in entries),
             size_of=lambda one: one.nbytes,
-            limit=limit,
+            limit=max(1, self._chunk_nbytes - (0 if is_local else self._reserve_nbytes())),
             extra_of=lambda one: self._aside_nbytes(known[one.source], one.dtype),
         )
         return [ChunkPlan(batch, module) for module, batch in found]

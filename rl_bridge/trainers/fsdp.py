@@ -20,7 +20,14 @@ from rl_bridge.errors import IncompatibleUpdate
 from rl_bridge.manifest.parallel import Piece
 from rl_bridge.trainers.base import RankTensor, WeightExtractor
 from rl_bridge.trainers.chunks import DEFAULT_CHUNK_NBYTES
-from rl_bridge.trainers.gather import Split, flat_piece, gather, whole_piece, window_nbytes
+from rl_bridge.trainers.gather import (
+    Shared,
+    Split,
+    flat_piece,
+    gather,
+    whole_piece,
+    window_nbytes,
+)
 from rl_bridge.trainers.meshes import (
     MeshView,
     cutting_dims,
@@ -410,7 +417,7 @@ class FSDPWeightExtractor(WeightExtractor):
         tensors: Sequence[torch.Tensor | None],
     ) -> None:
         known = self._all_known()
-        together: list[tuple[torch.Tensor, Split, torch.Tensor | None]] = []
+        cut: list[Shared] = []
         for view, source in zip(views, sources, strict=True):
             tensor = tensors[source]
             if known[source].is_whole:
@@ -418,16 +425,8 @@ class FSDPWeightExtractor(WeightExtractor):
             elif known[source].name in self._cut_often:
                 view.copy_(gathered_by_torch(self._slots.slots[source].tensor(), view.dtype))  # type: ignore[arg-type]
             else:
-                together.append((view, self._split(source), tensor))
-        if together:
-            views, splits, parts = zip(*together, strict=True)
-            gather(
-                views,
-                splits,
-                parts,
-                rank=torch.distributed.get_rank(),
-                window=window_nbytes(self._chunk_nbytes),
-            )
+                cut.append((view, self._split(source), tensor))
+        gather(cut, window=self._reserve_nbytes())
 
     def _reserve_nbytes(self) -> int:
         return window_nbytes(self._chunk_nbytes)

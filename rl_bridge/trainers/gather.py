@@ -7,7 +7,7 @@ other memory. The makers of pieces (`whole_piece`, `box_piece`, `flat_piece`) sa
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +15,7 @@ import torch
 from rl_bridge.manifest.parallel import Piece
 
 __all__ = [
+    "Shared",
     "Split",
     "box_piece",
     "flat_piece",
@@ -157,6 +158,10 @@ class Split:
     parts: tuple[tuple[int, tuple[Piece, ...]], ...]
 
 
+Shared = tuple[torch.Tensor, Split, torch.Tensor | None]
+"""Where a whole tensor is written, how the ranks share it, and what this rank holds of it."""
+
+
 def _region(whole: torch.Tensor, piece: Piece) -> torch.Tensor:
     """What a piece covers of a contiguous whole tensor: a view."""
     if piece.is_flat:
@@ -175,26 +180,18 @@ def _own_part(local: torch.Tensor, piece: Piece) -> torch.Tensor:
     return local
 
 
-def gather(
-    views: Sequence[torch.Tensor],
-    splits: Sequence[Split],
-    tensors: Sequence[torch.Tensor | None],
-    *,
-    rank: int,
-    window: int,
-) -> None:
-    """Write whole tensors into `views`, casting what this rank holds. A collective of each group.
+def gather(tensors: Iterable[Shared], *, window: int) -> None:
+    """Write whole tensors, casting what this rank holds. A collective of each group.
 
     Args:
-        views: contiguous, one per tensor, of its whole shape.
-        splits: who holds what of each tensor; the same on all ranks of its group.
-        tensors: what this rank holds of each.
-        rank: this rank, of the world.
+        tensors: for each a view of its whole shape, contiguous; how the ranks share it, the same on
+            all ranks of its group; and what this rank holds of it.
         window: bytes of a buffer for small parts.
 
     """
+    rank = torch.distributed.get_rank()
     groups: dict[tuple[int, str], tuple[Split, dict[int, list[torch.Tensor]]]] = {}
-    for view, split, tensor in zip(views, splits, tensors, strict=True):
+    for view, split, tensor in tensors:
         key = id(split.group), str(split.device)
         _, parts = groups.setdefault(key, (split, {}))
         for owner, pieces in split.parts:

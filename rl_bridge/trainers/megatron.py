@@ -24,7 +24,7 @@ from rl_bridge.trainers.chunks import (
     module_of,
     wire_dtype,
 )
-from rl_bridge.trainers.gather import Split, box_piece, gather, window_nbytes
+from rl_bridge.trainers.gather import Shared, Split, box_piece, gather, window_nbytes
 from rl_bridge.trainers.modules import ModuleSlots, Naming, Slot, clean_name
 
 __all__ = [
@@ -178,7 +178,7 @@ class Axis:
         return len(self.ranks)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Grid:
     """Where this rank stands. Experts have tensor and data dimensions of their own."""
 
@@ -207,7 +207,7 @@ def grid_now() -> Grid:
             "parallel_state.initialize_model_parallel before making an extractor."
         )
         raise WeightBridgeUnavailableError(msg)
-    groups = (
+    groups = (  # in the order of a grid's fields
         state.get_tensor_model_parallel_group(),
         # Ranks that only share a sequence hold the same weights.
         state.get_data_parallel_group(with_context_parallel=True),
@@ -220,14 +220,7 @@ def grid_now() -> Grid:
     for group in groups:
         ranks = tuple(torch.distributed.get_process_group_ranks(group))
         axes.append(Axis(number=ranks.index(me), ranks=ranks, group=group))
-    tensor, data, expert, expert_tensor, expert_data = axes
-    return Grid(
-        tensor=tensor,
-        data=data,
-        expert=expert,
-        expert_tensor=expert_tensor,
-        expert_data=expert_data,
-    )
+    return Grid(*axes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -528,20 +521,16 @@ class MegatronWeightExtractor(WeightExtractor):
         sources: Sequence[int],
         tensors: Sequence[torch.Tensor | None],
     ) -> None:
-        cut: list[tuple[torch.Tensor, Split, torch.Tensor | None]] = []
+        cut: list[Shared] = []
         for view, source in zip(views, sources, strict=True):
             shard, tensor = self._shards[source], tensors[source]
             if shard.is_cut:
                 parts = tuple(zip(shard.axis.ranks, shard.parts, strict=True))
-                cut.append(
-                    (view, Split(group=shard.axis.group, device=view.device, parts=parts), tensor)
-                )
+                split = Split(group=shard.axis.group, device=view.device, parts=parts)
+                cut.append((view, split, tensor))
             else:
                 view.copy_(tensor)  # type: ignore[arg-type]  # this rank holds all of it
-        if cut:
-            views, splits, held = zip(*cut, strict=True)
-            rank = torch.distributed.get_rank()
-            gather(views, splits, held, rank=rank, window=self._reserve_nbytes())
+        gather(cut, window=self._reserve_nbytes())
 
     def _reserve_nbytes(self) -> int:
         return window_nbytes(self._chunk_nbytes)
