@@ -130,7 +130,7 @@ class RolloutFleet:
     def close(self) -> None:
         """Leave the trainer to the next fleet. The actors and their versions stay."""
         self._members.clear()
-        self._trainers.leave(Deadline(self._timeout_s))
+        self._trainers.leave()
 
     def __enter__(self) -> Self:
         """Use as a context manager."""

@@ -63,7 +63,11 @@ class Trainers:
         self._facts: list[EndpointFacts] = []
         self._is_joined = True
         """Whether the ranks can reach each other, as far as is known."""
-        self.current = self._come_together(Deadline(timeout_s), take_over=take_over)
+        try:
+            self.current = self._come_together(Deadline(timeout_s), take_over=take_over)
+        except BaseException:
+            self.leave()  # some may have joined, and would refuse the next attempt
+            raise
 
     def _come_together(self, deadline: Deadline, *, take_over: bool = False) -> Announcement:
         """Have all actors join, with the same version and the same channels."""
@@ -97,14 +101,10 @@ class Trainers:
         told = self._answers("join the fleet", calls, deadline)
         return [Announcement.from_json(one) for one in told]
 
-    def leave(self, deadline: Deadline) -> None:
-        """Leave the actors to the next fleet; best effort where one is gone."""
-        for rank, actor in enumerate(self._actors):
-            try:
-                call = actor.leave_weight_fleet.remote(self._fleet)
-                result_of(self._name(rank), "leave the fleet", call, deadline)
-            except Exception as error:  # noqa: BLE001 - the next fleet takes it over
-                _LOG.warning("%s", error)
+    def leave(self) -> None:
+        """Leave the actors to the next fleet; this waits for nothing."""
+        for actor in self._actors:
+            actor.leave_weight_fleet.remote(self._fleet)
 
     def look_again(self) -> None:
         """Ask anew where the actors run: Ray may have started one anew, elsewhere."""

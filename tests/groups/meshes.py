@@ -9,7 +9,18 @@ from hypothesis import strategies as st
 
 from rl_bridge.manifest.parallel import Piece, Placement
 
-__all__ = ["Shards", "chunked", "cut", "cuts", "flat_cut", "model", "numbered", "shapes"]
+__all__ = [
+    "Shards",
+    "chunked",
+    "cut",
+    "cuts",
+    "flat_cut",
+    "model",
+    "numbered",
+    "same",
+    "shapes",
+    "share",
+]
 
 Shards = tuple[dict[str, torch.Tensor], dict[str, Placement]]
 """What one rank publishes: its own tensors, and where they lie."""
@@ -30,6 +41,23 @@ def model(shapes: Mapping[str, Sequence[int]], version: int = 0) -> dict[str, to
         found[name] = numbered(shape, start)
         start += prod(shape)
     return found
+
+
+def share(
+    whole: Mapping[str, torch.Tensor], degree: int, rank: int, dims: Mapping[str, int | None]
+) -> dict[str, torch.Tensor]:
+    """What one of `degree` ranks holds that cut each tensor evenly, along its dimension if any."""
+    return {
+        name: one if (dim := dims.get(name)) is None else one.chunk(degree, dim)[rank].contiguous()
+        for name, one in whole.items()
+    }
+
+
+def same(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> bool:
+    """Whether all names and values are the same."""
+    return found.keys() == wanted.keys() and all(
+        torch.equal(found[name], tensor) for name, tensor in wanted.items()
+    )
 
 
 def chunked(size: int, num: int) -> list[int]:

@@ -6,15 +6,27 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
 
+import pytest
 import torch
 
 from rl_bridge import TensorBridge, make_weight_bridge
 from rl_bridge.groups.exchange import StoreExchange
 from rl_bridge.groups.publish import GroupPublisher
 from rl_bridge.manifest.group import GroupManifest
+from rl_bridge.manifest.model import WeightUpdateManifest
+from rl_bridge.memory.control import UpdateReport
+from rl_bridge.transports.base import Attachment, ConsumerEnd
+from rl_bridge.transports.local import LocalClone
 from tests.groups.meshes import Shards
 
-__all__ = ["HashStore", "Trainers", "everywhere", "trainers"]
+__all__ = [
+    "AroundEnd",
+    "HashStore",
+    "Trainers",
+    "everywhere",
+    "local_clone_through",
+    "trainers",
+]
 
 T = TypeVar("T")
 TIMEOUT_S = 20.0
@@ -112,3 +124,34 @@ def trainers(
             for rank in range(num)
         ]
         yield Trainers(bridges, timeout_s)
+
+
+class AroundEnd(ConsumerEnd):
+    """A consumer's end that does what another one does; tests change some of it."""
+
+    def __init__(self, end: ConsumerEnd) -> None:
+        self._end = end
+
+    def attach(self, manifest: WeightUpdateManifest) -> Attachment:
+        return self._end.attach(manifest)
+
+    def report(self, manifest: WeightUpdateManifest, report: UpdateReport) -> None:
+        self._end.report(manifest, report)
+
+    def settle(self) -> None:
+        self._end.settle()
+
+    def close(self) -> None:
+        self._end.close()
+
+
+def local_clone_through(
+    monkeypatch: pytest.MonkeyPatch, make: Callable[[ConsumerEnd], ConsumerEnd]
+) -> None:
+    """Have consumers over ``local-clone`` use what `make` puts around their ends."""
+    plain = LocalClone.consumer_end
+
+    def around(transport: LocalClone, worker: str, rank: int) -> ConsumerEnd:
+        return make(plain(transport, worker, rank))
+
+    monkeypatch.setattr(LocalClone, "consumer_end", around)

@@ -21,7 +21,7 @@ from rl_bridge.groups.wanted import TensorParallel, Wanted, everything, parallel
 from rl_bridge.manifest.digest import LEAF_NBYTES
 from rl_bridge.manifest.group import GroupManifest
 from rl_bridge.testing.faults import arena_address, flip_byte
-from tests.groups.meshes import Shards, cut, flat_cut, model
+from tests.groups.meshes import Shards, cut, flat_cut, model, same, share
 from tests.groups.rig import Trainers, trainers
 
 SHAPES = {"embed": (8, 6), "layer.w": (6, 8), "norm": (5,), "scale": ()}
@@ -36,19 +36,7 @@ def shards(version: int, num: int = 2) -> list[Shards]:
 
 def expected(version: int) -> dict[str, torch.Tensor]:
     """What half of an engine, the second, holds of a version."""
-    whole = model(SHAPES, version)
-    return {
-        "embed": whole["embed"].chunk(2)[1],
-        "layer.w": whole["layer.w"].chunk(2, 1)[1],
-        "norm": whole["norm"],
-        "scale": whole["scale"],
-    }
-
-
-def same(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> bool:
-    return found.keys() == wanted.keys() and all(
-        torch.equal(found[name], tensor) for name, tensor in wanted.items()
-    )
+    return share(model(SHAPES, version), 2, 1, DIMS)
 
 
 def damage(group: Trainers, manifest: GroupManifest, rank: int, offset: int) -> None:

@@ -36,15 +36,12 @@ from rl_bridge.groups.wanted import (
 )
 from rl_bridge.manifest.digest import LEAF_NBYTES
 from rl_bridge.manifest.group import GroupManifest
-from rl_bridge.manifest.model import WeightUpdateManifest
-from rl_bridge.memory.control import UpdateReport
 from rl_bridge.memory.slots import ARRIVING, Slot
 from rl_bridge.memory.views import ImportedTensors
 from rl_bridge.testing.faults import flip_byte
 from rl_bridge.transports.base import Attachment, ConsumerEnd, Landed, Landing, PartRequest
-from rl_bridge.transports.local import LocalClone
-from tests.groups.meshes import Shards, cut, flat_cut, model
-from tests.groups.rig import trainers
+from tests.groups.meshes import Shards, cut, flat_cut, model, same, share
+from tests.groups.rig import AroundEnd, local_clone_through, trainers
 from tests.groups.test_reshard import layout_of
 
 # Cut in two, "big" is cut between leaves, "small" within one, "row" at all only by some.
@@ -75,26 +72,14 @@ class Sky:
             raise self.problem
 
 
-class Falling(ConsumerEnd):
+class Falling(AroundEnd):
     """Lands ranges in bits and in any order; all else is as in ``local-clone``."""
 
     lands = True
 
     def __init__(self, end: ConsumerEnd, sky: Sky) -> None:
-        self._end = end
+        super().__init__(end)
         self._sky = sky
-
-    def attach(self, manifest: WeightUpdateManifest) -> Attachment:
-        return self._end.attach(manifest)
-
-    def report(self, manifest: WeightUpdateManifest, report: UpdateReport) -> None:
-        self._end.report(manifest, report)
-
-    def settle(self) -> None:
-        self._end.settle()
-
-    def close(self) -> None:
-        self._end.close()
 
     def read_into(self, parts: Sequence[PartRequest], landing: Landing) -> Landed:
         sky, dice = self._sky, random.Random(self._sky.seed)
@@ -140,12 +125,7 @@ def bits(part: PartRequest, dice: random.Random) -> list[tuple[int, int, int]]:
 def sky(monkeypatch: pytest.MonkeyPatch) -> Iterator[Sky]:
     """`local-clone` lands from here on, small ranges too, digested in a thread of its own."""
     found = Sky()
-    plain = LocalClone.consumer_end
-
-    def falling(self: LocalClone, worker: str, rank: int) -> ConsumerEnd:
-        return Falling(plain(self, worker, rank), found)
-
-    monkeypatch.setattr(LocalClone, "consumer_end", falling)
+    local_clone_through(monkeypatch, lambda end: Falling(end, found))
     monkeypatch.setattr(group_landing, "_WORTH_NBYTES", 1)
     monkeypatch.setattr(group_landing, "BESIDE_NBYTES", 1)
     monkeypatch.setattr(group_landing, "_SLICE_NBYTES", 2 * LEAF_NBYTES)
@@ -197,12 +177,8 @@ def test_ranges_that_arrive_in_any_order_make_the_published_bytes(
         found = bridge.import_update(group.publish(ranks, 1))
         assert len(sky.landed) == 1, "it was copied"
         held = {name for tensors, _ in ranks for name in tensors}
-        whole = model(SHAPES, 1)
-        assert found.keys() == whole.keys() & held
-        for name, tensor in found.items():
-            cuts = wanted is HALF and DIMS[name] == 0
-            expected = whole[name].chunk(2)[1] if cuts else whole[name]
-            assert torch.equal(tensor, expected), name
+        whole = {name: one for name, one in model(SHAPES, 1).items() if name in held}
+        assert same(found, share(whole, 2, 1, DIMS) if wanted is HALF else whole)
 
 
 @st.composite

@@ -19,7 +19,7 @@ from rl_bridge.groups.wanted import TensorParallel, parallel
 from rl_bridge.manifest.group import GroupManifest
 from rl_bridge.testing.faults import die
 from rl_bridge.testing.processes import Child, ChildDied, ChildError
-from tests.groups.meshes import cut, model
+from tests.groups.meshes import cut, model, same, share
 
 TCPStore = torch._C._distributed_c10d.TCPStore
 SHAPES = {"embed": (8, 6), "layer.w": (12, 8), "norm": (5,), "scale": ()}
@@ -91,13 +91,7 @@ class EngineRank:
         )
 
     def expected(self, version: int) -> dict[str, torch.Tensor]:
-        whole = model(SHAPES, version)
-        return {
-            name: one.chunk(self.degree, DIMS[name])[self.rank].contiguous()
-            if name in DIMS
-            else one
-            for name, one in whole.items()
-        }
+        return share(model(SHAPES, version), self.degree, self.rank, CUTS)
 
     def update(self, manifest: str) -> bool:
         self.executor.update_weights(manifest)
@@ -106,10 +100,8 @@ class EngineRank:
         return self.holds(version)
 
     def holds(self, version: int) -> bool:
-        wanted = self.expected(version)
-        return self.executor.active_weight_version == version and all(
-            torch.equal(self.engine[name], one) for name, one in wanted.items()
-        )
+        is_active = self.executor.active_weight_version == version
+        return is_active and same(self.engine, self.expected(version))
 
 
 @contextmanager

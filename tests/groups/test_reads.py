@@ -20,14 +20,12 @@ from rl_bridge.groups.wanted import (
 from rl_bridge.manifest.digest import LEAF_NBYTES
 from rl_bridge.manifest.group_digests import LEAVES
 from rl_bridge.manifest.model import WeightUpdateManifest
-from rl_bridge.memory.control import UpdateReport
 from rl_bridge.memory.passes import BytePlan
 from rl_bridge.memory.places import CPU_PLACE
 from rl_bridge.memory.views import Pin, anonymous_pin
 from rl_bridge.transports.base import Attachment, ConsumerEnd, PartRequest
-from rl_bridge.transports.local import LocalClone
-from tests.groups.meshes import Shards, cut, flat_cut, model
-from tests.groups.rig import trainers
+from tests.groups.meshes import Shards, cut, flat_cut, model, share
+from tests.groups.rig import AroundEnd, local_clone_through, trainers
 
 # "wide" has rows of a quarter of a leaf, so that some cuts are between leaves and most are not.
 SHAPES = {
@@ -43,24 +41,15 @@ DIMS: dict[str, int | None] = {**dict.fromkeys(SHAPES), "wide": 0, "q": 0, "k": 
 GARBAGE = 0xA5
 
 
-class Ranges(ConsumerEnd):
+class Ranges(AroundEnd):
     """Brings the ranges that are asked for, among garbage; all else is as in ``local-clone``."""
 
     def __init__(self, end: ConsumerEnd, calls: list[list[PartRequest]]) -> None:
-        self._end = end
+        super().__init__(end)
         self._calls = calls
 
     def attach(self, manifest: WeightUpdateManifest) -> Attachment:
         raise AssertionError(manifest.update_id)
-
-    def report(self, manifest: WeightUpdateManifest, report: UpdateReport) -> None:
-        self._end.report(manifest, report)
-
-    def settle(self) -> None:
-        self._end.settle()
-
-    def close(self) -> None:
-        self._end.close()
 
     def attach_parts(self, parts: Sequence[PartRequest]) -> list[Attachment]:
         self._calls.append(list(parts))
@@ -89,12 +78,7 @@ def bytes_of(pin: Pin) -> npt.NDArray[np.uint8]:
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[list[PartRequest]]:
     """What is asked for; `local-clone` brings nothing else from here on."""
     found: list[list[PartRequest]] = []
-    plain = LocalClone.consumer_end
-
-    def ranges(self: LocalClone, worker: str, rank: int) -> ConsumerEnd:
-        return Ranges(plain(self, worker, rank), found)
-
-    monkeypatch.setattr(LocalClone, "consumer_end", ranges)
+    local_clone_through(monkeypatch, lambda end: Ranges(end, found))
     return found
 
 
@@ -103,11 +87,7 @@ QKV = Fused("{}kv", ("{}q", "{}k"), dim=0)
 
 def half(rank: int) -> dict[str, torch.Tensor]:
     """What one of two tensor-parallel engines holds."""
-    whole = model(SHAPES)
-    return {
-        name: tensor if (dim := DIMS[name]) is None else tensor.chunk(2, dim)[rank]
-        for name, tensor in whole.items()
-    }
+    return share(model(SHAPES), 2, rank, DIMS)
 
 
 def fused() -> dict[str, torch.Tensor]:

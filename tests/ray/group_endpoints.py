@@ -15,7 +15,7 @@ from rl_bridge.ray import EndpointOptions, PublisherEndpoint, RolloutEndpoint
 from rl_bridge.ray.calls import Announcement, RolloutAnswer
 from rl_bridge.ray.pairing import PairChoice
 from rl_bridge.ray.publisher_endpoint import GroupChannel
-from tests.groups.meshes import cut, model
+from tests.groups.meshes import cut, model, same, share
 
 __all__ = ["BROADCAST", "MEMORY", "NIXL", "TIMEOUT_S", "HashStore", "Rank", "Rollout", "Run"]
 
@@ -97,16 +97,13 @@ class Rollout:
         assert RolloutAnswer.from_json(self.endpoint.join(choice)).error == ""
 
     def share(self, version: int) -> dict[str, torch.Tensor]:
-        return {
-            name: one.chunk(2, DIMS[name])[self.rank].contiguous() if name in DIMS else one
-            for name, one in model(SHAPES, version).items()
-        }
+        return share(model(SHAPES, version), 2, self.rank, dict(DIMS))
 
     def update(self, manifest: bytes) -> RolloutAnswer:
         return RolloutAnswer.from_json(self.endpoint.update(manifest))
 
     def holds(self, version: int) -> bool:
-        return all(torch.equal(self.engine[name], one) for name, one in self.share(version).items())
+        return same(self.engine, self.share(version))
 
     def close(self) -> None:
         self.endpoint.close()

@@ -25,7 +25,7 @@ from rl_bridge.ray import (
     trainers,
 )
 from rl_bridge.trainers.state_dict import Source
-from tests.groups.meshes import cut, model
+from tests.groups.meshes import cut, model, same
 from tests.ray.actors import GetTimeoutError, RayError, RayTaskError
 
 __all__ = ["Actor", "Cluster", "Run"]
@@ -129,8 +129,7 @@ class Whole(RolloutActor):
         return ModuleInstallAdapter(self.engine)
 
     def holds(self, version: int) -> bool:
-        wanted = model(SHAPES, version)
-        return all(torch.equal(self.engine[name], one) for name, one in wanted.items())
+        return same(self.engine, model(SHAPES, version))
 
 
 class Run:

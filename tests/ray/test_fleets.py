@@ -2,7 +2,7 @@
 
 import pytest
 
-from rl_bridge.errors import GroupAborted, SessionRefused
+from rl_bridge.errors import DeadlineExceeded, GroupAborted, SessionRefused
 from rl_bridge.processes import process_name
 from rl_bridge.ray import RolloutFleet
 from tests.ray.actors import TIMEOUT_S, Elsewhere, Rollout, Run
@@ -44,6 +44,17 @@ def test_a_fleet_that_is_closed_leaves_the_trainer_and_its_version_to_the_next_o
     with next_fleet(run, take_over=False) as fleet:
         fleet.join("near", run.rollouts["near"])
         assert (fleet.weight_version, fleet.routable) == (1, ("near",))
+
+
+def test_a_fleet_that_could_not_be_made_does_not_keep_the_trainer(run: Run) -> None:
+    run.fleet.close()
+    run.trainer.takes_s["join_weight_fleet"] = TIMEOUT_S + 1
+    with pytest.raises(DeadlineExceeded):
+        next_fleet(run, take_over=False)
+    run.trainer.takes_s.clear()
+    run.fleet = next_fleet(run, take_over=False)
+    run.join("near")
+    run.update().require_all()
 
 
 def test_channels_of_a_driver_that_is_gone_go_with_the_first_update_of_the_next_one(

@@ -4,13 +4,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-import torch
 
 from rl_bridge import WeightBridgeUnavailableError
 from rl_bridge.errors import GroupAborted
 from rl_bridge.ray import RolloutActor
 from rl_bridge.ray.pairing import PairChoice
-from tests.groups.meshes import model
+from tests.groups.meshes import model, same
 from tests.ray.actors import RayError
 from tests.ray.ranks import SHAPES, Actor, Cluster, Run
 
@@ -109,10 +108,7 @@ def test_a_rollout_without_an_adapter_has_the_tensors_of_the_active_version(
         rollout.made.imported_weights()
     for version in (1, 2):
         run.update(fleet)
-        found = rollout.made.imported_weights()
-        wanted = model(SHAPES, version)
-        assert found.keys() == wanted.keys()
-        assert all(torch.equal(found[name], one) for name, one in wanted.items())
+        assert same(rollout.made.imported_weights(), model(SHAPES, version))
 
 
 def test_a_fleet_whose_store_is_lost_makes_another_one(made: Callable[[int], Run]) -> None:

@@ -13,7 +13,8 @@ from rl_bridge.groups.wanted import TensorParallel, Wanted, parallel
 from rl_bridge.manifest.parallel import Placement
 from rl_bridge.ray import RolloutActor, WeightPublisherActor
 from rl_bridge.trainers.state_dict import Source
-from tests.groups.meshes import cut, model
+from tests.groups.meshes import cut, model, same
+from tests.groups.meshes import share as share_of
 
 __all__ = ["Owner", "Share", "owners", "share"]
 
@@ -58,16 +59,10 @@ class Share(RolloutActor):
         return parallel(tensor=TensorParallel(2, self.rank, DIMS))
 
     def expected(self, version: int) -> dict[str, torch.Tensor]:
-        return {
-            name: one.chunk(2, DIMS[name])[self.rank].contiguous() if name in DIMS else one
-            for name, one in model(SHAPES, version).items()
-        }
+        return share_of(model(SHAPES, version), 2, self.rank, dict(DIMS))
 
     def holds(self, version: int) -> bool:
-        wanted = self.expected(version)
-        return self.check_weights() == version and all(
-            torch.equal(self.engine[name], one) for name, one in wanted.items()
-        )
+        return self.check_weights() == version and same(self.engine, self.expected(version))
 
     def die(self) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
