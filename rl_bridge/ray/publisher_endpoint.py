@@ -58,11 +58,22 @@ _R = TypeVar("_R")
 
 
 class Channel(ABC):
-    """A bridge, and how versions are published through it."""
+    """A bridge, and how versions are published through it.
+
+    Attributes:
+        bridge: as given.
+        current: the version that was published last; None before the first.
+        before: the version before that one, until the next publication.
+        is_used: whether a rollout uses the channel.
+
+    """
 
     def __init__(self, bridge: TensorBridge) -> None:
         """Publish through `bridge`, which the endpoint closes with the channel."""
         self.bridge = bridge
+        self.current: Manifest | None = None
+        self.before: Manifest | None = None
+        self.is_used = False
 
     @abstractmethod
     def publish(
@@ -248,10 +259,6 @@ class PublisherEndpoint:
         self._metadata: Mapping[str, JSONValue] = {}
         self._make_channel = make_channel or _alone
         self._channels: dict[str, Channel] = {}
-        self._manifests: dict[str, Manifest] = {}
-        self._before: dict[str, Manifest] = {}
-        self._asked: set[str] = set()
-        """Channels that rollouts use."""
         self._probe = ProbeSegment()
         self.lock = threading.RLock()
         folder = None if options.state_dir is None else Path(options.state_dir)
@@ -289,30 +296,33 @@ class PublisherEndpoint:
 
         """
         chosen = PairChoice.from_json(choice)
-        is_behind = bool(self._manifests) and chosen.channel not in self._manifests
-        if is_behind and chosen.channel in self._channels:
-            self._shut(chosen.channel)  # a call that failed half-way left it open
-        if chosen.channel not in self._channels:
+        channel = self._channels.get(chosen.channel)
+        if channel is None or (channel.current is None and self._current is not None):
+            if channel is not None:
+                self._shut(chosen.channel)  # a call that failed half-way left it open
             channel = self._open(chosen)
-            if is_behind:
-                self._carry_over(chosen.channel, channel)
-        self._asked.add(chosen.channel)
-        manifest = self._manifests.get(chosen.channel)
-        return b"" if manifest is None else manifest.to_json().encode()
+            try:
+                self._carry_over(channel)
+            except BaseException:
+                self._shut(chosen.channel)
+                raise
+        channel.is_used = True
+        return b"" if channel.current is None else channel.current.to_json().encode()
 
     @_in_turn
     def drop(self, channel: str) -> None:
         """Close a channel that no rollout uses; the last seal stays open. Idempotent."""
-        self._asked.discard(channel)
+        if channel in self._channels:
+            self._channels[channel].is_used = False
         self._drop_spare()
 
     @_in_turn
     def rejoin(self, make_channel: MakeChannel | None) -> None:
         """Keep the bridges and versions, and publish with another exchange from here on."""
-        make = self._make_channel = make_channel or _alone
-        self._channels = {
-            name: make(name, channel.bridge) for name, channel in self._channels.items()
-        }
+        self._make_channel = make_channel or _alone
+        for name, old in self._channels.items():
+            new = self._channels[name] = self._make_channel(name, old.bridge)
+            new.current, new.before, new.is_used = old.current, old.before, old.is_used
 
     @_in_turn
     def publish(
@@ -338,9 +348,10 @@ class PublisherEndpoint:
                 "Publish a later version."
             )
         self._drop_spare()
-        for channel, manifest in self._before.items():
-            self._channels[channel].release(manifest)
-        self._before = {}
+        for channel in self._channels.values():
+            if channel.before is not None:
+                channel.release(channel.before)
+                channel.before = None
         made: dict[str, Manifest] = {}
         try:
             for name, one in sorted(self._channels.items()):  # in the same order on all ranks
@@ -349,14 +360,15 @@ class PublisherEndpoint:
                 )
             _require_one_root(made)
             self._journal.reserve(weight_version)
-            self._before, self._manifests, self._metadata = self._manifests, made, metadata or {}
         except BaseException:
-            if self._manifests is not made:
-                for channel, manifest in made.items():
-                    self._channels[channel].release(manifest)
+            for name, manifest in made.items():
+                self._channels[name].release(manifest)
             raise
+        self._metadata = metadata or {}
+        for name, one in self._channels.items():
+            one.before, one.current = one.current, made[name]
         return self.announcement(), {
-            channel: text.to_json().encode() for channel, text in made.items()
+            name: manifest.to_json().encode() for name, manifest in made.items()
         }
 
     @_in_turn
@@ -403,35 +415,40 @@ class PublisherEndpoint:
     @property
     def _current(self) -> Manifest | None:
         """What was published last: on all channels the same."""
-        return next(iter(self._manifests.values()), None)
+        found = (one.current for one in self._channels.values())
+        return next((one for one in found if one is not None), None)
 
     def _drop_spare(self) -> None:
         """Close every channel that no rollout uses, but not the last one that seals in memory."""
-        seals = [channel for channel in _SEALS if channel in (self._manifests or self._channels)]
-        kept = self._asked.intersection(seals) or seals[:1]
-        for channel in self._channels.keys() - self._asked.union(kept):
-            self._shut(channel)
-            _LOG.info("%s shuts %s", self._options.worker, channel)
+        seals = self._seals
+        kept = [] if any(one.is_used for one in seals) else seals[:1]
+        for name, channel in list(self._channels.items()):
+            if not channel.is_used and channel not in kept:
+                self._shut(name)
+                _LOG.info("%s shuts %s", self._options.worker, name)
 
-    def _shut(self, channel: str) -> None:
-        # In this order: a channel without the current version is never used.
-        self._manifests.pop(channel, None)
-        self._before.pop(channel, None)
-        self._channels.pop(channel).bridge.close()
+    @property
+    def _seals(self) -> list[Channel]:
+        """The channels that seal in memory, and have the current version if there is one."""
+        found = [self._channels[name] for name in _SEALS if name in self._channels]
+        return [one for one in found if (one.current is None) == (self._current is None)]
 
-    def _carry_over(self, name: str, channel: Channel) -> None:
-        """Publish the current version on a new channel, from where it is sealed."""
-        seal = next(name for name in _SEALS if name in self._manifests)
-        sealed = self._manifests[seal]
-        try:
-            with self._channels[seal].sealed(sealed) as weights:
-                self._manifests[name] = channel.publish(
-                    weights, weight_version=sealed.weight_version, metadata=self._metadata
-                )
-            _require_one_root(self._manifests)
-        except BaseException:
-            self._shut(name)
-            raise
+    def _shut(self, name: str) -> None:
+        self._channels.pop(name).bridge.close()
+
+    def _carry_over(self, channel: Channel) -> None:
+        """Publish the current version, if there is one, on a new channel: as it is sealed."""
+        if self._current is None:
+            return
+        seal = self._seals[0]
+        sealed = seal.current
+        assert sealed is not None
+        with seal.sealed(sealed) as weights:
+            made = channel.publish(
+                weights, weight_version=sealed.weight_version, metadata=self._metadata
+            )
+        _require_one_root({"the sealed one": sealed, "the new one": made})
+        channel.current = made
 
 
 def _require_one_root(made: Mapping[str, Manifest]) -> None:

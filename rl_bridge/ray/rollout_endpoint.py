@@ -9,6 +9,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from rl_bridge.bridge.bridges import make_weight_bridge
@@ -30,8 +31,52 @@ __all__ = [
 _LOG = logging.getLogger(__name__)
 
 Outcome = Literal["acknowledged", "refused", "torn", "unjoined", "status"]
-_Taken = tuple[RolloutExecutor, TensorBridge, RolloutExecutor | None]
-"""The channel's executor and bridge, and until its first version the executor before it."""
+
+
+@dataclass(slots=True)
+class _Channel:
+    """How versions come to the engine.
+
+    Attributes:
+        choice: transport, group and options that it was made for.
+        executor: installs what comes.
+        bridge: imports it.
+        before: until the first version, the closed executor of the channel before.
+
+    """
+
+    choice: tuple[str, str, Mapping[str, str]]
+    executor: RolloutExecutor
+    bridge: TensorBridge
+    before: RolloutExecutor | None
+
+    @property
+    def holder(self) -> RolloutExecutor:
+        """The executor whose version the engine holds."""
+        is_new = self.executor.active_weight_version is None and not self.executor.is_torn
+        return self.before if is_new and self.before is not None else self.executor
+
+    def failed(self, error: Exception) -> None:
+        """After an update that failed: does the engine still hold the version of `before`?
+
+        The engine may be torn, or have been lost or started anew meanwhile.
+        """
+        if self.executor.is_torn:
+            self.before = None
+        if self.before is None or self.holder is not self.before:
+            return
+        held = _held_by(self.executor.weight_install_adapter)
+        last = self.before.last_ack
+        is_there = held is None or (last is not None and held == {last.update_id})
+        if isinstance(error, EngineLost) or not is_there:
+            self.before = None
+
+    def close(self) -> None:
+        """Release the active version and close the bridge; the engine keeps its bytes."""
+        try:
+            self.executor.close()
+        finally:
+            self.bridge.close()
 
 
 class RolloutEndpoint:
@@ -68,10 +113,9 @@ class RolloutEndpoint:
         self._directories = tuple(directories)
         self._options = {name: dict(given) for name, given in (options or {}).items()}
         self._wanted = wanted
-        self._joined: tuple[str, str, Mapping[str, str]] | None = None
         self._groups: dict[str, str] = {}
         """Update -> root of the group's version that it is, of the last one and the active one."""
-        self._taken: _Taken | None = None
+        self._channel: _Channel | None = None
         # An actor may run several methods at a time. Methods that only look do not take it.
         self._lock = threading.RLock()
 
@@ -83,13 +127,13 @@ class RolloutEndpoint:
             WeightBridgeUnavailableError: it has not joined yet.
 
         """
-        executor = self._executor
-        if executor is None:
+        channel = self._channel
+        if channel is None:
             raise WeightBridgeUnavailableError(
                 f"rollout {self._worker!r} has no transport yet. Join it first: "
                 "RolloutFleet.join(name, actor)."
             )
-        return executor
+        return channel.executor
 
     def facts(self, publisher: bytes) -> bytes:
         """What this endpoint is, and what it reaches of the publisher's: `EndpointFacts` as JSON.
@@ -126,25 +170,22 @@ class RolloutEndpoint:
         Every failure is in the answer, in words: the caller may not have the exception's type.
         """
         with self._lock:
-            if self._taken is None:
+            channel = self._channel
+            if channel is None:
                 return self._answer("unjoined").to_json()
-            executor, bridge, _ = self._taken
             try:
-                self._install(executor, manifest.decode())
+                self._install(channel.executor, manifest.decode())
             except Exception as error:  # noqa: BLE001 - the answer carries it to the caller
                 _LOG.warning("rollout %s does not install: %s", self._worker, error)
-                if executor.is_torn:
-                    self._taken = (executor, bridge, None)
-                else:
-                    self._check_version_before(error)
-                is_torn = isinstance(error, TornEngine) or self._is_torn
+                channel.failed(error)
+                is_torn = isinstance(error, TornEngine) or channel.holder.is_torn
                 return self._answer("torn" if is_torn else "refused", error).to_json()
-            self._taken = (executor, bridge, None)
+            channel.before = None
             return self._answer("acknowledged").to_json()
 
     def status(self) -> bytes:
         """What the engine holds: `RolloutAnswer` as JSON. Waits for no update."""
-        return self._answer("unjoined" if self._taken is None else "status").to_json()
+        return self._answer("unjoined" if self._channel is None else "status").to_json()
 
     def check_servable(self) -> int:
         """The version that the engine may answer with. Waits for no update.
@@ -164,45 +205,14 @@ class RolloutEndpoint:
     def close(self) -> None:
         """Release the active version and close the bridge; the engine keeps its bytes."""
         with self._lock:
-            self._joined = None
-            before, self._taken = self._taken, None
-            _close(before)
-
-    @property
-    def _executor(self) -> RolloutExecutor | None:
-        taken = self._taken
-        return None if taken is None else taken[0]
+            channel, self._channel = self._channel, None
+            if channel is not None:
+                channel.close()
 
     @property
     def _holder(self) -> RolloutExecutor | None:
-        """The executor whose version the engine holds.
-
-        On a new channel this is the closed executor of the channel before, until the first version.
-        """
-        taken = self._taken
-        if taken is None:
-            return None
-        executor, _, before = taken
-        is_new = executor.active_weight_version is None and not executor.is_torn
-        return before if is_new and before is not None else executor
-
-    @property
-    def _is_torn(self) -> bool:
-        return self._holder is not None and self._holder.is_torn
-
-    def _check_version_before(self, error: Exception) -> None:
-        """After a first update that failed on a new channel: does the engine hold the old version?
-
-        The engine may have been lost or started anew meanwhile.
-        """
-        taken = self._taken
-        if taken is None or (before := taken[2]) is None or self._holder is not before:
-            return
-        held = _held_by(taken[0].weight_install_adapter)
-        last = before.last_ack
-        is_there = held is None or (last is not None and held == {last.update_id})
-        if isinstance(error, EngineLost) or not is_there:
-            self._taken = (*taken[:2], None)
+        """The executor whose version the engine holds."""
+        return None if (channel := self._channel) is None else channel.holder
 
     def _install(self, executor: RolloutExecutor, text: str) -> None:
         if not isinstance(executor.bridge, GroupBridge):
@@ -217,8 +227,8 @@ class RolloutEndpoint:
         executor.update_weights(group)
 
     def _join(self, chosen: PairChoice) -> None:
-        channel = (chosen.transport, chosen.group, chosen.consumer_options)
-        if self._joined == channel:
+        choice = (chosen.transport, chosen.group, chosen.consumer_options)
+        if self._channel is not None and self._channel.choice == choice:
             return
         bridge = self._open(chosen)
         try:
@@ -228,11 +238,10 @@ class RolloutEndpoint:
             raise
         # Without an adapter the rollout uses the channel's own tensors, which end with the channel.
         holder = None if executor.weight_install_adapter is None else self._holder
-        self._joined = None
-        before, self._taken = self._taken, (executor, bridge, holder)
-        self._joined = channel
+        before, self._channel = self._channel, _Channel(choice, executor, bridge, holder)
         _LOG.info("rollout %s joins by %s", self._worker, chosen)
-        _close(before)
+        if before is not None:
+            before.close()
 
     def _open(self, chosen: PairChoice) -> TensorBridge:
         options: dict[str, Any] = {
@@ -270,12 +279,3 @@ def _held_by(adapter: object) -> set[str | None] | None:
     except Exception:  # noqa: BLE001 - logged in full
         _LOG.warning("what an engine holds is not known", exc_info=True)
         return set()
-
-
-def _close(taken: _Taken | None) -> None:
-    if taken is not None:
-        executor, bridge, _ = taken
-        try:
-            executor.close()
-        finally:
-            bridge.close()

@@ -85,7 +85,7 @@ def test_ranks_that_have_not_the_same_channels_begin_anew(
     run.update(fleet)
     endpoint = run.ranks[0].made._publisher_endpoint()
     endpoint._open(PairChoice.from_json(BROADCAST))
-    endpoint._asked.add("broadcast")
+    endpoint._channels["broadcast"].is_used = True
     run.update(fleet if is_known else run.fleet())
     assert run.channels == [["shared-memory"]] * 2
 
