@@ -28,7 +28,7 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any, Protocol, Self, runtime_checkable
 
 import torch
@@ -36,13 +36,13 @@ import torch
 from rl_bridge.bridge.tensor_bridge import TensorBridge
 from rl_bridge.errors import (
     GroupAborted,
-    MalformedManifest,
     RanksDisagree,
     UnknownUpdate,
     describe,
 )
 from rl_bridge.groups.exchange import GroupExchange
-from rl_bridge.manifest.canonical import JSONValue, canonical_json, decode_json, thaw
+from rl_bridge.groups.publish import read_messages
+from rl_bridge.manifest.canonical import JSONValue, canonical_json, thaw
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.strategies.requests import (
     AbandonedWeightUpdateRequest,
@@ -90,27 +90,15 @@ STEPS = (
 
 def share_json(
     exchange: GroupExchange, step: str, body: dict[str, object], *, timeout_s: float
-) -> list[dict[str, object]]:
+) -> list[dict[str, Any]]:
     """Give a JSON object and get those of all ranks; nothing is unpickled.
 
     Raises:
-        GroupAborted: not all ranks came in time.
-        MalformedManifest: a rank sent no JSON object.
+        GroupAborted: not all ranks came in time, one sent no JSON object, or one with an ``error``.
 
     """
     payload = canonical_json(body).encode("ascii")
-    found = []
-    for rank, data in enumerate(exchange.gather(step, payload, timeout_s=timeout_s)):
-        text = data.decode("ascii", errors="replace")
-        value, end = decode_json(text)
-        if not isinstance(value, dict) or end != len(text):
-            msg = (
-                f"rank {rank} sent {text[:80]!r} in step {step!r}, expected a JSON object. Use the "
-                "same rl_bridge release on every rank."
-            )
-            raise MalformedManifest(msg)
-        found.append(value)
-    return found
+    return read_messages(step, exchange.gather(step, payload, timeout_s=timeout_s))
 
 
 def _share_failure(exchange: GroupExchange, failure: str, *, timeout_s: float) -> None:
@@ -638,11 +626,11 @@ class CudaIpcTransferSender(BridgeTransferSender):
             manifest = super()._publish(chunks, **options)
         except Exception as error:
             self._clean_up.read_out(chunks, error)  # first: the others are still gathering
-            self._share({"failure": describe(error)})
+            with suppress(GroupAborted):  # which this very message causes, on every rank
+                self._share({"error": describe(error)})
             raise
         try:
             bodies = self._share({"gpu": self._gpu, "manifest": manifest.to_json()})
-            _require_all(bodies)
             self._handles = merge_handles(bodies)
         except BaseException:
             self.bridge.release(manifest.update_id)
@@ -671,13 +659,3 @@ class CudaIpcTransferSender(BridgeTransferSender):
             handles = tuple(GPUHandle(gpu=one.gpu, handle=one.handle) for one in handles)
         table = manifest.table
         return {"handles": handles, "offsets": [table.offsets[table.rows[name]] for name in names]}
-
-
-def _require_all(bodies: list[dict[str, object]]) -> None:
-    for rank, body in enumerate(bodies):
-        if body.get("failure"):
-            msg = (
-                f"rank {rank} could not publish: {body['failure']}. This rank has withdrawn its "
-                "part. Mend the cause, then sync again."
-            )
-            raise GroupAborted(msg, (rank,))

@@ -149,7 +149,7 @@ def test_a_rank_that_cannot_publish_tells_the_others() -> None:
         ranks.senders[1].bridge.publish = broken  # type: ignore[method-assign]
         mine, its = ranks.sync(1, 1)
         assert isinstance(mine, GroupAborted)
-        assert "rank 1 could not publish: MemoryError: no room on the GPU" in str(mine)
+        assert "rank 1: MemoryError: no room on the GPU" in str(mine)
         assert isinstance(its, MemoryError)
         ranks.senders[1].bridge.publish = before  # type: ignore[method-assign]
         # Rank 0 has used up version 0, rank 1 has not: they agree on the next one all the same.
