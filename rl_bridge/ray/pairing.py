@@ -15,6 +15,7 @@ from typing import Annotated, Self
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr, ValidationError
 
 from rl_bridge.errors import MalformedManifest, SegmentError, WeightBridgeUnavailableError
+from rl_bridge.manifest.canonical import field_problem
 from rl_bridge.memory import vm
 from rl_bridge.memory.segment import OwnedSegment, SegmentRef, open_segment
 from rl_bridge.processes import close_fd
@@ -72,10 +73,8 @@ class Said(BaseModel):
         try:
             return cls.model_validate_json(text)
         except ValidationError as error:
-            first = error.errors(include_url=False)[0]
-            where = ".".join(map(str, first["loc"])) or "the text"
             raise MalformedManifest(
-                f"{cls.__name__}: {where}: {first['msg']}. Send what the other endpoint's to_json "
+                f"{cls.__name__}: {field_problem(error)}. Send what the other endpoint's to_json "
                 "gave."
             ) from error
 

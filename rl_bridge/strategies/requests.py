@@ -20,7 +20,7 @@ from pydantic import (
 )
 
 from rl_bridge.errors import DuplicateTensorName, MalformedManifest, ShapeMismatch
-from rl_bridge.manifest.canonical import canonical_json, decode_json
+from rl_bridge.manifest.canonical import canonical_json, decode_json, field_problem
 from rl_bridge.manifest.dtypes import dtype_nbytes
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.transports.broadcast.init_info import TorchDistributedWeightSyncInitInfo
@@ -168,10 +168,7 @@ class WeightUpdateRequest(BaseModel):
         try:
             return kind.model_validate(value)
         except ValidationError as error:
-            first = error.errors(include_url=False, include_input=False)[0]
-            where = ".".join(str(part) for part in first["loc"])
-            msg = f"a request's field {where or '(all of it)'}: {first['msg']}. {_REMEDY}"
-            raise MalformedManifest(msg) from error
+            raise MalformedManifest(f"a request's {field_problem(error)}. {_REMEDY}") from error
 
 
 def columns_of(manifest: WeightUpdateManifest, names: Iterable[str]) -> dict[str, Any]:
