@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from rl_bridge.errors import DeadlineExceeded, GroupAborted, WeightBridgeUnavailableError
+from rl_bridge.transports.base import checked_seconds
 
 __all__ = [
     "BoundedCaller",
@@ -148,14 +149,11 @@ class Rounds:
             ValueError: a limit that is not above 0.
 
         """
-        if not timeout_s > 0:
-            msg = f"timeout_s={timeout_s!r}: expected a number of seconds above 0."
-            raise ValueError(msg)
         self.store = store
         self.caller = BoundedCaller("the store of the group")
         self._rank = rank
         self._name = name
-        self._timeout_s = timeout_s
+        self._timeout_s = checked_seconds("timeout_s", timeout_s)
         self._round = 0
         self._given: list[tuple[int, str]] = []
 

@@ -61,6 +61,7 @@ from rl_bridge.manifest.parallel import Piece, Placement, WeightLayout
 from rl_bridge.manifest.table import collector_paused
 from rl_bridge.memory.packing import LeafSource, checked_block, dtype_name
 from rl_bridge.trainers.state_dict import Source, named_tensors, trainable_names
+from rl_bridge.transports.base import checked_seconds
 
 __all__ = [
     "GroupPublisher",
@@ -366,12 +367,9 @@ class GroupPublisher:
             ValueError: a limit that is not above 0.
 
         """
-        if not timeout_s > 0:
-            msg = f"timeout_s={timeout_s!r}: expected a number of seconds above 0."
-            raise ValueError(msg)
         self.bridge = bridge
         self._exchange = exchange
-        self._timeout_s = timeout_s
+        self._timeout_s = checked_seconds("timeout_s", timeout_s)
         self._leaves = LeafSource()
         # This rank's placements in the last version, and their text.
         self._mine: tuple[Mapping[str, Placement], str] | None = None

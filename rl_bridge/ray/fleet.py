@@ -29,6 +29,7 @@ from rl_bridge.ray.calls import (
 )
 from rl_bridge.ray.pairing import PairChoice
 from rl_bridge.ray.trainers import Trainers
+from rl_bridge.transports.base import checked_seconds
 
 __all__ = [
     "FleetUpdate",
@@ -121,9 +122,7 @@ class RolloutFleet:
             ValueError: no time, or no actor at all.
 
         """
-        if not timeout_s > 0:
-            raise ValueError(f"timeout_s={timeout_s!r}: expected seconds above 0.")
-        self._timeout_s = timeout_s
+        self._timeout_s = checked_seconds("timeout_s", timeout_s)
         self._members: dict[str, _Member] = {}
         self._trainers = Trainers(trainer, timeout_s=timeout_s, take_over=take_over)
 
