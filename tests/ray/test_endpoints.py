@@ -43,8 +43,14 @@ class Trainer:
 
     def __init__(self) -> None:
         self.weights = weights()
+        self.rollouts: list[Rollout] = []
         self.source: Callable[[], Source] = lambda: self.weights
         self.endpoint = PublisherEndpoint(lambda: self.source())  # noqa: PLW0108 - tests change it
+
+    def rollout(self, choice: bytes | None = MEMORY) -> "Rollout":
+        """A rollout that is closed with the trainer."""
+        self.rollouts.append(Rollout(choice))
+        return self.rollouts[-1]
 
     def step(self) -> None:
         for tensor in self.weights.values():
@@ -77,11 +83,13 @@ class Rollout:
 def trainer() -> Iterator[Trainer]:
     made = Trainer()
     yield made
+    for one in made.rollouts:
+        one.endpoint.close()
     made.endpoint.close()
 
 
 def test_endpoints_exchange_bytes_only(trainer: Trainer) -> None:
-    rollout = Rollout(None)
+    rollout = trainer.rollout(None)
     facts = trainer.endpoint.facts()
     found = rollout.endpoint.facts(facts)
     choice = choose_transport(EndpointFacts.from_json(facts), EndpointFacts.from_json(found))
@@ -102,11 +110,10 @@ def test_endpoints_exchange_bytes_only(trainer: Trainer) -> None:
     ]
     assert {type(item) for item in passed} == {bytes}
     assert all(json.loads(item) for item in passed if item)
-    rollout.endpoint.close()
 
 
 def test_an_answer_carries_version_root_and_proof(trainer: Trainer) -> None:
-    rollout = Rollout()
+    rollout = trainer.rollout()
     told, manifests = trainer.endpoint.publish(1)
     answer = rollout.update(manifests["shared-memory"])
     announced = Announcement.from_json(told)
@@ -117,11 +124,10 @@ def test_an_answer_carries_version_root_and_proof(trainer: Trainer) -> None:
     assert rollout.holds(trainer.weights)
     reports = json.loads(trainer.endpoint.reports())["shared-memory"]
     assert [report["state"] for report in reports] == ["acknowledged"]
-    rollout.endpoint.close()
 
 
 def test_a_refused_version_is_told_in_words_and_leaves_the_one_before(trainer: Trainer) -> None:
-    rollout = Rollout()
+    rollout = trainer.rollout()
     _, first = trainer.endpoint.publish(1)
     rollout.update(first["shared-memory"])
     before = {name: one.clone() for name, one in rollout.engine.items()}
@@ -134,7 +140,6 @@ def test_a_refused_version_is_told_in_words_and_leaves_the_one_before(trainer: T
     assert rollout.holds(before)
     for text in (b"", b"\xff", b"{}"):
         assert rollout.update(text).outcome == "refused"
-    rollout.endpoint.close()
 
 
 def test_a_rollout_that_has_not_joined_says_so() -> None:
@@ -149,7 +154,7 @@ def test_a_rollout_that_has_not_joined_says_so() -> None:
 
 
 def test_an_engine_that_cannot_be_made_is_told_in_words(trainer: Trainer) -> None:
-    rollout, broken = Rollout(None), RuntimeError("CUDA out of memory")
+    rollout, broken = trainer.rollout(None), RuntimeError("CUDA out of memory")
 
     def adapter() -> ModuleInstallAdapter:
         raise broken
@@ -163,7 +168,7 @@ def test_an_engine_that_cannot_be_made_is_told_in_words(trainer: Trainer) -> Non
 
 def test_an_update_that_comes_while_it_joins_waits_for_that(trainer: Trainer) -> None:
     """As in an actor that runs several methods at a time."""
-    rollout = Rollout(None)
+    rollout = trainer.rollout(None)
     _, manifests = trainer.endpoint.publish(1)
     with ThreadPoolExecutor(1) as pool:
         updates: list[Future[RolloutAnswer]] = []
@@ -178,7 +183,6 @@ def test_an_update_that_comes_while_it_joins_waits_for_that(trainer: Trainer) ->
         rollout.endpoint.join(MEMORY)
         answer = updates[0].result(TIMEOUT_S)
     assert answer.outcome == "acknowledged", answer
-    rollout.endpoint.close()
 
 
 def test_two_publishes_at_once_are_taken_in_turn(trainer: Trainer) -> None:
@@ -197,23 +201,21 @@ def test_two_publishes_at_once_are_taken_in_turn(trainer: Trainer) -> None:
         first = trainer.endpoint.publish(1)
         with pytest.raises(VersionNotMonotonic):
             others[0].result(TIMEOUT_S)
-    rollout = Rollout()
+    rollout = trainer.rollout()
     assert rollout.update(first[1]["shared-memory"]).active_version == 1
-    rollout.endpoint.close()
 
 
 def test_joining_the_same_way_again_keeps_the_engines_version(trainer: Trainer) -> None:
-    rollout = Rollout()
+    rollout = trainer.rollout()
     _, manifests = trainer.endpoint.publish(1)
     rollout.update(manifests["shared-memory"])
     assert RolloutAnswer.from_json(rollout.endpoint.join(MEMORY)).active_version == 1
-    rollout.endpoint.close()
 
 
 def test_a_rollout_that_fails_to_take_another_channel_goes_on_with_its_version(
     trainer: Trainer,
 ) -> None:
-    rollout = Rollout()
+    rollout = trainer.rollout()
     _, manifests = trainer.endpoint.publish(1)
     rollout.update(manifests["shared-memory"])
     trainer.endpoint.serve(BROADCAST)
@@ -225,11 +227,10 @@ def test_a_rollout_that_fails_to_take_another_channel_goes_on_with_its_version(
         rollout.endpoint.executor.check_servable()
     _, manifests = trainer.endpoint.publish(2)
     assert rollout.update(manifests["shared-memory"]).active_version == 2
-    rollout.endpoint.close()
 
 
 def test_a_rollout_that_takes_another_channel_lets_go_of_the_one_before(trainer: Trainer) -> None:
-    rollout = Rollout()
+    rollout = trainer.rollout()
     _, manifests = trainer.endpoint.publish(1)
     rollout.update(manifests["shared-memory"])
     before = rollout.endpoint.executor
@@ -242,13 +243,12 @@ def test_a_rollout_that_takes_another_channel_lets_go_of_the_one_before(trainer:
     told = {one["worker"]: (one["presence"], one["state"]) for one in reports}
     assert told["rollout"] == ("gone", "released")
     assert rollout.update(manifest).active_version == 1
-    rollout.endpoint.close()
 
 
 def test_a_rollout_serves_its_version_until_one_has_come_by_another_channel(
     trainer: Trainer,
 ) -> None:
-    rollout = Rollout()
+    rollout = trainer.rollout()
     told, manifests = trainer.endpoint.publish(1)
     rollout.update(manifests["shared-memory"])
     first = Announcement.from_json(told)
@@ -263,13 +263,12 @@ def test_a_rollout_serves_its_version_until_one_has_come_by_another_channel(
     _, manifests = trainer.endpoint.publish(2)
     assert rollout.update(manifests["broadcast"]).active_version == 2
     assert rollout.endpoint.check_servable() == 2
-    rollout.endpoint.close()
 
 
 def test_a_rollout_whose_engine_is_lost_on_a_new_channel_says_no_version(
     trainer: Trainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rollout = Rollout()
+    rollout = trainer.rollout()
     rollout.update(trainer.endpoint.publish(1)[1]["shared-memory"])
     manifest = trainer.endpoint.serve(BROADCAST)
     rollout.endpoint.join(BROADCAST)
@@ -278,7 +277,6 @@ def test_a_rollout_whose_engine_is_lost_on_a_new_channel_says_no_version(
     assert rollout.update(manifest).active_version is None
     with pytest.raises(WeightBridgeUnavailableError, match="no verified version yet"):
         rollout.endpoint.check_servable()
-    rollout.endpoint.close()
 
 
 def test_tensors_that_are_used_as_they_came_do_not_outlive_their_channel(trainer: Trainer) -> None:
@@ -297,13 +295,13 @@ def test_tensors_that_are_used_as_they_came_do_not_outlive_their_channel(trainer
 def test_a_late_channel_gets_the_sealed_version_and_not_the_weights_of_now(
     trainer: Trainer,
 ) -> None:
-    near = Rollout()
+    near = trainer.rollout()
     told, manifests = trainer.endpoint.publish(1)
     near.update(manifests["shared-memory"])
     trainer.step()
     manifest = trainer.endpoint.serve(BROADCAST)
     assert WeightUpdateManifest.from_json(manifest).root == Announcement.from_json(told).root
-    far = Rollout(BROADCAST)
+    far = trainer.rollout(BROADCAST)
     assert far.update(manifest).active_version == 1
     assert far.holds(weights())
     told, manifests = trainer.endpoint.publish(2)
@@ -312,7 +310,6 @@ def test_a_late_channel_gets_the_sealed_version_and_not_the_weights_of_now(
         answer = rollout.update(manifests[channel])
         assert answer.active_root == Announcement.from_json(told).root, answer
         assert rollout.holds(trainer.weights)
-        rollout.endpoint.close()
 
 
 def test_a_channel_that_is_opened_again_gets_the_version_of_now(tmp_path: Path) -> None:
@@ -361,7 +358,7 @@ def test_weights_that_move_between_two_channels_are_refused(trainer: Trainer) ->
 
 
 def test_many_versions_hold_no_more_than_two_slots(trainer: Trainer) -> None:
-    rollout = Rollout()
+    rollout = trainer.rollout()
     sizes = []
     for version in range(1, 9):
         _, manifests = trainer.endpoint.publish(version)
@@ -369,7 +366,6 @@ def test_many_versions_hold_no_more_than_two_slots(trainer: Trainer) -> None:
         trainer.step()
         sizes.append(trainer.endpoint._channels["shared-memory"].bridge.published_nbytes)
     assert len(set(sizes[2:])) == 1
-    rollout.endpoint.close()
 
 
 def test_transports_in_place_are_refused() -> None:
@@ -381,7 +377,7 @@ def test_malformed_messages_are_refused(trainer: Trainer) -> None:
     with pytest.raises(MalformedManifest):
         trainer.endpoint.serve(b"{}")
     with pytest.raises(MalformedManifest):
-        Rollout(None).endpoint.facts(b'{"boot_id":"x"}')
+        trainer.rollout(None).endpoint.facts(b'{"boot_id":"x"}')
     with pytest.raises(MalformedManifest):
         RolloutAnswer.from_json(b'{"worker":"w","rank":0,"pid":1,"outcome":"fine"}')
 
