@@ -56,6 +56,7 @@ from rl_bridge.transports.base import (
     PublisherEnd,
     Transport,
     checked_count,
+    checked_threads,
 )
 from rl_bridge.transports.registry import NIXL, Counters, canonical_name, transport_class
 from rl_bridge.transports.shared_memory import SharedMemory, SharedPublisher
@@ -108,9 +109,7 @@ class GroupTransport(Transport):
         """
         self._options = _checked_transports({} if transports is None else transports)
         self.max_slots = checked_count("max_slots", max_slots)
-        self.num_threads = (
-            None if num_threads is None else checked_count("num_threads", num_threads)
-        )
+        self.num_threads = checked_threads(num_threads)
         for name in self._options:
             self.part_transport(name)
 

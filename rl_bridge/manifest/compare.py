@@ -10,10 +10,9 @@ from enum import StrEnum
 from typing import NamedTuple, NoReturn
 
 import numpy as np
-import numpy.typing as npt
 
 from rl_bridge.errors import SuspiciousUpdate
-from rl_bridge.manifest.digest import DIGEST_NBYTES
+from rl_bridge.manifest.digest import DIGEST_NBYTES, digests_differ
 from rl_bridge.manifest.dtypes import narrows
 from rl_bridge.manifest.group import GroupManifest
 from rl_bridge.manifest.model import WeightUpdateManifest
@@ -130,17 +129,9 @@ def _compare_groups(previous: GroupManifest, update: GroupManifest) -> list[Find
         return []
     if update.root == previous.root:
         return [_no_change(previous, update)]
-    kept = ~_differ(previous.digests, update.digests) & update.layout.trainable
+    kept = ~digests_differ(previous.digests, update.digests) & update.layout.trainable
     names = tuple(update.layout.names[place] for place in np.flatnonzero(kept).tolist())
     return _of_trainable(_versions(previous, update), names)
-
-
-def _differ(before: bytes, after: bytes) -> npt.NDArray[np.bool_]:
-    """Which digests of two blocks differ."""
-    old = np.frombuffer(before, np.uint8).reshape(-1, DIGEST_NBYTES)
-    new = np.frombuffer(after, np.uint8).reshape(-1, DIGEST_NBYTES)
-    differs: npt.NDArray[np.bool_] = (old != new).any(axis=1)
-    return differs
 
 
 def _versions(previous: _AnyManifest, update: _AnyManifest) -> str:
@@ -172,7 +163,7 @@ def _unchanged_trainable(
     if table.trainable is None:
         return ()
     if previous.table.digest == table.digest:
-        same = ~_differ(previous.digests, update.digests)
+        same = ~digests_differ(previous.digests, update.digests)
         same &= np.frombuffer(table.trainable.encode(), np.uint8) == ord("1")
         # An empty tensor cannot change.
         same &= table.nbytes_column > 0
@@ -205,7 +196,7 @@ def _dtype(table: TensorTable, name: str) -> str:
 def mismatch(manifest: WeightUpdateManifest, found: bytes) -> str:
     """Say which bytes differ, given the digests (16 bytes per tensor) of those that arrived."""
     table = manifest.table
-    rows = np.flatnonzero(_differ(manifest.digests, found)).tolist()
+    rows = np.flatnonzero(digests_differ(manifest.digests, found)).tolist()
     row = rows[0]
     here = slice(row * DIGEST_NBYTES, (row + 1) * DIGEST_NBYTES)
     return (

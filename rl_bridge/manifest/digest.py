@@ -27,6 +27,8 @@ __all__ = [
     "PAD_NBYTES",
     "RootPlan",
     "digest_bytes",
+    "digest_rows",
+    "digests_differ",
     "leaf_digests",
     "tensor_digest",
     "text_digest",
@@ -76,6 +78,17 @@ def text_digest(text: str) -> str:
     return xxhash.xxh3_128_hexdigest(text.encode("ascii"))
 
 
+def digest_rows(block: bytes | bytearray) -> npt.NDArray[np.uint8]:
+    """A block of digests as an array, shape [digests, 16]."""
+    return np.frombuffer(block, np.uint8).reshape(-1, DIGEST_NBYTES)
+
+
+def digests_differ(one: bytes, other: bytes) -> npt.NDArray[np.bool_]:
+    """Which digests of two blocks differ."""
+    differs: npt.NDArray[np.bool_] = (digest_rows(one) != digest_rows(other)).any(axis=1)
+    return differs
+
+
 class RootPlan:
     """Everything of the canonical lines but the digests, made once per layout.
 
@@ -101,7 +114,7 @@ class RootPlan:
         rows |= {name: rows[target] for name, target in (ties or {}).items()}
         order = sorted(rows)
         blank = ',"' + "0" * (2 * DIGEST_NBYTES) + '"]\n'
-        # Of 40,000 tensors few differ in kind: the text behind a name is made once for each kind.
+        # 40,000 tensors are of few kinds: the text behind a name is made once for each kind.
         kinds = [(dtypes[row], tuple(shapes[row])) for row in map(rows.__getitem__, order)]
         texts = {
             (dtype, shape): f',"{dtype}",[{",".join(map(str, shape))}]{blank}'
@@ -130,7 +143,7 @@ class RootPlan:
             )
             raise MalformedManifest(msg)
         ordered = np.frombuffer(digests, _DIGEST)[self._order]
-        # In the block itself, where nobody else is at it: a copy takes as long as all the rest.
+        # In the block itself unless another thread uses it: a copy takes as long as all the rest.
         if not _FILLING.acquire(blocking=False):  # another thread; or was, when this child forked
             return self._filled(self._block.copy(), ordered)
         try:

@@ -189,7 +189,7 @@ class GroupManifest(Manifest):
         return self.layout.digest_plan.is_unsharded
 
     def whole_digest(self, name: str) -> bytes | None:
-        """The digest that a tensor has unsharded; None where only its assembly would tell."""
+        """The digest that a tensor has unsharded; None if only its assembly gives it."""
         place = self.layout.places[name]
         if self.layout.digest_plan.kinds[place] == "cut":
             return None

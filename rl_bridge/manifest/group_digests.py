@@ -26,7 +26,13 @@ import xxhash
 from rl_bridge.errors import MalformedManifest
 from rl_bridge.manifest.canonical import canonical_json
 from rl_bridge.manifest.coverage import Held, WholeTensor
-from rl_bridge.manifest.digest import DIGEST_NBYTES, LEAF_NBYTES, digest_bytes, tensor_digest
+from rl_bridge.manifest.digest import (
+    DIGEST_NBYTES,
+    LEAF_NBYTES,
+    digest_bytes,
+    digest_rows,
+    tensor_digest,
+)
 from rl_bridge.manifest.dtypes import dtype_nbytes
 from rl_bridge.manifest.table import TensorTable
 
@@ -207,14 +213,13 @@ class DigestPlan:
         Those of kind ``leaves`` are left out: they need the leaf lists.
         """
         found = self._without_leaves(digests)
-        given = np.frombuffer(claimed, np.uint8).reshape(-1, DIGEST_NBYTES)
-        differs = (found != given).any(axis=1)
+        differs = (found != digest_rows(claimed)).any(axis=1)
         differs[[place for place, _, _ in self._leafy]] = False
         return np.flatnonzero(differs).tolist()
 
     def unequal(self, digests: Sequence[bytes]) -> list[Replica]:
         """Replicas whose digests differ."""
-        tables = [_rows(block) for block in digests]
+        tables = [digest_rows(block) for block in digests]
         return [
             one
             for one in self.replicas
@@ -222,7 +227,7 @@ class DigestPlan:
         ]
 
     def _without_leaves(self, digests: Sequence[bytes]) -> _Rows:
-        all_rows = _rows(b"".join(digests))
+        all_rows = digest_rows(b"".join(digests))
         found = np.zeros((self._num, DIGEST_NBYTES), np.uint8)
         found[self._singles[:, 0]] = all_rows[self._singles[:, 1]]
         found[self._empty] = np.frombuffer(_EMPTY, np.uint8)
@@ -233,7 +238,7 @@ class DigestPlan:
             made.append(xxhash.xxh3_128_digest(head + block[start:end]))
             start = end
         if made:
-            found[[place for place, _, _ in self._cut]] = _rows(b"".join(made))
+            found[[place for place, _, _ in self._cut]] = digest_rows(b"".join(made))
         return found
 
     def _add(self, place: int, whole: WholeTensor, counted: Sequence[Held]) -> str:
@@ -296,10 +301,6 @@ def _stretch(block: bytes | memoryview | None, one: _Stretch) -> bytes:
         )
         raise MalformedManifest(msg)
     return bytes(block[one.first : one.end])
-
-
-def _rows(block: bytes) -> _Rows:
-    return np.frombuffer(block, np.uint8).reshape(-1, DIGEST_NBYTES)
 
 
 def _byte_ranges(one: Held, item: int) -> tuple[int, int, int] | None:

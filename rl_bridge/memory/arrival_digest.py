@@ -2,12 +2,18 @@
 
 import ctypes
 import threading
-from collections import deque
+from queue import SimpleQueue
 
 import numpy as np
 import numpy.typing as npt
 
-from rl_bridge.manifest.digest import DIGEST_NBYTES, LEAF_NBYTES, leaf_digests, tensor_digest
+from rl_bridge.manifest.digest import (
+    DIGEST_NBYTES,
+    LEAF_NBYTES,
+    digest_rows,
+    leaf_digests,
+    tensor_digest,
+)
 from rl_bridge.manifest.table import TensorTable
 from rl_bridge.memory.passes import BytePlan
 
@@ -26,7 +32,7 @@ class _Step:
         self.offsets = table.offset_column[rows]
         self.passes = BytePlan(table.nbytes_column[rows])
         self.place: slice | None = None
-        """Of their digests, where these lie in one piece: no large tensor is between."""
+        """Where their digests lie; None if a large tensor is between them."""
         if len(rows) and rows[-1] - rows[0] + 1 == len(rows):
             first = int(rows[0])
             self.place = slice(first * DIGEST_NBYTES, (first + len(rows)) * DIGEST_NBYTES)
@@ -48,7 +54,7 @@ class ArrivalPlan:
         small = np.flatnonzero(is_small)
         ends = (offsets + sizes)[small]
         self.large = [int(row) for row in np.flatnonzero(~is_small)]
-        # Of each slice: the small tensors that end in it. Their ends grow with their rows.
+        # The small tensors that end in each slice. Their ends grow with their rows.
         marks = [*range(slice_nbytes, table.arena_nbytes, slice_nbytes), table.arena_nbytes]
         cuts = np.searchsorted(ends, marks, side="right")
         self.steps: list[_Step] = []
@@ -89,7 +95,7 @@ class ArrivalDigest:
                 if step.place is not None:
                     self._digests[step.place] = found
                 else:
-                    _by_row(self._digests)[step.rows] = _by_row(found)
+                    digest_rows(self._digests)[step.rows] = digest_rows(found)
         while self._large and self._advance_large(self._large[0], watermark):
             del self._large[0]
 
@@ -119,10 +125,6 @@ class ArrivalDigest:
         return bytes(self._digests)
 
 
-def _by_row(digests: bytes | bytearray) -> npt.NDArray[np.uint8]:
-    return np.frombuffer(digests, np.uint8).reshape(-1, DIGEST_NBYTES)
-
-
 class Digester(threading.Thread):
     """Digests what arrived while more arrives."""
 
@@ -130,23 +132,17 @@ class Digester(threading.Thread):
         """Begin with `start`; `digest` belongs to this thread until `stop`."""
         super().__init__(name="rlb-digest", daemon=True)
         self._digest = digest
-        self._marks: deque[int | None] = deque()
-        self._has_some = threading.Semaphore(0)
+        self._marks: SimpleQueue[int | None] = SimpleQueue()
         self._problem: BaseException | None = None
 
     def put(self, mark: int | None) -> None:
         """The first `mark` bytes are there; None: there will be no more."""
-        self._marks.append(mark)
-        self._has_some.release()
+        self._marks.put(mark)
 
     def run(self) -> None:
         """Digest, until there is no more."""
         try:
-            while True:
-                self._has_some.acquire()
-                mark = self._marks.popleft()
-                if mark is None:
-                    return
+            while (mark := self._marks.get()) is not None:
                 self._digest.advance(mark)
         except Exception as error:  # noqa: BLE001 - raised where the digests are wanted
             self._problem = error
@@ -158,6 +154,6 @@ class Digester(threading.Thread):
             self.join()
 
     def check(self) -> None:
-        """Raise what came in between, where something did."""
+        """Raise what `run` raised, if it did."""
         if self._problem is not None:
             raise self._problem

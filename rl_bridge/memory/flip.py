@@ -117,7 +117,7 @@ class LiveRange:
                 found = vm.mapped_file(self.address + done)
             except OSError as error:
                 require_resources(error)
-                msg = f"nobody can tell what a flip mapped: {error}. Use mode='copy'."
+                msg = f"the kernel does not show what a flip mapped: {error}. Use mode='copy'."
                 raise SegmentError(msg) from error
             if (
                 found is None

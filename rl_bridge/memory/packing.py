@@ -21,7 +21,7 @@ from rl_bridge.errors import (
     MalformedManifest,
     WeightBridgeUnavailableError,
 )
-from rl_bridge.manifest.digest import DIGEST_NBYTES, digest_bytes
+from rl_bridge.manifest.digest import DIGEST_NBYTES, digest_bytes, digests_differ
 from rl_bridge.manifest.dtypes import DTYPE_NBYTES, dtype_nbytes
 from rl_bridge.manifest.group_digests import (
     LEAVES,
@@ -396,9 +396,7 @@ def checked_block(part: WeightUpdateManifest, block: bytes) -> bytes:
         made = index.digests(block)
     else:
         made = LeafPlan(table.nbytes_column).combine(block, index)
-    found = np.frombuffer(made, np.uint8).reshape(-1, DIGEST_NBYTES)
-    given = np.frombuffer(part.digests, np.uint8).reshape(-1, DIGEST_NBYTES)
-    differs = (found != given).any(axis=1)
+    differs = digests_differ(made, part.digests)
     # The pass fills in the lengths that it knows; those in the list must be the same.
     ends = (index.starts + index.counts * DIGEST_NBYTES)[:, None] + np.arange(LENGTH_NBYTES)
     ends[index.row] = 0

@@ -173,7 +173,7 @@ class BytePlan:
         return out.tobytes()
 
     def _note(self, table: npt.NDArray[np.uint8]) -> None:
-        """Take the leaf digests of a pass, each tensor's followed by its length; kept by nobody."""
+        """Take the leaf digests of a pass, each tensor's followed by its length; not kept here."""
 
     def _run_python(self, src: Addresses, dst: Addresses | None, *, digest: bool) -> bytes:
         digests = []
@@ -275,7 +275,7 @@ def _finish(shares: list[_Share]) -> None:
             try:
                 share.take_back()
                 share.ended.wait()
-            except BaseException as error:  # noqa: BLE001 - raised below, when nobody writes any more
+            except BaseException as error:  # noqa: BLE001 - raised below, when no helper writes
                 interrupt = error
     problems = [e for e in (interrupt, *(share.error for share in shares)) if e is not None]
     if problems:

@@ -1,4 +1,4 @@
-"""Where tensors' bytes lie, and who can read and write them there: the CPU, or a device.
+"""Where tensors' bytes lie, and what can read and write them there: the CPU, or a device.
 
 Publishing, verifying, installing and proving are made of passes over bytes. A place gives the pass
 that runs where the bytes are, and makes tensors that look at them.
@@ -63,7 +63,7 @@ class Place(ABC):
 
     @abstractmethod
     def private_ranges(self, address: int, nbytes: int) -> list[tuple[int, int]] | None:
-        """Pages of a mapped version that this process wrote to; None where nobody can tell."""
+        """Pages of a mapped version that this process wrote to; None if that is unknown."""
 
     def not_plain(self, tensor: torch.Tensor, *, takes_lazy_views: bool = False) -> str | None:
         """Say why a tensor's bytes are not plain memory here, with the remedy; None if they are."""

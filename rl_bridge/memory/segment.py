@@ -166,7 +166,7 @@ class OwnedSegment:
             if directory is None and (start_time is None or not still_there(self.ref)):
                 self._refuse_invisible()
         except BaseException:
-            self.close()  # at once, whoever keeps the exception
+            self.close()  # at once: a caller may keep the exception
             raise
 
     def _open(self, held: Holding, name: str, directory: Path | None) -> int:
@@ -231,7 +231,7 @@ class OwnedSegment:
         return os.fstat(self.fd).st_size == self.nbytes
 
     def close(self) -> None:
-        """Unmap and close; the memory goes when the last reader lets go too."""
+        """Unmap and close; the memory goes with its last reader."""
         self._held.dispose()
 
 
@@ -302,7 +302,7 @@ def open_segment(
     try:
         _check_identity(fd, ref, where, writable=writable)
     except BaseException:
-        held.dispose()  # at once, whoever keeps the exception
+        held.dispose()  # at once: a caller may keep the exception
         raise
     return fd
 

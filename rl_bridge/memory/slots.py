@@ -39,11 +39,11 @@ STAMP_NBYTES = _STAMP.size
 _MAGIC = b"rl_brdg2"  # 1 had no header: a reader of it would take any
 _EMPTY = b"\0" * 16
 ARRIVING = "arriving"
-"""In place of an update's id, where bytes may land that nobody waits for here.
+"""Stands for an update's id while bytes of a read that broke off may still land in the slot.
 
-The lock does not keep this very process out: such a slot must be alone until that is over.
+The lock does not keep this process out, so such a slot must not be used until that is over.
 """
-# Updates after which a slot that served a lagging reader, and nobody since, is given back.
+# Updates after which a slot that is no longer used, as of a lagging reader, is given back.
 _SURPLUS_AGE = 8
 
 
@@ -198,7 +198,7 @@ class SlotRing:
         Args:
             make_slot: makes a slot with room for an arena of a number of bytes.
             limit: most slots at a time.
-            name_holders: who holds an update, for the error message.
+            name_holders: names the holders of an update, for the error message.
             is_released: whether an update keeps its slot for its readers alone, for that message.
 
         """
@@ -277,7 +277,7 @@ class SlotRing:
         self._slots.clear()
 
     def _find(self, arena_nbytes: int) -> Slot | None:
-        """Lock a slot that nobody reads; drop those of the wrong size, or long not needed."""
+        """Lock a slot without readers; drop those of the wrong size, or long not needed."""
         # The one that was used last is the likeliest to be in the cache, and lets others age out.
         free = sorted(
             (slot for slot in self._slots if slot.update_id is None),

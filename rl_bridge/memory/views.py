@@ -29,6 +29,7 @@ from rl_bridge.errors import (
     WeightBridgeUnavailableError,
     WeightUpdateRejectedError,
 )
+from rl_bridge.manifest.digest import digest_rows, digests_differ
 from rl_bridge.manifest.table import TensorTable
 from rl_bridge.memory import segment as leases
 from rl_bridge.memory import vm
@@ -67,7 +68,7 @@ class Pin:
         view: the leased slot behind it; None for memory that no publisher writes.
         place: what can read and write there.
         header: digest of the header of the manifest that the bytes were published with; None where
-            nobody sealed one.
+            none was sealed.
 
     """
 
@@ -79,7 +80,7 @@ class Pin:
         *,
         place: Place = CPU_PLACE,
     ) -> None:
-        """Describe a range; `buffer` is what keeps it alive, nobody reads through it."""
+        """Describe a range; `buffer` keeps it alive, and nothing is read through it."""
         self.buffer: ctypes.Array[ctypes.c_char] = _range_type(nbytes).from_address(address)
         self.address = address
         self.nbytes = nbytes
@@ -145,12 +146,12 @@ class LeasedView(ABC):
         try:
             self.address = self._open()
         except BaseException:
-            self._held.dispose()  # at once, whoever keeps the exception
+            self._held.dispose()  # at once: a caller may keep the exception
             raise
         # Reentrant: a pin's finalizer may run inside any allocation, also under this lock.
         self._lock = threading.RLock()
-        # The pins that live. Nobody looks at a pin to see whether it lives: that takes a reference,
-        # which may be the last one by the time it is dropped, and the pin would die under the lock.
+        # The pins that live. They are not looked at: that takes a reference, which may be the last
+        # one by the time it is dropped, and the pin would die under the lock.
         self._pins: list[weakref.ref[object]] = []
         self._is_leased = False
         self._is_retired = False
@@ -172,7 +173,7 @@ class LeasedView(ABC):
         """Make the arena readable; returns its first address."""
 
     def _is_quiet(self) -> bool:
-        """Whether nobody reads any more what the last tensor showed. Asked again if not."""
+        """Whether no read of the last tensor's bytes still runs. Asked again if one does."""
         return True
 
     def _unmap(self) -> None:  # noqa: B027 - what is noted suffices as a rule
@@ -226,7 +227,7 @@ class LeasedView(ABC):
                 self._check_stamp(stamp, update_id, generation, arena_nbytes)
                 pin.header = stamp.header
         except BaseException:
-            del pin  # whoever keeps the exception must not keep the lease
+            del pin  # a caller that keeps the exception must not keep the lease
             raise
         return pin
 
@@ -373,11 +374,11 @@ class ViewCache:
         self.sweep()
         view = self._views[key] = make()
         if known is not None:
-            known.retire()  # the same file by another way: nobody would find it again
+            known.retire()  # the same file by another way: it would not be found again
         return view
 
     def sweep(self) -> None:
-        """Let go of segments that their publisher gave back: they would only hold memory."""
+        """Release segments that their publisher gave back: they would only hold memory."""
         for key, view in list(self._views.items()):
             view.settle()
             if not view.is_pinned and not still_there(view.ref, directory=self._directory):
@@ -385,7 +386,7 @@ class ViewCache:
                 del self._views[key]
 
     def close(self) -> None:
-        """Let go of everything that no tensor needs; the rest goes with its last tensor."""
+        """Release everything that no tensor needs; the rest goes with its last tensor."""
         for view in self._views.values():
             view.retire()
         self._views.clear()
@@ -427,7 +428,7 @@ class ImportedTensors(Mapping[str, torch.Tensor]):
         return self.held is None
 
     def forget(self) -> None:
-        """Let go of the memory, whoever still holds the mapping: a kept exception, for instance.
+        """Release the memory, although the mapping may be held: by a kept exception, for instance.
 
         Tensors that were taken from it keep their bytes.
         """
@@ -523,16 +524,17 @@ class Attachment:
         if view is None:
             return found
         table = self.tensors.table
-        want = np.frombuffer(expected, np.uint8).reshape(-1, 16)
-        have = np.frombuffer(found, np.uint8).reshape(-1, 16).copy()
-        rows = np.flatnonzero((want != have).any(axis=1))
+        rows = np.flatnonzero(digests_differ(expected, found))
         addresses = self.tensors.addresses[rows]
         sizes = table.nbytes_column[rows]
         # All are dropped before any is read: several tensors may share a page.
         places = zip(addresses.tolist(), sizes.tolist(), strict=True)
         dropped = [view.refresh(address, nbytes) for address, nbytes in places]
-        if any(dropped):
-            plan = self.tensors.pin.place.plan(sizes)
-            again = plan.digest(addresses, num_threads=self._num_threads)
-            have[rows] = np.frombuffer(again, np.uint8).reshape(-1, 16)
-        return have.tobytes()
+        if not any(dropped):
+            return found
+        plan = self.tensors.pin.place.plan(sizes)
+        again = bytearray(found)
+        digest_rows(again)[rows] = digest_rows(
+            plan.digest(addresses, num_threads=self._num_threads)
+        )
+        return bytes(again)

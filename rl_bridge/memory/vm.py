@@ -222,7 +222,7 @@ def drop_pages(address: int, nbytes: int) -> None:
 
 
 def guard_from_fork(address: int, nbytes: int) -> None:
-    """Keep a mapping out of forked children, who could otherwise write through it."""
+    """Keep a mapping out of forked children, which could otherwise write through it."""
     _advise(address, nbytes, _MADV_DONTFORK, "DONTFORK")
 
 
@@ -264,7 +264,7 @@ _IS_FILE = 1 << 2
 _IS_PRESENT = 1 << 3
 _IS_SWAPPED = 1 << 4
 _MAX_REGIONS = 256
-# Kept: `ctypes` makes an array's type anew, which takes long, once nobody has it any more.
+# Kept: `ctypes` makes an array's type anew, which takes long, once it is no longer referenced.
 _Regions = ctypes.c_char * (_REGION.size * _MAX_REGIONS)
 
 
@@ -318,8 +318,8 @@ def _scan(
 def spare_pages(address: int, nbytes: int) -> None:
     """Let the kernel take anonymous pages when it is short of memory; their bytes may be gone then.
 
-    Whoever writes to them again finds those that were not taken without a page fault. Memory that
-    somebody locked (mlockall) is never taken: it stays as it is.
+    A later write to pages that were not taken causes no page fault. Locked memory (mlockall) is
+    never taken: it stays as it is.
     """
     try:
         _advise(address, nbytes, _MADV_FREE, "FREE")

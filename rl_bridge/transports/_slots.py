@@ -10,14 +10,14 @@ import time
 import weakref
 from abc import abstractmethod
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from itertools import count
 from pathlib import Path
 from typing import Annotated, Generic, TypeVar
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, StrictInt, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, StrictInt
 
-from rl_bridge.errors import MalformedManifest, WeightBridgeError
+from rl_bridge.errors import WeightBridgeError
 from rl_bridge.manifest.canonical import JSONValue
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.manifest.table import TensorTable
@@ -33,7 +33,13 @@ from rl_bridge.memory.places import Pass
 from rl_bridge.memory.segment import OwnedSegment, SegmentRef, still_there
 from rl_bridge.memory.slots import Slot, SlotRing
 from rl_bridge.memory.views import Pin, ViewCache
-from rl_bridge.transports.base import Attachment, Carried, ConsumerEnd, PublisherEnd
+from rl_bridge.transports.base import (
+    Attachment,
+    Carried,
+    ConsumerEnd,
+    PublisherEnd,
+    parsed_handle,
+)
 
 __all__ = ["SlotConsumer", "SlotHandle", "SlotPublisher"]
 
@@ -67,6 +73,8 @@ class SlotPublisher(PublisherEnd):
     ) -> None:
         """Open the control segment; slots are made when they are needed."""
         self._label = f"rlb-{publisher_id[:12]}"
+        self._numbers = count(1)
+        self._directory = directory
         self._num_threads = num_threads
         self._is_closed = False
         self._ring = SlotRing(self._make_slot, limit=max_slots, name_holders=self._holders)
@@ -204,62 +212,43 @@ class SlotConsumer(ConsumerEnd, Generic[_Handle]):
     def _attachment(self, manifest: WeightUpdateManifest, handle: _Handle) -> Attachment:
         table = manifest.table
         pin = self._pin(manifest, handle)
-        try:
-            key = (table.digest, pin.place.device)
-            plan = self._plans.get(key)
-            if plan is None:
-                self._plans.clear()  # one layout at a time is the rule; more would only grow
-                plan = self._plans[key] = pin.place.plan(table.nbytes_column)
-            return Attachment(table, pin, plan, num_threads=self._num_threads)
-        except BaseException:
-            del pin  # whoever keeps the exception must not keep the lease
-            raise
+        key = (table.digest, pin.place.device)
+        plan = self._plans.get(key)
+        if plan is None:
+            self._plans.clear()  # one layout at a time is the rule; more would only grow
+            plan = self._plans[key] = pin.place.plan(table.nbytes_column)
+        return Attachment(table, pin, plan, num_threads=self._num_threads)
 
     def _handle(self, manifest: WeightUpdateManifest) -> _Handle:
-        try:
-            handle = self._handle_type.model_validate(manifest.handle)
-        except ValidationError as error:
-            first = error.errors(include_url=False)[0]
-            where = ".".join(str(part) for part in first["loc"])
-            msg = (
-                f"update {manifest.update_id}: handle field {where}: {first['msg']}. Send the "
-                "manifest as it was published."
-            )
-            raise MalformedManifest(msg) from error
+        handle = parsed_handle(self._handle_type, manifest)
         self._check(manifest, handle)
         return handle
 
     def _writer(self, publisher_id: str, handle: SlotHandle) -> ControlWriter:
-        writer = self._writers.get(publisher_id)
-        if writer is None or writer.ref != handle.control:
-            known, writer = (
-                writer,
-                ControlWriter(
-                    handle.control,
-                    publisher_id,
-                    worker=self._worker,
-                    rank=self._rank,
-                    directory=self._directory,
-                ),
-            )
-            # Only now: a manifest that leads nowhere must not cost the way back that works.
-            self._writers[publisher_id] = writer
-            if known is not None:
-                known.close()
+        known = self._writers.get(publisher_id)
+        if known is not None and known.ref == handle.control:
+            return known
+        # Made first: a manifest that leads nowhere must not cost the way back that works.
+        writer = self._writers[publisher_id] = ControlWriter(
+            handle.control,
+            publisher_id,
+            worker=self._worker,
+            rank=self._rank,
+            directory=self._directory,
+        )
+        if known is not None:
+            known.close()
         return writer
 
     def report(self, manifest: WeightUpdateManifest, report: UpdateReport) -> None:
         writer = self._writers.get(manifest.publisher_id)
         if writer is None and not self._is_closed:
-            try:  # refused before anything of it was opened: that is news as well
+            try:  # an update that was refused before it was opened is reported as well
                 writer = self._writer(manifest.publisher_id, self._handle(manifest))
             except WeightBridgeError as error:
                 _LOG.info("the publisher will not hear of %s: %s", report.update_id, error)
         if writer is not None:
             writer.report(report)
-
-    def in_one_go(self) -> AbstractContextManager[None]:
-        return nullcontext()
 
     def settle(self) -> None:
         self._views.sweep()

@@ -12,13 +12,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal, Protocol, Self
+from typing import ClassVar, Literal, Protocol, Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from pydantic import BaseModel, ValidationError
 
-from rl_bridge.manifest.canonical import JSONValue
+from rl_bridge.errors import MalformedManifest
+from rl_bridge.manifest.canonical import JSONValue, thaw
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.memory.control import Record, UpdateReport
 from rl_bridge.memory.packing import PackPlan
@@ -38,54 +40,13 @@ __all__ = [
     "Transport",
     "checked_count",
     "checked_seconds",
+    "checked_threads",
+    "parsed_handle",
 ]
 
-# ---- Reading parts of a version straight into the arena that is made of them.
-#
-# Else a part is read into memory of the transport's, and copied from there.
-# `ConsumerEnd.read_into` says which transports can do without.
+_MOST_SECONDS = 1e6  # not far below the milliseconds that `poll` takes
 
-
-class Landing(Protocol):
-    """An arena of this side's own, which several parts are read into, without a copy between."""
-
-    def reserve(self) -> Slot:
-        """Find room, for each attempt anew; it comes back by `abandon`, or in what landed.
-
-        Its `update_id` is `ARRIVING` from before the first byte may land until none can any more.
-
-        Raises:
-            WeightBridgeError: there is none.
-
-        """
-
-    def arrived(self, place: int, mark: int) -> None:
-        """Of the part at that place of the request, the first `mark` bytes of its arena are there.
-
-        (Those that were asked for.) Called with rising marks, in one thread; returns at once.
-        """
-
-    def abandon(self, slot: Slot) -> None:
-        """Take a slot back: nothing can land there any more."""
-
-
-@dataclass(frozen=True, slots=True)
-class Landed:
-    """What became of a `Landing`.
-
-    Attributes:
-        slot: where the ranges are.
-        headers: of each part, what its publisher sealed beside its bytes: see `seal_header`.
-
-    """
-
-    slot: Slot
-    headers: Sequence[bytes | None]
-
-
-# ---- the rest builds on the parts above
-
-_MOST_SECONDS = 1e6  # more milliseconds than `poll` takes lie not far behind
+_Handle = TypeVar("_Handle", bound=BaseModel)
 
 
 def checked_count(name: str, value: object) -> int:
@@ -103,6 +64,11 @@ def checked_count(name: str, value: object) -> int:
     if count < 1:
         raise ValueError(f"{name}={value!r}: expected an int of 1 or more.")
     return count
+
+
+def checked_threads(number: object) -> int | None:
+    """Check ``num_threads``: as `checked_count`, or None, which takes the usable cores."""
+    return None if number is None else checked_count("num_threads", number)
 
 
 def checked_seconds(name: str, value: object) -> float:
@@ -179,6 +145,66 @@ class PartRequest:
     targets: npt.NDArray[np.int64] | None = None
 
 
+class Landing(Protocol):
+    """An arena of this side's own, which several parts are read into, without a copy between.
+
+    `ConsumerEnd.lands` says which transports can do that. Else a part is read into memory of the
+    transport's, and copied from there.
+    """
+
+    def reserve(self) -> Slot:
+        """Find room, for each attempt anew; it comes back by `abandon`, or in what landed.
+
+        Its `update_id` is `ARRIVING` from before the first byte may land until none can any more.
+
+        Raises:
+            WeightBridgeError: there is none.
+
+        """
+
+    def arrived(self, place: int, mark: int) -> None:
+        """The first `mark` bytes of the arena of the part at that place of the request are there.
+
+        (Those that were asked for.) Called with rising marks, in one thread; returns at once.
+        """
+
+    def abandon(self, slot: Slot) -> None:
+        """Take a slot back: nothing can land there any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Landed:
+    """What became of a `Landing`.
+
+    Attributes:
+        slot: where the ranges are.
+        headers: of each part, what its publisher sealed beside its bytes: see `seal_header`.
+
+    """
+
+    slot: Slot
+    headers: Sequence[bytes | None]
+
+
+def parsed_handle(kind: type[_Handle], manifest: WeightUpdateManifest) -> _Handle:
+    """Read a manifest's handle.
+
+    Raises:
+        MalformedManifest: it is of another kind.
+
+    """
+    try:
+        return kind.model_validate(thaw(manifest.handle))
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(str(part) for part in first["loc"])
+        msg = (
+            f"update {manifest.update_id}: handle field {where}: {first['msg']}. Send the "
+            "manifest as it was published."
+        )
+        raise MalformedManifest(msg) from error
+
+
 class PublisherEnd(ABC):
     """The trainer's end of a transport. The bridge calls it under one lock.
 
@@ -214,11 +240,11 @@ class PublisherEnd(ABC):
 
     @abstractmethod
     def release(self, update_id: str) -> None:
-        """Let go of an update; readers that hold it keep it. Unknown ids are ignored."""
+        """Release an update; readers that hold it keep it. Unknown ids are ignored."""
 
     @abstractmethod
     def records(self) -> list[Record]:
-        """What consumers reported: one `Record` for each, with the updates it told of.
+        """What consumers reported: one `Record` for each, with the updates that it reported.
 
         ``Record(worker=, rank=, pid=, presence=, updates=)`` takes what the consumer's end was made
         with, its process (0: this one), whether it lives (``alive``, ``gone`` or ``unreadable``),
@@ -232,7 +258,7 @@ class PublisherEnd(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of everything. Idempotent."""
+        """Release everything. Idempotent."""
 
 
 class ConsumerEnd(ABC):
@@ -270,9 +296,9 @@ class ConsumerEnd(ABC):
         attached: list[Attachment] = []
         try:
             for part in parts:
-                attached.append(self.attach(part.manifest))  # noqa: PERF401 - those before it are let go of
+                attached.append(self.attach(part.manifest))  # noqa: PERF401 - a failure releases the first
         except BaseException:
-            # Whoever keeps the exception must not keep the publishers' memory.
+            # A caller that keeps the exception must not keep the publishers' memory.
             for one in attached:
                 one.tensors.forget()
             raise
@@ -281,7 +307,7 @@ class ConsumerEnd(ABC):
     def read_into(self, parts: Sequence[PartRequest], landing: Landing) -> Landed:
         """Read ranges of parts, each by another publisher, into an arena of the caller's.
 
-        Only where `lands` says so. What arrived is not verified: whoever has asked does that.
+        Only if `lands`. What arrived is not verified: the caller does that.
 
         Raises:
             WeightBridgeError: what `attach` raises; the slot was abandoned, or will be as soon as
@@ -310,19 +336,19 @@ class ConsumerEnd(ABC):
         """Tell the publisher; best effort where it is gone, never waits."""
 
     def in_one_go(self) -> AbstractContextManager[None]:
-        """What publishers are told inside may reach each of them as one, at the end at the latest.
+        """Reports made inside may reach each publisher as one message, at the end at the latest.
 
-        Each message wakes a process, which may want the core of who sent it.
+        Each message wakes a process, which may want the core of its sender.
         """
         return nullcontext()
 
     @abstractmethod
     def settle(self) -> None:
-        """Called after a release: let go of what nobody needs."""
+        """Called after a release: release what is no longer needed."""
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of everything that no tensor needs. Idempotent."""
+        """Release everything that no tensor needs. Idempotent."""
 
 
 class Transport(ABC):

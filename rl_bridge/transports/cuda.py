@@ -58,6 +58,7 @@ from rl_bridge.transports.base import (
     PublisherEnd,
     Transport,
     checked_count,
+    checked_threads,
 )
 
 __all__ = [
@@ -114,9 +115,7 @@ class DeviceOptions:
             device=device,
             max_slots=checked_count("max_slots", max_slots),
             max_consumers=checked_count("max_consumers", max_consumers),
-            num_threads=(
-                None if num_threads is None else checked_count("num_threads", num_threads)
-            ),
+            num_threads=checked_threads(num_threads),
             timeout_s=float(timeout_s),
         )
 

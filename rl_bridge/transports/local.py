@@ -25,7 +25,7 @@ from rl_bridge.transports.base import (
     ConsumerEnd,
     PublisherEnd,
     Transport,
-    checked_count,
+    checked_threads,
 )
 
 __all__ = ["LocalClone"]
@@ -52,9 +52,7 @@ class LocalClone(Transport):
             ValueError: it is below 1.
 
         """
-        self._num_threads = (
-            None if num_threads is None else checked_count("num_threads", num_threads)
-        )
+        self._num_threads = checked_threads(num_threads)
 
     @classmethod
     def probe(cls) -> Availability:

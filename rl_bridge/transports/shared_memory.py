@@ -26,6 +26,7 @@ from rl_bridge.transports.base import (
     ConsumerEnd,
     Transport,
     checked_count,
+    checked_threads,
 )
 
 __all__ = ["SharedMemory", "SharedMemoryHandle", "SharedPublisher"]
@@ -71,9 +72,7 @@ class SharedMemory(Transport):
         self._directory = None if directory is None else Path(directory).absolute()
         self._max_slots = checked_count("max_slots", max_slots)
         self._max_consumers = checked_count("max_consumers", max_consumers)
-        self._num_threads = (
-            None if num_threads is None else checked_count("num_threads", num_threads)
-        )
+        self._num_threads = checked_threads(num_threads)
         self.zero_copy_import = directory is None
 
     @classmethod
@@ -114,7 +113,7 @@ class SharedMemory(Transport):
         """
         if self._directory is not None:
             try:
-                # Not what it lies in: a path with a typing mistake is to be told, not made.
+                # Without its parents: a mistyped path must be an error, and not a new directory.
                 self._directory.mkdir(exist_ok=True, mode=0o700)
                 sweep(self._directory)
             except OSError as error:
@@ -141,30 +140,10 @@ class SharedMemory(Transport):
 class SharedPublisher(SlotPublisher):
     """The trainer's end."""
 
-    def __init__(
-        self,
-        publisher_id: str,
-        *,
-        directory: Path | None,
-        max_slots: int,
-        max_consumers: int,
-        num_threads: int | None,
-    ) -> None:
-        self._directory = directory
-        self._made = 0
-        super().__init__(
-            publisher_id,
-            max_slots=max_slots,
-            max_consumers=max_consumers,
-            num_threads=num_threads,
-            directory=directory,
-        )
-
     def _make_slot(self, arena_nbytes: int) -> Slot:
-        self._made += 1
         return Slot(
             OwnedSegment.make(
-                f"{self._label}-{self._made}.seg",
+                f"{self._label}-{next(self._numbers)}.seg",
                 slot_segment_nbytes(arena_nbytes),
                 directory=self._directory,
             )
@@ -204,7 +183,7 @@ class _SharedConsumer(SlotConsumer[SharedMemoryHandle]):
             )
             raise SegmentError(msg) from error
         finally:
-            del lease  # also for whoever keeps the exception
+            del lease  # also if a caller keeps the exception
         if got != nbytes:
             msg = (
                 f"update {manifest.update_id}: segment {handle.slot.name} ended after {got} of "

@@ -19,6 +19,7 @@ from rl_bridge.transports.base import (
     Transport,
     checked_count,
     checked_seconds,
+    checked_threads,
 )
 from rl_bridge.transports.broadcast.init_info import BACKENDS, Backend, BroadcastInitInfo
 from rl_bridge.transports.wire.arenas import Arenas, CPUArenas, DeviceArenas
@@ -115,9 +116,7 @@ class Broadcast(Transport):
         self._device = device
         self._max_slots = checked_count("max_slots", max_slots)
         self._max_consumers = checked_count("max_consumers", max_consumers)
-        self._num_threads = (
-            None if num_threads is None else checked_count("num_threads", num_threads)
-        )
+        self._num_threads = checked_threads(num_threads)
         self._timeout_s = checked_seconds("timeout_s", timeout_s)
         self._last_info: BroadcastInitInfo | None = None
 

@@ -23,6 +23,7 @@ from rl_bridge.transports.base import (
     Transport,
     checked_count,
     checked_seconds,
+    checked_threads,
 )
 from rl_bridge.transports.nixl import library
 from rl_bridge.transports.nixl.agent import REMEDY, Agent, Counters, Host
@@ -127,9 +128,7 @@ class NIXL(Transport):
         self._serve = self._checked_serve(serve)
         self._max_slots = checked_count("max_slots", max_slots)
         self._max_consumers = checked_count("max_consumers", max_consumers)
-        self._num_threads = (
-            None if num_threads is None else checked_count("num_threads", num_threads)
-        )
+        self._num_threads = checked_threads(num_threads)
         self._timeout_s = checked_seconds("timeout_s", timeout_s)
 
     def _checked_serve(self, serve: object) -> Literal["process", "inline"]:

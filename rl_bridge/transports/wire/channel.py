@@ -41,10 +41,10 @@ from pydantic import (
 )
 
 from rl_bridge.errors import MalformedManifest, SegmentError, StaleUpdate, WeightBridgeError
-from rl_bridge.manifest.canonical import thaw
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.memory.control import UpdateReport
 from rl_bridge.memory.holding import Holding
+from rl_bridge.transports.base import parsed_handle
 
 __all__ = [
     "GREETING_NBYTES",
@@ -512,16 +512,7 @@ def read_handle(kind: type[_Handle], manifest: WeightUpdateManifest) -> _Handle:
         MalformedManifest: it is of another kind, or leads to another publisher.
 
     """
-    try:
-        handle = kind.model_validate(thaw(manifest.handle))
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        where = ".".join(str(part) for part in first["loc"])
-        msg = (
-            f"update {manifest.update_id}: handle field {where}: {first['msg']}. Send the "
-            "manifest as it was published."
-        )
-        raise MalformedManifest(msg) from error
+    handle = parsed_handle(kind, manifest)
     if handle.publisher_id != manifest.publisher_id:
         msg = (
             f"update {manifest.update_id}: its handle names publisher {handle.publisher_id}, but "
