@@ -272,7 +272,7 @@ class WrappedAdapter(TransactionalAdapter):
         if self._previous is None or self._memory is None or self._proven is not self._memory:
             return
         manifest, tensors = self._previous
-        if not isinstance(tensors, ImportedTensors) or tensors.is_forgotten:
+        if not isinstance(tensors, ImportedTensors) or tensors.held is None:
             return
         if tensors.pin.view is not None and self._fits(manifest):
             self._memory.rewrite(manifest, tensors, strict=False)

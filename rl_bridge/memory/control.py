@@ -183,8 +183,7 @@ class ControlReader:
     def records(self) -> list[Record]:
         """Read everybody's record; those that are gone stay until their place is reused."""
         found = []
-        for index in range(num_records(self.segment.nbytes)):
-            start = _start(index)
+        for start in map(_start, range(num_records(self.segment.nbytes))):
             alive = leases.is_held(self.segment.fd, start=start, length=RECORD_NBYTES)
             record = self._read(start)
             if record is None:

@@ -113,7 +113,7 @@ class Slot:
 
     @property
     def stamp_address(self) -> int:
-        """Where the stamp is."""
+        """First byte of the stamp."""
         return self.segment.address + self.segment.nbytes - vm.PAGE
 
     @property

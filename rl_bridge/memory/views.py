@@ -346,13 +346,7 @@ class ViewCache:
         self._views: dict[tuple[int, int], LeasedView] = {}
 
     def get(self, ref: SegmentRef) -> SegmentView:
-        """Find or map a segment.
-
-        Raises:
-            SegmentError: it is gone, or not what `ref` says.
-            WeightBridgeUnavailableError: this process is short of memory or descriptors.
-
-        """
+        """Find or map a segment; raises what `LeasedView` raises."""
         return self.find(ref, ref, lambda: SegmentView(ref, self._directory))
 
     def pin(self, ref: SegmentRef, update_id: str, generation: int, arena_nbytes: int) -> Pin:
@@ -360,13 +354,7 @@ class ViewCache:
         return self.get(ref).pin(update_id, generation, arena_nbytes)
 
     def find(self, ref: SegmentRef, where: Hashable, make: Callable[[], _View]) -> _View:
-        """Find or make the view of the slot whose segment is `ref`, reached by `where`.
-
-        Raises:
-            SegmentError: it is gone, or not what `ref` says.
-            WeightBridgeUnavailableError: this process is short of memory or descriptors.
-
-        """
+        """Find or make the view of the slot whose segment is `ref`, reached by `where`."""
         key = (ref.device, ref.inode)
         known: Any = self._views.get(key)
         if known is not None and known.where == where:
@@ -422,11 +410,6 @@ class ImportedTensors(Mapping[str, torch.Tensor]):
             raise WeightUpdateRejectedError(msg)
         return self.held
 
-    @property
-    def is_forgotten(self) -> bool:
-        """Whether `forget` was called."""
-        return self.held is None
-
     def forget(self) -> None:
         """Release the memory, although the mapping may be held: by a kept exception, for instance.
 
@@ -436,18 +419,12 @@ class ImportedTensors(Mapping[str, torch.Tensor]):
         self._made = {}
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        row = self.table.rows[name]
+        table = self.table
+        row = table.rows[name]
         tensor = self._made.get(row)
         if tensor is None:
-            table = self.table
-            tensor = tensor_in(
-                self.pin,
-                table.offsets[row],
-                table.nbytes[row],
-                table.dtypes[row],
-                table.shapes[row],
-            )
-            tensor = self._made.setdefault(row, tensor)
+            place = table.offsets[row], table.nbytes[row], table.dtypes[row], table.shapes[row]
+            tensor = self._made.setdefault(row, tensor_in(self.pin, *place))
         return tensor
 
     def __contains__(self, name: object) -> bool:

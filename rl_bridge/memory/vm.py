@@ -14,6 +14,7 @@ import os
 import struct
 from collections import deque
 from collections.abc import Iterable
+from ctypes import c_int, c_long, c_size_t, c_void_p
 from itertools import repeat
 from pathlib import Path
 from typing import NamedTuple
@@ -64,25 +65,11 @@ _MREMAP_DONTUNMAP = 4
 _FAILED = (1 << 64) - 1  # ((void *) -1)
 
 _libc = ctypes.CDLL(None, use_errno=True)
-_libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = [
-    ctypes.c_void_p,
-    ctypes.c_size_t,
-    ctypes.c_int,
-    ctypes.c_int,
-    ctypes.c_int,
-    ctypes.c_long,
-]
-_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-_libc.mremap.restype = ctypes.c_void_p
-_libc.mremap.argtypes = [
-    ctypes.c_void_p,
-    ctypes.c_size_t,
-    ctypes.c_size_t,
-    ctypes.c_int,
-    ctypes.c_void_p,
-]
+_libc.mmap.restype = _libc.mremap.restype = c_void_p
+_libc.mmap.argtypes = [c_void_p, c_size_t, c_int, c_int, c_int, c_long]
+_libc.munmap.argtypes = [c_void_p, c_size_t]
+_libc.madvise.argtypes = [c_void_p, c_size_t, c_int]
+_libc.mremap.argtypes = [c_void_p, c_size_t, c_size_t, c_int, c_void_p]
 
 
 def round_up(value: int, unit: int = PAGE) -> int:

@@ -223,4 +223,4 @@ def test_a_part_that_fails_leaves_no_other_part_attached(error: BaseException) -
         end = FailsAt(2, error)
         with pytest.raises(type(error)):
             end.attach_parts([PartRequest(manifest=part) for part in manifest.parts])
-    assert [one.tensors.is_forgotten for one in end.made] == [True, True]
+    assert [one.tensors.held for one in end.made] == [None, None]

@@ -24,7 +24,6 @@ from rl_bridge.memory.control import (
     UpdateReport,
     control_nbytes,
     legible,
-    num_records,
 )
 from rl_bridge.memory.segment import OwnedSegment, SegmentRef
 from rl_bridge.testing.processes import Child, until
@@ -139,16 +138,14 @@ def test_a_worker_with_an_endless_name_is_cut(reader: ControlReader) -> None:
 
 
 def test_a_record_that_is_written_while_it_is_read_is_not_taken_for_damage(
-    reader: ControlReader,
+    reader: ControlReader, writer: ControlWriter
 ) -> None:
-    writer = writer_of(reader.segment.ref)
     reports = [update(number) for number in range(150)]
     thread = threading.Thread(target=lambda: deque(map(writer.report, reports), maxlen=0))
     thread.start()
     while thread.is_alive():
         assert only(reader).presence == "alive"
     assert len(only(reader).updates) == 6
-    writer.close()
 
 
 # ---- presence -----------------------------------------------------------------------------------
@@ -186,10 +183,12 @@ def test_a_consumer_that_closed_or_was_killed_is_gone_with_its_reports_kept(
 
 def test_a_place_that_is_free_again_is_taken_by_the_next(reader: ControlReader) -> None:
     writers = [writer_of(reader.segment.ref, name) for name in "abc"]
+    before = open_fds()
     with pytest.raises(
         WeightBridgeUnavailableError, match=r"room for 3 consumers.*raise max_consumers"
     ):
         writer_of(reader.segment.ref, "d")
+    assert open_fds().keys() == before.keys()
     writers[1].close()
     late = writer_of(reader.segment.ref, "d")
     assert [(r.worker, r.presence) for r in reader.records()] == [
@@ -199,22 +198,6 @@ def test_a_place_that_is_free_again_is_taken_by_the_next(reader: ControlReader) 
     ]
     for writer in (*writers, late):
         writer.close()
-
-
-def test_a_refused_consumer_leaves_no_descriptor() -> None:
-    reader = make_reader(1)
-    writer = writer_of(reader.segment.ref)
-    before = open_fds()
-    with pytest.raises(WeightBridgeUnavailableError):
-        writer_of(reader.segment.ref)
-    assert open_fds().keys() == before.keys()
-    writer.close()
-    reader.close()
-
-
-@pytest.mark.parametrize(("nbytes", "num"), [(0, 0), (RECORD_NBYTES, 0), (control_nbytes(5), 5)])
-def test_the_header_is_no_place_for_a_consumer(nbytes: int, num: int) -> None:
-    assert num_records(nbytes) == num
 
 
 def test_a_segment_without_the_publishers_header_is_not_written_to(
@@ -240,9 +223,9 @@ def test_a_sealed_segment_cannot_be_the_way_back() -> None:
 
 
 @forking
-def test_a_forked_child_neither_reports_nor_lets_go(reader: ControlReader) -> None:
-    writer = writer_of(reader.segment.ref)
-
+def test_a_forked_child_neither_reports_nor_releases_the_record(
+    reader: ControlReader, writer: ControlWriter
+) -> None:
     def child() -> bool:
         writer.report(update(9))
         writer.close()
@@ -252,7 +235,6 @@ def test_a_forked_child_neither_reports_nor_lets_go(reader: ControlReader) -> No
     assert only(reader) == Record(worker="rollout", rank=0, pid=os.getpid(), presence="alive")
     writer.report(update(1))
     assert only(reader).updates == (update(1),)
-    writer.close()
 
 
 def test_a_control_file_that_was_cut_off_is_an_error_and_no_signal(
@@ -271,19 +253,20 @@ def test_a_control_file_that_was_cut_off_is_an_error_and_no_signal(
 
 
 def test_a_report_that_cannot_be_written_is_logged_and_hurts_nobody(
-    reader: ControlReader, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    reader: ControlReader,
+    writer: ControlWriter,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     def full(*_: object) -> int:
         raise OSError(28, "No space left on device")
 
-    writer = writer_of(reader.segment.ref)
     with monkeypatch.context() as patch:
         patch.setattr("rl_bridge.memory.control.os.pwrite", full)
         writer.report(update(1))
     assert "the publisher will not hear of" in caplog.text
     writer.report(update(2))
     assert [report.weight_version for report in only(reader).updates] == [1, 2]
-    writer.close()
 
 
 # ---- hostile consumers --------------------------------------------------------------------------

@@ -94,7 +94,7 @@ def test_a_forgotten_mapping_gives_its_memory_back_and_tensors_keep_theirs(ring:
     tensors = ImportedTensors(table, pin_of(view_of(slot), 5))
     kept = tensors["t"]
     tensors.forget()
-    assert tensors.is_forgotten
+    assert tensors.held is None
     assert is_leased(slot)
     assert kept.tolist() == [5] * SIZE
     del kept

@@ -204,21 +204,20 @@ def test_more_private_ranges_than_fit_one_question_are_all_found() -> None:
     os.close(fd)
 
 
-def test_a_kernel_that_cannot_tell_says_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    def unknown(*_: object) -> int:
-        raise OSError(errno.ENOTTY, "no such ioctl")
-
-    monkeypatch.setattr("rl_bridge.memory.vm.fcntl.ioctl", unknown)
-    assert vm.private_ranges(vm.PAGE, vm.PAGE) is None
-
-
-def test_a_kernel_that_looks_at_a_part_only_says_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    # (An argument that it did not write to: the look went no further than its beginning.)
-    monkeypatch.setattr("rl_bridge.memory.vm.fcntl.ioctl", lambda *_: 0)
-    assert vm.private_ranges(vm.PAGE, vm.PAGE) is None
-
-
 def test_what_is_not_mapped_cannot_be_spared() -> None:
     top_of_addresses = (1 << 47) - (1 << 20)
     with pytest.raises(OSError, match=r"madvise\(FREE\) of 4096 bytes"):
         vm.spare_pages(top_of_addresses, 4096)
+
+
+@pytest.mark.parametrize("is_known", [False, True], ids=["no-such-call", "looks-at-a-part"])
+def test_a_kernel_that_cannot_tell_says_none(
+    is_known: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ioctl(*_: object) -> int:
+        if not is_known:
+            raise OSError(errno.ENOTTY, "no such ioctl")
+        return 0  # and the argument is not written to: the look went no further than its beginning
+
+    monkeypatch.setattr("rl_bridge.memory.vm.fcntl.ioctl", ioctl)
+    assert vm.private_ranges(vm.PAGE, vm.PAGE) is None
