@@ -2,7 +2,6 @@
 
 import copy
 import json
-import multiprocessing
 import pickle
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,6 @@ from rl_bridge.manifest.digest import digest_bytes
 from rl_bridge.manifest.dtypes import DTYPE_NBYTES
 from rl_bridge.manifest.model import LayoutCache
 from rl_bridge.manifest.table import TensorTable
-from rl_bridge.testing.processes import Child
 from tests.helpers import forget_layouts, make_manifest, make_table
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -272,23 +270,6 @@ def test_a_pickle_is_the_canonical_text() -> None:
     assert manifest.to_json().encode() in pickle.dumps(manifest)
 
 
-class Received:
-    """A manifest that came to this process as a pickle."""
-
-    def __init__(self, manifest: WeightUpdateManifest) -> None:
-        self.text = manifest.to_json
-
-
-def test_a_manifest_goes_through_a_pipe_and_a_queue() -> None:
-    manifest = make_manifest()
-    queue = multiprocessing.get_context("spawn").SimpleQueue()
-    queue.put(manifest)
-    assert queue.get() == manifest
-    queue.close()
-    with Child(Received, manifest=manifest) as child:  # what it is built from goes through a pipe
-        assert child.call("text") == manifest.to_json()
-
-
 def test_a_changed_copy_is_validated() -> None:
     manifest = make_manifest()
     later = manifest.model_copy(update={"weight_version": 4})
@@ -384,26 +365,14 @@ def test_manifests_of_one_run_share_one_layout_object() -> None:
 # ---- the cache ----------------------------------------------------------------------------------
 
 
-def numbered(index: int) -> TensorTable:
-    return make_table({f"t{index}": ("int8", (1,))})
-
-
-def test_an_equal_layout_is_remembered_once() -> None:
+def test_an_equal_layout_is_remembered_once_and_the_longest_unused_is_forgotten_first() -> None:
     cache: LayoutCache[TensorTable] = LayoutCache(2)
-    first, second = numbered(0), numbered(0)
+    first, second, third = (make_table({f"t{index}": ("int8", (1,))}) for index in range(3))
     assert cache.add(first) is first
-    assert cache.add(second) is first
-    assert cache.get(second.digest) is first
-    assert cache.get("0" * 32) is None
-
-
-def test_the_layout_that_was_used_longest_ago_is_forgotten_first() -> None:
-    cache: LayoutCache[TensorTable] = LayoutCache(2)
-    tables = [numbered(index) for index in range(3)]
-    cache.add(tables[0])
-    cache.add(tables[1])
-    cache.get(tables[0].digest)
-    cache.add(tables[2])
-    assert cache.get(tables[1].digest) is None
-    assert cache.get(tables[0].digest) is tables[0]
-    assert cache.get(tables[2].digest) is tables[2]
+    assert cache.add(make_table({"t0": ("int8", (1,))})) is first
+    cache.add(second)
+    assert cache.get(first.digest) is first
+    cache.add(third)
+    assert cache.get(second.digest) is None
+    assert cache.get(first.digest) is first
+    assert cache.get(third.digest) is third

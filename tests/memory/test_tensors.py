@@ -2,7 +2,7 @@
 
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -27,17 +27,12 @@ def test_facts_tell_whether_tensors_lie_where_they_were() -> None:
     tensors = [torch.randn(4, 4), torch.randn(3, 2).t(), torch.empty(0)]
     noted = TensorFacts(tensors)
     assert noted.hold(iter(tensors))
+    assert noted.hold(tensor.detach() for tensor in tensors)
     assert not noted.hold(tensors[:2])
     assert not noted.hold([*tensors, tensors[0]])
     assert not noted.hold([])
     assert TensorFacts([]).hold([])
     assert not TensorFacts([]).hold(tensors)
-
-
-def test_other_objects_over_the_same_memory_hold() -> None:
-    tensors = [torch.randn(4, 4), torch.randn(3, 2).t()]
-    noted = TensorFacts(tensors)
-    assert noted.hold(tensor.detach() for tensor in tensors)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64, torch.int8])
@@ -114,16 +109,6 @@ def test_a_dtype_that_the_compiled_module_does_not_know_is_compared_all_the_same
     assert not plain.hold(bits[:1]), "noted as bytes, found as bits"
 
 
-@pytest.mark.parametrize(
-    "now",
-    [torch.empty(4, device="meta"), torch.zeros(4).to_sparse()],
-    ids=["meta", "sparse"],
-)
-def test_a_tensor_that_became_something_else_does_not_hold(now: torch.Tensor) -> None:
-    noted = TensorFacts([torch.zeros(4)])
-    assert not noted.hold([now])
-
-
 def test_views_are_made_again_of_the_storages_that_tensors_have_now() -> None:
     owners = [torch.arange(16.0), torch.arange(16.0)]
     views = [owners[0][4:12].view(2, 4), owners[1].view(4, 4).t()]
@@ -166,42 +151,10 @@ def build() -> torch.nn.Module:
     return module
 
 
-def _replace_parameter(module: torch.nn.Module) -> None:
-    module.get_submodule("0").bias = torch.nn.Parameter(torch.zeros(3))
-
-
-def _add_parameter(module: torch.nn.Module) -> None:
-    module.get_submodule("1").register_parameter("more", torch.nn.Parameter(torch.zeros(1)))
-
-
-def _drop_parameter(module: torch.nn.Module) -> None:
-    setattr(module.get_submodule("0"), "bias", None)  # noqa: B010 - torch's stubs forbid None
-
-
-def _replace_child(module: torch.nn.Module) -> None:
-    module.add_module("0", torch.nn.Linear(3, 3))
-
-
-def _grow_a_leaf(module: torch.nn.Module) -> None:
-    module.get_submodule("2").add_module("adapter", torch.nn.Linear(1, 1))
-
-
 def _exchange_two_children(module: torch.nn.Module) -> None:
     first, last = module.get_submodule("0"), module.get_submodule("2")
     module.add_module("0", last)
     module.add_module("2", first)
-
-
-def _replace_buffer(module: torch.nn.Module) -> None:
-    module.kept = torch.zeros(2)
-
-
-def _make_buffer_temporary(module: torch.nn.Module) -> None:
-    module.register_buffer("kept", torch.ones(2), persistent=False)
-
-
-def _make_buffer_persistent(module: torch.nn.Module) -> None:
-    module.register_buffer("left_out", torch.ones(2), persistent=True)
 
 
 def _replace_the_dictionary(module: torch.nn.Module) -> None:
@@ -247,47 +200,43 @@ def _hook(module: torch.nn.Module) -> None:
     module.register_state_dict_post_hook(rename)  # type: ignore[no-untyped-call]  # torch's own
 
 
-_CHANGES: list[Callable[[torch.nn.Module], None]] = [
-    _replace_parameter,
-    _add_parameter,
-    _drop_parameter,
-    _replace_child,
-    _grow_a_leaf,
-    _exchange_two_children,
-    _replace_buffer,
-    _make_buffer_temporary,
-    _make_buffer_persistent,
-    _replace_the_dictionary,
-    _write_to_a_dictionary,
-    _empty_a_dictionary_and_fill_it_again,
-    _take_and_set_anew,
-    _replace_all_attributes,
-    _grow_a_child_while_others_stay,
-    _hook,
-]
+def _parameter(*shape: int) -> torch.nn.Parameter:
+    return torch.nn.Parameter(torch.zeros(*shape))
 
 
-def _fresh(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    for name, item in module.state_dict(keep_vars=True).items():
-        if isinstance(item, torch.Tensor):
-            yield name, item
+_CHANGES: dict[str, Callable[[torch.nn.Module], object]] = {
+    "replace-a-parameter": lambda m: setattr(m.get_submodule("0"), "bias", _parameter(3)),
+    "add-a-parameter": lambda m: m.get_submodule("1").register_parameter("more", _parameter(1)),
+    "drop-a-parameter": lambda m: setattr(m.get_submodule("0"), "bias", None),
+    "replace-a-child": lambda m: m.add_module("0", torch.nn.Linear(3, 3)),
+    "grow-a-leaf": lambda m: m.get_submodule("2").add_module("adapter", torch.nn.Linear(1, 1)),
+    "replace-a-buffer": lambda m: setattr(m, "kept", torch.zeros(2)),
+    "a-buffer-is-temporary": lambda m: m.register_buffer("kept", torch.ones(2), persistent=False),
+    "a-buffer-is-persistent": lambda m: m.register_buffer("left_out", torch.ones(2)),
+    "exchange-two-children": _exchange_two_children,
+    "replace-a-dictionary": _replace_the_dictionary,
+    "write-to-a-dictionary": _write_to_a_dictionary,
+    "empty-a-dictionary-and-fill-it-again": _empty_a_dictionary_and_fill_it_again,
+    "take-and-set-anew": _take_and_set_anew,
+    "replace-all-attributes": _replace_all_attributes,
+    "grow-a-child-while-others-stay": _grow_a_child_while_others_stay,
+    "hook": _hook,
+}
 
 
 def _agrees(state: ModuleState, module: torch.nn.Module) -> bool:
-    cached, fresh = dict(state.tensors()), dict(_fresh(module))
+    cached, fresh = dict(state.tensors()), module.state_dict(keep_vars=True)
     return list(cached) == list(fresh) and all(cached[name] is fresh[name] for name in fresh)
 
 
-@pytest.mark.parametrize("change", _CHANGES, ids=lambda change: change.__name__.strip("_"))
+@pytest.mark.parametrize("change", _CHANGES)
 @pytest.mark.parametrize("looks", [1, 3])  # each look may note what makes the next one shorter
-def test_a_change_of_structure_is_seen(
-    change: Callable[[torch.nn.Module], None], looks: int
-) -> None:
+def test_a_change_of_structure_is_seen(change: str, looks: int) -> None:
     module = build()
     state = ModuleState(module)
     for _ in range(looks):
         assert _agrees(state, module)
-    change(module)
+    _CHANGES[change](module)
     assert _agrees(state, module)
     assert _agrees(state, module), "and stays seen"
     plain = plain_state(module)
