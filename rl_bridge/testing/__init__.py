@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from rl_bridge.testing.installer_suite import InstallerSuite, Rig, engine_state, sample_engine
     from rl_bridge.testing.leaks import Holdings, assert_nothing_leaks
     from rl_bridge.testing.lifecycle_machine import LifecycleMachine
-    from rl_bridge.testing.peer import BridgeOver, Peer, hashes, sample_weights
+    from rl_bridge.testing.peer import BridgeOver, Peer, PeerOptions, hashes, sample_weights
     from rl_bridge.testing.processes import Child, ChildDied, ChildError, until, watchdog
     from rl_bridge.testing.strategies import bytes_of, contents_of, random_tensor
     from rl_bridge.testing.transport_suite import TransportSuite
@@ -46,6 +46,7 @@ __all__ = [
     "KillAt",
     "LifecycleMachine",
     "Peer",
+    "PeerOptions",
     "Rig",
     "Stage",
     "Step",
@@ -79,6 +80,7 @@ _MODULES = {
     "KillAt": "faults",
     "LifecycleMachine": "lifecycle_machine",
     "Peer": "peer",
+    "PeerOptions": "peer",
     "Rig": "installer_suite",
     "Stage": "installer_faults",
     "Step": "faults",

@@ -7,7 +7,8 @@ from a seed on either side, so that expected bytes never travel with the update 
 import hashlib
 import resource
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import Any, ClassVar, Final
 
 import torch
 
@@ -16,6 +17,7 @@ from rl_bridge.bridge.tensor_bridge import TensorBridge
 from rl_bridge.installers.module import ModuleInstallAdapter
 from rl_bridge.lifecycle import Observer
 from rl_bridge.manifest.compare import Policy
+from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.testing.faults import Fault, FaultInjecting, Locate, die
 from rl_bridge.testing.strategies import bytes_of, random_tensor
 from rl_bridge.transports.base import Transport
@@ -23,16 +25,18 @@ from rl_bridge.transports.base import Transport
 __all__ = [
     "BridgeOver",
     "Peer",
+    "PeerOptions",
     "hashes",
+    "id_of",
     "sample_weights",
 ]
 
-# ---- A bridge over a transport object that is given: one that no registry knows, or a wrapped
-# one.
-
 
 class BridgeOver(TensorBridge):
-    """`TensorBridge` over `given`; the no-op detector is off unless asked for."""
+    """`TensorBridge` over a transport object: one that no registry knows, or a wrapped one.
+
+    The no-op detector is off unless asked for.
+    """
 
     transport: ClassVar[str] = "given"
 
@@ -62,8 +66,6 @@ class BridgeOver(TensorBridge):
             raise TypeError(msg)
         return self.given
 
-
-# ---- the rest builds on the parts above
 
 _SPEC: dict[str, tuple[str, tuple[int, ...]]] = {
     "embed": ("bfloat16", (64, 48)),
@@ -95,6 +97,11 @@ def sample_weights(seed: int, *, num_more: int = 0, rows: int = 64) -> dict[str,
     return found
 
 
+def id_of(manifest: str) -> str:
+    """The update id in a manifest's JSON."""
+    return WeightUpdateManifest.from_json(manifest).update_id
+
+
 def hashes(named: Mapping[str, torch.Tensor]) -> dict[str, str]:
     """Name -> SHA-256 of dtype, shape and bytes."""
     return {
@@ -103,6 +110,23 @@ def hashes(named: Mapping[str, torch.Tensor]) -> dict[str, str]:
         ).hexdigest()
         for name, tensor in named.items()
     }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerOptions:
+    """What few peers need to be told."""
+
+    locate: Locate | None = None
+    """Finds published bytes; None takes the transport's own way."""
+    mode: Any = "copy"
+    """How the engine's updates are installed."""
+    max_files: int | None = None
+    """Limit of open descriptors from here on."""
+    device: str = "cpu"
+    """Where weights are made."""
+
+
+_USUAL: Final = PeerOptions()
 
 
 class Peer:
@@ -116,12 +140,9 @@ class Peer:
         worker: str = "peer",
         observer: Observer | None = None,
         faults: tuple[Fault, ...] = (),
-        locate: Locate | None = None,
         engine_seed: int | None = None,
-        mode: Any = "copy",
-        max_files: int | None = None,
         state_dir: str | None = None,
-        device: str = "cpu",
+        options: PeerOptions = _USUAL,
     ) -> None:
         """Build the bridge.
 
@@ -131,20 +152,19 @@ class Peer:
             worker: name in reports.
             observer: of the lifecycle, such as `KillAt`.
             faults: strike in the transport.
-            locate: finds published bytes; None takes the transport's own way.
             engine_seed: seed of an engine's initial weights; None means no engine.
-            mode: how the engine's updates are installed.
-            max_files: limit of open descriptors from here on.
             state_dir: of the publisher.
-            device: where weights are made.
+            options: the rest.
 
         """
-        self._is_on_gpu = device != "cpu"
+        self._is_on_gpu = options.device != "cpu"
         if self._is_on_gpu:
-            torch.set_default_device(device)
-        if max_files is not None:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (max_files, max_files))
-        self._given = FaultInjecting.over(transport_class, transport_kwargs, *faults, locate=locate)
+            torch.set_default_device(options.device)
+        if options.max_files is not None:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (options.max_files, options.max_files))
+        self._given = FaultInjecting.over(
+            transport_class, transport_kwargs, *faults, locate=options.locate
+        )
         self._bridge = BridgeOver(
             self._given, source_worker=worker, observer=observer, state_dir=state_dir
         )
@@ -153,7 +173,7 @@ class Peer:
         self._engine = None if engine_seed is None else engine_weights(engine_seed)
         self._executor: RolloutExecutor | None = None
         if self._engine is not None:
-            adapter = ModuleInstallAdapter(self._engine, mode=mode)
+            adapter = ModuleInstallAdapter(self._engine, mode=options.mode)
             self._executor = RolloutExecutor(
                 weight_bridge=self._bridge, weight_install_adapter=adapter, suspicious="off"
             )
@@ -193,8 +213,7 @@ class Peer:
     def import_update(self, manifest: str) -> dict[str, str]:
         """Import, keep the tensors, and return their hashes."""
         tensors = self._bridge.import_update(manifest)
-        update_id = self._update_id(manifest)
-        self._held[update_id] = tensors
+        self._held[id_of(manifest)] = tensors
         return hashes(tensors)
 
     def held(self, update_id: str) -> dict[str, str]:
@@ -202,7 +221,7 @@ class Peer:
         return hashes(self._held[update_id])
 
     def write(self, update_id: str) -> None:
-        """Write into every held tensor of an update; whoever may not is gone then."""
+        """Write into every held tensor of an update; a process that may not write is then gone."""
         try:
             for tensor in self._held[update_id].values():
                 if tensor.numel():
@@ -212,12 +231,12 @@ class Peer:
         except RuntimeError:
             if not self._is_on_gpu:
                 raise
-            # A GPU tells of a fault later, and sends no signal: it refuses all that this process
-            # still asks of it.
+            # A GPU reports the fault later and sends no signal: it refuses whatever this process
+            # asks of it from then on.
             die()
 
     def drop(self, update_id: str) -> None:
-        """Let go of an update's tensors."""
+        """Forget an update's tensors."""
         self._held.pop(update_id, None)
 
     def acknowledge(self, update_id: str) -> None:
@@ -253,12 +272,6 @@ class Peer:
     def engine(self) -> dict[str, str]:
         """Hashes of what the engine holds."""
         return hashes(self._engine or {})
-
-    @staticmethod
-    def _update_id(manifest: str) -> str:
-        from rl_bridge.manifest.model import WeightUpdateManifest
-
-        return WeightUpdateManifest.from_json(manifest).update_id
 
 
 def engine_weights(seed: int) -> dict[str, torch.Tensor]:

@@ -10,7 +10,7 @@ import torch
 from rl_bridge.bridge.tensor_bridge import TensorBridge
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.testing.faults import FaultInjecting, Locate, arena_address
-from rl_bridge.testing.peer import BridgeOver, Peer
+from rl_bridge.testing.peer import BridgeOver, Peer, PeerOptions
 from rl_bridge.testing.processes import Child
 from rl_bridge.transports.base import Transport
 
@@ -34,7 +34,7 @@ def only_report(reports: Iterable[_Report]) -> _Report:
     """The one report that a publisher's end has of an update, or a failure that says so."""
     found = list(reports)
     assert found, (
-        "records() shows no consumer that told of the update: the publisher's end must read what "
+        "records() shows no consumer that reported the update: the publisher's end must read what "
         "the consumer's end reported"
     )
     assert len(found) == 1, f"records() shows {len(found)} reports of one consumer: {found}"
@@ -98,14 +98,14 @@ class TransportCase:
         """Start children that are built from class and arguments; survivors are killed."""
         started: list[Child] = []
 
-        def make(**options: Any) -> Child:
+        def make(*, max_files: int | None = None, **arguments: Any) -> Child:
+            options = PeerOptions(locate=type(self).locate, device=self.device, max_files=max_files)
             child = Child(
                 Peer,
                 transport_class=self.transport_class,
                 transport_kwargs=transport_kwargs,
-                locate=type(self).locate,
-                device=self.device,
-                **options,
+                options=options,
+                **arguments,
             )
             started.append(child)
             return child

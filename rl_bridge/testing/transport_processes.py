@@ -12,7 +12,7 @@ import pytest
 
 from rl_bridge.errors import WeightBridgeError
 from rl_bridge.testing.faults import Fault, KillAt, Step, die
-from rl_bridge.testing.peer import BridgeOver, hashes, sample_weights
+from rl_bridge.testing.peer import BridgeOver, hashes, id_of, sample_weights
 from rl_bridge.testing.processes import Child, ChildDied, ChildError, until
 from rl_bridge.testing.strategies import contents_of
 from rl_bridge.testing.transport_case import MakeBridge, MakePeer, TransportCase, only_report
@@ -66,7 +66,7 @@ class ProcessesComeAndGo(TransportCase):
         trainer, rollout = make_peer(worker="trainer"), make_peer(worker="rollout")
         for version in (1, 2, 3):
             text = trainer.call("publish", seed=version, weight_version=version)
-            update_id = self._id(text)
+            update_id = id_of(text)
             trainer.call("overwrite_source")
             assert rollout.call("import_update", manifest=text) == hashes(sample_weights(version))
             if may_write:
@@ -183,9 +183,9 @@ class ProcessesComeAndGo(TransportCase):
         text = victim.call("publish", seed=1, weight_version=1)
         consumer = make_bridge(source_worker="rollout")
         held = consumer.import_update(text)
-        consumer.acknowledge(self._id(text))
+        consumer.acknowledge(id_of(text))
         with suppress(ChildDied):
-            victim.call("release", update_id=self._id(text))
+            victim.call("release", update_id=id_of(text))
             victim.call("publish", seed=2, weight_version=2)
         _killed(victim)
         expected = contents_of(sample_weights(1))
@@ -197,7 +197,7 @@ class ProcessesComeAndGo(TransportCase):
         newer = successor.publish(sample_weights(3), weight_version=1)
         assert contents_of(consumer.import_update(newer)) == contents_of(sample_weights(3))
         consumer.acknowledge(newer.update_id)
-        consumer.release(self._id(text))
+        consumer.release(id_of(text))
         assert contents_of(held) == expected
         assert consumer.active_weight_version == 1
 
@@ -214,9 +214,3 @@ class ProcessesComeAndGo(TransportCase):
         except WeightBridgeError:
             return
         assert found == contents_of(sample_weights(1))
-
-    @staticmethod
-    def _id(text: str) -> str:
-        from rl_bridge.manifest.model import WeightUpdateManifest
-
-        return WeightUpdateManifest.from_json(text).update_id

@@ -14,7 +14,7 @@ import torch
 from rl_bridge import make_weight_bridge
 from rl_bridge.bridge import BroadcastTensorBridge
 from rl_bridge.errors import DeadlineExceeded, SegmentError
-from rl_bridge.testing.peer import hashes
+from rl_bridge.testing.peer import hashes, id_of
 from rl_bridge.testing.processes import Child, ChildDied, ChildError, until
 from rl_bridge.testing.strategies import contents_of
 from rl_bridge.transports.broadcast import receiver as receiving
@@ -166,7 +166,7 @@ def test_receivers_of_a_publisher_that_is_lost_in_a_transfer_get_an_error_within
         expected = "SegmentError" if breaks == "die" else "DeadlineExceeded"
         assert expected in caught.value.lineage
     assert time.monotonic() - began < SLACK_S
-    assert receivers[0].call("held", update_id=BreakingPeer._update_id(first))
+    assert receivers[0].call("held", update_id=id_of(first))
     if breaks == "die":
         assert victim.exitcode() == -signal.SIGKILL
     else:
