@@ -40,7 +40,7 @@ HERE := $(if $(shell command -v flock),flock setup.py)
 TEST_ENV := OMP_NUM_THREADS=1
 
 # What runs only with vLLM: the suite of `test-engines` covers it, in an environment of its own.
-NEEDS_VLLM := rl_bridge/engines/*,rl_bridge/demo/qwen.py,rl_bridge/demo/vllm_engine.py,rl_bridge/demo/vllm_server.py
+NEEDS_VLLM := rl_bridge/engines/*,rl_bridge/demo/qwen.py,rl_bridge/demo/vllm_engine.py
 
 # The same for `test-sglang`.
 NEEDS_SGLANG := rl_bridge/engines/*,rl_bridge/demo/sglang_engine.py

@@ -3,7 +3,7 @@
 Read `run` first, which starts the two halves; then `trainer` (publishes, plants three faults, and
 judges what the rollout holds) and `rollout` (installs, samples). `learning` and `model` are the
 reinforcement learning, `report` and `picture` are what one sees. Real engines in the torch module's
-place are in `vllm_engine`, `sglang_engine` and `vllm_server`; they share `qwen`.
+place are in `vllm_engine` and `sglang_engine`; they share `qwen`.
 """
 
 from rl_bridge.demo.report import DemoResult

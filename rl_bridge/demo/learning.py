@@ -11,24 +11,18 @@ policy gradient with an entropy bonus.
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Protocol, Self
+from typing import Self
 
 import torch
 from torch import Tensor, nn
-
-from rl_bridge.installers.base import TransactionalAdapter
 
 __all__ = [
     "Learner",
     "LearnerConfig",
     "Policy",
     "SampleBatch",
-    "Sampled",
-    "Sampler",
     "SortTask",
-    "answer_logits",
     "group_advantages",
     "log_probs",
 ]
@@ -42,11 +36,6 @@ class SortTask:
     base: int = 10
 
     @property
-    def separator(self) -> int:
-        """The token between prompt and answer; the model reads it and never writes it."""
-        return self.base
-
-    @property
     def num_tokens(self) -> int:
         """Length of a whole sequence."""
         return 2 * self.num_digits + 1
@@ -54,7 +43,7 @@ class SortTask:
     def prompts(self, num_prompts: int, generator: torch.Generator) -> Tensor:
         """Draw prompts, separator included: int64 of shape (num_prompts, num_digits + 1)."""
         digits = torch.randint(0, self.base, (num_prompts, self.num_digits), generator=generator)
-        return torch.cat([digits, torch.full((num_prompts, 1), self.separator)], dim=1)
+        return torch.cat([digits, torch.full((num_prompts, 1), self.base)], dim=1)
 
     def answers(self, tokens: Tensor) -> Tensor:
         """Return the answer part of whole sequences."""
@@ -77,55 +66,31 @@ class SampleBatch:
     rewards: Tensor
     """float32 (sequences, num_digits): 1 if the position is right."""
     group_size: int
+    labels: Mapping[str, int] = field(default_factory=dict)
+    """How many sequences carry each version label of the engine's own; empty if it has none."""
 
     @classmethod
-    def graded(cls, task: SortTask, tokens: Tensor, log_probs: Tensor, group_size: int) -> Self:
+    def graded(
+        cls,
+        task: SortTask,
+        tokens: Tensor,
+        log_probs: Tensor,
+        group_size: int,
+        labels: Mapping[str, int] | None = None,
+    ) -> Self:
         """Grade what was sampled."""
-        rewards = task.rewards(tokens)
-        return cls(tokens=tokens, log_probs=log_probs, rewards=rewards, group_size=group_size)
+        return cls(
+            tokens=tokens,
+            log_probs=log_probs,
+            rewards=task.rewards(tokens),
+            group_size=group_size,
+            labels=labels or {},
+        )
 
     @property
     def mean_reward(self) -> float:
         """Share of right positions."""
         return float(self.rewards.mean())
-
-    @property
-    def exact_share(self) -> float:
-        """Share of sequences that are right in every position."""
-        return float(self.rewards.min(dim=1).values.mean())
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sampled:
-    """A batch, and the version labels that the engine itself put on its outputs."""
-
-    batch: SampleBatch
-    labels: Mapping[str, int] = field(default_factory=dict)
-    """How many sequences carry each label; empty if the engine has none."""
-
-
-class Sampler(Protocol):
-    """An engine that samples with the weights that came in over its adapter.
-
-    It knows nothing of versions: its caller says which weights it holds.
-    """
-
-    @property
-    def name(self) -> str:
-        """What it is, for people."""
-
-    @property
-    def adapter(self) -> TransactionalAdapter:
-        """How weights get into it."""
-
-    def failing_half_way(self) -> AbstractContextManager[None]:
-        """Within this context the engine fails in the middle of every install."""
-
-    def sample(self, *, num_groups: int, group_size: int) -> Sampled:
-        """Draw `num_groups` prompts and answer each of them `group_size` times."""
-
-    def close(self) -> None:
-        """Stop the engine."""
 
 
 class Policy(nn.Module, ABC):
@@ -134,16 +99,16 @@ class Policy(nn.Module, ABC):
     task: SortTask
 
     @property
-    @abstractmethod
     def weights(self) -> nn.Module:
         """What is published: the module whose tensors have the names that the engine knows."""
+        return self
 
     @abstractmethod
     def digit_logits(self, tokens: Tensor) -> Tensor:
         """Return logits for the digit that follows each token: (sequences, tokens, base)."""
 
 
-def answer_logits(policy: Policy, tokens: Tensor) -> Tensor:
+def _answer_logits(policy: Policy, tokens: Tensor) -> Tensor:
     """Return the normalised logits at the answer's positions: (sequences, num_digits, base)."""
     logits = policy.digit_logits(tokens[:, :-1])
     return logits[:, policy.task.num_digits :].log_softmax(dim=-1)
@@ -152,7 +117,7 @@ def answer_logits(policy: Policy, tokens: Tensor) -> Tensor:
 def log_probs(policy: Policy, tokens: Tensor) -> Tensor:
     """Return the log-probability of each answer token, in one pass: (sequences, num_digits)."""
     chosen = policy.task.answers(tokens).unsqueeze(-1)
-    return answer_logits(policy, tokens).gather(2, chosen).squeeze(-1)
+    return _answer_logits(policy, tokens).gather(2, chosen).squeeze(-1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,34 +152,26 @@ class Learner:
     ) -> None:
         """Prepare for `num_steps` calls of `update`."""
         self._model = model
-        self._config = config or LearnerConfig()
-        self._num_steps = num_steps
-        self._step = 0
+        self._config = config = config or LearnerConfig()
         self._optimizer = torch.optim.AdamW(
-            model.parameters(), lr=self._config.learning_rate, betas=(0.9, 0.95), weight_decay=0.0
+            model.parameters(), lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.0
+        )
+        self._schedule = torch.optim.lr_scheduler.LinearLR(
+            self._optimizer, 1.0, config.final_share, total_iters=num_steps
         )
 
     def update(self, batch: SampleBatch) -> float:
-        """Improve the policy on one batch that the current weights have sampled.
-
-        Returns:
-            The policy's entropy.
-
-        """
-        config = self._config
-        progress = min(self._step / self._num_steps, 1.0)
-        for group in self._optimizer.param_groups:
-            group["lr"] = config.learning_rate * (1.0 - (1.0 - config.final_share) * progress)
-        self._step += 1
+        """Improve the policy on one batch of the current weights, and return its entropy."""
         advantages = group_advantages(batch.rewards, batch.group_size)
-        for _ in range(config.epochs):
+        for _ in range(self._config.epochs):
             entropy = self._epoch(batch, advantages)
+        self._schedule.step()
         return entropy
 
     def _epoch(self, batch: SampleBatch, advantages: Tensor) -> float:
         """Do one pass over the whole batch with one optimizer step."""
         config = self._config
-        policy = answer_logits(self._model, batch.tokens)
+        policy = _answer_logits(self._model, batch.tokens)
         chosen = self._model.task.answers(batch.tokens).unsqueeze(-1)
         ratio = (policy.gather(2, chosen).squeeze(-1) - batch.log_probs).exp()
         clipped = ratio.clamp(1.0 - config.clip, 1.0 + config.clip)

@@ -1,21 +1,25 @@
 """The demo's own engine: a small causal transformer in plain torch, updated in place.
 
 Pre-norm blocks, learned positions, fp32 on the CPU; a cache of keys and values for sampling. The
-trainer trains one, `ModuleSampler` samples with another one.
+trainer trains one, `ModuleSampler` samples with another one. Other engines are `Sampler`s too.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from rl_bridge.demo.learning import Policy, SampleBatch, Sampled, SortTask
+from rl_bridge.bridge.executor import RolloutExecutor
+from rl_bridge.demo.learning import Policy, SampleBatch, SortTask
+from rl_bridge.installers.base import TransactionalAdapter
 from rl_bridge.installers.module import ModuleInstallAdapter
 from rl_bridge.manifest.model import WeightUpdateManifest
+from rl_bridge.remote.client import RemoteEngine
 
-__all__ = ["CausalTransformer", "EngineFault", "ModuleSampler", "build_model", "sample"]
+__all__ = ["CausalTransformer", "EngineFault", "ModuleSampler", "Sampler", "build_model", "sample"]
 
 
 class Block(nn.Module):
@@ -72,11 +76,6 @@ class CausalTransformer(Policy):
         nn.init.normal_(self.head.weight, std=0.02)
         nn.init.zeros_(self.head.bias)
 
-    @property
-    def weights(self) -> nn.Module:
-        """See `Policy`."""
-        return self
-
     def digit_logits(self, tokens: Tensor) -> Tensor:
         """See `Policy`."""
         logits: Tensor = self(tokens)
@@ -121,7 +120,7 @@ def sample(
 
 
 class EngineFault(RuntimeError):
-    """What an engine raises that fails on request; of no type that the bridge knows."""
+    """Raised by an engine that fails on request; the bridge does not know the type."""
 
 
 class HalfWayAdapter(ModuleInstallAdapter):
@@ -149,10 +148,38 @@ class HalfWayAdapter(ModuleInstallAdapter):
         raise EngineFault(f"the engine failed after {len(half)} of {len(mine)} tensors")
 
 
-class ModuleSampler:
-    """The sampler that is a torch module of this process."""
+class Sampler(ABC):
+    """An engine that samples with the weights that come in over its adapter.
+
+    It knows nothing of versions: its caller says which weights it holds.
+    """
+
+    name: str
+    """For people."""
+    adapter: TransactionalAdapter
+    """How weights get into it."""
+
+    def updated_over(self, transport: str) -> RolloutExecutor | RemoteEngine:
+        """Have the engine take updates by this transport."""
+        return RolloutExecutor(weight_transport=transport, weight_install_adapter=self.adapter)
+
+    @abstractmethod
+    def failing_half_way(self) -> AbstractContextManager[None]:
+        """Within this context the engine fails in the middle of every install."""
+
+    @abstractmethod
+    def sample(self, *, num_groups: int, group_size: int) -> SampleBatch:
+        """Draw `num_groups` prompts and answer each of them `group_size` times."""
+
+    def close(self) -> None:  # noqa: B027 - an engine of this process has nothing to stop
+        """Stop the engine."""
+
+
+class ModuleSampler(Sampler):
+    """The demo's own engine: a torch module of this process."""
 
     name = "torch module"
+    adapter: HalfWayAdapter
 
     def __init__(self, task: SortTask, *, model_seed: int, seed: int) -> None:
         """Build a model with random weights of its own, and draw from a seed."""
@@ -169,12 +196,8 @@ class ModuleSampler:
         finally:
             self.adapter.is_armed = False
 
-    def sample(self, *, num_groups: int, group_size: int) -> Sampled:
+    def sample(self, *, num_groups: int, group_size: int) -> SampleBatch:
         """See `Sampler`."""
-        batch = sample(
+        return sample(
             self.model, num_groups=num_groups, group_size=group_size, generator=self._generator
         )
-        return Sampled(batch=batch)
-
-    def close(self) -> None:
-        """See `Sampler`."""

@@ -27,7 +27,7 @@ _PHASES = {
     "acknowledge": "#7a7a7a",
     "refuse, undo": "#d55e00",
 }
-_PROCESSES = {1: "one process", 2: "two processes", 3: "three processes"}
+_PROCESSES = {1: "one process", 2: "two processes", 4: "four processes"}
 _STYLE: Any = {
     "font.size": 10,
     "text.color": _INK,
@@ -50,15 +50,24 @@ def draw_picture(result: DemoResult, path: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
+    found, to_engine = result.summary, f" to {result.engine_name}" if result.engine_name else ""
     with mpl.rc_context(_STYLE):
         # A figure of its own, without pyplot: no global state, and no display is asked for.
         figure = Figure(figsize=(10.5, 9.4), dpi=150)
         FigureCanvasAgg(figure)
-        panels = figure.subplots(
-            4, 1, sharex=True, gridspec_kw={"height_ratios": [3.0, 1.0, 1.5, 2.0], "hspace": 0.16}
-        )
+        heights = {"height_ratios": [3.0, 1.0, 1.5, 2.0], "hspace": 0.16}
+        panels = figure.subplots(4, 1, sharex=True, gridspec_kw=heights)
         figure.subplots_adjust(left=0.085, right=0.825, top=0.895, bottom=0.06)
-        _draw_title(figure, result)
+        title = f"A policy learns to sort while its weights travel{to_engine}"
+        figure.text(0.085, 0.96, title, fontsize=15, weight="bold")
+        figure.text(
+            0.085,
+            0.932,
+            f"{result.transport}, {_PROCESSES[result.num_processes]}: "
+            f"{found['versions_installed']} versions installed and proved, {found['refused']} "
+            f"updates refused, {found['undone']} undone",
+            color=_MUTED,
+        )
         _draw_reward(panels[0], result)
         _draw_versions(panels[1], result)
         _draw_agreement(panels[2], result)
@@ -73,18 +82,10 @@ def draw_picture(result: DemoResult, path: Path) -> None:
         figure.savefig(path)
 
 
-def _draw_title(figure: Any, result: DemoResult) -> None:
-    title = "A policy learns to sort while its weights travel"
-    if result.engine_name:
-        title += f" to {result.engine_name}"
-    figure.text(0.085, 0.96, title, fontsize=15, weight="bold")
-    figure.text(
-        0.085,
-        0.932,
-        f"{result.transport}, {_PROCESSES[result.num_processes]}: {result.versions_installed} "
-        f"versions installed and proved, {result.refused} updates refused, {result.undone} undone",
-        color=_MUTED,
-    )
+def _label(axes: "Axes", text: str, at: tuple[float, float], colour: str, **style: Any) -> None:
+    """Write beside a point, over the edge of the panel where that must be."""
+    style |= {"textcoords": "offset points", "va": "center", "annotation_clip": False}
+    axes.annotate(text, at, xytext=(10, 0), color=colour, **style)
 
 
 def _draw_reward(axes: "Axes", result: DemoResult) -> None:
@@ -98,22 +99,9 @@ def _draw_reward(axes: "Axes", result: DemoResult) -> None:
         axes.plot(steps, values, color=colour, linewidth=width)
         _label(axes, f"{label} {values[-1]:.2f}", (steps[-1], height), colour, weight="bold")
     axes.plot(steps[0], reward[0], marker="o", color=_BLUE)
-    _label(axes, f"{result.reward_first:.2f} untrained", (steps[0], reward[0] - 0.04), _BLUE)
+    _label(axes, f"{reward[0]:.2f} untrained", (steps[0], reward[0] - 0.04), _BLUE)
     axes.set_ylim(0.0, 1.04)
     axes.set_ylabel("share that is right")
-
-
-def _label(axes: "Axes", text: str, at: tuple[float, float], colour: str, **style: Any) -> None:
-    axes.annotate(
-        text,
-        at,
-        xytext=(10, 0),
-        textcoords="offset points",
-        color=colour,
-        va="center",
-        annotation_clip=False,
-        **style,
-    )
 
 
 def _draw_versions(axes: "Axes", result: DemoResult) -> None:
@@ -140,19 +128,19 @@ def _draw_versions(axes: "Axes", result: DemoResult) -> None:
 def _draw_agreement(axes: "Axes", result: DemoResult) -> None:
     """Draw what each batch proves: it was sampled with the version that the rollout reports."""
     steps = [row.step for row in result.rows]
-    told = [row.logprob_max_abs_diff for row in result.rows]
+    reported = [row.logprob_max_abs_diff for row in result.rows]
     older = [
         (row.step, row.logprob_max_abs_diff_older)
         for row in result.rows
         if row.logprob_max_abs_diff_older is not None
     ]
-    axes.scatter(steps, told, s=12, color=_BLUE)
+    axes.scatter(steps, reported, s=12, color=_BLUE)
     numbers, differences = zip(*older, strict=True)
     axes.scatter(numbers, differences, s=14, color=_MUTED, marker="x", linewidths=1.0)
     axes.set_yscale("log")
     axes.set_ylabel("log-probs differ")
     _label(axes, "if it sampled with\nthe version before", older[-1], _MUTED, fontsize=9)
-    _label(axes, "from the version\nthat it reports", (steps[-1], told[-1]), _BLUE, fontsize=9)
+    _label(axes, "from the version\nthat it reports", (steps[-1], reported[-1]), _BLUE, fontsize=9)
 
 
 def _draw_cost(axes: "Axes", result: DemoResult) -> None:
@@ -166,18 +154,12 @@ def _draw_cost(axes: "Axes", result: DemoResult) -> None:
     usual = sorted(base)[int(0.95 * (len(base) - 1))]
     ceiling = min(max(base), usual * 1.35) * 1.08 or 1.0
     axes.set_ylim(0.0, ceiling)
+    boxed: Any = {"facecolor": "white", "edgecolor": "none", "pad": 1.0, "alpha": 0.85}
+    cut = {"textcoords": "offset points", "va": "top", "fontsize": 8, "bbox": boxed}
     for step, total in zip(steps, base, strict=True):
         if total > ceiling:
-            axes.annotate(
-                f"{total:.0f} ms",
-                (step, ceiling),
-                xytext=(5, -3),
-                textcoords="offset points",
-                va="top",
-                color=_MUTED,
-                fontsize=8,
-                bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.0, "alpha": 0.85},
-            )
+            text = f"{total:.0f} ms"
+            axes.annotate(text, (step, ceiling), xytext=(5, -3), color=_MUTED, **cut)
     axes.set_ylabel("ms per update")
     handles, labels = axes.get_legend_handles_labels()
     axes.legend(

@@ -1,24 +1,40 @@
 """What the real engines share: a small Qwen3 that they serve, and a fault that is planted in them.
 
 The Qwen3 is trained with transformers and torch, in fp32. Its vocabulary is the task's tokens,
-padded to what engines like; the digits are tokens 0 and up.
+padded to what engines like; the digits are tokens 0 and up. Engines start from a checkpoint with
+random weights; whatever they sample with comes in over the bridge. Their log-probabilities are
+those of the distribution that they draw from, and their outputs carry version labels.
 """
 
 import importlib
 import io
+import tempfile
+from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from rl_bridge.demo.learning import LearnerConfig, Policy, SortTask
-from rl_bridge.demo.model import EngineFault
+from rl_bridge.demo.model import EngineFault, Sampler
 from rl_bridge.engines.staging import Exchange, Staged
+from rl_bridge.errors import WeightBridgeUnavailableError
 
-__all__ = ["LEARNER", "build_qwen", "failing_exchange", "vocabulary_size", "write_checkpoint"]
+__all__ = [
+    "LEARNER",
+    "MAX_SEQUENCES",
+    "EngineSampler",
+    "build_qwen",
+    "failing_exchange",
+    "version_label",
+    "vocabulary_size",
+]
+
+MAX_SEQUENCES = 512
+"""That an engine samples at once: one step's batch."""
 
 LEARNER = LearnerConfig(learning_rate=3e-3, epochs=2, entropy_bonus=0.02)
 """Settings that learn the task reliably with this model."""
@@ -40,7 +56,7 @@ class QwenPolicy(Policy):
 
     @property
     def weights(self) -> nn.Module:
-        """See `Policy`."""
+        """The model inside: engines know its tensors by transformers' names."""
         weights: nn.Module = self.model
         return weights
 
@@ -48,12 +64,6 @@ class QwenPolicy(Policy):
         """See `Policy`."""
         logits: Tensor = self.model(input_ids=tokens, use_cache=False).logits
         return logits[..., : self.task.base]
-
-
-def write_checkpoint(task: SortTask, seed: int, path: Path) -> None:
-    """Write a checkpoint with random weights, for an engine to start from."""
-    with redirect_stderr(io.StringIO()):  # a bar of its progress
-        build_qwen(task, seed).model.save_pretrained(path)
 
 
 def vocabulary_size(task: SortTask) -> int:
@@ -87,6 +97,55 @@ def build_qwen(task: SortTask, seed: int) -> QwenPolicy:
         nn.init.normal_(model.model.embed_tokens.weight, std=0.5)
         nn.init.normal_(model.lm_head.weight, std=0.02)
     return QwenPolicy(model, task)
+
+
+class EngineSampler(Sampler):
+    """An engine that serves the Qwen3."""
+
+    product: ClassVar[str]
+
+    def __init__(self, task: SortTask, *, model_seed: int, seed: int) -> None:
+        """Start the engine with random weights of its own; its environment is changed for it.
+
+        Args:
+            task: what it answers.
+            model_seed: of the weights.
+            seed: of prompts and samples.
+
+        Raises:
+            WeightBridgeUnavailableError: it does not start.
+
+        """
+        self._task = task
+        self._generator = torch.Generator().manual_seed(seed)
+        try:
+            with tempfile.TemporaryDirectory() as checkpoint:
+                with redirect_stderr(io.StringIO()):  # a bar of its progress
+                    build_qwen(task, model_seed).model.save_pretrained(Path(checkpoint))
+                version = self._start(checkpoint, seed)
+        except Exception as error:
+            raise WeightBridgeUnavailableError(
+                f"{self.product} did not start ({type(error).__name__}: {error}). Look at what it "
+                "printed."
+            ) from error
+        self.name = f"{self.product} {version.partition('+')[0]}"
+
+    @abstractmethod
+    def _start(self, checkpoint: str, seed: int) -> str:
+        """Start the engine from a checkpoint, and return its version."""
+
+
+def version_label(spans: list[tuple[int, int, object]], num_tokens: int) -> str:
+    """The version label of an output, which must reach from its first token to its last.
+
+    Args:
+        spans: (start, end, label) of each part of the output.
+        num_tokens: its length.
+
+    """
+    if [span[:2] for span in spans] == [(0, num_tokens)]:
+        return str(spans[0][2])
+    return f"in parts: {spans}"
 
 
 @contextmanager

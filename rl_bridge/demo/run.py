@@ -3,19 +3,18 @@
 import importlib.util
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
 
 from rl_bridge.demo.picture import draw_picture
-from rl_bridge.demo.report import DemoResult, LiveView, print_report, write_json
-from rl_bridge.demo.rollout import Engine, Rollout, RolloutConfig, RolloutProcess, RolloutWorker
+from rl_bridge.demo.report import DemoResult, print_fault, print_report, step_line, write_json
+from rl_bridge.demo.rollout import Engine, Rollout, RolloutConfig
 from rl_bridge.demo.trainer import Trainer, plan_faults
-from rl_bridge.demo.vllm_server import HttpRollout
 from rl_bridge.errors import TransportUnavailable, WeightBridgeUnavailableError
 from rl_bridge.transports.registry import canonical_name, transport_class
 
@@ -85,37 +84,45 @@ def run_demo(
         )
     rows, fault_rows = [], []
     with ExitStack() as stack:
-        stack.enter_context(_one_thread())
-        rollout, num_processes = _start_rollout(config)
-        stack.callback(rollout.close)
+        # Trainer and rollout take turns with matrices too small to share among threads.
+        stack.callback(torch.set_num_threads, torch.get_num_threads())
+        torch.set_num_threads(1)
+        rollout = stack.enter_context(Rollout(config))
         trainer = Trainer(config, rollout, num_steps=steps)
         stack.callback(trainer.close)
-        engine_name = rollout.wait_until_ready()
+        name = rollout.wait_until_ready()
         _say(
             console,
-            f"sort {config.num_digits} digits: a {engine_name} samples in {rollout.place}; its "
+            f"sort {config.task.num_digits} digits: a {name} samples in process {rollout.pid}; its "
             f"weights come over {config.transport}",
         )
-        view = stack.enter_context(LiveView(console, num_steps=steps))
+        columns = TextColumn("{task.description}"), BarColumn()
+        on_terminal = console.is_terminal
+        bar = Progress(*columns, console=console, transient=True, disable=not on_terminal)
+        task = bar.add_task("starting", total=steps)
+        stack.enter_context(bar)
         for number in range(1, steps + 1):
             row, fault_row = trainer.step(number, faults.get(number))
+            rows.append(row)
             if fault_row is not None:
                 fault_rows.append(fault_row)
-                view.fault(fault_row)
-            rows.append(row)
-            view.step(row)
+                print_fault(fault_row, console)
+            bar.update(task, description=step_line(row, steps), advance=1)
+            if not on_terminal:
+                _say(console, step_line(row, steps))
         manifest, labels_checked = trainer.held, trainer.labels_checked
+    crosses = transport_class(config.transport).crosses_processes
     result = DemoResult(
         transport=config.transport,
         engine=config.engine.value,
         seed=seed,
-        num_processes=num_processes,
+        num_processes=4 if config.engine is Engine.VLLM_HTTP else 1 + crosses,
         num_tensors=manifest.tensor_count,
         total_nbytes=manifest.total_nbytes,
         seconds=time.perf_counter() - start,
         rows=tuple(rows),
         faults=tuple(fault_rows),
-        engine_name="" if config.engine is Engine.MODULE else engine_name,
+        engine_name="" if config.engine is Engine.MODULE else name,
         labels_checked=labels_checked,
     )
     write_json(result, out / "demo.json")
@@ -164,23 +171,3 @@ def _check_writable(out: Path) -> None:
             f"the demo cannot write its results to {out}: {error.strerror or error}. Name another "
             "directory with out= (--out)."
         ) from error
-
-
-def _start_rollout(config: RolloutConfig) -> tuple[Rollout, int]:
-    """Start the rollout; also return how many processes there are with the trainer's."""
-    if config.engine is Engine.VLLM_HTTP:
-        return HttpRollout(config), 3
-    if transport_class(config.transport).crosses_processes:
-        return RolloutProcess(config), 2
-    return RolloutWorker(config), 1
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Trainer and rollout take turns with matrices too small to share among threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

@@ -7,11 +7,8 @@ more than rounding, the rollout sampled with other weights than it says, and the
 
 import copy
 import time
-from collections import OrderedDict
-from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -19,7 +16,7 @@ from torch import Tensor
 from rl_bridge.demo.learning import Learner, LearnerConfig, Policy, SampleBatch, log_probs
 from rl_bridge.demo.model import build_model
 from rl_bridge.demo.qwen import LEARNER, build_qwen
-from rl_bridge.demo.report import FaultRow, StepRow
+from rl_bridge.demo.report import FaultRow, StepRow, Update
 from rl_bridge.demo.rollout import Engine, InstallReply, Rollout, RolloutConfig, SampleReply
 from rl_bridge.engines.serving import default_label
 from rl_bridge.errors import WeightBridgeError
@@ -82,14 +79,14 @@ class VersionShelf:
         """Take over the model's shape; nothing is on the shelf yet."""
         self._scratch = copy.deepcopy(model)
         self._capacity = capacity
-        self._kept: OrderedDict[int, dict[str, Tensor]] = OrderedDict()
+        self._kept: dict[int, dict[str, Tensor]] = {}
 
     def keep(self, version: int, model: Policy) -> None:
         """Copy the model's weights under a version; the oldest copy beyond the capacity goes."""
         state = model.state_dict()
         self._kept[version] = {name: tensor.clone() for name, tensor in state.items()}
         while len(self._kept) > self._capacity:
-            self._kept.popitem(last=False)
+            del self._kept[min(self._kept)]
 
     def compare(self, version: int, batch: SampleBatch) -> Agreement:
         """Measure a batch against the reported version, and against the one before as control."""
@@ -124,24 +121,20 @@ class Fault(StrEnum):
     """The engine fails after half of the tensors have been written."""
 
 
-@dataclass(frozen=True, slots=True)
-class Expectation:
-    """What must become of a fault."""
-
-    outcome: Literal["refused", "undone"]
-    error: str
-    message: str = ""
-    """How the error's text begins, where its type alone does not tell."""
-
-
-_EXPECTED = {
-    Fault.CORRUPTED: Expectation("refused", "ChecksumMismatch"),
-    Fault.STALE: Expectation("refused", "StaleUpdate"),
+# What must become of a fault, the error's type, and how its text begins where the type alone does
+# not tell.
+_EXPECTED: dict[Fault, tuple[Update, str, str]] = {
+    Fault.CORRUPTED: ("refused", "ChecksumMismatch", ""),
+    Fault.STALE: ("refused", "StaleUpdate", ""),
     # The engine's own exception comes out as it is, after the undo.
-    Fault.HALF_WAY: Expectation("undone", "EngineFault"),
+    Fault.HALF_WAY: ("undone", "EngineFault", ""),
 }
 # From the processes of real engines it comes as text.
-_HALF_WAY_ELSEWHERE = Expectation("undone", "WeightUpdateRejectedError", "EngineFault: ")
+_HALF_WAY_ELSEWHERE: tuple[Update, str, str] = (
+    "undone",
+    "WeightUpdateRejectedError",
+    "EngineFault: ",
+)
 
 
 def plan_faults(num_steps: int) -> dict[int, Fault]:
@@ -154,22 +147,22 @@ def plan_faults(num_steps: int) -> dict[int, Fault]:
 
 def examine(
     fault: Fault, reply: InstallReply, *, active_version: int | None, engine: Engine
-) -> Expectation:
-    """Return what the fault was expected to lead to, or raise if it led to something else."""
-    expected = _EXPECTED[fault]
+) -> Update:
+    """Return what became of the fault, or raise if that is not what was to be expected."""
+    outcome, error, words = _EXPECTED[fault]
     if fault is Fault.HALF_WAY and engine is not Engine.MODULE:
-        expected = _HALF_WAY_ELSEWHERE
-    if reply.error != expected.error or not reply.message.startswith(expected.message):
+        outcome, error, words = _HALF_WAY_ELSEWHERE
+    if reply.error != error or not reply.message.startswith(words):
         raise PromiseBroken(
-            f"the {fault} update should have been {expected.outcome} with {expected.error}, "
-            f"the rollout says {reply.error or 'installed'}: {reply.message}"
+            f"the {fault} update should have been {outcome} with {error}, the rollout says "
+            f"{reply.error or 'installed'}: {reply.message}"
         )
     if reply.active_version != active_version:
         raise PromiseBroken(
-            f"the {fault} update was {expected.outcome}, yet the rollout went from version "
+            f"the {fault} update was {outcome}, yet the rollout went from version "
             f"{active_version} to {reply.active_version}"
         )
-    return expected
+    return outcome
 
 
 # ---- the loop -----------------------------------------------------------------------------------
@@ -181,7 +174,7 @@ class _HandOver:
 
     manifest: WeightUpdateManifest
     reply: InstallReply
-    publish_ms: Mapping[str, float]
+    publish_ms: dict[str, float]
     update_ms: float
 
 
@@ -240,7 +233,7 @@ class Trainer:
             root=self.held.root,
             update="installed" if fault_row is None or over.reply.root else fault_row.outcome,
             reward=sampled.batch.mean_reward,
-            exact=sampled.batch.exact_share,
+            exact=float(sampled.batch.rewards.min(dim=1).values.mean()),
             entropy=entropy,
             logprob_max_abs_diff=agreement.max_abs_diff,
             logprob_max_abs_diff_older=agreement.max_abs_diff_older,
@@ -293,15 +286,15 @@ class Trainer:
                 self._transport.corrupt(manifest, middle)
             over = self._hand_over(manifest, start, fail_half_way=fault is Fault.HALF_WAY)
             self._bridge.release(manifest.update_id)
-        expected = examine(fault, over.reply, active_version=before, engine=self._engine)
+        outcome = examine(fault, over.reply, active_version=before, engine=self._engine)
         _, agreement = self.sample(_CHECK_GROUPS)
         row = FaultRow(
             step=number,
             kind=fault.value,
-            outcome=expected.outcome,
+            outcome=outcome,
             version=over.manifest.weight_version,
             active_version=agreement.version,
-            error=expected.error,
+            error=over.reply.error or "",
             message=over.reply.message,
             logprob_max_abs_diff=agreement.max_abs_diff,
         )
@@ -345,13 +338,13 @@ class Trainer:
                 f"the rollout reports version {sampled.version}, it acknowledged {expected}"
             )
         label = default_label(self.held)
-        wrong = {found: count for found, count in sampled.labels.items() if found != label}
+        wrong = {found: count for found, count in sampled.batch.labels.items() if found != label}
         if wrong:
             raise PromiseBroken(
                 f"outputs of the engine are labelled {wrong}, expected {label!r} on each: they "
                 "were not sampled with the version that the rollout reports"
             )
-        self.labels_checked += sum(sampled.labels.values())
+        self.labels_checked += sum(sampled.batch.labels.values())
         agreement = self._shelf.compare(expected, sampled.batch)
         tolerance = logprob_tolerance(self._engine)
         if not agreement.max_abs_diff <= tolerance:  # so that NaN fails too

@@ -1,130 +1,326 @@
-"""The sampler that is a vLLM engine, in the rollout's own process.
+"""The samplers that are vLLM: an engine in the rollout's own process, or a server with a side-car.
 
-It starts from a checkpoint with random weights, written for it to load; whatever it samples with
-comes in over `VLLMEngineAdapter`. Its log-probabilities are those of the distribution that it draws
-from (``processed_logprobs``), and its outputs carry vLLM's own version labels.
+With the server, only manifests and samples go over HTTP; the bytes of the weights come by the
+transport. Server and side-car listen on the loopback, and end with the demo, also if that is
+killed.
 """
 
+import ctypes
 import importlib
 import os
+import secrets
+import signal
+import subprocess
+import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 
-from rl_bridge.demo.learning import SampleBatch, Sampled, SortTask
-from rl_bridge.demo.qwen import failing_exchange, write_checkpoint
+from rl_bridge.demo.learning import SampleBatch, SortTask
+from rl_bridge.demo.qwen import MAX_SEQUENCES, EngineSampler, failing_exchange, version_label
 from rl_bridge.engines.vllm.engine_adapter import VLLMEngineAdapter
 from rl_bridge.engines.vllm.plugin import register
-from rl_bridge.errors import WeightBridgeUnavailableError
+from rl_bridge.errors import EngineLost
+from rl_bridge.remote.client import RemoteEngine
+from rl_bridge.testing.processes import free_port, until
 
-__all__ = ["VLLMSampler"]
+__all__ = ["DemoWorker", "Server", "VLLMSampler", "VLLMServerSampler"]
 
-_MAX_SEQUENCES = 512
-_CACHE_NBYTES = 128 << 20
+_CACHE_NBYTES: Final = 128 << 20
+_ENVIRONMENT: Final = {
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_NO_USAGE_STATS": "1",
+    # The trainer needs cores too: no thread is bound to one.
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+}
 
 
-class VLLMSampler:
-    """An ``LLM`` whose workers run in this process. Its environment is changed for vLLM."""
+def _sampling(task: SortTask) -> dict[str, Any]:
+    return {
+        "temperature": 1.0,
+        "max_tokens": task.num_digits,
+        "ignore_eos": True,
+        "allowed_token_ids": list(range(task.base)),
+        "logprobs": 0,  # of the token that was drawn, and of no other one
+    }
 
-    def __init__(self, task: SortTask, *, model_seed: int, seed: int) -> None:
-        """Start the engine with random weights of its own.
 
-        Args:
-            task: what it answers.
-            model_seed: of the weights.
-            seed: of prompts and samples.
+class VLLMSampler(EngineSampler):
+    """An ``LLM`` whose workers run in this process."""
 
-        Raises:
-            WeightBridgeUnavailableError: it does not start.
+    product = "vLLM"
 
-        """
+    def _start(self, checkpoint: str, seed: int) -> str:
         # In this process, so that a fault can be planted in the middle of an install.
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-        os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-        os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-        # The trainer needs cores too: no thread is bound to one.
-        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-        try:
-            with tempfile.TemporaryDirectory() as checkpoint:
-                vllm: Any = importlib.import_module("vllm")
-                register()  # as the plugin does, where the environment keeps it from being loaded
-                write_checkpoint(task, model_seed, Path(checkpoint))
-                self.llm = vllm.LLM(
-                    model=checkpoint,
-                    skip_tokenizer_init=True,
-                    dtype="float32",
-                    enforce_eager=True,
-                    max_model_len=task.num_tokens + 1,
-                    max_num_seqs=_MAX_SEQUENCES,
-                    kv_cache_memory_bytes=_CACHE_NBYTES,
-                    logprobs_mode="processed_logprobs",
-                    seed=seed,
-                )
-        except Exception as error:
-            raise WeightBridgeUnavailableError(
-                f"vLLM did not start ({type(error).__name__}: {error}). Look at what it printed."
-            ) from error
-        self.name = f"vLLM {str(vllm.__version__).partition('+')[0]}"
+        for name, value in _ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
+        vllm: Any = importlib.import_module("vllm")
+        register()  # as the plugin does, where the environment keeps it from being loaded
+        self.llm = vllm.LLM(
+            model=checkpoint,
+            skip_tokenizer_init=True,
+            dtype="float32",
+            enforce_eager=True,
+            max_model_len=self._task.num_tokens + 1,
+            max_num_seqs=MAX_SEQUENCES,
+            kv_cache_memory_bytes=_CACHE_NBYTES,
+            logprobs_mode="processed_logprobs",
+            seed=seed,
+        )
         self.adapter = VLLMEngineAdapter(self.llm)
-        self._task = task
-        self._generator = torch.Generator().manual_seed(seed)
-        self._sampling = {
-            "temperature": 1.0,
-            "max_tokens": task.num_digits,
-            "ignore_eos": True,
-            "allowed_token_ids": list(range(task.base)),
-            "logprobs": 0,  # of the token that was drawn, and of no other one
-            "detokenize": False,
-        }
         self._params = vllm.SamplingParams
+        return str(vllm.__version__)
 
     def failing_half_way(self) -> AbstractContextManager[None]:
         """See `Sampler`."""
         return failing_exchange()
 
-    def sample(self, *, num_groups: int, group_size: int) -> Sampled:
+    def sample(self, *, num_groups: int, group_size: int) -> SampleBatch:
         """See `Sampler`."""
         prompts = self._task.prompts(num_groups, self._generator).tolist()
         outputs = self.llm.generate(
             [{"prompt_token_ids": prompt} for prompt in prompts],
-            self._params(n=group_size, **self._sampling),
+            self._params(n=group_size, detokenize=False, **_sampling(self._task)),
             use_tqdm=False,
         )
         answers = [
-            (prompt, one)
+            (prompt, answer)
             for prompt, output in zip(prompts, outputs, strict=True)
-            for one in output.outputs
+            for answer in output.outputs
         ]
         tokens = torch.tensor([[*prompt, *answer.token_ids] for prompt, answer in answers])
-        log_probs = torch.tensor([_chosen(answer) for _, answer in answers])
-        batch = SampleBatch.graded(self._task, tokens, log_probs, group_size)
-        return Sampled(batch=batch, labels=Counter(_labels([answer for _, answer in answers])))
+        log_probs = torch.tensor(
+            [
+                [
+                    float(among[token].logprob)
+                    for token, among in zip(answer.token_ids, answer.logprobs, strict=True)
+                ]
+                for _, answer in answers
+            ]
+        )
+        labels = Counter(
+            version_label(
+                [(span.start, span.end, span.version) for span in answer.weight_versions or []],
+                len(answer.token_ids),
+            )
+            for _, answer in answers
+            if hasattr(answer, "weight_versions")  # vLLM labels outputs since 0.32
+        )
+        return SampleBatch.graded(self._task, tokens, log_probs, group_size, labels)
 
     def close(self) -> None:
         """See `Sampler`."""
         self.llm.llm_engine.engine_core.shutdown()
 
 
-def _chosen(answer: Any) -> list[float]:
-    """Log-probability of each token that was drawn."""
-    return [
-        float(among[token].logprob)
-        for token, among in zip(answer.token_ids, answer.logprobs, strict=True)
-    ]
+# ---- a server, and the side-car beside it -------------------------------------------------------
+
+_LOOPBACK: Final = "127.0.0.1"
+_AT_ONCE: Final = 64
+_REQUEST_TIMEOUT_S: Final = 50.0
+_START_TIMEOUT_S: Final = 240.0
+_STOP_TIMEOUT_S: Final = 20.0
+_planted = ExitStack()
 
 
-def _labels(answers: list[Any]) -> Iterator[str]:
-    """The version label of each output, which must reach from its first token to its last."""
-    for answer in answers:
-        if not hasattr(answer, "weight_versions"):
-            return  # vLLM labels outputs since 0.32
-        spans = answer.weight_versions or []
-        if [(span.start, span.end) for span in spans] == [(0, len(answer.token_ids))]:
-            yield str(spans[0].version)
-        else:
-            yield f"in parts: {spans}"
+class DemoWorker:
+    """What the demo adds to the server's workers: their exchange fails half-way, on request.
+
+    vLLM mixes it into its worker class, and lets others call its methods over HTTP.
+    """
+
+    def rl_bridge_fail_half_way(self, is_armed: int) -> None:
+        """Let every install fail half-way from now on, or none."""
+        _planted.close()
+        if is_armed:
+            _planted.enter_context(failing_exchange())
+
+
+class VLLMServerSampler(EngineSampler):
+    """A vLLM server, updated through a side-car and sampled with over HTTP."""
+
+    product = "a server of vLLM"
+
+    def _start(self, checkpoint: str, seed: int) -> str:
+        httpx: Any = importlib.import_module("httpx")
+        self._http_error = httpx.HTTPError
+        port = free_port()
+        flags = {
+            "model": checkpoint,
+            "host": _LOOPBACK,
+            "port": port,
+            "dtype": "float32",
+            "max-model-len": self._task.num_tokens + 1,
+            "max-num-seqs": MAX_SEQUENCES,
+            "kv-cache-memory-bytes": _CACHE_NBYTES,
+            "logprobs-mode": "processed_logprobs",
+            "seed": seed,
+            "worker-extension-cls": f"{__name__}.{DemoWorker.__name__}",
+        }
+        command = ["vllm.entrypoints.openai.api_server", "--skip-tokenizer-init"]
+        command += ["--enforce-eager", "--enable-scale-out"]
+        for flag, value in flags.items():
+            command += [f"--{flag}", str(value)]
+        with ExitStack() as stack:
+            # In dev mode it has the routes by which weights come.
+            environment = {**_ENVIRONMENT, "VLLM_SERVER_DEV_MODE": "1", "OMP_NUM_THREADS": "1"}
+            self._server = Server("vLLM server", command, port=port, **environment)
+            stack.callback(self._server.close)
+            limits = httpx.Limits(
+                max_connections=_AT_ONCE,
+                max_keepalive_connections=0,  # the server closes what idles, at its own moment
+            )
+            client = httpx.Client(
+                base_url=self._server.url,
+                timeout=_REQUEST_TIMEOUT_S,
+                limits=limits,
+                trust_env=False,
+            )
+            self._client: Any = stack.enter_context(client)
+            self._threads = stack.enter_context(ThreadPoolExecutor(_AT_ONCE))
+            self._server.wait_until(lambda: self._call("GET", "/health"))
+            self._closing = stack.pop_all()
+        return str(self._call("GET", "/version").get("version", ""))
+
+    def updated_over(self, transport: str) -> RemoteEngine:
+        """Start a side-car beside the server, as a user does."""
+        home = Path(self._closing.enter_context(tempfile.TemporaryDirectory()))
+        key_file, port = home / "key", free_port()
+        key_file.touch(mode=0o600)
+        key_file.write_bytes(secrets.token_bytes(32))
+        command = ["rl_bridge", "sidecar", self._server.url, "--port", str(port)]
+        command += ["--transport", transport]
+        command += ["--key-file", str(key_file), "--state-dir", str(home / "state")]
+        sidecar = Server("side-car", command, port=port)
+        self._closing.callback(sidecar.close)
+        engine = RemoteEngine(sidecar.url, key_file, timeout_s=_REQUEST_TIMEOUT_S)
+        self._closing.callback(engine.close)
+        sidecar.wait_until(engine.status)
+        return engine
+
+    @contextmanager
+    def failing_half_way(self) -> Iterator[None]:
+        """See `Sampler`."""
+        self._plant(is_armed=True)
+        try:
+            yield
+        finally:
+            self._plant(is_armed=False)
+
+    def _plant(self, *, is_armed: bool) -> None:
+        method = DemoWorker.rl_bridge_fail_half_way.__name__
+        self._call("POST", "/collective_rpc", json={"method": method, "args": [int(is_armed)]})
+
+    def sample(self, *, num_groups: int, group_size: int) -> SampleBatch:
+        """See `Sampler`; all prompts are asked at once."""
+        prompts = self._task.prompts(num_groups, self._generator).tolist()
+        sampling = {**_sampling(self._task), "n": group_size}
+
+        def ask(prompt: list[int]) -> list[dict[str, Any]]:
+            # (Without seeds: vLLM ends for one of them on the CPU.)
+            body = {"token_ids": prompt, "sampling_params": sampling}
+            choices = self._call("POST", "/inference/v1/generate", json=body)["choices"]
+            return sorted(choices, key=lambda choice: int(choice["index"]))
+
+        answers = [
+            (prompt, choice)
+            for prompt, choices in zip(prompts, self._threads.map(ask, prompts), strict=True)
+            for choice in choices
+        ]
+        tokens = torch.tensor([[*prompt, *choice["token_ids"]] for prompt, choice in answers])
+        log_probs = torch.tensor(
+            [[one["logprob"] for one in choice["logprobs"]["content"]] for _, choice in answers]
+        )
+        labels = Counter(
+            version_label(
+                [
+                    (span["start"], span["end"], span["version"])
+                    for span in choice.get("weight_versions") or []
+                ],
+                len(choice["token_ids"]),
+            )
+            for _, choice in answers
+        )
+        return SampleBatch.graded(self._task, tokens, log_probs, group_size, labels)
+
+    def close(self) -> None:
+        """See `Sampler`; the side-car ends first."""
+        self._closing.close()
+
+    def _call(self, method: str, path: str, **request: Any) -> dict[str, Any]:
+        try:
+            reply = self._client.request(method, path, **request)
+            reply.raise_for_status()
+        except self._http_error as error:
+            raise EngineLost(f"the server did not answer {path}: {error}") from error
+        answered = reply.json() if reply.content else {}
+        return answered if isinstance(answered, dict) else {}
+
+
+_PR_SET_PDEATHSIG: Final = 1
+_PRCTL: Final = ctypes.CDLL(None, use_errno=True).prctl  # found before the fork
+
+
+class Server:
+    """A process that listens at a URL, with whatever processes it starts."""
+
+    def __init__(self, name: str, command: Sequence[str], *, port: int, **environment: str) -> None:
+        """Start it.
+
+        Args:
+            name: for messages.
+            command: the module to run with this Python, and its arguments.
+            port: where it will listen.
+            environment: what it gets beside this process's own.
+
+        """
+        self.name, self.url = name, f"http://{_LOOPBACK}:{port}"
+        self._process = subprocess.Popen(  # noqa: S603 - this Python, and our own arguments
+            [sys.executable, "-m", *command],
+            env={**os.environ, **environment},
+            stdin=subprocess.DEVNULL,
+            # A group of its own: Ctrl-C is the trainer's, and all of it can be ended at once.
+            start_new_session=True,
+            preexec_fn=_end_with_parent,  # noqa: PLW1509 - one call of the kernel
+        )
+        self.pid = self._process.pid
+
+    def wait_until(self, answers: Callable[[], object]) -> None:
+        """Wait until a call to it raises `EngineLost` no longer.
+
+        Raises:
+            EngineLost: it ended.
+            DeadlineExceeded: it does not answer in time.
+
+        """
+
+        def is_ready() -> bool:
+            if self._process.poll() is not None:
+                raise EngineLost(f"the {self.name} ended with {self._process.returncode}")
+            with suppress(EngineLost):
+                answers()
+                return True
+            return False
+
+        until(is_ready, what=f"the {self.name} answers", deadline_s=_START_TIMEOUT_S)
+
+    def close(self) -> None:
+        """End it; what does not end in time is killed. Idempotent."""
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            with suppress(ProcessLookupError):
+                # The group's last: a server that is gone may have left processes behind.
+                os.killpg(self.pid, number)
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(_STOP_TIMEOUT_S)
+
+
+def _end_with_parent() -> None:
+    """In the child: the kernel ends it when the thread that started it is gone."""
+    _PRCTL(_PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)

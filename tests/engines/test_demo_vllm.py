@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 
 from rl_bridge.demo import run_demo
-from rl_bridge.demo.rollout import Engine, RolloutConfig, RolloutWorker
+from rl_bridge.demo.rollout import Engine, Rollout, RolloutConfig, RolloutWorker
 from rl_bridge.demo.trainer import Fault, PromiseBroken, Trainer, logprob_tolerance
 from rl_bridge.demo.vllm_engine import VLLMSampler
 
@@ -77,14 +77,16 @@ CONFIG = RolloutConfig(transport="shared-memory", seed=3, engine=Engine.VLLM)
 
 
 @pytest.fixture(scope="module")
-def rollout() -> Iterator[RolloutWorker]:
+def worker() -> Iterator[RolloutWorker]:
     with closing(RolloutWorker(CONFIG)) as worker:
         yield worker
 
 
-def engine_of(rollout: RolloutWorker) -> Any:
-    assert isinstance(rollout.sampler, VLLMSampler)
-    return rollout.sampler.llm
+class InThisProcess(Rollout):
+    """A rollout whose worker a test can reach, although its transport crosses processes."""
+
+    def __init__(self, worker: RolloutWorker) -> None:
+        self._task, self._worker, self._child = CONFIG.task, worker, None
 
 
 def overwrite_a_norm(model: Any) -> None:
@@ -93,11 +95,12 @@ def overwrite_a_norm(model: Any) -> None:
 
 
 @pytest.mark.timeout(420)
-def test_an_engine_that_does_not_hold_what_it_says_is_found_out(rollout: RolloutWorker) -> None:
-    with closing(Trainer(CONFIG, rollout, num_steps=9)) as trainer:
+def test_an_engine_that_does_not_hold_what_it_says_is_found_out(worker: RolloutWorker) -> None:
+    with closing(Trainer(CONFIG, InThisProcess(worker), num_steps=9)) as trainer:
         row, _ = trainer.step(1, None)
         assert row.logprob_max_abs_diff <= LOGPROB_TOLERANCE
-        llm = engine_of(rollout)
+        assert isinstance(worker.sampler, VLLMSampler)
+        llm = worker.sampler.llm
         label = llm.get_weight_version()
         llm.update_weight_version("7@elsewhere")
         with pytest.raises(PromiseBroken, match="7@elsewhere"):

@@ -75,7 +75,7 @@ class Rollout(RolloutActor):
 
     def sample(self, num_groups: int) -> str:
         version = self.check_weights()  # raises where it must not answer
-        batch = self.sampler.sample(num_groups=num_groups, group_size=GROUP_SIZE).batch
+        batch = self.sampler.sample(num_groups=num_groups, group_size=GROUP_SIZE)
         answer = {
             "version": version,
             "tokens": batch.tokens.tolist(),
