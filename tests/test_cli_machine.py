@@ -363,6 +363,6 @@ def test_the_demo_runs_from_the_command_line(tmp_path: Path) -> None:
 
 
 def test_a_transport_that_the_demo_cannot_use_is_refused_in_one_line(tmp_path: Path) -> None:
-    assert call("demo", "--transport", "cuda-ipc", "--out", tmp_path).complains(
-        "TransportUnavailable"
-    )
+    said = call("demo", "--transport", "cuda-ipc", "--out", tmp_path)
+    assert said.complains("WeightBridgeUnavailableError")
+    assert "shared-memory or local-clone, not over 'cuda-ipc'" in said.err

@@ -37,8 +37,7 @@ __all__ = [
     "measure",
 ]
 
-# ---- The measurement behind `rl-bridge bench`: a publisher here, a consumer in a process of its
-# own.
+# ---- the measurement: a publisher here, a consumer in a process of its own ----------------------
 #
 # Each update changes every byte and takes the whole way: publish with digests, the manifest's JSON
 # through a pipe, import, verification of every byte, install, proof, acknowledgement. Between
@@ -274,7 +273,7 @@ class Consumer:
         return self._executor
 
 
-# ---- the rest builds on the parts above
+# ---- the command ---------------------------------------------------------------------------------
 
 _MIB = 1 << 20
 _DEFAULT_MIB = 256
@@ -307,6 +306,7 @@ def bench(
         list[int] | None,
         typer.Option(
             "--mib",
+            metavar="<int>",
             min=1,
             show_default=False,
             help=f"Size of the state dict in MiB, {_DEFAULT_MIB} unless given; may be repeated.",

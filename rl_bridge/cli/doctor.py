@@ -4,6 +4,7 @@ import ctypes
 import importlib.util
 import os
 import platform
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -65,8 +66,7 @@ __all__ = [
     "say_pair",
 ]
 
-# ---- What `rl-bridge doctor` says of a pair: the facts of this side, and the transport of the
-# two.
+# ---- a pair: the facts of this side, and the transport that the two use -------------------------
 
 FactsOption = Annotated[
     bool,
@@ -78,8 +78,7 @@ PairOption = Annotated[
         "--pair",
         exists=True,
         dir_okay=False,
-        metavar="FILE",
-        help="Say which transport is used from the trainer that wrote FILE (--facts) to here.",
+        help="Say which transport is used to here from the trainer that wrote this file (--facts).",
     ),
 ]
 AddressOption = Annotated[
@@ -87,7 +86,11 @@ AddressOption = Annotated[
 ]
 DirectoryOption = Annotated[
     list[Path] | None,
-    typer.Option("--directory", help="With --facts or --pair: a directory that both may share."),
+    typer.Option(
+        "--directory",
+        metavar="<dir>",
+        help="With --facts or --pair: a directory that both may share.",
+    ),
 ]
 
 
@@ -126,7 +129,7 @@ def _where(side: EndpointFacts) -> str:
     return f"the trainer at {side.address}" if side.address else "the trainer"
 
 
-# ---- What this machine can do: each probe tries the thing itself and trusts no version number.
+# ---- what this machine can do: each probe tries the thing itself and trusts no version number ----
 
 NIXL_BACKEND = "NIXL "
 """How the names of its backends begin."""
@@ -324,10 +327,12 @@ def nixl_backends() -> list[Availability]:
     ]
 
 
-# ---- the rest builds on the parts above
+# ---- the command ---------------------------------------------------------------------------------
 
 # Without these two there is nothing that rl_bridge could do here.
 _NEEDED = frozenset({"local-clone", "shared-memory"})
+
+_NOT_INSTALLED = re.compile(r"^\w+ is not installed$|^no package of NIXL can be imported")
 
 _PURPOSES = {
     "local-clone": "one process, every update copied",
@@ -351,6 +356,13 @@ class _Check:
     group: str
     found: Availability
     purpose: str
+
+    @property
+    def status(self) -> str:
+        """For people: a package that nobody installed is missed by nobody."""
+        if self.found.status == "pass" or not _NOT_INSTALLED.search(self.found.cause):
+            return self.found.status
+        return "not installed"
 
 
 def doctor(
@@ -459,16 +471,17 @@ def _show(checks: list[_Check], missing: list[str], out: Console) -> None:
                 table.add_row()
             group = check.group
             table.add_row(Text(group[:1].upper() + group[1:], style="bold"))
-        table.add_row(f"  {check.found.name}", status_text(check.found.status), _words(check))
+        table.add_row(f"  {check.found.name}", status_text(check.status), _words(check))
     out.print(table)
     out.print()
     if missing:
-        verdict = Text(f"Not ready: {' and '.join(missing)} blocked.", style="bold red")
+        out.print(Text(f"Not ready: {' and '.join(missing)} blocked.", style="bold red"))
     else:
-        blocked = sum(check.found.status != "pass" for check in checks)
-        more = f" Not available here, and why, stands above: {blocked}." if blocked else ""
-        verdict = Text.assemble(("Ready: local-clone and shared-memory work.", "bold green"), more)
-    out.print(verdict)
+        out.print(Text("Ready: local-clone and shared-memory work.", style="bold green"))
+    for status, says in (("not installed", "Not installed"), ("blocked", "Blocked, as said above")):
+        names = [check.found.name for check in checks if check.status == status]
+        if names:
+            out.print(f"{says}: {', '.join(names)}.", markup=False)
 
 
 def _words(check: _Check) -> Text:

@@ -6,11 +6,13 @@ Exit codes: 0 it went well, 1 a check failed or the library refused, 2 the comma
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from pydantic import ValidationError
 from rich.table import Table
 from rich.text import Text
+from typer.core import TyperCommand
 
 from rl_bridge.cli.bench import bench
 from rl_bridge.cli.doctor import doctor
@@ -21,6 +23,7 @@ from rl_bridge.demo.rollout import Engine
 from rl_bridge.demo.run import DEFAULT_STEPS, run_demo
 from rl_bridge.demo.trainer import MIN_STEPS
 from rl_bridge.errors import WeightBridgeError
+from rl_bridge.manifest.canonical import problem_words
 from rl_bridge.memory.segment import sweep
 from rl_bridge.remote import SidecarConfig, serve
 from rl_bridge.remote.serve import EngineServer, find_executor
@@ -32,8 +35,6 @@ __all__ = [
     "main",
     "sidecar",
 ]
-
-# ---- `rl-bridge demo`: train a small policy over the bridge, plant faults, draw what happened.
 
 
 def demo(
@@ -69,9 +70,6 @@ def demo(
     )
 
 
-# ---- `rl-bridge gc`: remove the named segments that dead publishers left in a directory.
-
-
 def gc(
     directory: Annotated[
         Path,
@@ -79,6 +77,7 @@ def gc(
             exists=True,
             file_okay=False,
             readable=True,
+            metavar="DIRECTORY",
             show_default=False,
             help="What was given to the bridges as directory=.",
         ),
@@ -123,8 +122,6 @@ def gc(
     out.print(f"{done} {len(swept)} {noun}, {size(total)}, from {where}.", markup=False)
 
 
-# ---- `rl-bridge sidecar`: stand beside an engine, and take its updates over HTTP.
-
 _DEFAULTS = SidecarConfig()
 
 
@@ -132,6 +129,7 @@ def sidecar(  # noqa: PLR0917 - typer calls it by name
     engine: Annotated[
         str,
         typer.Argument(
+            metavar="ENGINE",
             show_default=False,
             help="A server's URL, or module:function that makes a TwoPhaseExecutor.",
         ),
@@ -223,7 +221,17 @@ def sidecar(  # noqa: PLR0917 - typer calls it by name
         executor.close()
 
 
-# ---- the rest builds on the parts above
+class _Command(TyperCommand):
+    """Says of a value that does not fit what was expected, and what was given."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except typer.BadParameter as error:
+            if isinstance(error.__cause__, ValidationError):
+                error.message = f"{problem_words(error.__cause__.errors()[0])}."
+            raise
+
 
 app = typer.Typer(
     name="rl-bridge",
@@ -256,7 +264,7 @@ def _program(
 
 
 for _command in (demo, bench, doctor, inspect, verify, gc, sidecar):
-    app.command()(_command)
+    app.command(cls=_Command)(_command)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -34,7 +34,7 @@ _KIB = 1024
 # In a file or a pipe a row stays one line, however long: a name that is cut in two is not found.
 _UNFOLDED_COLUMNS = 1 << 16
 _TRAILING_BLANKS = re.compile(r" +$", re.MULTILINE)
-_STYLES = {"pass": "green", "blocked": "yellow", "failed": "bold red"}
+_STYLES = {"pass": "green", "blocked": "yellow", "not installed": "dim", "failed": "bold red"}
 
 
 class _WithoutTrailingBlanks:

@@ -62,11 +62,11 @@ def verify(
     tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor's result.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Write JSON.")] = False,
 ) -> None:
-    """Verify every byte of the update that a manifest names, on this machine.
+    """Verify every byte of a published update.
 
-    The publisher must be alive and the update not released. It is not told: nothing is acknowledged
-    or rejected. The exit code is 0 only if every tensor verifies, and so does the manifest's
-    header.
+    It is read on this machine, where the manifest says that it lies. The publisher must be alive
+    and the update not released. It is not told: nothing is acknowledged or rejected. The exit code
+    is 0 only if every tensor verifies, and so does the manifest's header.
     """
     manifest: WeightUpdateManifest | None = None
     reading: _Reading | None = None

@@ -21,6 +21,7 @@ from rl_bridge.transports.registry import canonical_name, transport_class
 __all__ = ["DEFAULT_STEPS", "run_demo"]
 
 DEFAULT_STEPS = 80
+_TRANSPORTS = ("shared-memory", "local-clone")
 
 # Engine -> the packages that it needs, the extras that have them.
 _NEEDED = {
@@ -140,7 +141,13 @@ def _checked(transport: str, engine: str, seed: int) -> RolloutConfig:
     """Find every reason not to start before anything is started."""
     if engine not in list(Engine):
         raise ValueError(f"no engine {engine!r} for the demo, expected one of {', '.join(Engine)}")
-    config = RolloutConfig(transport=canonical_name(transport), seed=seed, engine=Engine(engine))
+    name = canonical_name(transport) if transport in {"shm", "local"} else transport
+    if name not in _TRANSPORTS:
+        raise WeightBridgeUnavailableError(
+            f"the demo's trainer has its weights on the CPU and sends them over "
+            f"{' or '.join(_TRANSPORTS)}, not over {transport!r}. Take one of these."
+        )
+    config = RolloutConfig(transport=name, seed=seed, engine=Engine(engine))
     kind = transport_class(config.transport)
     packages, extras = _NEEDED[config.engine]
     missing = [name for name in (*packages, "matplotlib") if importlib.util.find_spec(name) is None]

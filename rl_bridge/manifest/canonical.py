@@ -28,6 +28,7 @@ __all__ = [
     "field_problem",
     "freeze",
     "plain",
+    "problem_words",
     "thaw",
 ]
 
@@ -214,9 +215,24 @@ class Frozen(BaseModel):
         raise AttributeError(msg)
 
 
+_EXPECTED = "Input should be "  # as pydantic begins most of its messages
+
+
 def field_problem(error: ValidationError) -> str:
-    """The first problem that pydantic found: which field, what is wrong, what was given."""
+    """The first problem that pydantic found: which field, what was expected, what was given."""
     first = error.errors(include_url=False)[0]
     where = ".".join(map(str, first["loc"])) or "(the whole)"
-    wrong = "no such field" if first["type"] == "extra_forbidden" else first["msg"]
-    return f"field {where}: {wrong}, got {repr(first.get('input'))[:80]}"
+    return f"field {where}: {problem_words(first)}"
+
+
+def problem_words(found: Mapping[str, Any]) -> str:
+    """One of pydantic's problems in our words: what was expected, and what was given."""
+    if found["type"] == "missing":
+        return "it is missing"
+    if found["type"] == "value_error":
+        return str(found["msg"]).removeprefix("Value error, ").removesuffix(".")
+    wrong = "no such field" if found["type"] == "extra_forbidden" else str(found["msg"])
+    if wrong.startswith(_EXPECTED):
+        expected = wrong.removeprefix(_EXPECTED).partition(",")[0]
+        wrong = f"expected {expected.replace('greater than or equal to', 'at least')}"
+    return f"{wrong}, got {repr(found.get('input'))[:80]}"

@@ -25,6 +25,7 @@ from starlette.exceptions import HTTPException
 
 from rl_bridge.bridge.two_phase import TwoPhaseExecutor, require_two_phase
 from rl_bridge.errors import DeadlineExceeded, WeightBridgeError, WeightBridgeUnavailableError
+from rl_bridge.manifest.canonical import problem_words
 from rl_bridge.remote.config import SidecarConfig
 from rl_bridge.remote.gate import Gate
 from rl_bridge.remote.problems import MEDIA_TYPE, STATUSES, Problem, http_problem
@@ -470,8 +471,8 @@ async def _not_as_described(_request: Request, error: Exception) -> Response:
     found: list[dict[str, Any]] = getattr(error, "errors", list)()
     first = found[0] if found else {}
     where = ".".join(str(part) for part in first.get("loc", ()))
-    given = repr(first.get("input"))[:80]
-    detail = f"{where}: {first.get('msg', error)}, got {given}. See /openapi.json."
+    words = problem_words(first) if first else str(error)
+    detail = f"{where}: {words}. See /openapi.json."
     return _answer(http_problem(400, detail))
 
 
