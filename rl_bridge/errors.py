@@ -5,7 +5,7 @@ The tree::
     WeightBridgeError(RuntimeError)
     ├── WeightBridgeUnavailableError      this machine, transport or engine cannot do it ("blocked")
     │   ├── TransportUnavailable          a transport is blocked, with cause and remedy
-    │   ├── SignatureRefused              over HTTP: not from who has the key
+    │   ├── SignatureRefused              a request or answer over HTTP without the right key
     │   └── TransferTimeout               (DeadlineExceeded too) bytes did not arrive in time
     ├── WeightManifestValidationError     manifest or bytes are not what they claim
     │   ├── MalformedManifest             no canonical JSON of a known format, wrong field
@@ -118,12 +118,12 @@ class TransportUnavailable(WeightBridgeUnavailableError):
         self.remedy = remedy
 
     def __reduce__(self) -> tuple[type, tuple[str, ...], dict[str, object]]:
-        """Its parts, for those who send errors from process to process, such as Ray."""
+        """Be made again from the parts: Ray and others send errors from process to process."""
         return type(self), (self.transport, self.cause, self.remedy), self.__dict__
 
 
 class SignatureRefused(WeightBridgeUnavailableError):
-    """Key, time or nonce of a request over HTTP, or the key of its answer, is not the right one."""
+    """The key, time or nonce of a request over HTTP, or the key of its answer, is wrong."""
 
 
 class WeightManifestValidationError(WeightBridgeError):
@@ -268,7 +268,7 @@ class DriverError(WeightBridgeError):
         self._parts = (call, code, detail, remedy)
 
     def __reduce__(self) -> tuple[type, tuple[str, ...], dict[str, object]]:
-        """As of `TransportUnavailable`."""
+        """As `TransportUnavailable`."""
         return type(self), self._parts, self.__dict__
 
 
@@ -276,7 +276,7 @@ class GroupAborted(WeightBridgeError):
     """A rank of an update group failed, died or did not answer: no rank's part is published.
 
     Attributes:
-        ranks: which ones, as far as it is known.
+        ranks: the ranks that failed, as far as they are known.
 
     """
 

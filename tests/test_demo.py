@@ -418,8 +418,12 @@ def test_engines_fail_half_way_only_while_they_are_asked_to() -> None:
 
 def test_a_server_that_ends_is_reported() -> None:
     server = Server("side-car", ["rl_bridge", "nonsense"], port=1)
+
+    def is_silent() -> None:
+        raise EngineLost("it does not listen")
+
     with closing(server), pytest.raises(EngineLost, match="side-car ended with 2"):
-        server.wait_until(lambda: False)
+        server.wait_until(is_silent)
 
 
 def test_a_server_ends_with_the_process_that_started_it(tmp_path: Path) -> None:

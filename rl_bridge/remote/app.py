@@ -1,7 +1,7 @@
 """The side-car as an ASGI application: description, metrics, deadlines, engine thread, routes.
 
-Each step of the engine runs in one thread, always the same, and has a deadline. An update that
-waits too long for its next step is undone. Needs the extra ``remote``.
+Every step of the engine runs in the same thread and has a deadline. An update that waits too long
+for its next step is aborted. Needs the extra ``remote``.
 """
 
 import asyncio
@@ -59,7 +59,7 @@ _SIGNED = (
 
 
 def manifest_body() -> dict[str, Any]:
-    """The body of an update, for the description: it is read by us, and not by FastAPI."""
+    """The body of an update, for the description: we read it ourselves, not FastAPI."""
     fields = {
         "format": {"type": "string", "const": "rl_bridge.manifest/1"},
         "header": {"type": "object"},
@@ -109,7 +109,7 @@ _BUCKETS_S = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 
 
 class Metrics:
-    """Counts requests, steps and refusals; tells the engine's version when asked."""
+    """Counts requests, steps and refusals; reports the engine's version when asked."""
 
     def __init__(self) -> None:
         """Begin at zero."""
@@ -122,7 +122,7 @@ class Metrics:
         )
         self._steps = Counter(
             "rl_bridge_sidecar_steps",
-            "Steps of updates, by step and what came of it.",
+            "Steps of updates, by step and outcome.",
             ["step", "outcome"],
             registry=registry,
         )
@@ -146,16 +146,14 @@ class Metrics:
         )
         self._servable = Gauge(
             "rl_bridge_engine_servable",
-            "1 where the engine may answer requests.",
+            "1 if the engine may answer requests.",
             registry=registry,
         )
-        self._torn = Gauge(
-            "rl_bridge_engine_torn", "1 where the engine is torn.", registry=registry
-        )
+        self._torn = Gauge("rl_bridge_engine_torn", "1 if the engine is torn.", registry=registry)
 
     def answered(self, method: str, status: int) -> None:
         """Count an answer."""
-        # A method is a stranger's word: each one would be a series of its own.
+        # Strangers choose the method: each would be a time series of its own.
         known = method if method in {"GET", "POST"} else "other"
         self._requests.labels(known, str(status)).inc()
 
@@ -165,7 +163,7 @@ class Metrics:
         self._seconds.labels(step).observe(seconds)
 
     def phases(self, timings_ms: Mapping[str, float]) -> None:
-        """Take note of a committed update."""
+        """Note the phases of a committed update."""
         for phase, milliseconds in timings_ms.items():
             self._phases.labels(phase).set(milliseconds / 1e3)
 
@@ -184,14 +182,14 @@ _LOG = logging.getLogger(__name__)
 
 
 class Waiting:
-    """Gives an update up when nobody has asked for its next step in time. For one event loop."""
+    """Aborts an update whose next step nobody asks for in time. For one event loop."""
 
     def __init__(self, hold_s: float, expire: Callable[[str, float], Awaitable[None]]) -> None:
-        """Begin with none.
+        """Begin without an update.
 
         Args:
             hold_s: how long an update may wait.
-            expire: gives it up.
+            expire: aborts it.
 
         """
         self._hold_s, self._expire = hold_s, expire
@@ -199,14 +197,14 @@ class Waiting:
         self._task: asyncio.Task[None] | None = None
 
     def begin(self, update_id: str | None) -> None:
-        """An update begins to wait, in place of whichever waited before."""
+        """Let an update wait, in place of the one that waited before."""
         self.stop()
         if update_id is not None:
             loop = asyncio.get_running_loop()
             self._timer = loop.call_later(self._hold_s, self._start, update_id)
 
     def stop(self) -> None:
-        """Nothing waits any more."""
+        """Let nothing wait any longer."""
         timer, self._timer = self._timer, None
         if timer is not None:
             timer.cancel()
@@ -219,7 +217,7 @@ class Waiting:
             await self._expire(update_id, self._hold_s)
             _LOG.warning("update %s waited for %g s and is given up", update_id, self._hold_s)
         except WeightBridgeUnavailableError:
-            self.begin(update_id)  # something is done to it right now, whose end nobody may await
+            self.begin(update_id)  # busy with it right now, and perhaps nobody waits for the end
         except WeightBridgeError as error:
             _LOG.info("update %s did not expire: %s", update_id, error)
 
@@ -230,7 +228,7 @@ T = TypeVar("T")
 
 
 class Worker:
-    """Takes steps, always in the same thread: engines mind in which one they are called.
+    """Takes steps, always in the same thread: some engines must be called in one thread only.
 
     Attributes:
         busy: the step that is under way; None if there is none.
@@ -242,7 +240,7 @@ class Worker:
 
         Args:
             timeout_s: deadline of a step.
-            took: told of each step, the seconds that it took, and what came of it.
+            took: called with each step, the seconds that it took, and its outcome.
 
         """
         self.busy: str | None = None
@@ -250,7 +248,7 @@ class Worker:
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rl-bridge-sidecar")
 
     async def do(self, name: str, step: Callable[[], T]) -> T:
-        """Take a step, or say within the deadline that it is not over.
+        """Take a step, or raise at the deadline while it goes on.
 
         Raises:
             WeightBridgeUnavailableError: another one is under way.
@@ -285,7 +283,7 @@ class Worker:
         self.busy = None
         if done.cancelled():
             return
-        error = done.exception()  # read here, so that one that comes too late is not lost
+        error = done.exception()  # read here, so that a late one is not lost
         if error is not None:
             _LOG.warning("could not %s: %s: %s", name, type(error).__name__, error)
         outcome = "ok" if error is None else type(error).__name__
@@ -300,7 +298,7 @@ UpdateId = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{32}$")]
 
 
 class AbortBody(BaseModel):
-    """Why an update is given up."""
+    """Why an update is aborted."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -337,7 +335,7 @@ class _Routes:
         )
 
     async def abort(self, update_id: UpdateId, body: AbortBody | None = None) -> UpdateView:
-        """Give up an update that is not committed; the engine is what it was."""
+        """Abort an update that is not committed; the engine is what it was."""
         reason = (body or AbortBody()).reason
         return await self._step(
             f"abort update {update_id}", lambda: self._sidecar.abort(update_id, reason)
@@ -434,7 +432,7 @@ def create_app(
         separate_input_output_schemas=False,
     )
     _route(app, routes)
-    app.openapi = cache(lambda: describe_app(app))  # whoever asks for it has no signature
+    app.openapi = cache(lambda: describe_app(app))  # made once: strangers may ask for it
     return Gate(app, key=key, nonces=nonces, config=config, answered=metrics.answered)
 
 
@@ -464,7 +462,7 @@ def _route(app: Any, routes: _Routes) -> None:
     )
     app.add_exception_handler(RequestValidationError, _not_as_described)
     app.add_exception_handler(HTTPException, _not_routed)
-    # Every other exception goes through to the gate, which puts it into words.
+    # Every other exception reaches the gate, which answers with a problem document.
 
 
 async def _not_as_described(_request: Request, error: Exception) -> Response:

@@ -1,4 +1,4 @@
-"""`RemoteEngine`: an engine behind a side-car, with the words of a `RolloutExecutor`."""
+"""`RemoteEngine`: an engine behind a side-car, with the methods of a `RolloutExecutor`."""
 
 import asyncio
 import errno
@@ -76,8 +76,8 @@ class RemoteEngine:
         self.last_ack: Acknowledgement | None = None
         self._key = read_key(key_file)
         self._httpx = httpx = needed("httpx")
-        # Not by a proxy of the environment: it would see what the weights are called. And no
-        # connection is kept open: a server closes what idles, perhaps just when something is sent.
+        # No proxy of the environment: it would see the names of the weights. No connection is kept
+        # open: a server closes idle ones, perhaps just when a request is sent.
         self._client = httpx.Client(
             timeout=timeout_s,
             limits=httpx.Limits(max_keepalive_connections=0),
@@ -85,7 +85,7 @@ class RemoteEngine:
             follow_redirects=False,
         )
 
-    # ---- the executor's words -------------------------------------------------------------------
+    # ---- the executor's methods ----------------------------------------------------------------
 
     def update_weights(self, manifest: WeightUpdateManifest | str | bytes) -> Acknowledgement:
         """Install one complete version over there, or leave everything as it was.
@@ -135,15 +135,15 @@ class RemoteEngine:
         view = self._send("POST", f"/updates/{update_id}/commit", UpdateView)
         if view.acknowledgement is None:
             msg = (
-                f"the side-car at {self.url} committed version {view.weight_version} and says no "
-                "more of it, expected its acknowledgement. Use the same release on both sides."
+                f"the side-car at {self.url} committed version {view.weight_version} and gave "
+                "no acknowledgement. Use the same release on both sides."
             )
             raise WeightBridgeUnavailableError(msg)
-        self.last_ack = view.acknowledgement.acknowledgement()
+        self.last_ack = view.acknowledgement
         return self.last_ack
 
     def abort_weights(self, update: UpdateRef, reason: str) -> UpdateView:
-        """Give up an update that is not committed.
+        """Abort an update that is not committed.
 
         Raises:
             WeightBridgeError: as `update_weights`.
@@ -180,10 +180,10 @@ class RemoteEngine:
         return self.status().active_weight_version
 
     def check_servable(self) -> None:
-        """Tell whether the engine may answer requests.
+        """Check that the engine may answer requests.
 
         Raises:
-            TornEngine: it may not.
+            TornEngine: it is torn.
             EngineLost: it is gone, or another one is in its place.
             WeightBridgeUnavailableError: it has no verified version.
             WeightBridgeError: as `status`.
@@ -274,7 +274,7 @@ class RemoteEngine:
 
     def _refusal(self, status: int, answer: bytes, *, is_signed: bool) -> WeightBridgeError:
         error = raised_by(status, answer)
-        # What was refused for its signature is answered without one.
+        # A request that is refused for its signature gets an answer without one.
         if not is_signed and not isinstance(error, SignatureRefused | WeightBridgeUnavailableError):
             msg = (
                 f"the side-car at {self.url} answered with status {status}, not signed with this "
@@ -304,8 +304,7 @@ class RemoteEngine:
         )
 
 
-# ---- `RemoteWeightLoader`: loads requests of a transfer strategy into an engine behind a side-
-# car.
+# ---- requests of a transfer strategy -------------------------------------------------------------
 
 
 class RemoteWeightLoader(WeightLoader):
@@ -347,7 +346,7 @@ class RemoteWeightLoader(WeightLoader):
             WeightBridgeError: refused or undone; the engine is at its previous version.
 
         """
-        del receiver  # the bytes do not come by this process
+        del receiver  # the bytes do not come through this process
         if isinstance(request, AbandonedWeightUpdateRequest):
             self._updates.abandon(request)
             return

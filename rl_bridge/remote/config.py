@@ -1,4 +1,4 @@
-"""What a side-car may be told about sizes and deadlines."""
+"""A side-car's limits of sizes and deadlines, and the packages that only the remote part needs."""
 
 import importlib
 import math
@@ -24,7 +24,7 @@ class SidecarConfig:
         body_timeout_s: a request's head must be there in this time, and then its body.
         step_timeout_s: an import, a prepare, a commit or an abort is answered within this time; the
             engine may go on with it, and the status says when that is over.
-        hold_s: an update that waits so long for its next step is given up: its trainer is gone.
+        hold_s: an update that waits so long for its next step is aborted: its trainer is gone.
         max_connections: open at once; more are turned away. All of their bodies together may have
             twice `max_body_nbytes`.
 

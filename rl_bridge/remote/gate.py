@@ -1,4 +1,4 @@
-"""The door of a side-car: what has no right signature gets no further, and nothing is too large.
+"""The door of a side-car: unsigned requests get no further, and no request is too large.
 
 An ASGI application around another one. It reads the body, within limits of size and time, before
 anything looks at it; checks signature, time and nonce; and signs the answer.
@@ -42,7 +42,7 @@ class _Refused(Exception):
 
 
 class Gate:
-    """Lets signed requests through, once each."""
+    """Lets each signed request through once."""
 
     def __init__(
         self,
@@ -56,11 +56,11 @@ class Gate:
         """Stand before `app`.
 
         Args:
-            app: what is behind.
+            app: the application behind the door.
             key: shared with the clients.
-            nonces: which requests were answered already.
+            nonces: of the requests that were answered already.
             config: limits.
-            answered: told of each answer's method and status.
+            answered: called with the method and status of each answer.
 
         """
         self._app, self._key, self._nonces = app, key, nonces
@@ -99,7 +99,7 @@ class Gate:
         await answer.send(self._key, signed_for)
 
     def _credentials(self, scope: Message) -> Credentials:
-        """Before the body: a stranger's is not even read."""
+        """Check them before the body is read: that of a stranger is not."""
         given = [value for name, value in scope["headers"] if name == b"authorization"]
         header = b"; ".join(given).decode("latin-1") if given else None
         credentials = Credentials.parse(header)
@@ -110,7 +110,7 @@ class Gate:
         now = time.time()
         if path.endswith(_CHANGES):
             await asyncio.to_thread(self._nonces.claim, given, now=now)
-        else:  # outlives this process: with the machine, what a replay could reach is gone as well
+        else:  # need not outlive the machine: what a replay could reach is gone with it
             self._nonces.claim(given, now=now, sync=False)
 
     async def _read(self, scope: Message, receive: Receive) -> bytes:
@@ -143,7 +143,7 @@ class Gate:
         return bytes(parts)
 
     def _check_size(self, num: int, limit: int) -> None:
-        """A body's signature is checked when it is whole: until then it may be a stranger's."""
+        """Bound bodies: until one is whole its signature is not checked, and it may be a stranger's."""
         if num > limit:
             detail = (
                 f"the body has more than {limit} bytes, expected at most that many. Raise "
@@ -173,7 +173,7 @@ class _Answer:
             self._body += message.get("body", b"")
 
     def be(self, problem: Problem) -> None:
-        """Be this problem instead of what was there."""
+        """Become this problem, whatever the answer was before."""
         self.status, self._body = problem.status, bytearray(problem.encoded())
         self._headers = [(b"content-type", MEDIA_TYPE.encode())]
         if problem.status == 401:  # noqa: PLR2004 - RFC 9110 wants the scheme beside it
@@ -182,7 +182,7 @@ class _Answer:
             self._headers.append((b"connection", b"close"))
 
     async def send(self, key: Key, nonce: str) -> None:
-        """Send it; signed where the request was."""
+        """Send it; signed if the request was."""
         body = bytes(self._body)
         mine = {b"content-length": str(len(body)).encode(), b"cache-control": b"no-store"}
         if nonce:
@@ -195,7 +195,7 @@ class _Answer:
 
 
 def _replay(body: bytes) -> Receive:
-    """The body once more, for who is behind the door; then nothing, for ever."""
+    """Give the application the body once, and then a disconnect for ever."""
     messages = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def receive() -> Message:

@@ -1,7 +1,8 @@
-"""A side-car's connections: how many there may be, and for how long one may ask for nothing.
+"""A side-car's connections: how many there may be, and how long each may stay idle.
 
-uvicorn has a deadline neither for a request's head nor for who does not read its answer: what is
-open, and does nothing, would keep everybody else out for ever. Needs the extra ``remote``.
+uvicorn has no deadline for a request's head, and none for a client that does not read its answer:
+connections that are open and do nothing would keep everybody else out for ever. Needs the extra
+``remote``.
 """
 
 import asyncio
@@ -18,13 +19,13 @@ __all__ = [
 ]
 
 _TIMES: Final = 8
-"""So many times more connections than may be served are told so; what is beyond is cut off."""
+"""Up to so many times the connections that may be served get an answer; the rest are cut off."""
 
 
 def make_protocol(config: SidecarConfig) -> type[asyncio.Protocol]:
     """The protocol of a side-car's connections, for uvicorn's ``http``.
 
-    Named, since uvicorn's other one, which it takes where it is installed, bounds no head's size.
+    It is named, since uvicorn's other protocol, its first choice, does not bound a head's size.
     """
 
     class Bounded(_Connection):
@@ -35,7 +36,7 @@ def make_protocol(config: SidecarConfig) -> type[asyncio.Protocol]:
 
 
 class _Connection(H11Protocol):
-    """One that is closed where, for too long, no request is being served."""
+    """A connection that is closed if no request of it is served for too long."""
 
     timeout_s: float
     most: int
@@ -49,7 +50,7 @@ class _Connection(H11Protocol):
         if num_open > self.most * _TIMES:
             transport.abort()
         elif num_open > self.most:
-            # When it has asked: an answer to what is not read yet may get lost.
+            # After its request: an answer to a request that is not read yet may get lost.
             self.app = _turn_away
         self._watch()
 
@@ -85,7 +86,7 @@ class _Connection(H11Protocol):
         return self.cycle
 
     def _watch(self) -> None:
-        """Let the time run while nothing is served; once it runs, only a whole head stops it."""
+        """Run the timer while nothing is served; once it runs, only a whole head stops it."""
         cycle = self._current
         if cycle is not None and not cycle.response_complete and not self._is_unread:
             self._stop()
@@ -102,7 +103,7 @@ class _Connection(H11Protocol):
         if self._current is None:
             self._say(408, f"no request came within {self.timeout_s:g} s. Send it again.")
         else:
-            self.transport.abort()  # what it has not read by now it never will
+            self.transport.abort()  # a client that has not read its answer by now never will
 
     def _say(self, status: int, detail: str) -> None:
         """Answer what never became a request, and close."""
@@ -115,7 +116,7 @@ class _Connection(H11Protocol):
 
 
 async def _turn_away(_scope: Any, _receive: Any, send: Any) -> None:
-    """Answer in the place of the side-car."""
+    """Answer in place of the side-car."""
     detail = "the side-car has as many connections as it may have. Send it again later."
     body = http_problem(503, detail).encoded()
     headers = [(name.encode(), value.encode()) for name, value in _headers(body)]

@@ -77,7 +77,7 @@ class Problem(BaseModel):
         status: of the answer that carries it.
         detail: what was expected, what came, and the remedy.
         error: the exception's class.
-        notes: what was done about it, such as an undo.
+        notes: the exception's notes, such as that of an undo.
 
     """
 
@@ -121,7 +121,7 @@ def http_problem(status: int, detail: str) -> Problem:
 
 
 def raised_by(status: int, body: bytes) -> WeightBridgeError:
-    """The exception that an answer with this status tells of."""
+    """The exception that an answer with this status reports."""
     try:
         problem = Problem.model_validate_json(body)
     except ValidationError:
@@ -142,11 +142,11 @@ def _made(problem: Problem) -> WeightBridgeError:
         try:
             made = kind(problem.detail)
         except TypeError:
-            kind = kind.__base__  # one that is made of parts: its base says as much
+            kind = kind.__base__  # it is made of parts: its base takes the text
             continue
         assert isinstance(made, WeightBridgeError)
         return made
     if problem.error:
         return WeightUpdateRejectedError(f"the engine failed: {problem.error}: {problem.detail}")
-    # The request itself was not what the other side serves.
+    # The other side does not serve such a request.
     return WeightBridgeUnavailableError(problem.detail)

@@ -2,7 +2,7 @@
 
 Every step is written down before it changes the engine and after it did. A side-car that was killed
 brings its engine back at its next start: to the update whose commit had begun, else to the one that
-was committed last; where the bytes of neither are there any more the engine has to wait for the
+was committed last. If the bytes of neither are there any longer, the engine has to wait for the
 next update, and the status says so.
 """
 
@@ -24,7 +24,7 @@ from rl_bridge.errors import (
 )
 from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.remote.state import Entry, Ledger, Step
-from rl_bridge.remote.views import AcknowledgementView, Recovery, Stage, Status, UpdateView
+from rl_bridge.remote.views import Recovery, Stage, Status, UpdateView
 
 __all__ = [
     "Sidecar",
@@ -42,7 +42,7 @@ class Sidecar:
 
         Args:
             executor: the engine's; nobody else updates with it.
-            ledger: what was done to this engine so far.
+            ledger: the steps of this engine's updates so far.
 
         """
         self.executor = executor
@@ -54,7 +54,7 @@ class Sidecar:
         self._lost = ""
 
     def start(self) -> None:
-        """Bring the engine back to where the ledger says that it was. Raises nothing for it."""
+        """Bring the engine back to what the ledger says; a failure is in the status."""
         ledger, executor = self._ledger, self.executor
         interrupted, active = ledger.pending, ledger.active
         at = None if interrupted is None else interrupted.step
@@ -106,14 +106,14 @@ class Sidecar:
                 "pending": pending,
                 "transport": bridge.transport if isinstance(bridge, TensorBridge) else "",
                 "recovery": self._recovery,
-                "last_acknowledgement": None if ack is None else AcknowledgementView.of(ack),
+                "last_acknowledgement": ack,
             }
         )
 
     # ---- the steps ------------------------------------------------------------------------------
 
     def bring(self, text: bytes) -> UpdateView:
-        """Import an update and verify every byte. Once more for the same one changes nothing.
+        """Import an update and verify every byte. A repeated call changes nothing.
 
         Raises:
             WeightBridgeError: refused; the engine was not asked.
@@ -125,7 +125,7 @@ class Sidecar:
             return known
         self._refuse_late(manifest)
         if self._lost and self.executor.active_weight_update_id is not None:
-            self.executor.release_weights()  # the engine has it no more: it may come again
+            self.executor.release_weights()  # the engine lost it, so it may come again
         before = self.executor.pending_weight_update_id
         try:
             self.executor.import_weights(manifest)
@@ -137,11 +137,11 @@ class Sidecar:
         return self._now(manifest, "imported")
 
     def prepare(self, update_id: str) -> UpdateView:
-        """Find every reason to refuse it; the engine serves on. Twice changes nothing.
+        """Find every reason to refuse it; the engine serves on. A repeated call changes nothing.
 
         Raises:
-            UnknownUpdate: it was not imported, or is given up.
-            WeightBridgeError: refused, and given up; the engine is what it was.
+            UnknownUpdate: it was not imported, or was aborted.
+            WeightBridgeError: refused, and aborted; the engine is what it was.
             Exception: the adapter's own.
 
         """
@@ -160,10 +160,10 @@ class Sidecar:
         return self._now(manifest, "prepared")
 
     def commit(self, update_id: str) -> UpdateView:
-        """Install, prove and acknowledge it, or leave everything as it was. Twice is once.
+        """Install, prove and acknowledge it, or leave everything as it was; once, however often.
 
         Raises:
-            UnknownUpdate: it was not imported, or is given up.
+            UnknownUpdate: it was not imported, or was aborted.
             IllegalTransition: it is not prepared.
             WeightBridgeError: undone; the engine is at its previous version.
             TornEngine: install and undo both failed; the engine must not serve.
@@ -195,7 +195,7 @@ class Sidecar:
         return self._now(manifest, "committed")
 
     def abort(self, update_id: str, reason: str) -> UpdateView:
-        """Give it up; the engine is what it was. Twice is once.
+        """Abort it; the engine is what it was. A repeated call changes nothing.
 
         Raises:
             UnknownUpdate: it was not imported.
@@ -228,7 +228,7 @@ class Sidecar:
     # ---- inside ---------------------------------------------------------------------------------
 
     def _take_engine(self, tried: list[str]) -> None:
-        """Have the engine again: the side-car that died with these books had it until now."""
+        """Take the engine over from the side-car that died: it had the engine until now."""
         try:
             self.executor.recover()
         except Exception as error:  # noqa: BLE001 - told in the status, in the log by `start`
@@ -264,7 +264,7 @@ class Sidecar:
         self._ledger.settle(entry, "ended")
 
     def _refuse_late(self, manifest: WeightUpdateManifest) -> None:
-        """The bridge refuses what is late, too, but knows only what this process saw."""
+        """Refuse a late update: the bridge does so too, but knows only what this process saw."""
         last = self._ledger.active
         if last is None or last.publisher_id != manifest.publisher_id:
             return
@@ -282,7 +282,7 @@ class Sidecar:
     def _waiting(
         self, update_id: str, verb: str, *, also: Stage
     ) -> tuple[UpdateView, WeightUpdateManifest]:
-        """The update that is on its way, which must be this one."""
+        """The pending update, which must be this one."""
         pending, manifest = self.executor.pending_weight_update_id, self._manifest
         known = self._known.get(update_id)
         if known is None:
@@ -297,7 +297,7 @@ class Sidecar:
         return known, manifest
 
     def _given_up(self, update_id: str | None, reason: str) -> None:
-        """The executor may have ended what was on its way before: then the books say so."""
+        """Note an abort: the executor may have ended the update that was pending before."""
         manifest = self._manifest
         if manifest is None or manifest.update_id != update_id:
             return
@@ -305,7 +305,7 @@ class Sidecar:
             self._ended(manifest, "aborted", reason)
 
     def _look_at_engine(self) -> None:
-        """Find out whether another engine is in the place of the one that got the last update."""
+        """Find out whether the engine was replaced since it got the last update."""
         expected = self.executor.active_weight_update_id
         tell = getattr(self.executor.weight_install_adapter, "describe", None)
         if tell is None or expected is None or self.executor.is_torn:
@@ -313,7 +313,7 @@ class Sidecar:
         try:
             told = tell()
         except WeightBridgeError:
-            return  # preparing says what is the matter
+            return  # preparing reports the cause
         held = {rank["update_id"] for rank in (told if isinstance(told, list) else [told])}
         if held != {expected}:
             names = ", ".join(sorted(str(name) for name in held))
@@ -337,7 +337,7 @@ class Sidecar:
         return self._now(manifest, stage, reason)
 
     def _written(self, manifest: WeightUpdateManifest, step: Step) -> None:
-        """Note what has happened: a file that cannot be written does not undo it."""
+        """Note a step that was taken: a file that cannot be written does not undo it."""
         try:
             self._ledger.note(manifest, step)
         except WeightBridgeError:
@@ -345,11 +345,13 @@ class Sidecar:
 
     def _now(self, manifest: WeightUpdateManifest, stage: Stage, reason: str = "") -> UpdateView:
         ack = self.executor.last_ack if stage == "committed" else None
-        view = UpdateView.of(manifest, stage).model_copy(
-            update={
-                "reason": reason,
-                "acknowledgement": None if ack is None else AcknowledgementView.of(ack),
-            }
+        view = UpdateView(
+            update_id=manifest.update_id,
+            weight_version=manifest.weight_version,
+            root=manifest.root,
+            stage=stage,
+            reason=reason,
+            acknowledgement=ack,
         )
         with self._lock:
             self._known[manifest.update_id] = view

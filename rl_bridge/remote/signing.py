@@ -1,4 +1,4 @@
-"""Who may ask a side-car, and whether it is the side-car that answers: HMAC-SHA256, one shared key.
+"""Signatures of requests to a side-car and of its answers: HMAC-SHA256 with one shared key.
 
 Both directions are signed. A request's signature covers its method, its path with the query, its
 time, its nonce and its body; an answer's covers its status, the nonce that it answers and its body.
@@ -55,7 +55,7 @@ class Credentials:
 
     @classmethod
     def parse(cls, header: str | None) -> "Credentials":
-        """Read a header; nothing is believed of it yet.
+        """Read a header; the signature is not checked yet.
 
         Raises:
             SignatureRefused: it is missing, or has another form.
@@ -113,7 +113,7 @@ class Key:
         """Compare a request with what was signed.
 
         Raises:
-            SignatureRefused: it is not the one, or another key signed it.
+            SignatureRefused: the request was changed, or another key signed it.
 
         """
         expected = self._of_request(method, target, body, given.time, given.nonce)
@@ -130,9 +130,9 @@ class Key:
         return self._digest("answer", str(status), nonce, hashlib.sha256(body).hexdigest())
 
     def is_answer(self, signature: str | None, status: int, nonce: str, body: bytes) -> bool:
-        """Whether whoever answered has the key, and answered this request."""
+        """Whether the answer is to this request, and comes from a holder of the key."""
         expected = self.sign_answer(status, nonce, body)
-        # As bytes: for text, what a stranger sent must be ASCII.
+        # As bytes: as text, a stranger's signature would have to be ASCII.
         return hmac.compare_digest(expected.encode(), (signature or "").encode())
 
     def _of_request(self, method: str, target: str, body: bytes, time: int, nonce: str) -> str:
@@ -140,7 +140,7 @@ class Key:
         return self._digest("request", method, target, str(time), nonce, digest)
 
     def _digest(self, *parts: str) -> str:
-        # No part has a line break: of a target, HTTP does not let one through.
+        # No part has a line break: HTTP does not let one through in a target.
         text = "\n".join((_PROTOCOL, *parts))
         return hmac.new(self._secret, text.encode(), hashlib.sha256).hexdigest()
 
@@ -159,7 +159,7 @@ def read_key(path: str | os.PathLike[str]) -> Key:
 
 
 def read_secret(path: str | os.PathLike[str]) -> bytes:
-    """What is in a file that nobody else can read.
+    """Read a file that nobody else can read.
 
     Raises:
         WeightBridgeUnavailableError: it cannot be read, or others may read it.
@@ -167,7 +167,7 @@ def read_secret(path: str | os.PathLike[str]) -> bytes:
     """
     file = Path(path)
     try:
-        # Without waiting: a pipe would wait for its writer.
+        # Non-blocking: opening a pipe would wait for its writer.
         fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
         msg = f"the key file {file} cannot be read: {error}. Name the file with the key."

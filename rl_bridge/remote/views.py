@@ -1,15 +1,12 @@
-"""What a side-car says of its engine and of an update: typed, plain JSON."""
+"""What a side-car reports about its engine and about an update: typed, plain JSON."""
 
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from rl_bridge.bridge.engine_state import Acknowledgement
-from rl_bridge.installers.base import InstallProof
-from rl_bridge.manifest.model import WeightUpdateManifest
 
 __all__ = [
-    "AcknowledgementView",
     "Recovery",
     "Status",
     "UpdateView",
@@ -20,43 +17,6 @@ Stage = Literal["imported", "prepared", "committed", "aborted", "refused", "undo
 
 class _View(BaseModel):
     model_config = ConfigDict(frozen=True)
-
-
-class AcknowledgementView(_View):
-    """`rl_bridge.Acknowledgement`, as JSON."""
-
-    update_id: str
-    weight_version: int
-    root: str
-    proof: dict[str, str | int]
-    timings_ms: dict[str, float]
-    total_nbytes: int
-    peak_rss_nbytes: int
-
-    @classmethod
-    def of(cls, ack: Acknowledgement) -> "AcknowledgementView":
-        """Write one down."""
-        return cls(
-            update_id=ack.update_id,
-            weight_version=ack.weight_version,
-            root=ack.root,
-            proof=ack.proof.to_dict(),
-            timings_ms=dict(ack.timings_ms),
-            total_nbytes=ack.total_nbytes,
-            peak_rss_nbytes=ack.peak_rss_nbytes,
-        )
-
-    def acknowledgement(self) -> Acknowledgement:
-        """Read it back."""
-        return Acknowledgement(
-            update_id=self.update_id,
-            weight_version=self.weight_version,
-            root=self.root,
-            proof=InstallProof(**self.proof),  # type: ignore[arg-type]
-            timings_ms=self.timings_ms,
-            total_nbytes=self.total_nbytes,
-            peak_rss_nbytes=self.peak_rss_nbytes,
-        )
 
 
 class UpdateView(_View):
@@ -77,17 +37,7 @@ class UpdateView(_View):
     root: str
     stage: Stage
     reason: str = ""
-    acknowledgement: AcknowledgementView | None = None
-
-    @classmethod
-    def of(cls, manifest: WeightUpdateManifest, stage: Stage) -> "UpdateView":
-        """An update that has just got there."""
-        return cls(
-            update_id=manifest.update_id,
-            weight_version=manifest.weight_version,
-            root=manifest.root,
-            stage=stage,
-        )
+    acknowledgement: Acknowledgement | None = None
 
 
 class Recovery(_View):
@@ -116,10 +66,10 @@ class Status(_View):
 
     Attributes:
         state: ``empty`` (no verified version yet), ``serving``, ``torn`` (must not serve), or
-            ``lost`` (it is gone, or another one is in its place, which needs an update first). What
-            became of it since the last step, nobody has looked.
+            ``lost`` (it is gone, or another one is in its place, which needs an update first). This
+            is how the engine was at the last step.
         servable: whether the engine may answer requests.
-        lost: how that is known of a lost one.
+        lost: how it is known that the engine is lost.
         active_weight_version: the version that it holds.
         active_update_id: that update.
         active_root: its root.
@@ -141,4 +91,4 @@ class Status(_View):
     busy: str | None = None
     transport: str = ""
     recovery: Recovery = Field(default_factory=Recovery)
-    last_acknowledgement: AcknowledgementView | None = None
+    last_acknowledgement: Acknowledgement | None = None

@@ -119,7 +119,7 @@ def test_an_update_whose_trainer_went_away_is_given_up(
     with sidecar.client() as engine:
         engine.import_weights(manifest)
         engine.prepare_weights(manifest)
-        until(lambda: engine.update(manifest).stage == "aborted", what="it is given up")
+        until(lambda: engine.update(manifest).stage == "aborted", what="it is aborted")
         assert "no next step came" in engine.update(manifest).reason
         with pytest.raises(IllegalTransition):
             engine.commit_weights(manifest)
