@@ -215,7 +215,7 @@ class Waiting:
     async def _run(self, update_id: str) -> None:
         try:
             await self._expire(update_id, self._hold_s)
-            _LOG.warning("update %s waited for %g s and is given up", update_id, self._hold_s)
+            _LOG.warning("update %s waited for %g s and is aborted", update_id, self._hold_s)
         except WeightBridgeUnavailableError:
             self.begin(update_id)  # busy with it right now, and perhaps nobody waits for the end
         except WeightBridgeError as error:

@@ -143,7 +143,7 @@ class Gate:
         return bytes(parts)
 
     def _check_size(self, num: int, limit: int) -> None:
-        """Bound bodies: until one is whole its signature is not checked, and it may be a stranger's."""
+        """Bound bodies: until its signature is checked, a body may be a stranger's."""
         if num > limit:
             detail = (
                 f"the body has more than {limit} bytes, expected at most that many. Raise "
