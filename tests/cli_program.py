@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Mapping
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,7 @@ import pytest
 
 from rl_bridge.cli.program import main
 
-TIMEOUT_S = 120
+TIMEOUT_S = 240
 PLAIN = {"COLUMNS": "100", "NO_COLOR": "1"}
 
 
@@ -46,14 +47,19 @@ class Said:
 
 def run(*arguments: str | Path) -> Said:
     """Run the program the way users do: as a process of its own."""
+    return run_as_process("-m", "rl_bridge", *map(str, arguments), environment=PLAIN)
+
+
+def run_as_process(*arguments: str, environment: Mapping[str, str]) -> Said:
+    """Run Python with these arguments."""
     kept = {k: v for k, v in os.environ.items() if k not in {"FORCE_COLOR", "GITHUB_ACTIONS"}}
     done = subprocess.run(
-        [sys.executable, "-m", "rl_bridge", *map(str, arguments)],
+        [sys.executable, *arguments],
         capture_output=True,
         text=True,
         timeout=TIMEOUT_S,
         check=False,
-        env={**kept, **PLAIN},
+        env={**kept, **environment},
     )
     return Said(done.returncode, done.stdout, done.stderr)
 
@@ -63,10 +69,16 @@ def call(*arguments: str | Path, text: str = "", columns: int = 100) -> Said:
     with (
         mock.patch.dict(os.environ, PLAIN | {"COLUMNS": str(columns)}),
         mock.patch.object(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode()))),
+    ):
+        return said_by(lambda: main([str(argument) for argument in arguments]))
+
+
+def said_by(command: Callable[[], object]) -> Said:
+    """What a command of this process says until it exits."""
+    with (
         redirect_stdout(io.StringIO()) as out,
         redirect_stderr(io.StringIO()) as err,
         pytest.raises(SystemExit) as left,
     ):
-        main([str(argument) for argument in arguments])
-    assert isinstance(left.value.code, int)
-    return Said(left.value.code, out.getvalue(), err.getvalue())
+        command()
+    return Said(int(left.value.code or 0), out.getvalue(), err.getvalue())

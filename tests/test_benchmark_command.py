@@ -2,13 +2,10 @@
 
 import csv
 import importlib
-import io
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,7 +13,7 @@ from unittest import mock
 import pytest
 import typer
 
-from tests.cli_program import Said
+from tests.cli_program import Said, run_as_process, said_by
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "benchmarks" / "benchmark_weight_sync_bridge.py"
@@ -63,26 +60,13 @@ def run_command(*arguments: str) -> Said:
     with (
         mock.patch.dict(os.environ, PLAIN),
         mock.patch.object(sys, "argv", [str(SCRIPT), *arguments]),
-        redirect_stdout(io.StringIO()) as out,
-        redirect_stderr(io.StringIO()) as err,
-        pytest.raises(SystemExit) as left,
     ):
-        typer.run(command.main)
-    return Said(int(left.value.code or 0), out.getvalue(), err.getvalue())
+        return said_by(lambda: typer.run(command.main))
 
 
 def run_program(*arguments: str) -> Said:
     """Run the command the way users do: as a process of its own."""
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-        cwd=ROOT,
-        env=os.environ | PLAIN,
-    )
-    return Said(done.returncode, done.stdout, done.stderr)
+    return run_as_process(str(SCRIPT), *arguments, environment=PLAIN)
 
 
 def last_row(said: Said) -> dict[str, Any]:
@@ -164,27 +148,23 @@ def test_a_checkpoint_can_be_moved_instead_of_made_up_weights(tmp_path: Path) ->
     assert (row["status"], row["tensor_count"], row["total_nbytes"]) == ("pass", 1, 64)
 
 
-def test_a_checkpoint_that_is_not_there_is_a_usage_error(tmp_path: Path) -> None:
-    said = run_command("--smoke", "--mode", "local", "--model", str(tmp_path))
+@pytest.mark.parametrize("text", [None, b"no such thing"], ids=["missing", "damaged"])
+def test_a_checkpoint_that_cannot_be_read_is_a_usage_error(
+    text: bytes | None, tmp_path: Path
+) -> None:
+    path = tmp_path / "model.safetensors"
+    if text is not None:
+        path.write_bytes(text)
+    said = run_command("--smoke", "--mode", "local", "--model", str(path if text else tmp_path))
     assert said.code == 2
+    assert "Traceback" not in said.err
     assert ".safetensors" in said.err
 
 
 def test_an_unknown_mode_is_refused_with_the_list() -> None:
     said = run_command("--smoke", "--mode", "telepathy")
     assert said.code == 2
-    assert "telepathy" in said.err
-    for mode in MODES:
-        assert mode in said.err
-
-
-def test_a_damaged_checkpoint_is_a_usage_error(tmp_path: Path) -> None:
-    path = tmp_path / "model.safetensors"
-    path.write_bytes(b"no such thing")
-    said = run_command("--smoke", "--mode", "local", "--model", str(path))
-    assert said.code == 2
-    assert "Traceback" not in said.err
-    assert "model.safetensors" in said.err
+    assert all(word in said.err for word in ("telepathy", *MODES))
 
 
 def test_a_row_is_not_lost_with_the_file_that_cannot_take_it(tmp_path: Path) -> None:

@@ -41,18 +41,23 @@ def peers(*others: Any) -> Any:
     return figures
 
 
-def test_ours_leads_where_every_snapshot_was_measured_and_is_slower() -> None:
-    figures = peers(row("slow", 0.2), row("alias", 0.01, snapshot=False))
-    assert figures.details["peers"]["aim_met"] is True
-    assert figures.details["peers"]["reason"] is None
-    assert figures.ratios["peers"] == {"ours": OURS_S, "slow": 0.2, "alias": 0.01}
-
-
-def test_a_peer_that_was_not_measured_leaves_the_aim_open() -> None:
-    figures = peers(row("slow", 0.2), row("absent", None))
-    assert figures.ratios["peers"]["absent"] is None
-    assert figures.details["peers"]["aim_met"] is None
-    assert figures.details["peers"]["reason"] == "not measured: absent"
+@pytest.mark.parametrize(
+    ("others", "aim_met", "reason"),
+    [
+        ({"slow": 0.2}, True, None),
+        ({"slow": 0.2, "absent": None}, None, "not measured: absent"),
+        ({"fast": 0.05, "absent": None}, False, "not led: fast, not measured: absent"),
+    ],
+    ids=["led", "one-not-measured", "one-faster"],
+)
+def test_what_was_not_measured_or_is_faster_is_named(
+    others: dict[str, float | None], aim_met: bool | None, reason: str | None
+) -> None:
+    rows = [row(name, usable_s) for name, usable_s in others.items()]
+    figures = peers(*rows, row("alias", 0.01, snapshot=False))
+    found = figures.details["peers"]
+    assert (found["aim_met"], found["reason"]) == (aim_met, reason)
+    assert figures.ratios["peers"] == {"ours": OURS_S, "alias": 0.01, **others}
 
 
 def test_a_peer_that_failed_half_way_counts_as_not_measured() -> None:
@@ -61,12 +66,6 @@ def test_a_peer_that_failed_half_way_counts_as_not_measured() -> None:
     figures = peers(failed)
     assert figures.ratios["peers"]["failed"] is None
     assert figures.details["peers"]["aim_met"] is None
-
-
-def test_a_faster_snapshot_is_named_also_where_another_peer_is_missing() -> None:
-    figures = peers(row("fast", 0.05), row("absent", None))
-    assert figures.details["peers"]["aim_met"] is False
-    assert figures.details["peers"]["reason"] == "not led: fast, not measured: absent"
 
 
 def test_a_peer_that_is_measured_in_a_later_group_counts() -> None:

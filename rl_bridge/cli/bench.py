@@ -60,7 +60,7 @@ class MeasurementFailed(WeightBridgeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """What to measure.
+    """The size of a measurement.
 
     Attributes:
         nbytes: of the whole state dict.
@@ -230,7 +230,7 @@ def _consumer() -> Iterator[Callable[..., dict[str, float]]]:
 
 
 class Consumer:
-    """What the other process serves: one engine, replaced for each way to install."""
+    """The other process's engine, replaced for each way to install."""
 
     def __init__(self) -> None:
         """Hold no engine yet."""
@@ -253,7 +253,7 @@ class Consumer:
         return {} if acknowledged is None else dict(acknowledged.timings_ms)
 
     def close(self) -> None:
-        """Let go of the engine and of the last version."""
+        """Release the engine and the last version."""
         if self._executor is not None and self._bridge is not None:
             self._executor.release_weights()
             self._bridge.close()

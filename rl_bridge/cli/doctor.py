@@ -138,7 +138,7 @@ NIXL_BACKEND = "NIXL "
 ENGINES = {"vllm": vllm, "sglang": sglang}
 
 _CHILD_TIMEOUT_S = 20.0
-# What a consumer does first, with nothing but the standard library: open another process's segment.
+# A consumer's first step, with the standard library alone: open another process's segment.
 _OPEN = "import os, sys; print(os.fstat(os.open(sys.argv[1], os.O_RDONLY)).st_ino)"
 
 
@@ -152,7 +152,7 @@ def _segment() -> Iterator[OwnedSegment]:
 
 
 def _sealing() -> str | None:
-    """Seal a segment and open it as a reader does, who insists on the seals."""
+    """Seal a segment and open it as a reader does, which insists on the seals."""
     with _segment() as segment:
         close_fd(open_segment(segment.ref))
     return None
@@ -297,7 +297,7 @@ def engine(name: str) -> Availability:
 
 
 def engine_features(name: str) -> list[Availability]:
-    """What works with the engine that is installed, tried in a child; empty where none is."""
+    """Try the features of an installed engine in a child; empty if it is not installed."""
     found: list[Availability] = ENGINES[name].probe()
     return found
 
@@ -310,11 +310,11 @@ def ray() -> Availability:
 
 
 def nixl_backends() -> list[Availability]:
-    """What NIXL's backends need here, tried in a child; empty where NIXL is not installed."""
+    """Try NIXL's backends in a child; empty if NIXL is not installed."""
     try:
         causes = backends.causes()
     except ImportError:
-        return []  # that is said of the transport
+        return []  # the transport's own row says so
     except RuntimeError as error:
         remedy = "See whether NIXL works: rl-bridge doctor says so of the transport nixl."
         return [Availability(f"{NIXL_BACKEND}backends", "blocked", str(error), remedy)]
@@ -343,8 +343,8 @@ _PURPOSES = {
     "nixl": "engines read from all trainer ranks, also on other machines",
     "torch module": "any torch.nn.Module: copy, alias and flip",
     "ray": "places trainer and rollouts; rl_bridge.ray carries versions between its actors",
-    "vllm": "engines of vLLM; what of it works is told below",
-    "sglang": "engines of SGLang; what of it works is told below",
+    "vllm": "engines of vLLM; its features are listed below",
+    "sglang": "engines of SGLang; its features are listed below",
     "compiled pass": "copies and digests at memory speed, without the GIL",
 }
 

@@ -1,4 +1,4 @@
-"""What all commands share about output: where it goes, and how sizes and strangers' text look."""
+"""Output of all commands: the console, sizes, and text that strangers wrote."""
 
 import re
 import sys

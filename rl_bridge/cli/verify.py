@@ -39,7 +39,7 @@ _DIGITS = 12  # of a checksum on the screen; the error and --json have them all
 
 @dataclass(frozen=True, slots=True)
 class _Reading:
-    """What was found behind a manifest."""
+    """The bytes found behind a manifest."""
 
     checksums: dict[str, str]  # of every name
     differing: tuple[str, ...]
@@ -65,8 +65,8 @@ def verify(
     """Verify every byte of a published update.
 
     It is read on this machine, where the manifest says that it lies. The publisher must be alive
-    and the update not released. It is not told: nothing is acknowledged or rejected. The exit code
-    is 0 only if every tensor verifies, and so does the manifest's header.
+    and the update not released. The publisher learns nothing of it: nothing is acknowledged or
+    rejected. The exit code is 0 only if every tensor verifies, and so does the manifest's header.
     """
     manifest: WeightUpdateManifest | None = None
     reading: _Reading | None = None

@@ -70,7 +70,7 @@ class RolloutConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InstallReply:
-    """What became of one manifest."""
+    """The outcome of one manifest."""
 
     active_version: int | None
     """What the rollout holds now, whatever happened."""

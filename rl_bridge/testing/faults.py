@@ -44,7 +44,7 @@ __all__ = [
 
 
 class InjectedFault(RuntimeError):
-    """What an injected fault raises: no exception of the bridge's own."""
+    """Raised by an injected fault; it is none of the bridge's own exceptions."""
 
 
 class Step(StrEnum):
@@ -72,7 +72,7 @@ def _raise() -> None:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What happens at a step, the `count`-th time that it is reached.
+    """An action at a step, the `count`-th time that it is reached.
 
     Attributes:
         step: where.

@@ -34,7 +34,7 @@ ENGINE_FAULT = "the engine fails, as planned"
 
 
 class EngineFault(RuntimeError):
-    """What a sabotaged engine raises; of no type that the bridge knows."""
+    """Raised by a sabotaged engine; the bridge does not know the type."""
 
 
 class Stage(StrEnum):

@@ -35,8 +35,7 @@ __all__ = [
     "tied_like",
 ]
 
-# ---- What the installer suite sets up: a trainer, an engine behind an adapter, an executor
-# between.
+# ---- the set-up: a trainer, an engine behind an adapter, an executor between --------------------
 
 Adapter = WeightInstallAdapter | TransactionalAdapter
 
@@ -148,7 +147,7 @@ def tied_like(
     return copies
 
 
-# ---- the rest builds on the parts above
+# ---- the suite ----------------------------------------------------------------------------------
 
 MakeRig = Callable[[], Rig]
 
@@ -187,7 +186,7 @@ class InstallerSuite:
         raise NotImplementedError
 
     def published(self, engine: Engine) -> Mapping[str, torch.Tensor]:
-        """What an engine holds now, under the names and in the shapes that updates bring.
+        """The tensors that an engine holds now, by the names and in the shapes that updates bring.
 
         By default its own tensors. Override it where updates have other names, or other parts (q, k
         and v of a weight that the engine fuses): views of the engine's tensors, or copies, in the
@@ -332,7 +331,7 @@ class InstallerSuite:
     def test_a_torn_engine_goes_back_to_before_it_was_torn(
         self, rig: Rig, stage: Stage, *, is_first: bool
     ) -> None:
-        """Whatever was tried since: the state of a torn engine is nothing to go back to."""
+        """Even after further attempts: the state of a torn engine is nothing to go back to."""
         if not isinstance(rig.adapter, TransactionalAdapter):
             pytest.skip("the undo of an adapter without undo() is not its own")
         if not is_first:

@@ -35,7 +35,7 @@ _NUM_LOOKS = 3
 
 @dataclass(frozen=True, slots=True)
 class Holdings:
-    """What this process holds right now.
+    """The resources that this process holds right now.
 
     Attributes:
         descriptors: open descriptors.
@@ -82,7 +82,7 @@ def _descriptors() -> dict[int, str]:
 
 
 def _give_free_memory_back() -> None:
-    """What the allocator has lying about: a leak that is served from there would not be seen."""
+    """Empty the allocator's free lists: a leak served from them would not be seen."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # not every libc has it
     if trim is not None:
         trim(ctypes.c_size_t(0))
@@ -94,7 +94,7 @@ def resident_nbytes() -> int:
 
 
 def growth(before: Holdings, after: Holdings, *, rss_slack: int = _RSS_SLACK) -> list[str]:
-    """What there is more of in `after`, in words; empty if nothing leaked."""
+    """The resources that `after` has more of, in words; empty if nothing leaked."""
     found = [
         f"descriptor {fd} -> {target}"
         for fd, target in after.descriptors.items()
@@ -176,7 +176,7 @@ LEAKS = {
 
 
 def planted(kind: str) -> list[str]:
-    """What `growth` says while a leak of `kind` exists."""
+    """The answer of `growth` while a leak of `kind` exists."""
     before = Holdings.now()
     with LEAKS[kind]():
         return growth(before, Holdings.now())
@@ -204,7 +204,7 @@ def assert_nothing_leaks(
 ) -> None:
     """Run `cycle` many times and compare what is held after with what was held before.
 
-    What grew is only reported if it grows again each time when all is done twice more.
+    Growth is only reported if it is seen again in two more rounds.
 
     Args:
         cycle: acquires and gives back.
@@ -243,7 +243,7 @@ def assert_nothing_leaks(
 @contextmanager
 def _only_new_garbage() -> Iterator[None]:
     """Collect only what is made from now on: modules and their like take most of a collection."""
-    if gc.get_freeze_count():  # somebody else's, who thaws it as well
+    if gc.get_freeze_count():  # the caller froze it, and thaws it as well
         yield
         return
     gc.collect()

@@ -58,7 +58,7 @@ def _contents(tensors: Any) -> Contents:
 
 @dataclass
 class _Update:
-    """What the model knows of one published update."""
+    """One published update, as the model knows it."""
 
     manifest: WeightUpdateManifest
     contents: Contents
@@ -69,7 +69,7 @@ class _Update:
 
 @dataclass
 class _Model:
-    """What the engine must be."""
+    """The state that the engine must be in."""
 
     version: int | None = None
     contents: Contents = field(default_factory=dict)
@@ -166,7 +166,7 @@ class LifecycleMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     @precondition(lambda self: self.updates)
     def release_by_trainer(self, data: st.DataObject) -> None:
-        """The trainer lets go of an update, whatever the consumer does with it."""
+        """The trainer releases an update, whatever the consumer does with it."""
         assert self.trainer is not None
         update = data.draw(st.sampled_from(self.updates))
         self.trainer.release(update.manifest.update_id)
@@ -224,7 +224,7 @@ class LifecycleMachine(RuleBasedStateMachine):
         except WeightBridgeError:
             if not may_refuse:
                 raise
-            # What got as far as the engine is refused for good, the rest may come again.
+            # An update that reached the engine is refused for good; others may come again.
             assert self.consumer is not None
             if self.consumer.consumer.state(update_id) is not None:
                 update.is_refused = self.consumer.update_state(update_id) is State.REJECTED
@@ -265,7 +265,7 @@ class LifecycleMachine(RuleBasedStateMachine):
 
     @rule()
     def release_weights(self) -> None:
-        """Let go of the active update; the engine goes on with its bytes."""
+        """Release the active update; the engine goes on with its bytes."""
         self.executor.release_weights()
         self.model.active = None
 
@@ -279,7 +279,7 @@ class LifecycleMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     @precondition(lambda self: self.held)
     def drop(self, data: st.DataObject) -> None:
-        """Let go of held tensors."""
+        """Drop held tensors."""
         self.held.pop(data.draw(st.integers(0, len(self.held) - 1)))
 
     @rule(data=st.data())
@@ -328,7 +328,7 @@ class LifecycleMachine(RuleBasedStateMachine):
 
     @invariant()
     def held_tensors_keep_their_bytes(self) -> None:
-        """Whatever was published, released, installed or restarted since."""
+        """Whatever has happened since: publications, releases, installs, restarts."""
         for _, tensors, contents in self.held:
             assert _contents(tensors) == contents
 

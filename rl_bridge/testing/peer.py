@@ -1,4 +1,4 @@
-"""What a child process of the suites serves: a publisher, a consumer and an engine, over JSON.
+"""`Peer`: the publisher, consumer and engine that a child process of the suites serves over JSON.
 
 Built from a transport's class and its keyword arguments, as `processes` explains. Weights are made
 from a seed on either side, so that expected bytes never travel with the update under test.
@@ -186,12 +186,12 @@ class Peer:
         return self._bridge.publish(self._source, weight_version=weight_version).to_json()
 
     def overwrite_source(self) -> None:
-        """Do to the source what the next training step does."""
+        """Overwrite the source, as the next training step does."""
         for tensor in self._source.values():
             tensor.zero_()
 
     def reports(self, update_id: str) -> list[dict[str, Any]]:
-        """What consumers reported of an update."""
+        """The consumers' reports on an update."""
         return [
             {
                 "worker": report.worker,

@@ -73,8 +73,8 @@ class ChildError(WeightBridgeError):
 def free_port() -> int:
     """A port of the loopback that nobody listens on.
 
-    Below those that the kernel gives to whoever connects: a server may take minutes until it
-    listens on it.
+    It is below the ports that the kernel gives to clients: a server may take minutes until it
+    listens.
     """
     while True:
         port = 20_000 + secrets.randbelow(12_000)
@@ -145,7 +145,7 @@ class Line:
 
 
 def start_server() -> None:
-    """Have the process that children come from. It stays, with a few descriptors of this one."""
+    """Start the process that children come from. It stays, with a few descriptors of this one."""
     _SERVED.set_forkserver_preload(PRELOADED)
     forkserver.ensure_running()
 
@@ -155,7 +155,7 @@ Target = Callable[..., object]
 
 
 class _Surroundings:
-    """Where a child is to be: its parent's environment and output, and not the server's."""
+    """The parent's environment and output, which the child takes instead of the server's."""
 
     def __reduce__(self) -> tuple[Callable[..., None], tuple[Any, ...]]:
         """Travel as what is to be done in the child."""
@@ -189,12 +189,12 @@ def _serve(
                 break
             try:
                 answer = {"to": number, "ok": getattr(served, name)(**options)}
-            except Exception as error:  # noqa: BLE001 - told to the parent, who judges
+            except Exception as error:  # noqa: BLE001 - sent to the parent, which judges
                 answer = {"to": number, "error": _describe(error)}
             line.send(answer)
     except EOFError:
         pass  # the parent is gone: nobody is left to answer
-    except Exception as error:  # noqa: BLE001 - told to the parent, who judges
+    except Exception as error:  # noqa: BLE001 - sent to the parent, which judges
         line.send({"to": 0, "error": _describe(error)})
 
 
@@ -280,7 +280,7 @@ class Child:
         self._told.append(self._ask(name, options))
 
     def answer(self, *, deadline_s: float = DEADLINE_S) -> Any:
-        """Wait for the answer to what was told first and not asked for yet; raises as `call`."""
+        """Wait for the answer to the oldest `tell` without one; raises as `call`."""
         return self._answer(self._told.popleft(), "it", deadline_s)
 
     def _ask(self, name: str, options: dict[str, Any]) -> int:

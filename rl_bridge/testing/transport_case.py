@@ -1,4 +1,4 @@
-"""What the parts of the transport suite share: class and arguments, bridges, raw access."""
+"""The base of the transport suite's parts: class and arguments, bridges, raw access."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from rl_bridge.bridge.tensor_bridge import TensorBridge
-from rl_bridge.manifest.model import WeightUpdateManifest
 from rl_bridge.testing.faults import FaultInjecting, Locate, arena_address
 from rl_bridge.testing.peer import BridgeOver, Peer, PeerOptions
 from rl_bridge.testing.processes import Child
@@ -125,8 +124,3 @@ class TransportCase:
     def may_write(self, transport_kwargs: dict[str, Any]) -> bool:
         """Whether the transport says that a consumer may write to what it imported."""
         return self.transport_class.create(**transport_kwargs).writable_import
-
-    @staticmethod
-    def arena_of(bridge: TensorBridge, manifest: WeightUpdateManifest) -> int:
-        """Address of the published bytes in the publisher's, this, process."""
-        return faults_of(bridge).arena(manifest)

@@ -19,7 +19,7 @@ from rl_bridge.testing.transport_case import MakeBridge, MakePeer, TransportCase
 
 __all__ = ["ProcessesComeAndGo"]
 
-# What a consumer does between import and release, and the transition at which it dies.
+# The transition at which a consumer dies -> the calls that lead there.
 _DEATHS: dict[str, tuple[str, ...]] = {
     "import": ("import",),
     "verify": ("import",),
@@ -35,7 +35,7 @@ def _killed(child: Child) -> None:
 
 
 class ProcessesComeAndGo(TransportCase):
-    """What crosses a process, and what a death on either side leaves behind."""
+    """Crossing processes, and the death of either side."""
 
     def test_the_manifest_crosses_a_process_exactly_if_declared(
         self,
@@ -89,7 +89,7 @@ class ProcessesComeAndGo(TransportCase):
         *,
         may_write: bool,
     ) -> None:
-        """Consumers cannot reach the published bytes, whatever becomes of those who try."""
+        """No consumer can reach the published bytes; one that tries may die of it."""
         source = sample_weights(1)
         manifest = publisher.publish(source, weight_version=1)
         mine = make_bridge().import_update(manifest)
@@ -191,7 +191,7 @@ class ProcessesComeAndGo(TransportCase):
         expected = contents_of(sample_weights(1))
         assert contents_of(held) == expected
         late = make_bridge(source_worker="late")
-        with suppress(WeightBridgeError):  # gone with its publisher, and told by type
+        with suppress(WeightBridgeError):  # gone with its publisher: a typed error
             assert contents_of(late.import_update(text)) == expected
         successor = make_bridge(source_worker="trainer")
         newer = successor.publish(sample_weights(3), weight_version=1)

@@ -143,7 +143,7 @@ class TheWrongIsRefused(TransportCase):
     def test_a_changed_header_is_refused_and_the_update_still_arrives(
         self, publisher: BridgeOver, make_bridge: MakeBridge, transport_kwargs: dict[str, Any]
     ) -> None:
-        """What names the bytes was sealed with them; the manifest as it was published is good."""
+        """The header is sealed with the bytes; the manifest as it was published is accepted."""
         if not self.transport_class.create(**transport_kwargs).binds_header:
             pytest.skip(f"{self.transport_class.name} declares that it binds no header")
         source = sample_weights(1)
@@ -281,7 +281,7 @@ class TheWrongIsRefused(TransportCase):
     def test_an_overwritten_update_is_stale(
         self, publisher: BridgeOver, consumer: BridgeOver
     ) -> None:
-        """Released before it was imported: told, and never mistaken for its successor."""
+        """Its import is refused by type, and it is never mistaken for its successor."""
         manifest = publisher.publish(sample_weights(1), weight_version=1)
         publisher.release(manifest.update_id)
         publisher.publish(sample_weights(2), weight_version=2)

@@ -1,4 +1,4 @@
-"""The suite's second part: who holds what, and that nobody can disturb anybody else."""
+"""The suite's second part: several readers hold versions, and none can disturb another."""
 
 from contextlib import suppress
 
@@ -114,7 +114,7 @@ class NobodyDisturbsAnybody(TransportCase):
     def test_tensors_held_after_release_keep_their_bytes(
         self, publisher: BridgeOver, consumer: BridgeOver
     ) -> None:
-        """Whatever is published after: memory is written again when nobody looks at it."""
+        """Memory is written again only once nobody reads it, whatever is published meanwhile."""
         source = sample_weights(1)
         manifest = publisher.publish(source, weight_version=1)
         held = consumer.import_update(manifest)
@@ -212,7 +212,7 @@ class NobodyDisturbsAnybody(TransportCase):
     def test_close_is_idempotent_and_final(
         self, publisher: BridgeOver, consumer: BridgeOver
     ) -> None:
-        """A closed end says so, and goes on telling what it knew."""
+        """A closed end refuses with its own error, and still reports what it knew."""
         manifest = publisher.publish(sample_weights(1), weight_version=1)
         consumer.import_update(manifest)
         for bridge in (consumer, publisher):
@@ -230,7 +230,7 @@ class NobodyDisturbsAnybody(TransportCase):
     def test_closing_the_publisher_ends_its_updates_with_a_typed_error(
         self, publisher: BridgeOver, consumer: BridgeOver, make_bridge: MakeBridge
     ) -> None:
-        """Who has not imported yet is told; who has keeps it."""
+        """A consumer that has not imported yet gets the error; one that has keeps its tensors."""
         source = sample_weights(1)
         manifest = publisher.publish(source, weight_version=1)
         tensors = consumer.import_update(manifest)
@@ -246,7 +246,7 @@ class NobodyDisturbsAnybody(TransportCase):
     def test_the_publisher_learns_what_became_of_an_update(
         self, publisher: BridgeOver, make_bridge: MakeBridge
     ) -> None:
-        """Who imported, acknowledged with which proof, rejected why, and who is gone."""
+        """Each consumer's state, its proof or reason, and whether its process is gone."""
         manifest = publisher.publish(sample_weights(1), weight_version=1)
         good, bad, lazy, gone = (make_bridge(source_worker=name) for name in ("g", "b", "l", "x"))
         for bridge in (good, bad, lazy, gone):
@@ -270,7 +270,7 @@ class NobodyDisturbsAnybody(TransportCase):
     def test_the_publisher_learns_that_tensors_are_still_held(
         self, publisher: BridgeOver, consumer: BridgeOver
     ) -> None:
-        """Released and held is told apart from released and gone."""
+        """The report distinguishes released and still held from released and gone."""
         manifest = publisher.publish(sample_weights(1), weight_version=1)
         held = consumer.import_update(manifest)["scale"]
         consumer.release(manifest.update_id)
@@ -293,7 +293,7 @@ class NobodyDisturbsAnybody(TransportCase):
     def test_a_way_back_that_fails_does_not_fail_the_update(
         self, publisher: BridgeOver, consumer: BridgeOver
     ) -> None:
-        """What is reported has happened, whether or not anybody hears of it."""
+        """A lost report changes nothing: the step that it reports was taken."""
         faults_of(consumer).faults += [Fault(Step.BEFORE_REPORT, count=n) for n in range(1, 20)]
         source = sample_weights(1)
         executor = RolloutExecutor(weight_bridge=consumer)

@@ -27,7 +27,7 @@ EXERCISED = {
 
 
 def capabilities(transport: type[Transport] | Transport) -> frozenset[str]:
-    """What a transport declares: its boolean attributes."""
+    """The capabilities that a transport declares: its boolean attributes."""
     return frozenset(
         name
         for name in dir(transport)
@@ -77,7 +77,7 @@ class TransportSuite(
         nbytes = 64 << 20
         source = {"w": random_tensor("uint8", (nbytes,), seed=1)}
         for version, nbytes_then in ((1, 1 << 16), (2, nbytes)):
-            # What is loaded the first time, a device's code above all, is no copy.
+            # Code that is loaded the first time, above all a device's, is no copy.
             manifest = publisher.publish({"w": source["w"][:nbytes_then]}, weight_version=version)
             before = _private_nbytes()
             tensors = consumer.import_update(manifest)
