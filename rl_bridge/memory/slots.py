@@ -270,6 +270,18 @@ class SlotRing:
                 slot.update_id = None
                 slot.stamp(None, 0)
 
+    def address_of(self, update_id: str) -> int:
+        """Address of a published update's first byte.
+
+        Raises:
+            LookupError: it is not published here, or released.
+
+        """
+        for slot in self._slots:
+            if slot.update_id == update_id:
+                return slot.address
+        raise LookupError(f"update {update_id} lies in no slot here: it was released")
+
     def close(self) -> None:
         """Give all segments back; readers keep what they mapped."""
         for slot in self._slots:

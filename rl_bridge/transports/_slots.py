@@ -159,6 +159,10 @@ class SlotPublisher(PublisherEnd):
     def release(self, update_id: str) -> None:
         self._ring.release(update_id)
 
+    def address_of(self, update_id: str) -> int:
+        """Address of a published update's first byte, in this process."""
+        return self._ring.address_of(update_id)
+
     def records(self) -> list[Record]:
         return self._control.records()
 
