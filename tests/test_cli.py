@@ -132,6 +132,23 @@ def test_misuse_is_exit_code_2(arguments: tuple[str, ...]) -> None:
     assert "Traceback" not in said.err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("bench", "--mib", "0"), "'--mib': expected at least 1, got '0'."),
+        (("bench", "--mib", "x"), "'--mib': expected a valid integer, got 'x'."),
+        (("demo", "--engine", "x"), "'x' is not one of 'module', 'vllm', 'sglang', 'vllm-http'"),
+    ],
+    ids=["small", "no-number", "no-engine"],
+)
+def test_a_value_that_does_not_fit_is_told_with_what_was_expected(
+    arguments: tuple[str, ...], words: str
+) -> None:
+    said = call(*arguments)
+    assert said.code == 2
+    assert words in said.err
+
+
 def test_strangers_text_cannot_drive_the_terminal() -> None:
     assert plain("a\x1b[2J\n\u202eb \u00e9") == "a\\x1b[2J\\n\\u202eb \u00e9"
 

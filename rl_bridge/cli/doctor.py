@@ -264,6 +264,10 @@ FEATURES: dict[str, tuple[str, Callable[[], str | None], str]] = {
 }
 
 
+def _found(name: str, cause: str | None, remedy: str) -> Availability:
+    return Availability(name, "blocked", cause, remedy) if cause else Availability(name, "pass")
+
+
 def feature(name: str) -> Availability:
     """Try one of `FEATURES`."""
     _, probe, remedy = FEATURES[name]
@@ -271,29 +275,23 @@ def feature(name: str) -> Availability:
         cause = probe()
     except (WeightBridgeError, OSError) as error:
         cause = str(error)
-    return Availability(name, "blocked", cause, remedy) if cause else Availability(name, "pass")
+    return _found(name, cause, remedy)
 
 
 def compiled_pass() -> Availability:
     """Tell whether copies and digests run in the compiled module."""
-    cause = native_cause()
-    if cause is None:
-        return Availability("compiled pass", "pass")
     remedy = "Install a C compiler and reinstall. Until then Python does it: slower, same digests."
-    return Availability("compiled pass", "blocked", cause, remedy)
+    return _found("compiled pass", native_cause(), remedy)
 
 
 def engine(name: str) -> Availability:
-    """Tell whether one of `ENGINES` is installed, without importing it.
+    """Tell whether one of `ENGINES` is installed; its features are tried by `engine_features`.
 
-    Importing one takes many seconds and may take the GPU. What of it works is asked for by
-    `engine_features`.
+    It is not imported: that takes many seconds, and may take the GPU.
     """
-    found = ENGINES[name]
-    if found.PACKAGE.version() is not None:
-        return Availability(name, "pass")
-    cause, remedy = f"{name} is not installed", f"Install it: {found.PACKAGE.install}."
-    return Availability(name, "blocked", cause, remedy)
+    found = ENGINES[name].PACKAGE
+    cause = f"{name} is not installed" if found.version() is None else None
+    return _found(name, cause, f"Install it: {found.install}.")
 
 
 def engine_features(name: str) -> list[Availability]:
@@ -304,9 +302,8 @@ def engine_features(name: str) -> list[Availability]:
 
 def ray() -> Availability:
     """Tell whether Ray is installed, without importing it."""
-    if importlib.util.find_spec("ray") is not None:
-        return Availability("ray", "pass")
-    return Availability("ray", "blocked", "ray is not installed", f"Install it: {INSTALL_RAY}.")
+    cause = "ray is not installed" if importlib.util.find_spec("ray") is None else None
+    return _found("ray", cause, f"Install it: {INSTALL_RAY}.")
 
 
 def nixl_backends() -> list[Availability]:
@@ -317,14 +314,9 @@ def nixl_backends() -> list[Availability]:
         return []  # the transport's own row says so
     except RuntimeError as error:
         remedy = "See whether NIXL works: rl-bridge doctor says so of the transport nixl."
-        return [Availability(f"{NIXL_BACKEND}backends", "blocked", str(error), remedy)]
+        return [_found(f"{NIXL_BACKEND}backends", str(error), remedy)]
     remedy = "Nothing, unless you want backend= to be that: nixl uses UCX."
-    return [
-        Availability(f"{NIXL_BACKEND}{name}", "pass")
-        if cause is None
-        else Availability(f"{NIXL_BACKEND}{name}", "blocked", cause, remedy)
-        for name, cause in causes.items()
-    ]
+    return [_found(f"{NIXL_BACKEND}{name}", cause, remedy) for name, cause in causes.items()]
 
 
 # ---- the command ---------------------------------------------------------------------------------
@@ -402,16 +394,20 @@ def doctor(
 
 
 def _run_checks() -> list[_Check]:
-    found = [("transports", registry.probe(name)) for name in registry.TRANSPORTS]
-    found.append(("engines", Availability("torch module", "pass")))
-    found += [("engines", engine(name)) for name in ENGINES]
-    for key, name in (("vllm", "vLLM"), ("sglang", "SGLang")):
-        found += [(f"what {name} offers", item) for item in engine_features(key)]
-    found += [("what NIXL offers", item) for item in nixl_backends()]
-    found.append(("clusters", ray()))
-    found.append(("machine", compiled_pass()))
-    found += [("machine", feature(name)) for name in FEATURES]
-    return [_Check(group, item, _purpose(item.name)) for group, item in found]
+    groups = {
+        "transports": map(registry.probe, registry.TRANSPORTS),
+        "engines": [Availability("torch module", "pass"), *map(engine, ENGINES)],
+        "what vLLM offers": engine_features("vllm"),
+        "what SGLang offers": engine_features("sglang"),
+        "what NIXL offers": nixl_backends(),
+        "clusters": [ray()],
+        "machine": [compiled_pass(), *map(feature, FEATURES)],
+    }
+    return [
+        _Check(group, found, _purpose(found.name))
+        for group, all_of in groups.items()
+        for found in all_of
+    ]
 
 
 def _purpose(name: str) -> str:

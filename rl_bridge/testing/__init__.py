@@ -66,38 +66,18 @@ __all__ = [
 ]
 
 _MODULES = {
-    "BridgeOver": "peer",
-    "Child": "processes",
-    "ChildDied": "processes",
-    "ChildError": "processes",
-    "EngineFault": "installer_faults",
-    "Fault": "faults",
-    "FaultInjecting": "faults",
-    "Holdings": "leaks",
-    "HostIPC": "host_devices",
-    "HostVMM": "host_devices",
-    "InstallerSuite": "installer_suite",
-    "KillAt": "faults",
-    "LifecycleMachine": "lifecycle_machine",
-    "Peer": "peer",
-    "PeerOptions": "peer",
-    "Rig": "installer_suite",
-    "Stage": "installer_faults",
-    "Step": "faults",
-    "TransportSuite": "transport_suite",
-    "assert_nothing_leaks": "leaks",
-    "bytes_of": "strategies",
-    "contents_of": "strategies",
-    "die": "faults",
-    "engine_state": "installer_suite",
-    "hashes": "peer",
-    "poke": "installer_faults",
-    "random_tensor": "strategies",
-    "sample_engine": "installer_suite",
-    "sample_weights": "peer",
-    "until": "processes",
-    "watchdog": "processes",
+    "faults": "Fault FaultInjecting KillAt Step die",
+    "host_devices": "HostIPC HostVMM",
+    "installer_faults": "EngineFault Stage poke",
+    "installer_suite": "InstallerSuite Rig engine_state sample_engine",
+    "leaks": "Holdings assert_nothing_leaks",
+    "lifecycle_machine": "LifecycleMachine",
+    "peer": "BridgeOver Peer PeerOptions hashes sample_weights",
+    "processes": "Child ChildDied ChildError until watchdog",
+    "strategies": "bytes_of contents_of random_tensor",
+    "transport_suite": "TransportSuite",
 }
+_HOMES = {name: module for module, names in _MODULES.items() for name in names.split()}
 
 # Before any of them is imported, and without importing pytest: a spawned child has none.
 if "pytest" in sys.modules:
@@ -108,7 +88,7 @@ if "pytest" in sys.modules:
 
 def __getattr__(name: str) -> Any:
     """Import a name when it is asked for: a spawned child must not pay for pytest."""
-    if name not in _MODULES:
+    if name not in _HOMES:
         msg = f"module {__name__!r} has no attribute {name!r}"
         raise AttributeError(msg)
-    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
