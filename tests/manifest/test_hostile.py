@@ -248,7 +248,7 @@ def test_a_layout_with_a_digest_of_its_own_still_needs_the_root() -> None:
 @pytest.mark.parametrize("field", sorted(LAYOUT))
 def test_a_missing_layout_field_is_malformed(field: str) -> None:
     refused(
-        assemble(HEADER, without(LAYOUT, field)), MalformedManifest, "ties|leaves out|Field|canon"
+        assemble(HEADER, without(LAYOUT, field)), MalformedManifest, "ties|leaves out|missing|canon"
     )
 
 
