@@ -50,7 +50,7 @@ def peers(*others: Any) -> Any:
     ],
     ids=["led", "one-not-measured", "one-faster"],
 )
-def test_what_was_not_measured_or_is_faster_is_named(
+def test_peers_that_are_faster_or_not_measured_are_named(
     others: dict[str, float | None], aim_met: bool | None, reason: str | None
 ) -> None:
     rows = [row(name, usable_s) for name, usable_s in others.items()]

@@ -106,7 +106,7 @@ def test_a_switch_is_not_said_to_take_a_value() -> None:
 
 
 @pytest.mark.parametrize("command", sorted(COMMANDS - {"demo", "sidecar"}))
-def test_what_a_program_may_read_comes_as_json(command: str) -> None:
+def test_every_command_for_programs_writes_json(command: str) -> None:
     assert "--json" in call(command, "--help").out
 
 
@@ -249,7 +249,7 @@ def test_inspect_survives_a_hostile_manifest(bridge: BridgeOver, tmp_path: Path)
 @pytest.mark.parametrize(
     "text", ["", "{}", "\xff\x00", '{"format":"rl_bridge.manifest/1","header":3}']
 )
-def test_what_is_no_manifest_is_refused_in_one_line(
+def test_text_that_is_no_manifest_is_refused_in_one_line(
     command: str, text: str, tmp_path: Path
 ) -> None:
     path = tmp_path / "m.json"
@@ -374,7 +374,7 @@ def test_a_forged_handle_is_refused(
     assert call("verify", write(bad, tmp_path)).complains(error)
 
 
-def test_what_an_import_would_refuse_does_not_verify(
+def test_verify_refuses_every_update_that_an_import_would_refuse(
     manifest: WeightUpdateManifest, tmp_path: Path
 ) -> None:
     said = call("verify", write(manifest, tmp_path), "--directory", tmp_path)

@@ -207,7 +207,7 @@ def test_a_proc_that_hides_processes_is_found_out(
     assert re.search(cause, found.cause)
 
 
-def test_what_the_machine_hides_is_said_to_be_unknown(
+def test_doctor_says_unknown_for_facts_that_the_machine_hides(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def not_found(_: str) -> str:

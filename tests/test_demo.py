@@ -166,7 +166,7 @@ def test_the_policy_learns_to_sort(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         ({"transport": "pigeon"}, WeightBridgeUnavailableError, "pigeon"),
     ],
 )
-def test_what_cannot_run_is_refused_before_anything_starts(
+def test_wrong_arguments_are_refused_before_anything_starts(
     options: dict[str, Any], error: type[Exception], words: str, tmp_path: Path
 ) -> None:
     with pytest.raises(error, match=words):

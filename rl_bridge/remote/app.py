@@ -383,20 +383,7 @@ def create_app(
     state_dir: str | os.PathLike[str],
     config: SidecarConfig | None = None,
 ) -> Gate:
-    """Make a side-car around an engine's executor, for any ASGI server with one worker.
-
-    Args:
-        executor: the engine's; nobody else updates with it. Stays yours to close.
-        key_file: the shared key, at least 32 bytes, mode 0600.
-        state_dir: this side-car's own directory; it outlives the process.
-        config: limits.
-
-    Raises:
-        WeightBridgeUnavailableError: the key's file or the directory cannot be used.
-        WeightBridgeError: what an earlier side-car left there is damaged.
-        TypeError: an executor that cannot stop between its steps.
-
-    """
+    """See `rl_bridge.remote.create_app`, which checks first that the extra is installed."""
     require_two_phase(executor)
     config = config or SidecarConfig()
     key = read_key(key_file)

@@ -106,7 +106,7 @@ def test_numbers_that_are_none_are_refused_and_a_mask_is_not(bridge: TensorBridg
         ("device", "the update is on cpu, expected cuda"),
     ],
 )
-def test_what_does_not_fit_is_refused_before_anything_is_touched(
+def test_an_update_that_does_not_fit_is_refused_before_anything_is_touched(
     bridge: TensorBridge, monkeypatch: pytest.MonkeyPatch, wrong: str, words: str
 ) -> None:
     engine, state = Model(0), dict(Model(1).state_dict())

@@ -94,7 +94,7 @@ def decorate(model: Model) -> None:
 
 
 @pytest.mark.parametrize("change", [overwrite, rebind, replace, decorate])
-def test_whatever_changes_is_brought_back(change: Any) -> None:
+def test_every_change_is_brought_back(change: Any) -> None:
     model = Model()
     before = state(model)
     snapshot = snapshot_of(model)
@@ -105,7 +105,7 @@ def test_whatever_changes_is_brought_back(change: Any) -> None:
     assert model.second.weight is model.first.weight
 
 
-def test_what_is_not_weights_is_not_copied_and_what_is_shared_once() -> None:
+def test_other_state_is_not_copied_and_shared_tensors_once() -> None:
     weights = 6 * 4  # one, for both layers
     rest = 2 * (2 + 2 + 4 + 2) * 4
     assert ModelSnapshot(Model(), helpers=(f"{__name__}.",)).nbytes == weights + rest

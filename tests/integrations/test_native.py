@@ -65,7 +65,7 @@ def test_ranks_hold_one_version_if_one_of_them_cannot_read_the_next(
     assert engine.versions == [2, 2]
 
 
-def test_what_one_rank_is_short_of_costs_the_others_no_update(
+def test_a_shortage_in_one_rank_costs_the_others_no_update(
     engine: Engine, trainer: TensorBridge
 ) -> None:
     def out_of_memory(*_: object) -> None:
@@ -78,7 +78,7 @@ def test_what_one_rank_is_short_of_costs_the_others_no_update(
     assert both(engine, text) == ["", ""]
 
 
-def test_what_one_rank_refused_no_other_lets_in_again(
+def test_an_update_that_one_rank_refused_stays_refused_in_all(
     engine: Engine, trainer: TensorBridge
 ) -> None:
     manifest = publish(trainer, 1)
@@ -108,7 +108,7 @@ def test_ranks_that_were_given_different_updates_take_either_when_all_are_given_
     assert both(engine, second) == ["", ""]
 
 
-def test_what_nobody_finished_is_taken_back_when_the_next_one_comes_and_told(
+def test_an_unfinished_update_is_taken_back_and_logged_when_the_next_one_comes(
     engine: Engine, trainer: TensorBridge, caplog: pytest.LogCaptureFixture
 ) -> None:
     first, second = publish(trainer, 1), publish(trainer, 2)
@@ -121,7 +121,7 @@ def test_what_nobody_finished_is_taken_back_when_the_next_one_comes_and_told(
     assert {reply["update_id"] for reply in engine.ask("describe", {})} == {second.update_id}
 
 
-def test_what_nobody_finished_may_come_again(engine: Engine, trainer: TensorBridge) -> None:
+def test_an_unfinished_update_may_come_again(engine: Engine, trainer: TensorBridge) -> None:
     text = publish(trainer, 1).to_json()
     assert [both(engine, text) for _ in range(2)] == [["", ""], ["", ""]]
     commit(engine)
@@ -188,7 +188,7 @@ def test_a_manifest_is_read_from_its_text_or_from_that_text_parsed() -> None:
 
 
 @pytest.mark.parametrize("given", [None, 7, ["w"], {}, {"update_info": 1}, {"w": {"w": 1}}, "w"])
-def test_what_is_no_manifest_is_refused_as_one(given: object) -> None:
+def test_values_that_are_no_manifest_are_malformed(given: object) -> None:
     with pytest.raises(MalformedManifest):
         manifest_of(given)
 
@@ -216,7 +216,7 @@ def test_an_engine_that_stands_alone_is_supported() -> None:
     ],
     ids=str,
 )
-def test_what_cannot_decide_together_is_refused_by_its_own_number(
+def test_ranks_that_cannot_decide_together_are_refused_by_number(
     parallel: dict[str, Any], says: str
 ) -> None:
     with pytest.raises(WeightBridgeUnavailableError, match=says):

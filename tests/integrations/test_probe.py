@@ -27,7 +27,7 @@ def test_without_vllm_nothing_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     assert vllm.probe() == []
 
 
-def test_what_the_child_finds_is_told_with_its_remedy(installed: pytest.MonkeyPatch) -> None:
+def test_causes_that_the_child_finds_come_with_a_remedy(installed: pytest.MonkeyPatch) -> None:
     causes = {"vllm plugin": "no entry point", "vllm ipc": "no driver"}
     answering(installed, f"print('noise of others'); print({json.dumps(json.dumps(causes))})")
     found = {item.name: item for item in vllm.probe(timeout_s=60)}

@@ -107,7 +107,7 @@ def test_the_tensors_live_until_their_update_is_released(update: Update) -> None
     keeper.release(manifest.update_id)  # twice is once
 
 
-def test_what_is_not_contiguous_is_shared_as_a_copy_that_is(update: Update) -> None:
+def test_a_tensor_that_is_not_contiguous_is_shared_as_a_copy(update: Update) -> None:
     shared: dict[int, torch.Tensor] = {}
 
     def noting(tensor: torch.Tensor) -> Any:

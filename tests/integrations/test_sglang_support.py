@@ -93,7 +93,7 @@ def test_a_store_that_is_attached_meanwhile_is_an_update_that_is_undone(
     assert (engine.label, engine.is_paused) == ("user's", False)
 
 
-def test_who_lets_prefixes_be_may_have_them_outside_too(
+def test_prefix_stores_outside_are_allowed_if_prefixes_are_kept(
     engine: Engine, trainer: TensorBridge
 ) -> None:
     engine.context.told |= STORES[0]

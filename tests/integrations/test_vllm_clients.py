@@ -39,7 +39,7 @@ def trainer() -> Iterator[TensorBridge]:
 
 
 @pytest.mark.parametrize(("policy", "kept"), [("recompute", 0), ("reset", 0), ("keep", 1)])
-def test_what_was_made_of_images_goes_even_if_prefixes_stay(
+def test_image_caches_are_dropped_even_if_prefixes_stay(
     engine: Engine, trainer: TensorBridge, policy: CachePolicy, kept: int
 ) -> None:
     client = Client(engine)
@@ -121,7 +121,7 @@ def test_a_wrong_budget_is_told_before_any_update(engine: Engine) -> None:
 # ---- an LLM of this process ---------------------------------------------------------------------
 
 
-def test_what_is_aborted_in_an_engine_of_this_process_is_not_waited_for() -> None:
+def test_aborted_requests_of_an_engine_in_this_process_are_not_waited_for() -> None:
     requests = {"one": 1, "other": 2}
 
     def abort_request(names: list[str], *, internal: bool) -> None:

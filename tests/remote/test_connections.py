@@ -69,7 +69,7 @@ def serves(sidecar: SidecarProcess) -> bool:
             return False
 
 
-def test_who_asks_for_nothing_does_not_keep_others_out(hasty: SidecarProcess) -> None:
+def test_idle_connections_do_not_keep_others_out(hasty: SidecarProcess) -> None:
     with ExitStack() as held:
         silent, begun = ([held.enter_context(connected(hasty)) for _ in range(4)] for _ in "ab")
         for link in begun:
@@ -88,7 +88,7 @@ def test_a_body_that_goes_on_after_its_refusal_ends(hasty: SidecarProcess) -> No
         rest(link)
 
 
-def test_who_does_not_read_his_answers_does_not_keep_others_out(hasty: SidecarProcess) -> None:
+def test_clients_that_read_no_answers_do_not_keep_others_out(hasty: SidecarProcess) -> None:
     until(lambda: serves(hasty), what="others are gone")
     with ExitStack() as held:
         for _ in range(4):
@@ -122,7 +122,7 @@ MALFORMED = {
 
 
 @pytest.mark.parametrize("name", MALFORMED)
-def test_what_is_no_request_is_answered_like_one(name: str, shared: SidecarProcess) -> None:
+def test_a_malformed_request_gets_a_problem_document(name: str, shared: SidecarProcess) -> None:
     assert "Expected HTTP/1.1" in problem(asked(shared, MALFORMED[name]), 400)["detail"]
 
 

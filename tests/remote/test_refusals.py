@@ -198,7 +198,7 @@ def test_a_body_without_an_end_is_cut_off_at_the_limit(sender: Sender) -> None:
     assert sent < 50 * 1024 * 1024
 
 
-def test_what_is_no_sidecar_is_told(shared: SidecarProcess) -> None:
+def test_a_url_of_no_sidecar_is_an_error(shared: SidecarProcess) -> None:
     with (
         RemoteEngine(f"{shared.url}/elsewhere", shared.key_file) as engine,
         pytest.raises(WeightBridgeUnavailableError),

@@ -87,7 +87,7 @@ def test_a_request_counts_only_around_its_time(time: float, tmp_path: Path) -> N
         book(tmp_path).claim(one(time), now=NOW)
 
 
-def test_what_is_forgotten_stays_refused_where_the_clock_is_set_back(tmp_path: Path) -> None:
+def test_a_forgotten_nonce_stays_refused_if_the_clock_is_set_back(tmp_path: Path) -> None:
     book(tmp_path).claim(one(NOW), now=NOW)
     later = book(tmp_path, NOW + 100)  # forgets it
     assert f"{1:032x}" not in (tmp_path / "nonces.log").read_text()

@@ -71,7 +71,7 @@ def test_steps_that_are_sent_twice_are_done_once(
             engine.abort_weights(manifest, "too late")
 
 
-def test_what_comes_at_the_wrong_moment_is_refused_and_changes_nothing(
+def test_a_step_at_the_wrong_moment_is_refused_and_changes_nothing(
     shared: SidecarProcess, trainer: TensorBridge
 ) -> None:
     with shared.client() as engine:
