@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -32,7 +31,6 @@ __all__ = [
     "make_table",
     "open_fds",
     "stop",
-    "tracing",
     "weights",
 ]
 
@@ -187,20 +185,3 @@ def held_before_its_poll(server: Any) -> Iterator[None]:
     finally:
         server._make_poll = make_poll
         may_go.set()
-
-
-# ---- interrupts ---------------------------------------------------------------------------------
-
-
-@contextmanager
-def tracing(tracer: Callable[..., Any]) -> Iterator[None]:
-    """Trace this thread inside the block; whoever traced it before, a coverage run, goes on after.
-
-    The frame of the block's own function is not traced: nothing is raised between block and test.
-    """
-    before = sys.gettrace()
-    sys.settrace(tracer)
-    try:
-        yield
-    finally:
-        sys.settrace(before)
