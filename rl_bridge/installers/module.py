@@ -46,7 +46,7 @@ from rl_bridge.memory.packing import dtype_name
 from rl_bridge.memory.passes import Addresses
 from rl_bridge.memory.views import ImportedTensors, LeasedView, Pin, tensor_in
 
-__all__ = ["ModuleInstallAdapter"]
+__all__ = ["ModuleInstallAdapter", "require_imported"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -540,11 +540,7 @@ class ModuleInstallAdapter(TransactionalAdapter):
             IncompatibleUpdate: names, shapes or dtypes do not fit the engine or the mode.
 
         """
-        if not isinstance(tensors, ImportedTensors):
-            kind = type(tensors).__name__
-            msg = f"this adapter installs what bridge.import_update returned, got a {kind}."
-            raise IncompatibleUpdate(msg)
-        self._mode.prepare(manifest, tensors)
+        self._mode.prepare(manifest, require_imported(tensors))
 
     def install(self, manifest: WeightUpdateManifest, tensors: Mapping[str, torch.Tensor]) -> None:
         """Put all tensors into the engine. Prepares by itself where that was not done.
@@ -608,3 +604,18 @@ class ModuleInstallAdapter(TransactionalAdapter):
             )
             raise TypeError(msg)
         return context
+
+
+def require_imported(tensors: object) -> ImportedTensors:
+    """The mapping that a bridge imported.
+
+    Raises:
+        IncompatibleUpdate: another mapping, about whose memory nothing is known.
+
+    """
+    if isinstance(tensors, ImportedTensors):
+        return tensors
+    msg = (
+        f"this adapter installs what bridge.import_update returned, got a {type(tensors).__name__}."
+    )
+    raise IncompatibleUpdate(msg)
