@@ -274,13 +274,13 @@ class SlotRing:
         """Address of a published update's first byte.
 
         Raises:
-            LookupError: it is not published here, or released.
+            SegmentError: it is not published here, or released.
 
         """
         for slot in self._slots:
             if slot.update_id == update_id:
                 return slot.address
-        raise LookupError(f"update {update_id} lies in no slot here: it was released")
+        raise SegmentError(f"update {update_id} lies in no slot here: it was released. Publish it.")
 
     def close(self) -> None:
         """Give all segments back; readers keep what they mapped."""
