@@ -74,7 +74,7 @@ class SidecarProcess:
         found: list[Status] = []
 
         def answers(client: RemoteEngine) -> bool:
-            assert self.is_alive, self.log.read_text()
+            assert self.is_alive, f"it ended with {self._code()}:\n{self.log.read_text()}"
             try:
                 found.append(client.status())
             except EngineLost:
@@ -98,6 +98,9 @@ class SidecarProcess:
         return self._descriptor is None or bool(
             select.select([self._descriptor], [], [], timeout_s)[0]
         )
+
+    def _code(self) -> int | str:
+        return "?" if self._process is None else self._process.wait(DEADLINE_S)
 
     def client(self, **options: Any) -> RemoteEngine:
         return RemoteEngine(self.url, self.key_file, **options)

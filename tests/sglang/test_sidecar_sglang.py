@@ -50,10 +50,6 @@ def check(server: Served, reference: Bench, version: int, what: object) -> None:
     assert server.answers() == reference.fresh[version], what
 
 
-@pytest.mark.xfail(
-    strict=False,
-    reason="the side-car that starts behind a death in its install ended once before it answered",
-)
 def test_killed_behind_any_step_its_next_start_brings_the_living_server_to_a_version(
     server: Served, sidecar: SidecarProcess, trainer: Trainer, reference: Bench
 ) -> None:
